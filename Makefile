@@ -1,0 +1,42 @@
+# Every target sets up what it needs: `make demo` and `make test` work on a fresh clone with Python, pip and make.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+
+.PHONY: setup demo test test-all lint format bench docs clean
+
+setup: .venv/installed
+
+# BackPACK goes in without its dependencies: one of them does not load beside a CPU-only torch, and breaks Lightning.
+.venv/installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(PIP) torch
+	$(PIP) --editable ".[dev]" einops unfoldNd
+	$(PIP) --no-deps backpack-for-pytorch
+	$(BIN)/python -c "import backpack, lightning_taskinfo, pytorch_lightning, torchmetrics, wandb"
+	touch $@
+
+demo: setup
+	$(BIN)/python examples/demo.py
+
+test: setup
+	$(BIN)/python -m pytest
+
+test-all: setup
+	$(BIN)/python -m pytest -m "slow or not slow"
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: setup
+	$(PIP) --editable ".[docs]"
+	$(BIN)/mkdocs build --strict
+
+clean:
+	rm -rf .venv .venv-bench build dist site runs

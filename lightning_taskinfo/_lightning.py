@@ -1,0 +1,32 @@
+"""The only import of Lightning: bases that both ``lightning.pytorch`` and ``pytorch_lightning`` accept.
+
+The two packages hold the same code under two names, and each refuses the other's classes. A callback or data
+module of ours therefore derives from both where both are installed. A ``LightningModule`` cannot have two bases
+(it fails under ``pytorch_lightning``): ready-made modules are base-free mixins, made concrete once a namespace.
+"""
+
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+NAMESPACES: dict[str, ModuleType] = {
+    name: import_module(name) for name in ("lightning.pytorch", "pytorch_lightning") if find_spec(name.split(".")[0])
+}
+if not NAMESPACES:
+    raise ModuleNotFoundError("Install `pytorch-lightning` or `lightning` to use the Lightning side of this package.")
+
+if TYPE_CHECKING:
+    from pytorch_lightning import Callback, LightningDataModule, LightningModule, Trainer
+else:
+    # Types to annotate with; a user's own objects come from either namespace.
+    LightningModule, Trainer = (getattr([*NAMESPACES.values()][-1], name) for name in ("LightningModule", "Trainer"))
+
+    class Callback(*(namespace.Callback for namespace in NAMESPACES.values())):
+        """A callback that the Trainer and the LightningCLI of every installed namespace accept."""
+
+    class LightningDataModule(*(namespace.LightningDataModule for namespace in NAMESPACES.values())):
+        """A data module that the Trainer and the LightningCLI of every installed namespace accept."""
+
+
+__all__ = ["NAMESPACES", "Callback", "LightningDataModule", "LightningModule", "Trainer"]

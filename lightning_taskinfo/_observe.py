@@ -1,0 +1,123 @@
+"""Look at a model without leaving a trace."""
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+ParamDict: TypeAlias = dict[str, Tensor]
+"""Tensors by parameter name, as in ``model.named_parameters()``."""
+
+
+def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that training moves, by name; a tied parameter appears once.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+        >>> _ = net[0].requires_grad_(False)
+        >>> list(trainable_parameters(net))
+        ['1.weight', '1.bias']
+    """
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+@contextmanager
+def observing(model: nn.Module) -> Iterator[nn.Module]:
+    """Run ``model`` in eval mode with gradients on, and put everything back afterwards, even on an exception.
+
+    Inside, autograd works (also within ``validate``, ``test`` and ``predict``), autocast is off and compiled
+    modules run eagerly, because hooks added after compilation are silently skipped. Afterwards the mode of
+    every module, every buffer, every ``.grad`` and the states of torch's, numpy's and Python's random
+    generators are what they were, so a training that is observed ends with the same bits as one that is not.
+
+    Tensors made under ``torch.inference_mode()`` cannot take part in autograd: clone them inside.
+
+    Args:
+        model: The module to look at.
+
+    Yields:
+        The same module.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(2, 2), nn.Dropout()).train()
+        >>> with torch.no_grad(), observing(net):
+        ...     net.training, net(torch.ones(1, 2)).requires_grad
+        (False, True)
+        >>> net.training
+        True
+    """
+    devices = {t.device for t in (*model.parameters(), *model.buffers())} | {torch.device("cpu")}
+    with ExitStack() as stack:
+        for restoring in (_modes(model), _buffers(model), _grads(model), _random_states(devices)):
+            stack.enter_context(restoring)
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        for device_type in sorted({device.type for device in devices} - {"meta"}):
+            stack.enter_context(torch.autocast(device_type, enabled=False))
+        if "torch._dynamo" in sys.modules:  # otherwise nothing can be compiled, and importing it takes a second
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield model
+
+
+@contextmanager
+def _modes(model: nn.Module) -> Iterator[None]:
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        for module, _ in modes:
+            module.training = False  # not `.eval()`: a module may override it, e.g. to keep its batch norm frozen
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+@contextmanager
+def _buffers(model: nn.Module) -> Iterator[None]:
+    kept = [
+        (module, name, buffer, None if buffer is None else buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+    ]
+    versions = [None if b is None or b.is_inference() else b._version for _, _, b, _ in kept]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for (module, name, buffer, value), version in zip(kept, versions, strict=True):
+                module._buffers[name] = buffer
+                if buffer is not None and value is not None and (version is None or buffer._version != version):
+                    buffer.copy_(value)
+
+
+@contextmanager
+def _grads(model: nn.Module) -> Iterator[None]:
+    grads = [(p, p.grad) for p in model.parameters()]
+    try:
+        for p, _ in grads:
+            p.grad = None  # a `backward()` inside adds to a gradient of its own
+        yield
+    finally:
+        for p, grad in grads:
+            p.grad = grad
+
+
+@contextmanager
+def _random_states(devices: set[torch.device]) -> Iterator[None]:
+    accelerators = {d: torch.get_device_module(d) for d in devices if d.type not in ("cpu", "meta")}
+    states = {d: module.get_rng_state(d) for d, module in accelerators.items()}
+    cpu_state, python_state = torch.get_rng_state(), random.getstate()
+    numpy = sys.modules.get("numpy")  # not loaded: nobody has drawn from it
+    numpy_state = numpy.random.get_state() if numpy else None
+    try:
+        yield
+    finally:
+        torch.set_rng_state(cpu_state)
+        random.setstate(python_state)
+        if numpy:
+            numpy.random.set_state(numpy_state)
+        for device, module in accelerators.items():
+            module.set_rng_state(states[device], device)

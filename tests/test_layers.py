@@ -1,0 +1,64 @@
+"""Imports point downwards only. The table below *is* the architecture."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "lightning_taskinfo"
+MATHS = {"torch", "_observe", "functional"}
+STATE = MATHS | {"torchmetrics", "backpack", "fisher", "distributions", "variational", "regularizers", "certificates"}
+GLUE = STATE | {"_lightning", "callbacks", "mixins", "plotting", "data"}
+TOP = GLUE | {"numpy", "transfer", "tasks"}
+ALLOWED = {  # layer -> the layers and frameworks it may import
+    "_observe": {"torch"},
+    "_lightning": {"lightning", "pytorch_lightning"},
+    "functional": MATHS,
+    "fisher": STATE,
+    "distributions": STATE,
+    "variational": STATE,
+    "regularizers": STATE,
+    "certificates": STATE,
+    "callbacks": GLUE | {"wandb"},
+    "mixins": GLUE,
+    "_autoload": {"_lightning"},
+    "transfer": TOP | {"wandb"},
+    "tasks": TOP | {"wandb"},
+    "cli": TOP | {"cli", "jsonargparse", "wandb"},
+    "plotting": {"matplotlib", "numpy", "torch"},
+    "data": {"data", "matplotlib", "mlxtend", "numpy", "sklearn", "torch", "torchvision"},
+}
+FRAMEWORKS = {
+    "backpack", "jsonargparse", "lightning", "matplotlib", "mlxtend", "numpy", "pytorch_lightning", "scipy", "sklearn",
+    "torch", "torchmetrics", "torchvision", "wandb",
+}  # fmt: skip
+LATE = {"backpack", "jsonargparse", "matplotlib", "mlxtend", "scipy", "sklearn", "torchvision", "wandb"}  # optional
+
+
+def names(nodes: list[ast.AST], path: Path) -> set[str]:
+    """Frameworks and layers of the package that the import statements among ``nodes`` name."""
+    found = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"relative import in {path}"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    layers = {name.split(".")[1] for name in found if name.startswith("lightning_taskinfo.")}
+    return layers | {name.split(".")[0] for name in found} & FRAMEWORKS
+
+
+def files() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_point_downwards(path):
+    layer = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    if layer != "__init__":
+        assert names(list(ast.walk(ast.parse(path.read_text()))), path) <= ALLOWED[layer]
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_optional_packages_are_imported_late(path):
+    assert not names(ast.parse(path.read_text()).body, path) & LATE
