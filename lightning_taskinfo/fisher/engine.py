@@ -105,6 +105,7 @@ class _Measurement:
         self.fallback = "loop" if request.engine == "loop" else "per_sample"
         self.engines = dict.fromkeys(self.parameters, self.fallback)
         self.layouts: list[Layout | None] = []
+        self.alone: Tensor | None = None  # outputs of the first samples in a batch of their own, until compared
 
     def run(self) -> dict[str, str]:
         chunk = self.request.chunk_size or CHUNK
@@ -122,7 +123,7 @@ class _Measurement:
         n = sample_count(self.inputs)
         few = take(self.inputs, lambda x: x[torch.arange(PROBED, device=x.device) % n])
         probe = capture(lambda: self._forward(few), self.parameters)
-        self.layouts = find_layouts(probe)
+        self.layouts, self.alone = find_layouts(probe), probe.outputs.detach()
         served = probe.lay_out(self.layouts)
         self.engines.update(dict.fromkeys(served, "hooks"))
         left = sorted(set(self.parameters) - served)
@@ -137,7 +138,7 @@ class _Measurement:
         hooked = {name for name, engine in self.engines.items() if engine == "hooks"}
         if hooked:
             captured = capture(lambda: self._forward(inputs), self.parameters)
-            hooked &= captured.lay_out(self.layouts)
+            hooked &= set() if self._mixes(captured.outputs) else captured.lay_out(self.layouts)
             self.engines.update(dict.fromkeys(self.engines.keys() - hooked, self.fallback))
             outputs = captured.outputs
         else:
@@ -150,6 +151,20 @@ class _Measurement:
                 self._from_uses(captured, hooked, samples, scores, last)
             for score in scores if left else ():
                 self._from_gradients(inputs, score, set(left), samples)
+
+    def _mixes(self, outputs: Tensor) -> bool:
+        """Whether a sample's outputs depend on the batch it is in: its gradient is then that of a batch of one."""
+        alone, self.alone = self.alone, None
+        if alone is None:
+            return False
+        together = outputs.detach()[:PROBED]
+        scale = 1e-3 * together.abs().amax()  # rounding differs with the batch size
+        if torch.allclose(alone[: len(together)], together, rtol=0, atol=float(scale), equal_nan=True):
+            return False
+        warnings.warn(
+            "The model's outputs for a sample depend on the others of its batch; each is measured alone.", stacklevel=2
+        )
+        return True
 
     def _from_uses(self, captured: Captured, names: set[str], samples: slice, scores: list[Tensor], last: bool) -> None:
         passes = [
