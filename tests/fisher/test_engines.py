@@ -1,3 +1,4 @@
+# ruff: noqa: E501
 """Every engine against a loop over single samples, on every kind of layer and every way of using it."""
 
 import warnings
