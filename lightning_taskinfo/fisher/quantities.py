@@ -41,16 +41,21 @@ class Diagonal:
         self.values: ParamDict = {}
 
     def add_use(self, name: str, samples: slice, use: Use, slot: str, gradients: list[Tensor]) -> None:
-        diagonal, rows = use.diagonal(slot, gradients), use.slots[slot].rows
-        total = self.total(name, diagonal)
-        total[slice(None) if rows is None else rows] += diagonal
+        self._add(name, use.diagonal(slot, gradients), use.slots[slot].rows)
 
     def add_gradients(self, name: str, samples: slice, gradients: Tensor) -> None:
-        self.total(name, gradients).add_(gradients.square().sum(0))
+        self._add(name, gradients.square().sum(0))
+
+    def _add(self, name: str, squares: Tensor, rows: slice | None = None) -> None:
+        if name not in self.values and rows is None:
+            self.values[name] = squares
+        else:
+            self.total(name, squares)[slice(None) if rows is None else rows] += squares
 
     def total(self, name: str, like: Tensor) -> Tensor:
+        """Return the sum so far, zeros at the start."""
         if name not in self.values:
-            self.values[name] = like.new_zeros(self.shapes[name])
+            self.values[name] = torch.zeros(self.shapes[name], dtype=like.dtype, device=like.device)
         return self.values[name]
 
 
@@ -248,7 +253,7 @@ def fisher_diagonal(
     sink = Diagonal(trainable_parameters(model))
     measure(model, inputs, targets, request, sink)
     n = sample_count(inputs)
-    return {name: sink.total(name, p) / n for name, p in trainable_parameters(model).items()}
+    return {name: sink.total(name, p).div_(n) for name, p in trainable_parameters(model).items()}
 
 
 def gradient_gram(
