@@ -51,6 +51,13 @@ class Conv(Use):
                 into.add_(part)
         return self._join(first)[0]
 
+    def features(self, slot: str, b: Tensor) -> Iterator[list[tuple[Tensor, ...]]]:
+        if self.layout.repeat > 1:
+            yield from super().features(slot, b)
+        else:
+            for parts in self._blocks(slot, b):
+                yield [(part.flatten(1),) for part in parts]
+
     def _fold(self, per_row: Tensor) -> Tensor:
         return self.layout.samples_first(per_row).sum(1) if self.layout.repeat > 1 else per_row
 

@@ -7,7 +7,7 @@ computations*, 2015).
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,6 +78,13 @@ class Use:
         """Return the squared gradients, summed over samples and scores, shaped like the slot."""
         return total([self.grads(slot, b).square().sum(0) for b in scores])
 
+    def features(self, slot: str, b: Tensor) -> Iterator[list[tuple[Tensor, ...]]]:
+        """Yield blocks of samples as parts, whose inner products add up to those of the gradients.
+
+        A part is a tuple of factors ``[n, D]``: the product of their inner products counts.
+        """
+        yield [(self.grads(slot, b).flatten(1),)]
+
 
 class Linear(Use):
     r"""``x Wᵀ + c`` on ``[N, ..., D]``: with :math:`T` positions a sample, :math:`\nabla W = \sum_t b_t a_t^\top`."""
@@ -112,6 +119,12 @@ class Linear(Use):
         step = max(1, BLOCK // (D * C))
         blocks = [slice(i, i + step) for i in range(0, len(a), step)]
         return total([torch.cat([squared_norms(b[i].transpose(1, 2) @ a[i]) for i in blocks]) for b in flat])
+
+    def features(self, slot: str, b: Tensor) -> Iterator[list[tuple[Tensor, ...]]]:
+        if slot == "bias" or self.inputs().dim() > 2:
+            yield from super().features(slot, b)
+        else:  # ⟨b aᵀ, b' a'ᵀ⟩ = (a·a')(b·b')
+            yield [(self.inputs(), self._flat(b))]
 
     def diagonal(self, slot: str, scores: list[Tensor]) -> Tensor:
         if slot == "bias":
