@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lightning_taskinfo._observe import ParamDict, observing, trainable_parameters
 from lightning_taskinfo.fisher.batches import sample_count, take
 from lightning_taskinfo.fisher.hooks import Captured, capture, find_layouts
+from lightning_taskinfo.fisher.kron import backpack_gradients
 from lightning_taskinfo.fisher.layers import BLOCK, Layout, Use
 from lightning_taskinfo.fisher.per_sample import Forward, looped_gradients, vmapped_gradients
 from lightning_taskinfo.functional.likelihood import Labels, Likelihood, as_likelihood, output_scores
@@ -102,7 +103,7 @@ class _Measurement:
         self.parameters = trainable_parameters(model)
         if not self.parameters:
             raise ValueError("`model` must have a parameter with `requires_grad=True`, got none.")
-        self.fallback = "loop" if request.engine == "loop" else "per_sample"
+        self.fallback: str = request.engine if request.engine in ("loop", "backpack") else "per_sample"
         first = "hooks" if request.engine in ("auto", "hooks") else self.fallback
         self.engines = dict.fromkeys(self.parameters, first)
         self.layouts: list[Layout | None] = []
@@ -231,7 +232,8 @@ class _Measurement:
                 yield first
                 yield from blocks
                 return
-        yield from looped_gradients(self.model, self.request.forward, inputs, score, names)
+        gradients = backpack_gradients if self.fallback == "backpack" else looped_gradients
+        yield from gradients(self.model, self.request.forward, inputs, score, names)
 
 
 def _by_name(captured: Captured) -> dict[str, list[tuple[Use, str]]]:

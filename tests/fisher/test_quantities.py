@@ -113,6 +113,23 @@ def test_engines_agree(case, engine):
     assert set(engines_used(model, inputs, targets, labels="empirical", engine=engine).values()) == {engine}
 
 
+@pytest.mark.parametrize("case", ["linear", "conv2d stride"])
+def test_backpack_agrees(case):
+    model, inputs, targets = make(case)
+    before = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+    diagonal = fisher_diagonal(model, inputs, targets, labels="empirical", engine="backpack", chunk_size=4)
+    for name, g in empirical(model, inputs, targets).items():
+        torch.testing.assert_close(diagonal[name], g.square().mean(0), rtol=1e-9, atol=1e-12)
+    assert sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()) == before
+
+
+@pytest.mark.parametrize("case", ["module twice", "raw", "inplace relu"])
+def test_backpack_refuses_what_it_gets_wrong(case):
+    model, inputs, targets = make(case)
+    with pytest.raises(ValueError, match="use `engine='auto'`"):
+        fisher_trace(model, inputs, targets, labels="empirical", engine="backpack")
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_weights_are_measured_in_float32(dtype):
     model, inputs, targets = make("batch norm", torch.float32)
