@@ -33,8 +33,9 @@ def noise_risk(gamma: Tensor, sigma: Tensor, dimension: int | None = None) -> Te
     """Squared norm that label noise adds to the minimum-norm solution: ``sigma²`` times the mean of ``tr (XᵀX)⁺``."""
     if dimension is not None and dimension < 1:
         raise ValueError(f"`dimension` must be at least 1, got {dimension}.")
-    gap = (1 - gamma).abs() - (0.0 if dimension is None else 1 / dimension)
-    gain = torch.where(gap > 0, gamma.clamp(max=1) / gap, torch.inf)
+    sample = 0.0 if dimension is None else 1 / dimension
+    gap = (1 - gamma).abs() - sample
+    gain = torch.where(gap > 1e-3 * sample, gamma.clamp(max=1) / gap, torch.inf)  # gamma·d is whole but for rounding
     return torch.where(sigma == 0, 0.0, sigma.square() * gain)
 
 

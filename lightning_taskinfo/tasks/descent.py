@@ -109,9 +109,7 @@ def descend(
         if step % 100 == 0:
             size = gradient.abs().max().item()
             if not math.isfinite(size):
-                raise RuntimeError(
-                    f"gradient descent diverged with `learning_rate` {learning_rate}; take a smaller one."
-                )
+                raise RuntimeError(f"Gradient descent diverged; `learning_rate` must be below {learning_rate} here.")
             if size <= tolerance:
                 break
         for layer, change in zip(layers, _layer_gradients(layers, gradient), strict=True):
