@@ -104,7 +104,9 @@ def plot_phase_slices(
         )
         if printed and simulated.mode == "fine-tuning":
             gain = scratch_risk(gamma, simulated.sigma) - fine_tuning_risk_noiseless(theta, gamma, simulated.sigma)
-            ax.plot(gamma, gain, color=color, linestyle="--", linewidth=0.8)
+            ax.plot(
+                gamma, gain, color=color, linestyle="--", linewidth=0.8, label=None if index else "noiseless formula"
+            )
         mean, error = simulated.mean[index], simulated.standard_error[index]
         label = rf"$\theta = {theta * DEGREES:.0f}$°"
         ax.errorbar(simulated.gamma, mean, error, fmt="o", markersize=4, capsize=2, color=color, label=label)

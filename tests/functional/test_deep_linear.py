@@ -176,6 +176,7 @@ def test_numbers_take_the_dtype_of_tensors_without_rounding():
     assert scratch_risk(f64(2.0), 0.1).item() == 0.1**2
     assert scratch_risk(0.5, torch.tensor(0.1)).dtype == torch.float32
     assert scratch_risk(2, 1).dtype == torch.float32
+    assert scratch_risk(torch.tensor(0.5, dtype=torch.bfloat16), 0.1).dtype == torch.bfloat16
     assert fine_tuning_risk(ANGLES[:, None], GAMMAS, 0.2).shape == (13, 5)
 
 
