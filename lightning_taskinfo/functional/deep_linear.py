@@ -71,12 +71,12 @@ def linear_transfer_risk(
     penalty :math:`n\lambda c^2` on the last layer,
 
     .. math::
-        R_{lt} = \sin^2\theta + \cos^2\theta\; \mathbb E\Big[\frac{n\lambda}{q + n\lambda}\Big]^2
-            + (\sigma^2 + \sin^2\theta)\; \mathbb E\, \frac{q}{(q + n\lambda)^2},
+        R_{lt} = \sin^2\theta + \cos^2\theta\; \mathbb E\, \frac{(n\lambda)^2}{(q + n\lambda)^2}
+            + (\sigma^2 + \sin^2\theta)\; \mathbb E\, \frac{q}{(q + n\lambda)^2}.
 
-    where the square stands inside the mean. Without ridge the mean of the last term is :math:`1/(n-2)`; for
-    ``n = inf`` the risk is :math:`1 - \cos^2\theta\,(1 + 2\lambda)/(1 + \lambda)^2`, which only grows with
-    :math:`\lambda`. At finite ``n`` a ridge of order :math:`1/n` can help, by order :math:`1/n^2`.
+    Without ridge the last mean is :math:`1/(n-2)`. For ``n = inf`` the risk is
+    :math:`1 - \cos^2\theta\,(1 + 2\lambda)/(1 + \lambda)^2`, which only grows with :math:`\lambda`. At finite ``n`` a
+    ridge of order :math:`1/n` can help, by order :math:`1/n^2`.
 
     Args:
         theta: Angle between source and target, any shape.
