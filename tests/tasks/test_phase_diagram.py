@@ -56,10 +56,10 @@ def test_map_has_the_boundaries_of_the_signs():
 
 
 def test_map_colours_are_the_gains():
-    _, ax = plot_phase_map("linear", 0.0, max_gamma=1.0)
+    _, ax = plot_phase_map("linear", 0.2)
     gains = torch.as_tensor(ax.collections[0].get_array())
     assert gains.min() < 0 < gains.max()
-    assert gains.isfinite().all()
+    assert gains.isfinite().all()  # none on the pole at gamma = 1
 
 
 def test_slices_have_points_errors_and_lines(simulated):
