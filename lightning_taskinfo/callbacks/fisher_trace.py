@@ -99,6 +99,13 @@ class FisherTrace(Probe):
             if self.loss_reduction == "mean":
                 self._scale *= self._recorder.batch_size
 
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._recorder is not None:
+            self._recorder.stop()  # where the step had no backward pass
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_end(trainer, pl_module)
         self.teardown(trainer, pl_module, "fit")
@@ -114,7 +121,6 @@ class FisherTrace(Probe):
     def observe(self, model: nn.Module, samples: Samples) -> FisherInformation:
         device = next(model.parameters()).device
         if self._recorder is not None:
-            self._recorder.stop()  # where the step had no backward pass
             if self._recorder.problem or not self._recorder.norms:
                 raise RuntimeError(self._recorder.problem or "the training step had no backward pass")
             step = StepInformation().to(device)

@@ -96,6 +96,8 @@ class StepRecorder:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if not (isinstance(output, Tensor) and output.requires_grad):
                 return
+            if self.problem is not None:
+                return
             if name in self.seen:
                 self.problem = f"layer {name!r} was called more than once in the training step"
             elif output.shape[0] != self.batch_size:
