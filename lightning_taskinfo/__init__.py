@@ -9,11 +9,15 @@ if TYPE_CHECKING:  # what type checkers see; `tests/test_import.py` keeps it equ
     from lightning_taskinfo._observe import observing as observing
     from lightning_taskinfo._observe import trainable_parameters as trainable_parameters
     from lightning_taskinfo.callbacks.fisher_trace import FisherTrace as FisherTrace
+    from lightning_taskinfo.callbacks.information_in_weights import InformationInWeights as InformationInWeights
+    from lightning_taskinfo.callbacks.local_minimum import LocalMinimum as LocalMinimum
     from lightning_taskinfo.fisher.metric import FisherInformation as FisherInformation
 
 _EXPORTS = {  # public name -> the module that defines it, imported when the name is first used
     "FisherInformation": "fisher.metric",
     "FisherTrace": "callbacks.fisher_trace",
+    "InformationInWeights": "callbacks.information_in_weights",
+    "LocalMinimum": "callbacks.local_minimum",
     "observing": "_observe",
     "trainable_parameters": "_observe",
 }

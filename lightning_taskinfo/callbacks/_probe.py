@@ -17,10 +17,10 @@ from lightning_taskinfo.callbacks._report import has_matplotlib, report, summary
 from lightning_taskinfo.callbacks._samples import Samples, inputs_and_targets, size
 from lightning_taskinfo.fisher.engine import Request
 from lightning_taskinfo.functional.likelihood import Labels, Likelihood
+from lightning_taskinfo.plotting import plot_curves
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    from lightning_taskinfo.plotting import Axes, Figure
 
 
 class Probe(Callback, ABC):
@@ -114,8 +114,6 @@ class Probe(Callback, ABC):
         Args:
             ax: Draw here instead of in a new figure.
         """
-        from lightning_taskinfo.plotting import plot_curves
-
         measured = [
             name for name in self.headline if any(math.isfinite(row.get(name, math.nan)) for row in self.history)
         ]
