@@ -9,9 +9,11 @@ from torch import Tensor, nn
 
 from lightning_taskinfo.callbacks._samples import size
 from lightning_taskinfo.fisher.batches import take
-from lightning_taskinfo.fisher.engine import CHUNK, Request
+from lightning_taskinfo.fisher.engine import Request
 from lightning_taskinfo.fisher.per_sample import Forward
 from lightning_taskinfo.functional.likelihood import Likelihood, as_likelihood
+
+CHUNK = 128  # samples of one forward pass
 
 
 def mean_loss(

@@ -39,8 +39,8 @@ def log_determinant(gram: Tensor) -> Tensor:
         :math:`\log|\xi|`, shape ``[...]``.
 
     Example:
-        >>> log_determinant(torch.tensor([[2.0, 0.0], [0.0, 0.5]]))
-        tensor(0., dtype=torch.float64)
+        >>> log_determinant(4 * torch.eye(2))  # 2 log 4
+        tensor(2.7726, dtype=torch.float64)
         >>> log_determinant(torch.ones(2, 2))
         tensor(-inf, dtype=torch.float64)
     """
