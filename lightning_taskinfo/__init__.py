@@ -14,6 +14,16 @@ if TYPE_CHECKING:  # what type checkers see; `tests/test_import.py` keeps it equ
 _EXPORTS = {  # public name -> the module that defines it, imported when the name is first used
     "FeatureOverlap": "transfer.overlap",
     "feature_overlap": "transfer.overlap",
+    from lightning_taskinfo.callbacks.fisher_trace import FisherTrace as FisherTrace
+    from lightning_taskinfo.callbacks.information_in_weights import InformationInWeights as InformationInWeights
+    from lightning_taskinfo.callbacks.local_minimum import LocalMinimum as LocalMinimum
+    from lightning_taskinfo.fisher.metric import FisherInformation as FisherInformation
+
+_EXPORTS = {  # public name -> the module that defines it, imported when the name is first used
+    "FisherInformation": "fisher.metric",
+    "FisherTrace": "callbacks.fisher_trace",
+    "InformationInWeights": "callbacks.information_in_weights",
+    "LocalMinimum": "callbacks.local_minimum",
     "observing": "_observe",
     "trainable_parameters": "_observe",
 }

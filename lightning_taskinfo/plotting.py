@@ -4,6 +4,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -52,6 +55,22 @@ def plot_curves(
     ax.spines[["top", "right"]].set_visible(False)
     ax.legend(frameon=False)
     return ax.figure, ax  # type: ignore[return-value]  # a subfigure, where the given axes lie in one
+
+
+def figure_pixels(figure: "Figure") -> Tensor:
+    """Return a figure as pixels, ``[height, width, 3]`` bytes.
+
+    Example:
+        >>> fig, ax = plot_curves([{"step": 1, "loss": 2.0}])
+        >>> figure_pixels(fig).shape
+        torch.Size([350, 500, 3])
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    width, height = canvas.get_width_height()
+    return torch.frombuffer(bytearray(canvas.buffer_rgba()), dtype=torch.uint8).view(height, width, 4)[..., :3]
 
 
 def _axes() -> "Axes":

@@ -1,6 +1,7 @@
 """Fisher information of any network: trace, diagonal, layer traces, Gram matrix of per-sample gradients."""
 
 from lightning_taskinfo.fisher.kron import kronecker_factors
+from lightning_taskinfo.fisher.metric import FisherEstimate, FisherInformation
 from lightning_taskinfo.fisher.quantities import (
     engines_used,
     fisher_diagonal,
@@ -11,6 +12,8 @@ from lightning_taskinfo.fisher.quantities import (
 )
 
 __all__ = [
+    "FisherEstimate",
+    "FisherInformation",
     "engines_used",
     "fisher_diagonal",
     "fisher_trace",
