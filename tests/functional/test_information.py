@@ -1,0 +1,97 @@
+"""Information in the weights against ``torch.distributions``, a numerical minimiser and P1's limit."""
+
+import math
+
+import pytest
+import torch
+from scipy import optimize
+from torch.distributions import Normal, kl_divergence
+
+from lightning_taskinfo.functional.information import information_in_weights, post_variance
+
+
+@pytest.fixture
+def weights():
+    g = torch.Generator().manual_seed(0)
+    curvature = torch.rand(40, generator=g, dtype=torch.float64).mul(12).exp() - 1  # 0 … e¹²
+    return curvature, torch.randn(40, generator=g, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("prior_std", [0.03, 2.0])
+@pytest.mark.parametrize("beta", [0.2, 1.0, 50.0])
+def test_kl_matches_torch_distributions(weights, prior_std, beta):
+    h, delta = weights
+    post = Normal(delta, post_variance(h, prior_std=prior_std, beta=beta).sqrt())
+    expected = kl_divergence(post, Normal(torch.zeros_like(h), prior_std)).sum()
+    torch.testing.assert_close(information_in_weights(h, delta, prior_std=prior_std, beta=beta).kl, expected)
+
+
+@pytest.mark.parametrize("h", [0.1, 7.0, 900.0])
+@pytest.mark.parametrize("beta", [0.2, 5.0])
+def test_the_variance_is_the_numerical_minimiser(h, beta):
+    prior_std = 0.7
+
+    def objective(log_variance):
+        v = math.exp(log_variance) / prior_std**2
+        return 0.5 * h * math.exp(log_variance) + 0.5 * beta * (v - 1 - math.log(v))
+
+    found = optimize.minimize_scalar(objective, bounds=(-30, 5), method="bounded", options={"xatol": 1e-12})
+    h_ = torch.tensor(h, dtype=torch.float64)
+    assert post_variance(h_, prior_std=prior_std, beta=beta).item() == pytest.approx(math.exp(found.x), rel=1e-6)
+    value = information_in_weights(h_, torch.zeros_like(h_), prior_std=prior_std, beta=beta).objective()
+    assert value.item() == pytest.approx(found.fun, rel=1e-10)
+
+
+@pytest.mark.parametrize("beta", [0.2, 1.0, 50.0])
+def test_penalty_and_information_add_up_to_the_log_determinant(weights, beta):
+    (h, delta), prior_std = weights, 0.3
+    together = 0.5 * beta * (delta.square().sum() / prior_std**2 + (1 + prior_std**2 * h / beta).log().sum())
+    information = information_in_weights(h, delta, prior_std=prior_std, beta=beta)
+    torch.testing.assert_close(information.objective(), together)
+    torch.testing.assert_close(information.objective(loss=10.0), together + 10.0)
+    variance = post_variance(h, prior_std=prior_std, beta=beta)
+    torch.testing.assert_close(information.curvature_penalty, 0.5 * (h * variance).sum())
+
+
+def test_a_wide_prior_gives_the_log_determinant_of_the_fisher(weights):
+    h, delta = weights
+    n, beta, prior_std, k = 500, 2.0, 1e7, len(h)
+    fisher = h / n + 0.01
+    limit = 0.5 * fisher.log().sum() + 0.5 * k * (math.log(prior_std**2) + math.log(n / beta) - 1)
+    torch.testing.assert_close(information_in_weights(n * fisher, delta, prior_std=prior_std, beta=beta).kl, limit)
+
+
+def test_effective_parameters_run_from_none_to_all(weights):
+    h, delta = weights
+    count = [
+        information_in_weights(h + 0.1, delta, prior_std=s).effective_parameters.item() for s in (1e-9, 0.1, 1, 1e9)
+    ]
+    assert count == sorted(count)
+    assert count[0] == pytest.approx(0, abs=1e-8)
+    assert count[-1] == pytest.approx(40)
+
+
+def test_a_million_unfelt_weights_hold_almost_nothing():
+    """Each holds r²/4; the textbook form in float32 would return rounding errors instead."""
+    h = torch.full((1_000_000,), 1e-6)
+    kl = information_in_weights(h, torch.zeros_like(h), prior_std=1.0).kl.item()
+    assert kl == pytest.approx(1e6 * 1e-12 / 4, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prior_std": 0.0}, "`prior_std` must be positive, got 0.0"),
+        ({"prior_std": 1.0, "beta": -1.0}, "`beta` must be positive, got -1.0"),
+    ],
+)
+def test_refuses_non_positive(weights, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        information_in_weights(*weights, **arguments)
+
+
+def test_refuses_other_shapes_and_negative_curvature():
+    with pytest.raises(ValueError, match=r"`displacement` must have the shape of `curvature`, got \[3\] for \[2\]"):
+        information_in_weights(torch.ones(2), torch.ones(3), prior_std=1.0)
+    with pytest.raises(ValueError, match=r"`curvature` must be non-negative, got -1\.0"):
+        post_variance(-torch.ones(2), prior_std=1.0)
