@@ -78,6 +78,12 @@ def test_jia_and_su_height_is_that_of_an_ellipsoid():
     )
 
 
+def test_jia_and_su_by_hand():
+    """With one weight, γ = 1 and V = 2 the height is 1."""
+    value = local_minimum_bound(0.0, 1.0, 1, 3, 2 * math.exp(-1), log_volume=math.log(2)).item()
+    assert value == pytest.approx(1 + 2 * math.sqrt((2 + math.log(3) + 1) / 2))
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
