@@ -1,0 +1,51 @@
+"""Batches of any shape: a tensor, or tuples, lists and dicts of tensors."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+
+def take(inputs: Any, pick: Callable[[Tensor], Tensor]) -> Any:
+    """Apply ``pick`` to every tensor of ``inputs`` and keep the structure.
+
+    Example:
+        >>> import torch
+        >>> take({"x": torch.arange(3), "name": "a"}, lambda x: x[:1])
+        {'x': tensor([0]), 'name': 'a'}
+    """
+    if isinstance(inputs, Tensor):
+        return pick(inputs)
+    if isinstance(inputs, Mapping):
+        return {key: take(value, pick) for key, value in inputs.items()}
+    if isinstance(inputs, tuple) and hasattr(inputs, "_fields"):
+        return type(inputs)(*(take(value, pick) for value in inputs))
+    if isinstance(inputs, list | tuple):
+        return type(inputs)(take(value, pick) for value in inputs)
+    return inputs
+
+
+def tensors(inputs: Any) -> Iterator[Tensor]:
+    """Yield every tensor of ``inputs``."""
+    if isinstance(inputs, Tensor):
+        yield inputs
+    elif isinstance(inputs, Mapping):
+        for value in inputs.values():
+            yield from tensors(value)
+    elif isinstance(inputs, list | tuple):
+        for value in inputs:
+            yield from tensors(value)
+
+
+def sample_count(inputs: Any) -> int:
+    """Return the number of samples: the common length of all tensors of ``inputs``.
+
+    Raises:
+        ValueError: If there is no tensor, or the lengths differ.
+    """
+    lengths = {len(x) if x.dim() else 0 for x in tensors(inputs)}
+    if len(lengths) != 1 or 0 in lengths:
+        raise ValueError(
+            f"`inputs` must hold tensors with the same, positive number of samples along axis 0, got {sorted(lengths)}."
+        )
+    return lengths.pop()

@@ -1,0 +1,263 @@
+"""Which engine serves which parameter, chunk by chunk; squared gradients go into a :class:`Sink`."""
+
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice, pairwise
+from typing import Any, Literal, Protocol, TypeAlias
+
+import torch
+from torch import Generator, Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lightning_taskinfo._observe import ParamDict, observing, trainable_parameters
+from lightning_taskinfo.fisher.batches import sample_count, take
+from lightning_taskinfo.fisher.hooks import PROBED, Captured, capture, find_layouts
+from lightning_taskinfo.fisher.layers import BLOCK, Layout, Use
+from lightning_taskinfo.fisher.per_sample import Forward, looped_gradients, vmapped_gradients
+from lightning_taskinfo.functional.likelihood import Labels, Likelihood, as_likelihood, output_scores
+
+Engine: TypeAlias = Literal["auto", "hooks", "per_sample", "loop", "backpack"]
+OPTIONS = {
+    "labels": ("sampled", "exact", "empirical"),
+    "engine": ("auto", "hooks", "per_sample", "loop", "backpack"),
+}
+SCORES = 16  # output scores whose gradients are held at once
+CHUNK = 128  # samples of one forward pass, unless told otherwise
+
+
+class Sink(Protocol):
+    """Where squared gradients go: the quantity that is measured."""
+
+    def add_use(self, name: str, samples: slice, use: Use, slot: str, gradients: list[Tensor]) -> None:
+        """Take one use of a parameter, and the gradients by its output for each score."""
+        ...
+
+    def add_gradients(self, name: str, samples: slice, gradients: Tensor) -> None:
+        """Take the gradients ``[n, *shape]`` of some samples for one score."""
+        ...
+
+
+@dataclass(frozen=True)
+class Request:
+    """How to measure; see :func:`lightning_taskinfo.fisher.fisher_trace` for what the fields mean."""
+
+    labels: Labels = "sampled"
+    likelihood: str | Likelihood = "categorical"
+    mc_samples: int = 1
+    generator: Generator | None = None
+    engine: Engine = "auto"
+    chunk_size: int | None = None
+    forward_fn: Forward | None = None
+
+    def __post_init__(self) -> None:
+        for name, options in OPTIONS.items():
+            if getattr(self, name) not in options:
+                raise ValueError(f"`{name}` must be one of {', '.join(options)}, got {getattr(self, name)!r}.")
+        for name in ("mc_samples", "chunk_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"`{name}` must be at least 1, got {value}.")
+        as_likelihood(self.likelihood)
+
+    def forward(self, model: nn.Module, inputs: Any) -> Tensor:
+        """Run the model the way its user does."""
+        return self.forward_fn(model, inputs) if self.forward_fn else model(inputs)
+
+    def scores(self, outputs: Tensor, targets: Tensor | None) -> Iterator[Tensor]:
+        """Yield the output scores of a chunk, after checking that outputs and targets fit the likelihood."""
+        likelihood = as_likelihood(self.likelihood)
+        likelihood.check(outputs, targets)
+        return output_scores(
+            outputs,
+            targets,
+            labels=self.labels,
+            likelihood=likelihood,
+            mc_samples=self.mc_samples,
+            generator=self.generator,
+        )
+
+
+def measure(model: nn.Module, inputs: Any, targets: Tensor | None, request: Request, sink: Sink) -> dict[str, str]:
+    """Send the squared gradients of every sample into ``sink`` and return which engine served which parameter."""
+    batch_statistics = [name for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training]
+    if batch_statistics:
+        raise ValueError(
+            f"BatchNorm {batch_statistics[0]!r} is in train mode, where it mixes the samples of a batch and none has a "
+            "gradient of its own; call `model.eval()` first, or measure inside `observing(model)`."
+        )
+    if targets is not None and len(targets) != sample_count(inputs):
+        raise ValueError(f"`targets` must have one entry a sample ({sample_count(inputs)}), got {len(targets)}.")
+    with observing(model), _full_precision(model):
+        return _Measurement(model, take(inputs, _usable), targets, request, sink).run()
+
+
+class _Measurement:
+    """One measurement: what is asked, and what has been found out about the model."""
+
+    def __init__(self, model: nn.Module, inputs: Any, targets: Tensor | None, request: Request, sink: Sink) -> None:
+        self.model, self.inputs, self.targets, self.request, self.sink = model, inputs, targets, request, sink
+        self.parameters = trainable_parameters(model)
+        if not self.parameters:
+            raise ValueError("`model` must have a parameter with `requires_grad=True`, got none.")
+        self.fallback = "loop" if request.engine == "loop" else "per_sample"
+        self.engines = dict.fromkeys(self.parameters, self.fallback)
+        self.layouts: list[Layout | None] = []
+
+    def run(self) -> dict[str, str]:
+        chunk = self.request.chunk_size or CHUNK
+        if self.request.engine in ("auto", "hooks"):
+            chunk = min(chunk, self._probe())
+        for start in range(0, sample_count(self.inputs), chunk):
+            self._chunk(slice(start, start + chunk))
+        return self.engines
+
+    def _forward(self, inputs: Any) -> Tensor:
+        return self.request.forward(self.model, inputs)
+
+    def _probe(self) -> int:
+        """Find out where the samples are and what the hooks can serve; return how many samples fit in memory."""
+        n = sample_count(self.inputs)
+        few = take(self.inputs, lambda x: x[torch.arange(PROBED, device=x.device) % n])
+        probe = capture(lambda: self._forward(few), self.parameters)
+        self.layouts = find_layouts(probe)
+        served = probe.lay_out(self.layouts)
+        self.engines.update(dict.fromkeys(served, "hooks"))
+        left = sorted(set(self.parameters) - served)
+        if left and self.request.engine == "hooks":
+            raise ValueError(f"`engine='hooks'` does not cover {', '.join(left)}; use `engine='auto'`.")
+        shared = [self.parameters[name].numel() for name, uses in _by_name(probe).items() if not _disjoint(uses)]
+        return max(1, 32 * BLOCK // max(shared, default=1))
+
+    def _chunk(self, samples: slice) -> None:
+        inputs = take(self.inputs, lambda x: x[samples])
+        targets = None if self.targets is None else self.targets[samples]
+        hooked = {name for name, engine in self.engines.items() if engine == "hooks"}
+        if hooked:
+            captured = capture(lambda: self._forward(inputs), self.parameters)
+            hooked &= captured.lay_out(self.layouts)
+            self.engines.update(dict.fromkeys(self.engines.keys() - hooked, self.fallback))
+            outputs = captured.outputs
+        else:
+            captured = None
+            with torch.no_grad():
+                outputs = self._forward(inputs)
+        left = self.engines.keys() - hooked
+        for scores, last in _groups(self.request.scores(outputs, targets), SCORES):
+            if captured is not None:
+                self._from_uses(captured, hooked, samples, scores, last)
+            for score in scores if left else ():
+                self._from_gradients(inputs, score, set(left), samples)
+
+    def _from_uses(self, captured: Captured, names: set[str], samples: slice, scores: list[Tensor], last: bool) -> None:
+        passes = [
+            captured.backward(score, retain_graph=not last or i + 1 < len(scores)) for i, score in enumerate(scores)
+        ]
+        gradients = {
+            id(use): list(by_score)
+            for use, by_score in zip(captured.uses, zip(*passes, strict=True), strict=True)
+            if by_score[0] is not None
+        }
+        for name, uses in _by_name(captured).items():
+            reached = [(use, slot) for use, slot in uses if id(use) in gradients]
+            if name not in names or not reached:
+                continue
+            if _disjoint(reached):
+                for use, slot in reached:
+                    self.sink.add_use(name, samples, use, slot, gradients[id(use)])
+            else:  # uses add up before they are squared
+                for i in range(len(scores)):
+                    total = sum(
+                        _whole(use, slot, gradients[id(use)][i], self.parameters[name]) for use, slot in reached
+                    )
+                    self.sink.add_gradients(name, samples, total)
+
+    def _from_gradients(self, inputs: Any, score: Tensor, names: set[str], samples: slice) -> None:
+        for block, gradients in self._gradients(inputs, score, names):
+            for name, g in gradients.items():
+                self.sink.add_gradients(name, slice(samples.start + block, samples.start + block + len(g)), g.detach())
+
+    def _gradients(self, inputs: Any, score: Tensor, names: set[str]) -> Iterator[tuple[int, ParamDict]]:
+        """Yield blocks of per-sample gradients, each with the number of its first sample."""
+        if self.fallback == "per_sample":
+            step = max(1, 8 * BLOCK // sum(self.parameters[name].numel() for name in names))
+            blocks = vmapped_gradients(self.model, self.request.forward, inputs, score, names, step)
+            try:
+                first = next(blocks)
+            except Exception as error:  # torch.func names no type of its own for what it cannot run
+                if self.request.engine == "per_sample":
+                    raise
+                self.fallback = "loop"
+                self.engines.update(dict.fromkeys(names, "loop"))
+                reason = str(error).partition("\n")[0]
+                warnings.warn(
+                    f"torch.func cannot run this model ({type(error).__name__}: {reason}): "
+                    f"{', '.join(sorted(names))} take one sample at a time, which is slow.",
+                    stacklevel=2,
+                )
+            else:
+                yield first
+                yield from blocks
+                return
+        yield from looped_gradients(self.model, self.request.forward, inputs, score, names)
+
+
+def _by_name(captured: Captured) -> dict[str, list[tuple[Use, str]]]:
+    uses = defaultdict(list)
+    for use in captured.uses:
+        for key, slot in use.slots.items():
+            uses[slot.name].append((use, key))
+    return uses
+
+
+def _disjoint(uses: list[tuple[Use, str]]) -> bool:
+    rows = [use.slots[key].rows for use, key in uses]
+    if len(rows) == 1:
+        return True
+    spans = sorted((r.start, r.stop) for r in rows if r is not None)
+    return len(spans) == len(rows) and all(a[1] <= b[0] for a, b in pairwise(spans))
+
+
+def _whole(use: Use, slot: str, gradient: Tensor, parameter: Tensor) -> Tensor:
+    """Return a use's per-sample gradients as gradients of the whole parameter."""
+    part, rows = use.grads(slot, gradient), use.slots[slot].rows
+    if rows is None:
+        return part
+    whole = part.new_zeros(len(part), *parameter.shape)
+    whole[:, rows] = part
+    return whole
+
+
+def _groups(scores: Iterator[Tensor], size: int) -> Iterator[tuple[list[Tensor], bool]]:
+    """Yield lists of at most ``size`` scores, and whether it is the last list."""
+    group = list(islice(scores, size))
+    while group:
+        following = list(islice(scores, size))
+        yield group, not following
+        group = following
+
+
+def _usable(x: Tensor) -> Tensor:
+    """Return an input that autograd takes, in full precision."""
+    x = x.detach().clone() if x.is_inference() else x.detach()
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+@contextmanager
+def _full_precision(model: nn.Module) -> Iterator[None]:
+    """Turn half-precision weights and buffers into float32 for a while; inside ``observing``, which keeps buffers."""
+    halves = (torch.float16, torch.bfloat16)
+    kept = [(p, p.data) for p in model.parameters() if p.dtype in halves]
+    try:
+        for p, data in kept:
+            p.data = data.float()
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.dtype in halves:
+                    setattr(module, name, buffer.float())
+        yield
+    finally:
+        for p, data in kept:
+            p.data = data

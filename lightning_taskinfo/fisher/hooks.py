@@ -1,0 +1,181 @@
+"""One forward, one backward to the layers' outputs, and every use of a parameter on the way.
+
+Calls are observed where parameters are used, at the level of ``torch.nn.functional``, rather than on modules: a tied
+weight, a module called twice, a raw parameter and the inside of ``nn.MultiheadAttention`` are then seen like
+everything else. What was seen is checked against the autograd graph, which knows of every use: a parameter with a use
+that was not seen, or not understood, is left to the per-sample engine.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.overrides import TorchFunctionMode
+
+from lightning_taskinfo.fisher.calls import READERS
+from lightning_taskinfo.fisher.layers import Layout, Slot, Use
+
+PROBED = 3  # samples of the pass that finds out where in each tensor the samples are
+
+
+@dataclass
+class Captured:
+    """A forward pass: its outputs, the uses that were seen, and the parameters all of whose uses were seen."""
+
+    outputs: Tensor
+    uses: list[Use]
+    seen: set[str]
+
+    def backward(self, score: Tensor, *, retain_graph: bool) -> list[Tensor | None]:
+        """Return the gradient by each use's output, for one score of the outputs."""
+        if not self.uses:
+            return []
+        edges = [use.edge for use in self.uses]
+        return list(torch.autograd.grad(self.outputs, edges, score, retain_graph=retain_graph, allow_unused=True))
+
+    def lay_out(self, layouts: list[Layout | None]) -> set[str]:
+        """Say where the samples are, and return the parameters that can be served."""
+        if len(layouts) != len(self.uses):  # the model took another path than in the probe
+            return set()
+        served = set(self.seen)
+        for use, layout in zip(self.uses, layouts, strict=True):
+            use.layout = layout or Layout()
+            if layout is None or use.spoiled or not use.fits():
+                served -= {slot.name for slot in use.slots.values()}
+        return served
+
+
+def capture(forward: Callable[[], Tensor], parameters: dict[str, nn.Parameter]) -> Captured:
+    """Run ``forward`` and note every use of ``parameters`` that the layers understand.
+
+    Raises:
+        ValueError: If the outputs are not a tensor that depends on the parameters.
+    """
+    with _Recorder(parameters) as recorder:
+        outputs = forward()
+    if not isinstance(outputs, Tensor):
+        raise ValueError(
+            f"`model` must return a tensor of outputs, got {type(outputs).__name__}; "
+            "set `forward_fn` to a function of (model, inputs) that picks it."
+        )
+    if not outputs.requires_grad:
+        raise ValueError("`model` must return outputs that depend on its trainable parameters by autograd.")
+    return Captured(outputs, recorder.uses, recorder.confirmed(outputs))
+
+
+def find_layouts(probe: Captured) -> list[Layout | None]:
+    """Find out along which axis of each use's output the samples are, by a backward pass from one of them.
+
+    The gradient of sample 1's outputs alone is zero wherever another sample is. Where no axis separates them,
+    because the model mixes samples or hides them, the entry is None.
+    """
+    outputs = probe.outputs
+    if outputs.shape[0] != PROBED:
+        raise ValueError(
+            f"`model` must return one row of outputs a sample: expected [{PROBED}, ...] for {PROBED} inputs, "
+            f"got {list(outputs.shape)}."
+        )
+    score = torch.zeros_like(outputs)
+    score[1] = torch.linspace(0.5, 1.5, score[1].numel(), dtype=score.dtype, device=score.device).view_as(score[1])
+    gradients = probe.backward(score, retain_graph=False)
+    return [_layout(use.shape, b) for use, b in zip(probe.uses, gradients, strict=True)]
+
+
+def _layout(shape: torch.Size, b: Tensor | None) -> Layout | None:
+    candidates = [
+        Layout(axis, size // PROBED, interleaved)
+        for axis, size in enumerate(shape)
+        if size % PROBED == 0 and size
+        for interleaved in ((False, True) if size > PROBED else (False,))
+    ]
+    if b is None or not b.count_nonzero():  # a dead branch: only a shape without doubt is believed
+        return candidates[0] if len(candidates) == 1 and candidates[0] == Layout() else None
+    for layout in candidates:
+        others = layout.samples_first(b)[[0, 2]]
+        if not others.count_nonzero():
+            return layout
+    return None
+
+
+class _Recorder(TorchFunctionMode):
+    """Notes every operation with a reader that is called with one of the parameters."""
+
+    def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
+        super().__init__()
+        self.names = {id(p): name for name, p in parameters.items()}
+        self.parameters = parameters
+        self.uses: list[Use] = []
+        self.entered: dict[str, Counter[Node | None]] = defaultdict(Counter)  # uses by the node they enter through
+        self.hidden: set[str] = set()  # used where autograd does not look
+
+    def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.multi_head_attention_forward:
+            with self:
+                return _open_attention(*args, **kwargs)
+        read = READERS.get(func)
+        call = read(*args, **kwargs) if read else None
+        saved = tuple((x.detach(), x._version) for x in call.saved) if call else ()
+        output = func(*args, **kwargs)
+        if call is not None:
+            slots = {slot: found for slot, p in call.parameters.items() if p is not None and (found := self.find(p))}
+            if slots and not output.requires_grad:
+                self.hidden |= {slot.name for slot, _ in slots.values()}
+            elif slots:
+                for slot, node in slots.values():
+                    self.entered[slot.name][node] += 1
+                named = {key: slot for key, (slot, _) in slots.items()}
+                self.uses.append(call.kind(named, get_gradient_edge(output), output.shape, saved, call.config))
+        return output
+
+    def find(self, tensor: Tensor) -> tuple[Slot, Node | None] | None:
+        """Return which parameter this is, or which rows of one, and the node of the view that took them."""
+        if name := self.names.get(id(tensor)):
+            return Slot(name, tuple(tensor.shape)), None
+        base = tensor._base
+        if base is None or not (name := self.names.get(id(base))) or not tensor.requires_grad:
+            return None
+        if not tensor.is_contiguous() or tensor.shape[1:] != base.shape[1:]:
+            return None
+        first = (tensor.storage_offset() - base.storage_offset()) // max(1, base[0].numel())
+        return Slot(name, tuple(tensor.shape), slice(first, first + len(tensor))), tensor.grad_fn
+
+    def confirmed(self, outputs: Tensor) -> set[str]:
+        """Return the parameters whose uses in the graph are exactly those that were noted."""
+        consumers = _consumers(outputs)
+        nodes = {id(node.variable): node for node in consumers if hasattr(node, "variable")}
+        confirmed = set()
+        for name, p in self.parameters.items():
+            entered, node = self.entered[name], nodes.get(id(p))
+            direct = entered[None] + len([view for view in entered if view is not None])
+            views = all(consumers[view] == uses for view, uses in entered.items() if view is not None)
+            if views and direct == (consumers[node] if node is not None else 0) and name not in self.hidden:
+                confirmed.add(name)
+        return confirmed
+
+
+def _consumers(outputs: Tensor) -> Counter[Node]:
+    """Count, for each node of the graph, the edges that lead into it."""
+    consumers: Counter[Node] = Counter()
+    stack = [outputs.grad_fn]
+    while stack:
+        for node, _ in stack.pop().next_functions:  # type: ignore[union-attr]
+            if node is not None:
+                consumers[node] += 1
+                if consumers[node] == 1:
+                    stack.append(node)
+    return consumers
+
+
+# torch's own attention, with its first line (which hands the whole call over as one) switched off.
+_open_attention = FunctionType(
+    F.multi_head_attention_forward.__code__,
+    {**vars(F), "has_torch_function": lambda tensors: False},
+    argdefs=F.multi_head_attention_forward.__defaults__,
+)

@@ -1,0 +1,201 @@
+r"""What each kind of layer contributes: per-sample gradients from its inputs and its output gradients.
+
+A *use* is one call of an operation with parameters. With the operation's input :math:`a_n` and the gradient
+:math:`b_n` of sample :math:`n`'s log-likelihood by its output, the gradient of each parameter follows without another
+backward pass, and often its squared norm without even forming it (Goodfellow, *Efficient per-example gradient
+computations*, 2015).
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+BLOCK = 1 << 21  # elements of per-sample gradients formed at once: 8 MB in float32
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A parameter's part in a use: its name, and the rows that are used where it is not the whole."""
+
+    name: str
+    shape: tuple[int, ...]
+    rows: slice | None = None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the samples are in a tensor: along ``axis``, each ``repeat`` times, in one block or interleaved."""
+
+    axis: int = 0
+    repeat: int = 1
+    interleaved: bool = False
+
+    def samples_first(self, x: Tensor) -> Tensor:
+        """Return ``x`` as ``[N, ...]``, with the repeats as axis 1 where there are any."""
+        if self.axis:
+            x = x.movedim(self.axis, 0)
+        if self.repeat == 1:
+            return x
+        if self.interleaved:
+            return x.unflatten(0, (self.repeat, -1)).transpose(0, 1)
+        return x.unflatten(0, (-1, self.repeat))
+
+
+@dataclass
+class Use:
+    """One call of an operation: what it read, which parameters it used, and the edge of its output."""
+
+    slots: dict[str, Slot]
+    edge: GradientEdge
+    shape: torch.Size  # of the output
+    saved: tuple[tuple[Tensor, int], ...]  # tensors read, with their versions: an in-place change spoils them
+    config: dict[str, Any] = field(default_factory=dict)
+    layout: Layout = field(default_factory=Layout)
+
+    @property
+    def spoiled(self) -> bool:
+        """Whether an input was changed in place after the operation had read it."""
+        return any(tensor._version != version for tensor, version in self.saved)
+
+    def fits(self) -> bool:
+        """Whether the parameters are shared by all samples under this layout."""
+        return True
+
+    def grads(self, slot: str, b: Tensor) -> Tensor:
+        """Return the gradient of each sample, shape ``[N, *slot.shape]``."""
+        raise NotImplementedError
+
+    def norms(self, slot: str, scores: list[Tensor]) -> Tensor:
+        """Return the squared norm of each sample's gradient, summed over scores, shape ``[N]``."""
+        return torch.stack([squared_norms(self.grads(slot, b)) for b in scores]).sum(0)
+
+    def diagonal(self, slot: str, scores: list[Tensor]) -> Tensor:
+        """Return the squared gradients, summed over samples and scores, shaped like the slot."""
+        return torch.stack([self.grads(slot, b).square().sum(0) for b in scores]).sum(0)
+
+
+class Linear(Use):
+    r"""``x Wᵀ + c`` on ``[N, ..., D]``: with :math:`T` positions a sample, :math:`\nabla W = \sum_t b_t a_t^\top`."""
+
+    def _flat(self, x: Tensor) -> Tensor:
+        return self.layout.samples_first(x).flatten(1, -2) if x.dim() > 2 or self.layout.repeat > 1 else x
+
+    def inputs(self) -> Tensor:
+        """Return the inputs as ``[N, D]``, or ``[N, T, D]`` where there are several positions."""
+        return self._flat(self.saved[0][0])
+
+    def grads(self, slot: str, b: Tensor) -> Tensor:  # noqa: D102
+        b = self._flat(b)
+        if slot == "bias":
+            return b if b.dim() == 2 else b.sum(1)
+        a = self.inputs()
+        if a.dim() == 2:
+            return b.unsqueeze(2) * a.unsqueeze(1)
+        return b.transpose(1, 2) @ a
+
+    def norms(self, slot: str, scores: list[Tensor]) -> Tensor:  # noqa: D102
+        if slot == "bias":
+            return super().norms(slot, scores)
+        a = self.inputs()
+        if a.dim() == 2:
+            return squared_norms(a) * torch.stack([squared_norms(self._flat(b)) for b in scores]).sum(0)
+        flat = [self._flat(b) for b in scores]
+        T, D, C = a.shape[1], a.shape[2], flat[0].shape[2]
+        if T * (D + C) < D * C:  # ghost norm: Σ_{t,s} (a_t·a_s)(b_t·b_s)
+            gram = a @ a.transpose(1, 2)
+            return torch.stack([(gram * (b @ b.transpose(1, 2))).sum((1, 2)) for b in flat]).sum(0)
+        step = max(1, BLOCK // (D * C))
+        parts = [
+            sum(squared_norms(b[i : i + step].transpose(1, 2) @ a[i : i + step]) for b in flat)
+            for i in range(0, len(a), step)
+        ]
+        return torch.cat(parts)
+
+    def diagonal(self, slot: str, scores: list[Tensor]) -> Tensor:  # noqa: D102
+        if slot == "bias":
+            return super().diagonal(slot, scores)
+        a, flat = self.inputs(), [self._flat(b) for b in scores]
+        if a.dim() == 2:
+            squares = torch.stack([b.square() for b in flat]).sum(0) if len(flat) > 1 else flat[0].square()
+            return squares.T @ a.square()
+        total = a.new_zeros(flat[0].shape[2], a.shape[2])
+        step = max(1, BLOCK // total.numel())
+        for b in flat:
+            for i in range(0, len(a), step):
+                total += (b[i : i + step].transpose(1, 2) @ a[i : i + step]).square_().sum(0)
+        return total
+
+
+class Elementwise(Use):
+    r"""``x ⊙ w`` or ``x + w`` with ``w`` broadcast over samples: scales and shifts, and raw parameters.
+
+    ``config["aligned"]`` is the parameter's shape as it meets the output's axes, by slot; ``config["factor"]`` gives
+    what the slot is multiplied by (a function, so that it is computed only when it is needed), or nothing for a shift.
+    """
+
+    def _aligned(self, slot: str) -> list[int]:
+        aligned = list(self.config["aligned"][slot])
+        del aligned[self.layout.axis]
+        return [1, *aligned] if self.layout.repeat > 1 else aligned
+
+    def fits(self) -> bool:  # noqa: D102
+        aligned = [self.config["aligned"][slot] for slot in self.slots]
+        return all(len(sizes) == len(self.shape) and sizes[self.layout.axis] == 1 for sizes in aligned)
+
+    def grads(self, slot: str, b: Tensor) -> Tensor:  # noqa: D102
+        factor = self.config["factor"].get(slot)
+        product = b if factor is None else b * factor()
+        product = self.layout.samples_first(product)
+        summed = [axis for axis, size in enumerate(self._aligned(slot), start=1) if size == 1]
+        if summed:
+            product = product.sum(summed)
+        return product.reshape(-1, *self.slots[slot].shape)
+
+
+class Embedding(Use):
+    """Rows of a table: a sample's gradient adds the output gradients of equal indices, before squaring."""
+
+    def _rows(self, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return sample, row and summed gradient of every (sample, row) pair that occurs."""
+        index = self.layout.samples_first(self.saved[0][0])
+        table, width = self.slots["weight"].shape
+        b = self.layout.samples_first(b).reshape(-1, width)
+        sample = torch.arange(len(index), device=b.device).view(-1, *[1] * (index.dim() - 1)).expand_as(index)
+        pairs = (sample * table + index).reshape(-1)
+        padding = self.config["padding_idx"]
+        if padding is not None:
+            kept = (index != padding).reshape(-1)
+            pairs, b = pairs[kept], b[kept]
+        unique, where = pairs.unique(return_inverse=True)
+        summed = b.new_zeros(len(unique), width).index_add_(0, where, b)
+        return unique // table, unique % table, summed
+
+    def grads(self, slot: str, b: Tensor) -> Tensor:  # noqa: D102
+        sample, row, summed = self._rows(b)
+        n = self.layout.samples_first(self.saved[0][0]).shape[0]
+        out = b.new_zeros(n, *self.slots[slot].shape)
+        out[sample, row] = summed
+        return out
+
+    def norms(self, slot: str, scores: list[Tensor]) -> Tensor:  # noqa: D102
+        n = self.layout.samples_first(self.saved[0][0]).shape[0]
+        total = scores[0].new_zeros(n)
+        for b in scores:
+            sample, _, summed = self._rows(b)
+            total.index_add_(0, sample, squared_norms(summed))
+        return total
+
+    def diagonal(self, slot: str, scores: list[Tensor]) -> Tensor:  # noqa: D102
+        total = scores[0].new_zeros(self.slots[slot].shape)
+        for b in scores:
+            _, row, summed = self._rows(b)
+            total.index_add_(0, row, summed.square())
+        return total
+
+
+def squared_norms(x: Tensor) -> Tensor:
+    """Return the squared norm of each row ``[N, ...]``, shape ``[N]``."""
+    return torch.linalg.vector_norm(x.reshape(len(x), -1), dim=1).square()

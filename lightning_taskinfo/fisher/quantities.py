@@ -1,0 +1,325 @@
+"""Trace, diagonal, layer traces and Gram matrix: what is made of the squared gradients."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Generator, Tensor, nn
+
+from lightning_taskinfo._observe import ParamDict, trainable_parameters
+from lightning_taskinfo.fisher.batches import sample_count
+from lightning_taskinfo.fisher.engine import Engine, Request, measure
+from lightning_taskinfo.fisher.layers import BLOCK, Linear, Use, squared_norms
+from lightning_taskinfo.fisher.per_sample import Forward
+from lightning_taskinfo.functional.likelihood import Labels, Likelihood
+
+
+class Norms:
+    """Squared gradient norms of each sample, by parameter, each ``[N]``."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.values: ParamDict = {}
+
+    def add_use(self, name: str, samples: slice, use: Use, slot: str, gradients: list[Tensor]) -> None:
+        self._add(name, samples, use.norms(slot, gradients))
+
+    def add_gradients(self, name: str, samples: slice, gradients: Tensor) -> None:
+        self._add(name, samples, squared_norms(gradients))
+
+    def _add(self, name: str, samples: slice, norms: Tensor) -> None:
+        if name not in self.values:
+            self.values[name] = norms.new_zeros(self.n)
+        self.values[name][samples] += norms
+
+
+class Diagonal:
+    """Squared gradients summed over samples, by parameter, each shaped like it."""
+
+    def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
+        self.shapes = {name: p.shape for name, p in parameters.items()}
+        self.values: ParamDict = {}
+
+    def add_use(self, name: str, samples: slice, use: Use, slot: str, gradients: list[Tensor]) -> None:
+        diagonal, rows = use.diagonal(slot, gradients), use.slots[slot].rows
+        total = self.total(name, diagonal)
+        total[slice(None) if rows is None else rows] += diagonal
+
+    def add_gradients(self, name: str, samples: slice, gradients: Tensor) -> None:
+        self.total(name, gradients).add_(gradients.square().sum(0))
+
+    def total(self, name: str, like: Tensor) -> Tensor:
+        if name not in self.values:
+            self.values[name] = like.new_zeros(self.shapes[name])
+        return self.values[name]
+
+
+class Gram:
+    r"""Inner products of the samples' gradients, in float64, from features kept a parameter at a time.
+
+    A linear layer with one position a sample needs only its inputs and output gradients, since
+    :math:`\langle b_n a_n^\top, b_m a_m^\top \rangle = (a_n \cdot a_m)(b_n \cdot b_m)`. What does not fit into ``room``
+    elements is ``postponed`` to another pass.
+    """
+
+    def __init__(self, n: int, wanted: set[str], room: int) -> None:
+        self.n, self.wanted, self.room = n, wanted, room
+        self.postponed: set[str] = set()
+        self.features: dict[tuple[str, str], list[tuple[Tensor, ...]]] = {}
+
+    def add_use(self, name: str, samples: slice, use: Use, slot: str, gradients: list[Tensor]) -> None:
+        if self._refused(name, use.slots[slot].shape):
+            return
+        (b,) = gradients
+        product = isinstance(use, Linear) and slot == "weight" and use.inputs().dim() == 2
+        parts = (use.inputs(), b) if product else (use.grads(slot, b),)  # type: ignore[attr-defined]
+        self._keep((name, str(use.slots[slot].rows)), parts)
+
+    def add_gradients(self, name: str, samples: slice, gradients: Tensor) -> None:
+        if not self._refused(name, tuple(gradients.shape[1:])):
+            self._keep((name, ""), (gradients,))
+
+    def _refused(self, name: str, shape: tuple[int, ...]) -> bool:
+        if name in self.wanted and name not in self.postponed and (name, "") not in self.features:
+            self.room -= self.n * math.prod(shape)
+            if self.room < 0 and self.features:
+                self.postponed.add(name)
+        return name not in self.wanted or name in self.postponed
+
+    def _keep(self, key: tuple[str, str], parts: tuple[Tensor, ...]) -> None:
+        self.features.setdefault(key, []).append(tuple(part.detach().flatten(1) for part in parts))
+
+    def total(self, gram: Tensor) -> Tensor:
+        """Add all inner products to ``gram``."""
+        for chunks in self.features.values():
+            products = [_inner_products(torch.cat(part)) for part in zip(*chunks, strict=True)]
+            gram += products[0] if len(products) == 1 else products[0] * products[1]
+        return gram
+
+
+def _inner_products(x: Tensor) -> Tensor:
+    """Return ``x xᵀ`` in float64, a block of columns at a time."""
+    step = max(1, BLOCK // len(x))
+    return sum((part.double() @ part.double().T for part in x.split(step, dim=1)), x.new_zeros(len(x), len(x)).double())
+
+
+def fisher_trace(
+    model: nn.Module,
+    inputs: Any,
+    targets: Tensor | None = None,
+    *,
+    labels: Labels = "sampled",
+    likelihood: str | Likelihood = "categorical",
+    mc_samples: int = 1,
+    generator: Generator | None = None,
+    engine: Engine = "auto",
+    chunk_size: int | None = None,
+    forward_fn: Forward | None = None,
+) -> Tensor:
+    r"""Trace of the Fisher information of the trainable weights, a mean over samples.
+
+    .. math:: \operatorname{tr} F(w) = \frac1N \sum_n \mathbb{E}_{y \sim p_w(\cdot|x_n)} \|\nabla_w \log p_w(y|x_n)\|^2
+
+    The model is measured in eval mode, in float32 or better, and comes back as it was: modes, buffers, gradients and
+    random states.
+
+    Args:
+        model: Any module; its parameters with ``requires_grad=True`` are measured.
+        inputs: A batch of ``N`` inputs: a tensor ``[N, ...]``, or tuples, lists and dicts of them.
+        targets: The dataset's labels, ``[N, ...]``. Needed for ``labels="empirical"``; otherwise they only say, by
+            ``ignore_index``, which outputs do not count.
+        labels: Whose labels: ``"sampled"`` from the model (unbiased), ``"exact"`` expectation over them, or the
+            dataset's (``"empirical"``, which is not the Fisher).
+        likelihood: What the outputs mean: ``"categorical"`` logits ``[N, C]`` or ``[N, T, C]``, ``"bernoulli"`` logits
+            or ``"gaussian"`` means; or a :class:`~lightning_taskinfo.functional.likelihood.Likelihood`, such as
+            ``Gaussian(variance=0.1)``.
+        mc_samples: Draws a sample for ``labels="sampled"``.
+        generator: Source of the draws; on the device of the outputs.
+        engine: ``"hooks"`` reads layer inputs and output gradients of one forward and backward pass,
+            ``"per_sample"`` uses ``torch.func``, ``"loop"`` takes one sample at a time, ``"backpack"`` uses BackPACK;
+            ``"auto"`` takes the hooks where they are right and ``"per_sample"`` (or the loop) for what is left.
+        chunk_size: Samples of one forward pass; memory grows with it, not with ``N``.
+        forward_fn: How to get the outputs, ``forward_fn(model, inputs) -> outputs``; ``model(inputs)`` by default.
+
+    Returns:
+        The trace, a scalar.
+
+    Raises:
+        ValueError: If an argument is out of its range, outputs and targets do not fit the likelihood, nothing is
+            trainable, or a BatchNorm is in train mode.
+
+    Example:
+        >>> from torch import nn, ones
+        >>> net = nn.Linear(3, 2, bias=False)
+        >>> _ = nn.init.zeros_(net.weight)
+        >>> fisher_trace(net, ones(1, 3), labels="exact")  # ‖x‖²(1 - ‖p‖²) = 3 · ½
+        tensor(1.5000)
+    """
+    request = Request(labels, likelihood, mc_samples, generator, engine, chunk_size, forward_fn)
+    return _norms(model, inputs, targets, request)[0].mean()
+
+
+def per_sample_squared_norms(
+    model: nn.Module,
+    inputs: Any,
+    targets: Tensor | None = None,
+    *,
+    labels: Labels = "sampled",
+    likelihood: str | Likelihood = "categorical",
+    mc_samples: int = 1,
+    generator: Generator | None = None,
+    engine: Engine = "auto",
+    chunk_size: int | None = None,
+    forward_fn: Forward | None = None,
+) -> Tensor:
+    r"""Squared gradient norm of each sample, :math:`\mathbb{E}_y \|\nabla_w \log p_w(y|x_n)\|^2`, shape ``[N]``.
+
+    Their mean is :func:`fisher_trace`, which explains the arguments; their spread gives its standard error.
+
+    Example:
+        >>> from torch import nn, tensor
+        >>> net = nn.Linear(1, 1, bias=False)
+        >>> per_sample_squared_norms(net, tensor([[1.0], [2.0]]), labels="exact", likelihood="gaussian")  # x²
+        tensor([1., 4.])
+    """
+    request = Request(labels, likelihood, mc_samples, generator, engine, chunk_size, forward_fn)
+    return _norms(model, inputs, targets, request)[0]
+
+
+def layer_traces(
+    model: nn.Module,
+    inputs: Any,
+    targets: Tensor | None = None,
+    *,
+    labels: Labels = "sampled",
+    likelihood: str | Likelihood = "categorical",
+    mc_samples: int = 1,
+    generator: Generator | None = None,
+    engine: Engine = "auto",
+    chunk_size: int | None = None,
+    forward_fn: Forward | None = None,
+) -> dict[str, Tensor]:
+    """Trace of the Fisher information by the module that owns the parameters; they add up to :func:`fisher_trace`.
+
+    Takes the arguments of :func:`fisher_trace`. A tied parameter counts for the module that is named first.
+
+    Example:
+        >>> from torch import nn, ones
+        >>> net = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+        >>> list(layer_traces(net, ones(1, 1), labels="exact", likelihood="gaussian"))
+        ['0', '1']
+    """
+    request = Request(labels, likelihood, mc_samples, generator, engine, chunk_size, forward_fn)
+    norms = _norms(model, inputs, targets, request)[1]
+    traces: dict[str, Tensor] = {}
+    for name in trainable_parameters(model):
+        owner = name.rpartition(".")[0]
+        traces[owner] = traces.get(owner, 0) + norms[name].mean()
+    return traces
+
+
+def fisher_diagonal(
+    model: nn.Module,
+    inputs: Any,
+    targets: Tensor | None = None,
+    *,
+    labels: Labels = "sampled",
+    likelihood: str | Likelihood = "categorical",
+    mc_samples: int = 1,
+    generator: Generator | None = None,
+    engine: Engine = "auto",
+    chunk_size: int | None = None,
+    forward_fn: Forward | None = None,
+) -> ParamDict:
+    r"""Diagonal of the Fisher information by parameter name, a mean over samples, shaped like the parameters.
+
+    .. math:: F_{ii} = \frac1N \sum_n \mathbb{E}_{y \sim p_w(\cdot|x_n)} (\partial_i \log p_w(y|x_n))^2
+
+    Each sample's gradient is squared, never the mean gradient of a batch. Takes the arguments of
+    :func:`fisher_trace`.
+
+    Example:
+        >>> from torch import nn, tensor
+        >>> net = nn.Linear(2, 1)
+        >>> fisher_diagonal(net, tensor([[1.0, 2.0]]), labels="exact", likelihood="gaussian")
+        {'weight': tensor([[1., 4.]]), 'bias': tensor([1.])}
+    """
+    request = Request(labels, likelihood, mc_samples, generator, engine, chunk_size, forward_fn)
+    sink = Diagonal(trainable_parameters(model))
+    measure(model, inputs, targets, request, sink)
+    n = sample_count(inputs)
+    return {name: sink.total(name, p) / n for name, p in trainable_parameters(model).items()}
+
+
+def gradient_gram(
+    model: nn.Module,
+    inputs: Any,
+    targets: Tensor | None = None,
+    *,
+    labels: Labels = "empirical",
+    likelihood: str | Likelihood = "categorical",
+    generator: Generator | None = None,
+    engine: Engine = "auto",
+    chunk_size: int | None = None,
+    forward_fn: Forward | None = None,
+) -> Tensor:
+    r"""Gram matrix :math:`\xi = J J^\top` of the samples' gradients, shape ``[N, N]``, in float64 and not divided.
+
+    .. math:: \xi_{nm} = \langle \nabla_w \log p_w(y_n|x_n), \nabla_w \log p_w(y_m|x_m) \rangle
+
+    Takes the arguments of :func:`fisher_trace`; labels are the dataset's by default, or one draw from the model.
+
+    Raises:
+        ValueError: As for :func:`fisher_trace`, and for ``labels="exact"``, which has several gradients a sample.
+
+    Example:
+        >>> from torch import nn, tensor
+        >>> net = nn.Linear(1, 1, bias=False)
+        >>> _ = nn.init.zeros_(net.weight)
+        >>> gradient_gram(net, tensor([[1.0], [2.0]]), tensor([[1.0], [1.0]]), likelihood="gaussian")
+        tensor([[1., 2.],
+                [2., 4.]], dtype=torch.float64)
+    """
+    if labels == "exact":
+        raise ValueError("`labels` must be 'empirical' or 'sampled' for a Gram matrix of gradients, got 'exact'.")
+    request = Request(labels, likelihood, 1, generator, engine, chunk_size, forward_fn)
+    n, wanted = sample_count(inputs), set(trainable_parameters(model))
+    gram = next(iter(trainable_parameters(model).values())).new_zeros(n, n, dtype=torch.float64)
+    while wanted:
+        sink = Gram(n, wanted, room=128 * BLOCK)
+        measure(model, inputs, targets, request, sink)
+        gram, wanted = sink.total(gram), sink.postponed
+    return gram
+
+
+def engines_used(
+    model: nn.Module,
+    inputs: Any,
+    targets: Tensor | None = None,
+    *,
+    labels: Labels = "sampled",
+    likelihood: str | Likelihood = "categorical",
+    mc_samples: int = 1,
+    generator: Generator | None = None,
+    engine: Engine = "auto",
+    chunk_size: int | None = None,
+    forward_fn: Forward | None = None,
+) -> dict[str, str]:
+    """Return which engine serves each parameter, by running one measurement; arguments of :func:`fisher_trace`.
+
+    Example:
+        >>> from torch import nn, ones
+        >>> engines_used(nn.Linear(2, 2), ones(4, 2))
+        {'weight': 'hooks', 'bias': 'hooks'}
+    """
+    request = Request(labels, likelihood, mc_samples, generator, engine, chunk_size, forward_fn)
+    return measure(model, inputs, targets, request, Norms(sample_count(inputs)))
+
+
+def _norms(model: nn.Module, inputs: Any, targets: Tensor | None, request: Request) -> tuple[Tensor, ParamDict]:
+    """Return the squared norms ``[N]`` of all weights together, and of each parameter."""
+    sink = Norms(sample_count(inputs))
+    measure(model, inputs, targets, request, sink)
+    some = next(iter(sink.values.values()))
+    by_name = {name: sink.values.get(name, torch.zeros_like(some)) for name in trainable_parameters(model)}
+    return torch.stack([*by_name.values()]).sum(0), by_name

@@ -1,0 +1,279 @@
+r"""What a network's outputs say about labels: log-likelihood, its score, label sampling, the output Fisher.
+
+The Fisher information of the weights needs only the network's Jacobian :math:`J` and *output scores* :math:`s`:
+whosever labels are meant, it is a sum over scores of :math:`(J^\top s)(J^\top s)^\top`.
+
+- ``"sampled"``: :math:`s = \nabla_f \log p(\tilde y|f)` with :math:`\tilde y` drawn from the model; unbiased.
+- ``"exact"``: the columns of a root of the output Fisher; no randomness.
+- ``"empirical"``: :math:`s = \nabla_f \log p(y|f)` with the dataset's labels; this is *not* the Fisher.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, Protocol, TypeAlias
+
+import torch
+from torch import Generator, Tensor
+from torch.nn.functional import logsigmoid
+
+Labels: TypeAlias = Literal["sampled", "exact", "empirical"]
+
+
+class Likelihood(Protocol):
+    """How outputs ``[N, ..., C]`` become a distribution over labels; a sample is one ``[..., C]``."""
+
+    def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the log-likelihood of each sample in nats, shape ``[N]``."""
+        ...
+
+    def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the gradient of ``log_prob(outputs, targets).sum()`` by the outputs, shaped like them."""
+        ...
+
+    def sample(self, outputs: Tensor, generator: Generator | None = None) -> Tensor:
+        """Return targets drawn from the model."""
+        ...
+
+    def roots(self, outputs: Tensor) -> Iterator[Tensor]:
+        """Yield scores ``s`` shaped like the outputs; per sample, ``Σ s sᵀ`` is the Fisher of the outputs."""
+        ...
+
+    def counted(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return 1 where an output has a label and 0 where its target says to ignore it, broadcastable."""
+        ...
+
+    def check(self, outputs: Tensor, targets: Tensor | None) -> None:
+        """Raise a ``ValueError`` if outputs or targets do not fit this likelihood."""
+        ...
+
+
+@dataclass(frozen=True)
+class Categorical:
+    r"""Softmax over the last axis, :math:`p(c|f) = e^{f_c} / \sum_j e^{f_j}`; targets are class indices.
+
+    With outputs ``[N, T, C]`` a sample is a sequence, and its log-likelihood the sum over its tokens.
+
+    Args:
+        ignore_index: Targets of this value (padding) count for nothing, whosever labels are used.
+
+    Example:
+        >>> Categorical().score(torch.zeros(1, 2), torch.tensor([1]))
+        tensor([[-0.5000,  0.5000]])
+    """
+
+    ignore_index: int = -100
+
+    def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:  # noqa: D102
+        log_p = outputs.log_softmax(-1).gather(-1, targets.clamp(min=0).unsqueeze(-1))
+        return _per_sample(log_p * self.counted(outputs, targets))
+
+    def score(self, outputs: Tensor, targets: Tensor) -> Tensor:  # noqa: D102
+        hit = torch.zeros_like(outputs).scatter_(-1, targets.clamp(min=0).unsqueeze(-1), 1.0)
+        return (hit - outputs.softmax(-1)) * self.counted(outputs, targets)
+
+    def sample(self, outputs: Tensor, generator: Generator | None = None) -> Tensor:  # noqa: D102
+        p = outputs.softmax(-1).reshape(-1, outputs.shape[-1])
+        return torch.multinomial(p, 1, generator=generator).view(outputs.shape[:-1])
+
+    def roots(self, outputs: Tensor) -> Iterator[Tensor]:
+        r"""Yield ``C - 1`` scores a token whose outer products add up to :math:`\mathrm{diag}(p) - pp^\top`.
+
+        With :math:`u = \sqrt p`, a unit vector, the output Fisher is :math:`\mathrm{diag}(u)(I - uu^\top)
+        \mathrm{diag}(u)`. The Householder reflection that takes :math:`u` to :math:`-e_0` has an orthonormal
+        basis of the complement of :math:`u` as its other columns: one score fewer than there are classes.
+        """
+        u = outputs.softmax(-1).sqrt()  # [N, ..., C]
+        first = torch.zeros_like(u)
+        first[..., 0] = 1.0
+        mirror = (u + first) / (1 + u[..., :1])
+        for c in range(1, u.shape[-1]):
+            root = -u * u[..., c : c + 1] * mirror
+            root[..., c] += u[..., c]
+            yield from _one_token_at_a_time(root)
+
+    def counted(self, outputs: Tensor, targets: Tensor) -> Tensor:  # noqa: D102
+        return (targets != self.ignore_index).unsqueeze(-1).to(outputs.dtype)
+
+    def check(self, outputs: Tensor, targets: Tensor | None) -> None:  # noqa: D102
+        if outputs.dim() < 2 or outputs.shape[-1] < 2:
+            raise ValueError(
+                "`likelihood='categorical'` needs outputs of shape [N, ..., C] with at least 2 classes, "
+                f"got {list(outputs.shape)}; set `likelihood` to 'bernoulli' or 'gaussian'."
+            )
+        if targets is None:
+            return
+        if targets.is_floating_point() or targets.shape != outputs.shape[:-1]:
+            raise ValueError(
+                "`targets` must be class indices (integers) of shape "
+                f"{list(outputs.shape[:-1])} for outputs {list(outputs.shape)}, "
+                f"got {targets.dtype} of shape {list(targets.shape)}."
+            )
+        named = targets[targets != self.ignore_index]
+        if named.numel() and (named.min() < 0 or named.max() >= outputs.shape[-1]):
+            raise ValueError(
+                f"`targets` must lie in [0, {outputs.shape[-1]}) or be `ignore_index` ({self.ignore_index}), "
+                f"got values from {named.min().item()} to {named.max().item()}."
+            )
+
+
+@dataclass(frozen=True)
+class Bernoulli:
+    r"""A sigmoid for each output, :math:`p(y_k=1|f) = 1/(1+e^{-f_k})`; targets lie in [0, 1], shaped like outputs.
+
+    Example:
+        >>> Bernoulli().log_prob(torch.zeros(1, 2), torch.tensor([[1.0, 0.0]]))  # 2 log(1/2)
+        tensor([-1.3863])
+    """
+
+    def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:  # noqa: D102
+        return _per_sample(targets * logsigmoid(outputs) + (1 - targets) * logsigmoid(-outputs))
+
+    def score(self, outputs: Tensor, targets: Tensor) -> Tensor:  # noqa: D102
+        return targets - outputs.sigmoid()
+
+    def sample(self, outputs: Tensor, generator: Generator | None = None) -> Tensor:  # noqa: D102
+        return torch.bernoulli(outputs.sigmoid(), generator=generator)
+
+    def roots(self, outputs: Tensor) -> Iterator[Tensor]:
+        r"""Yield :math:`\sqrt{p_k(1-p_k)}\,e_k`, one score an output."""
+        p = outputs.sigmoid()
+        yield from _one_output_at_a_time((p * (1 - p)).sqrt())
+
+    def counted(self, outputs: Tensor, targets: Tensor) -> Tensor:  # noqa: D102
+        return torch.ones_like(outputs)
+
+    def check(self, outputs: Tensor, targets: Tensor | None) -> None:  # noqa: D102
+        _same_shape(outputs, targets)
+        if targets is not None and targets.numel() and (targets.min() < 0 or targets.max() > 1):
+            raise ValueError(
+                f"`targets` of a Bernoulli likelihood must lie in [0, 1], "
+                f"got values from {targets.min().item()} to {targets.max().item()}."
+            )
+
+
+@dataclass(frozen=True)
+class Gaussian:
+    r"""Regression with a fixed noise, :math:`p(y|f) = \mathcal N(y; f, \sigma^2 I)`; its Fisher is ``JᵀJ/σ²``.
+
+    Args:
+        variance: The noise's variance :math:`\sigma^2`.
+
+    Raises:
+        ValueError: If ``variance`` is not positive.
+
+    Example:
+        >>> Gaussian(variance=2.0).score(torch.zeros(1, 2), torch.tensor([[1.0, 0.0]]))
+        tensor([[0.5000, 0.0000]])
+    """
+
+    variance: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.variance > 0:
+            raise ValueError(f"`variance` must be positive, got {self.variance}.")
+
+    def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:  # noqa: D102
+        constant = math.log(2 * math.pi * self.variance)
+        return _per_sample(-0.5 * ((targets - outputs).square() / self.variance + constant))
+
+    def score(self, outputs: Tensor, targets: Tensor) -> Tensor:  # noqa: D102
+        return (targets - outputs) / self.variance
+
+    def sample(self, outputs: Tensor, generator: Generator | None = None) -> Tensor:  # noqa: D102
+        noise = torch.randn(outputs.shape, generator=generator, device=outputs.device, dtype=outputs.dtype)
+        return outputs + math.sqrt(self.variance) * noise
+
+    def roots(self, outputs: Tensor) -> Iterator[Tensor]:
+        r"""Yield :math:`e_k/\sigma`, one score an output."""
+        yield from _one_output_at_a_time(torch.full_like(outputs, 1 / math.sqrt(self.variance)))
+
+    def counted(self, outputs: Tensor, targets: Tensor) -> Tensor:  # noqa: D102
+        return torch.ones_like(outputs)
+
+    def check(self, outputs: Tensor, targets: Tensor | None) -> None:  # noqa: D102
+        _same_shape(outputs, targets)
+
+
+LIKELIHOODS: dict[str, Likelihood] = {"categorical": Categorical(), "bernoulli": Bernoulli(), "gaussian": Gaussian()}
+
+
+def as_likelihood(likelihood: str | Likelihood) -> Likelihood:
+    """Return the likelihood of a name, or the given one.
+
+    Example:
+        >>> as_likelihood("gaussian")
+        Gaussian(variance=1.0)
+    """
+    if not isinstance(likelihood, str):
+        return likelihood
+    if likelihood not in LIKELIHOODS:
+        raise ValueError(f"`likelihood` must be one of {', '.join(LIKELIHOODS)}, got {likelihood!r}.")
+    return LIKELIHOODS[likelihood]
+
+
+def output_scores(
+    outputs: Tensor,
+    targets: Tensor | None,
+    *,
+    labels: Labels,
+    likelihood: Likelihood,
+    mc_samples: int = 1,
+    generator: Generator | None = None,
+) -> Iterator[Tensor]:
+    r"""Yield scores whose squares, pulled back to the weights and added, give the Fisher of each sample.
+
+    Args:
+        outputs: The network's outputs, shape ``[N, ..., C]``.
+        targets: The dataset's labels; needed for ``labels="empirical"``, otherwise only to know what to ignore.
+        labels: ``"sampled"``, ``"exact"`` or ``"empirical"``.
+        likelihood: What the outputs mean.
+        mc_samples: Draws of ``"sampled"`` labels; each score carries the factor :math:`1/\sqrt m`.
+        generator: Source of the draws.
+
+    Example:
+        >>> scores = output_scores(torch.zeros(1, 2), None, labels="exact", likelihood=Categorical())
+        >>> sum(s[0].outer(s[0]) for s in scores)  # diag(p) - ppᵀ
+        tensor([[ 0.2500, -0.2500],
+                [-0.2500,  0.2500]])
+    """
+    outputs = outputs.detach()
+    counted = likelihood.counted(outputs, targets) if targets is not None else 1.0
+    if labels == "empirical":
+        if targets is None:
+            raise ValueError("`targets` must be given for `labels='empirical'`, got None.")
+        yield likelihood.score(outputs, targets)
+    elif labels == "exact":
+        yield from (root * counted for root in likelihood.roots(outputs))
+    else:
+        for _ in range(mc_samples):
+            drawn = likelihood.score(outputs, likelihood.sample(outputs, generator))
+            yield drawn * counted / math.sqrt(mc_samples)
+
+
+def _per_sample(values: Tensor) -> Tensor:
+    return values.reshape(values.shape[0], -1).sum(1)
+
+
+def _one_token_at_a_time(root: Tensor) -> Iterator[Tensor]:
+    """Labels of different tokens are independent, so the Fisher of a sequence has one root a token."""
+    if root.dim() == 2:
+        yield root
+        return
+    tokens = math.prod(root.shape[1:-1])
+    for keep in torch.eye(tokens, device=root.device, dtype=root.dtype):
+        yield root * keep.view(*root.shape[1:-1], 1)
+
+
+def _one_output_at_a_time(root: Tensor) -> Iterator[Tensor]:
+    outputs = math.prod(root.shape[1:])
+    for keep in torch.eye(outputs, device=root.device, dtype=root.dtype):
+        yield root * keep.view(root.shape[1:])
+
+
+def _same_shape(outputs: Tensor, targets: Tensor | None) -> None:
+    if targets is not None and targets.shape != outputs.shape:
+        raise ValueError(
+            f"`targets` must have the outputs' shape {list(outputs.shape)}, got {list(targets.shape)}; "
+            "an extra or missing axis would silently broadcast."
+        )
