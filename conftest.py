@@ -1,0 +1,11 @@
+"""For the tests and the doctests of the package alike."""
+
+import pytest
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _cache_of_the_session(tmp_path_factory):
+    """Cached data of a test session stays in its own folder, not in the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TASKINFO_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        yield

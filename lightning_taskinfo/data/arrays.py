@@ -1,0 +1,113 @@
+"""What every loader returns: labelled images in memory, split once and checked once."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import TensorDataset
+
+
+@dataclass(frozen=True, eq=False)
+class ArrayData:
+    """Labelled images with a training and a test split.
+
+    Args:
+        x_train: Training images, uint8, shape ``[N, C, H, W]``.
+        y_train: Their classes, int64, shape ``[N]``, from ``0`` to ``num_classes - 1``.
+        x_test: Test images, uint8, shape ``[M, C, H, W]``.
+        y_test: Their classes, int64, shape ``[M]``.
+        name: What to call the data in tables and plots.
+        num_classes: Number of classes.
+
+    Raises:
+        ValueError: If a dtype, a shape, a length or a label is not as above.
+
+    Example:
+        >>> x, y = np.full((3, 1, 2, 2), 255, dtype=np.uint8), np.array([0, 1, 1])
+        >>> data = ArrayData(x, y, x, y, name="white", num_classes=2)
+        >>> data.image_shape, len(data.train())
+        ((1, 2, 2), 3)
+        >>> image, label = data.train()[0]
+        >>> image.max(), label
+        (tensor(1.), tensor(0))
+    """
+
+    x_train: NDArray[np.uint8]
+    y_train: NDArray[np.int64]
+    x_test: NDArray[np.uint8]
+    y_test: NDArray[np.int64]
+    name: str
+    num_classes: int
+
+    def __post_init__(self) -> None:
+        if self.num_classes < 2:
+            raise ValueError(f"`num_classes` must be at least 2, got {self.num_classes}.")
+        for split in ("train", "test"):
+            self._check(split)
+        if self.x_test.shape[1:] != self.image_shape:
+            raise ValueError(
+                f"`x_test` must hold images of the shape of `x_train`, {self.image_shape}, got {self.x_test.shape[1:]}."
+            )
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of one image."""
+        _, channels, height, width = self.x_train.shape
+        return channels, height, width
+
+    def train(self) -> TensorDataset:
+        """Return the training split as float32 images in ``[0, 1]`` with their classes."""
+        return _scaled(self.x_train, self.y_train)
+
+    def test(self) -> TensorDataset:
+        """Return the test split as float32 images in ``[0, 1]`` with their classes."""
+        return _scaled(self.x_test, self.y_test)
+
+    def _check(self, split: str) -> None:
+        x, y = getattr(self, f"x_{split}"), getattr(self, f"y_{split}")
+        for array, name, dtype, shape in ((x, "x", "uint8", "[N, C, H, W]"), (y, "y", "int64", "[N]")):
+            if array.dtype != dtype:
+                raise ValueError(f"`{name}_{split}` must be {dtype}, got {array.dtype}.")
+            if array.ndim != len(shape.split()):
+                raise ValueError(f"`{name}_{split}` must have the shape {shape}, got {array.shape}.")
+        if len(x) != len(y) or not len(x):
+            raise ValueError(
+                f"`x_{split}` and `y_{split}` must have the same positive length, got {len(x)} and {len(y)}."
+            )
+        if y.min() < 0 or y.max() >= self.num_classes:
+            raise ValueError(f"`y_{split}` must lie between 0 and {self.num_classes - 1}, got {y.min()} to {y.max()}.")
+
+
+def _scaled(images: NDArray[np.uint8], labels: NDArray[np.int64]) -> TensorDataset:
+    return TensorDataset(torch.from_numpy(images).float() / 255, torch.from_numpy(labels))
+
+
+def from_any(splits: dict[str, Any], *, name: str, num_classes: int | None = None) -> ArrayData:
+    """Make an :class:`ArrayData` from arrays as files hold them.
+
+    Images of shape ``[N, H, W]`` get a channel axis, channels at the end (1, 3 or 4 of them) move to the front,
+    and any integer labels become int64. Nothing else is converted: float images are refused, not guessed at.
+
+    Args:
+        splits: ``x_train``, ``y_train``, ``x_test`` and ``y_test``.
+        name: What to call the data.
+        num_classes: Number of classes; one more than the largest label where not given.
+    """
+    arrays = {key: _images(a) if key.startswith("x") else _labels(a) for key, a in splits.items()}
+    if num_classes is None:
+        num_classes = 1 + max((int(arrays[key].max()) for key in ("y_train", "y_test") if arrays[key].size), default=1)
+    return ArrayData(**arrays, name=name, num_classes=num_classes)
+
+
+def _images(images: NDArray[Any]) -> NDArray[Any]:
+    if images.ndim == 3:
+        return images[:, None]
+    if images.ndim == 4 and images.shape[-1] in (1, 3, 4) and images.shape[1] not in (1, 3, 4):
+        return np.ascontiguousarray(np.moveaxis(images, -1, 1))
+    return images
+
+
+def _labels(labels: NDArray[Any]) -> NDArray[Any]:
+    return labels.astype(np.int64) if labels.dtype.kind in "iu" else labels

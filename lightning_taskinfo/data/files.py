@@ -1,0 +1,146 @@
+"""Images and labels in npz files and idx folders, read without pickle and written atomically."""
+
+import gzip
+import os
+import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_taskinfo.data.arrays import ArrayData, from_any
+
+KEYS = ("x_train", "y_train", "x_test", "y_test")
+IDX = {"x_train": "train-images", "y_train": "train-labels", "x_test": "t10k-images", "y_test": "t10k-labels"}
+_UNREADABLE = (
+    EOFError,
+    KeyError,
+    NotImplementedError,
+    OSError,
+    RuntimeError,
+    ValueError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
+
+
+def load_npz(path: str | os.PathLike[str], *, name: str | None = None, num_classes: int | None = None) -> ArrayData:
+    """Return the arrays ``x_train``, ``y_train``, ``x_test`` and ``y_test`` of an npz file.
+
+    Args:
+        path: The file. Images are uint8, ``[N, H, W]``, ``[N, C, H, W]`` or ``[N, H, W, C]``; labels are integers.
+        name: What to call the data; the file's own ``name``, or its file name, where not given.
+        num_classes: Number of classes; the file's own ``num_classes``, or one more than the largest label.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If it is no readable npz file, lacks an array, or the arrays do not make an :class:`ArrayData`.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"`path` must be an npz file, but there is no file at {path}.")
+    with _naming(path):
+        arrays = _read_npz(path)
+        if missing := [key for key in KEYS if key not in arrays]:
+            raise ValueError(f"the arrays {', '.join(missing)} are missing; there are {', '.join(arrays) or 'none'}.")
+        name = name or str(arrays.get("name", path.stem))
+        if num_classes is None and "num_classes" in arrays:
+            num_classes = int(arrays["num_classes"])
+        return from_any({key: arrays[key] for key in KEYS}, name=name, num_classes=num_classes)
+
+
+def save_npz(path: str | os.PathLike[str], data: ArrayData) -> None:
+    """Write ``data`` so that :func:`load_npz` returns it; a process killed meanwhile leaves what was there before.
+
+    Args:
+        path: The file to write or replace; its folder must exist.
+        data: What to write.
+    """
+    path = Path(path)
+    file = NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}.", suffix=".tmp", delete=False)  # noqa: SIM115
+    try:
+        with file:
+            arrays = {key: getattr(data, key) for key in KEYS}
+            # What may be missing goes first: damage that cuts the list of arrays short is then seen by the reader.
+            np.savez(file, name=np.array(data.name), num_classes=np.array(data.num_classes), **arrays)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(file.name, path)
+    except BaseException:
+        Path(file.name).unlink(missing_ok=True)
+        raise
+
+
+def load_idx(folder: str | os.PathLike[str], *, name: str | None = None, num_classes: int | None = None) -> ArrayData:
+    """Return the dataset of a folder in the format of MNIST: four idx files, gzipped or not.
+
+    Args:
+        folder: Holds ``train-images-idx3-ubyte``, ``train-labels-idx1-ubyte``, ``t10k-images-idx3-ubyte`` and
+            ``t10k-labels-idx1-ubyte``, with or without ``.gz``; a dot before ``idx`` does as well.
+        name: What to call the data; the folder's name where not given.
+        num_classes: Number of classes; one more than the largest label where not given.
+
+    Raises:
+        FileNotFoundError: If one of the files is missing.
+        ValueError: If one cannot be read, or the arrays do not make an :class:`ArrayData`.
+    """
+    folder = Path(folder)
+    arrays = {}
+    for key, stem in IDX.items():
+        path = _idx_file(folder, f"{stem}{{}}idx{3 if key.startswith('x') else 1}-ubyte")
+        with _naming(path):
+            arrays[key] = _read_idx(path)
+    with _naming(folder):
+        return from_any(arrays, name=name or folder.name, num_classes=num_classes)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Put the file's name before what is wrong with it."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _read_npz(path: Path) -> dict[str, NDArray[Any]]:
+    try:
+        with path.open("rb") as file:  # numpy leaves a broken file open
+            archive = np.load(file, allow_pickle=False)
+            if isinstance(archive, np.ndarray):
+                raise ValueError("it is a single array")
+            return dict(archive)
+    except _UNREADABLE as error:
+        raise ValueError(f"not a readable npz file of plain arrays ({error}).") from error
+
+
+def _idx_file(folder: Path, pattern: str) -> Path:
+    names = [pattern.format(separator) + suffix for separator in "-." for suffix in ("", ".gz")]
+    for path in (folder / name for name in names):
+        if path.is_file():
+            return path
+    raise FileNotFoundError(f"`folder` must hold the idx file {names[0]}, gzipped or not, but {folder} does not.")
+
+
+def _read_idx(path: Path) -> NDArray[np.uint8]:
+    """Read an array of unsigned bytes: two zeros, a type code, the number of axes, big-endian lengths, the values."""
+    raw = path.read_bytes()
+    if raw[:2] == b"\x1f\x8b":
+        try:
+            raw = gzip.decompress(raw)
+        except (EOFError, OSError, zlib.error) as error:
+            raise ValueError(f"not a readable gzip file ({error}).") from error
+    if len(raw) < 4 or raw[:2] != b"\0\0" or len(raw) < 4 + 4 * raw[3]:
+        raise ValueError("not an idx file.")
+    if raw[2] != 0x08:
+        raise ValueError(f"the values must be unsigned bytes (type code 0x08), got type code {raw[2]:#04x}.")
+    shape = np.frombuffer(raw, ">u4", count=raw[3], offset=4).tolist()
+    values = np.frombuffer(raw, np.uint8, offset=4 + 4 * raw[3])
+    if values.size != np.prod(shape, dtype=object):
+        raise ValueError(f"the shape {tuple(shape)} does not fit the file's {values.size} values.")
+    return values.reshape(shape).copy()  # a buffer of bytes is read-only

@@ -1,0 +1,159 @@
+"""Files are read as they are or refused with their name; nothing is unpickled, nothing half-written is left behind."""
+
+import gzip
+import random
+import struct
+
+import numpy as np
+import pytest
+
+from lightning_taskinfo.data import ArrayData, load_idx, load_npz, save_npz
+
+KEYS = ("x_train", "y_train", "x_test", "y_test")
+
+
+def same(data, arrays):
+    return all(np.array_equal(getattr(data, key), arrays[key]) for key in KEYS)
+
+
+def test_npz_by_numpy(tmp_path, arrays):
+    np.savez_compressed(tmp_path / "some.npz", **arrays)
+    data = load_npz(tmp_path / "some.npz")
+    assert same(data, arrays)
+    assert (data.name, data.num_classes) == ("some", 10)
+    named = load_npz(str(tmp_path / "some.npz"), name="other", num_classes=11)
+    assert (named.name, named.num_classes) == ("other", 11)
+
+
+def test_save_and_load(tmp_path, arrays):
+    save_npz(tmp_path / "file.npz", ArrayData(**arrays, name="letters → α", num_classes=12))
+    data = load_npz(tmp_path / "file.npz")
+    assert same(data, arrays)
+    assert (data.name, data.num_classes) == ("letters → α", 12)
+    assert [file.name for file in tmp_path.iterdir()] == ["file.npz"]
+
+
+def test_a_failed_save_leaves_the_old_file_and_nothing_else(tmp_path, arrays, monkeypatch):
+    save_npz(tmp_path / "file.npz", ArrayData(**arrays, name="old", num_classes=10))
+    monkeypatch.setattr(np, "savez", lambda file, **_: file.write(b"half") and 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        save_npz(tmp_path / "file.npz", ArrayData(**arrays, name="new", num_classes=10))
+    assert [file.name for file in tmp_path.iterdir()] == ["file.npz"]
+    assert load_npz(tmp_path / "file.npz").name == "old"
+
+
+def test_no_npz_file(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"`path` must be an npz file, but there is no file at .*none.npz"):
+        load_npz(tmp_path / "none.npz")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"y_test": None}, "some.npz: the arrays y_test are missing; there are x_train, y_train, x_test"),
+        ({"x_train": np.zeros((12, 3, 8, 9), np.float32)}, "some.npz: `x_train` must be uint8, got float32"),
+        ({"y_train": np.zeros(12, bool)}, "some.npz: `y_train` must be int64, got bool"),
+        (
+            {"y_train": np.arange(9)},
+            "some.npz: `x_train` and `y_train` must have the same positive length, got 12 and 9",
+        ),
+        ({"y_train": np.array([None] * 12)}, "some.npz: not a readable npz file of plain arrays .*allow_pickle=False"),
+    ],
+)
+def test_npz_refuses(tmp_path, arrays, change, message):
+    np.savez(tmp_path / "some.npz", **{k: v for k, v in {**arrays, **change}.items() if v is not None})
+    with pytest.raises(ValueError, match=message):
+        load_npz(tmp_path / "some.npz")
+
+
+def test_npz_refuses_other_files(tmp_path):
+    np.save(tmp_path / "single.npy", np.zeros(3))
+    (tmp_path / "text.npz").write_text("not a zip file")
+    (tmp_path / "empty.npz").touch()
+    for file in tmp_path.iterdir():
+        with pytest.raises(ValueError, match=f"{file.name}: not a readable npz file of plain arrays"):
+            load_npz(file)
+
+
+def test_a_damaged_npz_is_refused_or_still_right(tmp_path, arrays):
+    path = tmp_path / "file.npz"
+    save_npz(path, ArrayData(**arrays, name="some", num_classes=10))
+    raw, rng = path.read_bytes(), random.Random(0)
+    cut = [raw[: rng.randrange(len(raw))] for _ in range(100)]
+    flipped = [raw[:i] + bytes([raw[i] ^ 1 << rng.randrange(8)]) + raw[i + 1 :] for i in range(0, len(raw), 11)]
+    for damaged in cut + flipped:
+        path.write_bytes(damaged)
+        try:
+            data = load_npz(path)
+        except ValueError:
+            continue
+        assert same(data, arrays)
+        assert (data.name, data.num_classes) == ("some", 10)
+
+
+def idx(array, code=0x08):
+    return struct.pack(f">BBBB{array.ndim}I", 0, 0, code, array.ndim, *array.shape) + array.astype(np.uint8).tobytes()
+
+
+@pytest.fixture
+def idx_files(arrays):
+    grey = {key: a[:, 0] if key.startswith("x") else a for key, a in arrays.items()}
+    return {
+        "train-images-idx3-ubyte": idx(grey["x_train"]),
+        "train-labels-idx1-ubyte": idx(grey["y_train"]),
+        "t10k-images-idx3-ubyte": idx(grey["x_test"]),
+        "t10k-labels-idx1-ubyte": idx(grey["y_test"]),
+    }
+
+
+def write(folder, files, gzipped=False, dotted=False):
+    for name, raw in files.items():
+        name = name.replace("-idx", ".idx") if dotted else name
+        (folder / (name + ".gz" * gzipped)).write_bytes(gzip.compress(raw) if gzipped else raw)
+
+
+@pytest.mark.parametrize("gzipped", [False, True])
+@pytest.mark.parametrize("dotted", [False, True])
+def test_idx(tmp_path, arrays, idx_files, gzipped, dotted):
+    write(tmp_path, idx_files, gzipped, dotted)
+    data = load_idx(tmp_path)
+    assert same(data, {**arrays, "x_train": arrays["x_train"][:, :1], "x_test": arrays["x_test"][:, :1]})
+    assert (data.name, data.num_classes) == (tmp_path.name, 10)
+    assert len(data.train()) == 12
+
+
+def test_idx_file_missing(tmp_path, idx_files):
+    del idx_files["t10k-images-idx3-ubyte"]
+    write(tmp_path, idx_files, gzipped=True)
+    with pytest.raises(
+        FileNotFoundError, match="`folder` must hold the idx file t10k-images-idx3-ubyte, gzipped or not"
+    ):
+        load_idx(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda raw: idx(np.zeros((12, 8, 9)), code=0x0D), "the values must be unsigned bytes .*, got type code 0x0d"),
+        (lambda raw: raw[:-1], r"the shape \(12, 8, 9\) does not fit the file's 863 values"),
+        (lambda raw: raw + b"\0", r"the shape \(12, 8, 9\) does not fit the file's 865 values"),
+        (
+            lambda raw: raw[:4] + b"\xff" * 12 + raw[16:],
+            r"the shape \(4294967295, .*\) does not fit the file's 864 values",
+        ),
+        (lambda raw: raw[:9], "not an idx file"),
+        (lambda raw: b"P5 28 28" + raw, "not an idx file"),
+        (lambda raw: b"", "not an idx file"),
+        (lambda raw: gzip.compress(raw)[:-20], "not a readable gzip file"),
+        (lambda raw: gzip.compress(raw)[:20] + b"rubbish", "not a readable gzip file"),
+        (
+            lambda raw: idx(np.zeros((11, 8, 9))),
+            "`x_train` and `y_train` must have the same positive length, got 11 and 12",
+        ),
+    ],
+)
+def test_idx_refuses(tmp_path, idx_files, damage, message):
+    idx_files["train-images-idx3-ubyte"] = damage(idx_files["train-images-idx3-ubyte"])
+    write(tmp_path, idx_files)
+    with pytest.raises(ValueError, match=f"{tmp_path}.*: {message}"):
+        load_idx(tmp_path)

@@ -1,0 +1,164 @@
+"""Pairs by name, and a cache that survives kills, damage and folders nobody may write to."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from lightning_taskinfo.data import ArrayData, load_letters, load_pair, pairs, save_npz
+from lightning_taskinfo.data.pairs import cache_dir, cached
+
+WRITER = """
+import numpy as np
+from lightning_taskinfo.data import ArrayData
+from lightning_taskinfo.data.pairs import cached
+x, y = np.ones((60_000, 1, 32, 32), np.uint8), np.zeros(60_000, np.int64)
+cached("data", {"seed": 0}, lambda: ArrayData(x, y, x, y, name="big", num_classes=2))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("TASKINFO_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def build(arrays):
+    """Builds a small dataset, and counts how often."""
+
+    def make():
+        make.calls += 1
+        return ArrayData(**arrays, name="small", num_classes=10)
+
+    make.calls = 0
+    return make
+
+
+@pytest.mark.parametrize("name", ["digits→letters", "digits->letters", " digits  → letters "])
+def test_source_and_target(name):
+    source, target = load_pair(name, size=8)
+    assert (source.name, target.name) == ("digits 8×8", "letters 8×8")
+    assert source.image_shape == target.image_shape == (1, 8, 8)
+    assert np.array_equal(target.x_test, load_letters(size=8).x_test)
+
+
+def test_letters_to_digits():
+    assert [data.name for data in load_pair("letters→digits", size=8)] == ["letters 8×8", "digits 8×8"]
+
+
+@pytest.mark.parametrize("variable", [False, True])
+def test_names_of_files(tmp_path, arrays, monkeypatch, variable):
+    save_npz(tmp_path / "mine.npz", ArrayData(**arrays, name="my own", num_classes=10))
+    if variable:
+        monkeypatch.setenv("TASKINFO_DATA_DIR", str(tmp_path))
+    source, target = load_pair("mine→digits", size=8, data_dir=None if variable else tmp_path)
+    assert (source.name, target.name) == ("my own", "digits 8×8")
+
+
+@pytest.mark.parametrize("name", ["digits", "digits→", "→", "digits→letters→digits", "digits=>letters"])
+def test_refuses_what_is_no_pair(name):
+    with pytest.raises(ValueError, match="`name` must be a source and a target, like 'digits→letters', got '"):
+        load_pair(name)
+
+
+def test_refuses_unknown_names(tmp_path, monkeypatch):
+    monkeypatch.delenv("TASKINFO_DATA_DIR", raising=False)
+    with pytest.raises(ValueError, match="digits or letters or name a file; 'words' was not found as `data_dir` and"):
+        load_pair("words→digits", size=8)
+    with pytest.raises(ValueError, match=f"'words' was not found in {tmp_path}"):
+        load_pair("digits→words", size=8, data_dir=tmp_path)
+
+
+def test_built_once_for_each_name_arguments_and_version(folder, build, monkeypatch):
+    for name, arguments in [("a", {"seed": 0}), ("a", {"seed": 0}), ("a", {"seed": 1}), ("b", {"seed": 0})]:
+        cached(name, arguments, build)
+    assert build.calls == 3
+    monkeypatch.setattr(pairs, "VERSION", pairs.VERSION + 1)
+    cached("a", {"seed": 0}, build)
+    assert build.calls == 4
+    assert len(list(folder.iterdir())) == 4
+
+
+def test_the_cache_returns_what_was_built(folder, build, arrays):
+    built, read = cached("a", {}, build), cached("a", {}, build)
+    assert build.calls == 1
+    assert (read.name, read.num_classes) == (built.name, built.num_classes)
+    for key, array in arrays.items():
+        assert np.array_equal(getattr(read, key), array)
+
+
+@pytest.mark.parametrize("damage", [lambda raw: raw[: len(raw) // 2], lambda raw: b"", lambda raw: raw[::-1]])
+def test_a_corrupt_file_is_rebuilt(folder, build, damage):
+    cached("a", {}, build)
+    (file,) = folder.iterdir()
+    good = file.read_bytes()
+    file.write_bytes(damage(good))
+    assert cached("a", {}, build).name == "small"
+    assert build.calls == 2
+    assert file.read_bytes() == good
+
+
+def a_part_is_written(folder):
+    try:
+        return any(file.stat().st_size for file in folder.glob("*.tmp"))
+    except FileNotFoundError:  # renamed since it was listed
+        return False
+
+
+def kill_while_writing(folder):
+    """Start a process that fills the cache and kill it as soon as a part of the file is on disk; return that part."""
+    for _ in range(5):  # on a busy machine the writer may be done before we look
+        with subprocess.Popen([sys.executable, "-c", WRITER]) as writer:
+            while writer.poll() is None:
+                if a_part_is_written(folder):
+                    os.kill(writer.pid, signal.SIGKILL)
+                    writer.wait()
+                time.sleep(0.001)
+        if writer.returncode == -signal.SIGKILL:
+            (part,) = folder.glob("*.tmp")
+            return part
+        shutil.rmtree(folder)
+    raise AssertionError("the writer was never caught in the act")
+
+
+def test_a_killed_process_leaves_no_broken_cache(folder, build):
+    part = kill_while_writing(folder)
+    assert 0 < part.stat().st_size < 2 * 60_000 * 32 * 32
+    assert list(folder.iterdir()) == [part]
+    for _ in range(2):
+        assert cached("data", {"seed": 0}, build).name == "small"
+    assert build.calls == 1
+
+
+def test_old_remains_of_killed_processes_are_removed(folder, build):
+    folder.mkdir()
+    old, young, other = (folder / name for name in ("a.npz.1.tmp", "a.npz.2.tmp", "mine.tmp"))
+    for file in (old, young, other):
+        file.touch()
+    for file in (old, other):
+        os.utime(file, (time.time() - 90_000,) * 2)
+    cached("a", {}, build)
+    assert [file.exists() for file in (old, young, other)] == [False, True, True]
+
+
+def test_a_folder_that_cannot_be_made_costs_a_warning(tmp_path, build, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TASKINFO_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    with pytest.warns(UserWarning, match="The data is not cached: .*Not a directory"):
+        assert cached("a", {}, build).name == "small"
+
+
+@pytest.mark.parametrize(
+    ("own", "xdg", "expected"),
+    [("/own", "/xdg", "/own"), ("", "/xdg", "/xdg/lightning_taskinfo"), ("", "", "/home/.cache/lightning_taskinfo")],
+)
+def test_cache_folder(monkeypatch, own, xdg, expected):
+    for name, value in {"TASKINFO_CACHE_DIR": own, "XDG_CACHE_HOME": xdg, "HOME": "/home"}.items():
+        monkeypatch.setenv(name, value)
+    assert cache_dir().as_posix() == expected
