@@ -58,7 +58,7 @@ def error(model: nn.Module, data: Split) -> float:
     return float(zero_one_loss(model(data[0]), data[1]).mean())
 
 
-def stochastic_error(model: nn.Module, certificate: Certificate, data: Split, draws: int = 100) -> float:
+def stochastic_error(model: nn.Module, certificate: Certificate, data: Split, draws: int = 30) -> float:
     """Error on ``data`` of ``draws`` networks from the post-distribution."""
     g = torch.Generator().manual_seed(2)
     errors = []
@@ -122,7 +122,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/certificate.json"))
     parser.add_argument("--epochs", type=int, nargs="*", default=[2, 10], help="epochs from the initialisation")
     parser.add_argument("--structures", nargs="*", default=STRUCTURES)
-    parser.add_argument("--draws", type=int, default=2_000, help="fresh networks a certificate")
+    parser.add_argument("--draws", type=int, default=1_000, help="fresh networks a certificate")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()

@@ -116,7 +116,7 @@ def certify(
         bound=min(1.0, float(BOUNDS[theorem](high, winner.kl + winner.price, n, delta))),
         valid=not reasons + why_not,
         reasons=tuple(reasons + why_not),
-        assumptions=tuple(assumptions(prior)),
+        assumptions=tuple(assumptions(model, prior)),
         risk=float(risks.mean()),
         risk_interval=(low, high),
         model_risk=model_risk,

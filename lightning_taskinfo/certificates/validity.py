@@ -26,13 +26,19 @@ def reasons_against(model: nn.Module, prior: Prior, inputs: Tensor) -> list[str]
     ]
 
 
-def assumptions(prior: Prior) -> list[str]:
+def assumptions(model: nn.Module, prior: Prior) -> list[str]:
     """Return what cannot be checked and is taken on the user's word."""
-    origin = "" if prior.center is None else f"the prior's centre does not depend on these samples ({prior.origin}); "
-    return [
-        f"{origin}the architecture and the {len(prior.std)} prior scales were fixed before the samples were seen",
+    scales = f"{len(prior.std)} prior scales"
+    trusted = [
+        f"architecture, preprocessing and the {scales} were fixed before the samples were seen",
         "the samples are independent draws from the distribution the bound speaks of",
     ]
+    if prior.center is None:
+        return trusted
+    center, weights = prior.center_of(model), trainable_parameters(model)
+    if all(torch.equal(weights[name], center[name]) for name in weights):
+        trusted.insert(0, "the network is the prior's centre itself: it has learned nothing from these samples")
+    return [f"the prior's centre does not depend on the samples: {prior.origin}", *trusted]
 
 
 def _about_the_center(model: nn.Module, prior: Prior, center: Mapping[str, Tensor]) -> list[str]:

@@ -17,8 +17,8 @@ def layer_input_matrices(model: nn.Module, inputs: Tensor, *, chunk_size: int = 
     .. math:: A_l = \frac1N \sum_x \sum_t z_{l,t}(x)\, z_{l,t}(x)^\top, \qquad z = (\text{layer input}, 1)
 
     One forward pass is enough. The sum runs over the places :math:`t` at which a layer is applied: time steps, the
-    patches of a convolution, repeated calls. The 1 belongs to the bias. Layers with weights that are frozen, or shared
-    with another module, are left out, as are grouped convolutions.
+    patches of a convolution, repeated calls. The 1 belongs to the bias. Layers with weights that are frozen,
+    parametrized, or shared with another module are left out, as are grouped convolutions.
 
     Args:
         model: The network, measured in eval mode.
@@ -118,6 +118,7 @@ def _layers(model: nn.Module) -> dict[str, nn.Module]:
         name: module
         for name, module in model.named_modules()
         if (isinstance(module, nn.Linear) or (isinstance(module, nn.Conv2d) and module.groups == 1))
+        and "weight" in module._parameters  # a parametrized weight is made of others
         and all(p.requires_grad and owners[id(p)] == 1 for p in module.parameters(recurse=False))
     }
 

@@ -44,6 +44,15 @@ def test_a_centre_that_was_trained_along(start, data, alias):
 def test_a_centre_equal_to_the_network_but_trained_elsewhere(start, data):
     certificate = certified(deepcopy(start), data, Prior(deepcopy(start), origin="trained on the other half"))
     assert certificate.valid
+    assert "the network is the prior's centre itself: it has learned nothing" in certificate.assumptions[1]
+
+
+def test_a_parametrized_layer(data):
+    torch.manual_seed(0)
+    start = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 8)), nn.ReLU(), nn.Linear(8, 2))
+    certificate = certified(fit(deepcopy(start), data), data, Prior(start, "random initialisation"), structure="neuron")
+    assert certificate.valid
+    assert "0.parametrizations.weight" in certificate.prior_std
 
 
 def normalised():
@@ -57,6 +66,14 @@ def test_batch_norm_statistics_that_moved(data):
     certificate = certified(model, data, Prior(start, origin="random initialisation"))
     assert not certificate.valid
     assert "BatchNorm statistic `1.running_mean` is outside the KL and differs" in " ".join(certificate.reasons)
+
+
+def test_statistics_that_are_not_a_copy(data):
+    """Where only the weights were copied, equal statistics say nothing: they are the same tensor."""
+    model = normalised()
+    center = {**model.state_dict(), **{name: p.detach().clone() for name, p in model.named_parameters()}}
+    certificate = certified(fit(model, data), data, Prior(center, origin="random initialisation"))
+    assert "BatchNorm statistic `1.running_mean` shares memory with the prior's centre" in certificate.reasons[0]
 
 
 def test_batch_norm_statistics_that_stayed(data):

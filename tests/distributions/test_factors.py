@@ -123,8 +123,9 @@ def test_a_softmax_layer_has_a_closed_form():
 
 def test_leaves_out_what_it_cannot_represent():
     net = nn.Sequential(
-        nn.Conv2d(2, 4, 1, groups=2), nn.Flatten(), nn.Linear(4, 4), nn.Linear(4, 4, bias=False), nn.Linear(4, 4)
-    )
+        nn.Conv2d(2, 4, 1, groups=2), nn.Flatten(), nn.Linear(4, 4), nn.Linear(4, 4, bias=False), nn.Linear(4, 4),
+        nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
+    )  # fmt: skip
     net[3].weight = net[2].weight
     net[4].bias.requires_grad_(False)
     assert layer_input_matrices(net, torch.randn(2, 2, 1, 1)) == {}
