@@ -8,13 +8,17 @@ __version__ = "0.1.0.dev0"
 if TYPE_CHECKING:  # what type checkers see; `tests/test_import.py` keeps it equal to `_EXPORTS`
     from lightning_taskinfo._observe import observing as observing
     from lightning_taskinfo._observe import trainable_parameters as trainable_parameters
+    from lightning_taskinfo.callbacks.fisher_trace import FisherTrace as FisherTrace
     from lightning_taskinfo.certificates import Certificate as Certificate
     from lightning_taskinfo.certificates import Prior as Prior
     from lightning_taskinfo.certificates import certify as certify
     from lightning_taskinfo.distributions import post_distribution as post_distribution
     from lightning_taskinfo.distributions import pre_distribution as pre_distribution
+    from lightning_taskinfo.fisher.metric import FisherInformation as FisherInformation
 
 _EXPORTS = {  # public name -> the module that defines it, imported when the name is first used
+    "FisherInformation": "fisher.metric",
+    "FisherTrace": "callbacks.fisher_trace",
     "observing": "_observe",
     "trainable_parameters": "_observe",
     "Certificate": "certificates",

@@ -1,5 +1,6 @@
 """Fisher information of any network: trace, diagonal, layer traces, Gram matrix of per-sample gradients."""
 
+from lightning_taskinfo.fisher.metric import FisherEstimate, FisherInformation
 from lightning_taskinfo.fisher.quantities import (
     engines_used,
     fisher_diagonal,
@@ -10,6 +11,8 @@ from lightning_taskinfo.fisher.quantities import (
 )
 
 __all__ = [
+    "FisherEstimate",
+    "FisherInformation",
     "engines_used",
     "fisher_diagonal",
     "fisher_trace",

@@ -9,13 +9,13 @@ from lightning_taskinfo.fisher.layers import Use
 class Conv(Use):
     """``conv1d``, ``conv2d`` and ``conv3d`` with stride, dilation and groups, on inputs that carry their padding."""
 
-    def fits(self) -> bool:  # noqa: D102
+    def fits(self) -> bool:
         return self.layout.axis == 0
 
     def _fold(self, per_row: Tensor) -> Tensor:
         return self.layout.samples_first(per_row).sum(1) if self.layout.repeat > 1 else per_row
 
-    def grads(self, slot: str, b: Tensor) -> Tensor:  # noqa: D102
+    def grads(self, slot: str, b: Tensor) -> Tensor:
         if slot == "bias":
             return self._fold(b.flatten(2).sum(2))
         return self._fold(self._weight_grads(self.saved[0][0], b))

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice, pairwise
+from operator import itemgetter
 from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
@@ -105,11 +106,17 @@ class _Measurement:
         self.fallback = "loop" if request.engine == "loop" else "per_sample"
         self.engines = dict.fromkeys(self.parameters, self.fallback)
         self.layouts: list[Layout | None] = []
+        self.alone: Tensor | None = None  # outputs of the first samples in a batch of their own, until compared
+        self.mixing = False
 
     def run(self) -> dict[str, str]:
+        """Measure chunk by chunk and return which engine served which parameter."""
         chunk = self.request.chunk_size or CHUNK
         if self.request.engine in ("auto", "hooks"):
             chunk = min(chunk, self._probe())
+        else:
+            with torch.no_grad():
+                self.alone = self._forward(take(self.inputs, itemgetter(slice(1))))
         for start in range(0, sample_count(self.inputs), chunk):
             self._chunk(slice(start, start + chunk))
         return self.engines
@@ -122,7 +129,7 @@ class _Measurement:
         n = sample_count(self.inputs)
         few = take(self.inputs, lambda x: x[torch.arange(PROBED, device=x.device) % n])
         probe = capture(lambda: self._forward(few), self.parameters)
-        self.layouts = find_layouts(probe)
+        self.layouts, self.alone = find_layouts(probe), probe.outputs.detach()
         served = probe.lay_out(self.layouts)
         self.engines.update(dict.fromkeys(served, "hooks"))
         left = sorted(set(self.parameters) - served)
@@ -132,24 +139,46 @@ class _Measurement:
         return max(1, 32 * BLOCK // max(shared, default=1))
 
     def _chunk(self, samples: slice) -> None:
-        inputs = take(self.inputs, lambda x: x[samples])
+        inputs = take(self.inputs, itemgetter(samples))
         targets = None if self.targets is None else self.targets[samples]
-        hooked = {name for name, engine in self.engines.items() if engine == "hooks"}
-        if hooked:
-            captured = capture(lambda: self._forward(inputs), self.parameters)
-            hooked &= captured.lay_out(self.layouts)
-            self.engines.update(dict.fromkeys(self.engines.keys() - hooked, self.fallback))
-            outputs = captured.outputs
-        else:
-            captured = None
-            with torch.no_grad():
-                outputs = self._forward(inputs)
+        captured, outputs = self._pass(inputs)
+        hooked = captured.lay_out(self.layouts) if captured else set()
+        hooked &= {name for name, engine in self.engines.items() if engine == "hooks"}
         left = self.engines.keys() - hooked
+        self.engines.update(dict.fromkeys(left, self.fallback))
         for scores, last in _groups(self.request.scores(outputs, targets), SCORES):
-            if captured is not None:
+            if captured:
                 self._from_uses(captured, hooked, samples, scores, last)
             for score in scores if left else ():
                 self._from_gradients(inputs, score, set(left), samples)
+
+    def _pass(self, inputs: Any) -> tuple[Captured | None, Tensor]:
+        """Run the model on a chunk; return what the hooks saw, if they serve anything, and the outputs."""
+        if not self.mixing and "hooks" in self.engines.values():
+            captured = capture(lambda: self._forward(inputs), self.parameters)
+            if not self._mixes(captured.outputs):
+                return captured, captured.outputs
+        with torch.no_grad():
+            outputs = self._forward(inputs)
+            if self.mixing or self._mixes(outputs):
+                singles = (take(inputs, itemgetter(slice(n, n + 1))) for n in range(sample_count(inputs)))
+                outputs = torch.cat([self._forward(single) for single in singles])
+        return None, outputs
+
+    def _mixes(self, outputs: Tensor) -> bool:
+        """Whether a sample's outputs depend on the batch it is in: its gradient is then that of a batch of one."""
+        alone, self.alone = self.alone, None
+        if alone is None:
+            return self.mixing
+        together = outputs.detach()[: len(alone)]
+        scale = 1e-3 * float(together.abs().amax())  # rounding differs with the batch size
+        self.mixing = not torch.allclose(alone[: len(together)], together, rtol=0, atol=scale, equal_nan=True)
+        if self.mixing:
+            warnings.warn(
+                "The model's outputs for a sample depend on the others of its batch; each is measured alone.",
+                stacklevel=2,
+            )
+        return self.mixing
 
     def _from_uses(self, captured: Captured, names: set[str], samples: slice, scores: list[Tensor], last: bool) -> None:
         passes = [
@@ -169,10 +198,8 @@ class _Measurement:
                     self.sink.add_use(name, samples, use, slot, gradients[id(use)])
             else:  # uses add up before they are squared
                 for i in range(len(scores)):
-                    total = sum(
-                        _whole(use, slot, gradients[id(use)][i], self.parameters[name]) for use, slot in reached
-                    )
-                    self.sink.add_gradients(name, samples, total)
+                    parts = [_whole(use, slot, gradients[id(use)][i], self.parameters[name]) for use, slot in reached]
+                    self.sink.add_gradients(name, samples, torch.stack(parts).sum(0))
 
     def _from_gradients(self, inputs: Any, score: Tensor, names: set[str], samples: slice) -> None:
         for block, gradients in self._gradients(inputs, score, names):

@@ -83,7 +83,10 @@ def find_layouts(probe: Captured) -> list[Layout | None]:
         )
     score = torch.zeros_like(outputs)
     score[1] = torch.linspace(0.5, 1.5, score[1].numel(), dtype=score.dtype, device=score.device).view_as(score[1])
-    gradients = probe.backward(score, retain_graph=False)
+    try:
+        gradients = probe.backward(score, retain_graph=False)
+    except RuntimeError:  # e.g. reentrant checkpointing, which can only do a backward pass to the parameters
+        return [None] * len(probe.uses)
     return [_layout(use.shape, b) for use, b in zip(probe.uses, gradients, strict=True)]
 
 
@@ -95,7 +98,7 @@ def _layout(shape: torch.Size, b: Tensor | None) -> Layout | None:
         for interleaved in ((False, True) if size > PROBED else (False,))
     ]
     if b is None or not b.count_nonzero():  # a dead branch: only a shape without doubt is believed
-        return candidates[0] if len(candidates) == 1 and candidates[0] == Layout() else None
+        return candidates[0] if len(candidates) == 1 and candidates[0].repeat == 1 else None
     for layout in candidates:
         others = layout.samples_first(b)[[0, 2]]
         if not others.count_nonzero():

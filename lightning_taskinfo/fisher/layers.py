@@ -87,7 +87,7 @@ class Linear(Use):
         """Return the inputs as ``[N, D]``, or ``[N, T, D]`` where there are several positions."""
         return self._flat(self.saved[0][0])
 
-    def grads(self, slot: str, b: Tensor) -> Tensor:  # noqa: D102
+    def grads(self, slot: str, b: Tensor) -> Tensor:
         b = self._flat(b)
         if slot == "bias":
             return b if b.dim() == 2 else b.sum(1)
@@ -96,7 +96,7 @@ class Linear(Use):
             return b.unsqueeze(2) * a.unsqueeze(1)
         return b.transpose(1, 2) @ a
 
-    def norms(self, slot: str, scores: list[Tensor]) -> Tensor:  # noqa: D102
+    def norms(self, slot: str, scores: list[Tensor]) -> Tensor:
         if slot == "bias":
             return super().norms(slot, scores)
         a = self.inputs()
@@ -108,13 +108,12 @@ class Linear(Use):
             gram = a @ a.transpose(1, 2)
             return torch.stack([(gram * (b @ b.transpose(1, 2))).sum((1, 2)) for b in flat]).sum(0)
         step = max(1, BLOCK // (D * C))
-        parts = [
-            sum(squared_norms(b[i : i + step].transpose(1, 2) @ a[i : i + step]) for b in flat)
-            for i in range(0, len(a), step)
-        ]
-        return torch.cat(parts)
+        blocks = [slice(i, i + step) for i in range(0, len(a), step)]
+        return torch.stack(
+            [torch.cat([squared_norms(b[block].transpose(1, 2) @ a[block]) for block in blocks]) for b in flat]
+        ).sum(0)
 
-    def diagonal(self, slot: str, scores: list[Tensor]) -> Tensor:  # noqa: D102
+    def diagonal(self, slot: str, scores: list[Tensor]) -> Tensor:
         if slot == "bias":
             return super().diagonal(slot, scores)
         a, flat = self.inputs(), [self._flat(b) for b in scores]
@@ -141,11 +140,11 @@ class Elementwise(Use):
         del aligned[self.layout.axis]
         return [1, *aligned] if self.layout.repeat > 1 else aligned
 
-    def fits(self) -> bool:  # noqa: D102
+    def fits(self) -> bool:
         aligned = [self.config["aligned"][slot] for slot in self.slots]
         return all(len(sizes) == len(self.shape) and sizes[self.layout.axis] == 1 for sizes in aligned)
 
-    def grads(self, slot: str, b: Tensor) -> Tensor:  # noqa: D102
+    def grads(self, slot: str, b: Tensor) -> Tensor:
         factor = self.config["factor"].get(slot)
         product = b if factor is None else b * factor()
         product = self.layout.samples_first(product)
@@ -173,14 +172,14 @@ class Embedding(Use):
         summed = b.new_zeros(len(unique), width).index_add_(0, where, b)
         return unique // table, unique % table, summed
 
-    def grads(self, slot: str, b: Tensor) -> Tensor:  # noqa: D102
+    def grads(self, slot: str, b: Tensor) -> Tensor:
         sample, row, summed = self._rows(b)
         n = self.layout.samples_first(self.saved[0][0]).shape[0]
         out = b.new_zeros(n, *self.slots[slot].shape)
         out[sample, row] = summed
         return out
 
-    def norms(self, slot: str, scores: list[Tensor]) -> Tensor:  # noqa: D102
+    def norms(self, slot: str, scores: list[Tensor]) -> Tensor:
         n = self.layout.samples_first(self.saved[0][0]).shape[0]
         total = scores[0].new_zeros(n)
         for b in scores:
@@ -188,7 +187,7 @@ class Embedding(Use):
             total.index_add_(0, sample, squared_norms(summed))
         return total
 
-    def diagonal(self, slot: str, scores: list[Tensor]) -> Tensor:  # noqa: D102
+    def diagonal(self, slot: str, scores: list[Tensor]) -> Tensor:
         total = scores[0].new_zeros(self.slots[slot].shape)
         for b in scores:
             _, row, summed = self._rows(b)

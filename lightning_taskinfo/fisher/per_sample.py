@@ -1,6 +1,7 @@
 """The universal fallback: the gradient of each sample by ``torch.func``, or one sample after the other."""
 
 from collections.abc import Callable, Iterator
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ def vmapped_gradients(
     for start in range(0, len(score), step):
         block = slice(start, start + step)
         gradients = vmap(grad(value), in_dims=(None, 0, 0), randomness="different")(
-            moving, take(inputs, lambda x, block=block: x[block]), score[block]
+            moving, take(inputs, itemgetter(block)), score[block]
         )
         yield start, {name.removeprefix("model."): g for name, g in gradients.items()}
 
@@ -54,13 +55,8 @@ def looped_gradients(
         for p in parameters.values():
             p.grad = None
         # `backward`, not `autograd.grad`, which reentrant checkpointing refuses.
-        (forward(model, take(inputs, lambda x, block=block: x[block])) * score[block]).sum().backward()
-        yield (
-            block,
-            {
-                name: torch.zeros_like(p).unsqueeze(0) if p.grad is None else p.grad.to_dense().unsqueeze(0)
-                for name, p in parameters.items()
-            },
-        )
+        (forward(model, take(inputs, itemgetter(block))) * score[block]).sum().backward()
+        gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in parameters.items()}
+        yield n, {name: g.to_dense().unsqueeze(0) for name, g in gradients.items()}
     for p in parameters.values():
         p.grad = None

@@ -112,7 +112,7 @@ class Attention(nn.Module):
         values = memory.sin() if self.cross else x
         mask = torch.ones(x.shape[1], x.shape[1]).triu(1).bool() if self.batch_first else None
         h = self.attention(x, memory, values, attn_mask=mask, need_weights=not self.cross)[0]
-        return self.c(h[:, 0] if self.batch_first else h[0])
+        return self.c(h[:, -1] if self.batch_first else h[-1])
 
 
 class Recurrent(nn.Module):
@@ -125,22 +125,27 @@ class Recurrent(nn.Module):
 
 
 class InplaceResidual(nn.Module):
-    """``x += …`` changes the input of a layer after the layer has read it."""
+    """``out += x``, as residual networks do, behind in-place activations."""
 
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b, self.c = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.a(x).tanh()
-        with torch.no_grad():
-            frozen = h.clone()
-        y = self.b(h)
-        del frozen
-        x = x.clone()
-        z = self.a(x)
-        x += y.tanh()
-        return self.c(x + z)
+        h = self.a(x).relu_()
+        out = self.b(h)
+        out += h
+        return self.c(out.relu_())
+
+
+class Spoiled(InplaceResidual):
+    """Changes the input of a layer after the layer has read it: autograd itself refuses."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x).tanh() + 1
+        out = self.b(h)
+        h += 1
+        return self.c(out + h)
 
 
 class Checkpointed(nn.Module):

@@ -1,0 +1,60 @@
+"""What can be known before training: that the module, its batches and its weights suit a probe."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_taskinfo._observe import trainable_parameters
+from lightning_taskinfo.callbacks._samples import first_samples, size
+from lightning_taskinfo.fisher.engine import Request
+from lightning_taskinfo.functional.likelihood import Likelihood, as_likelihood
+
+
+def check_batch(
+    who: str,
+    model: nn.Module,
+    inputs: Any,
+    targets: Tensor | None,
+    likelihood: str | Likelihood,
+    forward_fn: Callable[[Any, Any], Any] | None,
+) -> None:
+    """Run the model on two samples; call it inside ``observing``.
+
+    Raises:
+        ValueError: If it cannot be run, or outputs and targets do not fit the likelihood.
+    """
+    if not size(inputs):
+        return
+    few, few_targets = first_samples(inputs, targets, 2)
+    try:
+        outputs = Request(forward_fn=forward_fn).forward(model, few)
+    except (NotImplementedError, TypeError) as error:
+        raise ValueError(
+            f"{who} calls the module on the inputs of a batch, which failed ({error}); "
+            "set `forward_fn` to a function of (module, inputs) that returns the outputs."
+        ) from error
+    if not isinstance(outputs, Tensor):
+        raise ValueError(
+            f"{who} needs a tensor of outputs, got {type(outputs).__name__}; "
+            "set `forward_fn` to a function of (module, inputs) that picks it."
+        )
+    as_likelihood(likelihood).check(outputs, few_targets)
+
+
+def check_finite(model: nn.Module) -> None:
+    """Raise a ``ValueError`` if a trainable weight is NaN or infinite."""
+    for name, p in trainable_parameters(model).items():
+        if not bool(p.isfinite().all()):
+            raise ValueError(f"the weights of {name!r} are not finite")
+
+
+def sharded(model: nn.Module, *, also_per_parameter: bool) -> str | None:
+    """Return the kind of a sharded parameter, if there is one; those of FSDP2 only where they are asked for."""
+    kinds = []
+    if fsdp := sys.modules.get("torch.distributed.fsdp"):
+        kinds.append(fsdp.FlatParameter)
+    if also_per_parameter and (tensor := sys.modules.get("torch.distributed.tensor")):
+        kinds.append(tensor.DTensor)
+    return next((type(p).__name__ for p in model.parameters() if isinstance(p, tuple(kinds))), None)

@@ -1,0 +1,170 @@
+"""Which samples a probe looks at: the batch just trained on, or a fixed pool that is read once."""
+
+import copy
+import random
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+
+from lightning_taskinfo._lightning import LightningModule, Trainer
+from lightning_taskinfo.callbacks._samples import BatchFn, first_samples
+from lightning_taskinfo.fisher.batches import sample_count, take
+
+
+class Source:
+    """The samples of one fit.
+
+    Args:
+        data: ``"train_batch"``, ``"train"`` or ``"val"``.
+        max_samples: At most this many, over all processes.
+        seed: Chooses the pool.
+        batch_fn: Picks inputs and targets out of a batch.
+        split: Whether processes share the samples; otherwise each has all of them.
+    """
+
+    def __init__(self, data: str, max_samples: int, seed: int, batch_fn: BatchFn, *, split: bool) -> None:
+        self.data, self.max_samples, self.seed, self.batch_fn, self.split = data, max_samples, seed, batch_fn, split
+        self.pool: tuple[Any, Tensor | None] | None = None
+        self.collecting: Collected | None = None
+
+    def open(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Read the pool, or prepare to collect it; call it inside ``observing``.
+
+        Raises:
+            ValueError: If there must be a pool and the dataset does not give one.
+        """
+        loader: Any = trainer.train_dataloader if self.data == "train" else trainer.val_dataloaders
+        loader = loader[0] if isinstance(loader, list | tuple) and len(loader) == 1 else loader
+        needed = "a loader of an indexed dataset, all of which is used"
+        if readable(loader):
+            try:
+                self.pool = self._read_pool(trainer, pl_module, loader)
+                return
+            except (TypeError, NotImplementedError, RuntimeError) as error:  # what copying raises
+                needed = f"a dataset that can be copied ({error})"
+        if self.data == "val" or (not self.split and trainer.world_size > 1):
+            raise ValueError(f"`data={self.data!r}` needs {needed}, got {type(loader).__name__}.")
+        self.collecting = Collected(len(self._share(trainer, self.max_samples)))
+
+    def _read_pool(self, trainer: Trainer, pl_module: LightningModule, loader: DataLoader) -> tuple[Any, Tensor | None]:
+        chosen = choose(len(loader.dataset), self.max_samples, self.seed)  # type: ignore[arg-type]
+        mine = self._share(trainer, len(chosen))
+        if not mine:
+            return torch.empty(0), None
+        batch = read_samples(loader, chosen[mine.start : mine.stop], self.seed)
+        return self.batch_fn(on_device(trainer, pl_module, batch))
+
+    def see(self, batch: Any, *, last: bool) -> None:
+        """Collect from a training batch what the pool still misses."""
+        if self.collecting is not None and self.pool is None:
+            self.collecting.add(*self.batch_fn(batch), last=last)
+            if self.collecting.complete:
+                self.pool = self.collecting.joined()
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is something to look at."""
+        return self.data in ("train_batch", "train_step") or self.pool is not None
+
+    def read(self, trainer: Trainer, batch: Any) -> tuple[Any, Tensor | None]:
+        """Return this process's inputs and targets."""
+        if self.pool is not None:
+            return self.pool
+        return first_samples(*self.batch_fn(batch), len(self._share(trainer, self.max_samples)))
+
+    def _share(self, trainer: Trainer, total: int) -> range:
+        return share(total, trainer.global_rank, trainer.world_size) if self.split else range(total)
+
+
+def share(total: int, rank: int, world_size: int) -> range:
+    """Return which of ``total`` samples this process takes, in one piece.
+
+    Example:
+        >>> [list(share(5, rank, 2)) for rank in range(2)]
+        [[0, 1, 2], [3, 4]]
+    """
+    size, more = divmod(total, world_size)
+    start = rank * size + min(rank, more)
+    return range(start, start + size + (rank < more))
+
+
+def readable(loader: Any) -> bool:
+    """Whether a pool can be read from the loader's dataset: it is indexed, and all of it is trained on."""
+    if not isinstance(loader, DataLoader) or type(loader.batch_sampler) not in (BatchSampler, type(None)):
+        return False
+    if not (hasattr(loader.dataset, "__getitem__") and hasattr(loader.dataset, "__len__")):
+        return False
+    sampler = loader.sampler
+    whole = type(sampler) in (SequentialSampler, RandomSampler)
+    return whole or (isinstance(sampler, DistributedSampler) and sampler.dataset is loader.dataset)
+
+
+def read_samples(loader: DataLoader, chosen: Tensor, seed: int) -> Any:
+    """Return one batch of the ``chosen`` samples, from a copy of the dataset; call it inside ``observing``.
+
+    Transforms that draw from global generators do so as the sample's number says, on whichever process.
+    """
+    dataset, collate = copy.deepcopy((loader.dataset, loader.collate_fn))
+    samples = []
+    for index in chosen.tolist():
+        _seed_everything(hash((seed, index)) % 2**32)
+        samples.append(dataset[index])
+    return collate(samples) if samples else None
+
+
+def choose(total: int, n: int, seed: int) -> Tensor:
+    """Return the numbers of ``n`` of ``total`` samples (or of all of them), in order, the same for the same seed."""
+    return torch.randperm(total, generator=torch.Generator().manual_seed(seed))[:n].sort().values
+
+
+def on_device(trainer: Trainer, pl_module: LightningModule, batch: Any) -> Any:
+    """Send a batch where the training step gets its own, through the same hooks."""
+    batch = trainer.precision_plugin.convert_input(batch)
+    for owner in (getattr(trainer, "datamodule", None), pl_module):
+        batch = owner.on_before_batch_transfer(batch, 0) if owner is not None else batch
+    return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+
+
+class Collected:
+    """A pool gathered from the first training batches, for datasets that can be neither copied nor indexed."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.complete = size, False
+        self.inputs: list[Any] = []
+        self.targets: list[Tensor] = []
+
+    def add(self, inputs: Any, targets: Tensor | None, *, last: bool) -> None:
+        """Take what is still missing; the pool is complete when full, or with the last batch of an epoch."""
+        if self.complete:
+            return
+        missing = self.size - sum(map(sample_count, self.inputs))
+        inputs, targets = first_samples(inputs, targets, missing)
+        self.inputs.append(take(inputs, lambda x: x.detach().clone()))
+        if targets is not None:
+            self.targets.append(targets.detach().clone())
+        self.complete = last or sample_count(inputs) == missing
+
+    def joined(self) -> tuple[Any, Tensor | None]:
+        """Return all samples as one batch."""
+        return _cat(self.inputs), torch.cat(self.targets) if self.targets else None
+
+
+def _cat(parts: list[Any]) -> Any:
+    if isinstance(parts[0], Tensor):
+        return torch.cat(parts)
+    if isinstance(parts[0], Mapping):
+        return {key: _cat([part[key] for part in parts]) for key in parts[0]}
+    if isinstance(parts[0], list | tuple):
+        return type(parts[0])(_cat(list(group)) for group in zip(*parts, strict=True))
+    return parts[0]
+
+
+def _seed_everything(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed)

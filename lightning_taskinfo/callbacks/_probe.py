@@ -1,0 +1,273 @@
+"""What every measuring callback shares: when to look, at what, and how to leave no trace."""
+
+import math
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lightning_taskinfo._lightning import Callback, LightningModule, Trainer
+from lightning_taskinfo._observe import observing, trainable_parameters
+from lightning_taskinfo.callbacks._checks import check_batch, check_finite, sharded
+from lightning_taskinfo.callbacks._pool import Source
+from lightning_taskinfo.callbacks._report import has_matplotlib, report, summary
+from lightning_taskinfo.callbacks._samples import Samples, inputs_and_targets, size
+from lightning_taskinfo.fisher.engine import Request
+from lightning_taskinfo.functional.likelihood import Labels, Likelihood
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+class Probe(Callback, ABC):
+    """Measure scalars while a network trains, and change nothing.
+
+    A probe runs the model in eval mode, draws from its own generators and touches neither ``.grad`` nor the data
+    loader, so that a run ends with the same bits with and without it. Each measurement goes to every logger at once,
+    whatever ``log_every_n_steps`` is, into ``history``, and into ``trainer.callback_metrics``, where checkpointing and
+    early stopping find it. At the end of training the loggers get a figure, a table and a summary. A measurement that
+    fails leaves a gap, and one warning.
+
+    Args:
+        every_n_steps: Optimizer steps between two measurements.
+        every_n_epochs: Epochs between two measurements, each after the last batch of an epoch. With neither of the
+            two, the class decides.
+        max_samples: At most this many samples are measured, over all processes together.
+        data: ``"train_batch"`` looks at the batch just trained on; ``"train"`` and ``"val"`` at a fixed subset, chosen
+            by ``seed``, that is read once at the start from a copy of the dataset and kept in memory. Where the
+            training set cannot be copied or indexed, or a sampler of your own leaves parts of it out, the subset is
+            collected from the first training batches, and measurements begin when it is full.
+        labels: Whose labels: ``"sampled"`` from the model, ``"exact"`` expectation over them, or the dataset's
+            (``"empirical"``, which is not the Fisher).
+        likelihood: What the outputs mean: ``"categorical"``, ``"bernoulli"`` or ``"gaussian"``, or an object.
+        mc_samples: Draws a sample for ``labels="sampled"``.
+        per_layer: Whether to log a value for each layer as well.
+        name: Prefix of the logged names, and identity in checkpoints; give two probes of one class different names.
+        seed: Seed of the probe's own draws and of its subset.
+        batch_fn: Picks ``(inputs, targets)`` out of a batch; needed where the batch does not say it plainly.
+        forward_fn: How to get the outputs, ``forward_fn(module, inputs)``; ``module(inputs)`` by default.
+
+    Raises:
+        ValueError: If an argument is out of its range.
+    """
+
+    default_every_n_steps: ClassVar[int | None] = None
+    default_every_n_epochs: ClassVar[int | None] = None
+    ylabel: ClassVar[str] = ""
+    data_options: ClassVar[tuple[str, ...]] = ("train_batch", "train", "val")
+    split_over_ranks: ClassVar[bool] = True  # otherwise every process measures all samples
+    reads_weights: ClassVar[bool] = True  # so that it cannot work where they are sharded
+
+    headline: tuple[str, ...]  # what the figure shows and the summary holds
+
+    def __init__(
+        self,
+        *,
+        every_n_steps: int | None = None,
+        every_n_epochs: int | None = None,
+        max_samples: int = 128,
+        data: Literal["train_batch", "train", "val"] = "train_batch",
+        labels: Labels = "sampled",
+        likelihood: str | Likelihood = "categorical",
+        mc_samples: int = 1,
+        per_layer: bool = True,
+        name: str | None = None,
+        seed: int = 0,
+        batch_fn: Callable[[Any], Any] | None = None,
+        forward_fn: Callable[[Any, Any], Any] | None = None,
+    ) -> None:
+        if every_n_steps is not None and every_n_epochs is not None:
+            raise ValueError(f"`every_n_epochs` must be left out beside `every_n_steps`, got {every_n_epochs}.")
+        counts = {"every_n_steps": every_n_steps, "every_n_epochs": every_n_epochs, "max_samples": max_samples}
+        for argument, value in counts.items():
+            if value is not None and value < 1:
+                raise ValueError(f"`{argument}` must be at least 1, got {value}.")
+        if data not in self.data_options:
+            raise ValueError(f"`data` must be one of {', '.join(self.data_options)}, got {data!r}.")
+        Request(labels=labels, likelihood=likelihood, mc_samples=mc_samples)  # refuses what it does not know
+        if every_n_steps is None and every_n_epochs is None:
+            every_n_steps, every_n_epochs = self.default_every_n_steps, self.default_every_n_epochs
+        self.every_n_steps, self.every_n_epochs, self.max_samples = every_n_steps, every_n_epochs, max_samples
+        self.data, self.labels, self.likelihood, self.mc_samples = data, labels, likelihood, mc_samples
+        self.per_layer, self.name, self.seed = per_layer, name, seed
+        self.batch_fn, self.forward_fn = batch_fn or inputs_and_targets, forward_fn
+        self.history: list[dict[str, float]] = []
+        self._last_step = 0
+        self._source: Source | None = None
+        self._checked = self._warned = self._resumed = self._extra = False
+
+    @abstractmethod
+    def observe(self, model: nn.Module, samples: Samples) -> Any:
+        """Measure this process's samples; called in eval mode with autograd on. No process may wait for another."""
+
+    @abstractmethod
+    def summarise(self, observed: Any) -> Mapping[str, float]:
+        """Return the scalars to log from what was observed, the same on every process; may sum over processes."""
+
+    def plot(self, *, ax: "Axes | None" = None) -> tuple["Figure", "Axes"]:
+        """Draw the history; needs matplotlib.
+
+        Args:
+            ax: Draw here instead of in a new figure.
+        """
+        from lightning_taskinfo.plotting import plot_curves
+
+        measured = [
+            name for name in self.headline if any(math.isfinite(row.get(name, math.nan)) for row in self.history)
+        ]
+        return plot_curves(self.history, measured, ylabel=self.ylabel, ax=ax)
+
+    # When
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._checked = self._warned = False
+        if not trainable_parameters(pl_module):
+            raise ValueError(f"{self.state_key} needs a parameter with `requires_grad=True`, got none.")
+        if kind := sharded(pl_module, also_per_parameter=self.reads_weights):
+            raise ValueError(
+                f"{self.state_key} reads whole weights and cannot work with sharded ones, got {kind}; "
+                "use FisherTrace, or a strategy that keeps the weights whole."
+            )
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._resumed and self._extra:  # measured only because the first part of the run had ended
+            self.history.pop()
+        self._last_step, self._resumed, self._extra = trainer.global_step, False, False
+        self._source = Source(self.data, self.max_samples, self.seed, self.batch_fn, split=self.split_over_ranks)
+        if self.data in ("train", "val"):
+            with observing(pl_module):
+                self._source.open(trainer, pl_module)
+                if self._source.pool is not None:
+                    self._check(pl_module, *self._source.pool)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if not self._checked:
+            with observing(pl_module):
+                self._check(pl_module, *self.batch_fn(batch))
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._source is not None:
+            try:
+                self._source.see(batch, last=trainer.is_last_batch)
+            except Exception as error:
+                self._failed(trainer, error)
+        if self._due(trainer) and self._measure(trainer, pl_module, batch):
+            values = {self._logged(name): self.history[-1].get(name, math.nan) for name in self.headline}
+            pl_module.log_dict(values, logger=False, on_step=True, on_epoch=False)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        seen = bool(self.history) and self.history[-1]["step"] == trainer.global_step
+        if self.data in ("train", "val") and not seen:
+            self._extra = self._measure(trainer, pl_module, None)
+        if self.history and trainer.is_global_zero:
+            with observing(pl_module):
+                self._report(trainer)
+        self._source = None
+
+    def _check(self, pl_module: LightningModule, inputs: Any, targets: Tensor | None) -> None:
+        self._checked = True
+        check_batch(self.state_key, pl_module, inputs, targets, self.likelihood, self.forward_fn)
+
+    def _due(self, trainer: Trainer) -> bool:
+        step, last = trainer.global_step, self._last_step
+        self._last_step = step
+        if self.every_n_epochs is not None:
+            return trainer.is_last_batch and (trainer.current_epoch + 1) % self.every_n_epochs == 0
+        if self.every_n_steps is None:
+            return False
+        return step // self.every_n_steps != last // self.every_n_steps  # the same while accumulating
+
+    def _due_next(self, trainer: Trainer) -> bool:
+        """Whether the batch that begins may be one to look at."""
+        if self.every_n_epochs is not None:
+            return trainer.is_last_batch and (trainer.current_epoch + 1) % self.every_n_epochs == 0
+        return self.every_n_steps is not None and (trainer.global_step + 1) % self.every_n_steps == 0
+
+    # Leaving no trace
+
+    def _measure(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> bool:
+        """Measure, keep and log; return whether it succeeded."""
+        if self._source is None or not self._source.ready:
+            return False
+        with observing(pl_module):
+            values = self._observed(trainer, pl_module, self._source, batch)
+        if values is None:
+            return False
+        self.history.append({"step": trainer.global_step, **values})
+        logged = {self._logged(name): value for name, value in values.items()}
+        for logger in trainer.loggers:
+            logger.log_metrics(logged, step=trainer.global_step)
+        return True
+
+    def _observed(
+        self, trainer: Trainer, pl_module: LightningModule, source: Source, batch: Any
+    ) -> dict[str, float] | None:
+        """Measure on every process, and agree that all succeeded before anybody waits for another."""
+        error: Exception | None = None
+        mine, observed = -1, None
+        try:
+            inputs, targets = source.read(trainer, batch)
+            mine = size(inputs)
+        except Exception as caught:
+            error = caught
+        sizes = self._sizes(trainer, mine)
+        if min(sizes) >= 0:
+            first = sum(sizes[: trainer.global_rank]) if len(sizes) > 1 else 0
+            try:
+                check_finite(pl_module)
+                samples = Samples(inputs, targets, first, sum(sizes), hash((self.seed, trainer.global_step)))
+                observed = self.observe(pl_module, samples)
+            except Exception as caught:
+                error = caught
+        if not trainer.strategy.reduce_boolean_decision(error is None):
+            self._failed(trainer, error or RuntimeError("another process failed"))
+            return None
+        try:
+            return dict(self.summarise(observed))
+        except Exception as caught:
+            self._failed(trainer, caught)
+            return None
+
+    def _sizes(self, trainer: Trainer, size: int) -> list[int]:
+        if trainer.world_size == 1 or not self.split_over_ranks:
+            return [size]
+        gathered = trainer.strategy.all_gather(torch.tensor(size, device=trainer.strategy.root_device))
+        return gathered.flatten().tolist()
+
+    def _failed(self, trainer: Trainer, error: Exception) -> None:
+        if not self._warned:
+            warnings.warn(
+                f"{self.state_key} could not measure at step {trainer.global_step} ({type(error).__name__}: {error}); "
+                "training goes on, and the same is not reported again.",
+                stacklevel=2,
+            )
+        self._warned = True
+
+    def _report(self, trainer: Trainer) -> None:
+        ends = {self._logged(name): value for name, value in summary(self.history, self.headline).items()}
+        for logger in trainer.loggers:
+            logger.log_metrics(ends, step=trainer.global_step)
+        try:
+            figure = self.plot()[0] if has_matplotlib() else None
+            report(trainer.loggers, self._logged(self.headline[0]), figure, self.history, trainer.global_step)
+        except Exception as error:
+            self._failed(trainer, error)
+
+    def _logged(self, name: str) -> str:
+        return f"{self.name}/{name}" if self.name else name
+
+    @property
+    def state_key(self) -> str:  # the schedule is no part of it: a resumed run may change it
+        return f"{type(self).__qualname__}({self.name})" if self.name else type(self).__qualname__
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"history": [dict(row) for row in self.history], "extra": self._extra}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.history, self._extra, self._resumed = list(state_dict["history"]), state_dict["extra"], True

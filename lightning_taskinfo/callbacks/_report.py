@@ -1,0 +1,96 @@
+"""A figure, a table and a summary to whatever loggers there are."""
+
+import csv
+import io
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Row = dict[str, float]
+
+
+def table(history: Sequence[Row]) -> tuple[list[str], list[list[float | None]]]:
+    """Return column names and rows of a history; what a row lacks is None.
+
+    Example:
+        >>> table([{"step": 1, "a": 2.0}, {"step": 2, "b": 3.0}])
+        (['step', 'a', 'b'], [[1, 2.0, None], [2, None, 3.0]])
+    """
+    columns = list(dict.fromkeys(key for row in history for key in row))
+    return columns, [[row.get(column) for column in columns] for row in history]
+
+
+def summary(history: Sequence[Row], names: Sequence[str]) -> Row:
+    """Return first, last, smallest and largest value of each name.
+
+    Example:
+        >>> summary([{"a": 2.0}, {"a": 5.0}, {"a": 3.0}], ["a"])
+        {'a_first': 2.0, 'a_last': 3.0, 'a_min': 2.0, 'a_max': 5.0}
+    """
+    result: Row = {}
+    for name in names:
+        if values := [row[name] for row in history if name in row]:
+            ends = {"first": values[0], "last": values[-1], "min": min(values), "max": max(values)}
+            result |= {f"{name}_{key}": value for key, value in ends.items()}
+    return result
+
+
+def report(loggers: Sequence[Any], key: str, figure: "Figure | None", history: Sequence[Row], step: int) -> None:
+    """Give figure and table to each logger in the way it has: as objects, as an image and text, or as files.
+
+    Args:
+        loggers: Lightning's loggers.
+        key: What figure and table are called, with ``_figure`` and ``_table`` behind.
+        figure: The figure; None where there is no matplotlib.
+        history: What was measured.
+        step: The optimizer step at the end of training.
+    """
+    columns, rows = table(history)
+    for logger in loggers:
+        if hasattr(logger, "log_table") and hasattr(logger, "log_image"):  # W&B
+            logger.log_table(f"{key}_table", columns=columns, data=rows, step=step)
+            if figure is not None:
+                logger.log_image(f"{key}_figure", images=[_pixels(figure).numpy()], step=step)
+        elif hasattr(logger.experiment, "add_image"):  # TensorBoard
+            logger.experiment.add_text(f"{key}_table", _markdown(columns, rows), step)
+            if figure is not None:
+                logger.experiment.add_image(f"{key}_figure", _pixels(figure), step, dataformats="HWC")
+        elif isinstance(getattr(logger, "log_dir", None), str):  # CSV, and others that write to a folder
+            _write(Path(logger.log_dir), key, figure, columns, rows)
+
+
+def has_matplotlib() -> bool:
+    """Whether figures can be drawn."""
+    return find_spec("matplotlib") is not None
+
+
+def _pixels(figure: "Figure") -> Tensor:
+    """Draw without a screen; ``[height, width, 3]`` bytes."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    width, height = canvas.get_width_height()
+    return torch.frombuffer(bytearray(canvas.buffer_rgba()), dtype=torch.uint8).view(height, width, 4)[..., :3]
+
+
+def _markdown(columns: list[str], rows: list[list[float | None]]) -> str:
+    lines = [columns, ["---"] * len(columns), *([("" if x is None else f"{x:.6g}") for x in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _write(folder: Path, key: str, figure: "Figure | None", columns: list[str], rows: list[list[float | None]]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    name = key.replace("/", "_")
+    text = io.StringIO()
+    csv.writer(text).writerows([columns, *rows])
+    (folder / f"{name}_table.csv").write_text(text.getvalue())
+    if figure is not None:
+        figure.savefig(folder / f"{name}_figure.png", dpi=150)

@@ -1,0 +1,92 @@
+"""What is in a batch: inputs, targets, how many samples."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from lightning_taskinfo.fisher.batches import take, tensors
+from lightning_taskinfo.fisher.draws import NumberedDraws
+from lightning_taskinfo.functional.likelihood import Likelihood, as_likelihood
+
+BatchFn: TypeAlias = Callable[[Any], tuple[Any, Tensor | None]]
+TARGETS = ("targets", "target", "labels", "label", "y")
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What one process measures.
+
+    Attributes:
+        inputs: The inputs, ``[N, ...]``; ``N`` may be 0 where processes share few samples.
+        targets: The dataset's labels, ``[N, ...]``.
+        first: Number of the first of them among the samples of all processes.
+        total: Samples of all processes together.
+        seed: Seed of this measurement's draws, the same on all processes.
+    """
+
+    inputs: Any
+    targets: Tensor | None
+    first: int
+    total: int
+    seed: int
+
+    def draws(self, likelihood: str | Likelihood, mc_samples: int) -> NumberedDraws:
+        """Return the likelihood, with labels that do not depend on how processes share the samples."""
+        inner = as_likelihood(likelihood)
+        return NumberedDraws(inner, seed=self.seed, first=self.first, total=self.total, mc_samples=mc_samples)
+
+
+def inputs_and_targets(batch: Any) -> tuple[Any, Tensor | None]:
+    """Return inputs and targets of a batch whose meaning is plain.
+
+    That is a pair, or a mapping or dataclass with one field for the targets (``targets``, ``target``, ``labels``,
+    ``label`` or ``y``) and one other that holds tensors.
+
+    Raises:
+        ValueError: If the batch is anything else.
+
+    Example:
+        >>> import torch
+        >>> inputs_and_targets({"image": torch.ones(1, 2), "label": torch.tensor([3])})
+        (tensor([[1., 1.]]), tensor([3]))
+    """
+    if isinstance(batch, list | tuple) and len(batch) == 2 and isinstance(batch[1], Tensor):
+        return batch[0], batch[1]
+    named = _named(batch)
+    targets = [name for name in named if name in TARGETS]
+    if len(targets) == 1 and len(named) == 2:
+        (inputs,) = (value for name, value in named.items() if name not in targets)
+        return inputs, named[targets[0]]
+    raise ValueError(
+        f"A batch must be a pair (inputs, targets), or have one field of {', '.join(TARGETS)} and one other, got "
+        f"{_described(batch)}; set `batch_fn` to a function of the batch that returns (inputs, targets)."
+    )
+
+
+def _named(batch: Any) -> dict[str, Any]:
+    """Return the fields of a mapping or dataclass that hold tensors."""
+    if is_dataclass(batch) and not isinstance(batch, type):
+        batch = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    if not isinstance(batch, Mapping):
+        return {}
+    return {str(name): value for name, value in batch.items() if isinstance(value, Tensor | list | tuple | Mapping)}
+
+
+def _described(batch: Any) -> str:
+    if is_dataclass(batch) or isinstance(batch, Mapping):
+        return f"{type(batch).__name__} with {', '.join(_named(batch)) or 'no tensors'}"
+    if isinstance(batch, list | tuple):
+        return f"{type(batch).__name__} of {', '.join(type(part).__name__ for part in batch) or 'nothing'}"
+    return type(batch).__name__
+
+
+def first_samples(inputs: Any, targets: Tensor | None, n: int) -> tuple[Any, Tensor | None]:
+    """Return the first ``n`` samples of a batch."""
+    return take(inputs, lambda x: x[:n]), None if targets is None else targets[:n]
+
+
+def size(inputs: Any) -> int:
+    """Return the number of samples, which may be 0."""
+    return max(len(x) for x in tensors(inputs))

@@ -1,0 +1,143 @@
+"""Follow the Fisher information of a network while it trains."""
+
+import math
+from contextlib import suppress
+from typing import Any, ClassVar, Literal
+
+from torch import Tensor, nn
+
+from lightning_taskinfo._lightning import LightningModule, Trainer
+from lightning_taskinfo.callbacks._pool import share
+from lightning_taskinfo.callbacks._probe import Probe
+from lightning_taskinfo.callbacks._samples import Samples
+from lightning_taskinfo.fisher.batches import sample_count
+from lightning_taskinfo.fisher.metric import FisherInformation
+from lightning_taskinfo.fisher.train_step import StepInformation, StepRecorder
+
+
+class FisherTrace(Probe):
+    r"""Log ``fisher_trace``, the trace of the Fisher information of the trainable weights.
+
+    .. math:: \operatorname{tr} F(w) = \mathbb{E}_{x,\, y \sim p_w(\cdot|x)} \|\nabla_w \log p_w(y|x)\|^2
+
+    Beside it go ``fisher_trace_standard_error`` over samples, ``fisher_trace/<layer>`` and ``sgd_temperature``, the
+    learning rate divided by the number of samples of an optimizer step. Every 50 steps unless told otherwise.
+
+    With ``data="train_step"`` and ``labels="empirical"`` nothing is run for it: each sample's squared gradient norm is
+    read off the training step's own backward pass, and logged as ``fisher_trace_train_step``, since penalties of the
+    loss are part of it. A BatchNorm in train mode mixes the samples of a batch; these are then each sample's
+    contribution to the batch's gradient, times the batch size. Lightning's division by ``accumulate_grad_batches`` and
+    the gradient scaler's scale are undone.
+
+    Args:
+        data: As for every probe, or ``"train_step"``.
+        loss_reduction: Whether the loss of a training step is the ``"mean"`` or the ``"sum"`` over the samples of its
+            batch; for ``data="train_step"``.
+        **probe: When and at what to look, see :class:`~lightning_taskinfo.callbacks._probe.Probe`.
+
+    Raises:
+        ValueError: If an argument is out of its range.
+
+    Example::
+
+        trainer = Trainer(callbacks=[FisherTrace(every_n_steps=100)])
+
+    References:
+        Achille, Rovere, Soatto, *Critical Learning Periods in Deep Networks*, ICLR 2019.
+    """
+
+    default_every_n_steps: ClassVar[int | None] = 50
+    ylabel: ClassVar[str] = "trace of the Fisher information"
+    data_options: ClassVar[tuple[str, ...]] = ("train_batch", "train", "val", "train_step")
+    reads_weights: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        *,
+        data: Literal["train_batch", "train", "val", "train_step"] = "train_batch",
+        loss_reduction: Literal["mean", "sum"] = "mean",
+        **probe: Any,
+    ) -> None:
+        super().__init__(data=data, **probe)  # type: ignore[arg-type]
+        if loss_reduction not in ("mean", "sum"):
+            raise ValueError(f"`loss_reduction` must be one of mean, sum, got {loss_reduction!r}.")
+        if data == "train_step" and self.labels != "empirical":
+            raise ValueError(f"`labels` must be 'empirical' with `data='train_step'`, got {self.labels!r}.")
+        self.loss_reduction = loss_reduction
+        self.headline = ("fisher_trace_train_step" if data == "train_step" else "fisher_trace",)
+        self._temperature = math.nan
+        self._recorder: StepRecorder | None = None
+        self._scale = 1.0
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_fit_start(trainer, pl_module)
+        if self.data == "train_step":
+            if not pl_module.automatic_optimization:
+                raise ValueError("`data='train_step'` needs automatic optimization, got a module that does its own.")
+            self._recorder = StepRecorder(pl_module)
+            self._checked = True  # the module is not called by us
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        self._temperature = math.nan
+        with suppress(Exception):  # a batch that cannot be read is reported where it is measured
+            samples = sample_count(self.batch_fn(batch)[0]) * trainer.world_size * trainer.accumulate_grad_batches
+            # Now, since a scheduler may change the rate before the batch ends.
+            self._temperature = float(trainer.optimizers[0].param_groups[0]["lr"]) / samples
+        if self._recorder is not None and self._due_next(trainer):
+            mine = share(self.max_samples, trainer.global_rank, trainer.world_size)
+            self._recorder.start(sample_count(self.batch_fn(batch)[0]), len(mine))
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        if self._recorder is not None and self._recorder.handles:
+            first = not self._recorder.graph_checked
+            self._recorder.before_backward(loss)
+            if first and self._recorder.problem:
+                raise ValueError(f"`data='train_step'` cannot measure this model: {self._recorder.problem}.")
+            scaler = getattr(trainer.precision_plugin, "scaler", None)
+            self._scale = trainer.accumulate_grad_batches / (1.0 if scaler is None else scaler.get_scale())
+            if self.loss_reduction == "mean":
+                self._scale *= self._recorder.batch_size
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._recorder is not None:
+            self._recorder.stop()  # where the step had no backward pass
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_end(trainer, pl_module)
+        self.teardown(trainer, pl_module, "fit")
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self.teardown(trainer, pl_module, "fit")
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self._recorder is not None:
+            self._recorder.stop()
+        self._recorder = None
+
+    def observe(self, model: nn.Module, samples: Samples) -> FisherInformation:
+        device = next(model.parameters()).device
+        if self._recorder is not None:
+            if self._recorder.problem or not self._recorder.norms:
+                raise RuntimeError(self._recorder.problem or "the training step had no backward pass")
+            step = StepInformation().to(device)
+            step.update({name: norms * self._scale**2 for name, norms in self._recorder.norms.items()})
+            return step
+        metric = FisherInformation(
+            labels=self.labels,
+            likelihood=samples.draws(self.likelihood, self.mc_samples),
+            mc_samples=self.mc_samples,
+            forward_fn=self.forward_fn,
+        ).to(device)
+        metric.update(model, samples.inputs, samples.targets)
+        return metric
+
+    def summarise(self, observed: FisherInformation) -> dict[str, float]:
+        (name,), result = self.headline, observed.compute()
+        values = {name: result.trace.item(), f"{name}_standard_error": result.standard_error.item()}
+        if self.per_layer:
+            values |= {f"{name}/{layer or 'module'}": trace.item() for layer, trace in result.layers.items()}
+        return {**values, "sgd_temperature": self._temperature}

@@ -1,0 +1,224 @@
+"""Per-sample squared gradient norms from a training step's own backward pass: no forward or backward is added.
+
+Layers are hooked for one step. Each call notes its input, and the gradient of the loss by its output is read when the
+backward pass of the training comes by; input and gradient give every sample's share of the weight gradient.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.utils.hooks import RemovableHandle
+
+from lightning_taskinfo._observe import ParamDict, trainable_parameters
+from lightning_taskinfo.fisher import calls
+from lightning_taskinfo.fisher.layers import Slot
+from lightning_taskinfo.fisher.metric import FisherInformation
+
+
+def _batch_norm(m: Any, x: Tensor) -> calls.Call:
+    if not (m.training or m.running_mean is None):
+        return calls.batch_norm(x, m.running_mean, m.running_var, m.weight, m.bias, eps=m.eps)
+    normalised: Callable[[Tensor], Tensor] = lambda a: F.batch_norm(a, None, None, None, None, True, 0.0, m.eps)  # noqa: E731
+    return calls._scale_and_shift(x, m.weight, m.bias, normalised)
+
+
+def _instance_norm(m: Any, x: Tensor) -> calls.Call:
+    own = m.training or not m.track_running_stats
+    return calls.instance_norm(x, m.running_mean, m.running_var, m.weight, m.bias, own, eps=m.eps)
+
+
+READERS: dict[type[nn.Module], Callable[[Any, Tensor], calls.Call | None]] = {
+    nn.Linear: lambda m, x: calls.linear(x, m.weight, m.bias),
+    _ConvNd: lambda m, x: calls.conv(x, m.weight, m.bias, m.stride, m.padding, m.dilation, m.groups),
+    _InstanceNorm: _instance_norm,
+    _BatchNorm: _batch_norm,
+    nn.GroupNorm: lambda m, x: calls.group_norm(x, m.num_groups, m.weight, m.bias, m.eps),
+    nn.LayerNorm: lambda m, x: calls.layer_norm(x, m.normalized_shape, m.weight, m.bias, m.eps),
+    nn.RMSNorm: lambda m, x: calls.rms_norm(x, m.normalized_shape, m.weight, m.eps),
+    nn.Embedding: lambda m, x: calls.embedding(
+        x, m.weight, m.padding_idx, m.max_norm, scale_grad_by_freq=m.scale_grad_by_freq
+    ),
+}
+
+
+class StepRecorder:
+    """Reads the squared gradient norm of each sample off one training step at a time.
+
+    Args:
+        model: The model that is trained; all its trainable parameters must belong to layers that are understood, each
+            of which is called once a step.
+
+    Raises:
+        ValueError: If a parameter belongs to no such layer or to two, or a module is compiled; by name.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.layers = _layers(model)
+        self.handles: list[RemovableHandle] = []
+        self.norms: ParamDict = {}
+        self.seen: set[str] = set()
+        self.problem: str | None = None
+        self.graph_checked = False
+        self.batch_size = self.max_samples = 0
+
+    def start(self, batch_size: int, max_samples: int) -> None:
+        """Hook the layers for one forward pass over ``batch_size`` samples, the first of which are measured."""
+        self.stop()
+        self.norms, self.seen, self.problem = {}, set(), None
+        self.batch_size, self.max_samples = batch_size, max_samples
+        self.handles = [module.register_forward_hook(self._hook(name)) for name, module in self.layers.items()]
+
+    def stop(self) -> None:
+        """Take the hooks away."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles = []
+
+    def before_backward(self, loss: Tensor) -> None:
+        """Take the hooks away, and note what speaks against a measurement of this step."""
+        self.stop()
+        left = [name for name in self.layers if name not in self.seen]
+        if left and self.problem is None:
+            self.problem = f"layer {left[0]!r} was not called with gradients in the training step"
+        if not self.graph_checked and self.problem is None:
+            self.problem = _used_elsewhere(loss, self.layers)
+        self.graph_checked = True
+
+    def _hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if not (isinstance(output, Tensor) and output.requires_grad):
+                return
+            if self.problem is not None:
+                return
+            if name in self.seen:
+                self.problem = f"layer {name!r} was called more than once in the training step"
+            elif output.shape[0] != self.batch_size:
+                rows = f"{output.shape[0]} rows of outputs for {self.batch_size} samples"
+                self.problem = f"layer {name!r} had {rows}"
+            self.seen.add(name)
+            if self.problem is None:
+                x = args[0].detach()
+                edge, read = get_gradient_edge(output), self._reader(name, module, x, x._version)
+                edge.node.register_prehook(lambda gradients: read(gradients[edge.output_nr]))
+
+        return hook
+
+    def _reader(self, name: str, module: nn.Module, x: Tensor, version: int) -> Callable[[Tensor | None], None]:
+        def read(b: Tensor | None) -> None:
+            if x._version != version:
+                self.problem = f"the input of layer {name!r} was changed in place"
+            elif b is not None:
+                with torch.autocast(x.device.type, enabled=False):
+                    self._add(name, module, x, _full(b[: self.max_samples]))
+
+        return read
+
+    def _add(self, name: str, module: nn.Module, x: Tensor, b: Tensor) -> None:
+        whole = isinstance(module, _BatchNorm) and not isinstance(module, _InstanceNorm)  # needs the whole batch
+        call = _read(module, _full(x if whole else x[: self.max_samples]))
+        if call is None:
+            self.problem = f"layer {name!r} ({type(module).__name__}) has options that cannot be read from hooks"
+            return
+        if whole and (factor := call.config["factor"].get("weight")):
+            call.config["factor"]["weight"] = lambda: factor()[: len(b)]
+        owned = {slot: p for slot, p in call.parameters.items() if p is not None and p.requires_grad}
+        slots = {slot: Slot(f"{name}.{slot}", tuple(p.shape)) for slot, p in owned.items()}
+        use = call.kind(slots, None, b.shape, tuple((s.detach(), 0) for s in call.saved), call.config)  # type: ignore[arg-type]
+        for slot, named in slots.items():
+            self.norms[named.name] = use.norms(slot, [b]).detach()
+
+
+class StepInformation(FisherInformation):
+    """The trace from squared norms that a :class:`StepRecorder` has read, over processes.
+
+    Example:
+        >>> metric = StepInformation()
+        >>> metric.update({"head.weight": torch.tensor([1.0, 2.0]), "head.bias": torch.tensor([1.0, 0.0])})
+        >>> metric.compute().trace
+        tensor(2., dtype=torch.float64)
+    """
+
+    def update(self, norms: ParamDict) -> None:  # type: ignore[override]
+        """Add samples.
+
+        Args:
+            norms: Squared gradient norms by parameter name, each ``[N]``.
+        """
+        self.shapes = {name: torch.Size() for name in norms}
+        stacked = torch.stack([*norms.values()]).double()
+        self._add(stacked.sum(1))
+        self.squares = self.squares + stacked.sum(0).square().sum()
+        self.count = self.count + stacked.shape[1]
+
+
+def _full(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def _read(module: nn.Module, x: Tensor) -> calls.Call | None:
+    return next(read for kind, read in READERS.items() if isinstance(module, kind))(module, x)
+
+
+def _layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the layers that own all trainable parameters, or say which one is in the way."""
+    compiled = [name for name, module in model.named_modules() if _compiled(module)]
+    if compiled:
+        raise ValueError(f"`data='train_step'` cannot look into compiled modules, got {compiled[0] or 'the model'!r}.")
+    owners: dict[int, str] = {}
+    layers: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        for key, p in module.named_parameters(recurse=False):
+            if not p.requires_grad:
+                continue
+            if not _known(module):
+                kind = f"{name}.{key}".lstrip(".") + f" of {type(module).__name__}"
+                raise ValueError(
+                    f"`data='train_step'` reads {', '.join(k.__name__.strip('_') for k in READERS)}, got {kind!r}."
+                )
+            if owners.setdefault(id(p), name) != name:
+                raise ValueError(
+                    f"`data='train_step'` needs weights of one layer each, got {owners[id(p)]!r} and {name!r} tied."
+                )
+            layers[name] = module
+    return layers
+
+
+def _compiled(module: nn.Module) -> bool:
+    in_lightning = getattr(module, "_compiler_ctx", None) is not None
+    return in_lightning or module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
+
+
+def _known(module: nn.Module) -> bool:
+    odd = isinstance(module, _ConvTransposeNd) or getattr(module, "padding_mode", "zeros") != "zeros"
+    return isinstance(module, tuple(READERS)) and not odd
+
+
+def _used_elsewhere(loss: Tensor, layers: dict[str, nn.Module]) -> str | None:
+    """Return which parameter the graph uses other than once, which its layer's hook alone would not show."""
+    consumers: dict[Node, list[Node]] = defaultdict(list)
+    stack, visited = [loss.grad_fn], {loss.grad_fn}
+    while stack:
+        node = stack.pop()
+        for following, _ in node.next_functions if node is not None else ():
+            if following is not None:
+                consumers[following].append(node)  # type: ignore[arg-type]
+                if following not in visited:
+                    visited.add(following)
+                    stack.append(following)
+    leaves = {id(node.variable): node for node in consumers if hasattr(node, "variable")}
+    for layer, module in layers.items():
+        for name, p in trainable_parameters(module).items():
+            users = consumers[leaves[id(p)]] if id(p) in leaves else []
+            while len(users) == 1 and users[0].name() == "ToCopyBackward0":  # autocast
+                users = consumers[users[0]]
+            if len(users) != 1:
+                return f"parameter {f'{layer}.{name}'!r} was used {len(users)} times in the training step"
+    return None

@@ -1,0 +1,100 @@
+"""A watched training is the unwatched one: the whole checkpoint and every random state, bit for bit."""
+
+import warnings
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from tests.callbacks.runs import PROBES, Classifier, Noisy, fit, random_states, same
+
+
+def outcome(folder, *callbacks, **arguments):
+    """Return the checkpoint after fit, without the callbacks' own entries, and the random states."""
+    trainer = fit(folder, *callbacks, **arguments)
+    states = random_states()
+    trainer.save_checkpoint(folder / "end.ckpt")
+    checkpoint = torch.load(folder / "end.ckpt", weights_only=False)
+    checkpoint.pop("callbacks", None)
+    return checkpoint, states
+
+
+def every_step(data):
+    return [probe(every_n_steps=1, data=data, max_samples=12) for probe in PROBES.values()]
+
+
+def noisy_loader(workers=0):
+    return DataLoader(Noisy(), batch_size=8, shuffle=True, num_workers=workers)
+
+
+VARIANTS = {
+    "plain": {},
+    "accumulation and clipping": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
+    "bf16": {"precision": "bf16-mixed"},
+}
+
+
+@pytest.mark.parametrize("data", ["train_batch", "train"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_checkpoint_and_random_states(tmp_path, variant, data):
+    alone = outcome(tmp_path, loader=noisy_loader(), **VARIANTS[variant])
+    probes = every_step(data)
+    watched = outcome(tmp_path, *probes, loader=noisy_loader(), **VARIANTS[variant])
+    same(alone, watched)
+    assert all(len(probe.history) == watched[0]["global_step"] for probe in probes)
+
+
+def test_with_workers_and_validation(tmp_path):
+    class Validated(Classifier):
+        def validation_step(self, batch, batch_idx):
+            self.log("val_loss", self.training_step(batch, batch_idx))
+
+    def run(*probes):
+        loaders = {"loader": noisy_loader(workers=1), "val": noisy_loader(workers=1)}
+        return outcome(tmp_path, *probes, model=Validated(), max_epochs=1, **loaders)
+
+    torch.manual_seed(0)
+    alone = run()
+    torch.manual_seed(0)
+    same(alone, run(*every_step("train"), *(p(every_n_steps=1, data="val", name="v") for p in PROBES.values())))
+
+
+def test_a_compiled_module(tmp_path):
+    def run(*probes):
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        return outcome(tmp_path, *probes, model=torch.compile(Classifier(), backend="eager"), max_epochs=1)
+
+    alone, probes = run(), every_step("train_batch")
+    same(alone, run(*probes))
+    assert all(len(probe.history) == 4 for probe in probes)
+
+
+class Failing(RuntimeError):
+    pass
+
+
+@pytest.mark.parametrize("probe", PROBES)
+def test_a_failing_measurement(tmp_path, probe):
+    class Broken(PROBES[probe]):
+        def observe(self, model, samples):
+            model.train()
+            super().observe(model, samples)
+            torch.rand(3)
+            if len(calls := self.calls) == 2:
+                calls.append(1)
+                return super().observe(model, samples)
+            calls.append(1)
+            raise Failing("no")
+
+    broken = Broken(every_n_steps=1, data="train_batch")
+    broken.calls = []
+    alone = outcome(tmp_path)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        watched = outcome(tmp_path, broken)
+    same(alone, watched)
+    about = [str(w.message) for w in caught if "could not measure" in str(w.message)]
+    assert len(about) == 1
+    assert f"{broken.state_key} could not measure at step 1 (Failing: no); training goes on" in about[0]
+    assert [row["step"] for row in broken.history] == [3]

@@ -1,0 +1,195 @@
+"""``FisherTrace`` against the function on the same samples, and against a loop over the training step's samples."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pytorch_lightning.plugins import MixedPrecision
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_taskinfo.callbacks import FisherTrace
+from lightning_taskinfo.fisher import layer_traces, per_sample_squared_norms
+from tests.callbacks.runs import Classifier, digits, fit, random_states, same
+
+
+class Plain(Classifier):
+    """No batch norm and no dropout: a sample's gradient is its own, in training too."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+@pytest.mark.parametrize("labels", ["exact", "empirical"])
+def test_the_last_value_is_that_of_the_trained_weights_on_the_last_batch(tmp_path, labels):
+    callback = FisherTrace(every_n_steps=8, max_samples=5, labels=labels)
+    model = fit(tmp_path, callback, loader=DataLoader(digits(), batch_size=8)).lightning_module
+    x, y = (part[24:29] for part in digits().tensors)
+    model.eval()
+    norms = per_sample_squared_norms(model, x, y, labels=labels)
+    (row,) = callback.history
+    assert row["fisher_trace"] == pytest.approx(norms.mean().item())
+    assert row["fisher_trace_standard_error"] == pytest.approx(norms.std().item() / 5**0.5)
+    for layer, trace in layer_traces(model, x, y, labels=labels).items():
+        assert row[f"fisher_trace/{layer}"] == pytest.approx(trace.item())
+
+
+def test_sampled_labels_repeat_with_the_seed(tmp_path):
+    def run(seed):
+        callback = FisherTrace(every_n_steps=1, seed=seed, mc_samples=2)
+        fit(tmp_path, callback)
+        return [row["fisher_trace"] for row in callback.history]
+
+    assert run(0) == run(0)
+    assert run(0) != run(1)
+
+
+def test_layers_can_be_left_out(tmp_path):
+    callback = FisherTrace(every_n_steps=8, per_layer=False)
+    fit(tmp_path, callback)
+    assert callback.history[0].keys() == {"step", "fisher_trace", "fisher_trace_standard_error", "sgd_temperature"}
+
+
+def test_the_temperature_is_the_rate_that_the_step_used(tmp_path):
+    class Decaying(Classifier):
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), 0.8)
+            scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    callback = FisherTrace(every_n_steps=1)
+    fit(tmp_path, callback, model=Decaying, max_epochs=1)
+    assert [row["sgd_temperature"] for row in callback.history] == pytest.approx([0.1, 0.05, 0.025, 0.0125])
+    callback = FisherTrace(every_n_steps=1)
+    fit(tmp_path, callback, model=Decaying, max_epochs=1, accumulate_grad_batches=2)
+    assert callback.history[0]["sgd_temperature"] == pytest.approx(0.05)
+
+
+def test_plot(tmp_path):
+    callback = FisherTrace(every_n_steps=2)
+    fit(tmp_path, callback)
+    figure, ax = callback.plot()
+    (line,) = ax.get_lines()
+    assert line.get_xdata().tolist() == [2, 4, 6, 8]
+    assert ax.get_ylabel() == "trace of the Fisher information"
+    assert callback.plot(ax=ax)[0] is figure
+
+
+# The training step's own backward pass
+
+
+class StepReference(FisherTrace):
+    """Measures, before each step, what the step's samples will show: by a loop, in the weights of that moment."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.expected = [*getattr(self, "expected", []), self.loop(pl_module, *batch)]
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+
+    def loop(self, model, x, y):
+        total = []
+        for n in range(min(len(x), self.max_samples)):
+            gradients = torch.autograd.grad(F.cross_entropy(model(x[n : n + 1]), y[n : n + 1]), [*model.parameters()])
+            total.append(sum(g.square().sum() for g in gradients))
+        return torch.stack(total)
+
+
+class Summed(Plain):
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self(batch[0]), batch[1], reduction="sum")
+
+
+def scaled():
+    return MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=2.0**10))
+
+
+@pytest.mark.parametrize(
+    ("model", "probe", "trainer", "rtol"),
+    [
+        (Plain, {}, {}, 1e-5),
+        (Plain, {"max_samples": 3}, {}, 1e-5),
+        (Summed, {"loss_reduction": "sum"}, {}, 1e-5),
+        (Plain, {}, {"accumulate_grad_batches": 2}, 1e-5),
+        (Plain, {}, {"plugins": [scaled]}, 0.02),
+        (Plain, {}, {"precision": "bf16-mixed"}, 0.05),
+    ],
+    ids=["mean", "few samples", "sum", "accumulation", "gradient scaler", "bf16"],
+)
+def test_reads_the_training_step(tmp_path, model, probe, trainer, rtol):
+    trainer = {key: [make() for make in value] if key == "plugins" else value for key, value in trainer.items()}
+    callback = StepReference(every_n_steps=1, data="train_step", labels="empirical", **probe)
+    fit(tmp_path, callback, model=model, **trainer)
+    every = trainer.get("accumulate_grad_batches", 1)
+    expected = callback.expected[every - 1 :: every]
+    measured = [row["fisher_trace_train_step"] for row in callback.history]
+    assert measured == pytest.approx([norms.mean().item() for norms in expected], rel=rtol)
+    row, norms = callback.history[-1], expected[-1]
+    error = (norms.std() / len(norms) ** 0.5).item()
+    assert row["fisher_trace_train_step_standard_error"] == pytest.approx(error, rel=5 * rtol)
+    layers = row["fisher_trace_train_step/net.0"] + row["fisher_trace_train_step/net.2"]
+    assert layers == pytest.approx(row["fisher_trace_train_step"])
+
+
+def test_the_training_step_is_not_disturbed(tmp_path):
+    def run(*callbacks):
+        trainer = fit(tmp_path, *callbacks, accumulate_grad_batches=2, gradient_clip_val=0.1)
+        states = random_states()
+        trainer.save_checkpoint(tmp_path / "end.ckpt")
+        checkpoint = torch.load(tmp_path / "end.ckpt", weights_only=True)
+        checkpoint.pop("callbacks", None)
+        return checkpoint, states
+
+    callback = FisherTrace(every_n_steps=1, data="train_step", labels="empirical")
+    same(run(), run(callback))
+    assert len(callback.history) == 4  # with a batch norm in train mode
+
+
+def test_no_hook_stays_when_training_breaks(tmp_path):
+    class Broken(Plain):
+        def training_step(self, batch, batch_idx):
+            super().training_step(batch, batch_idx)
+            raise ArithmeticError("no")
+
+    model = Broken()
+    with pytest.raises(ArithmeticError):
+        fit(tmp_path, FisherTrace(every_n_steps=1, data="train_step", labels="empirical"), model=model)
+    assert all(not m._forward_hooks for m in model.modules())
+
+
+def test_a_skipped_step_leaves_a_gap(tmp_path):
+    class Skipping(Plain):
+        def training_step(self, batch, batch_idx):
+            return None if batch_idx == 1 else super().training_step(batch, batch_idx)
+
+    callback = FisherTrace(every_n_steps=1, data="train_step", labels="empirical")
+    with pytest.warns(UserWarning, match="could not measure at step 2 .*the training step had no backward pass"):
+        fit(tmp_path, callback, model=Skipping, max_epochs=1)
+    assert [row["step"] for row in callback.history] == [1, 3, 4]
+
+
+class Reused(Plain):
+    def forward(self, x):
+        return self.net(x + self.net(x).sum(1, keepdim=True))
+
+
+class Manual(Plain):
+    automatic_optimization = False
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (Reused, "cannot measure this model: layer 'net.0' was called more than once"),
+        (Manual, "needs automatic optimization, got a module that does its own"),
+        (lambda: torch.compile(Plain(), backend="eager"), "cannot look into compiled modules"),
+    ],
+)
+def test_refuses_by_name(tmp_path, model, message):
+    with pytest.raises(ValueError, match=message):
+        fit(tmp_path, FisherTrace(every_n_steps=1, data="train_step", labels="empirical"), model=model)
+
+
+def test_refuses_wrong_arguments():
+    with pytest.raises(ValueError, match="`labels` must be 'empirical' with `data='train_step'`, got 'sampled'"):
+        FisherTrace(data="train_step")
+    with pytest.raises(ValueError, match="`loss_reduction` must be one of mean, sum, got 'none'"):
+        FisherTrace(loss_reduction="none")

@@ -1,0 +1,225 @@
+"""What hooks read off a training step's backward pass is each sample's own gradient, by a loop over samples."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lightning_taskinfo.fisher.train_step import StepInformation, StepRecorder
+
+N = 6
+
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.norm, self.mix = nn.Embedding(7, 4, padding_idx=0), nn.LayerNorm(4), nn.Linear(4, 4)
+        self.scale, self.head = nn.RMSNorm(4), nn.Linear(4, 3)
+
+    def forward(self, tokens):
+        return self.head(self.scale(self.mix(self.norm(self.table(tokens))).relu()).sum(1))
+
+
+def image_net():
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, stride=2, padding=1),
+        nn.GroupNorm(2, 4),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(4, 4, 3, groups=2, padding="same"),
+        nn.InstanceNorm2d(4, affine=True),
+        nn.BatchNorm2d(4).eval(),
+        nn.Flatten(),
+        nn.Linear(4 * 9, 3),
+    )
+
+
+NETWORKS = {
+    "mlp": (lambda: nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3, bias=False)), (N, 5)),
+    "images": (image_net, (N, 2, 6, 6)),
+    "series": (lambda: nn.Sequential(nn.Conv1d(2, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3)), (N, 2, 5)),
+    "words": (Words, None),
+}
+
+
+def problem(name):
+    make, shape = NETWORKS[name]
+    torch.manual_seed(0)
+    net = make().double()
+    x = torch.randint(7, (N, 5)) if shape is None else torch.randn(shape, dtype=torch.float64)
+    return net, x, torch.randint(3, (N,))
+
+
+def step(net, x, y, max_samples=N, recorder=None):
+    """Do what a training does, with a recorder beside it."""
+    recorder = recorder or StepRecorder(net)
+    recorder.start(len(x), max_samples)
+    loss = F.cross_entropy(net(x), y)
+    recorder.before_backward(loss)
+    loss.backward()
+    return recorder
+
+
+def looped(net, x, y):
+    norms = {name: torch.zeros(len(x), dtype=torch.float64) for name, p in net.named_parameters() if p.requires_grad}
+    for n in range(len(x)):
+        net.zero_grad()
+        F.cross_entropy(net(x[n : n + 1]), y[n : n + 1]).backward()
+        for name in norms:
+            norms[name][n] = net.get_parameter(name).grad.square().sum()
+    return norms
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("max_samples", [N, 4])
+def test_equals_a_loop_over_samples(name, max_samples):
+    net, x, y = problem(name)
+    recorder = step(net, x, y, max_samples)
+    assert recorder.problem is None
+    expected = {key: norms[:max_samples] for key, norms in looped(net, x, y).items()}
+    measured = {key: recorder.norms[key] * N**2 for key in expected}  # the loss is a mean
+    torch.testing.assert_close(measured, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_frozen_layers_are_left_out():
+    net, x, y = problem("mlp")
+    net[0].requires_grad_(False)
+    assert step(net, x, y).norms.keys() == {"2.weight"}
+
+
+def test_batch_norm_in_train_mode_gives_the_contributions_to_the_batch_gradient():
+    """The reference gives every sample a copy of the weights of its own."""
+    net = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3)).double()
+    nn.init.normal_(net[1].weight)
+    x, y = torch.randn(N, 5, dtype=torch.float64), torch.randint(3, (N,))
+    own = {k: p.detach().expand(N, *p.shape).clone().requires_grad_() for k, p in net.named_parameters()}
+    h = torch.einsum("noi,ni->no", own["0.weight"], x) + own["0.bias"]
+    h = F.batch_norm(h, None, None, training=True) * own["1.weight"] + own["1.bias"]
+    out = torch.einsum("noi,ni->no", own["3.weight"], h.relu()) + own["3.bias"]
+    F.cross_entropy(out, y).backward()
+    expected = {name: w.grad.flatten(1).square().sum(1) for name, w in own.items()}
+    torch.testing.assert_close(step(net, x, y, max_samples=4).norms, {k: v[:4] for k, v in expected.items()})
+
+
+def test_no_hook_stays_and_gradients_are_the_same():
+    net, x, y = problem("images")
+    twin = copy.deepcopy(net)
+    F.cross_entropy(twin(x), y).backward()
+    step(net, x, y)
+    assert all(not m._forward_hooks for m in net.modules())
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(net.parameters(), twin.parameters(), strict=True))
+
+
+def test_autocast_is_close_and_in_full_precision():
+    net, x, y = problem("mlp")
+    net, x = net.float(), x.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        recorder = StepRecorder(net)
+        recorder.start(N, N)
+        loss = F.cross_entropy(net(x), y)
+    recorder.before_backward(loss)
+    loss.backward()
+    assert recorder.problem is None
+    expected = looped(net, x, y)
+    for name, norms in recorder.norms.items():
+        assert norms.dtype == torch.float32
+        torch.testing.assert_close(norms * N**2, expected[name].float(), rtol=0.05, atol=1e-3)
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.c = nn.Linear(5, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.c(self.a(self.a(x).tanh()))
+
+
+class Functional(nn.Module):
+    """A weight that is also used outside its layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.c = nn.Linear(5, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.c(F.linear(self.a(x).tanh(), self.a.weight))
+
+
+class Unused(Twice):
+    def forward(self, x):
+        return F.linear(x, self.c.weight) + self.c(x)
+
+
+class Flat(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.c = nn.Linear(5, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.c(self.a(x.repeat(2, 1)).view(2, -1, 5).sum(0))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (Twice, "layer 'a' was called more than once in the training step"),
+        (Functional, "parameter 'a.weight' was used 2 times in the training step"),
+        (Unused, "layer 'a' was not called with gradients in the training step"),
+        (Flat, "layer 'a' had 12 rows of outputs for 6 samples"),
+    ],
+)
+def test_says_what_is_in_the_way(make, message):
+    net, x = make(), torch.randn(N, 5)
+    assert step(net, x, torch.zeros(N, dtype=torch.long)).problem == message
+
+
+def tied():
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    net[1].weight = net[0].weight
+    return net
+
+
+class Raw(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(3))
+
+
+def compiled():
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    net[1].compile()
+    return net
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: nn.Sequential(nn.LSTM(2, 2)), "got '0.weight_ih_l0 of LSTM'"),
+        (lambda: nn.Sequential(nn.ConvTranspose1d(2, 2, 1)), "got '0.weight of ConvTranspose1d'"),
+        (lambda: nn.Conv1d(2, 2, 3, padding=1, padding_mode="circular"), "got 'weight of Conv1d'"),
+        (Raw, "got 'shift of Raw'"),
+        (tied, "needs weights of one layer each, got '0' and '1' tied"),
+        (compiled, "cannot look into compiled modules, got '1'"),
+    ],
+)
+def test_refuses_what_it_cannot_read_by_name(make, message):
+    with pytest.raises(ValueError, match=message):
+        StepRecorder(make())
+
+
+def test_embedding_options_that_cannot_be_read():
+    net = nn.Sequential(nn.Embedding(7, 3, scale_grad_by_freq=True), nn.Flatten(), nn.Linear(6, 3))
+    recorder = step(net, torch.randint(7, (N, 2)), torch.zeros(N, dtype=torch.long))
+    assert recorder.problem == "layer '0' (Embedding) has options that cannot be read from hooks"
+
+
+def test_step_information_has_a_standard_error():
+    metric = StepInformation()
+    norms = {"a.weight": torch.tensor([1.0, 3.0, 8.0]), "a.bias": torch.tensor([1.0, 0.0, 1.0])}
+    metric.update(norms)
+    result, total = metric.compute(), torch.tensor([2.0, 3.0, 9.0]).double()
+    torch.testing.assert_close(result.trace, total.mean())
+    torch.testing.assert_close(result.standard_error, total.std() / 3**0.5)
+    assert list(result.layers) == ["a"]

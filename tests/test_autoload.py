@@ -1,0 +1,74 @@
+"""``TASKINFO_CALLBACKS`` adds callbacks to every Trainer of either namespace, through Lightning's entry points."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_taskinfo import FisherTrace
+from lightning_taskinfo._autoload import callbacks_factory
+from lightning_taskinfo._lightning import NAMESPACES
+from tests.test_lightning import make_module, namespaces, quiet
+
+PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
+
+
+@pytest.fixture(autouse=True)
+def _installed(tmp_path_factory, monkeypatch):
+    """Lightning finds the entry points of ``pyproject.toml``, also where the package was installed without them."""
+    lines = re.findall(r'^\[project\.entry-points\."(.+)"\]\n(\w+) = "(.+)"', PYPROJECT.read_text(), re.MULTILINE)
+    assert {group for group, *_ in lines} == {f"{namespace}.callbacks_factory" for namespace in NAMESPACES}
+    folder = tmp_path_factory.mktemp("site") / "lightning_taskinfo-0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: lightning-taskinfo\nVersion: 0\n")
+    (folder / "entry_points.txt").write_text(
+        "".join(f"[{group}]\n{name} = {target}\n" for group, name, target in lines)
+    )
+    monkeypatch.syspath_prepend(folder.parent)
+
+
+def make_trainer(namespace, folder, **arguments):
+    return NAMESPACES[namespace].Trainer(**quiet(folder), logger=False, **arguments)
+
+
+def ours(trainer):
+    return [callback for callback in trainer.callbacks if isinstance(callback, FisherTrace)]
+
+
+@namespaces
+def test_nothing_without_the_variable(tmp_path, namespace, monkeypatch):
+    monkeypatch.delenv("TASKINFO_CALLBACKS", raising=False)
+    assert ours(make_trainer(namespace, tmp_path)) == []
+    monkeypatch.setenv("TASKINFO_CALLBACKS", " , ")
+    assert ours(make_trainer(namespace, tmp_path)) == []
+
+
+@namespaces
+def test_watches_a_run_whose_code_stays_as_it_is(tmp_path, namespace, monkeypatch):
+    monkeypatch.setenv("TASKINFO_CALLBACKS", "FisherTrace, FisherTrace")
+    trainer = make_trainer(namespace, tmp_path)
+    (callback,) = ours(trainer)
+    callback.every_n_steps = 2
+    trainer.fit(make_module(namespace)())
+    assert [row["step"] for row in callback.history] == [2, 4]
+    (path,) = tmp_path.rglob("*.ckpt")
+    assert torch.load(path, weights_only=False)["callbacks"]["FisherTrace, autoloaded"]["history"] == callback.history
+
+
+@namespaces
+def test_switches_itself_off_beside_one_of_its_class(tmp_path, namespace, monkeypatch):
+    monkeypatch.setenv("TASKINFO_CALLBACKS", "FisherTrace")
+    mine = FisherTrace(every_n_steps=2)
+    trainer = make_trainer(namespace, tmp_path, callbacks=[mine])
+    assert len(ours(trainer)) == 2, "made with the Trainer, which cannot know yet"
+    trainer.fit(make_module(namespace)())
+    assert ours(trainer) == [mine]
+    assert len(mine.history) == 2
+
+
+@pytest.mark.parametrize("name", ["FisherTraces", "observing", "FisherInformation"])
+def test_refuses_other_names(monkeypatch, name):
+    monkeypatch.setenv("TASKINFO_CALLBACKS", name)
+    with pytest.raises(ValueError, match=f"`TASKINFO_CALLBACKS` must name callbacks .* got '{name}'"):
+        callbacks_factory()
