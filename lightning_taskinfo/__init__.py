@@ -9,6 +9,7 @@ if TYPE_CHECKING:  # what type checkers see; `tests/test_import.py` keeps it equ
     from lightning_taskinfo._observe import observing as observing
     from lightning_taskinfo._observe import trainable_parameters as trainable_parameters
     from lightning_taskinfo.callbacks.fisher_trace import FisherTrace as FisherTrace
+    from lightning_taskinfo.callbacks.pac_bayes_certificate import PACBayesCertificate as PACBayesCertificate
     from lightning_taskinfo.certificates import Certificate as Certificate
     from lightning_taskinfo.certificates import Prior as Prior
     from lightning_taskinfo.certificates import certify as certify
@@ -19,6 +20,7 @@ if TYPE_CHECKING:  # what type checkers see; `tests/test_import.py` keeps it equ
 _EXPORTS = {  # public name -> the module that defines it, imported when the name is first used
     "FisherInformation": "fisher.metric",
     "FisherTrace": "callbacks.fisher_trace",
+    "PACBayesCertificate": "callbacks.pac_bayes_certificate",
     "observing": "_observe",
     "trainable_parameters": "_observe",
     "Certificate": "certificates",
