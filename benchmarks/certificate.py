@@ -14,6 +14,7 @@ import platform
 import time
 from collections.abc import Iterator
 from copy import deepcopy
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from lightning_taskinfo.certificates import Certificate, Prior, certify, zero_one_loss
+from lightning_taskinfo.certificates import Certificate, Prior, certify, pareto_front, zero_one_loss
 from lightning_taskinfo.data import load_dataset
+from lightning_taskinfo.plotting import plot_pareto
 
 STRUCTURES = ("isotropic", "diagonal", "layer_inputs", "neuron", "kronecker")
 Split = tuple[Tensor, Tensor]
+Run = tuple[str, nn.Module, Split, Prior]  # name, trained network, the samples to certify it on, prior
 
 
 def load(data_dir: str | None) -> tuple[Split, Split]:
@@ -68,22 +71,22 @@ def stochastic_error(model: nn.Module, certificate: Certificate, data: Split, dr
     return sum(errors) / draws
 
 
-def runs(arguments: argparse.Namespace, data: Split) -> Iterator[tuple[str, nn.Module, Split, Prior]]:
-    """Yield a name, a trained network, the samples to certify it on, and the prior."""
-    inputs, targets = data
-    for epochs in arguments.epochs:
-        start = network(arguments.seed)
-        model = train(deepcopy(start), data, epochs)
-        origin = f"random initialisation, seed {arguments.seed}"
-        yield f"initialisation, {epochs} epochs", model, data, Prior(start, origin)
+def from_initialisation(data: Split, seed: int, epochs: list[int]) -> Iterator[Run]:
+    for number in epochs:
+        start = network(seed)
+        prior = Prior(start, f"random initialisation, seed {seed}")
+        yield f"initialisation, {number} epochs", train(deepcopy(start), data, number), data, prior
 
-    halves = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(arguments.seed)).chunk(2)
+
+def from_half(data: Split, seed: int) -> Iterator[Run]:
+    inputs, targets = data
+    halves = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(seed)).chunk(2)
     held_out, certified = ((inputs[half], targets[half]) for half in halves)
-    center = train(network(arguments.seed), held_out, epochs=20)
-    origin = "trained for 20 epochs on a random half of the images that is not certified"
-    yield "half of the data, as it is", deepcopy(center), certified, Prior(deepcopy(center), origin)
+    center = train(network(seed), held_out, epochs=20)
+    prior = Prior(center, "trained for 20 epochs on a random half of the images that is not certified")
+    yield "half of the data, as it is", deepcopy(center), certified, prior
     model = train(deepcopy(center), certified, epochs=1, lr=0.002)
-    yield "half of the data, then 1 epoch on the other half", model, certified, Prior(center, origin)
+    yield "half of the data, then 1 epoch on the other half", model, certified, prior
 
 
 def measure(name: str, model: nn.Module, data: Split, prior: Prior, test: Split, structure: str, draws: int) -> Any:
@@ -116,29 +119,53 @@ def table(rows: list[Any]) -> str:
     return "\n".join(lines)
 
 
+def picture(model: nn.Module, data: Split, prior: Prior, path: Path) -> None:
+    """Draw what each structure trades for what, and keep the rows beside the picture."""
+    betas = [10 ** (j / 3) for j in range(-5, 10)]
+    rows = pareto_front(model, data, prior, structures=("isotropic", "diagonal", "layer_inputs", "neuron"), betas=betas)
+    plot_pareto(rows, len(data[0]))[0].savefig(path, dpi=150)
+    path.with_suffix(".json").write_text(json.dumps([vars(row) for row in rows], indent=1) + "\n")
+
+
+def save(rows: list[Any], out: Path, threads: int) -> None:
+    environment = {"torch": torch.__version__, "python": platform.python_version(), "threads": threads}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps({"environment": environment, "rows": rows}, indent=1) + "\n")
+    out.with_suffix(".md").write_text(table(rows) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-dir", default=os.environ.get("TASKINFO_DATA_DIR"), help="folder with mnist.npz")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/certificate.json"))
+    parser.add_argument("--centers", nargs="*", default=["initialisation", "half"], help="centres of the prior")
     parser.add_argument("--epochs", type=int, nargs="*", default=[2, 10], help="epochs from the initialisation")
     parser.add_argument("--structures", nargs="*", default=STRUCTURES)
     parser.add_argument("--draws", type=int, default=1_000, help="fresh networks a certificate")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--picture", type=Path, help="draw the trade-off of the first run here, and do nothing else")
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
 
     data, test = load(arguments.data_dir)
-    rows = []
-    for name, model, samples, prior in runs(arguments, data):
+    runs = {
+        "initialisation": from_initialisation(data, arguments.seed, arguments.epochs),
+        "half": from_half(data, arguments.seed),
+    }
+    if arguments.picture:
+        _, model, samples, prior = next(runs[arguments.centers[0]])
+        picture(model, samples, prior, arguments.picture)
+        return
+    rows = json.loads(arguments.out.read_text())["rows"] if arguments.out.exists() else []
+    done = {(row["run"], row["structure"]) for row in rows}  # a stopped benchmark goes on where it was
+    for name, model, samples, prior in chain.from_iterable(runs[center] for center in arguments.centers):
         for structure in arguments.structures:
-            rows.append(measure(name, model, samples, prior, test, structure, arguments.draws))
-            print(table(rows[-1:]).splitlines()[-1], flush=True)
-            assert rows[-1]["stochastic_test_error"] <= rows[-1]["bound"], "the test error lies above its certificate"
-    environment = {"torch": torch.__version__, "python": platform.python_version(), "threads": arguments.threads}
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps({"environment": environment, "rows": rows}, indent=1) + "\n")
-    arguments.out.with_suffix(".md").write_text(table(rows) + "\n")
+            if (name, structure) not in done:
+                rows.append(measure(name, model, samples, prior, test, structure, arguments.draws))
+                print(table(rows[-1:]).splitlines()[-1], flush=True)
+                save(rows, arguments.out, arguments.threads)
+            assert all(row["stochastic_test_error"] <= row["bound"] for row in rows), "a test error above its bound"
 
 
 if __name__ == "__main__":

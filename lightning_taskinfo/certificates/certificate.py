@@ -23,7 +23,7 @@ class Prior:
             default.
         origin: Where the centre comes from, in words, **if it does not depend on the certified data**: ``"random
             initialisation"``, ``"trained on the other half"``. The certificate repeats it; without it, it is not valid.
-        std: Standard deviations to choose from, in the order in which they are to be cheap.
+        std: Standard deviations to choose from, in the order in which they are to be cheap; a single one is free.
         per_layer: Whether each layer chooses its own, and pays for it.
     """
 

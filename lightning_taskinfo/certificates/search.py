@@ -120,6 +120,7 @@ def choose_scales(
         The standard deviations by parameter name, the same by layer, and the price in nats.
     """
     prices = union_bound_price(torch.arange(1, len(prior.std) + 1))  # [G]
+    prices = prices if len(prior.std) > 1 else torch.zeros_like(prices)  # nothing to choose, nothing to pay
     costs: dict[str, Tensor] = {}
     members: dict[str, list[str]] = {}
     for block in blocks:

@@ -65,6 +65,12 @@ def test_one_scale_for_all_layers_is_paid_once(trained, data, start):
     assert certificate.price == pytest.approx(math.log(math.pi**2 * (PRIOR_STDS.index(std) + 1) ** 2 / 6))
 
 
+def test_a_scale_that_was_not_chosen_is_not_paid(trained, data, start):
+    certificate = certify(trained, data, Prior(start, "random initialisation", std=(0.2,)), **QUICK)
+    assert certificate.price == 0.0
+    assert set(certificate.prior_std.values()) == {0.2}
+
+
 def test_a_block_over_several_layers_needs_one_scale(trained, data, start):
     size = sum(p.numel() for p in start.parameters())
     whole = [CurvatureBlock(tuple(trained.state_dict()), torch.ones(1, size, dtype=torch.float64))]
