@@ -172,6 +172,8 @@ def _check(theorem: str, interval: str, delta: float, delta_draws: float, draws:
     for argument, value in {"delta": delta, "delta_draws": delta_draws}.items():
         if not 0 < value < 1:
             raise ValueError(f"`{argument}` must be in (0, 1), got {value}.")
+    if delta + delta_draws >= 1:
+        raise ValueError(f"`delta` and `delta_draws` must add up to less than 1, got {delta + delta_draws}.")
     if draws < 1:
         raise ValueError(f"`draws` must be at least 1, got {draws}.")
     if not betas or min(betas) <= 0:

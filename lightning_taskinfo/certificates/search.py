@@ -64,7 +64,10 @@ class Task:
     def losses(self, index: Tensor | slice) -> Tensor:
         """Return the losses of some samples under the network's present weights."""
         device = self.generator.device
-        values = self.loss(self.model(self.inputs[index].to(device)), self.targets[index].to(device))
+        targets = self.targets[index].to(device)
+        values = self.loss(self.model(self.inputs[index].to(device)), targets)
+        if values.shape != targets.shape[:1]:
+            raise ValueError(f"`loss` must return a value for each of {len(targets)}, got shape {list(values.shape)}.")
         return torch.nan_to_num(values.double(), nan=1.0)  # an output that is no number is an error
 
     def draw_losses(self, post: WeightGaussian, size: int) -> Tensor:

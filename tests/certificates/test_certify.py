@@ -163,6 +163,8 @@ def test_outputs_that_are_no_numbers_are_errors():
         ({"interval": "normal"}, r"`interval` must be one of \('betting', 'kl'\), got 'normal'"),
         ({"delta": 0.0}, r"`delta` must be in \(0, 1\), got 0\.0"),
         ({"delta_draws": 1.0}, r"`delta_draws` must be in \(0, 1\), got 1\.0"),
+        ({"delta": 0.75, "delta_draws": 0.5}, r"`delta` and `delta_draws` must add up to less than 1, got 1\.25"),
+        ({"loss": nn.functional.cross_entropy}, r"`loss` must return a value for each of 256, got shape \[\]"),
         ({"draws": 0}, "`draws` must be at least 1, got 0"),
         ({"betas": ()}, r"`betas` must be positive numbers, got \[\]"),
         ({"betas": (1.0, -1.0)}, r"`betas` must be positive numbers, got \[1\.0, -1\.0\]"),
