@@ -45,7 +45,7 @@ def certify(
     draws: int = 1000,
     interval: Interval = "betting",
     loss: Loss = zero_one_loss,
-    curvature_samples: int = 2048,
+    curvature_samples: int = 10_000,
     seed: int = 0,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Certificate:

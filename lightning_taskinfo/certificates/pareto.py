@@ -24,7 +24,7 @@ def pareto_front(
     betas: Sequence[float] = BETAS,
     delta: float = 0.04,
     loss: Loss = zero_one_loss,
-    curvature_samples: int = 2048,
+    curvature_samples: int = 10_000,
     seed: int = 0,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> list[Candidate]:
