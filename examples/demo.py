@@ -72,11 +72,11 @@ def draw(history: list[dict[str, float]], path: Path) -> None:
 
 
 # %% All of it
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fast", action="store_true", help="smaller images and two epochs, to see that it runs")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for everything that is written")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     arguments.out.mkdir(parents=True, exist_ok=True)
 
     trainer = train(arguments.out, fast=arguments.fast)
@@ -96,4 +96,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main([] if "ipykernel" in sys.modules else None)  # a kernel's own arguments are not ours

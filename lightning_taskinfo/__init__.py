@@ -16,11 +16,15 @@ if TYPE_CHECKING:  # what type checkers see; `tests/test_import.py` keeps it equ
     from lightning_taskinfo.distributions import post_distribution as post_distribution
     from lightning_taskinfo.distributions import pre_distribution as pre_distribution
     from lightning_taskinfo.fisher.metric import FisherInformation as FisherInformation
+    from lightning_taskinfo.transfer.overlap import FeatureOverlap as FeatureOverlap
+    from lightning_taskinfo.transfer.overlap import feature_overlap as feature_overlap
 
 _EXPORTS = {  # public name -> the module that defines it, imported when the name is first used
     "FisherInformation": "fisher.metric",
     "FisherTrace": "callbacks.fisher_trace",
     "PACBayesCertificate": "callbacks.pac_bayes_certificate",
+    "FeatureOverlap": "transfer.overlap",
+    "feature_overlap": "transfer.overlap",
     "observing": "_observe",
     "trainable_parameters": "_observe",
     "Certificate": "certificates",

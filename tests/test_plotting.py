@@ -22,7 +22,7 @@ def points(ax):
 
 
 def test_draws_every_measurement_that_was_made(tmp_path):
-    figure, ax = plot_curves(HISTORY, ylabel="value")
+    figure, ax = plot_curves(iter(HISTORY), ylabel="value")
     assert points(ax) == {"loss": [(1, 3.0), (2, 2.0)], "accuracy": [(1, 0.1), (4, 0.5)]}
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("step", "value")
     assert [text.get_text() for text in ax.get_legend().get_texts()] == ["loss", "accuracy"]
@@ -33,7 +33,7 @@ def test_draws_every_measurement_that_was_made(tmp_path):
 def test_draws_what_is_named_where_it_is_told():
     figure = Figure()
     left, right = figure.subplots(1, 2)
-    assert plot_curves(iter(HISTORY), ["loss"], x="accuracy", ax=right) == (figure, right)
+    assert plot_curves(HISTORY, ["loss"], x="accuracy", ax=right) == (figure, right)
     assert points(right) == {"loss": [(0.1, 3.0)]}
     assert not left.get_lines()
 

@@ -1,6 +1,7 @@
 """Images and labels in npz files and idx folders, read without pickle and written atomically."""
 
 import gzip
+import math
 import os
 import zipfile
 import zlib
@@ -141,6 +142,6 @@ def _read_idx(path: Path) -> NDArray[np.uint8]:
         raise ValueError(f"the values must be unsigned bytes (type code 0x08), got type code {raw[2]:#04x}.")
     shape = np.frombuffer(raw, ">u4", count=raw[3], offset=4).tolist()
     values = np.frombuffer(raw, np.uint8, offset=4 + 4 * raw[3])
-    if values.size != np.prod(shape, dtype=object):
+    if values.size != math.prod(shape):
         raise ValueError(f"the shape {tuple(shape)} does not fit the file's {values.size} values.")
     return values.reshape(shape).copy()  # a buffer of bytes is read-only

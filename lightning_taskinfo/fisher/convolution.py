@@ -1,27 +1,88 @@
-"""Per-sample gradients of convolutions."""
+r"""Per-sample gradients of convolutions.
+
+A sample's weight gradient is :math:`\nabla W = B\,U^\top` with the output gradients :math:`B` (channels by positions)
+and the unfolded input :math:`U` (patch entries by positions). Unfolding it in full is rarely the quickest way on a
+CPU; which one is depends on the sizes:
+
+- *grouped*: samples become groups of one weight-gradient convolution; best on large maps;
+- *rows*: the input is unfolded along its width only, and each row of the kernel is one batched product with a slice;
+  best on small maps and for a single input channel;
+- *ghost*: only the norm is wanted, and :math:`\|BU^\top\|^2 = \langle U^\top U, B^\top B\rangle`, where
+  :math:`U^\top U` is a sum of shifted copies of the input's own Gram matrix; best on small maps with many channels.
+"""
+
+import math
+from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_taskinfo.fisher.layers import Use
+from lightning_taskinfo.fisher.layers import BLOCK, Use, squared_norms, total
+
+SMALL_MAP = 100  # output positions up to which unfolded rows beat grouped convolutions
 
 
 class Conv(Use):
-    """``conv1d``, ``conv2d`` and ``conv3d`` with stride, dilation and groups, on inputs that carry their padding."""
+    """``conv1d``, ``conv2d`` and ``conv3d`` with stride, padding, dilation and groups."""
 
     def fits(self) -> bool:
         return self.layout.axis == 0
 
+    def grads(self, slot: str, b: Tensor) -> Tensor:
+        return self._fold(torch.cat([self._join(parts) for parts in self._blocks(slot, b)]))
+
+    def norms(self, slot: str, scores: list[Tensor]) -> Tensor:
+        if self.layout.repeat > 1:  # a sample's rows add up before they are squared
+            return super().norms(slot, scores)
+        if slot == "weight" and self._ghost_is_cheaper():
+            return total(self._ghost_norms(b) for b in scores)
+        return total(torch.cat([_sum_of_norms(parts) for parts in self._blocks(slot, b)]) for b in scores)
+
+    def diagonal(self, slot: str, scores: list[Tensor]) -> Tensor:
+        if self.layout.repeat > 1:
+            return super().diagonal(slot, scores)
+        squares = (
+            [part.square_().sum(0, keepdim=True) for part in parts] for b in scores for parts in self._blocks(slot, b)
+        )
+        first = next(squares)
+        for following in squares:
+            for into, part in zip(first, following, strict=True):
+                into.add_(part)
+        return self._join(first)[0]
+
+    def features(self, slot: str, b: Tensor) -> Iterator[list[tuple[Tensor, ...]]]:
+        if self.layout.repeat > 1:
+            yield from super().features(slot, b)
+        else:
+            for parts in self._blocks(slot, b):
+                yield [(part.flatten(1),) for part in parts]
+
     def _fold(self, per_row: Tensor) -> Tensor:
         return self.layout.samples_first(per_row).sum(1) if self.layout.repeat > 1 else per_row
 
-    def grads(self, slot: str, b: Tensor) -> Tensor:
+    def _blocks(self, slot: str, b: Tensor) -> Iterator[list[Tensor]]:
+        """Yield the gradients of a few samples at a time, whole or in one part for each row of the kernel."""
         if slot == "bias":
-            return self._fold(b.flatten(2).sum(2))
-        return self._fold(self._weight_grads(self.saved[0][0], b))
+            yield [b.flatten(2).sum(2)]
+            return
+        a, weight = self.saved[0][0], self.slots["weight"].shape
+        compute = self._row_grads if self._rows_are_quicker() else self._grouped_grads
+        step = min(32, max(1, 4 * BLOCK // math.prod(weight)))
+        for i in range(0, len(a), step):
+            yield compute(a[i : i + step], b[i : i + step])
 
-    def _weight_grads(self, a: Tensor, b: Tensor) -> Tensor:
-        """Samples become groups of one convolution's weight gradient."""
+    def _join(self, parts: list[Tensor]) -> Tensor:
+        """Put the rows of the kernel together again: ``[N, O, C, *kernel]``."""
+        if parts[0].dim() != 3:  # whole already
+            return parts[0]
+        out, channels, _, width = self.slots["weight"].shape
+        stacked = torch.stack(parts, 3)  # rows of the kernel behind the unfolded width
+        if channels == 1:
+            return stacked.view(-1, out, width, len(parts)).transpose(2, 3).unsqueeze(2)
+        return stacked.view(-1, out, width, channels, len(parts)).permute(0, 1, 3, 4, 2)
+
+    def _grouped_grads(self, a: Tensor, b: Tensor) -> list[Tensor]:
         n, shape = len(a), self.slots["weight"].shape
         grouped = torch.ops.aten.convolution_backward(
             b.reshape(1, -1, *b.shape[2:]),
@@ -36,4 +97,54 @@ class Conv(Use):
             n * self.config["groups"],
             [False, True, False],
         )[1]
-        return grouped.view(n, *shape)
+        return [grouped.view(n, *shape)]
+
+    def _rows_are_quicker(self) -> bool:
+        plain = len(self.shape) == 4 and self.config["groups"] == 1 and set(self.config["dilation"]) == {1}
+        return plain and (self.slots["weight"].shape[1] == 1 or math.prod(self.shape[2:]) <= SMALL_MAP)
+
+    def _row_grads(self, a: Tensor, b: Tensor) -> list[Tensor]:
+        """Return ``[N, O, width·C]`` for each row of the kernel."""
+        (_, channels, rows, width), (down, right) = self.slots["weight"].shape, self.config["stride"]
+        height, across = b.shape[2:]
+        a, b = self._padded(a), b.flatten(2)
+        columns = [slice(j, j + right * (across - 1) + 1, right) for j in range(width)]
+        lines = [slice(i, i + down * (height - 1) + 1, down) for i in range(rows)]
+        if channels == 1:
+            unfolded = torch.stack([a[:, 0, :, column] for column in columns], 1)  # [N, width, H, W']
+            return [b @ unfolded[:, :, line].flatten(2).transpose(1, 2) for line in lines]
+        last = a.permute(0, 2, 3, 1)  # channels last, so that a patch's row is one contiguous piece
+        unfolded = torch.cat([last[:, :, column] for column in columns], 3)  # [N, H, W', width·C]
+        return [b @ unfolded[:, line].flatten(1, 2) for line in lines]
+
+    def _padded(self, a: Tensor) -> Tensor:
+        down, right = self.config["padding"]
+        return F.pad(a, (right, right, down, down)) if down or right else a
+
+    def _ghost_is_cheaper(self) -> bool:
+        if not self._rows_are_quicker() or self.config["stride"] != [1, 1]:
+            return False
+        out, channels, *kernel = self.slots["weight"].shape
+        positions = math.prod(self.shape[2:])
+        padded = math.prod(size + k - 1 for size, k in zip(self.shape[2:], kernel, strict=True))
+        ghost = padded**2 * channels + positions**2 * (out + 8 * math.prod(kernel))
+        return ghost < 0.35 * positions * channels * math.prod(kernel) * out
+
+    def _ghost_norms(self, b: Tensor) -> Tensor:
+        (rows, width), (height, across) = self.slots["weight"].shape[2:], b.shape[2:]
+        a, norms = self._padded(self.saved[0][0]), []
+        for i in range(0, len(a), 32):
+            x, y = a[i : i + 32].flatten(2), b[i : i + 32].flatten(2)
+            gram_a = (x.transpose(1, 2) @ x).view(len(x), *a.shape[2:], *a.shape[2:])
+            gram_b = (y.transpose(1, 2) @ y).view(len(y), height, across, height, across)
+            shifted = torch.zeros_like(gram_b)
+            for r in range(rows):
+                for c in range(width):
+                    h, w = slice(r, r + height), slice(c, c + across)
+                    shifted += gram_a[:, h, w, h, w]
+            norms.append((shifted * gram_b).flatten(1).sum(1))
+        return torch.cat(norms)
+
+
+def _sum_of_norms(parts: list[Tensor]) -> Tensor:
+    return total(squared_norms(part) for part in parts)

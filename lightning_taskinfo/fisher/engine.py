@@ -15,7 +15,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_taskinfo._observe import ParamDict, observing, trainable_parameters
 from lightning_taskinfo.fisher.batches import sample_count, take
-from lightning_taskinfo.fisher.hooks import PROBED, Captured, capture, find_layouts
+from lightning_taskinfo.fisher.hooks import Captured, capture, find_layouts
+from lightning_taskinfo.fisher.kron import backpack_gradients
 from lightning_taskinfo.fisher.layers import BLOCK, Layout, Use
 from lightning_taskinfo.fisher.per_sample import Forward, looped_gradients, vmapped_gradients
 from lightning_taskinfo.functional.likelihood import Labels, Likelihood, as_likelihood, output_scores
@@ -26,7 +27,6 @@ OPTIONS = {
     "engine": ("auto", "hooks", "per_sample", "loop", "backpack"),
 }
 SCORES = 16  # output scores whose gradients are held at once
-CHUNK = 128  # samples of one forward pass, unless told otherwise
 
 
 class Sink(Protocol):
@@ -103,40 +103,38 @@ class _Measurement:
         self.parameters = trainable_parameters(model)
         if not self.parameters:
             raise ValueError("`model` must have a parameter with `requires_grad=True`, got none.")
-        self.fallback = "loop" if request.engine == "loop" else "per_sample"
-        self.engines = dict.fromkeys(self.parameters, self.fallback)
+        self.fallback: str = request.engine if request.engine in ("loop", "backpack") else "per_sample"
+        first = "hooks" if request.engine in ("auto", "hooks") else self.fallback
+        self.engines = dict.fromkeys(self.parameters, first)
         self.layouts: list[Layout | None] = []
-        self.alone: Tensor | None = None  # outputs of the first samples in a batch of their own, until compared
+        self.probe: Captured | None = None  # a pass over a few samples, until the first chunk is compared with it
         self.mixing = False
 
     def run(self) -> dict[str, str]:
         """Measure chunk by chunk and return which engine served which parameter."""
-        chunk = self.request.chunk_size or CHUNK
-        if self.request.engine in ("auto", "hooks"):
-            chunk = min(chunk, self._probe())
-        else:
-            with torch.no_grad():
-                self.alone = self._forward(take(self.inputs, itemgetter(slice(1))))
-        for start in range(0, sample_count(self.inputs), chunk):
-            self._chunk(slice(start, start + chunk))
+        n = sample_count(self.inputs)
+        few = 2 if n == 3 else 3  # any number that is not the chunk's
+        some = take(self.inputs, lambda x: x[torch.arange(few, device=x.device) % n])
+        self.probe = capture(lambda: self._forward(some), self.parameters)
+        if self.probe.outputs.shape[0] != few:
+            raise ValueError(
+                f"`model` must return one row of outputs a sample: expected [{few}, ...] for {few} inputs, "
+                f"got {list(self.probe.outputs.shape)}."
+            )
+        step = self.request.chunk_size or self._affordable(self.probe)
+        for start in range(0, n, step):
+            self._chunk(slice(start, start + step))
         return self.engines
 
     def _forward(self, inputs: Any) -> Tensor:
         return self.request.forward(self.model, inputs)
 
-    def _probe(self) -> int:
-        """Find out where the samples are and what the hooks can serve; return how many samples fit in memory."""
-        n = sample_count(self.inputs)
-        few = take(self.inputs, lambda x: x[torch.arange(PROBED, device=x.device) % n])
-        probe = capture(lambda: self._forward(few), self.parameters)
-        self.layouts, self.alone = find_layouts(probe), probe.outputs.detach()
-        served = probe.lay_out(self.layouts)
-        self.engines.update(dict.fromkeys(served, "hooks"))
-        left = sorted(set(self.parameters) - served)
-        if left and self.request.engine == "hooks":
-            raise ValueError(f"`engine='hooks'` does not cover {', '.join(left)}; use `engine='auto'`.")
+    def _affordable(self, probe: Captured) -> int:
+        """Return how many samples to take at once: as many as fit a cache-friendly amount of layer outputs."""
+        outputs = sum(use.shape.numel() for use in probe.uses) // len(probe.outputs)
         shared = [self.parameters[name].numel() for name, uses in _by_name(probe).items() if not _disjoint(uses)]
-        return max(1, 32 * BLOCK // max(shared, default=1))
+        few = 32 * BLOCK // max([*shared, 1])  # a parameter that is used twice has its gradients formed in full
+        return max(1, min(512, few, max(32, 8 * BLOCK // max(1, outputs))))
 
     def _chunk(self, samples: slice) -> None:
         inputs = take(self.inputs, itemgetter(samples))
@@ -145,40 +143,46 @@ class _Measurement:
         hooked = captured.lay_out(self.layouts) if captured else set()
         hooked &= {name for name, engine in self.engines.items() if engine == "hooks"}
         left = self.engines.keys() - hooked
+        if left and self.request.engine == "hooks":
+            raise ValueError(f"`engine='hooks'` does not cover {', '.join(sorted(left))}; use `engine='auto'`.")
         self.engines.update(dict.fromkeys(left, self.fallback))
         for scores, last in _groups(self.request.scores(outputs, targets), SCORES):
-            if captured:
+            if captured and hooked:
                 self._from_uses(captured, hooked, samples, scores, last)
             for score in scores if left else ():
                 self._from_gradients(inputs, score, set(left), samples)
 
     def _pass(self, inputs: Any) -> tuple[Captured | None, Tensor]:
         """Run the model on a chunk; return what the hooks saw, if they serve anything, and the outputs."""
-        if not self.mixing and "hooks" in self.engines.values():
+        captured = None
+        if "hooks" in self.engines.values() and not self.mixing:
             captured = capture(lambda: self._forward(inputs), self.parameters)
-            if not self._mixes(captured.outputs):
-                return captured, captured.outputs
+            outputs = captured.outputs
+        else:
+            with torch.no_grad():
+                outputs = self._forward(inputs)
+        if self.probe:  # this is the first chunk
+            self._compare(self.probe, captured, outputs)
+            self.probe = None
+        if not self.mixing:
+            return captured, outputs
         with torch.no_grad():
-            outputs = self._forward(inputs)
-            if self.mixing or self._mixes(outputs):
-                singles = (take(inputs, itemgetter(slice(n, n + 1))) for n in range(sample_count(inputs)))
-                outputs = torch.cat([self._forward(single) for single in singles])
-        return None, outputs
+            singles = (take(inputs, itemgetter(slice(n, n + 1))) for n in range(sample_count(inputs)))
+            return None, torch.cat([self._forward(single) for single in singles])
 
-    def _mixes(self, outputs: Tensor) -> bool:
-        """Whether a sample's outputs depend on the batch it is in: its gradient is then that of a batch of one."""
-        alone, self.alone = self.alone, None
-        if alone is None:
-            return self.mixing
-        together = outputs.detach()[: len(alone)]
-        scale = 1e-3 * float(together.abs().amax())  # rounding differs with the batch size
-        self.mixing = not torch.allclose(alone[: len(together)], together, rtol=0, atol=scale, equal_nan=True)
+    def _compare(self, probe: Captured, captured: Captured | None, outputs: Tensor) -> None:
+        """Find out where the samples are, and whether the outputs of a sample depend on the batch it is in."""
+        few, many = probe.outputs.detach(), outputs.detach()
+        rows = min(len(few), len(many))
+        rounding = torch.finfo(few.dtype).eps ** 0.5 * few.abs().amax()
+        self.mixing = bool((few[:rows] - many[:rows]).abs().amax() > rounding)  # False where they are NaN
         if self.mixing:
             warnings.warn(
                 "The model's outputs for a sample depend on the others of its batch; each is measured alone.",
                 stacklevel=2,
             )
-        return self.mixing
+        elif captured:
+            self.layouts = find_layouts(probe, captured)
 
     def _from_uses(self, captured: Captured, names: set[str], samples: slice, scores: list[Tensor], last: bool) -> None:
         passes = [
@@ -228,7 +232,8 @@ class _Measurement:
                 yield first
                 yield from blocks
                 return
-        yield from looped_gradients(self.model, self.request.forward, inputs, score, names)
+        gradients = backpack_gradients if self.fallback == "backpack" else looped_gradients
+        yield from gradients(self.model, self.request.forward, inputs, score, names)
 
 
 def _by_name(captured: Captured) -> dict[str, list[tuple[Use, str]]]:

@@ -8,7 +8,7 @@ that was not seen, or not understood, is left to the per-sample engine.
 
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any
 
@@ -20,8 +20,6 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_taskinfo.fisher.calls import READERS
 from lightning_taskinfo.fisher.layers import Layout, Slot, Use
-
-PROBED = 3  # samples of the pass that finds out where in each tensor the samples are
 
 
 @dataclass
@@ -69,40 +67,45 @@ def capture(forward: Callable[[], Tensor], parameters: dict[str, nn.Parameter]) 
     return Captured(outputs, recorder.uses, recorder.confirmed(outputs))
 
 
-def find_layouts(probe: Captured) -> list[Layout | None]:
-    """Find out along which axis of each use's output the samples are, by a backward pass from one of them.
+def find_layouts(probe: Captured, captured: Captured) -> list[Layout | None]:
+    """Find out where the samples are in each use's output, from passes over different numbers of samples.
 
-    The gradient of sample 1's outputs alone is zero wherever another sample is. Where no axis separates them,
-    because the model mixes samples or hides them, the entry is None.
+    The axis that grows with the number of samples holds them. Where each has several entries there, a backward pass
+    from one sample of the probe shows which: its gradient is zero wherever another sample is. The entry is None where
+    this does not tell.
     """
-    outputs = probe.outputs
-    if outputs.shape[0] != PROBED:
-        raise ValueError(
-            f"`model` must return one row of outputs a sample: expected [{PROBED}, ...] for {PROBED} inputs, "
-            f"got {list(outputs.shape)}."
-        )
-    score = torch.zeros_like(outputs)
-    score[1] = torch.linspace(0.5, 1.5, score[1].numel(), dtype=score.dtype, device=score.device).view_as(score[1])
-    try:
+    if len(probe.uses) != len(captured.uses):  # the model took another path
+        return [None] * len(captured.uses)
+    few, many = len(probe.outputs), len(captured.outputs)
+    pairs = zip(probe.uses, captured.uses, strict=True)
+    layouts = [_growing_axis(a.shape, b.shape, few, many) for a, b in pairs]
+    if any(layout and layout.repeat > 1 for layout in layouts):
+        score = torch.zeros_like(probe.outputs)
+        score[1] = torch.linspace(0.5, 1.5, score[1].numel(), dtype=score.dtype, device=score.device).view_as(score[1])
         gradients = probe.backward(score, retain_graph=False)
-    except RuntimeError:  # e.g. reentrant checkpointing, which can only do a backward pass to the parameters
-        return [None] * len(probe.uses)
-    return [_layout(use.shape, b) for use, b in zip(probe.uses, gradients, strict=True)]
+        layouts = [layout and _sorted_out(layout, b) for layout, b in zip(layouts, gradients, strict=True)]
+    return layouts
 
 
-def _layout(shape: torch.Size, b: Tensor | None) -> Layout | None:
-    candidates = [
-        Layout(axis, size // PROBED, interleaved)
-        for axis, size in enumerate(shape)
-        if size % PROBED == 0 and size
-        for interleaved in ((False, True) if size > PROBED else (False,))
-    ]
-    if b is None or not b.count_nonzero():  # a dead branch: only a shape without doubt is believed
-        return candidates[0] if len(candidates) == 1 and candidates[0].repeat == 1 else None
-    for layout in candidates:
-        others = layout.samples_first(b)[[0, 2]]
+def _growing_axis(small: torch.Size, large: torch.Size, few: int, many: int) -> Layout | None:
+    if len(small) != len(large):
+        return None
+    grown = [axis for axis, sizes in enumerate(zip(small, large, strict=True)) if sizes[0] != sizes[1]]
+    if len(grown) != 1 or small[grown[0]] % few or small[grown[0]] * many != large[grown[0]] * few:
+        return None
+    return Layout(grown[0], small[grown[0]] // few)
+
+
+def _sorted_out(layout: Layout, b: Tensor | None) -> Layout | None:
+    if layout.repeat == 1:
+        return layout
+    if b is None or not b.count_nonzero():  # a dead branch tells nothing
+        return None
+    for candidate in (layout, replace(layout, interleaved=True)):
+        others = candidate.samples_first(b).clone()
+        others[1] = 0
         if not others.count_nonzero():
-            return layout
+            return candidate
     return None
 
 
@@ -152,6 +155,8 @@ class _Recorder(TorchFunctionMode):
     def confirmed(self, outputs: Tensor) -> set[str]:
         """Return the parameters whose uses in the graph are exactly those that were noted."""
         consumers = _consumers(outputs)
+        if any(type(node).__name__ == "CheckpointFunctionBackward" for node in consumers):
+            return set()  # reentrant checkpointing allows a backward pass to the parameters only
         nodes = {id(node.variable): node for node in consumers if hasattr(node, "variable")}
         confirmed = set()
         for name, p in self.parameters.items():

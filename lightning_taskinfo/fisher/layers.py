@@ -6,6 +6,8 @@ backward pass, and often its squared norm without even forming it (Goodfellow, *
 computations*, 2015).
 """
 
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,11 +72,18 @@ class Use:
 
     def norms(self, slot: str, scores: list[Tensor]) -> Tensor:
         """Return the squared norm of each sample's gradient, summed over scores, shape ``[N]``."""
-        return torch.stack([squared_norms(self.grads(slot, b)) for b in scores]).sum(0)
+        return total([squared_norms(self.grads(slot, b)) for b in scores])
 
     def diagonal(self, slot: str, scores: list[Tensor]) -> Tensor:
         """Return the squared gradients, summed over samples and scores, shaped like the slot."""
-        return torch.stack([self.grads(slot, b).square().sum(0) for b in scores]).sum(0)
+        return total([self.grads(slot, b).square().sum(0) for b in scores])
+
+    def features(self, slot: str, b: Tensor) -> Iterator[list[tuple[Tensor, ...]]]:
+        """Yield blocks of samples as parts, whose inner products add up to those of the gradients.
+
+        A part is a tuple of factors ``[n, D]``: the product of their inner products counts.
+        """
+        yield [(self.grads(slot, b).flatten(1),)]
 
 
 class Linear(Use):
@@ -101,31 +110,31 @@ class Linear(Use):
             return super().norms(slot, scores)
         a = self.inputs()
         if a.dim() == 2:
-            return squared_norms(a) * torch.stack([squared_norms(self._flat(b)) for b in scores]).sum(0)
+            return squared_norms(a) * total([squared_norms(self._flat(b)) for b in scores])
         flat = [self._flat(b) for b in scores]
         T, D, C = a.shape[1], a.shape[2], flat[0].shape[2]
         if T * (D + C) < D * C:  # ghost norm: Σ_{t,s} (a_t·a_s)(b_t·b_s)
             gram = a @ a.transpose(1, 2)
-            return torch.stack([(gram * (b @ b.transpose(1, 2))).sum((1, 2)) for b in flat]).sum(0)
+            return total([(gram * (b @ b.transpose(1, 2))).sum((1, 2)) for b in flat])
         step = max(1, BLOCK // (D * C))
         blocks = [slice(i, i + step) for i in range(0, len(a), step)]
-        return torch.stack(
-            [torch.cat([squared_norms(b[block].transpose(1, 2) @ a[block]) for block in blocks]) for b in flat]
-        ).sum(0)
+        return total([torch.cat([squared_norms(b[i].transpose(1, 2) @ a[i]) for i in blocks]) for b in flat])
+
+    def features(self, slot: str, b: Tensor) -> Iterator[list[tuple[Tensor, ...]]]:
+        if slot == "bias" or self.inputs().dim() > 2:
+            yield from super().features(slot, b)
+        else:  # ⟨b aᵀ, b' a'ᵀ⟩ = (a·a')(b·b')
+            yield [(self.inputs(), self._flat(b))]
 
     def diagonal(self, slot: str, scores: list[Tensor]) -> Tensor:
         if slot == "bias":
             return super().diagonal(slot, scores)
         a, flat = self.inputs(), [self._flat(b) for b in scores]
         if a.dim() == 2:
-            squares = torch.stack([b.square() for b in flat]).sum(0) if len(flat) > 1 else flat[0].square()
-            return squares.T @ a.square()
-        total = a.new_zeros(flat[0].shape[2], a.shape[2])
-        step = max(1, BLOCK // total.numel())
-        for b in flat:
-            for i in range(0, len(a), step):
-                total += (b[i : i + step].transpose(1, 2) @ a[i : i + step]).square_().sum(0)
-        return total
+            return total([b.square() for b in flat]).T @ a.square()
+        step = max(1, BLOCK // math.prod(self.slots[slot].shape))
+        blocks = [slice(i, i + step) for i in range(0, len(a), step)]
+        return total((b[i].transpose(1, 2) @ a[i]).square_().sum(0) for b in flat for i in blocks)
 
 
 class Elementwise(Use):
@@ -181,20 +190,29 @@ class Embedding(Use):
 
     def norms(self, slot: str, scores: list[Tensor]) -> Tensor:
         n = self.layout.samples_first(self.saved[0][0]).shape[0]
-        total = scores[0].new_zeros(n)
+        norms = scores[0].new_zeros(n)
         for b in scores:
             sample, _, summed = self._rows(b)
-            total.index_add_(0, sample, squared_norms(summed))
-        return total
+            norms.index_add_(0, sample, squared_norms(summed))
+        return norms
 
     def diagonal(self, slot: str, scores: list[Tensor]) -> Tensor:
-        total = scores[0].new_zeros(self.slots[slot].shape)
+        squares = scores[0].new_zeros(self.slots[slot].shape)
         for b in scores:
             _, row, summed = self._rows(b)
-            total.index_add_(0, row, summed.square())
-        return total
+            squares.index_add_(0, row, summed.square())
+        return squares
 
 
 def squared_norms(x: Tensor) -> Tensor:
     """Return the squared norm of each row ``[N, ...]``, shape ``[N]``."""
     return torch.linalg.vector_norm(x.reshape(len(x), -1), dim=1).square()
+
+
+def total(parts: Iterable[Tensor]) -> Tensor:
+    """Add tensors of one shape, into the first."""
+    iterator = iter(parts)
+    first = next(iterator)
+    for part in iterator:
+        first.add_(part)
+    return first

@@ -1,6 +1,9 @@
 """Trace, diagonal, layer traces and Gram matrix: what is made of the squared gradients."""
 
 import math
+from collections import defaultdict
+from functools import reduce
+from operator import mul
 from typing import Any
 
 import torch
@@ -9,9 +12,11 @@ from torch import Generator, Tensor, nn
 from lightning_taskinfo._observe import ParamDict, trainable_parameters
 from lightning_taskinfo.fisher.batches import sample_count
 from lightning_taskinfo.fisher.engine import Engine, Request, measure
-from lightning_taskinfo.fisher.layers import BLOCK, Linear, Use, squared_norms
+from lightning_taskinfo.fisher.layers import BLOCK, Use, squared_norms
 from lightning_taskinfo.fisher.per_sample import Forward
 from lightning_taskinfo.functional.likelihood import Labels, Likelihood
+
+COLUMNS = 8192  # of features turned into float64 at once
 
 
 class Norms:
@@ -41,66 +46,67 @@ class Diagonal:
         self.values: ParamDict = {}
 
     def add_use(self, name: str, samples: slice, use: Use, slot: str, gradients: list[Tensor]) -> None:
-        diagonal, rows = use.diagonal(slot, gradients), use.slots[slot].rows
-        total = self.total(name, diagonal)
-        total[slice(None) if rows is None else rows] += diagonal
+        self._add(name, use.diagonal(slot, gradients), use.slots[slot].rows)
 
     def add_gradients(self, name: str, samples: slice, gradients: Tensor) -> None:
-        self.total(name, gradients).add_(gradients.square().sum(0))
+        self._add(name, gradients.square().sum(0))
+
+    def _add(self, name: str, squares: Tensor, rows: slice | None = None) -> None:
+        if name not in self.values and rows is None:
+            self.values[name] = squares
+        else:
+            self.total(name, squares)[slice(None) if rows is None else rows] += squares
 
     def total(self, name: str, like: Tensor) -> Tensor:
+        """Return the sum so far, zeros at the start."""
         if name not in self.values:
-            self.values[name] = like.new_zeros(self.shapes[name])
+            self.values[name] = torch.zeros(self.shapes[name], dtype=like.dtype, device=like.device)
         return self.values[name]
 
 
 class Gram:
-    r"""Inner products of the samples' gradients, in float64, from features kept a parameter at a time.
+    """Inner products of the samples' gradients, from features kept a parameter at a time.
 
-    A linear layer with one position a sample needs only its inputs and output gradients, since
-    :math:`\langle b_n a_n^\top, b_m a_m^\top \rangle = (a_n \cdot a_m)(b_n \cdot b_m)`. What does not fit into ``room``
-    elements is ``postponed`` to another pass.
+    What does not fit into ``room`` elements is ``postponed`` to another pass.
     """
 
     def __init__(self, n: int, wanted: set[str], room: int) -> None:
         self.n, self.wanted, self.room = n, wanted, room
         self.postponed: set[str] = set()
-        self.features: dict[tuple[str, str], list[tuple[Tensor, ...]]] = {}
+        self.kept: dict[tuple[str, str, int], list[tuple[Tensor, ...]]] = defaultdict(list)
 
     def add_use(self, name: str, samples: slice, use: Use, slot: str, gradients: list[Tensor]) -> None:
-        if self._refused(name, use.slots[slot].shape):
-            return
-        (b,) = gradients
-        product = isinstance(use, Linear) and slot == "weight" and use.inputs().dim() == 2
-        parts = (use.inputs(), b) if product else (use.grads(slot, b),)  # type: ignore[attr-defined]
-        self._keep((name, str(use.slots[slot].rows)), parts)
+        if self._has_room(name, use.slots[slot].shape):
+            for parts in use.features(slot, gradients[0]):
+                for i, part in enumerate(parts):
+                    self.kept[name, str(use.slots[slot].rows), i].append(part)
 
     def add_gradients(self, name: str, samples: slice, gradients: Tensor) -> None:
-        if not self._refused(name, tuple(gradients.shape[1:])):
-            self._keep((name, ""), (gradients,))
+        if self._has_room(name, tuple(gradients.shape[1:])):
+            self.kept[name, "", 0].append((gradients.flatten(1),))
 
-    def _refused(self, name: str, shape: tuple[int, ...]) -> bool:
-        if name in self.wanted and name not in self.postponed and (name, "") not in self.features:
+    def _has_room(self, name: str, shape: tuple[int, ...]) -> bool:
+        seen = any(name == key[0] for key in self.kept)
+        if name in self.wanted and name not in self.postponed and not seen:
             self.room -= self.n * math.prod(shape)
-            if self.room < 0 and self.features:
+            if self.room < 0 and self.kept:  # one parameter always fits
                 self.postponed.add(name)
-        return name not in self.wanted or name in self.postponed
+        return name in self.wanted and name not in self.postponed
 
-    def _keep(self, key: tuple[str, str], parts: tuple[Tensor, ...]) -> None:
-        self.features.setdefault(key, []).append(tuple(part.detach().flatten(1) for part in parts))
-
-    def total(self, gram: Tensor) -> Tensor:
+    def add_to(self, gram: Tensor) -> None:
         """Add all inner products to ``gram``."""
-        for chunks in self.features.values():
-            products = [_inner_products(torch.cat(part)) for part in zip(*chunks, strict=True)]
-            gram += products[0] if len(products) == 1 else products[0] * products[1]
-        return gram
+        for blocks in self.kept.values():
+            gram += reduce(mul, [_inner_products(factor) for factor in zip(*blocks, strict=True)])
 
 
-def _inner_products(x: Tensor) -> Tensor:
-    """Return ``x xᵀ`` in float64, a block of columns at a time."""
-    step = max(1, BLOCK // len(x))
-    return sum((part.double() @ part.double().T for part in x.split(step, dim=1)), x.new_zeros(len(x), len(x)).double())
+def _inner_products(blocks: tuple[Tensor, ...]) -> Tensor:
+    """Return ``x xᵀ`` in float64 for ``x`` in blocks of rows, a cache-sized block of columns at a time."""
+    n = sum(len(block) for block in blocks)
+    gram = blocks[0].new_zeros(n, n, dtype=torch.float64)
+    for columns in zip(*(block.split(COLUMNS, dim=1) for block in blocks), strict=True):
+        x = torch.cat([part.double() for part in columns])
+        gram.addmm_(x, x.T)
+    return gram
 
 
 def fisher_trace(
@@ -248,7 +254,7 @@ def fisher_diagonal(
     sink = Diagonal(trainable_parameters(model))
     measure(model, inputs, targets, request, sink)
     n = sample_count(inputs)
-    return {name: sink.total(name, p) / n for name, p in trainable_parameters(model).items()}
+    return {name: sink.total(name, p).div_(n) for name, p in trainable_parameters(model).items()}
 
 
 def gradient_gram(
@@ -285,10 +291,14 @@ def gradient_gram(
     request = Request(labels, likelihood, 1, generator, engine, chunk_size, forward_fn)
     n, wanted = sample_count(inputs), set(trainable_parameters(model))
     gram = next(iter(trainable_parameters(model).values())).new_zeros(n, n, dtype=torch.float64)
+    seed = None if generator is None else generator.get_state()
     while wanted:
+        if generator is not None and seed is not None:
+            generator.set_state(seed)  # the same labels in every pass
         sink = Gram(n, wanted, room=128 * BLOCK)
         measure(model, inputs, targets, request, sink)
-        gram, wanted = sink.total(gram), sink.postponed
+        sink.add_to(gram)
+        wanted = sink.postponed
     return gram
 
 

@@ -65,11 +65,11 @@ class Categorical:
     ignore_index: int = -100
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:  # noqa: D102
-        log_p = outputs.log_softmax(-1).gather(-1, targets.clamp(min=0).unsqueeze(-1))
+        log_p = outputs.log_softmax(-1).gather(-1, self._index(targets))
         return _per_sample(log_p * self.counted(outputs, targets))
 
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:  # noqa: D102
-        hit = torch.zeros_like(outputs).scatter_(-1, targets.clamp(min=0).unsqueeze(-1), 1.0)
+        hit = torch.zeros_like(outputs).scatter_(-1, self._index(targets), 1.0)
         return (hit - outputs.softmax(-1)) * self.counted(outputs, targets)
 
     def sample(self, outputs: Tensor, generator: Generator | None = None) -> Tensor:  # noqa: D102
@@ -94,6 +94,9 @@ class Categorical:
 
     def counted(self, outputs: Tensor, targets: Tensor) -> Tensor:  # noqa: D102
         return (targets != self.ignore_index).unsqueeze(-1).to(outputs.dtype)
+
+    def _index(self, targets: Tensor) -> Tensor:
+        return targets.masked_fill(targets == self.ignore_index, 0).unsqueeze(-1)
 
     def check(self, outputs: Tensor, targets: Tensor | None) -> None:  # noqa: D102
         if outputs.dim() < 2 or outputs.shape[-1] < 2:

@@ -1,0 +1,136 @@
+"""BackPACK: per-sample gradients for comparison, and Kronecker factors of the Fisher."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from operator import itemgetter
+from typing import Any, Literal
+
+import torch
+from torch import Generator, Tensor, nn
+
+from lightning_taskinfo._observe import ParamDict, observing, trainable_parameters
+from lightning_taskinfo.fisher.batches import sample_count, take
+from lightning_taskinfo.fisher.per_sample import Forward
+from lightning_taskinfo.functional.likelihood import Categorical, Gaussian, Likelihood, as_likelihood
+
+
+def backpack_gradients(
+    model: nn.Module, forward: Forward, inputs: Any, score: Tensor, names: set[str]
+) -> Iterator[tuple[int, ParamDict]]:
+    """Yield the per-sample gradients ``[N, *shape]`` of the named parameters, by BackPACK's ``BatchGrad``.
+
+    BackPACK's hooks stay on a module, so it works on a copy.
+
+    Raises:
+        ValueError: If BackPACK does not know a layer, or its gradients do not add up to the gradient of the batch.
+    """
+    backpack, extend, extensions = _backpack()
+    extended = extend(copy.deepcopy(model))
+    with _refusing("`engine='backpack'` cannot run this model; use `engine='auto'`"), backpack(extensions.BatchGrad()):
+        (forward(extended, take(inputs, _with_gradient)) * score).sum().backward()
+    gradients: dict[str, Any] = {
+        name: getattr(p, "grad_batch", None) for name, p in extended.named_parameters() if name in names
+    }
+    for name, g in gradients.items():
+        if g is None or not torch.allclose(g.sum(0), extended.get_parameter(name).grad, rtol=1e-3, atol=1e-5):
+            raise ValueError(f"`engine='backpack'` does not cover {name}; use `engine='auto'`.")
+    yield 0, gradients
+
+
+def kronecker_factors(
+    model: nn.Module,
+    inputs: Any,
+    *,
+    labels: Literal["sampled", "exact"] = "sampled",
+    likelihood: str | Likelihood = "categorical",
+    mc_samples: int = 1,
+    generator: Generator | None = None,
+    chunk_size: int = 128,
+) -> dict[str, tuple[Tensor, ...]]:
+    r"""Kronecker factors of the Fisher information by parameter name, means over samples, by BackPACK.
+
+    .. math:: F_W \approx B \otimes A, \qquad A = \frac1N \sum_n a_n a_n^\top, \qquad
+        B = \frac1N \sum_n \mathbb{E}_y\, b_n b_n^\top
+
+    with a layer's inputs :math:`a_n` and the score's gradients :math:`b_n` by its outputs; a bias has :math:`B` alone.
+
+    Args:
+        model: A network of layers that BackPACK knows (``nn.Sequential`` of linear, convolution and activation layers);
+            a copy of it is run.
+        inputs: A batch of ``N`` inputs.
+        labels: ``"sampled"`` from the model (KFAC) or ``"exact"`` (KFLR).
+        likelihood: ``"categorical"`` or ``"gaussian"``.
+        mc_samples: Draws a sample for ``labels="sampled"``.
+        generator: Source of the draws.
+        chunk_size: Samples of one forward pass.
+
+    Returns:
+        ``(B, A)`` for each weight, ``(B,)`` for each bias.
+
+    Raises:
+        ValueError: If BackPACK cannot serve the likelihood or a layer.
+
+    References:
+        Martens, Grosse, *Optimizing neural networks with Kronecker-factored approximate curvature*, ICML 2015.
+    """
+    backpack, extend, extensions = _backpack()
+    kind = as_likelihood(likelihood)
+    if labels not in ("sampled", "exact"):
+        raise ValueError(f"`labels` must be 'sampled' or 'exact' for Kronecker factors, got {labels!r}.")
+    loss_fn, scale = _loss(kind)
+    extension = extensions.KFAC(mc_samples=mc_samples) if labels == "sampled" else extensions.KFLR()
+    n, factors = sample_count(inputs), dict[str, list[Tensor]]()
+    with observing(model):
+        extended, loss = extend(copy.deepcopy(model).eval()), extend(loss_fn)
+        if generator is not None:  # BackPACK draws from the global generator, which `observing` puts back
+            torch.manual_seed(int(torch.randint(2**62, (), generator=generator, device=generator.device)))
+        for start in range(0, n, chunk_size):
+            chunk = take(inputs, itemgetter(slice(start, start + chunk_size)))
+            outputs = extended(take(chunk, _with_gradient))
+            kind.check(outputs, None)
+            targets = outputs.detach().argmax(-1) if isinstance(kind, Categorical) else outputs.detach()
+            with _refusing("BackPACK has no Kronecker factors for this model"), backpack(extension):
+                loss(outputs, targets).backward()
+            _add_factors(factors, extended, extension.savefield, sample_count(chunk) / n, scale(outputs))
+    return {name: tuple(factors[name]) for name in trainable_parameters(model)}
+
+
+def _add_factors(factors: dict[str, list[Tensor]], model: nn.Module, field: str, share: float, scale: float) -> None:
+    for name, p in trainable_parameters(model).items():
+        parts = getattr(p, field, None)
+        if parts is None:
+            raise ValueError(f"BackPACK has no Kronecker factors for {name}.")
+        weighted = [share * (scale if i == 0 else 1.0) * part.detach() for i, part in enumerate(parts)]
+        known = factors.get(name)
+        factors[name] = weighted if known is None else [a + b for a, b in zip(known, weighted, strict=True)]
+
+
+def _loss(likelihood: Likelihood) -> tuple[nn.Module, Any]:
+    """Return BackPACK's loss and what turns its mean's curvature into that of the negative log-likelihood."""
+    if isinstance(likelihood, Categorical):
+        return nn.CrossEntropyLoss(), lambda outputs: 1.0
+    if isinstance(likelihood, Gaussian):  # the mean over N·C squares has curvature 2/C a sample
+        return nn.MSELoss(), lambda outputs: outputs[0].numel() / (2 * likelihood.variance)
+    raise ValueError(f"`likelihood` must be categorical or gaussian for Kronecker factors, got {likelihood}.")
+
+
+@contextmanager
+def _refusing(message: str) -> Iterator[None]:
+    try:
+        yield
+    except (AttributeError, NotImplementedError, RuntimeError) as error:
+        raise ValueError(f"{message}: {error}") from error
+
+
+def _with_gradient(x: Tensor) -> Tensor:
+    """BackPACK's hooks warn about inputs without a gradient."""
+    return x.detach().requires_grad_() if x.is_floating_point() else x
+
+
+def _backpack() -> tuple[Any, Any, Any]:
+    try:
+        from backpack import backpack, extend, extensions
+    except ImportError as error:
+        raise ModuleNotFoundError("Install BackPACK for this: `pip install lightning-taskinfo[backpack]`.") from error
+    return backpack, extend, extensions

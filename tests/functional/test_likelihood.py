@@ -1,0 +1,156 @@
+"""Likelihoods against ``torch.distributions``; scores against autograd; roots against the Fisher of the outputs."""
+
+import pytest
+import torch
+from torch import Tensor, distributions
+
+from lightning_taskinfo.functional.likelihood import (
+    Bernoulli,
+    Categorical,
+    Gaussian,
+    Likelihood,
+    as_likelihood,
+    output_scores,
+)
+
+VARIANCE = 0.3
+CASES = {"categorical": Categorical(), "bernoulli": Bernoulli(), "gaussian": Gaussian(VARIANCE)}
+SHAPES = [(4, 3), (4, 2, 3)]
+
+
+def distribution(name: str, outputs: Tensor) -> distributions.Distribution:
+    return {
+        "categorical": lambda: distributions.Categorical(logits=outputs),
+        "bernoulli": lambda: distributions.Bernoulli(logits=outputs),
+        "gaussian": lambda: distributions.Normal(outputs, VARIANCE**0.5),
+    }[name]()
+
+
+def some_outputs(shape: tuple[int, ...]) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def output_fisher(name: str, outputs: Tensor) -> Tensor:
+    """Per sample, the covariance of the score, from the definition: ``[N, T·C, T·C]``."""
+    if name == "categorical":
+        p = outputs.softmax(-1)
+        blocks = p.diag_embed() - p.unsqueeze(-1) * p.unsqueeze(-2)
+    else:
+        variance = (
+            outputs.sigmoid() * (1 - outputs.sigmoid())
+            if name == "bernoulli"
+            else torch.full_like(outputs, 1 / VARIANCE)
+        )
+        blocks = variance.diag_embed()
+    if outputs.dim() == 2:
+        return blocks
+    return torch.stack([torch.block_diag(*sample) for sample in blocks])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", CASES)
+def test_log_prob_matches_torch_distributions(name, shape):
+    outputs = some_outputs(shape)
+    targets = CASES[name].sample(outputs, torch.Generator().manual_seed(1))
+    expected = (
+        distribution(name, outputs).log_prob(targets).flatten(1).sum(1)
+        if len(shape) == 3 or name != "categorical"
+        else distribution(name, outputs).log_prob(targets)
+    )
+    torch.testing.assert_close(CASES[name].log_prob(outputs, targets), expected)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", CASES)
+def test_the_score_is_the_gradient_of_log_prob(name, shape):
+    outputs = some_outputs(shape).requires_grad_()
+    targets = CASES[name].sample(outputs.detach())
+    (expected,) = torch.autograd.grad(CASES[name].log_prob(outputs, targets).sum(), outputs)
+    torch.testing.assert_close(CASES[name].score(outputs.detach(), targets), expected)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (4, 2)])
+@pytest.mark.parametrize("name", CASES)
+def test_roots_make_the_fisher_of_the_outputs(name, shape):
+    outputs = some_outputs(shape)
+    roots = torch.stack([root.flatten(1) for root in CASES[name].roots(outputs)])  # [R, N, T·C]
+    torch.testing.assert_close(torch.einsum("rni,rnj->nij", roots, roots), output_fisher(name, outputs))
+
+
+def test_a_softmax_needs_one_root_less_than_it_has_classes():
+    assert len(list(Categorical().roots(some_outputs((4, 3))))) == 2
+
+
+def test_roots_are_finite_for_a_certain_class():
+    outputs = torch.tensor([[200.0, 0.0, -200.0], [-200.0, 0.0, 200.0]])
+    assert all(root.isfinite().all() for root in Categorical().roots(outputs))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_samples_have_the_moments_of_the_model(name):
+    outputs = some_outputs((1, 3)).expand(20_000, 3)
+    drawn = CASES[name].sample(outputs, torch.Generator().manual_seed(0)).double()
+    model = distribution(name, outputs[0])
+    if name == "categorical":
+        drawn, mean = torch.nn.functional.one_hot(drawn.long(), 3).double(), model.probs
+        error = (mean * (1 - mean) / len(drawn)).sqrt()
+    else:
+        mean, error = model.mean, model.stddev / len(drawn) ** 0.5
+    assert ((drawn.mean(0) - mean).abs() < 4 * error).all()
+
+
+@pytest.mark.parametrize("labels", ["sampled", "exact", "empirical"])
+def test_ignored_targets_have_no_score(labels):
+    outputs, targets = some_outputs((2, 3, 4)), torch.tensor([[1, -100, 2], [-100, -100, 0]])
+    scores = list(output_scores(outputs, targets, labels=labels, likelihood=Categorical()))
+    assert all((score[targets == -100] == 0).all() for score in scores)
+    assert any((score[targets != -100] != 0).any() for score in scores)
+
+
+def test_mc_samples_share_the_weight():
+    outputs = some_outputs((4, 3))
+    scores = list(
+        output_scores(
+            outputs,
+            None,
+            labels="sampled",
+            likelihood=Categorical(),
+            mc_samples=3,
+            generator=torch.Generator().manual_seed(0),
+        )
+    )
+    one = next(
+        output_scores(
+            outputs, None, labels="sampled", likelihood=Categorical(), generator=torch.Generator().manual_seed(0)
+        )
+    )
+    assert len(scores) == 3
+    torch.testing.assert_close(scores[0] * 3**0.5, one)
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "outputs", "targets", "message"),
+    [
+        (Categorical(), torch.zeros(4, 1), None, r"with at least 2 classes, got \[4, 1\]"),
+        (Categorical(), torch.zeros(4), None, "at least 2 classes"),
+        (Categorical(), torch.zeros(4, 3), torch.zeros(4), r"`targets` must be class indices .* got torch.float32"),
+        (Categorical(), torch.zeros(4, 3), torch.zeros(4, 1, dtype=torch.long), r"got torch.int64 of shape \[4, 1\]"),
+        (Categorical(), torch.zeros(2, 3), torch.tensor([0, 3]), r"must lie in \[0, 3\).* got values from 0 to 3"),
+        (Categorical(), torch.zeros(2, 3), torch.tensor([-1, 1]), "got values from -1 to 1"),
+        (Bernoulli(), torch.zeros(2, 1), torch.tensor([[0], [2]]), r"must lie in \[0, 1\], got values from 0 to 2"),
+        (Gaussian(), torch.zeros(4, 1), torch.zeros(4), r"must have the outputs' shape \[4, 1\], got \[4\]"),
+        (Bernoulli(), torch.zeros(4, 1), torch.zeros(4), "would silently broadcast"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused(likelihood: Likelihood, outputs, targets, message):
+    with pytest.raises(ValueError, match=message):
+        likelihood.check(outputs, targets)
+
+
+def test_bad_arguments_are_named():
+    with pytest.raises(ValueError, match=r"`variance` must be positive, got 0.0"):
+        Gaussian(variance=0.0)
+    with pytest.raises(ValueError, match="`likelihood` must be one of categorical, bernoulli, gaussian, got 'poisson'"):
+        as_likelihood("poisson")
+    with pytest.raises(ValueError, match="`targets` must be given for `labels='empirical'`, got None"):
+        next(output_scores(torch.zeros(2, 3), None, labels="empirical", likelihood=Categorical()))
