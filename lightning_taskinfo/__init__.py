@@ -9,6 +9,8 @@ if TYPE_CHECKING:  # what type checkers see; `tests/test_import.py` keeps it equ
     from lightning_taskinfo._observe import observing as observing
     from lightning_taskinfo._observe import trainable_parameters as trainable_parameters
     from lightning_taskinfo.callbacks.fisher_trace import FisherTrace as FisherTrace
+    from lightning_taskinfo.callbacks.information_in_weights import InformationInWeights as InformationInWeights
+    from lightning_taskinfo.callbacks.local_minimum import LocalMinimum as LocalMinimum
     from lightning_taskinfo.callbacks.pac_bayes_certificate import PACBayesCertificate as PACBayesCertificate
     from lightning_taskinfo.certificates import Certificate as Certificate
     from lightning_taskinfo.certificates import Prior as Prior
@@ -25,6 +27,8 @@ _EXPORTS = {  # public name -> the module that defines it, imported when the nam
     "PACBayesCertificate": "callbacks.pac_bayes_certificate",
     "FeatureOverlap": "transfer.overlap",
     "feature_overlap": "transfer.overlap",
+    "InformationInWeights": "callbacks.information_in_weights",
+    "LocalMinimum": "callbacks.local_minimum",
     "observing": "_observe",
     "trainable_parameters": "_observe",
     "Certificate": "certificates",

@@ -82,14 +82,14 @@ def _buffers(model: nn.Module) -> Iterator[None]:
         for module in model.modules()
         for name, buffer in module._buffers.items()
     ]
-    versions = [None if b is None or b.is_inference() else b._version for _, _, b, _ in kept]
     try:
         yield
     finally:
         with torch.no_grad():
-            for (module, name, buffer, value), version in zip(kept, versions, strict=True):
+            for module, name, buffer, value in kept:
                 module._buffers[name] = buffer
-                if buffer is not None and value is not None and (version is None or buffer._version != version):
+                # By value: batch norm moves its statistics without raising their version.
+                if buffer is not None and value is not None and not torch.equal(buffer, value):
                     buffer.copy_(value)
 
 

@@ -4,6 +4,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+import torch
+from torch import Tensor
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -112,6 +115,22 @@ def _draw_bounds(ax: "Axes", chance: float) -> None:
         ax.annotate(f"≤ {bound:g}", (complexity[0], 1.0), fontsize=7, color="0.4", ha="center", va="bottom")
         if bound == chance:
             ax.fill_betweenx(1 - risk, ax.get_xlim()[0], complexity, color="0.95", zorder=-1)
+
+
+def figure_pixels(figure: "Figure") -> Tensor:
+    """Return a figure as pixels, ``[height, width, 3]`` bytes.
+
+    Example:
+        >>> fig, ax = plot_curves([{"step": 1, "loss": 2.0}])
+        >>> figure_pixels(fig).shape
+        torch.Size([350, 500, 3])
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    width, height = canvas.get_width_height()
+    return torch.frombuffer(bytearray(canvas.buffer_rgba()), dtype=torch.uint8).view(height, width, 4)[..., :3]
 
 
 def _axes() -> "Axes":

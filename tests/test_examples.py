@@ -53,3 +53,16 @@ def check_demo(printed, out):
     assert metrics["test_accuracy"] > 0.4  # a tenth by chance
     assert f"wandb leet {run_folder}" in printed
     assert str(out / "curves.png") in printed
+
+
+def test_the_yaml_example_logs_what_it_lists(tmp_path):
+    command = [sys.executable, ROOT / "examples" / "watch.py", "fit", "--config", ROOT / "examples" / "watch.yaml"]
+    command += ["--trainer.max_epochs=1", f"--trainer.logger.init_args.save_dir={tmp_path}"]
+    command += [f"--trainer.default_root_dir={tmp_path}", "--trainer.enable_progress_bar=false"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (metrics,) = tmp_path.rglob("metrics.csv")
+    columns = set(metrics.read_text().splitlines()[0].split(","))
+    assert {"fisher_trace", "every_step/fisher_trace_train_step", "information_nats", "local_minimum/gamma"} <= columns
+    assert len(list(tmp_path.rglob("*_figure.png"))) == 4

@@ -50,11 +50,8 @@ def check_finite(model: nn.Module) -> None:
             raise ValueError(f"the weights of {name!r} are not finite")
 
 
-def sharded(model: nn.Module, *, also_per_parameter: bool) -> str | None:
-    """Return the kind of a sharded parameter, if there is one; those of FSDP2 only where they are asked for."""
-    kinds = []
-    if fsdp := sys.modules.get("torch.distributed.fsdp"):
-        kinds.append(fsdp.FlatParameter)
-    if also_per_parameter and (tensor := sys.modules.get("torch.distributed.tensor")):
-        kinds.append(tensor.DTensor)
-    return next((type(p).__name__ for p in model.parameters() if isinstance(p, tuple(kinds))), None)
+def sharded(model: nn.Module) -> str | None:
+    """Return the kind of a sharded parameter, if there is one."""
+    modules = {"torch.distributed.fsdp": "FlatParameter", "torch.distributed.tensor": "DTensor"}
+    kinds = tuple(getattr(sys.modules[module], kind) for module, kind in modules.items() if module in sys.modules)
+    return next((type(p).__name__ for p in model.parameters() if isinstance(p, kinds)), None)

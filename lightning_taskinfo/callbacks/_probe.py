@@ -17,10 +17,10 @@ from lightning_taskinfo.callbacks._report import has_matplotlib, report, summary
 from lightning_taskinfo.callbacks._samples import Samples, inputs_and_targets, size
 from lightning_taskinfo.fisher.engine import Request
 from lightning_taskinfo.functional.likelihood import Labels, Likelihood
+from lightning_taskinfo.plotting import plot_curves
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    from lightning_taskinfo.plotting import Axes, Figure
 
 
 class Probe(Callback, ABC):
@@ -60,7 +60,6 @@ class Probe(Callback, ABC):
     ylabel: ClassVar[str] = ""
     data_options: ClassVar[tuple[str, ...]] = ("train_batch", "train", "val")
     split_over_ranks: ClassVar[bool] = True  # otherwise every process measures all samples
-    reads_weights: ClassVar[bool] = True  # so that it cannot work where they are sharded
 
     headline: tuple[str, ...]  # what the figure shows and the summary holds
 
@@ -114,8 +113,6 @@ class Probe(Callback, ABC):
         Args:
             ax: Draw here instead of in a new figure.
         """
-        from lightning_taskinfo.plotting import plot_curves
-
         measured = [
             name for name in self.headline if any(math.isfinite(row.get(name, math.nan)) for row in self.history)
         ]
@@ -127,10 +124,10 @@ class Probe(Callback, ABC):
         self._checked = self._warned = False
         if not trainable_parameters(pl_module):
             raise ValueError(f"{self.state_key} needs a parameter with `requires_grad=True`, got none.")
-        if kind := sharded(pl_module, also_per_parameter=self.reads_weights):
+        if kind := sharded(pl_module):
             raise ValueError(
                 f"{self.state_key} reads whole weights and cannot work with sharded ones, got {kind}; "
-                "use FisherTrace, or a strategy that keeps the weights whole."
+                "use a strategy that keeps them whole, e.g. 'ddp'."
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

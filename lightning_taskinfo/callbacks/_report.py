@@ -7,11 +7,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+from lightning_taskinfo.plotting import figure_pixels
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from lightning_taskinfo.plotting import Figure
 
 Row = dict[str, float]
 
@@ -57,11 +56,11 @@ def report(loggers: Sequence[Any], key: str, figure: "Figure | None", history: S
         if hasattr(logger, "log_table") and hasattr(logger, "log_image"):  # W&B
             logger.log_table(f"{key}_table", columns=columns, data=rows, step=step)
             if figure is not None:
-                logger.log_image(f"{key}_figure", images=[_pixels(figure).numpy()], step=step)
+                logger.log_image(f"{key}_figure", images=[figure_pixels(figure).numpy()], step=step)
         elif hasattr(logger.experiment, "add_image"):  # TensorBoard
             logger.experiment.add_text(f"{key}_table", _markdown(columns, rows), step)
             if figure is not None:
-                logger.experiment.add_image(f"{key}_figure", _pixels(figure), step, dataformats="HWC")
+                logger.experiment.add_image(f"{key}_figure", figure_pixels(figure), step, dataformats="HWC")
         elif isinstance(getattr(logger, "log_dir", None), str):  # CSV, and others that write to a folder
             _write(Path(logger.log_dir), key, figure, columns, rows)
 
@@ -69,16 +68,6 @@ def report(loggers: Sequence[Any], key: str, figure: "Figure | None", history: S
 def has_matplotlib() -> bool:
     """Whether figures can be drawn."""
     return find_spec("matplotlib") is not None
-
-
-def _pixels(figure: "Figure") -> Tensor:
-    """Draw without a screen; ``[height, width, 3]`` bytes."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    width, height = canvas.get_width_height()
-    return torch.frombuffer(bytearray(canvas.buffer_rgba()), dtype=torch.uint8).view(height, width, 4)[..., :3]
 
 
 def _markdown(columns: list[str], rows: list[list[float | None]]) -> str:

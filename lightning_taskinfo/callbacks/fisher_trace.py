@@ -49,7 +49,6 @@ class FisherTrace(Probe):
     default_every_n_steps: ClassVar[int | None] = 50
     ylabel: ClassVar[str] = "trace of the Fisher information"
     data_options: ClassVar[tuple[str, ...]] = ("train_batch", "train", "val", "train_step")
-    reads_weights: ClassVar[bool] = False
 
     def __init__(
         self,

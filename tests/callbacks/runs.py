@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from lightning_taskinfo.callbacks import FisherTrace
+from lightning_taskinfo.callbacks import FisherTrace, InformationInWeights, LocalMinimum
 
-PROBES = {"FisherTrace": FisherTrace}
+PROBES = {"FisherTrace": FisherTrace, "InformationInWeights": InformationInWeights, "LocalMinimum": LocalMinimum}
 """Every probe, for the tests that all of them have to pass."""
 
 
@@ -35,11 +35,11 @@ class Classifier(pl.LightningModule):
         self.net = nn.Sequential(
             nn.Linear(4, 8),
             nn.BatchNorm1d(8),
-            nn.ReLU(),
+            nn.Tanh(),
             nn.Dropout(dropout),
             nn.Linear(8, 6),
             Frozen(6),
-            nn.ReLU(),
+            nn.Tanh(),
             nn.Linear(6, 3),
         )
 

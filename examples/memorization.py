@@ -1,0 +1,115 @@
+"""Tell memorising from learning: digits with 0 %, 25 %, 50 % and 100 % random labels.
+
+A network that fits random labels has to store them. The information in its weights grows with every label that it
+memorises, while a network that learns the rule behind the labels needs little; the loss alone does not show it.
+"""
+
+# %%
+import argparse
+import logging
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytorch_lightning as pl
+import torch
+from matplotlib.figure import Figure
+from reference import Classifier
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_taskinfo import FisherTrace, InformationInWeights
+from lightning_taskinfo.data import ArrayData, load_dataset
+from lightning_taskinfo.plotting import plot_curves
+
+FRACTIONS = (0.0, 0.25, 0.5, 1.0)
+for namespace in ("lightning.pytorch", "pytorch_lightning"):
+    logging.getLogger(namespace).setLevel(logging.WARNING)
+for message in ("many workers", "LeafSpec", "logging interval", "validation_step"):
+    warnings.filterwarnings("ignore", message=f".*{message}")
+
+
+# %% Labels that say nothing
+def with_random_labels(data: ArrayData, fraction: float, n: int) -> TensorDataset:
+    """Return ``n`` training samples, a fraction of whose labels is drawn anew."""
+    rng = np.random.default_rng(0)
+    images, labels = data.train()[:n]
+    redrawn = rng.permutation(n)[: round(fraction * n)]
+    labels[redrawn] = torch.from_numpy(rng.integers(data.num_classes, size=len(redrawn)))
+    return TensorDataset(images, labels)
+
+
+# %% Train, and watch
+def train(data: ArrayData, fraction: float, *, n: int, epochs: int) -> dict[str, list[dict[str, float]] | float]:
+    pl.seed_everything(0, verbose=False)
+    model = Classifier(data.image_shape, data.num_classes, width=32, lr=2e-3)
+    samples = with_random_labels(data, fraction, n)
+    every = max(1, epochs // 20)
+    information = InformationInWeights(every_n_epochs=every)
+    fisher = FisherTrace(every_n_epochs=every, data="train", max_samples=256)
+    trainer = pl.Trainer(
+        max_epochs=epochs,
+        accelerator="cpu",
+        callbacks=[information, fisher],
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        enable_progress_bar=sys.stdout.isatty(),
+    )
+    trainer.fit(model, DataLoader(samples, batch_size=64, shuffle=True))
+    return {
+        "information": information.history,
+        "fisher": fisher.history,
+        "train_accuracy": accuracy(model, *samples.tensors),
+        "test_accuracy": accuracy(model, *data.test().tensors),
+    }
+
+
+def accuracy(model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor) -> float:
+    with torch.no_grad():
+        return (model.eval()(images).argmax(-1) == labels).float().mean().item()
+
+
+# %% Look
+def side_by_side(runs: dict[str, dict], which: str, name: str) -> list[dict[str, float]]:
+    """Return one row a measurement, with a column for each run."""
+    rows: dict[float, dict[str, float]] = {}
+    for label, run in runs.items():
+        for row in run[which]:
+            rows.setdefault(row["step"], {"step": row["step"]})[label] = row[name]
+    return list(rows.values())
+
+
+def draw(runs: dict[str, dict], path: Path) -> None:
+    figure = Figure(figsize=(9, 3.5), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    information = side_by_side(runs, "information", "information_nats")
+    plot_curves(information, list(runs), ylabel="information in the weights (nats)", ax=left)
+    plot_curves(side_by_side(runs, "fisher", "fisher_trace"), list(runs), ylabel="trace of the Fisher", ax=right)
+    for ax in (left, right):
+        ax.legend(title="random labels", frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+# %% All of it
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--fast", action="store_true", help="fewer samples and epochs, to see that it runs")
+    parser.add_argument("--out", type=Path, default=Path("runs/memorization"), help="folder for the figure")
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    n, epochs = (128, 4) if arguments.fast else (1000, 120)
+    data = load_dataset("digits", size=8)
+    runs = {f"{fraction:.0%}": train(data, fraction, n=n, epochs=epochs) for fraction in FRACTIONS}
+    columns = ["random labels", "information (nats)", "largest tr F", "train accuracy", "test accuracy"]
+    print(*(f"{column:>18}" for column in columns))
+    for label, run in runs.items():
+        largest = max(row["fisher_trace"] for row in run["fisher"])
+        values = [run["information"][-1]["information_nats"], largest, run["train_accuracy"], run["test_accuracy"]]
+        print(f"{label:>18}", *(f"{value:18.3f}" for value in values))
+    draw(runs, arguments.out / "memorization.png")
+    print(f"\nFigure: {arguments.out / 'memorization.png'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""The mean loss beside a measurement."""
+
+import math
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_taskinfo.callbacks._samples import size
+from lightning_taskinfo.fisher.batches import take
+from lightning_taskinfo.fisher.engine import Request
+from lightning_taskinfo.fisher.per_sample import Forward
+from lightning_taskinfo.functional.likelihood import Likelihood, as_likelihood
+
+CHUNK = 128  # samples of one forward pass
+
+
+def mean_loss(
+    model: nn.Module, inputs: Any, targets: Tensor | None, likelihood: str | Likelihood, forward_fn: Forward | None
+) -> float:
+    """Return the mean negative log-likelihood of the targets, in nats a sample; NaN without samples or targets."""
+    n = size(inputs)
+    if targets is None or not n:
+        return math.nan
+    total = torch.zeros((), dtype=torch.float64)
+    with torch.no_grad():
+        for start in range(0, n, CHUNK):
+            part = itemgetter(slice(start, start + CHUNK))
+            outputs = Request(forward_fn=forward_fn).forward(model, take(inputs, part))
+            total -= as_likelihood(likelihood).log_prob(outputs, part(targets)).double().sum().cpu()
+    return total.item() / n

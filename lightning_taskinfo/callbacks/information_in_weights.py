@@ -1,0 +1,185 @@
+"""Follow how much the weights know about the data they are trained on."""
+
+import warnings
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+from torch import nn
+from torchmetrics import MeanMetric
+
+from lightning_taskinfo._lightning import LightningModule, Trainer
+from lightning_taskinfo._observe import ParamDict, trainable_parameters
+from lightning_taskinfo.callbacks._loss import mean_loss
+from lightning_taskinfo.callbacks._pool import readable
+from lightning_taskinfo.callbacks._probe import Probe
+from lightning_taskinfo.callbacks._samples import Samples, size
+from lightning_taskinfo.fisher.metric import FisherInformation
+from lightning_taskinfo.functional.information import WeightInformation, information_in_weights
+
+OTHER_STDS = (0.1, 10.0, 100.0)  # times `prior_std`: the same diagonal gives their KL too
+
+
+class _Observed(NamedTuple):
+    fisher: FisherInformation
+    loss: MeanMetric
+    displacement: ParamDict
+
+
+class InformationInWeights(Probe):
+    r"""Log ``information_nats``, how much the weights know about the data they are trained on.
+
+    .. math::
+        \mathrm{KL}(Q\,\|\,P) = \tfrac12 \sum_i \Big[ \frac{(w_i - w_{0,i})^2}{\lambda^2} + v_i - 1 - \log v_i \Big],
+        \qquad v_i = \frac{1}{1 + \lambda^2 N F_{ii}/\beta}
+
+    for the pre-distribution :math:`P = N(w_0, \lambda^2 I)` and the Gaussian post-distribution :math:`Q` around the
+    weights :math:`w` that minimises :math:`C_\beta = \mathbb{E}_Q[L_D] + \beta\,\mathrm{KL}(Q\|P)`, with :math:`L_D`
+    the **sum** of the loss over all :math:`N` training samples and a diagonal curvature :math:`N F_{ii}`. Beside it go
+    the terms of :math:`C_\beta` (``expected_loss``, the loss :math:`L_D(w)` in nats; ``curvature_penalty``, what the
+    noise of :math:`Q` adds to it; and ``c_beta`` itself), ``effective_parameters``,
+    ``information_nats_per_parameter``, ``information_nats/<layer>``, and the KL for three other ``prior_std``. After
+    every epoch unless told otherwise.
+
+    The Fisher information and the loss are estimates from ``max_samples`` of the samples, multiplied by :math:`N`.
+
+    Args:
+        prior_std: :math:`\lambda`, the standard deviation of the pre-distribution.
+        beta: :math:`\beta` beside the **sum** of the loss; 1 is the evidence lower bound. For a weight of the KL beside
+            the mean loss, give that times :math:`N`.
+        origin: Centre :math:`w_0` of the pre-distribution: ``"init"`` for the weights at the start of training, which
+            are kept in checkpoints, so that a resumed run measures from the same origin; ``"zero"``; or the path of a
+            checkpoint, for the information that fine-tuning adds.
+        dataset_size: :math:`N`; the length of the training set unless given.
+        max_samples: At most this many samples are measured.
+        data: As for every probe; a fixed subset of the training set by default.
+        **probe: When and at what to look, see :class:`~lightning_taskinfo.callbacks._probe.Probe`.
+
+    Raises:
+        ValueError: If an argument is out of its range.
+
+    Example::
+
+        trainer = Trainer(callbacks=[InformationInWeights(prior_std=0.1)])
+
+    References:
+        Achille, Paolini, Mbeng, Soatto, *The information complexity of learning tasks, their structure and their
+        distance*, Theorem 5.4.
+    """
+
+    default_every_n_epochs: ClassVar[int | None] = 1
+    ylabel: ClassVar[str] = "information in the weights (nats)"
+
+    def __init__(
+        self,
+        *,
+        prior_std: float = 0.1,
+        beta: float = 1.0,
+        origin: str = "init",
+        dataset_size: int | None = None,
+        max_samples: int = 256,
+        data: Literal["train_batch", "train", "val"] = "train",
+        **probe: Any,
+    ) -> None:
+        super().__init__(max_samples=max_samples, data=data, **probe)
+        for argument, value in {"prior_std": prior_std, "beta": beta}.items():
+            if not value > 0:
+                raise ValueError(f"`{argument}` must be positive, got {value}.")
+        if dataset_size is not None and dataset_size < 1:
+            raise ValueError(f"`dataset_size` must be at least 1, got {dataset_size}.")
+        if origin not in ("init", "zero") and not Path(origin).is_file():
+            raise ValueError(f"`origin` must be 'init', 'zero' or the path of a checkpoint, got {origin!r}.")
+        self.prior_std, self.beta, self.origin, self.dataset_size = prior_std, beta, origin, dataset_size
+        self.headline = ("information_nats",)
+        self._origin: ParamDict = {}
+        self._samples = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        self._samples = self.dataset_size or _length(trainer.train_dataloader)
+        weights = {name: p.detach() for name, p in pl_module.named_parameters()}
+        if {name: w.shape for name, w in weights.items()} == {name: w.shape for name, w in self._origin.items()}:
+            return  # from a checkpoint, or an earlier fit of this model
+        if self.origin == "init" and trainer.ckpt_path is not None:
+            warnings.warn(
+                f"{self.state_key} found no origin in the checkpoint and measures from the resumed weights.",
+                stacklevel=2,
+            )
+        self._origin = {name: w.clone() for name, w in weights.items()}
+        if self.origin == "zero":
+            self._origin = {name: torch.zeros_like(w) for name, w in weights.items()}
+        elif self.origin != "init":
+            self._origin |= self._stored(weights)
+
+    def _stored(self, weights: ParamDict) -> ParamDict:
+        """Return the checkpoint's weights; those that it does not have, e.g. of a new head, count from the start."""
+        stored = torch.load(self.origin, map_location="cpu", weights_only=True)
+        stored = stored.get("state_dict", stored)
+        found = {n: stored[n].to(w) for n, w in weights.items() if n in stored and stored[n].shape == w.shape}
+        if not found:
+            raise ValueError(f"`origin` must hold weights of the module, got none of {', '.join(weights)}.")
+        if left := [name for name in weights if name not in found]:
+            warnings.warn(
+                f"{self.state_key} did not find {', '.join(left)} in {self.origin!r} and measures them from the start.",
+                stacklevel=2,
+            )
+        return found
+
+    def observe(self, model: nn.Module, samples: Samples) -> _Observed:
+        device = next(model.parameters()).device
+        fisher = FisherInformation(
+            quantity="diagonal",
+            labels=self.labels,
+            likelihood=samples.draws(self.likelihood, self.mc_samples),
+            mc_samples=self.mc_samples,
+            forward_fn=self.forward_fn,
+        ).to(device)
+        fisher.update(model, samples.inputs, samples.targets)
+        loss = MeanMetric(nan_strategy="ignore").to(device)
+        value = mean_loss(model, samples.inputs, samples.targets, self.likelihood, self.forward_fn)
+        loss.update(value, size(samples.inputs))
+        moved = {n: p.detach().double() - self._origin[n].to(p) for n, p in trainable_parameters(model).items()}
+        return _Observed(fisher, loss, moved)
+
+    def summarise(self, observed: _Observed) -> dict[str, float]:
+        diagonal, N = observed.fisher.compute().diagonal, self._samples
+        curvature = torch.cat([(N * diagonal[name]).flatten() for name in diagonal])
+        moved = torch.cat([observed.displacement[name].flatten() for name in diagonal])
+        whole = self._information(curvature, moved)
+        loss = N * observed.loss.compute().item()
+        values = {
+            "information_nats": whole.kl.item(),
+            "expected_loss": loss,
+            "curvature_penalty": whole.curvature_penalty.item(),
+            "c_beta": whole.objective(loss).item(),
+            "effective_parameters": whole.effective_parameters.item(),
+            "information_nats_per_parameter": whole.kl.item() / len(curvature),
+        }
+        for std in (self.prior_std * factor for factor in OTHER_STDS):
+            values[f"information_nats_at_prior_std/{std:g}"] = self._information(curvature, moved, std).kl.item()
+        if self.per_layer:
+            for name, h in diagonal.items():
+                key = f"information_nats/{name.rpartition('.')[0] or 'module'}"
+                values[key] = values.get(key, 0.0) + self._information(N * h, observed.displacement[name]).kl.item()
+        return values
+
+    def _information(
+        self, curvature: torch.Tensor, moved: torch.Tensor, prior_std: float | None = None
+    ) -> WeightInformation:
+        return information_in_weights(curvature, moved, prior_std=prior_std or self.prior_std, beta=self.beta)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "origin": {name: w.cpu() for name, w in self._origin.items()}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._origin = dict(state_dict["origin"])
+
+
+def _length(loader: Any) -> int:
+    if not readable(loader):
+        raise ValueError(
+            "`dataset_size` must be given where the training loader does not say how many samples there are, "
+            f"got {type(loader).__name__}."
+        )
+    return len(loader.dataset)

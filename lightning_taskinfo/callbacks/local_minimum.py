@@ -1,0 +1,98 @@
+"""Characterise the local minimum that a training has found."""
+
+from typing import Any, ClassVar, Literal
+
+from torch import Generator, Tensor, nn
+
+from lightning_taskinfo._lightning import LightningModule, Trainer
+from lightning_taskinfo.callbacks._loss import mean_loss
+from lightning_taskinfo.callbacks._probe import Probe
+from lightning_taskinfo.callbacks._samples import Samples
+from lightning_taskinfo.fisher import gradient_gram
+from lightning_taskinfo.fisher.engine import Request
+from lightning_taskinfo.functional.minima import local_minimum_summary, normalise_logits
+
+
+class LocalMinimum(Probe):
+    r"""Log ``local_minimum/gamma``, the log-determinant of the Gram matrix of the samples' gradients.
+
+    .. math:: \hat\gamma = \frac1T \sum_{t=1}^T \log|J_t J_t^\top|
+
+    with :math:`J_t` the gradients of :math:`N'` random training samples by their own labels; lower is better. Beside it
+    go ``local_minimum/gamma_standard_error`` over the draws, ``local_minimum/spectral_radius``, ``/frobenius``,
+    ``/trace`` and ``/mean_loss``: minima compare only at nearly equal training loss. Once at the end of training,
+    unless told otherwise. There is one Gram matrix of ``max_samples`` samples, and every draw is a part of it.
+
+    Processes do not share the samples: each has the whole matrix.
+
+    Args:
+        draws: :math:`T`.
+        subset_size: :math:`N'`; ``min(100, samples // 2)`` by default.
+        normalise_logits: Whether to divide each logit vector by 0.04 times its norm first, so that networks of
+            different confidence compare.
+        max_samples: At most this many samples are measured.
+        data: As for every probe; a fixed subset of the training set by default.
+        labels: The dataset's (``"empirical"``), or one draw from the model (``"sampled"``).
+        **probe: When and at what to look, see :class:`~lightning_taskinfo.callbacks._probe.Probe`.
+
+    Raises:
+        ValueError: If an argument is out of its range.
+
+    Example::
+
+        trainer = Trainer(callbacks=[LocalMinimum()])
+
+    References:
+        Jia, Su, *Information-theoretic local minima characterization and regularization*, ICML 2020.
+    """
+
+    ylabel: ClassVar[str] = "log-determinant of the gradients' Gram matrix"
+    split_over_ranks: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        *,
+        draws: int = 100,
+        subset_size: int | None = None,
+        normalise_logits: bool = False,
+        max_samples: int = 500,
+        data: Literal["train_batch", "train", "val"] = "train",
+        labels: Literal["empirical", "sampled"] = "empirical",
+        **probe: Any,
+    ) -> None:
+        super().__init__(max_samples=max_samples, data=data, labels=labels, **probe)
+        if labels == "exact":
+            raise ValueError("`labels` must be 'empirical' or 'sampled' for a Gram matrix of gradients, got 'exact'.")
+        for argument, value in {"draws": draws, "subset_size": subset_size}.items():
+            if value is not None and value < 1:
+                raise ValueError(f"`{argument}` must be at least 1, got {value}.")
+        self.draws, self.subset_size, self.normalise_logits = draws, subset_size, normalise_logits
+        self.headline = ("local_minimum/gamma",)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_fit_start(trainer, pl_module)
+        if self.data == "train_batch" and trainer.world_size > 1:
+            raise ValueError("`data` must be 'train' or 'val' with several processes, got 'train_batch'.")
+
+    def _outputs(self, model: nn.Module, inputs: Any) -> Tensor:
+        outputs = Request(forward_fn=self.forward_fn).forward(model, inputs)
+        return normalise_logits(outputs) if self.normalise_logits else outputs
+
+    def observe(self, model: nn.Module, samples: Samples) -> dict[str, float]:
+        gram = gradient_gram(
+            model,
+            samples.inputs,
+            samples.targets,
+            labels=self.labels,
+            likelihood=samples.draws(self.likelihood, 1),
+            forward_fn=self._outputs,
+        )
+        generator = Generator().manual_seed(samples.seed)
+        size = None if self.subset_size is None else min(self.subset_size, len(gram))
+        result = local_minimum_summary(gram, subset_size=size, draws=self.draws, generator=generator)
+        loss = mean_loss(model, samples.inputs, samples.targets, self.likelihood, self.forward_fn)
+        values = {name: value.item() for name, value in result._asdict().items()} | {"mean_loss": loss}
+        return {f"local_minimum/{name}": value for name, value in values.items()}
+
+    def summarise(self, observed: dict[str, float]) -> dict[str, float]:
+        return observed

@@ -1,0 +1,171 @@
+"""``InformationInWeights`` against the formula on the same samples, and its origin through checkpoints."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_taskinfo.callbacks import InformationInWeights
+from lightning_taskinfo.fisher import fisher_diagonal
+from tests.callbacks.runs import Classifier, digits, fit
+
+
+@pytest.fixture
+def loader():
+    return DataLoader(digits(), batch_size=8)
+
+
+def steady():
+    return Classifier(dropout=0.0)
+
+
+def expected(model, origin, *, prior_std, beta, n=32):
+    """Maths §2, a parameter at a time in a loop, from the whole training set."""
+    x, y = digits().tensors
+    model.eval()
+    diagonal = fisher_diagonal(model, x, labels="exact")
+    kl, penalty, effective, layers = 0.0, 0.0, 0.0, {}
+    for name, p in model.named_parameters():
+        part = 0.0
+        moved = (p - origin[name]).flatten().tolist()
+        for h, delta in zip((n * diagonal[name]).flatten().tolist(), moved, strict=True):
+            v = 1 / (1 + prior_std**2 * h / beta)
+            part += 0.5 * (delta**2 / prior_std**2 + v - 1 - math.log(v))
+            penalty += 0.5 * h * v * prior_std**2
+            effective += prior_std**2 * h / (prior_std**2 * h + beta)
+        layer = name.rpartition(".")[0]
+        layers[layer] = layers.get(layer, 0.0) + part
+        kl += part
+    loss = F.cross_entropy(model(x), y, reduction="sum").item()
+    return {
+        "information_nats": kl,
+        "expected_loss": loss,
+        "curvature_penalty": penalty,
+        "c_beta": loss + penalty + beta * kl,
+        "effective_parameters": effective,
+        "information_nats_per_parameter": kl / sum(p.numel() for p in model.parameters()),
+        **{f"information_nats/{layer}": part for layer, part in layers.items()},
+    }
+
+
+@pytest.mark.parametrize(("prior_std", "beta"), [(0.1, 1.0), (0.5, 3.0)])
+@pytest.mark.parametrize("origin", ["init", "zero"])
+def test_equals_the_formula_on_the_whole_training_set(tmp_path, loader, prior_std, beta, origin):
+    start = {}
+
+    class Kept(Classifier):
+        def on_train_start(self):
+            start.update({n: p.detach().clone() for n, p in self.named_parameters()})
+
+    callback = InformationInWeights(prior_std=prior_std, beta=beta, origin=origin, labels="exact")
+    model = fit(tmp_path, callback, model=Kept, loader=loader).lightning_module
+    if origin == "zero":
+        start = {name: torch.zeros_like(w) for name, w in start.items()}
+    row, reference = callback.history[-1], expected(model, start, prior_std=prior_std, beta=beta)
+    assert [entry["step"] for entry in callback.history] == [4, 8]
+    assert {name: row[name] for name in reference} == pytest.approx(reference, rel=1e-5)
+    assert row["c_beta"] == pytest.approx(
+        row["expected_loss"] + row["curvature_penalty"] + beta * row["information_nats"]
+    )
+
+
+def test_other_prior_stds_come_free(tmp_path, loader):
+    def last(prior_std):
+        callback = InformationInWeights(prior_std=prior_std, labels="exact")
+        fit(tmp_path, callback, loader=loader)
+        return callback.history[-1]
+
+    row = last(0.1)
+    for std in (0.01, 1.0, 10.0):
+        measured = row[f"information_nats_at_prior_std/{std:g}"]
+        assert measured == pytest.approx(last(std)["information_nats"])
+
+
+def test_a_subset_stands_for_the_whole_set(tmp_path, loader):
+    def last(**arguments):
+        callback = InformationInWeights(labels="exact", per_layer=False, **arguments)
+        fit(tmp_path, callback, loader=loader)
+        return callback.history[-1]
+
+    whole, part = last(), last(max_samples=16)
+    assert part["expected_loss"] == pytest.approx(whole["expected_loss"], rel=0.5)
+    assert part["expected_loss"] != whole["expected_loss"]
+    assert last(dataset_size=64)["expected_loss"] == pytest.approx(2 * whole["expected_loss"])
+    assert not any(name.startswith("information_nats/") for name in whole)
+
+
+def test_a_resumed_run_measures_from_the_first_origin(tmp_path, loader):
+    whole = InformationInWeights()
+    fit(tmp_path, whole, model=steady, loader=loader, max_epochs=4)
+    fit(tmp_path, InformationInWeights(), model=steady, loader=loader).save_checkpoint(tmp_path / "half.ckpt")
+    resumed = InformationInWeights()
+    fit(tmp_path, resumed, model=steady, loader=loader, max_epochs=4, ckpt_path=tmp_path / "half.ckpt")
+    assert resumed.history == whole.history
+    stored = torch.load(tmp_path / "half.ckpt", weights_only=True)["callbacks"]["InformationInWeights"]
+    assert stored["origin"].keys() == {name for name, _ in steady().named_parameters()}
+
+
+def test_a_resumed_run_without_an_origin_says_so(tmp_path, loader):
+    fit(tmp_path, model=steady, loader=loader).save_checkpoint(tmp_path / "half.ckpt")
+    callback = InformationInWeights()
+    with pytest.warns(UserWarning, match="found no origin in the checkpoint and measures from the resumed weights"):
+        fit(tmp_path, callback, model=steady, loader=loader, max_epochs=3, ckpt_path=tmp_path / "half.ckpt")
+    assert [row["step"] for row in callback.history] == [12]
+
+
+def test_information_added_by_fine_tuning(tmp_path, loader):
+    trainer = fit(tmp_path, model=steady, loader=loader)
+    trainer.save_checkpoint(tmp_path / "pretrained.ckpt")
+    pretrained = {n: p.detach().clone() for n, p in trainer.lightning_module.named_parameters()}
+    callback = InformationInWeights(origin=str(tmp_path / "pretrained.ckpt"), labels="exact")
+    model = fit(tmp_path, callback, model=steady, loader=loader, max_epochs=1).lightning_module
+    reference = expected(model, pretrained, prior_std=0.1, beta=1.0)
+    assert callback.history[-1]["information_nats"] == pytest.approx(reference["information_nats"], rel=1e-5)
+
+
+def test_a_new_head_counts_from_the_start(tmp_path, loader):
+    class Other(Classifier):
+        def __init__(self):
+            super().__init__(dropout=0.0)
+            self.net[7] = nn.Linear(6, 5)
+
+    torch.save(steady().state_dict(), tmp_path / "weights.pt")
+    callback = InformationInWeights(origin=str(tmp_path / "weights.pt"))
+    with pytest.warns(
+        UserWarning, match=r"did not find net\.7\.weight, net\.7\.bias in .* measures them from the start"
+    ):
+        fit(tmp_path, callback, model=Other, loader=loader)
+    torch.save({"something.else": torch.zeros(3)}, tmp_path / "weights.pt")
+    with pytest.raises(ValueError, match=r"`origin` must hold weights of the module, got none of net\.0\.weight"):
+        fit(tmp_path, callback.__class__(origin=str(tmp_path / "weights.pt")), loader=loader)
+
+
+def test_an_unknown_size_has_to_be_given(tmp_path):
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(digits())
+
+    stream = DataLoader(Stream(), batch_size=8)
+    with pytest.raises(ValueError, match=r"`dataset_size` must be given where .*, got DataLoader"):
+        fit(tmp_path, InformationInWeights(), loader=stream)
+    callback = InformationInWeights(dataset_size=32)
+    fit(tmp_path, callback, loader=stream)
+    assert len(callback.history) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prior_std": 0.0}, r"`prior_std` must be positive, got 0\.0"),
+        ({"beta": -1.0}, r"`beta` must be positive, got -1\.0"),
+        ({"dataset_size": 0}, "`dataset_size` must be at least 1, got 0"),
+        ({"origin": "here.ckpt"}, "`origin` must be 'init', 'zero' or the path of a checkpoint, got 'here.ckpt'"),
+    ],
+    ids=str,
+)
+def test_refuses_wrong_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        InformationInWeights(**arguments)

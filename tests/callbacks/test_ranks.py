@@ -1,0 +1,177 @@
+"""Two processes log what one logs on the same samples, and a failing one hangs nobody."""
+
+import json
+import os
+import warnings
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_taskinfo.callbacks import FisherTrace, InformationInWeights, LocalMinimum
+from tests.callbacks.runs import Classifier, Noisy, digits, fit
+from tests.ranks import on_ranks
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+
+
+class Plain(Classifier):
+    """The same weights in every process, and no batch norm, whose statistics they would not share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class Save(pl.Callback):
+    """Writes the histories of every process at the end."""
+
+    def __init__(self, folder, *probes):
+        self.folder, self.probes = folder, probes
+
+    def on_train_end(self, trainer, pl_module):
+        histories = [probe.history for probe in self.probes]
+        (self.folder / f"{trainer.global_rank}.json").write_text(json.dumps(histories))
+
+
+def on_two_ranks(folder, *probes, loader, **arguments):
+    """Return the histories of each process; batches of the loader are shared between two."""
+    fit(
+        folder,
+        *probes,
+        Save(folder, *probes),
+        model=Plain,
+        loader=loader,
+        strategy="ddp_fork",
+        devices=2,
+        **{"max_epochs": 1, **arguments},
+    )
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+def close(a, b):
+    assert len(a) == len(b) > 0
+    for x, y in zip(a, b, strict=True):
+        assert x.keys() == y.keys()
+        for key in x:
+            assert x[key] == pytest.approx(y[key], rel=1e-5, nan_ok=True), key
+
+
+@pytest.mark.parametrize("kind", ["tensors", "random transforms"])
+def test_two_processes_log_what_one_logs(tmp_path, kind):
+    """An odd number of samples: the pool's shards are uneven."""
+
+    def run(ranks):
+        data = digits(24) if kind == "tensors" else Noisy(24)
+        probes = [
+            FisherTrace(every_n_steps=1, data="train", max_samples=13, mc_samples=2, name="sampled"),
+            FisherTrace(every_n_steps=1, data="train", max_samples=13, labels="exact", name="exact"),
+            FisherTrace(every_n_steps=1, data="train", max_samples=1, labels="exact", name="one"),
+            InformationInWeights(every_n_steps=1, max_samples=13),
+            LocalMinimum(every_n_steps=1, max_samples=13),
+        ]
+        if ranks == 2:
+            return on_two_ranks(tmp_path, *probes, loader=DataLoader(data, batch_size=12), max_steps=1)
+        fit(tmp_path, *probes, model=Plain, loader=DataLoader(data, batch_size=24), max_epochs=1)
+        return [probe.history for probe in probes]
+
+    alone = run(1)
+    first, second = run(2)
+    for a, b, c in zip(alone, first, second, strict=True):
+        close(b, c)
+        if kind == "tensors":  # the training step saw the same samples too
+            close(a, b)
+    assert [len(history) for history in first] == [1] * 5
+
+
+class Batch(FisherTrace):
+    """Keeps which samples it measured."""
+
+    def observe(self, model, samples):
+        self.share = (len(samples.inputs), samples.first, samples.total)
+        return super().observe(model, samples)
+
+    def summarise(self, observed):
+        return {**super().summarise(observed), "first": float(self.share[1]), "total": float(self.share[2])}
+
+
+def test_the_batches_of_two_processes_are_one_batch(tmp_path):
+    probe = Batch(every_n_steps=1, max_samples=9, labels="sampled")
+    step = FisherTrace(every_n_steps=1, data="train_step", labels="empirical", name="step")
+    first, second = on_two_ranks(tmp_path, probe, step, loader=DataLoader(digits(24), batch_size=12))
+    assert [(row["first"], row["total"]) for row in first[0]] == [(0.0, 9.0)]
+    assert [(row["first"], row["total"]) for row in second[0]] == [(5.0, 9.0)]
+    for name in ("fisher_trace", "fisher_trace_standard_error", "sgd_temperature"):
+        assert [row[name] for row in first[0]] == [row[name] for row in second[0]]
+    close(first[1], second[1])
+    x, y = digits(24).tensors
+    model, total = Plain(), []
+    for n in range(24):
+        loss = nn.functional.cross_entropy(model(x[n : n + 1]), y[n : n + 1])
+        total.append(sum(g.square().sum() for g in torch.autograd.grad(loss, [*model.parameters()])).item())
+    assert first[1][0]["fisher_trace_train_step"] == pytest.approx(sum(total) / 24, rel=1e-5)
+
+
+class FailsOnOne(FisherTrace):
+    """Fails on the second process at the first step, wherever it is told to."""
+
+    def __init__(self, where, **probe):
+        super().__init__(**probe)
+        self.where, self.rank, self.steps = where, 0, 0
+
+    def on_train_start(self, trainer, pl_module):
+        super().on_train_start(trainer, pl_module)
+        self.rank = trainer.global_rank
+        pick = self.batch_fn
+
+        def broken(batch):
+            if self.where == "batch" and self.rank == 1 and trainer.global_step == 1:
+                raise RuntimeError("no")
+            return pick(batch)
+
+        self._source.batch_fn = broken
+
+    def observe(self, model, samples):
+        self.steps += 1
+        if self.where == "observe" and self.rank == 1 and self.steps == 1:
+            raise RuntimeError("no")
+        return super().observe(model, samples)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("where", ["observe", "batch"])
+def test_one_failing_process_hangs_nobody(tmp_path, where):
+    probe = FailsOnOne(where, every_n_steps=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # in the processes; what they say is tested in one
+        first, second = on_two_ranks(tmp_path, probe, loader=DataLoader(digits(24), batch_size=4))
+    assert [row["step"] for row in first[0]] == [row["step"] for row in second[0]] == [2, 3]
+
+
+def test_local_minimum_does_not_share_batches(tmp_path):
+    probe = LocalMinimum(data="train_batch", every_n_steps=1)
+    with pytest.raises(Exception, match="`data` must be 'train' or 'val' with several processes, got 'train_batch'"):
+        on_two_ranks(tmp_path, probe, loader=DataLoader(digits(24), batch_size=4))
+
+
+def refused(rank):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = Plain()
+    fully_shard(model.net[0], mesh=init_device_mesh("cpu", (1,)))
+    with pytest.raises(
+        ValueError, match="FisherTrace reads whole weights and cannot work with sharded ones, got DTensor"
+    ):
+        FisherTrace().on_fit_start(None, model)
+    return True
+
+
+def test_sharded_weights_are_refused_before_training():
+    assert on_ranks(refused, world_size=1) == [True]
