@@ -26,6 +26,7 @@ from lightning_taskinfo.certificates import Certificate, Prior, certify, pareto_
 from lightning_taskinfo.data import load_dataset
 from lightning_taskinfo.plotting import plot_pareto
 
+CURVATURE_SAMPLES = 2048
 STRUCTURES = ("isotropic", "diagonal", "layer_inputs", "neuron", "kronecker")
 Split = tuple[Tensor, Tensor]
 Run = tuple[str, nn.Module, Split, Prior]  # name, trained network, the samples to certify it on, prior
@@ -91,7 +92,7 @@ def from_half(data: Split, seed: int) -> Iterator[Run]:
 
 def measure(name: str, model: nn.Module, data: Split, prior: Prior, test: Split, structure: str, draws: int) -> Any:
     start = time.perf_counter()
-    certificate = certify(model, data, prior, structure=structure, draws=draws)
+    certificate = certify(model, data, prior, structure=structure, draws=draws, curvature_samples=CURVATURE_SAMPLES)
     seconds = time.perf_counter() - start
     row = certificate.to_dict()
     del row["candidates"]
@@ -121,8 +122,8 @@ def table(rows: list[Any]) -> str:
 
 def picture(model: nn.Module, data: Split, prior: Prior, path: Path) -> None:
     """Draw what each structure trades for what, and keep the rows beside the picture."""
-    betas = [10 ** (j / 3) for j in range(-5, 10)]
-    rows = pareto_front(model, data, prior, structures=("isotropic", "diagonal", "layer_inputs", "neuron"), betas=betas)
+    betas = [10 ** (j / 3) for j in range(-4, 6)]
+    rows = pareto_front(model, data, prior, betas=betas, curvature_samples=CURVATURE_SAMPLES)
     plot_pareto(rows, len(data[0]))[0].savefig(path, dpi=150)
     path.with_suffix(".json").write_text(json.dumps([vars(row) for row in rows], indent=1) + "\n")
 
