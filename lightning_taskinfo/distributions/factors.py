@@ -75,10 +75,12 @@ def kronecker_factors(
             log_p = model(chunk).log_softmax(-1)
             label = torch.multinomial(log_p.detach().exp(), 1, generator=generator)
             edges = [edge for _, edges in captured.values() for edge in edges]
-            gradients = iter(torch.autograd.grad(log_p.gather(1, label).sum(), edges))
+            gradients = iter(torch.autograd.grad(log_p.gather(1, label).sum(), edges, allow_unused=True))
             for layer, (calls, edges) in captured.items():
                 for z, _ in zip(calls, edges, strict=True):
-                    g = _rows(model.get_submodule(layer), next(gradients))
+                    gradient, module = next(gradients), model.get_submodule(layer)
+                    unused = z.new_zeros(len(z), len(module.get_parameter("weight")))  # by the output
+                    g = unused if gradient is None else _rows(module, gradient)
                     A[layer] = A.get(layer, 0) + (z.T @ z).double() / len(inputs)
                     B[layer] = B.get(layer, 0) + (g.T @ g).double()
                     places[layer] += len(g)

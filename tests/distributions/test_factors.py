@@ -131,6 +131,21 @@ def test_leaves_out_what_it_cannot_represent():
     assert layer_input_matrices(net, torch.randn(2, 2, 1, 1)) == {}
 
 
+def test_a_layer_that_the_output_does_not_need_has_no_curvature():
+    class TwoHeads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head, self.other = nn.Linear(3, 2), nn.Linear(3, 4)
+
+        def forward(self, x):
+            self.other(x)
+            return self.head(x)
+
+    factors = kronecker_factors(TwoHeads(), torch.randn(6, 3))
+    assert not factors["other"][1].any()
+    assert factors["head"][1].any()
+
+
 def test_leaves_no_trace():
     net = nn.Sequential(nn.Linear(3, 5), nn.Dropout(), nn.Linear(5, 4)).train()
     state = torch.get_rng_state()
