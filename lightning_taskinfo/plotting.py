@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -10,6 +10,15 @@ from torch import Tensor
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+
+class Tradeoff(Protocol):
+    """A post-distribution's risk and complexity, such as a row of ``pareto_front``."""
+
+    structure: str
+    risk: float
+    kl: float
+    price: float
 
 
 def plot_curves(
@@ -55,6 +64,57 @@ def plot_curves(
     ax.spines[["top", "right"]].set_visible(False)
     ax.legend(frameon=False)
     return ax.figure, ax  # type: ignore[return-value]  # a subfigure, where the given axes lie in one
+
+
+def plot_pareto(
+    rows: Iterable["Tradeoff"], n: int, *, delta: float = 0.04, chance: float = 0.5, ax: "Axes | None" = None
+) -> tuple["Figure", "Axes"]:
+    """Draw the accuracy of stochastic networks against their complexity, one line a structure of the curvature.
+
+    Where a point lies decides what it certifies: grey lines join points of the same bound, and the region in which the
+    bound beats chance is shaded. Rows named ``"oracle"`` are drawn dashed: they show a limit, not a certificate.
+
+    Args:
+        rows: As from :func:`~lightning_taskinfo.certificates.pareto_front`.
+        n: Number of samples.
+        delta: Probability in the bound's log term.
+        chance: Error of a guess.
+        ax: Draw here instead of in a new figure.
+
+    Returns:
+        The figure and its axes.
+    """
+    groups: dict[str, list[Tradeoff]] = {}
+    for row in rows:
+        groups.setdefault(row.structure, []).append(row)
+    ax = _axes() if ax is None else ax
+    extra = math.log(2 * math.sqrt(n) / delta)
+    for name, members in groups.items():
+        points = sorted(((row.kl + row.price + extra) / n, 1 - row.risk) for row in members)
+        ax.plot(*zip(*points, strict=True), "k--" if name == "oracle" else ".-", label=name)
+    ax.set(xscale="log", xlabel="complexity: (KL + price + log term) / N", ylabel="accuracy of stochastic networks")
+    _draw_bounds(ax, chance)
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.legend(frameon=False, loc="lower right", title="curvature")
+    return ax.figure, ax  # type: ignore[return-value]
+
+
+def _draw_bounds(ax: "Axes", chance: float) -> None:
+    """Draw where kl(risk‖bound) = complexity, for a few bounds, and leave the limits of the axes to the points."""
+    import numpy as np
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ax.xaxis.set_major_formatter("{x:g}")
+    ax.xaxis.set_minor_formatter(NullFormatter())
+    ax.set(xlim=ax.get_xlim(), ylim=(ax.get_ylim()[0], 1.0))
+    for bound in sorted({0.05, 0.1, 0.2, 0.3, chance}):
+        risk = np.linspace(1e-9, bound - 1e-9, 500)
+        complexity = risk * np.log(risk / bound) + (1 - risk) * np.log((1 - risk) / (1 - bound))
+        ax.plot(complexity, 1 - risk, color="0.7", linewidth=0.8, zorder=0)
+        ax.annotate(f"≤ {bound:g}", (complexity[0], 1.0), fontsize=7, color="0.4", ha="center", va="bottom")
+        if bound == chance:
+            ax.fill_betweenx(1 - risk, ax.get_xlim()[0], complexity, color="0.95", zorder=-1)
 
 
 def figure_pixels(figure: "Figure") -> Tensor:

@@ -3,5 +3,6 @@
 from lightning_taskinfo.callbacks.fisher_trace import FisherTrace
 from lightning_taskinfo.callbacks.information_in_weights import InformationInWeights
 from lightning_taskinfo.callbacks.local_minimum import LocalMinimum
+from lightning_taskinfo.callbacks.pac_bayes_certificate import PACBayesCertificate
 
-__all__ = ["FisherTrace", "InformationInWeights", "LocalMinimum"]
+__all__ = ["FisherTrace", "InformationInWeights", "LocalMinimum", "PACBayesCertificate"]

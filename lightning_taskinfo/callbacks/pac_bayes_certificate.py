@@ -1,0 +1,127 @@
+"""Certify a network at the end of its training, or every few epochs."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from lightning_taskinfo._lightning import LightningModule, Trainer
+from lightning_taskinfo.callbacks._probe import Probe
+from lightning_taskinfo.callbacks._samples import Samples
+from lightning_taskinfo.certificates import BETAS, PRIOR_STDS, Certificate, Prior, Structure, certify
+
+
+class PACBayesCertificate(Probe):
+    r"""Log ``certificate_bound``: at most this is the true error of the trained network turned stochastic.
+
+    The prior is centred at the weights with which training began. They are copied when training starts, kept in
+    checkpoints, and independent of the training data only if ``origin`` can say so. The last certificate is the
+    attribute ``certificate``; beside its bound go ``certificate_risk``, ``certificate_risk_upper``,
+    ``certificate_kl``, ``certificate_model_risk`` and ``certificate_valid`` (1 or 0) to the loggers. At the end of
+    training, unless told otherwise.
+
+    Args:
+        origin: Where the weights at the start of training come from: ``"random initialisation"``, or a network trained
+            on other data. The certificate repeats it.
+        structure: Curvature that shapes the post-distribution, see :func:`~lightning_taskinfo.certify`.
+        prior_std: Standard deviations of the prior to choose from, in the order in which they are to be cheap.
+        betas: Weights of the KL to try.
+        draws: Number of fresh networks that the bound rests on.
+        delta: Probability with which the theorem may fail.
+        delta_draws: Probability with which the Monte-Carlo interval may fail.
+        every_n_epochs: Epochs between two certificates; only at the end by default. Each holds with its own confidence.
+        max_samples: At most this many random training samples are certified on; they are kept in memory.
+        name: Prefix of the logged names, and identity in checkpoints.
+        seed: Seed of all draws.
+        batch_fn: Picks ``(inputs, targets)`` out of a batch.
+
+    Example::
+
+        trainer = Trainer(callbacks=[PACBayesCertificate(origin="random initialisation")])
+    """
+
+    ylabel: ClassVar[str] = "error"
+    data_options: ClassVar[tuple[str, ...]] = ("train",)
+    split_over_ranks: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        *,
+        origin: str,
+        structure: Structure = "diagonal",
+        prior_std: Sequence[float] = PRIOR_STDS,
+        betas: Sequence[float] = BETAS,
+        draws: int = 1000,
+        delta: float = 0.04,
+        delta_draws: float = 0.01,
+        every_n_epochs: int | None = None,
+        max_samples: int = 1_000_000,
+        name: str | None = None,
+        seed: int = 0,
+        batch_fn: Callable[[Any], Any] | None = None,
+    ) -> None:
+        super().__init__(
+            every_n_epochs=every_n_epochs,
+            max_samples=max_samples,
+            data="train",
+            name=name,
+            seed=seed,
+            batch_fn=batch_fn,
+        )
+        self.headline = ("certificate_bound", "certificate_risk")
+        self.origin, self.structure, self.prior_std, self.betas = origin, structure, prior_std, betas
+        self.draws, self.delta, self.delta_draws = draws, delta, delta_draws
+        self.certificate: Certificate | None = None
+        self._center: dict[str, Tensor] | None = None
+        self._late = False
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_fit_start(trainer, pl_module)
+        self.certificate = None
+        if self._center is None:  # otherwise from a checkpoint, or an earlier fit: before the data were seen
+            self._late = trainer.ckpt_path is not None
+            tensors = (*pl_module.named_parameters(), *pl_module.named_buffers())
+            self._center = {name: tensor.detach().clone() for name, tensor in tensors}
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        if self._source is not None and self._source.pool is None:
+            raise ValueError(
+                f"{self.state_key} needs a training set that can be read by index, each sample once, got "
+                f"{type(trainer.train_dataloader).__name__} with a sampler of its own or without a length."
+            )
+
+    def observe(self, model: nn.Module, samples: Samples) -> Certificate:
+        if samples.targets is None:
+            raise ValueError("a certificate needs targets, got none.")
+        origin = None if self._late else self.origin
+        center = {name: tensor.to(samples.targets.device) for name, tensor in (self._center or {}).items()}
+        return certify(
+            model,
+            (samples.inputs, samples.targets),
+            Prior(center, origin=origin, std=self.prior_std),
+            structure=self.structure,
+            betas=self.betas,
+            draws=self.draws,
+            delta=self.delta,
+            delta_draws=self.delta_draws,
+            seed=self.seed,
+        )
+
+    def summarise(self, observed: Certificate) -> dict[str, float]:
+        self.certificate = observed
+        return {
+            "certificate_bound": observed.bound,
+            "certificate_risk": observed.risk,
+            "certificate_risk_upper": observed.risk_interval[1],
+            "certificate_model_risk": observed.model_risk,
+            "certificate_kl": observed.kl,
+            "certificate_valid": float(observed.valid),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "center": self._center, "late": self._late}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._center, self._late = state_dict["center"], state_dict["late"]

@@ -1,0 +1,180 @@
+"""PAC-Bayes certificates for networks that were simply trained: ``certify(model, data, prior)``."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, TypeAlias, get_args
+
+import torch
+from torch import Tensor, nn
+
+from lightning_taskinfo._observe import observing
+from lightning_taskinfo.certificates.certificate import PRIOR_STDS, Candidate, Certificate, Prior
+from lightning_taskinfo.certificates.pareto import pareto_front
+from lightning_taskinfo.certificates.samples import Data, zero_one_loss
+from lightning_taskinfo.certificates.search import (
+    BETAS,
+    BOUNDS,
+    Curvature,
+    Loss,
+    Structure,
+    Task,
+    Theorem,
+    curvature_of,
+    propose,
+)
+from lightning_taskinfo.certificates.validity import assumptions, reasons_against
+from lightning_taskinfo.distributions import WeightGaussian
+from lightning_taskinfo.functional.betting import betting_interval
+from lightning_taskinfo.functional.pac_bayes import monte_carlo_interval
+
+__all__ = ["BETAS", "PRIOR_STDS", "Candidate", "Certificate", "Prior", "certify", "pareto_front", "zero_one_loss"]
+
+DRAW_SIZE = 64  # samples a fresh network is tested on: many networks on few samples tell more than few on many
+Interval: TypeAlias = Literal["betting", "kl"]
+
+
+def certify(
+    model: nn.Module,
+    data: Data,
+    prior: Prior | None = None,
+    *,
+    structure: Structure | Curvature = "diagonal",
+    betas: Sequence[float] = BETAS,
+    theorem: Theorem = "kl",
+    delta: float = 0.04,
+    delta_draws: float = 0.01,
+    draws: int = 1000,
+    interval: Interval = "betting",
+    loss: Loss = zero_one_loss,
+    curvature_samples: int = 10_000,
+    seed: int = 0,
+    progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
+) -> Certificate:
+    r"""Bound the true risk of a trained network turned stochastic, :math:`Q = N(w^*, \Sigma^*)`, without retraining.
+
+    .. math::
+        e(Q) \le \mathrm{kl}^{-1}\!\Big(\hat e,\ \frac{\mathrm{KL}(Q\|P) + \mathrm{price} + \log(2\sqrt N/\delta)}{N}
+        \Big), \qquad \hat e \text{ the upper end of a Monte-Carlo interval at } \delta'
+
+    For each :math:`\beta`, the curvature at the trained weights gives the post-distribution and the scales of the
+    pre-distribution; a few draws estimate its risk. The best one is then tested on fresh draws. Of these choices only
+    the prior's scales have a price, since the theorem holds for all :math:`Q` at once. What was certified is the
+    **stochastic** network, whose weights are drawn anew for each prediction.
+
+    Args:
+        model: The trained network; it returns scores ``[N, C]``, unless ``loss`` expects something else. It is
+            measured in eval mode and left as it was.
+        data: The samples: ``(inputs, targets)``, a dataset of such pairs, or a loader over one. The network may have
+            been trained on them; the prior may not.
+        prior: The pre-distribution; by default centred at 0, which is always valid and seldom informative.
+        structure: Curvature that shapes the post-distribution: ``"isotropic"``, ``"diagonal"`` (Fisher),
+            ``"layer_inputs"`` (one matrix of layer inputs a layer), ``"neuron"`` (the same, scaled by how much the loss
+            feels a neuron), ``"kronecker"``, or a ready one of the sum of the loss.
+        betas: Weights of the KL beside the sum of the loss to try; free.
+        theorem: ``"kl"`` (Maurer–Seeger, the tightest), ``"mcallester"`` or ``"catoni"`` (with its parameter at 1);
+            chosen before looking at the results.
+        delta: Probability with which the theorem may fail.
+        delta_draws: Probability with which the Monte-Carlo interval may fail.
+        draws: Number of fresh networks for that interval, each tested on a few random samples.
+        interval: ``"betting"``, or ``"kl"``, the classical one, which needs about ten times as many networks; chosen
+            before looking at the results.
+        loss: Loss of each sample from outputs and targets, in ``[0, 1]``.
+        curvature_samples: How many samples the curvature is estimated from.
+        seed: Seed of all draws, chosen before looking at the results.
+        progress: Wraps the longer loops, such as ``tqdm``.
+
+    Returns:
+        The certificate, with ``valid`` and the reasons why not.
+
+    Example:
+        >>> from copy import deepcopy
+        >>> model = nn.Linear(2, 2)
+        >>> start = deepcopy(model)
+        >>> data = torch.randn(100, 2), torch.zeros(100, dtype=torch.long)
+        >>> certify(model, data, Prior(start, origin="random initialisation"), draws=10).valid
+        True
+
+    References:
+        *On PAC-Bayes bounds for deep neural networks using the loss curvature*; Dziugaite, Roy, *Computing nonvacuous
+        generalization bounds for deep (stochastic) neural networks*, UAI 2017.
+    """
+    _check(theorem, interval, delta, delta_draws, draws, betas)
+    prior = prior or Prior()
+    with observing(model):
+        task = Task.of(model, data, loss, seed)
+        reasons = reasons_against(model, prior, task.inputs[:4].to(task.generator.device))
+        name, curvature = _curvature(task, structure, curvature_samples)
+        candidates = [
+            propose(task, prior, curvature, beta).row(task, name, beta, theorem, delta) for beta in progress(betas)
+        ]
+        best = min(candidates, key=lambda row: row.bound)
+        winner = propose(task, prior, curvature, best.beta)
+        risks, why_not = _fresh_risks(task, winner.post, draws, progress)
+        n = len(task.inputs)
+        model_risk = float(torch.cat([task.losses(index) for index in torch.arange(n).split(4096)]).mean())
+    low, high = _interval(risks, interval, delta_draws)
+    return Certificate(
+        bound=min(1.0, float(BOUNDS[theorem](high, winner.kl + winner.price, n, delta))),
+        valid=not reasons + why_not,
+        reasons=tuple(reasons + why_not),
+        assumptions=tuple(assumptions(model, prior)),
+        risk=float(risks.mean()),
+        risk_interval=(low, high),
+        model_risk=model_risk,
+        kl=winner.kl,
+        price=winner.price,
+        n=n,
+        delta=delta,
+        delta_draws=delta_draws,
+        draws=draws,
+        interval=interval,
+        theorem=theorem,
+        structure=name,
+        beta=best.beta,
+        prior_origin=(prior.origin or "unknown") if prior.center is not None else "0",
+        prior_std=winner.prior_std,
+        prior_grid=len(prior.std),
+        candidates=tuple(candidates),
+        post=winner.post,
+    )
+
+
+def _curvature(task: Task, structure: Structure | Curvature, samples: int) -> tuple[str, Curvature]:
+    return (structure, curvature_of(task, structure, samples)) if isinstance(structure, str) else ("given", structure)
+
+
+def _fresh_risks(
+    task: Task, post: WeightGaussian, draws: int, progress: Callable[[Iterable[Any]], Iterable[Any]]
+) -> tuple[Tensor, list[str]]:
+    """Return the mean loss of each of some networks that nothing was chosen by, and what is wrong with the losses."""
+    losses = torch.stack([task.draw_losses(post, DRAW_SIZE) for _ in progress(range(draws))])  # [draws, samples]
+    worst = _outside(losses)
+    return losses.clamp(0, 1).mean(1), [] if worst is None else [f"the loss must lie in [0, 1], got {worst}"]
+
+
+def _interval(risks: Tensor, interval: Interval, delta: float) -> tuple[float, float]:
+    if interval == "kl":
+        low, high = monte_carlo_interval(risks.mean(), len(risks), delta)
+    else:
+        low, high = betting_interval(risks, delta)
+    return float(low), float(high)
+
+
+def _outside(losses: Tensor) -> float | None:
+    outside = losses[(losses < 0) | (losses > 1)]
+    return outside[0].item() if len(outside) else None
+
+
+def _check(theorem: str, interval: str, delta: float, delta_draws: float, draws: int, betas: Sequence[float]) -> None:
+    if theorem not in get_args(Theorem):
+        raise ValueError(f"`theorem` must be one of {get_args(Theorem)}, got {theorem!r}.")
+    if interval not in get_args(Interval):
+        raise ValueError(f"`interval` must be one of {get_args(Interval)}, got {interval!r}.")
+    for argument, value in {"delta": delta, "delta_draws": delta_draws}.items():
+        if not 0 < value < 1:
+            raise ValueError(f"`{argument}` must be in (0, 1), got {value}.")
+    if delta + delta_draws >= 1:
+        raise ValueError(f"`delta` and `delta_draws` must add up to less than 1, got {delta + delta_draws}.")
+    if draws < 1:
+        raise ValueError(f"`draws` must be at least 1, got {draws}.")
+    if not betas or min(betas) <= 0:
+        raise ValueError(f"`betas` must be positive numbers, got {list(betas)}.")

@@ -1,0 +1,49 @@
+"""The samples a certificate is about: all of them, each once, as they are."""
+
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+Data: TypeAlias = tuple[Tensor, Tensor] | Dataset[Any] | DataLoader[Any]
+
+
+def read_samples(data: Data) -> tuple[Tensor, Tensor]:
+    """Return all inputs and targets.
+
+    A loader's dataset is read in its own order, without the loader's sampler: repeated, reweighted or dropped samples
+    would not be the independent draws that a certificate speaks of. A random augmentation is applied once.
+
+    Args:
+        data: ``(inputs, targets)``, or a dataset of such pairs, or a loader over one.
+    """
+    if isinstance(data, tuple):
+        inputs, targets = data
+    else:
+        loader = data if isinstance(data, DataLoader) else DataLoader(data, batch_size=256)
+        batches = list(DataLoader(loader.dataset, batch_size=256, collate_fn=loader.collate_fn))
+        inputs, targets = (torch.cat([batch[part] for batch in batches]) for part in (0, 1))
+    if len(inputs) != len(targets):
+        raise ValueError(f"`data` must hold a target for each input, got {len(targets)} for {len(inputs)}.")
+    if len(inputs) < 8:
+        raise ValueError(f"`data` must hold at least 8 samples, got {len(inputs)}.")
+    return inputs, targets
+
+
+def zero_one_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return 1 for each wrong class and 0 for each right one.
+
+    Args:
+        outputs: Scores of the classes, shape ``[N, C]``; a sample with a score that is no number is wrong.
+        targets: Indices of the right classes, shape ``[N]``.
+
+    Example:
+        >>> zero_one_loss(torch.tensor([[2.0, 1.0], [2.0, 1.0]]), torch.tensor([0, 1]))
+        tensor([0., 1.])
+    """
+    if outputs.ndim != 2 or targets.shape != outputs.shape[:1]:
+        shapes = f"{list(outputs.shape)} and {list(targets.shape)}"
+        raise ValueError(f"`outputs` and `targets` must have shapes [N, C] and [N], got {shapes}.")
+    wrong = (outputs.argmax(1) != targets) | outputs.isnan().any(1)
+    return wrong.to(outputs.dtype)

@@ -1,0 +1,192 @@
+"""The search for a good post-distribution: what it learns from the data is free, or paid for."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
+
+import torch
+from torch import Generator, Tensor, nn
+
+from lightning_taskinfo._observe import trainable_parameters
+from lightning_taskinfo.certificates.certificate import Candidate, Prior
+from lightning_taskinfo.certificates.samples import Data, read_samples
+from lightning_taskinfo.distributions import (
+    CurvatureBlock,
+    LowRankCurvature,
+    WeightGaussian,
+    diagonal_curvature,
+    kronecker_curvature,
+    kronecker_factors,
+    layer_input_matrices,
+    neuron_curvature,
+    post_distribution,
+    pre_distribution,
+    with_diagonal,
+)
+from lightning_taskinfo.fisher import fisher_diagonal
+from lightning_taskinfo.functional.pac_bayes import catoni_bound, kl_bound, mcallester_bound, union_bound_price
+
+Structure: TypeAlias = Literal["isotropic", "diagonal", "layer_inputs", "neuron", "kronecker"]
+Theorem: TypeAlias = Literal["kl", "mcallester", "catoni"]
+Curvature: TypeAlias = Sequence[CurvatureBlock] | LowRankCurvature
+Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+BETAS = tuple(10 ** (j / 4) for j in range(-8, 17))  # 0.01 … 10⁴
+TRY_DRAWS, TRY_SIZE = 16, 256  # networks, and samples for each, to compare post-distributions by
+BOUNDS = {"kl": kl_bound, "mcallester": mcallester_bound, "catoni": catoni_bound}
+
+
+@dataclass(frozen=True)
+class Task:
+    """A trained network and the samples it is certified on.
+
+    Attributes:
+        model: The network, in eval mode.
+        inputs: All inputs, ``N`` of them.
+        targets: Their labels.
+        loss: Loss of each sample from outputs and targets.
+        generator: Where all random draws come from, on the model's device.
+    """
+
+    model: nn.Module
+    inputs: Tensor
+    targets: Tensor
+    loss: Loss
+    generator: Generator
+
+    @classmethod
+    def of(cls, model: nn.Module, data: Data, loss: Loss, seed: int) -> "Task":
+        """Read the samples and seed the generator."""
+        inputs, targets = read_samples(data)
+        device = next(iter(trainable_parameters(model).values())).device
+        return cls(model, inputs, targets, loss, Generator(device).manual_seed(seed))
+
+    @torch.no_grad()
+    def losses(self, index: Tensor | slice) -> Tensor:
+        """Return the losses of some samples under the network's present weights."""
+        device = self.generator.device
+        targets = self.targets[index].to(device)
+        values = self.loss(self.model(self.inputs[index].to(device)), targets)
+        if values.shape != targets.shape[:1]:
+            raise ValueError(f"`loss` must return a value for each of {len(targets)}, got shape {list(values.shape)}.")
+        return torch.nan_to_num(values.double(), nan=1.0)  # an output that is no number is an error
+
+    def draw_losses(self, post: WeightGaussian, size: int) -> Tensor:
+        """Draw one network, and return its losses on ``size`` random samples (on all, if there are no more)."""
+        n = len(self.inputs)
+        index: Tensor | slice = slice(None)
+        if size < n:
+            device = self.generator.device
+            index = torch.randint(n, (size,), generator=self.generator, device=device).to(self.inputs.device)
+        with post.with_weights(self.model, self.generator):
+            return self.losses(index)
+
+
+def curvature_of(task: Task, structure: Structure, samples: int) -> list[CurvatureBlock]:
+    """Return the curvature of the **sum** of the loss, estimated from a random part of the inputs.
+
+    Args:
+        task: The network and its samples.
+        structure: Which one; parameters that a layer-wise structure cannot represent get a diagonal.
+        samples: How many inputs to look at.
+    """
+    if structure not in get_args(Structure):
+        raise ValueError(f"`structure` must be one of {get_args(Structure)}, got {structure!r}.")
+    model, n, g = task.model, len(task.inputs), task.generator
+    picked = torch.randperm(n, generator=g, device=g.device)[:samples].to(task.inputs.device)
+    inputs = task.inputs[picked].to(g.device)
+    diagonal = {name: n * h for name, h in fisher_diagonal(model, inputs, labels="sampled", generator=g).items()}
+    if structure == "diagonal":
+        return diagonal_curvature(diagonal)
+    if structure == "isotropic":
+        mean = torch.cat([h.flatten() for h in diagonal.values()]).mean().item()
+        return diagonal_curvature({name: torch.full_like(h, mean) for name, h in diagonal.items()})
+    if structure == "layer_inputs":
+        matrices = {layer: n * A for layer, A in layer_input_matrices(model, inputs).items()}
+        return with_diagonal(neuron_curvature(model, matrices), diagonal)
+    factors = {layer: (n * A, B) for layer, (A, B) in kronecker_factors(model, inputs, generator=g).items()}
+    if structure == "kronecker":
+        return with_diagonal(kronecker_curvature(model, factors), diagonal)
+    scales = {layer: B.diagonal() for layer, (_, B) in factors.items()}
+    return with_diagonal(
+        neuron_curvature(model, {layer: A for layer, (A, _) in factors.items()}, scales=scales), diagonal
+    )
+
+
+def choose_scales(
+    blocks: Sequence[CurvatureBlock], displacement: dict[str, Tensor], prior: Prior, beta: float
+) -> tuple[dict[str, float], dict[str, float], float]:
+    r"""Choose the prior's standard deviations by the closed form of the objective, price included.
+
+    .. math:: \min_\lambda\; \|\Delta_l\|^2/\lambda^2 + \log|I + \lambda^2 H_l/\beta| + 2\,\mathrm{price}(\lambda)
+
+    Returns:
+        The standard deviations by parameter name, the same by layer, and the price in nats.
+    """
+    prices = union_bound_price(torch.arange(1, len(prior.std) + 1))  # [G]
+    prices = prices if len(prior.std) > 1 else torch.zeros_like(prices)  # nothing to choose, nothing to pay
+    costs: dict[str, Tensor] = {}
+    members: dict[str, list[str]] = {}
+    for block in blocks:
+        layer = _layer(block) if prior.per_layer else ""
+        members.setdefault(layer, []).extend(block.names)
+        shift = sum(float(displacement[name].double().square().sum()) for name in block.names)
+        gains = [float((std**2 * block.eigenvalues / beta).log1p().sum()) for std in prior.std]
+        cost = [shift / std**2 + gain for std, gain in zip(prior.std, gains, strict=True)]
+        costs[layer] = costs.get(layer, 2 * prices) + torch.tensor(cost, dtype=torch.float64)
+    chosen = {layer: int(cost.argmin()) for layer, cost in costs.items()}
+    by_layer = {layer: prior.std[j] for layer, j in chosen.items()}
+    by_name = {name: by_layer[layer] for layer, names in members.items() for name in names}
+    return by_name, by_layer, float(prices[list(chosen.values())].sum())
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A post-distribution and what it costs.
+
+    Attributes:
+        post: The post-distribution.
+        kl: Its KL from the pre-distribution, in nats.
+        price: Price of choosing the prior's scales, in nats.
+        prior_std: Those scales, by layer.
+    """
+
+    post: WeightGaussian
+    kl: float
+    price: float
+    prior_std: dict[str, float]
+
+    def row(self, task: Task, structure: str, beta: float, theorem: Theorem, delta: float) -> Candidate:
+        """Try it out on a few draws: good enough to choose by, no certificate."""
+        losses = torch.stack([task.draw_losses(self.post, TRY_SIZE).mean() for _ in range(TRY_DRAWS)])
+        risk = float(losses.mean().clamp(0, 1))
+        bound = float(BOUNDS[theorem](risk, self.kl + self.price, len(task.inputs), delta))
+        return Candidate(structure, beta, risk, self.kl, self.price, bound, self.prior_std)
+
+
+def propose(task: Task, prior: Prior, curvature: Curvature, beta: float) -> Proposal:
+    """Return the post-distribution for one ``beta``."""
+    center = prior.center_of(task.model)
+    displacement = {name: p.detach() - center[name] for name, p in trainable_parameters(task.model).items()}
+    blocks = _diagonal_of(curvature) if isinstance(curvature, LowRankCurvature) else curvature
+    by_name, by_layer, price = choose_scales(blocks, displacement, prior, beta)
+    pre = pre_distribution(center, prior_std=by_name)
+    post = post_distribution(task.model, pre, curvature, beta=beta)
+    return Proposal(post, float(post.kl(pre)), price, by_layer)
+
+
+def _layer(block: CurvatureBlock) -> str:
+    """Return the layer of a block; which weights share a scale is fixed by the architecture, or it would cost too."""
+    layers = {name.rpartition(".")[0] for name in block.names}
+    if len(layers) > 1:
+        raise ValueError(f"`structure` must keep layers apart where `per_layer` is true, got a block of {block.names}.")
+    return layers.pop()
+
+
+def _diagonal_of(curvature: LowRankCurvature) -> list[CurvatureBlock]:
+    scales = curvature.scales.double()
+    return diagonal_curvature(
+        {
+            name: h.double() + torch.tensordot(scales, curvature.factor[name].double() ** 2, dims=1)
+            for name, h in curvature.diagonal.items()
+        }
+    )

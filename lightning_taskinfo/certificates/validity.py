@@ -1,0 +1,87 @@
+"""Why a certificate may not be claimed: everything data-dependent that the KL does not pay for."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lightning_taskinfo._observe import trainable_parameters
+from lightning_taskinfo.certificates.certificate import Prior
+
+
+def reasons_against(model: nn.Module, prior: Prior, inputs: Tensor) -> list[str]:
+    """Return what makes a certificate for ``model`` invalid; nothing if all is well.
+
+    Args:
+        model: The trained network, in eval mode.
+        prior: Its pre-distribution.
+        inputs: Some inputs, to see whether samples influence each other.
+    """
+    center = prior.values()
+    return [
+        *_about_the_center(model, prior, center),
+        *_about_fixed_tensors(model, prior, center),
+        *_about_the_batch(model, inputs),
+    ]
+
+
+def assumptions(model: nn.Module, prior: Prior) -> list[str]:
+    """Return what cannot be checked and is taken on the user's word."""
+    scales = f"{len(prior.std)} prior scales"
+    trusted = [
+        f"architecture, preprocessing and the {scales} were fixed before the samples were seen",
+        "the samples are independent draws from the distribution the bound speaks of",
+    ]
+    if prior.center is None:
+        return trusted
+    center, weights = prior.center_of(model), trainable_parameters(model)
+    if all(torch.equal(weights[name], center[name]) for name in weights):
+        trusted.insert(0, "the network is the prior's centre itself: it has learned nothing from these samples")
+    return [f"the prior's centre does not depend on the samples: {prior.origin}", *trusted]
+
+
+def _about_the_center(model: nn.Module, prior: Prior, center: Mapping[str, Tensor]) -> list[str]:
+    reasons = []
+    if prior.center is not None and not prior.origin:
+        reasons.append(
+            "the prior's centre is not known to be independent of the data: `origin` must say where it is from"
+        )
+    shared = [
+        name
+        for name, parameter in trainable_parameters(model).items()
+        if name in center and parameter.numel() and center[name].data_ptr() == parameter.data_ptr()
+    ]
+    if shared:
+        reasons.append(
+            f"the prior's centre shares memory with the trained weights ({shared[0]}), so it was trained with them: "
+            "copy it before training"
+        )
+    return reasons
+
+
+def _about_fixed_tensors(model: nn.Module, prior: Prior, center: Mapping[str, Tensor]) -> list[str]:
+    """Frozen parameters and buffers are outside the KL: valid only if they are still what they were."""
+    norms = {name for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
+    frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+    reasons = []
+    for name, value in {**frozen, **dict(model.named_buffers())}.items():
+        kind = "frozen parameter" if name in frozen else "buffer"
+        if kind == "buffer" and name.rpartition(".")[0] in norms:
+            kind = "BatchNorm statistic"
+        if name not in center:
+            reasons.append(f"{kind} `{name}` is outside the KL and not part of the prior's centre to compare with")
+        elif not torch.equal(center[name].to(value), value):
+            reasons.append(f"{kind} `{name}` is outside the KL and differs from the prior's centre")
+        elif value.numel() and center[name].data_ptr() == value.data_ptr():
+            reasons.append(f"{kind} `{name}` shares memory with the prior's centre: copy it before training")
+    return reasons
+
+
+@torch.no_grad()
+def _about_the_batch(model: nn.Module, inputs: Tensor) -> list[str]:
+    some = inputs[:4]
+    together, apart = model(some), torch.cat([model(part) for part in some.split(2)])
+    if torch.allclose(together, apart, rtol=1e-3, atol=1e-4 * float(together.abs().max()), equal_nan=True):
+        return []
+    return ["the output for a sample depends on the other samples of its batch, so their losses are not independent"]

@@ -1,0 +1,151 @@
+"""Curvature of the loss in the shapes a Gaussian over weights can take: block by block, or low rank plus diagonal."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lightning_taskinfo._observe import ParamDict, trainable_parameters
+
+
+@dataclass(frozen=True)
+class CurvatureBlock:
+    r"""Curvature of a group of parameters, diagonal in a basis of its own.
+
+    The parameters are laid side by side as a matrix :math:`W` with ``R`` rows: each one reshaped to ``[R, -1]``, a
+    layer's bias being its last column. In the basis :math:`\tilde W = U_L^\top W\, U_R` the curvature is diagonal.
+    One row is a block with a matrix of its own; a row a neuron shares one matrix among neurons; a basis on both sides
+    is a Kronecker product. Nothing larger than ``[R, R]`` or ``[D, D]`` is ever formed.
+
+    Attributes:
+        names: The parameters, as in ``model.named_parameters()``.
+        eigenvalues: Curvature of the **sum** of the loss in that basis, shape ``[R, D]``, float64.
+        left: :math:`U_L`, orthogonal, shape ``[R, R]``; ``None`` is the identity.
+        right: :math:`U_R`, orthogonal, shape ``[D, D]``; ``None`` is the identity.
+    """
+
+    names: tuple[str, ...]
+    eigenvalues: Tensor
+    left: Tensor | None = None
+    right: Tensor | None = None
+
+    def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return the group's tensors as one matrix ``[R, D]``."""
+        return torch.cat([tensors[name].reshape(len(self.eigenvalues), -1) for name in self.names], dim=1)
+
+    def unpack(self, matrix: Tensor, shapes: Mapping[str, Sequence[int]]) -> ParamDict:
+        """Cut a matrix ``[R, D]`` into tensors of the given shapes."""
+        widths = [torch.Size(shapes[name]).numel() // len(matrix) for name in self.names]
+        columns = matrix.split(widths, dim=1)
+        return {name: part.reshape(shapes[name]) for name, part in zip(self.names, columns, strict=True)}
+
+
+@dataclass(frozen=True)
+class LowRankCurvature:
+    r"""Curvature of the **sum** of the loss as a diagonal plus a few directions.
+
+    .. math:: H = \mathrm{diag}(d) + U\, \mathrm{diag}(s)\, U^\top
+
+    Attributes:
+        diagonal: :math:`d` by parameter name, non-negative, each shaped like its parameter.
+        factor: :math:`U` by parameter name, one direction a row: shape ``[r, *parameter.shape]``.
+        scales: :math:`s`, non-negative, shape ``[r]``.
+    """
+
+    diagonal: ParamDict
+    factor: ParamDict
+    scales: Tensor
+
+
+def diagonal_curvature(diagonal: Mapping[str, Tensor]) -> list[CurvatureBlock]:
+    """Wrap a diagonal of the curvature of the sum of the loss, such as ``N`` times the diagonal Fisher.
+
+    Example:
+        >>> [block.eigenvalues.shape for block in diagonal_curvature({"weight": torch.ones(3, 2)})]
+        [torch.Size([1, 6])]
+    """
+    return [CurvatureBlock((name,), _non_negative(name, values).reshape(1, -1)) for name, values in diagonal.items()]
+
+
+def layer_curvature(model: nn.Module, matrices: Mapping[str, Tensor]) -> list[CurvatureBlock]:
+    """Give each layer one matrix over all its weights, in the order of its parameters; for small layers only.
+
+    Args:
+        model: The network.
+        matrices: By layer, the curvature of the sum of the loss, shape ``[k, k]`` for a layer of ``k`` weights.
+    """
+    blocks = []
+    for layer, matrix in matrices.items():
+        values, basis = _eigh(layer, matrix)
+        blocks.append(CurvatureBlock(parameter_names(model, layer), values[None], right=basis))
+    return blocks
+
+
+def neuron_curvature(
+    model: nn.Module, matrices: Mapping[str, Tensor], *, scales: Mapping[str, Tensor] | None = None
+) -> list[CurvatureBlock]:
+    r"""Give every neuron of a layer the same matrix over its incoming weights.
+
+    .. math:: H_{lj} = b_{lj} \sum_x z_l z_l^\top
+
+    Args:
+        model: The network.
+        matrices: By layer, shape ``[D, D]``; the last row and column belong to the bias, if there is one. See
+            :func:`~lightning_taskinfo.distributions.layer_input_matrices`, times the number of samples.
+        scales: By layer, how strongly the loss feels each neuron, :math:`b_{lj}`, shape ``[R]``; 1 by default.
+
+    References:
+        *On PAC-Bayes bounds for deep neural networks using the loss curvature*, section 5.2.
+    """
+    blocks = []
+    for layer, matrix in matrices.items():
+        values, basis = _eigh(layer, matrix)
+        names = parameter_names(model, layer)
+        neurons = len(trainable_parameters(model)[names[0]])
+        scale = torch.ones(neurons, device=values.device) if scales is None else _non_negative(layer, scales[layer])
+        blocks.append(CurvatureBlock(names, scale.double()[:, None] * values, right=basis))
+    return blocks
+
+
+def kronecker_curvature(model: nn.Module, factors: Mapping[str, tuple[Tensor, Tensor]]) -> list[CurvatureBlock]:
+    r"""Give each layer a Kronecker product, :math:`H_l = A_l \otimes B_l`.
+
+    Args:
+        model: The network.
+        factors: By layer ``(A, B)``: of the inputs, shape ``[D, D]`` with the bias last, and of the outputs, shape
+            ``[R, R]``; their product belongs to the sum of the loss.
+    """
+    blocks = []
+    for layer, (A, B) in factors.items():
+        (a, right), (b, left) = _eigh(layer, A), _eigh(layer, B)
+        blocks.append(CurvatureBlock(parameter_names(model, layer), b[:, None] * a, left, right))
+    return blocks
+
+
+def with_diagonal(blocks: Iterable[CurvatureBlock], diagonal: Mapping[str, Tensor]) -> list[CurvatureBlock]:
+    """Add diagonal blocks for the parameters that ``blocks`` leave out."""
+    blocks = list(blocks)
+    covered = {name for block in blocks for name in block.names}
+    return blocks + diagonal_curvature({name: h for name, h in diagonal.items() if name not in covered})
+
+
+def parameter_names(model: nn.Module, layer: str) -> tuple[str, ...]:
+    """Return the names of a layer's own trainable parameters; a tied one goes by the name the whole model gives it."""
+    names = {id(parameter): name for name, parameter in trainable_parameters(model).items()}
+    own = model.get_submodule(layer).named_parameters(recurse=False)
+    return tuple(names[id(parameter)] for _, parameter in own if parameter.requires_grad)
+
+
+def _non_negative(name: str, values: Tensor) -> Tensor:
+    values = values.detach().double()
+    if not bool((values >= 0).all()):
+        raise ValueError(f"The curvature of `{name}` must be non-negative, got {values.min().item()}.")
+    return values
+
+
+def _eigh(layer: str, matrix: Tensor) -> tuple[Tensor, Tensor]:
+    values, basis = torch.linalg.eigh(matrix.detach().double())
+    if values[0] < -1e-5 * values[-1].abs():
+        raise ValueError(f"The curvature of `{layer}` must be positive semi-definite, got eigenvalue {values[0]}.")
+    return values.clamp_min(0), basis

@@ -1,0 +1,107 @@
+"""The callback certifies from the start it saw, through checkpoints, and says where it could not see it."""
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+
+from lightning_taskinfo.callbacks.pac_bayes_certificate import PACBayesCertificate
+from lightning_taskinfo.certificates import Prior, certify
+from tests.callbacks.runs import Classifier, fit, seed_everything
+from tests.certificates.conftest import blobs
+
+QUICK = {"draws": 20, "betas": (1.0,), "origin": "random initialisation"}
+
+
+class Plain(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, batch, batch_idx):
+        return cross_entropy(self(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.fixture
+def loader():
+    return DataLoader(TensorDataset(*blobs(64, seed=0)), batch_size=16)
+
+
+def start() -> Plain:
+    seed_everything()
+    return Plain()
+
+
+def test_certifies_at_the_end_from_the_start(tmp_path, loader):
+    callback = PACBayesCertificate(**QUICK)
+    trainer = fit(tmp_path, callback, model=Plain, loader=loader)
+    certificate = callback.certificate
+    assert certificate.valid, certificate.reasons
+    model = trainer.lightning_module
+    prior = Prior(start(), origin="random initialisation")
+    assert certificate == certify(model, blobs(64, seed=0), prior, draws=20, betas=(1.0,))
+    assert [row["certificate_bound"] for row in callback.history] == [certificate.bound]
+    assert callback.history[0]["certificate_valid"] == 1.0
+
+
+def test_every_epoch(tmp_path, loader):
+    callback = PACBayesCertificate(**QUICK, every_n_epochs=1)
+    fit(tmp_path, callback, model=Plain, loader=loader, max_epochs=3)
+    assert [row["step"] for row in callback.history] == [4, 8, 12]
+
+
+def test_training_does_not_notice(tmp_path, loader):
+    alone = fit(tmp_path, model=Plain, loader=loader).lightning_module
+    watched = fit(tmp_path, PACBayesCertificate(**QUICK, every_n_epochs=1), model=Plain, loader=loader).lightning_module
+    assert all(torch.equal(a, b) for a, b in zip(alone.parameters(), watched.parameters(), strict=True))
+
+
+def test_a_resumed_run_remembers_the_start(tmp_path, loader):
+    whole, first, second = (PACBayesCertificate(**QUICK) for _ in range(3))
+    fit(tmp_path, whole, model=Plain, loader=loader, max_epochs=2)
+    trainer = fit(tmp_path, first, model=Plain, loader=loader, max_epochs=1)
+    trainer.save_checkpoint(tmp_path / "half.ckpt")
+    fit(tmp_path, second, model=Plain, loader=loader, max_epochs=2, ckpt_path=tmp_path / "half.ckpt")
+    assert second.certificate == whole.certificate
+    assert second.certificate.valid
+
+
+def test_a_run_resumed_from_a_checkpoint_without_it_is_not_valid(tmp_path, loader):
+    trainer = fit(tmp_path, model=Plain, loader=loader, max_epochs=1)
+    trainer.save_checkpoint(tmp_path / "half.ckpt")
+    late = PACBayesCertificate(**QUICK)
+    fit(tmp_path, late, model=Plain, loader=loader, max_epochs=2, ckpt_path=tmp_path / "half.ckpt")
+    assert not late.certificate.valid
+    assert "not known to be independent of the data" in late.certificate.reasons[0]
+
+
+def test_a_second_fit_keeps_the_first_start(tmp_path, loader):
+    callback, model = PACBayesCertificate(**QUICK), start()
+    fit(tmp_path, callback, model=model, loader=loader, max_epochs=1)
+    first = callback.certificate
+    fit(tmp_path, callback, model=model, loader=loader, max_epochs=2)
+    assert callback.certificate.kl > first.kl
+    assert callback.certificate.valid
+
+
+def test_batch_norm_is_named(tmp_path):
+    callback = PACBayesCertificate(**QUICK)
+    x, y = blobs(64, seed=0)
+    fit(tmp_path, callback, model=Classifier, loader=DataLoader(TensorDataset(x, y), batch_size=16))
+    assert callback.history[-1]["certificate_valid"] == 0.0
+    assert "BatchNorm statistic `net.1.running_mean`" in callback.certificate.reasons[0]
+
+
+def test_refuses_samples_that_are_repeated_or_left_out(tmp_path):
+    dataset = TensorDataset(*blobs(64, seed=0))
+    skewed = DataLoader(dataset, batch_size=16, sampler=WeightedRandomSampler(torch.rand(64), 64))
+    with pytest.raises(ValueError, match=r"PACBayesCertificate needs a training set that can be read by index"):
+        fit(tmp_path, PACBayesCertificate(**QUICK), model=Plain, loader=skewed)

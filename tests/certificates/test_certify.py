@@ -1,0 +1,198 @@
+"""A certificate adds up from its own numbers, leaves no trace, and holds on samples nobody has seen."""
+
+import json
+import math
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+
+from lightning_taskinfo.certificates import PRIOR_STDS, Prior, certify, zero_one_loss
+from lightning_taskinfo.certificates.samples import read_samples
+from lightning_taskinfo.distributions import CurvatureBlock, LowRankCurvature, diagonal_curvature, pre_distribution
+from lightning_taskinfo.functional.pac_bayes import kl_bound, mcallester_bound, monte_carlo_interval
+from tests.certificates.conftest import blobs, fit
+
+QUICK = {"draws": 100, "betas": (0.1, 1.0, 10.0, 100.0)}
+STRUCTURES = ["isotropic", "diagonal", "layer_inputs", "neuron", "kronecker"]
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_it_adds_up_and_holds_on_new_samples(trained, data, prior, structure):
+    certificate = certify(trained, data, prior, structure=structure, **QUICK)
+    assert certificate.valid, certificate.reasons
+    low, high = certificate.risk_interval
+    assert low < certificate.risk < high
+    assert certificate.bound == kl_bound(high, certificate.kl + certificate.price, 600, 0.04).item()
+    assert certificate.confidence == pytest.approx(0.95)
+    g = torch.Generator().manual_seed(7)
+    unseen, errors = blobs(5_000, seed=99), []
+    for _ in range(20):
+        with torch.no_grad(), certificate.post.with_weights(trained, g):
+            errors.append(zero_one_loss(trained(unseen[0]), unseen[1]).mean().item())
+    assert sum(errors) / 20 < certificate.bound < 0.5
+
+
+def test_the_classical_interval_is_that_of_the_mean(trained, data, prior):
+    betting, classical = (certify(trained, data, prior, interval=name, **QUICK) for name in ("betting", "kl"))
+    expected = tuple(end.item() for end in monte_carlo_interval(classical.risk, 100, 0.01))
+    assert classical.risk_interval == pytest.approx(expected, abs=1e-12)
+    assert classical.risk == betting.risk  # the same networks
+    assert betting.risk_interval[1] < classical.risk_interval[1]
+
+
+def test_the_betting_interval_is_that_of_the_networks(trained, data, prior):
+    """Two certificates that differ in their confidence only rest on the same networks: wider for the surer one."""
+    sure, unsure = (certify(trained, data, prior, delta_draws=d, **QUICK) for d in (0.001, 0.5))
+    assert sure.risk_interval[0] < unsure.risk_interval[0] < unsure.risk_interval[1] < sure.risk_interval[1]
+
+
+def test_kl_and_price_are_those_of_the_prior_it_names(trained, data, start, prior):
+    certificate = certify(trained, data, prior, **QUICK)
+    std = {name: certificate.prior_std[name.rpartition(".")[0]] for name, _ in start.named_parameters()}
+    assert certificate.kl == certificate.post.kl(pre_distribution(start, prior_std=std)).item()
+    places = [PRIOR_STDS.index(value) + 1 for value in certificate.prior_std.values()]
+    assert len(places) == 2
+    assert certificate.price == pytest.approx(sum(math.log(math.pi**2 * j**2 / 6) for j in places))
+
+
+def test_one_scale_for_all_layers_is_paid_once(trained, data, start):
+    certificate = certify(trained, data, Prior(start, "random initialisation", per_layer=False), **QUICK)
+    ((layer, std),) = certificate.prior_std.items()
+    assert layer == ""
+    assert certificate.price == pytest.approx(math.log(math.pi**2 * (PRIOR_STDS.index(std) + 1) ** 2 / 6))
+
+
+def test_a_scale_that_was_not_chosen_is_not_paid(trained, data, start):
+    certificate = certify(trained, data, Prior(start, "random initialisation", std=(0.2,)), **QUICK)
+    assert certificate.price == 0.0
+    assert set(certificate.prior_std.values()) == {0.2}
+
+
+def test_a_block_over_several_layers_needs_one_scale(trained, data, start):
+    size = sum(p.numel() for p in start.parameters())
+    whole = [CurvatureBlock(tuple(trained.state_dict()), torch.ones(1, size, dtype=torch.float64))]
+    assert certify(trained, data, Prior(start, "start", per_layer=False), structure=whole, **QUICK).valid
+    with pytest.raises(ValueError, match=r"must keep layers apart where `per_layer` is true, got a block of \('0.w"):
+        certify(trained, data, Prior(start, "start"), structure=whole, **QUICK)
+
+
+def test_the_winner_is_tested_on_fresh_draws(trained, data, prior):
+    """With one β nothing is chosen by draws; the risk must still come from others than the search's."""
+    one = certify(trained, data, prior, draws=16, betas=(1.0,))
+    assert one.risk != one.candidates[0].risk
+    assert len(one.candidates) == 1
+
+
+def test_the_best_candidate_wins(trained, data, prior):
+    certificate = certify(trained, data, prior, **QUICK)
+    best = min(certificate.candidates, key=lambda row: row.bound)
+    assert (certificate.beta, certificate.kl, certificate.price) == (best.beta, best.kl, best.price)
+
+
+def test_other_theorems_are_looser(trained, data, prior):
+    tight, loose = (certify(trained, data, prior, theorem=t, draws=100, betas=(1.0,)) for t in ("kl", "mcallester"))
+    assert tight.bound < loose.bound
+    expected = mcallester_bound(loose.risk_interval[1], loose.kl + loose.price, 600, 0.04).item()
+    assert loose.bound == min(1.0, expected)
+    assert certify(trained, data, prior, theorem="catoni", draws=100, betas=(1.0,)).theorem == "catoni"
+
+
+def test_a_given_curvature(trained, data, prior):
+    diagonal = {name: torch.ones_like(p) for name, p in trained.named_parameters()}
+    factor = {name: torch.zeros(1, *p.shape) for name, p in trained.named_parameters()}
+    blocks = certify(trained, data, prior, structure=diagonal_curvature(diagonal), **QUICK)
+    low_rank = certify(trained, data, prior, structure=LowRankCurvature(diagonal, factor, torch.ones(1)), **QUICK)
+    assert blocks.structure == "given"
+    assert low_rank.kl == pytest.approx(blocks.kl)
+
+
+def test_leaves_no_trace_and_repeats_itself(trained, data, prior):
+    model = deepcopy(trained).train()
+    for p in model.parameters():
+        p.grad = None
+    state, random = {n: t.clone() for n, t in model.state_dict().items()}, torch.get_rng_state()
+    one, two = (certify(model, data, prior, **QUICK) for _ in range(2))
+    assert one == two
+    assert one.risk != certify(model, data, prior, seed=1, **QUICK).risk
+    assert model.training
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_loader_is_read_whole_and_in_order(data):
+    dataset = TensorDataset(*data)
+    skewed = DataLoader(dataset, batch_size=7, drop_last=True, sampler=WeightedRandomSampler([1.0] * 600, 50))
+    for source in (dataset, skewed, data):
+        inputs, targets = read_samples(source)
+        assert torch.equal(inputs, data[0])
+        assert torch.equal(targets, data[1])
+
+
+def test_more_samples_certify_more(start, prior):
+    bounds = []
+    for n in (100, 1000):
+        data = blobs(n, seed=1)
+        bounds.append(certify(fit(deepcopy(start), data), data, prior, structure="neuron", **QUICK).bound)
+    assert bounds[0] > bounds[1]
+
+
+def test_the_table_and_the_json_tell_all(trained, data, prior):
+    certificate = certify(trained, data, prior, **QUICK)
+    again = json.loads(certificate.to_json())
+    assert again["bound"] == certificate.bound
+    assert again["assumptions"] == list(certificate.assumptions)
+    assert [row["beta"] for row in again["candidates"]] == list(QUICK["betas"])
+    for part in (f"{certificate.bound:.4f}", "random initialisation", "stochastic", "600", "valid              yes"):
+        assert part in str(certificate)
+
+
+def test_outputs_that_are_no_numbers_are_errors():
+    outputs = torch.tensor([[math.nan, 1.0], [0.0, 1.0]])
+    assert zero_one_loss(outputs, torch.tensor([0, 1])).tolist() == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"theorem": "hoeffding"}, r"`theorem` must be one of \('kl', 'mcallester', 'catoni'\), got 'hoeffding'"),
+        ({"structure": "dense"}, r"`structure` must be one of \('isotropic', .*\), got 'dense'"),
+        ({"interval": "normal"}, r"`interval` must be one of \('betting', 'kl'\), got 'normal'"),
+        ({"delta": 0.0}, r"`delta` must be in \(0, 1\), got 0\.0"),
+        ({"delta_draws": 1.0}, r"`delta_draws` must be in \(0, 1\), got 1\.0"),
+        ({"delta": 0.75, "delta_draws": 0.5}, r"`delta` and `delta_draws` must add up to less than 1, got 1\.25"),
+        ({"loss": nn.functional.cross_entropy}, r"`loss` must return a value for each of 256, got shape \[\]"),
+        ({"draws": 0}, "`draws` must be at least 1, got 0"),
+        ({"betas": ()}, r"`betas` must be positive numbers, got \[\]"),
+        ({"betas": (1.0, -1.0)}, r"`betas` must be positive numbers, got \[1\.0, -1\.0\]"),
+    ],
+)
+def test_messages(trained, data, prior, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        certify(trained, data, prior, **arguments)
+
+
+def test_refuses_data_that_do_not_fit(trained, data, prior):
+    x, y = data
+    with pytest.raises(ValueError, match="`data` must hold at least 8 samples, got 7"):
+        certify(trained, (x[:7], y[:7]), prior)
+    with pytest.raises(ValueError, match="`data` must hold a target for each input, got 3 for 8"):
+        certify(trained, (x[:8], y[:3]), prior)
+    with pytest.raises(ValueError, match=r"must have shapes \[N, C\] and \[N\], got \[256, 2\] and \[256, 1\]"):
+        certify(trained, (x, y[:, None]), prior, structure="diagonal", betas=(1.0,))
+    with pytest.raises(ValueError, match=r"`std` must be positive numbers, got \[0\.0\]"):
+        Prior(std=(0.0,))
+    with pytest.raises(
+        ValueError, match=r"must hold every trainable parameter of the model, got none for \['2.bias'\]"
+    ):
+        certify(trained, data, Prior({n: p for n, p in trained.state_dict().items() if n != "2.bias"}, "no"))
+
+
+def test_a_single_layer_is_a_model_too(data):
+    model = nn.Linear(4, 2)
+    certificate = certify(model, data, draws=10, betas=(1.0,))
+    assert certificate.valid
+    assert certificate.prior_origin == "0"

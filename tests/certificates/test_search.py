@@ -1,0 +1,76 @@
+"""The curvature of every structure belongs to the sum of the loss, and the scales are the best of the grid."""
+
+import math
+
+import pytest
+import torch
+
+from lightning_taskinfo.certificates import Prior, zero_one_loss
+from lightning_taskinfo.certificates.search import Task, choose_scales, curvature_of
+from lightning_taskinfo.distributions import diagonal_curvature, kronecker_factors, layer_input_matrices
+from lightning_taskinfo.fisher import fisher_diagonal
+from lightning_taskinfo.functional.information import information_in_weights
+
+
+@pytest.fixture
+def seen(trained, data):
+    """The 200 samples that the curvature with seed 3 is estimated from, and what it should find there."""
+    g = torch.Generator().manual_seed(3)
+    inputs = data[0][torch.randperm(600, generator=g)[:200]]
+    diagonal = fisher_diagonal(trained, inputs, generator=g)
+    return diagonal, layer_input_matrices(trained, inputs), kronecker_factors(trained, inputs, generator=g)
+
+
+def curvature(trained, data, structure):
+    return curvature_of(Task.of(trained, data, zero_one_loss, seed=3), structure, samples=200)
+
+
+def test_diagonal_and_isotropic(trained, data, seen):
+    diagonal, _, _ = seen
+    mean = torch.cat([h.flatten() for h in diagonal.values()]).mean().double()
+    for block in curvature(trained, data, "diagonal"):
+        (name,) = block.names
+        torch.testing.assert_close(block.eigenvalues.flatten(), 600 * diagonal[name].flatten().double())
+    for block in curvature(trained, data, "isotropic"):
+        torch.testing.assert_close(block.eigenvalues, (600 * mean).expand_as(block.eigenvalues))
+
+
+@pytest.mark.parametrize("structure", ["layer_inputs", "neuron", "kronecker"])
+def test_layerwise(trained, data, seen, structure):
+    """The whole curvature ``UΛUᵀ``, column by column, against the factors themselves."""
+    _, matrices, factors = seen
+    blocks = {block.names[0].split(".")[0]: block for block in curvature(trained, data, structure)}
+    assert blocks.keys() == factors.keys()
+    for layer, (A, B) in factors.items():
+        block = blocks[layer]
+        rows = len(B)
+        expected = {
+            "layer_inputs": torch.kron(torch.eye(rows).double(), matrices[layer]),
+            "neuron": torch.kron(torch.diag(B.diagonal()), A),
+            "kronecker": torch.kron(B, A),
+        }[structure]
+        left = torch.eye(rows).double() if block.left is None else block.left.contiguous()
+        basis = torch.kron(left, block.right.contiguous())
+        torch.testing.assert_close(basis @ torch.diag(block.eigenvalues.flatten()) @ basis.T, 600 * expected)
+
+
+@pytest.mark.parametrize("size", [50.0, 0.2])
+def test_scales_are_the_best_of_the_grid(trained, start, size):
+    """Against a loop over the grid: the closed form picks what minimises ½tr(HΣ) + β·(KL + price).
+
+    Where there is little curvature and no displacement, the price decides.
+    """
+    g = torch.Generator().manual_seed(3)
+    h = {name: size * torch.rand(p.shape, generator=g) for name, p in start.named_parameters()}
+    delta = {n: (size > 1) * (value - start.state_dict()[n]) for n, value in trained.state_dict().items()}
+    grid, beta = (0.3, 0.01, 1.0, 0.1), 2.0
+    _, by_layer, price = choose_scales(diagonal_curvature(h), delta, Prior(start, std=grid), beta)
+
+    def objective(layer, j):
+        names = [name for name in h if name.startswith(layer)]
+        parts = [information_in_weights(h[n], delta[n], prior_std=grid[j], beta=beta).objective() for n in names]
+        return sum(parts) + beta * math.log(math.pi**2 * (j + 1) ** 2 / 6)
+
+    best = {layer: min(range(4), key=lambda j: objective(layer, j)) for layer in ("0", "2")}
+    assert by_layer == {layer: grid[j] for layer, j in best.items()}
+    assert price == pytest.approx(sum(math.log(math.pi**2 * (j + 1) ** 2 / 6) for j in best.values()))

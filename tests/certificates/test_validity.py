@@ -1,0 +1,156 @@
+"""Everything that makes a certificate invalid is seen and named; what is handled stays valid."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_taskinfo.certificates import Prior, certify
+from lightning_taskinfo.distributions import diagonal_curvature
+from tests.certificates.conftest import fit
+
+QUICK = {"draws": 20, "betas": (1.0,)}
+
+
+def certified(model, data, prior, **options):
+    return certify(model, data, prior, **{**QUICK, **options})
+
+
+def test_a_centre_of_unknown_origin(trained, data, start):
+    certificate = certified(trained, data, Prior(start))
+    assert not certificate.valid
+    assert "the prior's centre is not known to be independent of the data" in certificate.reasons[0]
+    assert "NO: the prior's centre" in str(certificate)
+
+
+def test_the_origin_is_repeated(trained, data, start):
+    certificate = certified(trained, data, Prior(start, origin="trained on other people's digits"))
+    assert certificate.valid
+    assert "trained on other people's digits" in certificate.assumptions[0]
+    assert "trained on other people's digits" in str(certificate)
+
+
+@pytest.mark.parametrize("alias", [lambda m: m, lambda m: m.state_dict(), lambda m: dict(m.named_parameters())])
+def test_a_centre_that_was_trained_along(start, data, alias):
+    """``w0 = model.state_dict()`` before training is not a copy: afterwards it is the trained network."""
+    model = deepcopy(start)
+    center = alias(model)
+    certificate = certified(fit(model, data), data, Prior(center, origin="random initialisation"))
+    assert not certificate.valid
+    assert "shares memory with the trained weights (0.weight)" in certificate.reasons[0]
+
+
+def test_a_centre_equal_to_the_network_but_trained_elsewhere(start, data):
+    certificate = certified(deepcopy(start), data, Prior(deepcopy(start), origin="trained on the other half"))
+    assert certificate.valid
+    assert "the network is the prior's centre itself: it has learned nothing" in certificate.assumptions[1]
+
+
+def test_a_parametrized_layer(data):
+    torch.manual_seed(0)
+    start = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 8)), nn.ReLU(), nn.Linear(8, 2))
+    certificate = certified(fit(deepcopy(start), data), data, Prior(start, "random initialisation"), structure="neuron")
+    assert certificate.valid
+    assert "0.parametrizations.weight" in certificate.prior_std
+
+
+def normalised():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def test_batch_norm_statistics_that_moved(data):
+    start = normalised()
+    model = fit(deepcopy(start), data)
+    certificate = certified(model, data, Prior(start, origin="random initialisation"))
+    assert not certificate.valid
+    assert "BatchNorm statistic `1.running_mean` is outside the KL and differs" in " ".join(certificate.reasons)
+
+
+def test_statistics_that_are_not_a_copy(data):
+    """Where only the weights were copied, equal statistics say nothing: they are the same tensor."""
+    model = normalised()
+    center = {**model.state_dict(), **{name: p.detach().clone() for name, p in model.named_parameters()}}
+    certificate = certified(fit(model, data), data, Prior(center, origin="random initialisation"))
+    assert "BatchNorm statistic `1.running_mean` shares memory with the prior's centre" in certificate.reasons[0]
+
+
+def test_batch_norm_statistics_that_stayed(data):
+    start = normalised()
+    with torch.no_grad():
+        start[1].running_mean.fill_(0.3)  # from other data
+    model = fit(deepcopy(start).eval(), data)
+    assert certified(model, data, Prior(start, origin="pretrained on other data")).valid
+
+
+def test_batch_norm_without_statistics_lets_samples_influence_each_other(data):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8, track_running_stats=False), nn.ReLU(), nn.Linear(8, 2))
+    start = deepcopy(model)
+    curvature = diagonal_curvature({name: torch.ones_like(p) for name, p in model.named_parameters()})
+    certificate = certified(model, data, Prior(start, origin="random initialisation"), structure=curvature)
+    assert certificate.reasons == (
+        "the output for a sample depends on the other samples of its batch, so their losses are not independent",
+    )
+
+
+def test_a_frozen_layer_that_stayed_costs_nothing(start, data):
+    start = deepcopy(start)
+    start[0].requires_grad_(False)
+    certificate = certified(fit(deepcopy(start), data), data, Prior(start, origin="random initialisation"))
+    assert certificate.valid
+    assert list(certificate.post.mean) == ["2.weight", "2.bias"]
+
+
+def test_a_frozen_layer_that_moved(trained, start, data):
+    model = deepcopy(trained)
+    model[0].requires_grad_(False)  # trained first, frozen for the certificate: its information is not paid for
+    certificate = certified(model, data, Prior(start, origin="random initialisation"))
+    assert not certificate.valid
+    assert "frozen parameter `0.weight` is outside the KL and differs" in certificate.reasons[0]
+
+
+def test_a_frozen_layer_that_the_centre_does_not_hold(trained, start, data):
+    model = deepcopy(trained)
+    model[0].requires_grad_(False)
+    center = {name: p for name, p in start.state_dict().items() if name.startswith("2")}
+    certificate = certified(model, data, Prior(center, origin="random initialisation"))
+    assert "frozen parameter `0.weight` is outside the KL and not part of the prior's centre" in certificate.reasons[0]
+
+
+def test_a_centre_at_zero_says_nothing_about_buffers(data):
+    assert not certified(normalised(), data, None).valid
+
+
+def test_tied_weights_count_once(data):
+    torch.manual_seed(0)
+    start = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 2))
+    start[2].weight = start[0].weight
+    model = fit(deepcopy(start), data)
+    for structure in ("diagonal", "neuron"):
+        certificate = certified(model, data, Prior(start, origin="random initialisation"), structure=structure)
+        assert certificate.valid
+        assert sum(mean.numel() for mean in certificate.post.mean.values()) == 16 + 4 + 4 + 8 + 2
+
+
+def test_a_loss_outside_the_unit_interval(trained, data, prior):
+    def cross_entropy(outputs, targets):
+        return nn.functional.cross_entropy(20 * outputs, targets, reduction="none")
+
+    certificate = certified(trained, data, prior, loss=cross_entropy)
+    assert not certificate.valid
+    assert "the loss must lie in [0, 1], got" in certificate.reasons[0]
+
+
+def test_a_bounded_loss_of_ones_own(trained, data, prior):
+    def brier(outputs, targets):
+        return 1 - outputs.softmax(1).gather(1, targets[:, None])[:, 0]
+
+    assert certified(trained, data, prior, loss=brier).valid
+
+
+def test_dropout_is_measured_in_eval_mode(data):
+    torch.manual_seed(0)
+    start = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.9), nn.Linear(8, 2))
+    assert certified(fit(deepcopy(start), data), data, Prior(start, origin="random initialisation")).valid

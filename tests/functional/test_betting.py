@@ -1,0 +1,74 @@
+"""The betting interval: brute force over means, coverage by simulation, and narrower where the variance is small."""
+
+import math
+
+import pytest
+import torch
+
+from lightning_taskinfo.functional.betting import MAX_BET, betting_interval
+from lightning_taskinfo.functional.pac_bayes import monte_carlo_interval
+
+
+def dumb_capital(x, mean, delta):
+    """The bettor's capital, draw by draw, with stakes from the draws so far."""
+    capital, seen = 1.0, []
+    for value in x:
+        averages = [(0.5 + sum(seen[: t + 1])) / (t + 2) for t in range(len(seen))]
+        variance = (0.25 + sum((s - a) ** 2 for s, a in zip(seen, averages, strict=True))) / (len(seen) + 1)
+        stake = min(MAX_BET, math.sqrt(2 * math.log(2 / delta) / (len(x) * variance)))
+        capital *= 1 + stake * (mean - value)
+        seen.append(value)
+    return capital
+
+
+@pytest.mark.parametrize("delta", [0.01, 0.3])
+def test_the_ends_are_where_the_capital_reaches_its_goal(delta):
+    x = torch.rand(40, generator=torch.Generator().manual_seed(0), dtype=torch.float64) ** 2
+    low, high = (end.item() for end in betting_interval(x, delta))
+    assert dumb_capital(x.tolist(), high, delta) == pytest.approx(2 / delta)
+    assert dumb_capital((1 - x).tolist(), 1 - low, delta) == pytest.approx(2 / delta)
+
+
+@pytest.mark.parametrize("draw", ["coin", "skewed", "rare"])
+def test_misses_the_mean_at_most_as_often_as_promised(draw):
+    g, delta, repeats = torch.Generator().manual_seed(1), 0.2, 400
+    misses = 0
+    for _ in range(repeats):
+        u = torch.rand(80, generator=g, dtype=torch.float64)
+        x, mean = {"coin": ((u < 0.3).double(), 0.3), "skewed": (u**3, 0.25), "rare": ((u < 0.03).double(), 0.03)}[draw]
+        low, high = betting_interval(x, delta)
+        misses += not low <= mean <= high
+    assert misses <= delta * repeats
+
+
+def test_narrower_than_the_interval_that_knows_the_mean_only():
+    """A binomial of 32 tosses a draw: a few times narrower. Single tosses: about the same."""
+    g = torch.Generator().manual_seed(2)
+    for tosses, factor in ((32, 0.4), (1, 1.3)):
+        x = (torch.rand(1000, tosses, generator=g) < 0.05).double().mean(1)
+        low, high = betting_interval(x, 0.01)
+        known = monte_carlo_interval(x.mean(), 1000, 0.01)
+        assert high - x.mean() < factor * (known[1] - x.mean())
+        assert low <= x.mean() <= high
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_draws_that_are_all_alike(value):
+    low, high = betting_interval(torch.full((50,), value), 0.05)
+    assert 0 <= low <= value <= high <= 1
+    assert (low, high) != (0, 1)
+
+
+def test_one_draw_says_nothing():
+    assert [end.item() for end in betting_interval(torch.tensor([0.3]), 0.01)] == pytest.approx([0, 1], abs=1e-15)
+
+
+def test_messages():
+    with pytest.raises(ValueError, match=r"`values` must be a vector of draws, got shape \[2, 1\]"):
+        betting_interval(torch.zeros(2, 1), 0.1)
+    with pytest.raises(ValueError, match=r"`values` must be a vector of draws, got shape \[0\]"):
+        betting_interval(torch.zeros(0), 0.1)
+    with pytest.raises(ValueError, match=r"`values` must be in \[0, 1\], got 1\.5"):
+        betting_interval(torch.tensor([0.1, 1.5]), 0.1)
+    with pytest.raises(ValueError, match=r"`delta` must be in \(0, 1\), got 0\.0"):
+        betting_interval(torch.zeros(2), 0.0)
