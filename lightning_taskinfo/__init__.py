@@ -8,8 +8,12 @@ __version__ = "0.1.0.dev0"
 if TYPE_CHECKING:  # what type checkers see; `tests/test_import.py` keeps it equal to `_EXPORTS`
     from lightning_taskinfo._observe import observing as observing
     from lightning_taskinfo._observe import trainable_parameters as trainable_parameters
+    from lightning_taskinfo.transfer.overlap import FeatureOverlap as FeatureOverlap
+    from lightning_taskinfo.transfer.overlap import feature_overlap as feature_overlap
 
 _EXPORTS = {  # public name -> the module that defines it, imported when the name is first used
+    "FeatureOverlap": "transfer.overlap",
+    "feature_overlap": "transfer.overlap",
     "observing": "_observe",
     "trainable_parameters": "_observe",
 }

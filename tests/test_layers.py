@@ -23,7 +23,7 @@ ALLOWED = {  # layer -> the layers and frameworks it may import
     "mixins": GLUE,
     "_autoload": {"_lightning"},
     "transfer": TOP | {"wandb"},
-    "tasks": TOP | {"wandb"},
+    "tasks": TOP | {"matplotlib", "wandb"},
     "cli": TOP | {"cli", "jsonargparse", "wandb"},
     "plotting": {"matplotlib", "numpy", "torch"},
     "data": {"data", "matplotlib", "mlxtend", "numpy", "sklearn", "torch", "torchvision"},

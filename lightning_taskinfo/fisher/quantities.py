@@ -3,7 +3,6 @@
 import math
 from collections import defaultdict
 from functools import reduce
-from itertools import accumulate, combinations_with_replacement
 from operator import mul
 from typing import Any
 
@@ -16,6 +15,8 @@ from lightning_taskinfo.fisher.engine import Engine, Request, measure
 from lightning_taskinfo.fisher.layers import BLOCK, Use, squared_norms
 from lightning_taskinfo.fisher.per_sample import Forward
 from lightning_taskinfo.functional.likelihood import Labels, Likelihood
+
+COLUMNS = 8192  # of features turned into float64 at once
 
 
 class Norms:
@@ -93,13 +94,19 @@ class Gram:
         return name in self.wanted and name not in self.postponed
 
     def add_to(self, gram: Tensor) -> None:
-        """Add all inner products to the upper triangle of ``gram``, in float64."""
+        """Add all inner products to ``gram``."""
         for blocks in self.kept.values():
-            rows = list(accumulate((len(block[0]) for block in blocks), initial=0))
-            factors = [[factor.double() for factor in block] for block in blocks]
-            for i, j in combinations_with_replacement(range(len(blocks)), 2):
-                products = [x @ y.T for x, y in zip(factors[i], factors[j], strict=True)]
-                gram[rows[i] : rows[i + 1], rows[j] : rows[j + 1]] += reduce(mul, products)
+            gram += reduce(mul, [_inner_products(factor) for factor in zip(*blocks, strict=True)])
+
+
+def _inner_products(blocks: tuple[Tensor, ...]) -> Tensor:
+    """Return ``x xᵀ`` in float64 for ``x`` in blocks of rows, a cache-sized block of columns at a time."""
+    n = sum(len(block) for block in blocks)
+    gram = blocks[0].new_zeros(n, n, dtype=torch.float64)
+    for columns in zip(*(block.split(COLUMNS, dim=1) for block in blocks), strict=True):
+        x = torch.cat([part.double() for part in columns])
+        gram.addmm_(x, x.T)
+    return gram
 
 
 def fisher_trace(
@@ -292,7 +299,7 @@ def gradient_gram(
         measure(model, inputs, targets, request, sink)
         sink.add_to(gram)
         wanted = sink.postponed
-    return gram.triu() + gram.triu(1).T
+    return gram
 
 
 def engines_used(

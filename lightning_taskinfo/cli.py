@@ -1,0 +1,100 @@
+"""The command line, ``taskinfo …``: a command is a documented function in :data:`COMMANDS`, and nothing else."""
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from lightning_taskinfo.tasks.phase_diagram import Mode, PhaseDiagram, simulate_phase_diagram
+
+
+def phase_diagram(
+    mode: Mode = "linear",
+    sigma: float = 0.2,
+    out: Path = Path("phase_diagram.png"),
+    angles: int = 5,
+    gammas: tuple[float, ...] = (0.1, 0.25, 0.5, 0.75, 1.5, 2.0),
+    dimension: int = 200,
+    repetitions: int = 20,
+    depth: int = 2,
+    seed: int = 0,
+) -> str:
+    """Draw when transfer hurts a deep linear network: surface, signed map, and slices with simulated points.
+
+    Args:
+        mode: What is transferred: the features under a new last layer, or all layers.
+        sigma: Standard deviation of the label noise.
+        out: Where the figure is written; the suffix decides its format.
+        angles: Number of angles between source and target that are simulated, evenly from 0 to 90 degrees.
+        gammas: Numbers of target samples per input dimension that are simulated.
+        dimension: Dimension of the inputs.
+        repetitions: Independent simulations a point.
+        depth: Number of layers.
+        seed: Seed of the simulation.
+
+    Returns:
+        A table of the simulated and the predicted gains over training from scratch.
+
+    Raises:
+        ValueError: If an argument is outside its domain.
+    """
+    from lightning_taskinfo.tasks._phase_plots import plot_phase_overview
+
+    if angles < 1:
+        raise ValueError(f"`angles` must be at least 1, got {angles}.")
+    simulated = simulate_phase_diagram(
+        mode,
+        torch.linspace(0, torch.pi / 2, angles, dtype=torch.float64),
+        torch.tensor(gammas, dtype=torch.float64),
+        sigma,
+        dimension=dimension,
+        repetitions=repetitions,
+        depth=depth,
+        generator=torch.Generator().manual_seed(seed),
+    )
+    fig, _ = plot_phase_overview(simulated)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    fig.savefig(out, dpi=120)
+    return f"{_gain_table(simulated)}\n{out}"
+
+
+COMMANDS: dict[str, Callable[..., str]] = {"phase-diagram": phase_diagram}
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run one command and write what it returns; ``taskinfo --help`` lists them.
+
+    Args:
+        args: Arguments of the command line; those of the process if not given.
+
+    Returns:
+        0 if all went well, 1 if a package is missing or a file cannot be written, 2 if an argument is wrong.
+    """
+    try:
+        from jsonargparse import CLI
+    except ImportError:
+        return _fail("the command line needs jsonargparse: pip install 'lightning-taskinfo[cli]'", 1)
+    try:
+        text = CLI(COMMANDS, args=args, as_positional=False, prog="taskinfo")
+    except ValueError as error:
+        return _fail(str(error), 2)
+    except (ImportError, OSError) as error:
+        return _fail(str(error), 1)
+    sys.stdout.write(f"{text}\n")
+    return 0
+
+
+def _fail(message: str, code: int) -> int:
+    sys.stderr.write(f"taskinfo: error: {message}\n")
+    return code
+
+
+def _gain_table(simulated: PhaseDiagram) -> str:
+    """One line a cell: angle, samples per dimension, simulated gain with its standard error, theory."""
+    lines = ["theta_deg   gamma       gain     error    theory"]
+    for a, theta in enumerate(simulated.theta.rad2deg().tolist()):
+        for g, gamma in enumerate(simulated.gamma.tolist()):
+            mean, error, theory = (t[a, g] for t in (simulated.mean, simulated.standard_error, simulated.theory))
+            lines.append(f"{theta:9.1f} {gamma:7.3f} {mean:10.4f} {error:9.4f} {theory:9.4f}")
+    return "\n".join(lines)

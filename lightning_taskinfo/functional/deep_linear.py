@@ -1,0 +1,298 @@
+r"""When transfer helps a deep linear network: risks in closed form.
+
+The setting of [Tahir2024]_: inputs :math:`x \sim \mathcal N(0, I_d)`, labels
+:math:`y = \beta_t^\top x + \sigma\epsilon`, unit teachers :math:`\beta_s, \beta_t` at an angle :math:`\theta`,
+:math:`n = \gamma d` target samples. A network of :math:`L` layers learns :math:`\beta_s` from a small initialisation on
+the population loss; then it is trained on the target samples as a whole (*fine-tuning*) or in its last layer only
+(*linear transfer*). A network that never saw the source learns the minimum-norm solution (*scratch*). Risks leave the
+irreducible :math:`\sigma^2` out.
+
+A risk in :math:`\gamma` is the limit :math:`n, d \to \infty` at fixed :math:`\gamma`, unless ``dimension`` is given.
+
+.. [Tahir2024] Tahir, Ganguli, Rotskoff, *Features are fate: a theory of transfer learning in high-dimensional
+   regression*, ICML 2025, arXiv:2410.08194.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_taskinfo.functional._deep_linear import checked, layer_product, noise_risk, ridge_moments
+
+
+class NegativeTransfer(NamedTuple):
+    """Where linear transfer hurts: for gamma in ``(lower, upper)``, and for gamma above ``onset``.
+
+    Attributes:
+        lower: Lower end of the interval below gamma = 1; NaN where there is none.
+        upper: Its upper end; NaN where there is none.
+        onset: Where the second region starts; at least 1, infinite for parallel tasks.
+    """
+
+    lower: Tensor
+    upper: Tensor
+    onset: Tensor
+
+
+def scratch_risk(gamma: Tensor | float, sigma: Tensor | float, *, dimension: int | None = None) -> Tensor:
+    r"""Risk of the minimum-norm solution, which is what a deep linear network learns from scratch.
+
+    .. math:: R_{sc} = (1-\gamma)_+ + \sigma^2\, \frac{\min(\gamma, 1)}{|1-\gamma|}
+
+    With ``dimension`` it is the exact mean over datasets of :math:`n = \gamma d` samples, in which
+    :math:`|1-\gamma| - 1/d` stands below the fraction bar.
+
+    Args:
+        gamma: Samples per dimension :math:`n/d`, any shape.
+        sigma: Standard deviation of the label noise, broadcastable with ``gamma``.
+        dimension: :math:`d`; the limit :math:`d \to \infty` when not given.
+
+    Returns:
+        The risk, in the broadcast shape; infinite at the interpolation threshold where there is noise.
+
+    Raises:
+        ValueError: If ``gamma`` is not positive, ``sigma`` negative or ``dimension`` below 1.
+
+    Example:
+        >>> scratch_risk(torch.tensor([0.5, 1.0, 2.0]), 1.0)
+        tensor([1.5000,    inf, 1.0000])
+    """
+    gamma, sigma = checked(gamma=gamma, sigma=sigma)
+    return (1 - gamma).clamp(min=0) + noise_risk(gamma, sigma, dimension)
+
+
+def linear_transfer_risk(
+    theta: Tensor | float, sigma: Tensor | float, n: Tensor | float, *, ridge: Tensor | float = 0.0
+) -> Tensor:
+    r"""Mean risk after the last layer was fitted to ``n`` target samples, on the pretrained feature.
+
+    Pretraining leaves one feature, :math:`z = \beta_s^\top x`. With :math:`q = \sum_i z_i^2 \sim \chi^2_n` and the
+    penalty :math:`n\lambda c^2` on the last layer,
+
+    .. math::
+        R_{lt} = \sin^2\theta + \cos^2\theta\; \mathbb E\, \frac{(n\lambda)^2}{(q + n\lambda)^2}
+            + (\sigma^2 + \sin^2\theta)\; \mathbb E\, \frac{q}{(q + n\lambda)^2}.
+
+    Without ridge the last mean is :math:`1/(n-2)`. For ``n = inf`` the risk is
+    :math:`1 - \cos^2\theta\,(1 + 2\lambda)/(1 + \lambda)^2`, which only grows with :math:`\lambda`. At finite ``n`` a
+    ridge of order :math:`1/n` can help, by order :math:`1/n^2`.
+
+    Args:
+        theta: Angle between source and target, any shape.
+        sigma: Standard deviation of the label noise, broadcastable with ``theta``.
+        n: Number of target samples, ``inf`` allowed, broadcastable with ``theta``.
+        ridge: :math:`\lambda`, broadcastable with ``theta``.
+
+    Returns:
+        The risk, in the broadcast shape.
+
+    Raises:
+        ValueError: If ``theta`` is outside [0, pi], ``sigma`` or ``ridge`` negative, or ``n`` at most 2.
+
+    Example:
+        >>> linear_transfer_risk(torch.pi / 2, 1.0, torch.tensor([4.0, float("inf")]))
+        tensor([2., 1.])
+    """
+    theta, sigma, n, ridge = checked(theta=theta, sigma=sigma, n=n, ridge=ridge)
+    shrunk, gain = ridge_moments(n, ridge)
+    outside = theta.sin().square()
+    return outside + theta.cos().square() * shrunk + (sigma.square() + outside) * gain
+
+
+def fine_tuning_risk(
+    theta: Tensor | float,
+    gamma: Tensor | float,
+    sigma: Tensor | float,
+    *,
+    depth: int = 2,
+    dimension: int | None = None,
+) -> Tensor:
+    r"""Risk at the end of the gradient flow that starts from the pretrained network and moves all layers.
+
+    Only the part of the first layer that the samples see can move; balance between layers then fixes their common
+    norm :math:`b`. For :math:`\gamma < 1`
+
+    .. math::
+        R_{ft} = R_{sc} + (1-\gamma)\,\big(b^{2(L-1)} - 2\, b^{L-1} \cos\theta\big), \qquad
+        b^{2L} = (1-\gamma)\, b^{2(L-1)} + \gamma + \frac{\gamma\sigma^2}{1-\gamma},
+
+    and :math:`R_{ft} = R_{sc}` for :math:`\gamma \ge 1`. Without noise :math:`b = 1` at any depth. A linear model
+    (``depth=1``) started at :math:`\beta_s` has no :math:`b`, see :func:`fine_tuning_risk_noiseless`.
+
+    Args:
+        theta: Angle between source and target, any shape.
+        gamma: Samples per dimension, broadcastable with ``theta``.
+        sigma: Standard deviation of the label noise, broadcastable with ``theta``.
+        depth: Number of layers :math:`L`.
+        dimension: :math:`d`, to take the means of :math:`R_{sc}` and of the squared norm of the scratch solution
+            (the last two terms of :math:`b^{2L}`) exactly; what is left is the spread of :math:`b`, of order
+            :math:`1/d`. The limit :math:`d \to \infty` when not given.
+
+    Returns:
+        The risk, in the broadcast shape.
+
+    Raises:
+        ValueError: If an argument is outside its domain.
+
+    Example:
+        >>> fine_tuning_risk(0.0, torch.tensor([0.25, 2.0]), 0.0)
+        tensor([0., 0.])
+    """
+    theta, gamma, sigma = checked(theta=theta, gamma=gamma, sigma=sigma)
+    shift = -fine_tuning_transferability(theta, gamma, sigma, depth=depth, dimension=dimension)
+    return scratch_risk(gamma, sigma, dimension=dimension) + shift
+
+
+def fine_tuning_risk_noiseless(theta: Tensor | float, gamma: Tensor | float, sigma: Tensor | float) -> Tensor:
+    r"""Risk of fine-tuning as [Tahir2024]_ print it, which is right for :math:`\sigma = 0` only.
+
+    .. math:: R_{sc} + (1-\gamma)_+ (1 - 2\cos\theta)
+
+    With noise the layers still move, see :func:`fine_tuning_risk`; then this is the risk of a one-layer model that
+    is started at :math:`\beta_s`.
+
+    Args:
+        theta: Angle between source and target, any shape.
+        gamma: Samples per dimension, broadcastable with ``theta``.
+        sigma: Standard deviation of the label noise, broadcastable with ``theta``.
+
+    Returns:
+        The risk, in the broadcast shape.
+
+    Raises:
+        ValueError: If an argument is outside its domain.
+
+    Example:
+        >>> fine_tuning_risk_noiseless(torch.pi / 2, 0.5, 0.0)
+        tensor(1.)
+    """
+    return fine_tuning_risk(theta, gamma, sigma, depth=1)
+
+
+def linear_transferability(theta: Tensor | float, gamma: Tensor | float, sigma: Tensor | float) -> Tensor:
+    r"""What linear transfer gains over scratch, :math:`T = R_{sc} - R_{lt}`, as :math:`n \to \infty` at fixed gamma.
+
+    .. math:: T_{lt} = (1-\gamma)_+ + \sigma^2\,\frac{\min(\gamma, 1)}{|1-\gamma|} - \sin^2\theta
+
+    Negative values are negative transfer; :func:`negative_transfer_interval` has the boundaries.
+
+    Args:
+        theta: Angle between source and target, any shape.
+        gamma: Samples per dimension, broadcastable with ``theta``.
+        sigma: Standard deviation of the label noise, broadcastable with ``theta``.
+
+    Returns:
+        The gain, in the broadcast shape.
+
+    Raises:
+        ValueError: If an argument is outside its domain.
+
+    Example:
+        >>> linear_transferability(torch.pi / 2, torch.tensor([0.5, 2.0]), 0.0)
+        tensor([-0.5000, -1.0000])
+    """
+    theta, gamma, sigma = checked(theta=theta, gamma=gamma, sigma=sigma)
+    return scratch_risk(gamma, sigma) - theta.sin().square()
+
+
+def fine_tuning_transferability(
+    theta: Tensor | float,
+    gamma: Tensor | float,
+    sigma: Tensor | float,
+    *,
+    depth: int = 2,
+    dimension: int | None = None,
+) -> Tensor:
+    r"""What fine-tuning gains over scratch, :math:`T = R_{sc} - R_{ft}`.
+
+    .. math:: T_{ft} = (1-\gamma)_+\, b^{L-1} \big(2\cos\theta - b^{L-1}\big)
+
+    It is positive iff :math:`\cos\theta > b^{L-1}/2`, that is :math:`\theta < \pi/3` without noise. The arguments
+    are those of :func:`fine_tuning_risk`.
+
+    Args:
+        theta: Angle between source and target, any shape.
+        gamma: Samples per dimension, broadcastable with ``theta``.
+        sigma: Standard deviation of the label noise, broadcastable with ``theta``.
+        depth: Number of layers :math:`L`.
+        dimension: See :func:`fine_tuning_risk`.
+
+    Returns:
+        The gain, in the broadcast shape; 0 for gamma of at least 1.
+
+    Raises:
+        ValueError: If an argument is outside its domain.
+
+    Example:
+        >>> fine_tuning_transferability(torch.tensor([0.0, torch.pi / 2]), 0.5, 0.0)
+        tensor([ 0.5000, -0.5000])
+    """
+    theta, gamma, sigma = checked(theta=theta, gamma=gamma, sigma=sigma)
+    product = layer_product(gamma, sigma, depth, dimension)  # b^(L-1)
+    gain = (1 - gamma).clamp(min=0) * product * (2 * theta.cos() - product)
+    return torch.where((gamma < 1) & product.isfinite(), gain, 0.0)
+
+
+def fine_tuning_boundary(gamma: Tensor | float, sigma: Tensor | float, *, depth: int = 2) -> Tensor:
+    r"""Angle below which fine-tuning helps, :math:`\arccos(b^{L-1}/2)`.
+
+    Args:
+        gamma: Samples per dimension, any shape.
+        sigma: Standard deviation of the label noise, broadcastable with ``gamma``.
+        depth: Number of layers :math:`L`.
+
+    Returns:
+        The angle in the broadcast shape; 0 where even the same task is better learned from scratch, NaN for gamma
+        of at least 1, where fine-tuning and scratch are the same.
+
+    Raises:
+        ValueError: If an argument is outside its domain.
+
+    Example:
+        >>> fine_tuning_boundary(torch.tensor([0.5, 2.0]), 0.0)  # pi / 3
+        tensor([1.0472,    nan])
+    """
+    gamma, sigma = checked(gamma=gamma, sigma=sigma)
+    angle = (0.5 * layer_product(gamma, sigma, depth)).clamp(max=1).arccos()
+    return torch.where(gamma < 1, angle, torch.nan)
+
+
+def negative_transfer_interval(theta: Tensor | float, sigma: Tensor | float) -> NegativeTransfer:
+    r"""Numbers of samples per dimension at which linear transfer hurts, as :math:`n \to \infty`.
+
+    .. math::
+        \gamma_\pm = \tfrac12\Big[ 1 + \cos^2\theta - \sigma^2
+            \pm \sqrt{(1 + \cos^2\theta - \sigma^2)^2 - 4\cos^2\theta} \Big], \qquad
+        \gamma_{on} = 1 + \frac{\sigma^2}{\sin^2\theta}.
+
+    The interval exists iff :math:`\sigma < 1 - |\cos\theta|`. Between :math:`\gamma_+` and :math:`\gamma_{on}` lies a
+    band in which transfer helps only because scratch training suffers at its interpolation threshold.
+
+    Args:
+        theta: Angle between source and target, any shape.
+        sigma: Standard deviation of the label noise, broadcastable with ``theta``.
+
+    Returns:
+        Lower and upper end of the interval (NaN where there is none) and the onset of the second region.
+
+    Raises:
+        ValueError: If an argument is outside its domain.
+
+    Example:
+        >>> lower, upper, onset = negative_transfer_interval(torch.pi / 2, 0.5)
+        >>> upper, onset
+        (tensor(0.7500), tensor(1.2500))
+    """
+    theta, sigma = checked(theta=theta, sigma=sigma)
+    cos = theta.cos().abs()
+    total = 1 + cos.square() - sigma.square()  # sum of the two roots; their product is cos²
+    # (total - 2cos)(total + 2cos), factored so that it is exactly positive up to the interval's vanishing
+    root = (((1 - cos).square() - sigma.square()) * ((1 + cos).square() - sigma.square())).clamp(min=0).sqrt()
+    upper = 0.5 * (total + root)
+    lower = cos.square() / upper  # without the cancellation of total - root
+    exists = sigma < 1 - cos
+    nan = torch.full_like(upper, torch.nan)
+    onset = torch.where(sigma == 0, 1.0, 1 + sigma.square() / theta.sin().square())
+    parallel = torch.where(theta.sin().abs() < 1e-7, torch.inf, onset)
+    return NegativeTransfer(torch.where(exists, lower, nan), torch.where(exists, upper, nan), parallel)

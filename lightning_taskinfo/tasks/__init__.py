@@ -1,0 +1,1 @@
+"""Questions about tasks: simulated transfer between a source and a target whose relation is known."""

@@ -1,0 +1,207 @@
+r"""Shallow ReLU students of ReLU teachers: the ablated set-up, many repetitions at once.
+
+The target teacher has some features, the source teacher what is left of them after a fraction was removed. A student
+learns the source from a stream of fresh samples, then the target from ``n`` samples. Its risk is exact: squared
+distances between ReLU networks over Gaussian inputs have a closed form.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import repeat
+
+import torch
+from torch import Generator, Tensor
+
+from lightning_taskinfo.functional.features import ablate, relu_kernel, span_norms
+from lightning_taskinfo.tasks.simulate import TransferRisks
+
+
+@dataclass(frozen=True)
+class ReLUNetworks:
+    """Shallow networks ``x -> mean_i c_i · relu(w_i · x)``, one a repetition.
+
+    Attributes:
+        weights: First layers, shape ``[R, m, d]``.
+        coefficients: Last layers, shape ``[R, m]``.
+    """
+
+    weights: Tensor
+    coefficients: Tensor
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        """Return the outputs, ``[R, n]``, on inputs ``[R, n, d]``."""
+        return torch.bmm(self.features(inputs), self.coefficients.unsqueeze(-1)).squeeze(-1) / self.weights.shape[1]
+
+    def features(self, inputs: Tensor) -> Tensor:
+        """Return the hidden layer, ``[R, n, m]``."""
+        return torch.bmm(inputs, self.weights.mT).relu()
+
+
+@dataclass(frozen=True)
+class StudentTeacherRisks(TransferRisks):
+    """Risks of the students, and the part of the target outside the span of features, one entry a repetition.
+
+    Attributes:
+        outside: Squared out-of-span norm for the pretrained student's features; no linear transfer gets below it.
+        outside_source: The same for the source teacher's features, what a perfect student would have.
+    """
+
+    outside: Tensor
+    outside_source: Tensor
+
+
+def random_networks(
+    repetitions: int,
+    width: int,
+    dimension: int,
+    *,
+    generator: Generator | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> ReLUNetworks:
+    """Networks with features of unit norm, uniform on the sphere, and standard normal last layers.
+
+    Example:
+        >>> random_networks(3, 5, 2)(torch.zeros(3, 7, 2, dtype=torch.float64)).shape
+        torch.Size([3, 7])
+    """
+    weights = torch.randn(repetitions, width, dimension, generator=generator, dtype=dtype)
+    coefficients = torch.randn(repetitions, width, generator=generator, dtype=dtype)
+    return ReLUNetworks(weights / weights.norm(dim=-1, keepdim=True), coefficients)
+
+
+def squared_distance(networks: ReLUNetworks, others: ReLUNetworks) -> Tensor:
+    """Mean squared difference of outputs over Gaussian inputs, exactly, shape ``[R]``.
+
+    Example:
+        >>> networks = random_networks(2, 3, 4)
+        >>> twice = ReLUNetworks(networks.weights, 2 * networks.coefficients)
+        >>> zero = ReLUNetworks(networks.weights, 0 * networks.coefficients)
+        >>> torch.allclose(squared_distance(twice, networks), squared_distance(networks, zero))
+        True
+    """
+    weights = torch.cat([networks.weights, others.weights], 1)
+    parts = (networks.coefficients / networks.weights.shape[1], -others.coefficients / others.weights.shape[1])
+    c = torch.cat(parts, 1).unsqueeze(-1)
+    return (c.mT @ relu_kernel(weights, weights) @ c).flatten().clamp(min=0)
+
+
+def train_networks(
+    networks: ReLUNetworks, batches: Iterable[tuple[Tensor, Tensor]], *, learning_rate: float = 0.5
+) -> ReLUNetworks:
+    """Gradient descent of both layers on half the mean squared error, one step a batch.
+
+    Rates are in units of the width, as in the mean-field limit: features move as far in a wide network as in a narrow.
+
+    Args:
+        networks: Where to start; left as they are.
+        batches: Inputs ``[R, n, d]`` and labels ``[R, n]``; the same pair again and again for full-batch descent.
+        learning_rate: Step size over the width.
+
+    Returns:
+        The trained networks.
+
+    Raises:
+        ValueError: If ``learning_rate`` is not positive.
+
+    Example:
+        >>> inputs = torch.ones(1, 1, 1, dtype=torch.float64)
+        >>> start = ReLUNetworks(inputs, inputs[0])
+        >>> train_networks(start, [(inputs, torch.zeros(1, 1))], learning_rate=0.5).coefficients
+        tensor([[0.5000]], dtype=torch.float64)
+    """
+    if learning_rate <= 0:
+        raise ValueError(f"`learning_rate` must be positive, got {learning_rate}.")
+    weights, coefficients = networks.weights.clone(), networks.coefficients.clone()
+    for inputs, labels in batches:
+        now = ReLUNetworks(weights, coefficients)
+        hidden, scale = now.features(inputs), learning_rate / inputs.shape[1]
+        residual = (now(inputs) - labels).unsqueeze(-1)  # [R, n, 1]
+        slope = residual * (hidden > 0) * coefficients.unsqueeze(1)  # [R, n, m]
+        coefficients = coefficients - scale * torch.bmm(hidden.mT, residual).squeeze(-1)
+        weights = weights - scale * torch.bmm(slope.mT, inputs)
+    return ReLUNetworks(weights, coefficients)
+
+
+def fit_last_layer(networks: ReLUNetworks, inputs: Tensor, labels: Tensor, *, ridge: float = 1e-4) -> ReLUNetworks:
+    """Linear transfer: ridge regression of the labels on the frozen features.
+
+    Args:
+        networks: Networks whose first layers are kept.
+        inputs: Inputs, shape ``[R, n, d]``.
+        labels: Labels, shape ``[R, n]``.
+        ridge: Penalty ``n * ridge`` on the squared weights of the features.
+
+    Returns:
+        The networks with new last layers.
+
+    Raises:
+        ValueError: If ``ridge`` is not positive.
+    """
+    if ridge <= 0:
+        raise ValueError(f"`ridge` must be positive, got {ridge}.")
+    hidden, m = networks.features(inputs), networks.weights.shape[1]
+    gram = torch.bmm(hidden.mT, hidden) / inputs.shape[1] + ridge * torch.eye(m, dtype=inputs.dtype)
+    right = torch.bmm(hidden.mT, labels.unsqueeze(-1)) / inputs.shape[1]
+    solved = torch.cholesky_solve(right, torch.linalg.cholesky(gram)).squeeze(-1)
+    return ReLUNetworks(networks.weights, m * solved)
+
+
+def simulate_student_teacher(
+    fraction: float,
+    n: int,
+    *,
+    sigma: float = 0.0,
+    dimension: int = 10,
+    teacher_width: int = 8,
+    student_width: int = 40,
+    repetitions: int = 10,
+    steps: int = 2000,
+    ridge: float = 1e-4,
+    generator: Generator | None = None,
+) -> StudentTeacherRisks:
+    """Pretrain students on ablated teachers and transfer them to the whole ones.
+
+    Args:
+        fraction: Fraction of the target teacher's features that the source teacher lacks.
+        n: Number of target samples.
+        sigma: Standard deviation of the label noise on the target.
+        dimension: Dimension of the inputs.
+        teacher_width: Number of features of the target teacher.
+        student_width: Number of features of the students.
+        repetitions: Number ``R`` of independent draws.
+        steps: Steps of gradient descent, for pretraining, scratch training and fine-tuning each.
+        ridge: See :func:`fit_last_layer`.
+        generator: Source of randomness; torch's own if not given.
+
+    Returns:
+        Risks and out-of-span norms, each of shape ``[R]``.
+
+    Raises:
+        ValueError: If an argument is outside its domain.
+
+    Example:
+        >>> simulate_student_teacher(0.5, 20, repetitions=2, steps=5).linear.shape
+        torch.Size([2])
+    """
+    target = random_networks(repetitions, teacher_width, dimension, generator=generator)
+    kept = ablate(torch.cat([target.weights, target.coefficients.unsqueeze(-1)], -1), fraction, generator=generator)
+    source = ReLUNetworks(kept[..., :-1].contiguous(), kept[..., -1].contiguous())
+    student = random_networks(repetitions, student_width, dimension, generator=generator)
+    pretrained = train_networks(student, _stream(source, steps, generator))
+    inputs = torch.randn(repetitions, n, dimension, generator=generator, dtype=torch.float64)
+    labels = target(inputs) + sigma * torch.randn(repetitions, n, generator=generator, dtype=torch.float64)
+    return StudentTeacherRisks(
+        scratch=squared_distance(train_networks(student, repeat((inputs, labels), steps)), target),
+        linear=squared_distance(fit_last_layer(pretrained, inputs, labels, ridge=ridge), target),
+        fine_tuned=squared_distance(train_networks(pretrained, repeat((inputs, labels), steps)), target),
+        outside=span_norms(pretrained.weights, target.weights, target.coefficients).outside,
+        outside_source=span_norms(source.weights, target.weights, target.coefficients).outside,
+    )
+
+
+def _stream(teacher: ReLUNetworks, steps: int, generator: Generator | None) -> Iterable[tuple[Tensor, Tensor]]:
+    """Fresh samples of a teacher, a batch of 256 a step: the population loss, as far as a step can see it."""
+    repetitions, _, dimension = teacher.weights.shape
+    for _ in range(steps):
+        inputs = torch.randn(repetitions, 256, dimension, generator=generator, dtype=teacher.weights.dtype)
+        yield inputs, teacher(inputs)

@@ -1,0 +1,1 @@
+"""From a source task to a target: what a network holds on to, and whether it helps."""

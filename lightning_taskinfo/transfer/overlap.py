@@ -1,0 +1,187 @@
+"""Before fine-tuning: how much of a target task lies outside the span of a network's frozen features?"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lightning_taskinfo._observe import observing
+from lightning_taskinfo.functional.features import fit_power_law, transfer_onset
+
+RIDGES = 10.0 ** torch.arange(-6, 3, dtype=torch.float64)  # relative to the mean squared feature
+
+
+@dataclass(frozen=True)
+class FeatureOverlap:
+    """Share of the target labels' variance that a linear read-out of frozen features misses, layer by layer.
+
+    Held-out shares: they count what lies outside the span and what the given number of labels cannot pin down, so
+    they are above the out-of-span share and fall towards it with more labels.
+
+    Attributes:
+        layers: Names of the layers.
+        outside: Missed shares, shape ``[K]``; 0 is all explained, 1 nothing (more is possible on held-out labels).
+        standard_error: Over samples, the folds' models taken as given, shape ``[K]``.
+        samples: Number of labels used.
+    """
+
+    layers: tuple[str, ...]
+    outside: Tensor
+    standard_error: Tensor
+    samples: int
+
+    def interval(self, confidence: float = 0.95) -> tuple[Tensor, Tensor]:
+        """Return the ends of the normal confidence intervals of ``outside``, shape ``[K]`` each, not below 0.
+
+        Args:
+            confidence: Probability that an interval covers.
+
+        Raises:
+            ValueError: If ``confidence`` is not between 0 and 1.
+        """
+        if not 0 < confidence < 1:
+            raise ValueError(f"`confidence` must be between 0 and 1, got {confidence}.")
+        reach = torch.special.ndtri(torch.tensor(0.5 + 0.5 * confidence).double()) * self.standard_error
+        return (self.outside - reach).clamp(min=0), self.outside + reach
+
+    def onset(self, n: Tensor, scratch: Tensor, *, confidence: float = 0.95) -> tuple[Tensor, Tensor, Tensor]:
+        r"""Predicted number of target labels above which linear transfer hurts, per layer, with its interval.
+
+        A power law :math:`A\,n^{-\nu}` is fitted to the learning curve of training from scratch; it falls below the
+        missed share at the onset. The interval carries the uncertainty of the share, not that of the curve.
+
+        Args:
+            n: Numbers of labels at which scratch training was measured, shape ``[k]``.
+            scratch: Share of the labels' variance that it missed on held-out data, shape ``[k]``.
+            confidence: Probability that an interval covers.
+
+        Returns:
+            Lower end, onset and upper end, shape ``[K]`` each.
+
+        Raises:
+            ValueError: If the curve does not fall, or is not positive.
+        """
+        amplitude, exponent = fit_power_law(n, scratch.double())
+        if exponent <= 0:
+            raise ValueError(f"`scratch` must fall with `n`, got a fitted exponent of {exponent.item():.3g}.")
+        low, high = self.interval(confidence)
+        lower, middle, upper = (transfer_onset(share, amplitude, exponent) for share in (high, self.outside, low))
+        return lower, middle, upper
+
+
+def feature_overlap(
+    model: nn.Module,
+    data: Iterable[tuple[Tensor, Tensor]],
+    *,
+    layers: Sequence[str] | None = None,
+    folds: int = 5,
+) -> FeatureOverlap:
+    """Measure, by cross-validation, what share of the labels' variance the features of each layer leave unexplained.
+
+    Ridge regression on the features of one layer predicts the labels (one-hot for classes) of a fold from the others;
+    its penalty is picked by the exact leave-one-out error within those, so that no held-out label takes part in it. The
+    share is the squared error over that of the mean label. The model is only observed.
+
+    Args:
+        model: The pretrained network.
+        data: Batches ``(inputs, labels)`` of the target task, labels as class indices or as real values; their
+            features are kept in memory. Shuffled: folds are taken in turns, sample by sample.
+        layers: Names of modules that run once a pass and put out one tensor; if not given, all modules without children
+            that run and put out a tensor.
+        folds: Number of folds.
+
+    Returns:
+        The shares, with standard errors.
+
+    Raises:
+        ValueError: If a layer is unknown or not as above, or there are fewer than two folds or four samples a fold.
+
+    Example:
+        >>> x = torch.randn(60, 3, generator=torch.Generator().manual_seed(0))
+        >>> net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+        >>> bool(feature_overlap(net, [(x, x.sum(1))], layers=["0"]).outside < 1e-6)
+        True
+    """
+    features, labels = _collect(model, data, layers)
+    if folds < 2:
+        raise ValueError(f"`folds` must be at least 2, got {folds}.")
+    if len(labels) < 4 * folds:
+        raise ValueError(f"`data` must have at least 4 samples a fold, got {len(labels)} for {folds} folds.")
+    missed, errors = [], []
+    for values in features.values():
+        residual, baseline = _held_out(values, labels, folds)  # [N] each
+        share = residual.sum() / baseline.sum()
+        missed.append(share)
+        errors.append((residual - share * baseline).std() / baseline.mean() / len(labels) ** 0.5)
+    return FeatureOverlap(tuple(features), torch.stack(missed), torch.stack(errors), len(labels))
+
+
+def _collect(
+    model: nn.Module, data: Iterable[tuple[Tensor, Tensor]], layers: Sequence[str] | None
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Features ``[N, D]`` by layer and labels ``[N, C]``, in float64 on the CPU."""
+    modules = dict(model.named_modules())
+    names = [name for name, m in modules.items() if not any(m.children())] if layers is None else list(layers)
+    if unknown := [name for name in names if name not in modules]:
+        raise ValueError(f"`layers` must name modules of the model, got {unknown[0]!r}; there are {list(modules)}.")
+    features: dict[str, list[Tensor]] = {}
+    targets = []
+
+    def keep(name: str, output: object) -> None:
+        if isinstance(output, Tensor):
+            features.setdefault(name, []).append(output.detach().flatten(1).double().cpu())
+
+    handles = [modules[n].register_forward_hook(lambda _m, _i, out, n=n: keep(n, out)) for n in names]
+    try:
+        with observing(model), torch.no_grad():
+            for inputs, labels in data:
+                model(inputs)
+                targets.append(labels.detach().cpu())
+    finally:
+        for handle in handles:
+            handle.remove()
+    for name in names if layers is not None else features:
+        if len(features.get(name, [])) != len(targets):
+            raise ValueError(f"`layers` must have one tensor as output and run once a pass, got {name!r}.")
+    if not features:
+        raise ValueError("`layers` must name at least one module, got none.")
+    return {name: torch.cat(features[name]) for name in names if name in features}, _as_columns(torch.cat(targets))
+
+
+def _as_columns(labels: Tensor) -> Tensor:
+    """Real labels as columns, classes as indicators."""
+    if labels.is_floating_point():
+        return labels.double().reshape(len(labels), -1)
+    return nn.functional.one_hot(labels.flatten()).double()
+
+
+def _held_out(features: Tensor, labels: Tensor, folds: int) -> tuple[Tensor, Tensor]:
+    """Squared held-out errors of the read-out and of the mean label, ``[N]`` each."""
+    residual, baseline = torch.empty(len(labels)).double(), torch.empty(len(labels)).double()
+    fold = torch.arange(len(labels)) % folds
+    for k in range(folds):
+        train, test = fold != k, fold == k
+        mean_x, mean_y = features[train].mean(0), labels[train].mean(0)
+        x, y = features[train] - mean_x, labels[train] - mean_y
+        predicted = mean_y + _ridge(x, y, features[test] - mean_x)
+        residual[test] = (labels[test] - predicted).square().sum(-1)
+        baseline[test] = (labels[test] - mean_y).square().sum(-1)
+    return residual, baseline
+
+
+def _ridge(x: Tensor, y: Tensor, new: Tensor) -> Tensor:
+    """Predict at ``new`` by ridge regression without intercept, its penalty picked by leave-one-out errors.
+
+    One singular value decomposition serves all penalties; centring costs the ``1/n`` in the leverages.
+    """
+    U, s, Vh = torch.linalg.svd(x, full_matrices=False)
+    penalties = RIDGES * x.square().sum() / x.shape[1]  # n times the mean squared feature, times each ridge
+    shrink = s.square() / (s.square() + penalties.clamp(min=torch.finfo(s.dtype).tiny)[:, None])  # [P, rank]
+    projected = U.T @ y  # [rank, C]
+    fitted = torch.einsum("nr,pr,rc->pnc", U, shrink, projected)
+    leverage = torch.einsum("nr,pr->pn", U.square(), shrink) + 1 / len(x)
+    errors = ((y - fitted) / (1 - leverage).clamp(min=1e-9).unsqueeze(-1)).square().sum((1, 2))
+    best = errors.argmin()
+    weights = torch.where(s > 0, shrink[best] / s.clamp(min=torch.finfo(s.dtype).tiny), 0.0)
+    return new @ Vh.T @ (weights[:, None] * projected)

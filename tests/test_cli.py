@@ -1,0 +1,85 @@
+"""``taskinfo``: what it writes, and how it says no."""
+
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from lightning_taskinfo import cli
+from lightning_taskinfo.tasks.phase_diagram import simulate_phase_diagram
+
+SMALL = ["--dimension=20", "--repetitions=3", "--angles=2", "--gammas=[0.5,1.5]"]
+
+
+def test_phase_diagram_writes_a_figure_and_a_table(tmp_path, capsys):
+    out = tmp_path / "new" / "phase.png"
+    assert cli.main(["phase-diagram", "--mode=fine-tuning", "--sigma=0", f"--out={out}", *SMALL]) == 0
+    assert out.read_bytes().startswith(b"\x89PNG")
+    header, *rows, path = capsys.readouterr().out.splitlines()
+    assert header.split() == ["theta_deg", "gamma", "gain", "error", "theory"]
+    table = [[float(cell) for cell in row.split()] for row in rows]
+    assert [row[:2] for row in table] == [[0.0, 0.5], [0.0, 1.5], [90.0, 0.5], [90.0, 1.5]]
+    assert [row[4] for row in table] == pytest.approx([0.5, 0.0, -0.5, 0.0])
+    assert path == str(out)
+
+
+def test_the_table_is_that_of_the_simulation_with_the_seed(tmp_path, capsys):
+    assert cli.main(["phase-diagram", f"--out={tmp_path / 'a.png'}", "--seed=3", *SMALL]) == 0
+    gains = [float(row.split()[2]) for row in capsys.readouterr().out.splitlines()[1:-1]]
+    theta, gamma = (torch.tensor(values, dtype=torch.float64) for values in ([0.0, math.pi / 2], [0.5, 1.5]))
+    generator = torch.Generator().manual_seed(3)
+    direct = simulate_phase_diagram("linear", theta, gamma, 0.2, dimension=20, repetitions=3, generator=generator)
+    assert gains == pytest.approx(direct.mean.flatten().tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--sigma=-1", "`sigma` must be non-negative and finite, got -1.0."),
+        ("--gammas=[0.5,0]", "`gamma` must be positive and finite, got 0.0."),
+        ("--angles=0", "`angles` must be at least 1, got 0."),
+        ("--repetitions=1", "`repetitions` must be at least 2 for a standard error, got 1."),
+        ("--out=figure.nonsense", "Format 'nonsense' is not supported"),
+    ],
+)
+def test_wrong_values_end_with_2_and_their_message(argument, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["phase-diagram", *SMALL, argument]) == 2
+    written = capsys.readouterr()
+    assert written.err.startswith("taskinfo: error: ")
+    assert message in written.err
+    assert not written.out
+
+
+def test_a_path_that_cannot_be_written_ends_with_1(tmp_path, capsys):
+    (tmp_path / "file").write_text("in the way")
+    assert cli.main(["phase-diagram", f"--out={tmp_path / 'file' / 'a.png'}", *SMALL]) == 1
+    assert "file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [[], ["no-such-command"], ["phase-diagram", "--mode=frozen"]])
+def test_unknown_words_end_with_2(arguments, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(arguments)
+    assert stopped.value.code == 2
+    assert "error:" in capsys.readouterr().err
+
+
+def test_help_lists_every_command(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["--help"])
+    assert stopped.value.code == 0
+    text = capsys.readouterr().out
+    for name, command in cli.COMMANDS.items():
+        assert name in text
+        assert command.__doc__ is not None
+
+
+def test_says_what_to_install_without_jsonargparse():
+    """In a process of its own, where importing jsonargparse fails."""
+    code = "import sys; sys.modules['jsonargparse'] = None; from lightning_taskinfo import cli; sys.exit(cli.main([]))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "pip install 'lightning-taskinfo[cli]'" in done.stderr

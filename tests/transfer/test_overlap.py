@@ -1,0 +1,133 @@
+"""The share of a target outside frozen features: against known shares, and a plain loop over folds and penalties."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_taskinfo.transfer.overlap import RIDGES, FeatureOverlap, _held_out, feature_overlap
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+class Frozen(nn.Module):
+    """Features are the first coordinates of the inputs; dropout and batch norm are there to be disturbed."""
+
+    def __init__(self, kept):
+        super().__init__()
+        self.kept = kept
+        self.first = nn.Identity()
+        self.norm = nn.BatchNorm1d(kept, dtype=torch.float64)
+        self.drop = nn.Dropout(0.5)
+        self.head = nn.Linear(kept, 2, dtype=torch.float64)
+        self.loss = nn.MSELoss()  # never runs in a forward pass
+
+    def forward(self, x):
+        return self.head(self.drop(self.norm(self.first(x[:, : self.kept]))))
+
+
+@pytest.mark.parametrize(("kept", "share"), [(4, 0.0), (3, 0.25), (1, 0.75)])
+def test_share_of_a_linear_target_is_that_of_its_missing_coordinates(kept, share):
+    inputs = randn(2000, 6)
+    labels = inputs[:, :4].sum(1)
+    overlap = feature_overlap(Frozen(kept), [(inputs, labels)], layers=["first"])
+    low, high = overlap.interval(0.99)
+    assert low - 1e-9 <= share <= high
+    assert overlap.samples == 2000
+    assert overlap.standard_error < 0.02
+
+
+def test_batches_and_all_layers():
+    inputs = randn(120, 6)
+    labels = (inputs[:, 0] > 0).long()
+    whole = feature_overlap(Frozen(5), [(inputs, labels)])
+    model = Frozen(5)
+    torch.manual_seed(0)
+    parts = feature_overlap(model, zip(inputs.split(50), labels.split(50), strict=True), layers=["first"])
+    assert whole.layers == ("first", "norm", "drop", "head")
+    torch.testing.assert_close(parts.outside[0], whole.outside[0])
+    assert (whole.outside[:3] < 0.6).all()
+
+
+def test_random_labels_are_outside_and_their_interval_covers_one():
+    inputs, labels = randn(600, 20), torch.randint(4, (600,), generator=torch.Generator().manual_seed(1))
+    low, high = feature_overlap(Frozen(20), [(inputs, labels)], layers=["first"]).interval()
+    assert low <= 1 <= high
+
+
+@pytest.mark.parametrize("width", [3, 40], ids=["n>d", "n<d"])
+def test_held_out_errors_are_those_of_a_loop_over_folds_and_left_out_samples(width):
+    features, folds = randn(30, width) + 1, 3
+    labels = features[:, :2] @ randn(2, 2, seed=1) + 0.5 * randn(30, 2, seed=2)
+    residual, baseline = _held_out(features, labels, folds)
+
+    def fit(x, y, penalty):
+        mean_x, mean_y = x.mean(0), y.mean(0)
+        gram = (x - mean_x).T @ (x - mean_x) + penalty * torch.eye(width, dtype=torch.float64)
+        weights = torch.linalg.solve(gram, (x - mean_x).T @ (y - mean_y))
+        return lambda new: mean_y + (new - mean_x) @ weights
+
+    for k in range(folds):
+        train = torch.tensor([i for i in range(30) if i % folds != k])
+        x, y = features[train], labels[train]
+        penalties = RIDGES * (x - x.mean(0)).square().sum() / width
+        left_out = [
+            sum(
+                (y[i] - fit(x[torch.arange(20) != i], y[torch.arange(20) != i], penalty)(x[i])).square().sum()
+                for i in range(20)
+            )
+            for penalty in penalties
+        ]
+        model = fit(x, y, penalties[int(torch.stack(left_out).argmin())])
+        for i in range(k, 30, folds):
+            assert residual[i].item() == pytest.approx((labels[i] - model(features[i])).square().sum().item(), rel=1e-6)
+            assert baseline[i].item() == pytest.approx((labels[i] - y.mean(0)).square().sum().item())
+
+
+def test_the_model_is_only_observed():
+    model = Frozen(3).train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    feature_overlap(model, [(randn(40, 4), randn(40))])
+    assert model.training
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(state, torch.get_rng_state())
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_onset_is_where_the_fitted_curve_crosses_the_share():
+    overlap = FeatureOverlap(("a", "b"), torch.tensor([0.0, 0.1]).double(), torch.tensor([0.0, 0.01]).double(), 100)
+    n = torch.tensor([10, 100, 1000])
+    lower, onset, upper = overlap.onset(n, 2.0 * n.double() ** -0.5)
+    assert onset[0] == math.inf
+    assert onset[1].item() == pytest.approx(400)
+    assert lower[1] < onset[1] < upper[1]
+    low, high = overlap.interval()
+    assert (high - low)[1].item() == pytest.approx(2 * 1.959964 * 0.01, rel=1e-5)
+    assert 2.0 * lower[1].item() ** -0.5 == pytest.approx(high[1].item())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"layers": ["nowhere"]}, "`layers` must name modules of the model, got 'nowhere'"),
+        ({"layers": ["loss"]}, "`layers` must have one tensor as output and run once a pass, got 'loss'"),
+        ({"layers": []}, "`layers` must name at least one module, got none"),
+        ({"folds": 1}, "`folds` must be at least 2, got 1"),
+        ({"folds": 11}, "`data` must have at least 4 samples a fold, got 40 for 11 folds"),
+    ],
+)
+def test_refuses(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        feature_overlap(Frozen(3), [(randn(40, 4), randn(40))], **arguments)
+
+
+def test_refuses_a_rising_curve_and_a_wrong_confidence():
+    overlap = FeatureOverlap(("a",), torch.tensor([0.1]).double(), torch.tensor([0.01]).double(), 100)
+    with pytest.raises(ValueError, match="`scratch` must fall with `n`, got a fitted exponent of -1"):
+        overlap.onset(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0]))
+    with pytest.raises(ValueError, match=r"`confidence` must be between 0 and 1, got 1\.0"):
+        overlap.interval(1.0)
