@@ -1,14 +1,15 @@
 # Every target sets up what it needs: `make demo` and `make test` work on a fresh clone with Python, pip and make.
 PYTHON ?= python3
+CONSTRAINTS ?= constraints.txt
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint $(CONSTRAINTS)
 
 .PHONY: setup demo test test-all lint format bench docs clean
 
 setup: .venv/installed
 
 # BackPACK goes in without its dependencies: one of them does not load beside a CPU-only torch, and breaks Lightning.
-.venv/installed: pyproject.toml constraints.txt
+.venv/installed: pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) torch
 	$(PIP) --editable ".[dev]" einops unfoldNd

@@ -85,12 +85,11 @@ def _buffers(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        with torch.no_grad():
-            for module, name, buffer, value in kept:
-                module._buffers[name] = buffer
-                # By value: batch norm moves its statistics without raising their version.
-                if buffer is not None and value is not None and not torch.equal(buffer, value):
-                    buffer.copy_(value)
+        for module, name, buffer, value in kept:
+            module._buffers[name] = buffer
+            if buffer is not None and value is not None:
+                # Through `.data`, which counts as no change: a graph recorded before stays good for its backward.
+                buffer.data.copy_(value)
 
 
 @contextmanager
@@ -107,8 +106,9 @@ def _grads(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _random_states(devices: set[torch.device]) -> Iterator[None]:
-    accelerators = {d: torch.get_device_module(d) for d in devices if d.type not in ("cpu", "meta")}
-    states = {d: module.get_rng_state(d) for d, module in accelerators.items()}
+    accelerators = [d for d in devices if d.type not in ("cpu", "meta")]
+    modules = [(torch.get_device_module(d), () if d.type == "mps" else (d,)) for d in accelerators]  # one mps only
+    states = [module.get_rng_state(*device) for module, device in modules]
     cpu_state, python_state = torch.get_rng_state(), random.getstate()
     numpy = sys.modules.get("numpy")  # not loaded: nobody has drawn from it
     numpy_state = numpy.random.get_state() if numpy else None
@@ -119,5 +119,5 @@ def _random_states(devices: set[torch.device]) -> Iterator[None]:
         random.setstate(python_state)
         if numpy:
             numpy.random.set_state(numpy_state)
-        for device, module in accelerators.items():
-            module.set_rng_state(states[device], device)
+        for (module, device), state in zip(modules, states, strict=True):
+            module.set_rng_state(state, *device)

@@ -1,0 +1,63 @@
+"""The documentation lists every public module, reads Sphinx's roles as Markdown, and builds without a warning."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_public_modules_are_listed_once_and_private_ones_not():
+    found = list(load("hooks").public_modules())
+    assert len(found) == len(set(found))
+    assert {"lightning_taskinfo.fisher", "lightning_taskinfo.functional.likelihood"} <= set(found)
+    assert not any(part.startswith("_") for name in found for part in name.split("."))
+    assert "lightning_taskinfo.fisher.engine" not in found  # its package has an `__all__`
+
+
+def test_the_marker_becomes_sections():
+    hooks = load("hooks")
+    assert hooks.MARKER in (DOCS / "api.md").read_text()
+    text = hooks.on_page_markdown(f"# API\n{hooks.MARKER}\n")
+    assert re.findall("^::: (.+)$", text, re.M) == list(hooks.public_modules())
+    assert hooks.on_page_markdown("# Another page") == "# Another page"
+
+
+@pytest.mark.parametrize(
+    ("sphinx", "markdown"),
+    [
+        ("of :math:`F_w`.", "of `F_w`."),
+        ("see :func:`~a.b.f` and :class:`C`", "see `f` and `C`"),
+        ("as ``x`` is", "as ``x`` is"),
+        ("One.\n\n.. math:: x^2\n\nTwo.", "One.\n\n```latex\nx^2\n```\n\nTwo."),
+        ("  .. math::\n      x\n        + y\n\n  Two.", "  ```latex\n  x\n    + y\n  ```\n\n  Two."),
+        ("in [Tahir, C]_.\n\n.. [Tahir, C] *Features*", "in [Tahir, C].\n\n[Tahir, C] *Features*"),
+    ],
+)
+def test_sphinx_becomes_markdown(sphinx, markdown):
+    pytest.importorskip("griffe")
+    assert load("griffe_sphinx").to_markdown(sphinx) == markdown
+
+
+@pytest.mark.slow
+def test_builds_without_a_warning_and_asks_nobody(tmp_path):
+    pytest.importorskip("mkdocstrings")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=DOCS.parent, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "api.html").read_text()
+    assert 'id="lightning_taskinfo.fisher.fisher_trace"' in page
+    assert ":math:" not in page
+    assert not re.findall(r'(?:src|<link[^>]* href)="https?://[^"]+', page)
