@@ -19,6 +19,7 @@ import platform
 import resource
 import time
 import warnings
+from collections.abc import Callable
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -139,7 +140,7 @@ def field(results: dict[str, Any], network: str, quantity: str, limit: float) ->
         slow |= set(right) - {r["contender"] for r in before}
     if quantity in ("exact", "gram"):
         slow |= set(LOOPS)
-    return [name for name in right if name not in slow]
+    return [name for name in right if name == "auto" or name not in slow]
 
 
 def run_cell(results: dict[str, Any], cell: tuple[str, int, str], repeats: int, limit: float) -> None:
@@ -147,16 +148,21 @@ def run_cell(results: dict[str, Any], cell: tuple[str, int, str], repeats: int, 
     network, n, quantity = cell
     names = field(results, network, quantity, limit)
     where = {"network": network, "n": n, "quantity": quantity}
-    try:
-        raced = in_child(race, network, n, quantity, names, repeats, limit)
-    except Exception as error:  # out of memory, say: one cell lost, not the run
-        print(f"  {network} {n} {quantity}: {error!r}")
-        return
+    raced = guarded(race, network, n, quantity, names, repeats, limit) or {}
     for name, row in raced.items():
         if name != "floor":
-            row["peak_mb"] = in_child(peak_megabytes, network, n, quantity, name)
+            row["peak_mb"] = guarded(peak_megabytes, network, n, quantity, name)
         results["speed"].append(where | {"contender": name} | row)
-    results["plain_mb"][f"{network} {n}"] = in_child(peak_megabytes, network, n, quantity, "plain")
+    results["plain_mb"][f"{network} {n}"] = guarded(peak_megabytes, network, n, quantity, "plain")
+
+
+def guarded(function: Callable[..., Any], *args: Any) -> Any:
+    """Run in a child; what kills it (out of memory, say) costs one number, not the run."""
+    try:
+        return in_child(function, *args)
+    except Exception as error:
+        print(f"  {function.__name__} {args}: {reason(error)}")
+        return None
 
 
 def main() -> None:

@@ -134,9 +134,8 @@ def memory(results: dict[str, Any]) -> str:
     body = []
     for network, n, quantity in columns:
         values = [by_key.get((name, network, n, quantity)) for name in names]
-        plain = results["plain_mb"][f"{network} {n}"]
-        numbers = ["" if value is None else f"{value:.0f}" for value in values]
-        body.append([quantity, f"{network} {n}", f"{plain:.0f}", *numbers])
+        values.insert(0, results["plain_mb"][f"{network} {n}"])
+        body.append([quantity, f"{network} {n}", *("" if value is None else f"{value:.0f}" for value in values)])
     return text + table(["", "", "plain step", *map(bold, names)], body)
 
 
