@@ -35,6 +35,19 @@ format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+bench: .venv-bench/installed
+	.venv-bench/bin/python benchmarks/fisher.py --memory-growth
+
+# The peers go in without their dependencies, which would bring torchvision; what they really import is named here.
+BENCH_PIP := .venv-bench/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+
+.venv-bench/installed: pyproject.toml constraints.txt benchmarks/requirements.txt
+	test -x .venv-bench/bin/python || $(PYTHON) -m venv .venv-bench
+	$(BENCH_PIP) torch
+	$(BENCH_PIP) --editable . einops unfoldNd einconv linear_operator numpy opt-einsum scipy tqdm
+	$(BENCH_PIP) --no-deps --requirement benchmarks/requirements.txt
+	touch $@
+
 docs: setup
 	$(PIP) --editable ".[docs]"
 	$(BIN)/mkdocs build --strict

@@ -90,6 +90,56 @@ class ViT(nn.Module):
         return self.head(self.norm(self.body(x)).mean(1))
 
 
+class Reused(nn.Module):
+    """A module that is called twice: its two gradients must be added before they are squared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.head = nn.Linear(16, 16), nn.Linear(16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.shared(self.shared(x).tanh()).tanh())
+
+
+class Raw(nn.Module):
+    """A parameter that belongs to no layer, like the position of a ViT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position, self.body, self.head = nn.Parameter(torch.randn(16)), nn.Linear(16, 16), nn.Linear(16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x + self.position).tanh())
+
+
+class Tied(nn.Module):
+    """One weight in two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 10)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.second(self.first(x).tanh()).tanh())
+
+
+def depthwise() -> nn.Module:
+    """A depthwise convolution between two pointwise ones."""
+    return nn.Sequential(
+        nn.Conv2d(4, 8, 1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.ReLU(), nn.Conv2d(8, 8, 1),
+        nn.Flatten(), nn.Linear(8 * 64, 10),
+    )  # fmt: skip
+
+
+def in_place() -> nn.Module:
+    """ReLUs that write over the outputs of the layers before them."""
+    return nn.Sequential(
+        nn.Conv2d(4, 8, 3), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(8 * 36, 16), nn.ReLU(inplace=True),
+        nn.Linear(16, 10),
+    )  # fmt: skip
+
+
 NETWORKS = {
     "mlp": (mlp, (784,)),
     "lenet": (lenet, (1, 28, 28)),
@@ -98,9 +148,17 @@ NETWORKS = {
     "resnet20": (resnet20, (3, 32, 32)),
 }
 
+CORNERS = {  # small networks on which a short way may go wrong
+    "reused module": (Reused, (16,)),
+    "raw parameter": (Raw, (16,)),
+    "tied weight": (Tied, (16,)),
+    "depthwise conv": (depthwise, (4, 8, 8)),
+    "in-place ReLU": (in_place, (4, 8, 8)),
+}
+
 
 def make(name: str, n: int) -> tuple[nn.Module, Tensor, Tensor]:
     """Return a network in eval mode, ``n`` inputs and labels."""
     torch.manual_seed(0)
-    build, shape = NETWORKS[name]
+    build, shape = (NETWORKS | CORNERS)[name]
     return build().eval(), torch.randn(n, *shape), torch.randint(10, (n,))
