@@ -1,7 +1,9 @@
 """Fisher information of any network: trace, diagonal, layer traces, Gram matrix of per-sample gradients."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from lightning_taskinfo.fisher.kron import kronecker_factors
-from lightning_taskinfo.fisher.metric import FisherEstimate, FisherInformation
 from lightning_taskinfo.fisher.quantities import (
     engines_used,
     fisher_diagonal,
@@ -10,6 +12,9 @@ from lightning_taskinfo.fisher.quantities import (
     layer_traces,
     per_sample_squared_norms,
 )
+
+if TYPE_CHECKING:
+    from lightning_taskinfo.fisher.metric import FisherEstimate, FisherInformation
 
 __all__ = [
     "FisherEstimate",
@@ -22,3 +27,9 @@ __all__ = [
     "layer_traces",
     "per_sample_squared_norms",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name in ("FisherEstimate", "FisherInformation"):  # only these need torchmetrics
+        return getattr(import_module(f"{__name__}.metric"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
