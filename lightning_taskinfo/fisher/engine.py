@@ -130,11 +130,12 @@ class _Measurement:
         return self.request.forward(self.model, inputs)
 
     def _affordable(self, probe: Captured) -> int:
-        """Return how many samples to take at once: as many as fit a cache-friendly amount of layer outputs."""
-        outputs = sum(use.shape.numel() for use in probe.uses) // len(probe.outputs)
+        """Return how many samples to take at once: as many as keep the layers' gradients in about 32 MB."""
+        scores = {"sampled": self.request.mc_samples, "exact": probe.outputs[0].numel(), "empirical": 1}
+        held = min(SCORES, scores[self.request.labels]) * sum(use.shape.numel() for use in probe.uses)
         shared = [self.parameters[name].numel() for name, uses in _by_name(probe).items() if not _disjoint(uses)]
         few = 32 * BLOCK // max([*shared, 1])  # a parameter that is used twice has its gradients formed in full
-        return max(1, min(512, few, max(32, 8 * BLOCK // max(1, outputs))))
+        return max(1, min(512, few, max(32, 4 * BLOCK * len(probe.outputs) // max(1, held))))
 
     def _chunk(self, samples: slice) -> None:
         inputs = take(self.inputs, itemgetter(samples))

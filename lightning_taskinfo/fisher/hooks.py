@@ -35,7 +35,8 @@ class Captured:
         if not self.uses:
             return []
         edges = [use.edge for use in self.uses]
-        return list(torch.autograd.grad(self.outputs, edges, score, retain_graph=retain_graph, allow_unused=True))
+        gradients = torch.autograd.grad(self.outputs, edges, score, retain_graph=retain_graph, allow_unused=True)
+        return [None if b is None else b.reshape(use.shape) for use, b in zip(self.uses, gradients, strict=True)]
 
     def lay_out(self, layouts: list[Layout | None]) -> set[str]:
         """Say where the samples are, and return the parameters that can be served."""
@@ -133,11 +134,11 @@ class _Recorder(TorchFunctionMode):
             slots = {slot: found for slot, p in call.parameters.items() if p is not None and (found := self.find(p))}
             if slots and not output.requires_grad:
                 self.hidden |= {slot.name for slot, _ in slots.values()}
-            elif slots:
+            elif slots and (computed := written(output)) is not None:
                 for slot, node in slots.values():
                     self.entered[slot.name][node] += 1
                 named = {key: slot for key, (slot, _) in slots.items()}
-                self.uses.append(call.kind(named, get_gradient_edge(output), output.shape, saved, call.config))
+                self.uses.append(call.kind(named, get_gradient_edge(computed), output.shape, saved, call.config))
         return output
 
     def find(self, tensor: Tensor) -> tuple[Slot, Node | None] | None:
@@ -158,14 +159,33 @@ class _Recorder(TorchFunctionMode):
         if any(type(node).__name__ == "CheckpointFunctionBackward" for node in consumers):
             return set()  # reentrant checkpointing allows a backward pass to the parameters only
         nodes = {id(node.variable): node for node in consumers if hasattr(node, "variable")}
+        cut_off = {
+            slot.name
+            for use in self.uses
+            if use.edge.node not in consumers and use.edge.node is not outputs.grad_fn
+            for slot in use.slots.values()
+        }
         confirmed = set()
         for name, p in self.parameters.items():
             entered, node = self.entered[name], nodes.get(id(p))
             direct = entered[None] + len([view for view in entered if view is not None])
             views = all(consumers[view] == uses for view, uses in entered.items() if view is not None)
-            if views and direct == (consumers[node] if node is not None else 0) and name not in self.hidden:
+            if views and direct == (consumers[node] if node is not None else 0) and name not in self.hidden | cut_off:
                 confirmed.add(name)
         return confirmed
+
+
+def written(output: Tensor) -> Tensor | None:
+    """Return the tensor whose gradient is that of an operation's output, whatever happens to the output later.
+
+    An output that is a view of what was computed, as of a linear layer on sequences, loses its place in the graph when
+    it is changed in place; the tensor behind it does not.
+    """
+    base = output._base
+    if base is None or isinstance(base, nn.Parameter):
+        return output
+    whole = base.numel() == output.numel() and base.is_contiguous() and output.is_contiguous()
+    return base if whole else None
 
 
 def _consumers(outputs: Tensor) -> Counter[Node]:

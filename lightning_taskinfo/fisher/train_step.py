@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_taskinfo._observe import ParamDict, trainable_parameters
 from lightning_taskinfo.fisher import calls
+from lightning_taskinfo.fisher.hooks import written
 from lightning_taskinfo.fisher.layers import Slot
 from lightning_taskinfo.fisher.metric import FisherInformation
 
@@ -104,20 +105,25 @@ class StepRecorder:
                 rows = f"{output.shape[0]} rows of outputs for {self.batch_size} samples"
                 self.problem = f"layer {name!r} had {rows}"
             self.seen.add(name)
-            if self.problem is None:
+            computed = written(output)
+            if computed is None and self.problem is None:
+                self.problem = f"layer {name!r} had a part of a tensor as output"
+            if computed is not None and self.problem is None:
                 x = args[0].detach()
-                edge, read = get_gradient_edge(output), self._reader(name, module, x, x._version)
+                edge, read = get_gradient_edge(computed), self._reader(name, module, x, x._version, output.shape)
                 edge.node.register_prehook(lambda gradients: read(gradients[edge.output_nr]))
 
         return hook
 
-    def _reader(self, name: str, module: nn.Module, x: Tensor, version: int) -> Callable[[Tensor | None], None]:
+    def _reader(
+        self, name: str, module: nn.Module, x: Tensor, version: int, shape: torch.Size
+    ) -> Callable[[Tensor | None], None]:
         def read(b: Tensor | None) -> None:
             if x._version != version:
                 self.problem = f"the input of layer {name!r} was changed in place"
             elif b is not None:
                 with torch.autocast(x.device.type, enabled=False):
-                    self._add(name, module, x, _full(b[: self.max_samples]))
+                    self._add(name, module, x, _full(b.reshape(shape)[: self.max_samples]))
 
         return read
 

@@ -138,6 +138,24 @@ class InplaceResidual(nn.Module):
         return self.c(out.relu_())
 
 
+class InplaceSequence(nn.Module):
+    """A linear layer on sequences puts out a view, which is then changed in place: whole, in part, and after a use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.shift = nn.Parameter(torch.randn(3, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        h.relu_()
+        out = self.b(h)
+        before = out * 2
+        out += self.shift
+        out[:, 0].mul_(2.0)
+        return self.c(before + out).mean(1)
+
+
 class Spoiled(InplaceResidual):
     """Changes the input of a layer after the layer has read it: autograd itself refuses."""
 

@@ -34,6 +34,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "raw twice": (nets.RawUsedTwice, ROWS),
     "weight also elsewhere": (nets.HalfHidden, ROWS),
     "inplace residual": (nets.InplaceResidual, ROWS),
+    "inplace sequence": (nets.InplaceSequence, TOKENS),
     "checkpoint": (lambda: nets.Checkpointed(use_reentrant=False), ROWS),
     "reentrant checkpoint": (lambda: nets.Checkpointed(use_reentrant=True), ROWS),
     "parametrized": (nets.Parametrized, ROWS),

@@ -38,6 +38,10 @@ def image_net():
 NETWORKS = {
     "mlp": (lambda: nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3, bias=False)), (N, 5)),
     "images": (image_net, (N, 2, 6, 6)),
+    "sequence, in place": (
+        lambda: nn.Sequential(nn.Linear(4, 6), nn.ReLU(inplace=True), nn.Linear(6, 2), nn.Flatten(), nn.Linear(6, 3)),
+        (N, 3, 4),
+    ),
     "series": (lambda: nn.Sequential(nn.Conv1d(2, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3)), (N, 2, 5)),
     "words": (Words, None),
 }
