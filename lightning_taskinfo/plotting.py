@@ -72,7 +72,8 @@ def plot_pareto(
     """Draw the accuracy of stochastic networks against their complexity, one line a structure of the curvature.
 
     Where a point lies decides what it certifies: grey lines join points of the same bound, and the region in which the
-    bound beats chance is shaded. Rows named ``"oracle"`` are drawn dashed: they show a limit, not a certificate.
+    bound beats chance is shaded. Rows named ``"oracle"`` are drawn dashed: their prior saw the data, so they certify
+    nothing, and they are a limit only as far as the second-order model of the loss holds.
 
     Args:
         rows: As from :func:`~lightning_taskinfo.certificates.pareto_front`.

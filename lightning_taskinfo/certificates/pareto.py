@@ -32,7 +32,8 @@ def pareto_front(
 
     Each row is a post-distribution; ``risk`` is a rough estimate from a few networks, so the rows are a picture and
     not certificates. Rows named ``"oracle"`` have the best diagonal prior around the same centre, chosen with the
-    data at no price: no diagonal prior does better in the second-order model of the loss.
+    data at no price: no diagonal prior does better in the second-order model of the loss. Real networks may still
+    lie above it, since far from the trained weights that model no longer holds.
 
     Args:
         model: The trained network.
