@@ -16,8 +16,8 @@ from lightning_taskinfo.distributions import (
     WeightGaussian,
     diagonal_curvature,
     kronecker_curvature,
-    kronecker_factors,
     layer_input_matrices,
+    layer_kronecker_factors,
     neuron_curvature,
     post_distribution,
     pre_distribution,
@@ -103,7 +103,7 @@ def curvature_of(task: Task, structure: Structure, samples: int) -> list[Curvatu
     if structure == "layer_inputs":
         matrices = {layer: n * A for layer, A in layer_input_matrices(model, inputs).items()}
         return with_diagonal(neuron_curvature(model, matrices), diagonal)
-    factors = {layer: (n * A, B) for layer, (A, B) in kronecker_factors(model, inputs, generator=g).items()}
+    factors = {layer: (n * A, B) for layer, (A, B) in layer_kronecker_factors(model, inputs, generator=g).items()}
     if structure == "kronecker":
         return with_diagonal(kronecker_curvature(model, factors), diagonal)
     scales = {layer: B.diagonal() for layer, (_, B) in factors.items()}

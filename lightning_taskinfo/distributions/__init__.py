@@ -13,7 +13,7 @@ from lightning_taskinfo.distributions.curvature import (
     neuron_curvature,
     with_diagonal,
 )
-from lightning_taskinfo.distributions.factors import kronecker_factors, layer_input_matrices
+from lightning_taskinfo.distributions.factors import layer_input_matrices, layer_kronecker_factors
 from lightning_taskinfo.distributions.gaussian import (
     BlockGaussian,
     IsotropicGaussian,
@@ -32,9 +32,9 @@ __all__ = [
     "WeightGaussian",
     "diagonal_curvature",
     "kronecker_curvature",
-    "kronecker_factors",
     "layer_curvature",
     "layer_input_matrices",
+    "layer_kronecker_factors",
     "neuron_curvature",
     "post_distribution",
     "pre_distribution",

@@ -44,7 +44,7 @@ def layer_input_matrices(model: nn.Module, inputs: Tensor, *, chunk_size: int = 
     return matrices
 
 
-def kronecker_factors(
+def layer_kronecker_factors(
     model: nn.Module, inputs: Tensor, *, generator: Generator | None = None, chunk_size: int = 1024
 ) -> dict[str, tuple[Tensor, Tensor]]:
     r"""Kronecker factors of the Fisher information of a classifier, with labels drawn from the model.

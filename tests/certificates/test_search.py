@@ -7,7 +7,7 @@ import torch
 
 from lightning_taskinfo.certificates import Prior, zero_one_loss
 from lightning_taskinfo.certificates.search import Task, choose_scales, curvature_of
-from lightning_taskinfo.distributions import diagonal_curvature, kronecker_factors, layer_input_matrices
+from lightning_taskinfo.distributions import diagonal_curvature, layer_input_matrices, layer_kronecker_factors
 from lightning_taskinfo.fisher import fisher_diagonal
 from lightning_taskinfo.functional.information import information_in_weights
 
@@ -18,7 +18,7 @@ def seen(trained, data):
     g = torch.Generator().manual_seed(3)
     inputs = data[0][torch.randperm(600, generator=g)[:200]]
     diagonal = fisher_diagonal(trained, inputs, generator=g)
-    return diagonal, layer_input_matrices(trained, inputs), kronecker_factors(trained, inputs, generator=g)
+    return diagonal, layer_input_matrices(trained, inputs), layer_kronecker_factors(trained, inputs, generator=g)
 
 
 def curvature(trained, data, structure):

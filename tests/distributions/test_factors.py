@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_taskinfo.distributions import kronecker_factors, layer_input_matrices
+from lightning_taskinfo.distributions import layer_input_matrices, layer_kronecker_factors
 from lightning_taskinfo.distributions.factors import _columns, _rows
 
 CONVOLUTIONS = {
@@ -98,7 +98,7 @@ def model_and_inputs(request):
 def test_factors_match_loops(model_and_inputs):
     model, inputs = model_and_inputs
     g = torch.Generator().manual_seed(4)
-    factors = kronecker_factors(model, inputs, generator=g, chunk_size=4)
+    factors = layer_kronecker_factors(model, inputs, generator=g, chunk_size=4)
     g.manual_seed(4)
     labels = [torch.multinomial(model(chunk).softmax(-1), 1, generator=g) for chunk in inputs.split(4)]
     expected = naive(model, inputs, torch.cat(labels).flatten())
@@ -114,7 +114,7 @@ def test_a_softmax_layer_has_a_closed_form():
     torch.manual_seed(0)
     model, x = nn.Linear(2, 3).double(), torch.randn(1, 2, dtype=torch.float64)
     p = model(x).softmax(-1)[0].detach()
-    _, B = kronecker_factors(model, x.expand(20_000, 2))[""]
+    _, B = layer_kronecker_factors(model, x.expand(20_000, 2))[""]
     exact = torch.diag(p) - torch.outer(p, p)
     gradients = torch.eye(3).double() - p  # one a label
     second = torch.einsum("c,ci,cj->ij", p, gradients**2, gradients**2)
@@ -141,7 +141,7 @@ def test_a_layer_that_the_output_does_not_need_has_no_curvature():
             self.other(x)
             return self.head(x)
 
-    factors = kronecker_factors(TwoHeads(), torch.randn(6, 3))
+    factors = layer_kronecker_factors(TwoHeads(), torch.randn(6, 3))
     assert not factors["other"][1].any()
     assert factors["head"][1].any()
 
@@ -149,7 +149,7 @@ def test_a_layer_that_the_output_does_not_need_has_no_curvature():
 def test_leaves_no_trace():
     net = nn.Sequential(nn.Linear(3, 5), nn.Dropout(), nn.Linear(5, 4)).train()
     state = torch.get_rng_state()
-    kronecker_factors(net, torch.ones(8, 3))
+    layer_kronecker_factors(net, torch.ones(8, 3))
     assert torch.equal(torch.get_rng_state(), state)
     assert net.training
     assert all(p.grad is None for p in net.parameters())
