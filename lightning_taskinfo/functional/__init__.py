@@ -1,0 +1,1 @@
+"""Pure functions: torch only, any float dtype, no Lightning, no logging."""
