@@ -8,10 +8,20 @@ __version__ = "0.1.0.dev0"
 if TYPE_CHECKING:  # what type checkers see; `tests/test_import.py` keeps it equal to `_EXPORTS`
     from lightning_taskinfo._observe import observing as observing
     from lightning_taskinfo._observe import trainable_parameters as trainable_parameters
+    from lightning_taskinfo.variational import add_weight_noise as add_weight_noise
+    from lightning_taskinfo.variational import plain_state_dict as plain_state_dict
+    from lightning_taskinfo.variational import remove_weight_noise as remove_weight_noise
+    from lightning_taskinfo.variational import sampling as sampling
+    from lightning_taskinfo.variational import weight_kl as weight_kl
 
 _EXPORTS = {  # public name -> the module that defines it, imported when the name is first used
     "observing": "_observe",
     "trainable_parameters": "_observe",
+    "add_weight_noise": "variational",
+    "plain_state_dict": "variational",
+    "remove_weight_noise": "variational",
+    "sampling": "variational",
+    "weight_kl": "variational",
 }
 __all__ = ["__version__", *_EXPORTS]
 
