@@ -8,6 +8,15 @@ __version__ = "0.1.0.dev0"
 if TYPE_CHECKING:  # what type checkers see; `tests/test_import.py` keeps it equal to `_EXPORTS`
     from lightning_taskinfo._observe import observing as observing
     from lightning_taskinfo._observe import trainable_parameters as trainable_parameters
+    from lightning_taskinfo.regularizers import Lautum as Lautum
+    from lightning_taskinfo.regularizers import LocalMinimumRegularizer as LocalMinimumRegularizer
+    from lightning_taskinfo.regularizers import MultiKernelMMD as MultiKernelMMD
+    from lightning_taskinfo.regularizers import MutualInformation as MutualInformation
+    from lightning_taskinfo.regularizers import TemporalEnsembling as TemporalEnsembling
+    from lightning_taskinfo.regularizers import WeightInformation as WeightInformation
+    from lightning_taskinfo.regularizers import WeightSchedule as WeightSchedule
+    from lightning_taskinfo.regularizers import estimate_mutual_information as estimate_mutual_information
+    from lightning_taskinfo.regularizers import frozen_batchnorm_statistics as frozen_batchnorm_statistics
     from lightning_taskinfo.variational import add_weight_noise as add_weight_noise
     from lightning_taskinfo.variational import plain_state_dict as plain_state_dict
     from lightning_taskinfo.variational import remove_weight_noise as remove_weight_noise
@@ -17,6 +26,15 @@ if TYPE_CHECKING:  # what type checkers see; `tests/test_import.py` keeps it equ
 _EXPORTS = {  # public name -> the module that defines it, imported when the name is first used
     "observing": "_observe",
     "trainable_parameters": "_observe",
+    "Lautum": "regularizers",
+    "LocalMinimumRegularizer": "regularizers",
+    "MultiKernelMMD": "regularizers",
+    "MutualInformation": "regularizers",
+    "TemporalEnsembling": "regularizers",
+    "WeightInformation": "regularizers",
+    "WeightSchedule": "regularizers",
+    "estimate_mutual_information": "regularizers",
+    "frozen_batchnorm_statistics": "regularizers",
     "add_weight_noise": "variational",
     "plain_state_dict": "variational",
     "remove_weight_noise": "variational",

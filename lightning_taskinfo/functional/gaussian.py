@@ -76,20 +76,24 @@ def canonical_correlations(cov_x: Tensor, cov_w: Tensor, cov_xw: Tensor) -> Tens
     return torch.linalg.svdvals(torch.linalg.solve_triangular(chol_w, half.mT, upper=False))
 
 
-def lautum_from_correlations(correlations: Tensor) -> Tensor:
-    r"""Lautum information of a Gaussian with these canonical correlations, in nats, summed over the last axis.
+def lautum_from_correlations(squared_correlations: Tensor) -> Tensor:
+    r"""Lautum information of a Gaussian from its squared canonical correlations, in nats.
+
+    .. math:: L = \tfrac12 \sum_j \Big[ \log(1 - \rho_j^2) + \frac{2\rho_j^2}{1 - \rho_j^2} \Big]
+
+    Squares, because a root would have no gradient where a correlation vanishes.
 
     Args:
-        correlations: Canonical correlations :math:`\rho_j < 1`, shape ``[..., K]``.
+        squared_correlations: The :math:`\rho_j^2 < 1`, shape ``[..., K]``.
 
     Returns:
-        :math:`\tfrac12 \sum_j [\log(1 - \rho_j^2) + 2\rho_j^2 / (1 - \rho_j^2)]`, shape ``[...]``.
+        The information summed over the last axis, shape ``[...]``.
 
     Example:
         >>> lautum_from_correlations(torch.tensor([0.0]))
         tensor(0.)
     """
-    squared = correlations.square()
+    squared = squared_correlations
     return 0.5 * (torch.log1p(-squared) + 2 * squared / (1 - squared)).sum(-1)
 
 
@@ -121,7 +125,7 @@ def gaussian_lautum_information(cov_x: Tensor, cov_w: Tensor, cov_xw: Tensor) ->
         .. [Jakubovitz2020] Jakubovitz, Uliel, Rodrigues, Giryes, *An information-theoretic approach to
            semi-supervised transfer learning*.
     """
-    return lautum_from_correlations(canonical_correlations(cov_x, cov_w, cov_xw))
+    return lautum_from_correlations(canonical_correlations(cov_x, cov_w, cov_xw).square())
 
 
 def gaussian_mutual_information(cov_x: Tensor, cov_w: Tensor, cov_xw: Tensor) -> Tensor:
