@@ -8,6 +8,13 @@ __version__ = "0.1.0.dev0"
 if TYPE_CHECKING:  # what type checkers see; `tests/test_import.py` keeps it equal to `_EXPORTS`
     from lightning_taskinfo._observe import observing as observing
     from lightning_taskinfo._observe import trainable_parameters as trainable_parameters
+    from lightning_taskinfo.mixins import InformationMixin as InformationMixin
+    from lightning_taskinfo.mixins import LautumMixin as LautumMixin
+    from lightning_taskinfo.mixins import LocalMinimumMixin as LocalMinimumMixin
+    from lightning_taskinfo.mixins import MultiKernelMMDMixin as MultiKernelMMDMixin
+    from lightning_taskinfo.mixins import MutualInformationMixin as MutualInformationMixin
+    from lightning_taskinfo.mixins import PenaltyMixin as PenaltyMixin
+    from lightning_taskinfo.mixins import TemporalEnsemblingMixin as TemporalEnsemblingMixin
     from lightning_taskinfo.regularizers import Lautum as Lautum
     from lightning_taskinfo.regularizers import LocalMinimumRegularizer as LocalMinimumRegularizer
     from lightning_taskinfo.regularizers import MultiKernelMMD as MultiKernelMMD
@@ -26,6 +33,13 @@ if TYPE_CHECKING:  # what type checkers see; `tests/test_import.py` keeps it equ
 _EXPORTS = {  # public name -> the module that defines it, imported when the name is first used
     "observing": "_observe",
     "trainable_parameters": "_observe",
+    "InformationMixin": "mixins",
+    "LautumMixin": "mixins",
+    "LocalMinimumMixin": "mixins",
+    "MultiKernelMMDMixin": "mixins",
+    "MutualInformationMixin": "mixins",
+    "PenaltyMixin": "mixins",
+    "TemporalEnsemblingMixin": "mixins",
     "Lautum": "regularizers",
     "LocalMinimumRegularizer": "regularizers",
     "MultiKernelMMD": "regularizers",

@@ -180,12 +180,7 @@ def _prior_means(prior: str | Mapping[str, Tensor], picked: Mapping[str, Tensor]
 
 
 def noisy_weights(model: nn.Module) -> Iterator[tuple[str, Tensor, NoisyWeight]]:
-    """Yield the plain name, the mean and the parametrization of every noisy weight of ``model``.
-
-    Example:
-        >>> [name for name, *_ in noisy_weights(add_weight_noise(nn.Sequential(nn.Linear(1, 1))))]
-        ['0.weight', '0.bias']
-    """
+    """Yield the plain name, the mean and the parametrization of every noisy weight of ``model``."""
     for path, module in model.named_modules():
         if isinstance(module, parametrize.ParametrizationList) and isinstance(module[0], NoisyWeight):
             owner, _, attribute = path.rpartition("parametrizations.")
@@ -221,6 +216,17 @@ def sampling(model: nn.Module, enabled: bool = True) -> Iterator[None]:
     finally:
         for noise, sampled in zip(noises, before, strict=True):
             noise.sampled = sampled
+
+
+@contextmanager
+def repeatable_noise(model: nn.Module) -> Iterator[None]:
+    """Put the noise back afterwards, so that the next draws repeat those made inside."""
+    before = [(noise, noise.draws) for *_, noise in noisy_weights(model)]
+    try:
+        yield
+    finally:
+        for noise, draws in before:
+            noise.draws = draws
 
 
 def plain_state_dict(model: nn.Module) -> dict[str, Tensor]:

@@ -6,12 +6,13 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_taskinfo._observe import ParamDict, trainable_parameters
 from lightning_taskinfo.regularizers._base import Regularizer, WeightSchedule
+from lightning_taskinfo.regularizers._swap import swapped
 from lightning_taskinfo.regularizers.batchnorm import frozen_batchnorm_statistics
+from lightning_taskinfo.variational import repeatable_noise
 
 
 class LocalMinimumRegularizer(Regularizer):
@@ -29,8 +30,9 @@ class LocalMinimumRegularizer(Regularizer):
     is computed on the spot, part by part, so that no second-order graph is built and memory holds one part at a time;
     the returned penalty carries it to the weights. That costs two more forward and backward passes a batch.
 
-    Both losses are computed in float32 with autocast off and under the same dropout masks: the step is far below
-    what bf16 resolves. Batch-norm statistics are not moved. Weight decay in the optimizer is no part of :math:`g_i`.
+    Both losses are computed in float32 with autocast off, under the same dropout masks and the same weight noise: the
+    step is far below what bf16 resolves. Batch-norm statistics are not moved. Weight decay in the optimizer is no
+    part of :math:`g_i`.
 
     Args:
         weight: The :math:`\beta_R`, 1 to 100 in the paper, or a :class:`WeightSchedule`.
@@ -136,35 +138,33 @@ class LocalMinimumRegularizer(Regularizer):
             frozen_batchnorm_statistics(model),
         ):
             for part in parts:
-                loss, g = _loss_and_gradient(model, loss_fn, part, w)
+                loss, g = _loss_and_gradient(model, loss_fn, part, parameters, w)
                 moved = {name: p - self.step_size * g[name] for name, p in w.items()}
-                loss_moved, g_moved = _loss_and_gradient(model, loss_fn, part, moved)
+                loss_moved, g_moved = _loss_and_gradient(model, loss_fn, part, parameters, moved)
                 value = value + (loss - loss_moved) / len(parts)
                 gradient = {name: gradient[name] + (g[name] - g_moved[name]) / len(parts) for name in w}
         return value, gradient
 
 
-class _Run(nn.Module):
-    """Let ``functional_call`` swap the parameters of ``model`` while any function runs that uses it."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, function: Callable[[Any], Tensor], argument: Any) -> Tensor:
-        return function(argument)
-
-
 def _loss_and_gradient(
-    model: nn.Module, loss_fn: Callable[[Any], Tensor], part: Any, weights: ParamDict
+    model: nn.Module,
+    loss_fn: Callable[[Any], Tensor],
+    part: Any,
+    parameters: dict[str, nn.Parameter],
+    weights: ParamDict,
 ) -> tuple[Tensor, ParamDict]:
-    leaves = {name: p.detach().requires_grad_() for name, p in weights.items()}
-    devices = {p.device for p in weights.values() if p.device.type not in ("cpu", "meta")}
+    leaves = {name: w.detach().requires_grad_() for name, w in weights.items()}
+    devices = {w.device for w in weights.values() if w.device.type not in ("cpu", "meta")}
     device_type = next((device.type for device in devices), "cuda")
-    with torch.random.fork_rng(list(devices), device_type=device_type):  # both losses see the same dropout masks
-        loss = functional_call(_Run(model), {f"model.{name}": p for name, p in leaves.items()}, (loss_fn, part))
+    # Both losses see the same dropout masks and the same noise.
+    with (
+        torch.random.fork_rng(list(devices), device_type=device_type),
+        repeatable_noise(model),
+        swapped(model, parameters.values(), leaves.values()),
+    ):
+        loss = loss_fn(part)
     gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-    filled = (torch.zeros_like(p) if g is None else g for g, p in zip(gradients, leaves.values(), strict=True))
+    filled = (torch.zeros_like(w) if g is None else g for g, w in zip(gradients, leaves.values(), strict=True))
     return loss.detach(), dict(zip(leaves, filled, strict=True))
 
 

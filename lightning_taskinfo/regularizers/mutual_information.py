@@ -6,7 +6,6 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from lightning_taskinfo.functional.mutual_information import (
     donsker_varadhan,
@@ -19,6 +18,7 @@ from lightning_taskinfo.functional.mutual_information import (
 )
 from lightning_taskinfo.regularizers._base import Regularizer, WeightSchedule, check_finite, check_rows
 from lightning_taskinfo.regularizers._ranks import mean_over_ranks
+from lightning_taskinfo.regularizers._swap import swapped
 from lightning_taskinfo.regularizers.critics import CriticKind, make_critic
 
 Objective = Literal["jensen_shannon", "donsker_varadhan", "mine", "nwj", "info_nce"]
@@ -122,8 +122,9 @@ class MutualInformation(Regularizer):
 
     def scores(self, inputs: Tensor, features: Tensor) -> Tensor:
         """Return the critic's scores of all pairs, shape ``[B, B]``, unmoved by its later steps."""
-        frozen = {name: p.detach().clone() for name, p in self.critic.named_parameters()}
-        return functional_call(self.critic, frozen, (inputs, features))
+        parameters = list(self.critic.parameters())
+        with swapped(self.critic, parameters, [p.detach().clone() for p in parameters]):
+            return self.critic(inputs, features)
 
     def _estimate(self, scores: Tensor) -> Tensor:
         """Return the estimate in nats that suits the objective's critic."""
@@ -141,17 +142,18 @@ class MutualInformation(Regularizer):
 
     @torch.enable_grad()
     def _train_critic(self, x: Tensor, z: Tensor) -> None:
-        parameters = dict(self.critic.named_parameters())
+        parameters = list(self.critic.parameters())
         for _ in range(self.critic_steps):
-            copies = {name: p.detach().requires_grad_() for name, p in parameters.items()}
-            scores = functional_call(self.critic, copies, (x, z))
+            copies = [p.detach().requires_grad_() for p in parameters]
+            with swapped(self.critic, parameters, copies):
+                scores = self.critic(x, z)
             if self.objective == "mine":
                 (moved,) = mean_over_ranks(update_log_average(self.log_average, scores, decay=0.99))
                 self.log_average.copy_(torch.where(moved.isfinite(), moved, self.log_average))
-            gradients = mean_over_ranks(*torch.autograd.grad(-self._objective(scores), list(copies.values())))
+            gradients = mean_over_ranks(*torch.autograd.grad(-self._objective(scores), copies))
             if not all(g.isfinite().all() for g in gradients):  # e.g. features that overflowed: the next batch is fine
                 continue
-            for p, g in zip(parameters.values(), gradients, strict=True):
+            for p, g in zip(parameters, gradients, strict=True):
                 p.grad = g
             self._optimizer.step()
             self._optimizer.zero_grad()

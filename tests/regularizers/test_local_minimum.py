@@ -8,6 +8,7 @@ from torch import nn
 
 from lightning_taskinfo.regularizers import LocalMinimumRegularizer
 from lightning_taskinfo.regularizers.local_minimum import split_batch
+from lightning_taskinfo.variational import add_weight_noise
 
 ALPHA = 1e-3
 
@@ -97,6 +98,15 @@ def test_both_losses_see_the_same_dropout_masks():
     assert 0 < regularizer.value.item() < 1e-4
 
 
+def test_both_losses_see_the_same_weight_noise_and_leave_it_alone():
+    net, batch, loss_fn = problem()
+    twin = copy.deepcopy(add_weight_noise(net, std=0.5))
+    regularizer = LocalMinimumRegularizer(step_size=1e-6, parts=3, start=0)
+    regularizer(net, loss_fn, batch)
+    assert 0 < regularizer.value.item() < 1e-4
+    assert torch.equal(net(batch[0]), twin(batch[0]))
+
+
 def test_bf16_autocast_does_not_turn_the_sign():
     net, batch, loss_fn = problem(torch.float32)
     inside, outside = (LocalMinimumRegularizer(parts=3, start=0) for _ in range(2))
@@ -105,6 +115,21 @@ def test_bf16_autocast_does_not_turn_the_sign():
     outside(net, loss_fn, batch)
     assert torch.equal(inside.value, outside.value)
     assert inside.value > 0
+
+
+def test_a_submodule_under_two_names_and_a_tied_weight_are_moved_and_put_back():
+    inner, batch, _ = problem()
+    net = nn.ModuleDict({"inner": inner, "again": inner[0], "tied": nn.Linear(4, 6).double()})
+    net["tied"].weight = inner[0].weight
+    loss_fn = lambda part: nn.functional.cross_entropy(inner(part[0]) + net["tied"](part[0])[:, :3], part[1])  # noqa: E731
+    held = [inner[0].weight, inner[0].bias, inner[2].weight]
+    value, gradient = brute_force(net, loss_fn, batch, 3)
+    regularizer = LocalMinimumRegularizer(weight=1.0, step_size=ALPHA, parts=3, start=0)
+    regularizer(net, loss_fn, batch).backward()
+    assert regularizer.value.item() == pytest.approx(value, rel=1e-8)
+    assert all(a is b for a, b in zip(held, (net["tied"].weight, net["again"].bias, inner[2].weight), strict=True))
+    for p, expected in zip(net.parameters(), gradient, strict=True):
+        torch.testing.assert_close(p.grad, expected, rtol=1e-6, atol=1e-12)
 
 
 def test_it_works_without_gradients_around_it():
