@@ -38,7 +38,9 @@ def estimate_mutual_information(
     that variables without a relation give 0 and not an overfitted number. Inputs and features are standardised
     first, which does not change their information.
 
-    SMILE is not a lower bound: above about 5 nats it reads too much, see :func:`.functional.mutual_information.smile`.
+    A critic that has not converged reads too little (1.67 of 2 nats between 20-dimensional Gaussians after 1,000
+    steps on 12,000 samples): raise ``steps`` until the number stands. SMILE itself is not a lower bound: above about
+    5 nats it reads too much, see :func:`.functional.mutual_information.smile`.
 
     Args:
         inputs: Samples, shape ``[N, *input_shape]``.

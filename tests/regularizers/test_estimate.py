@@ -16,19 +16,19 @@ def gaussians(nats: float, N: int, d: int, seed: int = 0):
     return x, rho * x + math.sqrt(1 - rho**2) * noise
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(s, marks=pytest.mark.slow) for s in (1, 2))])
 def test_independent_variables_share_nothing(seed):
     x, z = gaussians(0.0, N=1000, d=5, seed=seed)
     assert abs(estimate_mutual_information(x, z, steps=200, seed=seed).nats) < 0.1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("critic", ["separable", "concatenated"])
-def test_recovers_two_nats(critic):
+def test_recovers_two_nats():
+    """A critic that is not yet perfect reads too little, never too much: the bound is one-sided."""
     x, z = gaussians(2.0, N=20000, d=20)
-    estimate = estimate_mutual_information(x, z, critic=critic, steps=2000)
+    estimate = estimate_mutual_information(x, z, steps=2000)
     assert estimate.samples == 2048
-    assert abs(estimate.nats - 2.0) < 0.3
+    assert 1.6 < estimate.nats < 2.0 + 4 * estimate.standard_error
     assert 0 < estimate.standard_error < 0.15
 
 
