@@ -10,6 +10,7 @@ reported as missing.
 """
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -17,6 +18,7 @@ import platform
 import statistics
 import time
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -223,9 +225,13 @@ def environment() -> dict:
     return {"python": platform.python_version(), **versions, **machine, "load_average": os.getloadavg()}
 
 
+NETWORKS = {"cnn": cnn, "mlp": mlp}
+COSTS = {"lautum": lautum_cost, "information": information_cost}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = ("lautum", "information", "mutual_information")
+    parts = (*COSTS, "mutual_information")
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--nats", nargs="+", type=float, default=[2, 4, 6, 8, 10])
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[64, 256])
@@ -240,23 +246,20 @@ def main() -> None:
         args.turns, args.steps, args.seeds, args.nats, args.batch_sizes = 4, 50, 1, [2.0], [64]
     torch.set_num_threads(args.threads)
     results = json.loads(args.output.read_text()) if args.output.exists() else {}
+    common = {"environment": environment(), "turns": args.turns, "steps": args.steps, "seeds": args.seeds}
     for part in args.parts:
-        found = {
-            "environment": environment(),
-            "arguments": {"turns": args.turns, "steps": args.steps, "seeds": args.seeds},
-        }
-        if part == "mutual_information":
-            for B in args.batch_sizes:
-                for nats in args.nats:
-                    found[f"batch {B}, {nats:g} nats"] = mutual_information(nats, B, args.steps, args.seeds)
-                    print(B, nats, json.dumps(found[f"batch {B}, {nats:g} nats"], indent=1), flush=True)
+        if part in COSTS:
+            cells = {name: partial(COSTS[part], network, args.turns) for name, network in NETWORKS.items()}
         else:
-            cost = {"lautum": lautum_cost, "information": information_cost}[part]
-            found |= {"cnn": cost(cnn, args.turns), "mlp": cost(mlp, args.turns)}
-            print(part, json.dumps(found, indent=1), flush=True)
-        results[part] = found
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(results, indent=1) + "\n")
+            cells = {
+                f"batch {B}, {nats:g} nats": partial(mutual_information, nats, B, args.steps, args.seeds)
+                for B, nats in itertools.product(args.batch_sizes, args.nats)
+            }
+        for name, measure in cells.items():
+            results.setdefault(part, {})[name] = {**measure(), **common}
+            print(part, name, json.dumps(results[part][name], indent=1), flush=True)
+            args.output.parent.mkdir(parents=True, exist_ok=True)
+            args.output.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":
