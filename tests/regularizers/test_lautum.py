@@ -198,6 +198,13 @@ def test_the_value_stays_below_its_cap_when_outputs_copy_the_inputs():
     assert 0.5 * cap < lautum.value.item() <= cap
 
 
+def test_covariances_that_do_not_belong_together_give_the_cap():
+    """Estimated correlations of 5: without the cut the logarithm would be of a negative number."""
+    lautum = Lautum((D,), K).fit_inputs([correlated()[0]])
+    value = lautum._information(torch.eye(K).double(), 5 * torch.eye(K, D).double(), torch.tensor(1e9).double())
+    assert value.item() == pytest.approx(K * lautum_from_correlations(torch.tensor([0.95**2])).item(), rel=1e-5)
+
+
 def test_outputs_that_overflow_once_do_not_stay_in_the_averages():
     x, w = correlated()
     lautum, clean = (Lautum((D,), K).fit_inputs([x]) for _ in range(2))
