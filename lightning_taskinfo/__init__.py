@@ -18,8 +18,29 @@ if TYPE_CHECKING:  # what type checkers see; `tests/test_import.py` keeps it equ
     from lightning_taskinfo.distributions import post_distribution as post_distribution
     from lightning_taskinfo.distributions import pre_distribution as pre_distribution
     from lightning_taskinfo.fisher.metric import FisherInformation as FisherInformation
+    from lightning_taskinfo.mixins import InformationMixin as InformationMixin
+    from lightning_taskinfo.mixins import LautumMixin as LautumMixin
+    from lightning_taskinfo.mixins import LocalMinimumMixin as LocalMinimumMixin
+    from lightning_taskinfo.mixins import MultiKernelMMDMixin as MultiKernelMMDMixin
+    from lightning_taskinfo.mixins import MutualInformationMixin as MutualInformationMixin
+    from lightning_taskinfo.mixins import PenaltyMixin as PenaltyMixin
+    from lightning_taskinfo.mixins import TemporalEnsemblingMixin as TemporalEnsemblingMixin
+    from lightning_taskinfo.regularizers import Lautum as Lautum
+    from lightning_taskinfo.regularizers import LocalMinimumRegularizer as LocalMinimumRegularizer
+    from lightning_taskinfo.regularizers import MultiKernelMMD as MultiKernelMMD
+    from lightning_taskinfo.regularizers import MutualInformation as MutualInformation
+    from lightning_taskinfo.regularizers import TemporalEnsembling as TemporalEnsembling
+    from lightning_taskinfo.regularizers import WeightInformation as WeightInformation
+    from lightning_taskinfo.regularizers import WeightSchedule as WeightSchedule
+    from lightning_taskinfo.regularizers import estimate_mutual_information as estimate_mutual_information
+    from lightning_taskinfo.regularizers import frozen_batchnorm_statistics as frozen_batchnorm_statistics
     from lightning_taskinfo.transfer.overlap import FeatureOverlap as FeatureOverlap
     from lightning_taskinfo.transfer.overlap import feature_overlap as feature_overlap
+    from lightning_taskinfo.variational import add_weight_noise as add_weight_noise
+    from lightning_taskinfo.variational import plain_state_dict as plain_state_dict
+    from lightning_taskinfo.variational import remove_weight_noise as remove_weight_noise
+    from lightning_taskinfo.variational import sampling as sampling
+    from lightning_taskinfo.variational import weight_kl as weight_kl
 
 _EXPORTS = {  # public name -> the module that defines it, imported when the name is first used
     "Certificate": "certificates",
@@ -27,15 +48,36 @@ _EXPORTS = {  # public name -> the module that defines it, imported when the nam
     "FisherInformation": "fisher.metric",
     "FisherTrace": "callbacks.fisher_trace",
     "InformationInWeights": "callbacks.information_in_weights",
+    "InformationMixin": "mixins",
+    "Lautum": "regularizers",
+    "LautumMixin": "mixins",
     "LocalMinimum": "callbacks.local_minimum",
+    "LocalMinimumMixin": "mixins",
+    "LocalMinimumRegularizer": "regularizers",
+    "MultiKernelMMD": "regularizers",
+    "MultiKernelMMDMixin": "mixins",
+    "MutualInformation": "regularizers",
+    "MutualInformationMixin": "mixins",
     "PACBayesCertificate": "callbacks.pac_bayes_certificate",
+    "PenaltyMixin": "mixins",
     "Prior": "certificates",
+    "TemporalEnsembling": "regularizers",
+    "TemporalEnsemblingMixin": "mixins",
+    "WeightInformation": "regularizers",
+    "WeightSchedule": "regularizers",
+    "add_weight_noise": "variational",
     "certify": "certificates",
+    "estimate_mutual_information": "regularizers",
     "feature_overlap": "transfer.overlap",
+    "frozen_batchnorm_statistics": "regularizers",
     "observing": "_observe",
+    "plain_state_dict": "variational",
     "post_distribution": "distributions",
     "pre_distribution": "distributions",
+    "remove_weight_noise": "variational",
+    "sampling": "variational",
     "trainable_parameters": "_observe",
+    "weight_kl": "variational",
 }
 __all__ = ["__version__", *_EXPORTS]
 

@@ -1,0 +1,220 @@
+"""The regularizers as methods of a LightningModule, added to the loss in plain sight.
+
+Put the mixins before the LightningModule of either namespace, in any order; none of them overrides a hook::
+
+    class Net(MutualInformationMixin, LautumMixin, LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.lautum = Lautum(input_shape=(1, 28, 28), num_outputs=10, weight=0.01)
+            self.mutual_information = MutualInformation(input_shape=(1, 28, 28), feature_dim=128, weight=0.1)
+
+        def training_step(self, batch, batch_idx):
+            x, y = batch["labeled"]
+            x_u = batch["unlabeled"]
+            return self.penalised(
+                cross_entropy(self(x), y),
+                lautum=self.lautum_penalty(x_u, self(x_u)),
+                mutual_information=self.mutual_information_penalty(x_u, self.features(x_u)),
+            )
+
+``loss + self.lautum_penalty(...)`` does as well; :meth:`PenaltyMixin.penalised` also logs. A forward on ``x_u`` moves
+the statistics of batch normalisation towards the target: where that is not wanted, run it inside
+:func:`lightning_taskinfo.frozen_batchnorm_statistics`.
+"""
+
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from lightning_taskinfo._observe import trainable_parameters
+from lightning_taskinfo.regularizers import (
+    Lautum,
+    LocalMinimumRegularizer,
+    MultiKernelMMD,
+    MutualInformation,
+    Regularizer,
+    TemporalEnsembling,
+    WeightInformation,
+)
+
+if TYPE_CHECKING:
+    from lightning_taskinfo._lightning import LightningModule, Trainer
+
+    Base = LightningModule
+else:
+    Base = object
+
+R = TypeVar("R", bound=Regularizer)
+
+
+class PenaltyMixin(Base):
+    """Sums a loss and its penalties, and shows whether the penalties do anything."""
+
+    gradient_ratio_every_n_steps: int = 100
+    """Optimizer steps between two measurements of the gradient-norm ratios; 0 turns them off."""
+    _ratio_step: int = -1
+
+    def penalised(self, loss: Tensor, **penalties: Tensor) -> Tensor:
+        """Return the loss plus all penalties, and log what each is made of.
+
+        Logged are ``loss/likelihood``, and for every penalty by name: ``<name>/penalty`` as it is added,
+        ``<name>/value`` and ``<name>/weight`` where ``self.<name>`` is a regularizer, and every
+        :attr:`gradient_ratio_every_n_steps` ``<name>/gradient_ratio``, the norm of the penalty's gradient over the
+        loss's own. That measurement costs a backward pass for each, and leaves ``.grad`` alone.
+
+        Args:
+            loss: The loss itself.
+            **penalties: Penalties by name, e.g. ``lautum=self.lautum_penalty(x_u, self(x_u))``.
+
+        Returns:
+            The sum, to be returned by ``training_step``.
+
+        Raises:
+            ValueError: If a penalty is not a scalar tensor.
+        """
+        for name, penalty in penalties.items():
+            if not isinstance(penalty, Tensor) or penalty.ndim:
+                found = tuple(penalty.shape) if isinstance(penalty, Tensor) else type(penalty).__name__
+                raise ValueError(f"`{name}` must be a scalar tensor, got {found}.")
+        if _trainer(self) is not None:
+            self._log_penalties(loss, penalties)
+        return loss + sum(penalties.values())
+
+    def _log_penalties(self, loss: Tensor, penalties: dict[str, Tensor]) -> None:
+        values: dict[str, Any] = {"loss/likelihood": loss.detach()}
+        for name, penalty in penalties.items():
+            values[f"{name}/penalty"] = penalty.detach()
+            regularizer = getattr(self, name, None)
+            if isinstance(regularizer, Regularizer) and regularizer.value is not None:
+                values |= {f"{name}/value": regularizer.value, f"{name}/weight": regularizer.weight}
+        self.log_dict(values, on_step=True, on_epoch=False)
+        every, step = self.gradient_ratio_every_n_steps, self.global_step
+        if every and step % every == 0 and step != self._ratio_step and self.training and torch.is_grad_enabled():
+            self._ratio_step = step  # once a step, also where several batches are accumulated in it
+            ratios = self._gradient_ratios(loss, penalties)
+            for logger in self.loggers:  # not `self.log`, which drops what falls between `log_every_n_steps`
+                logger.log_metrics(ratios, step=step)
+            self.log_dict(ratios, on_step=True, on_epoch=False, logger=False)
+
+    def _gradient_ratios(self, loss: Tensor, penalties: dict[str, Tensor]) -> dict[str, float]:
+        parameters = list(trainable_parameters(self).values())
+
+        def norm(term: Tensor) -> float:
+            if not term.requires_grad:
+                return 0.0
+            gradients = torch.autograd.grad(term, parameters, retain_graph=True, allow_unused=True)
+            return torch.stack([g.float().norm() for g in gradients if g is not None]).norm().item()
+
+        try:
+            whole = norm(loss)
+            return {f"{name}/gradient_ratio": norm(term) / max(whole, 1e-30) for name, term in penalties.items()}
+        except RuntimeError as error:
+            if "donated" not in str(error):  # a compiled backward pass that gives its buffers away runs only once
+                raise
+            self.gradient_ratio_every_n_steps = 0
+            warnings.warn(f"Gradient ratios of the penalties cannot be measured here: {error}", stacklevel=2)
+            return {}
+
+
+class InformationMixin(PenaltyMixin):
+    """Trains the information in noisy weights; ``add_weight_noise`` and set ``self.information`` in ``__init__``."""
+
+    information: WeightInformation
+
+    def information_penalty(self) -> Tensor:
+        """Return ``(beta / N) * KL``; N is the size of the labelled training set unless ``num_samples`` was given."""
+        information = _regularizer(self, "information", WeightInformation)
+        N = information.num_samples or labeled_samples(self.trainer)
+        return information(self, num_samples=N, epoch=self.current_epoch)
+
+
+class LautumMixin(PenaltyMixin):
+    """Raises the Lautum information of unlabelled inputs; set ``self.lautum`` in ``__init__``, and fit it once."""
+
+    lautum: Lautum
+
+    def lautum_penalty(self, inputs: Tensor, outputs: Tensor) -> Tensor:
+        """Return ``-weight * L`` of unlabelled inputs and their logits."""
+        return _regularizer(self, "lautum", Lautum)(inputs, outputs, epoch=self.current_epoch)
+
+
+class MutualInformationMixin(PenaltyMixin):
+    """Lowers what features tell about unlabelled inputs; set ``self.mutual_information`` in ``__init__``."""
+
+    mutual_information: MutualInformation
+
+    def mutual_information_penalty(self, inputs: Tensor, features: Tensor) -> Tensor:
+        """Return the weighted objective for unlabelled inputs and their features, after the critic's own steps."""
+        regularizer = _regularizer(self, "mutual_information", MutualInformation)
+        return regularizer(inputs, features, epoch=self.current_epoch)
+
+
+class LocalMinimumMixin(PenaltyMixin):
+    """Prefers flat minima; set ``self.local_minimum`` in ``__init__``."""
+
+    local_minimum: LocalMinimumRegularizer
+
+    def local_minimum_penalty(self, loss_fn: Callable[[Any], Tensor], batch: Any) -> Tensor:
+        """Return ``weight * R`` for the mean loss that ``loss_fn`` computes of a part of ``batch``."""
+        regularizer = _regularizer(self, "local_minimum", LocalMinimumRegularizer)
+        trainer = _trainer(self)
+        rate = trainer.optimizers[0].param_groups[0]["lr"] if trainer is not None and trainer.optimizers else None
+        return regularizer(self, loss_fn, batch, epoch=self.current_epoch, learning_rate=rate)
+
+
+class MultiKernelMMDMixin(PenaltyMixin):
+    """Aligns source and target features; set ``self.mk_mmd`` in ``__init__``."""
+
+    mk_mmd: MultiKernelMMD
+
+    def mk_mmd_penalty(self, source: Tensor, target: Tensor) -> Tensor:
+        """Return ``weight * MMD²`` between features of source and of unlabelled target inputs."""
+        return _regularizer(self, "mk_mmd", MultiKernelMMD)(source, target, epoch=self.current_epoch)
+
+
+class TemporalEnsemblingMixin(PenaltyMixin):
+    """Holds predictions near their average over the epochs; set ``self.temporal_ensembling`` in ``__init__``."""
+
+    temporal_ensembling: TemporalEnsembling
+
+    def temporal_ensembling_penalty(self, outputs: Tensor, index: Tensor) -> Tensor:
+        """Return the weighted squared difference from the ensemble of the samples ``index``."""
+        regularizer = _regularizer(self, "temporal_ensembling", TemporalEnsembling)
+        return regularizer(outputs, index, epoch=self.current_epoch)
+
+
+def labeled_samples(trainer: "Trainer") -> int:
+    """Return the size of the labelled training set over all ranks, from the Trainer's loaders.
+
+    Raises:
+        ValueError: If it cannot be told.
+    """
+    loader: Any = trainer.train_dataloader
+    loader = getattr(loader, "iterables", loader)  # of a CombinedLoader
+    if isinstance(loader, dict):
+        loader = loader.get("labeled")
+    try:
+        return len(loader.dataset)
+    except (AttributeError, TypeError) as error:
+        raise ValueError(
+            "`num_samples` must be given to WeightInformation: the size of the labeled training set cannot be told "
+            f"from a train loader of type {type(loader).__name__}."
+        ) from error
+
+
+def _trainer(module: Any) -> "Trainer | None":
+    try:
+        return module.trainer
+    except RuntimeError:  # not attached: a plain loop
+        return None
+
+
+def _regularizer(module: Any, name: str, kind: type[R]) -> R:
+    regularizer = getattr(module, name, None)
+    if not isinstance(regularizer, kind):
+        found = type(regularizer).__name__
+        raise TypeError(f"`self.{name}` must be a {kind.__name__}, got {found}: set it in `__init__`.")
+    return regularizer

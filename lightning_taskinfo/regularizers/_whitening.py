@@ -1,0 +1,134 @@
+"""Whiten flat inputs by their covariance, factored once from a loader."""
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_taskinfo.regularizers._base import check_finite
+from lightning_taskinfo.regularizers._ranks import sum_over_ranks
+
+
+class Whitening(NamedTuple):
+    """A linear map after which inputs have (nearly) unit covariance."""
+
+    mean: Tensor  # [D]
+    matrix: Tensor  # [r, D]
+    scales: Tensor  # [r], standard deviations of the directions, ridge included
+    effective_dim: Tensor  # tr Σ(Σ + ridge)⁻¹, at most r
+    samples: Tensor  # how many inputs it was made from, over all ranks
+
+
+def fit_whitening(
+    batches: Callable[[], Iterator[Tensor]], size: int, components: int, ridge: float, outputs: int
+) -> Whitening:
+    r"""Whiten by :math:`(\Sigma_x + \epsilon \bar\lambda I)^{-1/2}`, on all inputs or on leading principal directions.
+
+    With ``components == size`` the factor is a Cholesky factor; below, leading eigenvectors. These come from the
+    covariance where that fits (``size`` of at most 4,096), and from three passes of subspace iteration where not.
+
+    Args:
+        batches: Gives a new iterator over flat inputs ``[B, D]`` each time it is called.
+        size: Number of inputs ``D``.
+        components: Number of directions ``r`` to keep.
+        ridge: The :math:`\epsilon`, relative to the mean variance :math:`\bar\lambda` of the directions.
+        outputs: Number of variables that the inputs are to be compared with.
+
+    Raises:
+        ValueError: If there are not more samples than outputs.
+    """
+    mean, samples = _mean(batches(), size)
+    if samples <= outputs:
+        raise ValueError(
+            f"`loader` must hold more samples than there are outputs ({outputs}), got {int(samples)}: use a larger "
+            "unlabeled set."
+        )
+    if size <= 4096:
+        covariance = _scatter(batches(), mean, torch.eye(size, dtype=torch.float64)) / samples
+        factored = _cholesky(covariance, ridge) if components == size else _eigen(covariance, components, ridge)
+    else:
+        factored = _subspace(batches, mean, components, ridge, samples)
+    whitening = Whitening(mean, *factored, samples)
+    if samples < 2 * whitening.effective_dim:
+        warnings.warn(
+            f"{int(samples)} samples for {float(whitening.effective_dim):.0f} directions of the inputs: correlations "
+            "will be overestimated. Use more unlabeled inputs, or fewer `components`.",
+            stacklevel=3,
+        )
+    return whitening
+
+
+def _mean(batches: Iterator[Tensor], size: int) -> tuple[Tensor, Tensor]:
+    total, count = torch.zeros(size, dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    for x in batches:
+        total, count = total + x.double().sum(0).cpu(), count + len(x)
+    total, count = sum_over_ranks(total, count)
+    return total / count.clamp_min(1), count
+
+
+def _scatter(batches: Iterator[Tensor], mean: Tensor, basis: Tensor) -> Tensor:
+    """Return ``Σ_i (x_i − mean)(x_i − mean)ᵀ basis``, shape ``[D, r]``."""
+    whole = basis.shape[0] == basis.shape[1]  # then the basis is the identity
+    total = torch.zeros_like(basis)
+    for x in batches:
+        centred = x.double().cpu() - mean
+        total += centred.T @ (centred if whole else centred @ basis)
+    return sum_over_ranks(total)[0]
+
+
+def _cholesky(covariance: Tensor, ridge: float) -> tuple[Tensor, Tensor, Tensor]:
+    D = len(covariance)
+    floor = ridge * covariance.diagonal().mean()
+    if floor == 0:  # constant inputs: nothing to whiten
+        return torch.zeros_like(covariance), torch.zeros(D).double(), torch.zeros(()).double()
+    identity = torch.eye(D, dtype=covariance.dtype)
+    matrix = torch.linalg.solve_triangular(torch.linalg.cholesky(covariance + floor * identity), identity, upper=False)
+    return matrix, matrix.norm(dim=1).reciprocal(), D - floor * matrix.square().sum()
+
+
+def _eigen(covariance: Tensor, components: int, ridge: float) -> tuple[Tensor, Tensor, Tensor]:
+    values, vectors = torch.linalg.eigh(covariance)
+    values, vectors = values[-components:].flip(0).clamp_min(0), vectors[:, -components:].flip(1)
+    shrunk = values + ridge * values.mean()
+    inverse = torch.where(shrunk > 0, shrunk, torch.inf).reciprocal()
+    return inverse.sqrt()[:, None] * vectors.T, shrunk.sqrt(), (values * inverse).sum()
+
+
+def _subspace(
+    batches: Callable[[], Iterator[Tensor]], mean: Tensor, components: int, ridge: float, samples: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    basis = torch.randn(len(mean), components + 10, generator=generator, dtype=torch.float64)
+    for _ in range(3):
+        basis = torch.linalg.qr(basis).Q
+        image = _scatter(batches(), mean, basis) / samples  # Σ basis
+        small, previous, basis = basis.T @ image, basis, image
+    matrix, scales, effective = _eigen((small + small.T) / 2, components, ridge)  # Rayleigh–Ritz
+    return matrix @ previous.T, scales, effective
+
+
+def flat_inputs(loader: Iterable[Any], shape: tuple[int, ...]) -> Iterator[Tensor]:
+    """Yield the inputs of each batch of ``loader``, checked and flat.
+
+    A batch is a tensor, a tuple or list whose first element is the inputs, or a dict with ``"unlabeled"``.
+
+    Raises:
+        ValueError: If a batch has another layout or shape, or holds values that are not finite.
+    """
+    if isinstance(loader, Iterator):
+        raise ValueError(f"`loader` must be readable more than once, got a {type(loader).__name__}: pass a list.")
+    for batch in loader:
+        if isinstance(batch, dict):
+            batch = batch.get("unlabeled")
+        x = batch[0] if isinstance(batch, tuple | list) and len(batch) else batch
+        if not isinstance(x, Tensor) or tuple(x.shape[1:]) != shape:
+            found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            expected = ", ".join(["B", *map(str, shape)])
+            raise ValueError(
+                f"`loader` must yield inputs of shape [{expected}], tuples that begin with them, or dicts that hold "
+                f"them as 'unlabeled'; got {found}."
+            )
+        check_finite("loader", x)
+        yield x.flatten(1)

@@ -1,0 +1,128 @@
+"""How much do features tell about inputs? A fresh critic, asked on data that it was not trained on."""
+
+import math
+from copy import deepcopy
+from typing import NamedTuple
+
+import torch
+from torch import Generator, Tensor, nn
+
+from lightning_taskinfo.functional.mutual_information import jensen_shannon, smile
+from lightning_taskinfo.regularizers._base import check_finite, check_rows
+from lightning_taskinfo.regularizers.critics import CriticKind, make_critic
+
+
+class MutualInformationEstimate(NamedTuple):
+    """An estimate in nats with its standard error, and the number of test samples behind it."""
+
+    nats: float
+    standard_error: float
+    samples: int
+
+
+def estimate_mutual_information(
+    inputs: Tensor,
+    features: Tensor,
+    *,
+    critic: CriticKind | nn.Module = "separable",
+    steps: int = 1000,
+    batch_size: int = 128,
+    learning_rate: float = 5e-4,
+    clip: float = 5.0,
+    seed: int = 0,
+) -> MutualInformationEstimate:
+    r"""Estimate :math:`I(x; z)` with a freshly trained critic, on held-out samples.
+
+    The critic is trained on 60 % of the samples (Jensen–Shannon objective), the best moment is picked on 20 %, and the
+    SMILE estimate is read on the remaining 20 %. A critic that is zero everywhere is among the candidates, so
+    that variables without a relation give 0 and not an overfitted number. Inputs and features are standardised
+    first, which does not change their information.
+
+    A critic that has not converged reads too little (1.67 of 2 nats between 20-dimensional Gaussians after 1,000
+    steps on 12,000 samples): raise ``steps`` until the number stands. SMILE itself is not a lower bound: above about
+    5 nats it reads too much, see :func:`.functional.mutual_information.smile`.
+
+    Args:
+        inputs: Samples, shape ``[N, *input_shape]``.
+        features: Their features, shape ``[N, F]``.
+        critic: ``"separable"``, ``"bilinear"``, ``"concatenated"``, or a module that maps ``B`` inputs and features to
+            scores ``[B, B]``; it is copied, not changed.
+        steps: Training steps.
+        batch_size: Samples a step.
+        learning_rate: Learning rate of Adam.
+        clip: The :math:`\tau` of SMILE.
+        seed: Seed of the split, the batches and the critic.
+
+    Returns:
+        Estimate, standard error and number of test samples.
+
+    Raises:
+        ValueError: If there are fewer than 40 samples, shapes do not fit, or values are not finite.
+
+    Example:
+        >>> x = torch.randn(400, 2, generator=Generator().manual_seed(0))
+        >>> estimate_mutual_information(x, x.flip(0), steps=20).nats < 0.1
+        True
+    """
+    check_rows("inputs", inputs, minimum=40)
+    check_rows("features", features, tuple(features.shape[1:]), rows=len(inputs))
+    for argument, tensor in (("inputs", inputs), ("features", features)):
+        check_finite(argument, tensor)
+    generator = Generator().manual_seed(seed)
+    order = torch.randperm(len(inputs), generator=generator)
+    cuts = [int(0.6 * len(inputs)), int(0.8 * len(inputs))]
+    parts = [(inputs[rows].float(), features[rows].float()) for rows in order.to(inputs.device).tensor_split(cuts)]
+    (x, z), *held_out = _standardised(parts)
+    if isinstance(critic, nn.Module):
+        fresh = deepcopy(critic)
+    else:
+        fresh = make_critic(critic, tuple(inputs.shape[1:]), features.shape[1], seed=seed)
+    fresh = fresh.to(inputs.device).float().requires_grad_()
+    best = _train(fresh, x, z, held_out[0], steps, batch_size, learning_rate, generator)
+    return _read(best, *held_out[1], clip)
+
+
+def _standardised(parts: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """Shift and scale by the first part's moments; constant columns stay as they are."""
+    moments = [(v.mean(0), v.std(0)) for v in parts[0]]
+    scale = [(mean, torch.where(std > 0, std, 1.0)) for mean, std in moments]
+    return [tuple((v - mean) / std for v, (mean, std) in zip(part, scale, strict=True)) for part in parts]  # type: ignore[misc]
+
+
+@torch.enable_grad()
+def _train(
+    critic: nn.Module,
+    x: Tensor,
+    z: Tensor,
+    held_out: tuple[Tensor, Tensor],
+    steps: int,
+    batch_size: int,
+    learning_rate: float,
+    generator: Generator,
+) -> nn.Module | None:
+    """Return the critic at its best moment on the held-out samples; ``None`` if it never beat a zero critic."""
+    optimizer = torch.optim.Adam(critic.parameters(), lr=learning_rate)
+    best, best_objective = None, -2 * math.log(2)  # what a zero critic reaches
+    for step in range(1, steps + 1):
+        rows = torch.randperm(len(x), generator=generator)[:batch_size].to(x.device)
+        loss = -jensen_shannon(critic(x[rows], z[rows]))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step % 20 == 0 or step == steps:
+            with torch.no_grad():
+                objective = jensen_shannon(critic(*(part[:1024] for part in held_out))).item()
+            if objective > best_objective:
+                best, best_objective = deepcopy(critic), objective
+    return best
+
+
+@torch.no_grad()
+def _read(critic: nn.Module | None, x: Tensor, z: Tensor, clip: float) -> MutualInformationEstimate:
+    x, z = x[:2048], z[:2048]  # all pairs are scored
+    if critic is None:
+        return MutualInformationEstimate(0.0, 0.0, len(x))
+    groups = [rows for rows in torch.arange(len(x)).tensor_split(max(2, min(8, len(x) // 4))) if len(rows) > 1]
+    estimates = torch.stack([smile(critic(x[rows], z[rows]), clip) for rows in groups])
+    standard_error = estimates.std() / len(groups) ** 0.5
+    return MutualInformationEstimate(smile(critic(x, z), clip).item(), standard_error.item(), len(x))

@@ -1,0 +1,223 @@
+"""Lautum information between unlabelled inputs and what the network makes of them, to be maximised."""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Generator, Tensor
+
+from lightning_taskinfo._observe import observing
+from lightning_taskinfo.functional.gaussian import lautum_from_correlations
+from lightning_taskinfo.regularizers._base import Regularizer, WeightSchedule, check_finite, check_rows
+from lightning_taskinfo.regularizers._ranks import mean_over_ranks, world_size
+from lightning_taskinfo.regularizers._whitening import fit_whitening, flat_inputs
+
+
+class Lautum(Regularizer):
+    r"""Penalty :math:`-\lambda L(w; x)`: raise the Lautum information of the unlabelled target inputs.
+
+    For jointly Gaussian :math:`x` and :math:`w` with canonical correlations :math:`\rho_j`
+
+    .. math::
+        L(w; x) = \tfrac12 \sum_j \Big[ \log(1 - \rho_j^2) + \frac{2\rho_j^2}{1 - \rho_j^2} \Big] \quad\text{nats},
+
+    half of equation 9 of [Jakubovitz2020]_, which is the form for complex variables. For :math:`w` stands the
+    network's output (``proxy="logits"``), or the gradient :math:`\partial (v \cdot \text{logits}) / \partial x` along a
+    random direction :math:`v`, drawn anew each epoch (``proxy="jacobian"``; on leading principal directions only).
+
+    :math:`\Sigma_x` is factored once by :meth:`fit_inputs`; a step costs :math:`O(BDK + DrK)`. The covariances with
+    :math:`w` are moving averages over batches and ranks. The gradient flows through the current batch, as if that
+    were the whole average, so that the weight means the same at every ``decay``.
+
+    **Positive definiteness.** The estimates do not come from the same samples, so an estimated :math:`\rho_j` could
+    reach 1. Three steps rule it out: :math:`\Sigma_x` gets a ridge, :math:`\rho_j^2` is multiplied by
+    :math:`n/(n+r)` (what :math:`n` samples of :math:`r` independent directions overestimate it by), and
+    :math:`\rho_j` is cut at 1 and multiplied by ``1 - shrinkage``. That is also the cap of this information, which
+    has none of its own: :math:`L \le K \ell(1 - \text{shrinkage})`, 8.1 nats an output by default.
+
+    Args:
+        input_shape: Shape of one input.
+        num_outputs: Number of logits :math:`K`.
+        weight: The :math:`\lambda`, or a :class:`WeightSchedule`.
+        proxy: What stands for the weights: ``"logits"`` or ``"jacobian"``.
+        components: Principal directions :math:`r` of the inputs to keep. By default all of them for ``"logits"`` up to
+            ``max_dim`` inputs and 256 beyond; 64 for ``"jacobian"``.
+        max_dim: Number of inputs above which they are projected by default.
+        decay: Decay of the moving averages.
+        shrinkage: Distance of the largest possible correlation from 1.
+        ridge: Added to the covariances' diagonals, relative to their mean.
+        seed: Seed of the direction :math:`v`.
+
+    Raises:
+        ValueError: If an argument is out of range.
+
+    Example:
+        >>> lautum = Lautum(input_shape=(3,), num_outputs=2)
+        >>> x = torch.randn(500, 3, generator=Generator().manual_seed(0))
+        >>> _ = lautum.fit_inputs([x])
+        >>> bool(lautum(x, x[:, :2]) < lautum(x, x[:, :2].flip(0)))  # outputs that follow the inputs are rewarded
+        True
+
+    References:
+        Jakubovitz, Uliel, Rodrigues, Giryes, *An information-theoretic approach to semi-supervised transfer learning*.
+    """
+
+    mean: Tensor
+    whitener: Tensor
+    scales: Tensor
+    effective_dim: Tensor
+    samples: Tensor
+    cov_w: Tensor
+    cov_wx: Tensor
+    steps: Tensor
+
+    def __init__(
+        self,
+        input_shape: Sequence[int],
+        num_outputs: int,
+        *,
+        weight: float | WeightSchedule = 0.01,
+        proxy: Literal["logits", "jacobian"] = "logits",
+        components: int | None = None,
+        max_dim: int = 4096,
+        decay: float = 0.999,
+        shrinkage: float = 0.05,
+        ridge: float = 1e-3,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(weight)
+        self.input_shape = tuple(input_shape)
+        D = math.prod(self.input_shape)
+        if proxy not in ("logits", "jacobian"):
+            raise ValueError(f"`proxy` must be 'logits' or 'jacobian', got {proxy!r}.")
+        if components is None:
+            components = min(D, 64) if proxy == "jacobian" else D if max_dim >= D else 256
+        _check_ranges(D, num_outputs, components, decay, shrinkage, ridge)
+        self.num_outputs, self.proxy, self.components = num_outputs, proxy, components
+        self.decay, self.shrinkage, self.ridge, self.seed = decay, shrinkage, ridge, seed
+        K = components if proxy == "jacobian" else num_outputs
+        for name, shape in {"mean": (D,), "whitener": (components, D), "scales": (components,)}.items():
+            self.register_buffer(name, torch.zeros(shape))
+        for name, shape in {"cov_w": (K, K), "cov_wx": (K, components)}.items():
+            self.register_buffer(name, torch.zeros(shape, dtype=torch.float64))
+        self.register_buffer("effective_dim", torch.zeros(()))
+        self.register_buffer("samples", torch.zeros((), dtype=torch.int64))  # 0: not fitted
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def fit_inputs(self, loader: Iterable[Any]) -> "Lautum":
+        """Factor the covariance of the unlabelled inputs; call it once, on every rank, before training.
+
+        Args:
+            loader: Batches of inputs, of tuples that begin with them, or of dicts that hold them as ``"unlabeled"``.
+                It is read twice (four times above 4,096 inputs); each rank may bring its own part. Random
+                generators are put back afterwards.
+
+        Returns:
+            The regularizer itself.
+
+        Raises:
+            ValueError: If the inputs have the wrong shape, are not finite, or are too few.
+        """
+        with observing(self), torch.no_grad():
+            batches = lambda: flat_inputs(loader, self.input_shape)  # noqa: E731
+            D, K = math.prod(self.input_shape), len(self.cov_w)
+            whitening = fit_whitening(batches, D, self.components, self.ridge, outputs=K)
+        for buffer, value in zip(
+            (self.mean, self.whitener, self.scales, self.effective_dim, self.samples), whitening, strict=True
+        ):
+            buffer.copy_(value)
+        for average in (self.cov_w, self.cov_wx, self.steps):
+            average.zero_()
+        return self
+
+    def forward(self, inputs: Tensor, outputs: Tensor, *, epoch: int = 0) -> Tensor:
+        """Return the penalty.
+
+        Args:
+            inputs: Unlabelled inputs, shape ``[B, *input_shape]``. For ``proxy="jacobian"`` they must require a
+                gradient before the network sees them: ``inputs.requires_grad_()``.
+            outputs: The network's logits for them, shape ``[B, K]``.
+            epoch: Current epoch, for the weight and the direction.
+
+        Returns:
+            ``-weight * L``, a scalar; :attr:`value` is ``L``.
+
+        Raises:
+            ValueError: If shapes are wrong, inputs are not finite, or the batch holds fewer than two samples.
+            RuntimeError: Before :meth:`fit_inputs`.
+        """
+        if self.samples == 0:
+            raise RuntimeError("Call `fit_inputs(loader)` with the unlabeled inputs before the first penalty.")
+        check_rows("inputs", inputs, self.input_shape)
+        check_rows("outputs", outputs, (self.num_outputs,), rows=len(inputs))
+        check_finite("inputs", inputs)
+        with torch.autocast(inputs.device.type, enabled=False):
+            x = inputs.detach().flatten(1).float() - self.mean
+            w = self._gradients(inputs, outputs, epoch) if self.proxy == "jacobian" else outputs.float()
+            local = self._covariances(x, w)
+            cov_w, cov_wx = self._averaged(*local)
+            if all(part.isfinite().all() for part in local):
+                value = self._information(cov_w, cov_wx, self._effective_samples(len(x) * world_size()))
+            else:  # the loss shows it, and a gradient scaler skips the step
+                value = torch.nan * local[0].sum()
+        return self.penalty(-value.float(), self.schedule(epoch), value=value.float())
+
+    def _gradients(self, inputs: Tensor, outputs: Tensor, epoch: int) -> Tensor:
+        if not inputs.requires_grad:
+            raise ValueError(
+                "`inputs` must require a gradient before the forward pass for proxy='jacobian': call "
+                "`inputs.requires_grad_()` first."
+            )
+        v = torch.randn(self.num_outputs, generator=Generator().manual_seed(hash((self.seed, epoch)) % 2**63))
+        along = (outputs.float() @ (v / v.norm()).to(outputs.device)).sum()
+        (gradients,) = torch.autograd.grad(along, inputs, create_graph=torch.is_grad_enabled())
+        return gradients.flatten(1).float() @ self.whitener.T * self.scales  # [B, r]
+
+    def _covariances(self, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        """Covariance of ``w``, and of ``w`` with the whitened inputs, of one batch."""
+        w = w - w.mean(0)
+        # Rows are outputs: a product of [K, D] with the transposed whitener is four times as fast as its transpose.
+        cov_w, cov_wx = w.T @ w, (w.T @ x) @ self.whitener.T  # [K, K], [K, r]
+        return cov_w.double() / (len(x) - 1), cov_wx.double() / (len(x) - 1)
+
+    def _averaged(self, *local: Tensor) -> list[Tensor]:
+        """Moving averages over batches and ranks, with the gradient of the current batch."""
+        averages, steps = [self.cov_w, self.cov_wx], self.steps
+        if self.training or steps == 0:
+            batch = mean_over_ranks(*local)
+            usable = torch.stack([part.isfinite().all() for part in batch]).all()  # else a bad batch stays for ever
+            moved = [self.decay * old + (1 - self.decay) * new for old, new in zip(averages, batch, strict=True)]
+            averages = [torch.where(usable, new, old) for new, old in zip(moved, averages, strict=True)]
+            steps = steps + usable
+        if self.training:
+            for buffer, value in zip((self.cov_w, self.cov_wx, self.steps), (*averages, steps), strict=True):
+                buffer.copy_(value)
+        start_up = 1 - self.decay ** steps.double()
+        return [a / start_up + (part - part.detach()) for a, part in zip(averages, local, strict=True)]
+
+    def _effective_samples(self, batch_size: int) -> Tensor:
+        """How many samples weigh in the averages, at most as many as there are."""
+        forgotten = self.decay ** self.steps.clamp_min(1).double()
+        batches = (1 + self.decay) * (1 - forgotten) / ((1 - self.decay) * (1 + forgotten))
+        return torch.minimum(batch_size * batches, self.samples.double())
+
+    def _information(self, cov_w: Tensor, cov_wx: Tensor, n: Tensor) -> Tensor:
+        floor = self.ridge * cov_w.diagonal().mean().detach() + 1e-12
+        factor = torch.linalg.cholesky(cov_w + floor * torch.eye(len(cov_w)).to(cov_w))
+        half = torch.linalg.solve_triangular(factor, cov_wx, upper=False)  # [K, r], whitened on both sides
+        squared = torch.linalg.eigvalsh(half @ half.T) * n / (n + self.effective_dim)
+        return lautum_from_correlations(squared.clamp(max=1.0) * (1 - self.shrinkage) ** 2)
+
+
+def _check_ranges(D: int, K: int, components: int, decay: float, shrinkage: float, ridge: float) -> None:
+    rules = {
+        "num_outputs": (K, K >= 1, "at least 1"),
+        "components": (components, 1 <= components <= D, f"between 1 and the number of inputs, {D}"),
+        "decay": (decay, 0 <= decay < 1, "in [0, 1)"),
+        "shrinkage": (shrinkage, 0 < shrinkage < 1, "in (0, 1)"),
+        "ridge": (ridge, ridge > 0, "positive"),
+    }
+    for argument, (value, valid, rule) in rules.items():
+        if not valid:
+            raise ValueError(f"`{argument}` must be {rule}, got {value}.")

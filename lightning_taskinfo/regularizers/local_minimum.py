@@ -1,0 +1,203 @@
+"""Prefer flat minima: penalise how much one small gradient step changes the loss of a part of the batch."""
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from lightning_taskinfo._observe import ParamDict, trainable_parameters
+from lightning_taskinfo.regularizers._base import Regularizer, WeightSchedule
+from lightning_taskinfo.regularizers._swap import swapped
+from lightning_taskinfo.regularizers.batchnorm import frozen_batchnorm_statistics
+from lightning_taskinfo.variational import repeatable_noise
+
+
+class LocalMinimumRegularizer(Regularizer):
+    r"""Penalty :math:`\beta_R R_\alpha(w)` of Jia and Su, algorithm 1.
+
+    .. math::
+        R_\alpha(w) = \frac1M \sum_{i=1}^M \big[ L(B_i, w) - L(B_i, w - \alpha g_i) \big],
+        \qquad g_i = \nabla L(B_i, w)
+
+    over :math:`M` equal parts :math:`B_i` of the batch, with :math:`g_i` held fixed. :math:`R_\alpha / \alpha` tends to
+    the mean squared gradient norm of the parts, which estimates the trace of the (empirical) Fisher. The gradient
+
+    .. math:: \nabla R_\alpha = \frac1M \sum_i \big[ \nabla L(B_i, w) - \nabla L(B_i, w - \alpha g_i) \big]
+
+    is computed on the spot, part by part, so that no second-order graph is built and memory holds one part at a time;
+    the returned penalty carries it to the weights. That costs two more forward and backward passes a batch.
+
+    Both losses are computed in float32 with autocast off, under the same dropout masks and the same weight noise: the
+    step is far below what bf16 resolves. Batch-norm statistics are not moved. Weight decay in the optimizer is no
+    part of :math:`g_i`.
+
+    Args:
+        weight: The :math:`\beta_R`, 1 to 100 in the paper, or a :class:`WeightSchedule`.
+        step_size: The :math:`\alpha`.
+        parts: The :math:`M`. Samples beyond a multiple of it are left out of the penalty.
+        start: First epoch with the penalty, or ``"lr_drop"``: as soon as the learning rate has fallen to half of the
+            highest one seen.
+
+    Raises:
+        ValueError: If an argument is out of range.
+
+    Example:
+        >>> net, loss = nn.Linear(2, 1, bias=False), nn.MSELoss()
+        >>> regularizer = LocalMinimumRegularizer(weight=1.0, parts=2, start=0)
+        >>> batch = torch.randn(4, 2), torch.randn(4, 1)
+        >>> penalty = regularizer(net, lambda part: loss(net(part[0]), part[1]), batch)
+        >>> bool(penalty > 0)
+        True
+
+    References:
+        Jia, Su, *Information-Theoretic Local Minima Characterization and Regularization*, ICML 2020.
+    """
+
+    highest_lr: Tensor
+    started: Tensor
+
+    def __init__(
+        self,
+        *,
+        weight: float | WeightSchedule = 10.0,
+        step_size: float = 1e-4,
+        parts: int = 8,
+        start: int | Literal["lr_drop"] = "lr_drop",
+    ) -> None:
+        super().__init__(weight)
+        if not step_size > 0:
+            raise ValueError(f"`step_size` must be positive, got {step_size}.")
+        if parts < 1:
+            raise ValueError(f"`parts` must be at least 1, got {parts}.")
+        if start != "lr_drop" and (isinstance(start, str) or start < 0):
+            raise ValueError(f"`start` must be an epoch or 'lr_drop', got {start!r}.")
+        self.step_size, self.parts, self.start = step_size, parts, start
+        self.register_buffer("highest_lr", torch.tensor(-math.inf, dtype=torch.float64))
+        self.register_buffer("started", torch.tensor(False))
+
+    def forward(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[[Any], Tensor],
+        batch: Any,
+        *,
+        epoch: int = 0,
+        learning_rate: float | None = None,
+    ) -> Tensor:
+        """Return the penalty.
+
+        Args:
+            model: The module whose trainable parameters the penalty is about.
+            loss_fn: Mean loss of a (part of the) batch; it must run ``model``.
+            batch: Tensors, or tuples, lists and dicts of them, with the samples along the first axis.
+            epoch: Current epoch, for the weight and the start.
+            learning_rate: Current learning rate, for ``start="lr_drop"``.
+
+        Returns:
+            ``weight * R``, a scalar; :attr:`value` is ``R``. Zero before the start, without any computation.
+
+        Raises:
+            ValueError: If weights are in half precision, the batch has fewer samples than parts, or
+                ``learning_rate`` is missing.
+        """
+        parameters = trainable_parameters(model)
+        _check_precision(parameters)
+        some = next(iter(parameters.values()))
+        weight = self.schedule(epoch) if self._due(epoch, learning_rate) else 0.0
+        if not weight:
+            self.value, self.weight = None, 0.0
+            return self.nothing(some)
+        value, gradient = self._value_and_gradient(model, loss_fn, split_batch(batch, self.parts), parameters)
+        # A number whose gradient is the one computed above.
+        carried = sum(((p - p.detach()) * gradient[name]).sum() for name, p in parameters.items())
+        return self.penalty(value + carried, weight)
+
+    def _due(self, epoch: int, learning_rate: float | None) -> bool:
+        if self.start != "lr_drop":
+            return epoch >= self.start
+        if learning_rate is None:
+            raise ValueError("`learning_rate` must be given for start='lr_drop', or `start` be an epoch.")
+        if self.training:
+            self.highest_lr.clamp_(min=learning_rate)
+            self.started.logical_or_(learning_rate <= 0.5 * self.highest_lr)
+        return bool(self.started)
+
+    def _value_and_gradient(
+        self, model: nn.Module, loss_fn: Callable[[Any], Tensor], parts: list[Any], parameters: dict[str, nn.Parameter]
+    ) -> tuple[Tensor, ParamDict]:
+        some = next(iter(parameters.values()))
+        w = {name: p.detach() for name, p in parameters.items()}
+        value, gradient = torch.zeros((), device=some.device), {name: torch.zeros_like(p) for name, p in w.items()}
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.autocast(some.device.type, enabled=False),
+            frozen_batchnorm_statistics(model),
+        ):
+            for part in parts:
+                loss, g = _loss_and_gradient(model, loss_fn, part, parameters, w)
+                moved = {name: p - self.step_size * g[name] for name, p in w.items()}
+                loss_moved, g_moved = _loss_and_gradient(model, loss_fn, part, parameters, moved)
+                value = value + (loss - loss_moved) / len(parts)
+                gradient = {name: gradient[name] + (g[name] - g_moved[name]) / len(parts) for name in w}
+        return value, gradient
+
+
+def _loss_and_gradient(
+    model: nn.Module,
+    loss_fn: Callable[[Any], Tensor],
+    part: Any,
+    parameters: dict[str, nn.Parameter],
+    weights: ParamDict,
+) -> tuple[Tensor, ParamDict]:
+    leaves = {name: w.detach().requires_grad_() for name, w in weights.items()}
+    devices = {w.device for w in weights.values() if w.device.type not in ("cpu", "meta")}
+    device_type = next((device.type for device in devices), "cuda")
+    # Both losses see the same dropout masks and the same noise.
+    with (
+        torch.random.fork_rng(list(devices), device_type=device_type),
+        repeatable_noise(model),
+        swapped(model, parameters.values(), leaves.values()),
+    ):
+        loss = loss_fn(part)
+    gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    filled = (torch.zeros_like(w) if g is None else g for g, w in zip(gradients, leaves.values(), strict=True))
+    return loss.detach(), dict(zip(leaves, filled, strict=True))
+
+
+def split_batch(batch: Any, parts: int) -> list[Any]:
+    """Cut a nested batch into parts of equal size along the first axis; what is left over is dropped.
+
+    Raises:
+        ValueError: If the batch holds no tensors, tensors of different lengths, or fewer samples than parts.
+
+    Example:
+        >>> [part["x"].tolist() for part in split_batch({"x": torch.arange(5)}, 2)]
+        [[0, 1], [2, 3]]
+    """
+    leaves, structure = tree_flatten(batch)
+    lengths = {len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim}
+    if len(lengths) != 1:
+        raise ValueError(f"`batch` must hold tensors with one number of samples, got {sorted(lengths)}.")
+    size = lengths.pop() // parts
+    if size == 0:
+        raise ValueError(f"`batch` must hold at least `parts` = {parts} samples, got {max(len(t) for t in leaves)}.")
+
+    def cut(leaf: Any, i: int) -> Any:
+        return leaf[i * size : (i + 1) * size] if isinstance(leaf, Tensor) and leaf.ndim else leaf
+
+    return [tree_unflatten([cut(leaf, i) for leaf in leaves], structure) for i in range(parts)]
+
+
+def _check_precision(parameters: dict[str, nn.Parameter]) -> None:
+    if not parameters:
+        raise ValueError("`model` must have trainable parameters, got none.")
+    for name, p in parameters.items():
+        if p.dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"`model` must keep its weights in float32 or float64, got {p.dtype} for `{name}`: a step of this size "
+                "is lost in half precision. Use mixed precision, e.g. precision='bf16-mixed'."
+            )

@@ -1,0 +1,189 @@
+"""Mutual information between inputs and features, to be minimised against a critic that is trained beside it."""
+
+from collections.abc import Sequence
+from copy import deepcopy
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from lightning_taskinfo.functional.mutual_information import (
+    donsker_varadhan,
+    info_nce,
+    jensen_shannon,
+    mine,
+    nwj,
+    smile,
+    update_log_average,
+)
+from lightning_taskinfo.regularizers._base import Regularizer, WeightSchedule, check_finite, check_rows
+from lightning_taskinfo.regularizers._ranks import mean_over_ranks
+from lightning_taskinfo.regularizers._swap import swapped
+from lightning_taskinfo.regularizers.critics import CriticKind, make_critic
+
+Objective = Literal["jensen_shannon", "donsker_varadhan", "mine", "nwj", "info_nce"]
+OBJECTIVES = {
+    "jensen_shannon": jensen_shannon, "donsker_varadhan": donsker_varadhan, "nwj": nwj, "info_nce": info_nce,
+}  # fmt: skip
+
+
+class MutualInformation(Regularizer):
+    r"""Penalty :math:`\lambda \hat I(x; z)`: make the features of unlabelled target inputs tell less about them.
+
+    A critic :math:`M(x, z)` is trained to **maximise** the objective while the network, through the penalty,
+    minimises it, in turns: by step, or by epoch as in [Jakubovitz2020]_ (critic in even epochs, network in odd ones).
+    Critic and network follow ``objective``. What is reported, :attr:`value`, is in nats: the SMILE estimate for the
+    Jensen–Shannon objective, the objective itself for the others, which are estimates of their own. SMILE is refused
+    as an objective: once the product scores are clipped nothing holds the joint scores back. A lower bound that is
+    being minimised promises nothing: check the result with :func:`estimate_mutual_information`.
+
+    The critic has its own optimizer in here, whose state goes into the checkpoint. Its parameters do not require
+    gradients, so that the network's optimizer, clipping and DDP never see them; its steps run in float32 on
+    copies, and their gradients are averaged over ranks, which keeps it the same on all of them.
+
+    Args:
+        input_shape: Shape of one input.
+        feature_dim: Width of the features.
+        weight: The :math:`\lambda`, or a :class:`WeightSchedule`.
+        critic: ``"separable"``, ``"bilinear"``, ``"concatenated"``, or a module that maps inputs ``[B, *input_shape]``
+            and features ``[B, F]`` to scores ``[B, B]``.
+        objective: What critic and network follow: ``"jensen_shannon"``, ``"donsker_varadhan"``, ``"mine"`` (the same
+            with the moving-average correction of its gradient), ``"nwj"`` or ``"info_nce"``.
+        clip: The :math:`\tau` of the SMILE estimate.
+        alternate: Take turns by ``"step"`` or by ``"epoch"``.
+        critic_steps: Critic steps a call. A critic that lags behind teaches the network to escape it, not to tell less:
+            where a fresh estimate rises with the weight, take more of them.
+        learning_rate: Learning rate of the critic's Adam.
+        seed: Seed of the critic's initial weights.
+
+    Raises:
+        ValueError: If an argument is out of range.
+
+    Example:
+        >>> regularizer = MutualInformation(input_shape=(4,), feature_dim=2, weight=0.1)
+        >>> x = torch.randn(16, 4)
+        >>> features = (x @ torch.randn(4, 2)).requires_grad_()
+        >>> regularizer(x, features).backward()
+        >>> features.grad.shape
+        torch.Size([16, 2])
+    """
+
+    log_average: Tensor
+
+    def __init__(
+        self,
+        input_shape: Sequence[int],
+        feature_dim: int,
+        *,
+        weight: float | WeightSchedule = 0.1,
+        critic: CriticKind | nn.Module = "separable",
+        objective: Objective = "jensen_shannon",
+        clip: float = 5.0,
+        alternate: Literal["step", "epoch"] = "step",
+        critic_steps: int = 5,
+        learning_rate: float = 1e-3,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(weight)
+        _check(objective, alternate, clip, critic_steps, learning_rate)
+        self.input_shape, self.feature_dim = tuple(input_shape), feature_dim
+        self.objective, self.clip, self.alternate, self.critic_steps = objective, clip, alternate, critic_steps
+        if not isinstance(critic, nn.Module):
+            critic = make_critic(critic, self.input_shape, feature_dim, seed=seed)
+        self.critic = critic.requires_grad_(False).float()
+        self.register_buffer("log_average", torch.tensor(-torch.inf))
+        self._optimizer = torch.optim.Adam(self.critic.parameters(), lr=learning_rate)
+
+    def forward(self, inputs: Tensor, features: Tensor, *, epoch: int = 0) -> Tensor:
+        """Train the critic by ``critic_steps`` (in train mode) and return the penalty.
+
+        Args:
+            inputs: Unlabelled inputs, shape ``[B, *input_shape]``.
+            features: Their features, shape ``[B, feature_dim]``; the penalty's gradient flows into these only.
+            epoch: Current epoch, for the weight and for turns by epoch.
+
+        Returns:
+            ``weight * objective``, a scalar; :attr:`value` is the estimate. Zero while it is the critic's turn.
+
+        Raises:
+            ValueError: If shapes are wrong, inputs are not finite, or the batch holds fewer than two samples.
+        """
+        check_rows("inputs", inputs, self.input_shape)
+        check_rows("features", features, (self.feature_dim,), rows=len(inputs))
+        check_finite("inputs", inputs)
+        by_step = self.alternate == "step"
+        with torch.autocast(inputs.device.type, enabled=False):
+            x, z = inputs.detach().float(), features.float()
+            if self.training and (by_step or epoch % 2 == 0):
+                self._train_critic(x, z.detach())
+            scores = self.scores(x, z)
+            weight = self.schedule(epoch) if by_step or epoch % 2 == 1 else 0.0
+            return self.penalty(self._objective(scores), weight, value=self._estimate(scores))
+
+    def scores(self, inputs: Tensor, features: Tensor) -> Tensor:
+        """Return the critic's scores of all pairs, shape ``[B, B]``, unmoved by its later steps."""
+        parameters = list(self.critic.parameters())
+        with swapped(self.critic, parameters, [p.detach().clone() for p in parameters]):
+            return self.critic(inputs, features)
+
+    def _estimate(self, scores: Tensor) -> Tensor:
+        """Return the estimate in nats that suits the objective's critic."""
+        if self.objective == "jensen_shannon":
+            return smile(scores, self.clip)
+        return donsker_varadhan(scores) if self.objective == "mine" else OBJECTIVES[self.objective](scores)
+
+    def _objective(self, scores: Tensor) -> Tensor:
+        if self.objective != "mine":
+            return OBJECTIVES[self.objective](scores)
+        log_average = (
+            self.log_average if self.log_average.isfinite() else update_log_average(self.log_average, scores, 0)
+        )
+        return mine(scores, log_average)
+
+    @torch.enable_grad()
+    def _train_critic(self, x: Tensor, z: Tensor) -> None:
+        parameters = list(self.critic.parameters())
+        for _ in range(self.critic_steps):
+            copies = [p.detach().requires_grad_() for p in parameters]
+            with swapped(self.critic, parameters, copies):
+                scores = self.critic(x, z)
+            if self.objective == "mine":
+                (moved,) = mean_over_ranks(update_log_average(self.log_average, scores, decay=0.99))
+                self.log_average.copy_(torch.where(moved.isfinite(), moved, self.log_average))
+            gradients = mean_over_ranks(*torch.autograd.grad(-self._objective(scores), copies))
+            if not all(g.isfinite().all() for g in gradients):  # e.g. features that overflowed: the next batch is fine
+                continue
+            for p, g in zip(parameters, gradients, strict=True):
+                p.grad = g
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "MutualInformation":
+        super()._apply(fn, recurse)
+        self._optimizer.load_state_dict(self._optimizer.state_dict())  # casts its state to where the critic went
+        return self
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Return the state of the critic's optimizer, for checkpoints."""
+        return self._optimizer.state_dict()
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Take up the state of the critic's optimizer from a checkpoint."""
+        self._optimizer.load_state_dict(deepcopy(state))  # it would share the tensors of a state dict in memory
+
+
+def _check(objective: str, alternate: str, clip: float, critic_steps: int, learning_rate: float) -> None:
+    if objective == "smile":
+        raise ValueError(
+            "`objective` must not be 'smile': a critic that ascends the clipped estimate runs away. Follow "
+            "'jensen_shannon': the value it reports is SMILE's."
+        )
+    if objective not in get_args(Objective):
+        raise ValueError(f"`objective` must be one of {get_args(Objective)}, got {objective!r}.")
+    if alternate not in ("step", "epoch"):
+        raise ValueError(f"`alternate` must be 'step' or 'epoch', got {alternate!r}.")
+    for argument, value in {"clip": clip, "learning_rate": learning_rate}.items():
+        if not value > 0:
+            raise ValueError(f"`{argument}` must be positive, got {value}.")
+    if critic_steps < 1:
+        raise ValueError(f"`critic_steps` must be at least 1, got {critic_steps}.")

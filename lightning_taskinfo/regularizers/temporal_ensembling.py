@@ -1,0 +1,117 @@
+"""Temporal Ensembling: agree with an average of one's own earlier predictions."""
+
+import torch
+from torch import Tensor
+
+from lightning_taskinfo.functional.discrepancy import ensemble_targets
+from lightning_taskinfo.regularizers._base import Regularizer, WeightSchedule, check_rows
+from lightning_taskinfo.regularizers._ranks import gather_rows
+
+
+class TemporalEnsembling(Regularizer):
+    r"""Penalty :math:`w(t)\,\frac{1}{BC} \sum_i \|\mathrm{softmax}(f(x_i)) - \tilde z_i\|^2` of Laine and Aila.
+
+    :math:`\tilde z_i` is a moving average of sample :math:`i`'s predictions over the epochs, corrected for its start
+    at zero. It is kept for every sample, labelled or not, and moved at the sample's first visit in an epoch:
+    loaders that cycle do not count a sample twice. A sample seen for the first time has no target yet and adds
+    nothing. The averages are buffers, equal on all ranks, so that checkpoints keep them.
+
+    Args:
+        num_samples: Number of samples that carry an index, labelled and unlabelled.
+        num_classes: Number of classes.
+        num_labeled: Number of labelled samples among them; the default weight rises to
+            ``30 * num_labeled / num_samples``.
+        weight: Factor of the penalty, or a :class:`WeightSchedule`, instead of that default. It is 0 in epoch 0.
+        ramp_epochs: Epochs of the default weight's sigmoid ramp.
+        decay: Decay of the moving average.
+        dtype: What the averages are kept in: ``"float32"``, ``"bfloat16"`` or ``"float16"``; memory is
+            ``num_samples * num_classes`` of it.
+
+    Raises:
+        ValueError: If an argument is out of range, or neither ``weight`` nor ``num_labeled`` is given.
+
+    Example:
+        >>> regularizer = TemporalEnsembling(num_samples=10, num_classes=2, weight=1.0)
+        >>> index = torch.tensor([3, 7])
+        >>> regularizer(torch.tensor([[9.0, -9.0], [9.0, -9.0]]), index, epoch=0)
+        tensor(0.)
+        >>> regularizer(torch.tensor([[-9.0, 9.0], [9.0, -9.0]]), index, epoch=1)  # the first changed its mind
+        tensor(0.5000)
+    """
+
+    average: Tensor
+    count: Tensor
+    last_epoch: Tensor
+
+    def __init__(
+        self,
+        num_samples: int,
+        num_classes: int,
+        *,
+        num_labeled: int | None = None,
+        weight: float | WeightSchedule | None = None,
+        ramp_epochs: int = 80,
+        decay: float = 0.6,
+        dtype: str = "float32",
+    ) -> None:
+        if weight is None:
+            if num_labeled is None:
+                raise ValueError("`num_labeled` or `weight` must be given: the default weight depends on the former.")
+            weight = WeightSchedule(30 * num_labeled / num_samples, "sigmoid", length=ramp_epochs)
+        super().__init__(weight)
+        for argument, value in {"num_samples": num_samples, "num_classes": num_classes}.items():
+            if value < 1:
+                raise ValueError(f"`{argument}` must be at least 1, got {value}.")
+        if not 0 <= decay < 1:
+            raise ValueError(f"`decay` must be in [0, 1), got {decay}.")
+        dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+        if dtype not in dtypes:
+            raise ValueError(f"`dtype` must be one of {tuple(dtypes)}, got {dtype!r}.")
+        self.num_classes, self.decay = num_classes, decay
+        self.register_buffer("average", torch.zeros(num_samples, num_classes, dtype=dtypes[dtype]))
+        self.register_buffer("count", torch.zeros(num_samples, dtype=torch.int32))
+        self.register_buffer("last_epoch", torch.full((num_samples,), -1, dtype=torch.int32))
+
+    def forward(self, outputs: Tensor, index: Tensor, *, epoch: int) -> Tensor:
+        """Return the penalty, and in train mode move the averages of these samples.
+
+        Args:
+            outputs: Logits, shape ``[B, C]``.
+            index: Which samples these are, integers below ``num_samples``, shape ``[B]``.
+            epoch: Current epoch, counted from 0.
+
+        Returns:
+            ``weight`` times the mean squared difference, a scalar; :attr:`value` is that difference.
+
+        Raises:
+            ValueError: If shapes are wrong, or an index is out of range.
+        """
+        check_rows("outputs", outputs, (self.num_classes,), minimum=1)
+        if index.shape != outputs.shape[:1] or index.is_floating_point():
+            raise ValueError(f"`index` must hold {len(outputs)} integers, got {index.dtype} of {tuple(index.shape)}.")
+        if index.min() < 0 or index.max() >= len(self.average):
+            raise ValueError(
+                f"`index` must be in [0, {len(self.average)}), got {int(index.min())} to {int(index.max())}: is "
+                "`num_samples` the number of all samples that carry an index?"
+            )
+        with torch.autocast(outputs.device.type, enabled=False):
+            predictions = outputs.float().softmax(-1)  # [B, C]
+            targets = ensemble_targets(self.average[index].float(), self.count[index], self.decay)
+            squares = (predictions - targets).square().mean(-1) * (self.count[index] > 0)  # [B]
+        if self.training:
+            self._move(gather_rows(index), gather_rows(predictions), epoch)
+        return self.penalty(squares.mean(), self.schedule(epoch) if epoch > 0 else 0.0)
+
+    def _move(self, index: Tensor, predictions: Tensor, epoch: int) -> None:
+        """Move the averages of samples that this epoch has not seen yet; of a repeated one, by its first row."""
+        unique, inverse = index.unique(return_inverse=True)
+        rows = torch.arange(len(index), device=index.device)
+        first = torch.full_like(unique, len(index)).scatter_reduce(0, inverse, rows.to(unique), "amin")
+        new = self.last_epoch[unique] != epoch
+        index, predictions = unique[new], predictions[first[new].long()]
+        if not predictions.isfinite().all():
+            return  # diverged: the loss says so, and the averages stay usable
+        moved = self.decay * self.average[index].float() + (1 - self.decay) * predictions
+        self.average[index] = moved.to(self.average.dtype)
+        self.count[index] += 1
+        self.last_epoch[index] = epoch

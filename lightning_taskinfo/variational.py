@@ -1,0 +1,296 @@
+r"""Noisy weights on any module: :math:`w = \mu + \sigma \odot \varepsilon`, through ``torch.nn.utils.parametrize``.
+
+A weight's own parameter becomes the mean; a log-variance of the same shape stands beside it, and both are trained.
+Together with :func:`weight_kl` this minimises the information complexity
+:math:`C_\beta = \mathbb{E}_Q[L_D] + \beta\,\mathrm{KL}(Q \| P)` of Achille et al. (2019).
+
+Give the log-variances no weight decay, which would pull every standard deviation to 1: the prior does that work.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Generator, Tensor, nn
+from torch.nn.utils import parametrize
+
+from lightning_taskinfo.functional.gaussian import gaussian_kl_diag
+
+
+class NoisyWeight(nn.Module):
+    """Parametrization that draws a weight from a diagonal Gaussian; :func:`add_weight_noise` puts it in place.
+
+    The noise comes from a generator of its own, seeded by ``seed``, the number of the draw and the rank, so that it
+    neither moves the global generator nor repeats over ranks, and a resumed run goes on where it stopped.
+
+    Args:
+        mean: The weight as it is.
+        std: Standard deviation to begin with; 0 is the plain weight.
+        prior_mean: Mean of the pre-distribution, in the weight's shape.
+        prior_std: Standard deviation of the pre-distribution.
+        seed: Seed of the noise.
+    """
+
+    prior_mean: Tensor
+    prior_log_variance: Tensor
+
+    def __init__(self, mean: Tensor, *, std: float, prior_mean: Tensor, prior_std: float, seed: int) -> None:
+        super().__init__()
+        log_variance = 2 * math.log(std) if std > 0 else -math.inf
+        self.log_variance = nn.Parameter(torch.full_like(mean, log_variance))
+        self.register_buffer("prior_mean", prior_mean.detach().clone().to(mean))
+        self.register_buffer("prior_log_variance", mean.new_tensor(2 * math.log(prior_std)))
+        self.seed = seed
+        self.draws = 0
+        self.sampled: bool | None = None  # None: in train mode only
+        self._depth = 0  # forwards under way in which the noise stays the same
+        self._noise: Tensor | None = None
+
+    @torch.compiler.disable  # a generator would break the graph anyway, and each draw would compile anew
+    def forward(self, mean: Tensor) -> Tensor:
+        """Return a sample of the weight, or its mean in eval mode."""
+        if not (self.training if self.sampled is None else self.sampled):
+            return mean
+        noise = self._noise if self._noise is not None else self._draw(mean)
+        if self._depth:
+            self._noise = noise
+        return mean + (0.5 * self.log_variance).exp() * noise
+
+    def right_inverse(self, value: Tensor) -> Tensor:
+        """Assigning to the weight assigns its mean."""
+        return value
+
+    def kl(self, mean: Tensor) -> Tensor:
+        """KL divergence from the pre-distribution, in nats."""
+        mean_q, logvar_q, mean_p = (m.flatten() for m in (mean, self.log_variance, self.prior_mean))
+        return gaussian_kl_diag(mean_q, logvar_q, mean_p, self.prior_log_variance)
+
+    def _draw(self, mean: Tensor) -> Tensor:
+        if torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(
+                "Noisy weights were read inside a backward pass, where activation checkpointing would draw other noise "
+                "than its forward pass had. Turn checkpointing off, or keep these layers' weights without noise."
+            )
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        seed = hash((self.seed, self.draws, rank)) % 2**63
+        self.draws += 1
+        generator = Generator(mean.device).manual_seed(seed)
+        return torch.randn(mean.shape, generator=generator, device=mean.device, dtype=mean.dtype)
+
+    def get_extra_state(self) -> dict[str, int]:
+        """Return the state of the noise, for checkpoints."""
+        return {"seed": self.seed, "draws": self.draws}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        """Take up the state of the noise from a checkpoint."""
+        self.seed, self.draws = state["seed"], state["draws"]
+
+
+def add_weight_noise(
+    model: nn.Module,
+    *,
+    std: float = 0.01,
+    prior: Literal["initial", "zero"] | Mapping[str, Tensor] = "initial",
+    prior_std: float = 0.1,
+    parameters: Callable[[str, nn.Parameter], bool] | None = None,
+    seed: int = 0,
+) -> nn.Module:
+    r"""Turn the weights of ``model`` into diagonal Gaussians :math:`Q = \mathcal{N}(\mu, \sigma^2)`, in place.
+
+    In train mode every forward draws one sample of the weights; in eval mode the means are used, see
+    :func:`sampling`. A plain ``state_dict`` loads into the noisy model as its means, and :func:`plain_state_dict`
+    gives one back. Make the model noisy before the optimizer, and where processes are spawned inside of them: torch
+    does not pickle parametrized modules.
+
+    Args:
+        model: Any module. Tied weights, recurrent layers and weights that are already parametrized are refused.
+        std: Standard deviation of every weight to begin with.
+        prior: Mean of the pre-distribution: the weights as they are now, zero, or a plain state dict, e.g. of a
+            pretrained model.
+        prior_std: Standard deviation of the pre-distribution.
+        parameters: Picks the weights that become noisy, from name and parameter; all trainable ones by default.
+        seed: Seed of the noise.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: If an argument is out of range, a weight cannot be made noisy, or none was picked.
+
+    Example:
+        >>> net = add_weight_noise(nn.Linear(2, 1))
+        >>> bool((net.weight == net.weight).all()), bool((net.eval().weight == net.weight).all())
+        (False, True)
+    """
+    if std < 0:
+        raise ValueError(f"`std` must not be negative, got {std}.")
+    if not prior_std > 0:
+        raise ValueError(f"`prior_std` must be positive, got {prior_std}.")
+    picked = _pick(model, parameters)
+    centres = _prior_means(prior, picked)
+    owners: dict[nn.Module, None] = {model: None}
+    for index, (name, mean) in enumerate(picked.items()):
+        path, _, attribute = name.rpartition(".")
+        owner = model.get_submodule(path)
+        noise = NoisyWeight(
+            mean, std=std, prior_mean=centres[name], prior_std=prior_std, seed=hash((seed, index)) % 2**63
+        )
+        parametrize.register_parametrization(owner, attribute, noise)
+        owners[owner] = None
+    for owner in owners:  # the model, and each layer for when it is called by itself
+        owner.register_forward_pre_hook(_keep_noise)
+        owner.register_forward_hook(_release_noise, always_call=True)
+        owner.register_load_state_dict_pre_hook(_accept_plain)
+    return model
+
+
+def _pick(model: nn.Module, parameters: Callable[[str, nn.Parameter], bool] | None) -> dict[str, nn.Parameter]:
+    named = [(name, p) for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad]
+    picked = {name: p for name, p in named if parameters is None or parameters(name, p)}
+    if not picked:
+        raise ValueError("`parameters` must pick at least one trainable parameter of `model`, got none.")
+    for name, p in picked.items():
+        owner = model.get_submodule(name.rpartition(".")[0])
+        tied = [other for other, q in named if q is p and other != name]
+        problem = (
+            f"tied to `{tied[0]}`, and would get other noise there" if tied
+            else "already parametrized" if isinstance(owner, parametrize.ParametrizationList | NoisyWeight)
+            else "in a recurrent layer, which keeps references to it" if isinstance(owner, nn.RNNBase)
+            else None
+        )  # fmt: skip
+        if problem:
+            raise ValueError(f"`parameters` must not pick `{name}`: it is {problem}.")
+    return picked
+
+
+def _prior_means(prior: str | Mapping[str, Tensor], picked: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    if prior == "initial":
+        return picked
+    if prior == "zero":
+        return {name: torch.zeros_like(p) for name, p in picked.items()}
+    if isinstance(prior, str):
+        raise ValueError(f"`prior` must be 'initial', 'zero' or a state dict, got {prior!r}.")
+    for name, p in picked.items():
+        if name not in prior or prior[name].shape != p.shape:
+            found = tuple(prior[name].shape) if name in prior else "nothing"
+            raise ValueError(f"`prior` must hold `{name}` with shape {tuple(p.shape)}, got {found}.")
+    return prior
+
+
+def noisy_weights(model: nn.Module) -> Iterator[tuple[str, Tensor, NoisyWeight]]:
+    """Yield the plain name, the mean and the parametrization of every noisy weight of ``model``."""
+    for path, module in model.named_modules():
+        if isinstance(module, parametrize.ParametrizationList) and isinstance(module[0], NoisyWeight):
+            owner, _, attribute = path.rpartition("parametrizations.")
+            yield owner + attribute, module.original, module[0]
+
+
+def weight_kl(model: nn.Module) -> Tensor:
+    r"""KL divergence :math:`\mathrm{KL}(Q \| P)` of all noisy weights of ``model``: their information, in nats.
+
+    Raises:
+        ValueError: If ``model`` has no noisy weights.
+
+    Example:
+        >>> net = add_weight_noise(nn.Linear(1, 1, bias=False), std=0.1, prior_std=0.1)
+        >>> weight_kl(net).item()
+        0.0
+    """
+    terms = [noise.kl(mean) for _, mean, noise in noisy_weights(model)]
+    if not terms:
+        raise ValueError("`model` has no noisy weights: call `add_weight_noise(model)` first.")
+    return torch.stack(terms).sum()
+
+
+@contextmanager
+def sampling(model: nn.Module, enabled: bool = True) -> Iterator[None]:
+    """Draw weights also in eval mode (or, with ``enabled=False``, use the means also in train mode), for a while."""
+    noises = [noise for *_, noise in noisy_weights(model)]
+    before = [noise.sampled for noise in noises]
+    try:
+        for noise in noises:
+            noise.sampled = enabled
+        yield
+    finally:
+        for noise, sampled in zip(noises, before, strict=True):
+            noise.sampled = sampled
+
+
+@contextmanager
+def repeatable_noise(model: nn.Module) -> Iterator[None]:
+    """Put the noise back afterwards, so that the next draws repeat those made inside."""
+    before = [(noise, noise.draws) for *_, noise in noisy_weights(model)]
+    try:
+        yield
+    finally:
+        for noise, draws in before:
+            noise.draws = draws
+
+
+def plain_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """Return the state dict that the model without noise would have, with the means as weights.
+
+    Example:
+        >>> list(plain_state_dict(add_weight_noise(nn.Linear(2, 1))))
+        ['bias', 'weight']
+    """
+    noisy = {name: mean.detach() for name, mean, _ in noisy_weights(model)}
+    plain = {name: value for name, value in model.state_dict().items() if "parametrizations." not in name}
+    return dict(sorted({**plain, **noisy}.items()))
+
+
+def remove_weight_noise(model: nn.Module, *, sample: bool = False) -> nn.Module:
+    """Give the plain module back, in place: with the means as weights, or with one sample of them.
+
+    Optimizers keep working: the means are the parameters that they know.
+
+    Example:
+        >>> type(remove_weight_noise(add_weight_noise(nn.Linear(2, 1)))).__name__
+        'Linear'
+    """
+    for name, mean, noise in list(noisy_weights(model)):
+        path, _, attribute = name.rpartition(".")
+        if sample:
+            with torch.no_grad(), sampling(model):
+                mean.copy_(noise(mean))
+        parametrize.remove_parametrizations(model.get_submodule(path), attribute, leave_parametrized=False)
+    for module in model.modules():
+        _remove_hooks(module)
+    return model
+
+
+def _remove_hooks(module: nn.Module) -> None:
+    """Remove by function: handles would point to the original after a ``deepcopy``."""
+    for hooks in (module._forward_pre_hooks, module._forward_hooks, module._load_state_dict_pre_hooks):
+        for key, hook in list(hooks.items()):
+            if getattr(hook, "hook", hook) in (_keep_noise, _release_noise, _accept_plain):
+                del hooks[key]
+                module._forward_hooks_always_called.pop(key, None)
+
+
+@torch.compiler.disable
+def _keep_noise(module: nn.Module, args: Any) -> None:
+    """Begin a forward: every read of a weight inside of it sees the same noise."""
+    for *_, noise in noisy_weights(module):
+        noise._depth += 1
+
+
+@torch.compiler.disable
+def _release_noise(module: nn.Module, args: Any, output: Any) -> None:
+    for *_, noise in noisy_weights(module):
+        noise._depth -= 1
+        if not noise._depth:
+            noise._noise = None
+
+
+def _accept_plain(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Read a plain weight as the mean, and keep what a plain checkpoint does not know."""
+    for attribute in getattr(module, "parametrizations", {}):
+        if prefix + attribute not in state_dict:
+            continue
+        inner = f"parametrizations.{attribute}."
+        own = module.state_dict()
+        state_dict.update({prefix + key: value for key, value in own.items() if key.startswith(inner)})
+        state_dict[f"{prefix}{inner}original"] = state_dict.pop(prefix + attribute)
