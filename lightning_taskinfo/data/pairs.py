@@ -15,7 +15,7 @@ from lightning_taskinfo.data.digits import load_digits
 from lightning_taskinfo.data.files import load_idx, load_npz, save_npz
 from lightning_taskinfo.data.letters import load_letters
 
-VERSION = 1  # part of every cache file's name: raise it when a loader's output changes
+VERSION = 2  # part of every cache file's name: raise it when a loader's output changes
 EMBEDDED: dict[str, Callable[..., ArrayData]] = {"digits": load_digits, "letters": load_letters}
 
 

@@ -4,9 +4,11 @@ import csv
 import json
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 from pytorch_lightning.loggers import CSVLogger, WandbLogger
 from torch.utils.data import DataLoader
 
@@ -17,6 +19,8 @@ from tests.callbacks.runs import PROBES, Classifier, digits, fit, make_trainer, 
 def wandb_history(folder):
     """Return the items of an offline run's history, as the terminal tool reads them."""
     (run,) = (folder / "wandb").glob("offline-run-*")
+    if Version(version("wandb")) < Version("0.31"):
+        pytest.skip("`wandb leet inspect --json`, with which the run is read, came with wandb 0.31")
     command = [Path(sys.executable).with_name("wandb"), "leet", "inspect", "--json", run]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     records = map(json.loads, printed.splitlines())
