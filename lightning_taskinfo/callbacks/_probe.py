@@ -4,6 +4,7 @@ import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -154,7 +155,7 @@ class Probe(Callback, ABC):
                 self._source.see(batch, last=trainer.is_last_batch)
             except Exception as error:
                 self._failed(trainer, error)
-        if self._due(trainer) and self._measure(trainer, pl_module, batch):
+        if self._due(trainer) and self._measure(trainer, pl_module, batch) and self.data != "train_step":
             values = {self._logged(name): self.history[-1].get(name, math.nan) for name in self.headline}
             pl_module.log_dict(values, logger=False, on_step=True, on_epoch=False)
 
@@ -192,7 +193,7 @@ class Probe(Callback, ABC):
         """Measure, keep and log; return whether it succeeded."""
         if self._source is None or not self._source.ready:
             return False
-        with observing(pl_module):
+        with observing(pl_module) if self.data != "train_step" else nullcontext():  # which runs nothing
             values = self._observed(trainer, pl_module, self._source, batch)
         if values is None:
             return False
@@ -217,7 +218,8 @@ class Probe(Callback, ABC):
         if min(sizes) >= 0:
             first = sum(sizes[: trainer.global_rank]) if len(sizes) > 1 else 0
             try:
-                check_finite(pl_module)
+                if self.data != "train_step":
+                    check_finite(pl_module)
                 samples = Samples(inputs, targets, first, sum(sizes), hash((self.seed, trainer.global_step)))
                 observed = self.observe(pl_module, samples)
             except Exception as caught:

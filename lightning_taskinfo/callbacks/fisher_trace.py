@@ -21,16 +21,19 @@ class FisherTrace(Probe):
     .. math:: \operatorname{tr} F(w) = \mathbb{E}_{x,\, y \sim p_w(\cdot|x)} \|\nabla_w \log p_w(y|x)\|^2
 
     Beside it go ``fisher_trace_standard_error`` over samples, ``fisher_trace/<layer>`` and ``sgd_temperature``, the
-    learning rate divided by the number of samples of an optimizer step. Every 50 steps unless told otherwise.
+    learning rate divided by the number of samples of an optimizer step. Every 100 steps unless told otherwise.
 
     With ``data="train_step"`` and ``labels="empirical"`` nothing is run for it: each sample's squared gradient norm is
     read off the training step's own backward pass, and logged as ``fisher_trace_train_step``, since penalties of the
     loss are part of it. A BatchNorm in train mode mixes the samples of a batch; these are then each sample's
     contribution to the batch's gradient, times the batch size. Lightning's division by ``accumulate_grad_batches`` and
-    the gradient scaler's scale are undone.
+    the gradient scaler's scale are undone. These values go to the loggers and the history only, not to
+    ``trainer.callback_metrics``: at every step that alone would cost more than the measurement.
 
     Args:
         data: As for every probe, or ``"train_step"``.
+        max_samples: At most this many samples are measured, over all processes together; 128, or the first 16 of a
+            batch for ``data="train_step"``, unless given.
         loss_reduction: Whether the loss of a training step is the ``"mean"`` or the ``"sum"`` over the samples of its
             batch; for ``data="train_step"``.
         **probe: When and at what to look, see :class:`~lightning_taskinfo.callbacks._probe.Probe`.
@@ -46,7 +49,7 @@ class FisherTrace(Probe):
         Achille, Rovere, Soatto, *Critical Learning Periods in Deep Networks*, ICLR 2019.
     """
 
-    default_every_n_steps: ClassVar[int | None] = 50
+    default_every_n_steps: ClassVar[int | None] = 100
     ylabel: ClassVar[str] = "trace of the Fisher information"
     data_options: ClassVar[tuple[str, ...]] = ("train_batch", "train", "val", "train_step")
 
@@ -54,10 +57,13 @@ class FisherTrace(Probe):
         self,
         *,
         data: Literal["train_batch", "train", "val", "train_step"] = "train_batch",
+        max_samples: int | None = None,
         loss_reduction: Literal["mean", "sum"] = "mean",
         **probe: Any,
     ) -> None:
-        super().__init__(data=data, **probe)  # type: ignore[arg-type]
+        if max_samples is None:
+            max_samples = 16 if data == "train_step" else 128
+        super().__init__(data=data, max_samples=max_samples, **probe)  # type: ignore[arg-type]
         if loss_reduction not in ("mean", "sum"):
             raise ValueError(f"`loss_reduction` must be one of mean, sum, got {loss_reduction!r}.")
         if data == "train_step" and self.labels != "empirical":
@@ -66,6 +72,7 @@ class FisherTrace(Probe):
         self.headline = ("fisher_trace_train_step" if data == "train_step" else "fisher_trace",)
         self._temperature = math.nan
         self._recorder: StepRecorder | None = None
+        self._step = StepInformation()  # one for all steps: making a metric takes longer than the measurement
         self._scale = 1.0
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -73,7 +80,7 @@ class FisherTrace(Probe):
         if self.data == "train_step":
             if not pl_module.automatic_optimization:
                 raise ValueError("`data='train_step'` needs automatic optimization, got a module that does its own.")
-            self._recorder = StepRecorder(pl_module)
+            self._recorder, self._step = StepRecorder(pl_module), StepInformation().to(pl_module.device)
             self._checked = True  # the module is not called by us
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -118,19 +125,18 @@ class FisherTrace(Probe):
         self._recorder = None
 
     def observe(self, model: nn.Module, samples: Samples) -> FisherInformation:
-        device = next(model.parameters()).device
         if self._recorder is not None:
             if self._recorder.problem or not self._recorder.norms:
                 raise RuntimeError(self._recorder.problem or "the training step had no backward pass")
-            step = StepInformation().to(device)
-            step.update({name: norms * self._scale**2 for name, norms in self._recorder.norms.items()})
-            return step
+            self._step.reset()
+            self._step.update({name: norms * self._scale**2 for name, norms in self._recorder.norms.items()})
+            return self._step
         metric = FisherInformation(
             labels=self.labels,
             likelihood=samples.draws(self.likelihood, self.mc_samples),
             mc_samples=self.mc_samples,
             forward_fn=self.forward_fn,
-        ).to(device)
+        ).to(next(model.parameters()).device)
         metric.update(model, samples.inputs, samples.targets)
         return metric
 

@@ -103,7 +103,7 @@ class Batch(FisherTrace):
 
 def test_the_batches_of_two_processes_are_one_batch(tmp_path):
     probe = Batch(every_n_steps=1, max_samples=9, labels="sampled")
-    step = FisherTrace(every_n_steps=1, data="train_step", labels="empirical", name="step")
+    step = FisherTrace(every_n_steps=1, data="train_step", labels="empirical", name="step", max_samples=24)
     first, second = on_two_ranks(tmp_path, probe, step, loader=DataLoader(digits(24), batch_size=12))
     assert [(row["first"], row["total"]) for row in first[0]] == [(0.0, 9.0)]
     assert [(row["first"], row["total"]) for row in second[0]] == [(5.0, 9.0)]
