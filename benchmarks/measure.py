@@ -19,6 +19,7 @@ WRONG = 1e-4  # a relative error that float32 does not explain
 SAMPLES_COMPARED = 4
 SAMPLES_TRIED = 16  # who takes HOPELESS times as long as the quickest on these is not raced
 HOPELESS = 8.0
+SHORT = 0.1  # seconds
 
 
 def in_child(function: Callable[..., Any], *args: Any) -> Any:
@@ -66,7 +67,7 @@ def agreement(network: str, quantity: str, names: list[str]) -> dict[str, dict[s
 def race(
     network: str, n: int, quantity: str, names: list[str], repeats: int, limit: float
 ) -> dict[str, dict[str, float | int]]:
-    """Time contenders, each straight after a plain forward and backward pass of the same batch, round by round.
+    """Time contenders and a plain forward and backward pass of the same batch, in turn, round by round.
 
     What takes more than ``limit`` times as long as the quickest in a first trial is not repeated.
     """
@@ -75,20 +76,35 @@ def race(
     builders = {name: CONTENDERS[name][quantity] for name in hopeful(network, quantity, names)}
     calls = {name: build(deepcopy(model), x.clone(), y) for name, build in {"floor": floor, **builders}.items()}
     yardstick()
-    results = {name: call() for name, call in calls.items()}  # also the warm-up
-    gc.collect()
-    pairs = {name: [(seconds(yardstick), seconds(call))] for name, call in calls.items()}
+    results: dict[str, Result] = {}
+
+    def trial(name: str) -> tuple[float, float]:
+        return seconds(yardstick), seconds(lambda: results.update({name: calls[name]()}))
+
+    pairs = {name: [trial(name)] for name in calls}
     quickest = min(pairs[name][0][1] for name in builders)
-    repeated = [name for name in calls if pairs[name][0][1] <= limit * quickest]
+    repeated = [name for name in calls if pairs[name][0][1] <= limit * quickest or name in ("auto", "floor")]
     if repeats > 1:  # the trial does not count where there are others
-        pairs |= {name: [] for name in repeated}
-        for _ in range(repeats):
-            for name in repeated:
-                pairs[name].append((seconds(yardstick), seconds(calls[name])))
+        pairs |= rounds(yardstick, {name: calls[name] for name in repeated}, repeats)
     found = {name: summary(pairs[name]) for name in calls}
     for name in builders if "torch.func" in builders else ():
         found[name]["deviation"] = relative_error(results[name], results["torch.func"])
     return found
+
+
+def rounds(
+    yardstick: Callable[[], Any], calls: dict[str, Callable[[], Any]], repeats: int
+) -> dict[str, list[tuple[float, float]]]:
+    """Return the times of the plain pass and of each call: a plain pass a round, before every call if it is short."""
+    pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
+    for _ in range(repeats):
+        gc.collect()
+        step = 0.0
+        for name, call in calls.items():
+            if step < SHORT:
+                step = seconds(yardstick)
+            pairs[name].append((step, seconds(call)))
+    return pairs
 
 
 def hopeful(network: str, quantity: str, names: list[str]) -> list[str]:
