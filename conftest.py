@@ -1,6 +1,12 @@
 """For the tests and the doctests of the package alike."""
 
+import os
+
 import pytest
+import torch
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
+torch.set_num_threads(1)  # one worker a core: small tensors gain nothing from two threads
 
 
 @pytest.fixture(autouse=True, scope="session")
