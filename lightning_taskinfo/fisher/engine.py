@@ -103,6 +103,9 @@ class _Measurement:
         self.parameters = trainable_parameters(model)
         if not self.parameters:
             raise ValueError("`model` must have a parameter with `requires_grad=True`, got none.")
+        sharded = [name for name, p in self.parameters.items() if hasattr(p, "full_tensor")]
+        if sharded:
+            raise ValueError(f"`model` must have whole parameters, got {sharded[0]!r} sharded over processes.")
         self.fallback: str = request.engine if request.engine in ("loop", "backpack") else "per_sample"
         first = "hooks" if request.engine in ("auto", "hooks") else self.fallback
         self.engines = dict.fromkeys(self.parameters, first)
