@@ -67,12 +67,14 @@ def observing(model: nn.Module) -> Iterator[nn.Module]:
 def _modes(model: nn.Module) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     try:
-        for module, _ in modes:
-            module.training = False  # not `.eval()`: a module may override it, e.g. to keep its batch norm frozen
+        for module, mode in modes:
+            if mode:
+                module.training = False  # not `.eval()`: a module may override it, e.g. to keep its batch norm frozen
         yield
     finally:
         for module, mode in modes:
-            module.training = mode
+            if module.training != mode:
+                module.training = mode
 
 
 @contextmanager

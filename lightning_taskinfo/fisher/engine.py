@@ -83,10 +83,10 @@ class Request:
 
 def measure(model: nn.Module, inputs: Any, targets: Tensor | None, request: Request, sink: Sink) -> dict[str, str]:
     """Send the squared gradients of every sample into ``sink`` and return which engine served which parameter."""
-    batch_statistics = [name for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training]
-    if batch_statistics:
+    if any(isinstance(module, _BatchNorm) and module.training for module in model.modules()):
+        name = next(name for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training)
         raise ValueError(
-            f"BatchNorm {batch_statistics[0]!r} is in train mode, where it mixes the samples of a batch and none has a "
+            f"BatchNorm {name!r} is in train mode, where it mixes the samples of a batch and none has a "
             "gradient of its own; call `model.eval()` first, or measure inside `observing(model)`."
         )
     if targets is not None and len(targets) != sample_count(inputs):
@@ -118,7 +118,7 @@ class _Measurement:
         n = sample_count(self.inputs)
         few = 2 if n == 3 else 3  # any number that is not the chunk's
         some = take(self.inputs, lambda x: x[torch.arange(few, device=x.device) % n])
-        self.probe = capture(lambda: self._forward(some), self.parameters)
+        self.probe = capture(lambda: self._forward(some), self.parameters, confirm=False)
         if self.probe.outputs.shape[0] != few:
             raise ValueError(
                 f"`model` must return one row of outputs a sample: expected [{few}, ...] for {few} inputs, "
@@ -289,7 +289,7 @@ def _full_precision(model: nn.Module) -> Iterator[None]:
     try:
         for p, data in kept:
             p.data = data.float()
-        for module in model.modules():
+        for module in model.modules() if any(buffer.dtype in halves for buffer in model.buffers()) else ():
             for name, buffer in module.named_buffers(recurse=False):
                 if buffer.dtype in halves:
                     setattr(module, name, buffer.float())

@@ -50,8 +50,10 @@ class Captured:
         return served
 
 
-def capture(forward: Callable[[], Tensor], parameters: dict[str, nn.Parameter]) -> Captured:
+def capture(forward: Callable[[], Tensor], parameters: dict[str, nn.Parameter], *, confirm: bool = True) -> Captured:
     """Run ``forward`` and note every use of ``parameters`` that the layers understand.
+
+    ``confirm`` checks them against the autograd graph, without which nothing may be served.
 
     Raises:
         ValueError: If the outputs are not a tensor that depends on the parameters.
@@ -65,7 +67,7 @@ def capture(forward: Callable[[], Tensor], parameters: dict[str, nn.Parameter]) 
         )
     if not outputs.requires_grad:
         raise ValueError("`model` must return outputs that depend on its trainable parameters by autograd.")
-    return Captured(outputs, recorder.uses, recorder.confirmed(outputs))
+    return Captured(outputs, recorder.uses, recorder.confirmed(outputs) if confirm else set())
 
 
 def find_layouts(probe: Captured, captured: Captured) -> list[Layout | None]:

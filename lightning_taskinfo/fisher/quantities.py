@@ -33,6 +33,9 @@ class Norms:
         self._add(name, samples, squared_norms(gradients))
 
     def _add(self, name: str, samples: slice, norms: Tensor) -> None:
+        if name not in self.values and len(norms) == self.n:
+            self.values[name] = norms
+            return
         if name not in self.values:
             self.values[name] = norms.new_zeros(self.n)
         self.values[name][samples] += norms
