@@ -12,7 +12,7 @@ from lightning_taskinfo._observe import ParamDict, observing, trainable_paramete
 from lightning_taskinfo.fisher.batches import sample_count, tensors
 from lightning_taskinfo.fisher.engine import Engine, Request, measure
 from lightning_taskinfo.fisher.per_sample import Forward
-from lightning_taskinfo.fisher.quantities import Diagonal, Norms
+from lightning_taskinfo.fisher.sinks import Diagonal, Norms
 from lightning_taskinfo.functional.likelihood import Labels, Likelihood
 
 
