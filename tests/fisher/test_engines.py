@@ -69,6 +69,10 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "conv2d 1x1 stride": (lambda: nets.conv(2, kernel_size=1, stride=2), (4, 6, 6)),
     "conv2d whole": (lambda: nets.conv(2, kernel_size=6), (4, 6, 6)),
     "conv2d reflect": (lambda: nets.conv(2, padding=1, padding_mode="reflect", bias=False), (4, 6, 6)),
+    "conv2d ghost": (  # many channels on a small map, where the norm is had without the gradient
+        lambda: nn.Sequential(nn.Conv2d(2, 64, 1), nn.Tanh(), nn.Conv2d(64, 64, 3, padding=1), nn.Flatten(), nn.Linear(1024, 3)),
+        (2, 4, 4),
+    ),
     "conv3d": (lambda: nets.conv(3, padding=1, stride=2), (4, 5, 4, 4)),
     "batch norm": (lambda: nets.normed(nn.BatchNorm2d(4)), IMAGES),
     "group norm": (lambda: nets.normed(nn.GroupNorm(2, 4)), IMAGES),
