@@ -7,11 +7,14 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "lightning_taskinfo"
 MATHS = {"torch", "_observe", "functional"}
+FILES = {"_files", "_cells"}
 STATE = MATHS | {"torchmetrics", "backpack", "fisher", "distributions", "variational", "regularizers", "certificates"}
 GLUE = STATE | {"_lightning", "callbacks", "mixins", "plotting", "data"}
-TOP = GLUE | {"numpy", "transfer", "tasks"}
+TOP = GLUE | FILES | {"numpy", "transfer", "tasks"}
 ALLOWED = {  # layer -> the layers and frameworks it may import
     "_observe": {"torch"},
+    "_files": set(),
+    "_cells": {"torch", "_files"},
     "_lightning": {"lightning", "pytorch_lightning"},
     "functional": MATHS,
     "fisher": STATE,
@@ -22,17 +25,27 @@ ALLOWED = {  # layer -> the layers and frameworks it may import
     "callbacks": GLUE | {"wandb"},
     "mixins": GLUE,
     "_autoload": {"_lightning"},
-    "transfer": TOP | {"wandb"},
-    "tasks": TOP | {"matplotlib", "wandb"},
-    "cli": TOP | {"cli", "jsonargparse", "wandb"},
+    "transfer": TOP | {"matplotlib", "rich", "wandb"},
+    "tasks": TOP | {"matplotlib", "rich", "wandb"},
+    "cli": TOP | {"cli", "jsonargparse", "rich", "wandb"},
     "plotting": {"matplotlib", "numpy", "torch"},
-    "data": {"data", "matplotlib", "mlxtend", "numpy", "sklearn", "torch", "torchvision"},
+    "data": {"_files", "data", "matplotlib", "mlxtend", "numpy", "sklearn", "torch", "torchvision"},
 }
 FRAMEWORKS = {
-    "backpack", "jsonargparse", "lightning", "matplotlib", "mlxtend", "numpy", "pytorch_lightning", "scipy", "sklearn",
-    "torch", "torchmetrics", "torchvision", "wandb",
+    "backpack", "jsonargparse", "lightning", "matplotlib", "mlxtend", "numpy", "pytorch_lightning", "rich", "scipy",
+    "sklearn", "torch", "torchmetrics", "torchvision", "wandb",
 }  # fmt: skip
-LATE = {"backpack", "jsonargparse", "matplotlib", "mlxtend", "scipy", "sklearn", "torchvision", "wandb"}  # optional
+LATE = {
+    "backpack",
+    "jsonargparse",
+    "matplotlib",
+    "mlxtend",
+    "rich",
+    "scipy",
+    "sklearn",
+    "torchvision",
+    "wandb",
+}  # optional
 
 
 def names(nodes: list[ast.AST], path: Path) -> set[str]:

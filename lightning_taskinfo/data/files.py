@@ -8,12 +8,12 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_taskinfo._files import atomic_write
 from lightning_taskinfo.data.arrays import ArrayData, from_any
 
 KEYS = ("x_train", "y_train", "x_test", "y_test")
@@ -62,19 +62,10 @@ def save_npz(path: str | os.PathLike[str], data: ArrayData) -> None:
         path: The file to write or replace; its folder must exist.
         data: What to write.
     """
-    path = Path(path)
-    file = NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}.", suffix=".tmp", delete=False)  # noqa: SIM115
-    try:
-        with file:
-            arrays = {key: getattr(data, key) for key in KEYS}
-            # What may be missing goes first: damage that cuts the list of arrays short is then seen by the reader.
-            np.savez(file, name=np.array(data.name), num_classes=np.array(data.num_classes), **arrays)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(file.name, path)
-    except BaseException:
-        Path(file.name).unlink(missing_ok=True)
-        raise
+    arrays = {key: getattr(data, key) for key in KEYS}
+    with atomic_write(path) as file:
+        # What may be missing goes first: damage that cuts the list of arrays short is then seen by the reader.
+        np.savez(file, name=np.array(data.name), num_classes=np.array(data.num_classes), **arrays)
 
 
 def load_idx(folder: str | os.PathLike[str], *, name: str | None = None, num_classes: int | None = None) -> ArrayData:

@@ -1,0 +1,120 @@
+"""Many independent computations, on any executor of processes, with the finished ones kept on disk."""
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_taskinfo._files import read_json, write_json
+
+
+def run_cells(
+    function: Callable[[Any], Any],
+    cells: Mapping[str, Any],
+    *,
+    folder: str | os.PathLike[str] | None = None,
+    executor: Executor | None = None,
+    workers: int | None = None,
+    on_done: Callable[[str, Any], None] | None = None,
+) -> dict[str, Any]:
+    """Return ``{name: function(argument)}`` for every cell; a cell that is already on disk is read, not run.
+
+    Every cell runs with one torch thread, wherever it runs, so that all executors give the same numbers.
+
+    Args:
+        function: Computes one cell and returns JSON-like values. Other processes import it: it must be defined at
+            the top of a module, and so must what its argument refers to.
+        cells: The argument of each cell, by a name that is good as a file name.
+        folder: Where ``<name>.json`` is written, atomically, as soon as a cell is finished; nowhere where ``None``.
+        executor: Anything like :class:`concurrent.futures.ProcessPoolExecutor`, such as Dask's
+            ``client.get_executor()`` (with ``threads_per_worker=1``); stays open. A pool of ``workers`` where ``None``.
+        workers: Processes of our own pool, at most one a cell; as many as there are cores where ``None``, and
+            ``0`` for this process alone.
+        on_done: Called with name and result, in this process, for every cell, those from the disk first.
+
+    Raises:
+        ValueError: If ``executor`` is a pool of threads, which share one random generator; or ``workers`` negative.
+        RuntimeError: If a cell fails, with its name, after the cells that were running have been kept.
+    """
+    if isinstance(executor, ThreadPoolExecutor):
+        raise ValueError("`executor` must run processes, got a ThreadPoolExecutor: threads share one random state.")
+    if workers is not None and workers < 0:
+        raise ValueError(f"`workers` must be at least 0, got {workers}.")
+    results = {} if folder is None else _finished(Path(folder), cells)
+    for name, result in results.items():
+        if on_done is not None:
+            on_done(name, result)
+    todo = {name: argument for name, argument in cells.items() if name not in results}
+    for name, result in _computed(function, todo, executor, workers):
+        if folder is not None:
+            write_json(Path(folder) / f"{name}.json", result)
+        results[name] = result
+        if on_done is not None:
+            on_done(name, result)
+    return {name: results[name] for name in cells}
+
+
+def _finished(folder: Path, cells: Mapping[str, Any]) -> dict[str, Any]:
+    folder.mkdir(parents=True, exist_ok=True)
+    return {name: read_json(folder / f"{name}.json") for name in cells if (folder / f"{name}.json").exists()}
+
+
+def _computed(
+    function: Callable[[Any], Any], cells: Mapping[str, Any], executor: Executor | None, workers: int | None
+) -> Iterator[tuple[str, Any]]:
+    """Yield name and result of each cell as it is finished; the first failure is raised after the rest is in."""
+    if executor is None and workers == 0:
+        for name, argument in cells.items():
+            try:
+                yield name, _one_thread(function, argument)
+            except Exception as error:
+                raise _failure(name, error) from error
+        return
+    failure: RuntimeError | None = None
+    with _pool(executor, workers, len(cells)) as pool:
+        names: dict[Future[Any], str] = {pool.submit(_one_thread, function, a): name for name, a in cells.items()}
+        for future in as_completed(names):
+            if future.cancelled():
+                continue
+            if (problem := future.exception()) is None:
+                yield names[future], future.result()
+            elif failure is None:
+                failure = _failure(names[future], problem)
+                failure.__cause__ = problem
+                for other in names:
+                    other.cancel()
+    if failure is not None:
+        raise failure
+
+
+@contextmanager
+def _pool(executor: Executor | None, workers: int | None, cells: int) -> Iterator[Executor]:
+    """The user's executor, left open; or a spawned pool of our own, closed with what it still has to do."""
+    if executor is not None:
+        yield executor
+        return
+    # Forked children would inherit locks of torch's threads; a parent that is killed ends spawned ones too.
+    count = max(1, min(workers or os.cpu_count() or 1, cells))
+    pool = ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"))
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _one_thread(function: Callable[[Any], Any], argument: Any) -> Any:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return function(argument)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _failure(name: str, error: BaseException) -> RuntimeError:
+    return RuntimeError(f"{name} failed: {type(error).__name__}: {error}")

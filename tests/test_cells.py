@@ -1,0 +1,70 @@
+"""Cells give the same numbers on every executor, and the finished ones are not run again."""
+
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+
+import pytest
+import torch
+
+from lightning_taskinfo._cells import run_cells
+from lightning_taskinfo._files import read_json
+
+CELLS = {f"seed-{seed}": seed for seed in range(4)}
+
+
+def draw(seed):
+    return {"value": torch.randn(3, generator=torch.Generator().manual_seed(seed)).sum().item()}
+
+
+def count_threads(_):
+    return torch.get_num_threads()
+
+
+def fail_at_two(seed):
+    if seed == 2:
+        raise ValueError("two is refused")
+    return seed
+
+
+def test_every_executor_gives_the_same_numbers(tmp_path):
+    here = run_cells(draw, CELLS, workers=0)
+    assert here == {name: draw(seed) for name, seed in CELLS.items()}
+    assert list(run_cells(draw, CELLS, workers=2)) == list(CELLS)
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as executor:
+        assert run_cells(draw, CELLS, executor=executor) == here
+        assert executor.submit(int, "3").result() == 3  # still open
+
+
+def test_cells_run_with_one_torch_thread_and_this_process_keeps_its_own():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert run_cells(count_threads, {"a": 0}, workers=0) == {"a": 1}
+        assert run_cells(count_threads, {"a": 0}, workers=1) == {"a": 1}
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_finished_cell_is_read_and_not_run(tmp_path):
+    first = run_cells(draw, CELLS, workers=0, folder=tmp_path)
+    (tmp_path / "seed-1.json").write_text('"kept"')
+    (tmp_path / "seed-3.json").unlink()
+    seen = {}
+    again = run_cells(draw, CELLS, workers=0, folder=tmp_path, on_done=lambda name, value: seen.update({name: value}))
+    assert again == {**first, "seed-1": "kept"} == seen
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_failing_cell_is_named_and_the_finished_ones_are_kept(tmp_path, workers):
+    with pytest.raises(RuntimeError, match="seed-2 failed: ValueError: two is refused"):
+        run_cells(fail_at_two, CELLS, workers=workers, folder=tmp_path)
+    assert read_json(tmp_path / "seed-1.json") == 1
+    assert not (tmp_path / "seed-2.json").exists()
+
+
+def test_bad_input():
+    with ThreadPoolExecutor(1) as threads, pytest.raises(ValueError, match="`executor` must run processes"):
+        run_cells(draw, CELLS, executor=threads)
+    with pytest.raises(ValueError, match="`workers` must be at least 0, got -1"):
+        run_cells(draw, CELLS, workers=-1)
