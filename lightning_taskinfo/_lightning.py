@@ -16,11 +16,13 @@ NAMESPACES: dict[str, ModuleType] = {
 if not NAMESPACES:
     raise ModuleNotFoundError("Install `pytorch-lightning` or `lightning` to use the Lightning side of this package.")
 
+DEFAULT = [*NAMESPACES][-1]
+
 if TYPE_CHECKING:
     from pytorch_lightning import Callback, LightningDataModule, LightningModule, Trainer
 else:
     # Types to annotate with; a user's own objects come from either namespace.
-    LightningModule, Trainer = (getattr([*NAMESPACES.values()][-1], name) for name in ("LightningModule", "Trainer"))
+    LightningModule, Trainer = (getattr(NAMESPACES[DEFAULT], name) for name in ("LightningModule", "Trainer"))
 
     class Callback(*(namespace.Callback for namespace in NAMESPACES.values())):
         """A callback that the Trainer and the LightningCLI of every installed namespace accept."""
@@ -29,4 +31,22 @@ else:
         """A data module that the Trainer and the LightningCLI of every installed namespace accept."""
 
 
-__all__ = ["NAMESPACES", "Callback", "LightningDataModule", "LightningModule", "Trainer"]
+def module_classes(mixin: type, name: str) -> dict[str, type]:
+    """Return a LightningModule of ``mixin`` for each installed namespace; a module cannot have both as bases."""
+    return {
+        namespace: type(
+            name, (mixin, module.LightningModule), {"__module__": mixin.__module__, "__doc__": mixin.__doc__}
+        )
+        for namespace, module in NAMESPACES.items()
+    }
+
+
+__all__ = [
+    "DEFAULT",
+    "NAMESPACES",
+    "Callback",
+    "LightningDataModule",
+    "LightningModule",
+    "Trainer",
+    "module_classes",
+]

@@ -1,0 +1,163 @@
+"""Networks to transfer: anything that maps images to features will do, and these are ready."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from lightning_taskinfo._observe import observing
+
+Shape = tuple[int, int, int]
+Backbone: TypeAlias = str | Callable[[Shape], nn.Module]
+"""A name in :data:`BACKBONES`, or a function at the top of a module that makes a network for a shape of images."""
+
+
+def mlp(image_shape: Shape, *, width: int = 128) -> nn.Module:
+    """Two hidden layers on the flattened image."""
+    channels, height, wide = image_shape
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(channels * height * wide, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()
+    )
+
+
+def small_cnn(image_shape: Shape, *, width: int = 16, features: int = 64) -> nn.Module:
+    """Two convolutions with pooling and a linear layer: seconds an epoch on a processor."""
+    channels, height, wide = _at_least(image_shape, 8)
+    return nn.Sequential(
+        nn.Conv2d(channels, width, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(width, 2 * width, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(2 * width * (height // 4) * (wide // 4), features),
+        nn.ReLU(),
+    )
+
+
+def large_cnn(image_shape: Shape, *, width: int = 128) -> nn.Module:
+    """Nine convolutions with batch normalisation and dropout, the network of Laine and Aila (2017).
+
+    It is the usual one of semi-supervised learning, and of Temporal Ensembling, one of the methods here.
+    """
+    channels, *_ = _at_least(image_shape, 20)
+    return nn.Sequential(
+        _convolutions(channels, *[width] * 3),
+        nn.Sequential(nn.MaxPool2d(2), nn.Dropout()),
+        _convolutions(width, *[2 * width] * 3),
+        nn.Sequential(nn.MaxPool2d(2), nn.Dropout()),
+        _convolutions(2 * width, 4 * width, padding=0),
+        _convolutions(4 * width, 2 * width, width, kernel=1),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+    )
+
+
+def resnet20(image_shape: Shape, *, width: int = 16) -> nn.Module:
+    """The residual network of 20 layers for small images (He et al., 2016), without its last layer."""
+    channels, *_ = _at_least(image_shape, 8)
+    stages = [(width, width, 1), (width, 2 * width, 2), (2 * width, 4 * width, 2)]
+    return nn.Sequential(
+        nn.Sequential(nn.Conv2d(channels, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()),
+        *(
+            nn.Sequential(_Residual(inner, outer, stride), _Residual(outer, outer), _Residual(outer, outer))
+            for inner, outer, stride in stages
+        ),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+    )
+
+
+BACKBONES: dict[str, Callable[..., nn.Module]] = {
+    "mlp": mlp, "small_cnn": small_cnn, "large_cnn": large_cnn, "resnet20": resnet20,
+}  # fmt: skip
+
+
+def make_backbone(backbone: Backbone, image_shape: Shape) -> nn.Module:
+    """Return the network of a name or a function for images of a shape.
+
+    Raises:
+        ValueError: If the name is unknown, or what came out is no module.
+
+    Example:
+        >>> feature_dim(make_backbone("mlp", (1, 8, 8)), (1, 8, 8))
+        128
+    """
+    if isinstance(backbone, str):
+        if backbone not in BACKBONES:
+            raise ValueError(f"`backbone` must be one of {', '.join(BACKBONES)} or a function, got {backbone!r}.")
+        backbone = BACKBONES[backbone]
+    network = backbone(image_shape)
+    if not isinstance(network, nn.Module):
+        raise ValueError(f"`backbone` must make an nn.Module, got {type(network).__name__}.")
+    return network
+
+
+def backbone_name(backbone: Backbone) -> str:
+    """Return a name by which to know the network again: that of :data:`BACKBONES`, or module and function.
+
+    Raises:
+        ValueError: If it is a function that another process could not import.
+    """
+    if isinstance(backbone, str):
+        return backbone
+    name = f"{getattr(backbone, '__module__', '?')}.{getattr(backbone, '__qualname__', '?')}"
+    if (not inspect.isroutine(backbone) and not inspect.isclass(backbone)) or "<" in name:
+        raise ValueError(
+            f"`backbone` must be a name, or a function or class defined at the top of a module, got {backbone!r}: "
+            "other processes import it by its name."
+        )
+    return name
+
+
+def feature_dim(backbone: nn.Module, image_shape: Shape) -> int:
+    """Return the number of features that ``backbone`` puts out, from one forward pass that leaves no trace."""
+    with observing(backbone), torch.no_grad():
+        return flat(backbone(torch.zeros(2, *image_shape, device=_device(backbone)))).shape[1]
+
+
+def flat(features: Any) -> Tensor:
+    """Return features as ``[N, F]``.
+
+    Raises:
+        ValueError: If they are no tensor with a sample axis.
+    """
+    if not isinstance(features, Tensor) or features.ndim < 2:
+        raise ValueError(f"`backbone` must put out a tensor [N, ...], got {type(features).__name__}.")
+    return features.flatten(1)
+
+
+class _Residual(nn.Module):
+    def __init__(self, inner: int, outer: int, stride: int = 1) -> None:
+        super().__init__()
+        self.first, self.norm1 = nn.Conv2d(inner, outer, 3, stride, 1, bias=False), nn.BatchNorm2d(outer)
+        self.second, self.norm2 = nn.Conv2d(outer, outer, 3, 1, 1, bias=False), nn.BatchNorm2d(outer)
+        same = stride == 1 and inner == outer
+        shortcut = (nn.Conv2d(inner, outer, 1, stride, bias=False), nn.BatchNorm2d(outer))
+        self.shortcut = nn.Identity() if same else nn.Sequential(*shortcut)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm2(self.second(self.norm1(self.first(x)).relu()))
+        return (y + self.shortcut(x)).relu()
+
+
+def _convolutions(inner: int, *outer: int, kernel: int = 3, padding: int | None = None) -> nn.Sequential:
+    padding = kernel // 2 if padding is None else padding
+    layers: list[nn.Module] = []
+    for width in outer:
+        layers += [nn.Conv2d(inner, width, kernel, padding=padding), nn.BatchNorm2d(width), nn.LeakyReLU(0.1)]
+        inner = width
+    return nn.Sequential(*layers)
+
+
+def _at_least(image_shape: Shape, size: int) -> Shape:
+    if min(image_shape[1:]) < size:
+        raise ValueError(f"`image_shape` must have a height and width of at least {size}, got {image_shape}.")
+    return image_shape
+
+
+def _device(module: nn.Module) -> torch.device:
+    return next((p.device for p in module.parameters()), torch.device("cpu"))

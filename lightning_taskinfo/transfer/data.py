@@ -1,0 +1,247 @@
+"""A labelled source, a target with few labels and many unlabelled inputs, and the loaders of every stage."""
+
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_taskinfo._lightning import LightningDataModule
+from lightning_taskinfo.transfer.images import Images, Shape, Task, fit_images, load_task
+from lightning_taskinfo.transfer.sampling import EpochSampler, Samples, whole_batch
+from lightning_taskinfo.transfer.splits import Split, split_target
+
+DataStage = Literal["pretrain", "fine_tune"]
+
+
+class TransferDataModule(LightningDataModule):
+    """Loaders for semi-supervised transfer, all of them decided by one seed.
+
+    Training batches are ``{"labeled": (x, y), "unlabeled": x}``, with ``"labeled_index"`` and ``"unlabeled_index"``
+    beside them: source labels and target inputs while pretraining, target labels and target inputs while
+    fine-tuning. The shorter of the two is gone through again until the longer one ends. While pretraining, the source's
+    test split validates; while fine-tuning, the target's validation samples. The target's test split is the test set.
+
+    Images are kept in memory. Those of the target are brought to the source's shape: one channel is replicated,
+    several are averaged, and height and width are resized. The inputs of the labelled samples are among the unlabelled
+    ones; the labels of the others are dropped when the data is split, and nothing that reaches a model knows them.
+
+    Args:
+        source: An :class:`~lightning_taskinfo.data.ArrayData`; a name as in
+            :func:`~lightning_taskinfo.data.load_dataset`, an npz file or an idx folder; or a pair of datasets, training
+            and test, of images ``[C, H, W]`` and classes.
+        target: The same.
+        labels: Number of target labels to train on, in equal shares for the classes; or the rows of the target's
+            training split whose labels may be used.
+        validation: Number of target samples, or rows, whose labels are looked at but never trained on; a tenth of the
+            training split, at most 1,000, where ``None``.
+        unlabeled: Further target inputs without labels, shape ``[M, C, H, W]`` or ``[M, H, W]``, in place of the
+            target's own training inputs; those of the labelled samples stay.
+        max_source: At most this many source samples, and
+        max_unlabeled: at most this many unlabelled inputs, chosen by the seed.
+        image_shape: Channels, height and width to bring all images to; the source's where ``None``.
+        batch_size: Samples in a labelled batch, and in an unlabelled one.
+        num_workers: Worker processes of each loader.
+        augment: Changes one training image, see :class:`~lightning_taskinfo.transfer.sampling.Samples`.
+        seed: Decides split and order.
+        data_dir: Where names are looked up; ``TASKINFO_DATA_DIR`` where ``None``.
+
+    Raises:
+        ValueError: If an argument is out of range.
+
+    Example:
+        >>> data = TransferDataModule("digits", "letters", labels=50, batch_size=32)
+        >>> data.setup("fit")
+        >>> len(data.labeled), data.labeled.y.bincount().tolist()
+        (50, [5, 5, 5, 5, 5, 5, 5, 5, 5, 5])
+    """
+
+    def __init__(
+        self,
+        source: Any = "digits",
+        target: Any = "letters",
+        *,
+        labels: int | Sequence[int] = 50,
+        validation: int | Sequence[int] | None = None,
+        unlabeled: Any = None,
+        max_source: int | None = None,
+        max_unlabeled: int | None = None,
+        image_shape: Shape | None = None,
+        batch_size: int = 64,
+        num_workers: int = 0,
+        augment: Callable[[Tensor], Tensor] | None = None,
+        seed: int = 0,
+        data_dir: str | os.PathLike[str] | None = None,
+    ) -> None:
+        super().__init__()
+        limits = {"batch_size": batch_size, "max_source": max_source, "max_unlabeled": max_unlabeled}
+        for argument, value in limits.items():
+            if value is not None and value < 2:
+                raise ValueError(f"`{argument}` must be at least 2, got {value}.")
+        self.arguments = {
+            "source": source, "target": target, "labels": labels, "validation": validation, "unlabeled": unlabeled,
+            "max_source": max_source, "max_unlabeled": max_unlabeled, "image_shape": image_shape,
+            "batch_size": batch_size, "num_workers": num_workers, "augment": augment, "seed": seed,
+            "data_dir": data_dir,
+        }  # fmt: skip
+        self.batch_size, self.num_workers, self.seed = batch_size, num_workers, seed
+        self.stage: DataStage = "pretrain"
+        self._ready = False
+
+    def replaced(self, **changes: Any) -> "TransferDataModule":
+        """Return a module with some arguments changed, such as ``seed`` and ``labels``."""
+        return type(self)(**{**self.arguments, **changes})
+
+    def prepare_data(self) -> None:
+        """Load named data once, so that it is in the cache before other processes ask for it."""
+        self.tasks()
+
+    def setup(self, stage: str | None = None) -> None:
+        """Load and split, once."""
+        if self._ready:
+            return
+        source, target = self.tasks()
+        shape = self.arguments["image_shape"] or source.image_shape
+        self.image_shape: Shape = tuple(shape)
+        self.source_classes, self.target_classes = source.num_classes, target.num_classes
+        self.split = self._split(target)
+        self._set_source(source)
+        self._set_target(target)
+        self._ready = True
+
+    def tasks(self) -> tuple[Task, Task]:
+        """Return source and target as they are, before they are split."""
+        where = self.arguments["data_dir"]
+        return (
+            load_task(self.arguments["source"], argument="source", data_dir=where),
+            load_task(self.arguments["target"], argument="target", data_dir=where),
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """Return what decides the data, in JSON-like values; arrays as a digest of what they hold."""
+        source, target = self.tasks()
+        plain = {name: _plain(value) for name, value in self.arguments.items() if name not in ("data_dir", "augment")}
+        augment = self.arguments["augment"]
+        plain["augment"] = None if augment is None else getattr(augment, "__qualname__", repr(augment))
+        plain |= {"source": _digest(source), "target": _digest(target)}
+        return {name: value for name, value in plain.items() if name not in ("labels", "seed", "num_workers")}
+
+    def use(self, stage: DataStage) -> "TransferDataModule":
+        """Choose the loaders: ``"pretrain"`` or ``"fine_tune"``."""
+        if stage not in ("pretrain", "fine_tune"):
+            raise ValueError(f"`stage` must be 'pretrain' or 'fine_tune', got {stage!r}.")
+        self.stage = stage
+        return self
+
+    def train_dataloader(self) -> Any:
+        """Return the labelled and the unlabelled loader, which Lightning combines in its mode ``max_size_cycle``."""
+        labeled = self.source if self.stage == "pretrain" else self.labeled
+        return {"labeled": self._loader(labeled, 0), "unlabeled": self._loader(self.unlabeled, 1)}
+
+    def val_dataloader(self) -> Any:
+        """Return the source's test split while pretraining, the target's validation samples while fine-tuning."""
+        samples = self.source_test if self.stage == "pretrain" else self.validation
+        return _plain_loader(samples, self.batch_size) if len(samples) else []
+
+    def test_dataloader(self) -> Any:
+        """Return the target's test split, or the source's while pretraining."""
+        return _plain_loader(self.source_test if self.stage == "pretrain" else self.target_test, self.batch_size)
+
+    def unlabeled_dataloader(self) -> DataLoader[Any]:
+        """Return the unlabelled inputs once, in order, for :meth:`Lautum.fit_inputs`."""
+        return DataLoader(self.unlabeled, self.batch_size, collate_fn=whole_batch)
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Put the indices beside the samples."""
+        if not isinstance(batch, dict):  # validation and test
+            (x, y), _ = batch
+            return x, y
+        parts = {name: part[0] for name, part in batch.items()}
+        return parts | {f"{name}_index": part[1] for name, part in batch.items()}
+
+    def _split(self, target: Task) -> Split:
+        validation = self.arguments["validation"]
+        if validation is None:
+            validation = min(1000, len(target.train.y) // 10)
+        return split_target(
+            target.train.y.numpy(),
+            target.num_classes,
+            labels=self.arguments["labels"],
+            validation=validation,
+            seed=self.seed,
+        )
+
+    def _set_source(self, source: Task) -> None:
+        rows = _limited(np.arange(len(source.train.y)), self.arguments["max_source"], self.seed)
+        x, y = source.train.x[rows], source.train.y[rows]
+        augment = self.arguments["augment"]
+        self.source = Samples(fit_images(x, self.image_shape), y, augment=augment, seed=self.seed)
+        self.source_test = self._labelled(source.test)
+
+    def _set_target(self, target: Task) -> None:
+        x, y, split = target.train.x, target.train.y, self.split
+        rest = _limited(np.setdiff1d(split.unlabeled, split.labeled), self.arguments["max_unlabeled"], self.seed)
+        extra = x[rest] if self.arguments["unlabeled"] is None else _inputs(self.arguments["unlabeled"])
+        own = fit_images(x[split.labeled], self.image_shape)
+        inputs = torch.cat([own, fit_images(extra, self.image_shape).to(own.dtype)])
+        options = {"augment": self.arguments["augment"], "seed": self.seed}
+        # The labelled samples come first among the unlabelled ones, so that each has one index in both.
+        self.labeled = Samples(own, y[split.labeled], **options)
+        self.unlabeled = Samples(inputs, **options)
+        self.validation = self._labelled(Images(x[split.validation], y[split.validation]))
+        self.target_test = self._labelled(target.test)
+
+    def _labelled(self, images: Images) -> Samples:
+        return Samples(fit_images(images.x, self.image_shape), images.y)
+
+    def _loader(self, samples: Samples, number: int) -> DataLoader[Any]:
+        trainer = self.trainer
+        epoch = trainer.current_epoch if trainer is not None else 0  # not 0 in a run that is resumed
+        return DataLoader(
+            samples,
+            self.batch_size,
+            sampler=EpochSampler(len(samples), seed=2 * self.seed + number, epoch=epoch),
+            num_workers=self.num_workers,
+            collate_fn=whole_batch,
+            drop_last=len(samples) > self.batch_size,  # a batch of one sample has no covariance
+        )
+
+
+def _plain_loader(samples: Samples, batch_size: int) -> DataLoader[Any]:
+    return DataLoader(samples, max(batch_size, 256), collate_fn=whole_batch)
+
+
+def _limited(rows: Any, limit: int | None, seed: int) -> Any:
+    if limit is None or limit >= len(rows):
+        return rows
+    return np.sort(np.random.default_rng(seed).permutation(rows)[:limit])
+
+
+def _inputs(unlabeled: Any) -> Tensor:
+    x = torch.as_tensor(np.asarray(unlabeled))
+    x = x[:, None] if x.ndim == 3 else x
+    if x.ndim != 4 or not len(x):
+        raise ValueError(f"`unlabeled` must have the shape [M, C, H, W] or [M, H, W], got {tuple(x.shape)}.")
+    return x
+
+
+def _digest(task: Task) -> dict[str, Any]:
+    hashed = hashlib.sha256()
+    for images in (task.train, task.test):
+        hashed.update(images.x.contiguous().numpy().tobytes())
+        hashed.update(images.y.contiguous().numpy().tobytes())
+    return {"name": task.name, "classes": task.num_classes, "sha256": hashed.hexdigest()[:16]}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, str | int | float | bool) or value is None:
+        return value
+    if isinstance(value, tuple | list):
+        return [_plain(part) for part in value]
+    if isinstance(value, np.ndarray | Tensor):
+        return hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()[:16]
+    return str(value)

@@ -1,0 +1,131 @@
+"""Labelled images from whatever a user has, brought to one shape."""
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_taskinfo.data import ArrayData, load_dataset, load_idx, load_npz
+
+Shape = tuple[int, int, int]
+Splits = tuple[Iterable[Any], Iterable[Any]]
+
+
+@dataclass(frozen=True, eq=False)
+class Images:
+    """Images in memory, bytes or floats, with their classes.
+
+    Attributes:
+        x: Images, uint8 from 0 to 255 or floats, shape ``[N, C, H, W]``.
+        y: Their classes, int64, shape ``[N]``.
+    """
+
+    x: Tensor
+    y: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """A classification task: a training and a test split, with a name."""
+
+    name: str
+    num_classes: int
+    train: Images
+    test: Images
+
+    @property
+    def image_shape(self) -> Shape:
+        """Channels, height and width of one image."""
+        _, channels, height, width = self.train.x.shape
+        return channels, height, width
+
+
+def load_task(what: Any, *, argument: str, data_dir: str | os.PathLike[str] | None = None) -> Task:
+    """Return the task that ``what`` stands for.
+
+    Args:
+        what: An :class:`ArrayData`; a name, npz file or idx folder; or a pair of map-style datasets, training and test,
+            of images ``[C, H, W]`` and classes, which are read once and kept in memory.
+        argument: What the caller calls it, for messages.
+        data_dir: Where names are looked up.
+
+    Raises:
+        TypeError: If it is none of these.
+        ValueError: If a dataset is empty, or its images are no tensors of one shape.
+        FileNotFoundError: If a path does not exist.
+    """
+    if isinstance(what, Task):
+        return what
+    if isinstance(what, str | os.PathLike):
+        what = _load_named(what, data_dir)
+    if isinstance(what, ArrayData):
+        parts = [
+            Images(torch.from_numpy(x), torch.from_numpy(y))
+            for x, y in ((what.x_train, what.y_train), (what.x_test, what.y_test))
+        ]
+        return Task(what.name, what.num_classes, *parts)
+    if isinstance(what, tuple | list) and len(what) == 2:
+        train, test = (_read(part, argument) for part in what)
+        classes = 1 + int(max(train.y.max(), test.y.max()))
+        return Task(type(what[0]).__name__, classes, train, test)
+    raise TypeError(
+        f"`{argument}` must be an ArrayData, a name, an npz file, an idx folder or a pair of datasets, "
+        f"got {type(what).__name__}."
+    )
+
+
+def fit_images(x: Tensor, shape: Shape, *, chunk: int = 4096) -> Tensor:
+    """Return images in the shape that the other task has: channels replicated or averaged, then resized.
+
+    Args:
+        x: Images, shape ``[N, C, H, W]``; bytes stay bytes.
+        shape: Channels, height and width to come out.
+        chunk: Images resized at once.
+
+    Raises:
+        ValueError: If the channels differ, and neither number is 1.
+
+    Example:
+        >>> fit_images(torch.zeros(5, 1, 8, 8, dtype=torch.uint8), (3, 16, 16)).shape
+        torch.Size([5, 3, 16, 16])
+    """
+    channels, *size = shape
+    if x.shape[1] != channels and 1 not in (channels, x.shape[1]):
+        raise ValueError(f"`image_shape` must have {x.shape[1]} channels or 1, got {channels}.")
+    return torch.cat([_fit(part, channels, size) for part in x.split(chunk)]) if tuple(x.shape[1:]) != shape else x
+
+
+def _fit(x: Tensor, channels: int, size: list[int]) -> Tensor:
+    y = x.float()
+    if x.shape[1] != channels:
+        y = y.mean(1, keepdim=True) if channels == 1 else y.expand(-1, channels, -1, -1)
+    if list(y.shape[2:]) != size:
+        y = torch.nn.functional.interpolate(y, size, mode="bilinear", antialias=True, align_corners=False)
+    return y.round().clamp(0, 255).to(x.dtype) if x.dtype == torch.uint8 else y.to(x.dtype)
+
+
+def _load_named(what: str | os.PathLike[str], data_dir: str | os.PathLike[str] | None) -> ArrayData:
+    path = Path(what)
+    if path.suffix == ".npz":
+        return load_npz(path)
+    if path.is_dir():
+        return load_idx(path)
+    return load_dataset(str(what), data_dir=data_dir)
+
+
+def _read(dataset: Any, argument: str) -> Images:
+    samples = [dataset[i] for i in range(len(dataset))]
+    if not samples:
+        raise ValueError(f"`{argument}` must hold samples, got an empty dataset.")
+    images = [torch.as_tensor(np.asarray(x)) for x, _ in samples]
+    shapes = {tuple(x.shape) for x in images}
+    if len(shapes) != 1 or len(next(iter(shapes))) != 3:
+        raise ValueError(f"`{argument}` must hold images of one shape [C, H, W], got {sorted(shapes)[:3]}.")
+    x = torch.stack(images)
+    x = x if x.dtype == torch.uint8 else x.float()
+    return Images(x, torch.tensor([int(y) for _, y in samples]))

@@ -1,0 +1,213 @@
+"""Pretrain, fine-tune, compare with scratch, report."""
+
+import os
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from lightning_taskinfo._cells import run_cells
+from lightning_taskinfo._files import claim_folder
+from lightning_taskinfo._lightning import DEFAULT, NAMESPACES
+from lightning_taskinfo.transfer.backbones import Backbone, backbone_name
+from lightning_taskinfo.transfer.data import TransferDataModule
+from lightning_taskinfo.transfer.measure import onset_of
+from lightning_taskinfo.transfer.methods import check_weights, parse_method
+from lightning_taskinfo.transfer.report import TransferReport
+from lightning_taskinfo.transfer.runlog import LoggerKind, RunLog
+from lightning_taskinfo.transfer.stages import Cell, Experiment, Stages, run_cell
+
+Progress = Callable[[Cell, Mapping[str, Any]], None]
+VERSION = 1  # of the files in a folder: raise it when the same configuration would give other numbers
+
+
+def transfer(
+    model: Backbone,
+    data: TransferDataModule,
+    *,
+    methods: Sequence[str] = ("standard",),
+    labels: Sequence[int] | int | None = None,
+    seeds: Sequence[int] | int = 3,
+    stages: Stages | None = None,
+    weights: Mapping[str, float] | None = None,
+    folder: str | os.PathLike[str] | None = None,
+    logger: LoggerKind = "none",
+    project: str = "lightning-taskinfo",
+    name: str | None = None,
+    executor: Executor | None = None,
+    workers: int | None = 0,
+    accelerator: str = "cpu",
+    namespace: str = DEFAULT,
+    on_plan: Callable[[Sequence[Cell]], None] | None = None,
+    on_done: Progress | None = None,
+) -> TransferReport:
+    """Pretrain on the source, fine-tune on the target, train from scratch beside it, and report whether it helped.
+
+    For every method, number of labels and seed: a network is pretrained on the labelled source beside unlabelled target
+    inputs, gets a new head, and is fine-tuned on the target's labels. Training from scratch starts from the same initial
+    weights, with the same labels and the same number of steps. A seed decides split, initial weights and order, and is
+    shared by all methods, so that they are compared in pairs.
+
+    With a ``folder``, every stage keeps its last finished epoch and its result there. A run that was killed goes on
+    where it was and ends with the same numbers; a finished one is read, not repeated; methods, labels and seeds
+    can be added; anything else that changes is refused, with what differs.
+
+    Args:
+        model: The backbone: a name in :data:`lightning_taskinfo.transfer.BACKBONES`, or a function (or class) at the
+            top of a module that makes a network for an image shape.
+        data: Source and target.
+        methods: See :class:`TransferClassifier`. ``"scratch"`` is always run.
+        labels: Numbers of target labels; that of ``data`` where ``None``.
+        seeds: The seeds, or how many.
+        stages: How long and how each stage trains.
+        weights: Weights of the penalties by name, where not the default.
+        folder: Where everything is kept; nowhere where ``None``. On several machines it must be a shared one.
+        logger: What each run logs to.
+        project: Project in Weights & Biases.
+        name: What to call the experiment: its title, and its group in Weights & Biases. Source → target where ``None``.
+        executor: Runs the cells, see below.
+        workers: Processes of our own pool where there is no ``executor``; 0 for this process alone, ``None`` for as many
+            as there are cores. A script that uses processes needs ``if __name__ == "__main__":``.
+        accelerator: Lightning's accelerator of each cell, which has one device.
+        namespace: ``"pytorch_lightning"`` or ``"lightning.pytorch"``.
+        on_plan: Called with all cells before the first is run.
+        on_done: Called with each finished cell and its result.
+
+    Returns:
+        The report.
+
+    Raises:
+        ValueError: If an argument is out of range, the data do not fit, a checkpoint in ``folder`` is damaged, or
+            ``folder`` belongs to another configuration.
+        RuntimeError: If a cell fails, with its name.
+
+    Example::
+
+        data = TransferDataModule("digits", "letters", labels=50)
+        report = transfer("small_cnn", data, methods=["standard", "lautum"], seeds=3, folder="runs/letters")
+        report.save("runs/letters/report")
+    """
+    grid = _Grid(methods, labels, seeds, data)
+    if namespace not in NAMESPACES:
+        raise ValueError(f"`namespace` must be one of {', '.join(NAMESPACES)}, got {namespace!r}.")
+    stages, weights = stages or Stages(), check_weights(weights or {})
+    source, target = data.tasks()
+    title = name or f"{source.name} → {target.name}"
+    grid.check(data)
+    configuration = {
+        "version": VERSION,
+        "backbone": backbone_name(model),
+        "data": data.describe(),
+        "stages": asdict(stages),
+        "weights": weights,
+    }
+    with TemporaryDirectory() as temporary:
+        place = Path(temporary if folder is None else folder)
+        claim_folder(place, configuration)
+        log = RunLog(logger, project, _group(title, place, folder is None), place / "logs", namespace)
+        experiment = Experiment(place, model, data.arguments, stages, weights, log, namespace, accelerator)
+        cells = grid.cells(experiment)
+        if on_plan is not None:
+            on_plan([*cells.values()])
+        results = _run(cells, place, executor, workers, on_done)
+    return TransferReport(_rows(cells, results, stages), {**configuration, "group": log.group}, title)
+
+
+class _Grid:
+    """Methods, numbers of labels and seeds, checked."""
+
+    def __init__(self, methods: Sequence[str], labels: Any, seeds: Any, data: TransferDataModule) -> None:
+        self.methods = [method for method in dict.fromkeys(methods) if method != "scratch"]
+        for method in self.methods:
+            parse_method(method)
+        given = data.arguments["labels"] if labels is None else labels
+        self.labels = [given] if isinstance(given, int) or labels is None else list(given)
+        if isinstance(seeds, int) and seeds < 1:
+            raise ValueError(f"`seeds` must be at least 1, got {seeds}.")
+        self.seeds = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
+        for argument, values in {"methods": self.methods, "labels": self.labels, "seeds": self.seeds}.items():
+            if not values:
+                raise ValueError(f"`{argument}` must not be empty.")
+        if any(not isinstance(count, int) for count in self.labels):
+            raise ValueError("`labels` must be numbers of labels here, got rows: give `data` a number as well.")
+
+    def check(self, data: TransferDataModule) -> None:
+        """Split once for every number of labels, so that what cannot be is said before anything is trained."""
+        for count in self.labels:
+            data.replaced(labels=count, seed=self.seeds[0]).setup()
+
+    def cells(self, experiment: Experiment) -> dict[str, Cell]:
+        """All cells by name, pretraining and scratch first."""
+        most = max(self.labels)
+        cells = [Cell(experiment, "pretrain", method, most, seed) for seed in self.seeds for method in self.methods]
+        pairs = [(count, seed) for seed in self.seeds for count in self.labels]
+        cells += [Cell(experiment, "scratch", "scratch", count, seed) for count, seed in pairs]
+        cells += [Cell(experiment, "fine_tune", method, n, seed) for n, seed in pairs for method in self.methods]
+        return {cell.name: cell for cell in cells}
+
+
+def _run(
+    cells: Mapping[str, Cell], place: Path, executor: Executor | None, workers: int | None, on_done: Progress | None
+) -> dict[str, Any]:
+    """Run what needs nothing first, then what starts from it; a finished stage's last checkpoint is not needed."""
+
+    def done(name: str, result: Any) -> None:
+        (cells[name].folder / "last.ckpt").unlink(missing_ok=True)
+        if on_done is not None:
+            on_done(cells[name], result)
+
+    results: dict[str, Any] = {}
+    for stages in (("pretrain", "scratch"), ("fine_tune",)):
+        wave = {name: cell for name, cell in cells.items() if cell.stage in stages}
+        options: dict[str, Any] = {"folder": place / "results", "executor": executor, "workers": workers}
+        results |= run_cells(run_cell, wave, on_done=done, **options)
+    return results
+
+
+def _rows(cells: Mapping[str, Cell], results: Mapping[str, Any], stages: Stages) -> list[dict[str, Any]]:
+    """One row for every method, number of labels and seed, as the report takes it."""
+    scratch = [cell for cell in cells.values() if cell.stage == "scratch"]
+    rows = []
+    for name, cell in cells.items():
+        if cell.stage == "pretrain":
+            continue
+        curve = {c.labels: results[c.name]["missed_share"] for c in scratch if c.seed == cell.seed}
+        rows.append(_row(cell, results[name], results.get(cell.source.name), curve, stages))
+    return rows
+
+
+def _row(cell: Cell, own: Any, source: Any, scratch: Mapping[int, float], stages: Stages) -> dict[str, Any]:
+    pretrained = cell.stage == "fine_tune"
+    parts = [("pretrain", source)] if pretrained else []
+    parts.append((cell.stage, own))
+    overlap = own["overlap"]
+    if overlap is not None:
+        overlap = {**overlap, "onset": onset_of(overlap, cell.labels, scratch)}
+    last = own["curve"][-1]
+    return {
+        "method": cell.method,
+        "labels": cell.labels,
+        "seed": cell.seed,
+        "test": own["test"],
+        "validation": {key: last.get(f"val_{key}") for key in ("accuracy", "loss")} if "val_loss" in last else None,
+        "source": source["source"] if pretrained else None,
+        "curves": [_curve_row(stage, row) for stage, result in parts for row in result["curve"]],
+        "information": own["information"],
+        "fisher_trace": own["fisher_trace"],
+        "overlap": overlap,
+        "epochs": {stage: stages.epochs(stage) for stage, _ in parts},
+        "seconds": {stage: result["seconds"] for stage, result in parts},
+    }
+
+
+def _curve_row(stage: str, row: Mapping[str, float]) -> dict[str, Any]:
+    kept = {key: row[key] for key in ("epoch", "train_loss", "val_loss", "val_accuracy") if key in row}
+    return {"stage": stage, **kept}
+
+
+def _group(title: str, place: Path, nameless: bool) -> str:
+    """The group of a folder is always the same, that of a run without one never."""
+    return f"{title} {uuid.uuid4().hex[:6]}" if nameless else f"{title} ({place.name})"

@@ -1,0 +1,111 @@
+"""Which target samples are labelled, which validate: seeded, stratified, nested, the same on every machine."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Rows = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """Rows of the target's training split.
+
+    Attributes:
+        labeled: Rows whose labels may be trained on.
+        validation: Rows whose labels are only looked at.
+        unlabeled: All rows but ``validation``: inputs without labels, those of ``labeled`` among them.
+    """
+
+    labeled: Rows
+    validation: Rows
+    unlabeled: Rows
+
+
+def split_target(
+    y: Rows, num_classes: int, *, labels: int | Sequence[int], validation: int | Sequence[int], seed: int
+) -> Split:
+    """Choose validation and labelled rows, each class in turn, without regard to the number of the other.
+
+    The first 50 labels are among the first 100: more labels are the same ones and others. The validation rows do
+    not depend on the number of labels.
+
+    Args:
+        y: Classes of the target's training split.
+        num_classes: Number of classes.
+        labels: Number of labelled samples, or their rows.
+        validation: Number of validation samples, or their rows; 0 for none.
+        seed: Seed of the choice.
+
+    Raises:
+        ValueError: If there are not enough samples, a class would stay without a label, there is only one class, or
+            given rows are out of range, repeated or overlap.
+
+    Example:
+        >>> y = np.array([0, 1] * 10)
+        >>> split = split_target(y, 2, labels=4, validation=6, seed=0)
+        >>> y[split.labeled].tolist().count(0), len(split.validation), len(split.unlabeled)
+        (2, 6, 14)
+    """
+    rng = np.random.default_rng(seed)
+    order = _by_turns(y, num_classes, rng)
+    kept = _given("validation", validation, len(y))
+    if kept is None:
+        assert isinstance(validation, int)
+        kept = _first("validation", order, validation, len(y))
+    rest = order[~np.isin(order, kept)]
+    labeled = _given("labels", labels, len(y))
+    if labeled is None:
+        assert isinstance(labels, int)
+        rest = rest[np.argsort(_turn(y[rest]), kind="stable")]  # in turns again, after the gaps that validation left
+        labeled = _first("labels", rest, labels, len(rest))
+    _check_classes(y, labeled, num_classes)
+    if both := np.intersect1d(labeled, kept).tolist():
+        raise ValueError(f"`labels` and `validation` must not share rows, got {both[:5]} in both.")
+    return Split(labeled, kept, np.setdiff1d(np.arange(len(y)), kept))
+
+
+def _by_turns(y: Rows, num_classes: int, rng: np.random.Generator) -> Rows:
+    """All rows, shuffled so that every class appears once before any appears twice."""
+    shuffled = rng.permutation(len(y))
+    ranks = rng.permutation(num_classes)[y[shuffled]]
+    return shuffled[np.lexsort((ranks, _turn(y[shuffled])))]
+
+
+def _turn(y: Rows) -> Rows:
+    """How many of the same class come before each."""
+    order = np.argsort(y, kind="stable")
+    _, starts, counts = np.unique(y[order], return_index=True, return_counts=True)
+    turn = np.empty_like(y)
+    turn[order] = np.arange(len(y)) - np.repeat(starts, counts)
+    return turn
+
+
+def _first(argument: str, order: Rows, count: int, available: int) -> Rows:
+    if count < 0 or count > available:
+        raise ValueError(f"`{argument}` must be between 0 and the {available} samples there are, got {count}.")
+    return order[:count]
+
+
+def _given(argument: str, rows: int | Sequence[int], length: int) -> Rows | None:
+    if isinstance(rows, int):
+        return None
+    array = np.asarray(rows, dtype=np.int64)
+    if array.size and (array.min() < 0 or array.max() >= length):
+        raise ValueError(f"`{argument}` must hold rows from 0 to {length - 1}, got {array.min()} to {array.max()}.")
+    if len(np.unique(array)) != len(array):
+        raise ValueError(f"`{argument}` must not repeat a row, got {len(array) - len(np.unique(array))} repetitions.")
+    return array
+
+
+def _check_classes(y: Rows, labeled: Rows, num_classes: int) -> None:
+    present = np.unique(y)
+    if len(present) < 2:
+        raise ValueError(f"`target` must have samples of at least two classes, got class {present.tolist()} only.")
+    if missing := sorted(set(range(num_classes)) - set(y[labeled].tolist())):
+        raise ValueError(
+            f"`labels` must give every one of the {num_classes} classes at least one label, got {len(labeled)} labels "
+            f"and none for class {', '.join(map(str, missing[:10]))}."
+        )

@@ -1,0 +1,288 @@
+"""The stages of a transfer, each a cell that another process can run: pretrain, fine-tune, and train from scratch."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_taskinfo._files import atomic_write, read_json
+from lightning_taskinfo._lightning import DEFAULT
+from lightning_taskinfo.transfer.backbones import Backbone, make_backbone
+from lightning_taskinfo.transfer.data import TransferDataModule
+from lightning_taskinfo.transfer.measure import fisher_of, information_by_layer, overlap_of, trace_by_layer
+from lightning_taskinfo.transfer.methods import Stage, acting, check_weights
+from lightning_taskinfo.transfer.module import CLASSES, FineTune
+from lightning_taskinfo.transfer.runlog import RunLog
+from lightning_taskinfo.transfer.sampling import reseed
+from lightning_taskinfo.transfer.training import fit_stage, load_weights
+from lightning_taskinfo.variational import plain_state_dict
+
+STREAMS = {"pretrain": 0, "fine_tune": 1, "scratch": 2, "backbone": 3, "head": 4}  # of random numbers, one a purpose
+MEASURED = 256  # target inputs in the Fisher information
+
+
+@dataclass(frozen=True)
+class Stages:
+    """How long and how each stage trains.
+
+    Args:
+        pretrain_epochs: Epochs on the source.
+        fine_tune_epochs: Epochs on the target, from the pretrained weights or from scratch. An epoch goes once through
+            the unlabelled inputs, with any method, so that all take the same number of steps.
+        fine_tune: ``"full"``, ``"linear"`` (the head on frozen features) or ``"layerwise"``.
+        learning_rate: Of Adam while pretraining and from scratch.
+        fine_tune_learning_rate: While fine-tuning; the same where ``None``.
+        weight_decay: Of Adam.
+
+    Raises:
+        ValueError: If a number is out of range.
+    """
+
+    pretrain_epochs: int = 5
+    fine_tune_epochs: int = 20
+    fine_tune: FineTune = "full"
+    learning_rate: float = 1e-3
+    fine_tune_learning_rate: float | None = None
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("pretrain_epochs", "fine_tune_epochs"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
+        for name in ("learning_rate", "fine_tune_learning_rate"):
+            if getattr(self, name) is not None and not getattr(self, name) > 0:
+                raise ValueError(f"`{name}` must be positive, got {getattr(self, name)}.")
+        if self.weight_decay < 0:
+            raise ValueError(f"`weight_decay` must not be negative, got {self.weight_decay}.")
+        if self.fine_tune not in ("full", "linear", "layerwise"):
+            raise ValueError(f"`fine_tune` must be 'full', 'linear' or 'layerwise', got {self.fine_tune!r}.")
+
+    def epochs(self, stage: Stage) -> int:
+        """Return the epochs of a stage; training from scratch has those of fine-tuning."""
+        return self.pretrain_epochs if stage == "pretrain" else self.fine_tune_epochs
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """All that the cells of one transfer share.
+
+    Attributes:
+        folder: Where stages keep their files.
+        backbone: Name or function of the network.
+        data: Arguments of :class:`TransferDataModule`, but for labels and seed.
+        stages: How each stage trains.
+        weights: Weights of the penalties.
+        log: Where a run's metrics go.
+        namespace: Lightning's.
+        accelerator: Where to train.
+    """
+
+    folder: Path
+    backbone: Backbone
+    data: Mapping[str, Any]
+    stages: Stages = field(default_factory=Stages)
+    weights: Mapping[str, float] = field(default_factory=dict)
+    log: RunLog = field(default_factory=RunLog)
+    namespace: str = DEFAULT
+    accelerator: str = "cpu"
+
+    def stage_folder(self, name: str) -> Path:
+        """Return the folder of one cell."""
+        return self.folder / "stages" / name
+
+    def result(self, name: str) -> Path:
+        """Return the file with the result of one cell."""
+        return self.folder / "results" / f"{name}.json"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One stage of one method, number of labels and seed; ``labels`` does not matter while pretraining."""
+
+    experiment: Experiment
+    stage: Stage
+    method: str
+    labels: int
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """A name that is good for a file."""
+        if self.stage == "pretrain":
+            return f"pretrain-{'+'.join(acting(self.method, 'pretrain')) or 'standard'}-seed{self.seed}"
+        method = "scratch" if self.stage == "scratch" else self.method
+        return f"{method}-{self.labels}-seed{self.seed}"
+
+    @property
+    def source(self) -> "Cell":
+        """The pretraining that a fine-tuning starts from; methods that do not act in it share one."""
+        return Cell(self.experiment, "pretrain", self.method, self.labels, self.seed)
+
+    @property
+    def folder(self) -> Path:
+        """Where its files are."""
+        return self.experiment.stage_folder(self.name)
+
+
+def run_cell(cell: Cell) -> dict[str, Any]:
+    """Run one cell and return its result in JSON-like values; files of a killed run are continued from."""
+    return _pretrain(cell) if cell.stage == "pretrain" else _on_target(cell)
+
+
+def _pretrain(cell: Cell) -> dict[str, Any]:
+    start = time.perf_counter()
+    data = _data(cell).use("pretrain")
+    module = _module(cell, data, data.source_classes)
+    if "lautum" in module.penalties:
+        module.lautum.fit_inputs(_InputsOnly(data))
+    module.add_noise()
+    fitted = _fit(cell, module, data)
+    _save(cell.folder / "weights.pt", _plain(module))
+    return {"curve": fitted.curve, "source": _scores(fitted.test), "seconds": time.perf_counter() - start}
+
+
+def _on_target(cell: Cell) -> dict[str, Any]:
+    start = time.perf_counter()
+    data = _data(cell).use("fine_tune")
+    module = _module(cell, data, data.target_classes)
+    initial = _plain(module)
+    if cell.stage == "fine_tune":
+        module.backbone.load_state_dict(_backbone(load_weights(cell.source.folder / "weights.pt")))
+    begun = _plain(module)
+    before = _measure(cell, data, begun, initial)
+    overlap = _overlap(cell, data, module) if cell.stage == "fine_tune" else None
+    module.freeze_for(0)
+    module.add_noise()
+    with cell.experiment.log.run(cell.name, _describe(cell), _pretraining(cell)) as run:
+        run.log({"before": before, "outside_span": _outside(overlap)})
+        fitted = _fit(cell, module, data, logger=run.logger)
+        ended = _plain(module)
+        after, added = _measure(cell, data, ended, initial), _measure(cell, data, ended, begun)["information"]
+        run.log({"after": after, "added": added})
+        run.table(fitted.curve)
+    _save(cell.folder / "weights.pt", ended)
+    return {
+        "curve": fitted.curve,
+        "test": _scores(fitted.test),
+        "missed_share": fitted.test["test_squared_error"] / _label_variance(data),
+        "information": {"before": before["information"], "after": after["information"], "added": added},
+        "fisher_trace": {"before": before["fisher_trace"], "after": after["fisher_trace"]},
+        "overlap": overlap,
+        "seconds": time.perf_counter() - start,
+    }
+
+
+class _InputsOnly:
+    """The unlabelled inputs, batch by batch, as often as they are asked for."""
+
+    def __init__(self, data: TransferDataModule) -> None:
+        self.data = data
+
+    def __iter__(self) -> Any:
+        return (x for x, _ in self.data.unlabeled_dataloader())
+
+
+def _backbone(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {n.removeprefix("backbone."): w for n, w in weights.items() if n.startswith("backbone.")}
+
+
+def _pretraining(cell: Cell) -> list[dict[str, float]]:
+    """Rows of the pretraining's epochs, to stand in the log of every run that starts from it."""
+    path = cell.experiment.result(cell.source.name)
+    return read_json(path)["curve"] if cell.stage == "fine_tune" and path.exists() else []
+
+
+def _outside(overlap: Mapping[str, Any] | None) -> dict[str, float]:
+    return {} if overlap is None else dict(zip(overlap["layers"], overlap["outside"], strict=True))
+
+
+def _data(cell: Cell) -> TransferDataModule:
+    data = TransferDataModule(**{**cell.experiment.data, "labels": cell.labels, "seed": cell.seed})
+    data.setup()
+    return data
+
+
+def _module(cell: Cell, data: TransferDataModule, num_classes: int, method: str | None = None) -> Any:
+    """A network whose initial weights depend on the seed alone: those of a pretraining are those of scratch."""
+    experiment, stages = cell.experiment, cell.experiment.stages
+    reseed(cell.seed, STREAMS["backbone"])
+    backbone = make_backbone(experiment.backbone, data.image_shape)
+    reseed(cell.seed, STREAMS["head"])
+    rate = stages.fine_tune_learning_rate if cell.stage == "fine_tune" else None
+    return CLASSES[experiment.namespace](
+        backbone,
+        num_classes,
+        data.image_shape,
+        method=cell.method if method is None else method,
+        stage=cell.stage,
+        weights=check_weights(experiment.weights),
+        fine_tune=stages.fine_tune,
+        learning_rate=rate or stages.learning_rate,
+        weight_decay=stages.weight_decay,
+        num_labeled=len(data.source if cell.stage == "pretrain" else data.labeled),
+        num_unlabeled=len(data.unlabeled),
+        epochs=stages.epochs(cell.stage),
+        seed=cell.seed,
+    )
+
+
+def _fit(cell: Cell, module: Any, data: TransferDataModule, logger: Any = None) -> Any:
+    return fit_stage(
+        module,
+        data,
+        folder=cell.folder,
+        epochs=cell.experiment.stages.epochs(cell.stage),
+        seeds=(cell.seed, STREAMS[cell.stage]),
+        namespace=cell.experiment.namespace,
+        logger=logger,
+        accelerator=cell.experiment.accelerator,
+    )
+
+
+def _plain(module: Any) -> dict[str, Tensor]:
+    """Weights and buffers of backbone and head, without noise, on the processor."""
+    return {
+        f"{part}.{name}": tensor.detach().cpu().clone()
+        for part in ("backbone", "head")
+        for name, tensor in plain_state_dict(getattr(module, part)).items()
+    }
+
+
+def _measure(cell: Cell, data: TransferDataModule, weights: Mapping[str, Tensor], origin: Mapping[str, Tensor]) -> Any:
+    model = _module(cell, data, data.target_classes, method="standard")
+    model.load_state_dict(dict(weights))
+    inputs, _ = data.unlabeled.__getitems__(range(min(MEASURED, len(data.unlabeled))))
+    fisher = fisher_of(model, inputs, data.target_classes, seed=cell.seed)
+    return {
+        "information": information_by_layer(fisher, weights, origin, len(data.labeled)),
+        "fisher_trace": trace_by_layer(fisher),
+    }
+
+
+def _overlap(cell: Cell, data: TransferDataModule, module: Any) -> dict[str, Any] | None:
+    (x, y), _ = data.labeled.__getitems__(range(len(data.labeled)))
+    return overlap_of(module.backbone, x, y, seed=cell.seed)
+
+
+def _label_variance(data: TransferDataModule) -> float:
+    assert data.target_test.y is not None
+    shares = data.target_test.y.bincount(minlength=data.target_classes) / len(data.target_test)
+    return float(1 - shares.square().sum())
+
+
+def _scores(test: Mapping[str, float]) -> dict[str, float]:
+    return {"accuracy": test["test_accuracy"], "loss": test["test_loss"]}
+
+
+def _describe(cell: Cell) -> dict[str, Any]:
+    described = {"method": cell.name.split("-")[0], "labels": cell.labels, "seed": cell.seed}
+    return {**described, **asdict(cell.experiment.stages)}
+
+
+def _save(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    with atomic_write(path) as file:
+        torch.save(dict(tensors), file)

@@ -1,0 +1,170 @@
+"""One stage of training that a killed process continues from its last finished epoch, with the same numbers."""
+
+import json
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from lightning_taskinfo._files import write_json
+from lightning_taskinfo._lightning import NAMESPACES, Callback, LightningModule, Trainer
+from lightning_taskinfo.transfer.data import TransferDataModule
+from lightning_taskinfo.transfer.sampling import reseed
+
+Row = dict[str, float]
+
+
+class Fitted(NamedTuple):
+    """What a stage leaves: a row of metrics an epoch, and those of the test."""
+
+    curve: list[Row]
+    test: Row
+
+
+class EpochKeeper(Callback):
+    """Seeds every epoch from (seed, stage, epoch), keeps its metrics, and writes a checkpoint after it.
+
+    Args:
+        folder: Where ``last.ckpt`` and ``progress.json`` go.
+        parts: What the random generators are seeded from, before the epoch.
+    """
+
+    def __init__(self, folder: Path, parts: tuple[int, ...]) -> None:
+        self.folder, self.parts = folder, parts
+        self.curve: list[Row] = []
+
+    @property
+    def state_key(self) -> str:
+        """Key in checkpoints, whatever the folder is."""
+        return "EpochKeeper"
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Seed; earlier hooks come before Lightning itself has drawn what it draws."""
+        if batch_idx == 0:
+            reseed(*self.parts, trainer.current_epoch)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Keep the epoch's metrics, then everything."""
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        self.curve.append({"epoch": trainer.current_epoch + 1, **metrics})
+        save_checkpoint(trainer, self.folder / "last.ckpt")
+        write_json(self.folder / "progress.json", len(self.curve))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the metrics so far."""
+        return {"curve": self.curve}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take up the metrics of the epochs before."""
+        self.curve = [dict(row) for row in state_dict["curve"]]
+
+
+def fit_stage(
+    module: LightningModule,
+    data: TransferDataModule,
+    *,
+    folder: Path,
+    epochs: int,
+    seeds: tuple[int, ...],
+    namespace: str,
+    logger: Any = None,
+    accelerator: str = "cpu",
+) -> Fitted:
+    """Train for ``epochs``, from the last finished epoch in ``folder`` if there is one, and test.
+
+    Args:
+        module: What to train; its weights are the trained ones afterwards.
+        data: What to train on, with its stage chosen.
+        folder: Of this stage alone.
+        epochs: How many, those before included.
+        seeds: What all randomness is drawn from, together with the epoch.
+        namespace: Whose Trainer: that of ``module``.
+        logger: Lightning logger.
+        accelerator: Where to train; one device.
+
+    Raises:
+        ValueError: If the checkpoint is damaged. It is left as it is.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    last = folder / "last.ckpt"
+    keeper = EpochKeeper(folder, seeds)
+    with quiet():
+        trainer = NAMESPACES[namespace].Trainer(
+            max_epochs=epochs,
+            callbacks=[keeper],
+            logger=logger or False,
+            accelerator=accelerator,
+            devices=1,
+            num_sanity_val_steps=0,
+            log_every_n_steps=10,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        if last.exists():
+            check_checkpoint(last)
+        trainer.fit(module, datamodule=data, ckpt_path=str(last) if last.exists() else None)
+        (test,) = trainer.test(module, datamodule=data, verbose=False)
+    return Fitted(keeper.curve, {name: float(value) for name, value in test.items()})
+
+
+def save_checkpoint(trainer: Trainer, path: Path) -> None:
+    """Write a checkpoint beside its place and move it there, so that a killed process leaves the one before."""
+    beside = path.with_name(f"{path.name}.tmp")
+    trainer.save_checkpoint(beside)
+    with beside.open("rb") as file:
+        os.fsync(file.fileno())
+    os.replace(beside, path)
+
+
+def check_checkpoint(path: Path) -> None:
+    """Raise ``ValueError`` if a file cannot be read as a checkpoint; nothing is overwritten."""
+    load_weights(path)
+
+
+def load_weights(path: Path) -> Any:
+    """Return what a file of tensors holds.
+
+    Raises:
+        ValueError: If it is damaged; the message names it.
+    """
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # torch raises a different one for every kind of damage
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"{path}: not a readable checkpoint ({reason}); delete it to train that stage again."
+        ) from error
+
+
+def finished_epochs(folder: Path) -> int:
+    """Return how many epochs of a stage are done, to show progress; 0 where that cannot be told."""
+    try:
+        return int(json.loads((folder / "progress.json").read_text()))
+    except (OSError, ValueError):
+        return 0
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep Lightning from telling what a run of many small trainings need not hear."""
+    loggers = [logging.getLogger(name) for name in ("pytorch_lightning", "lightning.pytorch", "lightning.fabric")]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings():
+        for message in (".*does not have many workers.*", ".*LeafSpec.*", ".*No .*dataloader.*", ".*in eval mode.*"):
+            warnings.filterwarnings("ignore", message=message)
+        warnings.filterwarnings("ignore", category=UserWarning, module="pytorch_lightning|lightning")
+        try:
+            for logger in loggers:
+                logger.setLevel(logging.WARNING)
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
