@@ -36,6 +36,7 @@ if TYPE_CHECKING:  # what type checkers see; `tests/test_import.py` keeps it equ
     from lightning_taskinfo.regularizers import frozen_batchnorm_statistics as frozen_batchnorm_statistics
     from lightning_taskinfo.transfer.overlap import FeatureOverlap as FeatureOverlap
     from lightning_taskinfo.transfer.overlap import feature_overlap as feature_overlap
+    from lightning_taskinfo.transfer.report import TransferReport as TransferReport
     from lightning_taskinfo.variational import add_weight_noise as add_weight_noise
     from lightning_taskinfo.variational import plain_state_dict as plain_state_dict
     from lightning_taskinfo.variational import remove_weight_noise as remove_weight_noise
@@ -63,6 +64,7 @@ _EXPORTS = {  # public name -> the module that defines it, imported when the nam
     "Prior": "certificates",
     "TemporalEnsembling": "regularizers",
     "TemporalEnsemblingMixin": "mixins",
+    "TransferReport": "transfer.report",
     "WeightInformation": "regularizers",
     "WeightSchedule": "regularizers",
     "add_weight_noise": "variational",

@@ -1,0 +1,220 @@
+"""The report says what the results say: gains against scipy, tables, files, and bad input."""
+
+import copy
+import json
+import math
+import re
+
+import pytest
+import torch
+from scipy import stats
+
+from lightning_taskinfo.transfer.report import TransferReport
+from tests.transfer.results import METHODS, minimal, report, result
+
+
+def simple(**accuracies):
+    """Accuracies by seed, of each method, at 50 labels."""
+    return TransferReport([minimal(m, 50, s, a) for m, row in accuracies.items() for s, a in enumerate(row)], {})
+
+
+@pytest.mark.parametrize("confidence", [0.8, 0.95])
+def test_gains_are_scipys_paired_tests(confidence):
+    experiment = report(METHODS[:4], labels=(50, 100), seeds=4)
+    comparisons = experiment.transferability(confidence)
+    assert len(comparisons) == 2 * 2 * (3 + 2)  # labels, measures; three over scratch and two over standard
+    for c in comparisons:
+        tests = [
+            [row["test"] for row in experiment.results if (row["method"], row["labels"]) == (name, c.labels)]
+            for name in (c.baseline, c.method)
+        ]
+        risks = [[1 - t["accuracy"] if c.measure == "error" else t["loss"] for t in rows] for rows in tests]
+        expected = stats.ttest_rel(*risks).confidence_interval(confidence)
+        assert (c.gain.low, c.gain.high) == pytest.approx((expected.low, expected.high), rel=1e-9)
+        assert c.gain.mean == pytest.approx((torch.tensor(risks[0]) - torch.tensor(risks[1])).mean().item(), abs=1e-6)
+        assert c.verdict == ("helps" if expected.low > 0 else "hurts" if expected.high < 0 else "cannot tell")
+
+
+def test_words():
+    experiment = simple(scratch=[0.5, 0.6, 0.7], a=[0.8, 0.9, 0.99], b=[0.3, 0.41, 0.5], c=[0.4, 0.6, 0.9])
+    words = {c.method: c.verdict for c in experiment.transferability() if c.measure == "error"}
+    assert words == {"a": "helps", "b": "hurts", "c": "cannot tell"}
+
+
+def test_one_seed_cannot_tell_and_says_why():
+    experiment = simple(scratch=[0.1], lautum=[0.9])
+    error, _ = experiment.transferability()
+    assert (error.gain.mean, error.verdict, error.gain.reason) == (pytest.approx(0.8), "cannot tell", "one seed")
+    for text in (experiment.to_markdown(), experiment.to_terminal(width=120)):
+        assert "+80.0 cannot tell (one seed)" in text
+    assert "One seed has no interval, and no verdict rests on it." in experiment.to_markdown()
+    assert "[" not in experiment.to_terminal(width=120)
+
+
+def test_without_scratch_there_is_no_gain_over_it():
+    experiment = simple(standard=[0.5, 0.6], lautum=[0.7, 0.9])
+    assert {c.baseline for c in experiment.transferability()} == {"standard"}
+    assert "gain over scratch" not in experiment.to_markdown()
+    assert "No run from scratch is among the results" in experiment.to_terminal(width=120)
+
+
+def test_without_any_baseline():
+    experiment = simple(lautum=[0.7, 0.9])
+    assert experiment.transferability() == []
+    assert "there is no baseline among the results" in experiment.to_markdown()
+
+
+def test_a_baseline_that_lacks_the_cell_is_named():
+    rows = [minimal("scratch", 50, 0, 0.5), minimal("lautum", 50, 1, 0.5), minimal("lautum", 100, 0, 0.5)]
+    comparisons = TransferReport(rows, {}).transferability()
+    assert [(c.labels, c.gain.reason) for c in comparisons[::2]] == [
+        (50, "no seed in common"),
+        (100, "no seed in common"),
+    ]
+    assert "cannot tell (no seed in common)" in TransferReport(rows, {}).to_markdown()
+
+
+def test_diverged_runs_are_told_as_such():
+    rows = [minimal("scratch", 50, s, 0.5 + 0.01 * s) for s in range(2)]
+    rows += [minimal("lautum", 50, s, 0.1 + 0.02 * s, loss=math.nan) for s in range(2)]
+    experiment = TransferReport(rows, {})
+    assert [c.gain.reason for c in experiment.transferability()] == ["", "a value is not finite"]
+    assert "nan cannot tell (a value is not finite)" in experiment.to_markdown()
+    assert experiment.same_as(TransferReport(rows, {}))
+
+
+def test_table_has_one_row_a_cell_and_the_same_columns_everywhere():
+    experiment = report(METHODS[:3], labels=(100, 50), seeds=2)
+    table = experiment.table()
+    assert [(row["labels"], row["method"]) for row in table] == [(n, m) for n in (50, 100) for m in METHODS[:3]]
+    assert len({tuple(row) for row in table}) == 1
+    row, cell = table[-1], list(experiment.cell("lautum", 100).values())
+    for key, value in {
+        "accuracy": lambda r: r["test"]["accuracy"],
+        "source_accuracy": lambda r: r["source"]["accuracy"],
+        "validation_accuracy": lambda r: r["validation"]["accuracy"],
+        "information_added": lambda r: r["information"]["added"]["total"],
+        "fisher_trace_after": lambda r: r["fisher_trace"]["after"]["total"],
+        "seconds": lambda r: r["seconds"]["pretrain"] + r["seconds"]["fine_tune"],
+    }.items():
+        assert row[key] == pytest.approx(sum(map(value, cell)) / 2), key
+    assert table[0]["information_before"] is None  # from scratch
+    assert table[0]["over_scratch_error"] is None
+    assert row["over_standard_error"] == pytest.approx(row["accuracy"] - table[-2]["accuracy"])
+
+
+def test_methods_begin_with_the_baselines():
+    experiment = simple(lautum=[0.5], standard=[0.5], scratch=[0.5], another=[0.5])
+    assert experiment.methods == ["scratch", "standard", "lautum", "another"]
+
+
+def test_markdown_has_the_numbers_and_no_markup_of_others():
+    experiment = TransferReport([minimal("a|b_c*", 50, 0, 0.625)], {"fence": "```\n# no"}, "<b>name</b>")
+    text = experiment.to_markdown(figures=["accuracy"])
+    assert "| 50 | a\\|b\\_c\\* | 1 | 62.5 | 1.000 |" in text
+    assert text.startswith("# \\<b\\>name\\</b\\>\n")
+    assert "(accuracy.png)" in text
+    assert len(re.findall("^```", text, re.M)) == 2  # JSON keeps a line break inside a string
+    assert text.count("\n# ") == 0
+
+
+def test_markdown_tables_are_rectangular():
+    text = report(METHODS, labels=(50, 100), seeds=2).to_markdown()
+    for block in re.findall(r"(?:^\|.*\|\n)+", text, re.M):
+        assert len({len(re.findall(r"(?<!\\)\|", line)) for line in block.splitlines()}) == 1
+
+
+def test_terminal_without_rich_is_the_same_table(monkeypatch):
+    experiment = report(METHODS[:3])
+    drawn = experiment.to_terminal(width=200)
+    monkeypatch.setattr("lightning_taskinfo.transfer._text.find_spec", lambda name: None)
+    plain = experiment.to_terminal()
+    cells = [re.split(r"\s{2,}", line.strip()) for line in plain.splitlines()[3:6]]
+    assert [row[1] for row in cells] == list(METHODS[:3])
+    assert all(cell in drawn for row in cells for cell in row)
+    assert "━" not in plain
+
+
+def test_terminal_folds_and_loses_nothing():
+    narrow = report(METHODS, seeds=2).to_terminal(width=60)
+    assert max(map(len, narrow.split("50 labels, ")[0].splitlines())) <= 60
+    assert "…" not in narrow
+
+
+@pytest.mark.parametrize("where", ["folder", "file"])
+def test_saved_and_loaded_is_the_same(tmp_path, where):
+    experiment = report(METHODS[:3], labels=(50, 100))
+    files = experiment.save(tmp_path / "new")
+    again = TransferReport.load(tmp_path / "new" if where == "folder" else files["json"])
+    assert again == experiment
+    assert again.same_as(experiment)
+    assert again.table() == experiment.table()
+    assert all(path.is_file() for path in files.values())
+
+
+def test_same_as_forgives_timings_and_order_alone():
+    one, other = report(METHODS[:2]), copy.deepcopy(report(METHODS[:2]))
+    other.results[0]["seconds"]["fine_tune"] += 1
+    assert one != other
+    assert one.same_as(other)
+    assert one.same_as(TransferReport(one.results[::-1], one.configuration, one.name))
+    assert not one.same_as(TransferReport(one.results[1:], one.configuration, one.name))
+    assert not one.same_as(TransferReport(one.results, {}, one.name))
+    assert not one.same_as(TransferReport(one.results, one.configuration, "another"))
+    other.results[0]["curves"][0]["val_loss"] += 1e-9
+    assert not one.same_as(other)
+
+
+def test_keeps_what_it_was_given():
+    rows = [result()]
+    experiment = TransferReport(rows, {})
+    rows[0]["test"]["accuracy"] = 0.0
+    assert experiment.results[0]["test"]["accuracy"] > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"test": None}, "`test` must hold a number for 'accuracy', got None in (lautum, 50 labels, seed 0)"),
+        ({"test": {"accuracy": 0.5}}, "`test` must hold a number for 'loss'"),
+        ({"test": {"accuracy": 61.0, "loss": 1.0}}, "`test` must hold an accuracy between 0 and 1, got 61.0"),
+        ({"source": {"accuracy": True, "loss": 1.0}}, "`source` must hold a number for 'accuracy'"),
+        ({"labels": 0}, "`labels` must be a whole number of at least 1, got 0"),
+        ({"labels": 5.0}, "`labels` must be a whole number of at least 1, got 5.0"),
+        ({"seed": -1}, "`seed` must be a whole number of at least 0, got -1"),
+        ({"method": ""}, "`method` must be a name, got ''"),
+        ({"curves": [{"epoch": 1}]}, "`curves` must have a stage and an epoch at each point, got {'epoch': 1}"),
+        ({"accuracy": 0.5}, "`results` may have the keys"),
+        ({"test": {"accuracy": torch.tensor(0.5), "loss": 1.0}}, "`results` must hold plain JSON-like values"),
+    ],
+)
+def test_refuses_bad_results(change, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        TransferReport([{**result(), **change}], {})
+
+
+@pytest.mark.parametrize("key", ["method", "labels", "seed", "test"])
+def test_refuses_a_missing_key(key):
+    with pytest.raises(ValueError, match=f"got none for '{key}'"):
+        TransferReport([{k: v for k, v in result().items() if k != key}], {})
+
+
+def test_refuses_nothing_and_twice_the_same():
+    with pytest.raises(ValueError, match="`results` must hold at least one result, got none"):
+        TransferReport([], {})
+    with pytest.raises(ValueError, match=r"got two \(lautum, 50 labels, seed 0\)"):
+        TransferReport([result(), result()], {})
+    with pytest.raises(ValueError, match="`configuration` must be a dict, got None"):
+        TransferReport([result()], None)
+    with pytest.raises(ValueError, match="`confidence` must be between 0 and 1, got 95"):
+        TransferReport([result()], {}).transferability(95)
+
+
+def test_refuses_files_that_are_no_report(tmp_path):
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps([1]))
+    with pytest.raises(ValueError, match="not a report of a transfer experiment"):
+        TransferReport.load(tmp_path)
+    path.write_text("{")
+    with pytest.raises(ValueError, match="not a readable JSON file"):
+        TransferReport.load(path)
