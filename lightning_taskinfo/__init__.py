@@ -34,6 +34,8 @@ if TYPE_CHECKING:  # what type checkers see; `tests/test_import.py` keeps it equ
     from lightning_taskinfo.regularizers import WeightSchedule as WeightSchedule
     from lightning_taskinfo.regularizers import estimate_mutual_information as estimate_mutual_information
     from lightning_taskinfo.regularizers import frozen_batchnorm_statistics as frozen_batchnorm_statistics
+    from lightning_taskinfo.transfer.data import TransferDataModule as TransferDataModule
+    from lightning_taskinfo.transfer.module import TransferClassifier as TransferClassifier
     from lightning_taskinfo.transfer.overlap import FeatureOverlap as FeatureOverlap
     from lightning_taskinfo.transfer.overlap import feature_overlap as feature_overlap
     from lightning_taskinfo.transfer.report import TransferReport as TransferReport
@@ -65,6 +67,8 @@ _EXPORTS = {  # public name -> the module that defines it, imported when the nam
     "TemporalEnsembling": "regularizers",
     "TemporalEnsemblingMixin": "mixins",
     "TransferReport": "transfer.report",
+    "TransferClassifier": "transfer.module",
+    "TransferDataModule": "transfer.data",
     "WeightInformation": "regularizers",
     "WeightSchedule": "regularizers",
     "add_weight_noise": "variational",

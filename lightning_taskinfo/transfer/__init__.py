@@ -1,1 +1,28 @@
-"""From a source task to a target: what a network holds on to, and whether it helps."""
+"""Pretrain on a source beside unlabelled target inputs, fine-tune on a few target labels, compare, report."""
+
+from lightning_taskinfo.transfer.backbones import BACKBONES, large_cnn, mlp, resnet20, small_cnn
+from lightning_taskinfo.transfer.data import TransferDataModule
+from lightning_taskinfo.transfer.methods import PENALTIES, WEIGHTS
+from lightning_taskinfo.transfer.module import CLASSES, TransferClassifier
+from lightning_taskinfo.transfer.overlap import FeatureOverlap, feature_overlap
+from lightning_taskinfo.transfer.report import TransferReport
+from lightning_taskinfo.transfer.run import transfer
+from lightning_taskinfo.transfer.stages import Stages
+
+__all__ = [
+    "BACKBONES",
+    "CLASSES",
+    "PENALTIES",
+    "WEIGHTS",
+    "FeatureOverlap",
+    "Stages",
+    "TransferClassifier",
+    "TransferDataModule",
+    "TransferReport",
+    "feature_overlap",
+    "large_cnn",
+    "mlp",
+    "resnet20",
+    "small_cnn",
+    "transfer",
+]

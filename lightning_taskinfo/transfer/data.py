@@ -27,8 +27,9 @@ class TransferDataModule(LightningDataModule):
     test split validates; while fine-tuning, the target's validation samples. The target's test split is the test set.
 
     Images are kept in memory. Those of the target are brought to the source's shape: one channel is replicated,
-    several are averaged, and height and width are resized. The inputs of the labelled samples are among the unlabelled
-    ones; the labels of the others are dropped when the data is split, and nothing that reaches a model knows them.
+    several are averaged, and height and width are resized. The unlabelled inputs are those of all target samples but
+    the validation's; their labels are dropped when the data is split, and nothing that reaches a model knows them. An
+    index names the same sample in both parts of a batch.
 
     Args:
         source: An :class:`~lightning_taskinfo.data.ArrayData`; a name as in
@@ -40,7 +41,7 @@ class TransferDataModule(LightningDataModule):
         validation: Number of target samples, or rows, whose labels are looked at but never trained on; a tenth of the
             training split, at most 1,000, where ``None``.
         unlabeled: Further target inputs without labels, shape ``[M, C, H, W]`` or ``[M, H, W]``, in place of the
-            target's own training inputs; those of the labelled samples stay.
+            target's own training inputs.
         max_source: At most this many source samples, and
         max_unlabeled: at most this many unlabelled inputs, chosen by the seed.
         image_shape: Channels, height and width to bring all images to; the source's where ``None``.
@@ -184,14 +185,17 @@ class TransferDataModule(LightningDataModule):
 
     def _set_target(self, target: Task) -> None:
         x, y, split = target.train.x, target.train.y, self.split
-        rest = _limited(np.setdiff1d(split.unlabeled, split.labeled), self.arguments["max_unlabeled"], self.seed)
-        extra = x[rest] if self.arguments["unlabeled"] is None else _inputs(self.arguments["unlabeled"])
-        own = fit_images(x[split.labeled], self.image_shape)
-        inputs = torch.cat([own, fit_images(extra, self.image_shape).to(own.dtype)])
+        # The unlabelled inputs do not depend on the number of labels: one pretraining serves them all.
+        rows = torch.from_numpy(_limited(split.unlabeled, self.arguments["max_unlabeled"], self.seed))
+        inputs, self.num_indices = x[rows], len(x)
+        if self.arguments["unlabeled"] is not None:
+            inputs = _inputs(self.arguments["unlabeled"])
+            rows = len(x) + torch.arange(len(inputs))
+            self.num_indices += len(inputs)
         options = {"augment": self.arguments["augment"], "seed": self.seed}
-        # The labelled samples come first among the unlabelled ones, so that each has one index in both.
-        self.labeled = Samples(own, y[split.labeled], **options)
-        self.unlabeled = Samples(inputs, **options)
+        own = torch.from_numpy(split.labeled)
+        self.labeled = Samples(fit_images(x[own], self.image_shape), y[own], index=own, **options)
+        self.unlabeled = Samples(fit_images(inputs, self.image_shape), index=rows, **options)
         self.validation = self._labelled(Images(x[split.validation], y[split.validation]))
         self.target_test = self._labelled(target.test)
 

@@ -41,7 +41,8 @@ class Sizes:
         feature_dim: Number of features.
         num_classes: Number of classes of the stage.
         num_labeled: Labelled training samples of the stage.
-        num_unlabeled: Unlabelled target inputs, the labelled ones among them.
+        num_unlabeled: Unlabelled target inputs.
+        num_indices: One more than the largest index of a target sample.
         epochs: Epochs of the stage.
     """
 
@@ -50,6 +51,7 @@ class Sizes:
     num_classes: int
     num_labeled: int
     num_unlabeled: int
+    num_indices: int
     epochs: int
 
 
@@ -108,7 +110,7 @@ def _make(name: str, weight: float, sizes: Sizes, seed: int) -> Regularizer:
     if name == "temporal_ensembling":
         factor = sizes.num_labeled / max(1, sizes.num_unlabeled)
         ramp = WeightSchedule(weight * factor, "sigmoid", length=sizes.epochs)
-        return TemporalEnsembling(sizes.num_unlabeled, sizes.num_classes, weight=ramp)
+        return TemporalEnsembling(sizes.num_indices, sizes.num_classes, weight=ramp)
     if name == "mk_mmd":
         return MultiKernelMMD(weight=weight)
     if name == "lautum":

@@ -51,7 +51,8 @@ class TransferClassifierMixin(
         learning_rate: Learning rate of Adam.
         weight_decay: Its weight decay; noisy weights' variances have none.
         num_labeled: Labelled training samples of the stage.
-        num_unlabeled: Unlabelled inputs of the data, for Temporal Ensembling.
+        num_unlabeled: Unlabelled inputs of the data, and
+        num_indices: one more than the largest index of a target sample, for Temporal Ensembling.
         epochs: Epochs of the stage, for ramps and layer-wise unfreezing.
         seed: Seed of the penalties' own generators.
 
@@ -78,6 +79,7 @@ class TransferClassifierMixin(
         weight_decay: float = 0.0,
         num_labeled: int = 1,
         num_unlabeled: int = 1,
+        num_indices: int = 1,
         epochs: int = 1,
         seed: int = 0,
     ) -> None:
@@ -89,7 +91,7 @@ class TransferClassifierMixin(
         self.num_classes, self.stage, self.fine_tune, self.epochs = num_classes, stage, fine_tune, epochs
         self.learning_rate, self.weight_decay, self.seed = learning_rate, weight_decay, seed
         self.penalties = acting(method, stage)
-        sizes = Sizes(tuple(image_shape), width, num_classes, num_labeled, num_unlabeled, epochs)
+        sizes = Sizes(tuple(image_shape), width, num_classes, num_labeled, num_unlabeled, num_indices, epochs)
         made = make_regularizers(self.penalties, check_weights(weights or {}), sizes, seed)
         for name, regularizer in made.items():
             self.add_module(name, regularizer)

@@ -15,7 +15,7 @@ from lightning_taskinfo._lightning import DEFAULT, NAMESPACES
 from lightning_taskinfo.transfer.backbones import Backbone, backbone_name
 from lightning_taskinfo.transfer.data import TransferDataModule
 from lightning_taskinfo.transfer.measure import onset_of
-from lightning_taskinfo.transfer.methods import check_weights, parse_method
+from lightning_taskinfo.transfer.methods import Stage, check_weights, parse_method
 from lightning_taskinfo.transfer.report import TransferReport
 from lightning_taskinfo.transfer.runlog import LoggerKind, RunLog
 from lightning_taskinfo.transfer.stages import Cell, Experiment, Stages, run_cell
@@ -47,9 +47,9 @@ def transfer(
     """Pretrain on the source, fine-tune on the target, train from scratch beside it, and report whether it helped.
 
     For every method, number of labels and seed: a network is pretrained on the labelled source beside unlabelled target
-    inputs, gets a new head, and is fine-tuned on the target's labels. Training from scratch starts from the same initial
-    weights, with the same labels and the same number of steps. A seed decides split, initial weights and order, and is
-    shared by all methods, so that they are compared in pairs.
+    inputs, gets a new head, and is fine-tuned on the target's labels. Training from scratch starts from the same
+    initial weights, with the same labels and the same number of steps. A seed decides split, initial weights and order,
+    and is shared by all methods, so that they are compared in pairs.
 
     With a ``folder``, every stage keeps its last finished epoch and its result there. A run that was killed goes on
     where it was and ends with the same numbers; a finished one is read, not repeated; methods, labels and seeds
@@ -68,9 +68,10 @@ def transfer(
         logger: What each run logs to.
         project: Project in Weights & Biases.
         name: What to call the experiment: its title, and its group in Weights & Biases. Source → target where ``None``.
-        executor: Runs the cells, see below.
-        workers: Processes of our own pool where there is no ``executor``; 0 for this process alone, ``None`` for as many
-            as there are cores. A script that uses processes needs ``if __name__ == "__main__":``.
+        executor: Runs the cells in other processes: a :class:`concurrent.futures.ProcessPoolExecutor`, or Dask's
+            ``client.get_executor()`` with ``threads_per_worker=1``.
+        workers: Processes of our own pool where there is no ``executor``; 0 for this process alone, ``None`` for as
+            many as there are cores. A script that uses processes needs ``if __name__ == "__main__":``.
         accelerator: Lightning's accelerator of each cell, which has one device.
         namespace: ``"pytorch_lightning"`` or ``"lightning.pytorch"``.
         on_plan: Called with all cells before the first is run.
@@ -181,7 +182,7 @@ def _rows(cells: Mapping[str, Cell], results: Mapping[str, Any], stages: Stages)
 
 def _row(cell: Cell, own: Any, source: Any, scratch: Mapping[int, float], stages: Stages) -> dict[str, Any]:
     pretrained = cell.stage == "fine_tune"
-    parts = [("pretrain", source)] if pretrained else []
+    parts: list[tuple[Stage, Any]] = [("pretrain", source)] if pretrained else []
     parts.append((cell.stage, own))
     overlap = own["overlap"]
     if overlap is not None:

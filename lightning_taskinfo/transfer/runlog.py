@@ -63,6 +63,8 @@ class RunLog:
                 logger.experiment.finish()
 
     def _wandb(self, name: str, configuration: Mapping[str, Any]) -> Any:
+        import wandb
+
         self.folder.mkdir(parents=True, exist_ok=True)
         return import_module(f"{self.namespace}.loggers").WandbLogger(
             name=name,
@@ -73,6 +75,7 @@ class RunLog:
             resume="allow",
             offline=self.kind == "wandb-offline",
             config=dict(configuration),
+            settings=wandb.Settings(silent=True, console="off"),  # many runs share one terminal
         )
 
 

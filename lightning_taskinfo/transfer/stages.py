@@ -225,6 +225,7 @@ def _module(cell: Cell, data: TransferDataModule, num_classes: int, method: str 
         weight_decay=stages.weight_decay,
         num_labeled=len(data.source if cell.stage == "pretrain" else data.labeled),
         num_unlabeled=len(data.unlabeled),
+        num_indices=data.num_indices,
         epochs=stages.epochs(cell.stage),
         seed=cell.seed,
     )
