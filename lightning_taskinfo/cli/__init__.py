@@ -4,8 +4,9 @@ import sys
 from collections.abc import Callable, Sequence
 
 from lightning_taskinfo.cli.phase_diagram import phase_diagram
+from lightning_taskinfo.cli.transfer import transfer
 
-COMMANDS: dict[str, Callable[..., str]] = {"phase-diagram": phase_diagram}
+COMMANDS: dict[str, Callable[..., str]] = {"phase-diagram": phase_diagram, "transfer": transfer}
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -15,7 +16,8 @@ def main(args: Sequence[str] | None = None) -> int:
         args: Arguments of the command line; those of the process if not given.
 
     Returns:
-        0 if all went well, 1 if a package is missing or a file cannot be written, 2 if an argument is wrong.
+        0 if all went well, 1 if a package is missing, a file cannot be written or a computation fails, 2 if an
+        argument is wrong.
     """
     try:
         from jsonargparse import CLI
@@ -25,7 +27,7 @@ def main(args: Sequence[str] | None = None) -> int:
         text = CLI(COMMANDS, args=args, as_positional=False, prog="taskinfo")
     except ValueError as error:
         return _fail(str(error), 2)
-    except (ImportError, OSError) as error:
+    except (ImportError, OSError, RuntimeError) as error:
         return _fail(str(error), 1)
     sys.stdout.write(f"{text}\n")
     return 0

@@ -123,13 +123,14 @@ class TransferDataModule(LightningDataModule):
         )
 
     def describe(self) -> dict[str, Any]:
-        """Return what decides the data, in JSON-like values; arrays as a digest of what they hold."""
+        """Return what decides the data but for seed and number of labels, in JSON-like values; arrays as a digest."""
         source, target = self.tasks()
         plain = {name: _plain(value) for name, value in self.arguments.items() if name not in ("data_dir", "augment")}
         augment = self.arguments["augment"]
         plain["augment"] = None if augment is None else getattr(augment, "__qualname__", repr(augment))
         plain |= {"source": _digest(source), "target": _digest(target)}
-        return {name: value for name, value in plain.items() if name not in ("labels", "seed", "num_workers")}
+        free = {"seed", "num_workers"} | ({"labels"} if isinstance(self.arguments["labels"], int) else set())
+        return {name: value for name, value in plain.items() if name not in free}
 
     def use(self, stage: DataStage) -> "TransferDataModule":
         """Choose the loaders: ``"pretrain"`` or ``"fine_tune"``."""

@@ -1,5 +1,6 @@
 """The methods of semi-supervised transfer by name, and the regularizers that they are made of."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -114,7 +115,9 @@ def _make(name: str, weight: float, sizes: Sizes, seed: int) -> Regularizer:
     if name == "mk_mmd":
         return MultiKernelMMD(weight=weight)
     if name == "lautum":
-        return Lautum(sizes.input_shape, sizes.num_classes, weight=weight, seed=seed)
+        # As many directions of the inputs as four samples each can tell apart.
+        directions = min(math.prod(sizes.input_shape), 1024, max(1, sizes.num_unlabeled // 4))
+        return Lautum(sizes.input_shape, sizes.num_classes, weight=weight, components=directions, seed=seed)
     if name == "mutual_information":
         return MutualInformation(sizes.input_shape, sizes.feature_dim, weight=weight, seed=seed)
     if name == "information":

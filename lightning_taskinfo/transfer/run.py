@@ -124,21 +124,24 @@ class _Grid:
         self.methods = [method for method in dict.fromkeys(methods) if method != "scratch"]
         for method in self.methods:
             parse_method(method)
-        given = data.arguments["labels"] if labels is None else labels
-        self.labels = [given] if isinstance(given, int) or labels is None else list(given)
+        rows = data.arguments["labels"]
+        self.given_rows = not isinstance(rows, int)
+        if self.given_rows and labels is not None:
+            raise ValueError("`labels` must be left out where `data` names the labelled rows.")
+        counts = (len(rows) if self.given_rows else rows) if labels is None else labels
+        self.labels = [counts] if isinstance(counts, int) else list(counts)
         if isinstance(seeds, int) and seeds < 1:
             raise ValueError(f"`seeds` must be at least 1, got {seeds}.")
         self.seeds = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
         for argument, values in {"methods": self.methods, "labels": self.labels, "seeds": self.seeds}.items():
             if not values:
                 raise ValueError(f"`{argument}` must not be empty.")
-        if any(not isinstance(count, int) for count in self.labels):
-            raise ValueError("`labels` must be numbers of labels here, got rows: give `data` a number as well.")
 
     def check(self, data: TransferDataModule) -> None:
         """Split once for every number of labels, so that what cannot be is said before anything is trained."""
         for count in self.labels:
-            data.replaced(labels=count, seed=self.seeds[0]).setup()
+            changes = {} if self.given_rows else {"labels": count}
+            data.replaced(seed=self.seeds[0], **changes).setup()
 
     def cells(self, experiment: Experiment) -> dict[str, Cell]:
         """All cells by name, pretraining and scratch first."""

@@ -201,7 +201,10 @@ def _outside(overlap: Mapping[str, Any] | None) -> dict[str, float]:
 
 
 def _data(cell: Cell) -> TransferDataModule:
-    data = TransferDataModule(**{**cell.experiment.data, "labels": cell.labels, "seed": cell.seed})
+    arguments = {**cell.experiment.data, "seed": cell.seed}
+    if isinstance(arguments["labels"], int):  # otherwise the labelled rows are given
+        arguments["labels"] = cell.labels
+    data = TransferDataModule(**arguments)
     data.setup()
     return data
 

@@ -1,0 +1,149 @@
+"""The ready classifier: every method acts in its stage, in both namespaces, and freezing freezes."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_taskinfo._lightning import NAMESPACES
+from lightning_taskinfo.transfer import BACKBONES, CLASSES, PENALTIES, TransferClassifier
+from lightning_taskinfo.transfer.backbones import backbone_name, feature_dim, make_backbone
+from lightning_taskinfo.transfer.methods import acting, check_weights, parse_method
+from lightning_taskinfo.transfer.training import quiet
+from tests.transfer.tiny import tiny_data, tiny_net
+
+SHAPE = (1, 8, 8)
+
+
+def classifier(method="standard", stage="pretrain", data=None, kind=TransferClassifier, **options):
+    torch.manual_seed(0)
+    data = data or tiny_data()
+    data.setup()
+    net = kind(
+        tiny_net(SHAPE), 3, SHAPE, method=method, stage=stage, num_labeled=9, num_unlabeled=len(data.unlabeled),
+        num_indices=data.num_indices, epochs=2, **options,
+    )  # fmt: skip
+    if "lautum" in net.penalties:
+        net.lautum.fit_inputs([data.unlabeled.x.float() / 255])
+    net.add_noise()
+    return net, data.use("pretrain" if stage == "pretrain" else "fine_tune")
+
+
+def fit(net, data, namespace="pytorch_lightning", **options):
+    with quiet():
+        trainer = NAMESPACES[namespace].Trainer(
+            max_epochs=2, logger=False, accelerator="cpu", enable_checkpointing=False, enable_progress_bar=False,
+            enable_model_summary=False, **options,
+        )  # fmt: skip
+        trainer.fit(net, datamodule=data)
+    return trainer
+
+
+@pytest.mark.parametrize(("method", "stage"), [(name, stage) for name, stages in PENALTIES.items() for stage in stages])
+def test_every_method_changes_the_training_of_its_stages(method, stage):
+    plain, penalised = classifier(stage=stage)[0], classifier(method, stage)[0]
+    metrics = fit(penalised, classifier(stage=stage)[1]).callback_metrics
+    fit(plain, classifier(stage=stage)[1])
+    assert f"{method}/penalty" in metrics
+    plain_weight = plain.backbone[1].weight
+    penalised_weight = penalised.backbone[1].weight
+    assert not torch.equal(plain_weight, penalised_weight)
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES)
+def test_the_class_of_each_namespace_runs_in_its_trainer(namespace):
+    net, data = classifier("mk_mmd", kind=CLASSES[namespace])
+    assert isinstance(net, NAMESPACES[namespace].LightningModule)
+    trainer = fit(net, data, namespace)
+    assert {"train_loss", "val_loss", "val_accuracy"} <= trainer.callback_metrics.keys()
+
+
+def test_training_from_scratch_has_no_penalty():
+    assert classifier("lautum+temporal_ensembling+information", "scratch")[0].penalties == ()
+
+
+def test_the_head_alone_is_trained_on_frozen_features():
+    net, data = classifier(stage="fine_tune", fine_tune="linear")
+    before = {name: p.clone() for name, p in net.named_parameters()}
+    net.freeze_for(0)
+    trainer = fit(net, data)
+    assert {n for n, p in net.named_parameters() if not torch.equal(p, before[n])} == {"head.weight", "head.bias"}
+    assert sum(len(group["params"]) for group in trainer.optimizers[0].param_groups) == 2
+    assert not net.backbone[3].training or not list(net.backbone[3].parameters())
+
+
+def test_layers_thaw_from_the_last_to_the_first():
+    net, _ = classifier(stage="fine_tune", fine_tune="layerwise")
+    net.backbone = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    net.epochs = 4
+    trainable = []
+    for epoch in range(4):
+        net.freeze_for(epoch)
+        trainable.append([all(p.requires_grad for p in child.parameters()) for child in net.backbone])
+        assert [child.training for child in net.backbone] == trainable[-1]
+    assert trainable == [[False] * 3, [False, False, True], [False, True, True], [True] * 3]
+    assert len(net.configure_optimizers().param_groups[0]["params"]) == 8  # all of them, frozen now or not
+
+
+def test_variances_of_noisy_weights_have_no_weight_decay():
+    net, _ = classifier("information", weight_decay=0.1)
+    decayed, free = net.configure_optimizers().param_groups
+    assert (decayed["weight_decay"], free["weight_decay"]) == (0.1, 0.0)
+    assert len(decayed["params"]) == len(free["params"]) == 4
+
+
+def test_target_inputs_do_not_move_batch_statistics_while_pretraining():
+    torch.manual_seed(0)
+    net = TransferClassifier(nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64)), 3, SHAPE, method="mk_mmd")
+    x = torch.randn(16, *SHAPE)
+    net.train()._unlabeled_penalties({"unlabeled": x + 5}, net.features(x), torch.zeros(16, 3))
+    assert net.backbone[1].running_mean.abs().max() < 0.2
+
+
+def test_a_label_beyond_the_head_is_named():
+    net, _ = classifier()
+    with pytest.raises(ValueError, match=r"`num_classes` must be above every label, got 3 for label 3: are source and"):
+        net.validation_step((torch.zeros(2, *SHAPE), torch.tensor([0, 3])), 0)
+
+
+@pytest.mark.parametrize("name", BACKBONES)
+def test_backbones_put_out_features_for_any_channels(name):
+    shape = (3, 20, 24)
+    small = {"large_cnn": {"width": 8}, "resnet20": {"width": 4}}.get(name, {})
+    net = BACKBONES[name](shape, **small)
+    assert net(torch.zeros(2, *shape)).shape == (2, feature_dim(net, shape))
+
+
+def test_resnet20_has_its_twenty_layers():
+    net = make_backbone("resnet20", (3, 32, 32))
+    weighted = [m for m in net.modules() if isinstance(m, nn.Conv2d) and m.kernel_size == (3, 3)]
+    assert len(weighted) + 1 == 20  # and the head
+    assert sum(p.numel() for p in net.parameters()) + 650 == 269_722 + 2_752  # the usual count, and the projections
+
+
+def test_names_of_methods():
+    assert parse_method("mutual_information + lautum") == ("lautum", "mutual_information")
+    assert acting("lautum+temporal_ensembling", "fine_tune") == ("temporal_ensembling",)
+    assert check_weights({"lautum": 3.0})["lautum"] == 3.0
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: parse_method("laplace"), "`method` must be made of standard, .* got 'laplace' in 'laplace'"),
+        (lambda: parse_method("lautum+lautum"), "`method` must name each part once"),
+        (lambda: check_weights({"laplace": 1.0}), "`weights` must be for .* got 'laplace'"),
+        (lambda: check_weights({"lautum": -1.0}), "`weights` must not be negative, got -1.0 for 'lautum'"),
+        (lambda: make_backbone("vgg", SHAPE), "`backbone` must be one of mlp, .* got 'vgg'"),
+        (lambda: make_backbone(lambda shape: 3, SHAPE), "`backbone` must make an nn.Module, got int"),
+        (lambda: make_backbone("large_cnn", SHAPE), r"height and width of at least 20, got \(1, 8, 8\)"),
+        (lambda: backbone_name(lambda shape: None), "defined at the top of a module"),
+        (lambda: TransferClassifier("mlp", 1, SHAPE), "`num_classes` must be at least 2, got 1"),
+        (lambda: TransferClassifier("mlp", 2, SHAPE, stage="test"), "`stage` must be .* got 'test'"),
+        (lambda: TransferClassifier("mlp", 2, SHAPE, fine_tune="half"), "`fine_tune` must be .* got 'half'"),
+        (lambda: TransferClassifier("mlp", 2, SHAPE, learning_rate=0.0), "`learning_rate` must be positive, got 0.0"),
+        (lambda: TransferClassifier(nn.Flatten(0), 2, SHAPE), r"`backbone` must put out a tensor \[N, ...\]"),
+    ],
+)
+def test_bad_input(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,246 @@
+"""A whole transfer: the same numbers for the same seed, however often it was killed and wherever it ran."""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_taskinfo.transfer import TransferReport, transfer
+from lightning_taskinfo.transfer.stages import Cell, Stages
+from tests.transfer.tiny import STAGES, tiny_data, tiny_net, tiny_task
+
+METHODS = ["standard", "lautum", "lautum+temporal_ensembling"]
+
+
+def run(folder=None, *, data=None, methods=METHODS, **options):
+    options = {"seeds": 2, "stages": STAGES, **options}
+    return transfer(tiny_net, data or tiny_data(), methods=methods, folder=folder, **options)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("reference")
+    return run(folder), folder
+
+
+def test_every_method_and_seed_is_reported_beside_scratch(reference):
+    report, _ = reference
+    assert report.methods == ["scratch", *METHODS]
+    assert [sorted(report.cell(method, 9)) for method in report.methods] == [[0, 1]] * 4
+    row = report.cell("lautum", 9)[0]
+    assert [point["stage"] for point in row["curves"]] == ["pretrain"] * 2 + ["fine_tune"] * 2
+    assert row["source"]["accuracy"] > 0.5
+    assert report.cell("scratch", 9)[0]["source"] is None
+
+
+def test_the_same_seed_gives_the_same_numbers(reference):
+    assert run().same_as(reference[0])
+
+
+def test_methods_that_pretrain_alike_share_one_pretraining(reference):
+    names = sorted(path.stem for path in (reference[1] / "results").glob("pretrain*"))
+    assert names == [f"pretrain-{kind}-seed{seed}" for kind in ("lautum", "standard") for seed in (0, 1)]
+
+
+def test_a_finished_run_is_read_and_not_repeated(reference):
+    report, folder = reference
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+    assert run(folder).same_as(report)
+    assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+
+
+def test_methods_labels_and_seeds_can_be_added(reference, tmp_path):
+    report, folder = reference
+    grown = shutil.copytree(folder, tmp_path / "grown")
+    more = run(grown, methods=["standard"], seeds=3, labels=[9, 18])
+    assert more.cell("standard", 9)[1] == report.cell("standard", 9)[1]
+    assert sorted(more.cell("standard", 18)) == [0, 1, 2]
+    fresh = run(methods=["standard"], seeds=3, labels=[18])
+    assert more.cell("standard", 18)[0]["test"] == fresh.cell("standard", 18)[0]["test"]
+
+
+def test_a_changed_configuration_is_refused_with_what_differs(reference):
+    _, folder = reference
+    with pytest.raises(ValueError, match=r"(?s)was begun with another.*stages.fine_tune_epochs: 2 there, 3 now"):
+        run(folder, stages=replace(STAGES, fine_tune_epochs=3))
+    with pytest.raises(ValueError, match=r"(?s)data.target.sha256"):
+        run(folder, data=tiny_data(target=tiny_task(5, name="target")))
+
+
+@pytest.mark.parametrize("options", [{"workers": 2}, {"namespace": "lightning.pytorch"}], ids=str)
+def test_other_processes_and_namespaces_give_the_same_numbers(reference, options):
+    assert run(**options).same_as(reference[0])
+
+
+@pytest.mark.slow
+def test_a_dask_cluster_gives_the_same_numbers(reference, tmp_path):
+    distributed = pytest.importorskip("distributed")
+    with (
+        distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster,
+        distributed.Client(cluster) as client,
+    ):
+        assert run(tmp_path, executor=client.get_executor()).same_as(reference[0])
+
+
+def test_labels_of_the_unlabelled_part_never_reach_the_model():
+    """All labels that the split does not give out are turned into others: nothing changes."""
+    task = tiny_task(1, name="target")
+    labels, validation = [*range(9)], [*range(9, 21)]
+    y = task.y_train.copy()
+    y[21:] = (y[21:] + 1) % 3
+    reports = [
+        run(data=tiny_data(target=replace(task, y_train=classes), labels=labels, validation=validation),
+            methods=["lautum+temporal_ensembling", "mutual_information+mk_mmd"], seeds=1)
+        for classes in (task.y_train, y)
+    ]  # fmt: skip
+    assert reports[0].same_as(reports[1])
+    y = task.y_train.copy()
+    y[:9] = (y[:9] + 1) % 3  # those that are given out do change it
+    changed = run(data=tiny_data(target=replace(task, y_train=y), labels=labels, validation=validation), seeds=1)
+    assert not np.isclose(changed.cell("lautum", 9)[0]["test"]["loss"], reports[0].results[0]["test"]["loss"])
+
+
+CHILD = """
+import sys
+from tests.transfer.test_transfer_run import run
+if __name__ == "__main__":
+    run(sys.argv[1], workers=0)
+"""
+
+
+def start(folder, code=CHILD):
+    environment = {**os.environ, "PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([sys.executable, "-c", code, str(folder)], env=environment, stderr=subprocess.PIPE)
+
+
+def test_a_killed_run_continues_from_its_last_epoch_and_ends_the_same(reference, tmp_path):
+    """Killed as soon as the first epoch of the first fine-tuning is on the disk."""
+    child = start(tmp_path)
+    begun = tmp_path / "stages" / "standard-9-seed0" / "progress.json"
+    while not begun.exists():
+        assert child.poll() is None, child.stderr.read().decode()
+        time.sleep(0.001)
+    child.send_signal(signal.SIGKILL)
+    child.communicate()
+    assert run(tmp_path).same_as(reference[0])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_killed_ten_times_ends_the_same(reference, tmp_path):
+    rng, kills = random.Random(0), 0
+    while kills < 10:
+        child = start(tmp_path)
+        while not (tmp_path / "configuration.json").exists():
+            time.sleep(0.01)
+        time.sleep(rng.uniform(3.0, 6.0))  # past the imports: into some epoch or between two
+        if child.poll() is not None:
+            break
+        child.send_signal(signal.SIGKILL)
+        child.communicate()
+        kills += 1
+    assert kills == 10, f"the run ended after {kills} kills"
+    assert run(tmp_path).same_as(reference[0])
+
+
+def test_a_damaged_checkpoint_is_named_and_left(reference, tmp_path):
+    folder = shutil.copytree(reference[1], tmp_path / "damaged")
+    (folder / "results" / "standard-9-seed0.json").unlink()
+    last = folder / "stages" / "standard-9-seed0" / "last.ckpt"
+    last.write_bytes(b"no checkpoint")
+    with pytest.raises(RuntimeError, match=r"standard-9-seed0 failed: .*last.ckpt: not a readable checkpoint"):
+        run(folder)
+    assert last.read_bytes() == b"no checkpoint"
+
+
+def test_information_is_measured_from_the_start_and_from_the_pretrained_weights(reference):
+    rows = reference[0].cell("standard", 9)[0], reference[0].cell("scratch", 9)[0]
+    for row in rows:
+        information = row["information"]
+        assert set(information["after"]["layers"]) == {"backbone.1", "head"}
+        for part in information.values():
+            assert part["total"] == pytest.approx(sum(part["layers"].values()))
+    transferred, scratch = (row["information"] for row in rows)
+    assert transferred["before"]["total"] > scratch["before"]["total"]  # pretraining has moved the weights
+    assert scratch["added"] == scratch["after"]  # it starts at the origin
+    assert transferred["added"]["total"] != transferred["after"]["total"]
+
+
+def test_the_overlap_is_there_with_enough_labels_and_the_onset_with_a_learning_curve():
+    report = run(methods=["standard"], labels=[21, 42], seeds=1, stages=Stages(1, 1))
+    overlap = report.cell("standard", 42)[0]["overlap"]
+    assert overlap["layers"] == ["0", "1", "2", "3"]
+    assert len(overlap["outside"]) == 4
+    assert overlap["onset"] is None or len(overlap["onset"]) == 3
+
+
+def test_csv_files_hold_the_epochs(tmp_path):
+    report = run(tmp_path, methods=["standard"], seeds=1, logger="csv")
+    lines = (tmp_path / "logs" / "standard-9-seed0.csv").read_text().splitlines()
+    assert len(lines) == 3
+    losses = [point["train_loss"] for point in report.cell("standard", 9)[0]["curves"][2:]]
+    column = lines[0].split(",").index("train_loss")
+    assert [float(line.split(",")[column]) for line in lines[1:]] == losses
+
+
+def test_a_saved_report_is_the_same(reference, tmp_path):
+    reference[0].save(tmp_path)
+    assert TransferReport.load(tmp_path / "report.json").same_as(reference[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"methods": ["laplace"]}, "`method` must be made of"),
+        ({"methods": []}, "`methods` must not be empty"),
+        ({"seeds": 0}, "`seeds` must be at least 1, got 0"),
+        ({"labels": []}, "`labels` must not be empty"),
+        ({"labels": [9, 500]}, "`labels` must be between 0 and the 78 samples there are, got 500"),
+        ({"namespace": "keras"}, "`namespace` must be one of .* got 'keras'"),
+        ({"logger": "paper"}, "`logger` must be one of none, csv, .* got 'paper'"),
+        ({"data": tiny_data(target="nowhere")}, "'nowhere' was not found"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_written(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path / "out", **options)
+    assert not list((tmp_path / "out").rglob("*.pt"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"pretrain_epochs": 0}, "`pretrain_epochs` must be at least 1, got 0"),
+        ({"learning_rate": 0.0}, "`learning_rate` must be positive, got 0.0"),
+        ({"weight_decay": -1.0}, "`weight_decay` must not be negative, got -1.0"),
+        ({"fine_tune": "half"}, "`fine_tune` must be 'full', .* got 'half'"),
+    ],
+)
+def test_bad_stages(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Stages(**arguments)
+
+
+def test_the_initial_weights_depend_on_the_seed_alone(reference):
+    """Pretraining and scratch start from the same backbone, whatever the method."""
+    from lightning_taskinfo.transfer.stages import Experiment, _data, _module
+
+    experiment = Experiment(reference[1], tiny_net, tiny_data().arguments, STAGES)
+    starts = [
+        _module(cell, _data(cell), 3).backbone[1].weight
+        for cell in (
+            Cell(experiment, "pretrain", "lautum", 9, 0),
+            Cell(experiment, "scratch", "scratch", 9, 0),
+            Cell(experiment, "scratch", "scratch", 9, 1),
+        )
+    ]
+    assert torch.equal(starts[0], starts[1])
+    assert not torch.equal(starts[0], starts[2])
