@@ -71,7 +71,7 @@ def to_html(report: "TransferReport", confidence: float, figures: Mapping[str, "
 <h1>{title}</h1>
 {body}
 </main>
-<footer>Report of a transfer experiment, written by lightning-taskinfo {escape(lightning_taskinfo.__version__)}.</footer>
+<footer>Report of a transfer experiment, by lightning-taskinfo {escape(lightning_taskinfo.__version__)}.</footer>
 </body>
 </html>
 """
