@@ -165,6 +165,13 @@ def test_same_as_forgives_timings_and_order_alone():
     assert not one.same_as(other)
 
 
+def test_what_is_left_out_or_none_is_filled_in():
+    bare = minimal("lautum", 50, 0, 0.5)
+    filled = TransferReport([{**bare, "curves": None, "seconds": None, "source": None}], {})
+    assert filled == TransferReport([bare], {})
+    assert (filled.results[0]["curves"], filled.results[0]["seconds"]) == ([], {})
+
+
 def test_keeps_what_it_was_given():
     rows = [result()]
     experiment = TransferReport(rows, {})
@@ -184,6 +191,10 @@ def test_keeps_what_it_was_given():
         ({"seed": -1}, "`seed` must be a whole number of at least 0, got -1"),
         ({"method": ""}, "`method` must be a name, got ''"),
         ({"curves": [{"epoch": 1}]}, "`curves` must have a stage and an epoch at each point, got {'epoch': 1}"),
+        ({"curves": [1]}, "`curves` must have a stage and an epoch at each point, got 1"),
+        ({"information": {"after": 3.0}}, "`information` must hold total and layers for 'after', got 3.0"),
+        ({"fisher_trace": {"after": {"total": 1.0}}}, "`fisher_trace` must hold total and layers for 'after'"),
+        ({"overlap": {"layers": ["a"], "outside": [0.5]}}, "`overlap` must hold as many shares and standard errors"),
         ({"accuracy": 0.5}, "`results` may have the keys"),
         ({"test": {"accuracy": torch.tensor(0.5), "loss": 1.0}}, "`results` must hold plain JSON-like values"),
     ],
@@ -204,6 +215,8 @@ def test_refuses_nothing_and_twice_the_same():
         TransferReport([], {})
     with pytest.raises(ValueError, match=r"got two \(lautum, 50 labels, seed 0\)"):
         TransferReport([result(), result()], {})
+    with pytest.raises(ValueError, match="`results` must hold dicts, got 1"):
+        TransferReport([1], {})
     with pytest.raises(ValueError, match="`configuration` must be a dict, got None"):
         TransferReport([result()], None)
     with pytest.raises(ValueError, match="`confidence` must be between 0 and 1, got 95"):
