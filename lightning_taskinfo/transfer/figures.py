@@ -86,7 +86,8 @@ def plot_learning_curves(
         title, scale = VALUES.get(value, (value, 1))
         for ax, labels in zip(axes_row, counts, strict=True):
             for method in report.methods:
-                _band(ax, report, method, labels, stages, value, scale, styles[method])
+                points = _by_epoch(report.cell(method, labels).values(), stages, value, scale)
+                _band(ax, points, method, styles[method])
             _tidy(ax)
         axes_row[0].set_ylabel(title)
     for ax, labels in zip(axes[0], counts, strict=True):
@@ -172,25 +173,22 @@ def _interval(ax: "Axes", interval: Interval, seeds: list[float], y: float, colo
     ax.plot([sum(seeds) / len(seeds)], [y], "o", color=color, markersize=6)
 
 
-def _band(
-    ax: "Axes",
-    report: "TransferReport",
-    method: str,
-    labels: int,
-    stages: Sequence[str],
-    value: str,
-    scale: float,
-    style: dict[str, Any],
-) -> None:
-    """Mean over seeds by epoch, and the range; a curve that is not finite ends there."""
+def _by_epoch(
+    rows: Iterable[dict[str, Any]], stages: Sequence[str], value: str, scale: float
+) -> dict[int, list[float]]:
+    """Values of all seeds by epoch; what is missing or not finite is left out."""
     points: dict[int, list[float]] = {}
-    for row in report.cell(method, labels).values():
-        for point in row["curves"]:
-            if point["stage"] in stages and point.get(value) is not None and math.isfinite(point[value]):
-                points.setdefault(point["epoch"], []).append(scale * point[value])
-    epochs = sorted(points)
-    ax.plot(epochs, [sum(points[e]) / len(points[e]) for e in epochs], label=method, linewidth=1.5, **style)
-    low, high = [min(points[e]) for e in epochs], [max(points[e]) for e in epochs]
+    for point in (point for row in rows for point in row["curves"]):
+        if point["stage"] in stages and point.get(value) is not None and math.isfinite(point[value]):
+            points.setdefault(point["epoch"], []).append(scale * point[value])
+    return dict(sorted(points.items()))
+
+
+def _band(ax: "Axes", points: dict[int, list[float]], label: str, style: dict[str, Any]) -> None:
+    """Mean over seeds by epoch, and the range."""
+    epochs, seeds = list(points), points.values()
+    ax.plot(epochs, [sum(values) / len(values) for values in seeds], label=label, linewidth=1.5, **style)
+    low, high = [min(values) for values in seeds], [max(values) for values in seeds]
     ax.fill_between(epochs, low, high, color=style["color"], alpha=0.12, linewidth=0)
 
 
