@@ -39,6 +39,7 @@ if TYPE_CHECKING:  # what type checkers see; `tests/test_import.py` keeps it equ
     from lightning_taskinfo.transfer.overlap import FeatureOverlap as FeatureOverlap
     from lightning_taskinfo.transfer.overlap import feature_overlap as feature_overlap
     from lightning_taskinfo.transfer.report import TransferReport as TransferReport
+    from lightning_taskinfo.transfer.wandb_report import log_to_wandb as log_to_wandb
     from lightning_taskinfo.variational import add_weight_noise as add_weight_noise
     from lightning_taskinfo.variational import plain_state_dict as plain_state_dict
     from lightning_taskinfo.variational import remove_weight_noise as remove_weight_noise
@@ -76,6 +77,7 @@ _EXPORTS = {  # public name -> the module that defines it, imported when the nam
     "estimate_mutual_information": "regularizers",
     "feature_overlap": "transfer.overlap",
     "frozen_batchnorm_statistics": "regularizers",
+    "log_to_wandb": "transfer.wandb_report",
     "observing": "_observe",
     "plain_state_dict": "variational",
     "post_distribution": "distributions",

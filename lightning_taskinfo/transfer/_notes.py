@@ -5,11 +5,22 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from lightning_taskinfo.transfer.report import Comparison, TransferReport
 
-FIGURES = {  # file name -> what it shows
+CAPTIONS = {  # name of the figure's file -> what it shows; `information_50` is that with 50 labels
     "accuracy": "Accuracy on the target test set, by method and number of target labels",
-    "curves": "Learning curves on the target, mean over seeds",
+    "curves": "Learning curves on the target's validation set, by method and number of target labels",
     "information": "Information in the weights by layer, before and after fine-tuning",
 }
+
+
+def caption(name: str) -> str:
+    """Return what a figure shows, by the name of its file.
+
+    Example:
+        >>> caption("information_50")
+        'Information in the weights by layer, before and after fine-tuning, with 50 target labels'
+    """
+    kind, _, labels = name.partition("_")
+    return CAPTIONS[kind] + (f", with {labels} target labels" if labels else "")
 
 
 def findings(report: "TransferReport", confidence: float) -> list[str]:

@@ -36,7 +36,7 @@ def checked_results(results: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Any
     Raises:
         ValueError: If there is none, two are of the same cell, or one has a key too many, too few or of a wrong kind.
     """
-    rows = tuple(_checked(dict(row)) for row in plain(list(results), "results"))
+    rows = tuple(_checked(row) for row in plain(list(results), "results"))
     if not rows:
         raise ValueError("`results` must hold at least one result, got none.")
     seen: set[Cell] = set()
@@ -61,7 +61,9 @@ def without_timings(results: Iterable[Mapping[str, Any]]) -> dict[Cell, str]:
     }
 
 
-def _checked(row: dict[str, Any]) -> dict[str, Any]:
+def _checked(row: Any) -> dict[str, Any]:
+    if not isinstance(row, dict):
+        raise ValueError(f"`results` must hold dicts, got {row!r}.")
     if missing := [key for key in REQUIRED if key not in row]:
         raise ValueError(f"`results` must have the keys {list(REQUIRED)}, got none for {missing[0]!r}.")
     if unknown := [key for key in row if key not in REQUIRED and key not in OPTIONAL]:
@@ -71,13 +73,14 @@ def _checked(row: dict[str, Any]) -> dict[str, Any]:
     for key, least in (("labels", 1), ("seed", 0)):
         if not _is(row[key], int) or row[key] < least:
             raise ValueError(f"`{key}` must be a whole number of at least {least}, got {row[key]!r} in {_name(row)}.")
-    row = {**{key: plain(value, key) for key, value in OPTIONAL.items()}, **row}
+    row |= {key: plain(value, key) for key, value in OPTIONAL.items() if row.get(key) is None}
     for part in ("test", "validation", "source"):
         if part == "test" or row[part] is not None:
             _check_risk(row, part)
     for point in row["curves"]:
-        if not {"stage", "epoch"} <= point.keys():
+        if not isinstance(point, dict) or not {"stage", "epoch"} <= point.keys():
             raise ValueError(f"`curves` must have a stage and an epoch at each point, got {point} in {_name(row)}.")
+    _check_measurements(row)
     return row
 
 
@@ -88,6 +91,18 @@ def _check_risk(row: dict[str, Any], part: str) -> None:
             raise ValueError(f"`{part}` must hold a number for {key!r}, got {row[part]!r} in {_name(row)}.")
     if not 0 <= values["accuracy"] <= 1:
         raise ValueError(f"`{part}` must hold an accuracy between 0 and 1, got {values['accuracy']} in {_name(row)}.")
+
+
+def _check_measurements(row: dict[str, Any]) -> None:
+    for part in ("information", "fisher_trace"):
+        for moment, values in (row[part] or {}).items():
+            if values is not None and not (isinstance(values, dict) and {"total", "layers"} <= values.keys()):
+                raise ValueError(f"`{part}` must hold total and layers for {moment!r}, got {values!r} in {_name(row)}.")
+    overlap = row["overlap"]
+    if overlap and len({len(overlap.get(key, ())) for key in ("layers", "outside", "standard_error")}) != 1:
+        raise ValueError(
+            f"`overlap` must hold as many shares and standard errors as layers, got {overlap} in {_name(row)}."
+        )
 
 
 def _is(value: Any, kind: Any) -> bool:

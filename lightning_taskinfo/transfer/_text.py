@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lightning_taskinfo.transfer._notes import FIGURES, findings, notes
+from lightning_taskinfo.transfer._notes import caption, findings, notes
 
 if TYPE_CHECKING:
     from lightning_taskinfo.transfer.report import TransferReport
@@ -87,7 +87,7 @@ def to_markdown(report: "TransferReport", confidence: float, figures: Iterable[s
         f"# {_escaped(report.name)}",
         "\n".join(f"- {_escaped(line)}" for line in findings(report, confidence)),
         _markdown(main),
-        *(f"![{FIGURES[name]}]({name}.png)" for name in figures),
+        *(f"![{caption(name)}]({name}.png)" for name in figures),
         *(["## What the networks hold", _markdown(information)] if information else []),
         *(["## Before fine-tuning: what the features miss", _markdown(overlap)] if overlap else []),
         "## What the numbers mean, and what not",

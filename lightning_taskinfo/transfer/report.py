@@ -3,12 +3,16 @@
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_taskinfo._files import atomic_write, read_json, write_json
 from lightning_taskinfo.transfer._results import checked_results, plain, without_timings
 from lightning_taskinfo.transfer.statistics import Interval, Verdict, mean_interval, paired_gain
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Measure = Literal["error", "loss"]
 BASELINES = ("scratch", "standard")
@@ -155,22 +159,47 @@ class TransferReport:
 
         return to_terminal(self, confidence, width)
 
+    def to_html(self, confidence: float = 0.95) -> str:
+        """Return the report as one page that needs nothing else: no script, no request, figures inside."""
+        from lightning_taskinfo.transfer._html import to_html
+
+        return to_html(self, confidence, self.figures(confidence))
+
+    def figures(self, confidence: float = 0.95) -> dict[str, "Figure"]:
+        """Return every figure for which there are numbers, by the name of its file; none without matplotlib."""
+        from lightning_taskinfo.transfer.figures import draw_all
+
+        return draw_all(self, confidence=confidence) if find_spec("matplotlib") else {}
+
     def save(self, folder: str | os.PathLike[str], *, confidence: float = 0.95) -> dict[str, Path]:
-        """Write ``report.json`` and ``report.md``, each of them whole or not at all.
+        """Write ``report.json``, ``report.md``, ``report.html`` and the figures, each of them whole or not at all.
 
         Args:
-            folder: Made where missing; reports of the same names are replaced.
+            folder: Made where missing; files of the same names are replaced.
             confidence: Probability that an interval covers.
 
         Returns:
-            The written files by what they are.
+            The written files by name, ``"report.json"`` last; without matplotlib there are no figures.
         """
-        files = {kind: Path(folder) / f"report.{suffix}" for kind, suffix in (("json", "json"), ("markdown", "md"))}
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        with atomic_write(files["markdown"], "w") as file:
-            file.write(self.to_markdown(confidence))
-        write_json(files["json"], {"name": self.name, "configuration": self.configuration, "results": self.results})
-        return files
+        from lightning_taskinfo.transfer._html import to_html
+
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        figures = self.figures(confidence)
+        for name, figure in figures.items():
+            with atomic_write(folder / f"{name}.png") as file:
+                figure.savefig(file, format="png", dpi=150)
+            figure.set_layout_engine("none")  # it is laid out now, which takes longer than drawing
+        pages = {
+            "report.md": self.to_markdown(confidence, figures=figures),
+            "report.html": to_html(self, confidence, figures),
+        }
+        for name, text in pages.items():
+            with atomic_write(folder / name, "w") as file:
+                file.write(text)
+        values = {"name": self.name, "configuration": self.configuration, "results": self.results}
+        write_json(folder / "report.json", values)
+        return {name: folder / name for name in (*(f"{name}.png" for name in figures), *pages, "report.json")}
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "TransferReport":

@@ -1,0 +1,161 @@
+"""Figures show the numbers of the report, whatever is missing in it."""
+
+import sys
+
+import pytest
+
+from lightning_taskinfo.plotting import figure_pixels
+from lightning_taskinfo.transfer.figures import (
+    draw_all,
+    layer_information,
+    plot_accuracy,
+    plot_information,
+    plot_learning_curves,
+)
+from lightning_taskinfo.transfer.report import TransferReport
+from tests.transfer.results import LAYERS, METHODS, minimal, report, result
+
+
+def means_drawn(ax):
+    """Accuracies of the large dots, by the row they lie in."""
+    dots = [line for line in ax.lines if line.get_marker() == "o" and len(line.get_xdata())]
+    return {(round(dot.get_ydata()[0], 3)): dot.get_xdata()[0] for dot in dots}
+
+
+def test_accuracy_has_means_intervals_and_seeds():
+    experiment = report(METHODS[:3], labels=(50,), seeds=3)
+    _, ax = plot_accuracy(experiment, confidence=0.9)
+    table = experiment.table(0.9)
+    assert means_drawn(ax) == pytest.approx({i: 100 * row["accuracy"] for i, row in enumerate(table)})
+    bars = [line.get_xdata() for line in ax.lines if line.get_linestyle() == "-" and len(line.get_xdata()) == 2]
+    assert [list(bar) for bar in bars] == [
+        pytest.approx([100 * row["accuracy_low"], 100 * row["accuracy_high"]]) for row in table
+    ]
+    strokes = [line.get_xdata() for line in ax.lines if line.get_marker() == "|"]
+    assert [len(stroke) for stroke in strokes] == [3, 3, 3]
+    assert [text.get_text() for text in ax.get_yticklabels()] == list(METHODS[:3])
+    assert "50 target labels" in ax.get_xlabel()
+
+
+def test_accuracy_with_one_seed_has_no_bars():
+    _, ax = plot_accuracy(report(METHODS[:2], labels=(50, 100), seeds=1))
+    assert len(means_drawn(ax)) == 4
+    assert not [line for line in ax.lines if line.get_linestyle() == "-" and len(line.get_xdata()) == 2]
+    assert ax.get_title(loc="left") == "one seed, no interval"
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["50", "100"]
+
+
+def test_accuracy_leaves_missing_cells_empty():
+    rows = [minimal("scratch", 50, 0, 0.5), minimal("lautum", 100, 0, 0.6)]
+    _, ax = plot_accuracy(TransferReport(rows, {}))
+    assert sorted(means_drawn(ax).values()) == pytest.approx([50, 60])
+
+
+def test_draws_on_given_axes():
+    from matplotlib.figure import Figure
+
+    given = Figure().subplots()
+    fig, ax = plot_accuracy(report(), ax=given)
+    assert ax is given
+    assert fig is given.figure
+
+
+def test_curves_are_means_with_ranges():
+    experiment = report(METHODS[:3], labels=(50, 100), seeds=3)
+    _, axes = plot_learning_curves(experiment)
+    assert [[ax.get_title() for ax in row] for row in axes] == [["50 target labels", "100 target labels"], ["", ""]]
+    for column, labels in enumerate((50, 100)):
+        for line, band, method in zip(axes[0][column].lines, axes[0][column].collections, METHODS, strict=False):
+            cell = experiment.cell(method, labels).values()
+            last = [100 * row["curves"][-1]["val_accuracy"] for row in cell]
+            assert line.get_label() == method
+            assert line.get_xdata()[-1] == 8
+            assert line.get_ydata()[-1] == pytest.approx(sum(last) / 3)
+            at_the_end = [y for x, y in band.get_paths()[0].vertices if x == 8]
+            assert (min(at_the_end), max(at_the_end)) == pytest.approx((min(last), max(last)))
+
+
+def test_curves_skip_what_is_missing_and_what_is_not_a_number():
+    rows = [result("scratch"), result("lautum"), minimal("standard", 50, 0, 0.5)]
+    rows[1]["curves"][5]["val_accuracy"] = float("nan")
+    rows[1]["curves"][6]["val_accuracy"] = None
+    _, axes = plot_learning_curves(TransferReport(rows, {}))
+    assert {line.get_label(): len(line.get_xdata()) for line in axes[0][0].lines} == {
+        "scratch": 8,
+        "standard": 0,
+        "lautum": 6,
+    }
+
+
+def test_curves_of_pretraining():
+    _, axes = plot_learning_curves(report(), stages=["pretrain"], values=["train_loss"])
+    assert [len(line.get_xdata()) for line in axes[0][0].lines] == [0, 4, 4]
+
+
+def test_information_is_by_layer_and_moment():
+    experiment = report(METHODS[:3], labels=(50, 100), seeds=2)
+    _, axes = plot_information(experiment, 100)
+    assert [ax.get_title() for ax in axes] == list(METHODS[:3])
+    assert [text.get_text() for text in axes[0].get_yticklabels()] == list(LAYERS)
+    marks = {line.get_label(): line for line in axes[2].lines if line.get_marker() != "None"}
+    cell = experiment.cell("lautum", 100).values()
+    for moment, label in {"before": "before fine-tuning", "after": "after", "added": "added by fine-tuning"}.items():
+        expected = [sum(row["information"][moment]["layers"][name] for row in cell) / 2 for name in LAYERS]
+        assert list(marks[label].get_xdata()) == pytest.approx(expected)
+    low, high = axes[0].get_xlim()
+    assert low < min(marks["added by fine-tuning"].get_xdata())
+    assert high > max(marks["after"].get_xdata())
+
+
+def test_information_leaves_out_what_was_not_measured():
+    experiment = report(METHODS[:2])
+    assert layer_information(experiment, "scratch", 50).keys() == {"after"}
+    _, axes = plot_information(experiment)
+    assert {line.get_label(): len(line.get_xdata()) for line in axes[0].lines} == {
+        "before fine-tuning": 0,
+        "after": 4,
+        "added by fine-tuning": 0,
+    }
+
+
+def test_information_near_zero_and_not_finite_can_be_drawn():
+    row = result()
+    row["information"]["added"]["layers"] = {"head": 0.0, "backbone.conv1": float("nan")}
+    fig, (ax,) = plot_information(TransferReport([row], {}))
+    assert ax.get_xlim()[0] == 0
+    assert figure_pixels(fig).float().std() > 0
+
+
+@pytest.mark.parametrize(
+    ("experiment", "names"),
+    [
+        (report(METHODS[:2], (50, 100), 1), ["accuracy", "curves", "information_50", "information_100"]),
+        (report(METHODS[:2], (50,), 1, measured=False), ["accuracy", "curves"]),
+        (TransferReport([minimal("lautum", 50, 0, 0.5)], {}), ["accuracy"]),
+    ],
+    ids=["all", "no information", "accuracy alone"],
+)
+def test_draws_what_there_is(experiment, names):
+    figures = draw_all(experiment)
+    assert list(figures) == names
+    assert "matplotlib.pyplot" not in sys.modules or not sys.modules["matplotlib.pyplot"].get_fignums()
+
+
+@pytest.mark.parametrize("count", [2, 8, 12])
+def test_methods_can_be_told_apart(count):
+    names = [*METHODS, "a", "b", "c", "d"][:count]
+    _, axes = plot_learning_curves(report(names, seeds=1))
+    looks = {(line.get_color(), line.get_linestyle()) for line in axes[0][0].lines}
+    assert len(looks) == count
+
+
+def test_refuses_what_is_not_there():
+    experiment = TransferReport([minimal("lautum", 50, 0, 0.5)], {})
+    with pytest.raises(
+        ValueError, match=r"`report` must hold curves of the stages \['fine_tune', 'scratch'\], got none"
+    ):
+        plot_learning_curves(experiment)
+    with pytest.raises(
+        ValueError, match="`labels` must be a number of labels at which information was measured, got 50"
+    ):
+        plot_information(experiment)

@@ -1,0 +1,66 @@
+"""The summary run has table, images and numbers, as the terminal tool reads them from an offline run."""
+
+import json
+import math
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from packaging.version import Version
+
+from lightning_taskinfo.transfer.report import TransferReport
+from lightning_taskinfo.transfer.wandb_report import log_to_wandb
+from tests.transfer.results import METHODS, minimal, report
+
+
+def inspect(run, *options):
+    """Return what the terminal tool prints of a run."""
+    if Version(version("wandb")) < Version("0.31"):
+        pytest.skip("`wandb leet inspect --json`, with which the run is read, came with wandb 0.31")
+    command = [Path(sys.executable).with_name("wandb"), "leet", "inspect", "--json", *options, run]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch):
+    monkeypatch.setenv("WANDB_SILENT", "true")
+
+
+def test_the_run_has_table_images_numbers_and_its_group(tmp_path):
+    import wandb
+
+    experiment = report(METHODS[:2], seeds=2, measured=False)
+    with wandb.init(mode="offline", dir=tmp_path / "other", project="other") as another:
+        run = log_to_wandb(experiment, project="test", group="mine", mode="offline", save_dir=tmp_path / "new")
+        another.log({"still": 1})
+    assert run.parent == tmp_path / "new" / "wandb"
+    records = [json.loads(line) for line in inspect(run).splitlines()]
+    (item,) = [record["history"]["item"] for record in records if record["type"] == "history"]
+    (about,) = [record["run"] for record in records if record["type"] == "run"]
+    assert (about["project"], about["run_group"], about["job_type"]) == ("test", "mine", "summary")
+    rows = experiment.table()
+    assert item["standard/50_labels/accuracy"] == pytest.approx(rows[1]["accuracy"])
+    assert item["standard/50_labels/over_scratch_error_low"] == pytest.approx(rows[1]["over_scratch_error_low"])
+    assert "scratch/50_labels/over_scratch_error" not in item
+    for name in ("accuracy", "curves"):
+        assert (run / "files" / item[f"figures/{name}.path"]).read_bytes().startswith(b"\x89PNG")
+        assert item[f"figures/{name}.width"] >= 700  # or the text cannot be read
+    table = json.loads((run / "files" / item["results.path"]).read_text())
+    assert table["columns"] == list(rows[0])
+    assert [row[:2] for row in table["data"]] == [[50, "scratch"], [50, "standard"]]
+    assert table["data"][1][list(rows[0]).index("over_scratch_error_verdict")] == rows[1]["over_scratch_error_verdict"]
+
+
+def test_the_summary_of_a_bare_report(tmp_path):
+    experiment = TransferReport([minimal("lautum", 50, 0, 0.625, loss=math.nan)], {"pair": "a→b"}, "bare")
+    run = log_to_wandb(experiment, project="test", mode="offline", save_dir=tmp_path)
+    seen = json.loads(inspect(run, "--summary"))
+    assert (seen["name"], seen["config"]) == ("bare: summary", {"pair": "a→b"})
+    numbers = {key: value for key, value in seen["summary"].items() if key.startswith("lautum/")}
+    assert numbers == {
+        "lautum/50_labels/seeds": 1,
+        "lautum/50_labels/accuracy": 0.625,
+        "lautum/50_labels/loss": "NaN",
+    }
