@@ -8,7 +8,7 @@ from concurrent.futures import Executor
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lightning_taskinfo.cli._progress import TransferProgress
 from lightning_taskinfo.transfer import BACKBONES, Stages, TransferDataModule, TransferReport
@@ -110,7 +110,7 @@ def _written(report: TransferReport, out: Path, logger: LoggerKind, project: str
     if logger.startswith("wandb"):
         from lightning_taskinfo.transfer.wandb_report import log_to_wandb
 
-        mode = "offline" if logger == "wandb-offline" else "online"
+        mode: Literal["online", "offline"] = "offline" if logger == "wandb-offline" else "online"
         run = log_to_wandb(
             report, project=project, group=report.configuration["group"], mode=mode, save_dir=out / "logs"
         )

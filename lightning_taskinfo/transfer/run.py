@@ -108,13 +108,24 @@ def transfer(
     with TemporaryDirectory() as temporary:
         place = Path(temporary if folder is None else folder)
         claim_folder(place, configuration)
-        log = RunLog(logger, project, _group(title, place, folder is None), place / "logs", namespace)
+        group = group_name(title, folder) if folder is not None else f"{title} {uuid.uuid4().hex[:6]}"
+        log = RunLog(logger, project, group, place / "logs", namespace)
         experiment = Experiment(place, model, data.arguments, stages, weights, log, namespace, accelerator)
         cells = grid.cells(experiment)
         if on_plan is not None:
             on_plan([*cells.values()])
         results = _run(cells, place, executor, workers, on_done)
-    return TransferReport(_rows(cells, results, stages), {**configuration, "group": log.group}, title)
+    return TransferReport(_rows(cells, results, stages), configuration, title)
+
+
+def group_name(title: str, folder: str | os.PathLike[str]) -> str:
+    """Return the group in Weights & Biases of an experiment and its folder.
+
+    Example:
+        >>> group_name("digits → letters", "runs/first")
+        'digits → letters (first)'
+    """
+    return f"{title} ({Path(folder).name})"
 
 
 class _Grid:
@@ -210,8 +221,3 @@ def _row(cell: Cell, own: Any, source: Any, scratch: Mapping[int, float], stages
 def _curve_row(stage: str, row: Mapping[str, float]) -> dict[str, Any]:
     kept = {key: row[key] for key in ("epoch", "train_loss", "val_loss", "val_accuracy") if key in row}
     return {"stage": stage, **kept}
-
-
-def _group(title: str, place: Path, nameless: bool) -> str:
-    """The group of a folder is always the same, that of a run without one never."""
-    return f"{title} {uuid.uuid4().hex[:6]}" if nameless else f"{title} ({place.name})"

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from lightning_taskinfo.transfer import TransferReport, transfer
+from lightning_taskinfo.transfer._results import without_timings
 from lightning_taskinfo.transfer.stages import Cell, Stages
 from tests.transfer.tiny import STAGES, tiny_data, tiny_net, tiny_task
 
@@ -21,7 +22,7 @@ METHODS = ["standard", "lautum", "lautum+temporal_ensembling"]
 
 
 def run(folder=None, *, data=None, methods=METHODS, **options):
-    options = {"seeds": 2, "stages": STAGES, **options}
+    options = {"seeds": 1, "stages": STAGES, **options}
     return transfer(tiny_net, data or tiny_data(), methods=methods, folder=folder, **options)
 
 
@@ -34,10 +35,11 @@ def reference(tmp_path_factory):
 def test_every_method_and_seed_is_reported_beside_scratch(reference):
     report, _ = reference
     assert report.methods == ["scratch", *METHODS]
-    assert [sorted(report.cell(method, 9)) for method in report.methods] == [[0, 1]] * 4
+    assert [sorted(report.cell(method, 9)) for method in report.methods] == [[0]] * 4
     row = report.cell("lautum", 9)[0]
     assert [point["stage"] for point in row["curves"]] == ["pretrain"] * 2 + ["fine_tune"] * 2
-    assert row["source"]["accuracy"] > 0.5
+    assert row["curves"][1]["train_loss"] < row["curves"][0]["train_loss"]
+    assert row["source"]["loss"] > 0
     assert report.cell("scratch", 9)[0]["source"] is None
 
 
@@ -47,7 +49,7 @@ def test_the_same_seed_gives_the_same_numbers(reference):
 
 def test_methods_that_pretrain_alike_share_one_pretraining(reference):
     names = sorted(path.stem for path in (reference[1] / "results").glob("pretrain*"))
-    assert names == [f"pretrain-{kind}-seed{seed}" for kind in ("lautum", "standard") for seed in (0, 1)]
+    assert names == ["pretrain-lautum-seed0", "pretrain-standard-seed0"]
 
 
 def test_a_finished_run_is_read_and_not_repeated(reference):
@@ -60,10 +62,10 @@ def test_a_finished_run_is_read_and_not_repeated(reference):
 def test_methods_labels_and_seeds_can_be_added(reference, tmp_path):
     report, folder = reference
     grown = shutil.copytree(folder, tmp_path / "grown")
-    more = run(grown, methods=["standard"], seeds=3, labels=[9, 18])
-    assert more.cell("standard", 9)[1] == report.cell("standard", 9)[1]
-    assert sorted(more.cell("standard", 18)) == [0, 1, 2]
-    fresh = run(methods=["standard"], seeds=3, labels=[18])
+    more = run(grown, methods=["standard"], seeds=2, labels=[9, 18])
+    assert more.cell("standard", 9)[0]["test"] == report.cell("standard", 9)[0]["test"]
+    assert sorted(more.cell("standard", 18)) == [0, 1]
+    fresh = run(methods=["standard"], labels=[18])
     assert more.cell("standard", 18)[0]["test"] == fresh.cell("standard", 18)[0]["test"]
 
 
@@ -101,7 +103,7 @@ def test_labels_of_the_unlabelled_part_never_reach_the_model():
             methods=["lautum+temporal_ensembling", "mutual_information+mk_mmd"], seeds=1)
         for classes in (task.y_train, y)
     ]  # fmt: skip
-    assert reports[0].same_as(reports[1])
+    assert without_timings(reports[0].results) == without_timings(reports[1].results)
     y = task.y_train.copy()
     y[:9] = (y[:9] + 1) % 3  # those that are given out do change it
     changed = run(data=tiny_data(target=replace(task, y_train=y), labels=labels, validation=validation), seeds=1)

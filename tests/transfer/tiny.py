@@ -6,7 +6,7 @@ from torch import nn
 from lightning_taskinfo.data import ArrayData
 from lightning_taskinfo.transfer import Stages, TransferDataModule
 
-STAGES = Stages(pretrain_epochs=2, fine_tune_epochs=2, learning_rate=3e-3)
+STAGES = Stages(pretrain_epochs=2, fine_tune_epochs=2, learning_rate=0.02)
 
 
 def tiny_task(seed=0, *, classes=3, samples=90, size=8, channels=1, name="tiny"):
