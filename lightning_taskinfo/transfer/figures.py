@@ -121,8 +121,8 @@ def plot_information(report: "TransferReport", labels: int | None = None) -> tup
     if not means:
         raise ValueError(f"`labels` must be a number of labels at which information was measured, got {labels}.")
     layers = list(dict.fromkeys(name for moments in means.values() for values in moments.values() for name in values))
-    columns = min(4, len(means))
-    rows = math.ceil(len(means) / columns)
+    rows = math.ceil(len(means) / 4)
+    columns = math.ceil(len(means) / rows)
     grid = _grid(rows, columns, 2.2 + 2.0 * columns, 0.9 + rows * (0.6 + 0.24 * len(layers)), sharex=True, sharey=True)
     axes = [ax for axes_row in grid for ax in axes_row]
     for ax in axes[len(means) :]:

@@ -123,6 +123,7 @@ def test_information_near_zero_and_not_finite_can_be_drawn():
     row["information"]["added"]["layers"] = {"head": 0.0, "backbone.conv1": float("nan")}
     fig, (ax,) = plot_information(TransferReport([row], {}))
     assert ax.get_xlim()[0] == 0
+    assert [list(line.get_xdata()) for line in ax.lines if line.get_label() == "added by fine-tuning"] == [[0.0]]
     assert figure_pixels(fig).float().std() > 0
 
 
@@ -138,6 +139,8 @@ def test_information_near_zero_and_not_finite_can_be_drawn():
 def test_draws_what_there_is(experiment, names):
     figures = draw_all(experiment)
     assert list(figures) == names
+    for name in names[2:]:
+        assert f"({name.removeprefix('information_')} target labels)" in figures[name].get_suptitle()
     assert "matplotlib.pyplot" not in sys.modules or not sys.modules["matplotlib.pyplot"].get_fignums()
 
 
