@@ -13,6 +13,7 @@ from typing import Any, Literal
 from lightning_taskinfo.cli._progress import TransferProgress
 from lightning_taskinfo.transfer import BACKBONES, Stages, TransferDataModule, TransferReport
 from lightning_taskinfo.transfer import transfer as run_transfer
+from lightning_taskinfo.transfer.run import group_name
 from lightning_taskinfo.transfer.runlog import LoggerKind
 
 
@@ -70,6 +71,7 @@ def transfer(
     Raises:
         ValueError: If an argument is out of its domain, or the folder belongs to another configuration.
     """
+    os.environ.setdefault("WANDB_SILENT", "true")  # many runs, one terminal
     source, target = _pair(pair)
     data = TransferDataModule(
         source,
@@ -106,13 +108,13 @@ def transfer(
 def _written(report: TransferReport, out: Path, logger: LoggerKind, project: str) -> str:
     """Save the report, give it to Weights & Biases, and say where everything is."""
     files = report.save(out / "report")
-    lines = [report.to_terminal(), "", f"Report:      {files.get('html', files['json'])}"]
+    lines = [report.to_terminal(), "", f"Report:      {files['report.html']}"]
     if logger.startswith("wandb"):
         from lightning_taskinfo.transfer.wandb_report import log_to_wandb
 
         mode: Literal["online", "offline"] = "offline" if logger == "wandb-offline" else "online"
         run = log_to_wandb(
-            report, project=project, group=report.configuration["group"], mode=mode, save_dir=out / "logs"
+            report, project=project, group=group_name(report.name, out), mode=mode, save_dir=out / "logs"
         )
         wandb = os.path.relpath(Path(sys.executable).with_name("wandb"))
         lines += [f"Offline run: {run}", f"Look at it:  {wandb} leet {run}"] if mode == "offline" else [f"Run: {run}"]
