@@ -3,9 +3,10 @@
 import sys
 from collections.abc import Callable, Sequence
 
+from lightning_taskinfo.cli.embed import embed
 from lightning_taskinfo.cli.phase_diagram import phase_diagram
 
-COMMANDS: dict[str, Callable[..., str]] = {"phase-diagram": phase_diagram}
+COMMANDS: dict[str, Callable[..., str]] = {"embed": embed, "phase-diagram": phase_diagram}
 
 
 def main(args: Sequence[str] | None = None) -> int:
