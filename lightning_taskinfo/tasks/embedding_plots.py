@@ -34,9 +34,7 @@ def plot_task_map(embeddings: Sequence[TaskEmbedding], *, ax: "Axes | None" = No
     logs = [math.log(embedding.norm) if embedding.norm > 0 else -math.inf for embedding in embeddings]
     low, high = min(logs), max(logs)
     areas = [30 + 150 * ((log - low) / (high - low) if -math.inf < low < high else 0.5) for log in logs]
-    ax.scatter(points[:, 0].numpy(), points[:, 1].numpy(), s=areas, alpha=0.7)
-    for (x, y), embedding in zip(points.tolist(), embeddings, strict=True):
-        ax.annotate(embedding.name, (x, y), xytext=(6, 6), textcoords="offset points", fontsize=8)
+    _scatter(ax, embeddings, points.tolist(), areas)
     ax.set_title(f"tasks by their Fisher information ({share:.0%} of the spread)", fontsize=10)
     ax.set_aspect("equal", adjustable="datalim")
     ax.margins(0.2)
@@ -60,10 +58,7 @@ def plot_difficulty(embeddings: Sequence[TaskEmbedding], *, ax: "Axes | None" = 
     if not tested:
         raise ValueError("`embeddings` must have a test error, got none that has.")
     fig, ax = _axes(ax)
-    ax.scatter([embedding.norm for embedding in tested], [100 * embedding.test_error for embedding in tested])
-    for embedding in tested:
-        place = (embedding.norm, 100 * embedding.test_error)
-        ax.annotate(embedding.name, place, xytext=(5, 5), textcoords="offset points", fontsize=8)
+    _scatter(ax, tested, [(embedding.norm, 100 * embedding.test_error) for embedding in tested], [40.0] * len(tested))
     ax.set(xscale="log", xlabel="norm of the embedding", ylabel="test error of the head (%)")
     ax.margins(0.15)
     ax.spines[["top", "right"]].set_visible(False)
@@ -117,10 +112,23 @@ def log_embeddings(
     run.log(values)
 
 
+def _scatter(
+    ax: "Axes", embeddings: Sequence[TaskEmbedding], places: Sequence[Sequence[float]], areas: Sequence[float]
+) -> None:
+    """Draw a point a task, named in the legend: names beside the points would cover each other where tasks are near."""
+    from matplotlib import colormaps
+
+    for i, (embedding, (x, y), area) in enumerate(zip(embeddings, places, areas, strict=True)):
+        ax.scatter([x], [y], s=area, color=colormaps["tab20"](i % 20), alpha=0.9, label=embedding.name)
+    legend = ax.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    for handle in legend.legend_handles:
+        handle.set_sizes([40])  # type: ignore[union-attr]
+
+
 def _axes(ax: Any) -> tuple[Any, Any]:
     from matplotlib.figure import Figure
 
     if ax is not None:
         return ax.figure, ax
-    fig = Figure(figsize=(5, 4), layout="constrained")
+    fig = Figure(figsize=(6, 4), layout="constrained")
     return fig, fig.subplots()

@@ -147,24 +147,24 @@ def test_the_fingerprint_is_of_weights_and_buffers_outside_the_head():
 
 def test_the_map_shows_the_tasks_where_they_are(tasks):
     fig, ax = plot_task_map(tasks)
-    (points,) = ax.collections
-    assert np.array_equal(points.get_offsets(), task_map(tasks).points.numpy())
-    assert [text.get_text() for text in ax.texts] == ["a", "b", "near a", "d"]
-    areas = dict(zip("abnd", points.get_sizes(), strict=True))
-    assert max(areas, key=areas.get) == max(zip("abnd", tasks, strict=True), key=lambda pair: pair[1].norm)[0]
+    assert [point.get_label() for point in ax.collections] == ["a", "b", "near a", "d"]
+    assert np.array_equal([point.get_offsets()[0] for point in ax.collections], task_map(tasks).points.numpy())
+    areas = [point.get_sizes()[0] for point in ax.collections]
+    assert np.array_equal(np.argsort(areas), np.argsort([e.norm for e in tasks]))
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["a", "b", "near a", "d"]
     assert isinstance(fig, Figure)
 
 
 def test_a_single_task_is_a_map_too():
-    assert len(plot_task_map([make("a", [1.0, 2.0])])[1].texts) == 1
+    assert len(plot_task_map([make("a", [1.0, 2.0])])[1].collections) == 1
 
 
 def test_difficulty_shows_norm_and_test_error_of_those_that_have_one(tasks):
     figure = Figure()
     ax = figure.subplots()
     assert plot_difficulty(tasks, ax=ax) == (figure, ax)
-    (points,) = ax.collections
-    assert points.get_offsets().tolist() == [[e.norm, 100 * e.test_error] for e in tasks[:3]]
+    places = [point.get_offsets()[0].tolist() for point in ax.collections]
+    assert places == [[e.norm, 100 * e.test_error] for e in tasks[:3]]
     with pytest.raises(ValueError, match="`embeddings` must have a test error, got none that has"):
         plot_difficulty(tasks[3:])
 
