@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from lightning_taskinfo._files import claim_folder, write_json
 from lightning_taskinfo.data.variants import load_task
-from lightning_taskinfo.tasks._probe import default_probe
 from lightning_taskinfo.tasks.embedding import ALPHA, TaskEmbedding, embedding_distances
+from lightning_taskinfo.tasks.probe import default_probe
 from lightning_taskinfo.tasks.task2vec import Task2Vec
 
 TASKS = ("digits", "digits:parity", "digits:halves", "letters", "digits:inverted")

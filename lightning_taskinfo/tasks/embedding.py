@@ -40,6 +40,12 @@ class TaskEmbedding:
 
     Raises:
         ValueError: If the vector has not the sizes' length, or has a negative or infinite entry.
+
+    Example:
+        >>> vector = torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64)
+        >>> task = TaskEmbedding("sign", vector, ("0.weight",), (3,), "probe", "exact", samples=60, classes=2)
+        >>> task.norm
+        7.0
     """
 
     name: str
@@ -130,6 +136,14 @@ def embedding_distances(
 
     Raises:
         ValueError: If there is no embedding, or they are not of one probe.
+
+    Example:
+        >>> vectors = torch.tensor([[1.0, 0.0], [2.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
+        >>> common = (("0.weight",), (2,), "probe", "exact", 60, 2)
+        >>> embedding_distances([TaskEmbedding(name, vector, *common) for name, vector in zip("abc", vectors)])
+        tensor([[0., 0., 1.],
+                [0., 0., 1.],
+                [1., 1., 0.]], dtype=torch.float64)
     """
     vectors = _stacked(embeddings)  # [K, F]
     sources, targets = vectors[:, None], vectors[None]
@@ -154,6 +168,13 @@ def nearest_source(
 
     Raises:
         ValueError: If there is no source, or they are not of the target's probe.
+
+    Example:
+        >>> vectors = torch.tensor([[1.0, 2.0], [1.0, 3.0], [3.0, 1.0]], dtype=torch.float64)
+        >>> common = (("0.weight",), (2,), "probe", "exact", 60, 2)
+        >>> a, b, c = (TaskEmbedding(name, vector, *common) for name, vector in zip("abc", vectors))
+        >>> [recommendation.source for recommendation in nearest_source(a, [a, b, c])]
+        ['b', 'c']
     """
     others = [source for source in sources if source.name != target.name]
     if not others:

@@ -13,8 +13,8 @@ from lightning_taskinfo.fisher import fisher_diagonal
 from lightning_taskinfo.fisher.engine import Engine
 from lightning_taskinfo.functional.task_embedding import filter_means
 from lightning_taskinfo.tasks._head import BATCH, collect_features, find_head, fit_linear_head
-from lightning_taskinfo.tasks._probe import default_probe
 from lightning_taskinfo.tasks.embedding import TaskEmbedding, fingerprint
+from lightning_taskinfo.tasks.probe import default_probe
 
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 

@@ -6,8 +6,8 @@ import torch
 
 from lightning_taskinfo import Task2Vec
 from lightning_taskinfo.data.pairs import cache_dir, load_dataset
-from lightning_taskinfo.tasks import _probe
-from lightning_taskinfo.tasks._probe import SmallProbe, default_probe
+from lightning_taskinfo.tasks import probe as module
+from lightning_taskinfo.tasks.probe import SmallProbe, default_probe
 
 
 @pytest.fixture(scope="module")
@@ -18,8 +18,8 @@ def probe():
 @pytest.fixture
 def few_images(monkeypatch):
     """Training on 200 images instead of 8,000."""
-    images, labels = _probe._images_of_all_classes()
-    monkeypatch.setattr(_probe, "_images_of_all_classes", lambda: (images[::40], labels[::40]))
+    images, labels = module._images_of_all_classes()
+    monkeypatch.setattr(module, "_images_of_all_classes", lambda: (images[::40], labels[::40]))
 
 
 def test_tells_digits_and_letters_apart(probe):
@@ -39,7 +39,7 @@ def test_takes_images_of_any_size_and_colour(probe):
 
 
 def test_is_read_from_the_cache_and_leaves_the_random_state_alone(probe, monkeypatch):
-    monkeypatch.setattr(_probe, "_train", lambda *_: pytest.fail("trained again"))
+    monkeypatch.setattr(module, "_train", lambda *_: pytest.fail("trained again"))
     state = torch.get_rng_state()
     again = default_probe(epochs=1)
     assert torch.equal(torch.get_rng_state(), state)
@@ -81,7 +81,7 @@ def test_a_damaged_cache_is_made_anew(tmp_path, monkeypatch, damage):
 def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("TASKINFO_CACHE_DIR", str(tmp_path / "file"))
-    monkeypatch.setattr(_probe, "load_dataset", lambda _: pytest.fail("not needed"))
+    monkeypatch.setattr(module, "load_dataset", lambda _: pytest.fail("not needed"))
     with pytest.warns(UserWarning, match="The probe is not cached"):
         assert isinstance(default_probe(epochs=1), SmallProbe)
 
