@@ -34,6 +34,10 @@ if TYPE_CHECKING:  # what type checkers see; `tests/test_import.py` keeps it equ
     from lightning_taskinfo.regularizers import WeightSchedule as WeightSchedule
     from lightning_taskinfo.regularizers import estimate_mutual_information as estimate_mutual_information
     from lightning_taskinfo.regularizers import frozen_batchnorm_statistics as frozen_batchnorm_statistics
+    from lightning_taskinfo.tasks.embedding import TaskEmbedding as TaskEmbedding
+    from lightning_taskinfo.tasks.embedding import embedding_distances as embedding_distances
+    from lightning_taskinfo.tasks.embedding import nearest_source as nearest_source
+    from lightning_taskinfo.tasks.task2vec import Task2Vec as Task2Vec
     from lightning_taskinfo.transfer.data import TransferDataModule as TransferDataModule
     from lightning_taskinfo.transfer.module import TransferClassifier as TransferClassifier
     from lightning_taskinfo.transfer.overlap import FeatureOverlap as FeatureOverlap
@@ -65,19 +69,23 @@ _EXPORTS = {  # public name -> the module that defines it, imported when the nam
     "PACBayesCertificate": "callbacks.pac_bayes_certificate",
     "PenaltyMixin": "mixins",
     "Prior": "certificates",
+    "Task2Vec": "tasks.task2vec",
+    "TaskEmbedding": "tasks.embedding",
     "TemporalEnsembling": "regularizers",
     "TemporalEnsemblingMixin": "mixins",
-    "TransferReport": "transfer.report",
     "TransferClassifier": "transfer.module",
     "TransferDataModule": "transfer.data",
+    "TransferReport": "transfer.report",
     "WeightInformation": "regularizers",
     "WeightSchedule": "regularizers",
     "add_weight_noise": "variational",
     "certify": "certificates",
+    "embedding_distances": "tasks.embedding",
     "estimate_mutual_information": "regularizers",
     "feature_overlap": "transfer.overlap",
     "frozen_batchnorm_statistics": "regularizers",
     "log_to_wandb": "transfer.wandb_report",
+    "nearest_source": "tasks.embedding",
     "observing": "_observe",
     "plain_state_dict": "variational",
     "post_distribution": "distributions",

@@ -3,10 +3,15 @@
 import sys
 from collections.abc import Callable, Sequence
 
+from lightning_taskinfo.cli.embed import embed
 from lightning_taskinfo.cli.phase_diagram import phase_diagram
 from lightning_taskinfo.cli.transfer import transfer
 
-COMMANDS: dict[str, Callable[..., str]] = {"phase-diagram": phase_diagram, "transfer": transfer}
+COMMANDS: dict[str, Callable[..., str]] = {
+    "embed": embed,
+    "phase-diagram": phase_diagram,
+    "transfer": transfer,
+}
 
 
 def main(args: Sequence[str] | None = None) -> int:

@@ -1,0 +1,63 @@
+"""Put tasks on a map: all digits, even or odd, small or large, letters, inverted digits. Which is whose best source?
+
+A small probe network, trained once on digits and letters, gets a new head for each task. The Fisher information of its
+filters then says what matters to the task: near tasks need the same filters, and a large norm tells a task that the
+probe finds hard.
+
+    python examples/task2vec.py --out figures
+"""
+
+# %% What to do
+import argparse
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from lightning_taskinfo import Task2Vec, embedding_distances, nearest_source
+from lightning_taskinfo.data import load_task
+from lightning_taskinfo.tasks.embedding_plots import plot_difficulty, plot_task_map
+from lightning_taskinfo.tasks.probe import default_probe
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--fast", action="store_true", help="one epoch for the probe and fewer samples, a few seconds")
+parser.add_argument("--out", type=Path, default=Path("runs/task2vec"), help="folder of the figure")
+args = parser.parse_args()
+
+# %% The tasks
+names = {
+    "all digits": "digits",
+    "even or odd": "digits:parity",
+    "small or large": "digits:halves",
+    "0 or 1": "digits:0+1",
+    "letters": "letters",
+    "letters, odd places": "letters:parity",
+    "inverted digits": "digits:inverted",
+}
+if args.fast:
+    names = {
+        title: name for title, name in names.items() if name in ("digits", "digits:parity", "digits:0+1", "letters")
+    }
+
+# %% Embed them; any module can be the probe, `Task2Vec(my_network, head="fc")`
+probe = default_probe(epochs=1 if args.fast else 4)
+embedder = Task2Vec(probe, max_samples=50 if args.fast else 1000)
+embeddings = [embedder.embed(load_task(name), name=title) for title, name in names.items()]
+
+# %% Who is near whom?
+print(f"{'task':20} {'norm':>8} {'test error':>11}   nearest source")
+for embedding in embeddings:
+    source, distance = nearest_source(embedding, embeddings)[0]
+    print(f"{embedding.name:20} {embedding.norm:8.3f} {embedding.test_error:11.3f}   {source} ({distance:.3f})")
+print("\nSymmetric distances")
+for embedding, row in zip(embeddings, embedding_distances(embeddings).tolist(), strict=True):
+    print(f"{embedding.name:20}", *(f"{distance:6.3f}" for distance in row))
+
+# %% Draw
+figure = Figure(figsize=(12, 4.2), layout="constrained")
+left, right = figure.subplots(1, 2)
+plot_task_map(embeddings, ax=left)
+plot_difficulty(embeddings, ax=right)
+args.out.mkdir(parents=True, exist_ok=True)
+path = args.out / "task2vec.png"
+figure.savefig(path, dpi=150)
+print(f"\nFigure: {path}")

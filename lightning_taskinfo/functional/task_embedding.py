@@ -1,0 +1,167 @@
+r"""Embeddings of tasks by their Fisher information, compared in closed form.
+
+The embedding of a task is the diagonal of the Fisher information of a fixed probe network, averaged over the weights of
+each filter: how much each filter matters to the task [Achille2019]_. All entries are non-negative; how their sizes
+compare from filter to filter is what tells tasks apart.
+
+.. [Achille2019] Achille, Lam, Tewari, Ravichandran, Maji, Fowlkes, Soatto, Perona, *Task2Vec: Task Embedding for
+   Meta-Learning*, ICCV 2019, arXiv:1902.03545.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class PlanarMap(NamedTuple):
+    """Points whose distances come near given ones.
+
+    Attributes:
+        points: Coordinates, shape ``[K, dimensions]``.
+        share: Part of the distances' spread that the points show: kept over all absolute eigenvalues, from 0 to 1.
+    """
+
+    points: Tensor
+    share: Tensor
+
+
+def filter_means(fisher: Tensor, *, transposed: bool = False, groups: int = 1) -> Tensor:
+    """Mean of a weight's diagonal Fisher information over each filter: one number an output channel or row.
+
+    Args:
+        fisher: Diagonal of the Fisher information, shaped like the weight: ``[out, in, ...]``, or
+            ``[in, out / groups, ...]`` for a transposed convolution.
+        transposed: Whether the weight is that of a transposed convolution.
+        groups: Groups of the transposed convolution.
+
+    Returns:
+        The means, shape ``[out]``.
+
+    Example:
+        >>> filter_means(torch.tensor([[1.0, 3.0], [4.0, 4.0]]))
+        tensor([2., 4.])
+        >>> filter_means(torch.tensor([[1.0, 3.0], [4.0, 4.0]]), transposed=True)
+        tensor([2.5000, 3.5000])
+    """
+    if transposed:
+        fisher = fisher.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)  # [out, in / groups, ...]
+    return fisher.flatten(1).mean(1)
+
+
+def embedding_distance(a: Tensor, b: Tensor) -> Tensor:
+    r"""Symmetric distance between task embeddings, from 0 to 1.
+
+    .. math:: d(a, b) = 1 - \cos\Big( \frac{F_a}{F_a + F_b},\; \frac{F_b}{F_a + F_b} \Big)
+
+    Dividing filter by filter lets each count alike, however large its Fisher information is. A task differs by 0 from
+    itself times any factor, and a factor common to both changes nothing; a factor on one of two different embeddings
+    does. Filters without information in both tasks do not count. Computed as half the squared distance of the two unit
+    vectors, which is exactly 0 at equality and loses nothing to cancellation near it.
+
+    Args:
+        a: Non-negative embeddings, shape ``[..., D]``.
+        b: Others, broadcastable with ``a``.
+
+    Returns:
+        The distances, shape ``[...]``; NaN where an embedding is zero everywhere and has no direction.
+
+    Example:
+        >>> a, b = torch.tensor([1.0, 0.0]), torch.tensor([[3.0, 0.0], [0.0, 1.0]])
+        >>> embedding_distance(a, b)
+        tensor([0., 1.])
+
+    References:
+        Achille et al., *Task2Vec*, ICCV 2019, section 3.1.
+    """
+    a, b = torch.broadcast_tensors(a, b)
+    total = (a + b).clamp(min=torch.finfo(a.dtype).tiny)
+    u, v = a / total, b / total  # [..., D]
+    u, v = (x / x.norm(dim=-1, keepdim=True) for x in (u, v))
+    return 0.5 * (u - v).square().sum(-1)
+
+
+def asymmetric_embedding_distance(
+    source: Tensor, target: Tensor, *, trivial: Tensor | float, alpha: float = 0.15
+) -> Tensor:
+    r"""Distance from a source task to a target task that favours complex sources.
+
+    .. math:: d(a \to b) = d(a, b) - \alpha\, d(F_a + \varepsilon, \varepsilon)
+
+    The distance to the trivial task, whose Fisher information is zero, stands for the complexity of the source: a
+    network that learned a complex task is often the better start. As in the paper's estimator every weight has a little
+    information :math:`\varepsilon` from the prior, so that the trivial embedding is constant. Improperly called a
+    distance: it is not symmetric and can be negative. The cosine does not see a part of :math:`F_a` that is the same in
+    all filters.
+
+    Args:
+        source: Embeddings of sources, shape ``[..., D]``.
+        target: Embeddings of targets, broadcastable with ``source``.
+        trivial: :math:`\varepsilon`, positive, in the units of the embeddings; such as their mean entry.
+        alpha: How much complexity counts; 0.15 is the paper's choice for a ResNet-34.
+
+    Returns:
+        The distances, shape ``[...]``.
+
+    Raises:
+        ValueError: If ``trivial`` is not positive or ``alpha`` is negative.
+
+    Example:
+        >>> flat, uneven = torch.ones(2), torch.tensor([0.0, 2.0])
+        >>> asymmetric_embedding_distance(flat, uneven, trivial=1.0) > 0.1
+        tensor(True)
+        >>> asymmetric_embedding_distance(uneven, uneven, trivial=1.0, alpha=1.0)
+        tensor(-0.1318)
+
+    References:
+        Achille et al., *Task2Vec*, ICCV 2019, section 3.2.
+    """
+    trivial = torch.as_tensor(trivial, dtype=source.dtype, device=source.device)
+    if not (trivial > 0).all():
+        raise ValueError(f"`trivial` must be positive, got {trivial.min().item()}.")
+    if not alpha >= 0:
+        raise ValueError(f"`alpha` must be at least 0, got {alpha}.")
+    complexity = embedding_distance(source + trivial, trivial.expand_as(source))
+    return embedding_distance(source, target) - alpha * complexity
+
+
+def classical_scaling(distances: Tensor, *, dimensions: int = 2) -> PlanarMap:
+    r"""Points whose Euclidean distances come near given ones: classical multidimensional scaling.
+
+    .. math:: B = -\tfrac12 J D^{\circ 2} J = V \Lambda V^\top, \qquad X = V_k \Lambda_k^{1/2}, \qquad J = I - \tfrac1K
+
+    Exact where the distances are those of points in so many dimensions. Axes are in falling order of their spread; the
+    sign of each is such that its largest coordinate is positive.
+
+    Args:
+        distances: Symmetric, with zeros on the diagonal, shape ``[K, K]``.
+        dimensions: Number of coordinates; those that the distances do not need are 0.
+
+    Returns:
+        Coordinates, and the share of the distances' spread that they show.
+
+    Raises:
+        ValueError: If ``distances`` is not a symmetric matrix, or ``dimensions`` not positive.
+
+    Example:
+        >>> points, share = classical_scaling(torch.tensor([[0.0, 2.0], [2.0, 0.0]]).double(), dimensions=1)
+        >>> points.squeeze(1).sort().values.round(decimals=6), share.round(decimals=6)
+        (tensor([-1.,  1.], dtype=torch.float64), tensor(1., dtype=torch.float64))
+
+    References:
+        Torgerson, *Multidimensional scaling: I. Theory and method*, Psychometrika 1952.
+    """
+    if distances.ndim != 2 or not torch.equal(distances, distances.T):
+        raise ValueError(f"`distances` must be a symmetric matrix, got the shape {list(distances.shape)}.")
+    if dimensions < 1:
+        raise ValueError(f"`dimensions` must be at least 1, got {dimensions}.")
+    K = len(distances)
+    J = torch.eye(K, dtype=distances.dtype, device=distances.device) - 1 / K
+    values, vectors = torch.linalg.eigh(-0.5 * J @ distances.square() @ J)  # in rising order
+    kept = values.flip(0)[:dimensions].clamp(min=0)
+    points = distances.new_zeros(K, dimensions)
+    points[:, : len(kept)] = vectors.flip(1)[:, :dimensions] * kept.sqrt()
+    largest = points.gather(0, points.abs().argmax(0, keepdim=True))  # [1, dimensions]
+    spread = values.abs().sum()
+    share = torch.where(spread > 0, kept.sum() / spread.clamp(min=torch.finfo(values.dtype).tiny), 1.0)
+    return PlanarMap(torch.where(largest < 0, -points, points), share)

@@ -1,0 +1,134 @@
+"""Pictures and tables of embedded tasks, and both in Weights & Biases.
+
+Every ``plot_`` function returns ``(fig, ax)`` and draws on a figure of its own unless it is given axes; pyplot is not
+involved.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from lightning_taskinfo.plotting import figure_pixels
+from lightning_taskinfo.tasks.embedding import ALPHA, TaskEmbedding, embedding_distances, nearest_source, task_map
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+def plot_task_map(embeddings: Sequence[TaskEmbedding], *, ax: "Axes | None" = None) -> "tuple[Figure, Axes]":
+    """Draw tasks as points of a plane whose distances come near their symmetric distances.
+
+    The area of a point goes with the logarithm of the embedding's norm; the title says how much of the distances'
+    spread the plane shows.
+
+    Args:
+        embeddings: Of one probe.
+        ax: Axes to draw on; a new figure if not given.
+
+    Returns:
+        The figure and its axes.
+    """
+    fig, ax = _axes(ax)
+    points, share = task_map(embeddings)
+    logs = [math.log(embedding.norm) if embedding.norm > 0 else -math.inf for embedding in embeddings]
+    low, high = min(logs), max(logs)
+    areas = [30 + 150 * ((log - low) / (high - low) if -math.inf < low < high else 0.5) for log in logs]
+    _scatter(ax, embeddings, points.tolist(), areas)
+    ax.set_title(f"tasks by their Fisher information ({share:.0%} of the spread)", fontsize=10)
+    ax.set_aspect("equal", adjustable="datalim")
+    ax.margins(0.2)
+    return fig, ax
+
+
+def plot_difficulty(embeddings: Sequence[TaskEmbedding], *, ax: "Axes | None" = None) -> "tuple[Figure, Axes]":
+    """Draw the test error of each task's fitted head against the norm of its embedding.
+
+    Args:
+        embeddings: Those without a test error are left out.
+        ax: Axes to draw on; a new figure if not given.
+
+    Returns:
+        The figure and its axes.
+
+    Raises:
+        ValueError: If no embedding has a test error.
+    """
+    tested = [embedding for embedding in embeddings if not math.isnan(embedding.test_error)]
+    if not tested:
+        raise ValueError("`embeddings` must have a test error, got none that has.")
+    fig, ax = _axes(ax)
+    _scatter(ax, tested, [(embedding.norm, 100 * embedding.test_error) for embedding in tested], [40.0] * len(tested))
+    ax.set(xscale="log", xlabel="norm of the embedding", ylabel="test error of the head (%)")
+    ax.margins(0.15)
+    ax.spines[["top", "right"]].set_visible(False)
+    return fig, ax
+
+
+def embedding_rows(embeddings: Sequence[TaskEmbedding], *, alpha: float = ALPHA) -> list[dict[str, Any]]:
+    """Return one row a task: size, norm, test error, place on the map, and the nearest source among the others.
+
+    Args:
+        embeddings: Of one probe.
+        alpha: How much the complexity of a source speaks for it, see
+            :func:`~lightning_taskinfo.tasks.embedding.nearest_source`.
+    """
+    rows = []
+    for embedding, (x, y) in zip(embeddings, task_map(embeddings).points.tolist(), strict=True):
+        row: dict[str, Any] = {"task": embedding.name, "classes": embedding.classes, "samples": embedding.samples}
+        row |= {"norm": embedding.norm, "test_error": embedding.test_error, "x": x, "y": y}
+        if len(embeddings) > 1:
+            best = nearest_source(embedding, embeddings, alpha=alpha)[0]
+            row |= {"nearest_source": best.source, "distance": best.distance}
+        rows.append(row)
+    return rows
+
+
+def log_embeddings(
+    run: Any, embeddings: Sequence[TaskEmbedding], *, alpha: float = ALPHA, key: str = "task2vec"
+) -> None:
+    """Log figures as images, rows and distances as tables, and norms and errors as scalars to a run of W&B.
+
+    Args:
+        run: What ``wandb.init()`` returns, or the ``experiment`` of Lightning's ``WandbLogger``.
+        embeddings: Of one probe.
+        alpha: How much the complexity of a source speaks for it.
+        key: Prefix of all names.
+    """
+    import wandb
+
+    rows, names = embedding_rows(embeddings, alpha=alpha), [embedding.name for embedding in embeddings]
+    values: dict[str, Any] = {f"{key}/map": wandb.Image(figure_pixels(plot_task_map(embeddings)[0]).numpy())}
+    if any(not math.isnan(embedding.test_error) for embedding in embeddings):
+        values[f"{key}/difficulty"] = wandb.Image(figure_pixels(plot_difficulty(embeddings)[0]).numpy())
+    values[f"{key}/tasks"] = wandb.Table(columns=[*rows[0]], data=[[*row.values()] for row in rows])
+    distances = embedding_distances(embeddings, alpha=alpha).tolist()
+    cells = [[name, *row] for name, row in zip(names, distances, strict=True)]
+    values[f"{key}/distances"] = wandb.Table(columns=["from", *names], data=cells)
+    for row in rows:
+        values[f"{key}/norm/{row['task']}"] = row["norm"]
+        if not math.isnan(row["test_error"]):
+            values[f"{key}/test_error/{row['task']}"] = row["test_error"]
+    run.log(values)
+
+
+def _scatter(
+    ax: "Axes", embeddings: Sequence[TaskEmbedding], places: Sequence[Sequence[float]], areas: Sequence[float]
+) -> None:
+    """Draw a point a task, named in the legend: names beside the points would cover each other where tasks are near."""
+    from matplotlib import colormaps
+
+    for i, (embedding, (x, y), area) in enumerate(zip(embeddings, places, areas, strict=True)):
+        ax.scatter([x], [y], s=area, color=colormaps["tab20"](i % 20), alpha=0.9, label=embedding.name)
+    legend = ax.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    for handle in legend.legend_handles:
+        handle.set_sizes([40])  # type: ignore[union-attr]
+
+
+def _axes(ax: Any) -> tuple[Any, Any]:
+    from matplotlib.figure import Figure
+
+    if ax is not None:
+        return ax.figure, ax
+    fig = Figure(figsize=(6, 4), layout="constrained")
+    return fig, fig.subplots()

@@ -1,0 +1,201 @@
+"""Tasks as vectors: what a fixed probe network's filters matter to each."""
+
+from copy import deepcopy
+from typing import Any, Literal
+
+import torch
+from torch import Generator, Tensor, nn
+
+from lightning_taskinfo._observe import observing
+from lightning_taskinfo.certificates.samples import Data, read_samples
+from lightning_taskinfo.data.arrays import ArrayData
+from lightning_taskinfo.fisher import fisher_diagonal
+from lightning_taskinfo.fisher.engine import Engine
+from lightning_taskinfo.functional.task_embedding import filter_means
+from lightning_taskinfo.tasks._head import BATCH, collect_features, find_head, fit_linear_head
+from lightning_taskinfo.tasks.embedding import TaskEmbedding, fingerprint
+from lightning_taskinfo.tasks.probe import default_probe
+
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+class Task2Vec:
+    r"""Embed tasks by the Fisher information of a probe network.
+
+    .. math:: F_{ii} = \frac1N \sum_n \mathbb{E}_{y \sim p_w(\cdot|x_n)} (\partial_i \log p_w(y|x_n))^2,
+        \qquad \text{embedding}_f = \frac{1}{|f|} \sum_{i \in f} F_{ii}
+
+    For every task a new linear head is fitted to the probe's frozen features; then each sample's gradient by the
+    probe's weights is squared (never the mean gradient of a batch) and averaged over the weights of each filter: the
+    output channel of a convolution, the row of a matrix. The head is left out, so tasks with different numbers of
+    classes have embeddings of one length. Biases and the vectors of normalisation layers are left out too. The probe is
+    copied and stays as it is; it is measured in eval mode.
+
+    Args:
+        probe: Any module from inputs to logits; a small network trained on the embedded digits and letters where
+            ``None``, which takes images of any size.
+        head: Name of the module in the probe that the head takes the place of, as in ``named_modules()``; its input
+            must be one tensor ``[N, D]`` and its output the logits. The last ``nn.Linear`` where ``None``.
+        labels: ``"exact"`` expectation over the model's labels, one backward pass a class, or ``"sampled"`` from it.
+        mc_samples: Draws a sample for ``labels="sampled"``.
+        max_samples: At most this many samples, drawn at random, go into the Fisher information; the head sees all.
+        weight_decay: Penalty :math:`\frac\lambda2\|W\|^2` of the head beside its mean loss, on standardised features;
+            it decides how sure the head gets, and with it the scale of the embedding.
+        seed: Seed of the draws.
+        engine: Engine of :func:`~lightning_taskinfo.fisher.fisher_diagonal`.
+
+    Raises:
+        ValueError: If an argument is outside its domain, or no weight is left beside the head.
+
+    Example:
+        >>> probe = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+        >>> x = torch.randn(60, 4, generator=Generator().manual_seed(0))
+        >>> embedding = Task2Vec(probe, head="2").embed((x, (x[:, 0] > 0).long()), name="sign")
+        >>> embedding.vector.shape, embedding.layers
+        (torch.Size([3]), ('0.weight',))
+
+    References:
+        Achille et al., *Task2Vec: Task Embedding for Meta-Learning*, ICCV 2019.
+    """
+
+    def __init__(
+        self,
+        probe: nn.Module | None = None,
+        *,
+        head: str | None = None,
+        labels: Literal["exact", "sampled"] = "exact",
+        mc_samples: int = 1,
+        max_samples: int = 1000,
+        weight_decay: float = 1e-3,
+        seed: int = 0,
+        engine: Engine = "auto",
+    ) -> None:
+        if labels not in ("exact", "sampled"):
+            raise ValueError(f"`labels` must be 'exact' or 'sampled', got {labels!r}.")
+        for argument, value in {"mc_samples": mc_samples, "max_samples": max_samples}.items():
+            if value < 1:
+                raise ValueError(f"`{argument}` must be at least 1, got {value}.")
+        if not weight_decay > 0:
+            raise ValueError(f"`weight_decay` must be positive, got {weight_decay}.")
+        self.labels, self.mc_samples, self.max_samples = labels, mc_samples, max_samples
+        self.weight_decay, self.seed, self.engine = weight_decay, seed, engine
+        self.probe = deepcopy(default_probe() if probe is None else probe).eval()
+        self.head = find_head(self.probe, head)
+        self.filters = _filters(self.probe, self.head)  # weight -> how its filters lie in it
+        for name, parameter in self.probe.named_parameters():
+            parameter.requires_grad_(name in self.filters)
+        self.fingerprint = fingerprint(self.probe, self.head)
+
+    def embed(self, data: ArrayData | Data, *, name: str | None = None, test: Data | None = None) -> TaskEmbedding:
+        """Fit a head to the task and return the embedding.
+
+        Args:
+            data: The task's samples: ``(inputs, labels)``, a dataset of such pairs, a loader over one, or an
+                :class:`~lightning_taskinfo.data.ArrayData`, whose training split is taken. Labels are class indices,
+                shape ``[N]``; those that do not occur do not count.
+            name: What to call the task; the name of an ``ArrayData`` where not given.
+            test: Samples for :attr:`TaskEmbedding.test_error`; the test split of an ``ArrayData`` where not given.
+
+        Raises:
+            ValueError: If there is no name, the labels are not classes, fewer than two classes occur, or the head does
+                not get one tensor ``[N, D]`` and put out the logits.
+        """
+        if isinstance(data, ArrayData):
+            name, test = name or data.name, data.test() if test is None else test
+        if not name:
+            raise ValueError("`name` must be given for data without a name of its own.")
+        inputs, labels = read_samples(data.train() if isinstance(data, ArrayData) else data)
+        classes, targets = _classes(labels)
+        self._fit(inputs, targets)
+        picked = self._pick(len(inputs))
+        return TaskEmbedding(
+            name=name,
+            vector=self._fisher(inputs[picked]),
+            layers=tuple(self.filters),
+            sizes=tuple(
+                len(filter_means(p, **self.filters[n])) for n, p in self.probe.named_parameters() if n in self.filters
+            ),
+            probe=self.fingerprint,
+            labels=self.labels,
+            samples=len(picked),
+            classes=len(classes),
+            test_error=float("nan") if test is None else self._error(*read_samples(test), classes),
+        )
+
+    def _fit(self, inputs: Tensor, targets: Tensor) -> None:
+        """Put a fitted head into the probe."""
+        features = collect_features(self.probe, self.head, inputs)
+        fitted = fit_linear_head(features, targets, weight_decay=self.weight_decay)
+        like = next(self.probe.parameters())
+        head = fitted.to(like).eval().requires_grad_(False)
+        self.probe.set_submodule(self.head, head)
+        some = slice(min(len(inputs), 8))
+        with torch.no_grad():
+            logits = head(features[some].to(like))
+            if not _same_answers(self.probe, inputs[some].to(like.device), logits):
+                raise ValueError(
+                    f"`head` must be the last layer, whose outputs are the probe's logits; {self.head!r} is not."
+                )
+
+    def _pick(self, n: int) -> Tensor:
+        if n <= self.max_samples:
+            return torch.arange(n)
+        return torch.randperm(n, generator=Generator().manual_seed(self.seed))[: self.max_samples].sort().values
+
+    def _fisher(self, inputs: Tensor) -> Tensor:
+        """Return the filters' mean Fisher information, ``[F]``, float64 on the CPU."""
+        device = next(self.probe.parameters()).device
+        generator = Generator(device).manual_seed(self.seed)
+        total = torch.zeros((), dtype=torch.float64)
+        for batch in inputs.split(BATCH):
+            diagonal = fisher_diagonal(
+                self.probe,
+                batch.to(device),
+                labels=self.labels,
+                mc_samples=self.mc_samples,
+                generator=generator,
+                engine=self.engine,
+            )
+            parts = [filter_means(diagonal[name].double(), **layout) for name, layout in self.filters.items()]
+            total = total + torch.cat(parts).cpu() * len(batch) / len(inputs)
+        return total
+
+    def _error(self, inputs: Tensor, labels: Tensor, classes: Tensor) -> float:
+        """Share of wrong answers of the probe with its fitted head; a class that was not fitted is always wrong."""
+        device = next(self.probe.parameters()).device
+        with observing(self.probe), torch.no_grad():
+            answers = torch.cat([self.probe(batch.to(device)).argmax(-1).cpu() for batch in inputs.split(BATCH)])
+        return (classes[answers] != labels.cpu()).double().mean().item()
+
+
+def _same_answers(probe: nn.Module, inputs: Tensor, logits: Tensor) -> bool:
+    """Whether the probe's outputs mean the same as the logits of its head, whatever the head's number of outputs."""
+    try:
+        outputs = probe(inputs)
+    except RuntimeError:  # a layer behind the head wants another number of inputs
+        return False
+    return outputs.shape == logits.shape and torch.allclose(outputs.softmax(-1), logits.softmax(-1), atol=1e-3)
+
+
+def _filters(probe: nn.Module, head: str) -> dict[str, dict[str, Any]]:
+    """Return how filters lie in each weight of two or more axes outside the head, by the weight's name."""
+    found: dict[str, dict[str, Any]] = {}
+    owners = {id(p): m for m in reversed([*probe.modules()]) for p in m.parameters(recurse=False)}  # the first owns it
+    for name, parameter in probe.named_parameters():
+        if parameter.ndim < 2 or not parameter.is_floating_point() or name.startswith(f"{head}."):
+            continue
+        module = owners[id(parameter)]
+        found[name] = {"transposed": True, "groups": module.groups} if isinstance(module, TRANSPOSED) else {}
+    if not found:
+        raise ValueError(f"`probe` must have a weight with filters beside its head {head!r}, got none.")
+    return found
+
+
+def _classes(labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the classes that occur, ``[C]``, and each sample's place among them, ``[N]``."""
+    if labels.ndim != 1 or labels.is_floating_point():
+        raise ValueError(f"`data` must have class indices as labels, [N], got {labels.dtype} {list(labels.shape)}.")
+    classes, targets = labels.cpu().unique(return_inverse=True)
+    if len(classes) < 2:
+        raise ValueError(f"`data` must hold at least two classes, got {len(classes)}.")
+    return classes, targets

@@ -1,0 +1,150 @@
+"""Distances of embeddings against scipy, and the properties they must have; scaling against points in a plane."""
+
+import math
+
+import pytest
+import torch
+from scipy.spatial.distance import cosine, pdist, squareform
+from torch.nn.functional import conv_transpose2d
+
+from lightning_taskinfo.functional.task_embedding import (
+    asymmetric_embedding_distance,
+    classical_scaling,
+    embedding_distance,
+    filter_means,
+)
+
+
+@pytest.fixture
+def embeddings():
+    """Five non-negative embeddings over many decades, float64."""
+    g = torch.Generator().manual_seed(0)
+    return torch.randn(5, 40, generator=g, dtype=torch.float64).mul(3).exp()
+
+
+def reference(a, b):
+    return cosine((a / (a + b)).numpy(), (b / (a + b)).numpy())
+
+
+def test_matches_scipy(embeddings):
+    expected = [[reference(a, b) for b in embeddings] for a in embeddings]
+    found = embedding_distance(embeddings[:, None], embeddings[None])
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
+
+
+def test_is_symmetric_zero_on_the_diagonal_and_between_0_and_1(embeddings):
+    distances = embedding_distance(embeddings[:, None], embeddings[None])
+    assert torch.equal(distances, distances.T)
+    assert torch.equal(distances.diagonal(), torch.zeros(5, dtype=torch.float64))
+    assert (distances >= 0).all()
+    assert (distances <= 1).all()
+
+
+@pytest.mark.parametrize("factor", [1e-30, 0.3, 1e30])
+def test_is_blind_to_scale(embeddings, factor):
+    """A task is as near to itself times a factor as rounding allows, and a common factor changes nothing."""
+    a, b = embeddings[:2]
+    assert embedding_distance(a, factor * a) < 1e-30
+    torch.testing.assert_close(embedding_distance(factor * a, factor * b), embedding_distance(a, b))
+
+
+def test_a_factor_on_one_of_two_different_tasks_matters(embeddings):
+    a, b = embeddings[:2]
+    assert abs(embedding_distance(100 * a, b) - embedding_distance(a, b)) > 0.01
+
+
+def test_filters_without_information_do_not_count(embeddings):
+    a, b = (torch.cat([e, torch.zeros(7, dtype=torch.float64)]) for e in embeddings[:2])
+    torch.testing.assert_close(embedding_distance(a, b), embedding_distance(*embeddings[:2]))
+
+
+def test_is_not_estimable_for_an_embedding_without_direction(embeddings):
+    assert embedding_distance(torch.zeros_like(embeddings[0]), embeddings[0]).isnan()
+
+
+def test_the_asymmetric_distance_is_the_formula(embeddings):
+    a, b = embeddings[:2]
+    trivial = torch.full_like(a, 0.7)
+    expected = reference(a, b) - 0.4 * reference(a + trivial, trivial)
+    found = asymmetric_embedding_distance(a, b, trivial=0.7, alpha=0.4)
+    assert found.item() == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_correction_belongs_to_the_source_and_grows_with_its_information(embeddings):
+    small, large = 1e-3 * embeddings[0], embeddings[0]
+    gains = [
+        (embedding_distance(e, embeddings[1]) - asymmetric_embedding_distance(e, embeddings[1], trivial=1.0)).item()
+        for e in (small, large)
+    ]
+    assert 0 < gains[0] < gains[1]
+    both = asymmetric_embedding_distance(embeddings[:, None], embeddings[None], trivial=1.0, alpha=1.0)
+    rows = embedding_distance(embeddings[:, None], embeddings[None]) - both
+    torch.testing.assert_close(rows, rows[:, :1].expand_as(rows))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"trivial": 0.0}, "`trivial` must be positive, got 0.0"),
+        ({"trivial": math.nan}, "`trivial` must be positive, got nan"),
+        ({"trivial": 1.0, "alpha": -0.5}, "`alpha` must be at least 0, got -0.5"),
+    ],
+)
+def test_refuses_what_is_outside_the_domain(embeddings, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        asymmetric_embedding_distance(embeddings[0], embeddings[1], **arguments)
+
+
+@pytest.mark.parametrize("shape", [(4, 3), (4, 3, 5, 5)], ids=str)
+def test_filter_means_are_means_over_rows(shape):
+    fisher = torch.rand(shape, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(filter_means(fisher), torch.stack([row.mean() for row in fisher]))
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_the_filters_of_a_transposed_convolution_are_its_output_channels(groups):
+    """A channel of the output depends on those weights that its mean is over, and on no others."""
+    weight = torch.rand(4, 3, 2, 2, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    output = conv_transpose2d(torch.ones(1, 4, 1, 1), weight, groups=groups)  # every weight reaches one pixel
+    means = filter_means(weight, transposed=True, groups=groups)
+    torch.testing.assert_close(means, output[0].flatten(1).sum(1) / (4 // groups) / 4)
+
+
+def test_scaling_finds_points_again():
+    points = torch.randn(6, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * torch.tensor([3.0, 1])
+    distances = torch.from_numpy(squareform(pdist(points.numpy())))
+    found, share = classical_scaling(distances)
+    torch.testing.assert_close(torch.from_numpy(squareform(pdist(found.numpy()))), distances)
+    assert share.item() == pytest.approx(1)
+    assert found[:, 0].norm() > found[:, 1].norm()
+    largest = found.gather(0, found.abs().argmax(0, keepdim=True))
+    assert (largest > 0).all()
+
+
+def test_one_axis_is_less_than_two():
+    square = torch.tensor([[0.0, 0.0], [0.0, 1.0], [2.0, 0.0], [2.0, 1.0]]).double()
+    distances = torch.from_numpy(squareform(pdist(square.numpy())))
+    found, share = classical_scaling(distances, dimensions=1)
+    torch.testing.assert_close(found.squeeze(1).abs(), torch.ones(4).double())
+    assert share.item() == pytest.approx(4 / 5)  # 4 · 1² along the long side, 4 · ½² along the short one
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_more_axes_than_points_are_zero(k):
+    found, share = classical_scaling(torch.ones(k, k).double() - torch.eye(k).double(), dimensions=3)
+    assert found.shape == (k, 3)
+    assert torch.equal(found[:, k - 1 :].abs() < 1e-7, torch.ones(k, 4 - k).bool())
+    assert share.item() == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("distances", "dimensions", "message"),
+    [
+        (torch.tensor([[0.0, 1.0], [2.0, 0.0]]), 2, "`distances` must be a symmetric matrix, got the shape"),
+        (torch.zeros(2, 3), 2, "`distances` must be a symmetric matrix, got the shape"),
+        (torch.zeros(2, 2), 0, "`dimensions` must be at least 1, got 0"),
+    ],
+)
+def test_scaling_refuses(distances, dimensions, message):
+    with pytest.raises(ValueError, match=message):
+        classical_scaling(distances, dimensions=dimensions)
