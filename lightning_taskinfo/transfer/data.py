@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_taskinfo._lightning import LightningDataModule
-from lightning_taskinfo.transfer.images import Images, Shape, Task, fit_images, load_task
+from lightning_taskinfo.transfer.images import Images, Shape, Task, fit_images, as_task
 from lightning_taskinfo.transfer.sampling import EpochSampler, Samples, whole_batch
 from lightning_taskinfo.transfer.splits import Split, split_target
 
@@ -118,8 +118,8 @@ class TransferDataModule(LightningDataModule):
         """Return source and target as they are, before they are split."""
         where = self.arguments["data_dir"]
         return (
-            load_task(self.arguments["source"], argument="source", data_dir=where),
-            load_task(self.arguments["target"], argument="target", data_dir=where),
+            as_task(self.arguments["source"], argument="source", data_dir=where),
+            as_task(self.arguments["target"], argument="target", data_dir=where),
         )
 
     def describe(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_taskinfo.data import ArrayData, load_dataset, load_idx, load_npz
+from lightning_taskinfo.data import ArrayData, load_idx, load_npz, load_task
 
 Shape = tuple[int, int, int]
 Splits = tuple[Iterable[Any], Iterable[Any]]
@@ -45,7 +45,7 @@ class Task:
         return channels, height, width
 
 
-def load_task(what: Any, *, argument: str, data_dir: str | os.PathLike[str] | None = None) -> Task:
+def as_task(what: Any, *, argument: str, data_dir: str | os.PathLike[str] | None = None) -> Task:
     """Return the task that ``what`` stands for.
 
     Args:
@@ -115,7 +115,7 @@ def _load_named(what: str | os.PathLike[str], data_dir: str | os.PathLike[str] |
         return load_npz(path)
     if path.is_dir():
         return load_idx(path)
-    return load_dataset(str(what), data_dir=data_dir)
+    return load_task(str(what), data_dir=data_dir)
 
 
 def _read(dataset: Any, argument: str) -> Images:
