@@ -23,7 +23,8 @@ class PACBayesCertificate(Probe):
     Args:
         origin: Where the weights at the start of training come from: ``"random initialisation"``, or a network trained
             on other data. The certificate repeats it.
-        structure: Curvature that shapes the post-distribution, see :func:`~lightning_taskinfo.certify`.
+        structure: Curvature that shapes the post-distribution, or several to take the best; see
+            :func:`~lightning_taskinfo.certify`.
         prior_std: Standard deviations of the prior to choose from, in the order in which they are to be cheap.
         betas: Weights of the KL to try.
         draws: Number of fresh networks that the bound rests on.
@@ -48,7 +49,7 @@ class PACBayesCertificate(Probe):
         self,
         *,
         origin: str,
-        structure: Structure = "diagonal",
+        structure: Structure | Sequence[Structure] = "diagonal",
         prior_std: Sequence[float] = PRIOR_STDS,
         betas: Sequence[float] = BETAS,
         draws: int = 1000,
