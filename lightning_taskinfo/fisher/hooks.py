@@ -73,9 +73,9 @@ def capture(forward: Callable[[], Tensor], parameters: dict[str, nn.Parameter], 
 def find_layouts(probe: Captured, captured: Captured) -> list[Layout | None]:
     """Find out where the samples are in each use's output, from passes over different numbers of samples.
 
-    The axis that grows with the number of samples holds them. Where each has several entries there, a backward pass
-    from one sample of the probe shows which: its gradient is zero wherever another sample is. The entry is None where
-    this does not tell.
+    The axis that grows with the number of samples holds them. Where each has several entries there, backward passes
+    from the first and from the last sample of the probe show which: the gradient is zero wherever another sample is.
+    The entry is None where this does not tell.
     """
     if len(probe.uses) != len(captured.uses):  # the model took another path
         return [None] * len(captured.uses)
@@ -83,10 +83,8 @@ def find_layouts(probe: Captured, captured: Captured) -> list[Layout | None]:
     pairs = zip(probe.uses, captured.uses, strict=True)
     layouts = [_growing_axis(a.shape, b.shape, few, many) for a, b in pairs]
     if any(layout and layout.repeat > 1 for layout in layouts):
-        score = torch.zeros_like(probe.outputs)
-        score[1] = torch.linspace(0.5, 1.5, score[1].numel(), dtype=score.dtype, device=score.device).view_as(score[1])
-        gradients = probe.backward(score, retain_graph=False)
-        layouts = [layout and _sorted_out(layout, b) for layout, b in zip(layouts, gradients, strict=True)]
+        first, last = (_only(probe, n) for n in (0, few - 1))
+        layouts = [layout and _sorted_out(layout, *b) for layout, *b in zip(layouts, first, last, strict=True)]
     return layouts
 
 
@@ -99,17 +97,25 @@ def _growing_axis(small: torch.Size, large: torch.Size, few: int, many: int) -> 
     return Layout(grown[0], small[grown[0]] // few)
 
 
-def _sorted_out(layout: Layout, b: Tensor | None) -> Layout | None:
+def _only(probe: Captured, n: int) -> list[Tensor | None]:
+    """Return the gradients of one sample by each use's output."""
+    score = torch.zeros_like(probe.outputs)
+    score[n] = torch.linspace(0.5, 1.5, score[n].numel(), dtype=score.dtype, device=score.device).view_as(score[n])
+    return probe.backward(score, retain_graph=True)
+
+
+def _sorted_out(layout: Layout, first: Tensor | None, last: Tensor | None) -> Layout | None:
+    """Return the one layout for which both gradients lie within their sample, if it is only one."""
     if layout.repeat == 1:
         return layout
-    if b is None or not b.count_nonzero():  # a dead branch tells nothing
+    if first is None or last is None:
         return None
+    possible = []
     for candidate in (layout, replace(layout, interleaved=True)):
-        others = candidate.samples_first(b).clone()
-        others[1] = 0
-        if not others.count_nonzero():
-            return candidate
-    return None
+        elsewhere = candidate.samples_first(first)[1:], candidate.samples_first(last)[:-1]
+        if not any(part.count_nonzero() for part in elsewhere):
+            possible.append(candidate)
+    return possible[0] if len(possible) == 1 else None  # a dead branch fits both, and tells nothing
 
 
 class _Recorder(TorchFunctionMode):

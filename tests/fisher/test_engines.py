@@ -47,6 +47,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "time first": (nets.TimeFirst, (N, 4)),
     "flattened": (lambda: nets.Flattened(interleaved=False), TOKENS),
     "interleaved": (lambda: nets.Flattened(interleaved=True), TOKENS),
+    "one position": (lambda: nets.OnePosition(interleaved=False), (4, 4)),
+    "one position, interleaved": (lambda: nets.OnePosition(interleaved=True), (4, 4)),
     "frames": (nets.Frames, (3, 1, 4, 4)),
     "attention": (nets.Attention, TOKENS),
     "attention, time first": (lambda: nets.Attention(batch_first=False), TOKENS),
