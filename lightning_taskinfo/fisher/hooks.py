@@ -24,11 +24,15 @@ from lightning_taskinfo.fisher.layers import Layout, Slot, Use
 
 @dataclass
 class Captured:
-    """A forward pass: its outputs, the uses that were seen, and the parameters all of whose uses were seen."""
+    """A forward pass: its outputs, the uses that were seen, and the parameters all of whose uses were seen.
+
+    ``graph`` has the kinds of the nodes of the autograd graph, if it was looked at.
+    """
 
     outputs: Tensor
     uses: list[Use]
     seen: set[str]
+    graph: list[type]
 
     def backward(self, score: Tensor, *, retain_graph: bool) -> list[Tensor | None]:
         """Return the gradient by each use's output, for one score of the outputs."""
@@ -67,7 +71,9 @@ def capture(forward: Callable[[], Tensor], parameters: dict[str, nn.Parameter], 
         )
     if not outputs.requires_grad:
         raise ValueError("`model` must return outputs that depend on its trainable parameters by autograd.")
-    return Captured(outputs, recorder.uses, recorder.confirmed(outputs) if confirm else set())
+    consumers = _consumers(outputs) if confirm else Counter[Node]()
+    seen = recorder.confirmed(outputs, consumers) if confirm else set()
+    return Captured(outputs, recorder.uses, seen, [*map(type, consumers)])
 
 
 def find_layouts(probe: Captured, captured: Captured) -> list[Layout | None]:
@@ -161,9 +167,8 @@ class _Recorder(TorchFunctionMode):
         first = (tensor.storage_offset() - base.storage_offset()) // max(1, base[0].numel())
         return Slot(name, tuple(tensor.shape), slice(first, first + len(tensor))), tensor.grad_fn
 
-    def confirmed(self, outputs: Tensor) -> set[str]:
+    def confirmed(self, outputs: Tensor, consumers: Counter[Node]) -> set[str]:
         """Return the parameters whose uses in the graph are exactly those that were noted."""
-        consumers = _consumers(outputs)
         if any(type(node).__name__ == "CheckpointFunctionBackward" for node in consumers):
             return set()  # reentrant checkpointing allows a backward pass to the parameters only
         nodes = {id(node.variable): node for node in consumers if hasattr(node, "variable")}
