@@ -178,7 +178,9 @@ def gradient_gram(
 
     .. math:: \xi_{nm} = \langle \nabla_w \log p_w(y_n|x_n), \nabla_w \log p_w(y_m|x_m) \rangle
 
-    Takes the arguments of :func:`fisher_trace`; labels are the dataset's by default, or one draw from the model.
+    Gradients are multiplied in the precision of the weights, a thousand entries at a time, and these products are
+    summed in float64. Takes the arguments of :func:`fisher_trace`; labels are the dataset's by default, or one draw
+    from the model.
 
     Raises:
         ValueError: As for :func:`fisher_trace`, and for ``labels="exact"``, which has several gradients a sample.

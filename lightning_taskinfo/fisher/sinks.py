@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_taskinfo._observe import ParamDict
 from lightning_taskinfo.fisher.layers import Use, squared_norms
 
-COLUMNS = 8192  # of features turned into float64 at once
+COLUMNS = 1024  # of features multiplied at once in their own precision; these products are summed in float64
 
 
 class Norms:
@@ -93,15 +93,21 @@ class Gram:
 
     def add_to(self, gram: Tensor) -> None:
         """Add all inner products to ``gram``."""
+        known: dict[tuple[int, ...], Tensor] = {}  # a layer's weight and bias have a factor in common
         for blocks in self.kept.values():
-            gram += reduce(mul, [_inner_products(factor) for factor in zip(*blocks, strict=True)])
+            factors = [*zip(*blocks, strict=True)]
+            for factor in factors:
+                key = tuple(map(id, factor))
+                if key not in known:
+                    known[key] = _inner_products(factor)
+            gram += reduce(mul, [known[tuple(map(id, factor))] for factor in factors])
 
 
 def _inner_products(blocks: tuple[Tensor, ...]) -> Tensor:
-    """Return ``x xᵀ`` in float64 for ``x`` in blocks of rows, a cache-sized block of columns at a time."""
+    """Return ``x xᵀ`` in float64 for ``x`` in blocks of rows, from products of a block of columns at a time."""
     n = sum(len(block) for block in blocks)
     gram = blocks[0].new_zeros(n, n, dtype=torch.float64)
     for columns in zip(*(block.split(COLUMNS, dim=1) for block in blocks), strict=True):
-        x = torch.cat([part.double() for part in columns])
-        gram.addmm_(x, x.T)
+        x = columns[0] if len(columns) == 1 else torch.cat(columns)
+        gram += x @ x.T
     return gram
