@@ -163,6 +163,21 @@ class Elementwise(Use):
         return product.reshape(-1, *self.slots[slot].shape)
 
 
+class BatchNorm(Elementwise):
+    """``F.batch_norm`` on running statistics, ``config["statistics"]``: mean, variance and what is added to it."""
+
+    def grads(self, slot: str, b: Tensor) -> Tensor:
+        a, (mean, variance, eps) = self.saved[0][0][: len(b)], self.config["statistics"]
+        if slot != "weight" or self.layout != Layout() or b.dim() < 3 or not a.dtype == b.dtype == mean.dtype:
+            return super().grads(slot, b)
+        n, channels = b.shape[:2]
+        # Every channel of every sample is a channel of its own, so that the sums are those of single samples.
+        shape, mask = (1, n * channels, *b.shape[2:]), [False, True, False]
+        a, b, mean, variance = a.reshape(shape), b.reshape(shape), mean.repeat(n), variance.repeat(n)
+        backward = torch.ops.aten.native_batch_norm_backward
+        return backward(b, a, None, mean, variance, None, None, False, eps, mask)[1].view(n, channels)
+
+
 class Embedding(Use):
     """Rows of a table: a sample's gradient adds the output gradients of equal indices, before squaring."""
 
