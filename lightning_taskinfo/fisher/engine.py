@@ -201,14 +201,8 @@ class _Measurement:
             )
 
     def _from_uses(self, captured: Captured, names: set[str], samples: slice, scores: list[Tensor], last: bool) -> None:
-        passes = [
-            captured.backward(score, retain_graph=not last or i + 1 < len(scores)) for i, score in enumerate(scores)
-        ]
-        gradients = {
-            id(use): list(by_score)
-            for use, by_score in zip(captured.uses, zip(*passes, strict=True), strict=True)
-            if by_score[0] is not None
-        }
+        by_use = zip(captured.uses, captured.backward(scores, retain_graph=not last), strict=True)
+        gradients = {id(use): [*by_score] for use, by_score in by_use if by_score is not None}
         for name, uses in by_name(captured).items():
             reached = [(use, slot) for use, slot in uses if id(use) in gradients]
             if name not in names or not reached:

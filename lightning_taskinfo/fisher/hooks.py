@@ -6,6 +6,7 @@ everything else. What was seen is checked against the autograd graph, which know
 that was not seen, or not understood, is left to the per-sample engine.
 """
 
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -34,13 +35,35 @@ class Captured:
     seen: set[str]
     graph: list[type]
 
-    def backward(self, score: Tensor, *, retain_graph: bool) -> list[Tensor | None]:
-        """Return the gradient by each use's output, for one score of the outputs."""
+    def backward(self, scores: list[Tensor], *, retain_graph: bool) -> list[tuple[Tensor, ...] | None]:
+        """Return the gradients by each use's output, one for each score of the outputs."""
         if not self.uses:
             return []
+        by_use = self._batched(scores) if len(scores) > 1 else None
+        if by_use is None:
+            last = len(scores) - 1
+            passes = [self._pass(score, retain_graph or i < last) for i, score in enumerate(scores)]
+            by_use = [None if bs[0] is None else bs for bs in zip(*passes, strict=True)]
+        return [
+            None if bs is None else tuple(b.reshape(use.shape) for b in bs)
+            for use, bs in zip(self.uses, by_use, strict=True)
+        ]
+
+    def _pass(self, score: Tensor, retain_graph: bool, *, batched: bool = False) -> tuple[Tensor | None, ...]:
         edges = [use.edge for use in self.uses]
-        gradients = torch.autograd.grad(self.outputs, edges, score, retain_graph=retain_graph, allow_unused=True)
-        return [None if b is None else b.reshape(use.shape) for use, b in zip(self.uses, gradients, strict=True)]
+        return torch.autograd.grad(
+            self.outputs, edges, score, retain_graph=retain_graph, allow_unused=True, is_grads_batched=batched
+        )
+
+    def _batched(self, scores: list[Tensor]) -> list[tuple[Tensor, ...] | None] | None:
+        """Return the gradients from one pass for all scores; None where vmap cannot run an operation of the graph."""
+        try:
+            with warnings.catch_warnings():  # operations that it takes one by one are no slower than without it
+                warnings.filterwarnings("ignore", message="There is a performance drop")
+                stacked = self._pass(torch.stack(scores), True, batched=True)
+        except RuntimeError:
+            return None
+        return [None if b is None else b.unbind() for b in stacked]
 
     def lay_out(self, layouts: list[Layout | None]) -> set[str]:
         """Say where the samples are, and return the parameters that can be served."""
@@ -107,7 +130,7 @@ def _only(probe: Captured, n: int) -> list[Tensor | None]:
     """Return the gradients of one sample by each use's output."""
     score = torch.zeros_like(probe.outputs)
     score[n] = torch.linspace(0.5, 1.5, score[n].numel(), dtype=score.dtype, device=score.device).view_as(score[n])
-    return probe.backward(score, retain_graph=True)
+    return [None if b is None else b[0] for b in probe.backward([score], retain_graph=True)]
 
 
 def _sorted_out(layout: Layout, first: Tensor | None, last: Tensor | None) -> Layout | None:
