@@ -1,5 +1,6 @@
 """Which engine serves which parameter, chunk by chunk; squared gradients go into a :class:`Sink`."""
 
+import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -249,8 +250,9 @@ class _Measurement:
 def _differ(few: Tensor, many: Tensor) -> bool:
     """Whether the rows that two batches of outputs have in common differ by more than rounding; not if they are NaN."""
     rows = min(len(few), len(many))
-    rounding = torch.finfo(few.dtype).eps ** 0.5 * few.abs().amax()
-    return bool((few[:rows] - many[:rows]).abs().amax() > rounding)
+    largest = torch.linalg.vector_norm(few, math.inf)
+    difference = torch.linalg.vector_norm(few[:rows] - many[:rows], math.inf)
+    return bool(difference > torch.finfo(few.dtype).eps ** 0.5 * largest)
 
 
 def _whole(use: Use, slot: str, gradient: Tensor, parameter: Tensor) -> Tensor:

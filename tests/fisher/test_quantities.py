@@ -316,7 +316,8 @@ class Cubic(nets.Functional):
     "case",
     [
         "attention", "checkpoint", "conv1d stride", "conv2d", "conv2d depthwise", "conv2d groups", "conv2d one channel",
-        "conv2d ghost", "conv2d whole", "frames", "batch norm", "sequence", "module twice", "tied, padded", "inplace residual", "cubic",
+        "conv2d ghost", "conv2d whole", "frames", "batch norm", "sequence", "module twice", "tied, padded",
+        "inplace residual", "cubic",
     ],
 )  # fmt: skip
 def test_several_scores_at_once(case):
