@@ -1,6 +1,5 @@
 """Which engine serves which parameter, chunk by chunk; squared gradients go into a :class:`Sink`."""
 
-import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_taskinfo._observe import ParamDict, observing, parts, trainable_parameters
 from lightning_taskinfo.fisher.batches import sample_count, take
-from lightning_taskinfo.fisher.findings import Findings, by_name, disjoint, recall, remember, sizes_of
+from lightning_taskinfo.fisher.findings import Findings, by_name, differ, disjoint, recall, remember, sizes_of
 from lightning_taskinfo.fisher.hooks import Captured, capture, find_layouts
 from lightning_taskinfo.fisher.kron import backpack_gradients
 from lightning_taskinfo.fisher.layers import BLOCK, Layout, Use
@@ -194,7 +193,7 @@ class _Measurement:
             if captured:
                 remember(self.model, self.inputs, sizes_of(probe, self.parameters), self.layouts, captured)
         self.compared, self.probe = True, None
-        self.mixing = _differ(few.detach(), outputs.detach())
+        self.mixing = differ(few.detach(), outputs.detach())
         if self.mixing:
             warnings.warn(
                 "The model's outputs for a sample depend on the others of its batch; each is measured alone.",
@@ -245,14 +244,6 @@ class _Measurement:
                 return
         gradients = backpack_gradients if self.fallback == "backpack" else looped_gradients
         yield from gradients(self.model, self.request.forward, inputs, score, names)
-
-
-def _differ(few: Tensor, many: Tensor) -> bool:
-    """Whether the rows that two batches of outputs have in common differ by more than rounding; not if they are NaN."""
-    rows = min(len(few), len(many))
-    largest = torch.linalg.vector_norm(few, math.inf)
-    difference = torch.linalg.vector_norm(few[:rows] - many[:rows], math.inf)
-    return bool(difference > torch.finfo(few.dtype).eps ** 0.5 * largest)
 
 
 def _whole(use: Use, slot: str, gradient: Tensor, parameter: Tensor) -> Tensor:

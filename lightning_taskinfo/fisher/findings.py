@@ -6,6 +6,7 @@ parameters in the same operations, outputs that are longer along that axis and a
 with operations of the same kinds in the same order. Whether samples depend on each other is looked at every time.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -113,6 +114,14 @@ def disjoint(uses: list[tuple[Use, str]]) -> bool:
         return True
     spans = sorted((r.start, r.stop) for r in rows if r is not None)
     return len(spans) == len(rows) and all(a[1] <= b[0] for a, b in pairwise(spans))
+
+
+def differ(few: Tensor, many: Tensor) -> bool:
+    """Whether the rows that two batches of outputs have in common differ by more than rounding; not if they are NaN."""
+    rows = min(len(few), len(many))
+    largest = torch.linalg.vector_norm(few, math.inf)
+    difference = torch.linalg.vector_norm(few[:rows] - many[:rows], math.inf)
+    return bool(difference > torch.finfo(few.dtype).eps ** 0.5 * largest)
 
 
 def _sample(inputs: Any) -> list[tuple[torch.Size, torch.dtype]]:

@@ -202,9 +202,8 @@ def gradient_gram(
     while wanted:
         if generator is not None and seed is not None:
             generator.set_state(seed)  # the same labels in every pass
-        sink = Gram(n, wanted, room=128 * BLOCK)
+        sink = Gram(gram, wanted, room=128 * BLOCK)
         measure(model, inputs, targets, request, sink)
-        sink.add_to(gram)
         wanted = sink.postponed
     return gram
 

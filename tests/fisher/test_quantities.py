@@ -178,11 +178,13 @@ def test_a_tuple_and_a_dict_go_through_forward_fn():
         fisher_trace(model, batch)
 
 
-def test_more_than_fits_is_measured_in_several_passes(monkeypatch):
-    model, inputs, targets = make("conv2d")
+@pytest.mark.parametrize("case", ["conv2d", "attention", "linear"])
+@pytest.mark.parametrize("chunk_size", [None, 4])
+def test_more_than_fits_is_measured_in_several_passes(monkeypatch, case, chunk_size):
+    model, inputs, targets = make(case)
     whole = gradient_gram(model, inputs, targets)
     monkeypatch.setattr("lightning_taskinfo.fisher.quantities.BLOCK", 1)
-    torch.testing.assert_close(gradient_gram(model, inputs, targets), whole)
+    torch.testing.assert_close(gradient_gram(model, inputs, targets, chunk_size=chunk_size), whole)
 
 
 def test_gram_of_float32_gradients_is_close_to_that_of_float64():
