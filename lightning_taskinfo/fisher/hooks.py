@@ -61,7 +61,7 @@ class Captured:
             with warnings.catch_warnings():  # operations that it takes one by one are no slower than without it
                 warnings.filterwarnings("ignore", message="There is a performance drop")
                 stacked = self._pass(torch.stack(scores), True, batched=True)
-        except RuntimeError:
+        except Exception:  # of any type, in an operation of the user's; if it is no matter of vmap, it comes again
             return None
         return [None if b is None else b.unbind() for b in stacked]
 
