@@ -27,8 +27,12 @@ class FisherTrace(Probe):
     read off the training step's own backward pass, and logged as ``fisher_trace_train_step``, since penalties of the
     loss are part of it. A BatchNorm in train mode mixes the samples of a batch; these are then each sample's
     contribution to the batch's gradient, times the batch size. Lightning's division by ``accumulate_grad_batches`` and
-    the gradient scaler's scale are undone. These values go to the loggers and the history only, not to
-    ``trainer.callback_metrics``: at every step that alone would cost more than the measurement.
+    the gradient scaler's scale are undone. ``trainer.callback_metrics`` has these values every ``log_every_n_steps``
+    steps and after the last batch of an epoch only: at every step that alone would cost more than the measurement.
+
+    Weights that FSDP2 (``fully_shard``) spreads over processes are followed where the forward pass gathers them; what
+    only whole weights could show is refused before training starts. Processes then run every pass together: one that
+    fails within a pass keeps the others waiting, as in the training itself.
 
     Args:
         data: As for every probe, or ``"train_step"``.
@@ -137,7 +141,7 @@ class FisherTrace(Probe):
             mc_samples=self.mc_samples,
             forward_fn=self.forward_fn,
         ).to(next(model.parameters()).device)
-        metric.update(model, samples.inputs, samples.targets)
+        metric.update(model, samples.inputs, samples.targets, counted=samples.counted)
         return metric
 
     def summarise(self, observed: FisherInformation) -> dict[str, float]:

@@ -69,6 +69,7 @@ class InformationInWeights(Probe):
 
     default_every_n_epochs: ClassVar[int | None] = 1
     ylabel: ClassVar[str] = "information in the weights (nats)"
+    needs_whole_weights: ClassVar[str] = "keeps an origin and a curvature of all weights on every process"
 
     def __init__(
         self,

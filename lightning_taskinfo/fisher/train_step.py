@@ -17,11 +17,12 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils.hooks import RemovableHandle
 
-from lightning_taskinfo._observe import ParamDict, trainable_parameters
+from lightning_taskinfo._observe import ParamDict
 from lightning_taskinfo.fisher import calls
 from lightning_taskinfo.fisher.hooks import written
 from lightning_taskinfo.fisher.layers import Slot
 from lightning_taskinfo.fisher.metric import FisherInformation
+from lightning_taskinfo.fisher.sharded import gathered_parameters
 
 
 def _batch_norm(m: Any, x: Tensor) -> calls.Call:
@@ -63,6 +64,7 @@ class StepRecorder:
 
     def __init__(self, model: nn.Module) -> None:
         self.layers = _layers(model)
+        self.parameters = gathered_parameters(model)
         self.handles: list[RemovableHandle] = []
         self.norms: ParamDict = {}
         self.seen: set[str] = set()
@@ -90,7 +92,7 @@ class StepRecorder:
         if left and self.problem is None:
             self.problem = f"layer {left[0]!r} was not called with gradients in the training step"
         if not self.graph_checked and self.problem is None:
-            self.problem = _used_elsewhere(loss, self.layers)
+            self.problem = _used_elsewhere(loss, self.parameters)
         self.graph_checked = True
 
     def _hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
@@ -207,7 +209,7 @@ def _known(module: nn.Module) -> bool:
     return isinstance(module, tuple(READERS)) and not odd
 
 
-def _used_elsewhere(loss: Tensor, layers: dict[str, nn.Module]) -> str | None:
+def _used_elsewhere(loss: Tensor, parameters: dict[str, nn.Parameter]) -> str | None:
     """Return which parameter the graph uses other than once, which its layer's hook alone would not show."""
     consumers: dict[Node, list[Node]] = defaultdict(list)
     stack, visited = [loss.grad_fn], {loss.grad_fn}
@@ -220,11 +222,10 @@ def _used_elsewhere(loss: Tensor, layers: dict[str, nn.Module]) -> str | None:
                     visited.add(following)
                     stack.append(following)
     leaves = {id(node.variable): node for node in consumers if hasattr(node, "variable")}
-    for layer, module in layers.items():
-        for name, p in trainable_parameters(module).items():
-            users = consumers[leaves[id(p)]] if id(p) in leaves else []
-            while len(users) == 1 and users[0].name() == "ToCopyBackward0":  # autocast
-                users = consumers[users[0]]
-            if len(users) != 1:
-                return f"parameter {f'{layer}.{name}'!r} was used {len(users)} times in the training step"
+    for name, p in parameters.items():
+        users = consumers[leaves[id(p)]] if id(p) in leaves else []
+        while len(users) == 1 and users[0].name() == "ToCopyBackward0":  # autocast
+            users = consumers[users[0]]
+        if len(users) != 1:
+            return f"parameter {name!r} was used {len(users)} times in the training step"
     return None
