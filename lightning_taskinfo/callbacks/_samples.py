@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from lightning_taskinfo.fisher.draws import NumberedDraws
 from lightning_taskinfo.functional.likelihood import Likelihood, as_likelihood
 
 BatchFn: TypeAlias = Callable[[Any], tuple[Any, Tensor | None]]
+Draws = TypeVar("Draws", bound=NumberedDraws)
 TARGETS = ("targets", "target", "labels", "label", "y")
 
 
@@ -36,10 +37,10 @@ class Samples:
     seed: int
     counted: int
 
-    def draws(self, likelihood: str | Likelihood, mc_samples: int) -> NumberedDraws:
+    def draws(self, likelihood: str | Likelihood, mc_samples: int, kind: type[Draws] = NumberedDraws) -> Draws:  # type: ignore[assignment]
         """Return the likelihood, with labels that do not depend on how processes share the samples."""
         inner = as_likelihood(likelihood)
-        return NumberedDraws(inner, seed=self.seed, first=self.first, total=self.total, mc_samples=mc_samples)
+        return kind(inner, seed=self.seed, first=self.first, total=self.total, mc_samples=mc_samples)
 
 
 def inputs_and_targets(batch: Any) -> tuple[Any, Tensor | None]:
