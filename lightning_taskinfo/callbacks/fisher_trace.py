@@ -6,6 +6,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, ClassVar, Literal
 
+import torch
 from torch import Tensor, nn
 
 from lightning_taskinfo._lightning import LightningModule, Trainer
@@ -79,7 +80,7 @@ class FisherTrace(Probe):
         self._temperature = math.nan
         self._recorder: StepRecorder | None = None
         self._scale = 1.0
-        self._reduce: Callable[[Tensor], Tensor] | None = None
+        self._reduce: Callable[[list[float]], list[float]] | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
@@ -87,7 +88,7 @@ class FisherTrace(Probe):
             if not pl_module.automatic_optimization:
                 raise ValueError("`data='train_step'` needs automatic optimization, got a module that does its own.")
             self._recorder = StepRecorder(pl_module)
-            self._reduce = partial(trainer.strategy.reduce, reduce_op="sum")
+            self._reduce = partial(_summed, trainer) if trainer.world_size > 1 else None
             self._checked = True  # the module is not called by us
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -165,8 +166,9 @@ class FisherTrace(Probe):
 
     def summarise(self, observed: FisherInformation | StepInformation) -> dict[str, float]:
         if isinstance(observed, StepInformation):
-            sums = observed.sums if self._reduce is None else self._reduce(observed.sums)
-            trace, error, layers = observed._replace(sums=sums).compute()
+            if self._reduce is not None:
+                observed = observed._replace(sums=self._reduce(observed.sums))
+            trace, error, layers = observed.compute()
         else:
             result = observed.compute()
             trace, error = result.trace.item(), result.standard_error.item()
@@ -176,3 +178,9 @@ class FisherTrace(Probe):
         if self.per_layer:
             values |= {f"{name}/{layer or 'module'}": part for layer, part in layers.items()}
         return {**values, "sgd_temperature": self._temperature}
+
+
+def _summed(trainer: Trainer, values: list[float]) -> list[float]:
+    """Return sums over processes."""
+    mine = torch.tensor(values, dtype=torch.float64, device=trainer.strategy.root_device)
+    return trainer.strategy.reduce(mine, reduce_op="sum").tolist()

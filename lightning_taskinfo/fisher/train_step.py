@@ -133,6 +133,9 @@ class StepRecorder:
         return read
 
     def _add(self, name: str, module: nn.Module, x: Tensor, b: Tensor) -> None:
+        if type(module) is nn.Linear and b.dim() == 2:  # most layers, possibly at every step: the shortest way
+            self._add_linear(name, module, _full(x[: self.max_samples]), b)
+            return
         whole = isinstance(module, _BatchNorm) and not isinstance(module, _InstanceNorm)  # needs the whole batch
         call = self.readers[name](module, _full(x if whole else x[: self.max_samples]))
         if call is None:
@@ -146,6 +149,14 @@ class StepRecorder:
         for slot, named in slots.items():
             self.norms[named.name] = use.norms(slot, [b]).detach()
 
+    def _add_linear(self, name: str, module: nn.Linear, a: Tensor, b: Tensor) -> None:
+        """Use the rank of ``b aᵀ``: its squared norm is the product of two."""
+        outputs = torch.linalg.vector_norm(b.detach(), dim=1).square_()
+        if module.weight.requires_grad:
+            self.norms[f"{name}.weight"] = torch.linalg.vector_norm(a, dim=1).square_().mul_(outputs)
+        if module.bias is not None and module.bias.requires_grad:
+            self.norms[f"{name}.bias"] = outputs
+
 
 class StepInformation(NamedTuple):
     """The trace from squared norms that a :class:`StepRecorder` has read, as sums that add up over processes.
@@ -153,7 +164,7 @@ class StepInformation(NamedTuple):
     Attributes:
         names: Names of the parameters.
         sums: Squared norms summed over samples by parameter, the sum of each sample's squared total, and the number of
-            samples; ``[parameters + 2]``, float64.
+            samples. Numbers: at every step, operations on tensors of one would cost more than all else.
 
     Example:
         >>> norms = {"head.weight": torch.tensor([1.0, 2.0]), "head.bias": torch.tensor([1.0, 0.0])}
@@ -162,7 +173,7 @@ class StepInformation(NamedTuple):
     """
 
     names: list[str]
-    sums: Tensor
+    sums: list[float]
 
     @classmethod
     def of(cls, norms: ParamDict, scale: float = 1.0) -> "StepInformation":
@@ -172,15 +183,14 @@ class StepInformation(NamedTuple):
             norms: Squared gradient norms by parameter name, each ``[N]``.
             scale: What they are multiplied by.
         """
-        stacked = torch.stack([*norms.values()]).double().mul_(scale)  # [parameters, N]
-        samples = stacked.sum(0)
-        sums = F.pad(stacked.sum(1), (0, 2), value=stacked.shape[1])
-        sums[-2] = samples.dot(samples)
-        return cls([*norms], sums)
+        stacked = torch.stack([*norms.values()]).double()  # [parameters, N]
+        samples, totals = stacked.sum(0).tolist(), stacked.sum(1).tolist()
+        squares = sum((scale * total) ** 2 for total in samples)
+        return cls([*norms], [*(scale * total for total in totals), squares, len(samples)])
 
     def compute(self) -> tuple[float, float, dict[str, float]]:
         """Return the trace, its standard error over samples, and the trace by layer."""
-        *totals, squares, n = self.sums.tolist()  # numbers from here on: at every step, tensors of one would be slow
+        *totals, squares, n = self.sums
         trace, layers = sum(totals) / n, dict[str, float]()
         for name, part in zip(self.names, totals, strict=True):
             owner = name.rpartition(".")[0]

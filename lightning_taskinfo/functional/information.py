@@ -144,7 +144,7 @@ def information_sweep(
     logarithms, determined = distance.new_zeros(len(prior_stds)), distance.new_zeros(len(prior_stds))
     for h, moved in zip(curvature.reshape(-1).split(BLOCK), displacement.reshape(-1).split(BLOCK), strict=True):
         h = _non_negative(h)
-        distance += moved.double().square_().sum()
+        distance += moved.double().square().sum()
         for i, std in enumerate(prior_stds):
             gain = h * (std**2 / beta)
             determined[i] += (gain / (gain + 1)).sum()  # Σ 1 − v
