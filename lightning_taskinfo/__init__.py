@@ -34,6 +34,9 @@ if TYPE_CHECKING:  # what type checkers see; `tests/test_import.py` keeps it equ
     from lightning_taskinfo.regularizers import WeightSchedule as WeightSchedule
     from lightning_taskinfo.regularizers import estimate_mutual_information as estimate_mutual_information
     from lightning_taskinfo.regularizers import frozen_batchnorm_statistics as frozen_batchnorm_statistics
+    from lightning_taskinfo.tasks.complexity import structure_function as structure_function
+    from lightning_taskinfo.tasks.structure import StructureFunction as StructureFunction
+    from lightning_taskinfo.tasks.training import Training as Training
     from lightning_taskinfo.transfer.overlap import FeatureOverlap as FeatureOverlap
     from lightning_taskinfo.transfer.overlap import feature_overlap as feature_overlap
     from lightning_taskinfo.variational import add_weight_noise as add_weight_noise
@@ -61,8 +64,10 @@ _EXPORTS = {  # public name -> the module that defines it, imported when the nam
     "PACBayesCertificate": "callbacks.pac_bayes_certificate",
     "PenaltyMixin": "mixins",
     "Prior": "certificates",
+    "StructureFunction": "tasks.structure",
     "TemporalEnsembling": "regularizers",
     "TemporalEnsemblingMixin": "mixins",
+    "Training": "tasks.training",
     "WeightInformation": "regularizers",
     "WeightSchedule": "regularizers",
     "add_weight_noise": "variational",
@@ -76,6 +81,7 @@ _EXPORTS = {  # public name -> the module that defines it, imported when the nam
     "pre_distribution": "distributions",
     "remove_weight_noise": "variational",
     "sampling": "variational",
+    "structure_function": "tasks.complexity",
     "trainable_parameters": "_observe",
     "weight_kl": "variational",
 }
