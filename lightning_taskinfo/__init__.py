@@ -35,6 +35,8 @@ if TYPE_CHECKING:  # what type checkers see; `tests/test_import.py` keeps it equ
     from lightning_taskinfo.regularizers import estimate_mutual_information as estimate_mutual_information
     from lightning_taskinfo.regularizers import frozen_batchnorm_statistics as frozen_batchnorm_statistics
     from lightning_taskinfo.tasks.complexity import structure_function as structure_function
+    from lightning_taskinfo.tasks.distance import task_distance as task_distance
+    from lightning_taskinfo.tasks.matrix import DistanceMatrix as DistanceMatrix
     from lightning_taskinfo.tasks.structure import StructureFunction as StructureFunction
     from lightning_taskinfo.tasks.training import Training as Training
     from lightning_taskinfo.transfer.overlap import FeatureOverlap as FeatureOverlap
@@ -47,6 +49,7 @@ if TYPE_CHECKING:  # what type checkers see; `tests/test_import.py` keeps it equ
 
 _EXPORTS = {  # public name -> the module that defines it, imported when the name is first used
     "Certificate": "certificates",
+    "DistanceMatrix": "tasks.matrix",
     "FeatureOverlap": "transfer.overlap",
     "FisherInformation": "fisher.metric",
     "FisherTrace": "callbacks.fisher_trace",
@@ -82,6 +85,7 @@ _EXPORTS = {  # public name -> the module that defines it, imported when the nam
     "remove_weight_noise": "variational",
     "sampling": "variational",
     "structure_function": "tasks.complexity",
+    "task_distance": "tasks.distance",
     "trainable_parameters": "_observe",
     "weight_kl": "variational",
 }
