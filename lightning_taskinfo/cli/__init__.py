@@ -3,9 +3,15 @@
 import sys
 from collections.abc import Callable, Sequence
 
+from lightning_taskinfo.cli.complexity import complexity
+from lightning_taskinfo.cli.distance import distance
 from lightning_taskinfo.cli.phase_diagram import phase_diagram
 
-COMMANDS: dict[str, Callable[..., str]] = {"phase-diagram": phase_diagram}
+COMMANDS: dict[str, Callable[..., str]] = {
+    "complexity": complexity,
+    "distance": distance,
+    "phase-diagram": phase_diagram,
+}
 
 
 def main(args: Sequence[str] | None = None) -> int:

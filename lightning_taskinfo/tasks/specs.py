@@ -51,7 +51,7 @@ def load_task(
         spec: Such as ``"digits"``, ``"digits:even-odd"``, ``"digits+letters"`` or ``"mnist:only-0-1:inverted"``.
         n: At most this many samples, shuffled; all where ``None``.
         size: Height and width of the embedded digits and letters: 28, or 8.
-        seed: Seed of the shuffling and of random labels, from two generators: with them or without, images are the same.
+        seed: Seed of the shuffling, and of random labels, which leave the choice of images as it is.
         data_dir: Folder of further datasets; ``TASKINFO_DATA_DIR`` where not given.
 
     Raises:
