@@ -51,9 +51,13 @@ class Sweep:
             train_plain(self.model, self.samples, no_penalty, training=self.training, seed=stage_seed(self.seed, 1))
 
     def step(self, beta: float) -> None:
-        r"""Minimise :math:`C_\beta` from where the network is, and measure."""
-        seed = stage_seed(self.seed, 2, len(self.rows))
-        train_noisy(self.model, self.samples, lambda m: beta * weight_kl(m), training=self.training, seed=seed)
+        r"""Minimise :math:`C_\beta` from where the network is, and measure.
+
+        The first has the longest way to go, from plain weights to almost nothing: it is trained twice.
+        """
+        for turn in range(1 if self.rows else 2):
+            seed = stage_seed(self.seed, 2, len(self.rows), turn)
+            train_noisy(self.model, self.samples, lambda m: beta * weight_kl(m), training=self.training, seed=seed)
         self.rows.append({"beta": beta, "kl": weight_kl(self.model).item(), **self._loss()})
 
     def save(self, path: Path) -> None:

@@ -42,7 +42,7 @@ def plot_structure_functions(curves: Sequence[StructureFunction]) -> tuple["Figu
     left.set(xscale="log", xlabel=r"$\beta$, price of a nat", ylabel=r"$E_Q[L_D]/N$ (nats)")
     left.invert_xaxis()
     right.set(xlabel=r"information in the weights, $\mathrm{KL}(Q\|P)$ (nats)", ylabel=r"$E_Q[L_D]/N$ (nats)")
-    right.set_xscale("symlog", linthresh=1.0)
+    right.set_xlim(left=0)
     for ax in (left, right):
         ax.set_ylim(bottom=0)
         ax.spines[["top", "right"]].set_visible(False)
@@ -89,7 +89,7 @@ def plot_distances(
     ax.figure.colorbar(image, ax=ax, label="distance (nats)", shrink=0.8)
     for row in range(len(names)):
         for column in range(len(names)):
-            text = f"{mean[row, column]:.0f}"
+            text = f"{round(mean[row, column].item())}"
             if error is not None and error[row, column].isfinite():
                 text += f"\n±{error[row, column]:.0f}"
             color = "white" if mean[row, column] > middle else "black"

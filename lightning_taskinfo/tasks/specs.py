@@ -111,15 +111,23 @@ def _only(x: Tensor, y: Tensor, classes: int, kept: list[int], spec: str) -> tup
     return x[mask], number[y[mask]], len(kept)
 
 
+class Centred(nn.Module):
+    """Flattened images with grey values from -1/2 to 1/2, so that an inverted image is the negative of its original."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return ``[N, D]`` for images ``[N, ...]`` in [0, 1]."""
+        return images.flatten(1) - 0.5
+
+
 def small_trunk(inputs: int, width: int = 32) -> nn.Module:
-    """Return two hidden layers over flattened images: small enough for a laptop, large enough for digits.
+    """Return two hidden layers over centred pixels: small enough for a laptop, large enough for digits.
 
     Args:
         inputs: Number of pixels, channels included.
         width: Neurons of each layer.
     """
     first, second = nn.Linear(inputs, width), nn.Linear(width, width)
-    return nn.Sequential(nn.Flatten(), first, nn.ReLU(), second, nn.ReLU())
+    return nn.Sequential(Centred(), first, nn.ReLU(), second, nn.ReLU())
 
 
 def small_network(inputs: int, outputs: int, width: int = 32) -> nn.Module:
