@@ -12,7 +12,7 @@ from lightning_taskinfo.tasks.specs import load_task, network_for, trunk_for
 from lightning_taskinfo.tasks.training import Training
 
 pytestmark = pytest.mark.slow
-BETAS = (10.0, 3.0, 1.0, 0.3, 0.1, 0.03, 0.01)
+BETAS = (10.0, 3.0, 1.0, 0.3, 0.1, 0.03)  # below, 200 steps are too few for random labels: slope 0.039 at 0.01 to 0.03
 
 
 def trace(spec, n=300, seed=0):
