@@ -9,7 +9,7 @@ Shown are the error of the mean reading, the variance of a reading, and both tog
 torch-mist's own loss counts the joint pairs of a batch among its product samples. That pulls every score towards zero:
 less variance, and less information. ``torch-mist, joint pairs left out`` is its estimator with the one line changed.
 Its read-out leaves them out as ours does, and ``read_out_gap`` is how far the two read-outs of one critic are apart.
-``efficient_variance`` is ``Var[log p(x,z)/(p(x)p(z))] / B``: no unbiased reading of B pairs varies less.
+``efficient_variance`` is ``Var[log p(x,z)/(p(x)p(z))] / B``: for large B no unbiased reading of B pairs varies less.
 The curve of the optimal critic shows SMILE's own bias: it is no lower bound. Cells that are finished are kept in
 ``--folder`` and not run again. Without torch-mist its rows are missing; it is installed by
 ``pip install --no-deps torch-mist pyro-ppl pyro-api opt-einsum``.

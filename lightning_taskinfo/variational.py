@@ -78,7 +78,8 @@ class NoisyWeight(nn.Module):
         self.draws += 1
         generator = Generator(mean.device).manual_seed(seed)
         if self._memory is None or (self._memory.device, self._memory.dtype) != (mean.device, mean.dtype):
-            self._memory = torch.empty_like(mean, requires_grad=False)
+            with torch.inference_mode(False):  # a draw in `validate` comes before others in training
+                self._memory = torch.empty_like(mean, requires_grad=False)
         return self._memory.normal_(generator=generator)
 
     def get_extra_state(self) -> dict[str, int]:
