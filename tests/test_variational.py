@@ -121,7 +121,7 @@ def test_two_forwards_may_wait_for_one_backward():
 
 
 def test_a_draw_in_inference_mode_may_come_first():
-    layer, x = add_weight_noise(nn.Linear(2, 1)), torch.ones(1, 2)
+    layer, x = add_weight_noise(nn.Linear(2, 1)).double(), torch.ones(1, 2).double()  # its memory is made anew
     with torch.inference_mode():
         layer(x)
     layer(x).sum().backward()
