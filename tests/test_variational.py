@@ -126,6 +126,7 @@ def test_a_draw_in_inference_mode_may_come_first():
         layer(x)
     layer(x).sum().backward()
     assert all(noise.log_variance.grad is not None for *_, noise in noisy_weights(layer))
+    assert all(noise._memory.dtype == torch.float64 for *_, noise in noisy_weights(layer))
 
 
 def test_two_weights_of_one_model_have_different_noise():

@@ -259,7 +259,7 @@ class Lautum(Regularizer):
         factor = torch.linalg.cholesky(cov_w + floor * torch.eye(len(cov_w)).to(cov_w))
         half = torch.linalg.solve_triangular(factor, squares, upper=False)
         whitened = torch.linalg.solve_triangular(factor, half.T, upper=False)  # [K, K], on both sides
-        squared = torch.linalg.eigvalsh((whitened + whitened.T) / 2).clamp_min(0) * n / (n + self.effective_dim)
+        squared = torch.linalg.eigvalsh((whitened + whitened.T) / 2) * n / (n + self.effective_dim)
         return lautum_from_correlations(squared.clamp(max=1.0) * (1 - self.shrinkage) ** 2)
 
 
