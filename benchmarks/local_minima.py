@@ -4,12 +4,13 @@
 
 Three scenarios of Jia and Su (ICML 2020) at a small size: a growing share of mislabelled training samples, schemes of
 data augmentation, and batch sizes. Every network is trained until its loss on the plain training images is at 0.1,
-since minima compare only at nearly equal loss; one that does not get there is left out of the correlations, and
-counted. On the trained network: the log-determinant gamma of the gradients' Gram matrix (100 draws of 100 of 400
-training samples, by the labels it was trained with), its spectral radius, Frobenius norm and trace, each also with
-logit vectors of one norm, as in the authors' code. For each scenario the rank correlation of each with the test error
-over levels and seeds, with a bootstrap interval (runs drawn anew), and by how much gamma's correlation is ahead of its
-rivals'. Runs of one level differ by the seed only: the intervals are for these levels.
+since minima compare only at nearly equal loss (an augmented training ends on plain images for that); one that does
+not get there is left out of the correlations, and counted. On the trained network: the log-determinant gamma of the
+gradients' Gram matrix (100 draws of 100 of 400 training samples, by the labels it was trained with), its spectral
+radius, Frobenius norm and trace, each also with logit vectors of one norm, as in the authors' code. For each scenario
+the rank correlation of each with the test error over levels and seeds, with a bootstrap interval (runs drawn anew),
+and by how much gamma's correlation is ahead of its rivals'. Runs of one level differ by the seed only: the intervals
+are for these levels.
 
 Then the test error with and without R_alpha (alpha 1e-4, eight parts, from the first drop of the learning rate on), in
 pairs that share seed, initialisation and batches.
@@ -127,6 +128,7 @@ def plan(args: argparse.Namespace) -> dict[str, dict]:
     for seed, level in itertools.product(range(args.seeds), levels):
         name = f"share_{level['mislabelled']:g}_{level['augmentation'].replace(', ', '+')}_batch_{level['batch_size']}"
         extra = {"target_loss": args.target_loss, "max_epochs": args.max_epochs, "seed": seed}
+        extra["augmented_epochs"] = args.augmented_epochs
         cells[f"{name}_seed_{seed}"] = {**common, **level, **extra}
     for seed, weight in itertools.product(range(args.pairs), WEIGHTS):
         drops = {"drops": [args.epochs // 2, 4 * args.epochs // 5], "max_epochs": args.epochs}
@@ -181,6 +183,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5, help="seeds with and without the regularizer")
     parser.add_argument("--target-loss", type=float, default=0.1)
     parser.add_argument("--max-epochs", type=int, default=80)
+    parser.add_argument("--augmented-epochs", type=int, default=30, help="after which images stay as they are")
     parser.add_argument("--epochs", type=int, default=24, help="of a training with or without the regularizer")
     parser.add_argument("--learning-rate", type=float, default=0.01)
     parser.add_argument("--workers", type=int, default=2)
@@ -191,7 +194,7 @@ def main() -> None:
     if args.quick:
         args.samples, args.seeds, args.pairs, args.max_epochs, args.epochs = 400, 1, 2, 2, 2
     name = load(args.data_dir, args.samples)[2]
-    names = ("samples", "target_loss", "max_epochs", "epochs", "learning_rate")
+    names = ("samples", "target_loss", "max_epochs", "augmented_epochs", "epochs", "learning_rate")
     settings = {key: getattr(args, key) for key in names} | {"base": BASE}
     folder = args.folder or Path(tempfile.mkdtemp())
     claim_folder(folder, {"data": name, **settings}, argument="--folder")

@@ -88,7 +88,9 @@ def batches(x: Tensor, y: Tensor, size: int = 250):
 def train(x: Tensor, y: Tensor, settings: dict) -> tuple[nn.Module, int]:
     """Train until the loss on the plain training images is at ``target_loss``; return the model and the epochs.
 
-    With ``drops``, the learning rate falls to a tenth at these epochs and training lasts ``max_epochs``.
+    Images are augmented for ``augmented_epochs``; what is left of the loss goes on plain images, or a small network
+    would not come down to it. With ``drops``, the learning rate falls to a tenth at these epochs, and training lasts
+    ``max_epochs``, augmented to the end.
     """
     seed, drops, weight = settings["seed"], settings.get("drops", ()), settings.get("weight", 0.0)
     model, generator = network(x.shape[1:], seed), Generator().manual_seed(seed)
@@ -97,8 +99,10 @@ def train(x: Tensor, y: Tensor, settings: dict) -> tuple[nn.Module, int]:
     regularizer = LocalMinimumRegularizer(weight=weight, parts=8)
     loss_fn = lambda part: cross_entropy(model(part[0]), part[1])  # noqa: E731
     for epoch in range(settings["max_epochs"]):
+        augmented = drops or epoch < settings["augmented_epochs"]
+        scheme = AUGMENTATIONS[settings["augmentation"]] if augmented else ()
         for rows in torch.randperm(len(x), generator=generator).split(settings["batch_size"]):
-            inputs = functools.reduce(lambda a, f: f(a, generator), AUGMENTATIONS[settings["augmentation"]], x[rows])
+            inputs = functools.reduce(lambda a, f: f(a, generator), scheme, x[rows])
             loss = loss_fn((inputs, y[rows]))
             if weight and len(rows) >= 8:
                 rate = optimizer.param_groups[0]["lr"]
