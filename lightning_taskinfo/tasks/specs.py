@@ -1,7 +1,6 @@
 """Tasks by name: a dataset, and what is done to its images and labels."""
 
 import os
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -10,7 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import Generator, Tensor, nn
 
-from lightning_taskinfo.data import load_dataset
+from lightning_taskinfo.data import load_dataset, vary
 
 Labelled: TypeAlias = tuple[Tensor, Tensor]
 
@@ -42,10 +41,7 @@ def load_task(
 ) -> Task:
     """Return the task that ``spec`` describes.
 
-    A specification is a dataset, as in :func:`~lightning_taskinfo.data.load_dataset`, or several with ``+`` between
-    (their images together, each with classes of its own), and then any of these, each behind a colon: ``even-odd``
-    (of the class), ``small-large`` (first half of the classes or second), ``inverted`` (black and white exchanged),
-    ``random-labels`` (uniform), ``only-3-8`` (images of these classes, numbered anew).
+    A specification is a dataset or several, and what to make of them, as in :func:`lightning_taskinfo.data.load_task`.
 
     Args:
         spec: Such as ``"digits"``, ``"digits:even-odd"``, ``"digits+letters"`` or ``"mnist:only-0-1:inverted"``.
@@ -55,60 +51,31 @@ def load_task(
         data_dir: Folder of further datasets; ``TASKINFO_DATA_DIR`` where not given.
 
     Raises:
-        ValueError: If a word of the specification is unknown, a class does not exist, or datasets that are put
-            together differ in the shape of their images.
+        ValueError: If a dataset or a variant is unknown, a class does not exist, or datasets that are put together
+            differ in the shape of their images.
 
     Example:
         >>> task = load_task("digits:only-3-8", n=100)
         >>> task.inputs.shape, task.num_classes
         (torch.Size([100, 1, 8, 8]), 2)
     """
-    names, *changes = spec.split(":")
+    names, *variants = spec.split(":")
     parts = [load_dataset(name, size=size, data_dir=data_dir) for name in names.split("+")]
     if len({part.image_shape for part in parts}) > 1:
         shapes = ", ".join(str(part.image_shape) for part in parts)
         raise ValueError(f"`spec` must put images of one shape together, got {shapes} in {spec!r}.")
-    generator, labels = (Generator().manual_seed(s) for s in (seed, hash((seed, 1)) % 2**63))
+    generator = Generator().manual_seed(seed)
     shares = [None if n is None else n // len(parts) + (i < n % len(parts)) for i in range(len(parts))]
     inputs, targets, classes = [], [], 0
     for part, share in zip(parts, shares, strict=True):
-        images, truth = part.train().tensors
-        x, y, count = _changed(images, truth, part.num_classes, changes, labels, spec)
+        for variant in variants:
+            part = vary(part, variant, seed=seed)
+        x, y = part.train().tensors
         order = torch.randperm(len(y), generator=generator)[:share]
         inputs.append(x[order])
         targets.append(y[order] + classes)
-        classes += count
+        classes += part.num_classes
     return Task(spec, torch.cat(inputs), torch.cat(targets), classes)
-
-
-def _changed(
-    x: Tensor, y: Tensor, classes: int, changes: list[str], generator: Generator, spec: str
-) -> tuple[Tensor, Tensor, int]:
-    for change in changes:
-        if change == "even-odd":
-            y, classes = y % 2, 2
-        elif change == "small-large":
-            y, classes = (y >= classes // 2).long(), 2
-        elif change == "inverted":
-            x = 1 - x
-        elif change == "random-labels":
-            y = torch.randint(classes, y.shape, generator=generator)
-        elif re.fullmatch(r"only(-\d+)+", change):
-            x, y, classes = _only(x, y, classes, [int(c) for c in change.split("-")[1:]], spec)
-        else:
-            words = "even-odd, small-large, inverted, random-labels, only-<class>-<class>…"
-            raise ValueError(f"`spec` must have one of {words} behind a colon, got {change!r} in {spec!r}.")
-    return x, y, classes
-
-
-def _only(x: Tensor, y: Tensor, classes: int, kept: list[int], spec: str) -> tuple[Tensor, Tensor, int]:
-    if wrong := [c for c in kept if c >= classes] or len(set(kept)) < 2:
-        problem = f"there is no class {wrong[0]}" if isinstance(wrong, list) else "at least two are needed"
-        raise ValueError(f"`spec` must name different classes from 0 to {classes - 1}; {problem} in {spec!r}.")
-    number = torch.full((classes,), -1)
-    number[torch.tensor(kept)] = torch.arange(len(kept))
-    mask = number[y] >= 0
-    return x[mask], number[y[mask]], len(kept)
 
 
 class Centred(nn.Module):

@@ -35,7 +35,7 @@ def test_labels_of_two_classes(digits, change, expected):
 
 def test_inverted_images_keep_their_labels(digits):
     task = load_task("digits:inverted")
-    assert torch.equal(task.inputs, 1 - digits.inputs)
+    torch.testing.assert_close(task.inputs, 1 - digits.inputs)
     assert torch.equal(task.targets, digits.targets)
 
 
@@ -74,9 +74,9 @@ def test_files_are_tasks_too(tmp_path):
 @pytest.mark.parametrize(
     ("spec", "match"),
     [
-        ("digits:upside-down", "`spec` must have one of even-odd, .* behind a colon, got 'upside-down'"),
-        ("digits:only-3", "must name different classes from 0 to 9; at least two are needed in 'digits:only-3'"),
-        ("digits:only-3-12", "there is no class 12 in 'digits:only-3-12'"),
+        ("digits:upside-down", "`variant` must be like one of even-odd, .* got 'upside-down'"),
+        ("digits:only-3", "`variant` must name two or more different classes, got 'only-3'"),
+        ("digits:only-3-12", "`variant` must name classes from 0 to 9, got 'only-3-12'"),
         ("numbers", "`name` must be digits or letters or name a file; 'numbers' was not found"),
     ],
 )
