@@ -21,8 +21,8 @@ def load_task(name: str, *, size: int = 28, seed: int = 0, data_dir: str | PathL
 
     Args:
         name: As in :func:`~lightning_taskinfo.data.load_dataset`, or several names with ``+`` between them (their
-            images together, each with classes of its own); then any variants of :func:`vary`, each behind a colon. Examples:
-            ``"digits:even-odd"``, ``"digits+letters"``, ``"mnist:only-0-1:inverted"``.
+            images together, each with classes of its own); then any variants of :func:`vary`, each behind a colon.
+            Examples: ``"digits:even-odd"``, ``"digits+letters"``, ``"mnist:only-0-1:inverted"``.
         size: Height and width of the embedded digits and letters: 28, or 8.
         seed: Seed of the embedded digits' split, the letters' drawing and random labels.
         data_dir: Folder of further datasets; ``TASKINFO_DATA_DIR`` where not given.
