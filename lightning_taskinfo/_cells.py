@@ -110,9 +110,14 @@ def _pool(executor: Executor | None, workers: int | None, cells: int) -> Iterato
 
 def _end_with_parent() -> None:
     """End this process with its parent, also with one that was killed: a pool's processes would go on and then wait."""
+    threading.Thread(target=_wait_for_parent, daemon=True).start()
+
+
+def _wait_for_parent() -> None:
     parent = multiprocessing.parent_process()
-    if parent is not None:
-        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _one_thread(function: Callable[[Any], Any], argument: Any) -> Any:
