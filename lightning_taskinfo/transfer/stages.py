@@ -17,7 +17,7 @@ from lightning_taskinfo.transfer.measure import fisher_of, information_by_layer,
 from lightning_taskinfo.transfer.methods import Stage, acting, check_weights
 from lightning_taskinfo.transfer.module import CLASSES, FineTune
 from lightning_taskinfo.transfer.runlog import RunLog
-from lightning_taskinfo.transfer.sampling import reseed
+from lightning_taskinfo.transfer.sampling import generators_kept, reseed
 from lightning_taskinfo.transfer.training import fit_stage, load_weights
 from lightning_taskinfo.variational import plain_state_dict
 
@@ -32,7 +32,8 @@ class Stages:
     Args:
         pretrain_epochs: Epochs on the source.
         fine_tune_epochs: Epochs on the target, from the pretrained weights or from scratch. An epoch goes once through
-            the unlabelled inputs, with any method, so that all take the same number of steps.
+            the unlabelled inputs, or the labelled ones if they are more, with any method, so that all take the same
+            number of steps.
         fine_tune: ``"full"``, ``"linear"`` (the head on frozen features) or ``"layerwise"``.
         learning_rate: Of Adam while pretraining and from scratch.
         fine_tune_learning_rate: While fine-tuning; the same where ``None``.
@@ -130,7 +131,8 @@ class Cell:
 
 def run_cell(cell: Cell) -> dict[str, Any]:
     """Run one cell and return its result in JSON-like values; files of a killed run are continued from."""
-    return _pretrain(cell) if cell.stage == "pretrain" else _on_target(cell)
+    with generators_kept():  # they are the user's where the cell runs in the user's process
+        return _pretrain(cell) if cell.stage == "pretrain" else _on_target(cell)
 
 
 def _pretrain(cell: Cell) -> dict[str, Any]:
