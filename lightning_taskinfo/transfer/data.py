@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_taskinfo._lightning import LightningDataModule
+from lightning_taskinfo.data import ArrayData
 from lightning_taskinfo.transfer.images import Images, Shape, Task, as_task, fit_images
 from lightning_taskinfo.transfer.sampling import EpochSampler, Samples, whole_batch
 from lightning_taskinfo.transfer.splits import Split, split_target
@@ -97,6 +98,18 @@ class TransferDataModule(LightningDataModule):
     def replaced(self, **changes: Any) -> "TransferDataModule":
         """Return a module with some arguments changed, such as ``seed`` and ``labels``."""
         return type(self)(**{**self.arguments, **changes})
+
+    def settled(self) -> "TransferDataModule":
+        """Return a module that is good for other processes: datasets read, paths from the root."""
+        where = self.arguments["data_dir"] or os.environ.get("TASKINFO_DATA_DIR")
+        changes: dict[str, Any] = {"data_dir": None if where is None else os.path.abspath(where)}
+        for name, task in zip(("source", "target"), self.tasks(), strict=True):
+            what = self.arguments[name]
+            if isinstance(what, str | os.PathLike):
+                changes[name] = os.path.abspath(what) if os.path.exists(what) else what
+            elif not isinstance(what, ArrayData):
+                changes[name] = task
+        return self.replaced(**changes)
 
     def prepare_data(self) -> None:
         """Load named data once, so that it is in the cache before other processes ask for it."""

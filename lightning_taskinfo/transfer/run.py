@@ -115,7 +115,7 @@ def transfer(
         group = group_name(title, folder) if folder is not None else f"{title} {uuid.uuid4().hex[:6]}"
         log = RunLog(logger, project, group, place / "logs", namespace)
         claim_folder(place, configuration)
-        experiment = Experiment(place, model, data.arguments, stages, weights, log, namespace, accelerator)
+        experiment = Experiment(place, model, data.settled().arguments, stages, weights, log, namespace, accelerator)
         cells = grid.cells(experiment)
         if on_plan is not None:
             on_plan([*cells.values()])

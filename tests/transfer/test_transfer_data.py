@@ -132,6 +132,30 @@ def flipped(image):
     return image.flip(-1)
 
 
+def test_a_settled_module_reads_datasets_once_and_paths_from_the_root(tmp_path, monkeypatch):
+    save_npz(tmp_path / "mine.npz", tiny_task(1))
+    monkeypatch.chdir(tmp_path)
+    reads = []
+
+    class Counted(TensorDataset):
+        def __getitem__(self, index):
+            reads.append(index)
+            return super().__getitem__(index)
+
+    task = tiny_task(0)
+    pair = (
+        Counted(torch.from_numpy(task.x_train), torch.from_numpy(task.y_train)),
+        Counted(torch.from_numpy(task.x_test), torch.from_numpy(task.y_test)),
+    )
+    settled = tiny_data(source=pair, target="mine.npz", data_dir=".").settled()
+    count = len(reads)
+    monkeypatch.chdir("/")
+    settled.setup()
+    assert len(reads) == count == 150
+    assert torch.equal(settled.source.x, torch.from_numpy(task.x_train))
+    assert settled.arguments["data_dir"] == str(tmp_path)
+
+
 def test_the_description_knows_an_augmentation_by_its_settings():
     one, same, other, function = (
         tiny_data(augment=augment).describe()["augment"] for augment in (Shift(1), Shift(1), Shift(2), flipped)
