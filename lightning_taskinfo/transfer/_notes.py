@@ -7,7 +7,7 @@ if TYPE_CHECKING:
 
 CAPTIONS = {  # name of the figure's file -> what it shows; `information_50` is that with 50 labels
     "accuracy": "Accuracy on the target test set, by method and number of target labels",
-    "curves": "Learning curves on the target's validation set, by method and number of target labels",
+    "curves": "Learning curves on the target, by method and number of target labels",
     "information": "Information in the weights by layer, before and after fine-tuning",
 }
 

@@ -13,7 +13,10 @@ if TYPE_CHECKING:
     from lightning_taskinfo.transfer.report import TransferReport
 
 TARGET = ("fine_tune", "scratch")  # stages that train on the target
-VALUES = {"val_accuracy": ("validation accuracy, %", 100), "val_loss": ("validation loss, nats", 1)}
+VALUES = {
+    "val_accuracy": ("validation accuracy, %", 100), "val_loss": ("validation loss, nats", 1),
+    "train_loss": ("training loss, nats", 1),
+}  # fmt: skip
 MOMENTS = {  # of information in the weights: label, colour, marker
     "before": ("before fine-tuning", "tab:blue", "o"),
     "after": ("after", "tab:orange", "o"),
@@ -59,14 +62,15 @@ def plot_accuracy(
 
 
 def plot_learning_curves(
-    report: "TransferReport", *, stages: Iterable[str] = TARGET, values: Sequence[str] = tuple(VALUES)
+    report: "TransferReport", *, stages: Iterable[str] = TARGET, values: Sequence[str] | None = None
 ) -> tuple["Figure", list[list["Axes"]]]:
     """Draw learning curves, one column a number of labels, one row a value: mean, and the range over seeds as a band.
 
     Args:
         report: What to draw.
         stages: Stages to draw, ``"pretrain"``, ``"fine_tune"`` or ``"scratch"``.
-        values: Names of what to draw, of those in the curves.
+        values: Names of what to draw, of those in the curves; accuracy and loss on the validation samples where there
+            are any, the training loss otherwise.
 
     Returns:
         The figure and its axes, by row and column.
@@ -77,8 +81,12 @@ def plot_learning_curves(
     from matplotlib.ticker import MaxNLocator
 
     stages, counts = tuple(stages), report.labels
-    if not any(point["stage"] in stages for row in report.results for point in row["curves"]):
+    found = [point for row in report.results for point in row["curves"] if point["stage"] in stages]
+    if not found:
         raise ValueError(f"`report` must hold curves of the stages {list(stages)}, got none.")
+    if values is None:
+        validated = any(point.get("val_loss") is not None for point in found)
+        values = ("val_accuracy", "val_loss") if validated else ("train_loss",)
     width, height = max(5.0, 1.2 + 2.6 * len(counts)), 0.8 + 2.2 * len(values)
     axes = _grid(len(values), len(counts), width, height, sharex=True, sharey="row")
     styles = _styles(report.methods)

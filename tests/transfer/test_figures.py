@@ -162,3 +162,12 @@ def test_refuses_what_is_not_there():
         ValueError, match="`labels` must be a number of labels at which information was measured, got 50"
     ):
         plot_information(experiment)
+
+
+def test_without_validation_samples_the_training_loss_is_drawn():
+    results = [dict(row) for row in report().results]
+    for row in results:
+        row["curves"] = [{k: v for k, v in point.items() if not k.startswith("val_")} for point in row["curves"]]
+    _, axes = plot_learning_curves(TransferReport(results, {}, "no validation"))
+    assert [row[0].get_ylabel() for row in axes] == ["training loss, nats"]
+    assert all(len(line.get_xdata()) for line in axes[0][0].lines)
