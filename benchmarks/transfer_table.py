@@ -13,9 +13,7 @@ import argparse
 import json
 import platform
 import time
-from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import replace
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -82,11 +80,11 @@ def make_data(args: argparse.Namespace, seed: int) -> TransferDataModule:
     )  # fmt: skip
 
 
-def run(args: argparse.Namespace, pool: Executor) -> tuple[TransferReport, dict[str, Any]]:
+def run(args: argparse.Namespace) -> tuple[TransferReport, dict[str, Any]]:
     """Search and train, seed by seed, and return all results in one report."""
     cells = {cell.experiment.folder.name: cell for seed in range(args.seeds) for cell in search_cells(args, seed)}
     shown = lambda name, result: print(name, json.dumps(result), flush=True)  # noqa: E731
-    found = run_cells(run_pair, cells, folder=args.out / "searched", executor=pool, on_done=shown)
+    found = run_cells(run_pair, cells, folder=args.out / "searched", workers=args.workers, on_done=shown)
     results, chosen = [], {}
     for seed in range(args.seeds):
         chosen[seed] = choose(found, seed)
@@ -100,7 +98,7 @@ def run(args: argparse.Namespace, pool: Executor) -> tuple[TransferReport, dict[
             stages=stages(args),
             weights=chosen[seed],
             folder=args.out / f"seed{seed}",
-            executor=pool,
+            workers=args.workers,
             on_done=lambda cell, result: print(cell.name, result.get("test"), flush=True),
         )
         results += report.results
@@ -148,8 +146,7 @@ def main() -> None:
     parser.add_argument("--store", type=Path, help="write NAME.json and NAME.md there")
     args = parser.parse_args()
     start = time.perf_counter()
-    with ProcessPoolExecutor(args.workers, mp_context=get_context("spawn")) as pool:
-        report, found = run(args, pool)
+    report, found = run(args)
     text = table(report, args.labels)
     print(text)
     args.out.mkdir(parents=True, exist_ok=True)
