@@ -15,10 +15,14 @@ if TYPE_CHECKING:
 class Tradeoff(Protocol):
     """A post-distribution's risk and complexity, such as a row of ``pareto_front``."""
 
-    structure: str
-    risk: float
-    kl: float
-    price: float
+    @property
+    def structure(self) -> str: ...  # noqa: D102
+    @property
+    def risk(self) -> float: ...  # noqa: D102
+    @property
+    def kl(self) -> float: ...  # noqa: D102
+    @property
+    def price(self) -> float: ...  # noqa: D102
 
 
 def plot_curves(

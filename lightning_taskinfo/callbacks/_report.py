@@ -2,7 +2,7 @@
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,9 +13,10 @@ if TYPE_CHECKING:
     from lightning_taskinfo.plotting import Figure
 
 Row = dict[str, float]
+Cell = float | str
 
 
-def table(history: Sequence[Row]) -> tuple[list[str], list[list[float | None]]]:
+def table(history: Sequence[Mapping[str, Cell]]) -> tuple[list[str], list[list[Cell | None]]]:
     """Return column names and rows of a history; what a row lacks is None.
 
     Example:
@@ -41,7 +42,9 @@ def summary(history: Sequence[Row], names: Sequence[str]) -> Row:
     return result
 
 
-def report(loggers: Sequence[Any], key: str, figure: "Figure | None", history: Sequence[Row], step: int) -> None:
+def report(
+    loggers: Sequence[Any], key: str, figure: "Figure | None", history: Sequence[Mapping[str, Cell]], step: int
+) -> None:
     """Give figure and table to each logger in the way it has: as objects, as an image and text, or as files.
 
     Args:
@@ -70,12 +73,18 @@ def has_matplotlib() -> bool:
     return find_spec("matplotlib") is not None
 
 
-def _markdown(columns: list[str], rows: list[list[float | None]]) -> str:
-    lines = [columns, ["---"] * len(columns), *([("" if x is None else f"{x:.6g}") for x in row] for row in rows)]
+def _markdown(columns: list[str], rows: list[list[Cell | None]]) -> str:
+    lines = [columns, ["---"] * len(columns), *([_text(cell) for cell in row] for row in rows)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def _write(folder: Path, key: str, figure: "Figure | None", columns: list[str], rows: list[list[float | None]]) -> None:
+def _text(cell: Cell | None) -> str:
+    if cell is None:
+        return ""
+    return cell if isinstance(cell, str) else f"{cell:.6g}"
+
+
+def _write(folder: Path, key: str, figure: "Figure | None", columns: list[str], rows: list[list[Cell | None]]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     name = key.replace("/", "_")
     text = io.StringIO()

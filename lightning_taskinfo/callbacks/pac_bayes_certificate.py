@@ -1,14 +1,27 @@
 """Certify a network at the end of its training, or every few epochs."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
+import torch
 from torch import Tensor, nn
 
 from lightning_taskinfo._lightning import LightningModule, Trainer
+from lightning_taskinfo._observe import observing
 from lightning_taskinfo.callbacks._probe import Probe
+from lightning_taskinfo.callbacks._report import has_matplotlib, report
 from lightning_taskinfo.callbacks._samples import Samples
-from lightning_taskinfo.certificates import BETAS, PRIOR_STDS, Certificate, Prior, Structure, certify
+from lightning_taskinfo.certificates import (
+    BETAS,
+    PRIOR_STDS,
+    Candidate,
+    Certificate,
+    Prior,
+    Structure,
+    certify,
+    pareto_front,
+)
+from lightning_taskinfo.plotting import plot_pareto
 
 
 class PACBayesCertificate(Probe):
@@ -20,15 +33,22 @@ class PACBayesCertificate(Probe):
     ``certificate_kl``, ``certificate_model_risk`` and ``certificate_valid`` (1 or 0) to the loggers. At the end of
     training, unless told otherwise.
 
+    With ``pareto`` the loggers also get the trade-off of accuracy and complexity, structure by structure and for the
+    oracle prior: ``certificate_pareto_figure``, ``certificate_pareto_table`` and the smallest value of each structure,
+    ``certificate_pareto_neuron`` and so on. These are estimates from a few networks and certify nothing; the rows are
+    the attribute ``tradeoff``.
+
     Args:
         origin: Where the weights at the start of training come from: ``"random initialisation"``, or a network trained
             on other data. The certificate repeats it.
-        structure: Curvature that shapes the post-distribution, see :func:`~lightning_taskinfo.certify`.
+        structure: Curvature that shapes the post-distribution, or several to take the best; see
+            :func:`~lightning_taskinfo.certify`.
         prior_std: Standard deviations of the prior to choose from, in the order in which they are to be cheap.
         betas: Weights of the KL to try.
         draws: Number of fresh networks that the bound rests on.
         delta: Probability with which the theorem may fail.
         delta_draws: Probability with which the Monte-Carlo interval may fail.
+        pareto: Whether to draw the trade-off at the end of training; it takes longer than the certificate.
         every_n_epochs: Epochs between two certificates; only at the end by default. Each holds with its own confidence.
         max_samples: At most this many random training samples are certified on; they are kept in memory.
         name: Prefix of the logged names, and identity in checkpoints.
@@ -48,12 +68,13 @@ class PACBayesCertificate(Probe):
         self,
         *,
         origin: str,
-        structure: Structure = "diagonal",
+        structure: Structure | Sequence[Structure] = "diagonal",
         prior_std: Sequence[float] = PRIOR_STDS,
         betas: Sequence[float] = BETAS,
         draws: int = 1000,
         delta: float = 0.04,
         delta_draws: float = 0.01,
+        pareto: bool = False,
         every_n_epochs: int | None = None,
         max_samples: int = 1_000_000,
         name: str | None = None,
@@ -70,14 +91,15 @@ class PACBayesCertificate(Probe):
         )
         self.headline = ("certificate_bound", "certificate_risk")
         self.origin, self.structure, self.prior_std, self.betas = origin, structure, prior_std, betas
-        self.draws, self.delta, self.delta_draws = draws, delta, delta_draws
+        self.draws, self.delta, self.delta_draws, self.pareto = draws, delta, delta_draws, pareto
         self.certificate: Certificate | None = None
+        self.tradeoff: list[Candidate] = []
         self._center: dict[str, Tensor] | None = None
         self._late = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
-        self.certificate = None
+        self.certificate, self.tradeoff = None, []
         if self._center is None:  # otherwise from a checkpoint, or an earlier fit: before the data were seen
             self._late = trainer.ckpt_path is not None
             tensors = (*pl_module.named_parameters(), *pl_module.named_buffers())
@@ -94,12 +116,10 @@ class PACBayesCertificate(Probe):
     def observe(self, model: nn.Module, samples: Samples) -> Certificate:
         if samples.targets is None:
             raise ValueError("a certificate needs targets, got none.")
-        origin = None if self._late else self.origin
-        center = {name: tensor.to(samples.targets.device) for name, tensor in (self._center or {}).items()}
         return certify(
             model,
             (samples.inputs, samples.targets),
-            Prior(center, origin=origin, std=self.prior_std),
+            self._prior(samples.targets.device),
             structure=self.structure,
             betas=self.betas,
             draws=self.draws,
@@ -118,6 +138,35 @@ class PACBayesCertificate(Probe):
             "certificate_kl": observed.kl,
             "certificate_valid": float(observed.valid),
         }
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        source = self._source
+        super().on_train_end(trainer, pl_module)
+        if self.pareto and source is not None and self.certificate is not None and trainer.is_global_zero:
+            try:
+                with observing(pl_module):
+                    inputs, targets = source.read(trainer, None)
+                    self._report_tradeoff(trainer, pl_module, (inputs, cast(Tensor, targets)))
+            except Exception as error:
+                self._failed(trainer, error)
+
+    def _report_tradeoff(self, trainer: Trainer, model: nn.Module, data: tuple[Tensor, Tensor]) -> None:
+        prior = self._prior(data[1].device)
+        self.tradeoff = pareto_front(model, data, prior, betas=self.betas, delta=self.delta, seed=self.seed)
+        rows = [{key: value for key, value in vars(row).items() if key != "prior_std"} for row in self.tradeoff]
+        key, step = self._logged("certificate_pareto"), trainer.global_step
+        best: dict[str, float] = {}
+        for row in self.tradeoff:
+            name = f"{key}_{row.structure}"
+            best[name] = min(row.bound, best.get(name, 1.0))
+        for logger in trainer.loggers:
+            logger.log_metrics(best, step=step)
+        figure = plot_pareto(self.tradeoff, len(data[0]), delta=self.delta)[0] if has_matplotlib() else None
+        report(trainer.loggers, key, figure, rows, step)
+
+    def _prior(self, device: torch.device) -> Prior:
+        center = {name: tensor.to(device) for name, tensor in (self._center or {}).items()}
+        return Prior(center, origin=None if self._late else self.origin, std=self.prior_std)
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "center": self._center, "late": self._late}

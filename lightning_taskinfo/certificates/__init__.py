@@ -1,7 +1,7 @@
 """PAC-Bayes certificates for networks that were simply trained: ``certify(model, data, prior)``."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from lightning_taskinfo.certificates.search import (
     propose,
 )
 from lightning_taskinfo.certificates.validity import assumptions, reasons_against
-from lightning_taskinfo.distributions import WeightGaussian
+from lightning_taskinfo.distributions import CurvatureBlock, LowRankCurvature, WeightGaussian
 from lightning_taskinfo.functional.betting import betting_interval
 from lightning_taskinfo.functional.pac_bayes import monte_carlo_interval
 
@@ -37,7 +37,7 @@ def certify(
     data: Data,
     prior: Prior | None = None,
     *,
-    structure: Structure | Curvature = "diagonal",
+    structure: Structure | Sequence[Structure] | Curvature = "diagonal",
     betas: Sequence[float] = BETAS,
     theorem: Theorem = "kl",
     delta: float = 0.04,
@@ -55,10 +55,11 @@ def certify(
         e(Q) \le \mathrm{kl}^{-1}\!\Big(\hat e,\ \frac{\mathrm{KL}(Q\|P) + \mathrm{price} + \log(2\sqrt N/\delta)}{N}
         \Big), \qquad \hat e \text{ the upper end of a Monte-Carlo interval at } \delta'
 
-    For each :math:`\beta`, the curvature at the trained weights gives the post-distribution and the scales of the
-    pre-distribution; a few draws estimate its risk. The best one is then tested on fresh draws. Of these choices only
-    the prior's scales have a price, since the theorem holds for all :math:`Q` at once. What was certified is the
-    **stochastic** network, whose weights are drawn anew for each prediction.
+    For each structure and :math:`\beta`, the curvature at the trained weights gives the post-distribution and the
+    scales of the pre-distribution; a few draws estimate its risk. The best one of all is then tested on fresh draws,
+    so that nothing is owed for having picked it. Of these choices only the prior's scales have a price, since the
+    theorem holds for all :math:`Q` at once. What was certified is the **stochastic** network, whose weights are drawn
+    anew for each prediction.
 
     Args:
         model: The trained network; it returns scores ``[N, C]``, unless ``loss`` expects something else. It is
@@ -68,7 +69,7 @@ def certify(
         prior: The pre-distribution; by default centred at 0, which is always valid and seldom informative.
         structure: Curvature that shapes the post-distribution: ``"isotropic"``, ``"diagonal"`` (Fisher),
             ``"layer_inputs"`` (one matrix of layer inputs a layer), ``"neuron"`` (the same, scaled by how much the loss
-            feels a neuron), ``"kronecker"``, or a ready one of the sum of the loss.
+            feels a neuron), ``"kronecker"``; several of these, to take the best; or a ready one of the sum of the loss.
         betas: Weights of the KL beside the sum of the loss to try; free.
         theorem: ``"kl"`` (Maurer–Seeger, the tightest), ``"mcallester"`` or ``"catoni"`` (with its parameter at 1);
             chosen before looking at the results.
@@ -102,12 +103,13 @@ def certify(
     with observing(model):
         task = Task.of(model, data, loss, seed)
         reasons = reasons_against(model, prior, task.inputs[:4].to(task.generator.device))
-        name, curvature = _curvature(task, structure, curvature_samples)
+        curvatures = _curvatures(task, structure, curvature_samples)
         candidates = [
-            propose(task, prior, curvature, beta).row(task, name, beta, theorem, delta) for beta in progress(betas)
+            propose(task, prior, curvatures[name], beta).row(task, name, beta, theorem, delta)
+            for name, beta in progress([(name, beta) for name in curvatures for beta in betas])
         ]
         best = min(candidates, key=lambda row: row.bound)
-        winner = propose(task, prior, curvature, best.beta)
+        winner = propose(task, prior, curvatures[best.structure], best.beta)
         risks, why_not = _fresh_risks(task, winner.post, draws, progress)
         n = len(task.inputs)
         model_risk = float(torch.cat([task.losses(index) for index in torch.arange(n).split(4096)]).mean())
@@ -128,7 +130,7 @@ def certify(
         draws=draws,
         interval=interval,
         theorem=theorem,
-        structure=name,
+        structure=best.structure,
         beta=best.beta,
         prior_origin=(prior.origin or "unknown") if prior.center is not None else "0",
         prior_std=winner.prior_std,
@@ -138,8 +140,17 @@ def certify(
     )
 
 
-def _curvature(task: Task, structure: Structure | Curvature, samples: int) -> tuple[str, Curvature]:
-    return (structure, curvature_of(task, structure, samples)) if isinstance(structure, str) else ("given", structure)
+def _curvatures(
+    task: Task, structure: Structure | Sequence[Structure] | Curvature, samples: int
+) -> dict[str, Curvature]:
+    """Return the curvatures to search by name: those of the named structures, or the given one."""
+    if isinstance(structure, str):
+        structure = (structure,)
+    if isinstance(structure, LowRankCurvature) or any(isinstance(part, CurvatureBlock) for part in structure):
+        return {"given": cast(Curvature, structure)}
+    if not structure:
+        raise ValueError("`structure` must name at least one structure, got none.")
+    return {name: curvature_of(task, name, samples) for name in cast(Sequence[Structure], structure)}
 
 
 def _fresh_risks(

@@ -1,6 +1,7 @@
 """The pre-distribution that goes into a certificate, and the certificate with all that makes it one."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -12,6 +13,16 @@ from lightning_taskinfo._observe import trainable_parameters
 from lightning_taskinfo.distributions import WeightGaussian
 
 PRIOR_STDS = tuple(0.5 * 2 ** (-j / 2) for j in range(24))  # 0.5 … 1.7e-4, whatever the data
+
+
+def round_up(bound: float, digits: int = 4) -> float:
+    """Round a bound to so many digits without promising more than was proved.
+
+    Example:
+        >>> round_up(0.21250582), round_up(0.25)
+        (0.2126, 0.25)
+    """
+    return min(1.0, math.ceil(bound * 10**digits) / 10**digits)
 
 
 @dataclass(frozen=True)
@@ -136,6 +147,11 @@ class Certificate:
         """Probability with which the bound holds, if it is valid."""
         return 1 - self.delta - self.delta_draws
 
+    @property
+    def structures(self) -> tuple[str, ...]:
+        """The curvatures that were searched; the winner's risk comes from draws that no choice was made by."""
+        return tuple(dict.fromkeys(row.structure for row in self.candidates))
+
     def to_dict(self) -> dict[str, Any]:
         """Return everything but the distribution itself, ready for JSON."""
         values = {part.name: getattr(self, part.name) for part in fields(self) if part.name != "post"}
@@ -149,15 +165,18 @@ class Certificate:
         low, high = self.risk_interval
         stds = ", ".join(f"{layer or 'all layers'} {std:.4g}" for layer, std in self.prior_std.items())
         rows = {
-            "true risk at most": f"{self.bound:.4f}  ({self.theorem} bound, confidence {self.confidence:.4g})",
+            "true risk at most": f"{round_up(self.bound):.4f}  ({self.theorem} bound, "
+            f"confidence {self.confidence:.4g})",
             "of": "the stochastic classifier: weights drawn afresh for each prediction",
             "valid": "yes" if self.valid else "NO: " + "; ".join(self.reasons),
-            "empirical risk": f"{self.risk:.4f}  in [{low:.4f}, {high:.4f}] by {self.draws} fresh networks",
+            "empirical risk": f"{self.risk:.4f}  in [{1 - round_up(1 - low):.4f}, {round_up(high):.4f}] "
+            f"by {self.draws} fresh networks",
             "network itself": f"{self.model_risk:.4f}  (empirical, not certified)",
             "KL(Q‖P)": f"{self.kl:.1f} nats, + {self.price:.1f} for choosing the prior's scale from {self.prior_grid}",
             "samples": f"{self.n}",
             "prior": f"centre: {self.prior_origin}; std: {stds}",
-            "post": f"{self.structure} curvature, beta {self.beta:.3g}",
+            "post": f"{self.structure} curvature, beta {self.beta:.3g}; the best of {len(self.candidates)} tried "
+            f"({', '.join(self.structures)})",
             "taken on trust": "; ".join(self.assumptions),
         }
         return "\n".join(f"{name:18s} {value}" for name, value in rows.items())

@@ -3,11 +3,13 @@
 import sys
 from collections.abc import Callable, Sequence
 
+from lightning_taskinfo.cli.certify import certify
 from lightning_taskinfo.cli.embed import embed
 from lightning_taskinfo.cli.phase_diagram import phase_diagram
 from lightning_taskinfo.cli.transfer import transfer
 
 COMMANDS: dict[str, Callable[..., str]] = {
+    "certify": certify,
     "embed": embed,
     "phase-diagram": phase_diagram,
     "transfer": transfer,
@@ -18,7 +20,8 @@ def main(args: Sequence[str] | None = None) -> int:
     """Run one command and write what it returns; ``taskinfo --help`` lists them.
 
     Args:
-        args: Arguments of the command line; those of the process if not given.
+        args: Arguments of the command line; those of the process if not given. Dashes in the names of options are as
+            good as underscores.
 
     Returns:
         0 if all went well, 1 if a package is missing, a file cannot be written or a computation fails, 2 if an
@@ -29,13 +32,22 @@ def main(args: Sequence[str] | None = None) -> int:
     except ImportError:
         return _fail("the command line needs jsonargparse: pip install 'lightning-taskinfo[cli]'", 1)
     try:
-        text = CLI(COMMANDS, args=args, as_positional=False, prog="taskinfo")
+        text = CLI(COMMANDS, args=_underscored(args), as_positional=False, prog="taskinfo")
     except ValueError as error:
         return _fail(str(error), 2)
     except (ImportError, OSError, RuntimeError) as error:
         return _fail(str(error), 1)
     sys.stdout.write(f"{text}\n")
     return 0
+
+
+def _underscored(args: Sequence[str] | None) -> list[str]:
+    """Spell ``--prior-origin=a-b`` as jsonargparse does, ``--prior_origin=a-b``."""
+    split = (arg.partition("=") for arg in (sys.argv[1:] if args is None else args))
+    return [
+        (f"--{name[2:].replace('-', '_')}" if name.startswith("--") else name) + equals + value
+        for name, equals, value in split
+    ]
 
 
 def _fail(message: str, code: int) -> int:

@@ -78,8 +78,10 @@ def local_minimum_bound(
         A = \frac{W\,V^{2/W} \pi^{1/W} e^{\gamma/W}}{4\pi e}
 
     :math:`A` is the height that the loss reaches on the ellipsoid of volume :math:`V` around the minimum, by
-    Stirling's formula. The volume is free and the pre-distribution depends on the data: a number to compare minima
-    of one network by, never a certificate.
+    Stirling's formula without its factor :math:`W^{1/W} \approx 1 + \log(W)/W`. The root is generous: take :math:`P`
+    uniform on the ellipsoid and :math:`Q \propto e^{-L}` there, then :math:`\mathrm{KL}(Q\|P) \le A`, and McAllester's
+    bound at the risk :math:`L_0 + A` with this KL is never above the value. The volume is free and such a
+    pre-distribution depends on the data: a number to compare minima of one network by, never a certificate.
 
     Args:
         loss: Mean loss :math:`L_0` at the minimum, in ``[0, 1]``.

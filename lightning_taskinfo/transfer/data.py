@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_taskinfo._lightning import LightningDataModule
-from lightning_taskinfo.transfer.images import Images, Shape, Task, fit_images, as_task
+from lightning_taskinfo.transfer.images import Images, Shape, Task, as_task, fit_images
 from lightning_taskinfo.transfer.sampling import EpochSampler, Samples, whole_batch
 from lightning_taskinfo.transfer.splits import Split, split_target
 

@@ -1,15 +1,21 @@
 """The callback certifies from the start it saw, through checkpoints, and says where it could not see it."""
 
+import csv
+import json
+from pathlib import Path
+
 import pytest
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from lightning_taskinfo.callbacks.pac_bayes_certificate import PACBayesCertificate
-from lightning_taskinfo.certificates import Prior, certify
-from tests.callbacks.runs import Classifier, fit, seed_everything
+from lightning_taskinfo.certificates import Prior, certify, pareto_front
+from tests.callbacks.runs import Classifier, fit, read_csv, seed_everything
+from tests.callbacks.test_loggers import wandb_history
 from tests.certificates.conftest import blobs
 
 QUICK = {"draws": 20, "betas": (1.0,), "origin": "random initialisation"}
@@ -98,6 +104,71 @@ def test_batch_norm_is_named(tmp_path):
     fit(tmp_path, callback, model=Classifier, loader=DataLoader(TensorDataset(x, y), batch_size=16))
     assert callback.history[-1]["certificate_valid"] == 0.0
     assert "BatchNorm statistic `net.1.running_mean`" in callback.certificate.reasons[0]
+
+
+def test_the_tradeoff_reaches_an_offline_wandb_run(tmp_path, loader, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    logger = WandbLogger(save_dir=tmp_path, project="test")
+    callback = PACBayesCertificate(**QUICK, pareto=True)
+    model = fit(tmp_path, callback, model=Plain, loader=loader, logger=logger).lightning_module
+    logger.experiment.finish()
+    prior = Prior(start(), origin="random initialisation")
+    assert callback.tradeoff == pareto_front(model, blobs(64, seed=0), prior, betas=(1.0,))
+    run, items = wandb_history(tmp_path)
+    stored = {key: value for item in items for key, value in item.items()}
+    for row in callback.tradeoff:
+        assert stored[f"certificate_pareto_{row.structure}"] == pytest.approx(row.bound)
+    (image,) = stored["certificate_pareto_figure.filenames"]
+    assert (run / "files" / image).read_bytes().startswith(b"\x89PNG")
+    table = json.loads((run / "files" / stored["certificate_pareto_table.path"]).read_text())
+    assert table["columns"] == ["structure", "beta", "risk", "kl", "price", "bound"]
+    assert [row[0] for row in table["data"]] == ["isotropic", "diagonal", "neuron", "oracle"]
+    assert [row[3] for row in table["data"]] == pytest.approx([row.kl for row in callback.tradeoff])
+
+
+def test_the_tradeoff_reaches_other_loggers_as_files_and_text(tmp_path, loader):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    csv_logger, board = CSVLogger(tmp_path), TensorBoardLogger(tmp_path)
+    callback = PACBayesCertificate(**{**QUICK, "betas": (0.1, 1.0)}, pareto=True, name="mine")
+    fit(tmp_path, callback, model=Plain, loader=loader, logger=[csv_logger, board])
+    folder = Path(csv_logger.log_dir)
+    assert (folder / "mine_certificate_pareto_figure.png").read_bytes().startswith(b"\x89PNG")
+    with open(folder / "mine_certificate_pareto_table.csv", newline="") as file:
+        written = [(row["structure"], float(row["bound"])) for row in csv.DictReader(file)]
+    assert written == [(row.structure, row.bound) for row in callback.tradeoff]
+    smallest = min(bound for name, bound in written if name == "neuron")
+    stored = {key: value for row in read_csv(csv_logger) for key, value in row.items()}
+    assert stored["mine/certificate_pareto_neuron"] == pytest.approx(smallest)
+    events = EventAccumulator(board.log_dir).Reload()
+    assert events.Images("mine/certificate_pareto_figure")
+    assert any("mine/certificate_pareto_table" in tag for tag in events.Tags()["tensors"])
+
+
+def test_no_tradeoff_unless_asked(tmp_path, loader):
+    logger, callback = CSVLogger(tmp_path), PACBayesCertificate(**QUICK)
+    fit(tmp_path, callback, model=Plain, loader=loader, logger=logger)
+    assert not callback.tradeoff
+    assert not list(Path(logger.log_dir).glob("*pareto*"))
+
+
+def test_a_tradeoff_that_fails_leaves_the_certificate(tmp_path, loader, monkeypatch):
+    def fails(*_args, **_options):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr("lightning_taskinfo.callbacks.pac_bayes_certificate.pareto_front", fails)
+    callback = PACBayesCertificate(**QUICK, pareto=True)
+    with pytest.warns(UserWarning, match="could not measure at step 8 .RuntimeError: out of memory"):
+        fit(tmp_path, callback, model=Plain, loader=loader)
+    assert callback.certificate.valid
+
+
+def test_several_structures_through_the_callback(tmp_path, loader):
+    callback = PACBayesCertificate(**QUICK, structure=["isotropic", "diagonal"])
+    fit(tmp_path, callback, model=Plain, loader=loader)
+    assert callback.certificate.structures == ("isotropic", "diagonal")
 
 
 def test_refuses_samples_that_are_repeated_or_left_out(tmp_path):

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from lightning_taskinfo.certificates import PRIOR_STDS, Prior, certify, zero_one_loss
+from lightning_taskinfo.certificates.certificate import round_up
 from lightning_taskinfo.certificates.samples import read_samples
 from lightning_taskinfo.distributions import CurvatureBlock, LowRankCurvature, diagonal_curvature, pre_distribution
 from lightning_taskinfo.functional.pac_bayes import kl_bound, mcallester_bound, monte_carlo_interval
@@ -92,6 +93,43 @@ def test_the_best_candidate_wins(trained, data, prior):
     assert (certificate.beta, certificate.kl, certificate.price) == (best.beta, best.kl, best.price)
 
 
+def test_several_structures_are_searched_together(trained, data, prior):
+    """The winner is the best of all rows, and what is claimed of it is what its own structure gives."""
+    several = certify(trained, data, prior, structure=("isotropic", "kronecker"), **QUICK)
+    rows = [(row.structure, row.beta) for row in several.candidates]
+    assert rows == [(name, beta) for name in ("isotropic", "kronecker") for beta in QUICK["betas"]]
+    assert several.structures == ("isotropic", "kronecker")
+    best = min(several.candidates, key=lambda row: row.bound)
+    assert (several.structure, several.beta, several.kl) == (best.structure, best.beta, best.kl)
+    assert certify(trained, data, prior, structure=("diagonal",), **QUICK) == certify(trained, data, prior, **QUICK)
+
+
+def test_a_picked_winner_does_not_look_better_than_it_is(trained, data, prior):
+    """Of post-distributions that are all alike, the luckiest looks good; its fresh draws tell the truth."""
+    options = {"structure": ("isotropic", "diagonal"), "betas": (1.0,) * 15, "draws": 200}
+    certificate = certify(trained, data, prior, **options)
+    g, risks = torch.Generator().manual_seed(5), []
+    for _ in range(300):
+        with torch.no_grad(), certificate.post.with_weights(trained, g):
+            risks.append(zero_one_loss(trained(data[0]), data[1]).mean())
+    truth, error = torch.stack(risks).mean().item(), torch.stack(risks).std().item() / math.sqrt(300)
+    lucky = min(row.risk for row in certificate.candidates if row.structure == certificate.structure)
+    low, high = certificate.risk_interval
+    assert lucky < truth - 3 * error
+    assert low < truth < high
+    assert certificate.risk > lucky
+
+
+@pytest.mark.parametrize("structure", [(), []])
+def test_no_structure_is_refused(trained, data, prior, structure):
+    with pytest.raises(ValueError, match="`structure` must name at least one structure, got none"):
+        certify(trained, data, prior, structure=structure, **QUICK)
+
+
+def test_a_bound_is_rounded_up():
+    assert [round_up(value) for value in (0.20001, 0.2, 0.99999, 1.0, 0.0)] == [0.2001, 0.2, 1.0, 1.0, 0.0]
+
+
 def test_other_theorems_are_looser(trained, data, prior):
     tight, loose = (certify(trained, data, prior, theorem=t, draws=100, betas=(1.0,)) for t in ("kl", "mcallester"))
     assert tight.bound < loose.bound
@@ -146,7 +184,15 @@ def test_the_table_and_the_json_tell_all(trained, data, prior):
     assert again["bound"] == certificate.bound
     assert again["assumptions"] == list(certificate.assumptions)
     assert [row["beta"] for row in again["candidates"]] == list(QUICK["betas"])
-    for part in (f"{certificate.bound:.4f}", "random initialisation", "stochastic", "600", "valid              yes"):
+    for part in (
+        f"{round_up(certificate.bound):.4f}",
+        "(diagonal)",
+        "best of 4",
+        "random initialisation",
+        "stochastic",
+        "600",
+        "valid              yes",
+    ):
         assert part in str(certificate)
 
 

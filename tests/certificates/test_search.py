@@ -7,7 +7,12 @@ import torch
 
 from lightning_taskinfo.certificates import Prior, zero_one_loss
 from lightning_taskinfo.certificates.search import Task, choose_scales, curvature_of
-from lightning_taskinfo.distributions import diagonal_curvature, layer_input_matrices, layer_kronecker_factors
+from lightning_taskinfo.distributions import (
+    diagonal_curvature,
+    layer_input_matrices,
+    layer_kronecker_factors,
+    pre_distribution,
+)
 from lightning_taskinfo.fisher import fisher_diagonal
 from lightning_taskinfo.functional.information import information_in_weights
 
@@ -52,6 +57,24 @@ def test_layerwise(trained, data, seen, structure):
         left = torch.eye(rows).double() if block.left is None else block.left.contiguous()
         basis = torch.kron(left, block.right.contiguous())
         torch.testing.assert_close(basis @ torch.diag(block.eigenvalues.flatten()) @ basis.T, 600 * expected)
+
+
+def test_each_draw_is_a_new_network_on_samples_from_everywhere(trained, data):
+    """A loss that is the sample's place shows which samples were looked at; one of the outputs, which network."""
+    place = torch.linspace(0, 1, 600)
+    post = pre_distribution(trained, prior_std=0.1)
+    looking = Task.of(trained, (data[0], place), lambda _, targets: targets, seed=0)
+    seen = torch.cat([looking.draw_losses(post, 64) for _ in range(50)])
+    assert abs(seen.mean().item() - 0.5) < 4 * place.std().item() / math.sqrt(len(seen))
+    assert (seen.min().item(), seen.max().item()) == pytest.approx((0, 1), abs=0.01)
+    task = Task.of(trained, data, lambda outputs, _: outputs.softmax(1)[:, 0], seed=0)
+    one, two = (task.draw_losses(post, 600) for _ in range(2))  # all samples, in their order
+    assert (one != two).double().mean() > 0.99
+
+
+def test_a_loss_that_is_no_number_is_the_worst(trained, data):
+    task = Task.of(trained, data, lambda outputs, _: outputs[:, 0] * math.nan, seed=0)
+    assert task.losses(slice(None)).eq(1).all()
 
 
 @pytest.mark.parametrize("size", [50.0, 0.2])

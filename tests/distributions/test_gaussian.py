@@ -65,6 +65,9 @@ def test_draws_have_the_dense_mean_and_covariance(case):
     variances = covariance.diagonal()
     standard_error = ((variances[:, None] * variances + covariance**2) / n).sqrt()
     assert ((draws.T.cov() - covariance) / standard_error).abs().max() < 5
+    white = (draws - dense.mean) @ torch.linalg.cholesky(dense.precision_matrix)  # no direction is hidden by others
+    edge = (1 + (white.shape[1] / n) ** 0.5) ** 2 - 1  # of the eigenvalues, by Marchenko and Pastur
+    assert (torch.linalg.eigvalsh(white.T.cov()) - 1).abs().max() < 1.5 * edge
 
 
 def test_the_covariance_minimises_penalty_plus_information():

@@ -4,8 +4,9 @@ import math
 
 import pytest
 import torch
-from scipy import optimize, special
+from scipy import integrate, optimize, special
 
+from lightning_taskinfo.functional.pac_bayes import mcallester_bound
 from lightning_taskinfo.functional.pac_bayes_diagnostics import local_minimum_bound, oracle_complexity
 
 
@@ -76,6 +77,22 @@ def test_jia_and_su_height_is_that_of_an_ellipsoid():
     assert local_minimum_bound(0.1, log_det, W, n, delta, log_volume=log_volume).item() == pytest.approx(
         expected, rel=2e-4
     )
+
+
+@pytest.mark.parametrize("W", [1, 2, 10, 1_000])
+@pytest.mark.parametrize(("loss", "height"), [(0.0, 1e-3), (0.1, 0.5), (0.5, 0.5)])
+@pytest.mark.parametrize(("n", "delta"), [(8, 0.99), (8, 1e-6), (50_000, 0.05)])
+def test_jia_and_su_is_implied_by_mcallester(W, loss, height, n, delta):
+    """P uniform on the ellipsoid, Q ∝ exp(−L): with v uniform on [0, 1] the loss is L₀ + A·v^(2/W)."""
+    Z = integrate.quad(lambda v: math.exp(-height * v ** (2 / W)), 0, 1)[0]
+    excess = integrate.quad(lambda v: height * v ** (2 / W) * math.exp(-height * v ** (2 / W)), 0, 1)[0] / Z
+    kl = max(0.0, -excess - math.log(Z))
+    assert kl <= height
+    assert excess <= height
+    log_volume = 0.5 * (W * math.log(4 * math.pi * math.e * height / W) - math.log(math.pi))  # with log|F| = 0
+    value = local_minimum_bound(loss, 0.0, W, n, delta, log_volume=log_volume).item()
+    valid = mcallester_bound(loss + excess, kl, n, delta).item()
+    assert valid <= mcallester_bound(loss + height, height, n, delta).item() <= value
 
 
 def test_jia_and_su_by_hand():

@@ -1,0 +1,110 @@
+"""Networks by import path, with weights from files that are read without running anything in them."""
+
+import importlib
+import sys
+from collections.abc import Mapping
+from itertools import chain
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def load_networks(
+    path: str, arguments: dict[str, Any] | None, checkpoint: Path, start: Path | None
+) -> tuple[nn.Module, nn.Module | None]:
+    """Return a network with the weights of ``checkpoint``, and one with those of ``start``, if that is a file.
+
+    Args:
+        path: Import path of a class, or of a function that returns the network.
+        arguments: What to call it with; what Lightning kept in ``checkpoint``, where not given.
+        checkpoint: A Lightning checkpoint or a state dict.
+        start: Another one, for the centre of a prior.
+
+    Raises:
+        FileNotFoundError: If a file is missing.
+        ValueError: If one is damaged, does not fit or holds NaN, or the network cannot be made.
+    """
+    state, kept = read_checkpoint("checkpoint", checkpoint)
+    arguments = kept if arguments is None else arguments
+    trained = filled(build(path, arguments), state, "checkpoint", checkpoint)
+    if start is None:
+        return trained, None
+    center, _ = read_checkpoint("prior_checkpoint", start)
+    return trained, filled(build(path, arguments), center, "prior_checkpoint", start)
+
+
+def build(path: str, arguments: Mapping[str, Any]) -> nn.Module:
+    """Import and make a network."""
+    module, _, name = path.rpartition(".")
+    sys.path.insert(0, "")  # where the user stands; a console script does not look there
+    try:
+        factory = getattr(importlib.import_module(module), name)
+    except (AttributeError, ImportError, ValueError) as error:
+        raise ValueError(f"`model` must be the import path of a class or function, got {path!r} ({error}).") from error
+    finally:
+        sys.path.remove("")
+    try:
+        model = factory(**arguments)
+    except TypeError as error:
+        raise ValueError(f"`model_args` must be arguments of {path}, got {dict(arguments)} ({error}).") from error
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"`model` must make a torch module, got {type(model).__name__} from {path!r}.")
+    return model
+
+
+def read_checkpoint(argument: str, path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors of a checkpoint, and the arguments that Lightning keeps beside them."""
+    if not path.is_file():
+        raise FileNotFoundError(f"`{argument}` must be a file, but there is none at {path}.")
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except (EOFError, KeyError, RuntimeError, UnpicklingError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        rule = "a whole file of nothing but tensors and plain values"
+        raise ValueError(f"`{argument}` must be {rule}, got {path} ({reason}).") from error
+    kept = content.get("hyper_parameters", {}) if isinstance(content, Mapping) else {}
+    state = content.get("state_dict", content) if isinstance(content, Mapping) else content
+    if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise ValueError(f"`{argument}` must hold a Lightning checkpoint or a state dict, got {path} with neither.")
+    return dict(state), {key: value for key, value in kept.items() if not key.startswith("_")}
+
+
+def filled(model: nn.Module, state: dict[str, Tensor], argument: str, path: Path) -> nn.Module:
+    """Put the weights into the model; the state may be that of a module which holds it."""
+    names = list(model.state_dict())
+    prefixes = {key.removesuffix(names[0]) for key in state if key.endswith(names[0])} if names else {""}
+    fitting = [p for p in prefixes if {key for key in state if key.startswith(p)} == {p + name for name in names}]
+    prefix = fitting[0] if len(fitting) == 1 else ""
+    try:
+        model.load_state_dict({key.removeprefix(prefix): t for key, t in state.items() if key.startswith(prefix)})
+    except RuntimeError as error:
+        reason = "; ".join(line.strip() for line in str(error).splitlines()[1:])
+        raise ValueError(f"`{argument}` must hold the weights of the model, got {path}: {reason}") from error
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            raise ValueError(f"`{argument}` must hold finite weights, got {path} with NaN or infinity in {name!r}.")
+    return model
+
+
+@torch.no_grad()
+def check_outputs(model: nn.Module, inputs: Tensor, targets: Tensor) -> None:
+    """See on two samples that the network takes these inputs and knows these classes."""
+    if not len(inputs):
+        return  # refused for its number
+    shape = list(inputs[:2].shape)
+    try:
+        outputs = model.eval()(inputs[:2])
+    except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"`model` must take inputs of shape {shape} ({reason}); `flatten` makes vectors of images."
+        ) from error
+    if not isinstance(outputs, Tensor) or outputs.ndim != 2 or outputs.shape[1] <= int(targets.max()):
+        got = list(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+        raise ValueError(
+            f"`model` must return scores [N, C] for classes up to {int(targets.max())}, got {got} for inputs {shape}; "
+            "`classes` groups labels."
+        )
