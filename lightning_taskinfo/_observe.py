@@ -25,6 +25,20 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
+def parts(model: nn.Module) -> tuple[list[nn.Module], list[nn.Parameter], list[Tensor]]:
+    """Return all modules, parameters and buffers of a model, each once, in one walk through it.
+
+    Example:
+        >>> modules, parameters, buffers = parts(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+        >>> len(modules), len(parameters), len(buffers)
+        (3, 4, 3)
+    """
+    modules = [*model.modules()]
+    parameters = {id(p): p for module in modules for p in module._parameters.values() if p is not None}
+    buffers = {id(b): b for module in modules for b in module._buffers.values() if b is not None}
+    return modules, [*parameters.values()], [*buffers.values()]
+
+
 @contextmanager
 def observing(model: nn.Module) -> Iterator[nn.Module]:
     """Run ``model`` in eval mode with gradients on, and put everything back afterwards, even on an exception.
@@ -50,9 +64,10 @@ def observing(model: nn.Module) -> Iterator[nn.Module]:
         >>> net.training
         True
     """
-    devices = {t.device for t in (*model.parameters(), *model.buffers())} | {torch.device("cpu")}
+    modules, parameters, buffers = parts(model)
+    devices = {t.device for t in (*parameters, *buffers)} | {torch.device("cpu")}
     with ExitStack() as stack:
-        for restoring in (_modes(model), _buffers(model), _grads(model), _random_states(devices)):
+        for restoring in (_modes(modules), _buffers(modules), _grads(parameters), _random_states(devices)):
             stack.enter_context(restoring)
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
@@ -64,8 +79,8 @@ def observing(model: nn.Module) -> Iterator[nn.Module]:
 
 
 @contextmanager
-def _modes(model: nn.Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in model.modules()]
+def _modes(modules: list[nn.Module]) -> Iterator[None]:
+    modes = [(module, module.training) for module in modules]
     try:
         for module, mode in modes:
             if mode:
@@ -78,10 +93,10 @@ def _modes(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _buffers(model: nn.Module) -> Iterator[None]:
+def _buffers(modules: list[nn.Module]) -> Iterator[None]:
     kept = [
         (module, name, buffer, None if buffer is None else buffer.detach().clone())
-        for module in model.modules()
+        for module in modules
         for name, buffer in module._buffers.items()
     ]
     try:
@@ -95,8 +110,8 @@ def _buffers(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _grads(model: nn.Module) -> Iterator[None]:
-    grads = [(p, p.grad) for p in model.parameters()]
+def _grads(parameters: list[nn.Parameter]) -> Iterator[None]:
+    grads = [(p, p.grad) for p in parameters]
     try:
         for p, _ in grads:
             p.grad = None  # a `backward()` inside adds to a gradient of its own

@@ -1,7 +1,7 @@
 """Which calls use parameters in a way that is understood, and what they saw."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_taskinfo.fisher.convolution import Conv
-from lightning_taskinfo.fisher.layers import Elementwise, Embedding, Linear, Use
+from lightning_taskinfo.fisher.layers import BatchNorm, Elementwise, Embedding, Linear, Use
 
 
 @dataclass
@@ -67,9 +67,11 @@ def batch_norm(
             "BatchNorm that normalises with the statistics of the batch mixes the samples, so that none has a gradient "
             "of its own; use running statistics: `model.eval()` and `track_running_stats=True`."
         )
-    return _scale_and_shift(
+    call = _scale_and_shift(
         input, weight, bias, lambda x: F.batch_norm(x, running_mean, running_var, None, None, False, momentum, eps)
     )
+    statistics = (running_mean.detach(), running_var.detach(), eps)
+    return replace(call, kind=BatchNorm, config={**call.config, "statistics": statistics})
 
 
 def group_norm(

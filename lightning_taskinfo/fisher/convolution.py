@@ -6,7 +6,7 @@ CPU; which one is depends on the sizes:
 
 - *grouped*: samples become groups of one weight-gradient convolution; best on large maps;
 - *rows*: the input is unfolded along its width only, and each row of the kernel is one batched product with a slice;
-  best on small maps and for a single input channel;
+  best on small maps; a single input channel is unfolded in full;
 - *ghost*: only the norm is wanted, and :math:`\|BU^\top\|^2 = \langle U^\top U, B^\top B\rangle`, where
   :math:`U^\top U` is a sum of shifted copies of the input's own Gram matrix; best on small maps with many channels.
 """
@@ -30,21 +30,22 @@ class Conv(Use):
         return self.layout.axis == 0
 
     def grads(self, slot: str, b: Tensor) -> Tensor:
-        return self._fold(torch.cat([self._join(parts) for parts in self._blocks(slot, b)]))
+        return self._fold(torch.cat([self._join(parts) for _, parts in self._blocks(slot, [b])]))
 
     def norms(self, slot: str, scores: list[Tensor]) -> Tensor:
         if self.layout.repeat > 1:  # a sample's rows add up before they are squared
             return super().norms(slot, scores)
         if slot == "weight" and self._ghost_is_cheaper():
             return total(self._ghost_norms(b) for b in scores)
-        return total(torch.cat([_sum_of_norms(parts) for parts in self._blocks(slot, b)]) for b in scores)
+        norms = scores[0].new_zeros(self.shape[0])
+        for samples, parts in self._blocks(slot, scores):
+            norms[samples] += total(squared_norms(part) for part in parts)
+        return norms
 
     def diagonal(self, slot: str, scores: list[Tensor]) -> Tensor:
         if self.layout.repeat > 1:
             return super().diagonal(slot, scores)
-        squares = (
-            [part.square_().sum(0, keepdim=True) for part in parts] for b in scores for parts in self._blocks(slot, b)
-        )
+        squares = ([part.square_().sum(0, keepdim=True) for part in parts] for _, parts in self._blocks(slot, scores))
         first = next(squares)
         for following in squares:
             for into, part in zip(first, following, strict=True):
@@ -55,34 +56,42 @@ class Conv(Use):
         if self.layout.repeat > 1:
             yield from super().features(slot, b)
         else:
-            for parts in self._blocks(slot, b):
+            for _, parts in self._blocks(slot, [b]):
                 yield [(part.flatten(1),) for part in parts]
 
     def _fold(self, per_row: Tensor) -> Tensor:
         return self.layout.samples_first(per_row).sum(1) if self.layout.repeat > 1 else per_row
 
-    def _blocks(self, slot: str, b: Tensor) -> Iterator[list[Tensor]]:
-        """Yield the gradients of a few samples at a time, whole or in one part for each row of the kernel."""
+    def _blocks(self, slot: str, scores: list[Tensor]) -> Iterator[tuple[slice, list[Tensor]]]:
+        """Yield the gradients of a few samples at a time, for each score whole or in a part for each kernel row."""
         if slot == "bias":
-            yield [b.flatten(2).sum(2)]
+            for b in scores:
+                yield slice(None), [b.flatten(2).sum(2)]
             return
-        a, weight = self.saved[0][0], self.slots["weight"].shape
-        compute = self._row_grads if self._rows_are_quicker() else self._grouped_grads
+        inputs, weight = self.saved[0][0], self.slots["weight"].shape
         step = min(32, max(1, 4 * BLOCK // math.prod(weight)))
-        for i in range(0, len(a), step):
-            yield compute(a[i : i + step], b[i : i + step])
+        for i in range(0, len(inputs), step):
+            samples = slice(i, i + step)
+            a = inputs[samples]
+            rows = self._unfolded(a) if self._rows_are_quicker() else None
+            for b in scores:
+                some = b[samples]
+                if rows is None:
+                    yield samples, [self._grouped_grads(a, some)]
+                else:
+                    yield samples, [some.flatten(2) @ row for row in rows]
 
     def _join(self, parts: list[Tensor]) -> Tensor:
         """Put the rows of the kernel together again: ``[N, O, C, *kernel]``."""
+        out, channels, *kernel = self.slots["weight"].shape
         if parts[0].dim() != 3:  # whole already
             return parts[0]
-        out, channels, _, width = self.slots["weight"].shape
-        stacked = torch.stack(parts, 3)  # rows of the kernel behind the unfolded width
         if channels == 1:
-            return stacked.view(-1, out, width, len(parts)).transpose(2, 3).unsqueeze(2)
-        return stacked.view(-1, out, width, channels, len(parts)).permute(0, 1, 3, 4, 2)
+            return parts[0].unflatten(2, (1, *kernel))
+        stacked = torch.stack(parts, 3)  # rows of the kernel behind the unfolded width
+        return stacked.view(-1, out, kernel[1], channels, len(parts)).permute(0, 1, 3, 4, 2)
 
-    def _grouped_grads(self, a: Tensor, b: Tensor) -> list[Tensor]:
+    def _grouped_grads(self, a: Tensor, b: Tensor) -> Tensor:
         n, shape = len(a), self.slots["weight"].shape
         grouped = torch.ops.aten.convolution_backward(
             b.reshape(1, -1, *b.shape[2:]),
@@ -97,25 +106,25 @@ class Conv(Use):
             n * self.config["groups"],
             [False, True, False],
         )[1]
-        return [grouped.view(n, *shape)]
+        return grouped.view(n, *shape)
 
     def _rows_are_quicker(self) -> bool:
         plain = len(self.shape) == 4 and self.config["groups"] == 1 and set(self.config["dilation"]) == {1}
         return plain and (self.slots["weight"].shape[1] == 1 or math.prod(self.shape[2:]) <= SMALL_MAP)
 
-    def _row_grads(self, a: Tensor, b: Tensor) -> list[Tensor]:
-        """Return ``[N, O, width·C]`` for each row of the kernel."""
+    def _unfolded(self, a: Tensor) -> list[Tensor]:
+        """Return ``[N, positions, width·C]`` for each row of the kernel, or whole patches of a single channel."""
         (_, channels, rows, width), (down, right) = self.slots["weight"].shape, self.config["stride"]
-        height, across = b.shape[2:]
-        a, b = self._padded(a), b.flatten(2)
+        height, across = self.shape[2:]
+        a = self._padded(a)
+        if channels == 1:
+            patches = a[:, 0].unfold(1, rows, down).unfold(2, width, right)  # [N, H, W, rows, width]
+            return [patches.permute(0, 3, 4, 1, 2).reshape(len(a), rows * width, -1).transpose(1, 2)]
         columns = [slice(j, j + right * (across - 1) + 1, right) for j in range(width)]
         lines = [slice(i, i + down * (height - 1) + 1, down) for i in range(rows)]
-        if channels == 1:
-            unfolded = torch.stack([a[:, 0, :, column] for column in columns], 1)  # [N, width, H, W']
-            return [b @ unfolded[:, :, line].flatten(2).transpose(1, 2) for line in lines]
         last = a.permute(0, 2, 3, 1)  # channels last, so that a patch's row is one contiguous piece
         unfolded = torch.cat([last[:, :, column] for column in columns], 3)  # [N, H, W', width·C]
-        return [b @ unfolded[:, line].flatten(1, 2) for line in lines]
+        return [unfolded[:, line].flatten(1, 2) for line in lines]
 
     def _padded(self, a: Tensor) -> Tensor:
         down, right = self.config["padding"]
@@ -144,7 +153,3 @@ class Conv(Use):
                     shifted += gram_a[:, h, w, h, w]
             norms.append((shifted * gram_b).flatten(1).sum(1))
         return torch.cat(norms)
-
-
-def _sum_of_norms(parts: list[Tensor]) -> Tensor:
-    return total(squared_norms(part) for part in parts)

@@ -1,11 +1,10 @@
 """Which engine serves which parameter, chunk by chunk; squared gradients go into a :class:`Sink`."""
 
 import warnings
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import islice
 from operator import itemgetter
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -13,8 +12,9 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_taskinfo._observe import ParamDict, observing, trainable_parameters
+from lightning_taskinfo._observe import ParamDict, observing, parts, trainable_parameters
 from lightning_taskinfo.fisher.batches import sample_count, take
+from lightning_taskinfo.fisher.findings import Findings, by_name, differ, disjoint, recall, remember, sizes_of
 from lightning_taskinfo.fisher.hooks import Captured, capture, find_layouts
 from lightning_taskinfo.fisher.kron import backpack_gradients
 from lightning_taskinfo.fisher.layers import BLOCK, Layout, Use
@@ -110,21 +110,16 @@ class _Measurement:
         first = "hooks" if request.engine in ("auto", "hooks") else self.fallback
         self.engines = dict.fromkeys(self.parameters, first)
         self.layouts: list[Layout | None] = []
-        self.probe: Captured | None = None  # a pass over a few samples, until the first chunk is compared with it
-        self.mixing = False
+        self.known: Findings | None = recall(model, inputs) if first == "hooks" else None
+        self.probe: Captured | None = None  # a pass over a few samples, where nothing is known
+        self.compared = self.mixing = False
 
     def run(self) -> dict[str, str]:
         """Measure chunk by chunk and return which engine served which parameter."""
         n = sample_count(self.inputs)
-        few = 2 if n == 3 else 3  # any number that is not the chunk's
-        some = take(self.inputs, lambda x: x[torch.arange(few, device=x.device) % n])
-        self.probe = capture(lambda: self._forward(some), self.parameters, confirm=False)
-        if self.probe.outputs.shape[0] != few:
-            raise ValueError(
-                f"`model` must return one row of outputs a sample: expected [{few}, ...] for {few} inputs, "
-                f"got {list(self.probe.outputs.shape)}."
-            )
-        step = self.request.chunk_size or self._affordable(self.probe)
+        if self.known is None:
+            self.probe = self._probe(min(n, self.request.chunk_size or n))
+        step = self.request.chunk_size or self._affordable()
         for start in range(0, n, step):
             self._chunk(slice(start, start + step))
         return self.engines
@@ -132,13 +127,27 @@ class _Measurement:
     def _forward(self, inputs: Any) -> Tensor:
         return self.request.forward(self.model, inputs)
 
-    def _affordable(self, probe: Captured) -> int:
+    def _few(self, few: int) -> Any:
+        return take(self.inputs, lambda x: x[:few] if few <= len(x) else x[torch.arange(few, device=x.device) % len(x)])
+
+    def _probe(self, chunk: int) -> Captured:
+        """Run the model on a few samples, not as many as a chunk has."""
+        few = 2 if chunk == 3 else 3
+        probe = capture(lambda: self._forward(self._few(few)), self.parameters, confirm=False)
+        if probe.outputs.shape[0] != few:
+            raise ValueError(
+                f"`model` must return one row of outputs a sample: expected [{few}, ...] for {few} inputs, "
+                f"got {list(probe.outputs.shape)}."
+            )
+        return probe
+
+    def _affordable(self) -> int:
         """Return how many samples to take at once: as many as keep the layers' gradients in about 32 MB."""
-        scores = {"sampled": self.request.mc_samples, "exact": probe.outputs[0].numel(), "empirical": 1}
-        held = min(SCORES, scores[self.request.labels]) * sum(use.shape.numel() for use in probe.uses)
-        shared = [self.parameters[name].numel() for name, uses in _by_name(probe).items() if not _disjoint(uses)]
-        few = 32 * BLOCK // max([*shared, 1])  # a parameter that is used twice has its gradients formed in full
-        return max(1, min(512, few, max(32, 4 * BLOCK * len(probe.outputs) // max(1, held))))
+        sizes = self.known.sizes if self.known else sizes_of(self.probe, self.parameters)  # type: ignore[arg-type]
+        scores = {"sampled": self.request.mc_samples, "exact": sizes.outputs, "empirical": 1}
+        held = min(SCORES, scores[self.request.labels]) * sizes.uses
+        few = 32 * BLOCK // sizes.shared
+        return max(1, min(512, few, max(32, 4 * BLOCK // max(1, held))))
 
     def _chunk(self, samples: slice) -> None:
         inputs = take(self.inputs, itemgetter(samples))
@@ -165,43 +174,40 @@ class _Measurement:
         else:
             with torch.no_grad():
                 outputs = self._forward(inputs)
-        if self.probe:  # this is the first chunk
-            self._compare(self.probe, captured, outputs)
-            self.probe = None
+        if not self.compared:
+            self._compare(captured, outputs)
         if not self.mixing:
             return captured, outputs
         with torch.no_grad():
             singles = (take(inputs, itemgetter(slice(n, n + 1))) for n in range(sample_count(inputs)))
             return None, torch.cat([self._forward(single) for single in singles])
 
-    def _compare(self, probe: Captured, captured: Captured | None, outputs: Tensor) -> None:
+    def _compare(self, captured: Captured | None, outputs: Tensor) -> None:
         """Find out where the samples are, and whether the outputs of a sample depend on the batch it is in."""
-        few, many = probe.outputs.detach(), outputs.detach()
-        rows = min(len(few), len(many))
-        rounding = torch.finfo(few.dtype).eps ** 0.5 * few.abs().amax()
-        self.mixing = bool((few[:rows] - many[:rows]).abs().amax() > rounding)  # False where they are NaN
+        if self.known and captured and self.known.fit(captured):
+            self.layouts = [*self.known.layouts]
+            few = self._forward(self._few(3 if len(outputs) == 2 else 2))
+        else:
+            probe = self.probe or self._probe(len(outputs))
+            few, self.layouts = probe.outputs, find_layouts(probe, captured) if captured else []
+            if captured:
+                remember(self.model, self.inputs, sizes_of(probe, self.parameters), self.layouts, captured)
+        self.compared, self.probe = True, None
+        self.mixing = differ(few.detach(), outputs.detach())
         if self.mixing:
             warnings.warn(
                 "The model's outputs for a sample depend on the others of its batch; each is measured alone.",
                 stacklevel=2,
             )
-        elif captured:
-            self.layouts = find_layouts(probe, captured)
 
     def _from_uses(self, captured: Captured, names: set[str], samples: slice, scores: list[Tensor], last: bool) -> None:
-        passes = [
-            captured.backward(score, retain_graph=not last or i + 1 < len(scores)) for i, score in enumerate(scores)
-        ]
-        gradients = {
-            id(use): list(by_score)
-            for use, by_score in zip(captured.uses, zip(*passes, strict=True), strict=True)
-            if by_score[0] is not None
-        }
-        for name, uses in _by_name(captured).items():
+        by_use = zip(captured.uses, captured.backward(scores, retain_graph=not last), strict=True)
+        gradients = {id(use): [*by_score] for use, by_score in by_use if by_score is not None}
+        for name, uses in by_name(captured).items():
             reached = [(use, slot) for use, slot in uses if id(use) in gradients]
             if name not in names or not reached:
                 continue
-            if _disjoint(reached):
+            if disjoint(reached):
                 for use, slot in reached:
                     self.sink.add_use(name, samples, use, slot, gradients[id(use)])
             else:  # uses add up before they are squared
@@ -240,22 +246,6 @@ class _Measurement:
         yield from gradients(self.model, self.request.forward, inputs, score, names)
 
 
-def _by_name(captured: Captured) -> dict[str, list[tuple[Use, str]]]:
-    uses = defaultdict(list)
-    for use in captured.uses:
-        for key, slot in use.slots.items():
-            uses[slot.name].append((use, key))
-    return uses
-
-
-def _disjoint(uses: list[tuple[Use, str]]) -> bool:
-    rows = [use.slots[key].rows for use, key in uses]
-    if len(rows) == 1:
-        return True
-    spans = sorted((r.start, r.stop) for r in rows if r is not None)
-    return len(spans) == len(rows) and all(a[1] <= b[0] for a, b in pairwise(spans))
-
-
 def _whole(use: Use, slot: str, gradient: Tensor, parameter: Tensor) -> Tensor:
     """Return a use's per-sample gradients as gradients of the whole parameter."""
     part, rows = use.grads(slot, gradient), use.slots[slot].rows
@@ -285,11 +275,12 @@ def _usable(x: Tensor) -> Tensor:
 def _full_precision(model: nn.Module) -> Iterator[None]:
     """Turn half-precision weights and buffers into float32 for a while; inside ``observing``, which keeps buffers."""
     halves = (torch.float16, torch.bfloat16)
-    kept = [(p, p.data) for p in model.parameters() if p.dtype in halves]
+    modules, parameters, buffers = parts(model)
+    kept = [(p, p.data) for p in parameters if p.dtype in halves]
     try:
         for p, data in kept:
             p.data = data.float()
-        for module in model.modules() if any(buffer.dtype in halves for buffer in model.buffers()) else ():
+        for module in modules if any(buffer.dtype in halves for buffer in buffers) else ():
             for name, buffer in module.named_buffers(recurse=False):
                 if buffer.dtype in halves:
                     setattr(module, name, buffer.float())

@@ -6,6 +6,7 @@ everything else. What was seen is checked against the autograd graph, which know
 that was not seen, or not understood, is left to the per-sample engine.
 """
 
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -24,19 +25,45 @@ from lightning_taskinfo.fisher.layers import Layout, Slot, Use
 
 @dataclass
 class Captured:
-    """A forward pass: its outputs, the uses that were seen, and the parameters all of whose uses were seen."""
+    """A forward pass: its outputs, the uses that were seen, and the parameters all of whose uses were seen.
+
+    ``graph`` has the kinds of the nodes of the autograd graph, if it was looked at.
+    """
 
     outputs: Tensor
     uses: list[Use]
     seen: set[str]
+    graph: list[type]
 
-    def backward(self, score: Tensor, *, retain_graph: bool) -> list[Tensor | None]:
-        """Return the gradient by each use's output, for one score of the outputs."""
+    def backward(self, scores: list[Tensor], *, retain_graph: bool) -> list[tuple[Tensor, ...] | None]:
+        """Return the gradients by each use's output, one for each score of the outputs."""
         if not self.uses:
             return []
+        by_use = self._batched(scores) if len(scores) > 1 else None
+        if by_use is None:
+            last = len(scores) - 1
+            passes = [self._pass(score, retain_graph or i < last) for i, score in enumerate(scores)]
+            by_use = [None if bs[0] is None else bs for bs in zip(*passes, strict=True)]
+        return [
+            None if bs is None else tuple(b.reshape(use.shape) for b in bs)
+            for use, bs in zip(self.uses, by_use, strict=True)
+        ]
+
+    def _pass(self, score: Tensor, retain_graph: bool, *, batched: bool = False) -> tuple[Tensor | None, ...]:
         edges = [use.edge for use in self.uses]
-        gradients = torch.autograd.grad(self.outputs, edges, score, retain_graph=retain_graph, allow_unused=True)
-        return [None if b is None else b.reshape(use.shape) for use, b in zip(self.uses, gradients, strict=True)]
+        return torch.autograd.grad(
+            self.outputs, edges, score, retain_graph=retain_graph, allow_unused=True, is_grads_batched=batched
+        )
+
+    def _batched(self, scores: list[Tensor]) -> list[tuple[Tensor, ...] | None] | None:
+        """Return the gradients from one pass for all scores; None where vmap cannot run an operation of the graph."""
+        try:
+            with warnings.catch_warnings():  # operations that it takes one by one are no slower than without it
+                warnings.filterwarnings("ignore", message="There is a performance drop")
+                stacked = self._pass(torch.stack(scores), True, batched=True)
+        except Exception:  # of any type, in an operation of the user's; if it is no matter of vmap, it comes again
+            return None
+        return [None if b is None else b.unbind() for b in stacked]
 
     def lay_out(self, layouts: list[Layout | None]) -> set[str]:
         """Say where the samples are, and return the parameters that can be served."""
@@ -67,15 +94,17 @@ def capture(forward: Callable[[], Tensor], parameters: dict[str, nn.Parameter], 
         )
     if not outputs.requires_grad:
         raise ValueError("`model` must return outputs that depend on its trainable parameters by autograd.")
-    return Captured(outputs, recorder.uses, recorder.confirmed(outputs) if confirm else set())
+    consumers = _consumers(outputs) if confirm else Counter[Node]()
+    seen = recorder.confirmed(outputs, consumers) if confirm else set()
+    return Captured(outputs, recorder.uses, seen, [*map(type, consumers)])
 
 
 def find_layouts(probe: Captured, captured: Captured) -> list[Layout | None]:
     """Find out where the samples are in each use's output, from passes over different numbers of samples.
 
-    The axis that grows with the number of samples holds them. Where each has several entries there, a backward pass
-    from one sample of the probe shows which: its gradient is zero wherever another sample is. The entry is None where
-    this does not tell.
+    The axis that grows with the number of samples holds them. Where each has several entries there, backward passes
+    from the first and from the last sample of the probe show which: the gradient is zero wherever another sample is.
+    The entry is None where this does not tell.
     """
     if len(probe.uses) != len(captured.uses):  # the model took another path
         return [None] * len(captured.uses)
@@ -83,10 +112,8 @@ def find_layouts(probe: Captured, captured: Captured) -> list[Layout | None]:
     pairs = zip(probe.uses, captured.uses, strict=True)
     layouts = [_growing_axis(a.shape, b.shape, few, many) for a, b in pairs]
     if any(layout and layout.repeat > 1 for layout in layouts):
-        score = torch.zeros_like(probe.outputs)
-        score[1] = torch.linspace(0.5, 1.5, score[1].numel(), dtype=score.dtype, device=score.device).view_as(score[1])
-        gradients = probe.backward(score, retain_graph=False)
-        layouts = [layout and _sorted_out(layout, b) for layout, b in zip(layouts, gradients, strict=True)]
+        first, last = (_only(probe, n) for n in (0, few - 1))
+        layouts = [layout and _sorted_out(layout, *b) for layout, *b in zip(layouts, first, last, strict=True)]
     return layouts
 
 
@@ -99,17 +126,25 @@ def _growing_axis(small: torch.Size, large: torch.Size, few: int, many: int) -> 
     return Layout(grown[0], small[grown[0]] // few)
 
 
-def _sorted_out(layout: Layout, b: Tensor | None) -> Layout | None:
+def _only(probe: Captured, n: int) -> list[Tensor | None]:
+    """Return the gradients of one sample by each use's output."""
+    score = torch.zeros_like(probe.outputs)
+    score[n] = torch.linspace(0.5, 1.5, score[n].numel(), dtype=score.dtype, device=score.device).view_as(score[n])
+    return [None if b is None else b[0] for b in probe.backward([score], retain_graph=True)]
+
+
+def _sorted_out(layout: Layout, first: Tensor | None, last: Tensor | None) -> Layout | None:
+    """Return the one layout for which both gradients lie within their sample, if it is only one."""
     if layout.repeat == 1:
         return layout
-    if b is None or not b.count_nonzero():  # a dead branch tells nothing
+    if first is None or last is None:
         return None
+    possible = []
     for candidate in (layout, replace(layout, interleaved=True)):
-        others = candidate.samples_first(b).clone()
-        others[1] = 0
-        if not others.count_nonzero():
-            return candidate
-    return None
+        elsewhere = candidate.samples_first(first)[1:], candidate.samples_first(last)[:-1]
+        if not any(part.count_nonzero() for part in elsewhere):
+            possible.append(candidate)
+    return possible[0] if len(possible) == 1 else None  # a dead branch fits both, and tells nothing
 
 
 class _Recorder(TorchFunctionMode):
@@ -155,9 +190,8 @@ class _Recorder(TorchFunctionMode):
         first = (tensor.storage_offset() - base.storage_offset()) // max(1, base[0].numel())
         return Slot(name, tuple(tensor.shape), slice(first, first + len(tensor))), tensor.grad_fn
 
-    def confirmed(self, outputs: Tensor) -> set[str]:
+    def confirmed(self, outputs: Tensor, consumers: Counter[Node]) -> set[str]:
         """Return the parameters whose uses in the graph are exactly those that were noted."""
-        consumers = _consumers(outputs)
         if any(type(node).__name__ == "CheckpointFunctionBackward" for node in consumers):
             return set()  # reentrant checkpointing allows a backward pass to the parameters only
         nodes = {id(node.variable): node for node in consumers if hasattr(node, "variable")}

@@ -89,6 +89,8 @@ class Use:
 class Linear(Use):
     r"""``x Wᵀ + c`` on ``[N, ..., D]``: with :math:`T` positions a sample, :math:`\nabla W = \sum_t b_t a_t^\top`."""
 
+    shared: tuple[list[Tensor], Tensor] | None = None  # scores, and their squared norms: a part of weight and bias
+
     def _flat(self, x: Tensor) -> Tensor:
         return self.layout.samples_first(x).flatten(1, -2) if x.dim() > 2 or self.layout.repeat > 1 else x
 
@@ -106,11 +108,13 @@ class Linear(Use):
         return b.transpose(1, 2) @ a
 
     def norms(self, slot: str, scores: list[Tensor]) -> Tensor:
-        if slot == "bias":
-            return super().norms(slot, scores)
         a = self.inputs()
         if a.dim() == 2:
-            return squared_norms(a) * total([squared_norms(self._flat(b)) for b in scores])
+            if self.shared is None or self.shared[0] is not scores:
+                self.shared = scores, total([squared_norms(self._flat(b)) for b in scores])
+            return self.shared[1] * squared_norms(a) if slot == "weight" else self.shared[1].clone()
+        if slot == "bias":
+            return super().norms(slot, scores)
         flat = [self._flat(b) for b in scores]
         T, D, C = a.shape[1], a.shape[2], flat[0].shape[2]
         if T * (D + C) < D * C:  # ghost norm: Σ_{t,s} (a_t·a_s)(b_t·b_s)
@@ -161,6 +165,21 @@ class Elementwise(Use):
         if summed:
             product = product.sum(summed)
         return product.reshape(-1, *self.slots[slot].shape)
+
+
+class BatchNorm(Elementwise):
+    """``F.batch_norm`` on running statistics, ``config["statistics"]``: mean, variance and what is added to it."""
+
+    def grads(self, slot: str, b: Tensor) -> Tensor:
+        a, (mean, variance, eps) = self.saved[0][0][: len(b)], self.config["statistics"]
+        if slot != "weight" or self.layout != Layout() or b.dim() < 3 or not a.dtype == b.dtype == mean.dtype:
+            return super().grads(slot, b)
+        n, channels = b.shape[:2]
+        # Every channel of every sample is a channel of its own, so that the sums are those of single samples.
+        shape, mask = (1, n * channels, *b.shape[2:]), [False, True, False]
+        a, b, mean, variance = a.reshape(shape), b.reshape(shape), mean.repeat(n), variance.repeat(n)
+        backward = torch.ops.aten.native_batch_norm_backward
+        return backward(b, a, None, mean, variance, None, None, False, eps, mask)[1].view(n, channels)
 
 
 class Embedding(Use):

@@ -178,7 +178,9 @@ def gradient_gram(
 
     .. math:: \xi_{nm} = \langle \nabla_w \log p_w(y_n|x_n), \nabla_w \log p_w(y_m|x_m) \rangle
 
-    Takes the arguments of :func:`fisher_trace`; labels are the dataset's by default, or one draw from the model.
+    Gradients are multiplied in the precision of the weights, a thousand entries at a time, and these products are
+    summed in float64. Takes the arguments of :func:`fisher_trace`; labels are the dataset's by default, or one draw
+    from the model.
 
     Raises:
         ValueError: As for :func:`fisher_trace`, and for ``labels="exact"``, which has several gradients a sample.
@@ -200,9 +202,8 @@ def gradient_gram(
     while wanted:
         if generator is not None and seed is not None:
             generator.set_state(seed)  # the same labels in every pass
-        sink = Gram(n, wanted, room=128 * BLOCK)
+        sink = Gram(gram, wanted, room=128 * BLOCK)
         measure(model, inputs, targets, request, sink)
-        sink.add_to(gram)
         wanted = sink.postponed
     return gram
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_taskinfo._observe import ParamDict
 from lightning_taskinfo.fisher.layers import Use, squared_norms
 
-COLUMNS = 8192  # of features turned into float64 at once
+COLUMNS = 1024  # of features multiplied at once in their own precision; these products are summed in float64
 
 
 class Norms:
@@ -63,45 +63,58 @@ class Diagonal:
 
 
 class Gram:
-    """Inner products of the samples' gradients, from features kept a parameter at a time.
+    """Inner products of the samples' gradients, from features kept until all samples of a parameter are there.
 
     What does not fit into ``room`` elements is ``postponed`` to another pass.
     """
 
-    def __init__(self, n: int, wanted: set[str], room: int) -> None:
-        self.n, self.wanted, self.room = n, wanted, room
+    def __init__(self, gram: Tensor, wanted: set[str], room: int) -> None:
+        self.gram, self.wanted, self.room = gram, wanted, room
         self.postponed: set[str] = set()
+        self.reserved: dict[str, int] = {}
         self.kept: dict[tuple[str, str, int], list[tuple[Tensor, ...]]] = defaultdict(list)
+        self.factors: list[tuple[tuple[Tensor, ...], Tensor]] = []  # of the last product, with their inner products
 
     def add_use(self, name: str, samples: slice, use: Use, slot: str, gradients: list[Tensor]) -> None:
         if self._has_room(name, use.slots[slot].shape):
             for parts in use.features(slot, gradients[0]):
                 for i, part in enumerate(parts):
-                    self.kept[name, str(use.slots[slot].rows), i].append(part)
+                    self._keep((name, str(use.slots[slot].rows), i), part)
 
     def add_gradients(self, name: str, samples: slice, gradients: Tensor) -> None:
         if self._has_room(name, tuple(gradients.shape[1:])):
-            self.kept[name, "", 0].append((gradients.flatten(1),))
+            self._keep((name, "", 0), (gradients.flatten(1),))
 
     def _has_room(self, name: str, shape: tuple[int, ...]) -> bool:
-        seen = any(name == key[0] for key in self.kept)
-        if name in self.wanted and name not in self.postponed and not seen:
-            self.room -= self.n * math.prod(shape)
-            if self.room < 0 and self.kept:  # one parameter always fits
-                self.postponed.add(name)
-        return name in self.wanted and name not in self.postponed
+        if name not in self.reserved and name in self.wanted - self.postponed:
+            needed, unfinished = len(self.gram) * math.prod(shape), {key[0] for key in self.kept}
+            if unfinished and needed + sum(self.reserved[other] for other in unfinished) > self.room:
+                self.postponed.add(name)  # one parameter always fits
+            else:
+                self.reserved[name] = needed
+        return name in self.reserved
 
-    def add_to(self, gram: Tensor) -> None:
-        """Add all inner products to ``gram``."""
-        for blocks in self.kept.values():
-            gram += reduce(mul, [_inner_products(factor) for factor in zip(*blocks, strict=True)])
+    def _keep(self, key: tuple[str, str, int], part: tuple[Tensor, ...]) -> None:
+        self.kept[key].append(part)
+        if sum(len(block[0]) for block in self.kept[key]) == len(self.gram):
+            factors = [*zip(*self.kept.pop(key), strict=True)]
+            products = [self._known(factor) for factor in factors]
+            self.gram += reduce(mul, products)
+            if len(factors) > 1:  # the bias that follows a weight has one of them
+                self.factors = [*zip(factors, products, strict=True)]
+
+    def _known(self, blocks: tuple[Tensor, ...]) -> Tensor:
+        for factor, products in self.factors:
+            if len(factor) == len(blocks) and all(x is y for x, y in zip(factor, blocks, strict=True)):
+                return products
+        return _inner_products(blocks)
 
 
 def _inner_products(blocks: tuple[Tensor, ...]) -> Tensor:
-    """Return ``x xᵀ`` in float64 for ``x`` in blocks of rows, a cache-sized block of columns at a time."""
+    """Return ``x xᵀ`` in float64 for ``x`` in blocks of rows, from products of a block of columns at a time."""
     n = sum(len(block) for block in blocks)
     gram = blocks[0].new_zeros(n, n, dtype=torch.float64)
     for columns in zip(*(block.split(COLUMNS, dim=1) for block in blocks), strict=True):
-        x = torch.cat([part.double() for part in columns])
-        gram.addmm_(x, x.T)
+        x = columns[0] if len(columns) == 1 else torch.cat(columns)
+        gram += x @ x.T
     return gram

@@ -244,12 +244,13 @@ def output_scores(
                 [-0.2500,  0.2500]])
     """
     outputs = outputs.detach()
-    counted = likelihood.counted(outputs, targets) if targets is not None else 1.0
     if labels == "empirical":
         if targets is None:
             raise ValueError("`targets` must be given for `labels='empirical'`, got None.")
         yield likelihood.score(outputs, targets)
-    elif labels == "exact":
+        return
+    counted = likelihood.counted(outputs, targets) if targets is not None else 1.0
+    if labels == "exact":
         yield from (root * counted for root in likelihood.roots(outputs))
     else:
         for _ in range(mc_samples):

@@ -209,6 +209,13 @@ class Flattened(Sequence):
         return self.net(x.reshape(n * t, -1)).view(n, t, -1)
 
 
+class OnePosition(Flattened):
+    """Only one position counts: the zeros elsewhere must not be taken for those of other samples."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[:, 1]
+
+
 class Frames(nn.Module):
     """A video: one convolution for every frame of every sample."""
 

@@ -47,6 +47,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "time first": (nets.TimeFirst, (N, 4)),
     "flattened": (lambda: nets.Flattened(interleaved=False), TOKENS),
     "interleaved": (lambda: nets.Flattened(interleaved=True), TOKENS),
+    "one position": (lambda: nets.OnePosition(interleaved=False), (4, 4)),
+    "one position, interleaved": (lambda: nets.OnePosition(interleaved=True), (4, 4)),
     "frames": (nets.Frames, (3, 1, 4, 4)),
     "attention": (nets.Attention, TOKENS),
     "attention, time first": (lambda: nets.Attention(batch_first=False), TOKENS),
@@ -67,6 +69,10 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "conv2d groups": (lambda: nets.conv(2, groups=2, padding=1), (4, 6, 6)),
     "conv2d depthwise": (lambda: nets.conv(2, groups=4, padding=1, stride=2), (4, 6, 6)),
     "conv2d 1x1 stride": (lambda: nets.conv(2, kernel_size=1, stride=2), (4, 6, 6)),
+    "conv2d one channel": (
+        lambda: nn.Sequential(nn.Conv2d(1, 4, (3, 2), stride=(2, 1), padding=1), nn.Tanh(), nn.Flatten(), nn.LazyLinear(3)),
+        (1, 6, 7),
+    ),
     "conv2d whole": (lambda: nets.conv(2, kernel_size=6), (4, 6, 6)),
     "conv2d reflect": (lambda: nets.conv(2, padding=1, padding_mode="reflect", bias=False), (4, 6, 6)),
     "conv2d ghost": (  # many channels on a small map, where the norm is had without the gradient

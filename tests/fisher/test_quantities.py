@@ -1,5 +1,7 @@
 """What the quantities mean: whose labels, which likelihood, in what precision, and what is refused."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,6 +14,7 @@ from lightning_taskinfo.fisher import (
     gradient_gram,
     per_sample_squared_norms,
 )
+from lightning_taskinfo.fisher.sinks import _inner_products
 from lightning_taskinfo.functional.likelihood import Categorical, Gaussian
 from tests.fisher import networks as nets
 from tests.fisher.test_engines import empirical, loop, make, total
@@ -175,11 +178,28 @@ def test_a_tuple_and_a_dict_go_through_forward_fn():
         fisher_trace(model, batch)
 
 
-def test_more_than_fits_is_measured_in_several_passes(monkeypatch):
-    model, inputs, targets = make("conv2d")
+@pytest.mark.parametrize("case", ["conv2d", "attention", "linear"])
+@pytest.mark.parametrize("chunk_size", [None, 4])
+def test_more_than_fits_is_measured_in_several_passes(monkeypatch, case, chunk_size):
+    model, inputs, targets = make(case)
     whole = gradient_gram(model, inputs, targets)
     monkeypatch.setattr("lightning_taskinfo.fisher.quantities.BLOCK", 1)
-    torch.testing.assert_close(gradient_gram(model, inputs, targets), whole)
+    torch.testing.assert_close(gradient_gram(model, inputs, targets, chunk_size=chunk_size), whole)
+
+
+def test_gram_of_float32_gradients_is_close_to_that_of_float64():
+    model, inputs, targets = make("attention", torch.float32)
+    single = gradient_gram(model, inputs, targets)
+    double = gradient_gram(model.double(), inputs.double(), targets)
+    assert single.dtype == torch.float64
+    lengths = double.diagonal().sqrt()
+    assert ((single - double).abs() < 1e-6 * lengths.outer(lengths)).all()
+
+
+def test_many_inner_products_add_up_in_float64():
+    x = torch.full((2, 1 << 20), 0.7)  # a sum of all in float32 is off by 1e-3
+    expected = (1 << 20) * x[0, 0].double() ** 2
+    assert (_inner_products((x,)) / expected - 1).abs().max() < 2e-6
 
 
 def test_an_unused_parameter_has_no_fisher():
@@ -274,3 +294,37 @@ def test_ignore_index_is_an_option_of_the_likelihood():
     )
     assert norms[0] == 0
     assert (norms[1:] > 0).all()
+
+
+class Cubed(torch.autograd.Function):
+    """An operation whose backward pass vmap cannot run."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return torch.from_numpy(3 * ctx.saved_tensors[0].numpy() ** 2 * g.numpy())
+
+
+class Cubic(nets.Functional):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(Cubed.apply(self.b(Cubed.apply(self.a(x)))))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "attention", "checkpoint", "conv1d stride", "conv2d", "conv2d depthwise", "conv2d groups", "conv2d one channel",
+        "conv2d ghost", "conv2d whole", "frames", "batch norm", "sequence", "module twice", "tied, padded",
+        "inplace residual", "cubic",
+    ],
+)  # fmt: skip
+def test_several_scores_at_once(case):
+    model, inputs, _ = make("functional" if case == "cubic" else case)
+    model = Cubic().double() if case == "cubic" else model
+    for quantity in (fisher_diagonal, per_sample_squared_norms):
+        at_once, one_by_one = (quantity(model, inputs, labels="exact", engine=engine) for engine in ("hooks", "loop"))
+        torch.testing.assert_close(at_once, one_by_one, rtol=1e-9, atol=1e-12)
