@@ -26,16 +26,18 @@ args = parser.parse_args()
 # %% The tasks
 names = {
     "all digits": "digits",
-    "even or odd": "digits:parity",
-    "small or large": "digits:halves",
-    "0 or 1": "digits:0+1",
+    "even or odd": "digits:even-odd",
+    "small or large": "digits:small-large",
+    "0 or 1": "digits:only-0-1",
     "letters": "letters",
-    "letters, odd places": "letters:parity",
+    "letters, odd places": "letters:even-odd",
     "inverted digits": "digits:inverted",
 }
 if args.fast:
     names = {
-        title: name for title, name in names.items() if name in ("digits", "digits:parity", "digits:0+1", "letters")
+        title: name
+        for title, name in names.items()
+        if name in ("digits", "digits:even-odd", "digits:only-0-1", "letters")
     }
 
 # %% Embed them; any module can be the probe, `Task2Vec(my_network, head="fc")`

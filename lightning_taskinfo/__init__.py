@@ -34,10 +34,15 @@ if TYPE_CHECKING:  # what type checkers see; `tests/test_import.py` keeps it equ
     from lightning_taskinfo.regularizers import WeightSchedule as WeightSchedule
     from lightning_taskinfo.regularizers import estimate_mutual_information as estimate_mutual_information
     from lightning_taskinfo.regularizers import frozen_batchnorm_statistics as frozen_batchnorm_statistics
+    from lightning_taskinfo.tasks.complexity import structure_function as structure_function
+    from lightning_taskinfo.tasks.distance import task_distance as task_distance
     from lightning_taskinfo.tasks.embedding import TaskEmbedding as TaskEmbedding
     from lightning_taskinfo.tasks.embedding import embedding_distances as embedding_distances
     from lightning_taskinfo.tasks.embedding import nearest_source as nearest_source
+    from lightning_taskinfo.tasks.matrix import DistanceMatrix as DistanceMatrix
+    from lightning_taskinfo.tasks.structure import StructureFunction as StructureFunction
     from lightning_taskinfo.tasks.task2vec import Task2Vec as Task2Vec
+    from lightning_taskinfo.tasks.training import Training as Training
     from lightning_taskinfo.transfer.data import TransferDataModule as TransferDataModule
     from lightning_taskinfo.transfer.module import TransferClassifier as TransferClassifier
     from lightning_taskinfo.transfer.overlap import FeatureOverlap as FeatureOverlap
@@ -52,6 +57,7 @@ if TYPE_CHECKING:  # what type checkers see; `tests/test_import.py` keeps it equ
 
 _EXPORTS = {  # public name -> the module that defines it, imported when the name is first used
     "Certificate": "certificates",
+    "DistanceMatrix": "tasks.matrix",
     "FeatureOverlap": "transfer.overlap",
     "FisherInformation": "fisher.metric",
     "FisherTrace": "callbacks.fisher_trace",
@@ -69,10 +75,12 @@ _EXPORTS = {  # public name -> the module that defines it, imported when the nam
     "PACBayesCertificate": "callbacks.pac_bayes_certificate",
     "PenaltyMixin": "mixins",
     "Prior": "certificates",
+    "StructureFunction": "tasks.structure",
     "Task2Vec": "tasks.task2vec",
     "TaskEmbedding": "tasks.embedding",
     "TemporalEnsembling": "regularizers",
     "TemporalEnsemblingMixin": "mixins",
+    "Training": "tasks.training",
     "TransferClassifier": "transfer.module",
     "TransferDataModule": "transfer.data",
     "TransferReport": "transfer.report",
@@ -92,6 +100,8 @@ _EXPORTS = {  # public name -> the module that defines it, imported when the nam
     "pre_distribution": "distributions",
     "remove_weight_noise": "variational",
     "sampling": "variational",
+    "structure_function": "tasks.complexity",
+    "task_distance": "tasks.distance",
     "trainable_parameters": "_observe",
     "weight_kl": "variational",
 }

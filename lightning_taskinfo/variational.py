@@ -16,7 +16,7 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn.utils import parametrize
 
-from lightning_taskinfo.functional.gaussian import gaussian_kl_diag
+from lightning_taskinfo.functional.weight_noise import isotropic_kl, noisy_weight
 
 
 class NoisyWeight(nn.Module):
@@ -47,6 +47,7 @@ class NoisyWeight(nn.Module):
         self.sampled: bool | None = None  # None: in train mode only
         self._depth = 0  # forwards under way in which the noise stays the same
         self._noise: Tensor | None = None
+        self._memory: Tensor | None = None  # the noise of the last draw, to be drawn into again
 
     @torch.compiler.disable  # a generator would break the graph anyway, and each draw would compile anew
     def forward(self, mean: Tensor) -> Tensor:
@@ -56,7 +57,7 @@ class NoisyWeight(nn.Module):
         noise = self._noise if self._noise is not None else self._draw(mean)
         if self._depth:
             self._noise = noise
-        return mean + (0.5 * self.log_variance).exp() * noise
+        return noisy_weight(mean, self.log_variance, noise)
 
     def right_inverse(self, value: Tensor) -> Tensor:
         """Assigning to the weight assigns its mean."""
@@ -64,8 +65,7 @@ class NoisyWeight(nn.Module):
 
     def kl(self, mean: Tensor) -> Tensor:
         """KL divergence from the pre-distribution, in nats."""
-        mean_q, logvar_q, mean_p = (m.flatten() for m in (mean, self.log_variance, self.prior_mean))
-        return gaussian_kl_diag(mean_q, logvar_q, mean_p, self.prior_log_variance)
+        return isotropic_kl(mean, self.log_variance, self.prior_mean, self.prior_log_variance)
 
     def _draw(self, mean: Tensor) -> Tensor:
         if torch._C._current_graph_task_id() != -1:
@@ -77,7 +77,10 @@ class NoisyWeight(nn.Module):
         seed = hash((self.seed, self.draws, rank)) % 2**63
         self.draws += 1
         generator = Generator(mean.device).manual_seed(seed)
-        return torch.randn(mean.shape, generator=generator, device=mean.device, dtype=mean.dtype)
+        if self._memory is None or (self._memory.device, self._memory.dtype) != (mean.device, mean.dtype):
+            with torch.inference_mode(False):  # a draw in `validate` comes before others in training
+                self._memory = torch.empty_like(mean, requires_grad=False)
+        return self._memory.normal_(generator=generator)
 
     def get_extra_state(self) -> dict[str, int]:
         """Return the state of the noise, for checkpoints."""

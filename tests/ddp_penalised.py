@@ -16,12 +16,12 @@ class RecordingLautum(Lautum):
 
     first = None
 
-    def _averaged(self, *local):
-        averaged = super()._averaged(*local)
+    def _averages(self, local):
+        averages = super()._averages(local)
         if self.first is None:
-            averages = [self.cov_w.clone(), self.cov_wx.clone()]
-            self.first = {"local": [part.detach() for part in local], "average": averages}
-        return averaged
+            whitened = [local[0].detach(), self._whitened(local[1].detach())]
+            self.first = {"local": whitened, "average": [self.cov_w.clone(), self.cov_wx.clone()]}
+        return averages
 
 
 class DistributedNet(Net):

@@ -15,13 +15,15 @@ SMALL = ["--size=8", "--max_samples=20", "--probe_epochs=1", "--weight_decay=0.1
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     out = tmp_path_factory.mktemp("embed") / "new"
-    assert cli.main(["embed", "--tasks=[digits:parity,digits:halves,digits:0+1]", f"--out={out}", *SMALL]) == 0
+    assert (
+        cli.main(["embed", "--tasks=[digits:even-odd,digits:small-large,digits:only-0-1]", f"--out={out}", *SMALL]) == 0
+    )
     return out
 
 
 def test_writes_embeddings_distances_and_figures(written):
     result = json.loads((written / "embeddings.json").read_text())
-    assert [row["task"] for row in result["tasks"]] == ["digits:parity", "digits:halves", "digits:0+1"]
+    assert [row["task"] for row in result["tasks"]] == ["digits:even-odd", "digits:small-large", "digits:only-0-1"]
     for row in result["tasks"]:
         assert len(row["vector"]) == sum(row["layers"].values()) == 16 + 32 + 48 + 64
         assert sum(row["vector"]) == pytest.approx(row["norm"])
@@ -31,7 +33,7 @@ def test_writes_embeddings_distances_and_figures(written):
     assert not distances.diagonal().any()
     for figure in ("task_map.png", "difficulty.png"):
         assert (written / figure).read_bytes().startswith(b"\x89PNG")
-    kept = TaskEmbedding.load(written / "digits_parity.npz")
+    kept = TaskEmbedding.load(written / "digits_even-odd.npz")
     assert kept.vector.tolist() == result["tasks"][0]["vector"]
 
 
@@ -42,11 +44,11 @@ def test_continues_with_what_is_there_and_takes_new_tasks(written, capsys, monke
         Task2Vec, "embed", lambda self, data, *, name: calls.append(name) or embed(self, data, name=name)
     )
     before = json.loads((written / "embeddings.json").read_text())["tasks"][0]["vector"]
-    assert cli.main(["embed", "--tasks=[digits:parity,digits:3/rest]", f"--out={written}", *SMALL]) == 0
-    assert calls == ["digits:3/rest"]
+    assert cli.main(["embed", "--tasks=[digits:even-odd,digits:one-3]", f"--out={written}", *SMALL]) == 0
+    assert calls == ["digits:one-3"]
     header, first, second, folder = capsys.readouterr().out.splitlines()
     assert header.split() == ["task", "classes", "norm", "test_error", "distance", "nearest_source"]
-    assert (first.split()[0], first.split()[-1]) == ("digits:parity", "digits:3/rest")
+    assert (first.split()[0], first.split()[-1]) == ("digits:even-odd", "digits:one-3")
     assert second.split()[1] == "2"
     assert folder == str(written)
     assert json.loads((written / "embeddings.json").read_text())["tasks"][0]["vector"] == before
@@ -74,7 +76,7 @@ def arrays_of_two_classes():
     [
         ("--tasks=[digits,digits]", "`tasks` must name at least one task, each once, got ['digits', 'digits']."),
         ("--tasks=[nothing]", "`name` must be digits or letters or name a file; 'nothing' was not found"),
-        ("--tasks=[digits:sideways]", "`variant` must be like one of parity"),
+        ("--tasks=[digits:sideways]", "`variant` must be like one of even-odd"),
         ("--weight_decay=0", "`weight_decay` must be positive, got 0.0."),
         ("--probe_epochs=0", "`epochs` must be at least 1, got 0."),
         ("--max_samples=21", "`out` must be new or of the same configuration"),

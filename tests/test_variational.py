@@ -109,6 +109,26 @@ def test_samples_have_the_mean_and_the_deviation_they_should():
     assert abs(draws.std() - 0.5) < 4 * 0.5 / math.sqrt(2 * 2000)
 
 
+def test_two_forwards_may_wait_for_one_backward():
+    """The second draw overwrites the memory of the first, which the gradient must not need any more."""
+    layer, x = add_weight_noise(nn.Linear(2, 1, bias=False), std=0.5), torch.ones(1, 2)
+    first, second = layer(x), layer(x)
+    (first + second).sum().backward()
+    ((_, mean, noise),) = noisy_weights(layer)
+    shifts = first.item() + second.item() - 2 * mean.sum().item()  # of both draws, over both weights
+    assert first.item() != second.item()
+    assert noise.log_variance.grad.sum().item() == pytest.approx(0.5 * shifts, abs=1e-6)
+
+
+def test_a_draw_in_inference_mode_may_come_first():
+    layer, x = add_weight_noise(nn.Linear(2, 1)).double(), torch.ones(1, 2).double()  # its memory is made anew
+    with torch.inference_mode():
+        layer(x)
+    layer(x).sum().backward()
+    assert all(noise.log_variance.grad is not None for *_, noise in noisy_weights(layer))
+    assert all(noise._memory.dtype == torch.float64 for *_, noise in noisy_weights(layer))
+
+
 def test_two_weights_of_one_model_have_different_noise():
     net = add_weight_noise(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), std=1.0)
     noise = [(layer.weight - layer.parametrizations.weight.original).detach() for layer in net]

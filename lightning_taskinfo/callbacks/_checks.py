@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from lightning_taskinfo._observe import trainable_parameters
 from lightning_taskinfo.callbacks._samples import first_samples, size
-from lightning_taskinfo.fisher.engine import Request
+from lightning_taskinfo.fisher.engine import Request, measure
+from lightning_taskinfo.fisher.sharded import sharded
+from lightning_taskinfo.fisher.sinks import Norms
 from lightning_taskinfo.functional.likelihood import Likelihood, as_likelihood
 
 
@@ -43,11 +45,14 @@ def check_batch(
             "set `forward_fn` to a function of (module, inputs) that picks it."
         )
     as_likelihood(likelihood).check(outputs, few_targets)
+    if sharded(model):  # what no hook follows is known now, not at the first measurement
+        measure(model, few, few_targets, Request(likelihood=likelihood, forward_fn=forward_fn), Norms(size(few)))
 
 
 def check_finite(model: nn.Module) -> None:
     """Raise a ``ValueError`` if a trainable weight is NaN or infinite."""
-    weights = trainable_parameters(model)
+    weights: dict[str, Any] = trainable_parameters(model)
+    weights = {name: p.to_local() if hasattr(p, "to_local") else p for name, p in weights.items()}
     with torch.no_grad():
         if all(isfinite(total) for total in torch.stack([p.sum() for p in weights.values()]).tolist()):
             return  # one number a tensor first: this runs at every measurement
@@ -56,7 +61,7 @@ def check_finite(model: nn.Module) -> None:
                 raise ValueError(f"the weights of {name!r} are not finite")
 
 
-def sharded(model: nn.Module) -> str | None:
+def kind_of_shards(model: nn.Module) -> str | None:
     """Return the kind of a sharded parameter, if there is one."""
     modules = {"torch.distributed.fsdp": "FlatParameter", "torch.distributed.tensor": "DTensor"}
     kinds = tuple(getattr(sys.modules[module], kind) for module, kind in modules.items() if module in sys.modules)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lightning_taskinfo.callbacks._samples import size
 from lightning_taskinfo.fisher.batches import take
+from lightning_taskinfo.fisher.draws import NumberedDraws
 from lightning_taskinfo.fisher.engine import Request
 from lightning_taskinfo.fisher.per_sample import Forward
 from lightning_taskinfo.functional.likelihood import Likelihood, as_likelihood
@@ -30,3 +31,21 @@ def mean_loss(
             outputs = Request(forward_fn=forward_fn).forward(model, take(inputs, part))
             total -= as_likelihood(likelihood).log_prob(outputs, part(targets)).double().sum().cpu()
     return total.item() / n
+
+
+class LossOnTheWay(NumberedDraws):
+    """Draws of labels that also add up the loss of the dataset's labels, from outputs that are there anyway.
+
+    Attributes:
+        loss: The sum of the negative log-likelihood so far, in nats; NaN without targets.
+    """
+
+    loss: float = 0.0
+
+    def check(self, outputs: Tensor, targets: Tensor | None) -> None:  # once a chunk
+        """See that outputs and targets fit the likelihood, and add their loss."""
+        super().check(outputs, targets)
+        if targets is None:
+            self.loss = math.nan
+        else:
+            self.loss -= self.likelihood.log_prob(outputs.detach(), targets).double().sum().item()

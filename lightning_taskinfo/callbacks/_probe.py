@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from lightning_taskinfo._lightning import Callback, LightningModule, Trainer
 from lightning_taskinfo._observe import observing, trainable_parameters
-from lightning_taskinfo.callbacks._checks import check_batch, check_finite, sharded
+from lightning_taskinfo.callbacks._checks import check_batch, check_finite, kind_of_shards
 from lightning_taskinfo.callbacks._pool import Source
 from lightning_taskinfo.callbacks._report import has_matplotlib, report, summary
-from lightning_taskinfo.callbacks._samples import Samples, inputs_and_targets, size
+from lightning_taskinfo.callbacks._samples import Samples, filled_up, inputs_and_targets, size
 from lightning_taskinfo.fisher.engine import Request
+from lightning_taskinfo.fisher.sharded import gathered_parameters, resharding, sharded
 from lightning_taskinfo.functional.likelihood import Labels, Likelihood
 from lightning_taskinfo.plotting import plot_curves
 
@@ -61,6 +62,7 @@ class Probe(Callback, ABC):
     ylabel: ClassVar[str] = ""
     data_options: ClassVar[tuple[str, ...]] = ("train_batch", "train", "val")
     split_over_ranks: ClassVar[bool] = True  # otherwise every process measures all samples
+    needs_whole_weights: ClassVar[str] = ""  # what for, if it cannot work with sharded ones
 
     headline: tuple[str, ...]  # what the figure shows and the summary holds
 
@@ -96,9 +98,9 @@ class Probe(Callback, ABC):
         self.per_layer, self.name, self.seed = per_layer, name, seed
         self.batch_fn, self.forward_fn = batch_fn or inputs_and_targets, forward_fn
         self.history: list[dict[str, float]] = []
-        self._last_step = 0
+        self._last_step, self._measured_at = 0, -1  # the latter in this fit: another may end with the same step
         self._source: Source | None = None
-        self._checked = self._warned = self._resumed = self._extra = False
+        self._checked = self._warned = self._resumed = self._extra = self._sharded = False
 
     @abstractmethod
     def observe(self, model: nn.Module, samples: Samples) -> Any:
@@ -125,16 +127,15 @@ class Probe(Callback, ABC):
         self._checked = self._warned = False
         if not trainable_parameters(pl_module):
             raise ValueError(f"{self.state_key} needs a parameter with `requires_grad=True`, got none.")
-        if kind := sharded(pl_module):
-            raise ValueError(
-                f"{self.state_key} reads whole weights and cannot work with sharded ones, got {kind}; "
-                "use a strategy that keeps them whole, e.g. 'ddp'."
-            )
+        if kind := kind_of_shards(pl_module):
+            self._check_shards(trainer, pl_module, kind)
+        self._sharded = kind is not None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._resumed and self._extra:  # measured only because the first part of the run had ended
             self.history.pop()
         self._last_step, self._resumed, self._extra = trainer.global_step, False, False
+        self._measured_at = -1
         self._source = Source(self.data, self.max_samples, self.seed, self.batch_fn, split=self.split_over_ranks)
         if self.data in ("train", "val"):
             with observing(pl_module):
@@ -155,22 +156,33 @@ class Probe(Callback, ABC):
                 self._source.see(batch, last=trainer.is_last_batch)
             except Exception as error:
                 self._failed(trainer, error)
-        if self._due(trainer) and self._measure(trainer, pl_module, batch) and self.data != "train_step":
+        if self._due(trainer) and self._measure(trainer, pl_module, batch) and self._shown(trainer):
             values = {self._logged(name): self.history[-1].get(name, math.nan) for name in self.headline}
             pl_module.log_dict(values, logger=False, on_step=True, on_epoch=False)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        seen = bool(self.history) and self.history[-1]["step"] == trainer.global_step
-        if self.data in ("train", "val") and not seen:
+        if self.data in ("train", "val") and self._measured_at != trainer.global_step:
             self._extra = self._measure(trainer, pl_module, None)
         if self.history and trainer.is_global_zero:
             with observing(pl_module):
                 self._report(trainer)
         self._source = None
 
+    def _check_shards(self, trainer: Trainer, pl_module: LightningModule, kind: str) -> None:
+        if reason := self.needs_whole_weights or ("" if sharded(pl_module) else "follows weights of FSDP2 only"):
+            raise ValueError(
+                f"{self.state_key} {reason} and cannot work with sharded weights, got {kind}; "
+                "use a strategy that keeps them whole, e.g. 'ddp'."
+            )
+        if self.max_samples < trainer.world_size:
+            needed = f"at least 1 for each of {trainer.world_size} processes with sharded weights"
+            raise ValueError(f"`max_samples` must be {needed}, got {self.max_samples}.")
+        gathered_parameters(pl_module)  # refuses what it cannot gather
+
     def _check(self, pl_module: LightningModule, inputs: Any, targets: Tensor | None) -> None:
         self._checked = True
-        check_batch(self.state_key, pl_module, inputs, targets, self.likelihood, self.forward_fn)
+        with resharding(pl_module) if self._sharded else nullcontext():
+            check_batch(self.state_key, pl_module, inputs, targets, self.likelihood, self.forward_fn)
 
     def _due(self, trainer: Trainer) -> bool:
         step, last = trainer.global_step, self._last_step
@@ -180,6 +192,11 @@ class Probe(Callback, ABC):
         if self.every_n_steps is None:
             return False
         return step // self.every_n_steps != last // self.every_n_steps  # the same while accumulating
+
+    def _shown(self, trainer: Trainer) -> bool:
+        """Whether to fill ``callback_metrics``, which at every step would cost more than reading off the step."""
+        every = max(1, trainer.log_every_n_steps)  # type: ignore[attr-defined]
+        return self.data != "train_step" or trainer.is_last_batch or trainer.global_step % every == 0
 
     def _due_next(self, trainer: Trainer) -> bool:
         """Whether the batch that begins may be one to look at."""
@@ -197,6 +214,7 @@ class Probe(Callback, ABC):
             values = self._observed(trainer, pl_module, self._source, batch)
         if values is None:
             return False
+        self._measured_at = trainer.global_step
         self.history.append({"step": trainer.global_step, **values})
         logged = {self._logged(name): value for name, value in values.items()}
         for logger in trainer.loggers:
@@ -210,18 +228,17 @@ class Probe(Callback, ABC):
         error: Exception | None = None
         mine, observed = -1, None
         try:
+            if self.data != "train_step":
+                check_finite(pl_module)
             inputs, targets = source.read(trainer, batch)
             mine = size(inputs)
         except Exception as caught:
             error = caught
         sizes = self._sizes(trainer, mine)
         if min(sizes) >= 0:
-            first = sum(sizes[: trainer.global_rank]) if len(sizes) > 1 else 0
             try:
-                if self.data != "train_step":
-                    check_finite(pl_module)
-                samples = Samples(inputs, targets, first, sum(sizes), hash((self.seed, trainer.global_step)))
-                observed = self.observe(pl_module, samples)
+                with resharding(pl_module) if self._sharded else nullcontext():
+                    observed = self.observe(pl_module, self._prepared(trainer, inputs, targets, sizes))
             except Exception as caught:
                 error = caught
         if not trainer.strategy.reduce_boolean_decision(error is None):
@@ -233,8 +250,17 @@ class Probe(Callback, ABC):
             self._failed(trainer, caught)
             return None
 
+    def _prepared(self, trainer: Trainer, inputs: Any, targets: Tensor | None, sizes: list[int]) -> Samples:
+        mine = size(inputs)
+        first, total = (sum(sizes[: trainer.global_rank]), sum(sizes)) if self.split_over_ranks else (0, mine)
+        if self._sharded and self.data != "train_step":  # whose weights are gathered by all processes together
+            if min(sizes) == 0:
+                raise ValueError(f"sharded weights need a sample on every process, got {sizes}")
+            inputs, targets = filled_up(inputs, targets, max(sizes))
+        return Samples(inputs, targets, first, total, hash((self.seed, trainer.global_step)), mine)
+
     def _sizes(self, trainer: Trainer, size: int) -> list[int]:
-        if trainer.world_size == 1 or not self.split_over_ranks:
+        if trainer.world_size == 1:
             return [size]
         gathered = trainer.strategy.all_gather(torch.tensor(size, device=trainer.strategy.root_device))
         return gathered.flatten().tolist()

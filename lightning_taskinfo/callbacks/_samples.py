@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
+import torch
 from torch import Tensor
 
 from lightning_taskinfo.fisher.batches import take, tensors
@@ -11,6 +12,7 @@ from lightning_taskinfo.fisher.draws import NumberedDraws
 from lightning_taskinfo.functional.likelihood import Likelihood, as_likelihood
 
 BatchFn: TypeAlias = Callable[[Any], tuple[Any, Tensor | None]]
+Draws = TypeVar("Draws", bound=NumberedDraws)
 TARGETS = ("targets", "target", "labels", "label", "y")
 
 
@@ -24,6 +26,8 @@ class Samples:
         first: Number of the first of them among the samples of all processes.
         total: Samples of all processes together.
         seed: Seed of this measurement's draws, the same on all processes.
+        counted: How many of the inputs count. More are there only where processes with sharded weights have to run
+            passes of one size; they repeat others.
     """
 
     inputs: Any
@@ -31,11 +35,12 @@ class Samples:
     first: int
     total: int
     seed: int
+    counted: int
 
-    def draws(self, likelihood: str | Likelihood, mc_samples: int) -> NumberedDraws:
+    def draws(self, likelihood: str | Likelihood, mc_samples: int, kind: type[Draws] = NumberedDraws) -> Draws:  # type: ignore[assignment]
         """Return the likelihood, with labels that do not depend on how processes share the samples."""
         inner = as_likelihood(likelihood)
-        return NumberedDraws(inner, seed=self.seed, first=self.first, total=self.total, mc_samples=mc_samples)
+        return kind(inner, seed=self.seed, first=self.first, total=self.total, mc_samples=mc_samples)
 
 
 def inputs_and_targets(batch: Any) -> tuple[Any, Tensor | None]:
@@ -85,6 +90,20 @@ def _described(batch: Any) -> str:
 def first_samples(inputs: Any, targets: Tensor | None, n: int) -> tuple[Any, Tensor | None]:
     """Return the first ``n`` samples of a batch."""
     return take(inputs, lambda x: x[:n]), None if targets is None else targets[:n]
+
+
+def filled_up(inputs: Any, targets: Tensor | None, n: int) -> tuple[Any, Tensor | None]:
+    """Return ``n`` samples: those of a batch, and again from the first.
+
+    Example:
+        >>> import torch
+        >>> filled_up(torch.tensor([[1.0], [2.0]]), torch.tensor([0, 1]), 3)[1]
+        tensor([0, 1, 0])
+    """
+    if size(inputs) == n:
+        return inputs, targets
+    rows = torch.arange(n) % size(inputs)
+    return take(inputs, lambda x: x[rows.to(x.device)]), None if targets is None else targets[rows.to(targets.device)]
 
 
 def size(inputs: Any) -> int:

@@ -1,13 +1,16 @@
 """Follow the Fisher information of a network while it trains."""
 
 import math
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, ClassVar, Literal
 
+import torch
 from torch import Tensor, nn
 
 from lightning_taskinfo._lightning import LightningModule, Trainer
-from lightning_taskinfo.callbacks._pool import share
+from lightning_taskinfo.callbacks._pool import Source, share
 from lightning_taskinfo.callbacks._probe import Probe
 from lightning_taskinfo.callbacks._samples import Samples
 from lightning_taskinfo.fisher.batches import sample_count
@@ -27,8 +30,12 @@ class FisherTrace(Probe):
     read off the training step's own backward pass, and logged as ``fisher_trace_train_step``, since penalties of the
     loss are part of it. A BatchNorm in train mode mixes the samples of a batch; these are then each sample's
     contribution to the batch's gradient, times the batch size. Lightning's division by ``accumulate_grad_batches`` and
-    the gradient scaler's scale are undone. These values go to the loggers and the history only, not to
-    ``trainer.callback_metrics``: at every step that alone would cost more than the measurement.
+    the gradient scaler's scale are undone. ``trainer.callback_metrics`` has these values every ``log_every_n_steps``
+    steps and after the last batch of an epoch only: at every step that alone would cost more than the measurement.
+
+    Weights that FSDP2 (``fully_shard``) spreads over processes are followed where the forward pass gathers them; what
+    only whole weights could show is refused before training starts. Processes then run every pass together: one that
+    fails within a pass keeps the others waiting, as in the training itself.
 
     Args:
         data: As for every probe, or ``"train_step"``.
@@ -72,27 +79,32 @@ class FisherTrace(Probe):
         self.headline = ("fisher_trace_train_step" if data == "train_step" else "fisher_trace",)
         self._temperature = math.nan
         self._recorder: StepRecorder | None = None
-        self._step = StepInformation()  # one for all steps: making a metric takes longer than the measurement
         self._scale = 1.0
+        self._reduce: Callable[[list[float]], list[float]] | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
         if self.data == "train_step":
             if not pl_module.automatic_optimization:
                 raise ValueError("`data='train_step'` needs automatic optimization, got a module that does its own.")
-            self._recorder, self._step = StepRecorder(pl_module), StepInformation().to(pl_module.device)
+            self._recorder = StepRecorder(pl_module)
+            self._reduce = partial(_summed, trainer) if trainer.world_size > 1 else None
             self._checked = True  # the module is not called by us
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         self._temperature = math.nan
-        with suppress(Exception):  # a batch that cannot be read is reported where it is measured
-            samples = sample_count(self.batch_fn(batch)[0]) * trainer.world_size * trainer.accumulate_grad_batches
+        try:
+            samples = sample_count(self.batch_fn(batch)[0])
+        except Exception:  # a batch that cannot be read is reported where it is measured
+            return
+        together = samples * trainer.world_size * trainer.accumulate_grad_batches
+        with suppress(LookupError, TypeError):  # optimizers without a rate of their own
             # Now, since a scheduler may change the rate before the batch ends.
-            self._temperature = float(trainer.optimizers[0].param_groups[0]["lr"]) / samples
+            self._temperature = float(trainer.optimizers[0].param_groups[0]["lr"]) / together
         if self._recorder is not None and self._due_next(trainer):
             mine = share(self.max_samples, trainer.global_rank, trainer.world_size)
-            self._recorder.start(sample_count(self.batch_fn(batch)[0]), len(mine))
+            self._recorder.start(samples, len(mine))
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         if self._recorder is not None and self._recorder.handles:
@@ -124,25 +136,51 @@ class FisherTrace(Probe):
             self._recorder.stop()
         self._recorder = None
 
-    def observe(self, model: nn.Module, samples: Samples) -> FisherInformation:
+    def _observed(
+        self, trainer: Trainer, pl_module: LightningModule, source: Source, batch: Any
+    ) -> dict[str, float] | None:
+        if self._recorder is None or trainer.world_size > 1:
+            return super()._observed(trainer, pl_module, source, batch)
+        try:  # nothing to read, nobody to agree with: this may happen at every step
+            return self.summarise(self._read_off(self._recorder))
+        except Exception as error:
+            self._failed(trainer, error)
+            return None
+
+    def _read_off(self, recorder: StepRecorder) -> StepInformation:
+        if recorder.problem or not recorder.norms:
+            raise RuntimeError(recorder.problem or "the training step had no backward pass")
+        return StepInformation.of(recorder.norms, self._scale**2)
+
+    def observe(self, model: nn.Module, samples: Samples) -> FisherInformation | StepInformation:
         if self._recorder is not None:
-            if self._recorder.problem or not self._recorder.norms:
-                raise RuntimeError(self._recorder.problem or "the training step had no backward pass")
-            self._step.reset()
-            self._step.update({name: norms * self._scale**2 for name, norms in self._recorder.norms.items()})
-            return self._step
+            return self._read_off(self._recorder)
         metric = FisherInformation(
             labels=self.labels,
             likelihood=samples.draws(self.likelihood, self.mc_samples),
             mc_samples=self.mc_samples,
             forward_fn=self.forward_fn,
         ).to(next(model.parameters()).device)
-        metric.update(model, samples.inputs, samples.targets)
+        metric.update(model, samples.inputs, samples.targets, counted=samples.counted)
         return metric
 
-    def summarise(self, observed: FisherInformation) -> dict[str, float]:
-        (name,), result = self.headline, observed.compute()
-        values = {name: result.trace.item(), f"{name}_standard_error": result.standard_error.item()}
+    def summarise(self, observed: FisherInformation | StepInformation) -> dict[str, float]:
+        if isinstance(observed, StepInformation):
+            if self._reduce is not None:
+                observed = observed._replace(sums=self._reduce(observed.sums))
+            trace, error, layers = observed.compute()
+        else:
+            result = observed.compute()
+            trace, error = result.trace.item(), result.standard_error.item()
+            layers = {layer: part.item() for layer, part in result.layers.items()}
+        (name,) = self.headline
+        values = {name: trace, f"{name}_standard_error": error}
         if self.per_layer:
-            values |= {f"{name}/{layer or 'module'}": trace.item() for layer, trace in result.layers.items()}
+            values |= {f"{name}/{layer or 'module'}": part for layer, part in layers.items()}
         return {**values, "sgd_temperature": self._temperature}
+
+
+def _summed(trainer: Trainer, values: list[float]) -> list[float]:
+    """Return sums over processes."""
+    mine = torch.tensor(values, dtype=torch.float64, device=trainer.strategy.root_device)
+    return trainer.strategy.reduce(mine, reduce_op="sum").tolist()

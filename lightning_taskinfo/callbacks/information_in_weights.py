@@ -1,27 +1,31 @@
 """Follow how much the weights know about the data they are trained on."""
 
+import math
 import warnings
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from lightning_taskinfo._lightning import LightningModule, Trainer
 from lightning_taskinfo._observe import ParamDict, trainable_parameters
-from lightning_taskinfo.callbacks._loss import mean_loss
+from lightning_taskinfo.callbacks._loss import LossOnTheWay, mean_loss
 from lightning_taskinfo.callbacks._pool import readable
 from lightning_taskinfo.callbacks._probe import Probe
-from lightning_taskinfo.callbacks._samples import Samples, size
-from lightning_taskinfo.fisher.metric import FisherInformation
-from lightning_taskinfo.functional.information import WeightInformation, information_in_weights
+from lightning_taskinfo.callbacks._samples import Samples, first_samples, size
+from lightning_taskinfo.fisher.kron import check_request
+from lightning_taskinfo.fisher.kron_metric import KroneckerFisher
+from lightning_taskinfo.fisher.metric import FisherEstimate, FisherInformation
+from lightning_taskinfo.functional.information import added, information_sweep
 
-OTHER_STDS = (0.1, 10.0, 100.0)  # times `prior_std`: the same diagonal gives their KL too
+OTHER_STDS = (0.1, 10.0, 100.0)  # times `prior_std`: the same curvature gives their KL too
+STRUCTURES = ("diagonal", "kron")
 
 
 class _Observed(NamedTuple):
-    fisher: FisherInformation
+    fisher: FisherInformation | KroneckerFisher
     loss: MeanMetric
     displacement: ParamDict
 
@@ -50,6 +54,10 @@ class InformationInWeights(Probe):
         origin: Centre :math:`w_0` of the pre-distribution: ``"init"`` for the weights at the start of training, which
             are kept in checkpoints, so that a resumed run measures from the same origin; ``"zero"``; or the path of a
             checkpoint, for the information that fine-tuning adds.
+        structure: ``"diagonal"``, or ``"kron"`` for BackPACK's Kronecker factors of each weight, whose correlations
+            then count: :math:`N F_{ii}` becomes the eigenvalues of :math:`N B \otimes A`. It needs BackPACK, and a
+            network of linear, convolution, activation and pooling layers; anything else is refused by name before
+            training starts. Drawn labels then differ with the number of processes.
         dataset_size: :math:`N`; the length of the training set unless given.
         max_samples: At most this many samples are measured.
         data: As for every probe; a fixed subset of the training set by default.
@@ -69,6 +77,7 @@ class InformationInWeights(Probe):
 
     default_every_n_epochs: ClassVar[int | None] = 1
     ylabel: ClassVar[str] = "information in the weights (nats)"
+    needs_whole_weights: ClassVar[str] = "keeps an origin and a curvature of all weights on every process"
 
     def __init__(
         self,
@@ -76,8 +85,9 @@ class InformationInWeights(Probe):
         prior_std: float = 0.1,
         beta: float = 1.0,
         origin: str = "init",
+        structure: Literal["diagonal", "kron"] = "diagonal",
         dataset_size: int | None = None,
-        max_samples: int = 256,
+        max_samples: int = 128,
         data: Literal["train_batch", "train", "val"] = "train",
         **probe: Any,
     ) -> None:
@@ -89,7 +99,12 @@ class InformationInWeights(Probe):
             raise ValueError(f"`dataset_size` must be at least 1, got {dataset_size}.")
         if origin not in ("init", "zero") and not Path(origin).is_file():
             raise ValueError(f"`origin` must be 'init', 'zero' or the path of a checkpoint, got {origin!r}.")
+        if structure not in STRUCTURES:
+            raise ValueError(f"`structure` must be one of {', '.join(STRUCTURES)}, got {structure!r}.")
+        if structure == "kron":
+            check_request(self.labels, self.likelihood)
         self.prior_std, self.beta, self.origin, self.dataset_size = prior_std, beta, origin, dataset_size
+        self.structure = structure
         self.headline = ("information_nats",)
         self._origin: ParamDict = {}
         self._samples = 0
@@ -125,27 +140,57 @@ class InformationInWeights(Probe):
             )
         return found
 
-    def observe(self, model: nn.Module, samples: Samples) -> _Observed:
-        device = next(model.parameters()).device
-        fisher = FisherInformation(
-            quantity="diagonal",
-            labels=self.labels,
-            likelihood=samples.draws(self.likelihood, self.mc_samples),
+    def _check(self, pl_module: LightningModule, inputs: Any, targets: Tensor | None) -> None:
+        super()._check(pl_module, inputs, targets)
+        if self.structure == "kron" and size(inputs):
+            self._kronecker(seed=0).update(pl_module, first_samples(inputs, None, 2)[0])
+
+    def _kronecker(self, seed: int) -> KroneckerFisher:
+        return KroneckerFisher(
+            labels=self.labels,  # type: ignore[arg-type]
+            likelihood=self.likelihood,
             mc_samples=self.mc_samples,
+            seed=seed,
             forward_fn=self.forward_fn,
-        ).to(device)
-        fisher.update(model, samples.inputs, samples.targets)
+        )
+
+    def observe(self, model: nn.Module, samples: Samples) -> _Observed:
+        device, n = next(model.parameters()).device, size(samples.inputs)
         loss = MeanMetric(nan_strategy="ignore").to(device)
-        value = mean_loss(model, samples.inputs, samples.targets, self.likelihood, self.forward_fn)
-        loss.update(value, size(samples.inputs))
-        moved = {n: p.detach().double() - self._origin[n].to(p) for n, p in trainable_parameters(model).items()}
-        return _Observed(fisher, loss, moved)
+        loss.set_dtype(torch.float64)
+        fisher: FisherInformation | KroneckerFisher
+        if self.structure == "kron":
+            fisher = self._kronecker(seed=hash((samples.seed, samples.first))).to(device)
+            fisher.update(model, samples.inputs)
+            value = mean_loss(model, samples.inputs, samples.targets, self.likelihood, self.forward_fn)
+        else:
+            draws = samples.draws(self.likelihood, self.mc_samples, LossOnTheWay)
+            fisher = FisherInformation(
+                quantity="diagonal",
+                labels=self.labels,
+                likelihood=draws,
+                mc_samples=self.mc_samples,
+                forward_fn=self.forward_fn,
+            ).to(device)
+            fisher.update(model, samples.inputs, samples.targets)
+            value = draws.loss / n if n else math.nan
+        loss.update(value, n)
+        return _Observed(fisher, loss, self._displacement(model))
+
+    def _displacement(self, model: nn.Module) -> ParamDict:
+        weights = {name: p.detach() for name, p in trainable_parameters(model).items()}
+        full = {name: w.to(torch.promote_types(w.dtype, torch.float32)) for name, w in weights.items()}
+        return {name: w - self._origin[name].to(w.device) for name, w in full.items()}
 
     def summarise(self, observed: _Observed) -> dict[str, float]:
-        diagonal, N = observed.fisher.compute().diagonal, self._samples
-        curvature = torch.cat([(N * diagonal[name]).flatten() for name in diagonal])
-        moved = torch.cat([observed.displacement[name].flatten() for name in diagonal])
-        whole = self._information(curvature, moved)
+        computed, N = observed.fisher.compute(), self._samples
+        stds = [self.prior_std, *(self.prior_std * factor for factor in OTHER_STDS)]
+        curvature = computed.diagonal if isinstance(computed, FisherEstimate) else computed
+        parts = {  # torchmetrics returns single numbers without their shape
+            name: information_sweep(N * curvature[name].view_as(moved), moved, prior_stds=stds, beta=self.beta)
+            for name, moved in observed.displacement.items()
+        }
+        whole, *others = (added(part[i] for part in parts.values()) for i in range(len(stds)))
         loss = N * observed.loss.compute().item()
         values = {
             "information_nats": whole.kl.item(),
@@ -153,20 +198,14 @@ class InformationInWeights(Probe):
             "curvature_penalty": whole.curvature_penalty.item(),
             "c_beta": whole.objective(loss).item(),
             "effective_parameters": whole.effective_parameters.item(),
-            "information_nats_per_parameter": whole.kl.item() / len(curvature),
+            "information_nats_per_parameter": whole.kl.item() / sum(p.numel() for p in observed.displacement.values()),
         }
-        for std in (self.prior_std * factor for factor in OTHER_STDS):
-            values[f"information_nats_at_prior_std/{std:g}"] = self._information(curvature, moved, std).kl.item()
-        if self.per_layer:
-            for name, h in diagonal.items():
-                key = f"information_nats/{name.rpartition('.')[0] or 'module'}"
-                values[key] = values.get(key, 0.0) + self._information(N * h, observed.displacement[name]).kl.item()
+        for std, other in zip(stds[1:], others, strict=True):
+            values[f"information_nats_at_prior_std/{std:g}"] = other.kl.item()
+        for name, part in parts.items() if self.per_layer else ():
+            key = f"information_nats/{name.rpartition('.')[0] or 'module'}"
+            values[key] = values.get(key, 0.0) + part[0].kl.item()
         return values
-
-    def _information(
-        self, curvature: torch.Tensor, moved: torch.Tensor, prior_std: float | None = None
-    ) -> WeightInformation:
-        return information_in_weights(curvature, moved, prior_std=prior_std or self.prior_std, beta=self.beta)
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "origin": {name: w.cpu() for name, w in self._origin.items()}}

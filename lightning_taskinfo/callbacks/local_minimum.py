@@ -23,7 +23,8 @@ class LocalMinimum(Probe):
     ``/trace`` and ``/mean_loss``: minima compare only at nearly equal training loss. Once at the end of training,
     unless told otherwise. There is one Gram matrix of ``max_samples`` samples, and every draw is a part of it.
 
-    Processes do not share the samples: each has the whole matrix.
+    Processes do not share the samples: each has the whole matrix. Weights that FSDP2 spreads over processes are
+    followed as by :class:`FisherTrace`.
 
     Args:
         draws: :math:`T`.

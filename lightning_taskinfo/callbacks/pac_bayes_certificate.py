@@ -63,6 +63,7 @@ class PACBayesCertificate(Probe):
     ylabel: ClassVar[str] = "error"
     data_options: ClassVar[tuple[str, ...]] = ("train",)
     split_over_ranks: ClassVar[bool] = False
+    needs_whole_weights: ClassVar[str] = "draws whole networks on every process"
 
     def __init__(
         self,

@@ -4,12 +4,16 @@ import sys
 from collections.abc import Callable, Sequence
 
 from lightning_taskinfo.cli.certify import certify
+from lightning_taskinfo.cli.complexity import complexity
+from lightning_taskinfo.cli.distance import distance
 from lightning_taskinfo.cli.embed import embed
 from lightning_taskinfo.cli.phase_diagram import phase_diagram
 from lightning_taskinfo.cli.transfer import transfer
 
 COMMANDS: dict[str, Callable[..., str]] = {
     "certify": certify,
+    "complexity": complexity,
+    "distance": distance,
     "embed": embed,
     "phase-diagram": phase_diagram,
     "transfer": transfer,

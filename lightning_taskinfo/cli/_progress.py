@@ -2,12 +2,35 @@
 
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
 from lightning_taskinfo.transfer.stages import Cell
 from lightning_taskinfo.transfer.training import finished_epochs
+
+
+@contextmanager
+def progress_bar(title: str) -> Iterator[Callable[[int, int, str], None]]:
+    """Give a function of finished, total and label that draws a bar on standard error, if that is a terminal.
+
+    Args:
+        title: What is going on.
+
+    Yields:
+        The function.
+    """
+    if not sys.stderr.isatty():
+        yield lambda done, total, label: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        bar = bars.add_task(title, total=None)
+        yield lambda done, total, label: bars.update(bar, completed=done, total=total, description=f"{title} {label}")
 
 
 class TransferProgress:

@@ -12,7 +12,7 @@ from lightning_taskinfo.tasks.embedding import ALPHA, TaskEmbedding, embedding_d
 from lightning_taskinfo.tasks.probe import default_probe
 from lightning_taskinfo.tasks.task2vec import Task2Vec
 
-TASKS = ("digits", "digits:parity", "digits:halves", "letters", "digits:inverted")
+TASKS = ("digits", "digits:even-odd", "digits:small-large", "letters", "digits:inverted")
 
 
 def embed(
@@ -34,7 +34,8 @@ def embed(
 
     Args:
         tasks: Names of embedded data (digits, letters), npz files or idx folders, each alone or with a variant behind a
-            colon: parity, halves, inverted, shuffled, a choice of classes like 0+1+7, or one class like 3/rest.
+            colon: even-odd, small-large, inverted, random-labels, a choice of classes like only-0-1-7, or one class
+            like one-3.
         out: Folder of the results: embeddings.json, an npz file a task, task_map.png and difficulty.png.
         alpha: How much the complexity of a source speaks for it; 0 for the symmetric distance.
         labels: Fisher information exactly over the model's labels, or with labels sampled from it.

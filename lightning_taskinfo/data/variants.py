@@ -1,37 +1,45 @@
 """New tasks from old data: the same images under other labels, or other images under the same."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from os import PathLike
+from typing import Any
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 
 from lightning_taskinfo.data.arrays import ArrayData
 from lightning_taskinfo.data.pairs import load_dataset
 
-VARIANTS = ("parity", "halves", "inverted", "shuffled", "0+1+7", "3/rest")
+VARIANTS = ("even-odd", "small-large", "inverted", "random-labels", "only-0-1-7", "one-3")
 
 
 def load_task(name: str, *, size: int = 28, seed: int = 0, data_dir: str | PathLike[str] | None = None) -> ArrayData:
-    """Return a task by its name: a dataset, and what to make of it after a colon.
+    """Return a task by its name: a dataset or several, and what to make of them.
 
     Args:
-        name: As in :func:`~lightning_taskinfo.data.load_dataset`, alone or with a variant of :func:`vary` behind a
-            colon, such as ``"digits:parity"``, ``"letters:inverted"`` or ``"digits:0+1"``.
+        name: As in :func:`~lightning_taskinfo.data.load_dataset`, or several names with ``+`` between them (their
+            images together, each with classes of its own); then any variants of :func:`vary`, each behind a colon.
+            Examples: ``"digits:even-odd"``, ``"digits+letters"``, ``"mnist:only-0-1:inverted"``.
         size: Height and width of the embedded digits and letters: 28, or 8.
-        seed: Seed of the embedded digits' split, the letters' drawing and shuffled labels.
+        seed: Seed of the embedded digits' split, the letters' drawing and random labels.
         data_dir: Folder of further datasets; ``TASKINFO_DATA_DIR`` where not given.
 
     Raises:
-        ValueError: If there is no such dataset or variant.
+        ValueError: If there is no such dataset or variant, or datasets that are put together differ in the shape of
+            their images.
 
     Example:
-        >>> load_task("digits:parity", size=8).num_classes
+        >>> load_task("digits:even-odd", size=8).num_classes
         2
     """
-    dataset, _, variant = name.partition(":")
-    data = load_dataset(dataset, size=size, seed=seed, data_dir=data_dir)
-    return vary(data, variant, seed=seed) if variant else data
+    names, *variants = name.split(":")
+    parts = [load_dataset(part, size=size, seed=seed, data_dir=data_dir) for part in names.split("+")]
+    for variant in variants:
+        parts = [vary(part, variant, seed=seed) for part in parts]
+    return parts[0] if len(parts) == 1 else _together(parts, name)
 
 
 def vary(data: ArrayData, variant: str, *, seed: int = 0) -> ArrayData:
@@ -39,10 +47,10 @@ def vary(data: ArrayData, variant: str, *, seed: int = 0) -> ArrayData:
 
     Args:
         data: The data.
-        variant: ``"parity"`` (even or odd class), ``"halves"`` (lower or upper half of the classes), ``"inverted"``
-            (black for white), ``"shuffled"`` (labels at random among the samples of a split), a choice of classes such
-            as ``"0+1+7"``, numbered anew from 0, or one class against the others such as ``"3/rest"``.
-        seed: Seed of shuffled labels.
+        variant: ``"even-odd"`` (of the class), ``"small-large"`` (first half of the classes or second), ``"inverted"``
+            (black for white), ``"random-labels"`` (uniform), a choice of classes such as ``"only-0-1-7"``, numbered
+            anew from 0, or one class against the others such as ``"one-3"``.
+        seed: Seed of random labels.
 
     Raises:
         ValueError: If there is no such variant, or a class does not exist.
@@ -51,26 +59,33 @@ def vary(data: ArrayData, variant: str, *, seed: int = 0) -> ArrayData:
         >>> import numpy as np
         >>> x, y = np.zeros((4, 1, 2, 2), dtype=np.uint8), np.array([0, 1, 2, 3])
         >>> black = ArrayData(x, y, x, y, name="black", num_classes=4)
-        >>> vary(black, "halves").y_train, vary(black, "1+3").y_train, vary(black, "inverted").x_train.min()
+        >>> vary(black, "small-large").y_train, vary(black, "only-1-3").y_train, vary(black, "inverted").x_train.min()
         (array([0, 0, 1, 1]), array([0, 1]), np.uint8(255))
     """
     name = f"{data.name}:{variant}"
     if variant == "inverted":
         return replace(data, x_train=255 - data.x_train, x_test=255 - data.x_test, name=name)
-    if variant == "shuffled":
-        rng = np.random.default_rng(seed)
-        return replace(data, y_train=rng.permutation(data.y_train), y_test=rng.permutation(data.y_test), name=name)
-    if variant == "parity":
+    if variant == "random-labels":
+        train, test = _random_labels(data, seed)
+        return replace(data, y_train=train, y_test=test, name=name)
+    if variant == "even-odd":
         return _relabelled(data, lambda label: label % 2, name)
-    if variant == "halves":
-        return _relabelled(data, lambda label: int(2 * label >= data.num_classes), name)
-    if variant.endswith("/rest"):
-        one = _class(variant.removesuffix("/rest"), variant, data)
+    if variant == "small-large":
+        return _relabelled(data, lambda label: int(label >= data.num_classes // 2), name)
+    if found := re.fullmatch(r"one-(\d+)", variant):
+        (one,) = _classes(found[1], variant, data)
         return _relabelled(data, lambda label: int(label == one), name)
-    classes = [_class(part, variant, data) for part in variant.split("+")]
-    if len(classes) < 2 or len(set(classes)) < len(classes):
-        raise ValueError(f"`variant` must name two or more different classes, got {variant!r}.")
-    return _chosen(data, classes, name)
+    if found := re.fullmatch(r"only-(\d+(-\d+)*)", variant):
+        return _chosen(data, _classes(found[1], variant, data), name)
+    raise ValueError(f"`variant` must be like one of {', '.join(VARIANTS)}, got {variant!r}.")
+
+
+def _random_labels(data: ArrayData, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    generator = torch.Generator().manual_seed(hash((seed, 1)) % 2**63)
+    train, test = (
+        torch.randint(data.num_classes, (len(y),), generator=generator).numpy() for y in (data.y_train, data.y_test)
+    )
+    return train, test
 
 
 def _relabelled(data: ArrayData, rule: Callable[[int], int], name: str) -> ArrayData:
@@ -79,23 +94,34 @@ def _relabelled(data: ArrayData, rule: Callable[[int], int], name: str) -> Array
 
 
 def _chosen(data: ArrayData, classes: list[int], name: str) -> ArrayData:
+    if len(set(classes)) < max(2, len(classes)):
+        raise ValueError(f"`variant` must name two or more different classes, got {name.rpartition(':')[2]!r}.")
     table = np.full(data.num_classes, -1, dtype=np.int64)
     table[classes] = np.arange(len(classes))
-    train, test = (np.isin(labels, classes) for labels in (data.y_train, data.y_test))
-    return ArrayData(
-        data.x_train[train],
-        table[data.y_train[train]],
-        data.x_test[test],
-        table[data.y_test[test]],
-        name=name,
-        num_classes=len(classes),
-    )
+    splits: dict[str, NDArray[Any]] = {}
+    for split in ("train", "test"):
+        x, y = getattr(data, f"x_{split}"), getattr(data, f"y_{split}")
+        kept = table[y] >= 0
+        splits |= {f"x_{split}": x[kept], f"y_{split}": table[y[kept]]}
+    return ArrayData(**splits, name=name, num_classes=len(classes))
 
 
-def _class(text: str, variant: str, data: ArrayData) -> int:
-    if not (text.isdecimal() and int(text) < data.num_classes):
-        raise ValueError(
-            f"`variant` must be like one of {', '.join(VARIANTS)}, with classes from 0 to {data.num_classes - 1}, "
-            f"got {variant!r}."
+def _together(parts: list[ArrayData], name: str) -> ArrayData:
+    if len({part.image_shape for part in parts}) > 1:
+        shapes = ", ".join(str(part.image_shape) for part in parts)
+        raise ValueError(f"`name` must put images of one shape together, got {shapes} in {name!r}.")
+    starts = np.cumsum([0, *(part.num_classes for part in parts)])
+    splits: dict[str, NDArray[Any]] = {}
+    for split in ("train", "test"):
+        splits[f"x_{split}"] = np.concatenate([getattr(part, f"x_{split}") for part in parts])
+        splits[f"y_{split}"] = np.concatenate(
+            [getattr(part, f"y_{split}") + start for part, start in zip(parts, starts[:-1], strict=True)]
         )
-    return int(text)
+    return ArrayData(**splits, name="+".join(part.name for part in parts), num_classes=int(starts[-1]))
+
+
+def _classes(text: str, variant: str, data: ArrayData) -> list[int]:
+    classes = [int(part) for part in text.split("-")]
+    if max(classes) >= data.num_classes:
+        raise ValueError(f"`variant` must name classes from 0 to {data.num_classes - 1}, got {variant!r}.")
+    return classes

@@ -60,7 +60,7 @@ class NumberedDraws:
             drawn = torch.rand(shape, generator=Generator().manual_seed(self.seed), dtype=torch.float64)
             self._uniform = drawn.clamp(min=2.0**-54)
         start, stop = self.position, self.position + len(outputs)
-        u = self._uniform[self.draw, start:stop]
+        u = self._uniform[self.draw, torch.arange(start, stop) % self.total]  # what fills a batch up draws something
         self.draw += 1
         if self.draw == self.mc_samples:
             self.draw, self.position = 0, stop

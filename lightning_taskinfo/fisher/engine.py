@@ -12,13 +12,14 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_taskinfo._observe import ParamDict, observing, parts, trainable_parameters
+from lightning_taskinfo._observe import ParamDict, observing, parts
 from lightning_taskinfo.fisher.batches import sample_count, take
 from lightning_taskinfo.fisher.findings import Findings, by_name, differ, disjoint, recall, remember, sizes_of
 from lightning_taskinfo.fisher.hooks import Captured, capture, find_layouts
 from lightning_taskinfo.fisher.kron import backpack_gradients
 from lightning_taskinfo.fisher.layers import BLOCK, Layout, Use
 from lightning_taskinfo.fisher.per_sample import Forward, looped_gradients, vmapped_gradients
+from lightning_taskinfo.fisher.sharded import gathered_parameters, resharding, sharded
 from lightning_taskinfo.functional.likelihood import Labels, Likelihood, as_likelihood, output_scores
 
 Engine: TypeAlias = Literal["auto", "hooks", "per_sample", "loop", "backpack"]
@@ -91,7 +92,7 @@ def measure(model: nn.Module, inputs: Any, targets: Tensor | None, request: Requ
         )
     if targets is not None and len(targets) != sample_count(inputs):
         raise ValueError(f"`targets` must have one entry a sample ({sample_count(inputs)}), got {len(targets)}.")
-    with observing(model), _full_precision(model):
+    with observing(model), _full_precision(model), resharding(model):
         return _Measurement(model, take(inputs, _usable), targets, request, sink).run()
 
 
@@ -100,17 +101,15 @@ class _Measurement:
 
     def __init__(self, model: nn.Module, inputs: Any, targets: Tensor | None, request: Request, sink: Sink) -> None:
         self.model, self.inputs, self.targets, self.request, self.sink = model, inputs, targets, request, sink
-        self.parameters = trainable_parameters(model)
+        self.parameters = gathered_parameters(model)
         if not self.parameters:
             raise ValueError("`model` must have a parameter with `requires_grad=True`, got none.")
-        sharded = [name for name, p in self.parameters.items() if hasattr(p, "full_tensor")]
-        if sharded:
-            raise ValueError(f"`model` must have whole parameters, got {sharded[0]!r} sharded over processes.")
         self.fallback: str = request.engine if request.engine in ("loop", "backpack") else "per_sample"
         first = "hooks" if request.engine in ("auto", "hooks") else self.fallback
         self.engines = dict.fromkeys(self.parameters, first)
         self.layouts: list[Layout | None] = []
-        self.known: Findings | None = recall(model, inputs) if first == "hooks" else None
+        # Shards are gathered by all processes in step: what one of them happens to know must not change its passes.
+        self.known: Findings | None = recall(model, inputs) if first == "hooks" and not sharded(model) else None
         self.probe: Captured | None = None  # a pass over a few samples, where nothing is known
         self.compared = self.mixing = False
 
@@ -158,6 +157,8 @@ class _Measurement:
         left = self.engines.keys() - hooked
         if left and self.request.engine == "hooks":
             raise ValueError(f"`engine='hooks'` does not cover {', '.join(sorted(left))}; use `engine='auto'`.")
+        if left and sharded(self.model):
+            raise ValueError(f"Hooks do not cover {', '.join(sorted(left))}; other engines need unsharded weights.")
         self.engines.update(dict.fromkeys(left, self.fallback))
         for scores, last in _groups(self.request.scores(outputs, targets), SCORES):
             if captured and hooked:

@@ -47,6 +47,7 @@ def kronecker_factors(
     mc_samples: int = 1,
     generator: Generator | None = None,
     chunk_size: int = 128,
+    forward_fn: Forward | None = None,
 ) -> dict[str, tuple[Tensor, ...]]:
     r"""Kronecker factors of the Fisher information by parameter name, means over samples, by BackPACK.
 
@@ -56,44 +57,89 @@ def kronecker_factors(
     with a layer's inputs :math:`a_n` and the score's gradients :math:`b_n` by its outputs; a bias has :math:`B` alone.
 
     Args:
-        model: A network of layers that BackPACK knows (``nn.Sequential`` of linear, convolution and activation layers);
-            a copy of it is run.
+        model: A network of layers that BackPACK knows (linear, convolution, activation and pooling layers), each of
+            which hands its output on to the next one as it is; a copy of it is run.
         inputs: A batch of ``N`` inputs.
         labels: ``"sampled"`` from the model (KFAC) or ``"exact"`` (KFLR).
         likelihood: ``"categorical"`` or ``"gaussian"``.
         mc_samples: Draws a sample for ``labels="sampled"``.
         generator: Source of the draws.
         chunk_size: Samples of one forward pass.
+        forward_fn: How to get the outputs, ``forward_fn(model, inputs)``; ``model(inputs)`` by default.
 
     Returns:
         ``(B, A)`` for each weight, ``(B,)`` for each bias.
 
     Raises:
-        ValueError: If BackPACK cannot serve the likelihood or a layer.
+        ValueError: If BackPACK cannot serve the likelihood or a layer; by name.
+        ModuleNotFoundError: If BackPACK is not installed.
 
     References:
         Martens, Grosse, *Optimizing neural networks with Kronecker-factored approximate curvature*, ICML 2015.
     """
     backpack, extend, extensions = _backpack()
+    check_request(labels, likelihood)
     kind = as_likelihood(likelihood)
-    if labels not in ("sampled", "exact"):
-        raise ValueError(f"`labels` must be 'sampled' or 'exact' for Kronecker factors, got {labels!r}.")
     loss_fn, scale = _loss(kind)
+    check_layers(model)
     extension = extensions.KFAC(mc_samples=mc_samples) if labels == "sampled" else extensions.KFLR()
     n, factors = sample_count(inputs), dict[str, list[Tensor]]()
     with observing(model):
-        extended, loss = extend(copy.deepcopy(model).eval()), extend(loss_fn)
+        extended, loss = copy.deepcopy(model).eval(), extend(loss_fn)
+        for layer in (module for module in extended.modules() if not list(module.children())):
+            extend(layer)  # and no container, of which BackPACK would have to know the class
+        called = _called_once(extended)
         if generator is not None:  # BackPACK draws from the global generator, which `observing` puts back
             torch.manual_seed(int(torch.randint(2**62, (), generator=generator, device=generator.device)))
         for start in range(0, n, chunk_size):
             chunk = take(inputs, itemgetter(slice(start, start + chunk_size)))
-            outputs = extended(take(chunk, _with_gradient))
+            called.clear()
+            outputs = (forward_fn or nn.Module.__call__)(extended, take(chunk, _with_gradient))
             kind.check(outputs, None)
             targets = outputs.detach().argmax(-1) if isinstance(kind, Categorical) else outputs.detach()
             with _refusing("BackPACK has no Kronecker factors for this model"), backpack(extension):
                 loss(outputs, targets).backward()
             _add_factors(factors, extended, extension.savefield, sample_count(chunk) / n, scale(outputs))
     return {name: tuple(factors[name]) for name in trainable_parameters(model)}
+
+
+def check_request(labels: str, likelihood: str | Likelihood) -> None:
+    """Raise an error if there are no such Kronecker factors, or BackPACK is not there to make them."""
+    if labels not in ("sampled", "exact"):
+        raise ValueError(f"`labels` must be 'sampled' or 'exact' for Kronecker factors, got {labels!r}.")
+    _loss(as_likelihood(likelihood))
+    _backpack()
+
+
+def check_layers(model: nn.Module) -> None:
+    """Raise a ``ValueError`` that names a trainable parameter of which there are no Kronecker factors."""
+    owners: dict[int, str] = {}
+    for layer, module in model.named_modules():
+        for key, p in module.named_parameters(recurse=False):
+            name = f"{layer}.{key}".lstrip(".")
+            if p.requires_grad and not isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
+                kind = type(module).__name__
+                raise ValueError(f"Only linear and convolution layers have Kronecker factors, got {name!r} of {kind}.")
+            if p.requires_grad and owners.setdefault(id(p), name) != name:
+                raise ValueError(f"Kronecker factors need weights of one layer each, got {name!r} tied.")
+
+
+def _called_once(model: nn.Module) -> set[str]:
+    """Return where calls of layers are noted; a second one, whose factors would replace the first's, is an error."""
+    called: set[str] = set()
+
+    def note(name: str) -> Any:
+        def hook(module: nn.Module, args: Any) -> None:
+            if name in called:
+                raise ValueError(f"Kronecker factors need layers that are called once, got a second call of {name!r}.")
+            called.add(name)
+
+        return hook
+
+    for name, module in model.named_modules():
+        if any(p.requires_grad for p in module.parameters(recurse=False)):
+            module.register_forward_pre_hook(note(name))
+    return called
 
 
 def _add_factors(factors: dict[str, list[Tensor]], model: nn.Module, field: str, share: float, scale: float) -> None:
@@ -119,7 +165,7 @@ def _loss(likelihood: Likelihood) -> tuple[nn.Module, Any]:
 def _refusing(message: str) -> Iterator[None]:
     try:
         yield
-    except (AttributeError, NotImplementedError, RuntimeError) as error:
+    except (AssertionError, AttributeError, NotImplementedError, RuntimeError) as error:
         raise ValueError(f"{message}: {error}") from error
 
 

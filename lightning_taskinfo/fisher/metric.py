@@ -95,13 +95,17 @@ class FisherInformation(Metric):
         self.add_state("squares", zero.clone(), dist_reduce_fx="sum")
         self.add_state("count", zero.clone(), dist_reduce_fx="sum")
 
-    def update(self, model: nn.Module, inputs: Any, targets: Tensor | None = None) -> None:
+    def update(
+        self, model: nn.Module, inputs: Any, targets: Tensor | None = None, *, counted: int | None = None
+    ) -> None:
         """Add the samples of a batch.
 
         Args:
             model: The model to measure; its trainable parameters must keep their names and shapes between updates.
             inputs: A batch of inputs, ``[N, ...]``; ``N = 0`` adds nothing.
             targets: The dataset's labels ``[N, ...]``; needed for ``labels="empirical"``.
+            counted: Only this many of the samples count, the first ones, for a trace; all by default. The others let
+                processes with sharded weights run passes of one size.
 
         Raises:
             ValueError: If the parameters are not those of the first update, and as for ``fisher_trace``.
@@ -119,8 +123,8 @@ class FisherInformation(Metric):
             if self.quantity == "diagonal":
                 self._add_diagonal(model, inputs, targets)
             else:
-                self._add_norms(model, inputs, targets)
-        self.count = self.count + sample_count(inputs)
+                self._add_norms(model, inputs, targets, counted)
+        self.count = self.count + (sample_count(inputs) if counted is None else counted)
 
     @property
     def _size(self) -> int:
@@ -129,11 +133,12 @@ class FisherInformation(Metric):
     def _add(self, sums: Tensor) -> None:
         self.total = self.total + sums.to(self.total)
 
-    def _add_norms(self, model: nn.Module, inputs: Any, targets: Tensor | None) -> None:
+    def _add_norms(self, model: nn.Module, inputs: Any, targets: Tensor | None, counted: int | None) -> None:
         sink = Norms(sample_count(inputs))
         measure(model, inputs, targets, self._seeded(model), sink)
         some = next(iter(sink.values.values()))
-        norms = torch.stack([sink.values.get(name, torch.zeros_like(some)).double() for name in self.shapes])
+        by_name = (sink.values.get(name, torch.zeros_like(some)) for name in self.shapes)
+        norms = torch.stack([values[:counted].double() for values in by_name])
         self._add(norms.sum(1))
         self.squares = self.squares + norms.sum(0).square().sum().to(self.squares)
 

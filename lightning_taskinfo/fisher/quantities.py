@@ -197,7 +197,7 @@ def gradient_gram(
         raise ValueError("`labels` must be 'empirical' or 'sampled' for a Gram matrix of gradients, got 'exact'.")
     request = Request(labels, likelihood, 1, generator, engine, chunk_size, forward_fn)
     n, wanted = sample_count(inputs), set(trainable_parameters(model))
-    gram = next(iter(trainable_parameters(model).values())).new_zeros(n, n, dtype=torch.float64)
+    gram = torch.zeros(n, n, dtype=torch.float64, device=next(model.parameters()).device)
     seed = None if generator is None else generator.get_state()
     while wanted:
         if generator is not None and seed is not None:

@@ -4,9 +4,11 @@ Layers are hooked for one step. Each call notes its input, and the gradient of t
 backward pass of the training comes by; input and gradient give every sample's share of the weight gradient.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,11 +19,11 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils.hooks import RemovableHandle
 
-from lightning_taskinfo._observe import ParamDict, trainable_parameters
+from lightning_taskinfo._observe import ParamDict
 from lightning_taskinfo.fisher import calls
 from lightning_taskinfo.fisher.hooks import written
 from lightning_taskinfo.fisher.layers import Slot
-from lightning_taskinfo.fisher.metric import FisherInformation
+from lightning_taskinfo.fisher.sharded import gathered_parameters
 
 
 def _batch_norm(m: Any, x: Tensor) -> calls.Call:
@@ -63,6 +65,9 @@ class StepRecorder:
 
     def __init__(self, model: nn.Module) -> None:
         self.layers = _layers(model)
+        self.hooks = {name: self._hook(name) for name in self.layers}
+        self.readers = {name: _reader(module) for name, module in self.layers.items()}
+        self.parameters = gathered_parameters(model)
         self.handles: list[RemovableHandle] = []
         self.norms: ParamDict = {}
         self.seen: set[str] = set()
@@ -75,7 +80,7 @@ class StepRecorder:
         self.stop()
         self.norms, self.seen, self.problem = {}, set(), None
         self.batch_size, self.max_samples = batch_size, max_samples
-        self.handles = [module.register_forward_hook(self._hook(name)) for name, module in self.layers.items()]
+        self.handles = [self.layers[name].register_forward_hook(hook) for name, hook in self.hooks.items()]
 
     def stop(self) -> None:
         """Take the hooks away."""
@@ -90,7 +95,7 @@ class StepRecorder:
         if left and self.problem is None:
             self.problem = f"layer {left[0]!r} was not called with gradients in the training step"
         if not self.graph_checked and self.problem is None:
-            self.problem = _used_elsewhere(loss, self.layers)
+            self.problem = _used_elsewhere(loss, self.parameters)
         self.graph_checked = True
 
     def _hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
@@ -122,14 +127,17 @@ class StepRecorder:
             if x._version != version:
                 self.problem = f"the input of layer {name!r} was changed in place"
             elif b is not None:
-                with torch.autocast(x.device.type, enabled=False):
+                with _no_autocast(x.device.type):
                     self._add(name, module, x, _full(b.reshape(shape)[: self.max_samples]))
 
         return read
 
     def _add(self, name: str, module: nn.Module, x: Tensor, b: Tensor) -> None:
+        if type(module) is nn.Linear and b.dim() == 2:  # most layers, possibly at every step: the shortest way
+            self._add_linear(name, module, _full(x[: self.max_samples]), b)
+            return
         whole = isinstance(module, _BatchNorm) and not isinstance(module, _InstanceNorm)  # needs the whole batch
-        call = _read(module, _full(x if whole else x[: self.max_samples]))
+        call = self.readers[name](module, _full(x if whole else x[: self.max_samples]))
         if call is None:
             self.problem = f"layer {name!r} ({type(module).__name__}) has options that cannot be read from hooks"
             return
@@ -141,36 +149,66 @@ class StepRecorder:
         for slot, named in slots.items():
             self.norms[named.name] = use.norms(slot, [b]).detach()
 
+    def _add_linear(self, name: str, module: nn.Linear, a: Tensor, b: Tensor) -> None:
+        """Use the rank of ``b aᵀ``: its squared norm is the product of two."""
+        outputs = torch.linalg.vector_norm(b.detach(), dim=1).square_()
+        if module.weight.requires_grad:
+            self.norms[f"{name}.weight"] = torch.linalg.vector_norm(a, dim=1).square_().mul_(outputs)
+        if module.bias is not None and module.bias.requires_grad:
+            self.norms[f"{name}.bias"] = outputs
 
-class StepInformation(FisherInformation):
-    """The trace from squared norms that a :class:`StepRecorder` has read, over processes.
+
+class StepInformation(NamedTuple):
+    """The trace from squared norms that a :class:`StepRecorder` has read, as sums that add up over processes.
+
+    Attributes:
+        names: Names of the parameters.
+        sums: Squared norms summed over samples by parameter, the sum of each sample's squared total, and the number of
+            samples. Numbers: at every step, operations on tensors of one would cost more than all else.
 
     Example:
-        >>> metric = StepInformation()
-        >>> metric.update({"head.weight": torch.tensor([1.0, 2.0]), "head.bias": torch.tensor([1.0, 0.0])})
-        >>> metric.compute().trace
-        tensor(2., dtype=torch.float64)
+        >>> norms = {"head.weight": torch.tensor([1.0, 2.0]), "head.bias": torch.tensor([1.0, 0.0])}
+        >>> StepInformation.of(norms).compute()
+        (2.0, 0.0, {'head': 2.0})
     """
 
-    def update(self, norms: ParamDict) -> None:  # type: ignore[override]
-        """Add samples.
+    names: list[str]
+    sums: list[float]
+
+    @classmethod
+    def of(cls, norms: ParamDict, scale: float = 1.0) -> "StepInformation":
+        """Add up the samples of this process.
 
         Args:
             norms: Squared gradient norms by parameter name, each ``[N]``.
+            scale: What they are multiplied by.
         """
-        self.shapes = {name: torch.Size() for name in norms}
-        stacked = torch.stack([*norms.values()]).double()
-        self._add(stacked.sum(1))
-        self.squares = self.squares + stacked.sum(0).square().sum()
-        self.count = self.count + stacked.shape[1]
+        stacked = torch.stack([*norms.values()]).double()  # [parameters, N]
+        samples, totals = stacked.sum(0).tolist(), stacked.sum(1).tolist()
+        squares = sum((scale * total) ** 2 for total in samples)
+        return cls([*norms], [*(scale * total for total in totals), squares, len(samples)])
+
+    def compute(self) -> tuple[float, float, dict[str, float]]:
+        """Return the trace, its standard error over samples, and the trace by layer."""
+        *totals, squares, n = self.sums
+        trace, layers = sum(totals) / n, dict[str, float]()
+        for name, part in zip(self.names, totals, strict=True):
+            owner = name.rpartition(".")[0]
+            layers[owner] = layers.get(owner, 0.0) + part / n
+        error = (max(squares - n * trace**2, 0.0) / (n - 1) / n) ** 0.5 if n > 1 else math.nan
+        return trace, error, layers
 
 
 def _full(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
-def _read(module: nn.Module, x: Tensor) -> calls.Call | None:
-    return next(read for kind, read in READERS.items() if isinstance(module, kind))(module, x)
+def _no_autocast(device_type: str) -> AbstractContextManager[Any]:
+    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
+
+
+def _reader(module: nn.Module) -> Callable[[Any, Tensor], calls.Call | None]:
+    return next(read for kind, read in READERS.items() if isinstance(module, kind))
 
 
 def _layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -207,7 +245,7 @@ def _known(module: nn.Module) -> bool:
     return isinstance(module, tuple(READERS)) and not odd
 
 
-def _used_elsewhere(loss: Tensor, layers: dict[str, nn.Module]) -> str | None:
+def _used_elsewhere(loss: Tensor, parameters: dict[str, nn.Parameter]) -> str | None:
     """Return which parameter the graph uses other than once, which its layer's hook alone would not show."""
     consumers: dict[Node, list[Node]] = defaultdict(list)
     stack, visited = [loss.grad_fn], {loss.grad_fn}
@@ -220,11 +258,10 @@ def _used_elsewhere(loss: Tensor, layers: dict[str, nn.Module]) -> str | None:
                     visited.add(following)
                     stack.append(following)
     leaves = {id(node.variable): node for node in consumers if hasattr(node, "variable")}
-    for layer, module in layers.items():
-        for name, p in trainable_parameters(module).items():
-            users = consumers[leaves[id(p)]] if id(p) in leaves else []
-            while len(users) == 1 and users[0].name() == "ToCopyBackward0":  # autocast
-                users = consumers[users[0]]
-            if len(users) != 1:
-                return f"parameter {f'{layer}.{name}'!r} was used {len(users)} times in the training step"
+    for name, p in parameters.items():
+        users = consumers[leaves[id(p)]] if id(p) in leaves else []
+        while len(users) == 1 and users[0].name() == "ToCopyBackward0":  # autocast
+            users = consumers[users[0]]
+        if len(users) != 1:
+            return f"parameter {name!r} was used {len(users)} times in the training step"
     return None

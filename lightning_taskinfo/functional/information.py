@@ -1,8 +1,12 @@
 """Information in the weights of a trained network, from a diagonal curvature."""
 
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+BLOCK = 1 << 16  # weights in float64 at once: their intermediates stay in the cache
 
 
 class WeightInformation(NamedTuple):
@@ -29,6 +33,20 @@ class WeightInformation(NamedTuple):
         return loss + self.curvature_penalty + self.beta * self.kl
 
 
+def added(parts: Iterable[WeightInformation]) -> WeightInformation:
+    """Return the information of several groups of weights together; they share ``beta``.
+
+    Example:
+        >>> from torch import ones, tensor
+        >>> part = WeightInformation(tensor(1.0), tensor(2.0), tensor(3.0), beta=0.5)
+        >>> added([part, part])
+        WeightInformation(kl=tensor(2.), effective_parameters=tensor(4.), curvature_penalty=tensor(6.), beta=0.5)
+    """
+    parts = list(parts)
+    kl, effective, penalty = (torch.stack([part[i] for part in parts]).sum() for i in range(3))  # type: ignore[misc]
+    return WeightInformation(kl, effective, penalty, parts[0].beta)
+
+
 def post_variance(curvature: Tensor, *, prior_std: float, beta: float = 1.0) -> Tensor:
     r"""Variance of each weight under the best Gaussian post-distribution.
 
@@ -49,7 +67,8 @@ def post_variance(curvature: Tensor, *, prior_std: float, beta: float = 1.0) -> 
         >>> post_variance(tensor([0.0, 1.0, 3.0]), prior_std=1.0)
         tensor([1.0000, 0.5000, 0.2500], dtype=torch.float64)
     """
-    return prior_std**2 / (1 + _gain(curvature, prior_std, beta))
+    _check(prior_std=prior_std, beta=beta)
+    return prior_std**2 / (1 + _non_negative(curvature) * (prior_std**2 / beta))
 
 
 def information_in_weights(
@@ -91,25 +110,58 @@ def information_in_weights(
         Achille, Paolini, Mbeng, Soatto, *The information complexity of learning tasks, their structure and their
         distance*, Theorem 5.4.
     """
+    return information_sweep(curvature, displacement, prior_stds=[prior_std], beta=beta)[0]
+
+
+def information_sweep(
+    curvature: Tensor, displacement: Tensor, *, prior_stds: Sequence[float], beta: float = 1.0
+) -> list[WeightInformation]:
+    r"""Information in the weights for several widths of the pre-distribution, from one pass over the weights.
+
+    The curvature may be the eigenvalues of a matrix, the displacement then being in its basis, or in any other of the
+    same group of weights: the pre-distribution is isotropic, so that only the length of the displacement counts.
+
+    Args:
+        curvature: As for :func:`information_in_weights`.
+        displacement: As for :func:`information_in_weights`.
+        prior_stds: Values of :math:`\lambda`.
+        beta: Weight of the KL beside the sum of the loss.
+
+    Returns:
+        What :func:`information_in_weights` returns, for each of ``prior_stds``.
+
+    Example:
+        >>> from torch import tensor
+        >>> [r.kl for r in information_sweep(tensor([1.0]), tensor([0.0]), prior_stds=[1.0, 2.0])]
+        [tensor(0.0966, dtype=torch.float64), tensor(0.4047, dtype=torch.float64)]
+    """
     if curvature.shape != displacement.shape:
         shapes = f"{list(displacement.shape)} for {list(curvature.shape)}"
         raise ValueError(f"`displacement` must have the shape of `curvature`, got {shapes}.")
-    gain = _gain(curvature, prior_std, beta)
-    shift = (displacement.double() / prior_std).square()
-    determined = gain / (1 + gain)  # 1 − v
-    return WeightInformation(
-        kl=0.5 * (shift + (gain.log1p() - determined).clamp_min(0)).sum(),
-        effective_parameters=determined.sum(),
-        curvature_penalty=0.5 * beta * determined.sum(),
-        beta=beta,
-    )
+    for std in prior_stds:
+        _check(prior_std=std, beta=beta)
+    distance = torch.zeros((), dtype=torch.float64, device=curvature.device)
+    logarithms, determined = distance.new_zeros(len(prior_stds)), distance.new_zeros(len(prior_stds))
+    for h, moved in zip(curvature.reshape(-1).split(BLOCK), displacement.reshape(-1).split(BLOCK), strict=True):
+        h = _non_negative(h)
+        distance += moved.double().square().sum()
+        for i, std in enumerate(prior_stds):
+            gain = h * (std**2 / beta)
+            determined[i] += (gain / (gain + 1)).sum()  # Σ 1 − v
+            logarithms[i] += gain.log1p_().sum()  # −Σ log v
+    spread = (logarithms - determined).clamp_min(0)
+    kls = [0.5 * (distance / std**2 + part) for std, part in zip(prior_stds, spread, strict=True)]
+    return [WeightInformation(kl, known, 0.5 * beta * known, beta) for kl, known in zip(kls, determined, strict=True)]
 
 
-def _gain(curvature: Tensor, prior_std: float, beta: float) -> Tensor:
-    for argument, value in {"prior_std": prior_std, "beta": beta}.items():
+def _check(**positive: float) -> None:
+    for argument, value in positive.items():
         if not value > 0:
             raise ValueError(f"`{argument}` must be positive, got {value}.")
+
+
+def _non_negative(curvature: Tensor) -> Tensor:
     h = curvature.double()
-    if bool((h < 0).any()):
-        raise ValueError(f"`curvature` must be non-negative, got {h.min().item()}.")
-    return prior_std**2 * h / beta
+    if h.numel() and bool((smallest := h.min()) < 0):
+        raise ValueError(f"`curvature` must be non-negative, got {smallest.item()}.")
+    return h

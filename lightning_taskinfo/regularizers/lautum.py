@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import Generator, Tensor
+from torch import Generator, Tensor, nn
 
 from lightning_taskinfo._observe import observing
 from lightning_taskinfo.functional.gaussian import lautum_from_correlations
@@ -26,9 +26,12 @@ class Lautum(Regularizer):
     network's output (``proxy="logits"``), or the gradient :math:`\partial (v \cdot \text{logits}) / \partial x` along a
     random direction :math:`v`, drawn anew each epoch (``proxy="jacobian"``; on leading principal directions only).
 
-    :math:`\Sigma_x` is factored once by :meth:`fit_inputs`; a step costs :math:`O(BDK + DrK)`. The covariances with
-    :math:`w` are moving averages over batches and ranks. The gradient flows through the current batch, as if that
-    were the whole average, so that the weight means the same at every ``decay``.
+    :math:`\Sigma_x` is factored once by :meth:`fit_inputs`; a step costs :math:`O(BDK)`. The covariances with :math:`w`
+    are moving averages over batches and ranks. With all :math:`r = D` directions, whitening a batch's covariance costs
+    :math:`O(D^2 K)`, as much as a small network's step: batches wait for it until they make up a share ``lag`` of the
+    average (every step at first, every eleventh in the long run at the defaults), and value and gradient are those of
+    the average without them. The gradient flows through the current batch, as if that were the whole average, so that
+    the weight means the same at every ``decay``.
 
     **Positive definiteness.** The estimates do not come from the same samples, so an estimated :math:`\rho_j` could
     reach 1. Three steps rule it out: :math:`\Sigma_x` gets a ridge, :math:`\rho_j^2` is multiplied by
@@ -45,6 +48,7 @@ class Lautum(Regularizer):
             ``max_dim`` inputs and 256 beyond; 64 for ``"jacobian"``.
         max_dim: Number of inputs above which they are projected by default.
         decay: Decay of the moving averages.
+        lag: Share of the moving averages that may wait to be whitened; 0 whitens every batch.
         shrinkage: Distance of the largest possible correlation from 1.
         ridge: Added to the covariances' diagonals, relative to their mean.
         seed: Seed of the direction :math:`v`.
@@ -70,7 +74,11 @@ class Lautum(Regularizer):
     samples: Tensor
     cov_w: Tensor
     cov_wx: Tensor
+    pulled: Tensor
     steps: Tensor
+    waiting_w: Tensor
+    waiting_wx: Tensor
+    waiting_steps: Tensor
 
     def __init__(
         self,
@@ -82,6 +90,7 @@ class Lautum(Regularizer):
         components: int | None = None,
         max_dim: int = 4096,
         decay: float = 0.999,
+        lag: float = 0.01,
         shrinkage: float = 0.05,
         ridge: float = 1e-3,
         seed: int = 0,
@@ -93,17 +102,22 @@ class Lautum(Regularizer):
             raise ValueError(f"`proxy` must be 'logits' or 'jacobian', got {proxy!r}.")
         if components is None:
             components = min(D, 64) if proxy == "jacobian" else D if max_dim >= D else 256
-        _check_ranges(D, num_outputs, components, decay, shrinkage, ridge)
+        _check_ranges(D, num_outputs, components, decay, lag, shrinkage, ridge)
         self.num_outputs, self.proxy, self.components = num_outputs, proxy, components
         self.decay, self.shrinkage, self.ridge, self.seed = decay, shrinkage, ridge, seed
+        self.whole = components == D  # then inputs are not projected, and whitening is what costs
+        self.lag = lag if self.whole else 0.0
         K = components if proxy == "jacobian" else num_outputs
         for name, shape in {"mean": (D,), "whitener": (components, D), "scales": (components,)}.items():
             self.register_buffer(name, torch.zeros(shape))
-        for name, shape in {"cov_w": (K, K), "cov_wx": (K, components)}.items():
+        small, wide = (K, K), (K, components)
+        averages = {"cov_w": small, "cov_wx": wide, "pulled": wide, "waiting_w": small, "waiting_wx": wide}
+        for name, shape in averages.items():
             self.register_buffer(name, torch.zeros(shape, dtype=torch.float64))
         self.register_buffer("effective_dim", torch.zeros(()))
-        self.register_buffer("samples", torch.zeros((), dtype=torch.int64))  # 0: not fitted
-        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        for name in ("samples", "steps", "waiting_steps"):  # 0 samples: not fitted
+            self.register_buffer(name, torch.zeros((), dtype=torch.int64))
+        self.register_load_state_dict_pre_hook(_accept_without_lag)
 
     def fit_inputs(self, loader: Iterable[Any]) -> "Lautum":
         """Factor the covariance of the unlabelled inputs; call it once, on every rank, before training.
@@ -127,7 +141,7 @@ class Lautum(Regularizer):
             (self.mean, self.whitener, self.scales, self.effective_dim, self.samples), whitening, strict=True
         ):
             buffer.copy_(value)
-        for average in (self.cov_w, self.cov_wx, self.steps):
+        for average in (self.cov_w, self.cov_wx, self.steps, self.waiting_w, self.waiting_wx, self.waiting_steps):
             average.zero_()
         return self
 
@@ -155,10 +169,11 @@ class Lautum(Regularizer):
         with torch.autocast(inputs.device.type, enabled=False):
             x = inputs.detach().flatten(1).float() - self.mean
             w = self._gradients(inputs, outputs, epoch) if self.proxy == "jacobian" else outputs.float()
-            local = self._covariances(x, w)
-            cov_w, cov_wx = self._averaged(*local)
-            if all(part.isfinite().all() for part in local):
-                value = self._information(cov_w, cov_wx, self._effective_samples(len(x) * world_size()))
+            local = self._of_batch(x, w)
+            usable = all(part.isfinite().all() for part in local)
+            averages = self._averages(local)
+            if usable and averages is not None:
+                value = self._with_gradient(local, *averages, self._effective_samples(len(x) * world_size()))
             else:  # the loss shows it, and a gradient scaler skips the step
                 value = torch.nan * local[0].sum()
         return self.penalty(-value.float(), self.schedule(epoch), value=value.float())
@@ -174,27 +189,53 @@ class Lautum(Regularizer):
         (gradients,) = torch.autograd.grad(along, inputs, create_graph=torch.is_grad_enabled())
         return gradients.flatten(1).float() @ self.whitener.T * self.scales  # [B, r]
 
-    def _covariances(self, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        """Covariance of ``w``, and of ``w`` with the whitened inputs, of one batch."""
+    def _of_batch(self, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        """Covariance of ``w``, and of ``w`` with the inputs: all as they are, or projected and whitened."""
         w = w - w.mean(0)
-        # Rows are outputs: a product of [K, D] with the transposed whitener is four times as fast as its transpose.
-        cov_w, cov_wx = w.T @ w, (w.T @ x) @ self.whitener.T  # [K, K], [K, r]
+        cov_w, cov_wx = w.T @ w, w.T @ (x if self.whole else x @ self.whitener.T)  # [K, K], [K, r]
         return cov_w.double() / (len(x) - 1), cov_wx.double() / (len(x) - 1)
 
-    def _averaged(self, *local: Tensor) -> list[Tensor]:
-        """Moving averages over batches and ranks, with the gradient of the current batch."""
-        averages, steps = [self.cov_w, self.cov_wx], self.steps
-        if self.training or steps == 0:
+    def _whitened(self, cov_wx: Tensor) -> Tensor:
+        # Rows are outputs: a product of [K, D] with the transposed whitener is four times as fast as its transpose.
+        return (cov_wx.float() @ self.whitener.T).double() if self.whole else cov_wx
+
+    def _pulled(self, cov_wx: Tensor) -> Tensor:
+        """The transposed map of :meth:`_whitened`, which carries gradients back."""
+        return (cov_wx.float() @ self.whitener).double() if self.whole else cov_wx
+
+    def _covariances(self, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        """Covariance of ``w``, and of ``w`` with the whitened inputs, of one batch."""
+        cov_w, cov_wx = self._of_batch(x, w)
+        return cov_w, self._whitened(cov_wx)
+
+    @torch.no_grad()
+    def _averages(self, local: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Moving averages over batches and ranks, moved in train mode; of this batch alone before the first."""
+        if self.training or self.steps == 0:
             batch = mean_over_ranks(*local)
-            usable = torch.stack([part.isfinite().all() for part in batch]).all()  # else a bad batch stays for ever
-            moved = [self.decay * old + (1 - self.decay) * new for old, new in zip(averages, batch, strict=True)]
-            averages = [torch.where(usable, new, old) for new, old in zip(moved, averages, strict=True)]
-            steps = steps + usable
-        if self.training:
-            for buffer, value in zip((self.cov_w, self.cov_wx, self.steps), (*averages, steps), strict=True):
-                buffer.copy_(value)
-        start_up = 1 - self.decay ** steps.double()
-        return [a / start_up + (part - part.detach()) for a, part in zip(averages, local, strict=True)]
+            usable = all(bool(part.isfinite().all()) for part in batch)  # else a bad batch stays for ever
+            if self.training and usable:
+                self._move(*batch)
+            elif self.steps == 0:
+                cov_wx = self._whitened(batch[1])
+                return (batch[0], cov_wx, self._pulled(cov_wx)) if usable else None
+        start_up = 1 - self.decay ** self.steps.double()
+        return self.cov_w / start_up, self.cov_wx / start_up, self.pulled / start_up
+
+    def _move(self, cov_w: Tensor, cov_wx: Tensor) -> None:
+        """Add a batch to those that wait, and these to the averages once their share is above the lag."""
+        for total, new in ((self.waiting_w, cov_w), (self.waiting_wx, cov_wx)):
+            total.mul_(self.decay).add_(new, alpha=1 - self.decay)
+        self.waiting_steps += 1
+        waiting, steps = int(self.waiting_steps), int(self.steps + self.waiting_steps)
+        if 1 - self.decay**waiting <= self.lag * (1 - self.decay**steps):
+            return
+        self.cov_w.mul_(self.decay**waiting).add_(self.waiting_w)
+        self.cov_wx.mul_(self.decay**waiting).add_(self._whitened(self.waiting_wx))
+        self.pulled.copy_(self._pulled(self.cov_wx))
+        self.steps.fill_(steps)
+        for buffer in (self.waiting_w, self.waiting_wx, self.waiting_steps):
+            buffer.zero_()
 
     def _effective_samples(self, batch_size: int) -> Tensor:
         """How many samples weigh in the averages, at most as many as there are."""
@@ -202,19 +243,42 @@ class Lautum(Regularizer):
         batches = (1 + self.decay) * (1 - forgotten) / ((1 - self.decay) * (1 + forgotten))
         return torch.minimum(batch_size * batches, self.samples.double())
 
+    def _with_gradient(
+        self, local: tuple[Tensor, Tensor], cov_w: Tensor, cov_wx: Tensor, pulled: Tensor, n: Tensor
+    ) -> Tensor:
+        """Information of the averages, with the gradient that the current batch would have as all of them."""
+        change_w, change_wx = (part - part.detach() for part in local)  # zeros that carry a gradient
+        cross = change_wx @ pulled.T  # of [K, D] products, not of D×D
+        return self._from_squares(cov_w + change_w, cov_wx @ cov_wx.T + cross + cross.T, n)
+
     def _information(self, cov_w: Tensor, cov_wx: Tensor, n: Tensor) -> Tensor:
+        return self._from_squares(cov_w, cov_wx @ cov_wx.T, n)
+
+    def _from_squares(self, cov_w: Tensor, squares: Tensor, n: Tensor) -> Tensor:
         floor = self.ridge * cov_w.diagonal().mean().detach() + 1e-12
         factor = torch.linalg.cholesky(cov_w + floor * torch.eye(len(cov_w)).to(cov_w))
-        half = torch.linalg.solve_triangular(factor, cov_wx, upper=False)  # [K, r], whitened on both sides
-        squared = torch.linalg.eigvalsh(half @ half.T) * n / (n + self.effective_dim)
+        half = torch.linalg.solve_triangular(factor, squares, upper=False)
+        whitened = torch.linalg.solve_triangular(factor, half.T, upper=False)  # [K, K], on both sides
+        squared = torch.linalg.eigvalsh((whitened + whitened.T) / 2) * n / (n + self.effective_dim)
         return lautum_from_correlations(squared.clamp(max=1.0) * (1 - self.shrinkage) ** 2)
 
 
-def _check_ranges(D: int, K: int, components: int, decay: float, shrinkage: float, ridge: float) -> None:
+def _accept_without_lag(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Read a checkpoint from before batches could wait: none of them does."""
+    if prefix + "cov_wx" in state_dict and prefix + "pulled" not in state_dict:
+        cov_wx, whitener = state_dict[prefix + "cov_wx"], state_dict[prefix + "whitener"]
+        whole = whitener.shape[0] == whitener.shape[1]
+        state_dict[prefix + "pulled"] = (cov_wx.float() @ whitener).double() if whole else cov_wx.clone()
+        for name in ("waiting_w", "waiting_wx", "waiting_steps"):
+            state_dict[prefix + name] = torch.zeros_like(getattr(module, name))
+
+
+def _check_ranges(D: int, K: int, components: int, decay: float, lag: float, shrinkage: float, ridge: float) -> None:
     rules = {
         "num_outputs": (K, K >= 1, "at least 1"),
         "components": (components, 1 <= components <= D, f"between 1 and the number of inputs, {D}"),
         "decay": (decay, 0 <= decay < 1, "in [0, 1)"),
+        "lag": (lag, 0 <= lag < 1, "in [0, 1)"),
         "shrinkage": (shrinkage, 0 < shrinkage < 1, "in (0, 1)"),
         "ridge": (ridge, ridge > 0, "positive"),
     }

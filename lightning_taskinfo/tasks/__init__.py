@@ -1,1 +1,1 @@
-"""Questions about tasks: simulated transfer between a source and a target whose relation is known."""
+"""Questions about tasks: complexity, distance, and simulated transfer whose answer is known."""

@@ -1,8 +1,10 @@
 """``FisherTrace`` against the function on the same samples, and against a loop over the training step's samples."""
 
 import pytest
+import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
+from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.plugins import MixedPrecision
 from torch import nn
 from torch.utils.data import DataLoader
@@ -141,6 +143,25 @@ def test_the_training_step_is_not_disturbed(tmp_path):
     callback = FisherTrace(every_n_steps=1, data="train_step", labels="empirical")
     same(run(), run(callback))
     assert len(callback.history) == 4  # with a batch norm in train mode
+
+
+@pytest.mark.parametrize(("log_every_n_steps", "expected"), [(50, [4, 8]), (2, [2, 4, 6, 8])])
+def test_callback_metrics_have_it_now_and_then(tmp_path, log_every_n_steps, expected):
+    seen = {}
+
+    class Look(pl.Callback):
+        def on_train_batch_end(self, trainer, *_):
+            if (value := trainer.callback_metrics.get("fisher_trace_train_step")) is not None:
+                seen.setdefault(value.item(), trainer.global_step)
+
+    callback = FisherTrace(every_n_steps=1, data="train_step", labels="empirical")
+    saved = ModelCheckpoint(tmp_path, monitor="fisher_trace_train_step", save_top_k=2)
+    arguments = {"enable_checkpointing": True, "log_every_n_steps": log_every_n_steps}
+    fit(tmp_path, callback, Look(), saved, model=Plain, **arguments)
+    assert list(seen.values()) == expected
+    values = {row["step"]: row["fisher_trace_train_step"] for row in callback.history}
+    assert list(seen) == pytest.approx([values[step] for step in expected])
+    assert sorted(map(float, saved.best_k_models.values())) == pytest.approx(sorted([values[4], values[8]]))
 
 
 def test_no_hook_stays_when_training_breaks(tmp_path):

@@ -11,7 +11,7 @@ from pytorch_lightning.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler
 
-from lightning_taskinfo.callbacks import FisherTrace
+from lightning_taskinfo.callbacks import FisherTrace, LocalMinimum
 from lightning_taskinfo.callbacks._samples import inputs_and_targets
 from lightning_taskinfo.fisher import fisher_trace
 from tests.callbacks.runs import PROBES, Classifier, Noisy, digits, fit, make_trainer, read_csv
@@ -111,6 +111,27 @@ def test_a_second_fit_goes_on(tmp_path):
     trainer.fit_loop.max_epochs = 3
     trainer.fit(model, DataLoader(digits(), batch_size=8))
     assert stored_steps(logger, "fisher_trace") == [4, 8, 12]
+
+
+@pytest.mark.parametrize("schedule", [{}, {"every_n_steps": 4}], ids=str)
+def test_a_second_training_of_the_same_length_is_measured_at_its_end(tmp_path, schedule):
+    """Another trainer counts its steps from 0: ending with the same step is not having looked."""
+    callback, model = LocalMinimum(**schedule, subset_size=4), Classifier()
+    for _ in range(2):
+        fit(tmp_path, callback, model=model)
+    steps = [8] if not schedule else [4, 8]
+    assert [row["step"] for row in callback.history] == 2 * steps
+    gammas = [row["local_minimum/gamma"] for row in callback.history]
+    assert len(set(gammas)) == len(gammas)
+
+
+def test_a_training_that_has_nothing_left_to_do_is_not_measured_again(tmp_path):
+    callback, logger = LocalMinimum(subset_size=4), CSVLogger(tmp_path)
+    trainer, model = make_trainer(tmp_path, callback, logger=logger), Classifier()
+    for _ in range(2):
+        trainer.fit(model, DataLoader(digits(), batch_size=8))
+    assert [row["step"] for row in callback.history] == [8]
+    assert stored_steps(logger, "local_minimum/gamma") == [8]
 
 
 # At what

@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader
 
 from lightning_taskinfo.callbacks import FisherTrace, InformationInWeights, LocalMinimum
 from tests.callbacks.runs import Classifier, Noisy, digits, fit
-from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 
@@ -74,6 +73,7 @@ def test_two_processes_log_what_one_logs(tmp_path, kind):
             FisherTrace(every_n_steps=1, data="train", max_samples=13, labels="exact", name="exact"),
             FisherTrace(every_n_steps=1, data="train", max_samples=1, labels="exact", name="one"),
             InformationInWeights(every_n_steps=1, max_samples=13),
+            InformationInWeights(every_n_steps=1, max_samples=13, labels="exact", structure="kron", name="kron"),
             LocalMinimum(every_n_steps=1, max_samples=13),
         ]
         if ranks == 2:
@@ -87,7 +87,7 @@ def test_two_processes_log_what_one_logs(tmp_path, kind):
         close(b, c)
         if kind == "tensors":  # the training step saw the same samples too
             close(a, b)
-    assert [len(history) for history in first] == [1] * 5
+    assert [len(history) for history in first] == [1] * 6
 
 
 class Batch(FisherTrace):
@@ -158,20 +158,3 @@ def test_local_minimum_does_not_share_batches(tmp_path):
     probe = LocalMinimum(data="train_batch", every_n_steps=1)
     with pytest.raises(Exception, match="`data` must be 'train' or 'val' with several processes, got 'train_batch'"):
         on_two_ranks(tmp_path, probe, loader=DataLoader(digits(24), batch_size=4))
-
-
-def refused(rank):
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    model = Plain()
-    fully_shard(model.net[0], mesh=init_device_mesh("cpu", (1,)))
-    with pytest.raises(
-        ValueError, match="FisherTrace reads whole weights and cannot work with sharded ones, got DTensor"
-    ):
-        FisherTrace().on_fit_start(None, model)
-    return True
-
-
-def test_sharded_weights_are_refused_before_training():
-    assert on_ranks(refused, world_size=1) == [True]

@@ -280,7 +280,7 @@ def test_bad_models_and_inputs_are_named():
         fisher_trace(model, inputs, forward_fn=lambda m, x: m(x).detach())
     sharded = nets.Functional().double()
     sharded.a.weight.full_tensor = lambda: None  # what a parameter of `fully_shard` has
-    with pytest.raises(ValueError, match=r"must have whole parameters, got 'a.weight' sharded over processes"):
+    with pytest.raises(ValueError, match=r"must be sharded by `fully_shard` alone, got 'a.weight' sharded in another"):
         fisher_trace(sharded, inputs)
     with pytest.raises(ValueError, match="`model` must have a parameter with `requires_grad=True`, got none"):
         fisher_trace(model.requires_grad_(False), inputs)

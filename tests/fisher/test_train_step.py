@@ -1,6 +1,7 @@
 """What hooks read off a training step's backward pass is each sample's own gradient, by a loop over samples."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -220,10 +221,19 @@ def test_embedding_options_that_cannot_be_read():
 
 
 def test_step_information_has_a_standard_error():
-    metric = StepInformation()
     norms = {"a.weight": torch.tensor([1.0, 3.0, 8.0]), "a.bias": torch.tensor([1.0, 0.0, 1.0])}
-    metric.update(norms)
-    result, total = metric.compute(), torch.tensor([2.0, 3.0, 9.0]).double()
-    torch.testing.assert_close(result.trace, total.mean())
-    torch.testing.assert_close(result.standard_error, total.std() / 3**0.5)
-    assert list(result.layers) == ["a"]
+    total = 2 * torch.tensor([2.0, 3.0, 9.0]).double()
+    trace, error, layers = StepInformation.of(norms, scale=2.0).compute()
+    assert trace == pytest.approx(total.mean().item())
+    assert error == pytest.approx(total.std().item() / 3**0.5)
+    assert layers == {"a": pytest.approx(trace)}
+
+
+def test_step_information_adds_up_over_processes_and_needs_two_samples():
+    parts = [torch.tensor([1.0, 3.0]), torch.tensor([8.0])]
+    first, second = (StepInformation.of({"a.weight": part, "b.weight": 2 * part}) for part in parts)
+    whole = StepInformation.of({"a.weight": torch.cat(parts), "b.weight": 2 * torch.cat(parts)}).compute()
+    sums = [a + b for a, b in zip(first.sums, second.sums, strict=True)]
+    assert first._replace(sums=sums).compute() == whole
+    assert whole[2] == {"a": pytest.approx(4.0), "b": pytest.approx(8.0)}
+    assert math.isnan(second.compute()[1])

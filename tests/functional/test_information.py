@@ -7,7 +7,8 @@ import torch
 from scipy import optimize
 from torch.distributions import Normal, kl_divergence
 
-from lightning_taskinfo.functional.information import information_in_weights, post_variance
+from lightning_taskinfo.functional import information
+from lightning_taskinfo.functional.information import information_in_weights, information_sweep, post_variance
 
 
 @pytest.fixture
@@ -24,6 +25,19 @@ def test_kl_matches_torch_distributions(weights, prior_std, beta):
     post = Normal(delta, post_variance(h, prior_std=prior_std, beta=beta).sqrt())
     expected = kl_divergence(post, Normal(torch.zeros_like(h), prior_std)).sum()
     torch.testing.assert_close(information_in_weights(h, delta, prior_std=prior_std, beta=beta).kl, expected)
+
+
+def test_a_sweep_gives_what_each_width_gives_alone_however_the_weights_are_cut(weights, monkeypatch):
+    h, delta = (part.view(8, 5) for part in weights)
+    monkeypatch.setattr(information, "BLOCK", 7)
+    stds = [0.01, 0.3, 4.0]
+    for std, result in zip(stds, information_sweep(h, delta, prior_stds=stds, beta=0.2), strict=True):
+        post = Normal(delta, post_variance(h, prior_std=std, beta=0.2).sqrt())
+        torch.testing.assert_close(result.kl, kl_divergence(post, Normal(torch.zeros_like(h), std)).sum())
+        torch.testing.assert_close(result.curvature_penalty, 0.5 * (h * post.variance).sum())
+        torch.testing.assert_close(result.effective_parameters, (1 - post.variance / std**2).sum())
+    with pytest.raises(ValueError, match=r"`prior_std` must be positive, got -1\.0"):
+        information_sweep(h, delta, prior_stds=[1.0, -1.0])
 
 
 @pytest.mark.parametrize("h", [0.1, 7.0, 900.0])

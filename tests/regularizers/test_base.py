@@ -14,6 +14,7 @@ from lightning_taskinfo.regularizers import (
     WeightSchedule,
     frozen_batchnorm_statistics,
 )
+from lightning_taskinfo.regularizers._base import check_finite
 
 
 class Square(Regularizer):
@@ -101,3 +102,10 @@ def test_statistics_are_released_on_errors():
     with pytest.raises(ValueError, match="expected 2D or 3D input"), frozen_batchnorm_statistics(net):
         net(torch.zeros(()))
     assert net.track_running_stats
+
+
+def test_large_values_whose_sum_overflows_are_finite_and_others_are_counted():
+    check_finite("x", torch.full((4,), 3e38))
+    for bad in (math.nan, math.inf, -math.inf):
+        with pytest.raises(ValueError, match="`x` must be finite, got 1 values that are not"):
+            check_finite("x", torch.tensor([3e38, 3e38, bad]))

@@ -81,6 +81,68 @@ def test_the_averages_own_factor_on_the_gradient_is_divided_out(decay):
     torch.testing.assert_close(gradient, damped * (1 - decay**2) / (1 - decay), rtol=1e-3, atol=1e-7)
 
 
+def test_batches_that_wait_for_whitening_count_when_their_share_is_above_the_lag():
+    """Against a loop over whole averages, of which only those at a flush are kept."""
+    x, _ = correlated(400)
+    decay, lag, flushes = 0.9, 0.3, []
+    lautum = Lautum((D,), K, decay=decay, lag=lag).fit_inputs([x])
+    totals, kept, kept_steps = [torch.zeros(K, K).double(), torch.zeros(D, K).double()], None, 0
+    for step in range(1, 13):
+        batch = correlated(50, seed=step)
+        lautum(*batch)
+        totals = [decay * old + (1 - decay) * new for old, new in zip(totals, covariances(*batch), strict=True)]
+        if (1 - decay ** (step - kept_steps)) / (1 - decay**step) > lag:
+            kept, kept_steps = [total / (1 - decay**step) for total in totals], step
+            flushes.append(step)
+        share = [(1 - decay) * decay**k / (1 - decay**kept_steps) for k in range(kept_steps)]
+        expected = dense(x, *kept, n=min(50 / sum(s**2 for s in share), 400))
+        assert lautum.value.item() == pytest.approx(expected.item(), rel=1e-4), step
+        assert lautum.steps == kept_steps
+    assert flushes == [1, 2, 3, 5, 7, 9, 12]
+
+
+def test_the_gradient_of_a_waiting_batch_is_that_of_whitening_it():
+    x, _ = correlated(400)
+    lautum = Lautum((D,), K, decay=0.9, lag=0.9, weight=1.0).fit_inputs([x])
+    lautum(*correlated(seed=1))
+    x, w = correlated(50, seed=2)
+    w.requires_grad_()
+    (gradient,) = torch.autograd.grad(lautum(x, w), w)
+    assert lautum.waiting_steps == 1
+    parts = lautum._covariances(x - lautum.mean, w)  # whitened, with autograd through the whitening
+    averages = [a / 0.1 + part - part.detach() for a, part in zip((lautum.cov_w, lautum.cov_wx), parts, strict=True)]
+    (expected,) = torch.autograd.grad(-lautum._information(*averages, lautum._effective_samples(50)), w)
+    torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-7)
+    assert gradient.abs().max() > 1e-4
+
+
+def test_at_the_defaults_no_more_than_one_percent_ever_waits():
+    x, w = correlated(20)
+    lautum = Lautum((D,), K).fit_inputs([x])
+    waited = []
+    for step in range(1, 180):
+        lautum(x, w)
+        waited.append(int(lautum.waiting_steps))
+        assert int(lautum.steps) + waited[-1] == step
+        assert 1 - 0.999 ** waited[-1] <= 0.01 * (1 - 0.999**step)
+    assert waited[:98] == [0] * 98
+    assert max(waited) == 1  # of 180; ten in the long run
+    assert Lautum((D,), K, components=2).lag == 0  # cheap enough to whiten every batch
+
+
+def test_a_checkpoint_from_before_batches_could_wait_loads():
+    x, w = correlated()
+    old, new = (Lautum((D,), K, weight=1.0) for _ in range(2))
+    old.fit_inputs([x])
+    old(x, w)
+    state = {name: v for name, v in old.state_dict().items() if not name.startswith("waiting") and name != "pulled"}
+    new.load_state_dict(state)
+    w.requires_grad_()
+    for read in (nn.Module.eval, nn.Module.train):  # the first reads what was loaded, the second moves it
+        gradients = [torch.autograd.grad(read(lautum)(x, w), w)[0] for lautum in (old, new)]
+        assert torch.equal(*gradients)
+
+
 @pytest.mark.parametrize("components", [2, 3, 5])
 def test_projection_keeps_the_leading_principal_directions(components):
     x, w = correlated()
@@ -252,6 +314,7 @@ def test_autocast_does_not_reach_it():
         ({"num_outputs": 0}, "`num_outputs` must be at least 1, got 0"),
         ({"components": 7}, "`components` must be between 1 and the number of inputs, 6, got 7"),
         ({"decay": 1.0}, r"`decay` must be in \[0, 1\), got 1\.0"),
+        ({"lag": 1.0}, r"`lag` must be in \[0, 1\), got 1\.0"),
         ({"shrinkage": 0.0}, r"`shrinkage` must be in \(0, 1\), got 0\.0"),
         ({"ridge": 0.0}, r"`ridge` must be positive, got 0\.0"),
     ],

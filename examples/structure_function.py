@@ -1,0 +1,65 @@
+"""How much is a nat in the weights worth? Digits with their labels, and with labels that say nothing.
+
+A network pays a price β for each nat that its weights hold about the data. True labels are worth it early: a few
+nats, one rule, much less loss. Random labels can only be stored one by one, so that the network stays a constant
+classifier until information is almost free. The right-hand picture is the structure function of both tasks. Run it
+with ``python examples/structure_function.py``, or cell by cell.
+"""
+
+# %%
+import argparse
+import os
+from pathlib import Path
+
+import wandb
+
+from lightning_taskinfo import StructureFunction, Training, structure_function
+from lightning_taskinfo.tasks._task_plots import plot_structure_functions
+from lightning_taskinfo.tasks.specs import load_task, network_for
+
+os.environ.setdefault("WANDB_SILENT", "true")
+TASKS = {"true labels": "digits", "random labels": "digits:random-labels"}
+
+
+# %% One sweep over β, from high to low; a sweep that was interrupted continues in its folder
+def trace(name: str, spec: str, out: Path, *, fast: bool) -> StructureFunction:
+    task = load_task(spec, n=200 if fast else 1000)
+    training = Training(pretrain_steps=40, steps=40, draws=8) if fast else Training(pretrain_steps=600, steps=600)
+    betas = (10.0, 1.0, 0.1) if fast else tuple(10 ** (2 - j / 2) for j in range(12))
+    return structure_function(
+        network_for(task), task.data, betas, training=training, name=name, folder=out / spec.replace(":", "_")
+    )
+
+
+# %% What it says
+def show(curve: StructureFunction) -> None:
+    critical = curve.critical_beta()
+    print(f"\n{curve.name}: {curve.samples} samples, label entropy {curve.label_entropy:.3f} nats")
+    for beta, kl, loss in zip(curve.betas, curve.kl, curve.loss, strict=True):
+        print(f"  β = {beta:8.4f}   {kl:8.1f} nats in the weights   loss {loss / curve.samples:.3f}")
+    print("  β* =", "below these prices" if critical is None else f"{critical:.3g}")
+
+
+# %% All of it
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--fast", action="store_true", help="fewer samples, prices and steps, to see that it runs")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/structure_function"), help="folder for everything written"
+    )
+    arguments = parser.parse_args()
+    out = arguments.out / ("fast" if arguments.fast else "full")
+    curves = [trace(name, spec, out, fast=arguments.fast) for name, spec in TASKS.items()]
+    for curve in curves:
+        show(curve)
+    path = arguments.out / "structure_function.png"
+    plot_structure_functions(curves)[0].savefig(path, dpi=150)
+    with wandb.init(project="lightning-taskinfo", name="structure-function", dir=arguments.out, mode="offline") as run:
+        for curve in curves:
+            curve.log(run, key=curve.name)
+        folder = Path(run.dir).parent
+    print(f"\nFigure:       {path}\nOffline run:  {folder}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""How far is it from one task to another? Digits, what can be asked of them, and letters.
+
+The distance from a task to another is what the weights of a network that knows the first must learn to know both, in
+nats. It is not symmetric: who can tell all digits apart has little to learn about even and odd, but not the other way
+round. Run it with ``python examples/task_distance.py``, or cell by cell.
+"""
+
+# %%
+import argparse
+import os
+from pathlib import Path
+
+import wandb
+
+from lightning_taskinfo import DistanceMatrix, Training, task_distance
+from lightning_taskinfo.tasks.specs import load_task, trunk_for
+
+os.environ.setdefault("WANDB_SILENT", "true")
+TASKS = {
+    "all digits": "digits",
+    "even or odd": "digits:even-odd",
+    "small or large": "digits:small-large",
+    "inverted digits": "digits:inverted",
+    "letters": "letters",
+}
+
+
+# %% Every ordered pair, by plain training and a closed form; finished trainings are kept in the folder
+def measure(out: Path, *, fast: bool) -> DistanceMatrix:
+    tasks = {name: load_task(spec, n=60 if fast else 1000) for name, spec in TASKS.items()}
+    return task_distance(
+        {name: task.data for name, task in tasks.items()},
+        0.1,
+        method="laplace",
+        trunk_fn=trunk_for(tasks["all digits"]),
+        training=Training(pretrain_steps=8 if fast else 400),
+        seeds=range(1 if fast else 3),
+        workers=0 if fast else None,
+        folder=out,
+    )
+
+
+# %% All of it
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--fast", action="store_true", help="fewer samples, steps and seeds, to see that it runs")
+    parser.add_argument("--out", type=Path, default=Path("runs/task_distance"), help="folder for everything written")
+    arguments = parser.parse_args()
+    matrix = measure(arguments.out / ("fast" if arguments.fast else "full"), fast=arguments.fast)
+    for source, target, distance, error, _ in matrix.table()[1]:
+        print(f"{source:>16} → {target:16} {distance:8.1f} ± {error:.1f} nats")
+    path = arguments.out / "task_distance.png"
+    matrix.plot()[0].savefig(path, dpi=150)
+    with wandb.init(project="lightning-taskinfo", name="task-distance", dir=arguments.out, mode="offline") as run:
+        matrix.log(run)
+        folder = Path(run.dir).parent
+    print(f"\nFigure:       {path}\nOffline run:  {folder}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""``taskinfo complexity``."""
+
+import json
+from pathlib import Path
+
+from lightning_taskinfo._files import write_json
+from lightning_taskinfo.cli._progress import progress_bar
+from lightning_taskinfo.tasks.complexity import BETAS, structure_function
+from lightning_taskinfo.tasks.specs import Task, load_task, network_for
+from lightning_taskinfo.tasks.structure import StructureFunction
+from lightning_taskinfo.tasks.training import Training
+
+
+def complexity(
+    tasks: list[str] = ["digits", "digits:random-labels"],  # noqa: B006  (jsonargparse shows it, nobody changes it)
+    out: Path = Path("complexity"),
+    betas: tuple[float, ...] = BETAS,
+    n: int = 1000,
+    size: int = 8,
+    width: int = 32,
+    steps: int = 400,
+    prior_std: float = 0.1,
+    seed: int = 0,
+    data_dir: str | None = None,
+) -> str:
+    """Trace the structure function of tasks: how much loss a nat in the weights of a small network buys.
+
+    Args:
+        tasks: What to measure: digits, letters, the name of an npz file or a folder of idx files, several with + in
+            between; and behind colons even-odd, small-large, inverted, random-labels or only-<class>-<class>….
+        out: Folder for complexity.json, complexity.png and what an interrupted call continues from.
+        betas: Prices of a nat, beside the sum of the loss.
+        n: Samples of each task; complexities are comparable at equal numbers only.
+        size: Height and width of the embedded digits and letters, 8 or 28.
+        width: Neurons of each of the two hidden layers.
+        steps: Optimizer steps for each price, and before the first.
+        prior_std: Standard deviation of the weights before training.
+        seed: Seed of samples, network, batches and noise.
+        data_dir: Folder of further datasets; TASKINFO_DATA_DIR where not given.
+
+    Returns:
+        A table: price, information in the weights and loss for each task, and the critical prices.
+
+    Raises:
+        ValueError: If an argument is outside its domain, or the folder holds another measurement.
+    """
+    from lightning_taskinfo.tasks._task_plots import plot_structure_functions
+
+    if n < 8:
+        raise ValueError(f"`n` must be at least 8, got {n}.")
+    loaded = [load_task(spec, n=n, size=size, seed=seed, data_dir=data_dir) for spec in tasks]
+    training = Training(pretrain_steps=steps, steps=steps)
+
+    def trace(task: Task) -> StructureFunction:
+        with progress_bar(task.name) as progress:
+            return structure_function(
+                network_for(task, width), task.data, betas, prior_std=prior_std, training=training, seed=seed,
+                name=task.name, folder=out / task.name.replace(":", "_"), progress=progress,
+            )  # fmt: skip
+
+    curves = [trace(task) for task in loaded]
+    figure, _ = plot_structure_functions(curves)
+    figure.savefig(out / "complexity.png", dpi=150)
+    write_json(out / "complexity.json", [json.loads(curve.to_json()) for curve in curves])
+    return "\n".join([*map(_text, curves), str(out / "complexity.png"), str(out / "complexity.json")])
+
+
+def _text(curve: StructureFunction) -> str:
+    lines = [f"{curve.name}, {curve.samples} samples", "      beta    KL (nats)   loss/sample     error"]
+    for beta, kl, loss, error in zip(curve.betas, curve.kl, curve.loss, curve.loss_error, strict=True):
+        lines.append(f"{beta:10.4g} {kl:12.2f} {loss / curve.samples:13.4f} {error / curve.samples:9.4f}")
+    critical = curve.critical_beta()
+    found = "not within these prices" if critical is None else f"{critical:.4g}"
+    return "\n".join([*lines, f"critical beta: {found}\n"])

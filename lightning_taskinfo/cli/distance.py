@@ -1,0 +1,78 @@
+"""``taskinfo distance``."""
+
+import json
+from pathlib import Path
+
+from lightning_taskinfo._files import write_json
+from lightning_taskinfo.cli._progress import progress_bar
+from lightning_taskinfo.tasks._pairs import Method
+from lightning_taskinfo.tasks.distance import task_distance
+from lightning_taskinfo.tasks.matrix import DistanceMatrix
+from lightning_taskinfo.tasks.specs import load_task, trunk_for
+from lightning_taskinfo.tasks.training import Training
+
+FIVE = ["digits", "digits:even-odd", "digits:small-large", "digits:inverted", "letters"]
+
+
+def distance(
+    tasks: list[str] = FIVE,
+    out: Path = Path("distance"),
+    beta: float = 0.1,
+    method: Method = "laplace",
+    seeds: int = 3,
+    n: int = 1000,
+    size: int = 8,
+    width: int = 32,
+    steps: int = 400,
+    prior_std: float = 0.1,
+    workers: int | None = None,
+    data_dir: str | None = None,
+) -> str:
+    """Measure how far it is from each task to each other: what a small network must learn in addition, in nats.
+
+    Args:
+        tasks: What to compare: digits, letters, the name of an npz file or a folder of idx files, several with + in
+            between; and behind colons even-odd, small-large, inverted, random-labels or only-<class>-<class>….
+        out: Folder for distance.json, distance.png and what an interrupted call continues from.
+        beta: Price of a nat, beside the sum of the loss of the task that is known.
+        method: variational trains noisy weights, laplace plain ones, with the closed form around them.
+        seeds: Repetitions with other starts, batches and noise.
+        n: At most this many samples of each task.
+        size: Height and width of the embedded digits and letters, 8 or 28.
+        width: Neurons of each of the two hidden layers.
+        steps: Optimizer steps without noise, and again with.
+        prior_std: Standard deviation of the weights before training.
+        workers: Processes; one a core where not given, 0 for this one alone.
+        data_dir: Folder of further datasets; TASKINFO_DATA_DIR where not given.
+
+    Returns:
+        A table of distances with standard errors over seeds.
+
+    Raises:
+        ValueError: If an argument is outside its domain, or the folder holds another measurement.
+    """
+    for argument, value, least in (("seeds", seeds, 1), ("n", n, 8)):
+        if value < least:
+            raise ValueError(f"`{argument}` must be at least {least}, got {value}.")
+    loaded = {spec: load_task(spec, n=n, size=size, data_dir=data_dir) for spec in tasks}
+    shapes = {tuple(task.inputs.shape[1:]) for task in loaded.values()}
+    if len(shapes) != 1:
+        raise ValueError(f"`tasks` must have images of one shape, got {sorted(shapes)}.")
+    with progress_bar(method) as progress:
+        matrix = task_distance(
+            {name: task.data for name, task in loaded.items()}, beta, method=method, prior_std=prior_std,
+            trunk_fn=trunk_for(next(iter(loaded.values())), width), seeds=range(seeds), workers=workers,
+            training=Training(pretrain_steps=steps, steps=steps), folder=out / method, progress=progress,
+        )  # fmt: skip
+    matrix.plot()[0].savefig(out / "distance.png", dpi=150)
+    write_json(out / "distance.json", json.loads(matrix.to_json()))
+    return "\n".join([_text(matrix), str(out / "distance.png"), str(out / "distance.json")])
+
+
+def _text(matrix: DistanceMatrix) -> str:
+    """One line a pair: from, to, distance with its standard error, information in the new head."""
+    wide = max(map(len, matrix.names))
+    lines = [f"{'from':{wide}} {'to':{wide}}   distance     error  new head"]
+    for source, target, *numbers in matrix.table()[1]:
+        lines.append(f"{source:{wide}} {target:{wide}} " + " ".join(f"{float(x):9.2f}" for x in numbers))
+    return "\n".join(lines)

@@ -1,0 +1,168 @@
+"""How far is it from one task to another? What a network must learn in addition, in nats; not symmetric."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import asdict
+from itertools import count, product
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from lightning_taskinfo._cells import run_cells
+from lightning_taskinfo._files import claim_folder
+from lightning_taskinfo.certificates.samples import Data, read_samples
+from lightning_taskinfo.functional.likelihood import Likelihood, as_likelihood
+from lightning_taskinfo.tasks._pairs import Cell, HeadFn, Method, Plan, solve
+from lightning_taskinfo.tasks._sweep import Progress, digest
+from lightning_taskinfo.tasks.matrix import DistanceMatrix
+from lightning_taskinfo.tasks.training import ModelFn, Training, initial_weights
+
+
+def task_distance(
+    tasks: Mapping[str, Data],
+    beta: float,
+    *,
+    trunk_fn: ModelFn,
+    method: Method = "variational",
+    head_fn: HeadFn = nn.Linear,
+    prior: Literal["initial", "zero"] = "initial",
+    prior_std: float = 0.1,
+    likelihood: str | Likelihood = "categorical",
+    training: Training | None = None,
+    seeds: Sequence[int] = (0, 1, 2),
+    folder: str | os.PathLike[str] | None = None,
+    executor: Executor | None = None,
+    workers: int | None = None,
+    progress: Progress | None = None,
+) -> DistanceMatrix:
+    r"""Measure the distance between all ordered pairs of tasks, each task to itself included.
+
+    .. math:: d_\beta(D_1 \to D_2) = \mathrm{KL}(Q_{12}\|P) - \mathrm{KL}(Q_1\|P)
+
+    :math:`Q_1` minimises :math:`E_Q[L_{D_1}] + \beta\,\mathrm{KL}(Q\|P)`, and :math:`Q_{12}` the same for the disjoint
+    union: a trunk that both tasks share, and a head for each. With :math:`\beta` fixed, twice the data would count as a
+    distance; so the trunk's divergence gets :math:`\beta N_{12}/N_1` and a head's :math:`\beta` times the samples that
+    reach it over :math:`N_1`, after which :math:`d(D \to D) = 0` for exact minimisers. Batches grow with the union,
+    so that all trainings make the same number of passes over the data.
+
+    Args:
+        tasks: Data of each task by name: ``(inputs, targets)``, a dataset of such pairs, or a loader over one. All
+            inputs have one shape.
+        beta: Weight of the divergence beside the **sum** of the known task's loss.
+        trunk_fn: Makes the shared part, from inputs to features ``[N, F]``. Other processes import it: define it at
+            the top of a module, or use :func:`functools.partial` of such a function.
+        method: ``"variational"`` trains noisy weights; ``"laplace"`` trains plain weights, held to the prior as the
+            divergence would, and takes the rest from the diagonal of their Fisher information, in closed form.
+        head_fn: Makes a head from the numbers of features and outputs.
+        prior: Mean of the pre-distribution: each network's own start, or zero.
+        prior_std: Its standard deviation.
+        likelihood: What outputs mean, as for :func:`~lightning_taskinfo.fisher.fisher_trace`.
+        training: How long and how fast to train.
+        seeds: One repetition each, with another start, other batches and other noise.
+        folder: Keeps every finished training; a call that was interrupted continues, also with more seeds. Refused if
+            it belongs to other tasks, another network or other settings.
+        executor: Where trainings run, see :func:`~lightning_taskinfo._cells.run_cells`.
+        workers: Processes of our own pool; 0 for this process alone.
+        progress: Called with the number of finished trainings, their total and a label.
+
+    Returns:
+        Distances with standard errors over seeds, and plots.
+
+    Raises:
+        ValueError: If an argument is out of its range, or the folder belongs to something else.
+
+    Example:
+        >>> g = torch.Generator().manual_seed(0)
+        >>> x = torch.randn(64, 2, generator=g)
+        >>> tasks = {"left": (x, (x[:, 0] < 0).long()), "above": (x, (x[:, 1] > 0).long())}
+        >>> quick = Training(pretrain_steps=20, steps=20)
+        >>> matrix = task_distance(tasks, 1.0, trunk_fn=nn.Flatten, training=quick, seeds=[0], workers=0)
+        >>> matrix.distances.shape
+        torch.Size([1, 2, 2])
+
+    References:
+        Achille, Paolini, Mbeng, Soatto, *The information complexity of learning tasks, their structure and their
+        distance*, section 6.
+    """
+    _check(tasks, beta, prior, prior_std, method, seeds)
+    data = [read_samples(task) for task in tasks.values()]
+    plan = Plan(trunk_fn, head_fn, method, beta, prior, prior_std, as_likelihood(likelihood), training or Training())
+    if folder is not None:
+        claim_folder(folder, _configuration(plan, tasks, data))
+    sizes = [len(targets) for _, targets in data]
+    wanted = {(seed, _trained(parts, sizes)) for seed in seeds for parts in _pairs(len(data))}
+    cells = {_name(seed, parts): Cell.of(plan, [data[i] for i in parts], seed) for seed, parts in sorted(wanted)}
+    found = run_cells(
+        solve, cells, folder=folder, executor=executor, workers=workers, on_done=_counting(progress, len(cells))
+    )
+    by_seed = [_distances(sizes, {parts: found[_name(s, parts)] for s, parts in wanted if s == seed}) for seed in seeds]
+    measured = {key: torch.tensor([one[key] for one in by_seed], dtype=torch.float64) for key in by_seed[0]}
+    return DistanceMatrix(tuple(tasks), method, beta, tuple(sizes), tuple(seeds), **measured)
+
+
+def _distances(sizes: list[int], found: Mapping[tuple[int, ...], Any]) -> dict[str, Any]:
+    """Distances, new heads, and information and objective of each task alone, for one seed."""
+    K = len(sizes)
+    alone = [found[i,] for i in range(K)]
+    information = [cell["kl"]["trunk"] + cell["kl"]["heads.0"] for cell in alone]
+    distances, new_head = ([[0.0] * K for _ in range(K)] for _ in range(2))
+    for i, j in product(range(K), repeat=2):
+        parts = _trained((i, j), sizes)
+        kl = found[parts]["kl"]
+        known = parts.index(i)
+        distances[i][j] = kl["trunk"] + kl[f"heads.{known}"] - information[i]
+        new_head[i][j] = kl[f"heads.{1 - known}"]
+    objective = [cell["objective"] for cell in alone]
+    return {"distances": distances, "new_head": new_head, "information": information, "objective": objective}
+
+
+def _pairs(K: int) -> list[tuple[int, ...]]:
+    """Every task alone, and every ordered pair."""
+    return [*((i,) for i in range(K)), *product(range(K), repeat=2)]
+
+
+def _trained(parts: tuple[int, ...], sizes: list[int]) -> tuple[int, ...]:
+    """Return which training serves a pair: tasks of one size have the same β either way, and are trained once."""
+    return tuple(sorted(parts)) if len({sizes[i] for i in parts}) == 1 else parts
+
+
+def _name(seed: int, parts: tuple[int, ...]) -> str:
+    return f"seed-{seed}_task-{'-'.join(map(str, parts))}"
+
+
+def _counting(progress: Progress | None, total: int) -> Callable[[str, Any], None] | None:
+    if progress is None:
+        return None
+    numbers = count(1)
+    return lambda name, _: progress(next(numbers), total, name)
+
+
+def _configuration(plan: Plan, tasks: Mapping[str, Data], data: list[tuple[Tensor, Tensor]]) -> dict[str, Any]:
+    """What decides the numbers of a cell; not the seeds, so that more of them can be added."""
+    values: dict[str, Any] = {
+        "method": plan.method,
+        "beta": plan.beta,
+        "prior": plan.prior,
+        "prior_std": plan.prior_std,
+    }
+    values |= {"likelihood": repr(plan.likelihood), "training": asdict(plan.training)}
+    values |= {"network": digest(initial_weights(Cell.of(plan, data[:1], 0).model()).values())}
+    return {**values, "tasks": {name: digest(pair) for name, pair in zip(tasks, data, strict=True)}}
+
+
+def _check(
+    tasks: Mapping[str, Data], beta: float, prior: str, prior_std: float, method: str, seeds: Sequence[int]
+) -> None:
+    if not tasks:
+        raise ValueError("`tasks` must hold at least one task, got none.")
+    for argument, value in {"beta": beta, "prior_std": prior_std}.items():
+        if not value > 0:
+            raise ValueError(f"`{argument}` must be positive, got {value}.")
+    if method not in get_args(Method):
+        raise ValueError(f"`method` must be one of {', '.join(get_args(Method))}, got {method!r}.")
+    if prior not in ("initial", "zero"):
+        raise ValueError(f"`prior` must be 'initial' or 'zero', got {prior!r}.")
+    if not seeds or len(set(seeds)) != len(seeds):
+        raise ValueError(f"`seeds` must be different numbers, at least one, got {list(seeds)}.")

@@ -1,0 +1,122 @@
+"""Tasks by name: a dataset, and what is done to its images and labels."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
+
+import torch
+from torch import Generator, Tensor, nn
+
+from lightning_taskinfo.data import load_dataset, vary
+
+Labelled: TypeAlias = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """Labelled images of a task, from the training split of its dataset.
+
+    Attributes:
+        name: The specification it was made from.
+        inputs: Images in [0, 1], shape ``[N, C, H, W]``.
+        targets: Classes, shape ``[N]``.
+        num_classes: Number of classes.
+    """
+
+    name: str
+    inputs: Tensor
+    targets: Tensor
+    num_classes: int
+
+    @property
+    def data(self) -> Labelled:
+        """Inputs and targets."""
+        return self.inputs, self.targets
+
+
+def load_task(
+    spec: str, *, n: int | None = None, size: int = 8, seed: int = 0, data_dir: str | os.PathLike[str] | None = None
+) -> Task:
+    """Return the task that ``spec`` describes.
+
+    A specification is a dataset or several, and what to make of them, as in :func:`lightning_taskinfo.data.load_task`.
+
+    Args:
+        spec: Such as ``"digits"``, ``"digits:even-odd"``, ``"digits+letters"`` or ``"mnist:only-0-1:inverted"``.
+        n: At most this many samples, shuffled; all where ``None``.
+        size: Height and width of the embedded digits and letters: 28, or 8.
+        seed: Seed of the shuffling, and of random labels, which leave the choice of images as it is.
+        data_dir: Folder of further datasets; ``TASKINFO_DATA_DIR`` where not given.
+
+    Raises:
+        ValueError: If a dataset or a variant is unknown, a class does not exist, or datasets that are put together
+            differ in the shape of their images.
+
+    Example:
+        >>> task = load_task("digits:only-3-8", n=100)
+        >>> task.inputs.shape, task.num_classes
+        (torch.Size([100, 1, 8, 8]), 2)
+    """
+    names, *variants = spec.split(":")
+    parts = [load_dataset(name, size=size, data_dir=data_dir) for name in names.split("+")]
+    if len({part.image_shape for part in parts}) > 1:
+        shapes = ", ".join(str(part.image_shape) for part in parts)
+        raise ValueError(f"`spec` must put images of one shape together, got {shapes} in {spec!r}.")
+    generator = Generator().manual_seed(seed)
+    shares = [None if n is None else n // len(parts) + (i < n % len(parts)) for i in range(len(parts))]
+    inputs, targets, classes = [], [], 0
+    for part, share in zip(parts, shares, strict=True):
+        for variant in variants:
+            part = vary(part, variant, seed=seed)
+        x, y = part.train().tensors
+        order = torch.randperm(len(y), generator=generator)[:share]
+        inputs.append(x[order])
+        targets.append(y[order] + classes)
+        classes += part.num_classes
+    return Task(spec, torch.cat(inputs), torch.cat(targets), classes)
+
+
+class Centred(nn.Module):
+    """Flattened images with grey values from -1/2 to 1/2, so that an inverted image is the negative of its original."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return ``[N, D]`` for images ``[N, ...]`` in [0, 1]."""
+        return images.flatten(1) - 0.5
+
+
+def small_trunk(inputs: int, width: int = 32) -> nn.Module:
+    """Return two hidden layers over centred pixels: small enough for a laptop, large enough for digits.
+
+    Args:
+        inputs: Number of pixels, channels included.
+        width: Neurons of each layer.
+    """
+    first, second = nn.Linear(inputs, width), nn.Linear(width, width)
+    return nn.Sequential(Centred(), first, nn.ReLU(), second, nn.ReLU())
+
+
+def small_network(inputs: int, outputs: int, width: int = 32) -> nn.Module:
+    """Return :func:`small_trunk` with a linear head.
+
+    Args:
+        inputs: Number of pixels, channels included.
+        outputs: Number of classes.
+        width: Neurons of each hidden layer.
+
+    Example:
+        >>> small_network(64, 10)(torch.zeros(2, 1, 8, 8)).shape
+        torch.Size([2, 10])
+    """
+    return nn.Sequential(small_trunk(inputs, width), nn.Linear(width, outputs))
+
+
+def trunk_for(task: Task, width: int = 32) -> Callable[[], nn.Module]:
+    """Return what makes a :func:`small_trunk` for the images of ``task``; good for other processes."""
+    return partial(small_trunk, task.inputs[0].numel(), width)
+
+
+def network_for(task: Task, width: int = 32) -> Callable[[], nn.Module]:
+    """Return what makes a :func:`small_network` for ``task``; good for other processes."""
+    return partial(small_network, task.inputs[0].numel(), task.num_classes, width)

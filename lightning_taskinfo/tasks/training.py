@@ -1,0 +1,180 @@
+r"""Minimise :math:`C_\beta` in a plain torch loop: without noise first, then with noisy weights.
+
+Everything random comes from the seed that a call is given: batches and noise from generators of their own, dropout from
+a global generator that is put back afterwards. The same seed gives the same bits, alone or beside other work.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Generator, Tensor, nn
+
+from lightning_taskinfo._observe import ParamDict, trainable_parameters
+from lightning_taskinfo.fisher.batches import sample_count, take
+from lightning_taskinfo.functional.likelihood import Likelihood
+from lightning_taskinfo.variational import noisy_weights, sampling
+
+ModelFn = Callable[[], nn.Module]
+Penalty = Callable[[nn.Module], Tensor]
+
+
+@dataclass(frozen=True)
+class Training:
+    r"""How one :math:`C_\beta` is minimised: Adam, its rates falling to zero along half a cosine.
+
+    Args:
+        pretrain_steps: Optimizer steps without noise, before the first :math:`\beta`.
+        steps: Optimizer steps with noisy weights, for each :math:`\beta`.
+        batch_size: Samples of one step.
+        noises: Networks drawn in one step, each for all samples of the batch; more of them end nearer the minimum.
+        lr: Rate for weights and means.
+        log_variance_lr: Rate for the log-variances, which have further to go.
+        draws: Networks drawn from :math:`Q` to estimate :math:`E_Q[L_D]` after the training.
+        chunk_size: Samples that go through the network at a time where nothing is trained.
+
+    Raises:
+        ValueError: If a number of steps is negative, or another value not positive.
+    """
+
+    pretrain_steps: int = 400
+    steps: int = 400
+    batch_size: int = 128
+    noises: int = 1
+    lr: float = 1e-2
+    log_variance_lr: float = 1e-1
+    draws: int = 32
+    chunk_size: int = 4096
+
+    def __post_init__(self) -> None:
+        if self.pretrain_steps < 0:
+            raise ValueError(f"`pretrain_steps` must not be negative, got {self.pretrain_steps}.")
+        for argument in ("steps", "batch_size", "noises", "lr", "log_variance_lr", "chunk_size"):
+            if not (value := getattr(self, argument)) > 0:
+                raise ValueError(f"`{argument}` must be positive, got {value}.")
+        if self.draws < 2:
+            raise ValueError(f"`draws` must be at least 2 for a standard error, got {self.draws}.")
+
+
+@dataclass(frozen=True)
+class Samples:
+    """All samples of a task and what its outputs mean.
+
+    Args:
+        inputs: ``N`` inputs: a tensor, or tuples and dicts of them.
+        targets: Their targets, shape ``[N, ...]``.
+        likelihood: What the outputs mean.
+    """
+
+    inputs: Any
+    targets: Tensor
+    likelihood: Likelihood
+
+    def __len__(self) -> int:
+        return sample_count(self.inputs)
+
+    def losses(self, model: nn.Module, index: Tensor | slice) -> Tensor:
+        """Return the negative log-likelihood of the picked samples in nats, shape ``[B]``."""
+        outputs = model(take(self.inputs, lambda x: x[index]))
+        return -self.likelihood.log_prob(outputs, self.targets[index])
+
+
+def build(model_fn: ModelFn, seed: int) -> nn.Module:
+    """Return the model that ``model_fn`` makes after ``torch.manual_seed(seed)``; torch's generator stays as it is."""
+    with own_randomness(seed):
+        return model_fn()
+
+
+@contextmanager
+def own_randomness(seed: int) -> Iterator[None]:
+    """Seed torch's generator for a while, and put it back."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield
+
+
+def train_plain(model: nn.Module, samples: Samples, penalty: Penalty, *, training: Training, seed: int) -> None:
+    """Minimise the sum of the loss plus ``penalty``, for ``training.pretrain_steps``."""
+    groups = [{"params": list(trainable_parameters(model).values()), "lr": training.lr}]
+    _descend(model, samples, penalty, groups, training, training.pretrain_steps, 1, seed)
+
+
+def train_noisy(model: nn.Module, samples: Samples, penalty: Penalty, *, training: Training, seed: int) -> None:
+    """Minimise the expected sum of the loss plus ``penalty``, for ``training.steps``."""
+    variances = [noise.log_variance for *_, noise in noisy_weights(model)]
+    known = {id(v) for v in variances}
+    means = [p for p in trainable_parameters(model).values() if id(p) not in known]
+    groups = [{"params": means, "lr": training.lr}, {"params": variances, "lr": training.log_variance_lr}]
+    _descend(model, samples, penalty, groups, training, training.steps, training.noises, seed)
+
+
+def _descend(
+    model: nn.Module,
+    samples: Samples,
+    penalty: Penalty,
+    groups: list[dict[str, Any]],
+    training: Training,
+    steps: int,
+    noises: int,
+    seed: int,
+) -> None:
+    optimizer = torch.optim.Adam(groups, fused=True)  # one call for many small tensors
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(_cosine, steps=max(1, steps)))
+    N = len(samples)
+    model.train()
+    with own_randomness(seed), torch.enable_grad():
+        for index in _batches(N, training.batch_size, steps, Generator().manual_seed(seed)):
+            drawn = torch.stack([samples.losses(model, index).mean() for _ in range(noises)])
+            loss = drawn.mean() + penalty(model) / N  # N, never the size of the batch
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+
+
+def _cosine(t: int, steps: int) -> float:
+    return 0.5 + 0.5 * math.cos(math.pi * t / steps)
+
+
+def _batches(n: int, batch_size: int, steps: int, generator: Generator) -> Iterator[Tensor]:
+    """Yield ``steps`` batches of shuffled indices; what is left of a pass is dropped, so that all have one size."""
+    size = min(batch_size, n)
+    while True:
+        for index in torch.randperm(n, generator=generator).split(size)[: n // size]:
+            if steps == 0:
+                return
+            steps -= 1
+            yield index
+
+
+@torch.no_grad()
+def expected_loss(model: nn.Module, samples: Samples, *, training: Training) -> tuple[float, float]:
+    r"""Estimate :math:`E_Q[L_D]`, the expected **sum** of the loss, with its Monte-Carlo standard error.
+
+    Every chunk of samples sees a network of its own, which is as unbiased as one network for all, and varies less.
+    """
+    model.eval()
+    with sampling(model):
+        sums = torch.stack([_loss_sum(model, samples, training.chunk_size) for _ in range(training.draws)])
+    return sums.mean().item(), (sums.std() / math.sqrt(training.draws)).item()
+
+
+@torch.no_grad()
+def loss_sum(model: nn.Module, samples: Samples, *, training: Training) -> float:
+    """Return the sum of the loss of the network as it is, in eval mode."""
+    model.eval()
+    return _loss_sum(model, samples, training.chunk_size).item()
+
+
+def _loss_sum(model: nn.Module, samples: Samples, chunk_size: int) -> Tensor:
+    starts = range(0, len(samples), chunk_size)
+    return torch.stack([samples.losses(model, slice(s, s + chunk_size)).double().sum() for s in starts]).sum()
+
+
+def initial_weights(model: nn.Module) -> ParamDict:
+    """Return a copy of the trainable weights by name."""
+    return {name: p.detach().clone() for name, p in trainable_parameters(model).items()}

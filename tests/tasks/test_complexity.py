@@ -1,0 +1,155 @@
+"""The sweep reaches known posteriors, prices information as it should, and continues where it was interrupted."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_taskinfo.tasks.complexity import structure_function
+from lightning_taskinfo.tasks.training import Training
+from tests.tasks import regression
+
+QUICK = Training(pretrain_steps=20, steps=20, draws=4)
+BETAS = (10.0, 1.0, 0.1)
+
+
+def classes(n=60):
+    x = torch.randn(n, 4, generator=torch.Generator().manual_seed(0))
+    return x, (x[:, 0] > 0).long() + (x[:, 1] > 0).long()
+
+
+def network():
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 3))
+
+
+def test_equals_the_closed_form_of_bayesian_linear_regression():
+    """Mean over trainings against the exact posterior, in standard errors over trainings."""
+    X, y = regression.data(0)
+    training = Training(pretrain_steps=100, steps=300, batch_size=40, lr=0.03, log_variance_lr=0.15, draws=200)
+    curves = [
+        structure_function(
+            regression.line, (X, y), (3.0, 1.0), prior="zero", prior_std=1.0, likelihood="gaussian",
+            training=training, seed=seed,
+        )
+        for seed in range(4)
+    ]  # fmt: skip
+    assert curves[0].label_entropy is None
+    for index, beta in enumerate((3.0, 1.0)):
+        kl, loss = regression.closed_form(X, y, beta)
+        for found, exact in (
+            ([c.kl[index] for c in curves], kl),
+            ([c.loss[index] for c in curves], loss),
+            ([c.objective[index] for c in curves], loss + beta * kl),
+        ):
+            values = torch.tensor(found, dtype=torch.float64)
+            assert (values.mean() - exact).abs() < 4 * values.std() / math.sqrt(4), (beta, exact, found)
+            assert (values.mean() - exact).abs() < 0.03 * exact
+
+
+def test_the_prior_point_is_the_loss_of_weights_without_information():
+    X, y = regression.data(0)
+    training = Training(pretrain_steps=1, steps=1, draws=1000)
+    curve = structure_function(
+        regression.line, (X, y), (1.0,), prior="zero", prior_std=1.0, likelihood="gaussian", training=training
+    )
+    exact = 0.5 * y.square().sum() + 0.5 * X.square().sum() + 0.5 * len(X) * math.log(2 * math.pi)
+    assert abs(curve.prior_loss - exact.item()) < 3 * curve.prior_loss_error
+    assert curve.hull()[0] == (0.0, curve.prior_loss)
+
+
+def test_information_rises_and_loss_falls_as_information_gets_cheaper():
+    curve = structure_function(network, classes(), BETAS, training=Training(pretrain_steps=100, steps=150))
+    assert list(curve.kl) == sorted(curve.kl)
+    assert list(curve.loss) == sorted(curve.loss, reverse=True)
+    shares = torch.bincount(classes()[1]) / 60
+    assert curve.label_entropy == pytest.approx(-(shares * shares.log()).sum().item(), rel=1e-6)
+    assert curve.loss[0] > 0.9 * 60 * curve.label_entropy
+    assert 0.1 < curve.critical_beta() < 10
+
+
+def test_the_penalty_is_divided_by_the_samples_and_not_by_the_batch():
+    """Ten times the penalty, or a tenth, would leave another amount of information."""
+    training = Training(pretrain_steps=0, steps=200, batch_size=10)
+    quarter = structure_function(network, classes(), (1.0,), training=training).kl[0]
+    whole = structure_function(network, classes(), (1.0,), training=Training(pretrain_steps=0, steps=200)).kl[0]
+    assert quarter == pytest.approx(whole, rel=0.3)
+
+
+def test_the_seed_decides_everything_and_the_global_generator_is_left_alone():
+    before = torch.get_rng_state()
+    first = structure_function(network, classes(), BETAS, training=QUICK, seed=3)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.rand(5)
+    assert structure_function(network, classes(), BETAS[::-1], training=QUICK, seed=3) == first
+    assert structure_function(network, classes(), BETAS, training=QUICK, seed=4) != first
+
+
+class Interrupted(Exception):
+    pass
+
+
+@pytest.mark.parametrize("after", [1, 2])
+def test_an_interrupted_sweep_continues_with_the_same_bits(tmp_path, after):
+    def stop(done, total, label):
+        if done == after:
+            raise Interrupted
+
+    whole = structure_function(network, classes(), BETAS, training=QUICK)
+    with pytest.raises(Interrupted):
+        structure_function(network, classes(), BETAS, training=QUICK, folder=tmp_path, progress=stop)
+    seen, calls = [], []
+
+    def counted():
+        model = network()
+        model.register_forward_pre_hook(lambda m, _: calls.append(m.training))
+        return model
+
+    resumed = structure_function(
+        counted, classes(), BETAS, training=QUICK, folder=tmp_path, progress=lambda *progress: seen.append(progress)
+    )
+    assert resumed == whole
+    assert seen == [(1, 3, "β = 10"), (2, 3, "β = 1"), (3, 3, "β = 0.1")]
+    assert sum(calls) == (3 - after) * QUICK.steps  # what was finished is not trained again
+
+
+def test_a_folder_belongs_to_one_sweep(tmp_path):
+    structure_function(network, classes(), (1.0,), training=QUICK, folder=tmp_path)
+    x, y = classes()
+    for changed in ({"prior_std": 0.2}, {"seed": 1}, {"data": (x, 2 - y)}, {"prior": "zero"}):
+        arguments = {"data": (x, y), **changed}
+        with pytest.raises(
+            ValueError, match=f"`folder` must be new or of the same configuration.*\n.*{next(iter(changed))}"
+        ):
+            structure_function(network, arguments.pop("data"), (1.0,), training=QUICK, folder=tmp_path, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"betas": (1.0, 0.0)}, r"`betas` must be positive numbers, at least one, got \[1\.0, 0\.0\]\."),
+        ({"betas": ()}, r"`betas` must be positive numbers, at least one, got \[\]\."),
+        ({"prior_std": 0.0}, r"`prior_std` must be positive, got 0\.0\."),
+        ({"prior": "one"}, "`prior` must be 'initial', 'zero' or tensors by name, got 'one'"),
+        ({"likelihood": "poisson"}, "`likelihood` must be one of categorical, bernoulli, gaussian, got 'poisson'"),
+    ],
+)
+def test_refuses_arguments(arguments, match):
+    with pytest.raises(ValueError, match=match):
+        structure_function(network, classes(), **{"betas": (1.0,), "training": QUICK, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"pretrain_steps": -1}, "`pretrain_steps` must not be negative, got -1"),
+        ({"steps": 0}, "`steps` must be positive, got 0"),
+        ({"batch_size": 0}, "`batch_size` must be positive, got 0"),
+        ({"noises": 0}, "`noises` must be positive, got 0"),
+        ({"lr": 0.0}, r"`lr` must be positive, got 0\.0"),
+        ({"draws": 1}, "`draws` must be at least 2 for a standard error, got 1"),
+    ],
+)
+def test_training_refuses(arguments, match):
+    with pytest.raises(ValueError, match=match):
+        Training(**arguments)

@@ -1,0 +1,244 @@
+"""Distances equal their closed form, do not depend on where they are computed, and go on where they stopped."""
+
+import json
+import math
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_taskinfo.fisher import fisher_diagonal
+from lightning_taskinfo.functional.likelihood import Categorical, Gaussian
+from lightning_taskinfo.tasks._pairs import Cell, MultiHead, Plan, solve
+from lightning_taskinfo.tasks.distance import task_distance
+from lightning_taskinfo.tasks.matrix import DistanceMatrix
+from lightning_taskinfo.tasks.training import Training
+from tests.tasks import regression
+
+QUICK = Training(pretrain_steps=5, steps=5, draws=2)
+
+
+def trunk():
+    return nn.Sequential(nn.Linear(4, 6), nn.ReLU())
+
+
+def some_tasks(sizes=(40, 40, 24)):
+    """Two classes, three classes, and two classes of fewer samples."""
+    x = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
+    sign = (x > 0).long()
+    labels = {"one": sign[:, 0], "two": sign[:, 0] + sign[:, 1], "few": sign[:, 2]}
+    return {name: (x[:n], y[:n]) for (name, y), n in zip(labels.items(), sizes, strict=True)}
+
+
+measure = partial(task_distance, some_tasks(), 1.0, trunk_fn=trunk, training=QUICK, seeds=(0, 1))
+
+
+def union(first, second):
+    return torch.cat([first[0], second[0]]), torch.cat([first[1], second[1]])
+
+
+REGRESSION = {"trunk_fn": regression.line, "head_fn": regression.no_head, "prior": "zero", "prior_std": 1.0}
+FIRST, SECOND = regression.data(0), regression.data(0, weights=(1.5, -0.5, 1.0))
+
+
+def exact_distance():
+    """Information and objective of the first task at β = 2, and the distance to the second, all in closed form."""
+    kl, loss = regression.closed_form(*FIRST, 2.0)
+    both, _ = regression.closed_form(*union(FIRST, SECOND), 4.0)  # β · N₁₂ / N₁
+    itself, _ = regression.closed_form(*union(FIRST, FIRST), 4.0)
+    assert itself == pytest.approx(kl, rel=1e-5)  # so d(D→D) = 0
+    return kl, loss + 2.0 * kl, both - kl
+
+
+def test_laplace_is_exact_for_linear_regression():
+    """No heads: all weights are shared, and the union of the two orthogonal designs is one."""
+    training = Training(pretrain_steps=300, lr=0.1, batch_size=40)
+    matrix = task_distance(
+        {"first": FIRST, "second": SECOND}, 2.0, method="laplace", likelihood="gaussian", training=training, seeds=(0,),
+        workers=0, **REGRESSION,
+    )  # fmt: skip
+    found = torch.stack([matrix.information[0, 0], matrix.objective[0, 0], matrix.distances[0, 0, 1]])
+    torch.testing.assert_close(found, torch.tensor(exact_distance()).double(), rtol=1e-3, atol=1e-3)
+    assert matrix.distances[0].diagonal().abs().max() < 1e-3
+
+
+def test_variational_agrees_with_the_exact_posterior_of_linear_regression():
+    """In standard errors over trainings."""
+    training = Training(pretrain_steps=100, steps=250, batch_size=40, lr=0.03, log_variance_lr=0.15, draws=20)
+    settings = plan(method="variational", likelihood=Gaussian(), training=training, **REGRESSION)
+    alone, both, itself = (
+        [solve(Cell.of(settings, tasks, seed)) for seed in range(4)]
+        for tasks in ([FIRST], [FIRST, SECOND], [FIRST, FIRST])
+    )
+    information = torch.tensor([cell["kl"]["trunk"] for cell in alone], dtype=torch.float64)
+    objective = torch.tensor([cell["objective"] for cell in alone], dtype=torch.float64)
+    d, zero = (torch.tensor([cell["kl"]["trunk"] for cell in cells]) - information for cells in (both, itself))
+    for values, exact in zip((information, objective, d, zero), (*exact_distance(), 0.0), strict=True):
+        assert (values.mean() - exact).abs() <= 4 * values.std() / math.sqrt(4), (values, exact)  # d(D→D): 0 = 0
+        assert (values.mean() - exact).abs() < max(0.2, 0.02 * exact), (values, exact)
+
+
+def test_a_fixed_beta_would_call_twice_the_data_a_distance():
+    """What the scaling is for: at fixed β, d(D→D) is ½ log 2 for every weight that the data determine."""
+    fixed = regression.closed_form(*union(FIRST, FIRST), 1e-3)[0] - regression.closed_form(*FIRST, 1e-3)[0]
+    assert fixed == pytest.approx(1.5 * math.log(2), rel=1e-3)
+
+
+def plan(**changes):
+    values = {"trunk_fn": trunk, "head_fn": nn.Linear, "method": "laplace", "beta": 2.0, "prior": "initial"}
+    values |= {"prior_std": 0.1, "likelihood": Categorical(), "training": QUICK}
+    return Plan(**{**values, **changes})
+
+
+def test_each_part_is_priced_by_the_samples_that_reach_it():
+    data = list(some_tasks().values())
+    cell = Cell.of(plan(), [data[0], data[2]], 0)
+    assert cell.betas() == {"trunk": 2.0 * 64 / 40, "heads.0": 2.0, "heads.1": 2.0 * 24 / 40}
+    assert cell.plan.training.batch_size == round(QUICK.batch_size * 64 / 40)
+
+
+def test_a_sample_sees_its_own_head_only():
+    torch.manual_seed(0)
+    net = MultiHead(trunk(), [nn.Linear(6, 2), nn.Linear(6, 3)])
+    x, task = torch.randn(5, 4), torch.tensor([0, 1, 1, 0, 1])
+    outputs = net((x, task))
+    for n in range(5):
+        own = net.heads[task[n]](net.trunk(x[n : n + 1]))[0].softmax(-1)
+        torch.testing.assert_close(outputs[n].softmax(-1)[: len(own)], own)
+    assert (outputs.softmax(-1)[task == 0, 2] == 0).all()
+
+
+def test_the_fisher_of_two_heads_equals_the_loop():
+    cell = Cell.of(plan(), list(some_tasks().values())[:2], 0)
+    found, loop = (
+        fisher_diagonal(cell.model(), cell.samples().inputs, labels="exact", engine=engine)
+        for engine in ("auto", "loop")
+    )
+    for name, value in loop.items():
+        torch.testing.assert_close(found[name], value, msg=name)
+
+
+def test_heads_of_one_size_start_alike_and_seeds_start_apart():
+    one, _, few = some_tasks().values()
+    heads = [Cell.of(plan(), [one, few], seed).model().heads for seed in (0, 1)]
+    assert torch.equal(heads[0][0].weight, heads[0][1].weight)
+    assert not torch.equal(heads[0][0].weight, heads[1][0].weight)
+
+
+@pytest.fixture(scope="module")
+def here():
+    return measure(workers=0)
+
+
+def test_every_entry_is_the_difference_of_two_trainings(here):
+    data = list(some_tasks().values())
+    settings = plan(method="variational", beta=1.0)
+    for i, j in ((0, 1), (1, 0), (2, 0), (2, 2)):
+        kl = solve(Cell.of(settings, [data[i], data[j]], 1))["kl"]
+        alone = solve(Cell.of(settings, [data[i]], 1))["kl"]
+        # Tasks of one size share a training in either order, so that the order of samples may differ from this one.
+        tolerance = {"rel": 1e-6} if (i, j) != (1, 0) else {"abs": 3.0}
+        expected = kl["trunk"] + kl["heads.0"] - alone["trunk"] - alone["heads.0"]
+        assert here.distances[1, i, j].item() == pytest.approx(expected, **tolerance)
+        assert here.information[1, i].item() == pytest.approx(alone["trunk"] + alone["heads.0"])
+        if (i, j) != (1, 0):
+            assert here.new_head[1, i, j].item() == pytest.approx(kl["heads.1"])
+
+
+def test_a_spawned_pool_gives_the_same_numbers(here):
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as executor:
+        assert measure(executor=executor).to_dict() == here.to_dict()
+
+
+@pytest.mark.slow
+def test_a_dask_cluster_gives_the_same_numbers(here):
+    distributed = pytest.importorskip("distributed")
+    cluster = distributed.LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address=None)
+    with cluster, distributed.Client(cluster) as client:
+        assert measure(executor=client.get_executor()).to_dict() == here.to_dict()
+
+
+class Interrupted(Exception):
+    pass
+
+
+def test_an_interrupted_matrix_continues_and_takes_more_seeds(here, tmp_path):
+    def stop(done, total, label):
+        if done == 5:
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        measure(workers=0, folder=tmp_path, seeds=(0,), progress=stop)
+    times = {path: path.stat().st_mtime_ns for path in tmp_path.glob("seed-*.json")}
+    assert len(times) == 5
+    seen = []
+    resumed = measure(workers=0, folder=tmp_path, progress=lambda *progress: seen.append(progress))
+    assert resumed.to_dict() == here.to_dict()
+    assert {path: path.stat().st_mtime_ns for path in times} == times
+    assert [(done, total) for done, total, _ in seen] == [(n, 22) for n in range(1, 23)]  # 3 + 9 - 1 shared, twice
+
+
+def test_a_folder_belongs_to_one_matrix(here, tmp_path):
+    measure(workers=0, folder=tmp_path, seeds=(0,))
+    for changed in ({"prior_std": 0.2}, {"method": "laplace"}, {"prior": "zero"}):
+        with pytest.raises(
+            ValueError, match=f"`folder` must be new or of the same configuration.*\n.*{next(iter(changed))}"
+        ):
+            measure(workers=0, folder=tmp_path, **changed)
+
+
+def matrix(seeds=2):
+    values = torch.arange(4.0 * seeds, dtype=torch.float64).reshape(seeds, 2, 2)
+    return DistanceMatrix(
+        ("a", "b"), "laplace", 1.0, (8, 8), tuple(range(seeds)), values, values + 1, values[:, 0], values[:, 1]
+    )
+
+
+def test_mean_error_and_table():
+    found = matrix()
+    assert found.mean.tolist() == [[2.0, 3.0], [4.0, 5.0]]
+    torch.testing.assert_close(found.standard_error, torch.full((2, 2), 2.0).double())  # ±2√2 / √2
+    columns, rows = found.table()
+    assert columns == ["from", "to", "distance", "standard_error", "new_head"]
+    assert rows[1] == ["a", "b", 3.0, pytest.approx(2.0), 4.0]
+    read = json.loads(found.to_json())
+    assert read["distances"][1] == [[4.0, 5.0], [6.0, 7.0]]
+    assert json.loads(matrix(1).to_json())["standard_error"] is None
+    assert matrix(1).standard_error.isnan().all()
+
+
+def test_the_picture_has_a_number_with_its_error_in_every_cell():
+    _, ax = matrix().plot()
+    assert [text.get_text() for text in ax.texts] == ["2\n±2", "3\n±2", "4\n±2", "5\n±2"]
+    assert [text.get_text() for text in matrix(1).plot()[1].texts] == ["0", "1", "2", "3"]
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["a", "b"]
+
+
+def test_wandb_gets_image_table_and_scalars(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    logged = {}
+    run = type("Run", (), {"log": staticmethod(logged.update)})
+    matrix().log(run, key="d")
+    assert isinstance(logged["d/figure"], wandb.Image)
+    assert logged["d/table"].data[2][:3] == ["b", "a", 4.0]
+    assert logged["d/a→b"] == 3.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"tasks": {}}, "`tasks` must hold at least one task, got none"),
+        ({"beta": 0.0}, r"`beta` must be positive, got 0\.0\."),
+        ({"prior_std": -0.1}, r"`prior_std` must be positive, got -0\.1\."),
+        ({"method": "exact"}, "`method` must be one of variational, laplace, got 'exact'"),
+        ({"seeds": (1, 1)}, r"`seeds` must be different numbers, at least one, got \[1, 1\]"),
+        ({"prior": "one"}, "`prior` must be 'initial' or 'zero', got 'one'"),
+    ],
+)
+def test_refuses_arguments(arguments, match):
+    values = {"tasks": some_tasks(), "beta": 1.0, **arguments}
+    with pytest.raises(ValueError, match=match):
+        task_distance(values.pop("tasks"), values.pop("beta"), trunk_fn=trunk, workers=0, training=QUICK, **values)

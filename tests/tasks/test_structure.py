@@ -1,0 +1,95 @@
+"""A structure function is the lower hull of its points, and its Legendre transform the complexity."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from lightning_taskinfo.tasks.structure import Estimate, StructureFunction
+
+
+def curve(**changes):
+    """S(t) = 10 - t until t = 4, then 6 - (t - 4)/2; one point above it."""
+    values = {"betas": (2.0, 1.0, 0.7, 0.5), "kl": (0.5, 4.0, 6.0, 8.0), "loss": (9.9, 6.0, 5.8, 4.0)}
+    values |= {"loss_error": (0.1, 0.2, 0.3, 0.4), "prior_loss": 10.0, "prior_loss_error": 0.5, "samples": 5}
+    return StructureFunction(**{**values, "label_entropy": 2.0, "name": "toy", **changes})
+
+
+def test_the_hull_is_convex_falling_and_below_all_points():
+    assert curve().hull() == ((0.0, 10.0), (4.0, 6.0), (8.0, 4.0))
+    assert curve(loss=(9.9, 6.0, 5.8, 7.0)).hull()[-1] == (6.0, 5.8)  # what comes after costs more and gains nothing
+    generator = torch.Generator().manual_seed(0)
+    t, S = torch.rand(2, 40, generator=generator, dtype=torch.float64)
+    random = curve(betas=(1.0,) * 40, kl=tuple(t.tolist()), loss=tuple(S.tolist()), loss_error=(0.0,) * 40)
+    for beta in (0.0, 0.1, 1.0, 10.0, 100.0):  # hull and points have the same Legendre transform
+        assert random.complexity(beta).value == min(value + beta * at for at, value in random.hull())
+
+
+def test_complexity_is_the_best_point_and_has_its_error():
+    assert curve().objective == pytest.approx((10.9, 10.0, 10.0, 8.0))
+    assert curve().complexity(0.25) == Estimate(6.0, 0.4)
+    assert curve().complexity(0.75) == Estimate(9.0, 0.2)
+    assert curve().complexity(3.0) == Estimate(10.0, 0.5)  # nothing is worth its price
+    with pytest.raises(ValueError, match=r"`beta` must not be negative, got -1\.0\."):
+        curve().complexity(-1.0)
+
+
+def test_slopes_have_the_error_of_both_ends():
+    first = curve().slopes()[0]
+    assert first == pytest.approx((3.9 / 3.5, math.hypot(0.1, 0.2) / 3.5))
+    assert math.isnan(curve(kl=(0.5, 0.5, 6.0, 8.0)).slopes()[0].value)
+
+
+def test_the_critical_beta_is_where_the_loss_leaves_the_entropy():
+    # The threshold is 0.9 · 2 · 5 = 9, between 9.9 at β = 2 and 6 at β = 1.
+    share = 0.9 / 3.9
+    assert curve().critical_beta(0.1) == pytest.approx(2.0 ** (1 - share))
+    assert curve(label_entropy=1.0, loss=(9.0, 8.0, 7.0, 6.0)).critical_beta() is None  # never below
+    assert curve(label_entropy=3.0).critical_beta() is None  # below already at the highest
+    with pytest.raises(ValueError, match=r"`margin` must be between 0 and 1, got 1\.0\."):
+        curve().critical_beta(1.0)
+    with pytest.raises(ValueError, match="`critical_beta` must have classes as labels"):
+        curve(label_entropy=None).critical_beta()
+
+
+def test_table_and_json_hold_every_row():
+    columns, rows = curve().table()
+    assert columns == ["beta", "kl", "loss", "loss_error", "objective", "mean_loss"]
+    assert rows[1] == [1.0, 4.0, 6.0, 0.2, 10.0, 1.2]
+    read = json.loads(curve().to_json(indent=1))
+    assert read["hull"][1] == [4.0, 6.0]
+    assert read["critical_beta"] == curve().critical_beta()
+    assert json.loads(curve(label_entropy=None).to_json())["critical_beta"] is None
+
+
+def test_the_picture_has_both_panels():
+    fig, (left, right) = curve().plot()
+    assert left.get_xscale() == "log"
+    assert left.xaxis_inverted()  # the sweep runs from left to right
+    dotted = [line for line in left.get_lines() if line.get_linestyle() == ":"]
+    assert dotted[0].get_xdata()[0] == curve().critical_beta()
+    (hull,) = (line for line in right.get_lines() if len(line.get_xdata()) == 3)
+    assert hull.get_ydata() == pytest.approx([2.0, 1.2, 0.8])
+    assert curve(label_entropy=None, name="").plot()[0] is not fig
+
+
+def test_no_curves_no_picture():
+    from lightning_taskinfo.tasks._task_plots import plot_structure_functions
+
+    with pytest.raises(ValueError, match="`curves` must hold at least one structure function, got none"):
+        plot_structure_functions([])
+
+
+def test_wandb_gets_image_table_and_scalars(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    logged = {}
+    with wandb.init(mode="offline", dir=tmp_path) as run:
+        real = run.log
+        monkeypatch.setattr(run, "log", lambda values: (logged.update(values), real(values)))
+        curve().log(run, key="digits")
+    assert isinstance(logged["digits/figure"], wandb.Image)
+    assert logged["digits/table"].data[1] == curve().table()[1][1]
+    assert logged["digits/critical_beta"] == curve().critical_beta()
+    assert logged["digits/complexity"] == curve().complexity(1.0).value

@@ -1,0 +1,72 @@
+"""``taskinfo complexity`` and ``taskinfo distance``: what they write, and how they say no."""
+
+import json
+import sys
+
+import pytest
+
+from lightning_taskinfo import cli
+from lightning_taskinfo.cli._progress import progress_bar
+
+SMALL = ["--n=40", "--width=4", "--steps=3"]
+
+
+def test_complexity_writes_json_and_a_figure_and_continues(tmp_path, capsys):
+    command = ["complexity", "--tasks=[digits:even-odd,digits:random-labels]", f"--out={tmp_path}", "--betas=[1,10]"]
+    assert cli.main([*command, *SMALL]) == 0
+    printed = capsys.readouterr().out
+    assert (tmp_path / "complexity.png").read_bytes().startswith(b"\x89PNG")
+    first, second = json.loads((tmp_path / "complexity.json").read_text())
+    assert first["name"] == "digits:even-odd"
+    assert first["betas"] == [10.0, 1.0]
+    assert second["samples"] == 40
+    assert f"{first['kl'][0]:.2f}" in printed
+    assert "critical beta: not within these prices" in printed
+    assert cli.main([*command, *SMALL]) == 0  # from what is there
+    assert capsys.readouterr().out == printed
+    assert cli.main([*command, *SMALL, "--prior_std=0.2"]) == 2
+    assert "prior_std: 0.1 there, 0.2 now" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("method", ["laplace", "variational"])
+def test_distance_writes_json_and_a_figure(tmp_path, capsys, method):
+    command = ["distance", "--tasks=[digits,digits:only-0-1]", f"--out={tmp_path}", f"--method={method}", "--seeds=2"]
+    assert cli.main([*command, "--workers=0", *SMALL]) == 0
+    header, *rows, figure, numbers = capsys.readouterr().out.splitlines()
+    assert header.split() == ["from", "to", "distance", "error", "new", "head"]
+    read = json.loads((tmp_path / "distance.json").read_text())
+    assert [row.split()[:2] for row in rows][1] == ["digits", "digits:only-0-1"]
+    assert float(rows[1].split()[2]) == pytest.approx(read["mean"][0][1], abs=0.006)
+    assert read["method"] == method
+    assert (figure, numbers) == (str(tmp_path / "distance.png"), str(tmp_path / "distance.json"))
+    assert (tmp_path / "distance.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["complexity", "--n=3"], "`n` must be at least 8, got 3."),
+        (["complexity", "--tasks=[numbers]"], "'numbers' was not found"),
+        (["complexity", "--betas=[0]"], "`betas` must be positive numbers"),
+        (["distance", "--seeds=0"], "`seeds` must be at least 1, got 0."),
+        (["distance", "--beta=-1"], "`beta` must be positive, got -1.0."),
+        (["distance", "--tasks=[digits:upside-down]"], "got 'upside-down' in 'digits:upside-down'"),
+    ],
+)
+def test_wrong_values_end_with_2_and_their_message(arguments, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("TASKINFO_DATA_DIR", raising=False)
+    assert cli.main([*arguments[:1], f"--out={tmp_path}", *arguments[1:]]) == 2
+    written = capsys.readouterr()
+    assert message in written.err
+    assert not written.out
+
+
+def test_a_bar_is_drawn_where_there_is_a_terminal(capsys, monkeypatch):
+    with progress_bar("quiet") as progress:
+        progress(1, 2, "one")
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    with progress_bar("loud") as progress:
+        progress(1, 2, "one")
+    assert "loud one" in capsys.readouterr().err
