@@ -58,7 +58,7 @@ SHORTER = {  # by page: what is written -> what is run instead
     },
     "docs/getting-started.md": {
         **FAST_TRANSFER,
-        'stages=Stages(5, 20)': "stages=Stages(1, 1)",
+        "stages=Stages(5, 20)": "stages=Stages(1, 1)",
         '"small_cnn"': '"mlp"',
     },
 }
