@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -98,13 +99,25 @@ def _pool(executor: Executor | None, workers: int | None, cells: int) -> Iterato
     if executor is not None:
         yield executor
         return
-    # Forked children would inherit locks of torch's threads; a parent that is killed ends spawned ones too.
     count = max(1, min(workers or os.cpu_count() or 1, cells))
-    pool = ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"))
+    # Forked children would inherit locks of torch's threads.
+    pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), initializer=_end_with_parent)
     try:
         yield pool
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _end_with_parent() -> None:
+    """End this process with its parent, also with one that was killed: a pool's processes would go on and then wait."""
+    threading.Thread(target=_wait_for_parent, daemon=True).start()
+
+
+def _wait_for_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _one_thread(function: Callable[[Any], Any], argument: Any) -> Any:

@@ -1,7 +1,13 @@
 """Cells give the same numbers on every executor, and the finished ones are not run again."""
 
 import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +30,19 @@ def fail_at_two(seed):
     if seed == 2:
         raise ValueError("two is refused")
     return seed
+
+
+def write_pid_and_wait(path):
+    Path(path).write_text(str(os.getpid()))
+    time.sleep(60)
+
+
+def runs(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def test_every_executor_gives_the_same_numbers(tmp_path):
@@ -61,6 +80,25 @@ def test_a_failing_cell_is_named_and_the_finished_ones_are_kept(tmp_path, worker
         run_cells(fail_at_two, CELLS, workers=workers, folder=tmp_path)
     assert read_json(tmp_path / "seed-1.json") == 1
     assert not (tmp_path / "seed-2.json").exists()
+
+
+def test_processes_end_with_a_parent_that_is_killed(tmp_path):
+    """Otherwise they would go on writing into a folder that the next run continues from."""
+    path = tmp_path / "pid"
+    code = (
+        "import sys; from tests.test_cells import run_cells, write_pid_and_wait\n"
+        "if __name__ == '__main__': run_cells(write_pid_and_wait, {'a': sys.argv[1]}, workers=1)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code, str(path)], env={**os.environ, "PYTHONPATH": os.getcwd()})
+    while not (path.exists() and path.read_text()):
+        assert parent.poll() is None
+        time.sleep(0.01)
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    pid, until = int(path.read_text()), time.monotonic() + 20
+    while runs(pid) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not runs(pid)
 
 
 def test_bad_input():

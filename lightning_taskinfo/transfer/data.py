@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_taskinfo._lightning import LightningDataModule
+from lightning_taskinfo.data import ArrayData
 from lightning_taskinfo.transfer.images import Images, Shape, Task, as_task, fit_images
 from lightning_taskinfo.transfer.sampling import EpochSampler, Samples, whole_batch
 from lightning_taskinfo.transfer.splits import Split, split_target
@@ -97,9 +99,22 @@ class TransferDataModule(LightningDataModule):
         """Return a module with some arguments changed, such as ``seed`` and ``labels``."""
         return type(self)(**{**self.arguments, **changes})
 
+    def settled(self) -> "TransferDataModule":
+        """Return a module that is good for other processes: datasets read, paths from the root."""
+        where = self.arguments["data_dir"] or os.environ.get("TASKINFO_DATA_DIR")
+        changes: dict[str, Any] = {"data_dir": None if where is None else os.path.abspath(where)}
+        for name, task in zip(("source", "target"), self.tasks(), strict=True):
+            what = self.arguments[name]
+            if isinstance(what, str | os.PathLike):
+                changes[name] = os.path.abspath(what) if os.path.exists(what) else what
+            elif not isinstance(what, ArrayData):
+                changes[name] = task
+        return self.replaced(**changes)
+
     def prepare_data(self) -> None:
         """Load named data once, so that it is in the cache before other processes ask for it."""
-        self.tasks()
+        if not self._ready:
+            self.tasks()
 
     def setup(self, stage: str | None = None) -> None:
         """Load and split, once."""
@@ -126,8 +141,7 @@ class TransferDataModule(LightningDataModule):
         """Return what decides the data but for seed and number of labels, in JSON-like values; arrays as a digest."""
         source, target = self.tasks()
         plain = {name: _plain(value) for name, value in self.arguments.items() if name not in ("data_dir", "augment")}
-        augment = self.arguments["augment"]
-        plain["augment"] = None if augment is None else getattr(augment, "__qualname__", repr(augment))
+        plain["augment"] = _function(self.arguments["augment"])
         plain |= {"source": _digest(source), "target": _digest(target)}
         free = {"seed", "num_workers"} | ({"labels"} if isinstance(self.arguments["labels"], int) else set())
         return {name: value for name, value in plain.items() if name not in free}
@@ -190,9 +204,9 @@ class TransferDataModule(LightningDataModule):
         rows = torch.from_numpy(_limited(split.unlabeled, self.arguments["max_unlabeled"], self.seed))
         inputs, self.num_indices = x[rows], len(x)
         if self.arguments["unlabeled"] is not None:
-            inputs = _inputs(self.arguments["unlabeled"])
-            rows = len(x) + torch.arange(len(inputs))
-            self.num_indices += len(inputs)
+            given = _inputs(self.arguments["unlabeled"])
+            rows = torch.from_numpy(_limited(np.arange(len(given)), self.arguments["max_unlabeled"], self.seed))
+            inputs, rows, self.num_indices = given[rows], len(x) + rows, len(x) + len(given)
         options = {"augment": self.arguments["augment"], "seed": self.seed}
         own = torch.from_numpy(split.labeled)
         self.labeled = Samples(fit_images(x[own], self.image_shape), y[own], index=own, **options)
@@ -205,14 +219,16 @@ class TransferDataModule(LightningDataModule):
 
     def _loader(self, samples: Samples, number: int) -> DataLoader[Any]:
         trainer = self.trainer
-        epoch = trainer.current_epoch if trainer is not None else 0  # not 0 in a run that is resumed
+        epoch, ranks = (trainer.current_epoch, trainer.world_size) if trainer is not None else (0, 1)
         return DataLoader(
             samples,
             self.batch_size,
+            # The epoch is not 0 in a run that is resumed.
             sampler=EpochSampler(len(samples), seed=2 * self.seed + number, epoch=epoch),
             num_workers=self.num_workers,
             collate_fn=whole_batch,
-            drop_last=len(samples) > self.batch_size,  # a batch of one sample has no covariance
+            # A batch of one sample has no covariance; but a rank whose share fills no batch must have one.
+            drop_last=len(samples) // ranks > self.batch_size,
         )
 
 
@@ -229,9 +245,25 @@ def _limited(rows: Any, limit: int | None, seed: int) -> Any:
 def _inputs(unlabeled: Any) -> Tensor:
     x = torch.as_tensor(np.asarray(unlabeled))
     x = x[:, None] if x.ndim == 3 else x
-    if x.ndim != 4 or not len(x):
-        raise ValueError(f"`unlabeled` must have the shape [M, C, H, W] or [M, H, W], got {tuple(x.shape)}.")
-    return x
+    if x.ndim != 4 or len(x) < 2:
+        raise ValueError(
+            f"`unlabeled` must have the shape [M, C, H, W] or [M, H, W] with M at least 2, got {tuple(x.shape)}."
+        )
+    return x if x.dtype == torch.uint8 else x.float()
+
+
+def _function(augment: Any) -> str | None:
+    """By what a function or object with settings is known again in another process: its name and its settings."""
+    if augment is None:
+        return None
+    try:
+        digest = hashlib.sha256(pickle.dumps(augment)).hexdigest()[:16]
+    except Exception as error:  # what cannot be pickled says so in many ways
+        raise ValueError(
+            f"`augment` must be a function or an object of a class at the top of a module, got {augment!r}: other "
+            "processes import it by its name."
+        ) from error
+    return f"{getattr(augment, '__qualname__', type(augment).__qualname__)} {digest}"
 
 
 def _digest(task: Task) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def as_task(what: Any, *, argument: str, data_dir: str | os.PathLike[str] | None
 
     Raises:
         TypeError: If it is none of these.
-        ValueError: If a dataset is empty, or its images are no tensors of one shape.
+        ValueError: If a dataset is empty, its images are no tensors of one shape, or a class is negative.
         FileNotFoundError: If a path does not exist.
     """
     if isinstance(what, Task):
@@ -128,4 +128,7 @@ def _read(dataset: Any, argument: str) -> Images:
         raise ValueError(f"`{argument}` must hold images of one shape [C, H, W], got {sorted(shapes)[:3]}.")
     x = torch.stack(images)
     x = x if x.dtype == torch.uint8 else x.float()
-    return Images(x, torch.tensor([int(y) for _, y in samples]))
+    classes = torch.tensor([int(y) for _, y in samples])
+    if classes.min() < 0:
+        raise ValueError(f"`{argument}` must have classes from 0 on, got {int(classes.min())}.")
+    return Images(x, classes)

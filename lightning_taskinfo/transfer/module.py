@@ -43,7 +43,8 @@ class TransferClassifierMixin(
         image_shape: Channels, height and width of an image.
         method: ``"standard"``, or ``"temporal_ensembling"``, ``"mk_mmd"``, ``"lautum"``, ``"mutual_information"``,
             ``"information"``, ``"local_minimum"``, or several with ``+`` between them. Those that do not act in the
-            stage are left out.
+            stage are left out. In a Trainer of your own, call ``lautum.fit_inputs`` for ``"lautum"`` and
+            :meth:`add_noise` for ``"information"`` before ``fit``; :func:`transfer` does.
         stage: ``"pretrain"``, ``"fine_tune"`` or ``"scratch"``.
         weights: Weights of the penalties by name, where not the default.
         fine_tune: What fine-tuning trains: everything, the head on frozen features, or ``"layerwise"``: the head
@@ -184,6 +185,11 @@ class TransferClassifierMixin(
         groups = [{"params": others, "weight_decay": self.weight_decay}, {"params": variances, "weight_decay": 0.0}]
         return torch.optim.Adam([group for group in groups if group["params"]], lr=self.learning_rate)
 
+    def setup(self, stage: str) -> None:
+        """Freeze what is never trained before the optimizer is made, and before ranks agree on what is."""
+        if stage == "fit" and self.fine_tune == "linear":
+            self.freeze_for(0)
+
     def on_train_epoch_start(self) -> None:
         """Freeze what the epoch does not train; frozen layers run in eval mode."""
         self.freeze_for(self.current_epoch)
@@ -192,15 +198,14 @@ class TransferClassifierMixin(
         """Leave trainable what ``fine_tune`` trains in ``epoch``; other stages train everything."""
         if self.stage != "fine_tune" or self.fine_tune == "full":
             return
-        children = [child for child in self.backbone.children() if any(True for _ in child.parameters())]
-        children = children or [self.backbone]
-        count = 0
-        if self.fine_tune == "layerwise":
-            count = min(len(children), epoch * (len(children) + 1) // max(1, self.epochs))
-        frozen = children[: len(children) - count]
-        for child in children:
-            child.requires_grad_(child not in frozen)
-            child.train(child not in frozen)
+        children = list(self.backbone.children())
+        layers = [place for place, child in enumerate(children) if any(True for _ in child.parameters())]
+        steps = max(1, len(layers))
+        count = epoch * (steps + 1) // max(1, self.epochs) if self.fine_tune == "layerwise" else 0
+        self.backbone.requires_grad_(count >= steps).train(count >= steps)
+        if 0 < count < steps:
+            for child in children[layers[-count] :]:  # dropout behind a trained layer is on, before it off
+                child.requires_grad_(True).train()
 
     def _check_classes(self, y: Tensor) -> None:
         if int(y.max()) >= self.num_classes:

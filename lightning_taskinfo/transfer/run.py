@@ -12,12 +12,13 @@ from typing import Any
 from lightning_taskinfo._cells import run_cells
 from lightning_taskinfo._files import claim_folder
 from lightning_taskinfo._lightning import DEFAULT, NAMESPACES
-from lightning_taskinfo.transfer.backbones import Backbone, backbone_name
+from lightning_taskinfo.transfer.backbones import Backbone, backbone_name, feature_dim, make_backbone
 from lightning_taskinfo.transfer.data import TransferDataModule
 from lightning_taskinfo.transfer.measure import onset_of
 from lightning_taskinfo.transfer.methods import Stage, check_weights, parse_method
 from lightning_taskinfo.transfer.report import TransferReport
 from lightning_taskinfo.transfer.runlog import LoggerKind, RunLog
+from lightning_taskinfo.transfer.sampling import generators_kept
 from lightning_taskinfo.transfer.stages import Cell, Experiment, Stages, run_cell
 
 Progress = Callable[[Cell, Mapping[str, Any]], None]
@@ -53,7 +54,8 @@ def transfer(
 
     With a ``folder``, every stage keeps its last finished epoch and its result there. A run that was killed goes on
     where it was and ends with the same numbers; a finished one is read, not repeated; methods, labels and seeds
-    can be added; anything else that changes is refused, with what differs.
+    can be added; anything else that changes the numbers is refused, with what differs. Where it runs (processes,
+    accelerator, namespace) and what it logs to may change.
 
     Args:
         model: The backbone: a name in :data:`lightning_taskinfo.transfer.BACKBONES`, or a function (or class) at the
@@ -64,7 +66,8 @@ def transfer(
         seeds: The seeds, or how many.
         stages: How long and how each stage trains.
         weights: Weights of the penalties by name, where not the default.
-        folder: Where everything is kept; nowhere where ``None``. On several machines it must be a shared one.
+        folder: Where everything is kept; nowhere where ``None``. On several machines it must be a shared one, at the
+            same path.
         logger: What each run logs to.
         project: Project in Weights & Biases.
         name: What to call the experiment: its title, and its group in Weights & Biases. Source → target where ``None``.
@@ -97,7 +100,9 @@ def transfer(
     stages, weights = stages or Stages(), check_weights(weights or {})
     source, target = data.tasks()
     title = name or f"{source.name} → {target.name}"
-    grid.check(data)
+    if folder is None and logger in ("csv", "wandb-offline"):
+        raise ValueError(f"`folder` must be given for the files of `logger` {logger!r}, got None.")
+    grid.check(data, model)
     configuration = {
         "version": VERSION,
         "backbone": backbone_name(model),
@@ -106,11 +111,11 @@ def transfer(
         "weights": weights,
     }
     with TemporaryDirectory() as temporary:
-        place = Path(temporary if folder is None else folder)
-        claim_folder(place, configuration)
+        place = Path(temporary if folder is None else folder).absolute()  # a worker's current folder is another
         group = group_name(title, folder) if folder is not None else f"{title} {uuid.uuid4().hex[:6]}"
         log = RunLog(logger, project, group, place / "logs", namespace)
-        experiment = Experiment(place, model, data.arguments, stages, weights, log, namespace, accelerator)
+        claim_folder(place, configuration)
+        experiment = Experiment(place, model, data.settled().arguments, stages, weights, log, namespace, accelerator)
         cells = grid.cells(experiment)
         if on_plan is not None:
             on_plan([*cells.values()])
@@ -125,7 +130,7 @@ def group_name(title: str, folder: str | os.PathLike[str]) -> str:
         >>> group_name("digits → letters", "runs/first")
         'digits → letters (first)'
     """
-    return f"{title} ({Path(folder).name})"
+    return f"{title} ({Path(folder).absolute().name})"
 
 
 class _Grid:
@@ -144,15 +149,20 @@ class _Grid:
         if isinstance(seeds, int) and seeds < 1:
             raise ValueError(f"`seeds` must be at least 1, got {seeds}.")
         self.seeds = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
+        if any(seed < 0 for seed in self.seeds):
+            raise ValueError(f"`seeds` must not be negative, got {min(self.seeds)}.")
         for argument, values in {"methods": self.methods, "labels": self.labels, "seeds": self.seeds}.items():
             if not values:
                 raise ValueError(f"`{argument}` must not be empty.")
 
-    def check(self, data: TransferDataModule) -> None:
-        """Split once for every number of labels, so that what cannot be is said before anything is trained."""
+    def check(self, data: TransferDataModule, model: Backbone) -> None:
+        """Split for every number of labels and make a network, so that what cannot be is said before a file is made."""
         for count in self.labels:
             changes = {} if self.given_rows else {"labels": count}
-            data.replaced(seed=self.seeds[0], **changes).setup()
+            ready = data.replaced(seed=self.seeds[0], **changes)
+            ready.setup()
+        with generators_kept():
+            feature_dim(make_backbone(model, ready.image_shape), ready.image_shape)
 
     def cells(self, experiment: Experiment) -> dict[str, Cell]:
         """All cells by name, pretraining and scratch first."""
@@ -167,19 +177,29 @@ class _Grid:
 def _run(
     cells: Mapping[str, Cell], place: Path, executor: Executor | None, workers: int | None, on_done: Progress | None
 ) -> dict[str, Any]:
-    """Run what needs nothing first, then what starts from it; a finished stage's last checkpoint is not needed."""
+    """Run what needs nothing first, then what starts from it; a finished stage's checkpoints are not needed."""
 
     def done(name: str, result: Any) -> None:
-        (cells[name].folder / "last.ckpt").unlink(missing_ok=True)
+        for checkpoint in cells[name].folder.glob("last.ckpt*"):
+            checkpoint.unlink(missing_ok=True)
         if on_done is not None:
             on_done(cells[name], result)
 
+    _forget_lost(cells)
     results: dict[str, Any] = {}
     for stages in (("pretrain", "scratch"), ("fine_tune",)):
         wave = {name: cell for name, cell in cells.items() if cell.stage in stages}
         options: dict[str, Any] = {"folder": place / "results", "executor": executor, "workers": workers}
         results |= run_cells(run_cell, wave, on_done=done, **options)
     return results
+
+
+def _forget_lost(cells: Mapping[str, Cell]) -> None:
+    """Let a pretraining be done again whose weights are gone while a stage still has to start from them."""
+    for cell in cells.values():
+        unfinished = cell.stage == "fine_tune" and not cell.experiment.result(cell.name).exists()
+        if unfinished and not (cell.source.folder / "weights.pt").exists():
+            cell.experiment.result(cell.source.name).unlink(missing_ok=True)
 
 
 def _rows(cells: Mapping[str, Cell], results: Mapping[str, Any], stages: Stages) -> list[dict[str, Any]]:

@@ -66,6 +66,10 @@ class RunLog:
         import wandb
 
         self.folder.mkdir(parents=True, exist_ok=True)
+        offline = self.kind == "wandb-offline"
+        settings = wandb.Settings(silent=True, console="off")  # many runs share one terminal
+        if offline:  # Lightning says so in the environment, which W&B does not read again in a process that has used it
+            settings.mode = "offline"
         return import_module(f"{self.namespace}.loggers").WandbLogger(
             name=name,
             save_dir=self.folder,
@@ -73,9 +77,9 @@ class RunLog:
             group=self.group,
             id=hashlib.sha256(f"{self.folder.absolute()}/{self.group}/{name}".encode()).hexdigest()[:12],
             resume="allow",
-            offline=self.kind == "wandb-offline",
+            offline=offline,
             config=dict(configuration),
-            settings=wandb.Settings(silent=True, console="off"),  # many runs share one terminal
+            settings=settings,
         )
 
 

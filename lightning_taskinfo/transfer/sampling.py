@@ -117,6 +117,19 @@ def reseed(*parts: int) -> None:
 
 
 @contextmanager
+def generators_kept() -> Iterator[None]:
+    """Put torch's, numpy's and Python's global generators back afterwards, on every device that is in use."""
+    states = np.random.get_state(), random.getstate()  # noqa: NPY002
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        np.random.set_state(states[0])  # noqa: NPY002
+        random.setstate(states[1])
+
+
+@contextmanager
 def seeded(*parts: int) -> Iterator[None]:
     """Seed the generators of this processor from ``parts``, and put them back afterwards."""
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002

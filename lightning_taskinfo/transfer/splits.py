@@ -30,7 +30,7 @@ def split_target(
     """Choose validation and labelled rows, each class in turn, without regard to the number of the other.
 
     The first 50 labels are among the first 100: more labels are the same ones and others. The validation rows do
-    not depend on the number of labels.
+    not depend on the number of labels; rows that are given for the labels are left out of them.
 
     Args:
         y: Classes of the target's training split.
@@ -51,16 +51,13 @@ def split_target(
     """
     rng = np.random.default_rng(seed)
     order = _by_turns(y, num_classes, rng)
-    kept = _given("validation", validation, len(y))
+    kept, labeled = _given("validation", validation, len(y)), _given("labels", labels, len(y))
     if kept is None:
         assert isinstance(validation, int)
-        kept = _first("validation", order, validation, len(y))
-    rest = order[~np.isin(order, kept)]
-    labeled = _given("labels", labels, len(y))
+        kept = _first("validation", order if labeled is None else _without(order, labeled, y), validation)
     if labeled is None:
         assert isinstance(labels, int)
-        rest = rest[np.argsort(_turn(y[rest]), kind="stable")]  # in turns again, after the gaps that validation left
-        labeled = _first("labels", rest, labels, len(rest))
+        labeled = _first("labels", _without(order, kept, y), labels)
     _check_classes(y, labeled, num_classes)
     if both := np.intersect1d(labeled, kept).tolist():
         raise ValueError(f"`labels` and `validation` must not share rows, got {both[:5]} in both.")
@@ -83,9 +80,15 @@ def _turn(y: Rows) -> Rows:
     return turn
 
 
-def _first(argument: str, order: Rows, count: int, available: int) -> Rows:
-    if count < 0 or count > available:
-        raise ValueError(f"`{argument}` must be between 0 and the {available} samples there are, got {count}.")
+def _without(order: Rows, taken: Rows, y: Rows) -> Rows:
+    """The rows that are not taken, in turns of classes again after the gaps that those leave."""
+    rest = order[~np.isin(order, taken)]
+    return rest[np.argsort(_turn(y[rest]), kind="stable")]
+
+
+def _first(argument: str, order: Rows, count: int) -> Rows:
+    if count < 0 or count > len(order):
+        raise ValueError(f"`{argument}` must be between 0 and the {len(order)} samples there are, got {count}.")
     return order[:count]
 
 

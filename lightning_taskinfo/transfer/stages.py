@@ -17,7 +17,7 @@ from lightning_taskinfo.transfer.measure import fisher_of, information_by_layer,
 from lightning_taskinfo.transfer.methods import Stage, acting, check_weights
 from lightning_taskinfo.transfer.module import CLASSES, FineTune
 from lightning_taskinfo.transfer.runlog import RunLog
-from lightning_taskinfo.transfer.sampling import reseed
+from lightning_taskinfo.transfer.sampling import generators_kept, reseed
 from lightning_taskinfo.transfer.training import fit_stage, load_weights
 from lightning_taskinfo.variational import plain_state_dict
 
@@ -32,7 +32,8 @@ class Stages:
     Args:
         pretrain_epochs: Epochs on the source.
         fine_tune_epochs: Epochs on the target, from the pretrained weights or from scratch. An epoch goes once through
-            the unlabelled inputs, with any method, so that all take the same number of steps.
+            the unlabelled inputs, or the labelled ones if they are more, with any method, so that all take the same
+            number of steps.
         fine_tune: ``"full"``, ``"linear"`` (the head on frozen features) or ``"layerwise"``.
         learning_rate: Of Adam while pretraining and from scratch.
         fine_tune_learning_rate: While fine-tuning; the same where ``None``.
@@ -130,7 +131,8 @@ class Cell:
 
 def run_cell(cell: Cell) -> dict[str, Any]:
     """Run one cell and return its result in JSON-like values; files of a killed run are continued from."""
-    return _pretrain(cell) if cell.stage == "pretrain" else _on_target(cell)
+    with generators_kept():  # they are the user's where the cell runs in the user's process
+        return _pretrain(cell) if cell.stage == "pretrain" else _on_target(cell)
 
 
 def _pretrain(cell: Cell) -> dict[str, Any]:
@@ -153,7 +155,7 @@ def _on_target(cell: Cell) -> dict[str, Any]:
     if cell.stage == "fine_tune":
         module.backbone.load_state_dict(_backbone(load_weights(cell.source.folder / "weights.pt")))
     begun = _plain(module)
-    before = _measure(cell, data, begun, initial)
+    before = _measure(cell, data, begun, information=initial)
     overlap = _overlap(cell, data, module) if cell.stage == "fine_tune" else None
     module.freeze_for(0)
     module.add_noise()
@@ -161,7 +163,8 @@ def _on_target(cell: Cell) -> dict[str, Any]:
         run.log({"before": before, "outside_span": _outside(overlap)})
         fitted = _fit(cell, module, data, logger=run.logger)
         ended = _plain(module)
-        after, added = _measure(cell, data, ended, initial), _measure(cell, data, ended, begun)["information"]
+        after = _measure(cell, data, ended, information=initial, added=begun)
+        added = after.pop("added")
         run.log({"after": after, "added": added})
         run.table(fitted.curve)
     _save(cell.folder / "weights.pt", ended)
@@ -256,15 +259,16 @@ def _plain(module: Any) -> dict[str, Tensor]:
     }
 
 
-def _measure(cell: Cell, data: TransferDataModule, weights: Mapping[str, Tensor], origin: Mapping[str, Tensor]) -> Any:
+def _measure(
+    cell: Cell, data: TransferDataModule, weights: Mapping[str, Tensor], **origins: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """The trace of the Fisher information, and the information in the weights from each of some origins, by name."""
     model = _module(cell, data, data.target_classes, method="standard")
     model.load_state_dict(dict(weights))
     inputs, _ = data.unlabeled.__getitems__(range(min(MEASURED, len(data.unlabeled))))
     fisher = fisher_of(model, inputs, data.target_classes, seed=cell.seed)
-    return {
-        "information": information_by_layer(fisher, weights, origin, len(data.labeled)),
-        "fisher_trace": trace_by_layer(fisher),
-    }
+    nats = {name: information_by_layer(fisher, weights, w0, len(data.labeled)) for name, w0 in origins.items()}
+    return {"fisher_trace": trace_by_layer(fisher), **nats}
 
 
 def _overlap(cell: Cell, data: TransferDataModule, module: Any) -> dict[str, Any] | None:

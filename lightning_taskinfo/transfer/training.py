@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import uuid
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -107,24 +108,22 @@ def fit_stage(
             enable_model_summary=False,
         )
         if last.exists():
-            check_checkpoint(last)
+            load_weights(last)  # says so if it is damaged, before Lightning does in other words
         trainer.fit(module, datamodule=data, ckpt_path=str(last) if last.exists() else None)
         (test,) = trainer.test(module, datamodule=data, verbose=False)
     return Fitted(keeper.curve, {name: float(value) for name, value in test.items()})
 
 
 def save_checkpoint(trainer: Trainer, path: Path) -> None:
-    """Write a checkpoint beside its place and move it there, so that a killed process leaves the one before."""
-    beside = path.with_name(f"{path.name}.tmp")
+    """Write a checkpoint beside its place and move it there, so that a killed process leaves the one before.
+
+    No two processes write beside it under the same name: one of a killed run may be at work still, on another machine.
+    """
+    beside = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     trainer.save_checkpoint(beside)
     with beside.open("rb") as file:
         os.fsync(file.fileno())
     os.replace(beside, path)
-
-
-def check_checkpoint(path: Path) -> None:
-    """Raise ``ValueError`` if a file cannot be read as a checkpoint; nothing is overwritten."""
-    load_weights(path)
 
 
 def load_weights(path: Path) -> Any:

@@ -17,7 +17,7 @@ BETAS = (10.0, 3.0, 1.0, 0.3, 0.1, 0.03)  # below, 200 steps are too few for ran
 
 def trace(spec, n=300, seed=0):
     task = load_task(spec, n=n, seed=seed)
-    training = Training(pretrain_steps=200, steps=200)
+    training = Training(pretrain_steps=200, steps=200, draws=200)
     return structure_function(network_for(task), task.data, BETAS, training=training, seed=seed)
 
 
@@ -41,10 +41,13 @@ def test_random_labels_are_paid_for_in_full(random_labels):
 
 @pytest.mark.timeout(900)
 def test_the_slope_is_the_price(random_labels, true_labels):
-    """Between two minimisers the curve falls by no more than the higher price, and no less than the lower one."""
+    """Between two minimisers the curve falls by no more than the higher price, and no less than the lower one.
+
+    Three standard errors: there are 20 comparisons.
+    """
     for curve in (*random_labels, true_labels):
         for (high, low), (slope, error) in zip(pairwise(curve.betas), curve.slopes(), strict=True):
-            assert low - 2 * error <= slope <= high + 2 * error, (curve.betas, curve.slopes())
+            assert low - 3 * error <= slope <= high + 3 * error, (high, low, slope, error)
 
 
 @pytest.mark.timeout(900)

@@ -1,10 +1,12 @@
 """The ready classifier: every method acts in its stage, in both namespaces, and freezing freezes."""
 
+import json
+
 import pytest
 import torch
 from torch import nn
 
-from lightning_taskinfo._lightning import NAMESPACES
+from lightning_taskinfo._lightning import NAMESPACES, Callback
 from lightning_taskinfo.transfer import BACKBONES, CLASSES, PENALTIES, TransferClassifier
 from lightning_taskinfo.transfer.backbones import backbone_name, feature_dim, make_backbone
 from lightning_taskinfo.transfer.methods import acting, check_weights, parse_method
@@ -49,6 +51,31 @@ def test_every_method_changes_the_training_of_its_stages(method, stage):
     assert not torch.equal(plain_weight, penalised_weight)
 
 
+class Seen(Callback):
+    """Writes down which samples each rank was given in the last epoch."""
+
+    def __init__(self, folder):
+        self.folder, self.labeled, self.unlabeled = folder, [], []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if batch_idx == 0:
+            self.labeled, self.unlabeled = batch["labeled_index"].tolist(), []
+        self.unlabeled += batch["unlabeled_index"].tolist()
+
+    def on_train_end(self, trainer, pl_module):
+        (self.folder / f"{trainer.global_rank}.json").write_text(json.dumps([self.labeled, self.unlabeled]))
+
+
+def test_ranks_share_the_samples_also_where_a_share_fills_no_batch(tmp_path):
+    """20 labels in batches of 16: each of two ranks has 10."""
+    net, data = classifier("temporal_ensembling", "fine_tune", tiny_data(labels=20))
+    fit(net, data, strategy="ddp_fork", devices=2, callbacks=[Seen(tmp_path)])
+    labeled, unlabeled = zip(*(json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)), strict=True)
+    assert [len(part) for part in labeled] == [10, 10]
+    assert sorted(labeled[0] + labeled[1]) == sorted(data.split.labeled.tolist())
+    assert not set(unlabeled[0]) & set(unlabeled[1])
+
+
 @pytest.mark.parametrize("namespace", NAMESPACES)
 def test_the_class_of_each_namespace_runs_in_its_trainer(namespace):
     net, data = classifier("mk_mmd", kind=CLASSES[namespace])
@@ -64,11 +91,40 @@ def test_training_from_scratch_has_no_penalty():
 def test_the_head_alone_is_trained_on_frozen_features():
     net, data = classifier(stage="fine_tune", fine_tune="linear")
     before = {name: p.clone() for name, p in net.named_parameters()}
-    net.freeze_for(0)
     trainer = fit(net, data)
     assert {n for n, p in net.named_parameters() if not torch.equal(p, before[n])} == {"head.weight", "head.bias"}
     assert sum(len(group["params"]) for group in trainer.optimizers[0].param_groups) == 2
-    assert not net.backbone[3].training or not list(net.backbone[3].parameters())
+    assert not net.backbone[3].training  # no dropout in the features
+
+
+class Scaled(nn.Module):
+    """A backbone with a weight of its own, beside that of its layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(64))
+        self.layer = nn.Linear(64, 4)
+
+    def forward(self, x):
+        return self.layer(x.flatten(1) * self.scale)
+
+
+def test_weights_of_the_backbone_itself_are_frozen_too_and_thaw_last():
+    net = TransferClassifier(Scaled(), 3, SHAPE, stage="fine_tune", fine_tune="layerwise", epochs=4)
+    net.freeze_for(0)
+    assert not any(p.requires_grad for p in net.backbone.parameters())
+    net.freeze_for(3)
+    assert all(p.requires_grad for p in net.backbone.parameters())
+
+
+def test_dropout_is_on_behind_the_first_trained_layer_only():
+    net, _ = classifier(stage="fine_tune", fine_tune="layerwise")
+    net.backbone = nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 4), nn.Dropout())
+    net.epochs, states = 3, []
+    for epoch in range(3):
+        net.freeze_for(epoch)
+        states.append([child.training for child in net.backbone])
+    assert states == [[False] * 4, [False, False, True, True], [True] * 4]
 
 
 def test_layers_thaw_from_the_last_to_the_first():

@@ -53,6 +53,15 @@ def test_rows_can_be_given():
     assert len(parts.unlabeled) == len(Y) - 2
 
 
+def test_validation_is_drawn_from_the_rows_that_the_labels_leave():
+    rows = split(labels=25, validation=0).labeled.tolist()  # the first of the order that validation is drawn from
+    parts = split(labels=rows, validation=20)
+    assert parts.labeled.tolist() == rows
+    assert len(parts.validation) == 20
+    assert not set(rows) & set(parts.validation)
+    assert np.bincount(Y[parts.validation]).tolist() == [4] * 5
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -112,6 +112,59 @@ def test_own_unlabelled_inputs():
     assert data.num_indices == 115
 
 
+def test_own_unlabelled_inputs_are_limited_and_floats_as_the_others_are():
+    data = ready(unlabeled=np.random.default_rng(0).random((25, 1, 8, 8)), max_unlabeled=10)
+    assert len(data.unlabeled) == 10
+    assert first_batch(data)["unlabeled"].dtype == torch.float32
+    assert min(data.unlabeled.index.tolist()) >= 90
+    assert data.num_indices == 115
+
+
+class Shift:
+    def __init__(self, by):
+        self.by = by
+
+    def __call__(self, image):
+        return image.roll(self.by, -1)
+
+
+def flipped(image):
+    return image.flip(-1)
+
+
+def test_a_settled_module_reads_datasets_once_and_paths_from_the_root(tmp_path, monkeypatch):
+    save_npz(tmp_path / "mine.npz", tiny_task(1))
+    monkeypatch.chdir(tmp_path)
+    reads = []
+
+    class Counted(TensorDataset):
+        def __getitem__(self, index):
+            reads.append(index)
+            return super().__getitem__(index)
+
+    task = tiny_task(0)
+    pair = (
+        Counted(torch.from_numpy(task.x_train), torch.from_numpy(task.y_train)),
+        Counted(torch.from_numpy(task.x_test), torch.from_numpy(task.y_test)),
+    )
+    settled = tiny_data(source=pair, target="mine.npz", data_dir=".").settled()
+    count = len(reads)
+    monkeypatch.chdir("/")
+    settled.setup()
+    assert len(reads) == count == 150
+    assert torch.equal(settled.source.x, torch.from_numpy(task.x_train))
+    assert settled.arguments["data_dir"] == str(tmp_path)
+
+
+def test_the_description_knows_an_augmentation_by_its_settings():
+    one, same, other, function = (
+        tiny_data(augment=augment).describe()["augment"] for augment in (Shift(1), Shift(1), Shift(2), flipped)
+    )
+    assert one == same != other
+    assert function.startswith("flipped ")
+    assert tiny_data().describe()["augment"] is None
+
+
 def test_a_module_travels_to_other_processes():
     assert len(pickle.loads(pickle.dumps(tiny_data())).arguments) == len(tiny_data().arguments)
 
@@ -132,6 +185,12 @@ def test_the_description_knows_the_data_by_what_they_hold():
         ({"target": "no/such/file.npz"}, FileNotFoundError, "there is no file at"),
         ({"target": 3}, TypeError, "`target` must be an ArrayData, a name, .* got int"),
         ({"unlabeled": np.zeros(5)}, ValueError, r"`unlabeled` must have the shape .* got \(5,\)"),
+        ({"unlabeled": np.zeros((1, 8, 8))}, ValueError, r"with M at least 2, got \(1, 1, 8, 8\)"),
+        (
+            {"target": (TensorDataset(torch.zeros(4, 1, 8, 8), torch.tensor([0, 1, -1, 0])),) * 2},
+            ValueError,
+            "`target` must have classes from 0 on, got -1",
+        ),
         (
             {"target": tiny_task(1, channels=2), "image_shape": (3, 8, 8)},
             ValueError,

@@ -15,15 +15,15 @@ import torch
 
 from lightning_taskinfo.transfer import TransferReport, transfer
 from lightning_taskinfo.transfer._results import without_timings
-from lightning_taskinfo.transfer.stages import Cell, Stages
+from lightning_taskinfo.transfer.stages import Cell, Experiment, Stages, run_cell
 from tests.transfer.tiny import STAGES, tiny_data, tiny_net, tiny_task
 
 METHODS = ["standard", "lautum", "lautum+temporal_ensembling"]
 
 
-def run(folder=None, *, data=None, methods=METHODS, **options):
+def run(folder=None, *, model=tiny_net, data=None, methods=METHODS, **options):
     options = {"seeds": 1, "stages": STAGES, **options}
-    return transfer(tiny_net, data or tiny_data(), methods=methods, folder=folder, **options)
+    return transfer(model, data or tiny_data(), methods=methods, folder=folder, **options)
 
 
 @pytest.fixture(scope="module")
@@ -163,6 +163,80 @@ def test_a_damaged_checkpoint_is_named_and_left(reference, tmp_path):
     assert last.read_bytes() == b"no checkpoint"
 
 
+def test_a_stage_killed_after_its_last_epoch_has_nothing_left_to_train(tmp_path):
+    """Between the last checkpoint and the result: what is left is to test and to measure."""
+    cell = Cell(Experiment(tmp_path, tiny_net, tiny_data().arguments, STAGES), "scratch", "scratch", 9, 0)
+    first = run_cell(cell)
+    (cell.folder / "weights.pt").unlink()
+    last = cell.folder / "last.ckpt"
+    written = last.stat().st_mtime_ns
+    again = run_cell(cell)
+    assert {**again, "seconds": 0} == {**first, "seconds": 0}
+    assert last.stat().st_mtime_ns == written
+    assert (cell.folder / "weights.pt").exists()
+
+
+def test_an_unfinished_checkpoint_is_not_read_and_removed_in_the_end(reference, tmp_path):
+    folder = shutil.copytree(reference[1], tmp_path / "killed")
+    (folder / "results" / "standard-9-seed0.json").unlink()
+    (folder / "stages" / "standard-9-seed0" / "last.ckpt.0123.tmp").write_bytes(b"half a check")
+    assert run(folder).same_as(reference[0])
+    assert not list(folder.rglob("*.tmp"))
+
+
+def test_damaged_weights_are_named_and_trained_again_once_deleted(reference, tmp_path):
+    folder = shutil.copytree(reference[1], tmp_path / "damaged")
+    (folder / "results" / "standard-9-seed0.json").unlink()
+    weights = folder / "stages" / "pretrain-standard-seed0" / "weights.pt"
+    weights.write_bytes(b"no weights")
+    with pytest.raises(RuntimeError, match=r"weights.pt: not a readable checkpoint .* delete it to train that stage"):
+        run(folder)
+    weights.unlink()
+    assert run(folder).same_as(reference[0])
+
+
+def test_a_finished_run_needs_no_weights(reference, tmp_path):
+    folder = shutil.copytree(reference[1], tmp_path / "light")
+    shutil.rmtree(folder / "stages")
+    assert run(folder).same_as(reference[0])
+    assert not (folder / "stages").exists()
+
+
+def test_workers_with_another_current_folder_write_into_the_same(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def stop(cells):
+        assert {cell.experiment.folder for cell in cells} == {tmp_path / "out"}
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run("out", on_plan=stop)
+
+
+def test_the_global_generators_are_put_back():
+    def drawn():
+        return torch.rand(()).item(), np.random.rand(), random.random()  # noqa: NPY002
+
+    def seed():
+        torch.manual_seed(3), np.random.seed(3), random.seed(3)  # noqa: NPY002
+
+    seed()
+    expected = drawn()
+    seed()
+    run(methods=["standard"], stages=Stages(1, 1))
+    assert drawn() == expected
+
+
+def test_a_linear_probe_leaves_the_pretrained_backbone_as_it_is(tmp_path):
+    run(tmp_path, methods=["standard"], stages=replace(STAGES, fine_tune="linear"))
+    pretrained, tuned = (
+        torch.load(tmp_path / "stages" / name / "weights.pt", weights_only=True)
+        for name in ("pretrain-standard-seed0", "standard-9-seed0")
+    )
+    same = {name for name, weight in tuned.items() if torch.equal(weight, pretrained[name])}
+    assert same == {"backbone.1.weight", "backbone.1.bias"}
+
+
 def test_information_is_measured_from_the_start_and_from_the_pretrained_weights(reference):
     rows = reference[0].cell("standard", 9)[0], reference[0].cell("scratch", 9)[0]
     for row in rows:
@@ -204,6 +278,10 @@ def test_a_saved_report_is_the_same(reference, tmp_path):
         ({"methods": ["laplace"]}, "`method` must be made of"),
         ({"methods": []}, "`methods` must not be empty"),
         ({"seeds": 0}, "`seeds` must be at least 1, got 0"),
+        ({"seeds": [0, -1]}, "`seeds` must not be negative, got -1"),
+        ({"model": "vgg"}, "`backbone` must be one of mlp, .* got 'vgg'"),
+        ({"model": "large_cnn"}, r"height and width of at least 20, got \(1, 8, 8\)"),
+        ({"data": tiny_data(augment=lambda image: image)}, "`augment` must be a function or an object of a class at"),
         ({"labels": []}, "`labels` must not be empty"),
         ({"labels": [9, 500]}, "`labels` must be between 0 and the 78 samples there are, got 500"),
         ({"namespace": "keras"}, "`namespace` must be one of .* got 'keras'"),
@@ -214,7 +292,13 @@ def test_a_saved_report_is_the_same(reference, tmp_path):
 def test_bad_input_is_refused_before_anything_is_written(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         run(tmp_path / "out", **options)
-    assert not list((tmp_path / "out").rglob("*.pt"))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("logger", ["csv", "wandb-offline"])
+def test_files_of_a_logger_need_a_folder(logger):
+    with pytest.raises(ValueError, match=f"`folder` must be given for the files of `logger` '{logger}', got None"):
+        run(logger=logger)
 
 
 @pytest.mark.parametrize(
@@ -233,7 +317,7 @@ def test_bad_stages(arguments, message):
 
 def test_the_initial_weights_depend_on_the_seed_alone(reference):
     """Pretraining and scratch start from the same backbone, whatever the method."""
-    from lightning_taskinfo.transfer.stages import Experiment, _data, _module
+    from lightning_taskinfo.transfer.stages import _data, _module
 
     experiment = Experiment(reference[1], tiny_net, tiny_data().arguments, STAGES)
     starts = [
