@@ -39,7 +39,7 @@ model, datamodule, loader = Model(), Data(), Data().train_dataloader()
 """
 """A module and data of the reader's own, on every page."""
 
-PRELUDES: dict[str, str] = {}
+PRELUDES = {"README.md": "from lightning_taskinfo.transfer import Stages"}
 """More of it, by page."""
 
 FAST_TRANSFER = {
@@ -48,11 +48,12 @@ FAST_TRANSFER = {
     ),
     "seeds=3": "seeds=1",
 }
+SHORT_TRAINING = "training=Training(pretrain_steps=2, steps=2)"
 SHORTER = {  # by page: what is written -> what is run instead
     "README.md": {
         **FAST_TRANSFER,
         '"small_cnn", data, methods=["standard", "lautum"],': (
-            '"mlp", data, methods=["standard", "lautum"], stages=__import__("lightning_taskinfo").transfer.Stages(1, 1),'
+            '"mlp", data, methods=["standard", "lautum"], stages=Stages(1, 1),'
         ),
         'structure="neuron"': 'structure="neuron", draws=50',
     },
@@ -60,5 +61,11 @@ SHORTER = {  # by page: what is written -> what is run instead
         **FAST_TRANSFER,
         "stages=Stages(5, 20)": "stages=Stages(1, 1)",
         '"small_cnn"': '"mlp"',
+    },
+    "docs/tasks.md": {
+        "n=1000": "n=40",
+        "n=280": "n=40",
+        "[10, 3, 1, 0.3, 0.1]": f"[10, 1], {SHORT_TRAINING}",
+        'folder="runs/distance"': f'folder="runs/distance", workers=0, seeds=[0], {SHORT_TRAINING}',
     },
 }

@@ -4,7 +4,6 @@ import re
 import shlex
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -92,11 +91,11 @@ def check_make(words):
 
 
 def check_pip(words):
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    section = (ROOT / "pyproject.toml").read_text().split("[project.optional-dependencies]\n")[1].split("\n[")[0]
     for word in words[2:]:
         name, _, extras = word.rstrip("]").partition("[")
-        assert name == project["name"]
-        assert set(filter(None, extras.split(","))) <= set(project["optional-dependencies"])
+        assert name == "lightning-taskinfo"
+        assert set(filter(None, extras.split(","))) <= set(re.findall(r"^(\w+) = ", section, re.M))
 
 
 def check_python(words):
@@ -108,9 +107,9 @@ def check_python(words):
 
 
 def check_wandb(words):
-    wandb = Path(sys.executable).with_name("wandb")
-    done = subprocess.run([wandb, words[1], "--help"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    from wandb.cli.cli import cli
+
+    assert words[1] in cli.commands
 
 
 def check_taskinfo(words):
@@ -159,6 +158,7 @@ def watch(*arguments, folder):
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_the_yaml_of_the_lightning_cli_is_accepted(tmp_path):
     import yaml
 
@@ -173,6 +173,7 @@ def test_the_yaml_of_the_lightning_cli_is_accepted(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_the_sweep_runs_a_command_that_the_cli_accepts(tmp_path):
     (sweep,) = yaml_blocks("docs/how-to/sweep.md")
     assert (ROOT / sweep["program"]).is_file()

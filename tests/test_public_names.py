@@ -1,4 +1,4 @@
-"""Every public name says what it takes, and shows it: a doctest in its docstring, or a use in an example or the docs."""
+"""Every public name says what it takes, and shows it: in a doctest, an example or the documentation."""
 
 import inspect
 import re
