@@ -54,6 +54,7 @@ docs: setup
 
 # Builds wheel and sdist, installs the wheel into an empty environment, and runs the first screen's example from it.
 wheel:
+	rm -rf dist
 	$(PYTHON) -m venv --clear .venv-wheel
 	.venv-wheel/bin/python -m pip --disable-pip-version-check install --quiet --constraint $(CONSTRAINTS) build
 	.venv-wheel/bin/python -m build --outdir dist .
