@@ -4,7 +4,7 @@ CONSTRAINTS ?= constraints.txt
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint $(CONSTRAINTS)
 
-.PHONY: setup demo test test-all lint format bench docs clean
+.PHONY: setup demo test test-all lint format bench docs wheel clean
 
 setup: .venv/installed
 
@@ -52,5 +52,15 @@ docs: setup
 	$(PIP) --editable ".[docs]"
 	$(BIN)/mkdocs build --strict
 
+# Builds wheel and sdist, installs the wheel into an empty environment, and runs the first screen's example from it.
+wheel:
+	rm -rf dist
+	$(PYTHON) -m venv --clear .venv-wheel
+	.venv-wheel/bin/python -m pip --disable-pip-version-check install --quiet --constraint $(CONSTRAINTS) build
+	.venv-wheel/bin/python -m build --outdir dist .
+	$(PYTHON) -m venv --clear .venv-wheel
+	.venv-wheel/bin/python -m pip --disable-pip-version-check install --quiet --constraint $(CONSTRAINTS) torch dist/*.whl
+	cd .venv-wheel && bin/python ../tests/first_screen.py
+
 clean:
-	rm -rf .venv .venv-bench build dist site runs
+	rm -rf .venv .venv-bench .venv-wheel build dist site runs

@@ -1,12 +1,18 @@
-"""Write the list of public modules into ``api.md``, so that a new module is documented as soon as it exists."""
+"""Write the list of public modules into ``api.md``, and the stored results into ``benchmarks.md``."""
 
 import ast
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from re import Match
+from re import compile as pattern
 from typing import Any
 
 PACKAGE = Path(__file__).parents[1] / "lightning_taskinfo"
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 MARKER = "<!-- modules -->"
+RESULT = pattern(r"<!-- results: (\S+) -->")
+HEADING = pattern(r"(?m)^#+ ")
 
 
 def public_modules(folder: Path = PACKAGE) -> Iterator[str]:
@@ -30,10 +36,45 @@ def _has_all(path: Path) -> bool:
 
 
 def on_page_markdown(markdown: str, **kwargs: Any) -> str:
-    """Replace the marker by one section a module (an mkdocs event)."""
-    return markdown.replace(MARKER, "\n".join(map(_section, public_modules()))) if MARKER in markdown else markdown
+    """Replace the markers (an mkdocs event)."""
+    if MARKER in markdown:
+        markdown = markdown.replace(MARKER, "\n".join(map(_section, public_modules())))
+    return RESULT.sub(_stored, markdown)
 
 
 def _section(name: str) -> str:
     options = "    options: {show_root_heading: false, show_root_toc_entry: false}"
     return f"## {name.removeprefix('lightning_taskinfo.')}\n\n::: {name}\n{options}\n"
+
+
+def _stored(match: Match[str]) -> str:
+    """Return a stored table as Markdown; headings go below those of the page."""
+    path = RESULTS / match[1]
+    if path.suffix == ".md":
+        return HEADING.sub("### ", path.read_text())
+    return table(rows(json.loads(path.read_text())))
+
+
+def rows(stored: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows of a stored result: its own, or one for each regulariser and network."""
+    if "rows" in stored:
+        return stored["rows"]
+    return [
+        {"penalty": penalty, "network": network, "step over plain step": values[penalty]["ratio"]}
+        for penalty, networks in stored.items()
+        for network, values in (networks.items() if isinstance(networks, dict) else ())
+        if isinstance(values, dict) and "ratio" in values.get(penalty, {})
+    ]
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    """Return rows as a Markdown table, numbers with three digits.
+
+    >>> print(table([{"network": "mlp", "ratio": 1.23456}]))
+    | network | ratio |
+    | --- | --- |
+    | mlp | 1.23 |
+    """
+    columns = list(found[0])
+    cells = [[f"{row[c]:.3g}" if isinstance(row[c], float) else str(row[c]) for c in columns] for row in found]
+    return "\n".join(f"| {' | '.join(line)} |" for line in [columns, ["---"] * len(columns), *cells])

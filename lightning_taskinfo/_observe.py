@@ -16,6 +16,9 @@ ParamDict: TypeAlias = dict[str, Tensor]
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters that training moves, by name; a tied parameter appears once.
 
+    Args:
+        model: Any module.
+
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
         >>> _ = net[0].requires_grad_(False)

@@ -193,6 +193,9 @@ def noisy_weights(model: nn.Module) -> Iterator[tuple[str, Tensor, NoisyWeight]]
 def weight_kl(model: nn.Module) -> Tensor:
     r"""KL divergence :math:`\mathrm{KL}(Q \| P)` of all noisy weights of ``model``: their information, in nats.
 
+    Args:
+        model: A module with noisy weights.
+
     Raises:
         ValueError: If ``model`` has no noisy weights.
 
@@ -209,7 +212,18 @@ def weight_kl(model: nn.Module) -> Tensor:
 
 @contextmanager
 def sampling(model: nn.Module, enabled: bool = True) -> Iterator[None]:
-    """Draw weights also in eval mode (or, with ``enabled=False``, use the means also in train mode), for a while."""
+    """Draw weights also in eval mode (or, with ``enabled=False``, use the means also in train mode), for a while.
+
+    Args:
+        model: A module with noisy weights.
+        enabled: Whether to draw, in either mode.
+
+    Example:
+        >>> net = add_weight_noise(nn.Linear(2, 1)).eval()
+        >>> with sampling(net):
+        ...     bool((net.weight == net.weight).all())
+        False
+    """
     noises = [noise for *_, noise in noisy_weights(model)]
     before = [noise.sampled for noise in noises]
     try:
@@ -235,6 +249,9 @@ def repeatable_noise(model: nn.Module) -> Iterator[None]:
 def plain_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Return the state dict that the model without noise would have, with the means as weights.
 
+    Args:
+        model: A module, some of whose weights are noisy.
+
     Example:
         >>> list(plain_state_dict(add_weight_noise(nn.Linear(2, 1))))
         ['bias', 'weight']
@@ -248,6 +265,10 @@ def remove_weight_noise(model: nn.Module, *, sample: bool = False) -> nn.Module:
     """Give the plain module back, in place: with the means as weights, or with one sample of them.
 
     Optimizers keep working: the means are the parameters that they know.
+
+    Args:
+        model: A module with noisy weights.
+        sample: Whether to keep a sample of the weights rather than their means.
 
     Example:
         >>> type(remove_weight_noise(add_weight_noise(nn.Linear(2, 1)))).__name__

@@ -29,20 +29,41 @@ def vmapped_gradients(
     model: nn.Module, forward: Forward, inputs: Any, score: Tensor, names: set[str], step: int
 ) -> Iterator[tuple[int, ParamDict]]:
     """Yield blocks of per-sample gradients ``[n, *shape]`` of the named parameters, by ``torch.func``."""
-    scored = _Scored(model, forward)
-    state = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
-    moving = {f"model.{name}": state.pop(f"model.{name}") for name in names}
+    scored, places = _Scored(model, forward), _places(model)
+    state = {name: p.detach() for name, p in model.named_parameters()}
+    moving = {name: state.pop(name) for name in names}
 
     def value(weights: ParamDict, sample: Any, sample_score: Tensor) -> Tensor:
-        one = take(sample, lambda x: x.unsqueeze(0))
-        return functional_call(scored, {**state, **weights}, (one, sample_score.unsqueeze(0)))
+        one, all_weights = take(sample, lambda x: x.unsqueeze(0)), {**state, **weights}
+        placed = {f"model.{place}": all_weights[name] for place, name in places.items()}
+        return functional_call(scored, placed, (one, sample_score.unsqueeze(0)), tie_weights=False)
 
     for start in range(0, len(score), step):
         block = slice(start, start + step)
         gradients = vmap(grad(value), in_dims=(None, 0, 0), randomness="different")(
             moving, take(inputs, itemgetter(block)), score[block]
         )
-        yield start, {name.removeprefix("model."): g for name, g in gradients.items()}
+        yield start, gradients
+
+
+def _places(model: nn.Module) -> dict[str, str]:
+    """Return the parameter's first name for every place that holds it, a submodule with two names taken once.
+
+    ``functional_call`` finds tied weights by itself, but leaves the new ones behind in a submodule with two names.
+
+    Example:
+        >>> net = nn.ModuleDict({"a": nn.Linear(1, 1, bias=False), "b": nn.Linear(1, 1, bias=False)})
+        >>> net["c"], net["b"].weight = net["a"], net["a"].weight
+        >>> _places(net)
+        {'a.weight': 'a.weight', 'b.weight': 'a.weight'}
+    """
+    first = {id(p): name for name, p in model.named_parameters()}
+    return {
+        f"{path}.{key}" if path else key: first[id(p)]
+        for path, module in model.named_modules()
+        for key, p in module._parameters.items()
+        if p is not None
+    }
 
 
 def looped_gradients(

@@ -1,0 +1,71 @@
+"""What the readers of a page already have, and what would take too long: the set-up of ``test_code_blocks.py``."""
+
+PRELUDE = """
+import logging
+import pytorch_lightning as pl
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+for _name in ("pytorch_lightning", "lightning.pytorch"):
+    logging.getLogger(_name).setLevel(logging.WARNING)
+torch.manual_seed(0)
+
+
+class Model(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return nn.functional.cross_entropy(self(x), y)
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+class Data(pl.LightningDataModule):
+    def train_dataloader(self):
+        return DataLoader(train_set, batch_size=16)
+
+
+inputs, targets = torch.randn(64, 4), torch.randint(3, (64,))
+train_set = TensorDataset(inputs, targets)
+model, datamodule, loader = Model(), Data(), Data().train_dataloader()
+"""
+"""A module and data of the reader's own, on every page."""
+
+PRELUDES = {"README.md": "from lightning_taskinfo.transfer import Stages"}
+"""More of it, by page."""
+
+FAST_TRANSFER = {
+    'TransferDataModule("digits", "letters", labels=50)': (
+        'TransferDataModule("digits", "letters", labels=50, max_source=200, max_unlabeled=200)'
+    ),
+    "seeds=3": "seeds=1",
+}
+SHORT_TRAINING = "training=Training(pretrain_steps=2, steps=2)"
+SHORTER = {  # by page: what is written -> what is run instead
+    "README.md": {
+        **FAST_TRANSFER,
+        '"small_cnn", data, methods=["standard", "lautum"],': (
+            '"mlp", data, methods=["standard", "lautum"], stages=Stages(1, 1),'
+        ),
+        'structure="neuron"': 'structure="neuron", draws=50',
+    },
+    "docs/getting-started.md": {
+        **FAST_TRANSFER,
+        "stages=Stages(5, 20)": "stages=Stages(1, 1)",
+        '"small_cnn"': '"mlp"',
+    },
+    "docs/tasks.md": {
+        "n=1000": "n=40",
+        "n=280": "n=40",
+        "[10, 3, 1, 0.3, 0.1]": f"[10, 1], {SHORT_TRAINING}",
+        'folder="runs/distance"': f'folder="runs/distance", workers=0, seeds=[0], {SHORT_TRAINING}',
+    },
+}

@@ -1,0 +1,192 @@
+"""Every block of code in the README and the documentation runs, and every command in them exists."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.documented import PRELUDE, PRELUDES, SHORTER
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"^```(?P<language>\S*)\n(?P<text>.*?)^```$", re.M | re.S)
+PYTHON, SHELL, OTHER = {"python", "diff"}, {"bash"}, {"text", "yaml"}
+SLOW_PAGES = {"docs/how-to/many-machines.md"}  # a cluster
+
+
+def name_of(page):
+    return page.relative_to(ROOT).as_posix()
+
+
+def blocks(page, languages):
+    return [match for match in BLOCK.finditer(page.read_text()) if match["language"] in languages]
+
+
+def source(match):
+    """Return the code of a block; of a diff, what it is afterwards."""
+    if match["language"] == "python":
+        return match["text"]
+    lines = match["text"].splitlines()
+    return "\n".join(line[2:] for line in lines if not line.startswith("-"))
+
+
+def marked(pages):
+    slow = pytest.mark.slow
+    return [pytest.param(p, id=name_of(p), marks=[slow] * (name_of(p) in SLOW_PAGES)) for p in pages]
+
+
+def test_every_block_has_a_language_that_is_checked():
+    for page in PAGES:
+        assert page.read_text().count("\n```") == 2 * len(blocks(page, PYTHON | SHELL | OTHER)), name_of(page)
+
+
+def test_there_are_no_preludes_for_pages_that_are_gone():
+    with_code = {name_of(page) for page in PAGES if blocks(page, PYTHON)}
+    assert set(PRELUDES) | set(SHORTER) <= with_code
+
+
+@pytest.mark.filterwarnings("ignore:::pytorch_lightning", "ignore:::torch")
+@pytest.mark.parametrize("page", marked([page for page in PAGES if blocks(page, PYTHON)]))
+def test_python_blocks_run(page, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    namespace = {"__name__": "__main__"}
+    exec(PRELUDE + PRELUDES.get(name_of(page), ""), namespace)
+    shorter = SHORTER.get(name_of(page), {})
+    for match in blocks(page, PYTHON):
+        text = source(match)
+        for long, short in shorter.items():
+            text = text.replace(long, short)
+        exec(compile(text, f"{name_of(page)} near character {match.start()}", "exec"), namespace)
+    written = page.read_text()
+    assert all(long in written for long in shorter)
+
+
+def commands():
+    found = {}
+    for page in PAGES:
+        for match in blocks(page, SHELL):
+            for line in filter(None, match["text"].splitlines()):
+                for part in line.split(" && "):
+                    found.setdefault(part, name_of(page))
+    return found
+
+
+COMMANDS = commands()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_exist(command):
+    words = [word for word in shlex.split(command, comments=True) if "=" not in word or word.startswith("-")]
+    check = CHECKS.get(words[0])
+    assert check is not None, f"nobody checks {command!r} of {COMMANDS[command]}"
+    check(words)
+
+
+def check_make(words):
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
+    assert set(words[1:]) <= set(targets)
+
+
+def check_pip(words):
+    section = (ROOT / "pyproject.toml").read_text().split("[project.optional-dependencies]\n")[1].split("\n[")[0]
+    for word in words[2:]:
+        name, _, extras = word.rstrip("]").partition("[")
+        assert name == "lightning-taskinfo"
+        assert set(filter(None, extras.split(","))) <= set(re.findall(r"^(\w+) = ", section, re.M))
+
+
+def check_python(words):
+    script = words[1]
+    if script == "train.py":  # the reader's own
+        return
+    text = (ROOT / script).read_text()  # those with `--fast` are run by test_examples
+    assert '"--fast"' in text or script == "examples/watch.py"
+
+
+def check_wandb(words):
+    from wandb.cli.cli import cli
+
+    assert words[1] in cli.commands
+
+
+def check_taskinfo(words):
+    """Parse the arguments of the command, without running it."""
+    from jsonargparse import ArgumentParser
+
+    from lightning_taskinfo.cli import COMMANDS as ours
+
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_function_arguments(ours[words[1]], as_positional=False)
+    parser.parse_args(words[2:])
+
+
+CHECKS = {
+    "make": check_make,
+    "pip": check_pip,
+    "python": check_python,
+    "taskinfo": check_taskinfo,
+    "wandb": check_wandb,
+    "git": lambda words: None,
+    "cd": lambda words: None,
+}
+
+
+@pytest.mark.slow
+def test_taskinfo_commands_run(tmp_path, monkeypatch):
+    """The quick ones as they are; a transfer is run by ``tests/cli``."""
+    from lightning_taskinfo.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    quick = [c for c in COMMANDS if c.startswith(("taskinfo phase-diagram", "taskinfo embed"))]
+    assert quick
+    for command in quick:
+        assert main(shlex.split(command)[1:]) == 0
+
+
+def yaml_blocks(page):
+    import yaml
+
+    return [yaml.safe_load(match["text"]) for match in blocks(ROOT / page, {"yaml"})]
+
+
+def watch(*arguments, folder):
+    command = [sys.executable, ROOT / "examples" / "watch.py", "fit", *arguments]
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "", "HOME": str(folder)}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+def test_the_yaml_of_the_lightning_cli_is_accepted(tmp_path):
+    import yaml
+
+    (block,) = yaml_blocks("docs/how-to/lightning-cli.md")
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(block))
+    done = watch("--config", config, "--print_config", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [c["class_path"] for c in yaml.safe_load(done.stdout)["trainer"]["callbacks"]] == [
+        "lightning_taskinfo.FisherTrace",
+        "lightning_taskinfo.InformationInWeights",
+    ]
+
+
+@pytest.mark.slow
+def test_the_sweep_runs_a_command_that_the_cli_accepts(tmp_path):
+    (sweep,) = yaml_blocks("docs/how-to/sweep.md")
+    assert (ROOT / sweep["program"]).is_file()
+    arguments = [word for word in sweep["command"] if not word.startswith("$")]
+    assert arguments[0] == "fit"
+    values = [f"--{name}={choices['values'][0]}" for name, choices in sweep["parameters"].items()]
+    done = watch(*arguments[1:], *values, "--print_config", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "lr: 0.0005" in done.stdout
+
+
+def test_linked_files_and_pictures_are_there():
+    link = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
+    for page in PAGES:
+        for target in link.findall(BLOCK.sub("", page.read_text())):
+            assert (page.parent / target).exists(), f"{name_of(page)}: {target}"
