@@ -9,7 +9,7 @@ from torch import Tensor
 BLOCK = 1 << 16  # weights in float64 at once: their intermediates stay in the cache
 
 
-class WeightInformation(NamedTuple):
+class InformationTerms(NamedTuple):
     r"""What :func:`information_in_weights` returns; float64 scalars.
 
     Attributes:
@@ -33,18 +33,18 @@ class WeightInformation(NamedTuple):
         return loss + self.curvature_penalty + self.beta * self.kl
 
 
-def added(parts: Iterable[WeightInformation]) -> WeightInformation:
+def added(parts: Iterable[InformationTerms]) -> InformationTerms:
     """Return the information of several groups of weights together; they share ``beta``.
 
     Example:
         >>> from torch import ones, tensor
-        >>> part = WeightInformation(tensor(1.0), tensor(2.0), tensor(3.0), beta=0.5)
+        >>> part = InformationTerms(tensor(1.0), tensor(2.0), tensor(3.0), beta=0.5)
         >>> added([part, part])
-        WeightInformation(kl=tensor(2.), effective_parameters=tensor(4.), curvature_penalty=tensor(6.), beta=0.5)
+        InformationTerms(kl=tensor(2.), effective_parameters=tensor(4.), curvature_penalty=tensor(6.), beta=0.5)
     """
     parts = list(parts)
     kl, effective, penalty = (torch.stack([part[i] for part in parts]).sum() for i in range(3))  # type: ignore[misc]
-    return WeightInformation(kl, effective, penalty, parts[0].beta)
+    return InformationTerms(kl, effective, penalty, parts[0].beta)
 
 
 def post_variance(curvature: Tensor, *, prior_std: float, beta: float = 1.0) -> Tensor:
@@ -73,7 +73,7 @@ def post_variance(curvature: Tensor, *, prior_std: float, beta: float = 1.0) -> 
 
 def information_in_weights(
     curvature: Tensor, displacement: Tensor, *, prior_std: float, beta: float = 1.0
-) -> WeightInformation:
+) -> InformationTerms:
     r"""Information that the weights hold about the data they were trained on.
 
     .. math::
@@ -115,7 +115,7 @@ def information_in_weights(
 
 def information_sweep(
     curvature: Tensor, displacement: Tensor, *, prior_stds: Sequence[float], beta: float = 1.0
-) -> list[WeightInformation]:
+) -> list[InformationTerms]:
     r"""Information in the weights for several widths of the pre-distribution, from one pass over the weights.
 
     The curvature may be the eigenvalues of a matrix, the displacement then being in its basis, or in any other of the
@@ -151,7 +151,7 @@ def information_sweep(
             logarithms[i] += gain.log1p_().sum()  # −Σ log v
     spread = (logarithms - determined).clamp_min(0)
     kls = [0.5 * (distance / std**2 + part) for std, part in zip(prior_stds, spread, strict=True)]
-    return [WeightInformation(kl, known, 0.5 * beta * known, beta) for kl, known in zip(kls, determined, strict=True)]
+    return [InformationTerms(kl, known, 0.5 * beta * known, beta) for kl, known in zip(kls, determined, strict=True)]
 
 
 def _check(**positive: float) -> None:
