@@ -6,7 +6,9 @@ import pytest
 import torch
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
+os.environ.setdefault("WANDB_MODE", "offline")  # W&B reads it once a process
 torch.set_num_threads(1)  # one worker a core: small tensors gain nothing from two threads
+collect_ignore = ["tests/first_screen.py"]  # a script, for an environment without test tools
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 from lightning_taskinfo.callbacks.pac_bayes_certificate import PACBayesCertificate
 from lightning_taskinfo.certificates import Prior, certify, pareto_front
 from tests.callbacks.runs import Classifier, fit, read_csv, seed_everything
-from tests.callbacks.test_loggers import wandb_history
+from tests.callbacks.test_loggers import wandb_histories
 from tests.certificates.conftest import blobs
 
 QUICK = {"draws": 20, "betas": (1.0,), "origin": "random initialisation"}
@@ -115,7 +115,7 @@ def test_the_tradeoff_reaches_an_offline_wandb_run(tmp_path, loader, monkeypatch
     logger.experiment.finish()
     prior = Prior(start(), origin="random initialisation")
     assert callback.tradeoff == pareto_front(model, blobs(64, seed=0), prior, betas=(1.0,))
-    run, items = wandb_history(tmp_path)
+    ((run, items),) = wandb_histories(tmp_path)
     stored = {key: value for item in items for key, value in item.items()}
     for row in callback.tradeoff:
         assert stored[f"certificate_pareto_{row.structure}"] == pytest.approx(row.bound)
