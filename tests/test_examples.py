@@ -41,7 +41,13 @@ def test_there_are_examples():
     assert ROOT / "examples" / "demo.py" in SCRIPTS
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+LONG = {"own_data", "structure_function", "task2vec", "task_distance"}  # what they run has quick tests of its own
+
+
+@pytest.mark.parametrize(
+    "script",
+    [pytest.param(path, marks=[pytest.mark.slow] * (path.stem in LONG), id=path.stem) for path in SCRIPTS],
+)
 def test_runs_and_draws(script, tmp_path):
     printed = run(script, tmp_path)
     figures = list(tmp_path.glob("*.png"))

@@ -77,7 +77,11 @@ def test_a_changed_configuration_is_refused_with_what_differs(reference):
         run(folder, data=tiny_data(target=tiny_task(5, name="target")))
 
 
-@pytest.mark.parametrize("options", [{"workers": 2}, {"namespace": "lightning.pytorch"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({"workers": 2}, marks=pytest.mark.slow), {"namespace": "lightning.pytorch"}],
+    ids=str,
+)
 def test_other_processes_and_namespaces_give_the_same_numbers(reference, options):
     assert run(**options).same_as(reference[0])
 
