@@ -172,7 +172,8 @@ def store(args: argparse.Namespace, report: TransferReport, found: Any, text: st
     told = " ".join(str(__doc__).split("    python")[0].split())
     notes = f"# {report.name}: seven methods of semi-supervised transfer\n\n{told}"
     sizes = (
-        f"This run: {', '.join(map(str, args.labels))} labels. Backbone {args.backbone}, {args.max_source} source samples, {args.max_unlabeled} unlabelled target inputs, "
+        f"This run: {', '.join(map(str, args.labels))} labels. "
+        f"Backbone {args.backbone}, {args.max_source} source samples, {args.max_unlabeled} unlabelled target inputs, "
         f"{args.pretrain_epochs} and {args.fine_tune_epochs} epochs, {args.seeds} seeds; Student's 95 % intervals, "
         "paired by seed for the gain over standard. The paper's networks and data sizes are larger."
     )
