@@ -7,88 +7,26 @@ Together with :func:`weight_kl` this minimises the information complexity
 Give the log-variances no weight decay, which would pull every standard deviation to 1: the prior does that work.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from lightning_taskinfo.functional.weight_noise import isotropic_kl, noisy_weight
+from lightning_taskinfo.variational.noisy_weight import NoisyWeight, attach_hooks, detach_hooks, noisy_weights
 
-
-class NoisyWeight(nn.Module):
-    """Parametrization that draws a weight from a diagonal Gaussian; :func:`add_weight_noise` puts it in place.
-
-    The noise comes from a generator of its own, seeded by ``seed``, the number of the draw and the rank, so that it
-    neither moves the global generator nor repeats over ranks, and a resumed run goes on where it stopped.
-
-    Args:
-        mean: The weight as it is.
-        std: Standard deviation to begin with; 0 is the plain weight.
-        prior_mean: Mean of the pre-distribution, in the weight's shape.
-        prior_std: Standard deviation of the pre-distribution.
-        seed: Seed of the noise.
-    """
-
-    prior_mean: Tensor
-    prior_log_variance: Tensor
-
-    def __init__(self, mean: Tensor, *, std: float, prior_mean: Tensor, prior_std: float, seed: int) -> None:
-        super().__init__()
-        log_variance = 2 * math.log(std) if std > 0 else -math.inf
-        self.log_variance = nn.Parameter(torch.full_like(mean, log_variance))
-        self.register_buffer("prior_mean", prior_mean.detach().clone().to(mean))
-        self.register_buffer("prior_log_variance", mean.new_tensor(2 * math.log(prior_std)))
-        self.seed = seed
-        self.draws = 0
-        self.sampled: bool | None = None  # None: in train mode only
-        self._depth = 0  # forwards under way in which the noise stays the same
-        self._noise: Tensor | None = None
-        self._memory: Tensor | None = None  # the noise of the last draw, to be drawn into again
-
-    @torch.compiler.disable  # a generator would break the graph anyway, and each draw would compile anew
-    def forward(self, mean: Tensor) -> Tensor:
-        """Return a sample of the weight, or its mean in eval mode."""
-        if not (self.training if self.sampled is None else self.sampled):
-            return mean
-        noise = self._noise if self._noise is not None else self._draw(mean)
-        if self._depth:
-            self._noise = noise
-        return noisy_weight(mean, self.log_variance, noise)
-
-    def right_inverse(self, value: Tensor) -> Tensor:
-        """Assigning to the weight assigns its mean."""
-        return value
-
-    def kl(self, mean: Tensor) -> Tensor:
-        """KL divergence from the pre-distribution, in nats."""
-        return isotropic_kl(mean, self.log_variance, self.prior_mean, self.prior_log_variance)
-
-    def _draw(self, mean: Tensor) -> Tensor:
-        if torch._C._current_graph_task_id() != -1:
-            raise RuntimeError(
-                "Noisy weights were read inside a backward pass, where activation checkpointing would draw other noise "
-                "than its forward pass had. Turn checkpointing off, or keep these layers' weights without noise."
-            )
-        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-        seed = hash((self.seed, self.draws, rank)) % 2**63
-        self.draws += 1
-        generator = Generator(mean.device).manual_seed(seed)
-        if self._memory is None or (self._memory.device, self._memory.dtype) != (mean.device, mean.dtype):
-            with torch.inference_mode(False):  # a draw in `validate` comes before others in training
-                self._memory = torch.empty_like(mean, requires_grad=False)
-        return self._memory.normal_(generator=generator)
-
-    def get_extra_state(self) -> dict[str, int]:
-        """Return the state of the noise, for checkpoints."""
-        return {"seed": self.seed, "draws": self.draws}
-
-    def set_extra_state(self, state: dict[str, int]) -> None:
-        """Take up the state of the noise from a checkpoint."""
-        self.seed, self.draws = state["seed"], state["draws"]
+__all__ = [
+    "NoisyWeight",
+    "add_weight_noise",
+    "noisy_weights",
+    "plain_state_dict",
+    "remove_weight_noise",
+    "repeatable_noise",
+    "sampling",
+    "weight_kl",
+]
 
 
 def add_weight_noise(
@@ -143,9 +81,7 @@ def add_weight_noise(
         parametrize.register_parametrization(owner, attribute, noise)
         owners[owner] = None
     for owner in owners:  # the model, and each layer for when it is called by itself
-        owner.register_forward_pre_hook(_keep_noise)
-        owner.register_forward_hook(_release_noise, always_call=True)
-        owner.register_load_state_dict_pre_hook(_accept_plain)
+        attach_hooks(owner)
     return model
 
 
@@ -180,14 +116,6 @@ def _prior_means(prior: str | Mapping[str, Tensor], picked: Mapping[str, Tensor]
             found = tuple(prior[name].shape) if name in prior else "nothing"
             raise ValueError(f"`prior` must hold `{name}` with shape {tuple(p.shape)}, got {found}.")
     return prior
-
-
-def noisy_weights(model: nn.Module) -> Iterator[tuple[str, Tensor, NoisyWeight]]:
-    """Yield the plain name, the mean and the parametrization of every noisy weight of ``model``."""
-    for path, module in model.named_modules():
-        if isinstance(module, parametrize.ParametrizationList) and isinstance(module[0], NoisyWeight):
-            owner, _, attribute = path.rpartition("parametrizations.")
-            yield owner + attribute, module.original, module[0]
 
 
 def weight_kl(model: nn.Module) -> Tensor:
@@ -281,40 +209,5 @@ def remove_weight_noise(model: nn.Module, *, sample: bool = False) -> nn.Module:
                 mean.copy_(noise(mean))
         parametrize.remove_parametrizations(model.get_submodule(path), attribute, leave_parametrized=False)
     for module in model.modules():
-        _remove_hooks(module)
+        detach_hooks(module)
     return model
-
-
-def _remove_hooks(module: nn.Module) -> None:
-    """Remove by function: handles would point to the original after a ``deepcopy``."""
-    for hooks in (module._forward_pre_hooks, module._forward_hooks, module._load_state_dict_pre_hooks):
-        for key, hook in list(hooks.items()):
-            if getattr(hook, "hook", hook) in (_keep_noise, _release_noise, _accept_plain):
-                del hooks[key]
-                module._forward_hooks_always_called.pop(key, None)
-
-
-@torch.compiler.disable
-def _keep_noise(module: nn.Module, args: Any) -> None:
-    """Begin a forward: every read of a weight inside of it sees the same noise."""
-    for *_, noise in noisy_weights(module):
-        noise._depth += 1
-
-
-@torch.compiler.disable
-def _release_noise(module: nn.Module, args: Any, output: Any) -> None:
-    for *_, noise in noisy_weights(module):
-        noise._depth -= 1
-        if not noise._depth:
-            noise._noise = None
-
-
-def _accept_plain(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Read a plain weight as the mean, and keep what a plain checkpoint does not know."""
-    for attribute in getattr(module, "parametrizations", {}):
-        if prefix + attribute not in state_dict:
-            continue
-        inner = f"parametrizations.{attribute}."
-        own = module.state_dict()
-        state_dict.update({prefix + key: value for key, value in own.items() if key.startswith(inner)})
-        state_dict[f"{prefix}{inner}original"] = state_dict.pop(prefix + attribute)
