@@ -11,7 +11,8 @@ taken in closed form; gradient descent from a small initialisation through pretr
 The summary counts cells beyond three standard errors beside the number that chance alone would put there. For linear
 transfer that number is large with few repetitions (``--repetitions 20``): its risk varies as the square of one
 Gaussian, so that a sample of 20 often has both too small a mean and too small a standard error. The standard error is
-known there, and ``z_known`` uses it.
+known there, and ``z_known`` uses it. For fine-tuning it is not known; ``z_pilot`` takes the standard deviation from
+other, more repetitions (``--pilot``), for both modes.
 """
 
 import argparse
@@ -23,6 +24,7 @@ import time
 from pathlib import Path
 
 import torch
+from scipy.stats import norm
 from scipy.stats import t as student
 
 from lightning_taskinfo import __version__
@@ -57,21 +59,27 @@ def column(gamma, sigma, args, generator):
     n = round(gamma * args.dimension)
     sizes = {"dimension": args.dimension, "repetitions": args.repetitions}
     risks = simulate_transfer(THETA, n / args.dimension, sigma, generator=generator, **sizes)
+    pilot = simulate_transfer(
+        THETA, n / args.dimension, sigma, dimension=args.dimension, repetitions=args.pilot,
+        generator=torch.Generator().manual_seed(args.seed + 1000 + n),
+    )  # fmt: skip
     one_layer = fine_tuning_risk(THETA, n / args.dimension, sigma, depth=1, dimension=args.dimension)
     theories = {
-        "linear": (risks.linear, linear_transfer_risk(THETA, sigma, n), None),
+        "linear": (risks.linear, pilot.linear, linear_transfer_risk(THETA, sigma, n), None),
         "fine-tuning": (
             risks.fine_tuned,
+            pilot.fine_tuned,
             fine_tuning_risk(THETA, n / args.dimension, sigma, dimension=args.dimension),
             one_layer,  # the printed formula, with the exact mean of the risk from scratch
         ),
     }
-    for mode, (values, theory, printed) in theories.items():
+    for mode, (values, others, theory, printed) in theories.items():
         for a, theta in enumerate(THETA.tolist()):
             mean, error = values[a].mean().item(), (values[a].std() / args.repetitions**0.5).item()
             cell = {"mode": mode, "sigma": sigma, "theta_degrees": math.degrees(theta), "gamma": gamma, "n": n}
             cell |= {"mean": mean, "standard_error": error, "theory": theory[a].item()}
-            cell |= {"z": z_score(mean, error, theory[a].item())}
+            spread = (others[a].std() / args.repetitions**0.5).item()
+            cell |= {"z": z_score(mean, error, theory[a].item()), "z_pilot": z_score(mean, spread, theory[a].item())}
             if mode == "linear":
                 cell["z_known"] = z_score(mean, known_error(theta, sigma, n, args.repetitions), theory[a].item())
             else:
@@ -109,7 +117,9 @@ def chance_beyond_3(repetitions):
     return {
         ("linear", "z"): (gap.abs() > 3 * estimated).double().mean().item(),
         ("linear", "z_known"): (gap.abs() > 3 * known).double().mean().item(),
+        ("linear", "z_pilot"): (gap.abs() > 3 * known).double().mean().item(),
         ("fine-tuning", "z"): 2 * float(student.sf(3, repetitions - 1)),
+        ("fine-tuning", "z_pilot"): 2 * float(norm.sf(3)),
     }
 
 
@@ -162,6 +172,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dimension", type=int, default=200)
     parser.add_argument("--repetitions", type=int, default=400)
+    parser.add_argument("--pilot", type=int, default=400, help="repetitions that give z_pilot its standard deviation")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, help="default: results/phase_diagram_<repetitions>.json beside this file")
@@ -174,7 +185,7 @@ def main():
     checks = [descent(sigma, args) for sigma in SIGMA]
     result = {
         "what": "risks of transfer in deep linear networks, simulated and by theory; depth 2",
-        "settings": {"dimension": args.dimension, "repetitions": args.repetitions, "seed": args.seed},
+        "settings": {key: getattr(args, key) for key in ("dimension", "repetitions", "pilot", "seed")},
         "environment": environment(),
         "seconds": round(time.perf_counter() - start, 1),
         "summary": summarise(cells, args.repetitions),

@@ -2,7 +2,7 @@
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TypeAlias
 
@@ -70,74 +70,81 @@ def observing(model: nn.Module) -> Iterator[nn.Module]:
     modules, parameters, buffers = parts(model)
     devices = {t.device for t in (*parameters, *buffers)} | {torch.device("cpu")}
     with ExitStack() as stack:
-        for restoring in (_modes(modules), _buffers(modules), _grads(parameters), _random_states(devices)):
-            stack.enter_context(restoring)
+        stack.callback(_keep_random_states(devices))
+        stack.callback(_keep_grads(parameters))
+        stack.callback(_keep_buffers(modules))
+        stack.callback(_keep_modes(modules))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         for device_type in sorted({device.type for device in devices} - {"meta"}):
             stack.enter_context(torch.autocast(device_type, enabled=False))
         if "torch._dynamo" in sys.modules:  # otherwise nothing can be compiled, and importing it takes a second
             stack.enter_context(torch.compiler.set_stance("force_eager"))
+        for module in modules:
+            if module.training:
+                module.training = False  # not `.eval()`: a module may override it, e.g. to keep its batch norm frozen
+        for p in parameters:
+            if p.grad is not None:
+                p.grad = None  # a `backward()` inside adds to a gradient of its own
         yield model
 
 
-@contextmanager
-def _modes(modules: list[nn.Module]) -> Iterator[None]:
+Restore: TypeAlias = Callable[[], None]
+
+
+def _keep_modes(modules: list[nn.Module]) -> Restore:
     modes = [(module, module.training) for module in modules]
-    try:
-        for module, mode in modes:
-            if mode:
-                module.training = False  # not `.eval()`: a module may override it, e.g. to keep its batch norm frozen
-        yield
-    finally:
+
+    def restore() -> None:
         for module, mode in modes:
             if module.training != mode:
                 module.training = mode
 
+    return restore
 
-@contextmanager
-def _buffers(modules: list[nn.Module]) -> Iterator[None]:
+
+def _keep_buffers(modules: list[nn.Module]) -> Restore:
     kept = [
         (module, name, buffer, None if buffer is None else buffer.detach().clone())
         for module in modules
         for name, buffer in module._buffers.items()
     ]
-    try:
-        yield
-    finally:
+
+    def restore() -> None:
         for module, name, buffer, value in kept:
             module._buffers[name] = buffer
             if buffer is not None and value is not None:
                 # Through `.data`, which counts as no change: a graph recorded before stays good for its backward.
                 buffer.data.copy_(value)
 
+    return restore
 
-@contextmanager
-def _grads(parameters: list[nn.Parameter]) -> Iterator[None]:
+
+def _keep_grads(parameters: list[nn.Parameter]) -> Restore:
     grads = [(p, p.grad) for p in parameters]
-    try:
-        for p, _ in grads:
-            p.grad = None  # a `backward()` inside adds to a gradient of its own
-        yield
-    finally:
+
+    def restore() -> None:
         for p, grad in grads:
-            p.grad = grad
+            if p.grad is not grad:
+                p.grad = grad
+
+    return restore
 
 
-@contextmanager
-def _random_states(devices: set[torch.device]) -> Iterator[None]:
+def _keep_random_states(devices: set[torch.device]) -> Restore:
     accelerators = [d for d in devices if d.type not in ("cpu", "meta")]
     modules = [(torch.get_device_module(d), () if d.type == "mps" else (d,)) for d in accelerators]  # one mps only
     states = [module.get_rng_state(*device) for module, device in modules]
     cpu_state, python_state = torch.get_rng_state(), random.getstate()
     numpy = sys.modules.get("numpy")  # not loaded: nobody has drawn from it
     numpy_state = numpy.random.get_state() if numpy else None
-    try:
-        yield
-    finally:
+
+    def restore() -> None:
         torch.set_rng_state(cpu_state)
         random.setstate(python_state)
         if numpy:
             numpy.random.set_state(numpy_state)
         for (module, device), state in zip(modules, states, strict=True):
             module.set_rng_state(state, *device)
+
+    return restore

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_taskinfo import observing, trainable_parameters
-from lightning_taskinfo._observe import _random_states
+from lightning_taskinfo._observe import _keep_random_states
 
 
 class Frozen(nn.BatchNorm1d):
@@ -167,9 +167,10 @@ def test_random_states_of_accelerators_come_back(monkeypatch, name, arguments):
     read, write = (create_autospec(getattr(module, f"{verb}_rng_state"), return_value=state) for verb in ("get", "set"))
     monkeypatch.setattr(module, "get_rng_state", read)
     monkeypatch.setattr(module, "set_rng_state", write)
-    with _random_states({torch.device(name, 0), torch.device("cpu")}):
-        read.assert_called_once_with(*arguments)
-        write.assert_not_called()
+    restore = _keep_random_states({torch.device(name, 0), torch.device("cpu")})
+    read.assert_called_once_with(*arguments)
+    write.assert_not_called()
+    restore()
     write.assert_called_once_with(state, *arguments)
 
 

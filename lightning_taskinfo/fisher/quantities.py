@@ -237,5 +237,6 @@ def _norms(model: nn.Module, inputs: Any, targets: Tensor | None, request: Reque
     sink = Norms(sample_count(inputs))
     measure(model, inputs, targets, request, sink)
     some = next(iter(sink.values.values()))
-    by_name = {name: sink.values.get(name, torch.zeros_like(some)) for name in trainable_parameters(model)}
+    names = trainable_parameters(model)
+    by_name = {name: sink.values[name] if name in sink.values else torch.zeros_like(some) for name in names}
     return torch.stack([*by_name.values()]).sum(0), by_name
