@@ -97,13 +97,16 @@ def main() -> None:
     environment |= {"machine": f"{platform.system()} {platform.machine()}", "cpus": os.cpu_count()}
     settings = {key: getattr(arguments, key) for key in ("beta", "n", "steps", "batch_size", "seeds")}
     result = {"what": "distances between five tasks of 8×8 images", "environment": environment, "settings": settings}
+    rows: list[dict[str, float | bool | str]] = []
     for method, even in product(arguments.methods, (False, True)):
         matrix = measure(method, arguments, even=even)
         checked, name = claims(matrix), f"{method}, even" if even else method
         for row in checked:
             verdict = "holds" if row["holds"] else "DOES NOT HOLD"
             print(f"{name:18} {row['claim']:50} {row['gap']:9.1f} ± {row['error']:.1f}  {verdict}")
+        rows += [{"method": name, **{key: row[key] for key in ("claim", "gap", "error", "holds")}} for row in checked]
         result[name] = {"claims": checked, "matrix": matrix.to_dict()}
+    result["rows"] = rows
     result["seconds"] = round(time.perf_counter() - start, 1)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(result, indent=1) + "\n")

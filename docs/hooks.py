@@ -68,13 +68,18 @@ def rows(stored: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def table(found: list[dict[str, Any]]) -> str:
-    """Return rows as a Markdown table, numbers with three digits.
+    """Return rows as a Markdown table, numbers with three digits; what a row does not have stays empty.
 
-    >>> print(table([{"network": "mlp", "ratio": 1.23456}]))
-    | network | ratio |
-    | --- | --- |
-    | mlp | 1.23 |
+    >>> print(table([{"network": "mlp", "ratio": 1.23456}, {"network": "cnn", "weights": 7}]))
+    | network | ratio | weights |
+    | --- | --- | --- |
+    | mlp | 1.23 |  |
+    | cnn |  | 7 |
     """
-    columns = list(found[0])
-    cells = [[f"{row[c]:.3g}" if isinstance(row[c], float) else str(row[c]) for c in columns] for row in found]
+    columns = list(dict.fromkeys(column for row in found for column in row))
+    cells = [[_shown(row.get(column, "")) for column in columns] for row in found]
     return "\n".join(f"| {' | '.join(line)} |" for line in [columns, ["---"] * len(columns), *cells])
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
