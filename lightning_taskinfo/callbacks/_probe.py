@@ -127,7 +127,7 @@ class Probe(Callback, ABC):
         self._checked = self._warned = False
         if not trainable_parameters(pl_module):
             raise ValueError(f"{self.state_key} needs a parameter with `requires_grad=True`, got none.")
-        if kind := kind_of_shards(pl_module):
+        if kind := kind_of_shards(pl_module, trainer.strategy.model or pl_module):
             self._check_shards(trainer, pl_module, kind)
         self._sharded = kind is not None
 
