@@ -164,6 +164,13 @@ def test_reads_the_training_step(tmp_path, model, probe, trainer, rtol):
     assert layers == pytest.approx(row["fisher_trace_train_step"])
 
 
+def test_reads_the_last_training_step_of_an_epoch(tmp_path):
+    callback = StepReference(every_n_epochs=1, data="train_step", labels="empirical")
+    fit(tmp_path, callback, model=Plain)
+    measured = {row["step"]: row["fisher_trace_train_step"] for row in callback.history}
+    assert measured == {step: pytest.approx(callback.expected[step - 1].mean().item(), rel=1e-5) for step in (4, 8)}
+
+
 def test_the_training_step_runs_nothing_of_its_own(tmp_path):
     """With a batch norm in train mode; that the training stays the same is tested for all kinds of data."""
 
