@@ -61,8 +61,14 @@ def check_finite(model: nn.Module) -> None:
                 raise ValueError(f"the weights of {name!r} are not finite")
 
 
-def kind_of_shards(model: nn.Module) -> str | None:
-    """Return the kind of a sharded parameter, if there is one."""
-    modules = {"torch.distributed.fsdp": "FlatParameter", "torch.distributed.tensor": "DTensor"}
-    kinds = tuple(getattr(sys.modules[module], kind) for module, kind in modules.items() if module in sys.modules)
-    return next((type(p).__name__ for p in model.parameters() if isinstance(p, kinds)), None)
+def kind_of_shards(*models: nn.Module) -> str | None:
+    """Return what the weights of a module, or of the strategy's wrapper around it, are sharded as, if they are."""
+    modules, parameters = (
+        [x for model in models for x in each(model)] for each in (nn.Module.modules, nn.Module.parameters)
+    )
+    fsdp, tensor = (sys.modules.get(f"torch.distributed.{name}") for name in ("fsdp", "tensor"))  # or nothing is
+    if fsdp and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in modules):
+        return "FullyShardedDataParallel"  # whose parameters may look like others, only smaller
+    if any(hasattr(p, "ds_id") for p in parameters):  # how DeepSpeed tells them itself
+        return "DeepSpeed ZeRO stage 3"
+    return "DTensor" if tensor and any(isinstance(p, tensor.DTensor) for p in parameters) else None

@@ -127,7 +127,7 @@ class Probe(Callback, ABC):
         self._checked = self._warned = False
         if not trainable_parameters(pl_module):
             raise ValueError(f"{self.state_key} needs a parameter with `requires_grad=True`, got none.")
-        if kind := kind_of_shards(pl_module):
+        if kind := kind_of_shards(pl_module, trainer.strategy.model or pl_module):
             self._check_shards(trainer, pl_module, kind)
         self._sharded = kind is not None
 
@@ -151,7 +151,7 @@ class Probe(Callback, ABC):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._source is not None:
+        if self._source is not None and self._source.collecting is not None:
             try:
                 self._source.see(batch, last=trainer.is_last_batch)
             except Exception as error:
@@ -163,7 +163,7 @@ class Probe(Callback, ABC):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.data in ("train", "val") and self._measured_at != trainer.global_step:
             self._extra = self._measure(trainer, pl_module, None)
-        if self.history and trainer.is_global_zero:
+        if self.history and trainer.loggers and trainer.is_global_zero:  # drawing takes a while
             with observing(pl_module):
                 self._report(trainer)
         self._source = None
@@ -214,11 +214,10 @@ class Probe(Callback, ABC):
             values = self._observed(trainer, pl_module, self._source, batch)
         if values is None:
             return False
-        self._measured_at = trainer.global_step
-        self.history.append({"step": trainer.global_step, **values})
-        logged = {self._logged(name): value for name, value in values.items()}
+        step = self._measured_at = trainer.global_step  # once: at every step, looking it up counts
+        self.history.append({"step": step, **values})
         for logger in trainer.loggers:
-            logger.log_metrics(logged, step=trainer.global_step)
+            logger.log_metrics({self._logged(name): value for name, value in values.items()}, step=step)
         return True
 
     def _observed(

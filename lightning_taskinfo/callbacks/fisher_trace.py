@@ -150,7 +150,10 @@ class FisherTrace(Probe):
     def _read_off(self, recorder: StepRecorder) -> StepInformation:
         if recorder.problem or not recorder.norms:
             raise RuntimeError(recorder.problem or "the training step had no backward pass")
-        return StepInformation.of(recorder.norms, self._scale**2)
+        information = StepInformation.of(recorder.norms, self._scale**2)
+        if not all(map(math.isfinite, information.sums)):
+            raise RuntimeError("the gradients of the training step are not finite")
+        return information
 
     def observe(self, model: nn.Module, samples: Samples) -> FisherInformation | StepInformation:
         if self._recorder is not None:

@@ -186,7 +186,7 @@ class InformationInWeights(Probe):
         computed, N = observed.fisher.compute(), self._samples
         stds = [self.prior_std, *(self.prior_std * factor for factor in OTHER_STDS)]
         curvature = computed.diagonal if isinstance(computed, FisherEstimate) else computed
-        parts = {  # torchmetrics returns single numbers without their shape
+        parts = {  # a Kronecker factor of one number comes without its shape
             name: information_sweep(N * curvature[name].view_as(moved), moved, prior_stds=stds, beta=self.beta)
             for name, moved in observed.displacement.items()
         }

@@ -1,6 +1,8 @@
 """The Fisher information of all samples that batches and processes have seen."""
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
@@ -110,12 +112,7 @@ class FisherInformation(Metric):
         Raises:
             ValueError: If the parameters are not those of the first update, and as for ``fisher_trace``.
         """
-        parameters = trainable_parameters(model)
-        shapes = {name: p.shape for name, p in parameters.items()}
-        if self.shapes and shapes != self.shapes:
-            changed = sorted({name for name, _ in shapes.items() ^ self.shapes.items()})
-            raise ValueError(f"`model` must have the trainable parameters of the first update, got others: {changed}.")
-        self.shapes = shapes
+        self._remember({name: p.shape for name, p in trainable_parameters(model).items()})
         if all(len(x) == 0 for x in tensors(inputs)):
             self._add(torch.zeros(self._size, dtype=torch.float64))
             return
@@ -171,6 +168,34 @@ class FisherInformation(Metric):
         variance = (self.squares - n * trace.square()).clamp(min=0) / (n - 1)  # 0/0 = NaN for one sample
         error = torch.full_like(trace, math.nan) if diagonal else (variance / n).sqrt()
         return FisherEstimate(trace, error, n.long(), layers, diagonal)
+
+    def merge_state(self, incoming_state: "dict[str, Any] | Metric") -> None:
+        """Add the samples of another metric, which may be the first ones.
+
+        Args:
+            incoming_state: A ``FisherInformation`` of the same quantity and model, or its ``metric_state``.
+        """
+        if isinstance(incoming_state, FisherInformation):
+            self._remember(incoming_state.shapes or self.shapes)
+        super().merge_state(incoming_state)
+        self._computed = None
+
+    def _wrap_compute(self, compute: Callable[[], FisherEstimate]) -> Callable[[], FisherEstimate]:
+        squeezing = super()._wrap_compute(compute)  # makes scalars of all tensors with one element
+
+        @functools.wraps(compute)
+        def shaped() -> FisherEstimate:
+            estimate = squeezing()
+            diagonal = {name: part.view(self.shapes[name]) for name, part in estimate.diagonal.items()}
+            return estimate._replace(diagonal=diagonal)
+
+        return shaped
+
+    def _remember(self, shapes: dict[str, torch.Size]) -> None:
+        if self.shapes and shapes != self.shapes:
+            changed = sorted({name for name, _ in shapes.items() ^ self.shapes.items()})
+            raise ValueError(f"`model` must have the trainable parameters of the first update, got others: {changed}.")
+        self.shapes = shapes
 
     def _by_name(self, flat: Tensor) -> ParamDict:
         parts = flat.split([shape.numel() for shape in self.shapes.values()])

@@ -21,7 +21,11 @@ PROBES = {"FisherTrace": FisherTrace, "InformationInWeights": InformationInWeigh
 
 
 class Frozen(nn.BatchNorm1d):
-    """A batch norm that stays in eval mode, whatever it is told."""
+    """A batch norm that stays in eval mode, whatever it is told; Lightning tells it nothing when a fit starts."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__(features)
+        self.eval()
 
     def train(self, mode: bool = True) -> "Frozen":
         return super().train(False)

@@ -6,20 +6,28 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_taskinfo.callbacks import FisherTrace
 from tests.callbacks.runs import PROBES, Classifier, Noisy, fit, random_states, same
 
 
 def outcome(folder, *callbacks, **arguments):
-    """Return the checkpoint after fit, without the callbacks' own entries, and the random states."""
+    """Return the checkpoint after fit, without the callbacks' own entries, modes, gradients and random states."""
     trainer = fit(folder, *callbacks, **arguments)
-    states = random_states()
+    states, model = random_states(), trainer.lightning_module
+    modes, gradients = [m.training for m in model.modules()], [p.grad for p in model.parameters()]
     trainer.save_checkpoint(folder / "end.ckpt")
     checkpoint = torch.load(folder / "end.ckpt", weights_only=False)
     checkpoint.pop("callbacks", None)
-    return checkpoint, states
+    assert not model.net[5].training, "the frozen batch norm"
+    assert model.net[5].num_batches_tracked == 0
+    assert model.net[1].num_batches_tracked > 0
+    assert len(checkpoint["lr_schedulers"]) == 1
+    return checkpoint, modes, gradients, states
 
 
 def every_step(data):
+    if data == "train_step":
+        return [FisherTrace(every_n_steps=1, data=data, labels="empirical", max_samples=n, name=f"{n}") for n in (3, 8)]
     return [probe(every_n_steps=1, data=data, max_samples=12) for probe in PROBES.values()]
 
 
@@ -34,13 +42,14 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("data", ["train_batch", "train"])
+@pytest.mark.parametrize("data", ["train_batch", "train", "train_step"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_checkpoint_and_random_states(tmp_path, variant, data):
     alone = outcome(tmp_path, loader=noisy_loader(), **VARIANTS[variant])
     probes = every_step(data)
     watched = outcome(tmp_path, *probes, loader=noisy_loader(), **VARIANTS[variant])
     same(alone, watched)
+    assert all(gradient is not None for gradient in alone[2])
     assert all(len(probe.history) == watched[0]["global_step"] for probe in probes)
 
 

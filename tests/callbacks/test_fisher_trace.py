@@ -1,5 +1,8 @@
 """``FisherTrace`` against the function on the same samples, and against a loop over the training step's samples."""
 
+import math
+from collections import Counter
+
 import pytest
 import pytorch_lightning as pl
 import torch
@@ -7,11 +10,11 @@ import torch.nn.functional as F
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.plugins import MixedPrecision
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_taskinfo.callbacks import FisherTrace
 from lightning_taskinfo.fisher import layer_traces, per_sample_squared_norms
-from tests.callbacks.runs import Classifier, digits, fit, random_states, same
+from tests.callbacks.runs import Classifier, digits, fit
 
 
 class Plain(Classifier):
@@ -44,6 +47,36 @@ def test_sampled_labels_repeat_with_the_seed(tmp_path):
 
     assert run(0) == run(0)
     assert run(0) != run(1)
+
+
+def test_more_draws_come_closer_to_the_exact_value(tmp_path):
+    def run(**arguments):
+        callback = FisherTrace(every_n_steps=8, data="train", max_samples=4, per_layer=False, **arguments)
+        fit(tmp_path, callback, loader=DataLoader(digits(), batch_size=8), model=Plain)
+        return callback.history[-1]["fisher_trace"]
+
+    exact, few, many = run(labels="exact"), run(), run(mc_samples=3000)
+    assert many == pytest.approx(exact, rel=0.05)
+    assert abs(many - exact) < abs(few - exact)
+
+
+@pytest.mark.parametrize("labels", ["exact", "empirical"])
+def test_the_likelihood_is_the_one_asked_for(tmp_path, labels):
+    class Regression(Plain):
+        def training_step(self, batch, batch_idx):
+            return F.mse_loss(self(batch[0]), batch[1])
+
+    data = TensorDataset(digits().tensors[0], torch.randn(32, 3, generator=torch.Generator().manual_seed(2)))
+    callback = FisherTrace(every_n_steps=8, data="train", labels=labels, likelihood="gaussian")
+    model = fit(tmp_path, callback, loader=DataLoader(data, batch_size=8), model=Regression).lightning_module
+    total = 0.0
+    for x, y in data:  # F of N(f, 1): the sum over outputs of |∇f|²; by the data's labels |∇(f - y)²/2|²
+        outputs = model(x.unsqueeze(0)).squeeze(0)
+        scalars = [*outputs] if labels == "exact" else [0.5 * (outputs - y).square().sum()]
+        for scalar in scalars:
+            gradients = torch.autograd.grad(scalar, [*model.parameters()], retain_graph=True)
+            total += sum(g.square().sum().item() for g in gradients)
+    assert callback.history[-1]["fisher_trace"] == pytest.approx(total / 32, rel=1e-5)
 
 
 def test_layers_can_be_left_out(tmp_path):
@@ -131,18 +164,34 @@ def test_reads_the_training_step(tmp_path, model, probe, trainer, rtol):
     assert layers == pytest.approx(row["fisher_trace_train_step"])
 
 
-def test_the_training_step_is_not_disturbed(tmp_path):
-    def run(*callbacks):
-        trainer = fit(tmp_path, *callbacks, accumulate_grad_batches=2, gradient_clip_val=0.1)
-        states = random_states()
-        trainer.save_checkpoint(tmp_path / "end.ckpt")
-        checkpoint = torch.load(tmp_path / "end.ckpt", weights_only=True)
-        checkpoint.pop("callbacks", None)
-        return checkpoint, states
+def test_reads_the_last_training_step_of_an_epoch(tmp_path):
+    callback = StepReference(every_n_epochs=1, data="train_step", labels="empirical")
+    fit(tmp_path, callback, model=Plain)
+    measured = {row["step"]: row["fisher_trace_train_step"] for row in callback.history}
+    assert measured == {step: pytest.approx(callback.expected[step - 1].mean().item(), rel=1e-5) for step in (4, 8)}
+
+
+def test_the_training_step_runs_nothing_of_its_own(tmp_path):
+    """With a batch norm in train mode; that the training stays the same is tested for all kinds of data."""
+
+    def passes(*callbacks):
+        counts = Counter()
+
+        class Counted(Classifier):
+            def forward(self, x):
+                counts["forward"] += 1
+                out = super().forward(x)
+                if out.requires_grad:
+                    out.register_hook(lambda _: counts.update(["backward"]))
+                return out
+
+        fit(tmp_path, *callbacks, model=Counted)
+        return counts
 
     callback = FisherTrace(every_n_steps=1, data="train_step", labels="empirical")
-    same(run(), run(callback))
-    assert len(callback.history) == 4  # with a batch norm in train mode
+    assert passes(callback) == passes() == {"forward": 8, "backward": 8}
+    assert len(callback.history) == 8
+    assert passes(FisherTrace(every_n_steps=1))["backward"] > 8, "which the count would show"
 
 
 @pytest.mark.parametrize(("log_every_n_steps", "expected"), [(50, [4, 8]), (2, [2, 4, 6, 8])])
@@ -185,6 +234,17 @@ def test_a_skipped_step_leaves_a_gap(tmp_path):
     with pytest.warns(UserWarning, match="could not measure at step 2 .*the training step had no backward pass"):
         fit(tmp_path, callback, model=Skipping, max_epochs=1)
     assert [row["step"] for row in callback.history] == [1, 3, 4]
+
+
+def test_a_step_without_finite_gradients_leaves_a_gap(tmp_path):
+    class Diverging(Plain):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) * (math.nan if self.global_step >= 2 else 1.0)
+
+    callback = FisherTrace(every_n_steps=1, data="train_step", labels="empirical")
+    with pytest.warns(UserWarning, match="could not measure at step 3 .*gradients of the training step are not finite"):
+        fit(tmp_path, callback, model=Diverging, max_epochs=1)
+    assert [row["step"] for row in callback.history] == [1, 2]
 
 
 class Reused(Plain):

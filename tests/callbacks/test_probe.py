@@ -1,10 +1,9 @@
-"""What all probes share: the schedule as the logger saw it, samples, checkpoints, and errors that help."""
+"""What all probes share: the schedule as the logger saw it, samples and checkpoints."""
 
 from collections import namedtuple
 from dataclasses import dataclass
 
 import pytest
-import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger
@@ -13,7 +12,6 @@ from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler
 
 from lightning_taskinfo.callbacks import FisherTrace, LocalMinimum
 from lightning_taskinfo.callbacks._samples import inputs_and_targets
-from lightning_taskinfo.fisher import fisher_trace
 from tests.callbacks.runs import PROBES, Classifier, Noisy, digits, fit, make_trainer, read_csv
 
 all_probes = pytest.mark.parametrize("probe", PROBES.values(), ids=PROBES)
@@ -235,6 +233,27 @@ def test_plain_batches_need_no_batch_fn(batch):
     assert inputs_and_targets(batch) == (X, Y)
 
 
+@pytest.mark.parametrize("data", ["train_batch", "train"])
+@pytest.mark.parametrize(
+    "kind", [lambda x, y: {"image": x, "label": y}, Batch, Pair], ids=["dict", "dataclass", "tuple"]
+)
+def test_trainings_on_plain_batches_need_no_batch_fn(tmp_path, data, kind):
+    class Unpacking(Classifier):
+        def training_step(self, batch, batch_idx):
+            return nn.functional.cross_entropy(self(inputs_and_targets(batch)[0]), inputs_and_targets(batch)[1])
+
+    def history(model, collate):
+        callback = FisherTrace(every_n_steps=2, data=data)
+        loader = DataLoader(digits(), batch_size=8, collate_fn=collate)
+        fit(tmp_path, callback, model=model, loader=loader, max_epochs=1)
+        return callback.history
+
+    def parts(samples):
+        return [torch.stack(part) for part in zip(*samples, strict=True)]
+
+    assert history(Unpacking, lambda samples: kind(*parts(samples))) == history(Classifier, parts)
+
+
 @pytest.mark.parametrize(
     ("batch", "found"),
     [
@@ -274,112 +293,3 @@ def test_batch_fn_and_forward_fn(tmp_path):
     with pytest.raises(ValueError, match="FisherTrace needs a tensor of outputs, got dict; set `forward_fn`"):
         run(**pick)
     assert len(run(**pick, forward_fn=lambda module, x: module(x)["logits"])) == 2
-
-
-# Bad input
-
-
-@all_probes
-@pytest.mark.parametrize("argument", ["every_n_steps", "every_n_epochs", "max_samples", "mc_samples"])
-def test_refuses_non_positive(probe, argument):
-    with pytest.raises(ValueError, match=f"`{argument}` must be at least 1, got 0"):
-        probe(**{argument: 0})
-
-
-@all_probes
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"labels": "true"}, "`labels` must be one of .*, got 'true'"),
-        ({"likelihood": "poisson"}, "`likelihood` must be one of .*, got 'poisson'"),
-        ({"data": "test"}, "`data` must be one of train_batch, train, val.*, got 'test'"),
-        ({"every_n_steps": 1, "every_n_epochs": 2}, "`every_n_epochs` must be left out beside `every_n_steps`, got 2"),
-    ],
-    ids=str,
-)
-def test_refuses_wrong_arguments_when_made(probe, arguments, message):
-    with pytest.raises(ValueError, match=message):
-        probe(**arguments)
-
-
-@all_probes
-def test_refuses_a_module_without_trainable_parameters(tmp_path, probe):
-    class Still(Classifier):
-        def __init__(self):
-            super().__init__()
-            self.requires_grad_(False)
-
-    with pytest.raises(ValueError, match="needs a parameter with `requires_grad=True`, got none"):
-        fit(tmp_path, probe(), model=Still())
-
-
-class Regression(Classifier):
-    def training_step(self, batch, batch_idx):
-        return self(batch[0]).square().mean()
-
-
-@all_probes
-@pytest.mark.parametrize("data", ["train_batch", "train"])
-def test_refuses_a_likelihood_that_does_not_fit_before_the_first_step(tmp_path, probe, data):
-    real = torch.utils.data.TensorDataset(torch.randn(16, 4), torch.randn(16, 3))
-    model = Regression()
-    before = [p.clone() for p in model.parameters()]
-    with pytest.raises(ValueError, match=r"`targets` must be class indices .* got torch.float32 of shape \[2, 3\]"):
-        fit(tmp_path, probe(data=data), model=model, loader=DataLoader(real, batch_size=8))
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-
-
-@all_probes
-def test_weights_that_are_not_finite_leave_a_gap_and_one_warning(tmp_path, probe):
-    class Diverging(Classifier):
-        def on_train_batch_end(self, outputs, batch, batch_idx):
-            if self.global_step == 2:
-                nn.init.constant_(self.net[4].weight, torch.nan)
-
-    callback = probe(every_n_steps=1, data="train_batch")
-    with pytest.warns(UserWarning, match="could not measure at step 3 .*weights of 'net.0.weight' are not finite"):
-        fit(tmp_path, callback, model=Diverging())
-    assert [row["step"] for row in callback.history] == [1, 2]
-
-
-@all_probes
-def test_an_empty_loader_measures_nothing(tmp_path, probe):
-    callback = probe(every_n_steps=1)
-    fit(tmp_path, callback, loader=DataLoader(digits()), limit_train_batches=0)
-    assert callback.history == []
-
-
-def test_batch_size_one(tmp_path):
-    class Plain(Classifier):
-        def __init__(self):
-            super().__init__()
-            self.net = nn.Linear(4, 3)
-
-    callback = FisherTrace(every_n_steps=1)
-    fit(tmp_path, callback, model=Plain(), loader=DataLoader(digits(4), batch_size=1), max_epochs=1)
-    assert len(callback.history) == 4
-    assert all(
-        row["fisher_trace"] > 0 and row["fisher_trace_standard_error"] != row["fisher_trace_standard_error"]
-        for row in callback.history
-    )
-
-
-def test_a_module_without_forward_is_told_to_set_forward_fn(tmp_path):
-    class NoForward(pl.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 3)
-
-        def training_step(self, batch, batch_idx):
-            return nn.functional.cross_entropy(self.layer(batch[0]), batch[1])
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), 0.1)
-
-    with pytest.raises(ValueError, match=r"calls the module on the inputs of a batch, which failed .*set `forward_fn`"):
-        fit(tmp_path, FisherTrace(), model=NoForward())
-    callback = FisherTrace(every_n_steps=8, forward_fn=lambda module, x: module.layer(x), labels="exact")
-    model = NoForward()
-    fit(tmp_path, callback, model=model, loader=DataLoader(digits(), batch_size=8))
-    expected = fisher_trace(model.layer, digits().tensors[0][-8:], labels="exact")
-    assert callback.history[-1]["fisher_trace"] == pytest.approx(expected.item())

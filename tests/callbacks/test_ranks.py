@@ -158,3 +158,12 @@ def test_local_minimum_does_not_share_batches(tmp_path):
     probe = LocalMinimum(data="train_batch", every_n_steps=1)
     with pytest.raises(Exception, match="`data` must be 'train' or 'val' with several processes, got 'train_batch'"):
         on_two_ranks(tmp_path, probe, loader=DataLoader(digits(24), batch_size=4))
+
+
+def test_local_minimum_does_not_share_what_it_collects(tmp_path):
+    class Locked(Noisy):
+        def __deepcopy__(self, memo):
+            raise TypeError("cannot copy a lock")
+
+    with pytest.raises(Exception, match=r"`data='train'` needs a dataset that can be copied \(cannot copy a lock\)"):
+        on_two_ranks(tmp_path, LocalMinimum(), loader=DataLoader(Locked(24), batch_size=4))

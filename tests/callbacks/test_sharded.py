@@ -5,7 +5,7 @@ import os
 import pytest
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.strategies import ModelParallelStrategy
+from pytorch_lightning.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -57,9 +57,9 @@ def environment(rank):
     os.environ |= {name: str(value) for name, value in names.items()}
 
 
-def sharded_fit(rank, folder, *callbacks, model=Sharded, **arguments):
+def sharded_fit(rank, folder, *callbacks, model=Sharded, strategy=None, **arguments):
     environment(rank)
-    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+    strategy = strategy or ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
     loader = DataLoader(digits(24), batch_size=12)  # both together: all samples in each step
     return fit(folder, *callbacks, model=model, loader=loader, strategy=strategy, devices=2, **arguments)
 
@@ -133,6 +133,61 @@ def refused(rank, folder):
     return True
 
 
+class FSDP1(FSDPStrategy):
+    """Lightning's own, on processors: it asks for the number of a GPU, which they do not have."""
+
+    def _setup_model(self, model):
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **self.kwargs)
+
+
+class TensorParallel(Net):
+    def configure_model(self):
+        from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+        if not any(hasattr(p, "full_tensor") for p in self.parameters()):
+            parallelize_module(self.net[5], self.device_mesh["tensor_parallel"], ColwiseParallel())
+
+
+class BothParallel(TensorParallel):
+    def configure_model(self):
+        from torch.distributed.fsdp import fully_shard
+
+        super().configure_model()
+        fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+
+def tensor_parallel():
+    return ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2)
+
+
+FOLLOWS = "follows weights of FSDP2 only and cannot work with sharded weights, got"
+ORIGIN = "keeps an origin and a curvature of all weights on every process and cannot work with sharded weights, got"
+OTHER_SHARDS = [
+    (FisherTrace, Net, FSDP1, f"FisherTrace {FOLLOWS} FullyShardedDataParallel; use a strategy that keeps them whole"),
+    (FisherTrace, Net, lambda: FSDP1(use_orig_params=False), f"FisherTrace {FOLLOWS} FullyShardedDataParallel"),
+    (LocalMinimum, Net, FSDP1, f"LocalMinimum {FOLLOWS} FullyShardedDataParallel"),
+    (InformationInWeights, Net, FSDP1, f"InformationInWeights {ORIGIN} FullyShardedDataParallel"),
+    (FisherTrace, TensorParallel, tensor_parallel, f"FisherTrace {FOLLOWS} DTensor"),
+    (LocalMinimum, TensorParallel, tensor_parallel, f"LocalMinimum {FOLLOWS} DTensor"),
+    (InformationInWeights, TensorParallel, tensor_parallel, f"InformationInWeights {ORIGIN} DTensor"),
+    (
+        FisherTrace,
+        BothParallel,
+        tensor_parallel,
+        r"sharded by `fully_shard` alone, got 'net\.5\..*' sharded in another",
+    ),
+]
+
+
+def refused_otherwise(rank, folder):
+    for callback, model, strategy, message in OTHER_SHARDS:
+        with pytest.raises(ValueError, match=message):
+            sharded_fit(rank, folder, callback(), NoStep(), model=model, strategy=strategy())
+    return True
+
+
 class NoStep(pl.Callback):
     def on_before_optimizer_step(self, *_):
         raise AssertionError("training has started")
@@ -140,3 +195,15 @@ class NoStep(pl.Callback):
 
 def test_refusals_come_before_training(tmp_path):
     assert on_ranks(refused, tmp_path) == [True, True]
+
+
+def test_other_kinds_of_shards_are_refused(tmp_path):
+    assert on_ranks(refused_otherwise, tmp_path) == [True, True]
+
+
+def test_deepspeed_is_refused(tmp_path):
+    """Which is not installed: it marks parameters that it shards with a number, and asks for that mark itself."""
+    model = Net()
+    model.net[1].weight.ds_id = 0
+    with pytest.raises(ValueError, match=f"FisherTrace {FOLLOWS} DeepSpeed ZeRO stage 3"):
+        fit(tmp_path, FisherTrace(), NoStep(), model=model)

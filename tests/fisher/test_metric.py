@@ -63,6 +63,76 @@ def test_diagonal(problem):
     assert result.standard_error.isnan()
 
 
+class Singles(nn.Module):
+    """Parameters of one number in every shape that they may have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(1, 1), nn.Parameter(torch.tensor(2.0))
+        self.gain = nn.Parameter(torch.ones(1, 1, 1))
+
+    def forward(self, x):
+        return self.layer(x) * self.scale * self.gain.squeeze(0)
+
+
+SHAPES = {"layer.weight": (1, 1), "layer.bias": (1,), "scale": (), "gain": (1, 1, 1)}
+
+
+def shapes_of(estimate):
+    return {name: tuple(part.shape) for name, part in estimate.diagonal.items()}
+
+
+def single_metric():
+    return FisherInformation(quantity="diagonal", labels="exact", likelihood="gaussian")
+
+
+def of_singles(rank, net, x):
+    metric = single_metric()
+    metric.update(net, x[rank::2])
+    return metric.compute().diagonal
+
+
+def test_parameters_of_one_number_keep_their_shapes(problem):
+    torch.manual_seed(0)
+    net, x = Singles().double(), torch.randn(5, 1, dtype=torch.float64)
+    whole, first, second, fresh = (single_metric() for _ in range(4))
+    assert shapes_of(whole(net, x)) == SHAPES, "forward"
+    first.update(net, x[:2])
+    second.update(net, x[2:])
+    assert shapes_of(first.compute()) == SHAPES
+    for other in (first, second):  # the first into a metric that has seen no model yet
+        fresh.merge_state(other)
+    again = pickle.loads(pickle.dumps(whole))
+    expected = fisher_diagonal(net, x, labels="exact", likelihood="gaussian")
+    assert {name: tuple(part.shape) for name, part in expected.items()} == SHAPES
+    for metric in (whole, again, copy.deepcopy(whole), fresh):
+        torch.testing.assert_close(metric.compute().diagonal, {name: expected[name] for name in SHAPES})
+        assert shapes_of(metric.compute()) == SHAPES, "kept, the second time"
+    for diagonal in on_ranks(of_singles, net, x):
+        torch.testing.assert_close(diagonal, expected)
+
+
+def test_merging_after_a_computation_counts(problem):
+    net, x, _ = problem
+    first, second, whole = (FisherInformation(labels="exact") for _ in range(3))
+    for metric, batch in ((first, x[:4]), (second, x[4:]), (whole, x)):
+        metric.update(net, batch)
+        metric.compute()
+    first.merge_state(second)
+    torch.testing.assert_close(first.compute(), whole.compute())
+    second.merge_state(FisherInformation(labels="exact"))  # which has seen nothing
+    assert second.compute().samples == 7
+
+
+def test_does_not_merge_another_model(problem):
+    net, x, _ = problem
+    first, second = (FisherInformation(labels="exact") for _ in range(2))
+    first.update(net, x)
+    second.update(nn.Linear(4, 3).double(), x)
+    with pytest.raises(ValueError, match=r"must have the trainable parameters of the first update, got others: \["):
+        first.merge_state(second)
+
+
 def measured(rank, net, x, y, quantity):
     """The first rank has two batches, the second one, the third none."""
     metric = FisherInformation(quantity=quantity, labels="exact")

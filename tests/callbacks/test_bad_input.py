@@ -1,0 +1,178 @@
+"""Bad input: refused when a probe is made or a fit starts, and otherwise a gap in the history with one warning."""
+
+import math
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from lightning_taskinfo.callbacks import FisherTrace
+from lightning_taskinfo.callbacks._samples import inputs_and_targets
+from lightning_taskinfo.fisher import fisher_trace
+from tests.callbacks.runs import PROBES, Classifier, digits, fit
+
+all_probes = pytest.mark.parametrize("probe", PROBES.values(), ids=PROBES)
+
+
+@all_probes
+@pytest.mark.parametrize("argument", ["every_n_steps", "every_n_epochs", "max_samples", "mc_samples"])
+def test_refuses_non_positive(probe, argument):
+    with pytest.raises(ValueError, match=f"`{argument}` must be at least 1, got 0"):
+        probe(**{argument: 0})
+
+
+@all_probes
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"labels": "true"}, "`labels` must be one of .*, got 'true'"),
+        ({"likelihood": "poisson"}, "`likelihood` must be one of .*, got 'poisson'"),
+        ({"data": "test"}, "`data` must be one of train_batch, train, val.*, got 'test'"),
+        ({"every_n_steps": 1, "every_n_epochs": 2}, "`every_n_epochs` must be left out beside `every_n_steps`, got 2"),
+    ],
+    ids=str,
+)
+def test_refuses_wrong_arguments_when_made(probe, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        probe(**arguments)
+
+
+@all_probes
+def test_refuses_a_module_without_trainable_parameters(tmp_path, probe):
+    class Still(Classifier):
+        def __init__(self):
+            super().__init__()
+            self.requires_grad_(False)
+
+    with pytest.raises(ValueError, match="needs a parameter with `requires_grad=True`, got none"):
+        fit(tmp_path, probe(), model=Still())
+
+
+class Regression(Classifier):
+    def training_step(self, batch, batch_idx):
+        return self(batch[0]).square().mean()
+
+
+@all_probes
+@pytest.mark.parametrize("data", ["train_batch", "train"])
+def test_refuses_a_likelihood_that_does_not_fit_before_the_first_step(tmp_path, probe, data):
+    real = TensorDataset(torch.randn(16, 4), torch.randn(16, 3))
+    model = Regression()
+    before = [p.clone() for p in model.parameters()]
+    with pytest.raises(ValueError, match=r"`targets` must be class indices .* got torch.float32 of shape \[2, 3\]"):
+        fit(tmp_path, probe(data=data), model=model, loader=DataLoader(real, batch_size=8))
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+@all_probes
+def test_weights_that_are_not_finite_leave_a_gap_and_one_warning(tmp_path, probe):
+    class Diverging(Classifier):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            if self.global_step == 2:
+                nn.init.constant_(self.net[4].weight, torch.nan)
+
+    callback = probe(every_n_steps=1, data="train_batch")
+    with pytest.warns(UserWarning, match="could not measure at step 3 .*weights of 'net.0.weight' are not finite"):
+        fit(tmp_path, callback, model=Diverging())
+    assert [row["step"] for row in callback.history] == [1, 2]
+
+
+@all_probes
+def test_an_empty_loader_measures_nothing(tmp_path, probe):
+    callback = probe(every_n_steps=1)
+    fit(tmp_path, callback, loader=DataLoader(digits()), limit_train_batches=0)
+    assert callback.history == []
+
+
+class Plain(Classifier):
+    """Without a batch norm, which cannot train on one sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(4, 3)
+
+
+@all_probes
+@pytest.mark.parametrize("data", ["train_batch", "train"])
+def test_batch_size_one(tmp_path, probe, data):
+    callback = probe(every_n_steps=1, data=data, max_samples=1)
+    fit(tmp_path, callback, model=Plain(), loader=DataLoader(digits(4), batch_size=1), max_epochs=1)
+    assert len(callback.history) == 4
+    assert all(math.isfinite(row[callback.headline[0]]) for row in callback.history)
+    if probe is FisherTrace:  # one sample has none
+        assert all(math.isnan(row["fisher_trace_standard_error"]) for row in callback.history)
+
+
+@all_probes
+@pytest.mark.parametrize("data", ["train_batch", "train"])
+def test_more_samples_than_there_are(tmp_path, probe, data):
+    def history(max_samples):
+        callback = probe(every_n_steps=2, data=data, max_samples=max_samples)
+        fit(tmp_path, callback, loader=DataLoader(digits(), batch_size=8), max_epochs=1)
+        return callback.history
+
+    everything = 8 if data == "train_batch" else 32
+    assert history(10_000) == history(everything)
+    assert history(everything) != history(everything - 1)
+
+
+@all_probes
+def test_an_empty_dataset_measures_nothing(tmp_path, probe):
+    callback, nothing = probe(every_n_steps=1), TensorDataset(torch.zeros(0, 4), torch.zeros(0, dtype=torch.long))
+    fit(tmp_path, callback, loader=DataLoader(nothing))
+    assert callback.history == []
+
+
+@all_probes
+def test_a_summary_that_fails_leaves_a_gap(tmp_path, probe):
+    class Broken(probe):
+        def summarise(self, observed):
+            values = super().summarise(observed)
+            self.calls = getattr(self, "calls", 0) + 1
+            return values if self.calls == 2 else 1 / 0
+
+    callback = Broken(every_n_steps=1, data="train_batch")
+    with pytest.warns(
+        UserWarning, match=r"could not measure at step 1 \(ZeroDivisionError: division by zero\)"
+    ) as caught:
+        fit(tmp_path, callback)
+    assert [row["step"] for row in callback.history] == [2]
+    assert len([w for w in caught if "could not measure" in str(w.message)]) == 1
+
+
+def test_a_batch_that_cannot_be_collected_is_a_warning(tmp_path):
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(digits())
+
+    def fails_later(batch, seen=[]):  # noqa: B006
+        seen.append(1)
+        return inputs_and_targets(batch if len(seen) < 5 else None)
+
+    callback = FisherTrace(every_n_steps=1, data="train", max_samples=30, batch_fn=fails_later)
+    with pytest.warns(UserWarning, match="could not measure at step .*got NoneType; set `batch_fn`"):
+        trainer = fit(tmp_path, callback, loader=DataLoader(Stream(), batch_size=8))
+    assert trainer.global_step == 8
+
+
+def test_a_module_without_forward_is_told_to_set_forward_fn(tmp_path):
+    class NoForward(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def training_step(self, batch, batch_idx):
+            return nn.functional.cross_entropy(self.layer(batch[0]), batch[1])
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    with pytest.raises(ValueError, match=r"calls the module on the inputs of a batch, which failed .*set `forward_fn`"):
+        fit(tmp_path, FisherTrace(), model=NoForward())
+    callback = FisherTrace(every_n_steps=8, forward_fn=lambda module, x: module.layer(x), labels="exact")
+    model = NoForward()
+    fit(tmp_path, callback, model=model, loader=DataLoader(digits(), batch_size=8))
+    expected = fisher_trace(model.layer, digits().tensors[0][-8:], labels="exact")
+    assert callback.history[-1]["fisher_trace"] == pytest.approx(expected.item())
