@@ -89,7 +89,8 @@ def train(x: Tensor, y: Tensor, settings: dict) -> tuple[nn.Module, int]:
     """Train until the loss on the plain training images is at ``target_loss``; return the model and the epochs.
 
     Images are augmented for ``augmented_epochs``; what is left of the loss goes on plain images, or a small network
-    would not come down to it. With ``drops``, the learning rate falls to a tenth at these epochs, and training lasts
+    would not come down to it. Once an epoch ends near that loss, it is looked at every few batches, so that all end at
+    nearly the same: the gradients of a network follow what is left of its loss. With ``drops``, the learning rate falls to a tenth at these epochs, and training lasts
     ``max_epochs``, augmented to the end.
     """
     seed, drops, weight = settings["seed"], settings.get("drops", ()), settings.get("weight", 0.0)
@@ -98,10 +99,11 @@ def train(x: Tensor, y: Tensor, settings: dict) -> tuple[nn.Module, int]:
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, drops)
     regularizer = LocalMinimumRegularizer(weight=weight, parts=8)
     loss_fn = lambda part: cross_entropy(model(part[0]), part[1])  # noqa: E731
+    near = False
     for epoch in range(settings["max_epochs"]):
         augmented = drops or epoch < settings["augmented_epochs"]
         scheme = AUGMENTATIONS[settings["augmentation"]] if augmented else ()
-        for rows in torch.randperm(len(x), generator=generator).split(settings["batch_size"]):
+        for number, rows in enumerate(torch.randperm(len(x), generator=generator).split(settings["batch_size"])):
             inputs = functools.reduce(lambda a, f: f(a, generator), scheme, x[rows])
             loss = loss_fn((inputs, y[rows]))
             if weight and len(rows) >= 8:
@@ -110,7 +112,12 @@ def train(x: Tensor, y: Tensor, settings: dict) -> tuple[nn.Module, int]:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+            if near and not scheme and number % 4 == 0 and mean_loss(model, x, y) <= settings["target_loss"]:
+                return model, epoch + 1
         scheduler.step()
-        if not drops and mean_loss(model, x, y) <= settings["target_loss"]:
-            break
+        if not drops:
+            loss_now = mean_loss(model, x, y)
+            near = loss_now <= 4 * settings["target_loss"]
+            if loss_now <= settings["target_loss"]:
+                break
     return model, epoch + 1
