@@ -13,7 +13,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -110,9 +110,9 @@ def lautum_cost(network, turns: int) -> dict:
     return result | {"naive": {"cpu_ms": cpu_ms, "ratio": cpu_ms / result["plain"]["cpu_ms"]}}
 
 
-def information_cost(network, turns: int) -> dict:
+def information_cost(network, turns: int, batch_size: int = 128) -> dict:
     g = torch.Generator().manual_seed(0)
-    x, y = torch.randn(128, 3, 32, 32, generator=g), torch.randint(K, (128,), generator=g)
+    x, y = torch.randn(batch_size, 3, 32, 32, generator=g), torch.randint(K, (batch_size,), generator=g)
     information = WeightInformation(1.0, num_samples=50_000)
 
     def step_with(model, penalty):
@@ -136,13 +136,19 @@ def information_cost(network, turns: int) -> dict:
 
 
 NETWORKS = {"cnn": cnn, "mlp": mlp}
-COSTS = {"lautum": lautum_cost, "information": information_cost}
+COSTS = {
+    "lautum": {"cnn": lautum_cost, "mlp": lautum_cost},
+    "information": {
+        "cnn": information_cost,
+        "mlp": information_cost,
+        "mlp, batches of 512": partial(information_cost, batch_size=512),  # a weight is drawn once for more samples
+    },
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=COSTS, default=list(COSTS))
-    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
     parser.add_argument("--turns", type=int, default=9, help="of each contender")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="one turn, to see that it runs")
@@ -151,8 +157,8 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     results = read_json(args.output) if args.output.exists() else {}
     for part in args.parts:
-        for name in args.networks:
-            found = COSTS[part](NETWORKS[name], 1 if args.quick else args.turns)
+        for name, cost in COSTS[part].items():
+            found = cost(NETWORKS[name.partition(",")[0]], 1 if args.quick else args.turns)
             results.setdefault(part, {})[name] = {**found, "environment": environment()}
             print(
                 part, name, {key: round(row["ratio"], 2) for key, row in found.items() if key != "weights"}, flush=True

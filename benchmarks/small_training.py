@@ -90,8 +90,8 @@ def train(x: Tensor, y: Tensor, settings: dict) -> tuple[nn.Module, int]:
 
     Images are augmented for ``augmented_epochs``; what is left of the loss goes on plain images, or a small network
     would not come down to it. Once an epoch ends near that loss, it is looked at every few batches, so that all end at
-    nearly the same: the gradients of a network follow what is left of its loss. With ``drops``, the learning rate falls to a tenth at these epochs, and training lasts
-    ``max_epochs``, augmented to the end.
+    nearly the same: the gradients of a network follow what is left of its loss. With ``drops``, the learning rate falls
+    to a tenth at these epochs, and training lasts ``max_epochs``, augmented to the end.
     """
     seed, drops, weight = settings["seed"], settings.get("drops", ()), settings.get("weight", 0.0)
     model, generator = network(x.shape[1:], seed), Generator().manual_seed(seed)
