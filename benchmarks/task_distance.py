@@ -25,7 +25,7 @@ TASKS = ("digits", "digits:only-0-1", "digits:inverted", "letters", "digits+lett
 
 
 def measure(method: str, arguments: argparse.Namespace) -> DistanceMatrix:
-    tasks = {spec: load_task(spec, n=arguments.n) for spec in TASKS}
+    tasks = {spec: load_task(spec, max_samples=arguments.n) for spec in TASKS}
     return task_distance(
         {name: task.data for name, task in tasks.items()}, arguments.beta, method=method,
         trunk_fn=trunk_for(tasks["digits"]), seeds=range(arguments.seeds), workers=arguments.workers,

@@ -65,7 +65,7 @@ def test_callbacks(tmp_path):
         FisherTrace(every_n_steps=2, data="train_step", labels="empirical", name="every_step"),
         InformationInWeights(),
         LocalMinimum(max_samples=20, draws=3),
-        PACBayesCertificate(origin="random initialisation", draws=10, betas=(1.0,)),
+        PACBayesCertificate(prior_origin="random initialisation", draws=10, betas=(1.0,)),
     ]
     logger = CSVLogger(tmp_path)
     trainer = pl.Trainer(
@@ -89,7 +89,7 @@ def test_transfer(tmp_path):
     if Version(version("wandb")) < Version("0.31"):
         pytest.skip("`wandb leet inspect --json`, with which the run is read, came with wandb 0.31")
     data = tiny_data(labels=30, validation=12)
-    transfer(tiny_net, data, methods=["standard"], seeds=1, stages=STAGES, folder=tmp_path, logger="wandb-offline")
+    transfer(tiny_net, data, methods=["standard"], seeds=1, stages=STAGES, folder=tmp_path, logger="wandb_offline")
     logged = set()
     for run in (tmp_path / "logs" / "wandb").glob("offline-run-*"):
         command = [Path(sys.executable).with_name("wandb"), "leet", "inspect", "--json", run]

@@ -22,7 +22,7 @@ def mlp(image_shape: Shape, *, width: int = 128) -> nn.Module:
     )
 
 
-def small_cnn(image_shape: Shape, *, width: int = 16, features: int = 64) -> nn.Module:
+def small_cnn(image_shape: Shape, *, width: int = 16, feature_dim: int = 64) -> nn.Module:
     """Two convolutions with pooling and a linear layer: seconds an epoch on a processor."""
     channels, height, wide = _at_least(image_shape, 8)
     return nn.Sequential(
@@ -33,7 +33,7 @@ def small_cnn(image_shape: Shape, *, width: int = 16, features: int = 64) -> nn.
         nn.ReLU(),
         nn.MaxPool2d(2),
         nn.Flatten(),
-        nn.Linear(2 * width * (height // 4) * (wide // 4), features),
+        nn.Linear(2 * width * (height // 4) * (wide // 4), feature_dim),
         nn.ReLU(),
     )
 
@@ -76,7 +76,7 @@ BACKBONES: dict[str, Callable[..., nn.Module]] = {
 }  # fmt: skip
 
 
-def make_backbone(backbone: Backbone, image_shape: Shape) -> nn.Module:
+def make_backbone(backbone: Backbone, image_shape: Shape, *, argument: str = "backbone") -> nn.Module:
     """Return the network of a name or a function for images of a shape.
 
     Raises:
@@ -88,15 +88,15 @@ def make_backbone(backbone: Backbone, image_shape: Shape) -> nn.Module:
     """
     if isinstance(backbone, str):
         if backbone not in BACKBONES:
-            raise ValueError(f"`backbone` must be one of {', '.join(BACKBONES)} or a function, got {backbone!r}.")
+            raise ValueError(f"`{argument}` must be one of {', '.join(BACKBONES)} or a function, got {backbone!r}.")
         backbone = BACKBONES[backbone]
     network = backbone(image_shape)
     if not isinstance(network, nn.Module):
-        raise ValueError(f"`backbone` must make an nn.Module, got {type(network).__name__}.")
+        raise ValueError(f"`{argument}` must make an nn.Module, got {type(network).__name__}.")
     return network
 
 
-def backbone_name(backbone: Backbone) -> str:
+def backbone_name(backbone: Backbone, *, argument: str = "backbone") -> str:
     """Return a name by which to know the network again: that of :data:`BACKBONES`, or module and function.
 
     Raises:
@@ -107,7 +107,7 @@ def backbone_name(backbone: Backbone) -> str:
     name = f"{getattr(backbone, '__module__', '?')}.{getattr(backbone, '__qualname__', '?')}"
     if (not inspect.isroutine(backbone) and not inspect.isclass(backbone)) or "<" in name:
         raise ValueError(
-            f"`backbone` must be a name, or a function or class defined at the top of a module, got {backbone!r}: "
+            f"`{argument}` must be a name, or a function or class defined at the top of a module, got {backbone!r}: "
             "other processes import it by its name."
         )
     return name

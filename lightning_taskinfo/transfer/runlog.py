@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 from lightning_taskinfo._files import atomic_write
 from lightning_taskinfo._lightning import DEFAULT
 
-LoggerKind = Literal["none", "csv", "wandb", "wandb-offline"]
+LoggerKind = Literal["none", "csv", "wandb", "wandb_offline"]
 Row = dict[str, float]
 
 
@@ -22,7 +22,7 @@ class RunLog:
     """Which logger the runs of an experiment have.
 
     Args:
-        kind: ``"none"``; ``"csv"`` for a table of each run's epochs; ``"wandb"`` or ``"wandb-offline"`` for a run of
+        kind: ``"none"``; ``"csv"`` for a table of each run's epochs; ``"wandb"`` or ``"wandb_offline"`` for a run of
             Weights & Biases each, all in one group.
         project: Project in Weights & Biases.
         group: Group of the experiment there.
@@ -66,7 +66,7 @@ class RunLog:
         import wandb
 
         self.folder.mkdir(parents=True, exist_ok=True)
-        offline = self.kind == "wandb-offline"
+        offline = self.kind == "wandb_offline"
         settings = wandb.Settings(silent=True, console="off")  # many runs share one terminal
         if offline:  # Lightning says so in the environment, which W&B does not read again in a process that has used it
             settings.mode = "offline"

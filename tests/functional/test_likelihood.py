@@ -14,7 +14,7 @@ from lightning_taskinfo.functional.likelihood import (
 )
 
 VARIANCE = 0.3
-CASES = {"categorical": Categorical(), "bernoulli": Bernoulli(), "gaussian": Gaussian(VARIANCE)}
+CASES = {"categorical": Categorical(), "bernoulli": Bernoulli(), "gaussian": Gaussian(std=VARIANCE**0.5)}
 SHAPES = [(4, 3), (4, 2, 3)]
 
 
@@ -148,8 +148,8 @@ def test_what_does_not_fit_is_refused(likelihood: Likelihood, outputs, targets, 
 
 
 def test_bad_arguments_are_named():
-    with pytest.raises(ValueError, match=r"`variance` must be positive, got 0.0"):
-        Gaussian(variance=0.0)
+    with pytest.raises(ValueError, match=r"`std` must be positive, got 0.0"):
+        Gaussian(std=0.0)
     with pytest.raises(ValueError, match="`likelihood` must be one of categorical, bernoulli, gaussian, got 'poisson'"):
         as_likelihood("poisson")
     with pytest.raises(ValueError, match="`targets` must be given for `labels='empirical'`, got None"):

@@ -12,7 +12,7 @@ import os, pathlib, sys, wandb
 folder = pathlib.Path(sys.argv[1])
 wandb.init(mode="offline", dir=folder, project="earlier").finish()  # W&B has read the environment
 from lightning_taskinfo.transfer.runlog import RunLog
-with RunLog("wandb-offline", folder=folder).run("mine", {"seed": 0}, [{"epoch": 1, "train_loss": 2.0}]) as run:
+with RunLog("wandb_offline", folder=folder).run("mine", {"seed": 0}, [{"epoch": 1, "train_loss": 2.0}]) as run:
     run.log({"before": {"total": 1.0}})
 """
 
@@ -30,5 +30,5 @@ def test_what_is_no_number_is_not_logged():
 
 
 def test_unknown_kind():
-    with pytest.raises(ValueError, match="`logger` must be one of none, csv, wandb, wandb-offline, got 'paper'"):
+    with pytest.raises(ValueError, match="`logger` must be one of none, csv, wandb, wandb_offline, got 'paper'"):
         RunLog("paper")
