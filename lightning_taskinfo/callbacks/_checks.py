@@ -66,3 +66,22 @@ def kind_of_shards(model: nn.Module) -> str | None:
     modules = {"torch.distributed.fsdp": "FlatParameter", "torch.distributed.tensor": "DTensor"}
     kinds = tuple(getattr(sys.modules[module], kind) for module, kind in modules.items() if module in sys.modules)
     return next((type(p).__name__ for p in model.parameters() if isinstance(p, kinds)), None)
+
+
+def refuse_twins(callback: Any) -> None:
+    """Say which argument to set where Lightning compares the keys of a new Trainer's callbacks, and would not.
+
+    To be called by the key itself: it is all that Lightning asks before it gives up. Other callers see nothing.
+
+    Raises:
+        ValueError: If another callback of the Trainer has the same class and name.
+    """
+    caller = sys._getframe(2)
+    if caller.f_code.co_name != "_validate_callbacks_list":
+        return
+    kind, others = type(callback), caller.f_locals.get("callbacks", ())
+    if any(type(other) is kind and other.name == callback.name and other is not callback for other in others):
+        raise ValueError(
+            f"`name` must be another one for each {kind.__name__} of a Trainer, got {callback.name!r} twice; "
+            f"give one of them its own, such as {kind.__name__}(name='second')."
+        )

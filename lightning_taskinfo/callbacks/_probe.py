@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_taskinfo._lightning import Callback, LightningModule, Trainer
 from lightning_taskinfo._observe import observing, trainable_parameters
-from lightning_taskinfo.callbacks._checks import check_batch, check_finite, kind_of_shards
+from lightning_taskinfo.callbacks._checks import check_batch, check_finite, kind_of_shards, refuse_twins
 from lightning_taskinfo.callbacks._pool import Source
 from lightning_taskinfo.callbacks._report import has_matplotlib, report, summary
 from lightning_taskinfo.callbacks._samples import Samples, filled_up, inputs_and_targets, size
@@ -289,6 +289,7 @@ class Probe(Callback, ABC):
 
     @property
     def state_key(self) -> str:  # the schedule is no part of it: a resumed run may change it
+        refuse_twins(self)
         return f"{type(self).__qualname__}({self.name})" if self.name else type(self).__qualname__
 
     def state_dict(self) -> dict[str, Any]:

@@ -110,7 +110,8 @@ class Categorical:
             raise ValueError(
                 "`targets` must be class indices (integers) of shape "
                 f"{list(outputs.shape[:-1])} for outputs {list(outputs.shape)}, "
-                f"got {targets.dtype} of shape {list(targets.shape)}."
+                f"got {targets.dtype} of shape {list(targets.shape)}"
+                + ("; set `likelihood` to 'bernoulli' or 'gaussian'." if targets.is_floating_point() else ".")
             )
         low, high = (int(end) for end in targets.aminmax()) if targets.numel() else (0, 0)
         if low >= 0 and high < outputs.shape[-1]:

@@ -66,20 +66,22 @@ class RunLog:
         import wandb
 
         self.folder.mkdir(parents=True, exist_ok=True)
-        offline = self.kind == "wandb_offline"
-        settings = wandb.Settings(silent=True, console="off")  # many runs share one terminal
-        if offline:  # Lightning says so in the environment, which W&B does not read again in a process that has used it
-            settings.mode = "offline"
-        return import_module(f"{self.namespace}.loggers").WandbLogger(
+        run = wandb.init(  # not by Lightning, whose call W&B answers with a warning about an old argument
             name=name,
-            save_dir=self.folder,
+            dir=self.folder,
             project=self.project,
             group=self.group,
             id=hashlib.sha256(f"{self.folder.absolute()}/{self.group}/{name}".encode()).hexdigest()[:12],
             resume="allow",
-            offline=offline,
+            mode="offline" if self.kind == "wandb_offline" else None,
             config=dict(configuration),
-            settings=settings,
+            reinit="create_new",
+            settings=wandb.Settings(silent=True, console="off"),  # many runs share one terminal
+        )
+        run.define_metric("trainer/global_step")  # as Lightning does
+        run.define_metric("*", step_metric="trainer/global_step", step_sync=True)
+        return import_module(f"{self.namespace}.loggers").WandbLogger(
+            name=name, save_dir=self.folder, project=self.project, experiment=run
         )
 
 

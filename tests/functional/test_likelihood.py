@@ -133,7 +133,7 @@ def test_mc_samples_share_the_weight():
     [
         (Categorical(), torch.zeros(4, 1), None, r"with at least 2 classes, got \[4, 1\]"),
         (Categorical(), torch.zeros(4), None, "at least 2 classes"),
-        (Categorical(), torch.zeros(4, 3), torch.zeros(4), r"`targets` must be class indices .* got torch.float32"),
+        (Categorical(), torch.zeros(4, 3), torch.zeros(4), r"`targets` must be class indices .* set `likelihood` to"),
         (Categorical(), torch.zeros(4, 3), torch.zeros(4, 1, dtype=torch.long), r"got torch.int64 of shape \[4, 1\]"),
         (Categorical(), torch.zeros(2, 3), torch.tensor([0, 3]), r"must lie in \[0, 3\).* got values from 0 to 3"),
         (Categorical(), torch.zeros(2, 3), torch.tensor([-1, 1]), "got values from -1 to 1"),

@@ -23,6 +23,7 @@ def test_offline_runs_stay_offline_in_a_process_that_has_used_wandb(tmp_path, mo
     done = subprocess.run([sys.executable, "-c", CODE, str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert len(list((tmp_path / "wandb").glob("offline-run-*"))) == 2
+    assert "anonymous" not in done.stderr  # what Lightning's own call makes W&B say
 
 
 def test_what_is_no_number_is_not_logged():
