@@ -15,7 +15,16 @@ Backbone: TypeAlias = str | Callable[[Shape], nn.Module]
 
 
 def mlp(image_shape: Shape, *, width: int = 128) -> nn.Module:
-    """Two hidden layers on the flattened image."""
+    """Two hidden layers on the flattened image.
+
+    Args:
+        image_shape: Channels, height and width of an image.
+        width: Neurons of each layer.
+
+    Example:
+        >>> mlp((1, 8, 8))(torch.zeros(2, 1, 8, 8)).shape
+        torch.Size([2, 128])
+    """
     channels, height, wide = image_shape
     return nn.Sequential(
         nn.Flatten(), nn.Linear(channels * height * wide, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()
@@ -23,7 +32,17 @@ def mlp(image_shape: Shape, *, width: int = 128) -> nn.Module:
 
 
 def small_cnn(image_shape: Shape, *, width: int = 16, feature_dim: int = 64) -> nn.Module:
-    """Two convolutions with pooling and a linear layer: seconds an epoch on a processor."""
+    """Two convolutions with pooling and a linear layer: seconds an epoch on a processor.
+
+    Args:
+        image_shape: Channels, height and width of an image.
+        width: Channels of the first convolution; the second has twice as many.
+        feature_dim: Number of features.
+
+    Example:
+        >>> small_cnn((1, 8, 8))(torch.zeros(2, 1, 8, 8)).shape
+        torch.Size([2, 64])
+    """
     channels, height, wide = _at_least(image_shape, 8)
     return nn.Sequential(
         nn.Conv2d(channels, width, 3, padding=1),
@@ -42,6 +61,14 @@ def large_cnn(image_shape: Shape, *, width: int = 128) -> nn.Module:
     """Nine convolutions with batch normalisation and dropout, the network of Laine and Aila (2017).
 
     It is the usual one of semi-supervised learning, and of Temporal Ensembling, one of the methods here.
+
+    Args:
+        image_shape: Channels, height and width of an image.
+        width: Channels of the first convolutions, and number of features.
+
+    Example:
+        >>> large_cnn((3, 32, 32), width=4)(torch.zeros(2, 3, 32, 32)).shape
+        torch.Size([2, 4])
     """
     channels, *_ = _at_least(image_shape, 20)
     return nn.Sequential(
@@ -57,7 +84,16 @@ def large_cnn(image_shape: Shape, *, width: int = 128) -> nn.Module:
 
 
 def resnet20(image_shape: Shape, *, width: int = 16) -> nn.Module:
-    """The residual network of 20 layers for small images (He et al., 2016), without its last layer."""
+    """The residual network of 20 layers for small images (He et al., 2016), without its last layer.
+
+    Args:
+        image_shape: Channels, height and width of an image.
+        width: Channels of the first stage; each of the other two has twice those of the one before.
+
+    Example:
+        >>> resnet20((3, 16, 16), width=4)(torch.zeros(2, 3, 16, 16)).shape
+        torch.Size([2, 16])
+    """
     channels, *_ = _at_least(image_shape, 8)
     stages = [(width, width, 1), (width, 2 * width, 2), (2 * width, 4 * width, 2)]
     return nn.Sequential(
