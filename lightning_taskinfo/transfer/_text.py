@@ -161,10 +161,9 @@ def _rich(title: str, table: TextTable, width: int | None) -> str:
         title, table = f"{title}, {seeds}", _without(table, "seeds")
     if tight:
         table = TextTable([_in_lines(name) for name in table.header], [list(map(_in_lines, r)) for r in table.rows])
-    fits = _width(table) - 2 <= console.width  # the edges have no padding
     drawn = Table(title=Text(title), pad_edge=not tight)
     for name in table.header:
-        drawn.add_column(Text(name), overflow="fold", no_wrap=fits)
+        drawn.add_column(Text(name), overflow="fold")
     last: Sequence[str] = ()
     for row in table.rows:
         if last and row[0] != last[0]:
