@@ -30,7 +30,7 @@ from lightning_taskinfo.data import load_dataset
 from lightning_taskinfo.plotting import plot_pareto
 
 DELTA_DRAWS = 0.01  # shared by the structures of a run
-STRUCTURES = ("isotropic", "diagonal", "layer_inputs", "neuron", "kronecker")
+STRUCTURES = ("isotropic", "diagonal", "layer_inputs", "neuron", "kron")
 CONFIDENCE = 1 - 0.04 - DELTA_DRAWS
 NOTE = (
     f"The certificates of one run, structure by structure, hold together with confidence {CONFIDENCE:g}: each "
@@ -171,7 +171,8 @@ def main() -> None:
         picture(model, samples, prior, arguments.picture)
         return
     rows = json.loads(arguments.out.read_text())["rows"] if arguments.out.exists() else []
-    done = {(row["run"], row["structure"]) for row in rows}  # a stopped benchmark goes on where it was
+    # A stopped benchmark goes on where it was; stored rows may still have the structure's earlier name.
+    done = {(row["run"], row["structure"].replace("kronecker", "kron")) for row in rows}
     for name, model, samples, prior in chain.from_iterable(runs[center] for center in arguments.centers):
         for structure in arguments.structures:
             if (name, structure) not in done:

@@ -67,8 +67,8 @@ def column(gamma, sigma, args, generator):
     theories = {
         "linear": (risks.linear, pilot.linear, linear_transfer_risk(THETA, sigma, n), None),
         "fine-tuning": (
-            risks.fine_tuned,
-            pilot.fine_tuned,
+            risks.fine_tune,
+            pilot.fine_tune,
             fine_tuning_risk(THETA, n / args.dimension, sigma, dimension=args.dimension),
             one_layer,  # the printed formula, with the exact mean of the risk from scratch
         ),
@@ -100,12 +100,12 @@ def descent(sigma, args, *, gamma=0.5, theta=math.pi / 3, rates=(0.04, 0.02)):
     pretrained = descend(start, draws.source, learning_rate=0.05)
     covariance, cross = draws.inputs.mT @ draws.inputs / n, (draws.inputs.mT @ draws.labels).squeeze(-1) / n
     row = {"sigma": sigma, "gamma": gamma, "theta_degrees": math.degrees(theta)}
-    row["closed"] = said.fine_tuned.mean().item()
+    row["closed"] = said.fine_tune.mean().item()
     for rate in rates:
         trained = descend(pretrained, cross, covariance, learning_rate=rate, max_steps=100_000, tolerance=1e-6)
         risk = (product(trained) - draws.target[:, 0]).square().sum(-1)
         row[f"descent_{rate:g}"] = risk.mean().item()
-        row[f"largest_gap_{rate:g}"] = (risk - said.fine_tuned[0]).abs().max().item()
+        row[f"largest_gap_{rate:g}"] = (risk - said.fine_tune[0]).abs().max().item()
     return row
 
 

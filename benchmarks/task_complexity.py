@@ -39,7 +39,7 @@ def prepared(images: Tensor) -> Tensor:
 
 def one(cell: dict) -> dict:
     """One sweep: its rows and β*."""
-    task = load_task(cell["spec"], n=cell["n"], size=28, seed=cell["seed"], data_dir=cell["data_dir"])
+    task = load_task(cell["spec"], max_samples=cell["n"], size=28, seed=cell["seed"], data_dir=cell["data_dir"])
     steps = cell["steps"]
     training = Training(pretrain_steps=steps, steps=steps)
     network = partial(small_network, SIDE * SIDE, task.num_classes, 32)

@@ -47,8 +47,8 @@ def search_cells(args: argparse.Namespace, seed: int) -> list[Cell]:
     cells = []
     for method, weights in GRID.items():
         for weight in weights:
-            folder = args.out / "search" / f"seed{seed}-{method}-{weight}"
-            experiment = Experiment(folder, args.backbone, search.arguments, stages(args), {**WEIGHTS, method: weight})
+            folder = args.folder / "search" / f"seed{seed}-{method}-{weight}"
+            experiment = Experiment(folder, args.model, search.arguments, stages(args), {**WEIGHTS, method: weight})
             cells.append(Cell(experiment, "pretrain", method, BUDGET - HELD_OUT, seed))
     return cells
 
@@ -84,20 +84,20 @@ def run(args: argparse.Namespace) -> tuple[TransferReport, dict[str, Any]]:
     """Search and train, seed by seed, and return all results in one report."""
     cells = {cell.experiment.folder.name: cell for seed in range(args.seeds) for cell in search_cells(args, seed)}
     shown = lambda name, result: print(name, json.dumps(result), flush=True)  # noqa: E731
-    found = run_cells(run_pair, cells, folder=args.out / "searched", workers=args.workers, on_done=shown)
+    found = run_cells(run_pair, cells, folder=args.folder / "searched", workers=args.workers, on_done=shown)
     results, chosen = [], {}
     for seed in range(args.seeds):
         chosen[seed] = choose(found, seed)
         print(f"seed {seed}: {chosen[seed]}", flush=True)
         report = transfer(
-            args.backbone,
+            args.model,
             make_data(args, seed),
             methods=METHODS,
             labels=args.labels,
             seeds=[seed],
             stages=stages(args),
             weights=chosen[seed],
-            folder=args.out / f"seed{seed}",
+            folder=args.folder / f"seed{seed}",
             workers=args.workers,
             on_done=lambda cell, result: print(cell.name, result.get("test"), flush=True),
         )
@@ -134,10 +134,10 @@ def row(count: int, method: str, mean: Any, gain: Any, paper: float | None, stan
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-dir", type=Path, help="holds mnist.npz and notmnist.npz; TASKINFO_DATA_DIR is not read")
-    parser.add_argument("--out", type=Path, default=Path("runs/transfer_table"))
+    parser.add_argument("--folder", type=Path, default=Path("runs/transfer_table"))
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--labels", type=int, nargs="+", default=[50, 100, 200])
-    parser.add_argument("--backbone", default="small_cnn")
+    parser.add_argument("--model", default="small_cnn")
     parser.add_argument("--pretrain-epochs", type=int, default=5)
     parser.add_argument("--fine-tune-epochs", type=int, default=12)
     parser.add_argument("--max-source", type=int, default=6000)
@@ -149,8 +149,8 @@ def main() -> None:
     report, found = run(args)
     text = table(report, args.labels)
     print(text)
-    args.out.mkdir(parents=True, exist_ok=True)
-    report.save(args.out / "report")
+    args.folder.mkdir(parents=True, exist_ok=True)
+    report.save(args.folder / "report")
     if args.store:
         store(args, report, found, text, time.perf_counter() - start)
 
@@ -173,7 +173,7 @@ def store(args: argparse.Namespace, report: TransferReport, found: Any, text: st
     notes = f"# {report.name}: seven methods of semi-supervised transfer\n\n{told}"
     sizes = (
         f"This run: {', '.join(map(str, args.labels))} labels. "
-        f"Backbone {args.backbone}, {args.max_source} source samples, {args.max_unlabeled} unlabelled target inputs, "
+        f"Backbone {args.model}, {args.max_source} source samples, {args.max_unlabeled} unlabelled target inputs, "
         f"{args.pretrain_epochs} and {args.fine_tune_epochs} epochs, {args.seeds} seeds; Student's 95 % intervals, "
         "paired by seed for the gain over standard. The paper's networks and data sizes are larger."
     )

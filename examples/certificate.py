@@ -65,9 +65,9 @@ def show(title: str, model: nn.Module, certificate: Certificate, test: Split) ->
     return {"bound": certificate.bound, "train_error": certificate.risk, "test_error": error, "kl": certificate.kl}
 
 
-def log(out: Path, numbers: dict[str, dict[str, float]], rows: list[Candidate], figure: Path) -> Path:
+def log(folder: Path, numbers: dict[str, dict[str, float]], rows: list[Candidate], figure: Path) -> Path:
     """Scalars, the rows behind the picture as a table, and the picture, in an offline W&B run."""
-    with wandb.init(project="lightning-taskinfo", name="certificate", dir=out, mode="offline") as run:
+    with wandb.init(project="lightning-taskinfo", name="certificate", dir=folder, mode="offline") as run:
         names = ["structure", "beta", "risk", "kl", "price", "bound"]
         table = wandb.Table(names, [[getattr(row, name) for name in names] for row in rows])
         scalars = {f"{prior}/{name}": value for prior, group in numbers.items() for name, value in group.items()}
@@ -79,9 +79,9 @@ def log(out: Path, numbers: dict[str, dict[str, float]], rows: list[Candidate], 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fast", action="store_true", help="smaller images and fewer draws, to see that it runs")
-    parser.add_argument("--out", type=Path, default=Path("runs/certificate"), help="folder for everything written")
+    parser.add_argument("--folder", type=Path, default=Path("runs/certificate"), help="folder for everything written")
     arguments = parser.parse_args()
-    arguments.out.mkdir(parents=True, exist_ok=True)
+    arguments.folder.mkdir(parents=True, exist_ok=True)
     draws, betas = (100, (0.1, 1.0)) if arguments.fast else (1000, tuple(10 ** (j / 3) for j in range(-5, 4)))
 
     data, test = load(fast=arguments.fast)
@@ -94,14 +94,14 @@ def main() -> None:
     held_out, certified = (data[0][0::2], data[1][0::2]), (data[0][1::2], data[1][1::2])
     center = train(deepcopy(start), held_out, epochs=20)
     tuned = train(deepcopy(center), certified, epochs=1, lr=0.002)
-    prior = Prior(center, origin="trained on the other half of the digits", std=(0.03, 0.01), per_layer=False)
+    prior = Prior(center, origin="trained on the other half of the digits", stds=(0.03, 0.01), per_layer=False)
     half = certify(tuned, certified, prior, structure="neuron", draws=draws, betas=betas)
     numbers["other half"] = show("Prior around a network trained on the other half", tuned, half, test)
 
     rows = pareto_front(model, data, Prior(start, origin="random initialisation, seed 0"), betas=betas)
-    figure = arguments.out / "pareto.png"
+    figure = arguments.folder / "pareto.png"
     plot_pareto(rows, len(data[0]))[0].savefig(figure, dpi=150)
-    run = log(arguments.out, numbers, rows, figure)
+    run = log(arguments.folder, numbers, rows, figure)
     print(f"\nPicture:      {figure}\nOffline run:  {run}")
 
 

@@ -20,7 +20,7 @@ os.environ.setdefault("WANDB_SILENT", "true")
 
 
 # %% Train: each method twice, on another split, from other initial weights
-def run(out: Path, *, fast: bool) -> TransferReport:
+def run(folder: Path, *, fast: bool) -> TransferReport:
     """Pretrain on digits beside unlabelled letters, fine-tune on fifty labelled ones, and train from scratch beside."""
     source, target = load_pair("digits→letters", size=8 if fast else 28)
     data = TransferDataModule(source, target, labels=50, max_unlabeled=200 if fast else 1500)
@@ -31,8 +31,8 @@ def run(out: Path, *, fast: bool) -> TransferReport:
             methods=["standard", "lautum", "mutual_information"],
             seeds=2,
             stages=Stages(1, 1) if fast else Stages(pretrain_epochs=4, fine_tune_epochs=15),
-            folder=out,
-            logger="wandb-offline",
+            folder=folder,
+            logger="wandb_offline",
             workers=0 if fast else None,
             on_plan=progress.plan,
             on_done=progress.done,
@@ -40,10 +40,14 @@ def run(out: Path, *, fast: bool) -> TransferReport:
 
 
 # %% Look: a table here, a page to send to a colleague, a run of Weights & Biases
-def show(report: TransferReport, out: Path) -> None:
-    files = report.save(out)
+def show(report: TransferReport, folder: Path) -> None:
+    files = report.save(folder)
     summary = log_to_wandb(
-        report, project="lightning-taskinfo", group=group_name(report.name, out), mode="offline", save_dir=out / "logs"
+        report,
+        project="lightning-taskinfo",
+        group=group_name(report.name, folder),
+        mode="offline",
+        folder=folder / "logs",
     )
     wandb = os.path.relpath(Path(sys.executable).with_name("wandb"))
     print(report.to_terminal())
@@ -55,9 +59,9 @@ def show(report: TransferReport, out: Path) -> None:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fast", action="store_true", help="smaller images and one epoch, to see that it runs")
-    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for everything that is written")
+    parser.add_argument("--folder", type=Path, default=Path("runs/demo"), help="folder for everything that is written")
     arguments = parser.parse_args(argv)
-    show(run(arguments.out, fast=arguments.fast), arguments.out)
+    show(run(arguments.folder, fast=arguments.fast), arguments.folder)
 
 
 if __name__ == "__main__":

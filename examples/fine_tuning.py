@@ -88,9 +88,9 @@ def draw(runs: dict[str, InformationInWeights], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fast", action="store_true", help="fewer samples and epochs, to see that it runs")
-    parser.add_argument("--out", type=Path, default=Path("runs/fine_tuning"), help="folder for the figure")
+    parser.add_argument("--folder", type=Path, default=Path("runs/fine_tuning"), help="folder for the figure")
     arguments = parser.parse_args()
-    arguments.out.mkdir(parents=True, exist_ok=True)
+    arguments.folder.mkdir(parents=True, exist_ok=True)
     n, before, after = (128, 1, 2) if arguments.fast else (300, 15, 30)
     digits, letters = load_pair("digits→letters", size=8)
 
@@ -102,8 +102,8 @@ def main() -> None:
     print(f"{'letters':>14} {'added (nats)':>14} {'test accuracy':>14}")
     for (name, run), model in zip(runs.items(), (tuned, scratch), strict=True):
         print(f"{name:>14} {run.history[-1]['information_nats']:14.0f} {accuracy(model, letters):14.3f}")
-    draw(runs, arguments.out / "fine_tuning.png")
-    print(f"\nFigure: {arguments.out / 'fine_tuning.png'}")
+    draw(runs, arguments.folder / "fine_tuning.png")
+    print(f"\nFigure: {arguments.folder / 'fine_tuning.png'}")
 
 
 if __name__ == "__main__":

@@ -95,9 +95,9 @@ def draw(runs: dict[str, dict], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fast", action="store_true", help="fewer samples and epochs, to see that it runs")
-    parser.add_argument("--out", type=Path, default=Path("runs/memorization"), help="folder for the figure")
+    parser.add_argument("--folder", type=Path, default=Path("runs/memorization"), help="folder for the figure")
     arguments = parser.parse_args()
-    arguments.out.mkdir(parents=True, exist_ok=True)
+    arguments.folder.mkdir(parents=True, exist_ok=True)
     n, epochs = (128, 4) if arguments.fast else (1000, 120)
     data = load_dataset("digits", size=8)
     runs = {f"{fraction:.0%}": train(data, fraction, n=n, epochs=epochs) for fraction in FRACTIONS}
@@ -107,8 +107,8 @@ def main() -> None:
         largest = max(row["fisher_trace"] for row in run["fisher"])
         values = [run["information"][-1]["information_nats"], largest, run["train_accuracy"], run["test_accuracy"]]
         print(f"{label:>18}", *(f"{value:18.3f}" for value in values))
-    draw(runs, arguments.out / "memorization.png")
-    print(f"\nFigure: {arguments.out / 'memorization.png'}")
+    draw(runs, arguments.folder / "memorization.png")
+    print(f"\nFigure: {arguments.folder / 'memorization.png'}")
 
 
 if __name__ == "__main__":

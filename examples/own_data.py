@@ -30,7 +30,7 @@ def write_files(folder: Path, *, size: int) -> tuple[Path, Path]:
 
 
 # %% Pretrain, fine-tune, compare with scratch
-def run(source: Path, target: Path, out: Path, *, fast: bool) -> TransferReport:
+def run(source: Path, target: Path, folder: Path, *, fast: bool) -> TransferReport:
     data = TransferDataModule(source, target, labels=50, max_unlabeled=200 if fast else 1000, max_source=2000)
     return transfer(
         "mlp",
@@ -38,7 +38,7 @@ def run(source: Path, target: Path, out: Path, *, fast: bool) -> TransferReport:
         methods=["standard", "mk_mmd", "mutual_information"],
         seeds=2 if fast else 5,
         stages=Stages(1, 1) if fast else Stages(pretrain_epochs=5, fine_tune_epochs=15),
-        folder=out / "cells",
+        folder=folder / "cells",
         workers=0 if fast else None,
     )
 
@@ -49,18 +49,20 @@ def main() -> None:
     parser.add_argument("--source", type=Path, help="npz file of the labelled source")
     parser.add_argument("--target", type=Path, help="npz file of the target")
     parser.add_argument("--fast", action="store_true", help="smaller images and one epoch, to see that it runs")
-    parser.add_argument("--out", type=Path, default=Path("runs/own_data"), help="folder for everything that is written")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/own_data"), help="folder for everything that is written"
+    )
     arguments = parser.parse_args()
-    arguments.out.mkdir(parents=True, exist_ok=True)
+    arguments.folder.mkdir(parents=True, exist_ok=True)
     source, target = arguments.source, arguments.target
     if source is None or target is None:
-        source, target = write_files(arguments.out, size=8 if arguments.fast else 28)
+        source, target = write_files(arguments.folder, size=8 if arguments.fast else 28)
 
-    report = run(source, target, arguments.out, fast=arguments.fast)
+    report = run(source, target, arguments.folder, fast=arguments.fast)
     print(report.to_terminal())
-    report.figures()["accuracy"].savefig(arguments.out / "own_data.png", dpi=150)
-    files = report.save(arguments.out / "report")
-    print(f"\nReport: {files['report.html']}\nFigure: {arguments.out / 'own_data.png'}")
+    report.figures()["accuracy"].savefig(arguments.folder / "own_data.png", dpi=150)
+    files = report.save(arguments.folder / "report")
+    print(f"\nReport: {files['report.html']}\nFigure: {arguments.folder / 'own_data.png'}")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 A network learns a source task, then a target at an angle θ to it from n samples of dimension d. Blue is where transfer
 helps over training from scratch, red where it hurts.
 
-    python examples/phase_diagram.py --out figures
+    python examples/phase_diagram.py --folder figures
 """
 
 # %% What to do
@@ -19,7 +19,7 @@ from lightning_taskinfo.tasks.phase_diagram import simulate_phase_diagram
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--fast", action="store_true", help="fewer dimensions and repetitions, a few seconds")
-parser.add_argument("--out", type=Path, default=Path("runs/phase_diagram"), help="folder of the figure")
+parser.add_argument("--folder", type=Path, default=Path("runs/phase_diagram"), help="folder of the figure")
 args = parser.parse_args()
 size = {"dimension": 60, "repetitions": 10} if args.fast else {"dimension": 200, "repetitions": 40}
 
@@ -35,7 +35,7 @@ theta = torch.linspace(0, torch.pi / 2, 4, dtype=torch.float64)
 gamma = torch.tensor([0.1, 0.25, 0.5, 0.75, 0.9, 1.25, 1.5, 2.0], dtype=torch.float64)
 fig = Figure(figsize=(14, 8), layout="constrained")
 axes = fig.subplots(2, 3)
-for mode, row in zip(("linear", "fine-tuning"), axes, strict=True):
+for mode, row in zip(("linear", "fine_tune"), axes, strict=True):
     plot_phase_map(mode, 0.0, ax=row[0])
     plot_phase_map(mode, 0.3, ax=row[1])
     generator = torch.Generator().manual_seed(0)
@@ -45,7 +45,7 @@ for mode, row in zip(("linear", "fine-tuning"), axes, strict=True):
         row[2].set_ylim(-1.1, 1.1)  # the points near n = d, where scratch training diverges, leave the picture
 
 # %% Save
-args.out.mkdir(parents=True, exist_ok=True)
-path = args.out / "phase_diagram.png"
+args.folder.mkdir(parents=True, exist_ok=True)
+path = args.folder / "phase_diagram.png"
 fig.savefig(path, dpi=120)
 print(f"Figure: {path}")

@@ -22,12 +22,12 @@ TASKS = {"true labels": "digits", "random labels": "digits:random-labels"}
 
 
 # %% One sweep over β, from high to low; a sweep that was interrupted continues in its folder
-def trace(name: str, spec: str, out: Path, *, fast: bool) -> StructureFunction:
-    task = load_task(spec, n=200 if fast else 1000)
+def trace(name: str, spec: str, folder: Path, *, fast: bool) -> StructureFunction:
+    task = load_task(spec, max_samples=200 if fast else 1000)
     training = Training(pretrain_steps=40, steps=40, draws=8) if fast else Training(pretrain_steps=600, steps=600)
     betas = (10.0, 1.0, 0.1) if fast else tuple(10 ** (2 - j / 2) for j in range(12))
     return structure_function(
-        network_for(task), task.data, betas, training=training, name=name, folder=out / spec.replace(":", "_")
+        network_for(task), task.data, betas, training=training, name=name, folder=folder / spec.replace(":", "_")
     )
 
 
@@ -45,16 +45,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fast", action="store_true", help="fewer samples, prices and steps, to see that it runs")
     parser.add_argument(
-        "--out", type=Path, default=Path("runs/structure_function"), help="folder for everything written"
+        "--folder", type=Path, default=Path("runs/structure_function"), help="folder for everything written"
     )
     arguments = parser.parse_args()
-    out = arguments.out / ("fast" if arguments.fast else "full")
+    out = arguments.folder / ("fast" if arguments.fast else "full")
     curves = [trace(name, spec, out, fast=arguments.fast) for name, spec in TASKS.items()]
     for curve in curves:
         show(curve)
-    path = arguments.out / "structure_function.png"
+    path = arguments.folder / "structure_function.png"
     plot_structure_functions(curves)[0].savefig(path, dpi=150)
-    with wandb.init(project="lightning-taskinfo", name="structure-function", dir=arguments.out, mode="offline") as run:
+    with wandb.init(
+        project="lightning-taskinfo", name="structure-function", dir=arguments.folder, mode="offline"
+    ) as run:
         for curve in curves:
             curve.log(run, key=curve.name)
         folder = Path(run.dir).parent

@@ -4,7 +4,7 @@ A small probe network, trained once on digits and letters, gets a new head for e
 filters then says what matters to the task: near tasks need the same filters, and a large norm tells a task that the
 probe finds hard.
 
-    python examples/task2vec.py --out figures
+    python examples/task2vec.py --folder figures
 """
 
 # %% What to do
@@ -20,7 +20,7 @@ from lightning_taskinfo.tasks.probe import default_probe
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--fast", action="store_true", help="one epoch for the probe and fewer samples, a few seconds")
-parser.add_argument("--out", type=Path, default=Path("runs/task2vec"), help="folder of the figure")
+parser.add_argument("--folder", type=Path, default=Path("runs/task2vec"), help="folder of the figure")
 args = parser.parse_args()
 
 # %% The tasks
@@ -59,7 +59,7 @@ figure = Figure(figsize=(12, 4.2), layout="constrained")
 left, right = figure.subplots(1, 2)
 plot_task_map(embeddings, ax=left)
 plot_difficulty(embeddings, ax=right)
-args.out.mkdir(parents=True, exist_ok=True)
-path = args.out / "task2vec.png"
+args.folder.mkdir(parents=True, exist_ok=True)
+path = args.folder / "task2vec.png"
 figure.savefig(path, dpi=150)
 print(f"\nFigure: {path}")

@@ -26,8 +26,8 @@ TASKS = {
 
 
 # %% Every ordered pair, by plain training and a closed form; finished trainings are kept in the folder
-def measure(out: Path, *, fast: bool) -> DistanceMatrix:
-    tasks = {name: load_task(spec, n=60 if fast else 1000) for name, spec in TASKS.items()}
+def measure(folder: Path, *, fast: bool) -> DistanceMatrix:
+    tasks = {name: load_task(spec, max_samples=60 if fast else 1000) for name, spec in TASKS.items()}
     return task_distance(
         {name: task.data for name, task in tasks.items()},
         0.1,
@@ -36,7 +36,7 @@ def measure(out: Path, *, fast: bool) -> DistanceMatrix:
         training=Training(pretrain_steps=8 if fast else 400),
         seeds=range(1 if fast else 3),
         workers=0 if fast else None,
-        folder=out,
+        folder=folder,
     )
 
 
@@ -44,14 +44,14 @@ def measure(out: Path, *, fast: bool) -> DistanceMatrix:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fast", action="store_true", help="fewer samples, steps and seeds, to see that it runs")
-    parser.add_argument("--out", type=Path, default=Path("runs/task_distance"), help="folder for everything written")
+    parser.add_argument("--folder", type=Path, default=Path("runs/task_distance"), help="folder for everything written")
     arguments = parser.parse_args()
-    matrix = measure(arguments.out / ("fast" if arguments.fast else "full"), fast=arguments.fast)
+    matrix = measure(arguments.folder / ("fast" if arguments.fast else "full"), fast=arguments.fast)
     for source, target, distance, error, _ in matrix.table()[1]:
         print(f"{source:>16} → {target:16} {distance:8.1f} ± {error:.1f} nats")
-    path = arguments.out / "task_distance.png"
+    path = arguments.folder / "task_distance.png"
     matrix.plot()[0].savefig(path, dpi=150)
-    with wandb.init(project="lightning-taskinfo", name="task-distance", dir=arguments.out, mode="offline") as run:
+    with wandb.init(project="lightning-taskinfo", name="task-distance", dir=arguments.folder, mode="offline") as run:
         matrix.log(run)
         folder = Path(run.dir).parent
     print(f"\nFigure:       {path}\nOffline run:  {folder}")

@@ -63,8 +63,8 @@ SHORTER = {  # by page: what is written -> what is run instead
         '"small_cnn"': '"mlp"',
     },
     "docs/tasks.md": {
-        "n=1000": "n=40",
-        "n=280": "n=40",
+        "max_samples=1000": "max_samples=40",
+        "max_samples=280": "max_samples=40",
         "[10, 3, 1, 0.3, 0.1]": f"[10, 1], {SHORT_TRAINING}",
         'folder="runs/distance"': f'folder="runs/distance", workers=0, seeds=[0], {SHORT_TRAINING}',
     },

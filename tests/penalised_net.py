@@ -63,7 +63,7 @@ class PenalisedSteps:
         w = {**dict.fromkeys(WEIGHTS, 0.0), **weights}
         self.body = nn.Sequential(nn.Linear(D, F), nn.BatchNorm1d(F), nn.Tanh())
         self.head = nn.Linear(F, K)
-        add_weight_noise(self.body, std=0.05, prior="zero")
+        add_weight_noise(self.body, std=0.05, prior_center="zero")
         self.features = torch.compile(self.body, backend="aot_eager") if compiled else self.body
         self.information = WeightInformation(w["information"])
         self.lautum = Lautum((D,), K, weight=w["lautum"], decay=0.9).fit_inputs([Pairs().x_u])

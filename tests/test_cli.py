@@ -15,7 +15,7 @@ SMALL = ["--dimension=20", "--repetitions=3", "--angles=2", "--gammas=[0.5,1.5]"
 
 def test_phase_diagram_writes_a_figure_and_a_table(tmp_path, capsys):
     out = tmp_path / "new" / "phase.png"
-    assert cli.main(["phase-diagram", "--mode=fine-tuning", "--sigma=0", f"--out={out}", *SMALL]) == 0
+    assert cli.main(["phase-diagram", "--mode=fine_tune", "--sigma=0", f"--out={out}", *SMALL]) == 0
     assert out.read_bytes().startswith(b"\x89PNG")
     header, *rows, path = capsys.readouterr().out.splitlines()
     assert header.split() == ["theta_deg", "gamma", "gain", "error", "theory"]

@@ -12,7 +12,6 @@ from torch.nn.functional import cross_entropy
 
 from lightning_taskinfo import cli
 from lightning_taskinfo.certificates import Prior, certify
-from lightning_taskinfo.cli.certify import _progress
 from lightning_taskinfo.data import ArrayData, save_npz
 
 SOURCE = """
@@ -288,14 +287,14 @@ def test_an_old_certificate_survives_a_run_that_fails(folder):
     assert (folder / "certificate.json").read_text() == "old"
 
 
-def test_a_bar_on_a_terminal_and_none_elsewhere(monkeypatch):
-    assert _progress([1, 2]) == [1, 2]
-
+def test_a_bar_on_a_terminal_and_none_elsewhere(folder, monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self):
             return True
 
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    assert list(_progress([1, 2])) == [1, 2]
-    assert "certify" in terminal.getvalue()
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    assert run() == 0
+    assert sys.stderr.getvalue() == ""
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    assert run("--picture=pareto.png") == 0
+    assert all(label in sys.stderr.getvalue() for label in ("certify search", "certify draws", "certify picture"))

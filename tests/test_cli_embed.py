@@ -16,7 +16,8 @@ SMALL = ["--size=8", "--max_samples=20", "--probe_epochs=1", "--weight_decay=0.1
 def written(tmp_path_factory):
     out = tmp_path_factory.mktemp("embed") / "new"
     assert (
-        cli.main(["embed", "--tasks=[digits:even-odd,digits:small-large,digits:only-0-1]", f"--out={out}", *SMALL]) == 0
+        cli.main(["embed", "--tasks=[digits:even-odd,digits:small-large,digits:only-0-1]", f"--folder={out}", *SMALL])
+        == 0
     )
     return out
 
@@ -44,7 +45,7 @@ def test_continues_with_what_is_there_and_takes_new_tasks(written, capsys, monke
         Task2Vec, "embed", lambda self, data, *, name: calls.append(name) or embed(self, data, name=name)
     )
     before = json.loads((written / "embeddings.json").read_text())["tasks"][0]["vector"]
-    assert cli.main(["embed", "--tasks=[digits:even-odd,digits:one-3]", f"--out={written}", *SMALL]) == 0
+    assert cli.main(["embed", "--tasks=[digits:even-odd,digits:one-3]", f"--folder={written}", *SMALL]) == 0
     assert calls == ["digits:one-3"]
     header, first, second, folder = capsys.readouterr().out.splitlines()
     assert header.split() == ["task", "classes", "norm", "test_error", "distance", "nearest_source"]
@@ -56,7 +57,7 @@ def test_continues_with_what_is_there_and_takes_new_tasks(written, capsys, monke
 
 def test_takes_npz_files(tmp_path, arrays_of_two_classes):
     save_npz(tmp_path / "mine.npz", arrays_of_two_classes)
-    command = ["embed", "--tasks=[mine]", f"--data_dir={tmp_path}", f"--out={tmp_path / 'out'}", *SMALL]
+    command = ["embed", "--tasks=[mine]", f"--data_dir={tmp_path}", f"--folder={tmp_path / 'out'}", *SMALL]
     assert cli.main(command) == 0
     (row,) = json.loads((tmp_path / "out" / "embeddings.json").read_text())["tasks"]
     assert (row["task"], row["classes"], row["samples"]) == ("mine", 2, 20)
@@ -79,12 +80,12 @@ def arrays_of_two_classes():
         ("--tasks=[digits:sideways]", "`variant` must be like one of even-odd"),
         ("--weight_decay=0", "`weight_decay` must be positive, got 0.0."),
         ("--probe_epochs=0", "`epochs` must be at least 1, got 0."),
-        ("--max_samples=21", "`out` must be new or of the same configuration"),
+        ("--max_samples=21", "`folder` must be new or of the same configuration"),
     ],
 )
 def test_wrong_values_end_with_2_and_their_message(argument, message, written, capsys):
     out = written if "21" in argument else written.parent / "other"
-    assert cli.main(["embed", f"--out={out}", *SMALL, argument]) == 2
+    assert cli.main(["embed", f"--folder={out}", *SMALL, argument]) == 2
     error = capsys.readouterr().err
     assert error.startswith("taskinfo: error: ")
     assert message in error

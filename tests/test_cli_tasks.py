@@ -8,11 +8,11 @@ import pytest
 from lightning_taskinfo import cli
 from lightning_taskinfo.cli._progress import progress_bar
 
-SMALL = ["--n=40", "--width=4", "--steps=3"]
+SMALL = ["--max_samples=40", "--width=4", "--steps=3"]
 
 
 def test_complexity_writes_json_and_a_figure_and_continues(tmp_path, capsys):
-    command = ["complexity", "--tasks=[digits:even-odd,digits:random-labels]", f"--out={tmp_path}", "--betas=[1,10]"]
+    command = ["complexity", "--tasks=[digits:even-odd,digits:random-labels]", f"--folder={tmp_path}", "--betas=[1,10]"]
     assert cli.main([*command, *SMALL]) == 0
     printed = capsys.readouterr().out
     assert (tmp_path / "complexity.png").read_bytes().startswith(b"\x89PNG")
@@ -30,7 +30,13 @@ def test_complexity_writes_json_and_a_figure_and_continues(tmp_path, capsys):
 
 @pytest.mark.parametrize("method", ["laplace", "variational"])
 def test_distance_writes_json_and_a_figure(tmp_path, capsys, method):
-    command = ["distance", "--tasks=[digits,digits:only-0-1]", f"--out={tmp_path}", f"--method={method}", "--seeds=2"]
+    command = [
+        "distance",
+        "--tasks=[digits,digits:only-0-1]",
+        f"--folder={tmp_path}",
+        f"--method={method}",
+        "--seeds=2",
+    ]
     assert cli.main([*command, "--workers=0", *SMALL]) == 0
     header, *rows, figure, numbers = capsys.readouterr().out.splitlines()
     assert header.split() == ["from", "to", "distance", "error", "new", "head"]
@@ -45,7 +51,7 @@ def test_distance_writes_json_and_a_figure(tmp_path, capsys, method):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["complexity", "--n=3"], "`n` must be at least 8, got 3."),
+        (["complexity", "--max_samples=3"], "`max_samples` must be at least 8, got 3."),
         (["complexity", "--tasks=[numbers]"], "'numbers' was not found"),
         (["complexity", "--betas=[0]"], "`betas` must be positive numbers"),
         (["distance", "--seeds=0"], "`seeds` must be at least 1, got 0."),
@@ -55,7 +61,7 @@ def test_distance_writes_json_and_a_figure(tmp_path, capsys, method):
 )
 def test_wrong_values_end_with_2_and_their_message(arguments, message, tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("TASKINFO_DATA_DIR", raising=False)
-    assert cli.main([*arguments[:1], f"--out={tmp_path}", *arguments[1:]]) == 2
+    assert cli.main([*arguments[:1], f"--folder={tmp_path}", *arguments[1:]]) == 2
     written = capsys.readouterr()
     assert message in written.err
     assert not written.out

@@ -1,28 +1,16 @@
-"""Every block of code in the README and the documentation runs, and every command in them exists."""
+"""Every block of Python in the README and the documentation runs; ``test_commands.py`` runs the commands."""
 
 import re
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests.documented import PRELUDE, PRELUDES, SHORTER
+from tests.pages import BLOCK, COMMANDS, OTHER, PAGES, PYTHON, ROOT, SHELL, blocks, name_of
 
-ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-BLOCK = re.compile(r"^```(?P<language>\S*)\n(?P<text>.*?)^```$", re.M | re.S)
-PYTHON, SHELL, OTHER = {"python", "diff"}, {"bash"}, {"text", "yaml"}
 SLOW_PAGES = {"docs/how-to/many-machines.md"}  # a cluster
-
-
-def name_of(page):
-    return page.relative_to(ROOT).as_posix()
-
-
-def blocks(page, languages):
-    return [match for match in BLOCK.finditer(page.read_text()) if match["language"] in languages]
 
 
 def source(match):
@@ -64,22 +52,9 @@ def test_python_blocks_run(page, tmp_path, monkeypatch, capsys):
     assert all(long in written for long in shorter)
 
 
-def commands():
-    found = {}
-    for page in PAGES:
-        for match in blocks(page, SHELL):
-            for line in filter(None, match["text"].splitlines()):
-                for part in line.split(" && "):
-                    found.setdefault(part, name_of(page))
-    return found
-
-
-COMMANDS = commands()
-
-
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_exist(command):
-    words = [word for word in shlex.split(command, comments=True) if "=" not in word or word.startswith("-")]
+    words = [word for word in shlex.split(command) if "=" not in word or word.startswith("-")]
     check = CHECKS.get(words[0])
     assert check is not None, f"nobody checks {command!r} of {COMMANDS[command]}"
     check(words)
@@ -132,18 +107,6 @@ CHECKS = {
     "git": lambda words: None,
     "cd": lambda words: None,
 }
-
-
-@pytest.mark.slow
-def test_taskinfo_commands_run(tmp_path, monkeypatch):
-    """The quick ones as they are; a transfer is run by ``tests/cli``."""
-    from lightning_taskinfo.cli import main
-
-    monkeypatch.chdir(tmp_path)
-    quick = [c for c in COMMANDS if c.startswith(("taskinfo phase-diagram", "taskinfo embed"))]
-    assert quick
-    for command in quick:
-        assert main(shlex.split(command)[1:]) == 0
 
 
 def yaml_blocks(page):

@@ -20,7 +20,7 @@ SCRIPTS = [path for path in sorted(ROOT.glob("examples/*.py")) if '"--fast"' in 
 def run(script, out):
     """Run an example with ``--fast`` in a process of its own, and return what it printed."""
     environment = {**os.environ, "WANDB_MODE": "offline", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, script, "--fast", "--out", out]
+    command = [sys.executable, script, "--fast", "--folder", out]
     done = subprocess.run(command, cwd=out, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -1,9 +1,10 @@
-"""The table of log keys in the documentation is what real runs log: no key is missing in it, and none is made up."""
+"""The tables of log keys in the documentation are what real runs log: no key is missing there, and none is made up."""
 
 import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -11,37 +12,86 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from packaging.version import Version
-from pytorch_lightning.loggers import CSVLogger
+from pytorch_lightning.loggers.logger import Logger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_taskinfo import FisherTrace, InformationInWeights, LocalMinimum, PACBayesCertificate
-from lightning_taskinfo.transfer import transfer
+from lightning_taskinfo import (
+    FisherTrace,
+    InformationInWeights,
+    LocalMinimum,
+    PACBayesCertificate,
+    TaskEmbedding,
+    log_to_wandb,
+)
+from lightning_taskinfo.tasks.embedding_plots import log_embeddings
+from lightning_taskinfo.tasks.matrix import DistanceMatrix
+from lightning_taskinfo.tasks.structure import StructureFunction
+from lightning_taskinfo.transfer import PENALTIES, transfer
 from tests.penalised_net import WEIGHTS, Net
 from tests.penalised_net import fit as fit_penalised
+from tests.transfer.results import report
 from tests.transfer.tiny import STAGES, tiny_data, tiny_net
 
 PAGE = Path(__file__).parents[1] / "docs" / "wandb.md"
-OF_LIGHTNING = {"epoch", "step", "created_at", "trainer/global_step"}
+OF_LIGHTNING = {"epoch", "step", "trainer/global_step"}
+HEADLINES = (
+    "fisher_trace", "fisher_trace_train_step", "information_nats", "local_minimum/gamma", "certificate_bound",
+    "certificate_risk",
+)  # fmt: skip
+PLACES = {  # what may stand for a name in angle brackets
+    "layer": r"[\w.]+", "std": r"[\d.e-]+", "penalty": "|".join(PENALTIES), "method": r"[\w+]+",
+    "number": r"\d+", "column": r"\w+", "structure": "isotropic|diagonal|neuron|oracle", "task": r"[\w:]+",
+}  # fmt: skip
 
 
 def documented(heading):
-    """Return the keys of a table as patterns, by how they are written."""
+    """Return the keys of a table as patterns, by how they are written; a headline's once for each."""
     section = PAGE.read_text().split(f"### {heading}\n")[1].split("\n#")[0]
     cells = re.findall(r"^\| (`.+?) \|", section, re.M)
-    keys = [key for cell in cells for key in re.findall("`([^`]+)`", cell)]
-    return {key: re.compile(re.sub("<[^>]+>", ".+", re.escape(key))) for key in keys}
+    written = [key for cell in cells for key in re.findall("`([^`]+)`", cell)]
+    keys = [key.replace("<headline>", name) for key in written for name in (HEADLINES if "<headline>" in key else [""])]
+    return {key: re.compile(re.sub("<([^>]+)>", lambda m: f"({PLACES[m[1]]})", key)) for key in keys}
 
 
-def check(heading, logged):
+def check(heading, logged, *others):
+    """Every logged key is in the table, or in one of the others; every key of the table is logged."""
     patterns = documented(heading)
-    assert {key for key in logged if not any(p.fullmatch(key) for p in patterns.values())} == set()
+    allowed = [p for table in (heading, *others) for p in documented(table).values()]
+    assert {key for key in logged if not any(p.fullmatch(key) for p in allowed)} == set()
     assert {key for key, p in patterns.items() if not any(map(p.fullmatch, logged))} == set()
 
 
-def csv_keys(logger):
-    header = (Path(logger.log_dir) / "metrics.csv").read_text().partition("\n")[0]
-    return set(header.split(",")) - OF_LIGHTNING
+class Recorder(Logger):
+    """Keeps the keys of all that a W&B logger is given: numbers, pictures and tables."""
+
+    name, version = "recorder", 0
+
+    def __init__(self):
+        super().__init__()
+        self.keys = set()
+
+    def log_metrics(self, metrics, step=None):
+        self.keys |= set(metrics) - OF_LIGHTNING
+
+    def log_hyperparams(self, *args, **kwargs):
+        pass
+
+    def log_table(self, key, columns, data, step):
+        self.keys.add(key)
+
+    def log_image(self, key, images, step):
+        self.keys.add(key)
+
+
+class FakeRun:
+    """Keeps the keys that a run of W&B is given."""
+
+    def __init__(self):
+        self.keys = set()
+
+    def log(self, values):
+        self.keys |= set(values)
 
 
 class Classifier(pl.LightningModule):
@@ -59,43 +109,73 @@ class Classifier(pl.LightningModule):
         return torch.optim.Adam(self.parameters())
 
 
-def test_callbacks(tmp_path):
+def test_callbacks():
     callbacks = [
         FisherTrace(every_n_steps=2),
         FisherTrace(every_n_steps=2, data="train_step", labels="empirical", name="every_step"),
         InformationInWeights(),
         LocalMinimum(max_samples=20, draws=3),
-        PACBayesCertificate(origin="random initialisation", draws=10, betas=(1.0,)),
+        PACBayesCertificate(prior_origin="random initialisation", draws=10, betas=(1.0,), pareto=True),
     ]
-    logger = CSVLogger(tmp_path)
+    logger = Recorder()
     trainer = pl.Trainer(
         max_epochs=1, accelerator="cpu", logger=logger, callbacks=callbacks, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(Classifier(), DataLoader(TensorDataset(torch.randn(32, 4), torch.arange(32) % 3), batch_size=8))
-    logger.save()
-    check("Callbacks", {key.removeprefix("every_step/") for key in csv_keys(logger)})
+    named = {key for key in logger.keys if key.startswith("every_step/")}
+    assert named  # a callback with a name puts it in front
+    check("Callbacks", {key.removeprefix("every_step/") for key in logger.keys})
 
 
-def test_penalties(tmp_path):
-    logger = CSVLogger(tmp_path)
+def test_penalties():
+    logger = Recorder()
     fit_penalised(Net(WEIGHTS), logger=logger, max_epochs=1, log_every_n_steps=1)
-    logger.save()
-    check("Penalties", csv_keys(logger))
+    check("Penalties", logger.keys)
+    assert {key.split("/")[0] for key in logger.keys} == {"loss", *PENALTIES}
+
+
+def keys_of(run):
+    """Return what stands in the file of an offline run."""
+    if Version(version("wandb")) < Version("0.31"):
+        pytest.skip("`wandb leet inspect --json`, with which the run is read, came with wandb 0.31")
+    command = [Path(sys.executable).with_name("wandb"), "leet", "inspect", "--json", run]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    items = [r["history"]["item"] for r in map(json.loads, printed.splitlines()) if r["type"] == "history"]
+    found = {key for item in items for key in item if not key.startswith("_")}
+    assert found
+    objects = {key.removesuffix("._type") for key in found if key.endswith("._type")}  # pictures and tables
+    return {next((name for name in objects if key.startswith(f"{name}.")), key) for key in found}
 
 
 @pytest.mark.slow
 def test_transfer(tmp_path):
-    if Version(version("wandb")) < Version("0.31"):
-        pytest.skip("`wandb leet inspect --json`, with which the run is read, came with wandb 0.31")
+    methods = ["standard", "temporal_ensembling+information+local_minimum"]
     data = tiny_data(labels=30, validation=12)
-    transfer(tiny_net, data, methods=["standard"], seeds=1, stages=STAGES, folder=tmp_path, logger="wandb-offline")
-    logged = set()
-    for run in (tmp_path / "logs" / "wandb").glob("offline-run-*"):
-        command = [Path(sys.executable).with_name("wandb"), "leet", "inspect", "--json", run]
-        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        items = [r["history"]["item"] for r in map(json.loads, printed.splitlines()) if r["type"] == "history"]
-        logged |= {key for item in items for key in item if not key.startswith("_")}
-    assert logged
-    logged -= OF_LIGHTNING | {key for key in logged if key == "loss/likelihood"}
-    check("Transfer", logged)
+    stages = replace(STAGES, fine_tune_epochs=20)  # steps enough for Lightning to log some
+    transfer(tiny_net, data, methods=methods, seeds=1, stages=stages, folder=tmp_path, logger="wandb_offline")
+    runs = list((tmp_path / "logs" / "wandb").glob("offline-run-*"))
+    logged = set().union(*map(keys_of, runs)) - OF_LIGHTNING
+    check("Transfer", logged, "Penalties")
+    assert {f"{name}/penalty" for name in ("temporal_ensembling", "information", "local_minimum")} <= logged
+
+
+@pytest.mark.slow
+def test_report(tmp_path):
+    run = log_to_wandb(report(), project="test", mode="offline", folder=tmp_path)
+    check("Report", keys_of(run))
+
+
+def test_tasks():
+    pytest.importorskip("wandb")
+    run = FakeRun()
+    curve = {"betas": (2.0, 1.0), "kl": (0.5, 4.0), "loss": (9.9, 6.0), "loss_error": (0.1, 0.2)}
+    StructureFunction(**curve, prior_loss=10.0, prior_loss_error=0.5, samples=5, label_entropy=2.0).log(run)
+    per_seed, alone = torch.arange(8.0).view(2, 2, 2), torch.ones(2, 2)
+    DistanceMatrix(("a", "b:odd"), "laplace", 1.0, (8, 8), (0, 1), per_seed, per_seed, alone, alone).log(run)
+    about = {"layers": ("0",), "sizes": (2,), "probe": "p", "labels": "exact", "samples": 8, "num_classes": 2}
+    vectors = [torch.tensor([1.0, 2.0], dtype=torch.float64), torch.tensor([3.0, 1.0], dtype=torch.float64)]
+    log_embeddings(
+        run, [TaskEmbedding(name=n, vector=v, test_error=0.1, **about) for n, v in zip("ab", vectors, strict=True)]
+    )
+    check("Tasks", run.keys)

@@ -62,7 +62,7 @@ def test_every_kind_of_layer_is_noisy_and_gets_a_gradient(net, tokens):
 
 
 def test_kl_equals_torch_distributions(net):
-    add_weight_noise(net, std=0.02, prior_std=0.3, prior="zero")
+    add_weight_noise(net, std=0.02, prior_std=0.3, prior_center="zero")
     expected = 0.0
     for _, mean, noise in noisy_weights(net):
         with torch.no_grad():
@@ -77,7 +77,7 @@ def test_the_prior_is_centred_where_it_was_asked_to_be(net, prior):
     pretrained = {name: p.detach() + 1 for name, p in net.named_parameters()}
     k = sum(p.numel() for p in net.parameters())
     squares = {"initial": 0.0, "zero": sum(p.square().sum().item() for p in net.parameters()), "checkpoint": k}
-    add_weight_noise(net, std=0.5, prior_std=0.5, prior=pretrained if prior == "checkpoint" else prior)
+    add_weight_noise(net, std=0.5, prior_std=0.5, prior_center=pretrained if prior == "checkpoint" else prior)
     assert weight_kl(net).item() == pytest.approx(squares[prior] / (2 * 0.25), rel=1e-5)
 
 
@@ -175,7 +175,7 @@ def test_plain_checkpoints_go_in_and_come_out(net, tokens):
 
 
 def test_a_noisy_checkpoint_goes_on_with_the_same_noise(net, tokens):
-    add_weight_noise(net, std=0.3, prior="zero")
+    add_weight_noise(net, std=0.3, prior_center="zero")
     net(tokens)
     reloaded = add_weight_noise(Everything(), std=0.1, seed=5)
     reloaded.load_state_dict(net.state_dict())
@@ -216,7 +216,7 @@ def test_reaches_the_posterior_of_bayesian_linear_regression(beta):
     y = X @ torch.tensor([1.0, -0.5, 2.0]) + torch.randn(N, generator=g)
     variance = beta / (N * scales.square() + beta)
     mean = variance / beta * (X.T @ y)
-    model = add_weight_noise(nn.Linear(D, 1, bias=False), std=0.05, prior="zero", prior_std=1.0)
+    model = add_weight_noise(nn.Linear(D, 1, bias=False), std=0.05, prior_center="zero", prior_std=1.0)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
     iterates = []
     for _ in range(1000):
@@ -280,9 +280,12 @@ def test_refuses_models(make, match):
     [
         ({"std": -0.1}, r"`std` must not be negative, got -0\.1\."),
         ({"prior_std": 0.0}, r"`prior_std` must be positive, got 0\.0\."),
-        ({"prior": "one"}, "`prior` must be 'initial', 'zero' or a state dict, got 'one'"),
-        ({"prior": {"weight": torch.zeros(2, 2)}}, r"`prior` must hold `bias` with shape \(2,\), got nothing"),
-        ({"prior": {"weight": torch.zeros(3), "bias": torch.zeros(2)}}, r"`weight` with shape \(2, 2\), got \(3,\)"),
+        ({"prior_center": "one"}, "`prior_center` must be 'initial', 'zero' or a state dict, got 'one'"),
+        ({"prior_center": {"weight": torch.zeros(2, 2)}}, r"`prior_center` must hold `bias` with shape \(2,\), got n"),
+        (
+            {"prior_center": {"weight": torch.zeros(3), "bias": torch.zeros(2)}},
+            r"`weight` with shape \(2, 2\), got \(3,",
+        ),
     ],
 )
 def test_refuses_arguments(arguments, match):

@@ -51,14 +51,14 @@ class InformationInWeights(Probe):
         prior_std: :math:`\lambda`, the standard deviation of the pre-distribution.
         beta: :math:`\beta` beside the **sum** of the loss; 1 is the evidence lower bound. For a weight of the KL beside
             the mean loss, give that times :math:`N`.
-        origin: Centre :math:`w_0` of the pre-distribution: ``"init"`` for the weights at the start of training, which
-            are kept in checkpoints, so that a resumed run measures from the same origin; ``"zero"``; or the path of a
-            checkpoint, for the information that fine-tuning adds.
+        prior_center: Centre :math:`w_0` of the pre-distribution: ``"initial"`` for the weights at the start of
+            training, which are kept in checkpoints, so that a resumed run measures from the same ones; ``"zero"``; or
+            the path of a checkpoint, for the information that fine-tuning adds.
         structure: ``"diagonal"``, or ``"kron"`` for BackPACK's Kronecker factors of each weight, whose correlations
             then count: :math:`N F_{ii}` becomes the eigenvalues of :math:`N B \otimes A`. It needs BackPACK, and a
             network of linear, convolution, activation and pooling layers; anything else is refused by name before
             training starts. Drawn labels then differ with the number of processes.
-        dataset_size: :math:`N`; the length of the training set unless given.
+        num_samples: :math:`N`; the length of the training set unless given.
         max_samples: At most this many samples are measured.
         data: As for every probe; a fixed subset of the training set by default.
         **probe: When and at what to look, see :class:`~lightning_taskinfo.callbacks._probe.Probe`.
@@ -77,16 +77,16 @@ class InformationInWeights(Probe):
 
     default_every_n_epochs: ClassVar[int | None] = 1
     ylabel: ClassVar[str] = "information in the weights (nats)"
-    needs_whole_weights: ClassVar[str] = "keeps an origin and a curvature of all weights on every process"
+    needs_whole_weights: ClassVar[str] = "keeps a centre and a curvature of all weights on every process"
 
     def __init__(
         self,
         *,
         prior_std: float = 0.1,
         beta: float = 1.0,
-        origin: str = "init",
+        prior_center: str = "initial",
         structure: Literal["diagonal", "kron"] = "diagonal",
-        dataset_size: int | None = None,
+        num_samples: int | None = None,
         max_samples: int = 128,
         data: Literal["train_batch", "train", "val"] = "train",
         **probe: Any,
@@ -95,47 +95,50 @@ class InformationInWeights(Probe):
         for argument, value in {"prior_std": prior_std, "beta": beta}.items():
             if not value > 0:
                 raise ValueError(f"`{argument}` must be positive, got {value}.")
-        if dataset_size is not None and dataset_size < 1:
-            raise ValueError(f"`dataset_size` must be at least 1, got {dataset_size}.")
-        if origin not in ("init", "zero") and not Path(origin).is_file():
-            raise ValueError(f"`origin` must be 'init', 'zero' or the path of a checkpoint, got {origin!r}.")
+        if num_samples is not None and num_samples < 1:
+            raise ValueError(f"`num_samples` must be at least 1, got {num_samples}.")
+        if prior_center not in ("initial", "zero") and not Path(prior_center).is_file():
+            raise ValueError(
+                f"`prior_center` must be 'initial', 'zero' or the path of a checkpoint, got {prior_center!r}."
+            )
         if structure not in STRUCTURES:
             raise ValueError(f"`structure` must be one of {', '.join(STRUCTURES)}, got {structure!r}.")
         if structure == "kron":
             check_request(self.labels, self.likelihood)
-        self.prior_std, self.beta, self.origin, self.dataset_size = prior_std, beta, origin, dataset_size
+        self.prior_std, self.beta, self.prior_center, self.num_samples = prior_std, beta, prior_center, num_samples
         self.structure = structure
         self.headline = ("information_nats",)
-        self._origin: ParamDict = {}
+        self._center: ParamDict = {}
         self._samples = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        self._samples = self.dataset_size or _length(trainer.train_dataloader)
+        self._samples = self.num_samples or _length(trainer.train_dataloader)
         weights = {name: p.detach() for name, p in pl_module.named_parameters()}
-        if {name: w.shape for name, w in weights.items()} == {name: w.shape for name, w in self._origin.items()}:
+        if {name: w.shape for name, w in weights.items()} == {name: w.shape for name, w in self._center.items()}:
             return  # from a checkpoint, or an earlier fit of this model
-        if self.origin == "init" and trainer.ckpt_path is not None:
+        if self.prior_center == "initial" and trainer.ckpt_path is not None:
             warnings.warn(
-                f"{self.state_key} found no origin in the checkpoint and measures from the resumed weights.",
+                f"{self.state_key} found no prior centre in the checkpoint and measures from the resumed weights.",
                 stacklevel=2,
             )
-        self._origin = {name: w.clone() for name, w in weights.items()}
-        if self.origin == "zero":
-            self._origin = {name: torch.zeros_like(w) for name, w in weights.items()}
-        elif self.origin != "init":
-            self._origin |= self._stored(weights)
+        self._center = {name: w.clone() for name, w in weights.items()}
+        if self.prior_center == "zero":
+            self._center = {name: torch.zeros_like(w) for name, w in weights.items()}
+        elif self.prior_center != "initial":
+            self._center |= self._stored(weights)
 
     def _stored(self, weights: ParamDict) -> ParamDict:
         """Return the checkpoint's weights; those that it does not have, e.g. of a new head, count from the start."""
-        stored = torch.load(self.origin, map_location="cpu", weights_only=True)
+        stored = torch.load(self.prior_center, map_location="cpu", weights_only=True)
         stored = stored.get("state_dict", stored)
         found = {n: stored[n].to(w) for n, w in weights.items() if n in stored and stored[n].shape == w.shape}
         if not found:
-            raise ValueError(f"`origin` must hold weights of the module, got none of {', '.join(weights)}.")
+            raise ValueError(f"`prior_center` must hold weights of the module, got none of {', '.join(weights)}.")
         if left := [name for name in weights if name not in found]:
             warnings.warn(
-                f"{self.state_key} did not find {', '.join(left)} in {self.origin!r} and measures them from the start.",
+                f"{self.state_key} did not find {', '.join(left)} in {self.prior_center!r} "
+                "and measures them from the start.",
                 stacklevel=2,
             )
         return found
@@ -180,7 +183,7 @@ class InformationInWeights(Probe):
     def _displacement(self, model: nn.Module) -> ParamDict:
         weights = {name: p.detach() for name, p in trainable_parameters(model).items()}
         full = {name: w.to(torch.promote_types(w.dtype, torch.float32)) for name, w in weights.items()}
-        return {name: w - self._origin[name].to(w.device) for name, w in full.items()}
+        return {name: w - self._center[name].to(w.device) for name, w in full.items()}
 
     def summarise(self, observed: _Observed) -> dict[str, float]:
         computed, N = observed.fisher.compute(), self._samples
@@ -208,17 +211,17 @@ class InformationInWeights(Probe):
         return values
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "origin": {name: w.cpu() for name, w in self._origin.items()}}
+        return {**super().state_dict(), "prior_center": {name: w.cpu() for name, w in self._center.items()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self._origin = dict(state_dict["origin"])
+        self._center = dict(state_dict["prior_center"])
 
 
 def _length(loader: Any) -> int:
     if not readable(loader):
         raise ValueError(
-            "`dataset_size` must be given where the training loader does not say how many samples there are, "
+            "`num_samples` must be given where the training loader does not say how many samples there are, "
             f"got {type(loader).__name__}."
         )
     return len(loader.dataset)

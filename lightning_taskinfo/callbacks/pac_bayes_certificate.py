@@ -28,7 +28,7 @@ class PACBayesCertificate(Probe):
     r"""Log ``certificate_bound``: at most this is the true error of the trained network turned stochastic.
 
     The prior is centred at the weights with which training began. They are copied when training starts, kept in
-    checkpoints, and independent of the training data only if ``origin`` can say so. The last certificate is the
+    checkpoints, and independent of the training data only if ``prior_origin`` can say so. The last certificate is the
     attribute ``certificate``; beside its bound go ``certificate_risk``, ``certificate_risk_upper``,
     ``certificate_kl``, ``certificate_model_risk`` and ``certificate_valid`` (1 or 0) to the loggers. At the end of
     training, unless told otherwise.
@@ -39,11 +39,11 @@ class PACBayesCertificate(Probe):
     the attribute ``tradeoff``.
 
     Args:
-        origin: Where the weights at the start of training come from: ``"random initialisation"``, or a network trained
-            on other data. The certificate repeats it.
+        prior_origin: Where the weights at the start of training come from: ``"random initialisation"``, or a network
+            trained on other data. The certificate repeats it.
         structure: Curvature that shapes the post-distribution, or several to take the best; see
             :func:`~lightning_taskinfo.certify`.
-        prior_std: Standard deviations of the prior to choose from, in the order in which they are to be cheap.
+        prior_stds: Standard deviations of the prior to choose from, in the order in which they are to be cheap.
         betas: Weights of the KL to try.
         draws: Number of fresh networks that the bound rests on.
         delta: Probability with which the theorem may fail.
@@ -57,7 +57,7 @@ class PACBayesCertificate(Probe):
 
     Example::
 
-        trainer = Trainer(callbacks=[PACBayesCertificate(origin="random initialisation")])
+        trainer = Trainer(callbacks=[PACBayesCertificate(prior_origin="random initialisation")])
     """
 
     ylabel: ClassVar[str] = "error"
@@ -68,9 +68,9 @@ class PACBayesCertificate(Probe):
     def __init__(
         self,
         *,
-        origin: str,
+        prior_origin: str,
         structure: Structure | Sequence[Structure] = "diagonal",
-        prior_std: Sequence[float] = PRIOR_STDS,
+        prior_stds: Sequence[float] = PRIOR_STDS,
         betas: Sequence[float] = BETAS,
         draws: int = 1000,
         delta: float = 0.04,
@@ -91,7 +91,7 @@ class PACBayesCertificate(Probe):
             batch_fn=batch_fn,
         )
         self.headline = ("certificate_bound", "certificate_risk")
-        self.origin, self.structure, self.prior_std, self.betas = origin, structure, prior_std, betas
+        self.prior_origin, self.structure, self.prior_stds, self.betas = prior_origin, structure, prior_stds, betas
         self.draws, self.delta, self.delta_draws, self.pareto = draws, delta, delta_draws, pareto
         self.certificate: Certificate | None = None
         self.tradeoff: list[Candidate] = []
@@ -167,7 +167,7 @@ class PACBayesCertificate(Probe):
 
     def _prior(self, device: torch.device) -> Prior:
         center = {name: tensor.to(device) for name, tensor in (self._center or {}).items()}
-        return Prior(center, origin=None if self._late else self.origin, std=self.prior_std)
+        return Prior(center, origin=None if self._late else self.prior_origin, stds=self.prior_stds)
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "center": self._center, "late": self._late}

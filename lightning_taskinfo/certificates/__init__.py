@@ -1,12 +1,14 @@
 """PAC-Bayes certificates for networks that were simply trained: ``certify(model, data, prior)``."""
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, TypeAlias, cast, get_args
+from collections.abc import Sequence
+from itertools import product
+from typing import Literal, TypeAlias, cast, get_args
 
 import torch
 from torch import Tensor, nn
 
 from lightning_taskinfo._observe import observing
+from lightning_taskinfo.certificates._progress import Progress, counted
 from lightning_taskinfo.certificates.certificate import PRIOR_STDS, Candidate, Certificate, Prior
 from lightning_taskinfo.certificates.pareto import pareto_front
 from lightning_taskinfo.certificates.samples import Data, zero_one_loss
@@ -44,10 +46,10 @@ def certify(
     delta_draws: float = 0.01,
     draws: int = 1000,
     interval: Interval = "betting",
-    loss: Loss = zero_one_loss,
+    loss_fn: Loss = zero_one_loss,
     curvature_samples: int = 10_000,
     seed: int = 0,
-    progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
+    progress: Progress | None = None,
 ) -> Certificate:
     r"""Bound the true risk of a trained network turned stochastic, :math:`Q = N(w^*, \Sigma^*)`, without retraining.
 
@@ -62,14 +64,14 @@ def certify(
     anew for each prediction.
 
     Args:
-        model: The trained network; it returns scores ``[N, C]``, unless ``loss`` expects something else. It is
+        model: The trained network; it returns scores ``[N, C]``, unless ``loss_fn`` expects something else. It is
             measured in eval mode and left as it was.
         data: The samples: ``(inputs, targets)``, a dataset of such pairs, or a loader over one. The network may have
             been trained on them; the prior may not.
         prior: The pre-distribution; by default centred at 0, which is always valid and seldom informative.
         structure: Curvature that shapes the post-distribution: ``"isotropic"``, ``"diagonal"`` (Fisher),
             ``"layer_inputs"`` (one matrix of layer inputs a layer), ``"neuron"`` (the same, scaled by how much the loss
-            feels a neuron), ``"kronecker"``; several of these, to take the best; or a ready one of the sum of the loss.
+            feels a neuron), ``"kron"``; several of these, to take the best; or a ready one of the sum of the loss.
         betas: Weights of the KL beside the sum of the loss to try; free.
         theorem: ``"kl"`` (Maurer–Seeger, the tightest), ``"mcallester"`` or ``"catoni"`` (with its parameter at 1);
             chosen before looking at the results.
@@ -78,10 +80,10 @@ def certify(
         draws: Number of fresh networks for that interval, each tested on a few random samples.
         interval: ``"betting"``, or ``"kl"``, the classical one, which needs about ten times as many networks; chosen
             before looking at the results.
-        loss: Loss of each sample from outputs and targets, in ``[0, 1]``.
+        loss_fn: Loss of each sample from outputs and targets, in ``[0, 1]``.
         curvature_samples: How many samples the curvature is estimated from.
         seed: Seed of all draws, chosen before looking at the results.
-        progress: Wraps the longer loops, such as ``tqdm``.
+        progress: Called with the number of finished steps, their total and a label; for the search, then for the draws.
 
     Returns:
         The certificate, with ``valid`` and the reasons why not.
@@ -101,12 +103,12 @@ def certify(
     _check(theorem, interval, delta, delta_draws, draws, betas)
     prior = prior or Prior()
     with observing(model):
-        task = Task.of(model, data, loss, seed)
+        task = Task.of(model, data, loss_fn, seed)
         reasons = reasons_against(model, prior, task.inputs[:4].to(task.generator.device))
         curvatures = _curvatures(task, structure, curvature_samples)
         candidates = [
             propose(task, prior, curvatures[name], beta).row(task, name, beta, theorem, delta)
-            for name, beta in progress([(name, beta) for name in curvatures for beta in betas])
+            for name, beta in counted(product(curvatures, betas), len(curvatures) * len(betas), progress, "search")
         ]
         best = min(candidates, key=lambda row: row.bound)
         winner = propose(task, prior, curvatures[best.structure], best.beta)
@@ -134,7 +136,7 @@ def certify(
         beta=best.beta,
         prior_origin=(prior.origin or "unknown") if prior.center is not None else "0",
         prior_std=winner.prior_std,
-        prior_grid=len(prior.std),
+        prior_grid=len(prior.stds),
         candidates=tuple(candidates),
         post=winner.post,
     )
@@ -153,11 +155,10 @@ def _curvatures(
     return {name: curvature_of(task, name, samples) for name in cast(Sequence[Structure], structure)}
 
 
-def _fresh_risks(
-    task: Task, post: WeightGaussian, draws: int, progress: Callable[[Iterable[Any]], Iterable[Any]]
-) -> tuple[Tensor, list[str]]:
+def _fresh_risks(task: Task, post: WeightGaussian, draws: int, progress: Progress | None) -> tuple[Tensor, list[str]]:
     """Return the mean loss of each of some networks that nothing was chosen by, and what is wrong with the losses."""
-    losses = torch.stack([task.draw_losses(post, DRAW_SIZE) for _ in progress(range(draws))])  # [draws, samples]
+    turns = counted(range(draws), draws, progress, "draws")
+    losses = torch.stack([task.draw_losses(post, DRAW_SIZE) for _ in turns])  # [draws, samples]
     worst = _outside(losses)
     return losses.clamp(0, 1).mean(1), [] if worst is None else [f"the loss must lie in [0, 1], got {worst}"]
 

@@ -34,18 +34,18 @@ class Prior:
             default.
         origin: Where the centre comes from, in words, **if it does not depend on the certified data**: ``"random
             initialisation"``, ``"trained on the other half"``. The certificate repeats it; without it, it is not valid.
-        std: Standard deviations to choose from, in the order in which they are to be cheap; a single one is free.
+        stds: Standard deviations to choose from, in the order in which they are to be cheap; a single one is free.
         per_layer: Whether each layer chooses its own, and pays for it.
     """
 
     center: nn.Module | Mapping[str, Tensor] | None = None
     origin: str | None = None
-    std: Sequence[float] = PRIOR_STDS
+    stds: Sequence[float] = PRIOR_STDS
     per_layer: bool = True
 
     def __post_init__(self) -> None:
-        if not self.std or min(self.std) <= 0:
-            raise ValueError(f"`std` must be positive numbers, got {list(self.std)}.")
+        if not self.stds or min(self.stds) <= 0:
+            raise ValueError(f"`stds` must be positive numbers, got {list(self.stds)}.")
 
     def values(self) -> dict[str, Tensor]:
         """Return parameters and buffers of the centre by name; empty for a centre at 0."""

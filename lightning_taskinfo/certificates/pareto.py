@@ -1,18 +1,18 @@
 """Risk against complexity of post-distributions, structure by structure, with the oracle that no prior can beat."""
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from itertools import product
+from typing import Literal
 
 from torch import nn
 
 from lightning_taskinfo._observe import observing, trainable_parameters
+from lightning_taskinfo.certificates._progress import Progress, counted
 from lightning_taskinfo.certificates.certificate import Candidate, Prior
 from lightning_taskinfo.certificates.samples import Data, zero_one_loss
 from lightning_taskinfo.certificates.search import BETAS, Loss, Proposal, Structure, Task, curvature_of, propose
 from lightning_taskinfo.distributions import BlockGaussian, CurvatureBlock
 from lightning_taskinfo.functional.pac_bayes_diagnostics import oracle_complexity
-
-ORACLE = "oracle"
 
 
 def pareto_front(
@@ -23,10 +23,10 @@ def pareto_front(
     structures: Sequence[Structure] = ("isotropic", "diagonal", "neuron"),
     betas: Sequence[float] = BETAS,
     delta: float = 0.04,
-    loss: Loss = zero_one_loss,
+    loss_fn: Loss = zero_one_loss,
     curvature_samples: int = 10_000,
     seed: int = 0,
-    progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
+    progress: Progress | None = None,
 ) -> list[Candidate]:
     """Trade risk against complexity for several structures of the curvature, and for the oracle prior.
 
@@ -42,23 +42,26 @@ def pareto_front(
         structures: Which curvatures to compare.
         betas: Weights of the KL, one row each.
         delta: Probability in the bound's log term.
-        loss: Loss of each sample, in ``[0, 1]``.
+        loss_fn: Loss of each sample, in ``[0, 1]``.
         curvature_samples: How many samples the curvature is estimated from.
         seed: Seed of all draws.
-        progress: Wraps the loop, such as ``tqdm``.
+        progress: Called with the number of finished rows, their total and a label.
 
     Returns:
         The rows, structure by structure.
     """
     prior = prior or Prior()
     with observing(model):
-        task = Task.of(model, data, loss, seed)
+        task = Task.of(model, data, loss_fn, seed)
         curvatures = {name: curvature_of(task, name, curvature_samples) for name in structures}
         diagonal = curvatures.get("diagonal") or curvature_of(task, "diagonal", curvature_samples)
         rows = []
-        for name, beta in progress([(name, beta) for name in (*structures, ORACLE) for beta in betas]):
-            oracle = name == ORACLE
-            proposal = _oracle(task, prior, diagonal, beta) if oracle else propose(task, prior, curvatures[name], beta)
+        names: tuple[Structure | Literal["oracle"], ...] = (*structures, "oracle")
+        for name, beta in counted(product(names, betas), len(names) * len(betas), progress, "picture"):
+            if name == "oracle":
+                proposal = _oracle(task, prior, diagonal, beta)
+            else:
+                proposal = propose(task, prior, curvatures[name], beta)
             rows.append(proposal.row(task, name, beta, "kl", delta))
     return rows
 

@@ -26,7 +26,7 @@ from lightning_taskinfo.distributions import (
 from lightning_taskinfo.fisher import fisher_diagonal
 from lightning_taskinfo.functional.pac_bayes import catoni_bound, kl_bound, mcallester_bound, union_bound_price
 
-Structure: TypeAlias = Literal["isotropic", "diagonal", "layer_inputs", "neuron", "kronecker"]
+Structure: TypeAlias = Literal["isotropic", "diagonal", "layer_inputs", "neuron", "kron"]
 Theorem: TypeAlias = Literal["kl", "mcallester", "catoni"]
 Curvature: TypeAlias = Sequence[CurvatureBlock] | LowRankCurvature
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
@@ -67,7 +67,9 @@ class Task:
         targets = self.targets[index].to(device)
         values = self.loss(self.model(self.inputs[index].to(device)), targets)
         if values.shape != targets.shape[:1]:
-            raise ValueError(f"`loss` must return a value for each of {len(targets)}, got shape {list(values.shape)}.")
+            raise ValueError(
+                f"`loss_fn` must return a value for each of {len(targets)}, got shape {list(values.shape)}."
+            )
         return torch.nan_to_num(values.double(), nan=1.0)  # an output that is no number is an error
 
     def draw_losses(self, post: WeightGaussian, size: int) -> Tensor:
@@ -104,7 +106,7 @@ def curvature_of(task: Task, structure: Structure, samples: int) -> list[Curvatu
         matrices = {layer: n * A for layer, A in layer_input_matrices(model, inputs).items()}
         return with_diagonal(neuron_curvature(model, matrices), diagonal)
     factors = {layer: (n * A, B) for layer, (A, B) in layer_kronecker_factors(model, inputs, generator=g).items()}
-    if structure == "kronecker":
+    if structure == "kron":
         return with_diagonal(kronecker_curvature(model, factors), diagonal)
     scales = {layer: B.diagonal() for layer, (_, B) in factors.items()}
     return with_diagonal(
@@ -122,19 +124,19 @@ def choose_scales(
     Returns:
         The standard deviations by parameter name, the same by layer, and the price in nats.
     """
-    prices = union_bound_price(torch.arange(1, len(prior.std) + 1))  # [G]
-    prices = prices if len(prior.std) > 1 else torch.zeros_like(prices)  # nothing to choose, nothing to pay
+    prices = union_bound_price(torch.arange(1, len(prior.stds) + 1))  # [G]
+    prices = prices if len(prior.stds) > 1 else torch.zeros_like(prices)  # nothing to choose, nothing to pay
     costs: dict[str, Tensor] = {}
     members: dict[str, list[str]] = {}
     for block in blocks:
         layer = _layer(block) if prior.per_layer else ""
         members.setdefault(layer, []).extend(block.names)
         shift = sum(float(displacement[name].double().square().sum()) for name in block.names)
-        gains = [float((std**2 * block.eigenvalues / beta).log1p().sum()) for std in prior.std]
-        cost = [shift / std**2 + gain for std, gain in zip(prior.std, gains, strict=True)]
+        gains = [float((std**2 * block.eigenvalues / beta).log1p().sum()) for std in prior.stds]
+        cost = [shift / std**2 + gain for std, gain in zip(prior.stds, gains, strict=True)]
         costs[layer] = costs.get(layer, 2 * prices) + torch.tensor(cost, dtype=torch.float64)
     chosen = {layer: int(cost.argmin()) for layer, cost in costs.items()}
-    by_layer = {layer: prior.std[j] for layer, j in chosen.items()}
+    by_layer = {layer: prior.stds[j] for layer, j in chosen.items()}
     by_name = {name: by_layer[layer] for layer, names in members.items() for name in names}
     return by_name, by_layer, float(prices[list(chosen.values())].sum())
 

@@ -28,7 +28,7 @@ def reasons_against(model: nn.Module, prior: Prior, inputs: Tensor) -> list[str]
 
 def assumptions(model: nn.Module, prior: Prior) -> list[str]:
     """Return what cannot be checked and is taken on the user's word."""
-    scales = f"{len(prior.std)} prior scales"
+    scales = f"{len(prior.stds)} prior scales"
     trusted = [
         f"architecture, preprocessing and the {scales} were fixed before the samples were seen",
         "the samples are independent draws from the distribution the bound speaks of",

@@ -1,7 +1,5 @@
 """``taskinfo certify``."""
 
-import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +11,7 @@ from lightning_taskinfo.certificates import BETAS, Candidate, Prior, pareto_fron
 from lightning_taskinfo.certificates import certify as certify_network
 from lightning_taskinfo.certificates.search import Structure
 from lightning_taskinfo.cli._networks import check_outputs, load_networks
+from lightning_taskinfo.cli._progress import progress_bar
 from lightning_taskinfo.data import ArrayData, load_dataset, load_idx, load_npz
 
 Split = Literal["train", "test"]
@@ -89,24 +88,17 @@ def certify(
     prior = Prior(start, origin=prior_origin if start is not None else None)
     for path in filter(None, (out, picture)):
         path.parent.mkdir(parents=True, exist_ok=True)  # before the work: it may fail
-    certificate = certify_network(
-        trained,
-        (inputs, targets),
-        prior,
-        structure=structure,
-        betas=betas or BETAS,
-        draws=draws,
-        delta=delta,
-        delta_draws=delta_draws,
-        curvature_samples=curvature_samples,
-        seed=seed,
-        progress=_progress,
-    )
+    with progress_bar("certify") as progress:
+        certificate = certify_network(
+            trained, (inputs, targets), prior, structure=structure, betas=betas or BETAS, draws=draws, delta=delta,
+            delta_draws=delta_draws, curvature_samples=curvature_samples, seed=seed, progress=progress,
+        )  # fmt: skip
     asked = {"model": model, "checkpoint": str(checkpoint), "data": data, "split": split, "samples": samples}
     written = [f"{out}"]
     if picture is not None:
         options: dict[str, Any] = {"betas": betas or BETAS, "curvature_samples": curvature_samples, "seed": seed}
-        rows = pareto_front(trained, (inputs, targets), prior, delta=delta, progress=_progress, **options)
+        with progress_bar("certify") as progress:
+            rows = pareto_front(trained, (inputs, targets), prior, delta=delta, progress=progress, **options)
         _draw(rows, len(inputs), delta, picture)
         written.append(f"{picture}")
     write_json(out, {**asked, "classes": classes, **certificate.to_dict()})
@@ -151,18 +143,6 @@ def _prepared(inputs: Tensor, mean: list[float] | None, std: list[float] | None,
     shift, scale = (torch.tensor(values).view(-1, 1, 1) for values in (mean or [0.0], std or [1.0]))
     inputs = (inputs - shift) / scale
     return inputs.flatten(1) if flatten else inputs
-
-
-def _progress(items: Iterable[Any]) -> Iterable[Any]:
-    """Show a bar on the terminal, and nothing where there is none."""
-    if not sys.stderr.isatty():
-        return items
-    try:
-        from rich.console import Console
-        from rich.progress import track
-    except ImportError:
-        return items
-    return track(items, description="certify", console=Console(stderr=True), transient=True)
 
 
 def _draw(rows: list[Candidate], n: int, delta: float, path: Path) -> None:

@@ -13,9 +13,9 @@ from lightning_taskinfo.tasks.training import Training
 
 def complexity(
     tasks: list[str] = ["digits", "digits:random-labels"],  # noqa: B006  (jsonargparse shows it, nobody changes it)
-    out: Path = Path("complexity"),
+    folder: Path = Path("complexity"),
     betas: tuple[float, ...] = BETAS,
-    n: int = 1000,
+    max_samples: int = 1000,
     size: int = 8,
     width: int = 32,
     steps: int = 400,
@@ -28,9 +28,9 @@ def complexity(
     Args:
         tasks: What to measure: digits, letters, the name of an npz file or a folder of idx files, several with + in
             between; and behind colons even-odd, small-large, inverted, random-labels or only-<class>-<class>….
-        out: Folder for complexity.json, complexity.png and what an interrupted call continues from.
+        folder: Folder for complexity.json, complexity.png and what an interrupted call continues from.
         betas: Prices of a nat, beside the sum of the loss.
-        n: Samples of each task; complexities are comparable at equal numbers only.
+        max_samples: At most this many samples of each task; complexities are comparable at equal numbers only.
         size: Height and width of the embedded digits and letters, 8 or 28.
         width: Neurons of each of the two hidden layers.
         steps: Optimizer steps for each price, and before the first.
@@ -46,23 +46,23 @@ def complexity(
     """
     from lightning_taskinfo.tasks._task_plots import plot_structure_functions
 
-    if n < 8:
-        raise ValueError(f"`n` must be at least 8, got {n}.")
-    loaded = [load_task(spec, n=n, size=size, seed=seed, data_dir=data_dir) for spec in tasks]
+    if max_samples < 8:
+        raise ValueError(f"`max_samples` must be at least 8, got {max_samples}.")
+    loaded = [load_task(spec, max_samples=max_samples, size=size, seed=seed, data_dir=data_dir) for spec in tasks]
     training = Training(pretrain_steps=steps, steps=steps)
 
     def trace(task: Task) -> StructureFunction:
         with progress_bar(task.name) as progress:
             return structure_function(
                 network_for(task, width), task.data, betas, prior_std=prior_std, training=training, seed=seed,
-                name=task.name, folder=out / task.name.replace(":", "_"), progress=progress,
+                name=task.name, folder=folder / task.name.replace(":", "_"), progress=progress,
             )  # fmt: skip
 
     curves = [trace(task) for task in loaded]
     figure, _ = plot_structure_functions(curves)
-    figure.savefig(out / "complexity.png", dpi=150)
-    write_json(out / "complexity.json", [json.loads(curve.to_json()) for curve in curves])
-    return "\n".join([*map(_text, curves), str(out / "complexity.png"), str(out / "complexity.json")])
+    figure.savefig(folder / "complexity.png", dpi=150)
+    write_json(folder / "complexity.json", [json.loads(curve.to_json()) for curve in curves])
+    return "\n".join([*map(_text, curves), str(folder / "complexity.png"), str(folder / "complexity.json")])
 
 
 def _text(curve: StructureFunction) -> str:

@@ -16,11 +16,11 @@ FIVE = ["digits", "digits:even-odd", "digits:small-large", "digits:inverted", "l
 
 def distance(
     tasks: list[str] = FIVE,
-    out: Path = Path("distance"),
+    folder: Path = Path("distance"),
     beta: float = 0.1,
     method: Method = "laplace",
     seeds: int = 3,
-    n: int = 1000,
+    max_samples: int = 1000,
     size: int = 8,
     width: int = 32,
     steps: int = 400,
@@ -33,11 +33,11 @@ def distance(
     Args:
         tasks: What to compare: digits, letters, the name of an npz file or a folder of idx files, several with + in
             between; and behind colons even-odd, small-large, inverted, random-labels or only-<class>-<class>….
-        out: Folder for distance.json, distance.png and what an interrupted call continues from.
+        folder: Folder for distance.json, distance.png and what an interrupted call continues from.
         beta: Price of a nat, beside the sum of the loss of the task that is known.
         method: variational trains noisy weights, laplace plain ones, with the closed form around them.
         seeds: Repetitions with other starts, batches and noise.
-        n: At most this many samples of each task.
+        max_samples: At most this many samples of each task.
         size: Height and width of the embedded digits and letters, 8 or 28.
         width: Neurons of each of the two hidden layers.
         steps: Optimizer steps without noise, and again with.
@@ -51,22 +51,22 @@ def distance(
     Raises:
         ValueError: If an argument is outside its domain, or the folder holds another measurement.
     """
-    for argument, value, least in (("seeds", seeds, 1), ("n", n, 8)):
+    for argument, value, least in (("seeds", seeds, 1), ("max_samples", max_samples, 8)):
         if value < least:
             raise ValueError(f"`{argument}` must be at least {least}, got {value}.")
-    loaded = {spec: load_task(spec, n=n, size=size, data_dir=data_dir) for spec in tasks}
+    loaded = {spec: load_task(spec, max_samples=max_samples, size=size, data_dir=data_dir) for spec in tasks}
     shapes = {tuple(task.inputs.shape[1:]) for task in loaded.values()}
     if len(shapes) != 1:
         raise ValueError(f"`tasks` must have images of one shape, got {sorted(shapes)}.")
     with progress_bar(method) as progress:
         matrix = task_distance(
             {name: task.data for name, task in loaded.items()}, beta, method=method, prior_std=prior_std,
-            trunk_fn=trunk_for(next(iter(loaded.values())), width), seeds=range(seeds), workers=workers,
-            training=Training(pretrain_steps=steps, steps=steps), folder=out / method, progress=progress,
+            trunk_fn=trunk_for(next(iter(loaded.values())), width), seeds=seeds, workers=workers,
+            training=Training(pretrain_steps=steps, steps=steps), folder=folder / method, progress=progress,
         )  # fmt: skip
-    matrix.plot()[0].savefig(out / "distance.png", dpi=150)
-    write_json(out / "distance.json", json.loads(matrix.to_json()))
-    return "\n".join([_text(matrix), str(out / "distance.png"), str(out / "distance.json")])
+    matrix.plot()[0].savefig(folder / "distance.png", dpi=150)
+    write_json(folder / "distance.json", json.loads(matrix.to_json()))
+    return "\n".join([_text(matrix), str(folder / "distance.png"), str(folder / "distance.json")])
 
 
 def _text(matrix: DistanceMatrix) -> str:

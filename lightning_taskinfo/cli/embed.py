@@ -17,7 +17,7 @@ TASKS = ("digits", "digits:even-odd", "digits:small-large", "letters", "digits:i
 
 def embed(
     tasks: tuple[str, ...] = TASKS,
-    out: Path = Path("embeddings"),
+    folder: Path = Path("embeddings"),
     alpha: float = ALPHA,
     labels: Literal["exact", "sampled"] = "exact",
     max_samples: int = 1000,
@@ -26,7 +26,7 @@ def embed(
     seed: int = 0,
     data_dir: Path | None = None,
     probe_epochs: int = 4,
-    wandb_project: str | None = None,
+    project: str | None = None,
 ) -> str:
     """Embed tasks by the Fisher information of a small probe, draw them on a map, and name the nearest source of each.
 
@@ -36,7 +36,7 @@ def embed(
         tasks: Names of embedded data (digits, letters), npz files or idx folders, each alone or with a variant behind a
             colon: even-odd, small-large, inverted, random-labels, a choice of classes like only-0-1-7, or one class
             like one-3.
-        out: Folder of the results: embeddings.json, an npz file a task, task_map.png and difficulty.png.
+        folder: Folder of the results: embeddings.json, an npz file a task, task_map.png and difficulty.png.
         alpha: How much the complexity of a source speaks for it; 0 for the symmetric distance.
         labels: Fisher information exactly over the model's labels, or with labels sampled from it.
         max_samples: At most this many samples of a task go into its Fisher information.
@@ -45,7 +45,7 @@ def embed(
         seed: Seed of everything that is drawn.
         data_dir: Folder of npz files and idx folders; TASKINFO_DATA_DIR where not given.
         probe_epochs: Epochs that the probe is trained for, once; it is cached.
-        wandb_project: Also log figures and tables to this project of Weights & Biases.
+        project: Also log figures and tables to this project of Weights & Biases.
 
     Returns:
         A table of the tasks with norm, test error and nearest source.
@@ -63,19 +63,19 @@ def embed(
     )
     configuration = {"probe": embedder.fingerprint, "labels": labels, "max_samples": max_samples}
     configuration |= {"weight_decay": weight_decay, "size": size, "seed": seed, "data_dir": str(data_dir or "")}
-    claim_folder(out, configuration, argument="out")
+    claim_folder(folder, configuration)
     source: dict[str, Any] = {"size": size, "seed": seed, "data_dir": data_dir}
-    embeddings = [_embedded(embedder, task, out, source) for task in _with_progress(tasks)]
+    embeddings = [_embedded(embedder, task, folder, source) for task in _with_progress(tasks)]
     rows = embedding_rows(embeddings, alpha=alpha)
-    write_json(out / "embeddings.json", _as_json(embeddings, rows, alpha, configuration))
-    plot_task_map(embeddings)[0].savefig(out / "task_map.png", dpi=150)
-    plot_difficulty(embeddings)[0].savefig(out / "difficulty.png", dpi=150)
-    if wandb_project:
+    write_json(folder / "embeddings.json", _as_json(embeddings, rows, alpha, configuration))
+    plot_task_map(embeddings)[0].savefig(folder / "task_map.png", dpi=150)
+    plot_difficulty(embeddings)[0].savefig(folder / "difficulty.png", dpi=150)
+    if project:
         import wandb
 
-        with wandb.init(project=wandb_project, config=configuration | {"tasks": list(tasks), "alpha": alpha}) as run:
+        with wandb.init(project=project, config=configuration | {"tasks": list(tasks), "alpha": alpha}) as run:
             log_embeddings(run, embeddings, alpha=alpha)
-    return f"{_table(rows)}\n{out}"
+    return f"{_table(rows)}\n{folder}"
 
 
 def _embedded(embedder: Task2Vec, task: str, folder: Path, source: dict[str, Any]) -> TaskEmbedding:

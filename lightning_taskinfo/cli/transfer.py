@@ -22,7 +22,7 @@ def transfer(
     methods: tuple[str, ...] = ("standard", "lautum", "mutual_information"),
     labels: tuple[int, ...] = (50,),
     seeds: int = 3,
-    backbone: str = "small_cnn",
+    model: str = "small_cnn",
     stages: Stages = Stages(),  # noqa: B008 - frozen
     weights: dict[str, float] | None = None,
     batch_size: int = 64,
@@ -30,7 +30,7 @@ def transfer(
     max_source: int | None = None,
     max_unlabeled: int | None = None,
     data_dir: Path | None = None,
-    out: Path = Path("runs/transfer"),
+    folder: Path = Path("runs/transfer"),
     logger: LoggerKind = "csv",
     project: str = "lightning-taskinfo",
     name: str | None = None,
@@ -47,8 +47,8 @@ def transfer(
             several of them with + between them.
         labels: Numbers of target labels.
         seeds: How many seeds; each decides split, initial weights and order.
-        backbone: mlp, small_cnn, large_cnn, resnet20, or the import path of a function that makes a network for an
-            image shape.
+        model: The backbone: mlp, small_cnn, large_cnn, resnet20, or the import path of a function that makes a network
+            for an image shape.
         stages: How long and how each stage trains.
         weights: Weights of the penalties by name, where not the default.
         batch_size: Samples in a labelled batch, and in an unlabelled one.
@@ -56,13 +56,13 @@ def transfer(
         max_source: At most this many source samples.
         max_unlabeled: At most this many unlabelled target inputs.
         data_dir: Where names are looked up; TASKINFO_DATA_DIR where not given.
-        out: Folder of everything that is written. A run that was killed goes on from it.
+        folder: Folder of everything that is written. A run that was killed goes on from it.
         logger: Where each run logs its metrics.
         project: Project in Weights & Biases.
         name: What to call the experiment.
         workers: Processes that share the work; as many as there are cores where not given, 0 for none.
         dask: Address of a Dask scheduler whose workers share the work, on several machines; they need the folder
-            of --out as well, and one thread each.
+            of --folder as well, and one thread each.
         accelerator: Lightning's accelerator.
 
     Returns:
@@ -85,14 +85,14 @@ def transfer(
     )
     with TransferProgress() as progress, _executor(dask) as executor:
         report = run_transfer(
-            _backbone(backbone),
+            _backbone(model),
             data,
             methods=methods,
             labels=labels,
             seeds=seeds,
             stages=stages,
             weights=weights,
-            folder=out,
+            folder=folder,
             logger=logger,
             project=project,
             name=name,
@@ -102,19 +102,19 @@ def transfer(
             on_plan=progress.plan,
             on_done=progress.done,
         )
-    return _written(report, out, logger, project)
+    return _written(report, folder, logger, project)
 
 
-def _written(report: TransferReport, out: Path, logger: LoggerKind, project: str) -> str:
+def _written(report: TransferReport, folder: Path, logger: LoggerKind, project: str) -> str:
     """Save the report, give it to Weights & Biases, and say where everything is."""
-    files = report.save(out / "report")
+    files = report.save(folder / "report")
     lines = [report.to_terminal(), "", f"Report:      {files['report.html']}"]
     if logger.startswith("wandb"):
         from lightning_taskinfo.transfer.wandb_report import log_to_wandb
 
-        mode: Literal["online", "offline"] = "offline" if logger == "wandb-offline" else "online"
+        mode: Literal["online", "offline"] = "offline" if logger == "wandb_offline" else "online"
         run = log_to_wandb(
-            report, project=project, group=group_name(report.name, out), mode=mode, save_dir=out / "logs"
+            report, project=project, group=group_name(report.name, folder), mode=mode, folder=folder / "logs"
         )
         wandb = os.path.relpath(Path(sys.executable).with_name("wandb"))
         lines += [f"Offline run: {run}", f"Look at it:  {wandb} leet {run}"] if mode == "offline" else [f"Run: {run}"]
@@ -136,7 +136,7 @@ def _backbone(name: str) -> Any:
         return getattr(import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
-            f"`backbone` must be one of {', '.join(BACKBONES)} or a function's import path, got {name!r} ({error})."
+            f"`model` must be one of {', '.join(BACKBONES)} or a function's import path, got {name!r} ({error})."
         ) from error
 
 

@@ -41,6 +41,11 @@ def load_npz(path: str | os.PathLike[str], *, name: str | None = None, num_class
     Raises:
         FileNotFoundError: If there is no such file.
         ValueError: If it is no readable npz file, lacks an array, or the arrays do not make an :class:`ArrayData`.
+
+    Example::
+
+        sketches = load_npz("sketches.npz")
+        sketches.image_shape, sketches.num_classes
     """
     path = Path(path)
     if not path.is_file():
@@ -61,6 +66,10 @@ def save_npz(path: str | os.PathLike[str], data: ArrayData) -> None:
     Args:
         path: The file to write or replace; its folder must exist.
         data: What to write.
+
+    Example::
+
+        save_npz("letters.npz", load_letters(size=28))
     """
     arrays = {key: getattr(data, key) for key in KEYS}
     with atomic_write(path) as file:
@@ -80,6 +89,10 @@ def load_idx(folder: str | os.PathLike[str], *, name: str | None = None, num_cla
     Raises:
         FileNotFoundError: If one of the files is missing.
         ValueError: If one cannot be read, or the arrays do not make an :class:`ArrayData`.
+
+    Example::
+
+        fashion = load_idx("datasets/fashion-mnist", name="fashion")
     """
     folder = Path(folder)
     arrays = {}

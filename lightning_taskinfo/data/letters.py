@@ -32,6 +32,11 @@ class Jitter:
         shift: Largest shift along either axis.
         stroke: Smallest and largest change of the stroke's width; below zero the letter gets thinner.
         noise: Standard deviation of the grey values' noise, where black is 0 and white is 1.
+
+    Example:
+        >>> upright = Jitter(rotation=0.0, noise=0.0)
+        >>> load_letters(size=12, train_size=10, test_size=10, jitter=upright).image_shape
+        (1, 12, 12)
     """
 
     rotation: float = 12.0

@@ -10,12 +10,12 @@ import numpy as np
 from lightning_taskinfo.data.arrays import ArrayData, from_any
 
 
-def load_torchvision(name: str, root: str | PathLike[str], *, download: bool = False) -> ArrayData:
+def load_torchvision(name: str, data_dir: str | PathLike[str], *, download: bool = False) -> ArrayData:
     """Return a labelled image dataset of torchvision that has a training and a test split.
 
     Args:
         name: Name of a class in ``torchvision.datasets``, e.g. ``"FashionMNIST"``, ``"CIFAR10"`` or ``"SVHN"``.
-        root: Folder that holds the dataset, or where it goes.
+        data_dir: Folder that holds the dataset, or where it goes.
         download: Whether torchvision may download it.
 
     Raises:
@@ -39,7 +39,7 @@ def load_torchvision(name: str, root: str | PathLike[str], *, download: bool = F
         raise ValueError(f"`name` must be a dataset with a training and a test split, got {name!r}.")
     arrays: dict[str, Any] = {}
     for split, option in zip(("train", "test"), options, strict=True):
-        images, labels = zip(*make(root, download=download, **option), strict=True)
+        images, labels = zip(*make(data_dir, download=download, **option), strict=True)
         arrays[f"x_{split}"] = np.stack([np.asarray(image) for image in images])
         arrays[f"y_{split}"] = np.asarray(labels)
     return from_any(arrays, name=name)

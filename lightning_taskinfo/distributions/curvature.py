@@ -23,6 +23,12 @@ class CurvatureBlock:
         eigenvalues: Curvature of the **sum** of the loss in that basis, shape ``[R, D]``, float64.
         left: :math:`U_L`, orthogonal, shape ``[R, R]``; ``None`` is the identity.
         right: :math:`U_R`, orthogonal, shape ``[D, D]``; ``None`` is the identity.
+
+    Example:
+        >>> block = CurvatureBlock(("weight", "bias"), torch.ones(2, 4))  # two neurons, three inputs and the bias
+        >>> block.pack({"weight": torch.zeros(2, 3), "bias": torch.ones(2)})
+        tensor([[0., 0., 0., 1.],
+                [0., 0., 0., 1.]])
     """
 
     names: tuple[str, ...]
@@ -51,6 +57,11 @@ class LowRankCurvature:
         diagonal: :math:`d` by parameter name, non-negative, each shaped like its parameter.
         factor: :math:`U` by parameter name, one direction a row: shape ``[r, *parameter.shape]``.
         scales: :math:`s`, non-negative, shape ``[r]``.
+
+    Example:
+        >>> flat = {"weight": torch.ones(3)}
+        >>> LowRankCurvature(flat, {"weight": torch.eye(3)[:2]}, torch.tensor([4.0, 1.0])).scales  # two directions
+        tensor([4., 1.])
     """
 
     diagonal: ParamDict
@@ -60,6 +71,9 @@ class LowRankCurvature:
 
 def diagonal_curvature(diagonal: Mapping[str, Tensor]) -> list[CurvatureBlock]:
     """Wrap a diagonal of the curvature of the sum of the loss, such as ``N`` times the diagonal Fisher.
+
+    Args:
+        diagonal: The diagonal by parameter name, non-negative, shaped like the parameters.
 
     Example:
         >>> [block.eigenvalues.shape for block in diagonal_curvature({"weight": torch.ones(3, 2)})]
@@ -74,6 +88,11 @@ def layer_curvature(model: nn.Module, matrices: Mapping[str, Tensor]) -> list[Cu
     Args:
         model: The network.
         matrices: By layer, the curvature of the sum of the loss, shape ``[k, k]`` for a layer of ``k`` weights.
+
+    Example:
+        >>> (block,) = layer_curvature(nn.Linear(2, 1), {"": torch.diag(torch.tensor([1.0, 2.0, 3.0]))})
+        >>> block.names, block.eigenvalues.tolist()
+        (('weight', 'bias'), [[1.0, 2.0, 3.0]])
     """
     blocks = []
     for layer, matrix in matrices.items():
@@ -95,6 +114,12 @@ def neuron_curvature(
             :func:`~lightning_taskinfo.distributions.layer_input_matrices`, times the number of samples.
         scales: By layer, how strongly the loss feels each neuron, :math:`b_{lj}`, shape ``[R]``; 1 by default.
 
+    Example:
+        >>> matrices, scales = {"": torch.eye(2)}, {"": torch.tensor([1.0, 5.0])}
+        >>> (block,) = neuron_curvature(nn.Linear(2, 2, bias=False), matrices, scales=scales)
+        >>> block.eigenvalues.tolist()
+        [[1.0, 1.0], [5.0, 5.0]]
+
     References:
         *On PAC-Bayes bounds for deep neural networks using the loss curvature*, section 5.2.
     """
@@ -115,6 +140,12 @@ def kronecker_curvature(model: nn.Module, factors: Mapping[str, tuple[Tensor, Te
         model: The network.
         factors: By layer ``(A, B)``: of the inputs, shape ``[D, D]`` with the bias last, and of the outputs, shape
             ``[R, R]``; their product belongs to the sum of the loss.
+
+    Example:
+        >>> factors = {"": (torch.diag(torch.tensor([1.0, 2.0])), torch.diag(torch.tensor([3.0, 5.0])))}
+        >>> (block,) = kronecker_curvature(nn.Linear(2, 2, bias=False), factors)
+        >>> block.eigenvalues.tolist()
+        [[3.0, 6.0], [5.0, 10.0]]
     """
     blocks = []
     for layer, (A, B) in factors.items():
@@ -124,7 +155,18 @@ def kronecker_curvature(model: nn.Module, factors: Mapping[str, tuple[Tensor, Te
 
 
 def with_diagonal(blocks: Iterable[CurvatureBlock], diagonal: Mapping[str, Tensor]) -> list[CurvatureBlock]:
-    """Add diagonal blocks for the parameters that ``blocks`` leave out."""
+    """Add diagonal blocks for the parameters that ``blocks`` leave out.
+
+    Args:
+        blocks: The blocks that there are.
+        diagonal: A diagonal of the curvature of the sum of the loss, by parameter name; of all parameters, or of those.
+
+    Example:
+        >>> diagonal = {"weight": torch.ones(2), "bias": torch.ones(1)}
+        >>> first = diagonal_curvature({"weight": torch.zeros(2)})
+        >>> [(block.names, block.eigenvalues.tolist()) for block in with_diagonal(first, diagonal)]
+        [(('weight',), [[0.0, 0.0]]), (('bias',), [[1.0]])]
+    """
     blocks = list(blocks)
     covered = {name for block in blocks for name in block.names}
     return blocks + diagonal_curvature({name: h for name, h in diagonal.items() if name not in covered})

@@ -64,6 +64,11 @@ def layer_kronecker_factors(
     Returns:
         Float64 ``(A, B)`` by layer, ``[D, D]`` and ``[R, R]``.
 
+    Example:
+        >>> factors = layer_kronecker_factors(nn.Linear(4, 3), torch.randn(8, 4))
+        >>> [tuple(factor.shape) for factor in factors[""]]  # the bias is one more input
+        [(5, 5), (3, 3)]
+
     References:
         Martens, Grosse, *Optimizing neural networks with Kronecker-factored approximate curvature*, ICML 2015.
     """

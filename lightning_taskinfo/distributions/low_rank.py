@@ -27,6 +27,13 @@ class LowRankGaussian(WeightGaussian):
         pre: The pre-distribution it was made for.
         curvature: The curvature of the sum of the loss.
         beta: Weight of the KL beside the sum of the loss.
+
+    Example:
+        >>> zero, one = {"w": torch.zeros(2)}, torch.tensor([1.0])
+        >>> pre = IsotropicGaussian(zero, {"w": 1.0})
+        >>> curvature = LowRankCurvature(zero, {"w": torch.tensor([[1.0, 0.0]])}, one)  # felt in one direction
+        >>> LowRankGaussian(zero, pre, curvature, beta=1.0).log_det()  # log 1/2, and log 1
+        tensor(-0.6931, dtype=torch.float64)
     """
 
     def __init__(

@@ -46,7 +46,7 @@ class NumberedDraws:
         if isinstance(self.likelihood, Bernoulli):
             return (u < outputs.sigmoid()).to(outputs.dtype)
         if isinstance(self.likelihood, Gaussian):
-            normal = math.sqrt(2 * self.likelihood.variance) * torch.erfinv(2 * u - 1)
+            normal = math.sqrt(2) * self.likelihood.std * torch.erfinv(2 * u - 1)
             return outputs + normal.to(outputs.dtype)
         seeded = Generator(outputs.device).manual_seed(int(u.flatten()[0].item() * 2**53))
         return self.likelihood.sample(outputs, seeded)

@@ -157,7 +157,7 @@ def _loss(likelihood: Likelihood) -> tuple[nn.Module, Any]:
     if isinstance(likelihood, Categorical):
         return nn.CrossEntropyLoss(), lambda outputs: 1.0
     if isinstance(likelihood, Gaussian):  # the mean over N·C squares has curvature 2/C a sample
-        return nn.MSELoss(), lambda outputs: outputs[0].numel() / (2 * likelihood.variance)
+        return nn.MSELoss(), lambda outputs: outputs[0].numel() / (2 * likelihood.std**2)
     raise ValueError(f"`likelihood` must be categorical or gaussian for Kronecker factors, got {likelihood}.")
 
 

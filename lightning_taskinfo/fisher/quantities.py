@@ -43,7 +43,7 @@ def fisher_trace(
             dataset's (``"empirical"``, which is not the Fisher).
         likelihood: What the outputs mean: ``"categorical"`` logits ``[N, C]`` or ``[N, T, C]``, ``"bernoulli"`` logits
             or ``"gaussian"`` means; or a :class:`~lightning_taskinfo.functional.likelihood.Likelihood`, such as
-            ``Gaussian(variance=0.1)``.
+            ``Gaussian(std=0.1)``.
         mc_samples: Draws a sample for ``labels="sampled"``.
         generator: Source of the draws; on the device of the outputs.
         engine: ``"hooks"`` reads layer inputs and output gradients of one forward and backward pass,

@@ -110,7 +110,8 @@ class Categorical:
             raise ValueError(
                 "`targets` must be class indices (integers) of shape "
                 f"{list(outputs.shape[:-1])} for outputs {list(outputs.shape)}, "
-                f"got {targets.dtype} of shape {list(targets.shape)}."
+                f"got {targets.dtype} of shape {list(targets.shape)}"
+                + ("; set `likelihood` to 'bernoulli' or 'gaussian'." if targets.is_floating_point() else ".")
             )
         low, high = (int(end) for end in targets.aminmax()) if targets.numel() else (0, 0)
         if low >= 0 and high < outputs.shape[-1]:
@@ -163,36 +164,36 @@ class Gaussian:
     r"""Regression with a fixed noise, :math:`p(y|f) = \mathcal N(y; f, \sigma^2 I)`; its Fisher is ``JᵀJ/σ²``.
 
     Args:
-        variance: The noise's variance :math:`\sigma^2`.
+        std: The noise's standard deviation :math:`\sigma`.
 
     Raises:
-        ValueError: If ``variance`` is not positive.
+        ValueError: If ``std`` is not positive.
 
     Example:
-        >>> Gaussian(variance=2.0).score(torch.zeros(1, 2), torch.tensor([[1.0, 0.0]]))
-        tensor([[0.5000, 0.0000]])
+        >>> Gaussian(std=2.0).score(torch.zeros(1, 2), torch.tensor([[1.0, 0.0]]))
+        tensor([[0.2500, 0.0000]])
     """
 
-    variance: float = 1.0
+    std: float = 1.0
 
     def __post_init__(self) -> None:
-        if not self.variance > 0:
-            raise ValueError(f"`variance` must be positive, got {self.variance}.")
+        if not self.std > 0:
+            raise ValueError(f"`std` must be positive, got {self.std}.")
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:  # noqa: D102
-        constant = math.log(2 * math.pi * self.variance)
-        return _per_sample(-0.5 * ((targets - outputs).square() / self.variance + constant))
+        constant = math.log(2 * math.pi * self.std**2)
+        return _per_sample(-0.5 * ((targets - outputs).square() / self.std**2 + constant))
 
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:  # noqa: D102
-        return (targets - outputs) / self.variance
+        return (targets - outputs) / self.std**2
 
     def sample(self, outputs: Tensor, generator: Generator | None = None) -> Tensor:  # noqa: D102
         noise = torch.randn(outputs.shape, generator=generator, device=outputs.device, dtype=outputs.dtype)
-        return outputs + math.sqrt(self.variance) * noise
+        return outputs + self.std * noise
 
     def roots(self, outputs: Tensor) -> Iterator[Tensor]:
         r"""Yield :math:`e_k/\sigma`, one score an output."""
-        yield from _one_output_at_a_time(torch.full_like(outputs, 1 / math.sqrt(self.variance)))
+        yield from _one_output_at_a_time(torch.full_like(outputs, 1 / self.std))
 
     def counted(self, outputs: Tensor, targets: Tensor) -> Tensor:  # noqa: D102
         return torch.ones_like(outputs)
@@ -209,7 +210,7 @@ def as_likelihood(likelihood: str | Likelihood) -> Likelihood:
 
     Example:
         >>> as_likelihood("gaussian")
-        Gaussian(variance=1.0)
+        Gaussian(std=1.0)
     """
     if not isinstance(likelihood, str):
         return likelihood

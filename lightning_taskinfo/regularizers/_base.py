@@ -64,6 +64,13 @@ class Regularizer(nn.Module):
 
     Args:
         weight: Factor of the penalty, or a :class:`WeightSchedule`.
+
+    Example:
+        >>> class Small(Regularizer):
+        ...     def forward(self, outputs, *, epoch=0):
+        ...         return self.penalty(outputs.square().mean(), self.schedule(epoch))
+        >>> Small(0.5)(torch.full((2, 2), 2.0))
+        tensor(2.)
     """
 
     def __init__(self, weight: float | WeightSchedule) -> None:

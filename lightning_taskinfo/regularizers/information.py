@@ -23,7 +23,7 @@ class WeightInformation(Regularizer):
 
     Example:
         >>> from lightning_taskinfo.variational import add_weight_noise
-        >>> net = add_weight_noise(nn.Linear(1, 1, bias=False), prior="zero", std=0.1, prior_std=0.1)
+        >>> net = add_weight_noise(nn.Linear(1, 1, bias=False), prior_center="zero", std=0.1, prior_std=0.1)
         >>> net.parametrizations.weight.original.data.fill_(0.1)
         tensor([[0.1000]])
         >>> information = WeightInformation(beta=1.0, num_samples=100)

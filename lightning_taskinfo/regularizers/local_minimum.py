@@ -38,8 +38,8 @@ class LocalMinimumRegularizer(Regularizer):
         weight: The :math:`\beta_R`, 1 to 100 in the paper, or a :class:`WeightSchedule`.
         step_size: The :math:`\alpha`.
         parts: The :math:`M`. Samples beyond a multiple of it are left out of the penalty.
-        start: First epoch with the penalty, or ``"lr_drop"``: as soon as the learning rate has fallen to half of the
-            highest one seen.
+        start: First epoch with the penalty, or ``"learning_rate_drop"``: as soon as the learning rate has fallen to
+            half of the highest one seen.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -65,15 +65,15 @@ class LocalMinimumRegularizer(Regularizer):
         weight: float | WeightSchedule = 10.0,
         step_size: float = 1e-4,
         parts: int = 8,
-        start: int | Literal["lr_drop"] = "lr_drop",
+        start: int | Literal["learning_rate_drop"] = "learning_rate_drop",
     ) -> None:
         super().__init__(weight)
         if not step_size > 0:
             raise ValueError(f"`step_size` must be positive, got {step_size}.")
         if parts < 1:
             raise ValueError(f"`parts` must be at least 1, got {parts}.")
-        if start != "lr_drop" and (isinstance(start, str) or start < 0):
-            raise ValueError(f"`start` must be an epoch or 'lr_drop', got {start!r}.")
+        if start != "learning_rate_drop" and (isinstance(start, str) or start < 0):
+            raise ValueError(f"`start` must be an epoch or 'learning_rate_drop', got {start!r}.")
         self.step_size, self.parts, self.start = step_size, parts, start
         self.register_buffer("highest_lr", torch.tensor(-math.inf, dtype=torch.float64))
         self.register_buffer("started", torch.tensor(False))
@@ -94,7 +94,7 @@ class LocalMinimumRegularizer(Regularizer):
             loss_fn: Mean loss of a (part of the) batch; it must run ``model``.
             batch: Tensors, or tuples, lists and dicts of them, with the samples along the first axis.
             epoch: Current epoch, for the weight and the start.
-            learning_rate: Current learning rate, for ``start="lr_drop"``.
+            learning_rate: Current learning rate, for ``start="learning_rate_drop"``.
 
         Returns:
             ``weight * R``, a scalar; :attr:`value` is ``R``. Zero before the start, without any computation.
@@ -116,10 +116,10 @@ class LocalMinimumRegularizer(Regularizer):
         return self.penalty(value + carried, weight)
 
     def _due(self, epoch: int, learning_rate: float | None) -> bool:
-        if self.start != "lr_drop":
+        if self.start != "learning_rate_drop":
             return epoch >= self.start
         if learning_rate is None:
-            raise ValueError("`learning_rate` must be given for start='lr_drop', or `start` be an epoch.")
+            raise ValueError("`learning_rate` must be given for start='learning_rate_drop', or `start` be an epoch.")
         if self.training:
             self.highest_lr.clamp_(min=learning_rate)
             self.started.logical_or_(learning_rate <= 0.5 * self.highest_lr)

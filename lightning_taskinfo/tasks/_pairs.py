@@ -19,7 +19,7 @@ from lightning_taskinfo._observe import ParamDict
 from lightning_taskinfo.fisher import fisher_diagonal
 from lightning_taskinfo.functional.information import information_in_weights
 from lightning_taskinfo.functional.likelihood import Categorical, Likelihood
-from lightning_taskinfo.tasks._sweep import START, prior_centre, stage_seed
+from lightning_taskinfo.tasks._sweep import START, center_of, stage_seed
 from lightning_taskinfo.tasks.training import (
     ModelFn,
     Samples,
@@ -69,7 +69,7 @@ class Plan:
     head_fn: HeadFn
     method: Method
     beta: float
-    prior: Literal["initial", "zero"]
+    prior_center: Literal["initial", "zero"]
     prior_std: float
     likelihood: Likelihood
     training: Training
@@ -128,7 +128,7 @@ def solve(cell: Cell) -> dict[str, Any]:
     r"""Train, and return the information ``kl`` of each part, the loss (a sum) with its error, and :math:`C_\beta`."""
     model, samples = cell.model(), cell.samples()
     start = initial_weights(model)
-    centre = prior_centre(start, cell.plan.prior)
+    centre = center_of(start, cell.plan.prior_center)
     weights = {name: beta for name in start for part, beta in cell.betas().items() if name.startswith(f"{part}.")}
     pull = partial(_map_penalty, centre=centre, weights=weights, prior_std=cell.plan.prior_std)
     train_plain(model, samples, pull, training=cell.plan.training, seed=stage_seed(cell.seed, 2))
@@ -145,7 +145,9 @@ Found: TypeAlias = tuple[dict[str, float], float, float, float]
 def _variational(cell: Cell, model: nn.Module, samples: Samples, centre: ParamDict, weights: dict[str, float]) -> Found:
     """Noisy weights, trained from where the plain ones are."""
     noise = stage_seed(cell.seed, 3)
-    add_weight_noise(model, std=START * cell.plan.prior_std, prior=centre, prior_std=cell.plan.prior_std, seed=noise)
+    add_weight_noise(
+        model, std=START * cell.plan.prior_std, prior_center=centre, prior_std=cell.plan.prior_std, seed=noise
+    )
     terms = [(weights[name], mean, noise) for name, mean, noise in noisy_weights(model)]
 
     def penalty(_: nn.Module) -> Tensor:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from numpy import ndarray
 
-TITLES = {"linear": "linear transfer", "fine-tuning": "fine-tuning"}
+TITLES = {"linear": "linear transfer", "fine_tune": "fine-tuning"}
 DEGREES = 180 / math.pi
 
 
@@ -32,7 +32,7 @@ def plot_phase_surface(
     """Draw the gain over the plane of angle and sample number as a surface; needs three-dimensional axes.
 
     Args:
-        mode: ``"linear"`` or ``"fine-tuning"``.
+        mode: ``"linear"`` or ``"fine_tune"``.
         sigma: Standard deviation of the label noise.
         depth: Number of layers.
         max_gamma: Largest number of samples per dimension.
@@ -58,7 +58,7 @@ def plot_phase_map(
     """Draw sign and size of the gain as colours, with the closed-form boundaries of negative transfer.
 
     Args:
-        mode: ``"linear"`` or ``"fine-tuning"``.
+        mode: ``"linear"`` or ``"fine_tune"``.
         sigma: Standard deviation of the label noise.
         depth: Number of layers.
         max_gamma: Largest number of samples per dimension.
@@ -102,7 +102,7 @@ def plot_phase_slices(
         ax.plot(
             gamma, transferability(simulated.mode, theta, gamma, simulated.sigma, depth=simulated.depth), color=color
         )
-        if printed and simulated.mode == "fine-tuning":
+        if printed and simulated.mode == "fine_tune":
             gain = scratch_risk(gamma, simulated.sigma) - fine_tuning_risk_noiseless(theta, gamma, simulated.sigma)
             ax.plot(
                 gamma, gain, color=color, linestyle="--", linewidth=0.8, label=None if index else "noiseless formula"
@@ -156,7 +156,7 @@ def _grid(mode: Mode, sigma: float, depth: int, max_gamma: float, points: int) -
 
 def _boundaries(mode: Mode, sigma: float, depth: int, max_gamma: float) -> list[tuple[Tensor, Tensor]]:
     """Curves ``(gamma, theta)`` on which the gain is 0."""
-    if mode == "fine-tuning":
+    if mode == "fine_tune":
         gamma = torch.linspace(1e-3, min(1.0, max_gamma) - 1e-6, 2000, dtype=torch.float64)
         return [(gamma, fine_tuning_boundary(gamma, sigma, depth=depth))]
     theta = torch.linspace(1e-4, math.pi / 2, 4000, dtype=torch.float64)

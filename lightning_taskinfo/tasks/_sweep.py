@@ -15,7 +15,7 @@ from lightning_taskinfo.tasks.training import Samples, Training, expected_loss, 
 from lightning_taskinfo.variational import add_weight_noise, noisy_weights, sampling, weight_kl
 
 Progress: TypeAlias = Callable[[int, int, str], None]
-Prior: TypeAlias = Literal["initial", "zero"] | Mapping[str, Tensor]
+Center: TypeAlias = Literal["initial", "zero"] | Mapping[str, Tensor]
 Row: TypeAlias = dict[str, float]
 START = 0.3  # noise to begin with, as a share of the prior's: the full one shakes the means off their place
 
@@ -36,7 +36,7 @@ class Sweep:
         self, model: nn.Module, samples: Samples, centre: ParamDict, *, prior_std: float, training: Training, seed: int
     ) -> None:
         noise, std = stage_seed(seed, 0), START * prior_std
-        self.model = add_weight_noise(model, std=std, prior=centre, prior_std=prior_std, seed=noise)
+        self.model = add_weight_noise(model, std=std, prior_center=centre, prior_std=prior_std, seed=noise)
         self.samples, self.centre, self.training, self.seed = samples, centre, training, seed
         self.prior: Row = {}
         self.rows: list[Row] = []
@@ -84,19 +84,19 @@ def set_gaussian(model: nn.Module, means: Mapping[str, Tensor], std: float) -> N
         noise.log_variance.copy_((noise.prior_log_variance + 2 * math.log(std)).expand_as(mean))
 
 
-def prior_centre(start: ParamDict, prior: Prior) -> ParamDict:
+def center_of(start: ParamDict, center: Center) -> ParamDict:
     """Return the mean of the pre-distribution by name; what a mapping lacks is refused where noise is added.
 
     Raises:
-        ValueError: If ``prior`` is an unknown word.
+        ValueError: If ``prior_center`` is an unknown word.
     """
-    if prior == "initial":
+    if center == "initial":
         return start
-    if prior == "zero":
+    if center == "zero":
         return {name: torch.zeros_like(value) for name, value in start.items()}
-    if isinstance(prior, str):
-        raise ValueError(f"`prior` must be 'initial', 'zero' or tensors by name, got {prior!r}.")
-    return dict(prior)
+    if isinstance(center, str):
+        raise ValueError(f"`prior_center` must be 'initial', 'zero' or tensors by name, got {center!r}.")
+    return dict(center)
 
 
 def no_penalty(model: nn.Module) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_taskinfo._files import claim_folder
 from lightning_taskinfo.certificates.samples import Data, read_samples
 from lightning_taskinfo.functional.likelihood import Categorical, Likelihood, as_likelihood
-from lightning_taskinfo.tasks._sweep import Prior, Progress, Sweep, digest, prior_centre
+from lightning_taskinfo.tasks._sweep import Center, Progress, Sweep, center_of, digest
 from lightning_taskinfo.tasks.structure import StructureFunction
 from lightning_taskinfo.tasks.training import ModelFn, Samples, Training, build, initial_weights
 
@@ -24,7 +24,7 @@ def structure_function(
     data: Data,
     betas: Sequence[float] = BETAS,
     *,
-    prior: Prior = "initial",
+    prior_center: Center = "initial",
     prior_std: float = 0.1,
     likelihood: str | Likelihood = "categorical",
     training: Training | None = None,
@@ -45,7 +45,7 @@ def structure_function(
         model_fn: Makes the network, the same one after the same ``torch.manual_seed``.
         data: ``(inputs, targets)``, a dataset of such pairs, or a loader over one, whose dataset is read.
         betas: Weights of the divergence beside the **sum** of the loss; used from high to low.
-        prior: Mean of the pre-distribution: the network's own start, ``"zero"``, or tensors by parameter name.
+        prior_center: Mean of the pre-distribution: the network's own start, ``"zero"``, or tensors by parameter name.
         prior_std: Standard deviation of the pre-distribution.
         likelihood: What the outputs mean, as for :func:`~lightning_taskinfo.fisher.fisher_trace`.
         training: How long and how fast to train.
@@ -78,10 +78,10 @@ def structure_function(
     samples = Samples(inputs, targets, as_likelihood(likelihood))
     model = build(model_fn, seed)
     start = initial_weights(model)
-    centre = prior_centre(start, prior)
+    centre = center_of(start, prior_center)
     if folder is not None:
         made = {"betas": betas, "prior_std": prior_std, "likelihood": repr(samples.likelihood), "seed": seed}
-        made |= {"network": digest(start.values()), "prior": digest(centre.values())}
+        made |= {"network": digest(start.values()), "prior_center": digest(centre.values())}
         claim_folder(folder, {**made, "data": digest([inputs, targets]), "training": asdict(training)})
     sweep = Sweep(model, samples, centre, prior_std=prior_std, training=training, seed=seed)
     _run(sweep, betas, None if folder is None else Path(folder) / "sweep.pt", progress)

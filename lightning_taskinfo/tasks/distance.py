@@ -27,11 +27,11 @@ def task_distance(
     trunk_fn: ModelFn,
     method: Method = "variational",
     head_fn: HeadFn = nn.Linear,
-    prior: Literal["initial", "zero"] = "initial",
+    prior_center: Literal["initial", "zero"] = "initial",
     prior_std: float = 0.1,
     likelihood: str | Likelihood = "categorical",
     training: Training | None = None,
-    seeds: Sequence[int] = (0, 1, 2),
+    seeds: Sequence[int] | int = 3,
     folder: str | os.PathLike[str] | None = None,
     executor: Executor | None = None,
     workers: int | None = None,
@@ -56,11 +56,11 @@ def task_distance(
         method: ``"variational"`` trains noisy weights; ``"laplace"`` trains plain weights, held to the prior as the
             divergence would, and takes the rest from the diagonal of their Fisher information, in closed form.
         head_fn: Makes a head from the numbers of features and outputs.
-        prior: Mean of the pre-distribution: each network's own start, or zero.
+        prior_center: Mean of the pre-distribution: each network's own start, or zero.
         prior_std: Its standard deviation.
         likelihood: What outputs mean, as for :func:`~lightning_taskinfo.fisher.fisher_trace`.
         training: How long and how fast to train.
-        seeds: One repetition each, with another start, other batches and other noise.
+        seeds: The seeds, or how many; each repeats everything with another start, other batches and other noise.
         folder: Keeps every finished training; a call that was interrupted continues, also with more seeds. Refused if
             it belongs to other tasks, another network or other settings.
         executor: Where trainings run, see :func:`~lightning_taskinfo._cells.run_cells`.
@@ -86,9 +86,12 @@ def task_distance(
         Achille, Paolini, Mbeng, Soatto, *The information complexity of learning tasks, their structure and their
         distance*, section 6.
     """
-    _check(tasks, beta, prior, prior_std, method, seeds)
+    seeds = range(seeds) if isinstance(seeds, int) else seeds
+    _check(tasks, beta, prior_center, prior_std, method, seeds)
     data = [read_samples(task) for task in tasks.values()]
-    plan = Plan(trunk_fn, head_fn, method, beta, prior, prior_std, as_likelihood(likelihood), training or Training())
+    plan = Plan(
+        trunk_fn, head_fn, method, beta, prior_center, prior_std, as_likelihood(likelihood), training or Training()
+    )
     if folder is not None:
         claim_folder(folder, _configuration(plan, tasks, data))
     sizes = [len(targets) for _, targets in data]
@@ -144,7 +147,7 @@ def _configuration(plan: Plan, tasks: Mapping[str, Data], data: list[tuple[Tenso
     values: dict[str, Any] = {
         "method": plan.method,
         "beta": plan.beta,
-        "prior": plan.prior,
+        "prior_center": plan.prior_center,
         "prior_std": plan.prior_std,
     }
     values |= {"likelihood": repr(plan.likelihood), "training": asdict(plan.training)}
@@ -153,7 +156,7 @@ def _configuration(plan: Plan, tasks: Mapping[str, Data], data: list[tuple[Tenso
 
 
 def _check(
-    tasks: Mapping[str, Data], beta: float, prior: str, prior_std: float, method: str, seeds: Sequence[int]
+    tasks: Mapping[str, Data], beta: float, prior_center: str, prior_std: float, method: str, seeds: Sequence[int]
 ) -> None:
     if not tasks:
         raise ValueError("`tasks` must hold at least one task, got none.")
@@ -162,7 +165,7 @@ def _check(
             raise ValueError(f"`{argument}` must be positive, got {value}.")
     if method not in get_args(Method):
         raise ValueError(f"`method` must be one of {', '.join(get_args(Method))}, got {method!r}.")
-    if prior not in ("initial", "zero"):
-        raise ValueError(f"`prior` must be 'initial' or 'zero', got {prior!r}.")
+    if prior_center not in ("initial", "zero"):
+        raise ValueError(f"`prior_center` must be 'initial' or 'zero', got {prior_center!r}.")
     if not seeds or len(set(seeds)) != len(seeds):
         raise ValueError(f"`seeds` must be different numbers, at least one, got {list(seeds)}.")

@@ -35,7 +35,7 @@ class TaskEmbedding:
         probe: Fingerprint of the probe; embeddings of different probes cannot be compared.
         labels: Whose labels: ``"exact"`` expectation over the model's, or ``"sampled"`` from it.
         samples: Number of samples behind the Fisher information.
-        classes: Number of classes of the task.
+        num_classes: Number of classes of the task.
         test_error: Share of test samples that the fitted head gets wrong; NaN where there were none.
 
     Raises:
@@ -43,7 +43,7 @@ class TaskEmbedding:
 
     Example:
         >>> vector = torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64)
-        >>> task = TaskEmbedding("sign", vector, ("0.weight",), (3,), "probe", "exact", samples=60, classes=2)
+        >>> task = TaskEmbedding("sign", vector, ("0.weight",), (3,), "probe", "exact", samples=60, num_classes=2)
         >>> task.norm
         7.0
     """
@@ -55,7 +55,7 @@ class TaskEmbedding:
     probe: str
     labels: str
     samples: int
-    classes: int
+    num_classes: int
     test_error: float = math.nan
 
     def __post_init__(self) -> None:

@@ -75,7 +75,7 @@ def embedding_rows(embeddings: Sequence[TaskEmbedding], *, alpha: float = ALPHA)
     """
     rows = []
     for embedding, (x, y) in zip(embeddings, task_map(embeddings).points.tolist(), strict=True):
-        row: dict[str, Any] = {"task": embedding.name, "classes": embedding.classes, "samples": embedding.samples}
+        row: dict[str, Any] = {"task": embedding.name, "classes": embedding.num_classes, "samples": embedding.samples}
         row |= {"norm": embedding.norm, "test_error": embedding.test_error, "x": x, "y": y}
         if len(embeddings) > 1:
             best = nearest_source(embedding, embeddings, alpha=alpha)[0]

@@ -9,7 +9,7 @@ from torch import Generator, Tensor
 from lightning_taskinfo.functional.deep_linear import fine_tuning_transferability, linear_transferability
 from lightning_taskinfo.tasks.simulate import TransferRisks, simulate_transfer
 
-Mode = Literal["linear", "fine-tuning"]
+Mode = Literal["linear", "fine_tune"]
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def transferability(
     """Gain of a mode of transfer over training from scratch, in the limit of many dimensions.
 
     Args:
-        mode: ``"linear"`` or ``"fine-tuning"``.
+        mode: ``"linear"`` or ``"fine_tune"``.
         theta: Angle between source and target, any shape.
         gamma: Samples per dimension, broadcastable with ``theta``.
         sigma: Standard deviation of the label noise, broadcastable with ``theta``.
@@ -64,7 +64,7 @@ def transferability(
     """
     if mode == "linear":
         return linear_transferability(theta, gamma, sigma)
-    if mode == "fine-tuning":
+    if mode == "fine_tune":
         return fine_tuning_transferability(theta, gamma, sigma, depth=depth)
     raise ValueError(f"`mode` must be 'linear' or 'fine-tuning', got {mode!r}.")
 
@@ -83,7 +83,7 @@ def simulate_phase_diagram(
     """Simulate the gain of transfer on a grid, see :func:`~lightning_taskinfo.tasks.simulate.simulate_transfer`.
 
     Args:
-        mode: ``"linear"`` or ``"fine-tuning"``.
+        mode: ``"linear"`` or ``"fine_tune"``.
         theta: Angles between source and target, shape ``[A]``; one gamma's angles share inputs and noise.
         gamma: Samples per dimension, shape ``[G]``.
         sigma: Standard deviation of the label noise.
@@ -127,4 +127,4 @@ def simulate_phase_diagram(
 
 
 def _gain(mode: Mode, risks: TransferRisks) -> Tensor:
-    return risks.scratch - (risks.linear if mode == "linear" else risks.fine_tuned)
+    return risks.scratch - (risks.linear if mode == "linear" else risks.fine_tune)

@@ -17,12 +17,12 @@ class TransferRisks:
     Attributes:
         scratch: Trained on the target alone.
         linear: Only the last layer is fitted on top of pretrained features.
-        fine_tuned: All layers are trained, from the pretrained ones.
+        fine_tune: All layers are trained, from the pretrained ones.
     """
 
     scratch: Tensor
     linear: Tensor
-    fine_tuned: Tensor
+    fine_tune: Tensor
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def simulate_transfer(
 
     Example:
         >>> risks = simulate_transfer(0.0, 2.0, 0.0, dimension=20, repetitions=3)
-        >>> risks.fine_tuned.shape, bool((risks.fine_tuned < 1e-6).all())
+        >>> risks.fine_tune.shape, bool((risks.fine_tune < 1e-6).all())
         (torch.Size([3]), True)
     """
     theta = torch.as_tensor(theta, dtype=None if isinstance(theta, Tensor) else torch.get_default_dtype())

@@ -37,15 +37,20 @@ class Task:
 
 
 def load_task(
-    spec: str, *, n: int | None = None, size: int = 8, seed: int = 0, data_dir: str | os.PathLike[str] | None = None
+    name: str,
+    *,
+    max_samples: int | None = None,
+    size: int = 8,
+    seed: int = 0,
+    data_dir: str | os.PathLike[str] | None = None,
 ) -> Task:
-    """Return the task that ``spec`` describes.
+    """Return the task that ``name`` describes.
 
     A specification is a dataset or several, and what to make of them, as in :func:`lightning_taskinfo.data.load_task`.
 
     Args:
-        spec: Such as ``"digits"``, ``"digits:even-odd"``, ``"digits+letters"`` or ``"mnist:only-0-1:inverted"``.
-        n: At most this many samples, shuffled; all where ``None``.
+        name: Such as ``"digits"``, ``"digits:even-odd"``, ``"digits+letters"`` or ``"mnist:only-0-1:inverted"``.
+        max_samples: At most this many samples, shuffled; all where ``None``.
         size: Height and width of the embedded digits and letters: 28, or 8.
         seed: Seed of the shuffling, and of random labels, which leave the choice of images as it is.
         data_dir: Folder of further datasets; ``TASKINFO_DATA_DIR`` where not given.
@@ -55,17 +60,18 @@ def load_task(
             differ in the shape of their images.
 
     Example:
-        >>> task = load_task("digits:only-3-8", n=100)
+        >>> task = load_task("digits:only-3-8", max_samples=100)
         >>> task.inputs.shape, task.num_classes
         (torch.Size([100, 1, 8, 8]), 2)
     """
-    names, *variants = spec.split(":")
-    parts = [load_dataset(name, size=size, data_dir=data_dir) for name in names.split("+")]
+    names, *variants = name.split(":")
+    parts = [load_dataset(part, size=size, data_dir=data_dir) for part in names.split("+")]
     if len({part.image_shape for part in parts}) > 1:
         shapes = ", ".join(str(part.image_shape) for part in parts)
-        raise ValueError(f"`spec` must put images of one shape together, got {shapes} in {spec!r}.")
+        raise ValueError(f"`name` must put images of one shape together, got {shapes} in {name!r}.")
     generator = Generator().manual_seed(seed)
-    shares = [None if n is None else n // len(parts) + (i < n % len(parts)) for i in range(len(parts))]
+    each, rest = (None, 0) if max_samples is None else divmod(max_samples, len(parts))
+    shares = [None if each is None else each + (i < rest) for i in range(len(parts))]
     inputs, targets, classes = [], [], 0
     for part, share in zip(parts, shares, strict=True):
         for variant in variants:
@@ -75,7 +81,7 @@ def load_task(
         inputs.append(x[order])
         targets.append(y[order] + classes)
         classes += part.num_classes
-    return Task(spec, torch.cat(inputs), torch.cat(targets), classes)
+    return Task(name, torch.cat(inputs), torch.cat(targets), classes)
 
 
 class Centred(nn.Module):

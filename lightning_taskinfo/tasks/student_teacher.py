@@ -193,7 +193,7 @@ def simulate_student_teacher(
     return StudentTeacherRisks(
         scratch=squared_distance(train_networks(student, repeat((inputs, labels), steps)), target),
         linear=squared_distance(fit_last_layer(pretrained, inputs, labels, ridge=ridge), target),
-        fine_tuned=squared_distance(train_networks(pretrained, repeat((inputs, labels), steps)), target),
+        fine_tune=squared_distance(train_networks(pretrained, repeat((inputs, labels), steps)), target),
         outside=span_norms(pretrained.weights, target.weights, target.coefficients).outside,
         outside_source=span_norms(source.weights, target.weights, target.coefficients).outside,
     )

@@ -118,7 +118,7 @@ class Task2Vec:
             probe=self.fingerprint,
             labels=self.labels,
             samples=len(picked),
-            classes=len(classes),
+            num_classes=len(classes),
             test_error=float("nan") if test is None else self._error(*read_samples(test), classes),
         )
 

@@ -32,8 +32,8 @@ class Training:
         steps: Optimizer steps with noisy weights, for each :math:`\beta`.
         batch_size: Samples of one step.
         noises: Networks drawn in one step, each for all samples of the batch; more of them end nearer the minimum.
-        lr: Rate for weights and means.
-        log_variance_lr: Rate for the log-variances, which have further to go.
+        learning_rate: Rate for weights and means.
+        log_variance_learning_rate: Rate for the log-variances, which have further to go.
         draws: Networks drawn from :math:`Q` to estimate :math:`E_Q[L_D]` after the training.
         chunk_size: Samples that go through the network at a time where nothing is trained.
 
@@ -45,15 +45,15 @@ class Training:
     steps: int = 400
     batch_size: int = 128
     noises: int = 1
-    lr: float = 1e-2
-    log_variance_lr: float = 1e-1
+    learning_rate: float = 1e-2
+    log_variance_learning_rate: float = 1e-1
     draws: int = 32
     chunk_size: int = 4096
 
     def __post_init__(self) -> None:
         if self.pretrain_steps < 0:
             raise ValueError(f"`pretrain_steps` must not be negative, got {self.pretrain_steps}.")
-        for argument in ("steps", "batch_size", "noises", "lr", "log_variance_lr", "chunk_size"):
+        for argument in ("steps", "batch_size", "noises", "learning_rate", "log_variance_learning_rate", "chunk_size"):
             if not (value := getattr(self, argument)) > 0:
                 raise ValueError(f"`{argument}` must be positive, got {value}.")
         if self.draws < 2:
@@ -99,7 +99,7 @@ def own_randomness(seed: int) -> Iterator[None]:
 
 def train_plain(model: nn.Module, samples: Samples, penalty: Penalty, *, training: Training, seed: int) -> None:
     """Minimise the sum of the loss plus ``penalty``, for ``training.pretrain_steps``."""
-    groups = [{"params": list(trainable_parameters(model).values()), "lr": training.lr}]
+    groups = [{"params": list(trainable_parameters(model).values()), "lr": training.learning_rate}]
     _descend(model, samples, penalty, groups, training, training.pretrain_steps, 1, seed)
 
 
@@ -108,7 +108,10 @@ def train_noisy(model: nn.Module, samples: Samples, penalty: Penalty, *, trainin
     variances = [noise.log_variance for *_, noise in noisy_weights(model)]
     known = {id(v) for v in variances}
     means = [p for p in trainable_parameters(model).values() if id(p) not in known]
-    groups = [{"params": means, "lr": training.lr}, {"params": variances, "lr": training.log_variance_lr}]
+    groups = [
+        {"params": means, "lr": training.learning_rate},
+        {"params": variances, "lr": training.log_variance_learning_rate},
+    ]
     _descend(model, samples, penalty, groups, training, training.steps, training.noises, seed)
 
 

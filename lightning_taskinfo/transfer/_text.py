@@ -156,19 +156,50 @@ def _rich(title: str, table: TextTable, width: int | None) -> str:
     from rich.table import Table
     from rich.text import Text
 
-    drawn = Table(title=Text(title))
+    console = Console(width=width)
+    if (tight := _width(table) > console.width) and (seeds := _same_seeds(table)):
+        title, table = f"{title}, {seeds}", _without(table, "seeds")
+    if tight:
+        table = TextTable([_in_lines(name) for name in table.header], [list(map(_in_lines, r)) for r in table.rows])
+    drawn = Table(title=Text(title), pad_edge=not tight)
     for name in table.header:
-        drawn.add_column(Text(name), overflow="fold", min_width=12 if name == "method" else None)
+        drawn.add_column(Text(name), overflow="fold")
     last: Sequence[str] = ()
     for row in table.rows:
         if last and row[0] != last[0]:
             drawn.add_section()
         drawn.add_row(*map(_colored, table.header, row))
         last = row
-    console = Console(width=width)
     with console.capture() as capture:
         console.print(drawn)
     return capture.get()
+
+
+def _width(table: TextTable) -> int:
+    """Columns of the terminal that a table with frames takes if no line is broken."""
+    columns = zip(table.header, *table.rows, strict=True)
+    return 1 + sum(3 + max(len(line) for cell in column for line in cell.split("\n")) for column in columns)
+
+
+def _same_seeds(table: TextTable) -> str:
+    """How many seeds all rows have; empty where they differ."""
+    counts = {row[table.header.index("seeds")] for row in table.rows}
+    if len(counts) != 1:
+        return ""
+    count = counts.pop()
+    return "1 seed" if count == "1" else f"{count} seeds"
+
+
+def _without(table: TextTable, name: str) -> TextTable:
+    place = table.header.index(name)
+    header, *rows = ([*row[:place], *row[place + 1 :]] for row in (table.header, *table.rows))
+    return TextTable(header, rows)
+
+
+def _in_lines(cell: str) -> str:
+    """Break a cell where a reader would: a method at its plus, an estimate before its interval and its verdict."""
+    cell = re.sub(r"(?<=[a-z]\+)(?=[a-z])|(?<=:) ", "\n", cell.replace(f"{GAIN} ", f"{GAIN}\n"))
+    return re.sub(rf" (?=\[|\(|{'|'.join(COLORS)})", "\n", cell)
 
 
 def _colored(title: str, cell: str) -> Any:

@@ -15,15 +15,34 @@ Backbone: TypeAlias = str | Callable[[Shape], nn.Module]
 
 
 def mlp(image_shape: Shape, *, width: int = 128) -> nn.Module:
-    """Two hidden layers on the flattened image."""
+    """Two hidden layers on the flattened image.
+
+    Args:
+        image_shape: Channels, height and width of an image.
+        width: Neurons of each layer.
+
+    Example:
+        >>> mlp((1, 8, 8))(torch.zeros(2, 1, 8, 8)).shape
+        torch.Size([2, 128])
+    """
     channels, height, wide = image_shape
     return nn.Sequential(
         nn.Flatten(), nn.Linear(channels * height * wide, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()
     )
 
 
-def small_cnn(image_shape: Shape, *, width: int = 16, features: int = 64) -> nn.Module:
-    """Two convolutions with pooling and a linear layer: seconds an epoch on a processor."""
+def small_cnn(image_shape: Shape, *, width: int = 16, feature_dim: int = 64) -> nn.Module:
+    """Two convolutions with pooling and a linear layer: seconds an epoch on a processor.
+
+    Args:
+        image_shape: Channels, height and width of an image.
+        width: Channels of the first convolution; the second has twice as many.
+        feature_dim: Number of features.
+
+    Example:
+        >>> small_cnn((1, 8, 8))(torch.zeros(2, 1, 8, 8)).shape
+        torch.Size([2, 64])
+    """
     channels, height, wide = _at_least(image_shape, 8)
     return nn.Sequential(
         nn.Conv2d(channels, width, 3, padding=1),
@@ -33,7 +52,7 @@ def small_cnn(image_shape: Shape, *, width: int = 16, features: int = 64) -> nn.
         nn.ReLU(),
         nn.MaxPool2d(2),
         nn.Flatten(),
-        nn.Linear(2 * width * (height // 4) * (wide // 4), features),
+        nn.Linear(2 * width * (height // 4) * (wide // 4), feature_dim),
         nn.ReLU(),
     )
 
@@ -42,6 +61,14 @@ def large_cnn(image_shape: Shape, *, width: int = 128) -> nn.Module:
     """Nine convolutions with batch normalisation and dropout, the network of Laine and Aila (2017).
 
     It is the usual one of semi-supervised learning, and of Temporal Ensembling, one of the methods here.
+
+    Args:
+        image_shape: Channels, height and width of an image.
+        width: Channels of the first convolutions, and number of features.
+
+    Example:
+        >>> large_cnn((3, 32, 32), width=4)(torch.zeros(2, 3, 32, 32)).shape
+        torch.Size([2, 4])
     """
     channels, *_ = _at_least(image_shape, 20)
     return nn.Sequential(
@@ -57,7 +84,16 @@ def large_cnn(image_shape: Shape, *, width: int = 128) -> nn.Module:
 
 
 def resnet20(image_shape: Shape, *, width: int = 16) -> nn.Module:
-    """The residual network of 20 layers for small images (He et al., 2016), without its last layer."""
+    """The residual network of 20 layers for small images (He et al., 2016), without its last layer.
+
+    Args:
+        image_shape: Channels, height and width of an image.
+        width: Channels of the first stage; each of the other two has twice those of the one before.
+
+    Example:
+        >>> resnet20((3, 16, 16), width=4)(torch.zeros(2, 3, 16, 16)).shape
+        torch.Size([2, 16])
+    """
     channels, *_ = _at_least(image_shape, 8)
     stages = [(width, width, 1), (width, 2 * width, 2), (2 * width, 4 * width, 2)]
     return nn.Sequential(
@@ -76,7 +112,7 @@ BACKBONES: dict[str, Callable[..., nn.Module]] = {
 }  # fmt: skip
 
 
-def make_backbone(backbone: Backbone, image_shape: Shape) -> nn.Module:
+def make_backbone(backbone: Backbone, image_shape: Shape, *, argument: str = "backbone") -> nn.Module:
     """Return the network of a name or a function for images of a shape.
 
     Raises:
@@ -88,15 +124,15 @@ def make_backbone(backbone: Backbone, image_shape: Shape) -> nn.Module:
     """
     if isinstance(backbone, str):
         if backbone not in BACKBONES:
-            raise ValueError(f"`backbone` must be one of {', '.join(BACKBONES)} or a function, got {backbone!r}.")
+            raise ValueError(f"`{argument}` must be one of {', '.join(BACKBONES)} or a function, got {backbone!r}.")
         backbone = BACKBONES[backbone]
     network = backbone(image_shape)
     if not isinstance(network, nn.Module):
-        raise ValueError(f"`backbone` must make an nn.Module, got {type(network).__name__}.")
+        raise ValueError(f"`{argument}` must make an nn.Module, got {type(network).__name__}.")
     return network
 
 
-def backbone_name(backbone: Backbone) -> str:
+def backbone_name(backbone: Backbone, *, argument: str = "backbone") -> str:
     """Return a name by which to know the network again: that of :data:`BACKBONES`, or module and function.
 
     Raises:
@@ -107,7 +143,7 @@ def backbone_name(backbone: Backbone) -> str:
     name = f"{getattr(backbone, '__module__', '?')}.{getattr(backbone, '__qualname__', '?')}"
     if (not inspect.isroutine(backbone) and not inspect.isclass(backbone)) or "<" in name:
         raise ValueError(
-            f"`backbone` must be a name, or a function or class defined at the top of a module, got {backbone!r}: "
+            f"`{argument}` must be a name, or a function or class defined at the top of a module, got {backbone!r}: "
             "other processes import it by its name."
         )
     return name

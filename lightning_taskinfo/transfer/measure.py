@@ -39,7 +39,7 @@ def trace_by_layer(fisher: Mapping[str, Tensor]) -> ByLayer:
 
 
 def information_by_layer(
-    fisher: Mapping[str, Tensor], weights: Mapping[str, Tensor], origin: Mapping[str, Tensor], num_samples: int
+    fisher: Mapping[str, Tensor], weights: Mapping[str, Tensor], center: Mapping[str, Tensor], num_samples: int
 ) -> ByLayer:
     r"""Return the information in the weights in nats, whole and by layer.
 
@@ -49,12 +49,12 @@ def information_by_layer(
     Args:
         fisher: Diagonal Fisher information, a mean over samples, by parameter.
         weights: The weights.
-        origin: Centre :math:`w_0` of the pre-distribution.
+        center: Centre :math:`w_0` of the pre-distribution.
         num_samples: Number of training samples :math:`N`.
     """
     nats = {
         name: float(
-            information_in_weights(num_samples * f, weights[name] - origin[name], prior_std=PRIOR_STD, beta=1.0).kl
+            information_in_weights(num_samples * f, weights[name] - center[name], prior_std=PRIOR_STD, beta=1.0).kl
         )
         for name, f in fisher.items()
     }

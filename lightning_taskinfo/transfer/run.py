@@ -100,12 +100,12 @@ def transfer(
     stages, weights = stages or Stages(), check_weights(weights or {})
     source, target = data.tasks()
     title = name or f"{source.name} → {target.name}"
-    if folder is None and logger in ("csv", "wandb-offline"):
+    if folder is None and logger in ("csv", "wandb_offline"):
         raise ValueError(f"`folder` must be given for the files of `logger` {logger!r}, got None.")
     grid.check(data, model)
     configuration = {
         "version": VERSION,
-        "backbone": backbone_name(model),
+        "backbone": backbone_name(model, argument="model"),
         "data": data.describe(),
         "stages": asdict(stages),
         "weights": weights,
@@ -162,7 +162,7 @@ class _Grid:
             ready = data.replaced(seed=self.seeds[0], **changes)
             ready.setup()
         with generators_kept():
-            feature_dim(make_backbone(model, ready.image_shape), ready.image_shape)
+            feature_dim(make_backbone(model, ready.image_shape, argument="model"), ready.image_shape)
 
     def cells(self, experiment: Experiment) -> dict[str, Cell]:
         """All cells by name, pretraining and scratch first."""

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 from lightning_taskinfo._files import atomic_write
 from lightning_taskinfo._lightning import DEFAULT
 
-LoggerKind = Literal["none", "csv", "wandb", "wandb-offline"]
+LoggerKind = Literal["none", "csv", "wandb", "wandb_offline"]
 Row = dict[str, float]
 
 
@@ -22,7 +22,7 @@ class RunLog:
     """Which logger the runs of an experiment have.
 
     Args:
-        kind: ``"none"``; ``"csv"`` for a table of each run's epochs; ``"wandb"`` or ``"wandb-offline"`` for a run of
+        kind: ``"none"``; ``"csv"`` for a table of each run's epochs; ``"wandb"`` or ``"wandb_offline"`` for a run of
             Weights & Biases each, all in one group.
         project: Project in Weights & Biases.
         group: Group of the experiment there.
@@ -66,20 +66,22 @@ class RunLog:
         import wandb
 
         self.folder.mkdir(parents=True, exist_ok=True)
-        offline = self.kind == "wandb-offline"
-        settings = wandb.Settings(silent=True, console="off")  # many runs share one terminal
-        if offline:  # Lightning says so in the environment, which W&B does not read again in a process that has used it
-            settings.mode = "offline"
-        return import_module(f"{self.namespace}.loggers").WandbLogger(
+        run = wandb.init(  # not by Lightning, whose call W&B answers with a warning about an old argument
             name=name,
-            save_dir=self.folder,
+            dir=self.folder,
             project=self.project,
             group=self.group,
             id=hashlib.sha256(f"{self.folder.absolute()}/{self.group}/{name}".encode()).hexdigest()[:12],
             resume="allow",
-            offline=offline,
+            mode="offline" if self.kind == "wandb_offline" else None,
             config=dict(configuration),
-            settings=settings,
+            reinit="create_new",
+            settings=wandb.Settings(silent=True, console="off"),  # many runs share one terminal
+        )
+        run.define_metric("trainer/global_step")  # as Lightning does
+        run.define_metric("*", step_metric="trainer/global_step", step_sync=True)
+        return import_module(f"{self.namespace}.loggers").WandbLogger(
+            name=name, save_dir=self.folder, project=self.project, experiment=run
         )
 
 

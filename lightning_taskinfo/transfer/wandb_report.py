@@ -16,7 +16,7 @@ def log_to_wandb(
     project: str,
     group: str | None = None,
     mode: Literal["online", "offline"] | None = None,
-    save_dir: str | os.PathLike[str] = ".",
+    folder: str | os.PathLike[str] = ".",
     confidence: float = 0.95,
 ) -> Path:
     """Make a run that holds the table, the figures as images, and the numbers as scalars ``method/50_labels/accuracy``.
@@ -28,7 +28,7 @@ def log_to_wandb(
         project: Project in W&B.
         group: Group of the experiment's runs; the name of the report by default.
         mode: ``"online"``, or ``"offline"`` (to look at with ``wandb leet``); what W&B is set to by default.
-        save_dir: Folder in which W&B makes its folder ``wandb``.
+        folder: Folder in which W&B makes its folder ``wandb``.
         confidence: Probability that an interval covers.
 
     Returns:
@@ -36,7 +36,7 @@ def log_to_wandb(
     """
     import wandb
 
-    Path(save_dir).mkdir(parents=True, exist_ok=True)  # or W&B writes to a temporary one
+    Path(folder).mkdir(parents=True, exist_ok=True)  # or W&B writes to a temporary one
     rows = report.table(confidence)
     with wandb.init(
         project=project,
@@ -44,7 +44,7 @@ def log_to_wandb(
         name=f"{report.name}: summary",
         job_type="summary",
         config=report.configuration,
-        dir=save_dir,
+        dir=folder,
         mode=mode,
         reinit="create_new",
         settings=wandb.Settings(console="off"),

@@ -33,7 +33,7 @@ def add_weight_noise(
     model: nn.Module,
     *,
     std: float = 0.01,
-    prior: Literal["initial", "zero"] | Mapping[str, Tensor] = "initial",
+    prior_center: Literal["initial", "zero"] | Mapping[str, Tensor] = "initial",
     prior_std: float = 0.1,
     parameters: Callable[[str, nn.Parameter], bool] | None = None,
     seed: int = 0,
@@ -48,7 +48,7 @@ def add_weight_noise(
     Args:
         model: Any module. Tied weights, recurrent layers and weights that are already parametrized are refused.
         std: Standard deviation of every weight to begin with.
-        prior: Mean of the pre-distribution: the weights as they are now, zero, or a plain state dict, e.g. of a
+        prior_center: Mean of the pre-distribution: the weights as they are now, zero, or a plain state dict, e.g. of a
             pretrained model.
         prior_std: Standard deviation of the pre-distribution.
         parameters: Picks the weights that become noisy, from name and parameter; all trainable ones by default.
@@ -70,7 +70,7 @@ def add_weight_noise(
     if not prior_std > 0:
         raise ValueError(f"`prior_std` must be positive, got {prior_std}.")
     picked = _pick(model, parameters)
-    centres = _prior_means(prior, picked)
+    centres = _prior_means(prior_center, picked)
     owners: dict[nn.Module, None] = {model: None}
     for index, (name, mean) in enumerate(picked.items()):
         path, _, attribute = name.rpartition(".")
@@ -104,18 +104,18 @@ def _pick(model: nn.Module, parameters: Callable[[str, nn.Parameter], bool] | No
     return picked
 
 
-def _prior_means(prior: str | Mapping[str, Tensor], picked: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    if prior == "initial":
+def _prior_means(center: str | Mapping[str, Tensor], picked: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    if center == "initial":
         return picked
-    if prior == "zero":
+    if center == "zero":
         return {name: torch.zeros_like(p) for name, p in picked.items()}
-    if isinstance(prior, str):
-        raise ValueError(f"`prior` must be 'initial', 'zero' or a state dict, got {prior!r}.")
+    if isinstance(center, str):
+        raise ValueError(f"`prior_center` must be 'initial', 'zero' or a state dict, got {center!r}.")
     for name, p in picked.items():
-        if name not in prior or prior[name].shape != p.shape:
-            found = tuple(prior[name].shape) if name in prior else "nothing"
-            raise ValueError(f"`prior` must hold `{name}` with shape {tuple(p.shape)}, got {found}.")
-    return prior
+        if name not in center or center[name].shape != p.shape:
+            found = tuple(center[name].shape) if name in center else "nothing"
+            raise ValueError(f"`prior_center` must hold `{name}` with shape {tuple(p.shape)}, got {found}.")
+    return center
 
 
 def weight_kl(model: nn.Module) -> Tensor:
@@ -165,7 +165,18 @@ def sampling(model: nn.Module, enabled: bool = True) -> Iterator[None]:
 
 @contextmanager
 def repeatable_noise(model: nn.Module) -> Iterator[None]:
-    """Put the noise back afterwards, so that the next draws repeat those made inside."""
+    """Put the noise back afterwards, so that the next draws repeat those made inside.
+
+    Args:
+        model: A module, some of whose weights are noisy.
+
+    Example:
+        >>> net, x = add_weight_noise(nn.Linear(3, 2)), torch.ones(1, 3)
+        >>> with repeatable_noise(net):
+        ...     first = net(x)
+        >>> torch.equal(first, net(x))
+        True
+    """
     before = [(noise, noise.draws) for *_, noise in noisy_weights(model)]
     try:
         yield

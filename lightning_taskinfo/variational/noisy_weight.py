@@ -23,6 +23,12 @@ class NoisyWeight(nn.Module):
         prior_mean: Mean of the pre-distribution, in the weight's shape.
         prior_std: Standard deviation of the pre-distribution.
         seed: Seed of the noise.
+
+    Example:
+        >>> weight = torch.zeros(2, 3)
+        >>> noise = NoisyWeight(weight, std=0.1, prior_mean=weight, prior_std=0.1, seed=0)
+        >>> noise.kl(weight).item(), noise.eval()(weight).sum().item()  # post- and pre-distribution agree; the mean
+        (0.0, 0.0)
     """
 
     prior_mean: Tensor
@@ -84,7 +90,16 @@ class NoisyWeight(nn.Module):
 
 
 def noisy_weights(model: nn.Module) -> Iterator[tuple[str, Tensor, NoisyWeight]]:
-    """Yield the plain name, the mean and the parametrization of every noisy weight of ``model``."""
+    """Yield the plain name, the mean and the parametrization of every noisy weight of ``model``.
+
+    Args:
+        model: A module, some of whose weights are noisy.
+
+    Example:
+        >>> from lightning_taskinfo.variational import add_weight_noise
+        >>> [name for name, *_ in noisy_weights(add_weight_noise(nn.Linear(3, 2)))]
+        ['weight', 'bias']
+    """
     for path, module in model.named_modules():
         if isinstance(module, parametrize.ParametrizationList) and isinstance(module[0], NoisyWeight):
             owner, _, attribute = path.rpartition("parametrizations.")

@@ -1,4 +1,4 @@
-"""``InformationInWeights`` against the formula on the same samples, and its origin through checkpoints."""
+"""``InformationInWeights`` against the formula on the same samples, and its center through checkpoints."""
 
 import math
 
@@ -22,7 +22,7 @@ def steady():
     return Classifier(dropout=0.0)
 
 
-def expected(model, origin, *, prior_std, beta, n=32):
+def expected(model, center, *, prior_std, beta, n=32):
     """Maths §2, a parameter at a time in a loop, from the whole training set."""
     x, y = digits().tensors
     model.eval()
@@ -30,7 +30,7 @@ def expected(model, origin, *, prior_std, beta, n=32):
     kl, penalty, effective, layers = 0.0, 0.0, 0.0, {}
     for name, p in model.named_parameters():
         part = 0.0
-        moved = (p - origin[name]).flatten().tolist()
+        moved = (p - center[name]).flatten().tolist()
         for h, delta in zip((n * diagonal[name]).flatten().tolist(), moved, strict=True):
             v = 1 / (1 + prior_std**2 * h / beta)
             part += 0.5 * (delta**2 / prior_std**2 + v - 1 - math.log(v))
@@ -52,17 +52,17 @@ def expected(model, origin, *, prior_std, beta, n=32):
 
 
 @pytest.mark.parametrize(("prior_std", "beta"), [(0.1, 1.0), (0.5, 3.0)])
-@pytest.mark.parametrize("origin", ["init", "zero"])
-def test_equals_the_formula_on_the_whole_training_set(tmp_path, loader, prior_std, beta, origin):
+@pytest.mark.parametrize("center", ["initial", "zero"])
+def test_equals_the_formula_on_the_whole_training_set(tmp_path, loader, prior_std, beta, center):
     start = {}
 
     class Kept(Classifier):
         def on_train_start(self):
             start.update({n: p.detach().clone() for n, p in self.named_parameters()})
 
-    callback = InformationInWeights(prior_std=prior_std, beta=beta, origin=origin, labels="exact")
+    callback = InformationInWeights(prior_std=prior_std, beta=beta, prior_center=center, labels="exact")
     model = fit(tmp_path, callback, model=Kept, loader=loader).lightning_module
-    if origin == "zero":
+    if center == "zero":
         start = {name: torch.zeros_like(w) for name, w in start.items()}
     row, reference = callback.history[-1], expected(model, start, prior_std=prior_std, beta=beta)
     assert [entry["step"] for entry in callback.history] == [4, 8]
@@ -93,11 +93,11 @@ def test_a_subset_stands_for_the_whole_set(tmp_path, loader):
     whole, part = last(), last(max_samples=16)
     assert part["expected_loss"] == pytest.approx(whole["expected_loss"], rel=0.5)
     assert part["expected_loss"] != whole["expected_loss"]
-    assert last(dataset_size=64)["expected_loss"] == pytest.approx(2 * whole["expected_loss"])
+    assert last(num_samples=64)["expected_loss"] == pytest.approx(2 * whole["expected_loss"])
     assert not any(name.startswith("information_nats/") for name in whole)
 
 
-def test_a_resumed_run_measures_from_the_first_origin(tmp_path, loader):
+def test_a_resumed_run_measures_from_the_first_center(tmp_path, loader):
     whole = InformationInWeights()
     fit(tmp_path, whole, model=steady, loader=loader, max_epochs=4)
     fit(tmp_path, InformationInWeights(), model=steady, loader=loader).save_checkpoint(tmp_path / "half.ckpt")
@@ -105,13 +105,15 @@ def test_a_resumed_run_measures_from_the_first_origin(tmp_path, loader):
     fit(tmp_path, resumed, model=steady, loader=loader, max_epochs=4, ckpt_path=tmp_path / "half.ckpt")
     assert resumed.history == whole.history
     stored = torch.load(tmp_path / "half.ckpt", weights_only=True)["callbacks"]["InformationInWeights"]
-    assert stored["origin"].keys() == {name for name, _ in steady().named_parameters()}
+    assert stored["prior_center"].keys() == {name for name, _ in steady().named_parameters()}
 
 
-def test_a_resumed_run_without_an_origin_says_so(tmp_path, loader):
+def test_a_resumed_run_without_a_center_says_so(tmp_path, loader):
     fit(tmp_path, model=steady, loader=loader).save_checkpoint(tmp_path / "half.ckpt")
     callback = InformationInWeights()
-    with pytest.warns(UserWarning, match="found no origin in the checkpoint and measures from the resumed weights"):
+    with pytest.warns(
+        UserWarning, match="found no prior centre in the checkpoint and measures from the resumed weights"
+    ):
         fit(tmp_path, callback, model=steady, loader=loader, max_epochs=3, ckpt_path=tmp_path / "half.ckpt")
     assert [row["step"] for row in callback.history] == [12]
 
@@ -120,7 +122,7 @@ def test_information_added_by_fine_tuning(tmp_path, loader):
     trainer = fit(tmp_path, model=steady, loader=loader)
     trainer.save_checkpoint(tmp_path / "pretrained.ckpt")
     pretrained = {n: p.detach().clone() for n, p in trainer.lightning_module.named_parameters()}
-    callback = InformationInWeights(origin=str(tmp_path / "pretrained.ckpt"), labels="exact")
+    callback = InformationInWeights(prior_center=str(tmp_path / "pretrained.ckpt"), labels="exact")
     model = fit(tmp_path, callback, model=steady, loader=loader, max_epochs=1).lightning_module
     reference = expected(model, pretrained, prior_std=0.1, beta=1.0)
     assert callback.history[-1]["information_nats"] == pytest.approx(reference["information_nats"], rel=1e-5)
@@ -133,14 +135,14 @@ def test_a_new_head_counts_from_the_start(tmp_path, loader):
             self.net[7] = nn.Linear(6, 5)
 
     torch.save(steady().state_dict(), tmp_path / "weights.pt")
-    callback = InformationInWeights(origin=str(tmp_path / "weights.pt"))
+    callback = InformationInWeights(prior_center=str(tmp_path / "weights.pt"))
     with pytest.warns(
         UserWarning, match=r"did not find net\.7\.weight, net\.7\.bias in .* measures them from the start"
     ):
         fit(tmp_path, callback, model=Other, loader=loader)
     torch.save({"something.else": torch.zeros(3)}, tmp_path / "weights.pt")
-    with pytest.raises(ValueError, match=r"`origin` must hold weights of the module, got none of net\.0\.weight"):
-        fit(tmp_path, callback.__class__(origin=str(tmp_path / "weights.pt")), loader=loader)
+    with pytest.raises(ValueError, match=r"`prior_center` must hold weights of the module, got none of net\.0\.weight"):
+        fit(tmp_path, callback.__class__(prior_center=str(tmp_path / "weights.pt")), loader=loader)
 
 
 def test_an_unknown_size_has_to_be_given(tmp_path):
@@ -149,9 +151,9 @@ def test_an_unknown_size_has_to_be_given(tmp_path):
             return iter(digits())
 
     stream = DataLoader(Stream(), batch_size=8)
-    with pytest.raises(ValueError, match=r"`dataset_size` must be given where .*, got DataLoader"):
+    with pytest.raises(ValueError, match=r"`num_samples` must be given where .*, got DataLoader"):
         fit(tmp_path, InformationInWeights(), loader=stream)
-    callback = InformationInWeights(dataset_size=32)
+    callback = InformationInWeights(num_samples=32)
     fit(tmp_path, callback, loader=stream)
     assert len(callback.history) == 2
 
@@ -161,8 +163,11 @@ def test_an_unknown_size_has_to_be_given(tmp_path):
     [
         ({"prior_std": 0.0}, r"`prior_std` must be positive, got 0\.0"),
         ({"beta": -1.0}, r"`beta` must be positive, got -1\.0"),
-        ({"dataset_size": 0}, "`dataset_size` must be at least 1, got 0"),
-        ({"origin": "here.ckpt"}, "`origin` must be 'init', 'zero' or the path of a checkpoint, got 'here.ckpt'"),
+        ({"num_samples": 0}, "`num_samples` must be at least 1, got 0"),
+        (
+            {"prior_center": "here.ckpt"},
+            "`prior_center` must be 'initial', 'zero' or the path of a checkpoint, got 'here.ckpt'",
+        ),
     ],
     ids=str,
 )

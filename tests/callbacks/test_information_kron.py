@@ -40,13 +40,13 @@ def dense_blocks(model, n=32):
     return weights | {f"{name}.bias": n * factors[f"B{i}"] for name, i in layers.items()}
 
 
-def expected(model, origin, *, prior_std, beta):
+def expected(model, center, *, prior_std, beta):
     """KL of two Gaussians, tr(HΣ)/2 and the effective number of parameters, by inverses and determinants."""
     kls, penalty, effective = {}, 0.0, 0.0
     for name, H in dense_blocks(model).items():
         eye = torch.eye(len(H)).double()
         sigma = beta * torch.linalg.inv(H + beta / prior_std**2 * eye)
-        moved = (model.get_parameter(name) - origin[name]).flatten()
+        moved = (model.get_parameter(name) - center[name]).flatten()
         quadratic = (sigma.trace() + moved @ moved) / prior_std**2
         kls[name] = 0.5 * (quadratic - len(H) - torch.logdet(sigma / prior_std**2)).item()
         penalty += 0.5 * (H @ sigma).trace().item()
@@ -140,7 +140,7 @@ def test_a_single_output(tmp_path, structure):
             return F.mse_loss(self(batch[0]), batch[1])
 
     data = TensorDataset(digits().tensors[0], torch.randn(32, 1))
-    callback = InformationInWeights(structure=structure, labels="exact", likelihood="gaussian", origin="zero")
+    callback = InformationInWeights(structure=structure, labels="exact", likelihood="gaussian", prior_center="zero")
     model = fit(tmp_path, callback, model=Regression, loader=DataLoader(data, batch_size=8)).lightning_module
     x = data.tensors[0].double()
     H = x.T @ x if structure == "kron" else (x.T @ x).diag().diag()

@@ -18,7 +18,7 @@ from tests.callbacks.runs import Classifier, fit, read_csv, seed_everything
 from tests.callbacks.test_loggers import wandb_histories
 from tests.certificates.conftest import blobs
 
-QUICK = {"draws": 20, "betas": (1.0,), "origin": "random initialisation"}
+QUICK = {"draws": 20, "betas": (1.0,), "prior_origin": "random initialisation"}
 
 
 class Plain(pl.LightningModule):

@@ -114,8 +114,12 @@ class Half(Sharded):
 
 
 REFUSED = [
-    (InformationInWeights, Sharded, "InformationInWeights keeps an origin and a curvature of all weights on every"),
-    (lambda: PACBayesCertificate(origin="x"), Sharded, "PACBayesCertificate draws whole networks on every process and"),
+    (InformationInWeights, Sharded, "InformationInWeights keeps a centre and a curvature of all weights on every"),
+    (
+        lambda: PACBayesCertificate(prior_origin="x"),
+        Sharded,
+        "PACBayesCertificate draws whole networks on every process and",
+    ),
     (lambda: FisherTrace(max_samples=1), Sharded, "`max_samples` must be at least 1 for each of 2 processes with sha"),
     (FisherTrace, extra, r"Hooks do not cover net\.extra; other engines need unsharded weights"),
     (

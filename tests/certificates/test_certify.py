@@ -17,7 +17,7 @@ from lightning_taskinfo.functional.pac_bayes import kl_bound, mcallester_bound, 
 from tests.certificates.conftest import blobs, fit
 
 QUICK = {"draws": 100, "betas": (0.1, 1.0, 10.0, 100.0)}
-STRUCTURES = ["isotropic", "diagonal", "layer_inputs", "neuron", "kronecker"]
+STRUCTURES = ["isotropic", "diagonal", "layer_inputs", "neuron", "kron"]
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
@@ -67,7 +67,7 @@ def test_one_scale_for_all_layers_is_paid_once(trained, data, start):
 
 
 def test_a_scale_that_was_not_chosen_is_not_paid(trained, data, start):
-    certificate = certify(trained, data, Prior(start, "random initialisation", std=(0.2,)), **QUICK)
+    certificate = certify(trained, data, Prior(start, "random initialisation", stds=(0.2,)), **QUICK)
     assert certificate.price == 0.0
     assert set(certificate.prior_std.values()) == {0.2}
 
@@ -95,10 +95,10 @@ def test_the_best_candidate_wins(trained, data, prior):
 
 def test_several_structures_are_searched_together(trained, data, prior):
     """The winner is the best of all rows, and what is claimed of it is what its own structure gives."""
-    several = certify(trained, data, prior, structure=("isotropic", "kronecker"), **QUICK)
+    several = certify(trained, data, prior, structure=("isotropic", "kron"), **QUICK)
     rows = [(row.structure, row.beta) for row in several.candidates]
-    assert rows == [(name, beta) for name in ("isotropic", "kronecker") for beta in QUICK["betas"]]
-    assert several.structures == ("isotropic", "kronecker")
+    assert rows == [(name, beta) for name in ("isotropic", "kron") for beta in QUICK["betas"]]
+    assert several.structures == ("isotropic", "kron")
     best = min(several.candidates, key=lambda row: row.bound)
     assert (several.structure, several.beta, several.kl) == (best.structure, best.beta, best.kl)
     assert certify(trained, data, prior, structure=("diagonal",), **QUICK) == certify(trained, data, prior, **QUICK)
@@ -210,7 +210,7 @@ def test_outputs_that_are_no_numbers_are_errors():
         ({"delta": 0.0}, r"`delta` must be in \(0, 1\), got 0\.0"),
         ({"delta_draws": 1.0}, r"`delta_draws` must be in \(0, 1\), got 1\.0"),
         ({"delta": 0.75, "delta_draws": 0.5}, r"`delta` and `delta_draws` must add up to less than 1, got 1\.25"),
-        ({"loss": nn.functional.cross_entropy}, r"`loss` must return a value for each of 256, got shape \[\]"),
+        ({"loss_fn": nn.functional.cross_entropy}, r"`loss_fn` must return a value for each of 256, got shape \[\]"),
         ({"draws": 0}, "`draws` must be at least 1, got 0"),
         ({"betas": ()}, r"`betas` must be positive numbers, got \[\]"),
         ({"betas": (1.0, -1.0)}, r"`betas` must be positive numbers, got \[1\.0, -1\.0\]"),
@@ -229,8 +229,8 @@ def test_refuses_data_that_do_not_fit(trained, data, prior):
         certify(trained, (x[:8], y[:3]), prior)
     with pytest.raises(ValueError, match=r"must have shapes \[N, C\] and \[N\], got \[256, 2\] and \[256, 1\]"):
         certify(trained, (x, y[:, None]), prior, structure="diagonal", betas=(1.0,))
-    with pytest.raises(ValueError, match=r"`std` must be positive numbers, got \[0\.0\]"):
-        Prior(std=(0.0,))
+    with pytest.raises(ValueError, match=r"`stds` must be positive numbers, got \[0\.0\]"):
+        Prior(stds=(0.0,))
     with pytest.raises(
         ValueError, match=r"must hold every trainable parameter of the model, got none for \['2.bias'\]"
     ):

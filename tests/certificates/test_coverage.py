@@ -42,7 +42,7 @@ def certificates() -> list[tuple[Certificate, float]]:
         model.load_state_dict(start.state_dict())
         gradients = torch.autograd.grad(nn.functional.cross_entropy(model(inputs), targets), [model.weight])
         model.weight.data -= 0.05 * gradients[0]
-        prior = Prior(start, origin="drawn before the samples", std=(0.1,))
+        prior = Prior(start, origin="drawn before the samples", stds=(0.1,))
         certificate = certify(
             model, (inputs, targets), prior, betas=(1.0,), delta=DELTA, delta_draws=0.01, draws=200, seed=seed
         )

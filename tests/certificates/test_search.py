@@ -40,7 +40,7 @@ def test_diagonal_and_isotropic(trained, data, seen):
         torch.testing.assert_close(block.eigenvalues, (600 * mean).expand_as(block.eigenvalues))
 
 
-@pytest.mark.parametrize("structure", ["layer_inputs", "neuron", "kronecker"])
+@pytest.mark.parametrize("structure", ["layer_inputs", "neuron", "kron"])
 def test_layerwise(trained, data, seen, structure):
     """The whole curvature ``UΛUᵀ``, column by column, against the factors themselves."""
     _, matrices, factors = seen
@@ -52,7 +52,7 @@ def test_layerwise(trained, data, seen, structure):
         expected = {
             "layer_inputs": torch.kron(torch.eye(rows).double(), matrices[layer]),
             "neuron": torch.kron(torch.diag(B.diagonal()), A),
-            "kronecker": torch.kron(B, A),
+            "kron": torch.kron(B, A),
         }[structure]
         left = torch.eye(rows).double() if block.left is None else block.left.contiguous()
         basis = torch.kron(left, block.right.contiguous())
@@ -87,7 +87,7 @@ def test_scales_are_the_best_of_the_grid(trained, start, size):
     h = {name: size * torch.rand(p.shape, generator=g) for name, p in start.named_parameters()}
     delta = {n: (size > 1) * (value - start.state_dict()[n]) for n, value in trained.state_dict().items()}
     grid, beta = (0.3, 0.01, 1.0, 0.1), 2.0
-    _, by_layer, price = choose_scales(diagonal_curvature(h), delta, Prior(start, std=grid), beta)
+    _, by_layer, price = choose_scales(diagonal_curvature(h), delta, Prior(start, stds=grid), beta)
 
     def objective(layer, j):
         names = [name for name in h if name.startswith(layer)]

@@ -138,7 +138,7 @@ def test_a_loss_outside_the_unit_interval(trained, data, prior):
     def cross_entropy(outputs, targets):
         return nn.functional.cross_entropy(20 * outputs, targets, reduction="none")
 
-    certificate = certified(trained, data, prior, loss=cross_entropy)
+    certificate = certified(trained, data, prior, loss_fn=cross_entropy)
     assert not certificate.valid
     assert "the loss must lie in [0, 1], got" in certificate.reasons[0]
 
@@ -147,7 +147,7 @@ def test_a_bounded_loss_of_ones_own(trained, data, prior):
     def brier(outputs, targets):
         return 1 - outputs.softmax(1).gather(1, targets[:, None])[:, 0]
 
-    assert certified(trained, data, prior, loss=brier).valid
+    assert certified(trained, data, prior, loss_fn=brier).valid
 
 
 def test_dropout_is_measured_in_eval_mode(data):

@@ -16,7 +16,7 @@ from lightning_taskinfo.transfer.stages import Cell, Experiment
 from tests.transfer.tiny import STAGES, tiny_data, tiny_net, tiny_task
 
 SMALL = [
-    "--methods=[lautum]", "--labels=[9]", "--seeds=1", "--backbone=tests.transfer.tiny.tiny_net", "--batch_size=16",
+    "--methods=[lautum]", "--labels=[9]", "--seeds=1", "--model=tests.transfer.tiny.tiny_net", "--batch_size=16",
     "--validation=12", "--stages.pretrain_epochs=1", "--stages.fine_tune_epochs=1", "--workers=0",
 ]  # fmt: skip
 
@@ -31,7 +31,7 @@ def pair(tmp_path):
 def test_an_experiment_in_weights_and_biases(pair, tmp_path, capsys):
     """One run for every method and seed, in one group with a summary run that holds table and figures."""
     out = tmp_path / "out"
-    assert cli.main(["transfer", pair, f"--out={out}", "--logger=wandb-offline", *SMALL]) == 0
+    assert cli.main(["transfer", pair, f"--folder={out}", "--logger=wandb_offline", *SMALL]) == 0
     text = capsys.readouterr()
     assert "[3/3] fine-tune lautum, 9 labels, seed 0" in text.err
     assert re.search(r"leet \S+offline-run", text.out)
@@ -54,7 +54,7 @@ def test_an_experiment_in_weights_and_biases(pair, tmp_path, capsys):
 def test_a_yaml_file_and_a_second_run_that_has_nothing_to_do(pair, tmp_path, capsys):
     config = tmp_path / "config.yaml"
     config.write_text("labels: [9]\nstages:\n  pretrain_epochs: 1\n  fine_tune_epochs: 1\nlogger: none\n")
-    arguments = ["transfer", f"--config={config}", pair, f"--out={tmp_path / 'out'}", *SMALL]
+    arguments = ["transfer", f"--config={config}", pair, f"--folder={tmp_path / 'out'}", *SMALL]
     assert cli.main(arguments) == 0
     first = json.loads((tmp_path / "out" / "report" / "report.json").read_text())
     assert cli.main(arguments) == 0
@@ -68,14 +68,14 @@ def test_a_yaml_file_and_a_second_run_that_has_nothing_to_do(pair, tmp_path, cap
     ("argument", "message"),
     [
         ("--pair=digits", "`pair` must be a source and a target"),
-        ("--backbone=vgg", "`backbone` must be one of mlp"),
+        ("--model=vgg", "`model` must be one of mlp"),
         ("--labels=[500]", "`labels` must be between 0 and the 78 samples there are, got 500"),
         ("--methods=[laplace]", "`method` must be made of"),
         ("--data_dir=/nowhere", None),
     ],
 )
 def test_bad_input_has_an_exit_code_and_a_message(pair, tmp_path, capsys, argument, message):
-    arguments = ["transfer", pair, f"--out={tmp_path / 'out'}", *SMALL, argument]
+    arguments = ["transfer", pair, f"--folder={tmp_path / 'out'}", *SMALL, argument]
     if message is None:
         arguments.append("--pair=nothing->nowhere")
         message = "'nothing' was not found in /nowhere"

@@ -37,7 +37,7 @@ def test_bits_come_with_their_probabilities(outputs):
 
 
 def test_noise_has_its_variance(outputs):
-    noise = NumberedDraws(Gaussian(variance=4.0), seed=0, total=N).sample(outputs) - outputs
+    noise = NumberedDraws(Gaussian(std=2.0), seed=0, total=N).sample(outputs) - outputs
     assert noise.isfinite().all()
     assert (noise.mean(0).abs() < 4 * 2 / math.sqrt(N)).all()
     assert ((noise.var(0) - 4).abs() < 4 * 4 * math.sqrt(2 / N)).all()

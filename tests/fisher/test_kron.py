@@ -46,7 +46,7 @@ def test_exact_factors(chunk_size):
 
 def test_gaussian_factors_carry_the_variance():
     model, inputs = network()
-    factors = kronecker_factors(model, inputs, labels="exact", likelihood=Gaussian(0.2))
+    factors = kronecker_factors(model, inputs, labels="exact", likelihood=Gaussian(std=0.2**0.5))
     inner = torch.eye(3, dtype=torch.float64).expand(7, 3, 3) / 0.2
     for name, expected in by_hand(model, inputs, inner).items():
         for got, want in zip(factors[name], expected, strict=True):

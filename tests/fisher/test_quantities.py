@@ -56,7 +56,9 @@ def test_exact_tokens_add_up():
 def test_gaussian_is_the_jacobian_squared_over_the_variance():
     model, inputs, _ = make("functional")
     expected = jacobian(model, inputs).square().sum(1).mean(0) / 0.2
-    torch.testing.assert_close(flat(fisher_diagonal(model, inputs, labels="exact", likelihood=Gaussian(0.2))), expected)
+    torch.testing.assert_close(
+        flat(fisher_diagonal(model, inputs, labels="exact", likelihood=Gaussian(std=0.2**0.5))), expected
+    )
 
 
 def test_bernoulli():

@@ -14,7 +14,7 @@ from lightning_taskinfo.functional.likelihood import (
 )
 
 VARIANCE = 0.3
-CASES = {"categorical": Categorical(), "bernoulli": Bernoulli(), "gaussian": Gaussian(VARIANCE)}
+CASES = {"categorical": Categorical(), "bernoulli": Bernoulli(), "gaussian": Gaussian(std=VARIANCE**0.5)}
 SHAPES = [(4, 3), (4, 2, 3)]
 
 
@@ -133,7 +133,7 @@ def test_mc_samples_share_the_weight():
     [
         (Categorical(), torch.zeros(4, 1), None, r"with at least 2 classes, got \[4, 1\]"),
         (Categorical(), torch.zeros(4), None, "at least 2 classes"),
-        (Categorical(), torch.zeros(4, 3), torch.zeros(4), r"`targets` must be class indices .* got torch.float32"),
+        (Categorical(), torch.zeros(4, 3), torch.zeros(4), r"`targets` must be class indices .* set `likelihood` to"),
         (Categorical(), torch.zeros(4, 3), torch.zeros(4, 1, dtype=torch.long), r"got torch.int64 of shape \[4, 1\]"),
         (Categorical(), torch.zeros(2, 3), torch.tensor([0, 3]), r"must lie in \[0, 3\).* got values from 0 to 3"),
         (Categorical(), torch.zeros(2, 3), torch.tensor([-1, 1]), "got values from -1 to 1"),
@@ -148,8 +148,8 @@ def test_what_does_not_fit_is_refused(likelihood: Likelihood, outputs, targets, 
 
 
 def test_bad_arguments_are_named():
-    with pytest.raises(ValueError, match=r"`variance` must be positive, got 0.0"):
-        Gaussian(variance=0.0)
+    with pytest.raises(ValueError, match=r"`std` must be positive, got 0.0"):
+        Gaussian(std=0.0)
     with pytest.raises(ValueError, match="`likelihood` must be one of categorical, bernoulli, gaussian, got 'poisson'"):
         as_likelihood("poisson")
     with pytest.raises(ValueError, match="`targets` must be given for `labels='empirical'`, got None"):

@@ -9,7 +9,7 @@ from lightning_taskinfo.variational import add_weight_noise, weight_kl
 
 
 def test_the_penalty_is_beta_times_kl_over_the_number_of_samples():
-    net = add_weight_noise(nn.Linear(3, 2), prior="zero")
+    net = add_weight_noise(nn.Linear(3, 2), prior_center="zero")
     information = WeightInformation(beta=WeightSchedule(4.0, "linear", length=2), num_samples=50)
     penalty = information(net, epoch=1)
     assert penalty.item() == pytest.approx(2 / 50 * weight_kl(net).item())
@@ -21,7 +21,7 @@ def test_the_penalty_is_beta_times_kl_over_the_number_of_samples():
 def test_a_hundred_steps_lower_the_kl():
     def train(beta: float) -> float:
         torch.manual_seed(0)
-        net = add_weight_noise(nn.Linear(4, 3), prior="zero", std=0.05)
+        net = add_weight_noise(nn.Linear(4, 3), prior_center="zero", std=0.05)
         information, optimizer = WeightInformation(beta, num_samples=64), torch.optim.SGD(net.parameters(), lr=0.05)
         x = torch.randn(64, 4)
         for _ in range(100):

@@ -153,7 +153,7 @@ def test_starts_at_its_epoch():
 
 def test_starts_after_the_first_drop_of_the_learning_rate_and_stays_on():
     net, batch, loss_fn = problem()
-    regularizer = LocalMinimumRegularizer(parts=3, start="lr_drop")
+    regularizer = LocalMinimumRegularizer(parts=3, start="learning_rate_drop")
     rates = [0.01, 0.1, 0.08, 0.04, 0.1]  # warm-up, a little less, the drop, a restart
     seen = [regularizer(net, loss_fn, batch, learning_rate=rate).item() > 0 for rate in rates]
     assert seen == [False, False, False, True, True]
@@ -182,8 +182,8 @@ def test_refuses_half_precision_weights(dtype):
     [
         ({"step_size": 0.0}, r"`step_size` must be positive, got 0\.0"),
         ({"parts": 0}, "`parts` must be at least 1, got 0"),
-        ({"start": "later"}, "`start` must be an epoch or 'lr_drop', got 'later'"),
-        ({"start": -1}, "`start` must be an epoch or 'lr_drop', got -1"),
+        ({"start": "later"}, "`start` must be an epoch or 'learning_rate_drop', got 'later'"),
+        ({"start": -1}, "`start` must be an epoch or 'learning_rate_drop', got -1"),
     ],
 )
 def test_refuses_arguments(arguments, match):
@@ -193,7 +193,7 @@ def test_refuses_arguments(arguments, match):
 
 def test_refuses_a_missing_learning_rate():
     net, batch, loss_fn = problem()
-    with pytest.raises(ValueError, match="`learning_rate` must be given for start='lr_drop'"):
+    with pytest.raises(ValueError, match="`learning_rate` must be given for start='learning_rate_drop'"):
         LocalMinimumRegularizer()(net, loss_fn, batch)
 
 

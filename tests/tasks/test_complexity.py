@@ -26,10 +26,12 @@ def network():
 def test_equals_the_closed_form_of_bayesian_linear_regression():
     """Mean over trainings against the exact posterior, in standard errors over trainings."""
     X, y = regression.data(0)
-    training = Training(pretrain_steps=100, steps=300, batch_size=40, lr=0.03, log_variance_lr=0.15, draws=200)
+    training = Training(
+        pretrain_steps=100, steps=300, batch_size=40, learning_rate=0.03, log_variance_learning_rate=0.15, draws=200
+    )
     curves = [
         structure_function(
-            regression.line, (X, y), (3.0, 1.0), prior="zero", prior_std=1.0, likelihood="gaussian",
+            regression.line, (X, y), (3.0, 1.0), prior_center="zero", prior_std=1.0, likelihood="gaussian",
             training=training, seed=seed,
         )
         for seed in range(4)
@@ -51,7 +53,7 @@ def test_the_prior_point_is_the_loss_of_weights_without_information():
     X, y = regression.data(0)
     training = Training(pretrain_steps=1, steps=1, draws=1000)
     curve = structure_function(
-        regression.line, (X, y), (1.0,), prior="zero", prior_std=1.0, likelihood="gaussian", training=training
+        regression.line, (X, y), (1.0,), prior_center="zero", prior_std=1.0, likelihood="gaussian", training=training
     )
     exact = 0.5 * y.square().sum() + 0.5 * X.square().sum() + 0.5 * len(X) * math.log(2 * math.pi)
     assert abs(curve.prior_loss - exact.item()) < 3 * curve.prior_loss_error
@@ -116,7 +118,7 @@ def test_an_interrupted_sweep_continues_with_the_same_bits(tmp_path, after):
 def test_a_folder_belongs_to_one_sweep(tmp_path):
     structure_function(network, classes(), (1.0,), training=QUICK, folder=tmp_path)
     x, y = classes()
-    for changed in ({"prior_std": 0.2}, {"seed": 1}, {"data": (x, 2 - y)}, {"prior": "zero"}):
+    for changed in ({"prior_std": 0.2}, {"seed": 1}, {"data": (x, 2 - y)}, {"prior_center": "zero"}):
         arguments = {"data": (x, y), **changed}
         with pytest.raises(
             ValueError, match=f"`folder` must be new or of the same configuration.*\n.*{next(iter(changed))}"
@@ -130,7 +132,7 @@ def test_a_folder_belongs_to_one_sweep(tmp_path):
         ({"betas": (1.0, 0.0)}, r"`betas` must be positive numbers, at least one, got \[1\.0, 0\.0\]\."),
         ({"betas": ()}, r"`betas` must be positive numbers, at least one, got \[\]\."),
         ({"prior_std": 0.0}, r"`prior_std` must be positive, got 0\.0\."),
-        ({"prior": "one"}, "`prior` must be 'initial', 'zero' or tensors by name, got 'one'"),
+        ({"prior_center": "one"}, "`prior_center` must be 'initial', 'zero' or tensors by name, got 'one'"),
         ({"likelihood": "poisson"}, "`likelihood` must be one of categorical, bernoulli, gaussian, got 'poisson'"),
     ],
 )
@@ -146,7 +148,7 @@ def test_refuses_arguments(arguments, match):
         ({"steps": 0}, "`steps` must be positive, got 0"),
         ({"batch_size": 0}, "`batch_size` must be positive, got 0"),
         ({"noises": 0}, "`noises` must be positive, got 0"),
-        ({"lr": 0.0}, r"`lr` must be positive, got 0\.0"),
+        ({"lr": 0.0}, r"`learning_rate` must be positive, got 0\.0"),
         ({"draws": 1}, "`draws` must be at least 2 for a standard error, got 1"),
     ],
 )

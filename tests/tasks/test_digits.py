@@ -16,7 +16,7 @@ BETAS = (10.0, 3.0, 1.0, 0.3, 0.1, 0.03)  # below, 200 steps are too few for ran
 
 
 def trace(spec, n=300, seed=0):
-    task = load_task(spec, n=n, seed=seed)
+    task = load_task(spec, max_samples=n, seed=seed)
     training = Training(pretrain_steps=200, steps=200, draws=200)
     return structure_function(network_for(task), task.data, BETAS, training=training, seed=seed)
 
@@ -60,7 +60,7 @@ def test_random_labels_are_worth_less_than_true_ones(random_labels, true_labels)
 
 @pytest.mark.timeout(900)
 def test_complex_tasks_are_nearer_to_simple_ones_than_the_other_way_round():
-    tasks = {spec: load_task(spec, n=280) for spec in ("digits", "digits:only-0-1")}
+    tasks = {spec: load_task(spec, max_samples=280) for spec in ("digits", "digits:only-0-1")}
     matrix = task_distance(
         {name: task.data for name, task in tasks.items()}, 0.1, method="laplace", seeds=(0, 1), workers=0,
         trunk_fn=trunk_for(tasks["digits"]), training=Training(pretrain_steps=200),

@@ -40,7 +40,7 @@ def union(first, second):
     return torch.cat([first[0], second[0]]), torch.cat([first[1], second[1]])
 
 
-REGRESSION = {"trunk_fn": regression.line, "head_fn": regression.no_head, "prior": "zero", "prior_std": 1.0}
+REGRESSION = {"trunk_fn": regression.line, "head_fn": regression.no_head, "prior_center": "zero", "prior_std": 1.0}
 FIRST, SECOND = regression.data(0), regression.data(0, weights=(1.5, -0.5, 1.0))
 
 
@@ -55,7 +55,7 @@ def exact_distance():
 
 def test_laplace_is_exact_for_linear_regression():
     """No heads: all weights are shared, and the union of the two orthogonal designs is one."""
-    training = Training(pretrain_steps=300, lr=0.1, batch_size=40)
+    training = Training(pretrain_steps=300, learning_rate=0.1, batch_size=40)
     matrix = task_distance(
         {"first": FIRST, "second": SECOND}, 2.0, method="laplace", likelihood="gaussian", training=training, seeds=(0,),
         workers=0, **REGRESSION,
@@ -67,7 +67,9 @@ def test_laplace_is_exact_for_linear_regression():
 
 def test_variational_agrees_with_the_exact_posterior_of_linear_regression():
     """In standard errors over trainings."""
-    training = Training(pretrain_steps=100, steps=250, batch_size=40, lr=0.03, log_variance_lr=0.15, draws=20)
+    training = Training(
+        pretrain_steps=100, steps=250, batch_size=40, learning_rate=0.03, log_variance_learning_rate=0.15, draws=20
+    )
     settings = plan(method="variational", likelihood=Gaussian(), training=training, **REGRESSION)
     alone, both, itself = (
         [solve(Cell.of(settings, tasks, seed)) for seed in range(4)]
@@ -88,7 +90,7 @@ def test_a_fixed_beta_would_call_twice_the_data_a_distance():
 
 
 def plan(**changes):
-    values = {"trunk_fn": trunk, "head_fn": nn.Linear, "method": "laplace", "beta": 2.0, "prior": "initial"}
+    values = {"trunk_fn": trunk, "head_fn": nn.Linear, "method": "laplace", "beta": 2.0, "prior_center": "initial"}
     values |= {"prior_std": 0.1, "likelihood": Categorical(), "training": QUICK}
     return Plan(**{**values, **changes})
 
@@ -183,7 +185,7 @@ def test_an_interrupted_matrix_continues_and_takes_more_seeds(here, tmp_path):
 
 def test_a_folder_belongs_to_one_matrix(here, tmp_path):
     measure(workers=0, folder=tmp_path, seeds=(0,))
-    for changed in ({"prior_std": 0.2}, {"method": "laplace"}, {"prior": "zero"}):
+    for changed in ({"prior_std": 0.2}, {"method": "laplace"}, {"prior_center": "zero"}):
         with pytest.raises(
             ValueError, match=f"`folder` must be new or of the same configuration.*\n.*{next(iter(changed))}"
         ):
@@ -235,7 +237,7 @@ def test_wandb_gets_image_table_and_scalars(tmp_path, monkeypatch):
         ({"prior_std": -0.1}, r"`prior_std` must be positive, got -0\.1\."),
         ({"method": "exact"}, "`method` must be one of variational, laplace, got 'exact'"),
         ({"seeds": (1, 1)}, r"`seeds` must be different numbers, at least one, got \[1, 1\]"),
-        ({"prior": "one"}, "`prior` must be 'initial' or 'zero', got 'one'"),
+        ({"prior_center": "one"}, "`prior_center` must be 'initial' or 'zero', got 'one'"),
     ],
 )
 def test_refuses_arguments(arguments, match):

@@ -9,7 +9,7 @@ from lightning_taskinfo.tasks._phase_plots import plot_phase_map, plot_phase_sli
 from lightning_taskinfo.tasks.phase_diagram import simulate_phase_diagram, transferability
 from lightning_taskinfo.tasks.simulate import simulate_transfer
 
-MODES = ["linear", "fine-tuning"]
+MODES = ["linear", "fine_tune"]
 ANGLES = torch.tensor([0.0, 1.0, math.pi / 2], dtype=torch.float64)
 GAMMAS = torch.tensor([0.5, 0.9, 1.5], dtype=torch.float64)
 SIZE = {"dimension": 150, "repetitions": 30}
@@ -27,7 +27,7 @@ def test_grid_is_of_paired_differences(simulated):
     generator = torch.Generator().manual_seed(0)
     for column, gamma in enumerate(GAMMAS.tolist()):
         risks = simulate_transfer(ANGLES, gamma, 1.0, **SIZE, generator=generator)
-        gain = risks.scratch - (risks.linear if simulated.mode == "linear" else risks.fine_tuned)
+        gain = risks.scratch - (risks.linear if simulated.mode == "linear" else risks.fine_tune)
         torch.testing.assert_close(simulated.mean[:, column], gain.mean(-1))
         torch.testing.assert_close(simulated.standard_error[:, column], gain.std(-1) / 30**0.5)
 
@@ -44,7 +44,7 @@ def test_map_has_the_boundaries_of_the_signs():
     """Each drawn line separates signs: the gain changes across it."""
     for mode in MODES:
         _, ax = plot_phase_map(mode, 0.2)
-        assert len(ax.lines) == {"linear": 3, "fine-tuning": 1}[mode]
+        assert len(ax.lines) == {"linear": 3, "fine_tune": 1}[mode]
         for line in ax.lines:
             gamma, theta = (torch.as_tensor(values, dtype=torch.float64) for values in line.get_data())
             theta = theta / 180 * math.pi
@@ -71,7 +71,7 @@ def test_slices_have_points_errors_and_lines(simulated):
         low, high = bars.get_segments()[0][:, 1]
         assert (high - low) / 2 == pytest.approx(simulated.standard_error[index, 0].item(), abs=1e-12)
     dashed = [line for line in ax.lines if line.get_linestyle() == "--"]
-    assert len(dashed) == (len(ANGLES) if simulated.mode == "fine-tuning" else 0)
+    assert len(dashed) == (len(ANGLES) if simulated.mode == "fine_tune" else 0)
 
 
 @pytest.mark.parametrize("mode", MODES)

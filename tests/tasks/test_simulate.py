@@ -44,7 +44,7 @@ def test_means_agree_with_theory(gamma, sigma):
     theory = {
         "scratch": scratch_risk(torch.tensor(gamma, dtype=torch.float64), sigma, dimension=d),
         "linear": linear_transfer_risk(ANGLES, sigma, gamma * d),
-        "fine_tuned": fine_tuning_risk(ANGLES, gamma, sigma, dimension=d),
+        "fine_tune": fine_tuning_risk(ANGLES, gamma, sigma, dimension=d),
     }
     for name, expected in theory.items():
         values = getattr(risks, name)
@@ -59,7 +59,7 @@ def test_gradient_descent_ends_where_fine_tuning_is_said_to_end(depth):
     theta, n, d = torch.tensor([1.0], dtype=torch.float64), 10, 20
     setup = {"dimension": d, "repetitions": 5}
     draws = draw_samples(theta, n, 0.7, **setup, generator=seeded())
-    said = simulate_transfer(theta, n / d, 0.7, **setup, depth=depth, generator=seeded()).fine_tuned[0]
+    said = simulate_transfer(theta, n / d, 0.7, **setup, depth=depth, generator=seeded()).fine_tune[0]
     covariance, cross = draws.inputs.mT @ draws.inputs / n, (draws.inputs.mT @ draws.labels).squeeze(-1) / n
     start = pretrained_layers(draws.source, depth, width=3, generator=seeded())
     gaps = []
@@ -109,7 +109,7 @@ def test_ridge_shrinks_linear_transfer_towards_nothing():
 
 def test_a_generator_repeats_draws_and_leaves_the_global_one_alone():
     state = torch.get_rng_state()
-    first, again = (simulate_transfer(0.3, 0.5, 0.1, dimension=8, generator=seeded()).fine_tuned for _ in range(2))
+    first, again = (simulate_transfer(0.3, 0.5, 0.1, dimension=8, generator=seeded()).fine_tune for _ in range(2))
     assert torch.equal(first, again)
     assert torch.equal(state, torch.get_rng_state())
     assert first.dtype == torch.float32

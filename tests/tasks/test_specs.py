@@ -19,8 +19,8 @@ def test_a_dataset_alone_is_its_training_split_shuffled(digits):
     assert digits.num_classes == 10
     assert torch.bincount(digits.targets).tolist() == torch.bincount(y).tolist()
     assert not torch.equal(digits.targets, y)
-    assert torch.equal(load_task("digits", n=50).inputs, digits.inputs[:50])
-    assert not torch.equal(load_task("digits", n=50, seed=1).targets, digits.targets[:50])
+    assert torch.equal(load_task("digits", max_samples=50).inputs, digits.inputs[:50])
+    assert not torch.equal(load_task("digits", max_samples=50, seed=1).targets, digits.targets[:50])
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_a_subset_of_classes_is_numbered_anew():
 
 
 def test_datasets_together_have_their_own_classes():
-    task = load_task("digits+letters", n=101)
+    task = load_task("digits+letters", max_samples=101)
     assert task.num_classes == 20
     assert (task.targets < 10).sum() == 51
     assert (task.targets >= 10).sum() == 50
@@ -87,6 +87,6 @@ def test_refuses(spec, match, monkeypatch):
 
 
 def test_networks_fit_their_task():
-    task = load_task("digits:even-odd", n=10)
+    task = load_task("digits:even-odd", max_samples=10)
     assert network_for(task, width=4)()(task.inputs).shape == (10, 2)
     assert trunk_for(task, width=4)()(task.inputs).shape == (10, 4)

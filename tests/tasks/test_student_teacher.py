@@ -89,7 +89,7 @@ def test_a_source_with_all_features_leaves_nothing_outside():
 def test_a_generator_repeats_draws_and_leaves_the_global_one_alone():
     state = torch.get_rng_state()
     first, again = (simulate_student_teacher(0.5, 5, sigma=0.1, steps=3, generator=seeded()) for _ in range(2))
-    assert torch.equal(first.fine_tuned, again.fine_tuned)
+    assert torch.equal(first.fine_tune, again.fine_tune)
     assert torch.equal(state, torch.get_rng_state())
 
 

@@ -231,3 +231,23 @@ def test_refuses_files_that_are_no_report(tmp_path):
     path.write_text("{")
     with pytest.raises(ValueError, match="not a readable JSON file"):
         TransferReport.load(path)
+
+
+def test_in_80_columns_no_name_and_no_number_is_broken():
+    experiment = report(["scratch", "standard", "lautum+mutual_information", "lautum+temporal_ensembling"], seeds=3)
+    wide, narrow = (experiment.to_terminal(width=width).split("\n50 labels")[0] for width in (160, 80))
+    assert "│ lautum+temporal_ensembling │" in wide
+    lines = narrow.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[0].strip() == "digits → letters, 3 seeds"  # the same in all rows
+    cells = {cell.strip() for line in lines for cell in line.split("│")}
+    assert {"lautum+", "mutual_information", "temporal_ensembling", "helps"} <= cells
+    intervals = {f"[{inside}]" for inside in re.findall(r"\[(.+?)\]", wide)}
+    assert len(intervals) == 9
+    assert intervals <= cells
+
+
+def test_seeds_that_differ_keep_their_column():
+    rows = [minimal("scratch", 50, seed, 0.5 + 0.1 * seed) for seed in range(3)]
+    rows += [minimal("lautum+mutual_information", 50, seed, 0.6 + 0.1 * seed) for seed in range(2)]
+    assert "seeds" in TransferReport(rows, {}).to_terminal(width=60)

@@ -12,7 +12,7 @@ import os, pathlib, sys, wandb
 folder = pathlib.Path(sys.argv[1])
 wandb.init(mode="offline", dir=folder, project="earlier").finish()  # W&B has read the environment
 from lightning_taskinfo.transfer.runlog import RunLog
-with RunLog("wandb-offline", folder=folder).run("mine", {"seed": 0}, [{"epoch": 1, "train_loss": 2.0}]) as run:
+with RunLog("wandb_offline", folder=folder).run("mine", {"seed": 0}, [{"epoch": 1, "train_loss": 2.0}]) as run:
     run.log({"before": {"total": 1.0}})
 """
 
@@ -23,6 +23,7 @@ def test_offline_runs_stay_offline_in_a_process_that_has_used_wandb(tmp_path, mo
     done = subprocess.run([sys.executable, "-c", CODE, str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert len(list((tmp_path / "wandb").glob("offline-run-*"))) == 2
+    assert "anonymous" not in done.stderr  # what Lightning's own call makes W&B say
 
 
 def test_what_is_no_number_is_not_logged():
@@ -30,5 +31,5 @@ def test_what_is_no_number_is_not_logged():
 
 
 def test_unknown_kind():
-    with pytest.raises(ValueError, match="`logger` must be one of none, csv, wandb, wandb-offline, got 'paper'"):
+    with pytest.raises(ValueError, match="`logger` must be one of none, csv, wandb, wandb_offline, got 'paper'"):
         RunLog("paper")

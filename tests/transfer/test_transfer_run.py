@@ -285,7 +285,7 @@ def test_a_saved_report_is_the_same(reference, tmp_path):
         ({"methods": []}, "`methods` must not be empty"),
         ({"seeds": 0}, "`seeds` must be at least 1, got 0"),
         ({"seeds": [0, -1]}, "`seeds` must not be negative, got -1"),
-        ({"model": "vgg"}, "`backbone` must be one of mlp, .* got 'vgg'"),
+        ({"model": "vgg"}, "`model` must be one of mlp, .* got 'vgg'"),
         ({"model": "large_cnn"}, r"height and width of at least 20, got \(1, 8, 8\)"),
         ({"data": tiny_data(augment=lambda image: image)}, "`augment` must be a function or an object of a class at"),
         ({"labels": []}, "`labels` must not be empty"),
@@ -301,7 +301,7 @@ def test_bad_input_is_refused_before_anything_is_written(tmp_path, options, mess
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("logger", ["csv", "wandb-offline"])
+@pytest.mark.parametrize("logger", ["csv", "wandb_offline"])
 def test_files_of_a_logger_need_a_folder(logger):
     with pytest.raises(ValueError, match=f"`folder` must be given for the files of `logger` '{logger}', got None"):
         run(logger=logger)

@@ -33,7 +33,7 @@ def test_the_run_has_table_images_numbers_and_its_group(tmp_path):
 
     experiment = report(METHODS[:2], seeds=2, measured=False)
     with wandb.init(mode="offline", dir=tmp_path / "other", project="other") as another:
-        run = log_to_wandb(experiment, project="test", group="mine", mode="offline", save_dir=tmp_path / "new")
+        run = log_to_wandb(experiment, project="test", group="mine", mode="offline", folder=tmp_path / "new")
         another.log({"still": 1})
     assert run.parent == tmp_path / "new" / "wandb"
     records = [json.loads(line) for line in inspect(run).splitlines()]
@@ -55,7 +55,7 @@ def test_the_run_has_table_images_numbers_and_its_group(tmp_path):
 
 def test_the_summary_of_a_bare_report(tmp_path):
     experiment = TransferReport([minimal("lautum", 50, 0, 0.625, loss=math.nan)], {"pair": "a→b"}, "bare")
-    run = log_to_wandb(experiment, project="test", mode="offline", save_dir=tmp_path)
+    run = log_to_wandb(experiment, project="test", mode="offline", folder=tmp_path)
     seen = json.loads(inspect(run, "--summary"))
     assert (seen["name"], seen["config"]) == ("bare: summary", {"pair": "a→b"})
     numbers = {key: value for key, value in seen["summary"].items() if key.startswith("lautum/")}

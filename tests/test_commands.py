@@ -1,0 +1,183 @@
+"""Every command in the README and the documentation is run, with less work where it would take long, or has a reason.
+
+What is appended to a command overrides what stands before it, so that the documented words are parsed and run.
+"""
+
+import fcntl
+import fnmatch
+import os
+import pty
+import select
+import shlex
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import pytest
+
+from lightning_taskinfo.cli import main
+from lightning_taskinfo.data import save_npz
+from tests.documented import PRELUDE
+from tests.pages import COMMANDS, ROOT, blocks
+from tests.transfer.tiny import tiny_task
+
+TRANSFER = "--seeds 1 --workers 0 --stages.pretrain_epochs 1 --stages.fine_tune_epochs 1 --max_source 90"
+SMALL = f"{TRANSFER} --max_unlabeled 100 --methods [standard]"
+TASKS = "--max_samples 40 --steps 2"
+PHASES = "--dimension 20 --repetitions 2 --angles 2 --gammas [0.5]"
+CSV = "--trainer.max_epochs=1 --trainer.logger.save_dir=."
+
+QUICK = {  # command -> what makes it short
+    "taskinfo phase-diagram --mode linear --sigma 0.2 --out phase.png": PHASES,
+    "taskinfo phase-diagram --mode fine_tune --sigma 0.2 --repetitions 5 --out phase.png": PHASES,
+    """taskinfo complexity --tasks '[digits,"digits:random-labels"]' --folder complexity""": f"{TASKS} --betas [1]",
+    "taskinfo distance --tasks '[digits,letters]' --folder distance": f"{TASKS} --seeds 1 --workers 0",
+    """taskinfo transfer --pair "photos.npz→sketches.npz" --labels '[9]' --folder runs/sketches""": SMALL,
+}
+SLOW = {
+    """taskinfo complexity --tasks '[digits, "digits:random-labels"]' --folder runs/complexity""": (
+        f"{TASKS} --betas [1]"
+    ),
+    """taskinfo distance --tasks '[digits, "digits:even-odd", letters]' --folder runs/distance""": (
+        f"{TASKS} --seeds 1 --workers 0"
+    ),
+    """taskinfo embed --tasks '[digits,"digits:even-odd",letters]' --folder embeddings""": (
+        "--max_samples 20 --probe_epochs 1 --size 8"
+    ),
+    'taskinfo transfer --pair "digits→letters" '
+    "--methods '[standard,lautum,mutual_information]' --labels '[50,200]'": (
+        f"{TRANSFER} --max_unlabeled 300 --model mlp"
+    ),
+    """taskinfo transfer --pair "photos.npz→sketches.npz" --labels '[50]' --seeds 3 --folder runs/sketches""": SMALL,
+    'taskinfo transfer --model my_package.nets.backbone --pair "digits→letters"': f"{SMALL} --labels [50]",
+    "python examples/watch.py fit --config examples/watch.yaml": CSV,
+    "python examples/watch.py fit --trainer.callbacks+=lightning_taskinfo.FisherTrace "
+    "--trainer.callbacks.every_n_steps=50": "--trainer.max_epochs=1",
+    "WANDB_MODE=offline python examples/watch.py fit --config examples/watch.yaml "
+    "--trainer.logger=pytorch_lightning.loggers.WandbLogger": "--trainer.max_epochs=1",
+    "WANDB_MODE=offline python train.py": "",
+    "TASKINFO_CALLBACKS=FisherTrace,InformationInWeights python train.py": "",
+}
+ELSEWHERE = {  # command -> the test that runs it
+    "wandb leet wandb/latest-run": "test_leet_shows_the_run_of_train_py",
+    **{f"python {path.relative_to(ROOT)}": "tests/test_examples.py" for path in ROOT.glob("examples/*.py")},
+}
+NOT_RUN = {  # command -> why no test runs it
+    'pip install "lightning-taskinfo[wandb,plot,cli]"': "needs the package index; `make wheel` installs what is built",
+    "pip install lightning-taskinfo": "the same",
+    "git clone https://github.com/lightning-taskinfo/lightning-taskinfo": "needs the network",
+    "cd lightning-taskinfo": "goes with the clone",
+    "make demo": "makes an environment; tests/test_examples.py runs the script behind it",
+    "make test": "makes an environment, and would run itself",
+    'taskinfo transfer --pair "digits→letters" --seeds 10 --dask tcp://scheduler:8786 --folder /shared/letters': (
+        "needs other machines; the page's Python runs on a local cluster"
+    ),
+    "wandb sweep sweep.yaml": "needs an account; what an agent would run is checked in test_code_blocks.py",
+    "wandb agent SWEEP_ID": "the same",
+    "wandb sync wandb/latest-run": "needs an account",
+}
+
+
+def test_every_command_is_run_or_has_a_reason():
+    known = [*QUICK, *SLOW, *NOT_RUN, *(command for command in ELSEWHERE if command in COMMANDS)]
+    assert sorted(known) == sorted(COMMANDS)  # each once, and none that is gone
+
+
+def test_examples_in_the_documentation_are_run_by_test_examples():
+    from tests.test_examples import SCRIPTS
+
+    run = {f"python {path.relative_to(ROOT)}" for path in SCRIPTS}
+    assert {c for c in COMMANDS if ELSEWHERE.get(c) == "tests/test_examples.py"} <= run
+
+
+@pytest.fixture
+def reader(tmp_path, monkeypatch):
+    """A folder with what readers of the pages have: their own images, a backbone, a script, and the examples."""
+    for seed, name in enumerate(("photos", "sketches")):
+        save_npz(tmp_path / f"{name}.npz", tiny_task(seed, name=name, samples=120))
+    (tmp_path / "my_package").mkdir()
+    (backbone, *_) = blocks(ROOT / "docs" / "how-to" / "own-backbone.md", {"python"})
+    (tmp_path / "my_package" / "nets.py").write_text(backbone["text"].split("\nnet = ")[0])
+    (tmp_path / "train.py").write_text(
+        f"{PRELUDE}\nfrom pytorch_lightning.loggers import CSVLogger, WandbLogger\n{TRAIN}"
+    )
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+TRAIN = """
+import os
+from lightning_taskinfo import FisherTrace, InformationInWeights
+logger, callbacks = CSVLogger(".", name="", version="csv"), []
+if "TASKINFO_CALLBACKS" not in os.environ:
+    logger, callbacks = WandbLogger(), [FisherTrace(every_n_steps=2), InformationInWeights(every_n_steps=2)]
+trainer = pl.Trainer(max_epochs=2, logger=logger, callbacks=callbacks, log_every_n_steps=1, enable_progress_bar=False)
+trainer.fit(model, datamodule)
+"""
+
+
+def shell(command, folder):
+    """Run a line as a shell does, with the interpreter of the tests as ``python``."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "WANDB_SILENT": "true"}
+    environment.pop("WANDB_SERVICE", None)  # that of another test, which would write to its own folder
+    done = subprocess.run(command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("command", "less"),
+    [*QUICK.items(), *(pytest.param(*item, marks=pytest.mark.slow) for item in SLOW.items())],
+    ids=lambda text: text[:60],
+)
+def test_runs(command, less, reader, capsys):
+    before = set(reader.rglob("*"))
+    if command.startswith("taskinfo "):
+        assert main(shlex.split(f"{command} {less}")[1:]) == 0
+        assert capsys.readouterr().out
+    else:
+        shell(f"{command} {less}", reader)
+    written = [path.name for path in set(reader.rglob("*")) - before]
+    assert fnmatch.filter(written, next(pattern for part, pattern in WRITTEN.items() if part in command))
+
+
+WRITTEN = {  # part of a command -> a file that it leaves
+    "phase-diagram": "phase.png",
+    "complexity": "complexity.json",
+    "distance": "distance.json",
+    "embed": "embeddings.json",
+    "transfer": "report.html",
+    "WANDB_MODE": "run-*.wandb",
+    "TASKINFO_CALLBACKS": "information_nats_table.csv",
+    "watch.yaml": "metrics.csv",
+    "watch.py": "version_0",
+}
+
+
+@pytest.mark.slow
+def test_leet_shows_the_run_of_train_py(reader):
+    """In a terminal of its own, until the name of a metric is on the screen."""
+    shell("WANDB_MODE=offline python train.py", reader)
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+    command = [Path(sys.executable).with_name("wandb"), "leet", "wandb/latest-run"]
+    environment = {**os.environ, "TERM": "xterm-256color"}
+    running = subprocess.Popen(  # a group of its own, since it starts another process
+        command, stdin=follower, stdout=follower, stderr=follower, env=environment, start_new_session=True
+    )
+    seen, end = b"", time.monotonic() + 120
+    try:
+        while b"c_beta" not in seen and time.monotonic() < end and running.poll() is None:
+            if select.select([leader], [], [], 1.0)[0]:
+                seen += os.read(leader, 65536)
+    finally:
+        os.killpg(running.pid, signal.SIGKILL)
+        running.wait()
+    assert b"c_beta" in seen, seen[-2000:]
