@@ -160,7 +160,7 @@ def store(args: argparse.Namespace, report: TransferReport, found: Any, text: st
     kept = ("method", "labels", "seed", "test", "source")
     values = {
         "environment": environment,
-        "settings": {key: value for key, value in vars(args).items() if key not in ("data_dir", "out", "store")},
+        "settings": {key: value for key, value in vars(args).items() if key not in ("data_dir", "folder", "store")},
         "grid": GRID,
         "searched": found,
         "weights": report.configuration["weights"],

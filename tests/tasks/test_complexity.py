@@ -148,7 +148,7 @@ def test_refuses_arguments(arguments, match):
         ({"steps": 0}, "`steps` must be positive, got 0"),
         ({"batch_size": 0}, "`batch_size` must be positive, got 0"),
         ({"noises": 0}, "`noises` must be positive, got 0"),
-        ({"lr": 0.0}, r"`learning_rate` must be positive, got 0\.0"),
+        ({"learning_rate": 0.0}, r"`learning_rate` must be positive, got 0\.0"),
         ({"draws": 1}, "`draws` must be at least 2 for a standard error, got 1"),
     ],
 )

@@ -18,7 +18,7 @@ from lightning_taskinfo.tasks.embedding_plots import embedding_rows, log_embeddi
 def make(name, vector, **changes):
     vector = torch.as_tensor(vector, dtype=torch.float64)
     fields = {"layers": ("a.weight", "b.weight"), "sizes": (1, len(vector) - 1), "probe": "0123", "labels": "exact"}
-    fields |= {"samples": 100, "classes": 3, "test_error": 0.25}
+    fields |= {"samples": 100, "num_classes": 3, "test_error": 0.25}
     return TaskEmbedding(name=name, vector=vector, **fields | changes)
 
 
@@ -43,7 +43,7 @@ def test_comes_back_from_disk_bit_for_bit(tmp_path, tasks):
         saved.save(tmp_path / "task.npz")  # replaces the one before
         loaded = TaskEmbedding.load(tmp_path / "task.npz")
         assert torch.equal(loaded.vector, saved.vector)
-        for field in ("name", "layers", "sizes", "probe", "labels", "samples", "classes"):
+        for field in ("name", "layers", "sizes", "probe", "labels", "samples", "num_classes"):
             assert getattr(loaded, field) == getattr(saved, field)
         assert loaded.test_error == saved.test_error or math.isnan(saved.test_error)
     assert [path.name for path in tmp_path.iterdir()] == ["task.npz"]

@@ -102,7 +102,7 @@ def test_the_order_of_samples_and_the_names_of_classes_do_not_matter(embedder):
     renamed = torch.tensor([40, 7, 11])[y]  # another order, and gaps
     first = embedder.embed((x, y), name="a")
     second = embedder.embed((x[order], renamed[order]), name="b")
-    assert second.classes == 3
+    assert second.num_classes == 3
     torch.testing.assert_close(second.vector, first.vector, rtol=1e-6, atol=0)
 
 
@@ -205,7 +205,7 @@ def test_array_data_brings_its_name_and_its_test_split():
     labels = (images[:, 0, :4].mean((1, 2)) > images[:, 0, 4:].mean((1, 2))).astype(np.int64)
     data = ArrayData(images[:30], labels[:30], images[30:], labels[30:], name="halves", num_classes=2)
     embedding = Task2Vec(conv_probe(torch.float32)).embed(data)
-    assert (embedding.name, embedding.samples, embedding.classes) == ("halves", 30, 2)
+    assert (embedding.name, embedding.samples, embedding.num_classes) == ("halves", 30, 2)
     assert 0 <= embedding.test_error <= 1
 
 
