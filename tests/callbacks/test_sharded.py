@@ -167,7 +167,7 @@ def tensor_parallel():
 
 
 FOLLOWS = "follows weights of FSDP2 only and cannot work with sharded weights, got"
-ORIGIN = "keeps an origin and a curvature of all weights on every process and cannot work with sharded weights, got"
+ORIGIN = "keeps a centre and a curvature of all weights on every process and cannot work with sharded weights, got"
 OTHER_SHARDS = [
     (FisherTrace, Net, FSDP1, f"FisherTrace {FOLLOWS} FullyShardedDataParallel; use a strategy that keeps them whole"),
     (FisherTrace, Net, lambda: FSDP1(use_orig_params=False), f"FisherTrace {FOLLOWS} FullyShardedDataParallel"),
