@@ -30,7 +30,14 @@ def progress_bar(title: str) -> Iterator[Callable[[int, int, str], None]]:
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
         bar = bars.add_task(title, total=None)
-        yield lambda done, total, label: bars.update(bar, completed=done, total=total, description=f"{title} {label}")
+        shown = ""
+
+        def update(done: int, total: int, label: str) -> None:
+            nonlocal shown
+            new, shown = label != shown, label  # a new label is shown at once, however short its work is
+            bars.update(bar, completed=done, total=total, description=f"{title} {label}", refresh=new)
+
+        yield update
 
 
 class TransferProgress:
