@@ -14,7 +14,8 @@ are strokes. ``even`` measures the same three tasks with a first layer |w·x|, t
 one: if the reason is right, inverted digits are then near and letters stay where they were.
 
 Noisy weights that have not been trained to the end put a task a few nats below its own distance of 0. ``longer`` trains
-each task and its union with itself four times as long.
+each task and its union with itself four times as long; what is left then is not explained. A distance to itself also
+counts as 0 below a ten-thousandth of the task's information, where two standard errors are smaller than rounding.
 """
 
 import argparse
