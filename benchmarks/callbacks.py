@@ -1,7 +1,9 @@
 """What watching costs: the time of an epoch with a callback, as a ratio to the same epoch without it.
 
-Variants take turns within every round, so that what else the machine does falls on all of them; medians of the ratios
-go to a JSON file and a table. CPU time is given beside wall-clock time, since a busy machine disturbs it less.
+Variants take turns within every round, in another order each time, so that what else the machine does falls on all of
+them; medians of the ratios to the round's two plain epochs go to a JSON file and a table. CPU time is given beside
+wall-clock time, since a busy machine disturbs it less. "nothing" is a third plain epoch: how far its ratio is from 1
+tells what a ratio can be trusted to.
 
 What is measured once an epoch, or every 100 steps, is timed on an epoch of 200 steps; what costs the same in every
 step, or only at the end of training, on one of 50. In a longer epoch the measurement after it weighs less.
@@ -10,6 +12,7 @@ step, or only at the end of training, on one of 50. In a longer epoch the measur
 import argparse
 import json
 import logging
+import random
 import statistics
 import time
 import warnings
@@ -65,6 +68,8 @@ NETWORKS = {"MLP 784-300-300-10": mlp, "CNN 16-32-64": cnn}
 LONG, SHORT = 200, 50  # steps of an epoch
 DEFAULTS, EVERY_STEP = 1.03, 1.15  # the ratios that are aimed at
 VARIANTS = {
+    "nothing": (LONG, None, list),
+    "nothing, short": (SHORT, None, list),
     "FisherTrace()": (LONG, DEFAULTS, lambda: [FisherTrace()]),
     "InformationInWeights()": (LONG, DEFAULTS, lambda: [InformationInWeights()]),
     "all three": (LONG, DEFAULTS, lambda: [FisherTrace(), InformationInWeights(), LocalMinimum()]),
@@ -118,16 +123,28 @@ def measure(make, data, *, batch_size, repeats):
     parts = {steps: TensorDataset(*(part[: steps * batch_size] for part in data)) for steps in (LONG, SHORT)}
     for *_, callbacks in VARIANTS.values():  # everything has been imported and called once
         run(make, callbacks(), parts[SHORT], batch_size)
+    turns = {steps: [name for name, (length, *_) in VARIANTS.items() if length == steps] for steps in parts}
     plain = {steps: [] for steps in parts}
     watched = {name: [] for name in VARIANTS}
+    order = random.Random(0)
     for _ in range(repeats):
         for steps, part in parts.items():
-            plain[steps].append(run(make, [], part, batch_size))
-            for name in (name for name, (length, *_) in VARIANTS.items() if length == steps):
-                watched[name].append(run(make, VARIANTS[name][2](), part, batch_size))
+            twice = []
+            for name in order.sample([*turns[steps], None, None], len(turns[steps]) + 2):
+                callbacks = VARIANTS[name][2]() if name else []
+                (watched[name] if name else twice).append(run(make, callbacks, part, batch_size))
+            plain[steps].append(mean(twice))
     seconds = {steps: statistics.median(each["epoch"][0] for each in runs) for steps, runs in plain.items()}
     ratios = {name: summary(name, runs, plain[VARIANTS[name][0]]) for name, runs in watched.items()}
     return {"plain_epoch_seconds": seconds, "ratios": ratios}
+
+
+def mean(runs):
+    """Return the mean times of several runs."""
+    return {
+        part: [statistics.fmean(times) for times in zip(*(each[part] for each in runs), strict=True)]
+        for part in runs[0]
+    }
 
 
 def summary(name, watched, plain):
@@ -145,7 +162,7 @@ def summary(name, watched, plain):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/callbacks.json"))
     arguments = parser.parse_args()
@@ -167,7 +184,8 @@ def main() -> None:
     print("| network | variant | epoch, wall | epoch, CPU | goal | end of fit, seconds |\n|---|---|---|---|---|---|")
     for network, result in results.items():
         for name, r in result["ratios"].items():
-            times = f"{r['wall']:.3f} | {r['cpu']:.3f} | {r['goal']:.2f} | {r['end_wall_seconds']:.2f}"
+            goal = "" if r["goal"] is None else f"{r['goal']:.2f}"
+            times = f"{r['wall']:.3f} | {r['cpu']:.3f} | {goal} | {r['end_wall_seconds']:.2f}"
             print(f"| {network} | {name} | {times} |")
     print(f"\n{report['seconds']:.0f} s, load average {before['load_average']} before")
 

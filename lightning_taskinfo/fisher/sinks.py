@@ -1,7 +1,6 @@
 """Where squared gradients go: norms of samples, the diagonal, or inner products."""
 
 import math
-from collections import defaultdict
 from functools import reduce
 from operator import mul
 
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_taskinfo._observe import ParamDict
-from lightning_taskinfo.fisher.layers import Use, squared_norms
+from lightning_taskinfo.fisher.layers import BLOCK, Use, squared_norms
 
 COLUMNS = 1024  # of features multiplied at once in their own precision; these products are summed in float64
 
@@ -72,8 +71,8 @@ class Gram:
         self.gram, self.wanted, self.room = gram, wanted, room
         self.postponed: set[str] = set()
         self.reserved: dict[str, int] = {}
-        self.kept: dict[tuple[str, str, int], list[tuple[Tensor, ...]]] = defaultdict(list)
-        self.factors: list[tuple[tuple[Tensor, ...], Tensor]] = []  # of the last product, with their inner products
+        self.kept: dict[tuple[str, str, int], tuple[tuple[Tensor, ...], int]] = {}  # with the number of samples there
+        self.factors: list[tuple[Tensor, Tensor]] = []  # of the last product, with their inner products
 
     def add_use(self, name: str, samples: slice, use: Use, slot: str, gradients: list[Tensor]) -> None:
         if self._has_room(name, use.slots[slot].shape):
@@ -95,26 +94,37 @@ class Gram:
         return name in self.reserved
 
     def _keep(self, key: tuple[str, str, int], part: tuple[Tensor, ...]) -> None:
-        self.kept[key].append(part)
-        if sum(len(block[0]) for block in self.kept[key]) == len(self.gram):
-            factors = [*zip(*self.kept.pop(key), strict=True)]
-            products = [self._known(factor) for factor in factors]
-            self.gram += reduce(mul, products)
-            if len(factors) > 1:  # the bias that follows a weight has one of them
-                self.factors = [*zip(factors, products, strict=True)]
+        n, filled = len(self.gram), len(part[0])
+        if filled < n:  # room for all samples, so that no block is held twice
+            if key not in self.kept:
+                self.kept[key] = tuple(x.new_empty(n, x.shape[1]) for x in part), 0
+            whole, start = self.kept.pop(key)
+            filled += start
+            for x, block in zip(whole, part, strict=True):
+                x[start:filled] = block
+            if filled < n:
+                self.kept[key] = whole, filled
+                return
+            part = whole
+        products = [self._known(factor) for factor in part]
+        self.gram += reduce(mul, products)
+        if len(part) > 1:  # the bias that follows a weight has one of them
+            self.factors = [*zip(part, products, strict=True)]
 
-    def _known(self, blocks: tuple[Tensor, ...]) -> Tensor:
-        for factor, products in self.factors:
-            if len(factor) == len(blocks) and all(x is y for x, y in zip(factor, blocks, strict=True)):
+    def _known(self, factor: Tensor) -> Tensor:
+        for known, products in self.factors:
+            if known is factor:
                 return products
-        return _inner_products(blocks)
+        return inner_products(factor)
 
 
-def _inner_products(blocks: tuple[Tensor, ...]) -> Tensor:
-    """Return ``x xᵀ`` in float64 for ``x`` in blocks of rows, from products of a block of columns at a time."""
-    n = sum(len(block) for block in blocks)
-    gram = blocks[0].new_zeros(n, n, dtype=torch.float64)
-    for columns in zip(*(block.split(COLUMNS, dim=1) for block in blocks), strict=True):
-        x = columns[0] if len(columns) == 1 else torch.cat(columns)
-        gram += x @ x.T
+def inner_products(x: Tensor) -> Tensor:
+    """Return ``x xᵀ`` in float64, from products of a block of columns at a time."""
+    n, whole = len(x), x.shape[1] // COLUMNS * COLUMNS
+    rest = x[:, whole:]
+    gram = (rest @ rest.T).double()
+    step = COLUMNS * max(1, BLOCK // n**2)  # of columns whose products are held at once
+    for start in range(0, whole, step):
+        part = x[:, start : min(start + step, whole)].unflatten(1, (-1, COLUMNS)).transpose(0, 1)
+        gram += torch.bmm(part, part.mT).sum(0, dtype=torch.float64)
     return gram

@@ -115,8 +115,10 @@ class StepRecorder:
                 self.problem = f"layer {name!r} had a part of a tensor as output"
             if computed is not None and self.problem is None:
                 x = args[0].detach()
-                edge, read = get_gradient_edge(computed), self._reader(name, module, x, x._version, output.shape)
-                edge.node.register_prehook(lambda gradients: read(gradients[edge.output_nr]))
+                node, number = get_gradient_edge(computed)[:2]
+                read = self._reader(name, module, x, x._version, output.shape)
+                # Without the node, which would keep itself alive, and the whole graph with it.
+                node.register_prehook(lambda gradients: read(gradients[number]))
 
         return hook
 

@@ -14,7 +14,7 @@ from lightning_taskinfo.fisher import (
     gradient_gram,
     per_sample_squared_norms,
 )
-from lightning_taskinfo.fisher.sinks import _inner_products
+from lightning_taskinfo.fisher.sinks import inner_products
 from lightning_taskinfo.functional.likelihood import Categorical, Gaussian
 from tests.fisher import networks as nets
 from tests.fisher.test_engines import empirical, loop, make, total
@@ -201,7 +201,16 @@ def test_gram_of_float32_gradients_is_close_to_that_of_float64():
 def test_many_inner_products_add_up_in_float64():
     x = torch.full((2, 1 << 20), 0.7)  # a sum of all in float32 is off by 1e-3
     expected = (1 << 20) * x[0, 0].double() ** 2
-    assert (_inner_products((x,)) / expected - 1).abs().max() < 2e-6
+    assert (inner_products(x) / expected - 1).abs().max() < 2e-6
+
+
+@pytest.mark.parametrize("width", [10, 1024, 5000])  # parts of a block of columns, one block, several
+@pytest.mark.parametrize("rows", [3, 1500])  # products of several blocks at once, of one block at a time
+def test_inner_products_of_any_width(rows, width):
+    x = torch.randn(rows, width)
+    expected = x.double() @ x.double().T
+    lengths = expected.diagonal().sqrt()
+    assert ((inner_products(x) - expected).abs() < 1e-6 * lengths.outer(lengths)).all()
 
 
 def test_an_unused_parameter_has_no_fisher():

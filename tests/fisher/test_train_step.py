@@ -1,7 +1,10 @@
 """What hooks read off a training step's backward pass is each sample's own gradient, by a loop over samples."""
 
 import copy
+import gc
 import math
+import weakref
+from typing import ClassVar
 
 import pytest
 import torch
@@ -114,6 +117,40 @@ def test_no_hook_stays_and_gradients_are_the_same():
     step(net, x, y)
     assert all(not m._forward_hooks for m in net.modules())
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(net.parameters(), twin.parameters(), strict=True))
+
+
+class Watched(torch.autograd.Function):
+    """Passes its input on, and leaves a weak reference to its place in the graph."""
+
+    nodes: ClassVar[list[weakref.ref]] = []
+
+    @staticmethod
+    def forward(ctx, x):
+        Watched.nodes.append(weakref.ref(ctx))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+@pytest.mark.parametrize("backward", [True, False])
+def test_the_graph_of_a_step_goes_with_the_step(backward):
+    net, x, y = problem("mlp")
+    recorder = StepRecorder(net)
+    Watched.nodes.clear()
+    gc.disable()  # which finds a graph that holds itself sooner or later, and with it the memory of many steps
+    try:
+        recorder.start(N, N)
+        loss = F.cross_entropy(net[2](net[1](Watched.apply(net[0](x)))), y)
+        recorder.before_backward(loss)
+        assert Watched.nodes[0]() is not None
+        if backward:
+            loss.backward()
+        del loss
+        assert Watched.nodes[0]() is None
+    finally:
+        gc.enable()
 
 
 def test_autocast_is_close_and_in_full_precision():
