@@ -26,7 +26,7 @@ from torch.nn.functional import adaptive_avg_pool2d
 
 from lightning_taskinfo import Training, __version__, structure_function
 from lightning_taskinfo._cells import run_cells
-from lightning_taskinfo.tasks.specs import load_task, small_network
+from lightning_taskinfo.tasks.specs import prepare_task, small_network
 
 BETAS = tuple(10 ** (1.5 - j / 3) for j in range(14))  # 32 … 0.0015
 SIDE = 12
@@ -39,7 +39,7 @@ def prepared(images: Tensor) -> Tensor:
 
 def one(cell: dict) -> dict:
     """One sweep: its rows and β*."""
-    task = load_task(cell["spec"], max_samples=cell["n"], size=28, seed=cell["seed"], data_dir=cell["data_dir"])
+    task = prepare_task(cell["spec"], max_samples=cell["n"], size=28, seed=cell["seed"], data_dir=cell["data_dir"])
     steps = cell["steps"]
     training = Training(pretrain_steps=steps, steps=steps)
     network = partial(small_network, SIDE * SIDE, task.num_classes, 32)

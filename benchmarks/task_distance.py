@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_taskinfo import DistanceMatrix, Training, __version__, task_distance
-from lightning_taskinfo.tasks.specs import Centred, load_task, trunk_for
+from lightning_taskinfo.tasks.specs import Centred, prepare_task, trunk_for
 from lightning_taskinfo.tasks.training import ModelFn
 
 TASKS = ("digits", "digits:only-0-1", "digits:inverted", "letters", "digits+letters")
@@ -57,7 +57,7 @@ def measure(
     name: str, specs: Sequence[str], arguments: argparse.Namespace, *, longer: int = 1, trunk_fn: ModelFn | None = None
 ) -> DistanceMatrix:
     """Distances between tasks by the method that ``name`` begins with."""
-    tasks = {spec: load_task(spec, max_samples=arguments.n) for spec in specs}
+    tasks = {spec: prepare_task(spec, max_samples=arguments.n) for spec in specs}
     return task_distance(
         {spec: task.data for spec, task in tasks.items()}, arguments.beta, method=name.partition(",")[0],
         trunk_fn=trunk_fn or trunk_for(tasks[specs[0]]), seeds=range(arguments.seeds), workers=arguments.workers,

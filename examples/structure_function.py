@@ -15,7 +15,7 @@ import wandb
 
 from lightning_taskinfo import StructureFunction, Training, structure_function
 from lightning_taskinfo.tasks._task_plots import plot_structure_functions
-from lightning_taskinfo.tasks.specs import load_task, network_for
+from lightning_taskinfo.tasks.specs import network_for, prepare_task
 
 os.environ.setdefault("WANDB_SILENT", "true")
 TASKS = {"true labels": "digits", "random labels": "digits:random-labels"}
@@ -23,7 +23,7 @@ TASKS = {"true labels": "digits", "random labels": "digits:random-labels"}
 
 # %% One sweep over β, from high to low; a sweep that was interrupted continues in its folder
 def trace(name: str, spec: str, folder: Path, *, fast: bool) -> StructureFunction:
-    task = load_task(spec, max_samples=200 if fast else 1000)
+    task = prepare_task(spec, max_samples=200 if fast else 1000)
     training = Training(pretrain_steps=40, steps=40, draws=8) if fast else Training(pretrain_steps=600, steps=600)
     betas = (10.0, 1.0, 0.1) if fast else tuple(10 ** (2 - j / 2) for j in range(12))
     return structure_function(

@@ -13,7 +13,7 @@ from pathlib import Path
 import wandb
 
 from lightning_taskinfo import DistanceMatrix, Training, task_distance
-from lightning_taskinfo.tasks.specs import load_task, trunk_for
+from lightning_taskinfo.tasks.specs import prepare_task, trunk_for
 
 os.environ.setdefault("WANDB_SILENT", "true")
 TASKS = {
@@ -27,7 +27,7 @@ TASKS = {
 
 # %% Every ordered pair, by plain training and a closed form; finished trainings are kept in the folder
 def measure(folder: Path, *, fast: bool) -> DistanceMatrix:
-    tasks = {name: load_task(spec, max_samples=60 if fast else 1000) for name, spec in TASKS.items()}
+    tasks = {name: prepare_task(spec, max_samples=60 if fast else 1000) for name, spec in TASKS.items()}
     return task_distance(
         {name: task.data for name, task in tasks.items()},
         0.1,

@@ -6,7 +6,7 @@ from pathlib import Path
 from lightning_taskinfo._files import write_json
 from lightning_taskinfo.cli._progress import progress_bar
 from lightning_taskinfo.tasks.complexity import BETAS, structure_function
-from lightning_taskinfo.tasks.specs import Task, load_task, network_for
+from lightning_taskinfo.tasks.specs import Task, network_for, prepare_task
 from lightning_taskinfo.tasks.structure import StructureFunction
 from lightning_taskinfo.tasks.training import Training
 
@@ -48,7 +48,7 @@ def complexity(
 
     if max_samples < 8:
         raise ValueError(f"`max_samples` must be at least 8, got {max_samples}.")
-    loaded = [load_task(spec, max_samples=max_samples, size=size, seed=seed, data_dir=data_dir) for spec in tasks]
+    loaded = [prepare_task(spec, max_samples=max_samples, size=size, seed=seed, data_dir=data_dir) for spec in tasks]
     training = Training(pretrain_steps=steps, steps=steps)
 
     def trace(task: Task) -> StructureFunction:

@@ -8,7 +8,7 @@ from lightning_taskinfo.cli._progress import progress_bar
 from lightning_taskinfo.tasks._pairs import Method
 from lightning_taskinfo.tasks.distance import task_distance
 from lightning_taskinfo.tasks.matrix import DistanceMatrix
-from lightning_taskinfo.tasks.specs import load_task, trunk_for
+from lightning_taskinfo.tasks.specs import prepare_task, trunk_for
 from lightning_taskinfo.tasks.training import Training
 
 FIVE = ["digits", "digits:even-odd", "digits:small-large", "digits:inverted", "letters"]
@@ -54,7 +54,7 @@ def distance(
     for argument, value, least in (("seeds", seeds, 1), ("max_samples", max_samples, 8)):
         if value < least:
             raise ValueError(f"`{argument}` must be at least {least}, got {value}.")
-    loaded = {spec: load_task(spec, max_samples=max_samples, size=size, data_dir=data_dir) for spec in tasks}
+    loaded = {spec: prepare_task(spec, max_samples=max_samples, size=size, data_dir=data_dir) for spec in tasks}
     shapes = {tuple(task.inputs.shape[1:]) for task in loaded.values()}
     if len(shapes) != 1:
         raise ValueError(f"`tasks` must have images of one shape, got {sorted(shapes)}.")

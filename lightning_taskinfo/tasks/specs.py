@@ -36,7 +36,7 @@ class Task:
         return self.inputs, self.targets
 
 
-def load_task(
+def prepare_task(
     name: str,
     *,
     max_samples: int | None = None,
@@ -44,7 +44,7 @@ def load_task(
     seed: int = 0,
     data_dir: str | os.PathLike[str] | None = None,
 ) -> Task:
-    """Return the task that ``name`` describes.
+    """Return the training part of the task that ``name`` describes, as tensors for a network.
 
     A specification is a dataset or several, and what to make of them, as in :func:`lightning_taskinfo.data.load_task`.
 
@@ -60,7 +60,7 @@ def load_task(
             differ in the shape of their images.
 
     Example:
-        >>> task = load_task("digits:only-3-8", max_samples=100)
+        >>> task = prepare_task("digits:only-3-8", max_samples=100)
         >>> task.inputs.shape, task.num_classes
         (torch.Size([100, 1, 8, 8]), 2)
     """

@@ -8,7 +8,7 @@ import torch
 
 from lightning_taskinfo.tasks.complexity import structure_function
 from lightning_taskinfo.tasks.distance import task_distance
-from lightning_taskinfo.tasks.specs import load_task, network_for, trunk_for
+from lightning_taskinfo.tasks.specs import network_for, prepare_task, trunk_for
 from lightning_taskinfo.tasks.training import Training
 
 pytestmark = pytest.mark.slow
@@ -16,7 +16,7 @@ BETAS = (10.0, 3.0, 1.0, 0.3, 0.1, 0.03)  # below, 200 steps are too few for ran
 
 
 def trace(spec, n=300, seed=0):
-    task = load_task(spec, max_samples=n, seed=seed)
+    task = prepare_task(spec, max_samples=n, seed=seed)
     training = Training(pretrain_steps=200, steps=200, draws=200)
     return structure_function(network_for(task), task.data, BETAS, training=training, seed=seed)
 
@@ -60,7 +60,7 @@ def test_random_labels_are_worth_less_than_true_ones(random_labels, true_labels)
 
 @pytest.mark.timeout(900)
 def test_complex_tasks_are_nearer_to_simple_ones_than_the_other_way_round():
-    tasks = {spec: load_task(spec, max_samples=280) for spec in ("digits", "digits:only-0-1")}
+    tasks = {spec: prepare_task(spec, max_samples=280) for spec in ("digits", "digits:only-0-1")}
     matrix = task_distance(
         {name: task.data for name, task in tasks.items()}, 0.1, method="laplace", seeds=(0, 1), workers=0,
         trunk_fn=trunk_for(tasks["digits"]), training=Training(pretrain_steps=200),

@@ -5,12 +5,12 @@ import pytest
 import torch
 
 from lightning_taskinfo.data import ArrayData, load_dataset, save_npz
-from lightning_taskinfo.tasks.specs import load_task, network_for, trunk_for
+from lightning_taskinfo.tasks.specs import network_for, prepare_task, trunk_for
 
 
 @pytest.fixture(scope="module")
 def digits():
-    return load_task("digits")
+    return prepare_task("digits")
 
 
 def test_a_dataset_alone_is_its_training_split_shuffled(digits):
@@ -19,28 +19,28 @@ def test_a_dataset_alone_is_its_training_split_shuffled(digits):
     assert digits.num_classes == 10
     assert torch.bincount(digits.targets).tolist() == torch.bincount(y).tolist()
     assert not torch.equal(digits.targets, y)
-    assert torch.equal(load_task("digits", max_samples=50).inputs, digits.inputs[:50])
-    assert not torch.equal(load_task("digits", max_samples=50, seed=1).targets, digits.targets[:50])
+    assert torch.equal(prepare_task("digits", max_samples=50).inputs, digits.inputs[:50])
+    assert not torch.equal(prepare_task("digits", max_samples=50, seed=1).targets, digits.targets[:50])
 
 
 @pytest.mark.parametrize(
     ("change", "expected"), [("even-odd", lambda y: y % 2), ("small-large", lambda y: (y > 4).long())]
 )
 def test_labels_of_two_classes(digits, change, expected):
-    task = load_task(f"digits:{change}")
+    task = prepare_task(f"digits:{change}")
     assert torch.equal(task.inputs, digits.inputs)
     assert torch.equal(task.targets, expected(digits.targets))
     assert task.num_classes == 2
 
 
 def test_inverted_images_keep_their_labels(digits):
-    task = load_task("digits:inverted")
+    task = prepare_task("digits:inverted")
     torch.testing.assert_close(task.inputs, 1 - digits.inputs)
     assert torch.equal(task.targets, digits.targets)
 
 
 def test_random_labels_say_nothing_about_the_digit(digits):
-    task = load_task("digits:random-labels", seed=0)
+    task = prepare_task("digits:random-labels", seed=0)
     counts = torch.bincount(task.targets, minlength=10)
     assert (counts - len(task.targets) / 10).abs().max() < 5 * (len(task.targets) * 0.09) ** 0.5
     assert torch.equal(task.inputs, digits.inputs)
@@ -48,7 +48,7 @@ def test_random_labels_say_nothing_about_the_digit(digits):
 
 
 def test_a_subset_of_classes_is_numbered_anew():
-    task = load_task("digits:only-8-3:inverted")
+    task = prepare_task("digits:only-8-3:inverted")
     x, y = load_dataset("digits", size=8).train().tensors
     assert task.num_classes == 2
     assert torch.bincount(task.targets).tolist() == [(y == 8).sum(), (y == 3).sum()]
@@ -56,7 +56,7 @@ def test_a_subset_of_classes_is_numbered_anew():
 
 
 def test_datasets_together_have_their_own_classes():
-    task = load_task("digits+letters", max_samples=101)
+    task = prepare_task("digits+letters", max_samples=101)
     assert task.num_classes == 20
     assert (task.targets < 10).sum() == 51
     assert (task.targets >= 10).sum() == 50
@@ -65,10 +65,10 @@ def test_datasets_together_have_their_own_classes():
 def test_files_are_tasks_too(tmp_path):
     x, y = np.zeros((9, 1, 4, 4), np.uint8), np.arange(9) % 3
     save_npz(tmp_path / "mine.npz", ArrayData(x, y, x, y, name="mine", num_classes=3))
-    task = load_task("mine:only-0-2", data_dir=tmp_path)
+    task = prepare_task("mine:only-0-2", data_dir=tmp_path)
     assert task.inputs.shape == (6, 1, 4, 4)
     with pytest.raises(ValueError, match=r"images of one shape together, got \(1, 8, 8\), \(1, 4, 4\)"):
-        load_task("digits+mine", data_dir=tmp_path)
+        prepare_task("digits+mine", data_dir=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -83,10 +83,10 @@ def test_files_are_tasks_too(tmp_path):
 def test_refuses(spec, match, monkeypatch):
     monkeypatch.delenv("TASKINFO_DATA_DIR", raising=False)
     with pytest.raises(ValueError, match=match):
-        load_task(spec)
+        prepare_task(spec)
 
 
 def test_networks_fit_their_task():
-    task = load_task("digits:even-odd", max_samples=10)
+    task = prepare_task("digits:even-odd", max_samples=10)
     assert network_for(task, width=4)()(task.inputs).shape == (10, 2)
     assert trunk_for(task, width=4)()(task.inputs).shape == (10, 4)
