@@ -49,6 +49,16 @@ def test_sampled_labels_repeat_with_the_seed(tmp_path):
     assert run(0) != run(1)
 
 
+def test_every_measurement_draws_labels_of_its_own(tmp_path):
+    class Still(Plain):
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    callback = FisherTrace(every_n_steps=1, data="train", max_samples=8)
+    fit(tmp_path, callback, loader=DataLoader(digits(), batch_size=8), model=Still)
+    assert len({row["fisher_trace"] for row in callback.history}) == len(callback.history) > 1
+
+
 def test_more_draws_come_closer_to_the_exact_value(tmp_path):
     def run(**arguments):
         callback = FisherTrace(every_n_steps=8, data="train", max_samples=4, per_layer=False, **arguments)
