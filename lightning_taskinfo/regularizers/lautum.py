@@ -235,28 +235,28 @@ class Lautum(Regularizer):
         for buffer in (self.waiting_w, self.waiting_wx, self.waiting_steps):
             buffer.zero_()
 
-    def _effective_samples(self, batch_size: int) -> Tensor:
+    def _effective_samples(self, batch_size: int) -> float:
         """How many samples weigh in the averages, at most as many as there are."""
-        forgotten = self.decay ** self.steps.clamp_min(1).double()
+        forgotten = self.decay ** max(1, int(self.steps))
         batches = (1 + self.decay) * (1 - forgotten) / ((1 - self.decay) * (1 + forgotten))
-        return torch.minimum(batch_size * batches, self.samples.double())
+        return min(batch_size * batches, int(self.samples))
 
-    def _with_gradient(self, x: Tensor, w: Tensor, cov_w: Tensor, cov_wx: Tensor, pulled: Tensor, n: Tensor) -> Tensor:
+    def _with_gradient(self, x: Tensor, w: Tensor, cov_w: Tensor, cov_wx: Tensor, pulled: Tensor, n: float) -> Tensor:
         """Information of the averages, with the gradient that the current batch would have as all of them."""
         # Of products over the batch: the gradient never sees a [K, D] matrix, let alone D×D.
         products = (w.T @ w).double(), (w.T @ (x @ pulled.float().T)).double()
         change_w, cross = ((part - part.detach()) / (len(x) - 1) for part in products)  # zeros that carry a gradient
         return self._from_squares(cov_w + change_w, cov_wx @ cov_wx.T + cross + cross.T, n)
 
-    def _information(self, cov_w: Tensor, cov_wx: Tensor, n: Tensor) -> Tensor:
+    def _information(self, cov_w: Tensor, cov_wx: Tensor, n: float) -> Tensor:
         return self._from_squares(cov_w, cov_wx @ cov_wx.T, n)
 
-    def _from_squares(self, cov_w: Tensor, squares: Tensor, n: Tensor) -> Tensor:
+    def _from_squares(self, cov_w: Tensor, squares: Tensor, n: float) -> Tensor:
         floor = self.ridge * cov_w.diagonal().mean().detach() + 1e-12
-        factor = torch.linalg.cholesky(cov_w + floor * torch.eye(len(cov_w)).to(cov_w))
+        factor = torch.linalg.cholesky(cov_w + floor * torch.eye(len(cov_w), dtype=cov_w.dtype, device=cov_w.device))
         half = torch.linalg.solve_triangular(factor, squares, upper=False)
         whitened = torch.linalg.solve_triangular(factor, half.T, upper=False)  # [K, K], on both sides
-        squared = torch.linalg.eigvalsh((whitened + whitened.T) / 2) * n / (n + self.effective_dim)
+        squared = torch.linalg.eigvalsh((whitened + whitened.T) / 2) * (n / (n + float(self.effective_dim)))
         return lautum_from_correlations(squared.clamp(max=1.0) * (1 - self.shrinkage) ** 2)
 
 
