@@ -97,7 +97,7 @@ def test_the_noise_is_released_when_a_forward_fails(net):
     add_weight_noise(net)
     with pytest.raises(IndexError):
         net(torch.tensor([[99]]))
-    assert all(noise._depth == 0 and noise._noise is None for *_, noise in noisy_weights(net))
+    assert all(noise._held.depth == 0 and noise._held.seed is None for *_, noise in noisy_weights(net))
 
 
 def test_samples_have_the_mean_and_the_deviation_they_should():
@@ -120,13 +120,104 @@ def test_two_forwards_may_wait_for_one_backward():
     assert noise.log_variance.grad.sum().item() == pytest.approx(0.5 * shifts, abs=1e-6)
 
 
+class Reference(nn.Module):
+    """A noisy linear layer without bias by the plain formulas, with the noise of a layer made noisy."""
+
+    def __init__(self, layer):
+        super().__init__()
+        ((_, mean, noise),) = noisy_weights(layer)
+        self.mean, self.log_variance = (nn.Parameter(p.detach().clone()) for p in (mean, noise.log_variance))
+        self.prior, self.noise = mean.detach().clone(), copy.deepcopy(noise)
+
+    def forward(self, x):
+        self.noise.log_variance.data.zero_()
+        epsilon = self.noise.train()(torch.zeros_like(self.mean)).detach()
+        return x @ (self.mean + (0.5 * self.log_variance).exp() * epsilon).T
+
+    def kl(self):
+        Q = Normal(self.mean, (0.5 * self.log_variance).exp())
+        return kl_divergence(Q, Normal(self.prior, 0.1)).sum()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_memory_that_is_used_again_changes_no_training(set_to_none):
+    """Large enough to be recycled; two forwards a step, two backward passes into one gradient, and what was kept."""
+    torch.manual_seed(0)
+    layer = add_weight_noise(nn.Linear(256, 128, bias=False), std=0.02)
+    reference = Reference(layer)
+    ((_, mean, noise),) = noisy_weights(layer)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (layer, reference)]
+    kept, copies = [], []
+    for _ in range(4):
+        batches = torch.randn(2, 2, 8, 256)
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=set_to_none)
+        for x, other in batches:  # accumulated
+            (layer(x).square().mean() + layer(other).sin().mean() + 1e-4 * weight_kl(layer)).backward()
+            (reference(x).square().mean() + reference(other).sin().mean() + 1e-4 * reference.kl()).backward()
+        kept += [layer.weight.detach(), mean.grad]
+        reference.noise.draws += 1  # for the read in the line before
+        copies += [t.clone() for t in kept[-2:]] if set_to_none else []
+        for optimizer in optimizers:
+            optimizer.step()
+    for ours, plain in ((mean, reference.mean), (noise.log_variance, reference.log_variance)):
+        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-6)
+    assert all(torch.equal(t, copied) for t, copied in zip(kept, copies, strict=False))
+    assert len(copies) == (8 if set_to_none else 0)
+
+
+def test_a_read_without_gradients_and_the_divergence_see_the_same_draw():
+    layer = add_weight_noise(nn.Linear(3, 2, bias=False), std=0.5)
+    seen = []
+
+    def look(module, args):
+        with torch.no_grad():
+            seen.append(module.weight)
+        seen.append(module.weight)
+
+    layer.register_forward_pre_hook(look)
+    layer(torch.ones(1, 3)).sum().backward()
+    assert torch.equal(seen[0], seen[1])
+    assert not seen[0].requires_grad
+    assert seen[1].requires_grad
+
+
+def test_the_divergence_may_be_asked_for_at_any_time(net, tokens):
+    """Before a forward, after it, twice, after the weights moved, and with its own backward pass."""
+    add_weight_noise(net, std=0.3, prior_center="zero")
+    parameters = [p for _, mean, noise in noisy_weights(net) for p in (mean, noise.log_variance)]
+    expected = torch.autograd.grad(weight_kl(net), parameters)
+    net(tokens).sum().backward()
+    for _ in range(2):
+        for found, plain in zip(torch.autograd.grad(weight_kl(net), parameters), expected, strict=True):
+            torch.testing.assert_close(found, plain)
+    with torch.no_grad():
+        assert not weight_kl(net).requires_grad
+    output = net(tokens)
+    with torch.no_grad():
+        for p in parameters:
+            p.add_(0.1)
+    moved = torch.autograd.grad(weight_kl(net), parameters)
+    torch.testing.assert_close(weight_kl(net), weight_kl(copy.deepcopy(net)))
+    assert not any(torch.allclose(a, b) for a, b in zip(moved, expected, strict=True))
+    output.sum().backward()  # needs no more than was kept
+
+
+def test_a_function_transform_sees_the_same_draw():
+    layer, x = add_weight_noise(nn.Linear(3, 2), std=0.5), torch.ones(1, 3)
+    twin = copy.deepcopy(layer)
+    layer(x).sum().backward()
+    gradients = torch.func.grad(lambda p: torch.func.functional_call(twin, p, x).sum())(dict(twin.named_parameters()))
+    for name, parameter in layer.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad)
+
+
 def test_a_draw_in_inference_mode_may_come_first():
-    layer, x = add_weight_noise(nn.Linear(2, 1)).double(), torch.ones(1, 2).double()  # its memory is made anew
+    layer, x = add_weight_noise(nn.Linear(2, 1)).double(), torch.ones(1, 2).double()
     with torch.inference_mode():
         layer(x)
     layer(x).sum().backward()
     assert all(noise.log_variance.grad is not None for *_, noise in noisy_weights(layer))
-    assert all(noise._memory.dtype == torch.float64 for *_, noise in noisy_weights(layer))
 
 
 def test_two_weights_of_one_model_have_different_noise():

@@ -3,24 +3,33 @@ r"""Variational estimates of the mutual information, all from one matrix of crit
 Entry ``scores[i, j]`` is the critic :math:`M(x_i, z_j)`: the diagonal holds samples of the joint distribution,
 everything beside it samples of the product of the marginals. Expectations of :math:`e^M` go through ``logsumexp``.
 Every estimate is in nats.
+
+``negatives="all"`` takes the whole matrix as samples of the product, the diagonal included, as torch-mist's losses do.
+A share :math:`1/B` of them is then of the joint distribution: scores are pulled towards zero, which takes variance away
+and, where the information is large beside :math:`\log B`, information too. ``"others"`` leaves the diagonal out.
 """
 
 import math
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+Negatives = Literal["others", "all"]
 
-def donsker_varadhan(scores: Tensor) -> Tensor:
+
+def donsker_varadhan(scores: Tensor, *, negatives: Negatives = "others") -> Tensor:
     r"""Lower bound of Donsker and Varadhan.
 
     .. math:: \hat I = \mathbb{E}_{joint}[M] - \log \mathbb{E}_{prod}[e^M]
 
-    Its gradient on a mini-batch is biased, because the logarithm is outside of the mean: see :func:`mine`.
+    Its gradient on a mini-batch is biased, because the logarithm is outside of the mean: see :func:`mine`. With all
+    pairs as negatives it is never above :math:`\log B`.
 
     Args:
         scores: Critic scores, shape ``[B, B]``.
+        negatives: Which pairs stand for the product: ``"others"`` or ``"all"``.
 
     Returns:
         The estimate, a scalar.
@@ -29,11 +38,11 @@ def donsker_varadhan(scores: Tensor) -> Tensor:
         >>> donsker_varadhan(torch.eye(2))
         tensor(1.)
     """
-    joint, product = joint_and_product(scores)
+    joint, product = joint_and_product(scores, negatives)
     return joint.mean() - log_mean_exp(product)
 
 
-def mine(scores: Tensor, log_average: Tensor) -> Tensor:
+def mine(scores: Tensor, log_average: Tensor, *, negatives: Negatives = "others") -> Tensor:
     r"""Value of :func:`donsker_varadhan`, gradient corrected by a moving average.
 
     .. math:: \nabla \hat I = \mathbb{E}_{joint}[\nabla M] - \mathbb{E}_{prod}[e^M \nabla M] / \overline{e^M}
@@ -42,6 +51,7 @@ def mine(scores: Tensor, log_average: Tensor) -> Tensor:
         scores: Critic scores, shape ``[B, B]``.
         log_average: Logarithm of the moving average :math:`\overline{e^M}` over mini-batches, this one included
             (:func:`update_log_average`), a scalar.
+        negatives: Which pairs stand for the product: ``"others"`` or ``"all"``.
 
     Returns:
         The estimate, a scalar.
@@ -56,19 +66,20 @@ def mine(scores: Tensor, log_average: Tensor) -> Tensor:
     References:
         Belghazi et al., *Mutual Information Neural Estimation*, ICML 2018.
     """
-    joint, product = joint_and_product(scores)
+    joint, product = joint_and_product(scores, negatives)
     log_mean = log_mean_exp(product)
     corrected = (log_mean - log_average.detach()).exp()  # its gradient is E[e^M ∇M] / average
     return joint.mean() - log_mean.detach() - (corrected - corrected.detach())
 
 
-def update_log_average(log_average: Tensor, scores: Tensor, decay: float) -> Tensor:
+def update_log_average(log_average: Tensor, scores: Tensor, decay: float, *, negatives: Negatives = "others") -> Tensor:
     r"""Move the logarithm of the average of :math:`e^M` over the product one mini-batch further.
 
     Args:
         log_average: The average so far; :math:`-\infty` before the first mini-batch, which is then taken whole.
         scores: Critic scores, shape ``[B, B]``.
         decay: Share of the old average that is kept.
+        negatives: Which pairs stand for the product: ``"others"`` or ``"all"``.
 
     Returns:
         The new average's logarithm, a scalar without gradient.
@@ -77,13 +88,13 @@ def update_log_average(log_average: Tensor, scores: Tensor, decay: float) -> Ten
         >>> update_log_average(torch.tensor(-torch.inf), torch.zeros(3, 3), decay=0.99)
         tensor(0.)
     """
-    current = log_mean_exp(joint_and_product(scores.detach())[1])
+    current = log_mean_exp(joint_and_product(scores.detach(), negatives)[1])
     if log_average == -math.inf or decay == 0:
         return current
     return torch.logaddexp(log_average + math.log(decay), current + math.log1p(-decay))
 
 
-def smile(scores: Tensor, clip: float = 5.0) -> Tensor:
+def smile(scores: Tensor, clip: float = 5.0, *, negatives: Negatives = "others") -> Tensor:
     r"""Donsker–Varadhan with the density ratio clipped: less variance for some bias.
 
     .. math:: \hat I = \mathbb{E}_{joint}[M] - \log \mathbb{E}_{prod}[\mathrm{clip}(e^M, e^{-\tau}, e^{\tau})]
@@ -95,6 +106,7 @@ def smile(scores: Tensor, clip: float = 5.0) -> Tensor:
     Args:
         scores: Critic scores, shape ``[B, B]``.
         clip: The :math:`\tau` above.
+        negatives: Which pairs stand for the product: ``"others"`` or ``"all"``.
 
     Returns:
         The estimate, a scalar.
@@ -111,11 +123,11 @@ def smile(scores: Tensor, clip: float = 5.0) -> Tensor:
     """
     if not clip > 0:
         raise ValueError(f"`clip` must be positive, got {clip}.")
-    joint, product = joint_and_product(scores)
+    joint, product = joint_and_product(scores, negatives)
     return joint.mean() - log_mean_exp(product.clamp(-clip, clip))
 
 
-def nwj(scores: Tensor) -> Tensor:
+def nwj(scores: Tensor, *, negatives: Negatives = "others") -> Tensor:
     r"""Lower bound of Nguyen, Wainwright and Jordan, also known as f-GAN KL and MINE-f.
 
     .. math:: \hat I = \mathbb{E}_{joint}[M] - e^{-1}\, \mathbb{E}_{prod}[e^M]
@@ -124,6 +136,7 @@ def nwj(scores: Tensor) -> Tensor:
 
     Args:
         scores: Critic scores, shape ``[B, B]``; the optimal critic is :math:`1 + \log p(x,z)/(p(x)p(z))`.
+        negatives: Which pairs stand for the product: ``"others"`` or ``"all"``.
 
     Returns:
         The estimate, a scalar.
@@ -132,12 +145,12 @@ def nwj(scores: Tensor) -> Tensor:
         >>> nwj(torch.ones(3, 3))
         tensor(0.)
     """
-    joint, product = joint_and_product(scores)
+    joint, product = joint_and_product(scores, negatives)
     return joint.mean() - (log_mean_exp(product) - 1).exp()
 
 
 def info_nce(scores: Tensor) -> Tensor:
-    r"""Contrastive lower bound, never above :math:`\log B`.
+    r"""Contrastive lower bound, never above :math:`\log B`. The joint pair is always among its negatives.
 
     .. math:: \hat I = \frac1B \sum_i \Big[ M(x_i, z_i) - \log \frac1B \sum_j e^{M(x_i, z_j)} \Big]
 
@@ -155,16 +168,19 @@ def info_nce(scores: Tensor) -> Tensor:
     return (joint - torch.logsumexp(scores, dim=1)).mean() + math.log(len(scores))
 
 
-def jensen_shannon(scores: Tensor) -> Tensor:
+def jensen_shannon(scores: Tensor, *, negatives: Negatives = "others") -> Tensor:
     r"""The Jensen–Shannon objective: what a critic should ascend. Not an estimate of the mutual information.
 
     .. math:: \mathbb{E}_{joint}[-\mathrm{softplus}(-M)] - \mathbb{E}_{prod}[\mathrm{softplus}(M)]
 
     This is logistic regression of joint against product samples: bounded above by 0, with
-    :math:`M = \log p(x,z)/(p(x)p(z))` as its optimum, which is the critic that :func:`smile` wants to read.
+    :math:`M = \log p(x,z)/(p(x)p(z))` as its optimum, which is the critic that :func:`smile` wants to read. With all
+    pairs as negatives the optimum is lower: with :math:`r = p(x,z)/(p(x)p(z))` it is
+    :math:`\log r - \log(1 + (r - 1)/B)`, which stays below :math:`\log B`.
 
     Args:
         scores: Critic scores, shape ``[B, B]``.
+        negatives: Which pairs stand for the product: ``"others"`` or ``"all"``.
 
     Returns:
         The objective, a scalar.
@@ -173,22 +189,31 @@ def jensen_shannon(scores: Tensor) -> Tensor:
         >>> jensen_shannon(torch.zeros(2, 2))  # -2 log 2
         tensor(-1.3863)
     """
-    joint, product = joint_and_product(scores)
+    joint, product = joint_and_product(scores, negatives)
     return logsigmoid(joint).mean() + logsigmoid(-product).mean()
 
 
-def joint_and_product(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Split a score matrix into its diagonal, shape ``[B]``, and the rest, shape ``[B * (B - 1)]``.
+def joint_and_product(scores: Tensor, negatives: Negatives = "others") -> tuple[Tensor, Tensor]:
+    """Return the diagonal of a score matrix, shape ``[B]``, and the rest, ``[B * (B - 1)]``, or all, ``[B * B]``.
 
     Raises:
-        ValueError: If ``scores`` is not a square matrix of at least two samples.
+        ValueError: If ``scores`` is not a square matrix of at least two samples, or ``negatives`` unknown.
     """
+    check_negatives(negatives)
     if scores.ndim != 2 or scores.shape[0] != scores.shape[1] or len(scores) < 2:
         raise ValueError(f"`scores` must have shape [B, B] with B of at least 2, got {tuple(scores.shape)}.")
+    if negatives == "all":
+        return scores.diagonal(), scores.flatten()
     B = len(scores)
     # Without its first entry, the matrix read in rows of B + 1 has the diagonal as its last column.
     product = scores.flatten()[1:].view(B - 1, B + 1)[:, :-1]
     return scores.diagonal(), product.flatten()
+
+
+def check_negatives(negatives: str) -> None:
+    """Raise ``ValueError`` unless ``negatives`` is a kind that is known."""
+    if negatives not in get_args(Negatives):
+        raise ValueError(f"`negatives` must be 'others' or 'all', got {negatives!r}.")
 
 
 def log_mean_exp(values: Tensor) -> Tensor:

@@ -10,6 +10,8 @@ from torch import Tensor
 from lightning_taskinfo.regularizers._base import check_finite
 from lightning_taskinfo.regularizers._ranks import sum_over_ranks
 
+_FACTORED = 4096  # inputs up to which their covariance is formed and factored
+
 
 class Whitening(NamedTuple):
     """A linear map after which inputs have (nearly) unit covariance."""
@@ -45,7 +47,7 @@ def fit_whitening(
             f"`loader` must hold more samples than there are outputs ({outputs}), got {int(samples)}: use a larger "
             "unlabeled set."
         )
-    if size <= 4096:
+    if size <= _FACTORED:
         covariance = _scatter(batches(), mean, torch.eye(size, dtype=torch.float64)) / samples
         factored = _cholesky(covariance, ridge) if components == size else _eigen(covariance, components, ridge)
     else:
@@ -58,6 +60,24 @@ def fit_whitening(
             stacklevel=3,
         )
     return whitening
+
+
+def times_whitener(rows: Tensor, matrix: Tensor, *, transposed: bool = False, blocks: int = 8) -> Tensor:
+    """Return ``rows @ matrix``, or ``rows @ matrix.T``, without the half of a triangular whitener that is zero.
+
+    Args:
+        rows: Shape ``[K, D]``.
+        matrix: A square whitener from :func:`fit_whitening`: lower triangular where it was made by Cholesky.
+        transposed: Whether to multiply by its transpose.
+        blocks: Into how many blocks of columns the product is cut.
+    """
+    D = len(matrix)
+    if D > _FACTORED:
+        return rows @ (matrix.T if transposed else matrix)
+    edges = [(D * i // blocks, D * (i + 1) // blocks) for i in range(blocks)]
+    if transposed:
+        return torch.cat([rows[:, :end] @ matrix[begin:end, :end].T for begin, end in edges], 1)
+    return torch.cat([rows[:, begin:] @ matrix[begin:, begin:end] for begin, end in edges], 1)
 
 
 def _mean(batches: Iterator[Tensor], size: int) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Generator, Tensor, nn
 
-from lightning_taskinfo.functional.mutual_information import jensen_shannon, smile
+from lightning_taskinfo.functional.mutual_information import Negatives, check_negatives, jensen_shannon, smile
 from lightning_taskinfo.regularizers._base import check_finite, check_rows
 from lightning_taskinfo.regularizers.critics import CriticKind, make_critic
 
@@ -38,6 +38,7 @@ def estimate_mutual_information(
     steps: int = 1000,
     batch_size: int = 128,
     learning_rate: float = 5e-4,
+    negatives: Negatives = "others",
     clip: float = 5.0,
     seed: int = 0,
 ) -> MutualInformationEstimate:
@@ -60,6 +61,9 @@ def estimate_mutual_information(
         steps: Training steps.
         batch_size: Samples a step.
         learning_rate: Learning rate of Adam.
+        negatives: Which pairs of a batch stand for the product while the critic is trained: ``"others"``, or ``"all"``,
+            the joint pairs included: less variance and less information, see :mod:`.functional.mutual_information`.
+            SMILE is read on the others in either case.
         clip: The :math:`\tau` of SMILE.
         seed: Seed of the split, the batches and the critic.
 
@@ -67,13 +71,15 @@ def estimate_mutual_information(
         Estimate, standard error and number of test samples.
 
     Raises:
-        ValueError: If there are fewer than 40 samples, shapes do not fit, or values are not finite.
+        ValueError: If there are fewer than 40 samples, shapes do not fit, values are not finite, or ``negatives`` is
+            unknown.
 
     Example:
         >>> x = torch.randn(400, 2, generator=Generator().manual_seed(0))
         >>> estimate_mutual_information(x, x.flip(0), steps=20).nats < 0.1
         True
     """
+    check_negatives(negatives)
     check_rows("inputs", inputs, minimum=40)
     check_rows("features", features, tuple(features.shape[1:]), rows=len(inputs))
     for argument, tensor in (("inputs", inputs), ("features", features)):
@@ -88,7 +94,7 @@ def estimate_mutual_information(
     else:
         fresh = make_critic(critic, tuple(inputs.shape[1:]), features.shape[1], seed=seed)
     fresh = fresh.to(inputs.device).float().requires_grad_()
-    best = _train(fresh, x, z, held_out[0], steps, batch_size, learning_rate, generator)
+    best = _train(fresh, x, z, held_out[0], steps, batch_size, learning_rate, negatives, generator)
     return _read(best, *held_out[1], clip)
 
 
@@ -108,6 +114,7 @@ def _train(
     steps: int,
     batch_size: int,
     learning_rate: float,
+    negatives: Negatives,
     generator: Generator,
 ) -> nn.Module | None:
     """Return the critic at its best moment on the held-out samples; ``None`` if it never beat a zero critic."""
@@ -115,13 +122,14 @@ def _train(
     best, best_objective = None, -2 * math.log(2)  # what a zero critic reaches
     for step in range(1, steps + 1):
         rows = torch.randperm(len(x), generator=generator)[:batch_size].to(x.device)
-        loss = -jensen_shannon(critic(x[rows], z[rows]))
+        loss = -jensen_shannon(critic(x[rows], z[rows]), negatives=negatives)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         if step % 20 == 0 or step == steps:
             with torch.no_grad():
-                objective = jensen_shannon(critic(*(part[:1024] for part in held_out))).item()
+                scores = critic(*(part[:1024] for part in held_out))
+                objective = jensen_shannon(scores, negatives=negatives).item()
             if objective > best_objective:
                 best, best_objective = deepcopy(critic), objective
     return best

@@ -11,7 +11,7 @@ from lightning_taskinfo._observe import observing
 from lightning_taskinfo.functional.gaussian import lautum_from_correlations
 from lightning_taskinfo.regularizers._base import Regularizer, WeightSchedule, check_finite, check_rows
 from lightning_taskinfo.regularizers._ranks import mean_over_ranks, world_size
-from lightning_taskinfo.regularizers._whitening import fit_whitening, flat_inputs
+from lightning_taskinfo.regularizers._whitening import fit_whitening, flat_inputs, times_whitener
 
 
 class Lautum(Regularizer):
@@ -169,13 +169,13 @@ class Lautum(Regularizer):
         with torch.autocast(inputs.device.type, enabled=False):
             x = inputs.detach().flatten(1).float() - self.mean
             w = self._gradients(inputs, outputs, epoch) if self.proxy == "jacobian" else outputs.float()
-            local = self._of_batch(x, w)
-            usable = all(part.isfinite().all() for part in local)
+            x, w = x if self.whole else x @ self.whitener.T, w - w.mean(0)
+            local = self._of_batch(x, w.detach())
             averages = self._averages(local)
-            if usable and averages is not None:
-                value = self._with_gradient(local, *averages, self._effective_samples(len(x) * world_size()))
+            if _finite(*local) and averages is not None:
+                value = self._with_gradient(x, w, *averages, self._effective_samples(len(x) * world_size()))
             else:  # the loss shows it, and a gradient scaler skips the step
-                value = torch.nan * local[0].sum()
+                value = torch.nan * w.sum().double()
         return self.penalty(-value.float(), self.schedule(epoch), value=value.float())
 
     def _gradients(self, inputs: Tensor, outputs: Tensor, epoch: int) -> Tensor:
@@ -190,22 +190,20 @@ class Lautum(Regularizer):
         return gradients.flatten(1).float() @ self.whitener.T * self.scales  # [B, r]
 
     def _of_batch(self, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        """Covariance of ``w``, and of ``w`` with the inputs: all as they are, or projected and whitened."""
-        w = w - w.mean(0)
-        cov_w, cov_wx = w.T @ w, w.T @ (x if self.whole else x @ self.whitener.T)  # [K, K], [K, r]
-        return cov_w.double() / (len(x) - 1), cov_wx.double() / (len(x) - 1)
+        """Covariance of the centred ``w``, and of ``w`` with the inputs."""
+        return (w.T @ w).double() / (len(x) - 1), (w.T @ x).double() / (len(x) - 1)  # [K, K], [K, r]
 
     def _whitened(self, cov_wx: Tensor) -> Tensor:
         # Rows are outputs: a product of [K, D] with the transposed whitener is four times as fast as its transpose.
-        return (cov_wx.float() @ self.whitener.T).double() if self.whole else cov_wx
+        return times_whitener(cov_wx.float(), self.whitener, transposed=True).double() if self.whole else cov_wx
 
     def _pulled(self, cov_wx: Tensor) -> Tensor:
         """The transposed map of :meth:`_whitened`, which carries gradients back."""
-        return (cov_wx.float() @ self.whitener).double() if self.whole else cov_wx
+        return times_whitener(cov_wx.float(), self.whitener).double() if self.whole else cov_wx
 
     def _covariances(self, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         """Covariance of ``w``, and of ``w`` with the whitened inputs, of one batch."""
-        cov_w, cov_wx = self._of_batch(x, w)
+        cov_w, cov_wx = self._of_batch(x if self.whole else x @ self.whitener.T, w - w.mean(0))
         return cov_w, self._whitened(cov_wx)
 
     @torch.no_grad()
@@ -213,13 +211,13 @@ class Lautum(Regularizer):
         """Moving averages over batches and ranks, moved in train mode; of this batch alone before the first."""
         if self.training or self.steps == 0:
             batch = mean_over_ranks(*local)
-            usable = all(bool(part.isfinite().all()) for part in batch)  # else a bad batch stays for ever
+            usable = _finite(*batch)  # else a bad batch stays for ever
             if self.training and usable:
                 self._move(*batch)
             elif self.steps == 0:
                 cov_wx = self._whitened(batch[1])
                 return (batch[0], cov_wx, self._pulled(cov_wx)) if usable else None
-        start_up = 1 - self.decay ** self.steps.double()
+        start_up = 1 - self.decay ** int(self.steps)
         return self.cov_w / start_up, self.cov_wx / start_up, self.pulled / start_up
 
     def _move(self, cov_w: Tensor, cov_wx: Tensor) -> None:
@@ -237,30 +235,34 @@ class Lautum(Regularizer):
         for buffer in (self.waiting_w, self.waiting_wx, self.waiting_steps):
             buffer.zero_()
 
-    def _effective_samples(self, batch_size: int) -> Tensor:
+    def _effective_samples(self, batch_size: int) -> float:
         """How many samples weigh in the averages, at most as many as there are."""
-        forgotten = self.decay ** self.steps.clamp_min(1).double()
+        forgotten = self.decay ** max(1, int(self.steps))
         batches = (1 + self.decay) * (1 - forgotten) / ((1 - self.decay) * (1 + forgotten))
-        return torch.minimum(batch_size * batches, self.samples.double())
+        return min(batch_size * batches, int(self.samples))
 
-    def _with_gradient(
-        self, local: tuple[Tensor, Tensor], cov_w: Tensor, cov_wx: Tensor, pulled: Tensor, n: Tensor
-    ) -> Tensor:
+    def _with_gradient(self, x: Tensor, w: Tensor, cov_w: Tensor, cov_wx: Tensor, pulled: Tensor, n: float) -> Tensor:
         """Information of the averages, with the gradient that the current batch would have as all of them."""
-        change_w, change_wx = (part - part.detach() for part in local)  # zeros that carry a gradient
-        cross = change_wx @ pulled.T  # of [K, D] products, not of D×D
+        # Of products over the batch: the gradient never sees a [K, D] matrix, let alone D×D.
+        products = (w.T @ w).double(), (w.T @ (x @ pulled.float().T)).double()
+        change_w, cross = ((part - part.detach()) / (len(x) - 1) for part in products)  # zeros that carry a gradient
         return self._from_squares(cov_w + change_w, cov_wx @ cov_wx.T + cross + cross.T, n)
 
-    def _information(self, cov_w: Tensor, cov_wx: Tensor, n: Tensor) -> Tensor:
+    def _information(self, cov_w: Tensor, cov_wx: Tensor, n: float) -> Tensor:
         return self._from_squares(cov_w, cov_wx @ cov_wx.T, n)
 
-    def _from_squares(self, cov_w: Tensor, squares: Tensor, n: Tensor) -> Tensor:
+    def _from_squares(self, cov_w: Tensor, squares: Tensor, n: float) -> Tensor:
         floor = self.ridge * cov_w.diagonal().mean().detach() + 1e-12
-        factor = torch.linalg.cholesky(cov_w + floor * torch.eye(len(cov_w)).to(cov_w))
+        factor = torch.linalg.cholesky(cov_w + floor * torch.eye(len(cov_w), dtype=cov_w.dtype, device=cov_w.device))
         half = torch.linalg.solve_triangular(factor, squares, upper=False)
         whitened = torch.linalg.solve_triangular(factor, half.T, upper=False)  # [K, K], on both sides
-        squared = torch.linalg.eigvalsh((whitened + whitened.T) / 2) * n / (n + self.effective_dim)
+        squared = torch.linalg.eigvalsh((whitened + whitened.T) / 2) * (n / (n + float(self.effective_dim)))
         return lautum_from_correlations(squared.clamp(max=1.0) * (1 - self.shrinkage) ** 2)
+
+
+def _finite(*parts: Tensor) -> bool:
+    """Whether all values are: a sum in float64 is cheaper than a look at each."""
+    return all(bool(part.sum().isfinite()) for part in parts)
 
 
 def _accept_without_lag(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -1,6 +1,6 @@
 """Mutual information between inputs and features, to be minimised against a critic that is trained beside it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import Any, Literal, get_args
 
@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_taskinfo.functional.mutual_information import (
+    Negatives,
+    check_negatives,
     donsker_varadhan,
     info_nce,
     jensen_shannon,
@@ -22,7 +24,7 @@ from lightning_taskinfo.regularizers._swap import swapped
 from lightning_taskinfo.regularizers.critics import CriticKind, make_critic
 
 Objective = Literal["jensen_shannon", "donsker_varadhan", "mine", "nwj", "info_nce"]
-OBJECTIVES = {
+OBJECTIVES: dict[str, Callable[..., Tensor]] = {
     "jensen_shannon": jensen_shannon, "donsker_varadhan": donsker_varadhan, "nwj": nwj, "info_nce": info_nce,
 }  # fmt: skip
 
@@ -49,6 +51,9 @@ class MutualInformation(Regularizer):
             and features ``[B, F]`` to scores ``[B, B]``.
         objective: What critic and network follow: ``"jensen_shannon"``, ``"donsker_varadhan"``, ``"mine"`` (the same
             with the moving-average correction of its gradient), ``"nwj"`` or ``"info_nce"``.
+        negatives: Which pairs of a batch stand for the product in the objective: ``"others"``, or ``"all"``, the joint
+            pairs included: less variance and less information, see :mod:`.functional.mutual_information`. The SMILE
+            estimate is read on the others in either case. InfoNCE always counts the joint pairs.
         clip: The :math:`\tau` of the SMILE estimate.
         alternate: Take turns by ``"step"`` or by ``"epoch"``.
         critic_steps: Critic steps a call. A critic that lags behind teaches the network to escape it, not to tell less:
@@ -78,6 +83,7 @@ class MutualInformation(Regularizer):
         weight: float | WeightSchedule = 0.1,
         critic: CriticKind | nn.Module = "separable",
         objective: Objective = "jensen_shannon",
+        negatives: Negatives = "others",
         clip: float = 5.0,
         alternate: Literal["step", "epoch"] = "step",
         critic_steps: int = 5,
@@ -85,9 +91,11 @@ class MutualInformation(Regularizer):
         seed: int = 0,
     ) -> None:
         super().__init__(weight)
-        _check(objective, alternate, clip, critic_steps, learning_rate)
+        _check(objective, negatives, alternate, clip, critic_steps, learning_rate)
         self.input_shape, self.feature_dim = tuple(input_shape), feature_dim
         self.objective, self.clip, self.alternate, self.critic_steps = objective, clip, alternate, critic_steps
+        self.negatives: Negatives = negatives
+        self._pairs = {} if objective == "info_nce" else {"negatives": negatives}
         if not isinstance(critic, nn.Module):
             critic = make_critic(critic, self.input_shape, feature_dim, seed=seed)
         self.critic = critic.requires_grad_(False).float()
@@ -130,15 +138,16 @@ class MutualInformation(Regularizer):
         """Return the estimate in nats that suits the objective's critic."""
         if self.objective == "jensen_shannon":
             return smile(scores, self.clip)
-        return donsker_varadhan(scores) if self.objective == "mine" else OBJECTIVES[self.objective](scores)
+        objective = "donsker_varadhan" if self.objective == "mine" else self.objective
+        return OBJECTIVES[objective](scores, **self._pairs)
 
     def _objective(self, scores: Tensor) -> Tensor:
         if self.objective != "mine":
-            return OBJECTIVES[self.objective](scores)
-        log_average = (
-            self.log_average if self.log_average.isfinite() else update_log_average(self.log_average, scores, 0)
-        )
-        return mine(scores, log_average)
+            return OBJECTIVES[self.objective](scores, **self._pairs)
+        average = self.log_average
+        if not average.isfinite():
+            average = update_log_average(average, scores, 0, negatives=self.negatives)
+        return mine(scores, average, negatives=self.negatives)
 
     @torch.enable_grad()
     def _train_critic(self, x: Tensor, z: Tensor) -> None:
@@ -148,7 +157,8 @@ class MutualInformation(Regularizer):
             with swapped(self.critic, parameters, copies):
                 scores = self.critic(x, z)
             if self.objective == "mine":
-                (moved,) = mean_over_ranks(update_log_average(self.log_average, scores, decay=0.99))
+                moved = update_log_average(self.log_average, scores, decay=0.99, negatives=self.negatives)
+                (moved,) = mean_over_ranks(moved)
                 self.log_average.copy_(torch.where(moved.isfinite(), moved, self.log_average))
             gradients = mean_over_ranks(*torch.autograd.grad(-self._objective(scores), copies))
             if not all(g.isfinite().all() for g in gradients):  # e.g. features that overflowed: the next batch is fine
@@ -172,7 +182,12 @@ class MutualInformation(Regularizer):
         self._optimizer.load_state_dict(deepcopy(state))  # it would share the tensors of a state dict in memory
 
 
-def _check(objective: str, alternate: str, clip: float, critic_steps: int, learning_rate: float) -> None:
+def _check(
+    objective: str, negatives: str, alternate: str, clip: float, critic_steps: int, learning_rate: float
+) -> None:
+    check_negatives(negatives)
+    if objective == "info_nce" and negatives == "all":
+        raise ValueError("`negatives` must be 'others' for InfoNCE, whose sum holds the joint pair anyway, got 'all'.")
     if objective == "smile":
         raise ValueError(
             "`objective` must not be 'smile': a critic that ascends the clipped estimate runs away. Follow "

@@ -8,7 +8,28 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn.utils import parametrize
 
-from lightning_taskinfo.functional.weight_noise import isotropic_kl, noisy_weight
+from lightning_taskinfo.functional._memory import Recycler
+from lightning_taskinfo.functional.weight_noise import (
+    NoisyGaussian,
+    isotropic_kl,
+    noisy_weight,
+    standard_normal_,
+    transformed,
+)
+
+
+class _Held:
+    """What a weight keeps from one call to the next and is nobody's state: copies begin without it."""
+
+    def __init__(self) -> None:
+        self.depth = 0  # forwards under way in which the noise stays the same
+        self.seed: int | None = None  # of the noise in these forwards
+        self.weight: Tensor | None = None  # the sample in these forwards
+        self.gaussian: NoisyGaussian | None = None  # of the last sample, for the divergence to join
+        self.memory = Recycler()
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return _Held, ()
 
 
 class NoisyWeight(nn.Module):
@@ -43,19 +64,27 @@ class NoisyWeight(nn.Module):
         self.seed = seed
         self.draws = 0
         self.sampled: bool | None = None  # None: in train mode only
-        self._depth = 0  # forwards under way in which the noise stays the same
-        self._noise: Tensor | None = None
-        self._memory: Tensor | None = None  # the noise of the last draw, to be drawn into again
+        self._held = _Held()
 
     @torch.compiler.disable  # a generator would break the graph anyway, and each draw would compile anew
     def forward(self, mean: Tensor) -> Tensor:
         """Return a sample of the weight, or its mean in eval mode."""
         if not (self.training if self.sampled is None else self.sampled):
             return mean
-        noise = self._noise if self._noise is not None else self._draw(mean)
-        if self._depth:
-            self._noise = noise
-        return noisy_weight(mean, self.log_variance, noise)
+        held, rho = self._held, self.log_variance
+        if held.weight is not None and held.gaussian is not None and held.gaussian.serves(mean, rho):
+            return held.weight
+        seed = held.seed if held.seed is not None else self._next_seed()
+        generator = Generator(mean.device).manual_seed(seed)
+        if transformed():
+            noise = standard_normal_(torch.empty_like(mean), generator)
+            weight, held.gaussian = noisy_weight(mean, rho, noise), None
+        else:
+            held.gaussian = NoisyGaussian(mean, rho, held.memory.empty_like)
+            weight = held.gaussian.sample(generator)
+        if held.depth:
+            held.seed, held.weight = seed, weight
+        return weight
 
     def right_inverse(self, value: Tensor) -> Tensor:
         """Assigning to the weight assigns its mean."""
@@ -63,9 +92,15 @@ class NoisyWeight(nn.Module):
 
     def kl(self, mean: Tensor) -> Tensor:
         """KL divergence from the pre-distribution, in nats."""
-        return isotropic_kl(mean, self.log_variance, self.prior_mean, self.prior_log_variance)
+        prior, held = (self.prior_mean, self.prior_log_variance), self._held
+        if transformed():
+            return isotropic_kl(mean, self.log_variance, *prior)
+        gaussian, held.gaussian = held.gaussian, None  # each joins one divergence: later ones go by themselves
+        if gaussian is None or not gaussian.serves(mean, self.log_variance):
+            gaussian = NoisyGaussian(mean, self.log_variance, held.memory.empty_like)
+        return gaussian.kl(*prior)
 
-    def _draw(self, mean: Tensor) -> Tensor:
+    def _next_seed(self) -> int:
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(
                 "Noisy weights were read inside a backward pass, where activation checkpointing would draw other noise "
@@ -74,11 +109,7 @@ class NoisyWeight(nn.Module):
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
         seed = hash((self.seed, self.draws, rank)) % 2**63
         self.draws += 1
-        generator = Generator(mean.device).manual_seed(seed)
-        if self._memory is None or (self._memory.device, self._memory.dtype) != (mean.device, mean.dtype):
-            with torch.inference_mode(False):  # a draw in `validate` comes before others in training
-                self._memory = torch.empty_like(mean, requires_grad=False)
-        return self._memory.normal_(generator=generator)
+        return seed
 
     def get_extra_state(self) -> dict[str, int]:
         """Return the state of the noise, for checkpoints."""
@@ -122,19 +153,31 @@ def detach_hooks(module: nn.Module) -> None:
                 module._forward_hooks_always_called.pop(key, None)
 
 
+def _noises(module: nn.Module) -> list[NoisyWeight]:
+    """Find the noise below a module, in a fraction of the time of ``named_modules``: this runs in every forward."""
+    found, waiting = [], [module]
+    while waiting:
+        for child in waiting.pop()._modules.values():
+            if isinstance(child, NoisyWeight):
+                found.append(child)
+            elif child is not None:
+                waiting.append(child)
+    return found
+
+
 @torch.compiler.disable
 def _keep_noise(module: nn.Module, args: Any) -> None:
     """Begin a forward: every read of a weight inside of it sees the same noise."""
-    for *_, noise in noisy_weights(module):
-        noise._depth += 1
+    for noise in _noises(module):
+        noise._held.depth += 1
 
 
 @torch.compiler.disable
 def _release_noise(module: nn.Module, args: Any, output: Any) -> None:
-    for *_, noise in noisy_weights(module):
-        noise._depth -= 1
-        if not noise._depth:
-            noise._noise = None
+    for noise in _noises(module):
+        noise._held.depth -= 1
+        if not noise._held.depth:
+            noise._held.seed = noise._held.weight = None
 
 
 def _accept_plain(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

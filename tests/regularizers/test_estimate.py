@@ -134,3 +134,21 @@ def test_the_same_seed_gives_the_same_number_and_leaves_generator_and_critic_alo
 def test_refuses(x, z, match):
     with pytest.raises(ValueError, match=match):
         estimate_mutual_information(x, z)
+
+
+def test_the_critic_may_be_trained_with_all_pairs_as_negatives():
+    """At many nats and few samples a batch the joint pairs hold its scores down: it reads less."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(2000, 5, generator=g)
+    z = x + 0.1 * torch.randn(2000, 5, generator=g)
+    others, all_pairs = (
+        estimate_mutual_information(x, z, steps=200, batch_size=16, negatives=negatives).nats
+        for negatives in ("others", "all")
+    )
+    assert 0 < all_pairs < others
+    assert estimate_mutual_information(x, z, steps=200, batch_size=16).nats == others
+
+
+def test_refuses_other_negatives():
+    with pytest.raises(ValueError, match="`negatives` must be 'others' or 'all', got 'none'"):
+        estimate_mutual_information(torch.zeros(50, 2), torch.zeros(50, 2), negatives="none")

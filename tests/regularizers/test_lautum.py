@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_taskinfo.functional.gaussian import canonical_correlations, lautum_from_correlations
-from lightning_taskinfo.regularizers import Lautum
+from lightning_taskinfo.regularizers import Lautum, _whitening
+from lightning_taskinfo.regularizers._whitening import fit_whitening, times_whitener
 
 D, K = 6, 3
 
@@ -374,3 +375,24 @@ def test_refuses_loaders(loader, match):
 def test_warns_of_fewer_samples_than_twice_the_directions():
     with pytest.warns(UserWarning, match="10 samples for 6 directions of the inputs"):
         Lautum((D,), K).fit_inputs([correlated(10)[0]])
+
+
+@pytest.mark.parametrize("D", [1, 5, 40])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_half_of_a_triangular_whitener_is_left_out(D, transposed):
+    x = torch.randn(200, D, generator=torch.Generator().manual_seed(0)).double()
+    matrix = fit_whitening(lambda: iter([x]), D, D, 1e-3, outputs=3).matrix
+    rows = torch.randn(3, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    expected = rows @ (matrix.T if transposed else matrix)
+    torch.testing.assert_close(times_whitener(rows, matrix, transposed=transposed), expected)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_whitener_by_eigenvectors_is_multiplied_as_a_whole(monkeypatch, transposed):
+    monkeypatch.setattr(_whitening, "_FACTORED", 20)
+    x = torch.randn(300, 40, generator=torch.Generator().manual_seed(0)).double()
+    matrix = fit_whitening(lambda: iter([x]), 40, 30, 1e-3, outputs=3).matrix  # [30, 40]
+    matrix = torch.cat([matrix, matrix[:10]])
+    rows = torch.randn(3, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    expected = rows @ (matrix.T if transposed else matrix)
+    torch.testing.assert_close(times_whitener(rows, matrix, transposed=transposed), expected)

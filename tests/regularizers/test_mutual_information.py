@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_taskinfo.functional import mutual_information as mi
 from lightning_taskinfo.functional.mutual_information import jensen_shannon, smile
 from lightning_taskinfo.regularizers import MutualInformation
 from lightning_taskinfo.regularizers.critics import make_critic, tower
@@ -39,21 +40,40 @@ def test_the_critic_climbs_whatever_it_follows(critic, objective):
     assert sum(readings[-10:]) / 10 > sum(readings[:10]) / 10 + 0.5
 
 
-def test_one_critic_step_is_one_adam_step_on_the_objective():
-    regularizer = MutualInformation((D,), F, learning_rate=1e-3, critic_steps=1)
+@pytest.mark.parametrize("negatives", ["others", "all"])
+def test_one_critic_step_is_one_adam_step_on_the_objective(negatives):
+    regularizer = MutualInformation((D,), F, negatives=negatives, learning_rate=1e-3, critic_steps=1)
     critic = copy.deepcopy(regularizer.critic).requires_grad_()
     optimizer = torch.optim.Adam(critic.parameters(), lr=1e-3)
     for step in range(3):
         x, z = pairs(seed=step)
         optimizer.zero_grad()
-        (-jensen_shannon(critic(x, z))).backward()
+        (-jensen_shannon(critic(x, z), negatives=negatives)).backward()
         optimizer.step()
         penalty = regularizer(x, z)
         expected = critic(x, z)
-        torch.testing.assert_close(regularizer.value, smile(expected).detach())
-        assert penalty.item() == pytest.approx(0.1 * jensen_shannon(expected).item(), rel=1e-5)
+        torch.testing.assert_close(regularizer.value, smile(expected).detach())  # on the others in either case
+        objective = jensen_shannon(expected, negatives=negatives)
+        assert penalty.item() == pytest.approx(0.1 * objective.item(), rel=1e-5)
     for p, q in zip(regularizer.critic.parameters(), critic.parameters(), strict=True):
         torch.testing.assert_close(p, q.detach())
+
+
+@pytest.mark.parametrize("objective", ["donsker_varadhan", "mine", "nwj"])
+def test_all_pairs_are_negatives_for_every_objective_that_has_a_choice(objective):
+    regularizer = MutualInformation((D,), F, objective=objective, negatives="all", critic_steps=1, weight=1.0)
+    x, z = pairs()
+    for _ in range(2):
+        penalty = regularizer(x, z)
+    estimate = mi.nwj if objective == "nwj" else mi.donsker_varadhan
+    expected = estimate(regularizer.scores(x, z), negatives="all")
+    torch.testing.assert_close(penalty, expected)
+    torch.testing.assert_close(regularizer.value, expected)
+    if objective == "mine":
+        first = MutualInformation((D,), F, objective=objective, negatives="all", critic_steps=1)
+        scores = first.scores(x, z)
+        first(x, z)
+        torch.testing.assert_close(first.log_average, scores.exp().mean().log())
 
 
 def test_nobody_else_sees_the_critic():
@@ -222,6 +242,8 @@ def test_a_critic_of_ones_own():
         ({"objective": "js"}, "`objective` must be one of .* got 'js'"),
         ({"critic": "linear"}, "`critic` must be a module or one of .* got 'linear'"),
         ({"alternate": "never"}, "`alternate` must be 'step' or 'epoch', got 'never'"),
+        ({"negatives": "none"}, "`negatives` must be 'others' or 'all', got 'none'"),
+        ({"objective": "info_nce", "negatives": "all"}, "`negatives` must be 'others' for InfoNCE, .* got 'all'"),
         ({"clip": 0.0}, r"`clip` must be positive, got 0\.0"),
         ({"learning_rate": -1.0}, r"`learning_rate` must be positive, got -1\.0"),
         ({"critic_steps": 0}, "`critic_steps` must be at least 1, got 0"),
