@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_taskinfo._lightning import Callback, LightningModule, Trainer
 from lightning_taskinfo._observe import observing, trainable_parameters
-from lightning_taskinfo.callbacks._checks import check_batch, check_finite, kind_of_shards
+from lightning_taskinfo.callbacks._checks import check_batch, check_finite, kind_of_shards, warn_of_nothing
 from lightning_taskinfo.callbacks._pool import Source
 from lightning_taskinfo.callbacks._report import has_matplotlib, report, summary
 from lightning_taskinfo.callbacks._samples import Samples, filled_up, inputs_and_targets, size
@@ -166,6 +166,8 @@ class Probe(Callback, ABC):
         if self.history and trainer.loggers and trainer.is_global_zero:  # drawing takes a while
             with observing(pl_module):
                 self._report(trainer)
+        if not (self.history or self._warned or trainer.fast_dev_run) and trainer.global_step:  # type: ignore[attr-defined]
+            warn_of_nothing(self.state_key, trainer.global_step, self.data, self.every_n_steps, self.every_n_epochs)
         self._source = None
 
     def _check_shards(self, trainer: Trainer, pl_module: LightningModule, kind: str) -> None:
