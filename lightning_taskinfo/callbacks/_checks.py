@@ -17,6 +17,15 @@ from lightning_taskinfo.fisher.sinks import Norms
 from lightning_taskinfo.functional.likelihood import Likelihood, as_likelihood
 
 
+def check_counts(**counts: int | None) -> None:
+    """Raise a ``ValueError`` for what is given and is no whole number of at least 1."""
+    for argument, value in counts.items():
+        if value is not None and not hasattr(value, "__index__"):
+            raise ValueError(f"`{argument}` must be a whole number, got {value!r}.")
+        if value is not None and value < 1:
+            raise ValueError(f"`{argument}` must be at least 1, got {value}.")
+
+
 def check_batch(
     who: str,
     model: nn.Module,
@@ -50,7 +59,7 @@ def check_batch(
         measure(model, few, few_targets, Request(likelihood=likelihood, forward_fn=forward_fn), Norms(size(few)))
 
 
-def warn_of_nothing(who: str, steps: int, data: str, every_n_steps: int | None, every_n_epochs: int | None) -> None:
+def warn_nothing(who: str, steps: int, data: str, every_n_steps: int | None, every_n_epochs: int | None) -> None:
     """Say why a training was not measured at all: it was shorter than the schedule, or there is none."""
     every = {"every_n_steps": every_n_steps, "every_n_epochs": every_n_epochs}
     if data in ("train", "val"):  # measured at the end as well
