@@ -67,6 +67,21 @@ def test_unknown_words_end_with_2(arguments, capsys):
     assert "error:" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "bracketed"),
+    [
+        (["transfer", "--labels=12"], True),
+        (["transfer", "--methods", "lautum"], True),
+        (["complexity", "--tasks=digits"], True),
+        (["complexity", "--steps=many"], False),
+    ],
+)
+def test_a_list_without_brackets_is_told_to_have_them(arguments, bracketed, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(arguments)
+    assert capsys.readouterr().err.endswith("in brackets, and so does one: '[a,b]', '[a]'.\n") is bracketed
+
+
 def test_help_lists_every_command(capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.main(["--help"])

@@ -1,6 +1,7 @@
 """``taskinfo embed``: what it writes, that it continues, and how it says no."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -89,3 +90,11 @@ def test_wrong_values_end_with_2_and_their_message(argument, message, written, c
     error = capsys.readouterr().err
     assert error.startswith("taskinfo: error: ")
     assert message in error
+    assert out is written or not out.exists()  # or the next call, put right, would find another configuration
+
+
+def test_a_wrong_task_is_refused_before_the_probe_is_trained(tmp_path, capsys, monkeypatch):
+    module = sys.modules["lightning_taskinfo.cli.embed"]  # its name in the package is the command
+    monkeypatch.setattr(module, "default_probe", lambda **_: pytest.fail("not needed"))
+    assert cli.main(["embed", "--tasks=[digits,nothing]", f"--folder={tmp_path / 'new'}"]) == 2
+    assert "'nothing' was not found" in capsys.readouterr().err

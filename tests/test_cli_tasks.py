@@ -3,10 +3,12 @@
 import json
 import sys
 
+import numpy as np
 import pytest
 
 from lightning_taskinfo import cli
 from lightning_taskinfo.cli._progress import progress_bar
+from lightning_taskinfo.data import ArrayData, save_npz
 
 SMALL = ["--max_samples=40", "--width=4", "--steps=3"]
 
@@ -46,6 +48,19 @@ def test_distance_writes_json_and_a_figure(tmp_path, capsys, method):
     assert read["method"] == method
     assert (figure, numbers) == (str(tmp_path / "distance.png"), str(tmp_path / "distance.json"))
     assert (tmp_path / "distance.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_complexity_takes_the_path_of_an_npz_file_and_writes_into_its_folder_alone(tmp_path, monkeypatch):
+    images = np.random.default_rng(0).integers(0, 255, (16, 1, 4, 4)).astype(np.uint8)
+    save_npz(
+        tmp_path / "mine.npz", ArrayData(images, np.arange(16) % 2, images, np.arange(16) % 2, name="m", num_classes=2)
+    )
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for name in ("../mine.npz", str(tmp_path / "mine.npz")):
+        assert cli.main(["complexity", f"--tasks=[{name}]", "--folder=out", "--steps=2", "--betas=[1]"]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"here", "mine.npz"}
+    assert {path.name for path in (tmp_path / "here").iterdir()} == {"out"}
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """What can be known before training: that the module, its batches and its weights suit a probe."""
 
 import sys
+import warnings
 from collections.abc import Callable
 from math import isfinite
 from typing import Any
@@ -14,6 +15,15 @@ from lightning_taskinfo.fisher.engine import Request, measure
 from lightning_taskinfo.fisher.sharded import sharded
 from lightning_taskinfo.fisher.sinks import Norms
 from lightning_taskinfo.functional.likelihood import Likelihood, as_likelihood
+
+
+def check_counts(**counts: int | None) -> None:
+    """Raise a ``ValueError`` for what is given and is no whole number of at least 1."""
+    for argument, value in counts.items():
+        if value is not None and not hasattr(value, "__index__"):
+            raise ValueError(f"`{argument}` must be a whole number, got {value!r}.")
+        if value is not None and value < 1:
+            raise ValueError(f"`{argument}` must be at least 1, got {value}.")
 
 
 def check_batch(
@@ -47,6 +57,17 @@ def check_batch(
     as_likelihood(likelihood).check(outputs, few_targets)
     if sharded(model):  # what no hook follows is known now, not at the first measurement
         measure(model, few, few_targets, Request(likelihood=likelihood, forward_fn=forward_fn), Norms(size(few)))
+
+
+def warn_nothing(who: str, steps: int, data: str, every_n_steps: int | None, every_n_epochs: int | None) -> None:
+    """Say why a training was not measured at all: it was shorter than the schedule, or there is none."""
+    every = {"every_n_steps": every_n_steps, "every_n_epochs": every_n_epochs}
+    if data in ("train", "val"):  # measured at the end as well
+        reason = "`max_samples` is more than it has seen"
+    else:
+        given = [f"`{name}={value}` is longer" for name, value in every.items() if value is not None]
+        reason = given[0] if given else f"set one of {', '.join(f'`{name}`' for name in every)}"
+    warnings.warn(f"{who} has measured nothing: training ended after {steps} steps; {reason}.", stacklevel=3)
 
 
 def check_finite(model: nn.Module) -> None:

@@ -39,7 +39,8 @@ class Source:
         """
         loader: Any = trainer.train_dataloader if self.data == "train" else trainer.val_dataloaders
         loader = loader[0] if isinstance(loader, list | tuple) and len(loader) == 1 else loader
-        needed = "a loader of an indexed dataset, all of which is used"
+        kind = "validation loader" if self.data == "val" else "loader"
+        needed = f"a {kind} of an indexed dataset, all of which is used"
         if readable(loader):
             try:
                 self.pool = self._read_pool(trainer, pl_module, loader)
@@ -47,7 +48,8 @@ class Source:
             except (TypeError, NotImplementedError, RuntimeError) as error:  # what copying raises
                 needed = f"a dataset that can be copied ({error})"
         if self.data == "val" or (not self.split and trainer.world_size > 1):
-            raise ValueError(f"`data={self.data!r}` needs {needed}, got {type(loader).__name__}.")
+            found = "none" if loader is None else type(loader).__name__
+            raise ValueError(f"`data={self.data!r}` needs {needed}, got {found}.")
         self.collecting = Collected(len(self._share(trainer, self.max_samples)))
 
     def _read_pool(self, trainer: Trainer, pl_module: LightningModule, loader: DataLoader) -> tuple[Any, Tensor | None]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_taskinfo._lightning import Callback, LightningModule, Trainer
 from lightning_taskinfo._observe import observing, trainable_parameters
-from lightning_taskinfo.callbacks._checks import check_batch, check_finite, kind_of_shards
+from lightning_taskinfo.callbacks._checks import check_batch, check_counts, check_finite, kind_of_shards, warn_nothing
 from lightning_taskinfo.callbacks._pool import Source
 from lightning_taskinfo.callbacks._report import has_matplotlib, report, summary
 from lightning_taskinfo.callbacks._samples import Samples, filled_up, inputs_and_targets, size
@@ -84,10 +84,7 @@ class Probe(Callback, ABC):
     ) -> None:
         if every_n_steps is not None and every_n_epochs is not None:
             raise ValueError(f"`every_n_epochs` must be left out beside `every_n_steps`, got {every_n_epochs}.")
-        counts = {"every_n_steps": every_n_steps, "every_n_epochs": every_n_epochs, "max_samples": max_samples}
-        for argument, value in counts.items():
-            if value is not None and value < 1:
-                raise ValueError(f"`{argument}` must be at least 1, got {value}.")
+        check_counts(every_n_steps=every_n_steps, every_n_epochs=every_n_epochs, max_samples=max_samples)
         if data not in self.data_options:
             raise ValueError(f"`data` must be one of {', '.join(self.data_options)}, got {data!r}.")
         Request(labels=labels, likelihood=likelihood, mc_samples=mc_samples)  # refuses what it does not know
@@ -166,6 +163,8 @@ class Probe(Callback, ABC):
         if self.history and trainer.loggers and trainer.is_global_zero:  # drawing takes a while
             with observing(pl_module):
                 self._report(trainer)
+        if not (self.history or self._warned or trainer.fast_dev_run) and trainer.global_step:  # type: ignore[attr-defined]
+            warn_nothing(self.state_key, trainer.global_step, self.data, self.every_n_steps, self.every_n_epochs)
         self._source = None
 
     def _check_shards(self, trainer: Trainer, pl_module: LightningModule, kind: str) -> None:

@@ -10,7 +10,7 @@ from lightning_taskinfo._lightning import LightningModule, Trainer
 from lightning_taskinfo._observe import observing
 from lightning_taskinfo.callbacks._probe import Probe
 from lightning_taskinfo.callbacks._report import has_matplotlib, report
-from lightning_taskinfo.callbacks._samples import Samples
+from lightning_taskinfo.callbacks._samples import Samples, first_samples
 from lightning_taskinfo.certificates import (
     BETAS,
     PRIOR_STDS,
@@ -21,6 +21,7 @@ from lightning_taskinfo.certificates import (
     certify,
     pareto_front,
 )
+from lightning_taskinfo.functional.likelihood import as_likelihood
 from lightning_taskinfo.plotting import plot_pareto
 
 
@@ -113,6 +114,22 @@ class PACBayesCertificate(Probe):
                 f"{self.state_key} needs a training set that can be read by index, each sample once, got "
                 f"{type(trainer.train_dataloader).__name__} with a sampler of its own or without a length."
             )
+
+    def _check(self, pl_module: LightningModule, inputs: Any, targets: Tensor | None) -> None:
+        self._checked = True
+        few, few_targets = first_samples(inputs, targets, 2)
+        needed = f"{self.state_key} certifies classifiers: the module must return logits [N, C] of at least 2 classes"
+        try:
+            outputs = pl_module(few)
+        except (NotImplementedError, TypeError) as error:
+            raise ValueError(f"{needed} for the inputs of a batch, which failed ({error}).") from error
+        found = list(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+        if not isinstance(outputs, Tensor) or outputs.ndim != 2 or outputs.shape[1] < 2:
+            raise ValueError(f"{needed}, got {found}.")
+        if few_targets is None or few_targets.is_floating_point() or few_targets.shape != outputs.shape[:1]:
+            given = "none" if few_targets is None else f"{few_targets.dtype} of shape {list(few_targets.shape)}"
+            raise ValueError(f"{self.state_key} needs class indices (integers) of shape [N] as targets, got {given}.")
+        as_likelihood("categorical").check(outputs, few_targets)
 
     def observe(self, model: nn.Module, samples: Samples) -> Certificate:
         if samples.targets is None:

@@ -101,6 +101,8 @@ def certify(
         generalization bounds for deep (stochastic) neural networks*, UAI 2017.
     """
     _check(theorem, interval, delta, delta_draws, draws, betas)
+    if not isinstance(prior, Prior | None):
+        raise ValueError(f"`prior` must be a Prior, such as Prior(start, origin=...), got {type(prior).__name__}.")
     prior = prior or Prior()
     with observing(model):
         task = Task.of(model, data, loss_fn, seed)

@@ -16,9 +16,9 @@ def read_samples(data: Data) -> tuple[Tensor, Tensor]:
     would not be the independent draws that a certificate speaks of. A random augmentation is applied once.
 
     Args:
-        data: ``(inputs, targets)``, or a dataset of such pairs, or a loader over one.
+        data: ``(inputs, targets)``, also as a list; or a dataset of such pairs, or a loader of one.
     """
-    if isinstance(data, tuple):
+    if isinstance(data, tuple) or (isinstance(data, list) and len(data) == 2 and isinstance(data[0], Tensor)):
         inputs, targets = data
     else:
         loader = data if isinstance(data, DataLoader) else DataLoader(data, batch_size=256)

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 from lightning_taskinfo.cli.certify import certify
 from lightning_taskinfo.cli.complexity import complexity
@@ -32,11 +33,18 @@ def main(args: Sequence[str] | None = None) -> int:
         argument is wrong.
     """
     try:
-        from jsonargparse import CLI
+        from jsonargparse import CLI, ArgumentParser
     except ImportError:
         return _fail("the command line needs jsonargparse: pip install 'lightning-taskinfo[cli]'", 1)
+
+    class Parser(ArgumentParser):
+        def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+            if any(f"Expected a <class '{kind}'>" in message for kind in ("list", "tuple")):
+                message += "\n  Several values stand in brackets, and so does one: '[a,b]', '[a]'."
+            super().error(message, ex)
+
     try:
-        text = CLI(COMMANDS, args=_underscored(args), as_positional=False, prog="taskinfo")
+        text = CLI(COMMANDS, args=_underscored(args), as_positional=False, prog="taskinfo", parser_class=Parser)
     except ValueError as error:
         return _fail(str(error), 2)
     except (ImportError, OSError, RuntimeError) as error:

@@ -1,6 +1,7 @@
 """``taskinfo complexity``."""
 
 import json
+import re
 from pathlib import Path
 
 from lightning_taskinfo._files import write_json
@@ -26,8 +27,8 @@ def complexity(
     """Trace the structure function of tasks: how much loss a nat in the weights of a small network buys.
 
     Args:
-        tasks: What to measure: digits, letters, the name of an npz file or a folder of idx files, several with + in
-            between; and behind colons even-odd, small-large, inverted, random-labels or only-<class>-<class>….
+        tasks: What to measure: digits, letters, an npz file or a folder of idx files, several with + in between; and
+            behind colons even-odd, small-large, inverted, random-labels or only-<class>-<class>….
         folder: Folder for complexity.json, complexity.png and what an interrupted call continues from.
         betas: Prices of a nat, beside the sum of the loss.
         max_samples: At most this many samples of each task; complexities are comparable at equal numbers only.
@@ -55,7 +56,7 @@ def complexity(
         with progress_bar(task.name) as progress:
             return structure_function(
                 network_for(task, width), task.data, betas, prior_std=prior_std, training=training, seed=seed,
-                name=task.name, folder=folder / task.name.replace(":", "_"), progress=progress,
+                name=task.name, folder=folder / re.sub("[:/]", "_", task.name), progress=progress,
             )  # fmt: skip
 
     curves = [trace(task) for task in loaded]

@@ -31,8 +31,8 @@ def distance(
     """Measure how far it is from each task to each other: what a small network must learn in addition, in nats.
 
     Args:
-        tasks: What to compare: digits, letters, the name of an npz file or a folder of idx files, several with + in
-            between; and behind colons even-odd, small-large, inverted, random-labels or only-<class>-<class>….
+        tasks: What to compare: digits, letters, an npz file or a folder of idx files, several with + in between; and
+            behind colons even-odd, small-large, inverted, random-labels or only-<class>-<class>….
         folder: Folder for distance.json, distance.png and what an interrupted call continues from.
         beta: Price of a nat, beside the sum of the loss of the task that is known.
         method: variational trains noisy weights, laplace plain ones, with the closed form around them.

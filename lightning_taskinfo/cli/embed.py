@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning_taskinfo._files import claim_folder, write_json
-from lightning_taskinfo.data.variants import load_task
+from lightning_taskinfo.data import ArrayData, load_task
 from lightning_taskinfo.tasks.embedding import ALPHA, TaskEmbedding, embedding_distances
 from lightning_taskinfo.tasks.probe import default_probe
 from lightning_taskinfo.tasks.task2vec import Task2Vec
@@ -57,6 +57,8 @@ def embed(
 
     if not tasks or len(set(tasks)) < len(tasks):
         raise ValueError(f"`tasks` must name at least one task, each once, got {list(tasks)}.")
+    source: dict[str, Any] = {"size": size, "seed": seed, "data_dir": data_dir}
+    data = {task: load_task(task, **source) for task in tasks}  # refused before anything is trained or written
     probe = default_probe(epochs=probe_epochs, seed=seed)
     embedder = Task2Vec(
         probe, head="head", labels=labels, max_samples=max_samples, weight_decay=weight_decay, seed=seed
@@ -64,8 +66,7 @@ def embed(
     configuration = {"probe": embedder.fingerprint, "labels": labels, "max_samples": max_samples}
     configuration |= {"weight_decay": weight_decay, "size": size, "seed": seed, "data_dir": str(data_dir or "")}
     claim_folder(folder, configuration)
-    source: dict[str, Any] = {"size": size, "seed": seed, "data_dir": data_dir}
-    embeddings = [_embedded(embedder, task, folder, source) for task in _with_progress(tasks)]
+    embeddings = [_embedded(embedder, task, folder, data[task]) for task in _with_progress(tasks)]
     rows = embedding_rows(embeddings, alpha=alpha)
     write_json(folder / "embeddings.json", _as_json(embeddings, rows, alpha, configuration))
     plot_task_map(embeddings)[0].savefig(folder / "task_map.png", dpi=150)
@@ -78,12 +79,12 @@ def embed(
     return f"{_table(rows)}\n{folder}"
 
 
-def _embedded(embedder: Task2Vec, task: str, folder: Path, source: dict[str, Any]) -> TaskEmbedding:
+def _embedded(embedder: Task2Vec, task: str, folder: Path, data: ArrayData) -> TaskEmbedding:
     """Read the embedding of a task, or make and keep it."""
     path = folder / f"{re.sub(r'[^A-Za-z0-9.+-]', '_', task)}.npz"
     if path.exists() and (kept := TaskEmbedding.load(path)).name == task:
         return kept
-    embedding = embedder.embed(load_task(task, **source), name=task)
+    embedding = embedder.embed(data, name=task)
     embedding.save(path)
     return embedding
 

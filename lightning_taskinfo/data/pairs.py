@@ -52,10 +52,10 @@ def load_dataset(
 
     ``digits`` and ``letters`` need no files: they are made once and cached in ``TASKINFO_CACHE_DIR``, or in
     ``lightning_taskinfo`` below the user's cache folder. Any other name is a file ``<name>.npz`` or a folder
-    ``<name>`` of idx files in ``data_dir``.
+    ``<name>`` of idx files in ``data_dir``, or else the path of an npz file or of such a folder.
 
     Args:
-        name: ``"digits"``, ``"letters"``, or the name of a file or folder.
+        name: ``"digits"``, ``"letters"``, or the name or path of a file or folder.
         size: Height and width of the embedded digits and letters: 28, or 8.
         seed: Seed of the embedded digits' split and the letters' drawing.
         data_dir: Folder of further datasets; ``TASKINFO_DATA_DIR`` where not given.
@@ -69,9 +69,14 @@ def load_dataset(
     folder = data_dir or os.environ.get("TASKINFO_DATA_DIR")
     if folder and Path(folder, f"{name}.npz").is_file():
         return load_npz(Path(folder, f"{name}.npz"))
-    if folder and Path(folder, name).is_dir():
-        return load_idx(Path(folder, name))
+    path = next((path for path in (Path(folder or "", name), Path(name)) if path.exists()), Path(name))
+    if path.suffix == ".npz" and path.is_file():
+        return load_npz(path)
+    if name and path.is_dir():
+        return load_idx(path)
     where = f"in {folder}" if folder else "as `data_dir` and TASKINFO_DATA_DIR are not set"
+    if name.endswith(".npz"):
+        where = f"in {folder} nor at this path" if folder else "at this path"
     raise ValueError(f"`name` must be {' or '.join(EMBEDDED)} or name a file; {name!r} was not found {where}.")
 
 

@@ -44,6 +44,9 @@ def sample_count(inputs: Any) -> int:
         ValueError: If there is no tensor, or the lengths differ.
     """
     lengths = {len(x) if x.dim() else 0 for x in tensors(inputs)}
+    if not lengths:
+        found = type(inputs).__name__ + ("" if not isinstance(inputs, list | tuple | Mapping) else " without tensors")
+        raise ValueError(f"`inputs` must be a tensor, or a tuple, list or dict of tensors, got {found}.")
     if len(lengths) != 1 or 0 in lengths:
         raise ValueError(
             f"`inputs` must hold tensors with the same, positive number of samples along axis 0, got {sorted(lengths)}."

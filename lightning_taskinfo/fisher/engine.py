@@ -90,6 +90,8 @@ def measure(model: nn.Module, inputs: Any, targets: Tensor | None, request: Requ
             f"BatchNorm {name!r} is in train mode, where it mixes the samples of a batch and none has a "
             "gradient of its own; call `model.eval()` first, or measure inside `observing(model)`."
         )
+    if targets is not None and not isinstance(targets, Tensor):
+        raise ValueError(f"`targets` must be a tensor, got {targets if isinstance(targets, str) else type(targets)!r}.")
     if targets is not None and len(targets) != sample_count(inputs):
         raise ValueError(f"`targets` must have one entry a sample ({sample_count(inputs)}), got {len(targets)}.")
     with observing(model), _full_precision(model), resharding(model):

@@ -103,6 +103,8 @@ def feature_overlap(
         >>> bool(feature_overlap(net, [(x, x.sum(1))], layers=["0"]).outside < 1e-6)
         True
     """
+    if isinstance(data, list | tuple) and any(isinstance(part, Tensor) for part in data):
+        raise ValueError("`data` must yield batches (inputs, labels), got tensors; put a single batch into a list.")
     features, labels = _collect(model, data, layers)
     if folds < 2:
         raise ValueError(f"`folds` must be at least 2, got {folds}.")

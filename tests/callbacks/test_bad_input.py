@@ -1,6 +1,7 @@
 """Bad input: refused when a probe is made or a fit starts, and otherwise a gap in the history with one warning."""
 
 import math
+import warnings
 
 import pytest
 import pytorch_lightning as pl
@@ -8,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from lightning_taskinfo.callbacks import FisherTrace
+from lightning_taskinfo.callbacks import FisherTrace, LocalMinimum
 from lightning_taskinfo.callbacks._samples import inputs_and_targets
 from lightning_taskinfo.fisher import fisher_trace
 from tests.callbacks.runs import PROBES, Classifier, digits, fit
@@ -21,6 +22,14 @@ all_probes = pytest.mark.parametrize("probe", PROBES.values(), ids=PROBES)
 def test_refuses_non_positive(probe, argument):
     with pytest.raises(ValueError, match=f"`{argument}` must be at least 1, got 0"):
         probe(**{argument: 0})
+
+
+@all_probes
+@pytest.mark.parametrize("argument", ["every_n_steps", "every_n_epochs", "max_samples"])
+@pytest.mark.parametrize("value", ["5", 2.5], ids=repr)
+def test_refuses_what_is_no_whole_number(probe, argument, value):
+    with pytest.raises(ValueError, match=f"`{argument}` must be a whole number, got {value!r}"):
+        probe(**{argument: value})
 
 
 @all_probes
@@ -77,6 +86,37 @@ def test_weights_that_are_not_finite_leave_a_gap_and_one_warning(tmp_path, probe
     with pytest.warns(UserWarning, match="could not measure at step 3 .*weights of 'net.0.weight' are not finite"):
         fit(tmp_path, callback, model=Diverging())
     assert [row["step"] for row in callback.history] == [1, 2]
+
+
+@all_probes
+@pytest.mark.parametrize("schedule", [{"every_n_steps": 1000}, {"every_n_epochs": 50}], ids=str)
+def test_a_training_too_short_to_be_measured_says_so(tmp_path, probe, schedule):
+    ((name, value),) = schedule.items()
+    callback = probe(data="train_batch", **schedule)
+    message = f"{probe.__name__} has measured nothing: training ended after . steps; `{name}={value}` is longer"
+    with pytest.warns(UserWarning, match=message):
+        fit(tmp_path, callback)
+    assert callback.history == []
+
+
+def test_a_probe_of_batches_without_a_schedule_says_so(tmp_path):
+    with pytest.warns(UserWarning, match="measured nothing: .*; set one of `every_n_steps`, `every_n_epochs`"):
+        fit(tmp_path, LocalMinimum(data="train_batch"))
+
+
+def test_a_subset_that_was_never_full_is_named(tmp_path):
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(digits())
+
+    with pytest.warns(UserWarning, match="measured nothing: .* after 1 steps; `max_samples` is more than it has seen"):
+        fit(tmp_path, FisherTrace(data="train", max_samples=20), loader=DataLoader(Stream(), batch_size=8), max_steps=1)
+
+
+def test_a_trial_run_of_one_step_is_no_reason_to_warn(tmp_path):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*has measured nothing")
+        fit(tmp_path, FisherTrace(), fast_dev_run=True)
 
 
 @all_probes

@@ -176,3 +176,31 @@ def test_refuses_samples_that_are_repeated_or_left_out(tmp_path):
     skewed = DataLoader(dataset, batch_size=16, sampler=WeightedRandomSampler(torch.rand(64), 64))
     with pytest.raises(ValueError, match=r"PACBayesCertificate needs a training set that can be read by index"):
         fit(tmp_path, PACBayesCertificate(**QUICK), model=Plain, loader=skewed)
+
+
+@pytest.mark.parametrize(
+    ("pick", "targets", "message"),
+    [
+        (lambda y: (y, y), torch.int64, r"must return logits \[N, C\] of at least 2 classes, got tuple\."),
+        (lambda y: y[:, 0], torch.int64, r"must return logits \[N, C\] of at least 2 classes, got \[2\]\."),
+        (lambda y: y[:, None].expand(-1, 3, -1), torch.int64, r"got \[2, 3, 2\]\."),
+        (lambda y: y, torch.float32, r"needs class indices \(integers\) .*, got torch\.float32 of shape \[2\]\."),
+    ],
+    ids=["tuple", "regression", "sequence", "real targets"],
+)
+def test_refuses_what_is_no_classifier_before_the_first_step_by_no_argument_it_does_not_have(
+    tmp_path, pick, targets, message
+):
+    class Other(Plain):
+        def forward(self, x):
+            return pick(self.net(x))
+
+        def training_step(self, batch, batch_idx):
+            raise AssertionError("refused too late")
+
+    x, y = blobs(64, seed=0)
+    loader = DataLoader(TensorDataset(x, y.to(targets)), batch_size=16)
+    with pytest.raises(ValueError, match=message) as refused:
+        fit(tmp_path, PACBayesCertificate(**QUICK), model=Other, loader=loader)
+    assert "likelihood" not in str(refused.value)
+    assert "forward_fn" not in str(refused.value)

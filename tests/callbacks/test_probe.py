@@ -196,7 +196,7 @@ def test_val_looks_at_validation_data(tmp_path):
     callback, held_out = Recording(every_n_epochs=1, data="val"), digits(64)
     fit(tmp_path, callback, model=Validated(), val=DataLoader(held_out, batch_size=8))
     assert torch.equal(callback.seen[0], held_out.tensors[0])
-    with pytest.raises(ValueError, match=r"`data='val'` needs a loader of an indexed dataset.*got NoneType"):
+    with pytest.raises(ValueError, match=r"`data='val'` needs a validation loader of an indexed dataset.*got none"):
         fit(tmp_path, Recording(data="val"))
 
 

@@ -221,8 +221,16 @@ def test_messages(trained, data, prior, arguments, message):
         certify(trained, data, prior, **arguments)
 
 
+def test_a_batch_of_a_loader_is_data(trained, data, prior):
+    assert certify(trained, list(data), prior, draws=5, betas=(1.0,)) == certify(
+        trained, data, prior, draws=5, betas=(1.0,)
+    )
+
+
 def test_refuses_data_that_do_not_fit(trained, data, prior):
     x, y = data
+    with pytest.raises(ValueError, match=r"`prior` must be a Prior, such as Prior\(start, .*, got Sequential"):
+        certify(trained, data, deepcopy(trained))
     with pytest.raises(ValueError, match="`data` must hold at least 8 samples, got 7"):
         certify(trained, (x[:7], y[:7]), prior)
     with pytest.raises(ValueError, match="`data` must hold a target for each input, got 3 for 8"):

@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 
-from lightning_taskinfo.data import ArrayData, load_letters, load_pair, pairs, save_npz
+from lightning_taskinfo.data import ArrayData, load_dataset, load_letters, load_pair, pairs, save_npz
 from lightning_taskinfo.data.pairs import cache_dir, cached
 
 WRITER = """
@@ -50,6 +50,20 @@ def test_source_and_target(name):
 
 def test_letters_to_digits():
     assert [data.name for data in load_pair("letters→digits", size=8)] == ["letters 8×8", "digits 8×8"]
+
+
+@pytest.mark.parametrize("data_dir", [None, "elsewhere", "."])
+def test_paths_of_files(tmp_path, arrays, monkeypatch, data_dir):
+    monkeypatch.delenv("TASKINFO_DATA_DIR", raising=False)
+    monkeypatch.chdir(tmp_path)
+    data = ArrayData(**arrays, name="my own", num_classes=10)
+    save_npz(tmp_path / "mine.npz", data)
+    for name in ("mine.npz", str(tmp_path / "mine.npz")):
+        assert np.array_equal(load_dataset(name, data_dir=data_dir).x_test, data.x_test)
+    with pytest.raises(ValueError, match=r"name a file; 'yours\.npz' was not found .*at this path"):
+        load_dataset("yours.npz", data_dir=data_dir)
+    with pytest.raises(ValueError, match="'' was not found"):
+        load_dataset("", data_dir=data_dir)
 
 
 @pytest.mark.parametrize("variable", [False, True])

@@ -277,8 +277,11 @@ def test_bad_arguments_are_named(arguments, message):
 
 def test_bad_models_and_inputs_are_named():
     model, inputs, _ = make("functional")
-    with pytest.raises(ValueError, match=r"`inputs` must hold tensors with the same.* got \[\]"):
-        fisher_trace(model, [])
+    for found, nothing in {"list without tensors": [], "ndarray": inputs.numpy()}.items():
+        with pytest.raises(ValueError, match=f"`inputs` must be a tensor, or a tuple, .* of tensors, got {found}"):
+            fisher_trace(model, nothing)
+    with pytest.raises(ValueError, match="`targets` must be a tensor, got 'exact'"):
+        fisher_trace(model, inputs, "exact")
     with pytest.raises(ValueError, match=r"got \[3, 7\]"):
         fisher_trace(model, [inputs, inputs[:3]])
     with pytest.raises(ValueError, match=r"must return one row of outputs a sample: expected \[3, ...\] for 3 inputs"):

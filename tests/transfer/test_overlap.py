@@ -125,6 +125,11 @@ def test_refuses(arguments, message):
         feature_overlap(Frozen(3), [(randn(40, 4), randn(40))], **arguments)
 
 
+def test_refuses_a_batch_in_place_of_batches():
+    with pytest.raises(ValueError, match=r"`data` must yield batches \(inputs, labels\), got tensors; put a single"):
+        feature_overlap(Frozen(3), (randn(40, 4), randn(40)))
+
+
 def test_refuses_a_rising_curve_and_a_wrong_confidence():
     overlap = FeatureOverlap(("a",), torch.tensor([0.1]).double(), torch.tensor([0.01]).double(), 100)
     with pytest.raises(ValueError, match="`scratch` must fall with `n`, got a fitted exponent of -1"):
