@@ -24,6 +24,7 @@ def test_complexity_writes_json_and_a_figure_and_continues(tmp_path, capsys):
     assert second["samples"] == 40
     assert f"{first['kl'][0]:.2f}" in printed
     assert "critical beta: not within these prices" in printed
+    assert "not to be trusted: training stopped short of the minimum at beta 10, 1; set more --steps" in printed
     assert cli.main([*command, *SMALL]) == 0  # from what is there
     assert capsys.readouterr().out == printed
     assert cli.main([*command, *SMALL, "--prior_std=0.2"]) == 2

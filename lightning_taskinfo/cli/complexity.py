@@ -72,4 +72,8 @@ def _text(curve: StructureFunction) -> str:
         lines.append(f"{beta:10.4g} {kl:12.2f} {loss / curve.samples:13.4f} {error / curve.samples:9.4f}")
     critical = curve.critical_beta()
     found = "not within these prices" if critical is None else f"{critical:.4g}"
-    return "\n".join([*lines, f"critical beta: {found}\n"])
+    lines.append(f"critical beta: {found}")
+    if short := curve.unfinished():
+        prices = ", ".join(f"{beta:.4g}" for beta in short)
+        lines.append(f"not to be trusted: training stopped short of the minimum at beta {prices}; set more --steps")
+    return "\n".join([*lines, ""])

@@ -1,5 +1,6 @@
 """What every loader returns: labelled images in memory, split once and checked once."""
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,9 +97,17 @@ def from_any(splits: dict[str, Any], *, name: str, num_classes: int | None = Non
         num_classes: Number of classes; one more than the largest label where not given.
     """
     arrays = {key: _images(a) if key.startswith("x") else _labels(a) for key, a in splits.items()}
-    if num_classes is None:
-        num_classes = 1 + max((int(arrays[key].max()) for key in ("y_train", "y_test") if arrays[key].size), default=1)
-    return ArrayData(**arrays, name=name, num_classes=num_classes)
+    if num_classes is not None:
+        return ArrayData(**arrays, name=name, num_classes=num_classes)
+    num_classes = 1 + max((int(arrays[key].max()) for key in ("y_train", "y_test") if arrays[key].size), default=1)
+    data = ArrayData(**arrays, name=name, num_classes=num_classes)
+    if len(absent := np.setdiff1d(np.arange(num_classes), data.y_train)) and data.y_train.size:
+        warnings.warn(
+            f"`y_train` of {name!r} has no sample of {len(absent)} of {num_classes} classes, the first of them "
+            f"{absent[0]}; labels count from 0, and `num_classes` says how many there are.",
+            stacklevel=3,
+        )
+    return data
 
 
 def _images(images: NDArray[Any]) -> NDArray[Any]:

@@ -98,7 +98,11 @@ def local_minimum_summary(
     xi = gram.double()[chosen.unsqueeze(2), chosen.unsqueeze(1)]  # [T, N', N']
     gammas = log_determinant(xi)
     if bool(gammas.isinf().any()):
-        warnings.warn("A Gram matrix of gradients is singular, so that its log-determinant is -inf.", stacklevel=2)
+        warnings.warn(
+            "A Gram matrix of gradients is singular, so that its log-determinant is -inf; "
+            f"set `subset_size` below {n}, and below the number of weights.",
+            stacklevel=2,
+        )
     return LocalMinimumSummary(
         gamma=gammas.mean(),
         gamma_standard_error=gammas.std() / math.sqrt(draws) if draws > 1 else torch.full_like(gammas[0], math.nan),

@@ -35,6 +35,11 @@ class SmallProbe(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Return logits ``[N, C]`` of images ``[N, channels, H, W]`` with values in ``[0, 1]``."""
+        if images.dim() != 4:
+            raise ValueError(
+                f"The default probe takes images [N, channels, height, width], got {list(images.shape)}; "
+                "set `probe` to a network for your inputs."
+            )
         grey = images.mean(1, keepdim=True)
         if grey.shape[-2:] != (SIDE, SIDE):
             grey = interpolate(grey, (SIDE, SIDE), mode="bilinear", antialias=True)

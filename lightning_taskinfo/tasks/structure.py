@@ -93,6 +93,19 @@ class StructureFunction:
             for (t, e, a), (u, f, b) in pairwise(rows)
         )
 
+    def unfinished(self) -> tuple[float, ...]:
+        r"""Return the :math:`\beta` whose training provably stopped short of the minimum.
+
+        That is where another point, or the prior's, has an :math:`E_Q[L_D] + \beta\,\mathrm{KL}` that is lower by more
+        than three standard errors. Where none has, the training may still have stopped short.
+        """
+        found = []
+        for beta, own, error in zip(self.betas, self.objective, self.loss_error, strict=True):
+            best = self.complexity(beta)
+            if own - best.value > 3 * math.hypot(error, best.standard_error):
+                found.append(beta)
+        return tuple(found)
+
     def critical_beta(self, margin: float = 0.05) -> float | None:
         r"""Return :math:`\beta^*`, below which the minimiser is no longer a constant classifier.
 

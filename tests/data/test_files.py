@@ -25,6 +25,13 @@ def test_npz_by_numpy(tmp_path, arrays):
     assert (named.name, named.num_classes) == ("other", 11)
 
 
+def test_a_class_without_samples_is_a_warning(tmp_path, arrays):
+    counted_from_one = {key: value + 1 if key.startswith("y") else value for key, value in arrays.items()}
+    np.savez(tmp_path / "some.npz", **counted_from_one)
+    with pytest.warns(UserWarning, match="`y_train` of 'some' has no sample of 1 of 11 classes, the first of them 0"):
+        assert load_npz(tmp_path / "some.npz").num_classes == 11
+
+
 def test_save_and_load(tmp_path, arrays):
     save_npz(tmp_path / "file.npz", ArrayData(**arrays, name="letters → α", num_classes=12))
     data = load_npz(tmp_path / "file.npz")

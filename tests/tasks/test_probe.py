@@ -86,6 +86,11 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path, monkeypatch):
         assert isinstance(default_probe(epochs=1), SmallProbe)
 
 
+def test_inputs_that_are_no_images_need_a_probe_of_their_own(probe):
+    with pytest.raises(ValueError, match=r"takes images .*, got \[3, 10\]; set `probe`"):
+        probe(torch.ones(3, 10))
+
+
 def test_refuses_no_epochs():
     with pytest.raises(ValueError, match="`epochs` must be at least 1, got 0"):
         default_probe(epochs=0)

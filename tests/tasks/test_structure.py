@@ -41,6 +41,12 @@ def test_slopes_have_the_error_of_both_ends():
     assert math.isnan(curve(kl=(0.5, 0.5, 6.0, 8.0)).slopes()[0].value)
 
 
+def test_a_point_that_another_undercuts_is_no_minimiser():
+    assert curve().unfinished() == (0.7,)  # 10.0 ± 0.3 where the second has 8.8 ± 0.2
+    assert curve(loss_error=(0.1, 0.3, 0.3, 0.4)).unfinished() == ()  # which may be chance
+    assert curve(loss_error=(0.0,) * 4, prior_loss_error=0.0).unfinished() == (2.0, 0.7)  # the prior has 10.0, not 10.9
+
+
 def test_the_critical_beta_is_where_the_loss_leaves_the_entropy():
     # The threshold is 0.9 · 2 · 5 = 9, between 9.9 at β = 2 and 6 at β = 1.
     share = 0.9 / 3.9
