@@ -148,9 +148,10 @@ class FisherTrace(Probe):
             return None
 
     def _read_off(self, recorder: StepRecorder) -> StepInformation:
-        if recorder.problem or not recorder.norms:
+        norms = recorder.norms
+        if recorder.problem or not norms:
             raise RuntimeError(recorder.problem or "the training step had no backward pass")
-        information = StepInformation.of(recorder.norms, self._scale**2)
+        information = StepInformation.of(norms, self._scale**2)
         if not all(map(math.isfinite, information.sums)):
             raise RuntimeError("the gradients of the training step are not finite")
         return information

@@ -69,7 +69,8 @@ class StepRecorder:
         self.readers = {name: _reader(module) for name, module in self.layers.items()}
         self.parameters = gathered_parameters(model)
         self.handles: list[RemovableHandle] = []
-        self.norms: ParamDict = {}
+        self._norms: ParamDict = {}
+        self._waiting: list[tuple[str, nn.Linear, Tensor, Tensor, tuple[int, int]]] = []
         self.seen: set[str] = set()
         self.problem: str | None = None
         self.graph_checked = False
@@ -78,7 +79,7 @@ class StepRecorder:
     def start(self, batch_size: int, max_samples: int) -> None:
         """Hook the layers for one forward pass over ``batch_size`` samples, the first of which are measured."""
         self.stop()
-        self.norms, self.seen, self.problem = {}, set(), None
+        self._norms, self._waiting, self.seen, self.problem = {}, [], set(), None
         self.batch_size, self.max_samples = batch_size, max_samples
         self.handles = [self.layers[name].register_forward_hook(hook) for name, hook in self.hooks.items()]
 
@@ -87,6 +88,16 @@ class StepRecorder:
         for handle in self.handles:
             handle.remove()
         self.handles = []
+
+    @property
+    def norms(self) -> ParamDict:
+        """Squared gradient norms by parameter name, each ``[max_samples]``, after the backward pass."""
+        waiting, self._waiting = self._waiting, []
+        for name, module, a, b, versions in waiting:
+            if (a._version, b._version) != versions:
+                self.problem = f"the input or the gradient of layer {name!r} was changed in place"
+            self._add_linear(name, module, _full(a), _full(b))
+        return self._norms
 
     def before_backward(self, loss: Tensor) -> None:
         """Take the hooks away, and note what speaks against a measurement of this step."""
@@ -128,6 +139,11 @@ class StepRecorder:
         def read(b: Tensor | None) -> None:
             if x._version != version:
                 self.problem = f"the input of layer {name!r} was changed in place"
+            elif b is not None and type(module) is nn.Linear and b.dim() == x.dim() == 2:
+                # Small, and most of the layers of small networks: to stop in the middle of a backward pass for as long
+                # as their norms take would cost more than the norms.
+                a, b = x[: self.max_samples], b[: self.max_samples]
+                self._waiting.append((name, module, a, b, (a._version, b._version)))
             elif b is not None:
                 with _no_autocast(x.device.type):
                     self._add(name, module, x, _full(b.reshape(shape)[: self.max_samples]))
@@ -135,9 +151,6 @@ class StepRecorder:
         return read
 
     def _add(self, name: str, module: nn.Module, x: Tensor, b: Tensor) -> None:
-        if type(module) is nn.Linear and b.dim() == 2:  # most layers, possibly at every step: the shortest way
-            self._add_linear(name, module, _full(x[: self.max_samples]), b)
-            return
         whole = isinstance(module, _BatchNorm) and not isinstance(module, _InstanceNorm)  # needs the whole batch
         call = self.readers[name](module, _full(x if whole else x[: self.max_samples]))
         if call is None:
@@ -149,15 +162,15 @@ class StepRecorder:
         slots = {slot: Slot(f"{name}.{slot}", tuple(p.shape)) for slot, p in owned.items()}
         use = call.kind(slots, None, b.shape, tuple((s.detach(), 0) for s in call.saved), call.config)  # type: ignore[arg-type]
         for slot, named in slots.items():
-            self.norms[named.name] = use.norms(slot, [b]).detach()
+            self._norms[named.name] = use.norms(slot, [b]).detach()
 
     def _add_linear(self, name: str, module: nn.Linear, a: Tensor, b: Tensor) -> None:
         """Use the rank of ``b aᵀ``: its squared norm is the product of two."""
         outputs = torch.linalg.vector_norm(b.detach(), dim=1).square_()
         if module.weight.requires_grad:
-            self.norms[f"{name}.weight"] = torch.linalg.vector_norm(a, dim=1).square_().mul_(outputs)
+            self._norms[f"{name}.weight"] = torch.linalg.vector_norm(a, dim=1).square_().mul_(outputs)
         if module.bias is not None and module.bias.requires_grad:
-            self.norms[f"{name}.bias"] = outputs
+            self._norms[f"{name}.bias"] = outputs
 
 
 class StepInformation(NamedTuple):

@@ -119,6 +119,24 @@ def test_no_hook_stays_and_gradients_are_the_same():
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(net.parameters(), twin.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("change", ["gradient", "input"])
+def test_what_is_changed_after_it_was_read_is_not_measured(change):
+    net, x, y = problem("mlp")
+    recorder = StepRecorder(net)
+    recorder.start(N, N)
+    outputs = net(x)
+    loss = F.cross_entropy(outputs, y)
+    recorder.before_backward(loss)
+    if change == "gradient":
+        outputs.grad_fn.register_prehook(lambda gradients: gradients[0].zero_().tolist() and None)
+    loss.backward()
+    if change == "input":
+        x.zero_()
+    assert recorder.norms
+    layer = {"gradient": "2", "input": "0"}[change]
+    assert recorder.problem == f"the input or the gradient of layer '{layer}' was changed in place"
+
+
 class Watched(torch.autograd.Function):
     """Passes its input on, and leaves a weak reference to its place in the graph."""
 
