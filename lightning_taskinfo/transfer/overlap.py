@@ -100,6 +100,7 @@ def feature_overlap(
     Example:
         >>> x = torch.randn(60, 3, generator=torch.Generator().manual_seed(0))
         >>> net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+        >>> _ = nn.init.eye_(net[0].weight)
         >>> bool(feature_overlap(net, [(x, x.sum(1))], layers=["0"]).outside < 1e-6)
         True
     """
