@@ -206,9 +206,9 @@ def damaged(name: str, folder) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("cut", "must be a whole file of nothing but tensors and plain values, got bad.pt ("),
-        ("empty", "must be a whole file of nothing but tensors and plain values, got bad.pt ("),
-        ("module", "must be a whole file of nothing but tensors and plain values, got bad.pt ("),
+        ("cut", "must be a Lightning checkpoint or a whole file of `model.state_dict()`, not"),
+        ("empty", "must be a Lightning checkpoint or a whole file of `model.state_dict()`, not"),
+        ("module", "must be a Lightning checkpoint or a whole file of `model.state_dict()`, not"),
         ("list", "must hold a Lightning checkpoint or a state dict, got bad.pt with neither."),
         ("nan", "must hold finite weights, got bad.pt with NaN or infinity in '2.bias'."),
         ("shape", "must hold the weights of the model, got bad.pt: size mismatch for 2.bias"),

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from lightning_taskinfo._lightning import Callback, LightningModule, Trainer
 from lightning_taskinfo._observe import observing, trainable_parameters
-from lightning_taskinfo.callbacks._checks import check_batch, check_counts, check_finite, kind_of_shards, warn_nothing
+from lightning_taskinfo.callbacks._checks import check_batch, check_finite, kind_of_shards, warn_nothing
 from lightning_taskinfo.callbacks._pool import Source
 from lightning_taskinfo.callbacks._report import has_matplotlib, report, summary
 from lightning_taskinfo.callbacks._samples import Samples, filled_up, inputs_and_targets, size
+from lightning_taskinfo.fisher.batches import check_counts
 from lightning_taskinfo.fisher.engine import Request
 from lightning_taskinfo.fisher.sharded import gathered_parameters, resharding, sharded
 from lightning_taskinfo.functional.likelihood import Labels, Likelihood

@@ -63,7 +63,7 @@ def read_checkpoint(argument: str, path: Path) -> tuple[dict[str, Tensor], dict[
         content = torch.load(path, map_location="cpu", weights_only=True)
     except (EOFError, KeyError, RuntimeError, UnpicklingError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
-        rule = "a whole file of nothing but tensors and plain values"
+        rule = "a Lightning checkpoint or a whole file of `model.state_dict()`, not of the model itself"
         raise ValueError(f"`{argument}` must be {rule}, got {path} ({reason}).") from error
     kept = content.get("hyper_parameters", {}) if isinstance(content, Mapping) else {}
     state = content.get("state_dict", content) if isinstance(content, Mapping) else content

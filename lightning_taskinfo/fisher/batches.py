@@ -1,9 +1,18 @@
-"""Batches of any shape: a tensor, or tuples, lists and dicts of tensors."""
+"""Batches of any shape (a tensor, or tuples, lists and dicts of tensors), and the numbers that go with them."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
+
+
+def check_counts(**counts: int | None) -> None:
+    """Raise a ``ValueError`` for what is given and is no whole number of at least 1."""
+    for argument, value in counts.items():
+        if value is not None and not hasattr(value, "__index__"):
+            raise ValueError(f"`{argument}` must be a whole number, got {value!r}.")
+        if value is not None and value < 1:
+            raise ValueError(f"`{argument}` must be at least 1, got {value}.")
 
 
 def take(inputs: Any, pick: Callable[[Tensor], Tensor]) -> Any:

@@ -13,7 +13,7 @@ from torch import Generator, Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_taskinfo._observe import ParamDict, observing, parts
-from lightning_taskinfo.fisher.batches import sample_count, take
+from lightning_taskinfo.fisher.batches import check_counts, sample_count, take
 from lightning_taskinfo.fisher.findings import Findings, by_name, differ, disjoint, recall, remember, sizes_of
 from lightning_taskinfo.fisher.hooks import Captured, capture, find_layouts
 from lightning_taskinfo.fisher.kron import backpack_gradients
@@ -58,10 +58,7 @@ class Request:
         for name, options in OPTIONS.items():
             if getattr(self, name) not in options:
                 raise ValueError(f"`{name}` must be one of {', '.join(options)}, got {getattr(self, name)!r}.")
-        for name in ("mc_samples", "chunk_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"`{name}` must be at least 1, got {value}.")
+        check_counts(mc_samples=self.mc_samples, chunk_size=self.chunk_size)
         as_likelihood(self.likelihood)
 
     def forward(self, model: nn.Module, inputs: Any) -> Tensor:

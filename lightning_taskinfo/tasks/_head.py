@@ -55,7 +55,10 @@ def _features(seen: list[tuple[object, ...]], head: str, n: int) -> Tensor:
         if isinstance(features, Tensor) and features.ndim == 2 and len(features) == n:
             return features.detach().double().cpu()
     got = [[list(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in args] for args in seen]
-    raise ValueError(f"`head` must run once a pass, on one tensor [N, D]; {head!r} got {got} for {n} samples.")
+    raise ValueError(
+        f"`head` must run once a pass, on one tensor [N, D], and is the last nn.Linear where not given; {head!r} got "
+        f"{got} for {n} samples."
+    )
 
 
 def fit_linear_head(features: Tensor, labels: Tensor, *, weight_decay: float, max_iter: int = 1000) -> nn.Linear:

@@ -265,6 +265,8 @@ def test_an_input_changed_in_place_gives_no_number():
         ({"likelihood": "poisson"}, "`likelihood` must be one of categorical, bernoulli, gaussian, got 'poisson'"),
         ({"mc_samples": 0}, "`mc_samples` must be at least 1, got 0"),
         ({"chunk_size": 0}, "`chunk_size` must be at least 1, got 0"),
+        ({"mc_samples": "3"}, "`mc_samples` must be a whole number, got '3'"),
+        ({"chunk_size": 2.5}, "`chunk_size` must be a whole number, got 2.5"),
         ({"labels": "empirical"}, "`targets` must be given for `labels='empirical'`, got None"),
         ({"targets": torch.zeros(3, dtype=torch.long)}, r"`targets` must have one entry a sample \(7\), got 3"),
     ],
