@@ -38,7 +38,7 @@ format: setup
 bench: .venv-bench/installed
 	.venv-bench/bin/python benchmarks/fisher.py --memory-growth
 
-# The peers go in without their dependencies, which would bring torchvision; what they really import is named here.
+# The peers go in without their dependencies, one of which breaks Lightning here too; what they import is named instead.
 BENCH_PIP := .venv-bench/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
 .venv-bench/installed: pyproject.toml constraints.txt benchmarks/requirements.txt

@@ -100,23 +100,17 @@ def certify(
         *On PAC-Bayes bounds for deep neural networks using the loss curvature*; Dziugaite, Roy, *Computing nonvacuous
         generalization bounds for deep (stochastic) neural networks*, UAI 2017.
     """
-    _check(theorem, interval, delta, delta_draws, draws, betas)
-    if not isinstance(prior, Prior | None):
-        raise ValueError(f"`prior` must be a Prior, such as Prior(start, origin=...), got {type(prior).__name__}.")
-    prior = prior or Prior()
+    prior = Prior() if prior is None else prior
+    _check(prior, theorem, interval, delta, delta_draws, draws, betas)
     with observing(model):
         task = Task.of(model, data, loss_fn, seed)
         reasons = reasons_against(model, prior, task.inputs[:4].to(task.generator.device))
         curvatures = _curvatures(task, structure, curvature_samples)
-        candidates = [
-            propose(task, prior, curvatures[name], beta).row(task, name, beta, theorem, delta)
-            for name, beta in counted(product(curvatures, betas), len(curvatures) * len(betas), progress, "search")
-        ]
+        candidates = _search(task, prior, curvatures, betas, theorem, delta, progress)
         best = min(candidates, key=lambda row: row.bound)
         winner = propose(task, prior, curvatures[best.structure], best.beta)
         risks, why_not = _fresh_risks(task, winner.post, draws, progress)
-        n = len(task.inputs)
-        model_risk = float(torch.cat([task.losses(index) for index in torch.arange(n).split(4096)]).mean())
+        model_risk, n = task.mean_loss(), len(task.inputs)
     low, high = _interval(risks, interval, delta_draws)
     return Certificate(
         bound=min(1.0, float(BOUNDS[theorem](high, winner.kl + winner.price, n, delta))),
@@ -157,6 +151,20 @@ def _curvatures(
     return {name: curvature_of(task, name, samples) for name in cast(Sequence[Structure], structure)}
 
 
+def _search(
+    task: Task,
+    prior: Prior,
+    curvatures: dict[str, Curvature],
+    betas: Sequence[float],
+    theorem: Theorem,
+    delta: float,
+    progress: Progress | None,
+) -> list[Candidate]:
+    """Return a row for each curvature and β, with the bound that a few draws promise."""
+    turns = counted(product(curvatures, betas), len(curvatures) * len(betas), progress, "search")
+    return [propose(task, prior, curvatures[name], beta).row(task, name, beta, theorem, delta) for name, beta in turns]
+
+
 def _fresh_risks(task: Task, post: WeightGaussian, draws: int, progress: Progress | None) -> tuple[Tensor, list[str]]:
     """Return the mean loss of each of some networks that nothing was chosen by, and what is wrong with the losses."""
     turns = counted(range(draws), draws, progress, "draws")
@@ -178,7 +186,11 @@ def _outside(losses: Tensor) -> float | None:
     return outside[0].item() if len(outside) else None
 
 
-def _check(theorem: str, interval: str, delta: float, delta_draws: float, draws: int, betas: Sequence[float]) -> None:
+def _check(
+    prior: object, theorem: str, interval: str, delta: float, delta_draws: float, draws: int, betas: Sequence[float]
+) -> None:
+    if not isinstance(prior, Prior):
+        raise ValueError(f"`prior` must be a Prior, such as Prior(start, origin=...), got {type(prior).__name__}.")
     if theorem not in get_args(Theorem):
         raise ValueError(f"`theorem` must be one of {get_args(Theorem)}, got {theorem!r}.")
     if interval not in get_args(Interval):

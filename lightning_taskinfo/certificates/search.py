@@ -60,6 +60,10 @@ class Task:
         device = next(iter(trainable_parameters(model).values())).device
         return cls(model, inputs, targets, loss, Generator(device).manual_seed(seed))
 
+    def mean_loss(self) -> float:
+        """Return the mean loss of all samples under the network's present weights."""
+        return float(torch.cat([self.losses(index) for index in torch.arange(len(self.inputs)).split(4096)]).mean())
+
     @torch.no_grad()
     def losses(self, index: Tensor | slice) -> Tensor:
         """Return the losses of some samples under the network's present weights."""
