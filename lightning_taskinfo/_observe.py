@@ -4,7 +4,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +28,16 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def parts(model: nn.Module) -> tuple[list[nn.Module], list[nn.Parameter], list[Tensor]]:
-    """Return all modules, parameters and buffers of a model, each once, in one walk through it.
+class Parts(NamedTuple):
+    """All modules, parameters and buffers of a model, each once."""
+
+    modules: list[nn.Module]
+    parameters: list[nn.Parameter]
+    buffers: list[Tensor]
+
+
+def parts(model: nn.Module) -> Parts:
+    """Return all modules, parameters and buffers of a model, in one walk through it.
 
     Example:
         >>> modules, parameters, buffers = parts(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
@@ -39,7 +47,7 @@ def parts(model: nn.Module) -> tuple[list[nn.Module], list[nn.Parameter], list[T
     modules = [*model.modules()]
     parameters = {id(p): p for module in modules for p in module._parameters.values() if p is not None}
     buffers = {id(b): b for module in modules for b in module._buffers.values() if b is not None}
-    return modules, [*parameters.values()], [*buffers.values()]
+    return Parts(modules, [*parameters.values()], [*buffers.values()])
 
 
 @contextmanager
@@ -67,7 +75,14 @@ def observing(model: nn.Module) -> Iterator[nn.Module]:
         >>> net.training
         True
     """
-    modules, parameters, buffers = parts(model)
+    with observing_parts(parts(model)):
+        yield model
+
+
+@contextmanager
+def observing_parts(observed: Parts) -> Iterator[None]:
+    """Do what :func:`observing` does, with the parts of a model that has been walked through already."""
+    modules, parameters, buffers = observed
     devices = {t.device for t in (*parameters, *buffers)} | {torch.device("cpu")}
     with ExitStack() as stack:
         stack.callback(_keep_random_states(devices))
@@ -77,7 +92,8 @@ def observing(model: nn.Module) -> Iterator[nn.Module]:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         for device_type in sorted({device.type for device in devices} - {"meta"}):
-            stack.enter_context(torch.autocast(device_type, enabled=False))
+            if torch.is_autocast_enabled(device_type):
+                stack.enter_context(torch.autocast(device_type, enabled=False))
         if "torch._dynamo" in sys.modules:  # otherwise nothing can be compiled, and importing it takes a second
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         for module in modules:
@@ -86,7 +102,7 @@ def observing(model: nn.Module) -> Iterator[nn.Module]:
         for p in parameters:
             if p.grad is not None:
                 p.grad = None  # a `backward()` inside adds to a gradient of its own
-        yield model
+        yield
 
 
 Restore: TypeAlias = Callable[[], None]

@@ -12,7 +12,7 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_taskinfo._observe import ParamDict, observing, parts
+from lightning_taskinfo._observe import ParamDict, Parts, observing_parts, parts
 from lightning_taskinfo.fisher.batches import check_counts, sample_count, take
 from lightning_taskinfo.fisher.findings import Findings, by_name, differ, disjoint, recall, remember, sizes_of
 from lightning_taskinfo.fisher.hooks import Captured, capture, find_layouts
@@ -81,7 +81,8 @@ class Request:
 
 def measure(model: nn.Module, inputs: Any, targets: Tensor | None, request: Request, sink: Sink) -> dict[str, str]:
     """Send the squared gradients of every sample into ``sink`` and return which engine served which parameter."""
-    if any(isinstance(module, _BatchNorm) and module.training for module in model.modules()):
+    observed, n = parts(model), sample_count(inputs)
+    if any(isinstance(module, _BatchNorm) and module.training for module in observed.modules):
         name = next(name for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training)
         raise ValueError(
             f"BatchNorm {name!r} is in train mode, where it mixes the samples of a batch and none has a "
@@ -89,10 +90,10 @@ def measure(model: nn.Module, inputs: Any, targets: Tensor | None, request: Requ
         )
     if targets is not None and not isinstance(targets, Tensor):
         raise ValueError(f"`targets` must be a tensor, got {targets if isinstance(targets, str) else type(targets)!r}.")
-    if targets is not None and len(targets) != sample_count(inputs):
-        raise ValueError(f"`targets` must have one entry a sample ({sample_count(inputs)}), got {len(targets)}.")
-    with observing(model), _full_precision(model), resharding(model):
-        return _Measurement(model, take(inputs, _usable), targets, request, sink).run()
+    if targets is not None and len(targets) != n:
+        raise ValueError(f"`targets` must have one entry a sample ({n}), got {len(targets)}.")
+    with observing_parts(observed), _full_precision(observed), resharding(model):
+        return _Measurement(model, take(inputs, _usable), targets, request, sink).run(n)
 
 
 class _Measurement:
@@ -112,9 +113,8 @@ class _Measurement:
         self.probe: Captured | None = None  # a pass over a few samples, where nothing is known
         self.compared = self.mixing = False
 
-    def run(self) -> dict[str, str]:
-        """Measure chunk by chunk and return which engine served which parameter."""
-        n = sample_count(self.inputs)
+    def run(self, n: int) -> dict[str, str]:
+        """Measure ``n`` samples chunk by chunk and return which engine served which parameter."""
         if self.known is None:
             self.probe = self._probe(min(n, self.request.chunk_size or n))
         step = self.request.chunk_size or self._affordable()
@@ -186,7 +186,8 @@ class _Measurement:
         """Find out where the samples are, and whether the outputs of a sample depend on the batch it is in."""
         if self.known and captured and self.known.fit(captured):
             self.layouts = [*self.known.layouts]
-            few = self._forward(self._few(3 if len(outputs) == 2 else 2))
+            with torch.no_grad():
+                few = self._forward(self._few(3 if len(outputs) == 2 else 2))
         else:
             probe = self.probe or self._probe(len(outputs))
             few, self.layouts = probe.outputs, find_layouts(probe, captured) if captured else []
@@ -272,10 +273,10 @@ def _usable(x: Tensor) -> Tensor:
 
 
 @contextmanager
-def _full_precision(model: nn.Module) -> Iterator[None]:
+def _full_precision(observed: Parts) -> Iterator[None]:
     """Turn half-precision weights and buffers into float32 for a while; inside ``observing``, which keeps buffers."""
     halves = (torch.float16, torch.bfloat16)
-    modules, parameters, buffers = parts(model)
+    modules, parameters, buffers = observed
     kept = [(p, p.data) for p in parameters if p.dtype in halves]
     try:
         for p, data in kept:

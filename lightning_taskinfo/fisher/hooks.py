@@ -152,10 +152,10 @@ class _Recorder(TorchFunctionMode):
 
     def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
         super().__init__()
-        self.names = {id(p): name for name, p in parameters.items()}
+        self.whole = {id(p): (Slot(name, tuple(p.shape)), None) for name, p in parameters.items()}
         self.parameters = parameters
         self.uses: list[Use] = []
-        self.entered: dict[str, Counter[Node | None]] = defaultdict(Counter)  # uses by the node they enter through
+        self.entered: dict[str, list[Node | None]] = defaultdict(list)  # the node that each use enters through
         self.hidden: set[str] = set()  # used where autograd does not look
 
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -165,34 +165,35 @@ class _Recorder(TorchFunctionMode):
                 return _open_attention(*args, **kwargs)
         read = READERS.get(func)
         call = read(*args, **kwargs) if read else None
-        saved = tuple((x.detach(), x._version) for x in call.saved) if call else ()
+        if call is None:
+            return func(*args, **kwargs)
+        saved = tuple([(x.detach(), x._version) for x in call.saved])
         output = func(*args, **kwargs)
-        if call is not None:
-            slots = {slot: found for slot, p in call.parameters.items() if p is not None and (found := self.find(p))}
-            if slots and not output.requires_grad:
-                self.hidden |= {slot.name for slot, _ in slots.values()}
-            elif slots and (computed := written(output)) is not None:
-                for slot, node in slots.values():
-                    self.entered[slot.name][node] += 1
-                named = {key: slot for key, (slot, _) in slots.items()}
-                self.uses.append(call.kind(named, get_gradient_edge(computed), output.shape, saved, call.config))
+        found = [(key, *at) for key, p in call.parameters.items() if p is not None and (at := self.find(p))]
+        if found and not output.requires_grad:
+            self.hidden.update(slot.name for _, slot, _ in found)
+        elif found and (computed := written(output)) is not None:
+            for _, slot, node in found:
+                self.entered[slot.name].append(node)
+            slots = {key: slot for key, slot, _ in found}
+            self.uses.append(call.kind(slots, get_gradient_edge(computed), output.shape, saved, call.config))
         return output
 
     def find(self, tensor: Tensor) -> tuple[Slot, Node | None] | None:
         """Return which parameter this is, or which rows of one, and the node of the view that took them."""
-        if name := self.names.get(id(tensor)):
-            return Slot(name, tuple(tensor.shape)), None
+        if whole := self.whole.get(id(tensor)):
+            return whole
         base = tensor._base
-        if base is None or not (name := self.names.get(id(base))) or not tensor.requires_grad:
+        if base is None or not (whole := self.whole.get(id(base))) or not tensor.requires_grad:
             return None
         if not tensor.is_contiguous() or tensor.shape[1:] != base.shape[1:]:
             return None
         first = (tensor.storage_offset() - base.storage_offset()) // max(1, base[0].numel())
-        return Slot(name, tuple(tensor.shape), slice(first, first + len(tensor))), tensor.grad_fn
+        return Slot(whole[0].name, tuple(tensor.shape), slice(first, first + len(tensor))), tensor.grad_fn
 
     def confirmed(self, outputs: Tensor, consumers: Counter[Node]) -> set[str]:
         """Return the parameters whose uses in the graph are exactly those that were noted."""
-        if any(type(node).__name__ == "CheckpointFunctionBackward" for node in consumers):
+        if any(kind.__name__ == "CheckpointFunctionBackward" for kind in {*map(type, consumers)}):
             return set()  # reentrant checkpointing allows a backward pass to the parameters only
         nodes = {id(node.variable): node for node in consumers if hasattr(node, "variable")}
         cut_off = {
@@ -201,14 +202,17 @@ class _Recorder(TorchFunctionMode):
             if use.edge.node not in consumers and use.edge.node is not outputs.grad_fn
             for slot in use.slots.values()
         }
-        confirmed = set()
-        for name, p in self.parameters.items():
-            entered, node = self.entered[name], nodes.get(id(p))
-            direct = entered[None] + len([view for view in entered if view is not None])
-            views = all(consumers[view] == uses for view, uses in entered.items() if view is not None)
-            if views and direct == (consumers[node] if node is not None else 0) and name not in self.hidden | cut_off:
-                confirmed.add(name)
-        return confirmed
+        return {
+            name
+            for name, p in self.parameters.items()
+            if name not in self.hidden and name not in cut_off and self._all_seen(name, nodes.get(id(p)), consumers)
+        }
+
+    def _all_seen(self, name: str, node: Node | None, consumers: Counter[Node]) -> bool:
+        """Whether a parameter, with this node in the graph, is used there as often as it was noted."""
+        views = Counter(view for view in self.entered[name] if view is not None)
+        direct, in_graph = self.entered[name].count(None) + len(views), 0 if node is None else consumers[node]
+        return direct == in_graph and all(consumers[view] == uses for view, uses in views.items())
 
 
 def written(output: Tensor) -> Tensor | None:

@@ -9,7 +9,7 @@ computations*, 2015).
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +18,7 @@ from torch.autograd.graph import GradientEdge
 BLOCK = 1 << 21  # elements of per-sample gradients formed at once: 8 MB in float32
 
 
-@dataclass(frozen=True)
-class Slot:
+class Slot(NamedTuple):
     """A parameter's part in a use: its name, and the rows that are used where it is not the whole."""
 
     name: str

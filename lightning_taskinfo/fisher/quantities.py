@@ -123,9 +123,9 @@ def layer_traces(
     request = Request(labels, likelihood, mc_samples, generator, engine, chunk_size, forward_fn)
     norms = _norms(model, inputs, targets, request)[1]
     traces: dict[str, Tensor] = {}
-    for name in trainable_parameters(model):
+    for name, of_samples in norms.items():
         owner = name.rpartition(".")[0]
-        traces[owner] = traces.get(owner, 0) + norms[name].mean()
+        traces[owner] = traces.get(owner, 0) + of_samples.mean()
     return traces
 
 
@@ -156,10 +156,11 @@ def fisher_diagonal(
         {'weight': tensor([[1., 4.]]), 'bias': tensor([1.])}
     """
     request = Request(labels, likelihood, mc_samples, generator, engine, chunk_size, forward_fn)
-    sink = Diagonal(trainable_parameters(model))
+    parameters = trainable_parameters(model)
+    sink = Diagonal(parameters)
     measure(model, inputs, targets, request, sink)
     n = sample_count(inputs)
-    return {name: sink.total(name, p).div_(n) for name, p in trainable_parameters(model).items()}
+    return {name: sink.total(name, p).div_(n) for name, p in parameters.items()}
 
 
 def gradient_gram(
@@ -235,8 +236,7 @@ def engines_used(
 def _norms(model: nn.Module, inputs: Any, targets: Tensor | None, request: Request) -> tuple[Tensor, ParamDict]:
     """Return the squared norms ``[N]`` of all weights together, and of each parameter."""
     sink = Norms(sample_count(inputs))
-    measure(model, inputs, targets, request, sink)
+    names = measure(model, inputs, targets, request, sink)
     some = next(iter(sink.values.values()))
-    names = trainable_parameters(model)
     by_name = {name: sink.values[name] if name in sink.values else torch.zeros_like(some) for name in names}
     return torch.stack([*by_name.values()]).sum(0), by_name

@@ -28,7 +28,7 @@ class Likelihood(Protocol):
         ...
 
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the gradient of ``log_prob(outputs, targets).sum()`` by the outputs, shaped like them."""
+        """Return the gradient of the labels' log-likelihood by the outputs, shaped like them; ignored ones count."""
         ...
 
     def sample(self, outputs: Tensor, generator: Generator | None = None) -> Tensor:
@@ -65,16 +65,17 @@ class Categorical:
     ignore_index: int = -100
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:  # noqa: D102
-        log_p = outputs.log_softmax(-1).gather(-1, self._index(targets))
+        log_p = outputs.log_softmax(-1).gather(-1, self._index(outputs, targets))
         return _per_sample(log_p * self.counted(outputs, targets))
 
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:  # noqa: D102
-        hit = torch.zeros_like(outputs).scatter_(-1, self._index(targets), 1.0)
-        return (hit - outputs.softmax(-1)) * self.counted(outputs, targets)
+        return torch.zeros_like(outputs).scatter_(-1, self._index(outputs, targets), 1.0).sub_(outputs.softmax(-1))
 
     def sample(self, outputs: Tensor, generator: Generator | None = None) -> Tensor:  # noqa: D102
-        p = outputs.softmax(-1).reshape(-1, outputs.shape[-1])
-        return torch.multinomial(p, 1, generator=generator).view(outputs.shape[:-1])
+        below = outputs.softmax(-1).cumsum(-1)
+        u = torch.rand(below[..., -1:].shape, generator=generator, device=below.device, dtype=below.dtype)
+        drawn = torch.searchsorted(below, u.mul_(below[..., -1:]), right=True)  # the sum may be 1 but for rounding
+        return drawn.squeeze(-1).clamp_(max=outputs.shape[-1] - 1)
 
     def roots(self, outputs: Tensor) -> Iterator[Tensor]:
         r"""Yield ``C - 1`` scores a token whose outer products add up to :math:`\mathrm{diag}(p) - pp^\top`.
@@ -95,8 +96,11 @@ class Categorical:
     def counted(self, outputs: Tensor, targets: Tensor) -> Tensor:  # noqa: D102
         return (targets != self.ignore_index).unsqueeze(-1).to(outputs.dtype)
 
-    def _index(self, targets: Tensor) -> Tensor:
-        return targets.masked_fill(targets == self.ignore_index, 0).unsqueeze(-1)
+    def _index(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the labels as an index of classes; where `ignore_index` is none of them, any other."""
+        if not 0 <= self.ignore_index < outputs.shape[-1]:
+            targets = targets.masked_fill(targets == self.ignore_index, 0)
+        return targets.unsqueeze(-1)
 
     def check(self, outputs: Tensor, targets: Tensor | None) -> None:  # noqa: D102
         if outputs.dim() < 2 or outputs.shape[-1] < 2:
@@ -248,15 +252,13 @@ def output_scores(
     if labels == "empirical":
         if targets is None:
             raise ValueError("`targets` must be given for `labels='empirical'`, got None.")
-        yield likelihood.score(outputs, targets)
+        yield likelihood.score(outputs, targets) * likelihood.counted(outputs, targets)
         return
-    counted = likelihood.counted(outputs, targets) if targets is not None else 1.0
-    if labels == "exact":
-        yield from (root * counted for root in likelihood.roots(outputs))
-    else:
-        for _ in range(mc_samples):
-            drawn = likelihood.score(outputs, likelihood.sample(outputs, generator))
-            yield drawn * counted / math.sqrt(mc_samples)
+    drawn = (likelihood.score(outputs, likelihood.sample(outputs, generator)) for _ in range(mc_samples))
+    scores = likelihood.roots(outputs) if labels == "exact" else drawn
+    weight = 1.0 if labels == "exact" else 1 / math.sqrt(mc_samples)
+    counted = weight if targets is None else weight * likelihood.counted(outputs, targets)
+    yield from (score * counted for score in scores)
 
 
 def _per_sample(values: Tensor) -> Tensor:

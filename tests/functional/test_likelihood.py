@@ -107,6 +107,21 @@ def test_ignored_targets_have_no_score(labels):
     assert any((score[targets != -100] != 0).any() for score in scores)
 
 
+@pytest.mark.parametrize("ignored", [0, 2, 3, 255])
+def test_draws_count_where_they_equal_the_ignored_class(ignored):
+    outputs = some_outputs((1, 4)).expand(20_000, 4)
+    arguments = {"labels": "sampled", "likelihood": Categorical(ignore_index=ignored)}
+    (scores,) = output_scores(outputs, None, generator=torch.Generator().manual_seed(0), **arguments)
+    squares = torch.einsum("ni,nj->nij", scores, scores)
+    error = squares.std(0) / len(squares) ** 0.5
+    assert ((squares.mean(0) - output_fisher("categorical", outputs[:1])[0]).abs() < 4 * error).all()
+
+
+def test_no_class_without_probability_is_drawn():
+    outputs = torch.tensor([-1e4, 0.0, -1e4, 1.0, -1e4]).expand(100_000, 5)
+    assert set(Categorical().sample(outputs).unique().tolist()) == {1, 3}
+
+
 def test_mc_samples_share_the_weight():
     outputs = some_outputs((4, 3))
     scores = list(
