@@ -6,7 +6,7 @@ CPU; which one is depends on the sizes:
 
 - *grouped*: samples become groups of one weight-gradient convolution; best on large maps;
 - *rows*: the input is unfolded along its width only, and each row of the kernel is one batched product with a slice;
-  best on small maps; a single input channel is unfolded in full;
+  best on small maps and for a single input channel;
 - *ghost*: only the norm is wanted, and :math:`\|BU^\top\|^2 = \langle U^\top U, B^\top B\rangle`, where
   :math:`U^\top U` is a sum of shifted copies of the input's own Gram matrix; best on small maps with many channels.
 """
@@ -21,6 +21,7 @@ from torch import Tensor
 from lightning_taskinfo.fisher.layers import BLOCK, Use, squared_norms, total
 
 SMALL_MAP = 100  # output positions up to which unfolded rows beat grouped convolutions
+WIDE_MAP, WIDE = 256, 2048  # the same for at least so many pairs of channels, with a stride of 1
 
 
 class Conv(Use):
@@ -69,11 +70,15 @@ class Conv(Use):
                 yield slice(None), [b.flatten(2).sum(2)]
             return
         inputs, weight = self.saved[0][0], self.slots["weight"].shape
-        step = min(32, max(1, 4 * BLOCK // math.prod(weight)))
+        by_rows, size, step = self._rows_are_quicker(), math.prod(weight), 32
+        if by_rows:  # as much as stays in the cache
+            size = max(size, weight[1] * weight[3] * inputs.shape[2] * self.shape[3])
+            step = min(128, max(16, BLOCK // 4 // size))
+        step = min(step, max(1, 4 * BLOCK // size))
         for i in range(0, len(inputs), step):
             samples = slice(i, i + step)
             a = inputs[samples]
-            rows = self._unfolded(a) if self._rows_are_quicker() else None
+            rows = self._unfolded(a) if by_rows else None
             for b in scores:
                 some = b[samples]
                 if rows is None:
@@ -86,8 +91,6 @@ class Conv(Use):
         out, channels, *kernel = self.slots["weight"].shape
         if parts[0].dim() != 3:  # whole already
             return parts[0]
-        if channels == 1:
-            return parts[0].unflatten(2, (1, *kernel))
         stacked = torch.stack(parts, 3)  # rows of the kernel behind the unfolded width
         return stacked.view(-1, out, kernel[1], channels, len(parts)).permute(0, 1, 3, 4, 2)
 
@@ -110,21 +113,19 @@ class Conv(Use):
 
     def _rows_are_quicker(self) -> bool:
         plain = len(self.shape) == 4 and self.config["groups"] == 1 and set(self.config["dilation"]) == {1}
-        return plain and (self.slots["weight"].shape[1] == 1 or math.prod(self.shape[2:]) <= SMALL_MAP)
+        out, channels = self.slots["weight"].shape[:2]
+        wide = out * channels >= WIDE and self.config["stride"] == [1, 1]
+        return plain and (channels == 1 or math.prod(self.shape[2:]) <= (WIDE_MAP if wide else SMALL_MAP))
 
     def _unfolded(self, a: Tensor) -> list[Tensor]:
-        """Return ``[N, positions, width·C]`` for each row of the kernel, or whole patches of a single channel."""
-        (_, channels, rows, width), (down, right) = self.slots["weight"].shape, self.config["stride"]
+        """Return ``[N, positions, width·C]`` for each row of the kernel."""
+        (rows, width), (down, right) = self.slots["weight"].shape[2:], self.config["stride"]
         height, across = self.shape[2:]
-        a = self._padded(a)
-        if channels == 1:
-            patches = a[:, 0].unfold(1, rows, down).unfold(2, width, right)  # [N, H, W, rows, width]
-            return [patches.permute(0, 3, 4, 1, 2).reshape(len(a), rows * width, -1).transpose(1, 2)]
         columns = [slice(j, j + right * (across - 1) + 1, right) for j in range(width)]
         lines = [slice(i, i + down * (height - 1) + 1, down) for i in range(rows)]
-        last = a.permute(0, 2, 3, 1)  # channels last, so that a patch's row is one contiguous piece
-        unfolded = torch.cat([last[:, :, column] for column in columns], 3)  # [N, H, W', width·C]
-        return [unfolded[:, line].flatten(1, 2) for line in lines]
+        a = self._padded(a)
+        unfolded = torch.cat([a[..., column] for column in columns], 1)  # [N, width·C, H, W']
+        return [unfolded[:, :, line].flatten(2).transpose(1, 2) for line in lines]
 
     def _padded(self, a: Tensor) -> Tensor:
         down, right = self.config["padding"]

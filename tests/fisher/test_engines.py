@@ -73,6 +73,11 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
         lambda: nn.Sequential(nn.Conv2d(1, 4, (3, 2), stride=(2, 1), padding=1), nn.Tanh(), nn.Flatten(), nn.LazyLinear(3)),
         (1, 6, 7),
     ),
+    "conv2d large map": (lambda: nets.conv(2, padding=1), (4, 12, 12)),
+    "conv2d large map, wide": (
+        lambda: nn.Sequential(nn.Conv2d(2, 32, 1), nn.Tanh(), nn.Conv2d(32, 64, 3, padding=1), nn.Flatten(), nn.LazyLinear(3)),
+        (2, 12, 12),
+    ),
     "conv2d whole": (lambda: nets.conv(2, kernel_size=6), (4, 6, 6)),
     "conv2d reflect": (lambda: nets.conv(2, padding=1, padding_mode="reflect", bias=False), (4, 6, 6)),
     "conv2d ghost": (  # many channels on a small map, where the norm is had without the gradient
