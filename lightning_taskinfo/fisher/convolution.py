@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_taskinfo.fisher.layers import BLOCK, Use, squared_norms, total
+from lightning_taskinfo.fisher.layers import BLOCK, Factor, Product, Use, squared_norms, total
 
 SMALL_MAP = 100  # output positions up to which unfolded rows beat grouped convolutions
 WIDE_MAP, WIDE = 256, 2048  # the same for at least so many pairs of channels, with a stride of 1
@@ -53,18 +53,22 @@ class Conv(Use):
                 into.add_(part)
         return self._join(first)[0]
 
-    def features(self, slot: str, b: Tensor) -> Iterator[list[tuple[Tensor, ...]]]:
+    def features(self, slot: str, b: Tensor) -> Iterator[list[tuple[Factor, ...]]]:
         if self.layout.repeat > 1:
             yield from super().features(slot, b)
         else:
-            for _, parts in self._blocks(slot, [b]):
-                yield [(part.flatten(1),) for part in parts]
+            for _, parts in self._unformed(slot, [b]):
+                yield [(part if isinstance(part, Product) else part.flatten(1),) for part in parts]
 
     def _fold(self, per_row: Tensor) -> Tensor:
         return self.layout.samples_first(per_row).sum(1) if self.layout.repeat > 1 else per_row
 
     def _blocks(self, slot: str, scores: list[Tensor]) -> Iterator[tuple[slice, list[Tensor]]]:
         """Yield the gradients of a few samples at a time, for each score whole or in a part for each kernel row."""
+        for samples, parts in self._unformed(slot, scores):
+            yield samples, [part.left @ part.right if isinstance(part, Product) else part for part in parts]
+
+    def _unformed(self, slot: str, scores: list[Tensor]) -> Iterator[tuple[slice, list[Factor]]]:
         if slot == "bias":
             for b in scores:
                 yield slice(None), [b.flatten(2).sum(2)]
@@ -84,7 +88,7 @@ class Conv(Use):
                 if rows is None:
                     yield samples, [self._grouped_grads(a, some)]
                 else:
-                    yield samples, [some.flatten(2) @ row for row in rows]
+                    yield samples, [Product(some.flatten(2), row) for row in rows]
 
     def _join(self, parts: list[Tensor]) -> Tensor:
         """Put the rows of the kernel together again: ``[N, O, C, *kernel]``."""

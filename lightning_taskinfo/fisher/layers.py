@@ -9,7 +9,7 @@ computations*, 2015).
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -45,6 +45,29 @@ class Layout:
         return x.unflatten(0, (-1, self.repeat))
 
 
+class Product(NamedTuple):
+    """Gradients ``[n, O·W]`` that are not formed yet: the batched product of ``[n, O, P]`` and ``[n, P, W]``."""
+
+    left: Tensor
+    right: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the gradients."""
+        return self.left.shape[0], self.left.shape[1] * self.right.shape[2]
+
+    def formed(self) -> Tensor:
+        """Return the gradients."""
+        return torch.bmm(self.left, self.right).flatten(1)
+
+    def write(self, into: Tensor) -> None:
+        """Form the gradients where they are wanted, in rows without gaps."""
+        torch.bmm(self.left, self.right, out=into.unflatten(1, (self.left.shape[1], -1)))
+
+
+Factor: TypeAlias = Tensor | Product
+
+
 @dataclass
 class Use:
     """One call of an operation: what it read, which parameters it used, and the edge of its output."""
@@ -77,7 +100,7 @@ class Use:
         """Return the squared gradients, summed over samples and scores, shaped like the slot."""
         return total([self.grads(slot, b).square().sum(0) for b in scores])
 
-    def features(self, slot: str, b: Tensor) -> Iterator[list[tuple[Tensor, ...]]]:
+    def features(self, slot: str, b: Tensor) -> Iterator[list[tuple[Factor, ...]]]:
         """Yield blocks of samples as parts, whose inner products add up to those of the gradients.
 
         A part is a tuple of factors ``[n, D]``: the product of their inner products counts.
@@ -123,11 +146,14 @@ class Linear(Use):
         blocks = [slice(i, i + step) for i in range(0, len(a), step)]
         return total([torch.cat([squared_norms(b[i].transpose(1, 2) @ a[i]) for i in blocks]) for b in flat])
 
-    def features(self, slot: str, b: Tensor) -> Iterator[list[tuple[Tensor, ...]]]:
-        if slot == "bias" or self.inputs().dim() > 2:
+    def features(self, slot: str, b: Tensor) -> Iterator[list[tuple[Factor, ...]]]:
+        a = self.inputs()
+        if slot == "bias":
             yield from super().features(slot, b)
+        elif a.dim() > 2:
+            yield [(Product(self._flat(b).transpose(1, 2), a),)]
         else:  # ⟨b aᵀ, b' a'ᵀ⟩ = (a·a')(b·b')
-            yield [(self.inputs(), self._flat(b))]
+            yield [(a, self._flat(b))]
 
     def diagonal(self, slot: str, scores: list[Tensor]) -> Tensor:
         if slot == "bias":

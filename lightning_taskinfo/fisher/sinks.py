@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_taskinfo._observe import ParamDict
-from lightning_taskinfo.fisher.layers import BLOCK, Use, squared_norms
+from lightning_taskinfo.fisher.layers import BLOCK, Factor, Product, Use, squared_norms
 
 COLUMNS = 1024  # of features multiplied at once in their own precision; these products are summed in float64
 
@@ -93,19 +93,27 @@ class Gram:
                 self.reserved[name] = needed
         return name in self.reserved
 
-    def _keep(self, key: tuple[str, str, int], part: tuple[Tensor, ...]) -> None:
-        n, filled = len(self.gram), len(part[0])
-        if filled < n:  # room for all samples, so that no block is held twice
-            if key not in self.kept:
-                self.kept[key] = tuple(x.new_empty(n, x.shape[1]) for x in part), 0
-            whole, start = self.kept.pop(key)
-            filled += start
-            for x, block in zip(whole, part, strict=True):
+    def _keep(self, key: tuple[str, str, int], part: tuple[Factor, ...]) -> None:
+        n, filled = len(self.gram), part[0].shape[0]
+        if filled == n:
+            self._add(tuple(x.formed() if isinstance(x, Product) else x for x in part))
+            return
+        if key not in self.kept:  # room for all samples, so that no block is held twice
+            some = part[0].left if isinstance(part[0], Product) else part[0]
+            self.kept[key] = tuple(some.new_empty(n, x.shape[1]) for x in part), 0
+        whole, start = self.kept.pop(key)
+        filled += start
+        for x, block in zip(whole, part, strict=True):
+            if isinstance(block, Product):
+                block.write(x[start:filled])
+            else:
                 x[start:filled] = block
-            if filled < n:
-                self.kept[key] = whole, filled
-                return
-            part = whole
+        if filled < n:
+            self.kept[key] = whole, filled
+        else:
+            self._add(whole)
+
+    def _add(self, part: tuple[Tensor, ...]) -> None:
         products = [self._known(factor) for factor in part]
         self.gram += reduce(mul, products)
         if len(part) > 1:  # the bias that follows a weight has one of them
