@@ -117,7 +117,7 @@ class _Measurement:
         """Measure ``n`` samples chunk by chunk and return which engine served which parameter."""
         if self.known is None:
             self.probe = self._probe(min(n, self.request.chunk_size or n))
-        step = self.request.chunk_size or self._affordable()
+        step = self.request.chunk_size or -(-n // max(1, round(n / self._affordable())))  # chunks of about one size
         for start in range(0, n, step):
             self._chunk(slice(start, start + step))
         return self.engines

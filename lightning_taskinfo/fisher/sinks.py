@@ -127,12 +127,14 @@ class Gram:
 
 
 def inner_products(x: Tensor) -> Tensor:
-    """Return ``x xᵀ`` in float64, from products of a block of columns at a time."""
+    """Return ``x xᵀ`` in float64, from products of a block of columns at a time; one of its corners is mirrored."""
     n, whole = len(x), x.shape[1] // COLUMNS * COLUMNS
-    rest = x[:, whole:]
+    rest, half = x[:, whole:], n // 2
     gram = (rest @ rest.T).double()
     step = COLUMNS * max(1, BLOCK // n**2)  # of columns whose products are held at once
     for start in range(0, whole, step):
         part = x[:, start : min(start + step, whole)].unflatten(1, (-1, COLUMNS)).transpose(0, 1)
-        gram += torch.bmm(part, part.mT).sum(0, dtype=torch.float64)
+        for first, last in ((0, half), (half, n)):
+            gram[first:last, first:] += torch.bmm(part[:, first:last], part[:, first:].mT).sum(0, dtype=torch.float64)
+    gram[half:, :half] = gram[:half, half:].T
     return gram
