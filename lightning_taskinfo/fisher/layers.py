@@ -7,7 +7,7 @@ computations*, 2015).
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -111,7 +111,13 @@ class Use:
 class Linear(Use):
     r"""``x Wᵀ + c`` on ``[N, ..., D]``: with :math:`T` positions a sample, :math:`\nabla W = \sum_t b_t a_t^\top`."""
 
-    shared: tuple[list[Tensor], Tensor] | None = None  # scores, and their squared norms: a part of weight and bias
+    shared: tuple[list[Tensor], Tensor] | None = None  # scores, and what weight and bias make of them alike
+
+    def _once(self, scores: list[Tensor], make: Callable[[list[Tensor]], Tensor]) -> Tensor:
+        """Return what ``make`` returns for the scores, made for the weight and kept for the bias."""
+        if self.shared is None or self.shared[0] is not scores:
+            self.shared = scores, make([self._flat(b) for b in scores])
+        return self.shared[1]
 
     def _flat(self, x: Tensor) -> Tensor:
         return self.layout.samples_first(x).flatten(1, -2) if x.dim() > 2 or self.layout.repeat > 1 else x
@@ -132,9 +138,8 @@ class Linear(Use):
     def norms(self, slot: str, scores: list[Tensor]) -> Tensor:
         a = self.inputs()
         if a.dim() == 2:
-            if self.shared is None or self.shared[0] is not scores:
-                self.shared = scores, total([squared_norms(self._flat(b)) for b in scores])
-            return self.shared[1] * squared_norms(a) if slot == "weight" else self.shared[1].clone()
+            norms = self._once(scores, lambda flat: total([squared_norms(b) for b in flat]))
+            return norms * squared_norms(a) if slot == "weight" else norms.clone()
         if slot == "bias":
             return super().norms(slot, scores)
         flat = [self._flat(b) for b in scores]
@@ -156,11 +161,13 @@ class Linear(Use):
             yield [(a, self._flat(b))]
 
     def diagonal(self, slot: str, scores: list[Tensor]) -> Tensor:
+        a = self.inputs()
+        if a.dim() == 2:
+            squares = self._once(scores, summed_squares)
+            return squares.T @ a.square() if slot == "weight" else squares.sum(0)
         if slot == "bias":
             return super().diagonal(slot, scores)
-        a, flat = self.inputs(), [self._flat(b) for b in scores]
-        if a.dim() == 2:
-            return total([b.square() for b in flat]).T @ a.square()
+        flat = [self._flat(b) for b in scores]
         step = max(1, BLOCK // math.prod(self.slots[slot].shape))
         blocks = [slice(i, i + step) for i in range(0, len(a), step)]
         return total((b[i].transpose(1, 2) @ a[i]).square_().sum(0) for b in flat for i in blocks)
@@ -251,6 +258,14 @@ class Embedding(Use):
 def squared_norms(x: Tensor) -> Tensor:
     """Return the squared norm of each row ``[N, ...]``, shape ``[N]``."""
     return torch.linalg.vector_norm(x.reshape(len(x), -1), dim=1).square()
+
+
+def summed_squares(parts: list[Tensor]) -> Tensor:
+    """Add the squares of tensors of one shape."""
+    squares = parts[0].square()
+    for part in parts[1:]:
+        squares.addcmul_(part, part)
+    return squares
 
 
 def total(parts: Iterable[Tensor]) -> Tensor:
