@@ -2,14 +2,15 @@
 
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-Data: TypeAlias = tuple[Tensor, Tensor] | Dataset[Any] | DataLoader[Any]
+from lightning_taskinfo.fisher.batches import joined, sample_count
+
+Data: TypeAlias = tuple[Any, Tensor] | Dataset[Any] | DataLoader[Any]
 
 
-def read_samples(data: Data) -> tuple[Tensor, Tensor]:
+def read_samples(data: Data) -> tuple[Any, Tensor]:
     """Return all inputs and targets.
 
     A loader's dataset is read in its own order, without the loader's sampler: repeated, reweighted or dropped samples
@@ -23,11 +24,26 @@ def read_samples(data: Data) -> tuple[Tensor, Tensor]:
     else:
         loader = data if isinstance(data, DataLoader) else DataLoader(data, batch_size=256)
         batches = list(DataLoader(loader.dataset, batch_size=256, collate_fn=loader.collate_fn))
-        inputs, targets = (torch.cat([batch[part] for batch in batches]) for part in (0, 1))
-    if len(inputs) != len(targets):
-        raise ValueError(f"`data` must hold a target for each input, got {len(targets)} for {len(inputs)}.")
-    if len(inputs) < 8:
-        raise ValueError(f"`data` must hold at least 8 samples, got {len(inputs)}.")
+        inputs, targets = (joined([batch[part] for batch in batches]) for part in (0, 1))
+    if not isinstance(targets, Tensor):
+        raise ValueError(f"`data` must hold a tensor of targets, got {type(targets).__name__}.")
+    n = sample_count(inputs)
+    if n != len(targets):
+        raise ValueError(f"`data` must hold a target for each input, got {len(targets)} for {n}.")
+    if n < 8:
+        raise ValueError(f"`data` must hold at least 8 samples, got {n}.")
+    return inputs, targets
+
+
+def read_tensors(data: Data) -> tuple[Tensor, Tensor]:
+    """Return all inputs and targets where inputs have to be one tensor.
+
+    Args:
+        data: As for :func:`read_samples`.
+    """
+    inputs, targets = read_samples(data)
+    if not isinstance(inputs, Tensor):
+        raise ValueError(f"`data` must hold one tensor of inputs, got {type(inputs).__name__}.")
     return inputs, targets
 
 
@@ -39,6 +55,7 @@ def zero_one_loss(outputs: Tensor, targets: Tensor) -> Tensor:
         targets: Indices of the right classes, shape ``[N]``.
 
     Example:
+        >>> import torch
         >>> zero_one_loss(torch.tensor([[2.0, 1.0], [2.0, 1.0]]), torch.tensor([0, 1]))
         tensor([0., 1.])
     """
