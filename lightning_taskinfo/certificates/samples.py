@@ -47,12 +47,23 @@ def read_tensors(data: Data) -> tuple[Tensor, Tensor]:
     return inputs, targets
 
 
+def check_labels(what: str, targets: Tensor) -> None:
+    """Raise a ``ValueError`` for targets that are no class indices."""
+    if targets.is_floating_point() or targets.is_complex():
+        raise ValueError(
+            f"{what} must be class indices (integers) of shape [N], got {targets.dtype} of shape {list(targets.shape)}."
+        )
+
+
 def zero_one_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     """Return 1 for each wrong class and 0 for each right one.
 
     Args:
         outputs: Scores of the classes, shape ``[N, C]``; a sample with a score that is no number is wrong.
-        targets: Indices of the right classes, shape ``[N]``.
+        targets: Indices of the right classes, integers of shape ``[N]``.
+
+    Raises:
+        ValueError: If the shapes do not fit, or the targets are no integers.
 
     Example:
         >>> import torch
@@ -62,5 +73,6 @@ def zero_one_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     if outputs.ndim != 2 or targets.shape != outputs.shape[:1]:
         shapes = f"{list(outputs.shape)} and {list(targets.shape)}"
         raise ValueError(f"`outputs` and `targets` must have shapes [N, C] and [N], got {shapes}.")
+    check_labels("`targets`", targets)
     wrong = (outputs.argmax(1) != targets) | outputs.isnan().any(1)
     return wrong.to(outputs.dtype)

@@ -9,7 +9,7 @@ from torch import Generator, Tensor, nn
 
 from lightning_taskinfo._observe import trainable_parameters
 from lightning_taskinfo.certificates.certificate import Candidate, Prior
-from lightning_taskinfo.certificates.samples import Data, read_samples
+from lightning_taskinfo.certificates.samples import Data, check_labels, read_samples, zero_one_loss
 from lightning_taskinfo.distributions import (
     CurvatureBlock,
     LowRankCurvature,
@@ -61,6 +61,8 @@ class Task:
     def of(cls, model: nn.Module, data: Data, loss: Loss, seed: int, forward_fn: Forward | None = None) -> "Task":
         """Read the samples and seed the generator."""
         inputs, targets = read_samples(data)
+        if loss is zero_one_loss:  # which would refuse them too, after the curvature was measured
+            check_labels("targets of `data`", targets)
         device = next(iter(trainable_parameters(model).values())).device
         return cls(model, inputs, targets, loss, Generator(device).manual_seed(seed), forward_fn)
 

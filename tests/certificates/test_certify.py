@@ -246,6 +246,14 @@ def test_refuses_data_that_do_not_fit(trained, data, prior):
         certify(trained, data, deepcopy(trained))
     with pytest.raises(ValueError, match="`data` must hold at least 8 samples, got 7"):
         certify(trained, (x[:7], y[:7]), prior)
+    with pytest.raises(
+        ValueError, match=r"targets of `data` must be class indices .*, got torch.float32 of shape \[60"
+    ):
+        certify(trained, (x, y.float()), prior)
+    with pytest.raises(
+        ValueError, match=r"^`targets` must be class indices \(integers\) .*, got torch.float64 of shape"
+    ):
+        zero_one_loss(x[:, :2], y.double())
     with pytest.raises(ValueError, match="`data` must hold a tensor of targets, got list"):
         certify(trained, (x, y.tolist()), prior)
     with pytest.raises(ValueError, match="`data` must hold one tensor of inputs, got dict"):
@@ -260,6 +268,18 @@ def test_refuses_data_that_do_not_fit(trained, data, prior):
         ValueError, match=r"must hold every trainable parameter of the model, got none for \['2.bias'\]"
     ):
         certify(trained, data, Prior({n: p for n, p in trained.state_dict().items() if n != "2.bias"}, "no"))
+
+
+def test_real_targets_are_fine_for_a_loss_that_expects_them(trained, data, prior):
+    distances = certify(
+        trained,
+        (data[0], data[1].double()),
+        prior,
+        loss_fn=lambda outputs, y: (outputs.softmax(1)[:, 1] - y).abs(),
+        draws=5,
+        betas=(1.0,),
+    )
+    assert distances.valid
 
 
 def test_a_single_layer_is_a_model_too(data):
