@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_taskinfo._lightning import Callback, LightningModule, Trainer
 from lightning_taskinfo._observe import observing, trainable_parameters
+from lightning_taskinfo.callbacks._arguments import ArgumentsByName
 from lightning_taskinfo.callbacks._checks import check_batch, check_finite, kind_of_shards, warn_nothing
 from lightning_taskinfo.callbacks._pool import Source
 from lightning_taskinfo.callbacks._report import has_matplotlib, report, summary
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from lightning_taskinfo.plotting import Axes, Figure
 
 
-class Probe(Callback, ABC):
+class Probe(Callback, metaclass=ArgumentsByName):
     """Measure scalars while a network trains, and change nothing.
 
     A probe runs the model in eval mode, draws from its own generators and touches neither ``.grad`` nor the data
