@@ -22,7 +22,6 @@ the statistics of batch normalisation towards the target: where that is not want
 :func:`lightning_taskinfo.frozen_batchnorm_statistics`.
 """
 
-import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,6 +29,7 @@ import torch
 from torch import Tensor
 
 from lightning_taskinfo._observe import trainable_parameters
+from lightning_taskinfo._warn import warn
 from lightning_taskinfo.regularizers import (
     Lautum,
     LocalMinimumRegularizer,
@@ -115,7 +115,7 @@ class PenaltyMixin(Base):
             if "donated" not in str(error):  # a compiled backward pass that gives its buffers away runs only once
                 raise
             self.gradient_ratio_every_n_steps = 0
-            warnings.warn(f"Gradient ratios of the penalties cannot be measured here: {error}", stacklevel=2)
+            warn(f"Gradient ratios of the penalties cannot be measured here: {error}")
             return {}
 
 

@@ -32,8 +32,8 @@ NAMES = public_names()
 
 
 def parameters(thing):
-    """Return the names of what a function or class is called with; a mixin is not called."""
-    if thing.__name__.endswith("Mixin"):
+    """Return the names of what a function or class is called with; a mixin or a warning is not called."""
+    if thing.__name__.endswith(("Mixin", "Warning")):
         return set()
     return {p.name for p in inspect.signature(thing).parameters.values()} - {"args", "kwargs"}
 

@@ -1,7 +1,6 @@
 """What every measuring callback shares: when to look, at what, and how to leave no trace."""
 
 import math
-import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_taskinfo._lightning import Callback, LightningModule, Trainer
 from lightning_taskinfo._observe import observing, trainable_parameters
+from lightning_taskinfo._warn import warn
 from lightning_taskinfo.callbacks._arguments import ArgumentsByName
 from lightning_taskinfo.callbacks._checks import check_batch, check_finite, kind_of_shards, warn_nothing
 from lightning_taskinfo.callbacks._pool import Source
@@ -267,10 +267,9 @@ class Probe(Callback, metaclass=ArgumentsByName):
 
     def _failed(self, trainer: Trainer, error: Exception) -> None:
         if not self._warned:
-            warnings.warn(
+            warn(
                 f"{self.state_key} could not measure at step {trainer.global_step} ({type(error).__name__}: {error}); "
                 "training goes on, and the same is not reported again.",
-                stacklevel=2,
             )
         self._warned = True
 

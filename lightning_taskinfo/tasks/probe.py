@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import warnings
 
 import numpy as np
 import torch
@@ -10,6 +9,7 @@ from torch import Generator, Tensor, nn
 from torch.nn.functional import cross_entropy, interpolate
 
 from lightning_taskinfo._files import atomic_write
+from lightning_taskinfo._warn import warn
 from lightning_taskinfo.data.pairs import cache_dir, load_dataset
 
 VERSION = 1  # part of the cache file's name: raise it when the network or its training changes
@@ -76,7 +76,7 @@ def default_probe(*, epochs: int = 4, seed: int = 0) -> SmallProbe:
             with atomic_write(path) as file:
                 np.savez(file, **{name: value.numpy() for name, value in probe.state_dict().items()})
         except OSError as error:
-            warnings.warn(f"The probe is not cached: {error}", stacklevel=2)
+            warn(f"The probe is not cached: {error}")
     return probe.eval()
 
 
