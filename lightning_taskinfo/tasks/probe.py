@@ -20,10 +20,10 @@ class SmallProbe(nn.Module):
     """Three convolutions and a hidden layer, for images of any size: they are made grey and 28×28 first.
 
     Args:
-        num_classes: Outputs of the head.
+        num_outputs: Outputs of the head.
     """
 
-    def __init__(self, num_classes: int = 20) -> None:
+    def __init__(self, num_outputs: int = 20) -> None:
         super().__init__()
         self.body = nn.Sequential(
             nn.Conv2d(1, 16, 5, 2, 2), nn.ReLU(),  # 14×14
@@ -31,7 +31,7 @@ class SmallProbe(nn.Module):
             nn.Conv2d(32, 48, 3, 2, 1), nn.ReLU(),  # 4×4
             nn.Flatten(), nn.Linear(48 * 16, 64), nn.ReLU(),
         )  # fmt: skip
-        self.head = nn.Linear(64, num_classes)
+        self.head = nn.Linear(64, num_outputs)
 
     def forward(self, images: Tensor) -> Tensor:
         """Return logits ``[N, C]`` of images ``[N, channels, H, W]`` with values in ``[0, 1]``."""
