@@ -5,7 +5,7 @@ Put the mixins before the LightningModule of either namespace, in any order; non
     class Net(MutualInformationMixin, LautumMixin, LightningModule):
         def __init__(self):
             super().__init__()
-            self.lautum = Lautum(input_shape=(1, 28, 28), num_outputs=10, weight=0.01)
+            self.lautum = Lautum(input_shape=(1, 28, 28), num_outputs=10, weight=0.001)
             self.mutual_information = MutualInformation(input_shape=(1, 28, 28), feature_dim=128, weight=0.1)
 
         def training_step(self, batch, batch_idx):
