@@ -5,7 +5,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_taskinfo.fisher.batches import joined, sample_count
+from lightning_taskinfo.fisher.batches import described, joined, sample_count
 
 Data: TypeAlias = tuple[Any, Tensor] | Dataset[Any] | DataLoader[Any]
 
@@ -24,6 +24,8 @@ def read_samples(data: Data) -> tuple[Any, Tensor]:
     else:
         loader = data if isinstance(data, DataLoader) else DataLoader(data, batch_size=256)
         batches = list(DataLoader(loader.dataset, batch_size=256, collate_fn=loader.collate_fn))
+        if batches and not (isinstance(batches[0], list | tuple) and len(batches[0]) == 2):
+            raise ValueError(f"`data` must hold pairs (inputs, targets), got {described(batches[0])}.")
         inputs, targets = (joined([batch[part] for batch in batches]) for part in (0, 1))
     if not isinstance(targets, Tensor):
         raise ValueError(f"`data` must hold a tensor of targets, got {type(targets).__name__}.")

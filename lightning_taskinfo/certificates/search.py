@@ -78,7 +78,13 @@ class Task:
 
     def outputs(self, inputs: Any) -> Tensor:
         """Run the network the way its user does."""
-        return self.forward_fn(self.model, inputs) if self.forward_fn else self.model(inputs)
+        outputs = self.forward_fn(self.model, inputs) if self.forward_fn else self.model(inputs)
+        if not isinstance(outputs, Tensor):
+            raise ValueError(
+                f"`model` must return a tensor of outputs, got {type(outputs).__name__}; "
+                "set `forward_fn` to a function of (model, inputs) that picks it."
+            )
+        return outputs
 
     def mean_loss(self) -> float:
         """Return the mean loss of all samples under the network's present weights."""

@@ -46,6 +46,21 @@ def tensors(inputs: Any) -> Iterator[Tensor]:
             yield from tensors(value)
 
 
+def described(batch: Any) -> str:
+    """Return in words what a batch is that was to be something else.
+
+    Example:
+        >>> described({"image": torch.zeros(2), "label": 3}), described((1, "a", None))
+        ('dict with image, label', 'tuple of int, str, NoneType')
+    """
+    kind = type(batch).__name__
+    if isinstance(batch, Mapping):
+        return f"{kind} with {', '.join(map(str, batch)) or 'nothing'}"
+    if isinstance(batch, list | tuple):
+        return f"{kind} of {', '.join(type(part).__name__ for part in batch) or 'nothing'}"
+    return kind
+
+
 def joined(parts: list[Any]) -> Any:
     """Return batches of the same structure as one.
 

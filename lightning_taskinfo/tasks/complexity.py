@@ -77,6 +77,7 @@ def structure_function(
     inputs, targets = read_tensors(data)
     samples = Samples(inputs, targets, as_likelihood(likelihood))
     model = build(model_fn, seed)
+    samples.check(model)
     start = initial_weights(model)
     centre = center_of(start, prior_center)
     if folder is not None:

@@ -256,6 +256,10 @@ def test_refuses_data_that_do_not_fit(trained, data, prior):
         zero_one_loss(x[:, :2], y.double())
     with pytest.raises(ValueError, match="`data` must hold a tensor of targets, got list"):
         certify(trained, (x, y.tolist()), prior)
+    with pytest.raises(ValueError, match=r"`data` must hold pairs \(inputs, targets\), got dict with image, label\."):
+        certify(trained, [{"image": a, "label": b} for a, b in zip(x, y, strict=True)], prior)
+    with pytest.raises(ValueError, match="`model` must return a tensor of outputs, got tuple; set `forward_fn` to a"):
+        certify(trained, data, prior, forward_fn=lambda model, x: (model(x), x))
     with pytest.raises(ValueError, match="`data` must hold one tensor of inputs, got dict"):
         read_tensors(({"x": x}, y))
     with pytest.raises(ValueError, match="`data` must hold a target for each input, got 3 for 8"):
