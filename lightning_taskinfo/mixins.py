@@ -156,11 +156,22 @@ class LocalMinimumMixin(PenaltyMixin):
     """Prefers flat minima; set ``self.local_minimum`` in ``__init__``."""
 
     local_minimum: LocalMinimumRegularizer
+    _looked_for_a_drop = False
 
     def local_minimum_penalty(self, loss_fn: Callable[[Any], Tensor], batch: Any) -> Tensor:
-        """Return ``weight * R`` for the mean loss that ``loss_fn`` computes of a part of ``batch``."""
+        """Return ``weight * R`` for the mean loss that ``loss_fn`` computes of a part of ``batch``.
+
+        By default it is 0 until the learning rate drops; a module without a scheduler is warned about that, once.
+        """
         regularizer = _regularizer(self, "local_minimum", LocalMinimumRegularizer)
         trainer = _trainer(self)
+        if trainer is not None and not self._looked_for_a_drop:
+            self._looked_for_a_drop = True
+            if regularizer.start == "learning_rate_drop" and not trainer.lr_scheduler_configs:
+                warn(
+                    "`local_minimum` waits for the learning rate to drop to half, and there is no scheduler to do it: "
+                    "the penalty stays 0; set `start` of `LocalMinimumRegularizer` to an epoch."
+                )
         rate = trainer.optimizers[0].param_groups[0]["lr"] if trainer is not None and trainer.optimizers else None
         return regularizer(self, loss_fn, batch, epoch=self.current_epoch, learning_rate=rate)
 
