@@ -8,6 +8,7 @@ __version__ = "0.1.0.dev0"
 if TYPE_CHECKING:  # what type checkers see; `tests/test_import.py` keeps it equal to `_EXPORTS`
     from lightning_taskinfo._observe import observing as observing
     from lightning_taskinfo._observe import trainable_parameters as trainable_parameters
+    from lightning_taskinfo._warn import TaskInfoWarning as TaskInfoWarning
     from lightning_taskinfo.callbacks.fisher_trace import FisherTrace as FisherTrace
     from lightning_taskinfo.callbacks.information_in_weights import InformationInWeights as InformationInWeights
     from lightning_taskinfo.callbacks.local_minimum import LocalMinimum as LocalMinimum
@@ -78,6 +79,7 @@ _EXPORTS = {  # public name -> the module that defines it, imported when the nam
     "StructureFunction": "tasks.structure",
     "Task2Vec": "tasks.task2vec",
     "TaskEmbedding": "tasks.embedding",
+    "TaskInfoWarning": "_warn",
     "TemporalEnsembling": "regularizers",
     "TemporalEnsemblingMixin": "mixins",
     "Training": "tasks.training",

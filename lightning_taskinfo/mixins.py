@@ -5,7 +5,7 @@ Put the mixins before the LightningModule of either namespace, in any order; non
     class Net(MutualInformationMixin, LautumMixin, LightningModule):
         def __init__(self):
             super().__init__()
-            self.lautum = Lautum(input_shape=(1, 28, 28), num_outputs=10, weight=0.01)
+            self.lautum = Lautum(input_shape=(1, 28, 28), num_outputs=10, weight=0.001)
             self.mutual_information = MutualInformation(input_shape=(1, 28, 28), feature_dim=128, weight=0.1)
 
         def training_step(self, batch, batch_idx):
@@ -22,7 +22,6 @@ the statistics of batch normalisation towards the target: where that is not want
 :func:`lightning_taskinfo.frozen_batchnorm_statistics`.
 """
 
-import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,6 +29,7 @@ import torch
 from torch import Tensor
 
 from lightning_taskinfo._observe import trainable_parameters
+from lightning_taskinfo._warn import warn
 from lightning_taskinfo.regularizers import (
     Lautum,
     LocalMinimumRegularizer,
@@ -115,7 +115,7 @@ class PenaltyMixin(Base):
             if "donated" not in str(error):  # a compiled backward pass that gives its buffers away runs only once
                 raise
             self.gradient_ratio_every_n_steps = 0
-            warnings.warn(f"Gradient ratios of the penalties cannot be measured here: {error}", stacklevel=2)
+            warn(f"Gradient ratios of the penalties cannot be measured here: {error}")
             return {}
 
 
@@ -156,11 +156,22 @@ class LocalMinimumMixin(PenaltyMixin):
     """Prefers flat minima; set ``self.local_minimum`` in ``__init__``."""
 
     local_minimum: LocalMinimumRegularizer
+    _looked_for_a_drop = False
 
     def local_minimum_penalty(self, loss_fn: Callable[[Any], Tensor], batch: Any) -> Tensor:
-        """Return ``weight * R`` for the mean loss that ``loss_fn`` computes of a part of ``batch``."""
+        """Return ``weight * R`` for the mean loss that ``loss_fn`` computes of a part of ``batch``.
+
+        By default it is 0 until the learning rate drops; a module without a scheduler is warned about that, once.
+        """
         regularizer = _regularizer(self, "local_minimum", LocalMinimumRegularizer)
         trainer = _trainer(self)
+        if trainer is not None and not self._looked_for_a_drop:
+            self._looked_for_a_drop = True
+            if regularizer.start == "learning_rate_drop" and not trainer.lr_scheduler_configs:
+                warn(
+                    "`local_minimum` waits for the learning rate to drop to half, and there is no scheduler to do it: "
+                    "the penalty stays 0; set `start` of `LocalMinimumRegularizer` to an epoch."
+                )
         rate = trainer.optimizers[0].param_groups[0]["lr"] if trainer is not None and trainer.optimizers else None
         return regularizer(self, loss_fn, batch, epoch=self.current_epoch, learning_rate=rate)
 

@@ -6,13 +6,14 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "lightning_taskinfo"
-MATHS = {"torch", "_observe", "functional"}
+MATHS = {"torch", "_observe", "_warn", "functional"}
 FILES = {"_files", "_cells"}
 STATE = MATHS | {"torchmetrics", "backpack", "fisher", "distributions", "variational", "regularizers", "certificates"}
 GLUE = STATE | {"_lightning", "callbacks", "mixins", "plotting", "data"}
 TOP = GLUE | FILES | {"numpy", "transfer", "tasks"}
 ALLOWED = {  # layer -> the layers and frameworks it may import
     "_observe": {"torch"},
+    "_warn": set(),
     "_files": set(),
     "_cells": {"torch", "_files"},
     "_lightning": {"lightning", "pytorch_lightning"},
@@ -29,7 +30,7 @@ ALLOWED = {  # layer -> the layers and frameworks it may import
     "tasks": TOP | {"matplotlib", "rich", "wandb"},
     "cli": TOP | {"cli", "jsonargparse", "rich", "wandb"},
     "plotting": {"matplotlib", "numpy", "torch"},
-    "data": {"_files", "data", "matplotlib", "mlxtend", "numpy", "sklearn", "torch", "torchvision"},
+    "data": {"_files", "_warn", "data", "matplotlib", "mlxtend", "numpy", "sklearn", "torch", "torchvision"},
 }
 FRAMEWORKS = {
     "backpack", "jsonargparse", "lightning", "matplotlib", "mlxtend", "numpy", "pytorch_lightning", "rich", "scipy",

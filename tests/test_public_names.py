@@ -32,8 +32,8 @@ NAMES = public_names()
 
 
 def parameters(thing):
-    """Return the names of what a function or class is called with; a mixin is not called."""
-    if thing.__name__.endswith("Mixin"):
+    """Return the names of what a function or class is called with; a mixin or a warning is not called."""
+    if thing.__name__.endswith(("Mixin", "Warning")):
         return set()
     return {p.name for p in inspect.signature(thing).parameters.values()} - {"args", "kwargs"}
 
@@ -64,3 +64,11 @@ def test_has_a_docstring_of_its_own_that_names_every_argument_and_no_other(name)
 def test_has_an_example(name):
     text = NAMES[name].__doc__ or ""
     assert ">>>" in text or "Example::" in text or re.search(rf"\b{name.rpartition('.')[2]}\b", SHOWN)
+
+
+def test_the_width_of_the_logits_has_one_name():
+    """``num_classes`` is a number of classes: of data, of labels, and of a classifier made for them."""
+    of_logits = {name for name, thing in NAMES.items() if "num_outputs" in parameters(thing)}
+    of_classes = {name for name, thing in NAMES.items() if "num_classes" in parameters(thing)}
+    assert of_logits == {"Lautum", "TemporalEnsembling"}
+    assert of_classes == {"TaskEmbedding", "TransferClassifier", "data.ArrayData", "data.load_idx", "data.load_npz"}

@@ -1,7 +1,6 @@
 """What can be known before training: that the module, its batches and its weights suit a probe."""
 
 import sys
-import warnings
 from collections.abc import Callable
 from math import isfinite
 from typing import Any
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_taskinfo._observe import trainable_parameters
+from lightning_taskinfo._warn import warn
 from lightning_taskinfo.callbacks._samples import first_samples, size
 from lightning_taskinfo.fisher.engine import Request, measure
 from lightning_taskinfo.fisher.sharded import sharded
@@ -58,7 +58,7 @@ def warn_nothing(who: str, steps: int, data: str, every_n_steps: int | None, eve
     else:
         given = [f"`{name}={value}` is longer" for name, value in every.items() if value is not None]
         reason = given[0] if given else f"set one of {', '.join(f'`{name}`' for name in every)}"
-    warnings.warn(f"{who} has measured nothing: training ended after {steps} steps; {reason}.", stacklevel=3)
+    warn(f"{who} has measured nothing: training ended after {steps} steps; {reason}.")
 
 
 def check_finite(model: nn.Module) -> None:

@@ -3,7 +3,6 @@
 import copy
 import random
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 
 from lightning_taskinfo._lightning import LightningModule, Trainer
 from lightning_taskinfo.callbacks._samples import BatchFn, first_samples
-from lightning_taskinfo.fisher.batches import sample_count, take
+from lightning_taskinfo.fisher.batches import joined, sample_count, take
 
 
 class Source:
@@ -152,17 +151,7 @@ class Collected:
 
     def joined(self) -> tuple[Any, Tensor | None]:
         """Return all samples as one batch."""
-        return _cat(self.inputs), torch.cat(self.targets) if self.targets else None
-
-
-def _cat(parts: list[Any]) -> Any:
-    if isinstance(parts[0], Tensor):
-        return torch.cat(parts)
-    if isinstance(parts[0], Mapping):
-        return {key: _cat([part[key] for part in parts]) for key in parts[0]}
-    if isinstance(parts[0], list | tuple):
-        return type(parts[0])(_cat(list(group)) for group in zip(*parts, strict=True))
-    return parts[0]
+        return joined(self.inputs), torch.cat(self.targets) if self.targets else None
 
 
 def _seed_everything(seed: int) -> None:

@@ -1,8 +1,7 @@
 """What every measuring callback shares: when to look, at what, and how to leave no trace."""
 
 import math
-import warnings
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -12,6 +11,8 @@ from torch import Tensor, nn
 
 from lightning_taskinfo._lightning import Callback, LightningModule, Trainer
 from lightning_taskinfo._observe import observing, trainable_parameters
+from lightning_taskinfo._warn import warn
+from lightning_taskinfo.callbacks._arguments import ArgumentsByName
 from lightning_taskinfo.callbacks._checks import check_batch, check_finite, kind_of_shards, warn_nothing
 from lightning_taskinfo.callbacks._pool import Source
 from lightning_taskinfo.callbacks._report import has_matplotlib, report, summary
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from lightning_taskinfo.plotting import Axes, Figure
 
 
-class Probe(Callback, ABC):
+class Probe(Callback, metaclass=ArgumentsByName):
     """Measure scalars while a network trains, and change nothing.
 
     A probe runs the model in eval mode, draws from its own generators and touches neither ``.grad`` nor the data
@@ -266,10 +267,9 @@ class Probe(Callback, ABC):
 
     def _failed(self, trainer: Trainer, error: Exception) -> None:
         if not self._warned:
-            warnings.warn(
+            warn(
                 f"{self.state_key} could not measure at step {trainer.global_step} ({type(error).__name__}: {error}); "
                 "training goes on, and the same is not reported again.",
-                stacklevel=2,
             )
         self._warned = True
 

@@ -1,7 +1,6 @@
 """Follow how much the weights know about the data they are trained on."""
 
 import math
-import warnings
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -11,6 +10,7 @@ from torchmetrics import MeanMetric
 
 from lightning_taskinfo._lightning import LightningModule, Trainer
 from lightning_taskinfo._observe import ParamDict, trainable_parameters
+from lightning_taskinfo._warn import warn
 from lightning_taskinfo.callbacks._loss import LossOnTheWay, mean_loss
 from lightning_taskinfo.callbacks._pool import readable
 from lightning_taskinfo.callbacks._probe import Probe
@@ -118,9 +118,8 @@ class InformationInWeights(Probe):
         if {name: w.shape for name, w in weights.items()} == {name: w.shape for name, w in self._center.items()}:
             return  # from a checkpoint, or an earlier fit of this model
         if self.prior_center == "initial" and trainer.ckpt_path is not None:
-            warnings.warn(
+            warn(
                 f"{self.state_key} found no prior centre in the checkpoint and measures from the resumed weights.",
-                stacklevel=2,
             )
         self._center = {name: w.clone() for name, w in weights.items()}
         if self.prior_center == "zero":
@@ -136,10 +135,9 @@ class InformationInWeights(Probe):
         if not found:
             raise ValueError(f"`prior_center` must hold weights of the module, got none of {', '.join(weights)}.")
         if left := [name for name in weights if name not in found]:
-            warnings.warn(
+            warn(
                 f"{self.state_key} did not find {', '.join(left)} in {self.prior_center!r} "
                 "and measures them from the start.",
-                stacklevel=2,
             )
         return found
 

@@ -21,6 +21,7 @@ from lightning_taskinfo.certificates import (
     certify,
     pareto_front,
 )
+from lightning_taskinfo.fisher.engine import Request
 from lightning_taskinfo.functional.likelihood import as_likelihood
 from lightning_taskinfo.plotting import plot_pareto
 
@@ -55,6 +56,7 @@ class PACBayesCertificate(Probe):
         name: Prefix of the logged names, and identity in checkpoints.
         seed: Seed of all draws.
         batch_fn: Picks ``(inputs, targets)`` out of a batch.
+        forward_fn: How to get the logits, ``forward_fn(module, inputs)``; ``module(inputs)`` by default.
 
     Example::
 
@@ -82,6 +84,7 @@ class PACBayesCertificate(Probe):
         name: str | None = None,
         seed: int = 0,
         batch_fn: Callable[[Any], Any] | None = None,
+        forward_fn: Callable[[Any, Any], Any] | None = None,
     ) -> None:
         super().__init__(
             every_n_epochs=every_n_epochs,
@@ -90,6 +93,7 @@ class PACBayesCertificate(Probe):
             name=name,
             seed=seed,
             batch_fn=batch_fn,
+            forward_fn=forward_fn,
         )
         self.headline = ("certificate_bound", "certificate_risk")
         self.prior_origin, self.structure, self.prior_stds, self.betas = prior_origin, structure, prior_stds, betas
@@ -119,13 +123,15 @@ class PACBayesCertificate(Probe):
         self._checked = True
         few, few_targets = first_samples(inputs, targets, 2)
         needed = f"{self.state_key} certifies classifiers: the module must return logits [N, C] of at least 2 classes"
+        otherwise = "set `forward_fn` to a function of (module, inputs) that returns them"
         try:
-            outputs = pl_module(few)
+            outputs = Request(forward_fn=self.forward_fn).forward(pl_module, few)
         except (NotImplementedError, TypeError) as error:
-            raise ValueError(f"{needed} for the inputs of a batch, which failed ({error}).") from error
-        found = list(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
-        if not isinstance(outputs, Tensor) or outputs.ndim != 2 or outputs.shape[1] < 2:
-            raise ValueError(f"{needed}, got {found}.")
+            raise ValueError(f"{needed} for the inputs of a batch, which failed ({error}); {otherwise}.") from error
+        if not isinstance(outputs, Tensor):
+            raise ValueError(f"{needed}, got {type(outputs).__name__}; {otherwise}.")
+        if outputs.ndim != 2 or outputs.shape[1] < 2:
+            raise ValueError(f"{needed}, got {list(outputs.shape)}.")
         if few_targets is None or few_targets.is_floating_point() or few_targets.shape != outputs.shape[:1]:
             given = "none" if few_targets is None else f"{few_targets.dtype} of shape {list(few_targets.shape)}"
             raise ValueError(f"{self.state_key} needs class indices (integers) of shape [N] as targets, got {given}.")
@@ -143,6 +149,7 @@ class PACBayesCertificate(Probe):
             draws=self.draws,
             delta=self.delta,
             delta_draws=self.delta_draws,
+            forward_fn=self.forward_fn,
             seed=self.seed,
         )
 
@@ -168,9 +175,10 @@ class PACBayesCertificate(Probe):
             except Exception as error:
                 self._failed(trainer, error)
 
-    def _report_tradeoff(self, trainer: Trainer, model: nn.Module, data: tuple[Tensor, Tensor]) -> None:
+    def _report_tradeoff(self, trainer: Trainer, model: nn.Module, data: tuple[Any, Tensor]) -> None:
         prior = self._prior(data[1].device)
-        self.tradeoff = pareto_front(model, data, prior, betas=self.betas, delta=self.delta, seed=self.seed)
+        options: dict[str, Any] = {"betas": self.betas, "delta": self.delta, "seed": self.seed}
+        self.tradeoff = pareto_front(model, data, prior, forward_fn=self.forward_fn, **options)
         rows = [{key: value for key, value in vars(row).items() if key != "prior_std"} for row in self.tradeoff]
         key, step = self._logged("certificate_pareto"), trainer.global_step
         best: dict[str, float] = {}
@@ -179,7 +187,7 @@ class PACBayesCertificate(Probe):
             best[name] = min(row.bound, best.get(name, 1.0))
         for logger in trainer.loggers:
             logger.log_metrics(best, step=step)
-        figure = plot_pareto(self.tradeoff, len(data[0]), delta=self.delta)[0] if has_matplotlib() else None
+        figure = plot_pareto(self.tradeoff, len(data[1]), delta=self.delta)[0] if has_matplotlib() else None
         report(trainer.loggers, key, figure, rows, step)
 
     def _prior(self, device: torch.device) -> Prior:

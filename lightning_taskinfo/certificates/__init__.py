@@ -25,6 +25,7 @@ from lightning_taskinfo.certificates.search import (
 )
 from lightning_taskinfo.certificates.validity import assumptions, reasons_against
 from lightning_taskinfo.distributions import CurvatureBlock, LowRankCurvature, WeightGaussian
+from lightning_taskinfo.fisher.per_sample import Forward
 from lightning_taskinfo.functional.betting import betting_interval
 from lightning_taskinfo.functional.pac_bayes import monte_carlo_interval
 
@@ -47,6 +48,7 @@ def certify(
     draws: int = 1000,
     interval: Interval = "betting",
     loss_fn: Loss = zero_one_loss,
+    forward_fn: Forward | None = None,
     curvature_samples: int = 10_000,
     seed: int = 0,
     progress: Progress | None = None,
@@ -64,10 +66,10 @@ def certify(
     anew for each prediction.
 
     Args:
-        model: The trained network; it returns scores ``[N, C]``, unless ``loss_fn`` expects something else. It is
-            measured in eval mode and left as it was.
-        data: The samples: ``(inputs, targets)``, a dataset of such pairs, or a loader over one. The network may have
-            been trained on them; the prior may not.
+        model: The trained network; it, or ``forward_fn``, returns scores ``[N, C]``, unless ``loss_fn`` expects
+            something else. It is measured in eval mode and left as it was.
+        data: The samples: ``(inputs, targets)``, a dataset of such pairs, or a loader over one. Inputs are a tensor, or
+            tuples, lists and dicts of tensors. The network may have been trained on them; the prior may not.
         prior: The pre-distribution; by default centred at 0, which is always valid and seldom informative.
         structure: Curvature that shapes the post-distribution: ``"isotropic"``, ``"diagonal"`` (Fisher),
             ``"layer_inputs"`` (one matrix of layer inputs a layer), ``"neuron"`` (the same, scaled by how much the loss
@@ -81,6 +83,7 @@ def certify(
         interval: ``"betting"``, or ``"kl"``, the classical one, which needs about ten times as many networks; chosen
             before looking at the results.
         loss_fn: Loss of each sample from outputs and targets, in ``[0, 1]``.
+        forward_fn: How to get the outputs, ``forward_fn(model, inputs)``; ``model(inputs)`` by default.
         curvature_samples: How many samples the curvature is estimated from.
         seed: Seed of all draws, chosen before looking at the results.
         progress: Called with the number of finished steps, their total and a label; for the search, then for the draws.
@@ -103,14 +106,14 @@ def certify(
     prior = Prior() if prior is None else prior
     _check(prior, theorem, interval, delta, delta_draws, draws, betas)
     with observing(model):
-        task = Task.of(model, data, loss_fn, seed)
-        reasons = reasons_against(model, prior, task.inputs[:4].to(task.generator.device))
+        task = Task.of(model, data, loss_fn, seed, forward_fn)
+        reasons = reasons_against(model, prior, task.some(slice(4)), task.outputs)
         curvatures = _curvatures(task, structure, curvature_samples)
         candidates = _search(task, prior, curvatures, betas, theorem, delta, progress)
         best = min(candidates, key=lambda row: row.bound)
         winner = propose(task, prior, curvatures[best.structure], best.beta)
         risks, why_not = _fresh_risks(task, winner.post, draws, progress)
-        model_risk, n = task.mean_loss(), len(task.inputs)
+        model_risk, n = task.mean_loss(), task.n
     low, high = _interval(risks, interval, delta_draws)
     return Certificate(
         bound=min(1.0, float(BOUNDS[theorem](high, winner.kl + winner.price, n, delta))),

@@ -12,6 +12,7 @@ from lightning_taskinfo.certificates.certificate import Candidate, Prior
 from lightning_taskinfo.certificates.samples import Data, zero_one_loss
 from lightning_taskinfo.certificates.search import BETAS, Loss, Proposal, Structure, Task, curvature_of, propose
 from lightning_taskinfo.distributions import BlockGaussian, CurvatureBlock
+from lightning_taskinfo.fisher.per_sample import Forward
 from lightning_taskinfo.functional.pac_bayes_diagnostics import oracle_complexity
 
 
@@ -24,6 +25,7 @@ def pareto_front(
     betas: Sequence[float] = BETAS,
     delta: float = 0.04,
     loss_fn: Loss = zero_one_loss,
+    forward_fn: Forward | None = None,
     curvature_samples: int = 10_000,
     seed: int = 0,
     progress: Progress | None = None,
@@ -43,6 +45,7 @@ def pareto_front(
         betas: Weights of the KL, one row each.
         delta: Probability in the bound's log term.
         loss_fn: Loss of each sample, in ``[0, 1]``.
+        forward_fn: How to get the outputs, ``forward_fn(model, inputs)``; ``model(inputs)`` by default.
         curvature_samples: How many samples the curvature is estimated from.
         seed: Seed of all draws.
         progress: Called with the number of finished rows, their total and a label.
@@ -52,7 +55,7 @@ def pareto_front(
     """
     prior = prior or Prior()
     with observing(model):
-        task = Task.of(model, data, loss_fn, seed)
+        task = Task.of(model, data, loss_fn, seed, forward_fn)
         curvatures = {name: curvature_of(task, name, curvature_samples) for name in structures}
         diagonal = curvatures.get("diagonal") or curvature_of(task, "diagonal", curvature_samples)
         rows = []

@@ -2,14 +2,15 @@
 
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-Data: TypeAlias = tuple[Tensor, Tensor] | Dataset[Any] | DataLoader[Any]
+from lightning_taskinfo.fisher.batches import described, joined, sample_count
+
+Data: TypeAlias = tuple[Any, Tensor] | Dataset[Any] | DataLoader[Any]
 
 
-def read_samples(data: Data) -> tuple[Tensor, Tensor]:
+def read_samples(data: Data) -> tuple[Any, Tensor]:
     """Return all inputs and targets.
 
     A loader's dataset is read in its own order, without the loader's sampler: repeated, reweighted or dropped samples
@@ -23,12 +24,37 @@ def read_samples(data: Data) -> tuple[Tensor, Tensor]:
     else:
         loader = data if isinstance(data, DataLoader) else DataLoader(data, batch_size=256)
         batches = list(DataLoader(loader.dataset, batch_size=256, collate_fn=loader.collate_fn))
-        inputs, targets = (torch.cat([batch[part] for batch in batches]) for part in (0, 1))
-    if len(inputs) != len(targets):
-        raise ValueError(f"`data` must hold a target for each input, got {len(targets)} for {len(inputs)}.")
-    if len(inputs) < 8:
-        raise ValueError(f"`data` must hold at least 8 samples, got {len(inputs)}.")
+        if batches and not (isinstance(batches[0], list | tuple) and len(batches[0]) == 2):
+            raise ValueError(f"`data` must hold pairs (inputs, targets), got {described(batches[0])}.")
+        inputs, targets = (joined([batch[part] for batch in batches]) for part in (0, 1))
+    if not isinstance(targets, Tensor):
+        raise ValueError(f"`data` must hold a tensor of targets, got {type(targets).__name__}.")
+    n = sample_count(inputs)
+    if n != len(targets):
+        raise ValueError(f"`data` must hold a target for each input, got {len(targets)} for {n}.")
+    if n < 8:
+        raise ValueError(f"`data` must hold at least 8 samples, got {n}.")
     return inputs, targets
+
+
+def read_tensors(data: Data) -> tuple[Tensor, Tensor]:
+    """Return all inputs and targets where inputs have to be one tensor.
+
+    Args:
+        data: As for :func:`read_samples`.
+    """
+    inputs, targets = read_samples(data)
+    if not isinstance(inputs, Tensor):
+        raise ValueError(f"`data` must hold one tensor of inputs, got {type(inputs).__name__}.")
+    return inputs, targets
+
+
+def check_labels(what: str, targets: Tensor) -> None:
+    """Raise a ``ValueError`` for targets that are no class indices."""
+    if targets.is_floating_point() or targets.is_complex():
+        raise ValueError(
+            f"{what} must be class indices (integers) of shape [N], got {targets.dtype} of shape {list(targets.shape)}."
+        )
 
 
 def zero_one_loss(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -36,14 +62,19 @@ def zero_one_loss(outputs: Tensor, targets: Tensor) -> Tensor:
 
     Args:
         outputs: Scores of the classes, shape ``[N, C]``; a sample with a score that is no number is wrong.
-        targets: Indices of the right classes, shape ``[N]``.
+        targets: Indices of the right classes, integers of shape ``[N]``.
+
+    Raises:
+        ValueError: If the shapes do not fit, or the targets are no integers.
 
     Example:
+        >>> import torch
         >>> zero_one_loss(torch.tensor([[2.0, 1.0], [2.0, 1.0]]), torch.tensor([0, 1]))
         tensor([0., 1.])
     """
     if outputs.ndim != 2 or targets.shape != outputs.shape[:1]:
         shapes = f"{list(outputs.shape)} and {list(targets.shape)}"
         raise ValueError(f"`outputs` and `targets` must have shapes [N, C] and [N], got {shapes}.")
+    check_labels("`targets`", targets)
     wrong = (outputs.argmax(1) != targets) | outputs.isnan().any(1)
     return wrong.to(outputs.dtype)

@@ -2,14 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Generator, Tensor, nn
 
 from lightning_taskinfo._observe import trainable_parameters
 from lightning_taskinfo.certificates.certificate import Candidate, Prior
-from lightning_taskinfo.certificates.samples import Data, read_samples
+from lightning_taskinfo.certificates.samples import Data, check_labels, read_samples, zero_one_loss
 from lightning_taskinfo.distributions import (
     CurvatureBlock,
     LowRankCurvature,
@@ -24,6 +24,8 @@ from lightning_taskinfo.distributions import (
     with_diagonal,
 )
 from lightning_taskinfo.fisher import fisher_diagonal
+from lightning_taskinfo.fisher.batches import take
+from lightning_taskinfo.fisher.per_sample import Forward
 from lightning_taskinfo.functional.pac_bayes import catoni_bound, kl_bound, mcallester_bound, union_bound_price
 
 Structure: TypeAlias = Literal["isotropic", "diagonal", "layer_inputs", "neuron", "kron"]
@@ -41,35 +43,59 @@ class Task:
 
     Attributes:
         model: The network, in eval mode.
-        inputs: All inputs, ``N`` of them.
+        inputs: All inputs, ``N`` of them: a tensor, or tuples, lists and dicts of tensors.
         targets: Their labels.
         loss: Loss of each sample from outputs and targets.
         generator: Where all random draws come from, on the model's device.
+        forward_fn: How to get the outputs; ``model(inputs)`` by default.
     """
 
     model: nn.Module
-    inputs: Tensor
+    inputs: Any
     targets: Tensor
     loss: Loss
     generator: Generator
+    forward_fn: Forward | None = None
 
     @classmethod
-    def of(cls, model: nn.Module, data: Data, loss: Loss, seed: int) -> "Task":
+    def of(cls, model: nn.Module, data: Data, loss: Loss, seed: int, forward_fn: Forward | None = None) -> "Task":
         """Read the samples and seed the generator."""
         inputs, targets = read_samples(data)
+        if loss is zero_one_loss:  # which would refuse them too, after the curvature was measured
+            check_labels("targets of `data`", targets)
         device = next(iter(trainable_parameters(model).values())).device
-        return cls(model, inputs, targets, loss, Generator(device).manual_seed(seed))
+        return cls(model, inputs, targets, loss, Generator(device).manual_seed(seed), forward_fn)
+
+    @property
+    def n(self) -> int:
+        """Return the number of samples."""
+        return len(self.targets)
+
+    def some(self, index: Tensor | slice) -> Any:
+        """Return some inputs, on the model's device."""
+        device = self.generator.device
+        return take(self.inputs, lambda x: x[index if isinstance(index, slice) else index.to(x.device)].to(device))
+
+    def outputs(self, inputs: Any) -> Tensor:
+        """Run the network the way its user does."""
+        outputs = self.forward_fn(self.model, inputs) if self.forward_fn else self.model(inputs)
+        if not isinstance(outputs, Tensor):
+            raise ValueError(
+                f"`model` must return a tensor of outputs, got {type(outputs).__name__}; "
+                "set `forward_fn` to a function of (model, inputs) that picks it."
+            )
+        return outputs
 
     def mean_loss(self) -> float:
         """Return the mean loss of all samples under the network's present weights."""
-        return float(torch.cat([self.losses(index) for index in torch.arange(len(self.inputs)).split(4096)]).mean())
+        return float(torch.cat([self.losses(index) for index in torch.arange(self.n).split(4096)]).mean())
 
     @torch.no_grad()
     def losses(self, index: Tensor | slice) -> Tensor:
         """Return the losses of some samples under the network's present weights."""
-        device = self.generator.device
-        targets = self.targets[index].to(device)
-        values = self.loss(self.model(self.inputs[index].to(device)), targets)
+        own = index if isinstance(index, slice) else index.to(self.targets.device)
+        targets = self.targets[own].to(self.generator.device)
+        values = self.loss(self.outputs(self.some(index)), targets)
         if values.shape != targets.shape[:1]:
             raise ValueError(
                 f"`loss_fn` must return a value for each of {len(targets)}, got shape {list(values.shape)}."
@@ -78,11 +104,9 @@ class Task:
 
     def draw_losses(self, post: WeightGaussian, size: int) -> Tensor:
         """Draw one network, and return its losses on ``size`` random samples (on all, if there are no more)."""
-        n = len(self.inputs)
         index: Tensor | slice = slice(None)
-        if size < n:
-            device = self.generator.device
-            index = torch.randint(n, (size,), generator=self.generator, device=device).to(self.inputs.device)
+        if size < self.n:
+            index = torch.randint(self.n, (size,), generator=self.generator, device=self.generator.device)
         with post.with_weights(self.model, self.generator):
             return self.losses(index)
 
@@ -97,19 +121,20 @@ def curvature_of(task: Task, structure: Structure, samples: int) -> list[Curvatu
     """
     if structure not in get_args(Structure):
         raise ValueError(f"`structure` must be one of {get_args(Structure)}, got {structure!r}.")
-    model, n, g = task.model, len(task.inputs), task.generator
-    picked = torch.randperm(n, generator=g, device=g.device)[:samples].to(task.inputs.device)
-    inputs = task.inputs[picked].to(g.device)
-    diagonal = {name: n * h for name, h in fisher_diagonal(model, inputs, labels="sampled", generator=g).items()}
+    model, n, g, how = task.model, task.n, task.generator, task.forward_fn
+    inputs = task.some(torch.randperm(n, generator=g, device=g.device)[:samples])
+    fisher = fisher_diagonal(model, inputs, labels="sampled", generator=g, forward_fn=how)
+    diagonal = {name: n * h for name, h in fisher.items()}
     if structure == "diagonal":
         return diagonal_curvature(diagonal)
     if structure == "isotropic":
         mean = torch.cat([h.flatten() for h in diagonal.values()]).mean().item()
         return diagonal_curvature({name: torch.full_like(h, mean) for name, h in diagonal.items()})
     if structure == "layer_inputs":
-        matrices = {layer: n * A for layer, A in layer_input_matrices(model, inputs).items()}
+        matrices = {layer: n * A for layer, A in layer_input_matrices(model, inputs, forward_fn=how).items()}
         return with_diagonal(neuron_curvature(model, matrices), diagonal)
-    factors = {layer: (n * A, B) for layer, (A, B) in layer_kronecker_factors(model, inputs, generator=g).items()}
+    means = layer_kronecker_factors(model, inputs, generator=g, forward_fn=how)
+    factors = {layer: (n * A, B) for layer, (A, B) in means.items()}
     if structure == "kron":
         return with_diagonal(kronecker_curvature(model, factors), diagonal)
     scales = {layer: B.diagonal() for layer, (_, B) in factors.items()}
@@ -165,7 +190,7 @@ class Proposal:
         """Try it out on a few draws: good enough to choose by, no certificate."""
         losses = torch.stack([task.draw_losses(self.post, TRY_SIZE).mean() for _ in range(TRY_DRAWS)])
         risk = float(losses.mean().clamp(0, 1))
-        bound = float(BOUNDS[theorem](risk, self.kl + self.price, len(task.inputs), delta))
+        bound = float(BOUNDS[theorem](risk, self.kl + self.price, task.n, delta))
         return Candidate(structure, beta, risk, self.kl, self.price, bound, self.prior_std)
 
 

@@ -1,6 +1,8 @@
 """Why a certificate may not be claimed: everything data-dependent that the KL does not pay for."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -8,21 +10,25 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_taskinfo._observe import trainable_parameters
 from lightning_taskinfo.certificates.certificate import Prior
+from lightning_taskinfo.fisher.batches import take
 
 
-def reasons_against(model: nn.Module, prior: Prior, inputs: Tensor) -> list[str]:
+def reasons_against(
+    model: nn.Module, prior: Prior, inputs: Any, forward: Callable[[Any], Tensor] | None = None
+) -> list[str]:
     """Return what makes a certificate for ``model`` invalid; nothing if all is well.
 
     Args:
         model: The trained network, in eval mode.
         prior: Its pre-distribution.
-        inputs: Some inputs, to see whether samples influence each other.
+        inputs: Four inputs, to see whether samples influence each other.
+        forward: Outputs from inputs; the model itself by default.
     """
     center = prior.values()
     return [
         *_about_the_center(model, prior, center),
         *_about_fixed_tensors(model, prior, center),
-        *_about_the_batch(model, inputs),
+        *_about_the_batch(forward or model, inputs),
     ]
 
 
@@ -79,9 +85,9 @@ def _about_fixed_tensors(model: nn.Module, prior: Prior, center: Mapping[str, Te
 
 
 @torch.no_grad()
-def _about_the_batch(model: nn.Module, inputs: Tensor) -> list[str]:
-    some = inputs[:4]
-    together, apart = model(some), torch.cat([model(part) for part in some.split(2)])
+def _about_the_batch(forward: Callable[[Any], Tensor], inputs: Any) -> list[str]:
+    halves = (slice(0, 2), slice(2, 4))
+    together, apart = forward(inputs), torch.cat([forward(take(inputs, itemgetter(half))) for half in halves])
     if torch.allclose(together, apart, rtol=1e-3, atol=1e-4 * float(together.abs().max()), equal_nan=True):
         return []
     return ["the output for a sample depends on the other samples of its batch, so their losses are not independent"]

@@ -1,6 +1,5 @@
 """What every loader returns: labelled images in memory, split once and checked once."""
 
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +7,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.utils.data import TensorDataset
+
+from lightning_taskinfo._warn import warn
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,10 +103,9 @@ def from_any(splits: dict[str, Any], *, name: str, num_classes: int | None = Non
     num_classes = 1 + max((int(arrays[key].max()) for key in ("y_train", "y_test") if arrays[key].size), default=1)
     data = ArrayData(**arrays, name=name, num_classes=num_classes)
     if len(absent := np.setdiff1d(np.arange(num_classes), data.y_train)) and data.y_train.size:
-        warnings.warn(
+        warn(
             f"`y_train` of {name!r} has no sample of {len(absent)} of {num_classes} classes, the first of them "
             f"{absent[0]}; labels count from 0, and `num_classes` says how many there are.",
-            stacklevel=3,
         )
     return data
 

@@ -5,11 +5,11 @@ import json
 import os
 import re
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from lightning_taskinfo._warn import warn
 from lightning_taskinfo.data.arrays import ArrayData
 from lightning_taskinfo.data.digits import load_digits
 from lightning_taskinfo.data.files import load_idx, load_npz, save_npz
@@ -108,7 +108,7 @@ def cached(name: str, arguments: dict[str, Any], build: Callable[[], ArrayData])
         save_npz(path, data)
         _sweep(path.parent)
     except OSError as error:
-        warnings.warn(f"The data is not cached: {error}", stacklevel=2)
+        warn(f"The data is not cached: {error}")
     return data
 
 

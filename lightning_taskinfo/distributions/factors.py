@@ -3,15 +3,21 @@
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_taskinfo._observe import observing
+from lightning_taskinfo.fisher.batches import sample_count, take
+from lightning_taskinfo.fisher.per_sample import Forward
 
 
-def layer_input_matrices(model: nn.Module, inputs: Tensor, *, chunk_size: int = 1024) -> dict[str, Tensor]:
+def layer_input_matrices(
+    model: nn.Module, inputs: Any, *, chunk_size: int = 1024, forward_fn: Forward | None = None
+) -> dict[str, Tensor]:
     r"""Mean of :math:`z_l z_l^\top` over the inputs of each linear and convolutional layer.
 
     .. math:: A_l = \frac1N \sum_x \sum_t z_{l,t}(x)\, z_{l,t}(x)^\top, \qquad z = (\text{layer input}, 1)
@@ -22,8 +28,9 @@ def layer_input_matrices(model: nn.Module, inputs: Tensor, *, chunk_size: int = 
 
     Args:
         model: The network, measured in eval mode.
-        inputs: A batch of ``N`` inputs.
+        inputs: A batch of ``N`` inputs: a tensor, or tuples, lists and dicts of tensors.
         chunk_size: Inputs that go through the network at a time.
+        forward_fn: How to get the outputs, ``forward_fn(model, inputs)``; ``model(inputs)`` by default.
 
     Returns:
         Float64 matrices ``[D, D]`` by layer.
@@ -34,18 +41,24 @@ def layer_input_matrices(model: nn.Module, inputs: Tensor, *, chunk_size: int = 
                 [2., 1.]], dtype=torch.float64)
     """
     matrices: dict[str, Tensor] = {}
+    n = sample_count(inputs)
     with observing(model), torch.no_grad(), _capturing(model) as captured:
-        for chunk in inputs.split(chunk_size):
-            model(chunk)
+        for chunk in _chunks(inputs, chunk_size):
+            (forward_fn or nn.Module.__call__)(model, chunk)
             for layer, (calls, _) in captured.items():
                 for z in calls:
-                    matrices[layer] = matrices.get(layer, 0) + (z.T @ z).double() / len(inputs)
+                    matrices[layer] = matrices.get(layer, 0) + (z.T @ z).double() / n
             captured.clear()
     return matrices
 
 
 def layer_kronecker_factors(
-    model: nn.Module, inputs: Tensor, *, generator: Generator | None = None, chunk_size: int = 1024
+    model: nn.Module,
+    inputs: Any,
+    *,
+    generator: Generator | None = None,
+    chunk_size: int = 1024,
+    forward_fn: Forward | None = None,
 ) -> dict[str, tuple[Tensor, Tensor]]:
     r"""Kronecker factors of the Fisher information of a classifier, with labels drawn from the model.
 
@@ -57,9 +70,10 @@ def layer_kronecker_factors(
 
     Args:
         model: A network that returns logits ``[N, C]``, measured in eval mode.
-        inputs: A batch of ``N`` inputs.
+        inputs: A batch of ``N`` inputs: a tensor, or tuples, lists and dicts of tensors.
         generator: Where the labels come from.
         chunk_size: Inputs that go through the network at a time.
+        forward_fn: How to get the outputs, ``forward_fn(model, inputs)``; ``model(inputs)`` by default.
 
     Returns:
         Float64 ``(A, B)`` by layer, ``[D, D]`` and ``[R, R]``.
@@ -75,9 +89,10 @@ def layer_kronecker_factors(
     A: dict[str, Tensor] = {}
     B: dict[str, Tensor] = {}
     places: Counter[str] = Counter()
+    n = sample_count(inputs)
     with observing(model), _capturing(model) as captured:
-        for chunk in inputs.split(chunk_size):
-            log_p = model(chunk).log_softmax(-1)
+        for chunk in _chunks(inputs, chunk_size):
+            log_p = (forward_fn or nn.Module.__call__)(model, chunk).log_softmax(-1)
             label = torch.multinomial(log_p.detach().exp(), 1, generator=generator)
             edges = [edge for _, edges in captured.values() for edge in edges]
             gradients = iter(torch.autograd.grad(log_p.gather(1, label).sum(), edges, allow_unused=True))
@@ -86,11 +101,16 @@ def layer_kronecker_factors(
                     gradient, module = next(gradients), model.get_submodule(layer)
                     unused = z.new_zeros(len(z), len(module.get_parameter("weight")))  # by the output
                     g = unused if gradient is None else _rows(module, gradient)
-                    A[layer] = A.get(layer, 0) + (z.T @ z).double() / len(inputs)
+                    A[layer] = A.get(layer, 0) + (z.T @ z).double() / n
                     B[layer] = B.get(layer, 0) + (g.T @ g).double()
                     places[layer] += len(g)
             captured.clear()
     return {layer: (A[layer], B[layer] / places[layer]) for layer in A}
+
+
+def _chunks(inputs: Any, size: int) -> Iterator[Any]:
+    for start in range(0, sample_count(inputs), size):
+        yield take(inputs, itemgetter(slice(start, start + size)))
 
 
 Calls = dict[str, tuple[list[Tensor], list[GradientEdge]]]

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -19,7 +20,6 @@ def take(inputs: Any, pick: Callable[[Tensor], Tensor]) -> Any:
     """Apply ``pick`` to every tensor of ``inputs`` and keep the structure.
 
     Example:
-        >>> import torch
         >>> take({"x": torch.arange(3), "name": "a"}, lambda x: x[:1])
         {'x': tensor([0]), 'name': 'a'}
     """
@@ -44,6 +44,37 @@ def tensors(inputs: Any) -> Iterator[Tensor]:
     elif isinstance(inputs, list | tuple):
         for value in inputs:
             yield from tensors(value)
+
+
+def described(batch: Any) -> str:
+    """Return in words what a batch is that was to be something else.
+
+    Example:
+        >>> described({"image": torch.zeros(2), "label": 3}), described((1, "a", None))
+        ('dict with image, label', 'tuple of int, str, NoneType')
+    """
+    kind = type(batch).__name__
+    if isinstance(batch, Mapping):
+        return f"{kind} with {', '.join(map(str, batch)) or 'nothing'}"
+    if isinstance(batch, list | tuple):
+        return f"{kind} of {', '.join(type(part).__name__ for part in batch) or 'nothing'}"
+    return kind
+
+
+def joined(parts: list[Any]) -> Any:
+    """Return batches of the same structure as one.
+
+    Example:
+        >>> joined([{"x": torch.zeros(2)}, {"x": torch.ones(1)}])
+        {'x': tensor([0., 0., 1.])}
+    """
+    if isinstance(parts[0], Tensor):
+        return torch.cat(parts)
+    if isinstance(parts[0], Mapping):
+        return {key: joined([part[key] for part in parts]) for key in parts[0]}
+    if isinstance(parts[0], list | tuple):
+        return type(parts[0])(joined(list(group)) for group in zip(*parts, strict=True))
+    return parts[0]
 
 
 def sample_count(inputs: Any) -> int:

@@ -1,6 +1,5 @@
 """Which engine serves which parameter, chunk by chunk; squared gradients go into a :class:`Sink`."""
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from torch import Generator, Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_taskinfo._observe import ParamDict, Parts, observing_parts, parts
+from lightning_taskinfo._warn import warn
 from lightning_taskinfo.fisher.batches import check_counts, sample_count, take
 from lightning_taskinfo.fisher.findings import Findings, by_name, differ, disjoint, recall, remember, sizes_of
 from lightning_taskinfo.fisher.hooks import Captured, capture, find_layouts
@@ -196,9 +196,8 @@ class _Measurement:
         self.compared, self.probe = True, None
         self.mixing = differ(few.detach(), outputs.detach())
         if self.mixing:
-            warnings.warn(
+            warn(
                 "The model's outputs for a sample depend on the others of its batch; each is measured alone.",
-                stacklevel=2,
             )
 
     def _from_uses(self, captured: Captured, names: set[str], samples: slice, scores: list[Tensor], last: bool) -> None:
@@ -234,10 +233,9 @@ class _Measurement:
                 self.fallback = "loop"
                 self.engines.update(dict.fromkeys(names, "loop"))
                 reason = str(error).partition("\n")[0]
-                warnings.warn(
+                warn(
                     f"torch.func cannot run this model ({type(error).__name__}: {reason}): "
                     f"{', '.join(sorted(names))} take one sample at a time, which is slow.",
-                    stacklevel=2,
                 )
             else:
                 yield first

@@ -52,7 +52,8 @@ class Likelihood(Protocol):
 class Categorical:
     r"""Softmax over the last axis, :math:`p(c|f) = e^{f_c} / \sum_j e^{f_j}`; targets are class indices.
 
-    With outputs ``[N, T, C]`` a sample is a sequence, and its log-likelihood the sum over its tokens.
+    With outputs ``[N, T, C]`` a sample is a sequence, and its log-likelihood the sum over its tokens; with
+    ``[N, H, W, C]`` an image, and the sum over its pixels. The classes are on the last axis.
 
     Args:
         ignore_index: Targets of this value (padding) count for nothing, whosever labels are used.
@@ -111,11 +112,13 @@ class Categorical:
         if targets is None:
             return
         if targets.is_floating_point() or targets.shape != outputs.shape[:-1]:
+            end = "; set `likelihood` to 'bernoulli' or 'gaussian'." if targets.is_floating_point() else "."
+            if outputs.dim() > 2 and targets.shape == outputs.shape[:1] + outputs.shape[2:]:  # as for `cross_entropy`
+                end = "; move the classes to the last axis, in `forward_fn`: `model(inputs).movedim(1, -1)`."
             raise ValueError(
                 "`targets` must be class indices (integers) of shape "
                 f"{list(outputs.shape[:-1])} for outputs {list(outputs.shape)}, "
-                f"got {targets.dtype} of shape {list(targets.shape)}"
-                + ("; set `likelihood` to 'bernoulli' or 'gaussian'." if targets.is_floating_point() else ".")
+                f"got {targets.dtype} of shape {list(targets.shape)}{end}"
             )
         low, high = (int(end) for end in targets.aminmax()) if targets.numel() else (0, 0)
         if low >= 0 and high < outputs.shape[-1]:

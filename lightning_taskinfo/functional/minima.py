@@ -1,11 +1,12 @@
 """What the Gram matrix of per-sample gradients says about a local minimum."""
 
 import math
-import warnings
 from typing import NamedTuple
 
 import torch
 from torch import Generator, Tensor
+
+from lightning_taskinfo._warn import warn
 
 
 class LocalMinimumSummary(NamedTuple):
@@ -98,10 +99,9 @@ def local_minimum_summary(
     xi = gram.double()[chosen.unsqueeze(2), chosen.unsqueeze(1)]  # [T, N', N']
     gammas = log_determinant(xi)
     if bool(gammas.isinf().any()):
-        warnings.warn(
+        warn(
             "A Gram matrix of gradients is singular, so that its log-determinant is -inf; "
             f"set `subset_size` below {n}, and below the number of weights.",
-            stacklevel=2,
         )
     return LocalMinimumSummary(
         gamma=gammas.mean(),

@@ -1,12 +1,12 @@
 """Whiten flat inputs by their covariance, factored once from a loader."""
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lightning_taskinfo._warn import warn
 from lightning_taskinfo.regularizers._base import check_finite
 from lightning_taskinfo.regularizers._ranks import sum_over_ranks
 
@@ -54,10 +54,9 @@ def fit_whitening(
         factored = _subspace(batches, mean, components, ridge, samples)
     whitening = Whitening(mean, *factored, samples)
     if samples < 2 * whitening.effective_dim:
-        warnings.warn(
+        warn(
             f"{int(samples)} samples for {float(whitening.effective_dim):.0f} directions of the inputs: correlations "
             "will be overestimated. Use more unlabeled inputs, or fewer `components`.",
-            stacklevel=3,
         )
     return whitening
 

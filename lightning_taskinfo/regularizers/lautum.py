@@ -42,7 +42,8 @@ class Lautum(Regularizer):
     Args:
         input_shape: Shape of one input.
         num_outputs: Number of logits :math:`K`.
-        weight: The :math:`\lambda`, or a :class:`WeightSchedule`.
+        weight: The :math:`\lambda`, or a :class:`WeightSchedule`. With 0.01 the penalty's gradient can be ten times the
+            loss's on small images, and the labels are hardly learned; ``gradient_ratio`` of ``penalised`` tells.
         proxy: What stands for the weights: ``"logits"`` or ``"jacobian"``.
         components: Principal directions :math:`r` of the inputs to keep. By default all of them for ``"logits"`` up to
             ``max_dim`` inputs and 256 beyond; 64 for ``"jacobian"``.
@@ -85,7 +86,7 @@ class Lautum(Regularizer):
         input_shape: Sequence[int],
         num_outputs: int,
         *,
-        weight: float | WeightSchedule = 0.01,
+        weight: float | WeightSchedule = 0.001,
         proxy: Literal["logits", "jacobian"] = "logits",
         components: int | None = None,
         max_dim: int = 4096,

@@ -18,20 +18,20 @@ class TemporalEnsembling(Regularizer):
 
     Args:
         num_samples: Number of samples that carry an index, labelled and unlabelled.
-        num_classes: Number of classes.
+        num_outputs: Number of logits :math:`C`, one for each class.
         num_labeled: Number of labelled samples among them; the default weight rises to
             ``30 * num_labeled / num_samples``.
         weight: Factor of the penalty, or a :class:`WeightSchedule`, instead of that default. It is 0 in epoch 0.
         ramp_epochs: Epochs of the default weight's sigmoid ramp.
         decay: Decay of the moving average.
         dtype: What the averages are kept in: ``"float32"``, ``"bfloat16"`` or ``"float16"``; memory is
-            ``num_samples * num_classes`` of it.
+            ``num_samples * num_outputs`` of it.
 
     Raises:
         ValueError: If an argument is out of range, or neither ``weight`` nor ``num_labeled`` is given.
 
     Example:
-        >>> regularizer = TemporalEnsembling(num_samples=10, num_classes=2, weight=1.0)
+        >>> regularizer = TemporalEnsembling(num_samples=10, num_outputs=2, weight=1.0)
         >>> index = torch.tensor([3, 7])
         >>> regularizer(torch.tensor([[9.0, -9.0], [9.0, -9.0]]), index, epoch=0)
         tensor(0.)
@@ -46,7 +46,7 @@ class TemporalEnsembling(Regularizer):
     def __init__(
         self,
         num_samples: int,
-        num_classes: int,
+        num_outputs: int,
         *,
         num_labeled: int | None = None,
         weight: float | WeightSchedule | None = None,
@@ -59,7 +59,7 @@ class TemporalEnsembling(Regularizer):
                 raise ValueError("`num_labeled` or `weight` must be given: the default weight depends on the former.")
             weight = WeightSchedule(30 * num_labeled / num_samples, "sigmoid", length=ramp_epochs)
         super().__init__(weight)
-        for argument, value in {"num_samples": num_samples, "num_classes": num_classes}.items():
+        for argument, value in {"num_samples": num_samples, "num_outputs": num_outputs}.items():
             if value < 1:
                 raise ValueError(f"`{argument}` must be at least 1, got {value}.")
         if not 0 <= decay < 1:
@@ -67,8 +67,8 @@ class TemporalEnsembling(Regularizer):
         dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
         if dtype not in dtypes:
             raise ValueError(f"`dtype` must be one of {tuple(dtypes)}, got {dtype!r}.")
-        self.num_classes, self.decay = num_classes, decay
-        self.register_buffer("average", torch.zeros(num_samples, num_classes, dtype=dtypes[dtype]))
+        self.num_outputs, self.decay = num_outputs, decay
+        self.register_buffer("average", torch.zeros(num_samples, num_outputs, dtype=dtypes[dtype]))
         self.register_buffer("count", torch.zeros(num_samples, dtype=torch.int32))
         self.register_buffer("last_epoch", torch.full((num_samples,), -1, dtype=torch.int32))
 
@@ -86,7 +86,7 @@ class TemporalEnsembling(Regularizer):
         Raises:
             ValueError: If shapes are wrong, or an index is out of range.
         """
-        check_rows("outputs", outputs, (self.num_classes,), minimum=1)
+        check_rows("outputs", outputs, (self.num_outputs,), minimum=1)
         if index.shape != outputs.shape[:1] or index.is_floating_point():
             raise ValueError(f"`index` must hold {len(outputs)} integers, got {index.dtype} of {tuple(index.shape)}.")
         if index.min() < 0 or index.max() >= len(self.average):

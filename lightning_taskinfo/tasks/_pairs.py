@@ -127,6 +127,7 @@ class Cell:
 def solve(cell: Cell) -> dict[str, Any]:
     r"""Train, and return the information ``kl`` of each part, the loss (a sum) with its error, and :math:`C_\beta`."""
     model, samples = cell.model(), cell.samples()
+    samples.check(model)
     start = initial_weights(model)
     centre = center_of(start, cell.plan.prior_center)
     weights = {name: beta for name in start for part, beta in cell.betas().items() if name.startswith(f"{part}.")}

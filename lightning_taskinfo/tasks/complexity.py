@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_taskinfo._files import claim_folder
-from lightning_taskinfo.certificates.samples import Data, read_samples
+from lightning_taskinfo.certificates.samples import Data, read_tensors
 from lightning_taskinfo.functional.likelihood import Categorical, Likelihood, as_likelihood
 from lightning_taskinfo.tasks._sweep import Center, Progress, Sweep, center_of, digest
 from lightning_taskinfo.tasks.structure import StructureFunction
@@ -74,9 +74,10 @@ def structure_function(
         distance*, sections 3 and 7.
     """
     betas, training = _checked(betas, prior_std), training or Training()
-    inputs, targets = read_samples(data)
+    inputs, targets = read_tensors(data)
     samples = Samples(inputs, targets, as_likelihood(likelihood))
     model = build(model_fn, seed)
+    samples.check(model)
     start = initial_weights(model)
     centre = center_of(start, prior_center)
     if folder is not None:

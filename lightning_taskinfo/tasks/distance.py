@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_taskinfo._cells import run_cells
 from lightning_taskinfo._files import claim_folder
-from lightning_taskinfo.certificates.samples import Data, read_samples
+from lightning_taskinfo.certificates.samples import Data, read_tensors
 from lightning_taskinfo.functional.likelihood import Likelihood, as_likelihood
 from lightning_taskinfo.tasks._pairs import Cell, HeadFn, Method, Plan, solve
 from lightning_taskinfo.tasks._sweep import Progress, digest
@@ -88,7 +88,7 @@ def task_distance(
     """
     seeds = range(seeds) if isinstance(seeds, int) else seeds
     _check(tasks, beta, prior_center, prior_std, method, seeds)
-    data = [read_samples(task) for task in tasks.values()]
+    data = [read_tensors(task) for task in tasks.values()]
     plan = Plan(
         trunk_fn, head_fn, method, beta, prior_center, prior_std, as_likelihood(likelihood), training or Training()
     )

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import warnings
 
 import numpy as np
 import torch
@@ -10,6 +9,7 @@ from torch import Generator, Tensor, nn
 from torch.nn.functional import cross_entropy, interpolate
 
 from lightning_taskinfo._files import atomic_write
+from lightning_taskinfo._warn import warn
 from lightning_taskinfo.data.pairs import cache_dir, load_dataset
 
 VERSION = 1  # part of the cache file's name: raise it when the network or its training changes
@@ -20,10 +20,10 @@ class SmallProbe(nn.Module):
     """Three convolutions and a hidden layer, for images of any size: they are made grey and 28×28 first.
 
     Args:
-        num_classes: Outputs of the head.
+        num_outputs: Outputs of the head.
     """
 
-    def __init__(self, num_classes: int = 20) -> None:
+    def __init__(self, num_outputs: int = 20) -> None:
         super().__init__()
         self.body = nn.Sequential(
             nn.Conv2d(1, 16, 5, 2, 2), nn.ReLU(),  # 14×14
@@ -31,7 +31,7 @@ class SmallProbe(nn.Module):
             nn.Conv2d(32, 48, 3, 2, 1), nn.ReLU(),  # 4×4
             nn.Flatten(), nn.Linear(48 * 16, 64), nn.ReLU(),
         )  # fmt: skip
-        self.head = nn.Linear(64, num_classes)
+        self.head = nn.Linear(64, num_outputs)
 
     def forward(self, images: Tensor) -> Tensor:
         """Return logits ``[N, C]`` of images ``[N, channels, H, W]`` with values in ``[0, 1]``."""
@@ -76,7 +76,7 @@ def default_probe(*, epochs: int = 4, seed: int = 0) -> SmallProbe:
             with atomic_write(path) as file:
                 np.savez(file, **{name: value.numpy() for name, value in probe.state_dict().items()})
         except OSError as error:
-            warnings.warn(f"The probe is not cached: {error}", stacklevel=2)
+            warn(f"The probe is not cached: {error}")
     return probe.eval()
 
 

@@ -92,30 +92,30 @@ class Centred(nn.Module):
         return images.flatten(1) - 0.5
 
 
-def small_trunk(inputs: int, width: int = 32) -> nn.Module:
+def small_trunk(num_inputs: int, width: int = 32) -> nn.Module:
     """Return two hidden layers over centred pixels: small enough for a laptop, large enough for digits.
 
     Args:
-        inputs: Number of pixels, channels included.
+        num_inputs: Number of pixels, channels included.
         width: Neurons of each layer.
     """
-    first, second = nn.Linear(inputs, width), nn.Linear(width, width)
+    first, second = nn.Linear(num_inputs, width), nn.Linear(width, width)
     return nn.Sequential(Centred(), first, nn.ReLU(), second, nn.ReLU())
 
 
-def small_network(inputs: int, outputs: int, width: int = 32) -> nn.Module:
+def small_network(num_inputs: int, num_outputs: int, width: int = 32) -> nn.Module:
     """Return :func:`small_trunk` with a linear head.
 
     Args:
-        inputs: Number of pixels, channels included.
-        outputs: Number of classes.
+        num_inputs: Number of pixels, channels included.
+        num_outputs: Number of logits, one for each class.
         width: Neurons of each hidden layer.
 
     Example:
         >>> small_network(64, 10)(torch.zeros(2, 1, 8, 8)).shape
         torch.Size([2, 10])
     """
-    return nn.Sequential(small_trunk(inputs, width), nn.Linear(width, outputs))
+    return nn.Sequential(small_trunk(num_inputs, width), nn.Linear(width, num_outputs))
 
 
 def trunk_for(task: Task, width: int = 32) -> Callable[[], nn.Module]:

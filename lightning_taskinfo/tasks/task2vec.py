@@ -7,7 +7,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from lightning_taskinfo._observe import observing
-from lightning_taskinfo.certificates.samples import Data, read_samples
+from lightning_taskinfo.certificates.samples import Data, read_tensors
 from lightning_taskinfo.data.arrays import ArrayData
 from lightning_taskinfo.fisher import fisher_diagonal
 from lightning_taskinfo.fisher.engine import Engine
@@ -104,7 +104,7 @@ class Task2Vec:
             name, test = name or data.name, data.test() if test is None else test
         if not name:
             raise ValueError("`name` must be given for data without a name of its own.")
-        inputs, labels = read_samples(data.train() if isinstance(data, ArrayData) else data)
+        inputs, labels = read_tensors(data.train() if isinstance(data, ArrayData) else data)
         classes, targets = _classes(labels)
         self._fit(inputs, targets)
         picked = self._pick(len(inputs))
@@ -119,7 +119,7 @@ class Task2Vec:
             labels=self.labels,
             samples=len(picked),
             num_classes=len(classes),
-            test_error=float("nan") if test is None else self._error(*read_samples(test), classes),
+            test_error=float("nan") if test is None else self._error(*read_tensors(test), classes),
         )
 
     def _fit(self, inputs: Tensor, targets: Tensor) -> None:

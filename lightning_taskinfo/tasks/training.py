@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
-from lightning_taskinfo._observe import ParamDict, trainable_parameters
+from lightning_taskinfo._observe import ParamDict, observing, trainable_parameters
 from lightning_taskinfo.fisher.batches import sample_count, take
 from lightning_taskinfo.functional.likelihood import Likelihood
 from lightning_taskinfo.variational import noisy_weights, sampling
@@ -76,6 +76,14 @@ class Samples:
 
     def __len__(self) -> int:
         return sample_count(self.inputs)
+
+    def check(self, model: nn.Module) -> None:
+        """Raise a ``ValueError`` if outputs and targets do not fit the likelihood; the model is only observed."""
+        with observing(model), torch.no_grad():
+            outputs = model(take(self.inputs, lambda x: x[:2]))
+        if not isinstance(outputs, Tensor):
+            raise ValueError(f"The network must return a tensor of outputs, got {type(outputs).__name__}.")
+        self.likelihood.check(outputs, self.targets[:2])
 
     def losses(self, model: nn.Module, index: Tensor | slice) -> Tensor:
         """Return the negative log-likelihood of the picked samples in nats, shape ``[B]``."""

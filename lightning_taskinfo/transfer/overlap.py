@@ -2,11 +2,13 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_taskinfo._observe import observing
+from lightning_taskinfo.fisher.batches import described, sample_count
 from lightning_taskinfo.functional.features import fit_power_law, transfer_onset
 
 RIDGES = 10.0 ** torch.arange(-6, 3, dtype=torch.float64)  # relative to the mean squared feature
@@ -138,7 +140,8 @@ def _collect(
     handles = [modules[n].register_forward_hook(lambda _m, _i, out, n=n: keep(n, out)) for n in names]
     try:
         with observing(model), torch.no_grad():
-            for inputs, labels in data:
+            for batch in data:
+                inputs, labels = _checked(batch)
                 model(inputs)
                 targets.append(labels.detach().cpu())
     finally:
@@ -150,6 +153,20 @@ def _collect(
     if not features:
         raise ValueError("`layers` must name at least one module, got none.")
     return {name: torch.cat(features[name]) for name in names if name in features}, _as_columns(torch.cat(targets))
+
+
+def _checked(batch: Any) -> tuple[Any, Tensor]:
+    """Return the two parts of a batch, with a label for each input."""
+    if not (isinstance(batch, list | tuple) and len(batch) == 2 and isinstance(batch[1], Tensor)):
+        raise ValueError(f"`data` must yield batches (inputs, labels), got {described(batch)}.")
+    inputs, labels = batch
+    n = sample_count(inputs)
+    if not labels.ndim or len(labels) != n or (labels.ndim > 1 and not labels.is_floating_point()):
+        raise ValueError(
+            f"`data` must yield batches with a class index or real values for each input, got labels of shape "
+            f"{list(labels.shape)} for {n} inputs; a dataset of single samples goes into a DataLoader first."
+        )
+    return inputs, labels
 
 
 def _as_columns(labels: Tensor) -> Tensor:

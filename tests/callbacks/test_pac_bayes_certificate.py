@@ -181,7 +181,11 @@ def test_refuses_samples_that_are_repeated_or_left_out(tmp_path):
 @pytest.mark.parametrize(
     ("pick", "targets", "message"),
     [
-        (lambda y: (y, y), torch.int64, r"must return logits \[N, C\] of at least 2 classes, got tuple\."),
+        (
+            lambda y: (y, y),
+            torch.int64,
+            r"logits \[N, C\] of at least 2 classes, got tuple; set `forward_fn` to a func",
+        ),
         (lambda y: y[:, 0], torch.int64, r"must return logits \[N, C\] of at least 2 classes, got \[2\]\."),
         (lambda y: y[:, None].expand(-1, 3, -1), torch.int64, r"got \[2, 3, 2\]\."),
         (lambda y: y, torch.float32, r"needs class indices \(integers\) .*, got torch\.float32 of shape \[2\]\."),
@@ -203,4 +207,31 @@ def test_refuses_what_is_no_classifier_before_the_first_step_by_no_argument_it_d
     with pytest.raises(ValueError, match=message) as refused:
         fit(tmp_path, PACBayesCertificate(**QUICK), model=Other, loader=loader)
     assert "likelihood" not in str(refused.value)
-    assert "forward_fn" not in str(refused.value)
+
+
+class TwoOutputs(Plain):
+    """What was returned by ``Plain``, behind a keyword, in a dict, beside something else."""
+
+    def forward(self, *, left, right):
+        return {"features": left, "logits": self.net(torch.cat([left, right], 1))}
+
+    def training_step(self, batch, batch_idx):
+        return cross_entropy(self(left=batch["left"], right=batch["right"])["logits"], batch["class"])
+
+
+@pytest.mark.parametrize("structure", ["diagonal", "layer_inputs", "neuron"])
+def test_a_forward_of_its_own_gives_the_certificate_of_the_plain_network(tmp_path, loader, structure):
+    x, y = blobs(64, seed=0)
+    rows = [{"left": x[i, :1], "right": x[i, 1:], "class": y[i]} for i in range(64)]
+    callback = PACBayesCertificate(
+        **QUICK,
+        structure=structure,
+        pareto=True,
+        batch_fn=lambda batch: ((batch["left"], batch["right"]), batch["class"]),
+        forward_fn=lambda module, inputs: module(left=inputs[0], right=inputs[1])["logits"],
+    )
+    fit(tmp_path, callback, model=TwoOutputs, loader=DataLoader(rows, batch_size=16))
+    plain = PACBayesCertificate(**QUICK, structure=structure, pareto=True)
+    fit(tmp_path, plain, model=Plain, loader=loader)
+    assert callback.certificate == plain.certificate
+    assert callback.tradeoff == plain.tradeoff

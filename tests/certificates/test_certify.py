@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from lightning_taskinfo.certificates import PRIOR_STDS, Prior, certify, zero_one_loss
 from lightning_taskinfo.certificates.certificate import round_up
-from lightning_taskinfo.certificates.samples import read_samples
+from lightning_taskinfo.certificates.samples import read_samples, read_tensors
 from lightning_taskinfo.distributions import CurvatureBlock, LowRankCurvature, diagonal_curvature, pre_distribution
 from lightning_taskinfo.functional.pac_bayes import kl_bound, mcallester_bound, monte_carlo_interval
 from tests.certificates.conftest import blobs, fit
@@ -227,12 +227,41 @@ def test_a_batch_of_a_loader_is_data(trained, data, prior):
     )
 
 
+def test_a_dataset_of_dicts_through_a_forward_of_its_own(trained, data, prior):
+    x, y = data
+    rows = [({"image": x[i]}, y[i]) for i in range(len(y))]
+    found = certify(trained, rows, prior, forward_fn=lambda model, inputs: model(inputs["image"]), **QUICK)
+    assert found == certify(trained, data, prior, **QUICK)
+
+
+def test_samples_that_influence_each_other_through_a_forward_of_its_own_are_found(trained, data, prior):
+    with pytest.warns(UserWarning, match="depend on the others of its batch"):
+        mixed = certify(trained, data, prior, forward_fn=lambda model, x: model(x - x.mean(0)), draws=5, betas=(1.0,))
+    assert "depends on the other samples of its batch" in mixed.reasons[0]
+
+
 def test_refuses_data_that_do_not_fit(trained, data, prior):
     x, y = data
     with pytest.raises(ValueError, match=r"`prior` must be a Prior, such as Prior\(start, .*, got Sequential"):
         certify(trained, data, deepcopy(trained))
     with pytest.raises(ValueError, match="`data` must hold at least 8 samples, got 7"):
         certify(trained, (x[:7], y[:7]), prior)
+    with pytest.raises(
+        ValueError, match=r"targets of `data` must be class indices .*, got torch.float32 of shape \[60"
+    ):
+        certify(trained, (x, y.float()), prior)
+    with pytest.raises(
+        ValueError, match=r"^`targets` must be class indices \(integers\) .*, got torch.float64 of shape"
+    ):
+        zero_one_loss(x[:, :2], y.double())
+    with pytest.raises(ValueError, match="`data` must hold a tensor of targets, got list"):
+        certify(trained, (x, y.tolist()), prior)
+    with pytest.raises(ValueError, match=r"`data` must hold pairs \(inputs, targets\), got dict with image, label\."):
+        certify(trained, [{"image": a, "label": b} for a, b in zip(x, y, strict=True)], prior)
+    with pytest.raises(ValueError, match="`model` must return a tensor of outputs, got tuple; set `forward_fn` to a"):
+        certify(trained, data, prior, forward_fn=lambda model, x: (model(x), x))
+    with pytest.raises(ValueError, match="`data` must hold one tensor of inputs, got dict"):
+        read_tensors(({"x": x}, y))
     with pytest.raises(ValueError, match="`data` must hold a target for each input, got 3 for 8"):
         certify(trained, (x[:8], y[:3]), prior)
     with pytest.raises(ValueError, match=r"must have shapes \[N, C\] and \[N\], got \[256, 2\] and \[256, 1\]"):
@@ -243,6 +272,18 @@ def test_refuses_data_that_do_not_fit(trained, data, prior):
         ValueError, match=r"must hold every trainable parameter of the model, got none for \['2.bias'\]"
     ):
         certify(trained, data, Prior({n: p for n, p in trained.state_dict().items() if n != "2.bias"}, "no"))
+
+
+def test_real_targets_are_fine_for_a_loss_that_expects_them(trained, data, prior):
+    distances = certify(
+        trained,
+        (data[0], data[1].double()),
+        prior,
+        loss_fn=lambda outputs, y: (outputs.softmax(1)[:, 1] - y).abs(),
+        draws=5,
+        betas=(1.0,),
+    )
+    assert distances.valid
 
 
 def test_a_single_layer_is_a_model_too(data):

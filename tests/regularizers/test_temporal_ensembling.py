@@ -107,14 +107,14 @@ def test_eval_mode_measures_without_moving():
     [
         ({}, "`num_labeled` or `weight` must be given"),
         ({"weight": 1.0, "num_samples": 0}, "`num_samples` must be at least 1, got 0"),
-        ({"weight": 1.0, "num_classes": 0}, "`num_classes` must be at least 1, got 0"),
+        ({"weight": 1.0, "num_outputs": 0}, "`num_outputs` must be at least 1, got 0"),
         ({"weight": 1.0, "decay": 1.0}, r"`decay` must be in \[0, 1\), got 1\.0"),
         ({"weight": 1.0, "dtype": "int8"}, "`dtype` must be one of .* got 'int8'"),
     ],
 )
 def test_refuses_arguments(arguments, match):
     with pytest.raises(ValueError, match=match):
-        TemporalEnsembling(**{"num_samples": 10, "num_classes": 3, **arguments})
+        TemporalEnsembling(**{"num_samples": 10, "num_outputs": 3, **arguments})
 
 
 @pytest.mark.parametrize(

@@ -141,6 +141,30 @@ def test_refuses_arguments(arguments, match):
         structure_function(network, classes(), **{"betas": (1.0,), "training": QUICK, **arguments})
 
 
+class Two(nn.Linear):
+    def forward(self, x):
+        return super().forward(x), x
+
+
+@pytest.mark.parametrize(
+    ("model_fn", "targets", "likelihood", "match"),
+    [
+        (lambda: nn.Linear(4, 1), torch.zeros(16), "gaussian", r"must have the outputs' shape \[2, 1\], got \[2\]"),
+        (
+            lambda: nn.Linear(4, 2),
+            torch.zeros(16),
+            "categorical",
+            "must be class indices .*got torch.float32",
+        ),
+        (lambda: Two(4, 2), torch.zeros(16).long(), "categorical", "must return a tensor of outputs, got tuple"),
+    ],
+    ids=["broadcast", "real targets", "tuple"],
+)
+def test_refuses_outputs_that_do_not_fit_the_targets(model_fn, targets, likelihood, match):
+    with pytest.raises(ValueError, match=match):
+        structure_function(model_fn, (torch.zeros(16, 4), targets), (1.0,), training=QUICK, likelihood=likelihood)
+
+
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [

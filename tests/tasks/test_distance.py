@@ -244,3 +244,9 @@ def test_refuses_arguments(arguments, match):
     values = {"tasks": some_tasks(), "beta": 1.0, **arguments}
     with pytest.raises(ValueError, match=match):
         task_distance(values.pop("tasks"), values.pop("beta"), trunk_fn=trunk, workers=0, training=QUICK, **values)
+
+
+def test_refuses_targets_that_would_broadcast():
+    tasks = {name: (x, y.float()) for name, (x, y) in some_tasks().items()}
+    with pytest.raises(RuntimeError, match=r"ValueError.*must have the outputs' shape \[2, 1\], got \[2\]"):
+        task_distance(tasks, 1.0, trunk_fn=trunk, workers=0, training=QUICK, likelihood="gaussian")

@@ -125,6 +125,24 @@ def test_refuses(arguments, message):
         feature_overlap(Frozen(3), [(randn(40, 4), randn(40))], **arguments)
 
 
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"image": 1, "label": 2}, r"must yield batches \(inputs, labels\), got dict with image, label"),
+        ((torch.zeros(4), torch.tensor(1)), r"got labels of shape \[\] for 4 inputs; a dataset of single samples goes"),
+        ((torch.zeros(4), torch.zeros(1)), r"got labels of shape \[1\] for 4 inputs; a dataset of single samples goes"),
+        (
+            (torch.zeros(4, 4), torch.zeros(4, 3, 3).long()),
+            r"a class index or .* got labels of shape \[4, 3, 3\] for 4",
+        ),
+    ],
+    ids=["dict", "sample", "sample of a regression", "segmentation"],
+)
+def test_refuses_what_is_no_batch(batch, message):
+    with pytest.raises(ValueError, match=message):
+        feature_overlap(Frozen(3), [batch] * 40)
+
+
 def test_refuses_a_batch_in_place_of_batches():
     with pytest.raises(ValueError, match=r"`data` must yield batches \(inputs, labels\), got tensors; put a single"):
         feature_overlap(Frozen(3), (randn(40, 4), randn(40)))
