@@ -3,9 +3,9 @@
     python benchmarks/regularizers.py [--parts lautum information] [--threads 1] [--quick]
 
 The plain step is the same step with the penalty deleted and the forward on the unlabelled inputs kept. Contenders take
-turns of 22 steps each, and are compared by the median of their ratios to the plain steps of the same turn, in CPU time
+turns of 42 steps each, and are compared by the median of their ratios to the plain steps of the same turn, in CPU time
 of the process, so that a busy machine hits all of them alike (it still makes memory slow). Lautum whitens its averages
-every eleventh step in the long run and every step in its first hundred: both are shown, and a turn holds two cycles.
+every 21st step in the long run and every step in its first hundred: both are shown, and a turn holds two cycles.
 The naive D×D inverse is one step. How well the mutual information is read is in ``mutual_information.py``.
 """
 
@@ -26,7 +26,7 @@ from lightning_taskinfo.regularizers import Lautum, WeightInformation
 from lightning_taskinfo.variational import add_weight_noise
 
 D, K = 3072, 10
-STEPS_A_TURN = 22  # two cycles of Lautum's whitening in the long run
+STEPS_A_TURN = 42  # two cycles of Lautum's whitening in the long run
 
 
 def cnn() -> nn.Module:

@@ -29,7 +29,7 @@ class Lautum(Regularizer):
     :math:`\Sigma_x` is factored once by :meth:`fit_inputs`; a step costs :math:`O(BDK)`. The covariances with :math:`w`
     are moving averages over batches and ranks. With all :math:`r = D` directions, whitening a batch's covariance costs
     :math:`O(D^2 K)`, as much as a small network's step: batches wait for it until they make up a share ``lag`` of the
-    average (every step at first, every eleventh in the long run at the defaults), and value and gradient are those of
+    average (every step at first, every 21st in the long run at the defaults), and value and gradient are those of
     the average without them. The gradient flows through the current batch, as if that were the whole average, so that
     the weight means the same at every ``decay``.
 
@@ -91,7 +91,7 @@ class Lautum(Regularizer):
         components: int | None = None,
         max_dim: int = 4096,
         decay: float = 0.999,
-        lag: float = 0.01,
+        lag: float = 0.02,
         shrinkage: float = 0.05,
         ridge: float = 1e-3,
         seed: int = 0,
