@@ -5,7 +5,7 @@
 The plain step is the same step with the penalty deleted and the forward on the unlabelled inputs kept. Contenders take
 turns of 42 steps each, and are compared by the median of their ratios to the plain steps of the same turn, in CPU time
 of the process, so that a busy machine hits all of them alike (it still makes memory slow). Lautum whitens its averages
-every 21st step in the long run and every step in its first hundred: both are shown, and a turn holds two cycles.
+every 21st step in the long run and every step in its first fifty: both are shown, and a turn holds two cycles.
 The naive D×D inverse is one step. How well the mutual information is read is in ``mutual_information.py``.
 """
 
@@ -106,7 +106,7 @@ def lautum_cost(network, turns: int) -> dict:
     step_with(naive)()
     cpu_ms = 1000 * (time.process_time() - begin)
     plain = step_with(lambda x_u, out_u: 0 * out_u.sum())
-    result = in_turns({"plain": plain, "lautum": step_with(ours), "first hundred steps": step_with(every_step)}, turns)
+    result = in_turns({"plain": plain, "lautum": step_with(ours), "first fifty steps": step_with(every_step)}, turns)
     return result | {"naive": {"cpu_ms": cpu_ms, "ratio": cpu_ms / result["plain"]["cpu_ms"]}}
 
 

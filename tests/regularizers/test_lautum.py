@@ -117,7 +117,7 @@ def test_the_gradient_of_a_waiting_batch_is_that_of_whitening_it():
     assert gradient.abs().max() > 1e-4
 
 
-def test_at_the_defaults_no_more_than_one_percent_ever_waits():
+def test_at_the_defaults_no_more_than_two_percent_ever_waits():
     x, w = correlated(20)
     lautum = Lautum((D,), K).fit_inputs([x])
     waited = []
@@ -125,9 +125,9 @@ def test_at_the_defaults_no_more_than_one_percent_ever_waits():
         lautum(x, w)
         waited.append(int(lautum.waiting_steps))
         assert int(lautum.steps) + waited[-1] == step
-        assert 1 - 0.999 ** waited[-1] <= 0.01 * (1 - 0.999**step)
-    assert waited[:98] == [0] * 98
-    assert max(waited) == 1  # of 180; ten in the long run
+        assert 1 - 0.999 ** waited[-1] <= 0.02 * (1 - 0.999**step)
+    assert waited[:48] == [0] * 48
+    assert max(waited) == 3  # of 180; twenty in the long run
     assert Lautum((D,), K, components=2).lag == 0  # cheap enough to whiten every batch
 
 
