@@ -73,7 +73,8 @@ def joined(parts: list[Any]) -> Any:
     if isinstance(parts[0], Mapping):
         return {key: joined([part[key] for part in parts]) for key in parts[0]}
     if isinstance(parts[0], list | tuple):
-        return type(parts[0])(joined(list(group)) for group in zip(*parts, strict=True))
+        groups = [joined(list(group)) for group in zip(*parts, strict=True)]
+        return type(parts[0])(*groups) if hasattr(parts[0], "_fields") else type(parts[0])(groups)
     return parts[0]
 
 
