@@ -94,15 +94,23 @@ class FisherTrace(Probe):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         self._temperature = math.nan
+        if self._unforeseen(pl_module) or self._due_next(trainer):
+            self._begin(trainer, batch)
+
+    def _unforeseen(self, pl_module: LightningModule) -> bool:
+        """Whether any batch may be measured: training may end with it, or take several optimizer steps in it."""
+        return self.data in ("train", "val") or not pl_module.automatic_optimization
+
+    def _begin(self, trainer: Trainer, batch: Any) -> None:
+        """Note what the start of a batch shows: its size, and the rate, which a scheduler may change before its end."""
         try:
             samples = sample_count(self.batch_fn(batch)[0])
         except Exception:  # a batch that cannot be read is reported where it is measured
             return
         together = samples * trainer.world_size * trainer.accumulate_grad_batches
         with suppress(LookupError, TypeError):  # optimizers without a rate of their own
-            # Now, since a scheduler may change the rate before the batch ends.
             self._temperature = float(trainer.optimizers[0].param_groups[0]["lr"]) / together
-        if self._recorder is not None and self._due_next(trainer):
+        if self._recorder is not None:
             mine = share(self.max_samples, trainer.global_rank, trainer.world_size)
             self._recorder.start(samples, len(mine))
 
