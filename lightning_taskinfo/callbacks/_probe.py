@@ -193,7 +193,6 @@ class Probe(Callback, ABC):
         return step // self.every_n_steps != last // self.every_n_steps  # the same while accumulating
 
     def _ends_an_epoch(self, trainer: Trainer) -> bool:
-        """Whether this batch is the last of an epoch that counts."""
         every = self.every_n_epochs  # first: this is asked at every batch, and looking anything up counts
         return every is not None and trainer.is_last_batch and (trainer.current_epoch + 1) % every == 0
 
@@ -204,9 +203,8 @@ class Probe(Callback, ABC):
 
     def _due_next(self, trainer: Trainer) -> bool:
         """Whether the batch that begins may be one to look at, where a batch is one optimizer step at most."""
-        if self.every_n_steps is None:
-            return self._ends_an_epoch(trainer)
-        return (self._last_step + 1) % self.every_n_steps == 0
+        every = self.every_n_steps
+        return self._ends_an_epoch(trainer) if every is None else (self._last_step + 1) % every == 0
 
     # Leaving no trace
 

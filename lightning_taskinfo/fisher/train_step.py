@@ -173,8 +173,8 @@ class StepRecorder:
             self._norms[f"{name}.bias"] = outputs
 
 
-class StepInformation(NamedTuple):
-    """The trace from squared norms that a :class:`StepRecorder` has read, as sums that add up over processes.
+class TraceSums(NamedTuple):
+    """The trace from squared gradient norms, as sums that add up over processes.
 
     Attributes:
         names: Names of the parameters.
@@ -183,7 +183,7 @@ class StepInformation(NamedTuple):
 
     Example:
         >>> norms = {"head.weight": torch.tensor([1.0, 2.0]), "head.bias": torch.tensor([1.0, 0.0])}
-        >>> StepInformation.of(norms).compute()
+        >>> TraceSums.of(norms).compute()
         (2.0, 0.0, {'head': 2.0})
     """
 
@@ -191,17 +191,16 @@ class StepInformation(NamedTuple):
     sums: list[float]
 
     @classmethod
-    def of(cls, norms: ParamDict, scale: float = 1.0) -> "StepInformation":
+    def of(cls, norms: ParamDict, scale: float = 1.0) -> "TraceSums":
         """Add up the samples of this process.
 
         Args:
-            norms: Squared gradient norms by parameter name, each ``[N]``.
+            norms: Squared gradient norms by parameter name, each ``[N]``; ``N`` may be 0.
             scale: What they are multiplied by.
         """
-        stacked = torch.stack([*norms.values()]).double()  # [parameters, N]
-        samples, totals = stacked.sum(0).tolist(), stacked.sum(1).tolist()
-        squares = sum((scale * total) ** 2 for total in samples)
-        return cls([*norms], [*(scale * total for total in totals), squares, len(samples)])
+        rows = torch.stack([*norms.values()]).tolist()  # [parameters][N]
+        samples = [scale * sum(column) for column in zip(*rows, strict=True)]
+        return cls([*norms], [*(scale * sum(row) for row in rows), sum(x * x for x in samples), len(samples)])
 
     def compute(self) -> tuple[float, float, dict[str, float]]:
         """Return the trace, its standard error over samples, and the trace by layer."""
@@ -210,7 +209,7 @@ class StepInformation(NamedTuple):
         for name, part in zip(self.names, totals, strict=True):
             owner = name.rpartition(".")[0]
             layers[owner] = layers.get(owner, 0.0) + part / n
-        error = (max(squares - n * trace**2, 0.0) / (n - 1) / n) ** 0.5 if n > 1 else math.nan
+        error = (max(squares - n * trace * trace, 0.0) / (n - 1) / n) ** 0.5 if n > 1 else math.nan
         return trace, error, layers
 
 

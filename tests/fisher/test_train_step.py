@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_taskinfo.fisher.train_step import StepInformation, StepRecorder
+from lightning_taskinfo.fisher.train_step import StepRecorder, TraceSums
 
 N = 6
 
@@ -275,19 +275,19 @@ def test_embedding_options_that_cannot_be_read():
     assert recorder.problem == "layer '0' (Embedding) has options that cannot be read from hooks"
 
 
-def test_step_information_has_a_standard_error():
+def test_trace_sums_have_a_standard_error():
     norms = {"a.weight": torch.tensor([1.0, 3.0, 8.0]), "a.bias": torch.tensor([1.0, 0.0, 1.0])}
     total = 2 * torch.tensor([2.0, 3.0, 9.0]).double()
-    trace, error, layers = StepInformation.of(norms, scale=2.0).compute()
+    trace, error, layers = TraceSums.of(norms, scale=2.0).compute()
     assert trace == pytest.approx(total.mean().item())
     assert error == pytest.approx(total.std().item() / 3**0.5)
     assert layers == {"a": pytest.approx(trace)}
 
 
-def test_step_information_adds_up_over_processes_and_needs_two_samples():
+def test_trace_sums_add_up_over_processes_and_need_two_samples():
     parts = [torch.tensor([1.0, 3.0]), torch.tensor([8.0])]
-    first, second = (StepInformation.of({"a.weight": part, "b.weight": 2 * part}) for part in parts)
-    whole = StepInformation.of({"a.weight": torch.cat(parts), "b.weight": 2 * torch.cat(parts)}).compute()
+    first, second = (TraceSums.of({"a.weight": part, "b.weight": 2 * part}) for part in parts)
+    whole = TraceSums.of({"a.weight": torch.cat(parts), "b.weight": 2 * torch.cat(parts)}).compute()
     sums = [a + b for a, b in zip(first.sums, second.sums, strict=True)]
     assert first._replace(sums=sums).compute() == whole
     assert whole[2] == {"a": pytest.approx(4.0), "b": pytest.approx(8.0)}
