@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 BLOCK = 1 << 17  # gains in float64 at once: their intermediates stay in the cache
-LARGE = 1e38  # gains up to which the product of eight is finite
+LARGE = 1e19  # gains up to which the product of sixteen is finite
 
 
 class InformationTerms(NamedTuple):
@@ -148,7 +148,8 @@ def information_sweep(
     step = max(1, BLOCK // len(prior_stds))
     for h, moved in zip(curvature.reshape(-1).split(step), displacement.reshape(-1).split(step), strict=True):
         known, logarithm = _sums(_non_negative(h), scales)
-        distance += moved.double().square().sum()
+        moved = moved.double()
+        distance += moved.dot(moved)
         determined += known
         logarithms += logarithm
     spread = (logarithms - determined).clamp_min(0)
@@ -160,17 +161,17 @@ def information_sweep(
 def _sums(h: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     r"""Return :math:`\sum 1-v = \sum r/(1+r)` and :math:`-\sum\log v = \sum\log(1+r)` for each scale of the gains.
 
-    Logarithms cost more than all else, and eight gains can share one: :math:`(1+a)(1+b) = 1 + (a+b+ab)`, all terms of
+    Logarithms cost more than all else, and sixteen gains can share one: :math:`(1+a)(1+b) = 1 + (a+b+ab)`, all terms of
     which are positive, so that small gains lose nothing. A pair shares a division in the same way.
     """
     if not h.numel() or not bool(h.max() * scales.max() < LARGE):
         gain = h * scales.unsqueeze(1)  # [widths, weights]
         return (gain / (gain + 1)).sum(1), gain.log1p().sum(1)
-    a, b = (pad(h, (0, -len(h) % 8)) * scales.unsqueeze(1)).chunk(2, 1)
+    a, b = (pad(h, (0, -len(h) % 16)) * scales.unsqueeze(1)).chunk(2, 1)
     product = a * b
     gain = (a + b).add_(product)
     known = product.add_(gain).div_(gain + 1).sum(1)
-    for _ in range(2):
+    for _ in range(3):
         a, b = gain.chunk(2, 1)
         gain = torch.addcmul(b, a, b).add_(a)
     return known, gain.log1p_().sum(1)

@@ -42,18 +42,18 @@ def test_a_sweep_gives_what_each_width_gives_alone_however_the_weights_are_cut(w
         information_sweep(h, delta, prior_stds=[1.0, -1.0])
 
 
-@pytest.mark.parametrize("largest", [1e-9, 1.0, 1e37, 1e39, 1e300])
-@pytest.mark.parametrize("n", [1, 7, 8, 29])
+@pytest.mark.parametrize("largest", [1e-9, 1.0, 1e18, 1e20, 1e300])
+@pytest.mark.parametrize("n", [1, 15, 16, 49])
 def test_weights_that_share_a_logarithm_lose_nothing(largest, n):
     """Against one logarithm and one division a weight, in fractions and Python's own ``log1p``."""
     g = torch.Generator().manual_seed(n)
-    gains = largest * torch.rand(n, generator=g, dtype=torch.float64).mul(-9).exp()
+    gains = largest * torch.rand(n, generator=g, dtype=torch.float64).mul(-2).exp()
     terms = information_in_weights(gains, torch.zeros_like(gains), prior_std=1.0)
     logarithms = math.fsum(math.log1p(r) for r in gains.tolist())
     known = [Fraction(r) / (1 + Fraction(r)) for r in gains.tolist()]
-    assert terms.effective_parameters.item() == pytest.approx(float(sum(known)), rel=1e-15 * 8)
+    assert terms.effective_parameters.item() == pytest.approx(float(sum(known)), rel=1e-14)
     assert terms.kl.item() == pytest.approx(0.5 * (logarithms - float(sum(known))), rel=1e-12, abs=1e-15 * logarithms)
-    assert terms.objective().item() == pytest.approx(0.5 * logarithms, rel=1e-15 * 8)
+    assert terms.objective().item() == pytest.approx(0.5 * logarithms, rel=1e-14)
 
 
 @pytest.mark.parametrize("h", [0.1, 7.0, 900.0])
