@@ -199,7 +199,7 @@ class Probe(Callback, ABC):
     def _shown(self, trainer: Trainer) -> bool:
         """Whether to fill ``callback_metrics``, which at every step would cost more than reading off the step."""
         every = max(1, trainer.log_every_n_steps)  # type: ignore[attr-defined]
-        return self.data != "train_step" or trainer.is_last_batch or trainer.global_step % every == 0
+        return self.data != "train_step" or trainer.is_last_batch or self._measured_at % every == 0
 
     def _due_next(self, trainer: Trainer) -> bool:
         """Whether the batch that begins may be one to look at, where a batch is one optimizer step at most."""

@@ -91,7 +91,8 @@ class FisherTrace(Probe):
         if self.data == "train_step":
             if not pl_module.automatic_optimization:
                 raise ValueError("`data='train_step'` needs automatic optimization, got a module that does its own.")
-            self._recorder = StepRecorder(pl_module)
+            mine = share(self.max_samples, trainer.global_rank, trainer.world_size)
+            self._recorder = StepRecorder(pl_module, len(mine))
             self._checked = True  # the module is not called by us
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -114,8 +115,7 @@ class FisherTrace(Probe):
         with suppress(LookupError, TypeError):  # optimizers without a rate of their own
             self._temperature = float(trainer.optimizers[0].param_groups[0]["lr"]) / together
         if self._recorder is not None:
-            mine = share(self.max_samples, trainer.global_rank, trainer.world_size)
-            self._recorder.start(samples, len(mine))
+            self._recorder.start(samples)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         if self._recorder is not None and self._recorder.handles:

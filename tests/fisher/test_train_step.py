@@ -61,8 +61,8 @@ def problem(name):
 
 def step(net, x, y, max_samples=N, recorder=None):
     """Do what a training does, with a recorder beside it."""
-    recorder = recorder or StepRecorder(net)
-    recorder.start(len(x), max_samples)
+    recorder = recorder or StepRecorder(net, max_samples)
+    recorder.start(len(x))
     loss = F.cross_entropy(net(x), y)
     recorder.before_backward(loss)
     loss.backward()
@@ -122,8 +122,8 @@ def test_no_hook_stays_and_gradients_are_the_same():
 @pytest.mark.parametrize("change", ["gradient", "input"])
 def test_what_is_changed_after_it_was_read_is_not_measured(change):
     net, x, y = problem("mlp")
-    recorder = StepRecorder(net)
-    recorder.start(N, N)
+    recorder = StepRecorder(net, N)
+    recorder.start(N)
     outputs = net(x)
     loss = F.cross_entropy(outputs, y)
     recorder.before_backward(loss)
@@ -155,11 +155,11 @@ class Watched(torch.autograd.Function):
 @pytest.mark.parametrize("backward", [True, False])
 def test_the_graph_of_a_step_goes_with_the_step(backward):
     net, x, y = problem("mlp")
-    recorder = StepRecorder(net)
+    recorder = StepRecorder(net, N)
     Watched.nodes.clear()
     gc.disable()  # which finds a graph that holds itself sooner or later, and with it the memory of many steps
     try:
-        recorder.start(N, N)
+        recorder.start(N)
         loss = F.cross_entropy(net[2](net[1](Watched.apply(net[0](x)))), y)
         recorder.before_backward(loss)
         assert Watched.nodes[0]() is not None
@@ -175,8 +175,8 @@ def test_autocast_is_close_and_in_full_precision():
     net, x, y = problem("mlp")
     net, x = net.float(), x.float()
     with torch.autocast("cpu", torch.bfloat16):
-        recorder = StepRecorder(net)
-        recorder.start(N, N)
+        recorder = StepRecorder(net, N)
+        recorder.start(N)
         loss = F.cross_entropy(net(x), y)
     recorder.before_backward(loss)
     loss.backward()
@@ -266,7 +266,7 @@ def compiled():
 )
 def test_refuses_what_it_cannot_read_by_name(make, message):
     with pytest.raises(ValueError, match=message):
-        StepRecorder(make())
+        StepRecorder(make(), N)
 
 
 def test_embedding_options_that_cannot_be_read():
