@@ -97,7 +97,7 @@ class Probe(Callback, metaclass=ArgumentsByName):
         self.per_layer, self.name, self.seed = per_layer, name, seed
         self.batch_fn, self.forward_fn = batch_fn or inputs_and_targets, forward_fn
         self.history: list[dict[str, float]] = []
-        self._last_step, self._measured_at = 0, -1  # the latter in this fit: another may end with the same step
+        self._last_step, self._measured_at = 0, -1  # after the last batch; at the last measurement of this fit
         self._source: Source | None = None
         self._checked = self._warned = self._resumed = self._extra = self._sharded = False
 
@@ -150,9 +150,10 @@ class Probe(Callback, metaclass=ArgumentsByName):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._source is not None and self._source.collecting is not None:
+        source = self._source
+        if source is not None and source.collecting is not None and source.pool is None:
             try:
-                self._source.see(batch, last=trainer.is_last_batch)
+                source.see(batch, last=trainer.is_last_batch)
             except Exception as error:
                 self._failed(trainer, error)
         if self._due(trainer) and self._measure(trainer, pl_module, batch) and self._shown(trainer):
@@ -186,24 +187,25 @@ class Probe(Callback, metaclass=ArgumentsByName):
             check_batch(self.state_key, pl_module, inputs, targets, self.likelihood, self.forward_fn)
 
     def _due(self, trainer: Trainer) -> bool:
+        if self.every_n_steps is None:
+            return self._ends_an_epoch(trainer)
         step, last = trainer.global_step, self._last_step
         self._last_step = step
-        if self.every_n_epochs is not None:
-            return trainer.is_last_batch and (trainer.current_epoch + 1) % self.every_n_epochs == 0
-        if self.every_n_steps is None:
-            return False
         return step // self.every_n_steps != last // self.every_n_steps  # the same while accumulating
+
+    def _ends_an_epoch(self, trainer: Trainer) -> bool:
+        every = self.every_n_epochs  # first: this is asked at every batch, and looking anything up counts
+        return every is not None and trainer.is_last_batch and (trainer.current_epoch + 1) % every == 0
 
     def _shown(self, trainer: Trainer) -> bool:
         """Whether to fill ``callback_metrics``, which at every step would cost more than reading off the step."""
         every = max(1, trainer.log_every_n_steps)  # type: ignore[attr-defined]
-        return self.data != "train_step" or trainer.is_last_batch or trainer.global_step % every == 0
+        return self.data != "train_step" or trainer.is_last_batch or self._measured_at % every == 0
 
     def _due_next(self, trainer: Trainer) -> bool:
-        """Whether the batch that begins may be one to look at."""
-        if self.every_n_epochs is not None:
-            return trainer.is_last_batch and (trainer.current_epoch + 1) % self.every_n_epochs == 0
-        return self.every_n_steps is not None and (trainer.global_step + 1) % self.every_n_steps == 0
+        """Whether the batch that begins may be one to look at, where a batch is one optimizer step at most."""
+        every = self.every_n_steps
+        return self._ends_an_epoch(trainer) if every is None else (self._last_step + 1) % every == 0
 
     # Leaving no trace
 

@@ -10,12 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from lightning_taskinfo._lightning import LightningModule, Trainer
+from lightning_taskinfo._observe import trainable_parameters
 from lightning_taskinfo.callbacks._pool import Source, share
 from lightning_taskinfo.callbacks._probe import Probe
-from lightning_taskinfo.callbacks._samples import Samples
+from lightning_taskinfo.callbacks._samples import Samples, size
+from lightning_taskinfo.callbacks._sums import summed
 from lightning_taskinfo.fisher.batches import sample_count
-from lightning_taskinfo.fisher.metric import FisherInformation
-from lightning_taskinfo.fisher.train_step import StepInformation, StepRecorder
+from lightning_taskinfo.fisher.engine import Request, measure
+from lightning_taskinfo.fisher.sinks import Norms
+from lightning_taskinfo.fisher.train_step import StepRecorder, TraceSums
 
 
 class FisherTrace(Probe):
@@ -80,31 +83,39 @@ class FisherTrace(Probe):
         self._temperature = math.nan
         self._recorder: StepRecorder | None = None
         self._scale = 1.0
-        self._reduce: Callable[[list[float]], list[float]] | None = None
+        self._reduce: Callable[[list[float]], Tensor] | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
+        self._reduce = partial(summed, trainer) if trainer.world_size > 1 else None
         if self.data == "train_step":
             if not pl_module.automatic_optimization:
                 raise ValueError("`data='train_step'` needs automatic optimization, got a module that does its own.")
-            self._recorder = StepRecorder(pl_module)
-            self._reduce = partial(_summed, trainer) if trainer.world_size > 1 else None
+            mine = share(self.max_samples, trainer.global_rank, trainer.world_size)
+            self._recorder = StepRecorder(pl_module, len(mine))
             self._checked = True  # the module is not called by us
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         self._temperature = math.nan
+        if self._unforeseen(pl_module) or self._due_next(trainer):
+            self._begin(trainer, batch)
+
+    def _unforeseen(self, pl_module: LightningModule) -> bool:
+        """Whether any batch may be measured: training may end with it, or take several optimizer steps in it."""
+        return self.data in ("train", "val") or not pl_module.automatic_optimization
+
+    def _begin(self, trainer: Trainer, batch: Any) -> None:
+        """Note what the start of a batch shows: its size, and the rate, which a scheduler may change before its end."""
         try:
             samples = sample_count(self.batch_fn(batch)[0])
         except Exception:  # a batch that cannot be read is reported where it is measured
             return
         together = samples * trainer.world_size * trainer.accumulate_grad_batches
         with suppress(LookupError, TypeError):  # optimizers without a rate of their own
-            # Now, since a scheduler may change the rate before the batch ends.
             self._temperature = float(trainer.optimizers[0].param_groups[0]["lr"]) / together
-        if self._recorder is not None and self._due_next(trainer):
-            mine = share(self.max_samples, trainer.global_rank, trainer.world_size)
-            self._recorder.start(samples, len(mine))
+        if self._recorder is not None:
+            self._recorder.start(samples)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         if self._recorder is not None and self._recorder.handles:
@@ -147,44 +158,37 @@ class FisherTrace(Probe):
             self._failed(trainer, error)
             return None
 
-    def _read_off(self, recorder: StepRecorder) -> StepInformation:
+    def _read_off(self, recorder: StepRecorder) -> TraceSums:
         norms = recorder.norms
         if recorder.problem or not norms:
             raise RuntimeError(recorder.problem or "the training step had no backward pass")
-        information = StepInformation.of(norms, self._scale**2)
+        information = TraceSums.of(norms, self._scale**2)
         if not all(map(math.isfinite, information.sums)):
             raise RuntimeError("the gradients of the training step are not finite")
         return information
 
-    def observe(self, model: nn.Module, samples: Samples) -> FisherInformation | StepInformation:
+    def observe(self, model: nn.Module, samples: Samples) -> TraceSums:
         if self._recorder is not None:
             return self._read_off(self._recorder)
-        metric = FisherInformation(
-            labels=self.labels,
-            likelihood=samples.draws(self.likelihood, self.mc_samples),
-            mc_samples=self.mc_samples,
-            forward_fn=self.forward_fn,
-        ).to(next(model.parameters()).device)
-        metric.update(model, samples.inputs, samples.targets, counted=samples.counted)
-        return metric
+        sink = Norms(size(samples.inputs))
+        if sink.n:
+            request = Request(
+                labels=self.labels,
+                likelihood=samples.draws(self.likelihood, self.mc_samples),
+                mc_samples=self.mc_samples,
+                forward_fn=self.forward_fn,
+            )
+            measure(model, samples.inputs, samples.targets, request, sink)
+        unused = torch.zeros_like(next(iter(sink.values.values()), torch.zeros(0)))
+        norms = {name: sink.values.get(name, unused)[: samples.counted] for name in trainable_parameters(model)}
+        return TraceSums.of(norms)
 
-    def summarise(self, observed: FisherInformation | StepInformation) -> dict[str, float]:
-        if isinstance(observed, StepInformation):
-            if self._reduce is not None:
-                observed = observed._replace(sums=self._reduce(observed.sums))
-            trace, error, layers = observed.compute()
-        else:
-            result = observed.compute()
-            trace, error = result.trace.item(), result.standard_error.item()
-            layers = {layer: part.item() for layer, part in result.layers.items()}
+    def summarise(self, observed: TraceSums) -> dict[str, float]:
+        if self._reduce is not None:
+            observed = observed._replace(sums=self._reduce(observed.sums).tolist())
+        trace, error, layers = observed.compute()
         (name,) = self.headline
         values = {name: trace, f"{name}_standard_error": error}
         if self.per_layer:
             values |= {f"{name}/{layer or 'module'}": part for layer, part in layers.items()}
         return {**values, "sgd_temperature": self._temperature}
-
-
-def _summed(trainer: Trainer, values: list[float]) -> list[float]:
-    """Return sums over processes."""
-    mine = torch.tensor(values, dtype=torch.float64, device=trainer.strategy.root_device)
-    return trainer.strategy.reduce(mine, reduce_op="sum").tolist()

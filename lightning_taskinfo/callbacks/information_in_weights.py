@@ -1,12 +1,13 @@
 """Follow how much the weights know about the data they are trained on."""
 
 import math
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torchmetrics import MeanMetric
 
 from lightning_taskinfo._lightning import LightningModule, Trainer
 from lightning_taskinfo._observe import ParamDict, trainable_parameters
@@ -15,9 +16,11 @@ from lightning_taskinfo.callbacks._loss import LossOnTheWay, mean_loss
 from lightning_taskinfo.callbacks._pool import readable
 from lightning_taskinfo.callbacks._probe import Probe
 from lightning_taskinfo.callbacks._samples import Samples, first_samples, size
+from lightning_taskinfo.callbacks._sums import summed
+from lightning_taskinfo.fisher.engine import Request, measure
 from lightning_taskinfo.fisher.kron import check_request
 from lightning_taskinfo.fisher.kron_metric import KroneckerFisher
-from lightning_taskinfo.fisher.metric import FisherEstimate, FisherInformation
+from lightning_taskinfo.fisher.sinks import Diagonal
 from lightning_taskinfo.functional.information import added, information_sweep
 
 OTHER_STDS = (0.1, 10.0, 100.0)  # times `prior_std`: the same curvature gives their KL too
@@ -25,8 +28,9 @@ STRUCTURES = ("diagonal", "kron")
 
 
 class _Observed(NamedTuple):
-    fisher: FisherInformation | KroneckerFisher
-    loss: MeanMetric
+    fisher: ParamDict | KroneckerFisher  # the former summed over samples
+    samples: int
+    loss: float  # summed over samples, NaN where it is not known
     displacement: ParamDict
 
 
@@ -110,10 +114,11 @@ class InformationInWeights(Probe):
         self.headline = ("information_nats",)
         self._center: ParamDict = {}
         self._samples = 0
+        self._sum: Callable[[Any], Tensor] = torch.as_tensor  # over processes
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        self._samples = self.num_samples or _length(trainer.train_dataloader)
+        self._samples, self._sum = self.num_samples or _length(trainer.train_dataloader), partial(summed, trainer)
         weights = {name: p.detach() for name, p in pl_module.named_parameters()}
         if {name: w.shape for name, w in weights.items()} == {name: w.shape for name, w in self._center.items()}:
             return  # from a checkpoint, or an earlier fit of this model
@@ -156,27 +161,19 @@ class InformationInWeights(Probe):
         )
 
     def observe(self, model: nn.Module, samples: Samples) -> _Observed:
-        device, n = next(model.parameters()).device, size(samples.inputs)
-        loss = MeanMetric(nan_strategy="ignore").to(device)
-        loss.set_dtype(torch.float64)
-        fisher: FisherInformation | KroneckerFisher
+        n, moved = size(samples.inputs), self._displacement(model)
         if self.structure == "kron":
-            fisher = self._kronecker(seed=hash((samples.seed, samples.first))).to(device)
-            fisher.update(model, samples.inputs)
-            value = mean_loss(model, samples.inputs, samples.targets, self.likelihood, self.forward_fn)
-        else:
-            draws = samples.draws(self.likelihood, self.mc_samples, LossOnTheWay)
-            fisher = FisherInformation(
-                quantity="diagonal",
-                labels=self.labels,
-                likelihood=draws,
-                mc_samples=self.mc_samples,
-                forward_fn=self.forward_fn,
-            ).to(device)
-            fisher.update(model, samples.inputs, samples.targets)
-            value = draws.loss / n if n else math.nan
-        loss.update(value, n)
-        return _Observed(fisher, loss, self._displacement(model))
+            kron = self._kronecker(seed=hash((samples.seed, samples.first))).to(next(model.parameters()).device)
+            kron.update(model, samples.inputs)
+            loss = mean_loss(model, samples.inputs, samples.targets, self.likelihood, self.forward_fn)
+            return _Observed(kron, n, n * loss, moved)
+        draws, parameters = samples.draws(self.likelihood, self.mc_samples, LossOnTheWay), trainable_parameters(model)
+        sink = Diagonal(parameters)
+        if n:
+            request = Request(self.labels, draws, self.mc_samples, forward_fn=self.forward_fn)
+            measure(model, samples.inputs, samples.targets, request, sink)
+        diagonal = {name: sink.total(name, p).detach() for name, p in parameters.items()}
+        return _Observed(diagonal, n, draws.loss if n else math.nan, moved)
 
     def _displacement(self, model: nn.Module) -> ParamDict:
         weights = {name: p.detach() for name, p in trainable_parameters(model).items()}
@@ -184,15 +181,13 @@ class InformationInWeights(Probe):
         return {name: w - self._center[name].to(w.device) for name, w in full.items()}
 
     def summarise(self, observed: _Observed) -> dict[str, float]:
-        computed, N = observed.fisher.compute(), self._samples
         stds = [self.prior_std, *(self.prior_std * factor for factor in OTHER_STDS)]
-        curvature = computed.diagonal if isinstance(computed, FisherEstimate) else computed
-        parts = {  # a Kronecker factor of one number comes without its shape
-            name: information_sweep(N * curvature[name].view_as(moved), moved, prior_stds=stds, beta=self.beta)
+        loss, curvature = self._over_processes(observed)
+        parts = {
+            name: information_sweep(curvature[name], moved, prior_stds=stds, beta=self.beta)
             for name, moved in observed.displacement.items()
         }
         whole, *others = (added(part[i] for part in parts.values()) for i in range(len(stds)))
-        loss = N * observed.loss.compute().item()
         values = {
             "information_nats": whole.kl.item(),
             "expected_loss": loss,
@@ -207,6 +202,17 @@ class InformationInWeights(Probe):
             key = f"information_nats/{name.rpartition('.')[0] or 'module'}"
             values[key] = values.get(key, 0.0) + part[0].kl.item()
         return values
+
+    def _over_processes(self, observed: _Observed) -> tuple[float, ParamDict]:
+        """Return loss and curvature of the whole training set, as all processes' samples have them."""
+        known = not math.isnan(observed.loss)  # on no process: NaN
+        sums = self._sum([observed.samples, observed.loss if known else 0.0, observed.samples if known else 0])
+        samples, loss, counted = sums.tolist()
+        loss = self._samples * loss / counted if counted else math.nan
+        if isinstance(observed.fisher, KroneckerFisher):  # which gives a single number without its shape
+            means = observed.fisher.compute()
+            return loss, {name: self._samples * means[name].view_as(w) for name, w in observed.displacement.items()}
+        return loss, {name: self._sum(part) * (self._samples / samples) for name, part in observed.fisher.items()}
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "prior_center": {name: w.cpu() for name, w in self._center.items()}}

@@ -58,29 +58,30 @@ class StepRecorder:
     Args:
         model: The model that is trained; all its trainable parameters must belong to layers that are understood, each
             of which is called once a step.
+        max_samples: The first samples of a batch that are measured.
 
     Raises:
         ValueError: If a parameter belongs to no such layer or to two, or a module is compiled; by name.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, max_samples: int) -> None:
         self.layers = _layers(model)
         self.hooks = {name: self._hook(name) for name in self.layers}
         self.readers = {name: _reader(module) for name, module in self.layers.items()}
         self.parameters = gathered_parameters(model)
         self.handles: list[RemovableHandle] = []
         self._norms: ParamDict = {}
-        self._waiting: list[tuple[str, nn.Linear, Tensor, Tensor, tuple[int, int]]] = []
+        self._waiting: list[tuple[str, Tensor, Tensor, tuple[int, int]]] = []
         self.seen: set[str] = set()
         self.problem: str | None = None
         self.graph_checked = False
-        self.batch_size = self.max_samples = 0
+        self.batch_size, self.max_samples = 0, max_samples
 
-    def start(self, batch_size: int, max_samples: int) -> None:
-        """Hook the layers for one forward pass over ``batch_size`` samples, the first of which are measured."""
+    def start(self, batch_size: int) -> None:
+        """Hook the layers for one forward pass over ``batch_size`` samples."""
         self.stop()
         self._norms, self._waiting, self.seen, self.problem = {}, [], set(), None
-        self.batch_size, self.max_samples = batch_size, max_samples
+        self.batch_size = batch_size
         self.handles = [self.layers[name].register_forward_hook(hook) for name, hook in self.hooks.items()]
 
     def stop(self) -> None:
@@ -93,10 +94,10 @@ class StepRecorder:
     def norms(self) -> ParamDict:
         """Squared gradient norms by parameter name, each ``[max_samples]``, after the backward pass."""
         waiting, self._waiting = self._waiting, []
-        for name, module, a, b, versions in waiting:
+        for name, a, b, versions in waiting:
             if (a._version, b._version) != versions:
                 self.problem = f"the input or the gradient of layer {name!r} was changed in place"
-            self._add_linear(name, module, _full(a), _full(b))
+            self._add_linear(name, _full(a), _full(b))
         return self._norms
 
     def before_backward(self, loss: Tensor) -> None:
@@ -110,45 +111,46 @@ class StepRecorder:
         self.graph_checked = True
 
     def _hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        plain = type(self.layers[name]) is nn.Linear
+
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if not (isinstance(output, Tensor) and output.requires_grad):
+            if self.problem is not None or not (isinstance(output, Tensor) and output.requires_grad):
                 return
-            if self.problem is not None:
+            computed = self._once(name, output)
+            if computed is None:
                 return
-            if name in self.seen:
-                self.problem = f"layer {name!r} was called more than once in the training step"
-            elif output.shape[0] != self.batch_size:
-                rows = f"{output.shape[0]} rows of outputs for {self.batch_size} samples"
-                self.problem = f"layer {name!r} had {rows}"
-            self.seen.add(name)
-            computed = written(output)
-            if computed is None and self.problem is None:
-                self.problem = f"layer {name!r} had a part of a tensor as output"
-            if computed is not None and self.problem is None:
-                x = args[0].detach()
-                node, number = get_gradient_edge(computed)[:2]
-                read = self._reader(name, module, x, x._version, output.shape)
-                # Without the node, which would keep itself alive, and the whole graph with it.
-                node.register_prehook(lambda gradients: read(gradients[number]))
+            x, shape = args[0].detach(), output.shape
+            version = x._version
+            node, number = get_gradient_edge(computed)[:2]
+
+            def read(gradients: tuple[Tensor | None, ...]) -> None:
+                b = gradients[number]
+                if x._version != version:
+                    self.problem = f"the input of layer {name!r} was changed in place"
+                elif b is not None and plain and b.dim() == x.dim() == 2:
+                    # Small, and most of the layers of small networks: to stop in the middle of a backward pass for as
+                    # long as their norms take would cost more than the norms.
+                    few = x[: self.max_samples], b[: self.max_samples]
+                    self._waiting.append((name, *few, (version, b._version)))
+                elif b is not None:
+                    with _no_autocast(x.device.type):
+                        self._add(name, module, x, _full(b.reshape(shape)[: self.max_samples]))
+
+            node.register_prehook(read)  # which has no part of the graph: it would keep itself alive
 
         return hook
 
-    def _reader(
-        self, name: str, module: nn.Module, x: Tensor, version: int, shape: torch.Size
-    ) -> Callable[[Tensor | None], None]:
-        def read(b: Tensor | None) -> None:
-            if x._version != version:
-                self.problem = f"the input of layer {name!r} was changed in place"
-            elif b is not None and type(module) is nn.Linear and b.dim() == x.dim() == 2:
-                # Small, and most of the layers of small networks: to stop in the middle of a backward pass for as long
-                # as their norms take would cost more than the norms.
-                a, b = x[: self.max_samples], b[: self.max_samples]
-                self._waiting.append((name, module, a, b, (a._version, b._version)))
-            elif b is not None:
-                with _no_autocast(x.device.type):
-                    self._add(name, module, x, _full(b.reshape(shape)[: self.max_samples]))
-
-        return read
+    def _once(self, name: str, output: Tensor) -> Tensor | None:
+        """Return the tensor whose gradient is to be read, or note what speaks against it."""
+        computed = written(output)
+        if name in self.seen:
+            self.problem = f"layer {name!r} was called more than once in the training step"
+        elif output.shape[0] != self.batch_size:
+            self.problem = f"layer {name!r} had {output.shape[0]} rows of outputs for {self.batch_size} samples"
+        elif computed is None:
+            self.problem = f"layer {name!r} had a part of a tensor as output"
+        self.seen.add(name)
+        return computed if self.problem is None else None
 
     def _add(self, name: str, module: nn.Module, x: Tensor, b: Tensor) -> None:
         whole = isinstance(module, _BatchNorm) and not isinstance(module, _InstanceNorm)  # needs the whole batch
@@ -164,17 +166,19 @@ class StepRecorder:
         for slot, named in slots.items():
             self._norms[named.name] = use.norms(slot, [b]).detach()
 
-    def _add_linear(self, name: str, module: nn.Linear, a: Tensor, b: Tensor) -> None:
+    def _add_linear(self, name: str, a: Tensor, b: Tensor) -> None:
         """Use the rank of ``b aᵀ``: its squared norm is the product of two."""
+        layer: Any = self.layers[name]
+        weight, bias = layer.weight, layer.bias
         outputs = torch.linalg.vector_norm(b.detach(), dim=1).square_()
-        if module.weight.requires_grad:
+        if weight.requires_grad:
             self._norms[f"{name}.weight"] = torch.linalg.vector_norm(a, dim=1).square_().mul_(outputs)
-        if module.bias is not None and module.bias.requires_grad:
+        if bias is not None and bias.requires_grad:
             self._norms[f"{name}.bias"] = outputs
 
 
-class StepInformation(NamedTuple):
-    """The trace from squared norms that a :class:`StepRecorder` has read, as sums that add up over processes.
+class TraceSums(NamedTuple):
+    """The trace from squared gradient norms, as sums that add up over processes.
 
     Attributes:
         names: Names of the parameters.
@@ -183,7 +187,7 @@ class StepInformation(NamedTuple):
 
     Example:
         >>> norms = {"head.weight": torch.tensor([1.0, 2.0]), "head.bias": torch.tensor([1.0, 0.0])}
-        >>> StepInformation.of(norms).compute()
+        >>> TraceSums.of(norms).compute()
         (2.0, 0.0, {'head': 2.0})
     """
 
@@ -191,17 +195,17 @@ class StepInformation(NamedTuple):
     sums: list[float]
 
     @classmethod
-    def of(cls, norms: ParamDict, scale: float = 1.0) -> "StepInformation":
+    def of(cls, norms: ParamDict, scale: float = 1.0) -> "TraceSums":
         """Add up the samples of this process.
 
         Args:
-            norms: Squared gradient norms by parameter name, each ``[N]``.
+            norms: Squared gradient norms by parameter name, each ``[N]``; ``N`` may be 0.
             scale: What they are multiplied by.
         """
-        stacked = torch.stack([*norms.values()]).double()  # [parameters, N]
-        samples, totals = stacked.sum(0).tolist(), stacked.sum(1).tolist()
-        squares = sum((scale * total) ** 2 for total in samples)
-        return cls([*norms], [*(scale * total for total in totals), squares, len(samples)])
+        stacked = torch.stack([*norms.values()]).cpu().double()  # [parameters, N]
+        samples = stacked.sum(0)
+        *totals, squares = torch.cat([stacked.sum(1), samples.dot(samples).view(1)]).tolist()
+        return cls([*norms], [*(scale * total for total in totals), scale * scale * squares, len(samples)])
 
     def compute(self) -> tuple[float, float, dict[str, float]]:
         """Return the trace, its standard error over samples, and the trace by layer."""
@@ -210,7 +214,7 @@ class StepInformation(NamedTuple):
         for name, part in zip(self.names, totals, strict=True):
             owner = name.rpartition(".")[0]
             layers[owner] = layers.get(owner, 0.0) + part / n
-        error = (max(squares - n * trace**2, 0.0) / (n - 1) / n) ** 0.5 if n > 1 else math.nan
+        error = (max(squares - n * trace * trace, 0.0) / (n - 1) / n) ** 0.5 if n > 1 else math.nan
         return trace, error, layers
 
 

@@ -5,8 +5,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-BLOCK = 1 << 16  # weights in float64 at once: their intermediates stay in the cache
+BLOCK = 1 << 17  # gains in float64 at once: their intermediates stay in the cache
+LARGE = 1e19  # gains up to which the product of sixteen is finite
 
 
 class InformationTerms(NamedTuple):
@@ -140,18 +142,39 @@ def information_sweep(
         raise ValueError(f"`displacement` must have the shape of `curvature`, got {shapes}.")
     for std in prior_stds:
         _check(prior_std=std, beta=beta)
-    distance = torch.zeros((), dtype=torch.float64, device=curvature.device)
-    logarithms, determined = distance.new_zeros(len(prior_stds)), distance.new_zeros(len(prior_stds))
-    for h, moved in zip(curvature.reshape(-1).split(BLOCK), displacement.reshape(-1).split(BLOCK), strict=True):
-        h = _non_negative(h)
-        distance += moved.double().square().sum()
-        for i, std in enumerate(prior_stds):
-            gain = h * (std**2 / beta)
-            determined[i] += (gain / (gain + 1)).sum()  # Σ 1 − v
-            logarithms[i] += gain.log1p_().sum()  # −Σ log v
+    scales = torch.tensor([std**2 / beta for std in prior_stds], dtype=torch.float64, device=curvature.device)
+    distance = scales.new_zeros(())
+    determined, logarithms = torch.zeros_like(scales), torch.zeros_like(scales)
+    step = max(1, BLOCK // len(prior_stds))
+    for h, moved in zip(curvature.reshape(-1).split(step), displacement.reshape(-1).split(step), strict=True):
+        known, logarithm = _sums(_non_negative(h), scales)
+        moved = moved.double()
+        distance += moved.dot(moved)
+        determined += known
+        logarithms += logarithm
     spread = (logarithms - determined).clamp_min(0)
-    kls = [0.5 * (distance / std**2 + part) for std, part in zip(prior_stds, spread, strict=True)]
-    return [InformationTerms(kl, known, 0.5 * beta * known, beta) for kl, known in zip(kls, determined, strict=True)]
+    kls = 0.5 * (distance / scales.new_tensor([std**2 for std in prior_stds]) + spread)
+    penalties = 0.5 * beta * determined
+    return [InformationTerms(*terms, beta) for terms in zip(kls, determined, penalties, strict=True)]
+
+
+def _sums(h: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    r"""Return :math:`\sum 1-v = \sum r/(1+r)` and :math:`-\sum\log v = \sum\log(1+r)` for each scale of the gains.
+
+    Logarithms cost more than all else, and sixteen gains can share one: :math:`(1+a)(1+b) = 1 + (a+b+ab)`, all terms of
+    which are positive, so that small gains lose nothing. A pair shares a division in the same way.
+    """
+    if not h.numel() or not bool(h.max() * scales.max() < LARGE):
+        gain = h * scales.unsqueeze(1)  # [widths, weights]
+        return (gain / (gain + 1)).sum(1), gain.log1p().sum(1)
+    a, b = (pad(h, (0, -len(h) % 16)) * scales.unsqueeze(1)).chunk(2, 1)
+    product = a * b
+    gain = (a + b).add_(product)
+    known = product.add_(gain).div_(gain + 1).sum(1)
+    for _ in range(3):
+        a, b = gain.chunk(2, 1)
+        gain = torch.addcmul(b, a, b).add_(a)
+    return known, gain.log1p_().sum(1)
 
 
 def _check(**positive: float) -> None:

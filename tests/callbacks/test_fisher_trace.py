@@ -110,6 +110,44 @@ def test_the_temperature_is_the_rate_that_the_step_used(tmp_path):
     assert callback.history[0]["sgd_temperature"] == pytest.approx(0.05)
 
 
+def test_the_temperature_is_that_of_the_batch_of_every_measurement(tmp_path):
+    class Constant(Classifier):
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.6)
+
+    class Manual(Constant):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            for _ in range(2):
+                self.optimizers().zero_grad()
+                super().training_step(batch, batch_idx).backward()
+                self.optimizers().step()
+
+    def run(model=Constant, **schedule):
+        callback, loader = FisherTrace(**schedule), DataLoader(digits(), batch_size=12)  # 12, 12 and 8
+        fit(tmp_path, callback, loader=loader, model=model)
+        return {row["step"]: row["sgd_temperature"] for row in callback.history}
+
+    assert run(every_n_steps=2) == pytest.approx({2: 0.05, 4: 0.05, 6: 0.075})
+    assert run(every_n_epochs=1) == pytest.approx({3: 0.075, 6: 0.075})
+    assert run(data="train") == pytest.approx({6: 0.075}), "at the end of training, wherever that is"
+    assert run(Manual, every_n_steps=5) == pytest.approx({6: 0.075, 10: 0.05}), "two steps a batch"
+
+
+def test_batches_that_are_not_measured_are_not_looked_into(tmp_path):
+    looked = []
+
+    def batch_fn(batch):
+        looked.append(len(looked))
+        return batch
+
+    callback = FisherTrace(every_n_steps=4, batch_fn=batch_fn)
+    fit(tmp_path, callback)
+    assert [row["step"] for row in callback.history] == [4, 8]
+    assert len(looked) == 1 + 2 * 2, "the first batch is checked; then one for the size, and one for the samples"
+
+
 def test_plot(tmp_path):
     callback = FisherTrace(every_n_steps=2)
     fit(tmp_path, callback)

@@ -73,6 +73,7 @@ def test_two_processes_log_what_one_logs(tmp_path, kind):
             FisherTrace(every_n_steps=1, data="train", max_samples=13, labels="exact", name="exact"),
             FisherTrace(every_n_steps=1, data="train", max_samples=1, labels="exact", name="one"),
             InformationInWeights(every_n_steps=1, max_samples=13),
+            InformationInWeights(every_n_steps=1, max_samples=1, name="information from one"),
             InformationInWeights(every_n_steps=1, max_samples=13, labels="exact", structure="kron", name="kron"),
             LocalMinimum(every_n_steps=1, max_samples=13),
         ]
@@ -87,7 +88,7 @@ def test_two_processes_log_what_one_logs(tmp_path, kind):
         close(b, c)
         if kind == "tensors":  # the training step saw the same samples too
             close(a, b)
-    assert [len(history) for history in first] == [1] * 6
+    assert [len(history) for history in first] == [1] * 7
 
 
 class Batch(FisherTrace):

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_taskinfo.fisher.train_step import StepInformation, StepRecorder
+from lightning_taskinfo.fisher.train_step import StepRecorder, TraceSums
 
 N = 6
 
@@ -61,8 +61,8 @@ def problem(name):
 
 def step(net, x, y, max_samples=N, recorder=None):
     """Do what a training does, with a recorder beside it."""
-    recorder = recorder or StepRecorder(net)
-    recorder.start(len(x), max_samples)
+    recorder = recorder or StepRecorder(net, max_samples)
+    recorder.start(len(x))
     loss = F.cross_entropy(net(x), y)
     recorder.before_backward(loss)
     loss.backward()
@@ -122,8 +122,8 @@ def test_no_hook_stays_and_gradients_are_the_same():
 @pytest.mark.parametrize("change", ["gradient", "input"])
 def test_what_is_changed_after_it_was_read_is_not_measured(change):
     net, x, y = problem("mlp")
-    recorder = StepRecorder(net)
-    recorder.start(N, N)
+    recorder = StepRecorder(net, N)
+    recorder.start(N)
     outputs = net(x)
     loss = F.cross_entropy(outputs, y)
     recorder.before_backward(loss)
@@ -155,11 +155,11 @@ class Watched(torch.autograd.Function):
 @pytest.mark.parametrize("backward", [True, False])
 def test_the_graph_of_a_step_goes_with_the_step(backward):
     net, x, y = problem("mlp")
-    recorder = StepRecorder(net)
+    recorder = StepRecorder(net, N)
     Watched.nodes.clear()
     gc.disable()  # which finds a graph that holds itself sooner or later, and with it the memory of many steps
     try:
-        recorder.start(N, N)
+        recorder.start(N)
         loss = F.cross_entropy(net[2](net[1](Watched.apply(net[0](x)))), y)
         recorder.before_backward(loss)
         assert Watched.nodes[0]() is not None
@@ -175,8 +175,8 @@ def test_autocast_is_close_and_in_full_precision():
     net, x, y = problem("mlp")
     net, x = net.float(), x.float()
     with torch.autocast("cpu", torch.bfloat16):
-        recorder = StepRecorder(net)
-        recorder.start(N, N)
+        recorder = StepRecorder(net, N)
+        recorder.start(N)
         loss = F.cross_entropy(net(x), y)
     recorder.before_backward(loss)
     loss.backward()
@@ -266,7 +266,7 @@ def compiled():
 )
 def test_refuses_what_it_cannot_read_by_name(make, message):
     with pytest.raises(ValueError, match=message):
-        StepRecorder(make())
+        StepRecorder(make(), N)
 
 
 def test_embedding_options_that_cannot_be_read():
@@ -275,19 +275,19 @@ def test_embedding_options_that_cannot_be_read():
     assert recorder.problem == "layer '0' (Embedding) has options that cannot be read from hooks"
 
 
-def test_step_information_has_a_standard_error():
+def test_trace_sums_have_a_standard_error():
     norms = {"a.weight": torch.tensor([1.0, 3.0, 8.0]), "a.bias": torch.tensor([1.0, 0.0, 1.0])}
     total = 2 * torch.tensor([2.0, 3.0, 9.0]).double()
-    trace, error, layers = StepInformation.of(norms, scale=2.0).compute()
+    trace, error, layers = TraceSums.of(norms, scale=2.0).compute()
     assert trace == pytest.approx(total.mean().item())
     assert error == pytest.approx(total.std().item() / 3**0.5)
     assert layers == {"a": pytest.approx(trace)}
 
 
-def test_step_information_adds_up_over_processes_and_needs_two_samples():
+def test_trace_sums_add_up_over_processes_and_need_two_samples():
     parts = [torch.tensor([1.0, 3.0]), torch.tensor([8.0])]
-    first, second = (StepInformation.of({"a.weight": part, "b.weight": 2 * part}) for part in parts)
-    whole = StepInformation.of({"a.weight": torch.cat(parts), "b.weight": 2 * torch.cat(parts)}).compute()
+    first, second = (TraceSums.of({"a.weight": part, "b.weight": 2 * part}) for part in parts)
+    whole = TraceSums.of({"a.weight": torch.cat(parts), "b.weight": 2 * torch.cat(parts)}).compute()
     sums = [a + b for a, b in zip(first.sums, second.sums, strict=True)]
     assert first._replace(sums=sums).compute() == whole
     assert whole[2] == {"a": pytest.approx(4.0), "b": pytest.approx(8.0)}

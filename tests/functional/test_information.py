@@ -1,6 +1,7 @@
 """Information in the weights against ``torch.distributions``, a numerical minimiser and P1's limit."""
 
 import math
+from fractions import Fraction
 
 import pytest
 import torch
@@ -36,8 +37,23 @@ def test_a_sweep_gives_what_each_width_gives_alone_however_the_weights_are_cut(w
         torch.testing.assert_close(result.kl, kl_divergence(post, Normal(torch.zeros_like(h), std)).sum())
         torch.testing.assert_close(result.curvature_penalty, 0.5 * (h * post.variance).sum())
         torch.testing.assert_close(result.effective_parameters, (1 - post.variance / std**2).sum())
+    assert information_sweep(h[:0], delta[:0], prior_stds=stds)[1].kl == 0, "of no weights"
     with pytest.raises(ValueError, match=r"`prior_std` must be positive, got -1\.0"):
         information_sweep(h, delta, prior_stds=[1.0, -1.0])
+
+
+@pytest.mark.parametrize("largest", [1e-9, 1.0, 1e18, 1e20, 1e300])
+@pytest.mark.parametrize("n", [1, 15, 16, 49])
+def test_weights_that_share_a_logarithm_lose_nothing(largest, n):
+    """Against one logarithm and one division a weight, in fractions and Python's own ``log1p``."""
+    g = torch.Generator().manual_seed(n)
+    gains = largest * torch.rand(n, generator=g, dtype=torch.float64).mul(-2).exp()
+    terms = information_in_weights(gains, torch.zeros_like(gains), prior_std=1.0)
+    logarithms = math.fsum(math.log1p(r) for r in gains.tolist())
+    known = [Fraction(r) / (1 + Fraction(r)) for r in gains.tolist()]
+    assert terms.effective_parameters.item() == pytest.approx(float(sum(known)), rel=1e-14)
+    assert terms.kl.item() == pytest.approx(0.5 * (logarithms - float(sum(known))), rel=1e-12, abs=1e-15 * logarithms)
+    assert terms.objective().item() == pytest.approx(0.5 * logarithms, rel=1e-14)
 
 
 @pytest.mark.parametrize("h", [0.1, 7.0, 900.0])
