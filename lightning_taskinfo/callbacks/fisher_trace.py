@@ -109,7 +109,9 @@ class FisherTrace(Probe):
         """Note what the start of a batch shows: its size, and the rate, which a scheduler may change before its end."""
         try:
             samples = sample_count(self.batch_fn(batch)[0])
-        except Exception:  # a batch that cannot be read is reported where it is measured
+        except Exception as error:  # a batch that cannot be read is reported where it is measured
+            if self._recorder is not None:
+                self._recorder.skip(str(error))
             return
         together = samples * trainer.world_size * trainer.accumulate_grad_batches
         with suppress(LookupError, TypeError):  # optimizers without a rate of their own

@@ -79,10 +79,14 @@ class StepRecorder:
 
     def start(self, batch_size: int) -> None:
         """Hook the layers for one forward pass over ``batch_size`` samples."""
-        self.stop()
-        self._norms, self._waiting, self.seen, self.problem = {}, [], set(), None
+        self.skip(None)
         self.batch_size = batch_size
         self.handles = [self.layers[name].register_forward_hook(hook) for name, hook in self.hooks.items()]
+
+    def skip(self, reason: str | None) -> None:
+        """Forget the step before; there is nothing to read of the next one, for this reason."""
+        self.stop()
+        self._norms, self._waiting, self.seen, self.problem = {}, [], set(), reason
 
     def stop(self) -> None:
         """Take the hooks away."""

@@ -284,6 +284,21 @@ def test_a_skipped_step_leaves_a_gap(tmp_path):
     assert [row["step"] for row in callback.history] == [1, 3, 4]
 
 
+def test_a_batch_that_cannot_be_read_leaves_a_gap_with_the_reason(tmp_path):
+    seen = []
+
+    def some(batch):
+        seen.append(batch)
+        if len(seen) == 2:
+            raise LookupError("no images in this batch")
+        return batch
+
+    callback = FisherTrace(every_n_steps=1, data="train_step", labels="empirical", batch_fn=some)
+    with pytest.warns(UserWarning, match="could not measure at step 2 .*no images in this batch"):
+        fit(tmp_path, callback, model=Plain, max_epochs=1)
+    assert [row["step"] for row in callback.history] == [1, 3, 4]
+
+
 def test_a_step_without_finite_gradients_leaves_a_gap(tmp_path):
     class Diverging(Plain):
         def training_step(self, batch, batch_idx):
