@@ -29,7 +29,7 @@ def read_samples(data: Data) -> tuple[Any, Tensor]:
         inputs, targets = (joined([batch[part] for batch in batches]) for part in (0, 1))
     if not isinstance(targets, Tensor):
         raise ValueError(f"`data` must hold a tensor of targets, got {type(targets).__name__}.")
-    n = sample_count(inputs)
+    n = sample_count(inputs) if len(targets) else 0
     if n != len(targets):
         raise ValueError(f"`data` must hold a target for each input, got {len(targets)} for {n}.")
     if n < 8:
