@@ -56,9 +56,24 @@ def _stored(match: Match[str]) -> str:
 
 
 def rows(stored: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the rows of a stored result: its own, or one for each regulariser and network."""
+    """Return the rows of a stored result: its own, or those of its callbacks, its checks or its regularisers."""
     if "rows" in stored:
         return stored["rows"]
+    if "results" in stored:
+        return [
+            {
+                "network": network,
+                "watched by": name,
+                "epoch over plain epoch": ratio["wall"],
+                "range": " to ".join(map(_shown, ratio["wall_range"])),
+                "share of the callbacks' own methods": ratio["own"],
+            }
+            for network, result in stored["results"].items()
+            for name, ratio in result["ratios"].items()
+        ]
+    if "summary" in stored:
+        shown = ("cells", "cells_beyond_3", "largest")
+        return [{"compared": name} | {key: row[key] for key in shown} for name, row in stored["summary"].items()]
     return [
         {"penalty": penalty, "network": network, "step over plain step": values[penalty]["ratio"]}
         for penalty, networks in stored.items()

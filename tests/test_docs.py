@@ -35,6 +35,16 @@ def test_the_marker_becomes_sections():
     assert hooks.on_page_markdown("# Another page") == "# Another page"
 
 
+def test_every_stored_benchmark_is_shown_as_a_table():
+    hooks = load("hooks")
+    page = (DOCS / "benchmarks.md").read_text()
+    shown = {name.partition(".")[0] for name in hooks.RESULT.findall(page)}
+    by_others = {"certificate_pareto", "phase_diagram_20"}  # a figure, and the same grid with fewer repetitions
+    assert {path.stem for path in hooks.RESULTS.iterdir()} == shown | by_others
+    for section in hooks.on_page_markdown(page).split("\n## ")[1:]:
+        assert len(re.findall(r"^\| .+ \|$", section, re.M)) > 2, section
+
+
 @pytest.mark.parametrize(
     ("sphinx", "markdown"),
     [
