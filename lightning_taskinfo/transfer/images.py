@@ -122,6 +122,11 @@ def _read(dataset: Any, argument: str) -> Images:
     samples = [dataset[i] for i in range(len(dataset))]
     if not samples:
         raise ValueError(f"`{argument}` must hold samples, got an empty dataset.")
+    if any(not isinstance(sample, tuple | list) or len(sample) != 2 for sample in samples):
+        raise ValueError(
+            f"`{argument}` must be two datasets, training and test, of pairs (image, class), got a sample of "
+            f"type {type(samples[0]).__name__}; arrays make an `ArrayData`."
+        )
     images = [torch.as_tensor(np.asarray(x)) for x, _ in samples]
     shapes = {tuple(x.shape) for x in images}
     if len(shapes) != 1 or len(next(iter(shapes))) != 3:

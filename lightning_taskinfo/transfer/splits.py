@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,6 +63,20 @@ def split_target(
     if both := np.intersect1d(labeled, kept).tolist():
         raise ValueError(f"`labels` and `validation` must not share rows, got {both[:5]} in both.")
     return Split(labeled, kept, np.setdiff1d(np.arange(len(y)), kept))
+
+
+def count_or_rows(argument: str, value: Any) -> int | Sequence[int]:
+    """Return ``value`` if it is a number of samples or rows.
+
+    Raises:
+        ValueError: If it is neither.
+    """
+    if isinstance(value, int | np.integer):
+        return int(value)
+    if isinstance(value, str) or not np.ndim(value):
+        raise ValueError(f"`{argument}` must be a number of samples or a list of rows, got {value!r}.")
+    rows: Sequence[int] = value
+    return rows
 
 
 def _by_turns(y: Rows, num_classes: int, rng: np.random.Generator) -> Rows:

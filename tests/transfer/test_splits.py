@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from lightning_taskinfo.transfer.splits import split_target
+from lightning_taskinfo.transfer.splits import count_or_rows, split_target
 
 Y = np.repeat(np.arange(5), [40, 30, 20, 10, 10])
 
@@ -79,3 +79,8 @@ def test_validation_is_drawn_from_the_rows_that_the_labels_leave():
 def test_bad_input(arguments, message):
     with pytest.raises(ValueError, match=message):
         split(**arguments)
+
+
+def test_a_number_may_be_one_of_numpy():
+    assert isinstance(count_or_rows("labels", np.int64(9)), int)
+    assert count_or_rows("labels", [3, 1]) == [3, 1]
