@@ -3,9 +3,14 @@
 import warnings
 
 import numpy as np
+import pytest
+import torch
+from torch.utils.data import TensorDataset
 
+from lightning_taskinfo import TaskInfoWarning
 from lightning_taskinfo.data.files import save_npz
 from lightning_taskinfo.transfer import TransferDataModule, transfer
+from lightning_taskinfo.transfer.images import as_task
 from tests.transfer.tiny import STAGES, tiny_net, tiny_task
 
 
@@ -21,3 +26,9 @@ def test_a_warning_about_a_file_is_given_once(tmp_path):
         warnings.simplefilter("default")
         transfer(tiny_net, data, methods=["standard"], seeds=2, stages=STAGES)
     assert len([1 for warning in heard if "'from_one' has no sample" in str(warning.message)]) == 1
+
+
+def test_datasets_whose_classes_count_from_one_are_a_warning():
+    part = TensorDataset(torch.zeros(6, 1, 8, 8), torch.arange(6) % 3 + 1)
+    with pytest.warns(TaskInfoWarning, match="`source` has no training sample of 1 of 4 classes, the first of them 0"):
+        assert as_task((part, part), argument="source").num_classes == 4
