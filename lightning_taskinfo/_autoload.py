@@ -24,10 +24,18 @@ def callbacks_factory() -> list[Callback]:
     return [_autoloaded(name)() for name in dict.fromkeys(filter(None, names))]
 
 
+def _is_callback(what: Any) -> bool:
+    return isinstance(what, type) and issubclass(what, Callback)
+
+
 def _autoloaded(name: str) -> type[Callback]:
     base: Any = getattr(lightning_taskinfo, name, None)
-    if not (isinstance(base, type) and issubclass(base, Callback)):
-        raise ValueError(f"`{VARIABLE}` must name callbacks of lightning_taskinfo, separated by commas; got {name!r}.")
+    if not _is_callback(base):
+        known = [public for public in lightning_taskinfo.__all__ if _is_callback(getattr(lightning_taskinfo, public))]
+        raise ValueError(
+            f"`{VARIABLE}` must name callbacks of lightning_taskinfo ({', '.join(known)}), separated by commas; "
+            f"got {name!r}."
+        )
 
     class Autoloaded(base):
         @property

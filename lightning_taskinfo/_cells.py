@@ -2,10 +2,12 @@
 
 import multiprocessing
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +80,8 @@ def _computed(
         return
     failure: RuntimeError | None = None
     with _pool(executor, workers, len(cells)) as pool:
-        names: dict[Future[Any], str] = {pool.submit(_one_thread, function, a): name for name, a in cells.items()}
+        with nullcontext() if executor is not None else _deaf_children():
+            names: dict[Future[Any], str] = {pool.submit(_one_thread, function, a): name for name, a in cells.items()}
         for future in as_completed(names):
             if future.cancelled():
                 continue
@@ -95,28 +98,55 @@ def _computed(
 
 @contextmanager
 def _pool(executor: Executor | None, workers: int | None, cells: int) -> Iterator[Executor]:
-    """The user's executor, left open; or a spawned pool of our own, closed with what it still has to do."""
+    """The user's executor, left open; or a spawned pool of our own, closed with what it still has to do.
+
+    Ctrl-C does not wait for that: it ends the processes.
+    """
     if executor is not None:
         yield executor
         return
     count = max(1, min(workers or os.cpu_count() or 1, cells))
     # Forked children would inherit locks of torch's threads.
-    pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), initializer=_end_with_parent)
+    context = multiprocessing.get_context("spawn")
+    line, end = context.Pipe(duplex=False)
+    pool = ProcessPoolExecutor(count, context, initializer=_end_with_parent, initargs=(line,))
     try:
         yield pool
+    except KeyboardInterrupt:
+        end.close()
+        raise
     finally:
         pool.shutdown(cancel_futures=True)
+        line.close()
+        end.close()
 
 
-def _end_with_parent() -> None:
-    """End this process with its parent, also with one that was killed: a pool's processes would go on and then wait."""
-    threading.Thread(target=_wait_for_parent, daemon=True).start()
+@contextmanager
+def _deaf_children() -> Iterator[None]:
+    """Start processes that ignore Ctrl-C, which a terminal sends to all: each would print a traceback of its own."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
-def _wait_for_parent() -> None:
+def _end_with_parent(line: Connection) -> None:
+    """End this process with its parent, also with one that was killed: a pool's processes would go on and then wait.
+
+    Args:
+        line: Closed at its other end if this process is to end before.
+    """
+    threading.Thread(target=_wait_for_parent, args=(line,), daemon=True).start()
+
+
+def _wait_for_parent(line: Connection) -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
-    parent.join()
+    wait([parent.sentinel, line])
     os._exit(1)
 
 

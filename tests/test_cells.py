@@ -33,6 +33,8 @@ def fail_at_two(seed):
 
 
 def write_pid_and_wait(path):
+    if path == "nowhere":
+        return
     Path(path).write_text(str(os.getpid()))
     time.sleep(60)
 
@@ -99,6 +101,24 @@ def test_processes_end_with_a_parent_that_is_killed(tmp_path):
     while runs(pid) and time.monotonic() < until:
         time.sleep(0.05)
     assert not runs(pid)
+
+
+def test_an_interrupt_ends_the_processes_at_once_and_they_print_nothing(tmp_path):
+    path = tmp_path / "pid"
+    code = (
+        "import sys; from tests.test_cells import run_cells, write_pid_and_wait\n"
+        "if __name__ == '__main__': run_cells(write_pid_and_wait, {'a': sys.argv[1], 'b': 'nowhere'}, workers=2)"
+    )
+    command, environment = [sys.executable, "-c", code, str(path)], {**os.environ, "PYTHONPATH": os.getcwd()}
+    parent = subprocess.Popen(command, env=environment, start_new_session=True, stderr=subprocess.PIPE, text=True)
+    while not (path.exists() and path.read_text()):
+        assert parent.poll() is None
+        time.sleep(0.01)
+    os.killpg(parent.pid, signal.SIGINT)  # as a terminal does, to all of them
+    _, printed = parent.communicate(timeout=30)
+    assert not runs(int(path.read_text()))
+    assert printed.count("Traceback") == 1
+    assert printed.endswith("KeyboardInterrupt\n")
 
 
 def test_bad_input():

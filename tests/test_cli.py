@@ -82,6 +82,15 @@ def test_a_list_without_brackets_is_told_to_have_them(arguments, bracketed, caps
     assert capsys.readouterr().err.endswith("in brackets, and so does one: '[a,b]', '[a]'.\n") is bracketed
 
 
+def test_an_interrupt_ends_with_130_and_a_sentence(monkeypatch, capsys):
+    def interrupted() -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(cli.COMMANDS, "phase-diagram", interrupted)
+    assert cli.main(["phase-diagram"]) == 130
+    assert capsys.readouterr().err.startswith("taskinfo: interrupted; ")
+
+
 def test_help_lists_every_command(capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.main(["--help"])

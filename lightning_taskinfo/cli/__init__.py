@@ -30,7 +30,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
     Returns:
         0 if all went well, 1 if a package is missing, a file cannot be written or a computation fails, 2 if an
-        argument is wrong.
+        argument is wrong, 130 if it was interrupted.
     """
     try:
         from jsonargparse import CLI, ArgumentParser
@@ -49,6 +49,9 @@ def main(args: Sequence[str] | None = None) -> int:
         return _fail(str(error), 2)
     except (ImportError, OSError, RuntimeError) as error:
         return _fail(str(error), 1)
+    except KeyboardInterrupt:
+        sys.stderr.write("taskinfo: interrupted; transfer, complexity and distance go on with the same command.\n")
+        return 130
     sys.stdout.write(f"{text}\n")
     return 0
 

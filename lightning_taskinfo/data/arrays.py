@@ -71,7 +71,8 @@ class ArrayData:
         x, y = getattr(self, f"x_{split}"), getattr(self, f"y_{split}")
         for array, name, dtype, shape in ((x, "x", "uint8", "[N, C, H, W]"), (y, "y", "int64", "[N]")):
             if array.dtype != dtype:
-                raise ValueError(f"`{name}_{split}` must be {dtype}, got {array.dtype}.")
+                hint = "; (255 * x).round().astype('uint8') makes them of floats from 0 to 1" if name == "x" else ""
+                raise ValueError(f"`{name}_{split}` must be {dtype}, got {array.dtype}{hint}.")
             if array.ndim != len(shape.split()):
                 raise ValueError(f"`{name}_{split}` must have the shape {shape}, got {array.shape}.")
         if len(x) != len(y) or not len(x):

@@ -288,5 +288,6 @@ def _same_shape(outputs: Tensor, targets: Tensor | None) -> None:
     if targets is not None and targets.shape != outputs.shape:
         raise ValueError(
             f"`targets` must have the outputs' shape {list(outputs.shape)}, got {list(targets.shape)}; "
-            "an extra or missing axis would silently broadcast."
+            "an extra or missing axis would silently broadcast. A callback's `forward_fn` or `batch_fn` can mend it, "
+            "such as `lambda module, x: module(x).squeeze(-1)`."
         )

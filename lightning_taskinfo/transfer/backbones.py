@@ -116,7 +116,7 @@ def make_backbone(backbone: Backbone, image_shape: Shape, *, argument: str = "ba
     """Return the network of a name or a function for images of a shape.
 
     Raises:
-        ValueError: If the name is unknown, or what came out is no module.
+        ValueError: If the name is unknown, it is a network already, or what came out is no module.
 
     Example:
         >>> feature_dim(make_backbone("mlp", (1, 8, 8)), (1, 8, 8))
@@ -126,6 +126,11 @@ def make_backbone(backbone: Backbone, image_shape: Shape, *, argument: str = "ba
         if backbone not in BACKBONES:
             raise ValueError(f"`{argument}` must be one of {', '.join(BACKBONES)} or a function, got {backbone!r}.")
         backbone = BACKBONES[backbone]
+    if isinstance(backbone, nn.Module):
+        raise ValueError(
+            f"`{argument}` must be a function that makes a network for an image shape, got a {type(backbone).__name__}"
+            ", a network already: every seed makes its own."
+        )
     network = backbone(image_shape)
     if not isinstance(network, nn.Module):
         raise ValueError(f"`{argument}` must make an nn.Module, got {type(network).__name__}.")

@@ -15,7 +15,7 @@ from lightning_taskinfo._lightning import LightningDataModule
 from lightning_taskinfo.data import ArrayData
 from lightning_taskinfo.transfer.images import Images, Shape, Task, as_task, fit_images
 from lightning_taskinfo.transfer.sampling import EpochSampler, Samples, whole_batch
-from lightning_taskinfo.transfer.splits import Split, split_target
+from lightning_taskinfo.transfer.splits import Split, count_or_rows, split_target
 
 DataStage = Literal["pretrain", "fine_tune"]
 
@@ -81,6 +81,8 @@ class TransferDataModule(LightningDataModule):
         data_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__()
+        labels = count_or_rows("labels", labels)
+        validation = None if validation is None else count_or_rows("validation", validation)
         limits = {"batch_size": batch_size, "max_source": max_source, "max_unlabeled": max_unlabeled}
         for argument, value in limits.items():
             if value is not None and value < 2:

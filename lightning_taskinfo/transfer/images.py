@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_taskinfo._warn import warn
 from lightning_taskinfo.data import ArrayData, load_idx, load_npz, load_task
 
 Shape = tuple[int, int, int]
@@ -72,6 +73,11 @@ def as_task(what: Any, *, argument: str, data_dir: str | os.PathLike[str] | None
     if isinstance(what, tuple | list) and len(what) == 2:
         train, test = (_read(part, argument) for part in what)
         classes = 1 + int(max(train.y.max(), test.y.max()))
+        if absent := sorted(set(range(classes)) - set(train.y.tolist())):
+            warn(
+                f"`{argument}` has no training sample of {len(absent)} of {classes} classes, the first of them "
+                f"{absent[0]}; classes count from 0."
+            )
         return Task(type(what[0]).__name__, classes, train, test)
     raise TypeError(
         f"`{argument}` must be an ArrayData, a name, an npz file, an idx folder or a pair of datasets, "
@@ -122,6 +128,11 @@ def _read(dataset: Any, argument: str) -> Images:
     samples = [dataset[i] for i in range(len(dataset))]
     if not samples:
         raise ValueError(f"`{argument}` must hold samples, got an empty dataset.")
+    if any(not isinstance(sample, tuple | list) or len(sample) != 2 for sample in samples):
+        raise ValueError(
+            f"`{argument}` must be two datasets, training and test, of pairs (image, class), got a sample of "
+            f"type {type(samples[0]).__name__}; arrays make an `ArrayData`."
+        )
     images = [torch.as_tensor(np.asarray(x)) for x, _ in samples]
     shapes = {tuple(x.shape) for x in images}
     if len(shapes) != 1 or len(next(iter(shapes))) != 3:

@@ -98,6 +98,8 @@ def transfer(
     if namespace not in NAMESPACES:
         raise ValueError(f"`namespace` must be one of {', '.join(NAMESPACES)}, got {namespace!r}.")
     stages, weights = stages or Stages(), check_weights(weights or {})
+    if not isinstance(stages, Stages):
+        raise ValueError(f"`stages` must be Stages(pretrain_epochs, fine_tune_epochs, …), got {stages!r}.")
     source, target = data.tasks()
     title = name or f"{source.name} → {target.name}"
     if folder is None and logger in ("csv", "wandb_offline"):
@@ -137,6 +139,8 @@ class _Grid:
     """Methods, numbers of labels and seeds, checked."""
 
     def __init__(self, methods: Sequence[str], labels: Any, seeds: Any, data: TransferDataModule) -> None:
+        if isinstance(methods, str):
+            raise ValueError(f"`methods` must be a list of methods, got {methods!r}; one alone is [{methods!r}].")
         self.methods = [method for method in dict.fromkeys(methods) if method != "scratch"]
         for method in self.methods:
             parse_method(method)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,11 +58,25 @@ def split_target(
         kept = _first("validation", order if labeled is None else _without(order, labeled, y), validation)
     if labeled is None:
         assert isinstance(labels, int)
-        labeled = _first("labels", _without(order, kept, y), labels)
-    _check_classes(y, labeled, num_classes)
+        labeled = _first("labels", _without(order, kept, y), labels, f" beside {len(kept)} for validation")
+    _check_classes(y, labeled, num_classes, given=not isinstance(labels, int))
     if both := np.intersect1d(labeled, kept).tolist():
         raise ValueError(f"`labels` and `validation` must not share rows, got {both[:5]} in both.")
     return Split(labeled, kept, np.setdiff1d(np.arange(len(y)), kept))
+
+
+def count_or_rows(argument: str, value: Any) -> int | Sequence[int]:
+    """Return ``value`` if it is a number of samples or rows.
+
+    Raises:
+        ValueError: If it is neither.
+    """
+    if isinstance(value, int | np.integer):
+        return int(value)
+    if isinstance(value, str) or not np.ndim(value):
+        raise ValueError(f"`{argument}` must be a number of samples or a list of rows, got {value!r}.")
+    rows: Sequence[int] = value
+    return rows
 
 
 def _by_turns(y: Rows, num_classes: int, rng: np.random.Generator) -> Rows:
@@ -86,9 +101,9 @@ def _without(order: Rows, taken: Rows, y: Rows) -> Rows:
     return rest[np.argsort(_turn(y[rest]), kind="stable")]
 
 
-def _first(argument: str, order: Rows, count: int) -> Rows:
+def _first(argument: str, order: Rows, count: int, beside: str = "") -> Rows:
     if count < 0 or count > len(order):
-        raise ValueError(f"`{argument}` must be between 0 and the {len(order)} samples there are, got {count}.")
+        raise ValueError(f"`{argument}` must be between 0 and the {len(order)} samples there are{beside}, got {count}.")
     return order[:count]
 
 
@@ -103,12 +118,22 @@ def _given(argument: str, rows: int | Sequence[int], length: int) -> Rows | None
     return array
 
 
-def _check_classes(y: Rows, labeled: Rows, num_classes: int) -> None:
+def _check_classes(y: Rows, labeled: Rows, num_classes: int, *, given: bool) -> None:
     present = np.unique(y)
     if len(present) < 2:
         raise ValueError(f"`target` must have samples of at least two classes, got class {present.tolist()} only.")
+    if absent := sorted(set(range(num_classes)) - set(present.tolist())):
+        raise ValueError(
+            f"`target` must have training samples of every one of its {num_classes} classes, got none of class "
+            f"{', '.join(map(str, absent[:10]))}; classes count from 0."
+        )
     if missing := sorted(set(range(num_classes)) - set(y[labeled].tolist())):
+        hint = (
+            " A list of `labels` names rows; numbers of labels to compare go to `transfer(labels=[…])`."
+            if given
+            else ""
+        )
         raise ValueError(
             f"`labels` must give every one of the {num_classes} classes at least one label, got {len(labeled)} labels "
-            f"and none for class {', '.join(map(str, missing[:10]))}."
+            f"and none for class {', '.join(map(str, missing[:10]))}.{hint}"
         )

@@ -1,6 +1,7 @@
 """The stages of a transfer, each a cell that another process can run: pretrain, fine-tune, and train from scratch."""
 
 import time
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -208,7 +209,9 @@ def _data(cell: Cell) -> TransferDataModule:
     if isinstance(arguments["labels"], int):  # otherwise the labelled rows are given
         arguments["labels"] = cell.labels
     data = TransferDataModule(**arguments)
-    data.setup()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # heard before the first cell
+        data.setup()
     return data
 
 

@@ -3,6 +3,8 @@
 import json
 import logging
 import os
+import signal
+import threading
 import uuid
 import warnings
 from collections.abc import Iterator
@@ -109,9 +111,25 @@ def fit_stage(
         )
         if last.exists():
             load_weights(last)  # says so if it is damaged, before Lightning does in other words
-        trainer.fit(module, datamodule=data, ckpt_path=str(last) if last.exists() else None)
-        (test,) = trainer.test(module, datamodule=data, verbose=False)
+        with interruptible():
+            trainer.fit(module, datamodule=data, ckpt_path=str(last) if last.exists() else None)
+            (test,) = trainer.test(module, datamodule=data, verbose=False)
     return Fitted(keeper.curve, {name: float(value) for name, value in test.items()})
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Let Ctrl-C be a ``KeyboardInterrupt``: a Trainer ends the process instead, and is deaf to Ctrl-C from then on."""
+    main = threading.current_thread() is threading.main_thread()
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    except SystemExit as end:
+        if not isinstance(end.__context__, KeyboardInterrupt):
+            raise
+        if main:
+            signal.signal(signal.SIGINT, handler)
+        raise KeyboardInterrupt from None
 
 
 def save_checkpoint(trainer: Trainer, path: Path) -> None:

@@ -28,7 +28,10 @@ def test_is_frozen(arrays):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"x_train": np.zeros((12, 3, 8, 9))}, "`x_train` must be uint8, got float64."),
+        (
+            {"x_train": np.zeros((12, 3, 8, 9))},
+            "`x_train` must be uint8, got float64; (255 * x).round().astype('uint8') makes them of floats from 0 to 1.",
+        ),
         ({"y_test": np.zeros(10)}, "`y_test` must be int64, got float64."),
         ({"x_test": np.zeros((10, 72), np.uint8)}, "`x_test` must have the shape [N, C, H, W], got (10, 72)."),
         ({"y_train": np.zeros((12, 1), np.int64)}, "`y_train` must have the shape [N], got (12, 1)."),

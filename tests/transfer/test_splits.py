@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from lightning_taskinfo.transfer.splits import split_target
+from lightning_taskinfo.transfer.splits import count_or_rows, split_target
 
 Y = np.repeat(np.arange(5), [40, 30, 20, 10, 10])
 
@@ -65,10 +65,11 @@ def test_validation_is_drawn_from_the_rows_that_the_labels_leave():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"labels": 91}, "`labels` must be between 0 and the 90 samples there are, got 91"),
+        ({"labels": 91}, "`labels` must be between 0 and the 90 samples there are beside 20 for validation, got 91"),
         ({"validation": 111}, "`validation` must be between 0 and the 110 samples there are, got 111"),
         ({"labels": 4}, "`labels` must give every one of the 5 classes at least one label, got 4 labels"),
-        ({"num_classes": 6}, "`labels` must give every one of the 6 classes .* none for class 5"),
+        ({"num_classes": 6}, "`target` must have training .* its 6 classes, got none of class 5; classes count from 0"),
+        ({"labels": [10, 20]}, r"none for class .*\. A list of `labels` names rows; .* go to `transfer\(labels="),
         ({"y": np.zeros(50, dtype=np.int64), "num_classes": 2}, "`target` must have samples of at least two classes"),
         ({"labels": [0, 0, 40, 70, 90, 100]}, "`labels` must not repeat a row, got 1"),
         ({"labels": [0, 40, 70, 90, 110]}, "`labels` must hold rows from 0 to 109, got 0 to 110"),
@@ -78,3 +79,8 @@ def test_validation_is_drawn_from_the_rows_that_the_labels_leave():
 def test_bad_input(arguments, message):
     with pytest.raises(ValueError, match=message):
         split(**arguments)
+
+
+def test_a_number_may_be_one_of_numpy():
+    assert isinstance(count_or_rows("labels", np.int64(9)), int)
+    assert count_or_rows("labels", [3, 1]) == [3, 1]

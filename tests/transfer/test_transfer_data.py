@@ -179,7 +179,10 @@ def test_the_description_knows_the_data_by_what_they_hold():
     ("arguments", "error", "message"),
     [
         ({"batch_size": 1}, ValueError, "`batch_size` must be at least 2, got 1"),
-        ({"labels": 1000}, ValueError, "`labels` must be between 0 and the 78 samples there are, got 1000"),
+        ({"labels": 1000}, ValueError, "the 78 samples there are beside 12 for validation, got 1000"),
+        ({"labels": 10.0}, ValueError, "`labels` must be a number of samples or a list of rows, got 10.0"),
+        ({"validation": "9"}, ValueError, "`validation` must be a number of samples or a list of rows, got '9'"),
+        ({"source": (np.zeros((9, 8, 8)), np.zeros(9))}, ValueError, r"`source` must be two datasets.* type ndarray"),
         ({"labels": 2}, ValueError, "`labels` must give every one of the 3 classes at least one label"),
         ({"target": "nowhere"}, ValueError, "'nowhere' was not found"),
         ({"target": "no/such/file.npz"}, FileNotFoundError, "there is no file at"),
