@@ -40,7 +40,7 @@ def _autoloaded(name: str) -> type[Callback]:
     class Autoloaded(base):
         @property
         def state_key(self) -> str:
-            return f"{super().state_key}, autoloaded"
+            return f"{super().state_key} of {VARIABLE}"
 
         def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
             callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]

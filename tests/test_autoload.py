@@ -53,7 +53,8 @@ def test_watches_a_run_whose_code_stays_as_it_is(tmp_path, namespace, monkeypatc
     trainer.fit(make_module(namespace)())
     assert [row["step"] for row in callback.history] == [2, 4]
     (path,) = tmp_path.rglob("*.ckpt")
-    assert torch.load(path, weights_only=False)["callbacks"]["FisherTrace, autoloaded"]["history"] == callback.history
+    states = torch.load(path, weights_only=False)["callbacks"]
+    assert states["FisherTrace of TASKINFO_CALLBACKS"]["history"] == callback.history
 
 
 @namespaces

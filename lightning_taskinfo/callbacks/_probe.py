@@ -4,9 +4,9 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-import torch
 from torch import Tensor, nn
 
 from lightning_taskinfo._lightning import Callback, LightningModule, Trainer
@@ -15,8 +15,9 @@ from lightning_taskinfo._warn import warn
 from lightning_taskinfo.callbacks._arguments import ArgumentsByName
 from lightning_taskinfo.callbacks._checks import check_batch, check_finite, kind_of_shards, warn_nothing
 from lightning_taskinfo.callbacks._pool import Source
+from lightning_taskinfo.callbacks._processes import on_every_process
 from lightning_taskinfo.callbacks._report import has_matplotlib, report, summary
-from lightning_taskinfo.callbacks._samples import Samples, filled_up, inputs_and_targets, size
+from lightning_taskinfo.callbacks._samples import Samples, filled_up, inputs_and_targets, read_by, size
 from lightning_taskinfo.fisher.batches import check_counts
 from lightning_taskinfo.fisher.engine import Request
 from lightning_taskinfo.fisher.sharded import gathered_parameters, resharding, sharded
@@ -95,7 +96,8 @@ class Probe(Callback, metaclass=ArgumentsByName):
         self.every_n_steps, self.every_n_epochs, self.max_samples = every_n_steps, every_n_epochs, max_samples
         self.data, self.labels, self.likelihood, self.mc_samples = data, labels, likelihood, mc_samples
         self.per_layer, self.name, self.seed = per_layer, name, seed
-        self.batch_fn, self.forward_fn = batch_fn or inputs_and_targets, forward_fn
+        self.batch_fn = partial(read_by, batch_fn) if batch_fn else inputs_and_targets
+        self.forward_fn = forward_fn
         self.history: list[dict[str, float]] = []
         self._last_step, self._measured_at = 0, -1  # after the last batch; at the last measurement of this fit
         self._source: Source | None = None
@@ -236,7 +238,7 @@ class Probe(Callback, metaclass=ArgumentsByName):
             mine = size(inputs)
         except Exception as caught:
             error = caught
-        sizes = self._sizes(trainer, mine)
+        sizes = on_every_process(trainer, mine)
         if min(sizes) >= 0:
             try:
                 with resharding(pl_module) if self._sharded else nullcontext():
@@ -260,12 +262,6 @@ class Probe(Callback, metaclass=ArgumentsByName):
                 raise ValueError(f"sharded weights need a sample on every process, got {sizes}")
             inputs, targets = filled_up(inputs, targets, max(sizes))
         return Samples(inputs, targets, first, total, hash((self.seed, trainer.global_step)), mine)
-
-    def _sizes(self, trainer: Trainer, size: int) -> list[int]:
-        if trainer.world_size == 1:
-            return [size]
-        gathered = trainer.strategy.all_gather(torch.tensor(size, device=trainer.strategy.root_device))
-        return gathered.flatten().tolist()
 
     def _failed(self, trainer: Trainer, error: Exception) -> None:
         if not self._warned:

@@ -70,6 +70,24 @@ def inputs_and_targets(batch: Any) -> tuple[Any, Tensor | None]:
     )
 
 
+def read_by(batch_fn: BatchFn, batch: Any) -> tuple[Any, Tensor | None]:
+    """Return what the user's function picks out of a batch.
+
+    Raises:
+        ValueError: If it fails, or returns anything but a pair.
+    """
+    try:
+        picked: Any = batch_fn(batch)
+    except Exception as error:
+        raise ValueError(
+            "`batch_fn` must return (inputs, targets) of every batch, got "
+            f"{type(error).__name__} ({error}) for {_described(batch)}."
+        ) from error
+    if not isinstance(picked, list | tuple) or len(picked) != 2:
+        raise ValueError(f"`batch_fn` must return (inputs, targets) of every batch, got {_described(picked)}.")
+    return picked[0], picked[1]
+
+
 def _named(batch: Any) -> dict[str, Any]:
     """Return the fields of a mapping or dataclass that hold tensors."""
     if is_dataclass(batch) and not isinstance(batch, type):

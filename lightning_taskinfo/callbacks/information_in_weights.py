@@ -15,8 +15,8 @@ from lightning_taskinfo._warn import warn
 from lightning_taskinfo.callbacks._loss import LossOnTheWay, mean_loss
 from lightning_taskinfo.callbacks._pool import readable
 from lightning_taskinfo.callbacks._probe import Probe
+from lightning_taskinfo.callbacks._processes import summed
 from lightning_taskinfo.callbacks._samples import Samples, first_samples, size
-from lightning_taskinfo.callbacks._sums import summed
 from lightning_taskinfo.fisher.engine import Request, measure
 from lightning_taskinfo.fisher.kron import check_request
 from lightning_taskinfo.fisher.kron_metric import KroneckerFisher

@@ -270,6 +270,22 @@ def test_other_batches_are_described(tmp_path, batch, found):
         inputs_and_targets(batch)
 
 
+@pytest.mark.parametrize(
+    ("batch_fn", "found"),
+    [
+        (lambda batch: batch[0], "got Tensor"),
+        (lambda batch: (*batch, 3), "got tuple of Tensor, Tensor, int"),
+        (lambda batch: (batch["x"], batch["y"]), r"got TypeError \(.*\) for list of Tensor, Tensor"),
+    ],
+    ids=["one tensor", "three", "fails"],
+)
+@pytest.mark.parametrize("data", ["train_batch", "train"])
+def test_a_batch_fn_that_picks_no_pair_is_named(tmp_path, batch_fn, found, data):
+    callback = FisherTrace(every_n_steps=2, data=data, batch_fn=batch_fn)
+    with pytest.raises(ValueError, match=rf"`batch_fn` must return \(inputs, targets\) of every batch, {found}"):
+        fit(tmp_path, callback, max_epochs=1)
+
+
 def test_batch_fn_and_forward_fn(tmp_path):
     class Odd(Classifier):
         def forward(self, x):

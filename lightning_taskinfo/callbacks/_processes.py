@@ -1,4 +1,4 @@
-"""Sums over processes."""
+"""Numbers from all processes."""
 
 import torch
 from torch import Tensor
@@ -12,3 +12,11 @@ def summed(trainer: Trainer, values: Tensor | list[float]) -> Tensor:
         return torch.as_tensor(values, dtype=torch.float64)
     mine = torch.as_tensor(values, dtype=torch.float64, device=trainer.strategy.root_device)
     return trainer.strategy.reduce(mine, reduce_op="sum")
+
+
+def on_every_process(trainer: Trainer, number: int) -> list[int]:
+    """Return the number that each process has."""
+    if trainer.world_size == 1:
+        return [number]
+    gathered = trainer.strategy.all_gather(torch.tensor(number, device=trainer.strategy.root_device))
+    return gathered.flatten().tolist()
