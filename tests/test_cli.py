@@ -41,7 +41,7 @@ def test_the_table_is_that_of_the_simulation_with_the_seed(tmp_path, capsys):
         ("--gammas=[0.5,0]", "`gamma` must be positive and finite, got 0.0."),
         ("--angles=0", "`angles` must be at least 1, got 0."),
         ("--repetitions=1", "`repetitions` must be at least 2 for a standard error, got 1."),
-        ("--out=figure.nonsense", "Format 'nonsense' is not supported"),
+        ("--out=figure.nonsense", "`out` must end in .png, .pdf or .svg, got figure.nonsense."),
     ],
 )
 def test_wrong_values_end_with_2_and_their_message(argument, message, tmp_path, monkeypatch, capsys):
@@ -99,6 +99,13 @@ def test_help_lists_every_command(capsys):
     for name, command in cli.COMMANDS.items():
         assert name in text
         assert command.__doc__ is not None
+
+
+def test_runs_as_a_module():
+    command = [sys.executable, "-m", "lightning_taskinfo", "phase-diagram", "--angles=0"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "taskinfo: error: `angles` must be at least 1, got 0.\n"
 
 
 def test_says_what_to_install_without_jsonargparse():

@@ -267,16 +267,16 @@ def test_wrong_values_end_with_2_and_their_message(folder, capsys, arguments, me
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "message", "code"),
     [
-        (["--checkpoint=gone.pt"], "`checkpoint` must be a file, but there is none at gone.pt."),
-        (["--prior_checkpoint=gone.pt"], "`prior_checkpoint` must be a file, but there is none at gone.pt."),
-        (["--data=gone.npz"], "`path` must be an npz file, but there is no file at gone.npz."),
-        (["--out=squares.npz/c.json"], "squares.npz"),
+        (["--checkpoint=gone.pt"], "`checkpoint` must be a file, but there is none at gone.pt.", 2),
+        (["--prior_checkpoint=gone.pt"], "`prior_checkpoint` must be a file, but there is none at gone.pt.", 2),
+        (["--data=gone.npz"], "`path` must be an npz file, but there is no file at gone.npz.", 2),
+        (["--out=squares.npz/c.json"], "squares.npz", 1),
     ],
 )
-def test_a_file_that_is_missing_or_in_the_way_ends_with_1(folder, capsys, arguments, message):
-    assert run(*arguments) == 1
+def test_a_file_that_is_missing_ends_with_2_and_one_in_the_way_with_1(folder, capsys, arguments, message, code):
+    assert run(*arguments) == code
     assert message in capsys.readouterr().err
     assert not list(folder.glob("*.json*"))
 

@@ -1,13 +1,16 @@
 """``taskinfo complexity`` and ``taskinfo distance``: what they write, and how they say no."""
 
 import json
+import math
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from lightning_taskinfo import cli
 from lightning_taskinfo.cli._progress import progress_bar
+from lightning_taskinfo.cli.distance import _text
 from lightning_taskinfo.data import ArrayData, save_npz
 
 SMALL = ["--max_samples=40", "--width=4", "--steps=3"]
@@ -29,6 +32,11 @@ def test_complexity_writes_json_and_a_figure_and_continues(tmp_path, capsys):
     assert capsys.readouterr().out == printed
     assert cli.main([*command, *SMALL, "--prior_std=0.2"]) == 2
     assert "prior_std: 0.1 there, 0.2 now" in capsys.readouterr().err
+
+
+def test_one_seed_has_no_standard_error():
+    matrix = SimpleNamespace(names=["a", "b"], table=lambda: ([], [["a", "b", 1.5, math.nan, 2.0]]))
+    assert _text(matrix).splitlines()[1].split() == ["a", "b", "1.50", "-", "2.00"]
 
 
 @pytest.mark.parametrize("method", ["laplace", "variational"])

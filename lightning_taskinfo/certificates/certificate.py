@@ -163,7 +163,7 @@ class Certificate:
 
     def __str__(self) -> str:
         low, high = self.risk_interval
-        stds = ", ".join(f"{layer or 'all layers'} {std:.4g}" for layer, std in self.prior_std.items())
+        stds = ", ".join(f"{std:.4g} for {layer or 'all layers'}" for layer, std in self.prior_std.items())
         rows = {
             "true risk at most": f"{round_up(self.bound):.4f}  ({self.theorem} bound, "
             f"confidence {self.confidence:.4g})",

@@ -30,7 +30,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
     Returns:
         0 if all went well, 1 if a package is missing, a file cannot be written or a computation fails, 2 if an
-        argument is wrong, 130 if it was interrupted.
+        argument is wrong or names a file that is not there, 130 if it was interrupted.
     """
     try:
         from jsonargparse import CLI, ArgumentParser
@@ -45,7 +45,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
     try:
         text = CLI(COMMANDS, args=_underscored(args), as_positional=False, prog="taskinfo", parser_class=Parser)
-    except ValueError as error:
+    except (ValueError, FileNotFoundError) as error:
         return _fail(str(error), 2)
     except (ImportError, OSError, RuntimeError) as error:
         return _fail(str(error), 1)

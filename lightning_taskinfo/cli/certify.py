@@ -11,6 +11,7 @@ from lightning_taskinfo.certificates import BETAS, Candidate, Prior, pareto_fron
 from lightning_taskinfo.certificates import certify as certify_network
 from lightning_taskinfo.certificates.search import Structure
 from lightning_taskinfo.cli._networks import check_outputs, load_networks
+from lightning_taskinfo.cli._pictures import check_picture
 from lightning_taskinfo.cli._progress import progress_bar
 from lightning_taskinfo.data import ArrayData, load_dataset, load_idx, load_npz
 
@@ -79,8 +80,8 @@ def certify(
     Raises:
         ValueError: If an argument does not fit, or a file is damaged.
     """
-    if picture is not None and picture.suffix not in (".png", ".pdf", ".svg"):
-        raise ValueError(f"`picture` must end in .png, .pdf or .svg, got {picture}.")
+    if picture is not None:
+        check_picture("picture", picture)
     trained, start = load_networks(model, model_args, checkpoint, prior_checkpoint)
     inputs, targets = _samples(_load(data, data_dir, size), split, samples, classes)
     inputs = _prepared(inputs, mean, std, flatten=flatten)

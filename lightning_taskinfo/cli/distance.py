@@ -1,6 +1,7 @@
 """``taskinfo distance``."""
 
 import json
+from math import isnan
 from pathlib import Path
 
 from lightning_taskinfo._files import write_json
@@ -70,9 +71,10 @@ def distance(
 
 
 def _text(matrix: DistanceMatrix) -> str:
-    """One line a pair: from, to, distance with its standard error, information in the new head."""
+    """One line a pair: from, to, distance with its standard error (none of one seed), information in the new head."""
     wide = max(map(len, matrix.names))
     lines = [f"{'from':{wide}} {'to':{wide}}   distance     error  new head"]
     for source, target, *numbers in matrix.table()[1]:
-        lines.append(f"{source:{wide}} {target:{wide}} " + " ".join(f"{float(x):9.2f}" for x in numbers))
+        shown = ["-" if isnan(x) else f"{x:.2f}" for x in map(float, numbers)]
+        lines.append(f"{source:{wide}} {target:{wide}} " + " ".join(f"{x:>9}" for x in shown))
     return "\n".join(lines)

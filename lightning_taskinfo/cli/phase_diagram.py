@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 
+from lightning_taskinfo.cli._pictures import check_picture
 from lightning_taskinfo.tasks.phase_diagram import Mode, PhaseDiagram, simulate_phase_diagram
 
 
@@ -41,6 +42,7 @@ def phase_diagram(
 
     if angles < 1:
         raise ValueError(f"`angles` must be at least 1, got {angles}.")
+    check_picture("out", out)
     simulated = simulate_phase_diagram(
         mode,
         torch.linspace(0, torch.pi / 2, angles, dtype=torch.float64),
