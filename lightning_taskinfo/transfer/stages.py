@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_taskinfo._files import atomic_write, read_json
 from lightning_taskinfo._lightning import DEFAULT
+from lightning_taskinfo._warn import TaskInfoWarning
 from lightning_taskinfo.transfer.backbones import Backbone, make_backbone
 from lightning_taskinfo.transfer.data import TransferDataModule
 from lightning_taskinfo.transfer.measure import fisher_of, information_by_layer, overlap_of, trace_by_layer
@@ -210,7 +211,7 @@ def _data(cell: Cell) -> TransferDataModule:
         arguments["labels"] = cell.labels
     data = TransferDataModule(**arguments)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # heard before the first cell
+        warnings.simplefilter("ignore", TaskInfoWarning)  # heard before the first cell
         data.setup()
     return data
 
