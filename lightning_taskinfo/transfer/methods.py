@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Literal
 
 from torch import nn
@@ -73,8 +74,12 @@ def parse_method(method: str) -> tuple[str, ...]:
         return ()
     parts = [part.strip() for part in method.split("+")]
     if unknown := [part for part in parts if part not in PENALTIES]:
-        known = ", ".join(["standard", *PENALTIES])
-        raise ValueError(f"`method` must be made of {known}, with '+' between them, got {unknown[0]!r} in {method!r}.")
+        known = ["standard", *PENALTIES]
+        near = "".join(f"; did you mean {name!r}?" for name in get_close_matches(unknown[0], known, n=1))
+        raise ValueError(
+            f"`method` must be made of {', '.join(known)}, with '+' between them, got {unknown[0]!r} in {method!r}"
+            f"{near or '.'}"
+        )
     if len(set(parts)) != len(parts):
         raise ValueError(f"`method` must name each part once, got {method!r}.")
     return tuple(name for name in PENALTIES if name in parts)

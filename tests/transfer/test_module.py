@@ -186,6 +186,7 @@ def test_names_of_methods():
     ("call", "message"),
     [
         (lambda: parse_method("laplace"), "`method` must be made of standard, .* got 'laplace' in 'laplace'"),
+        (lambda: parse_method("lautum+mk_mdd"), r"got 'mk_mdd' in 'lautum\+mk_mdd'; did you mean 'mk_mmd'\?$"),
         (lambda: parse_method("lautum+lautum"), "`method` must name each part once"),
         (lambda: check_weights({"laplace": 1.0}), "`weights` must be for .* got 'laplace'"),
         (lambda: check_weights({"lautum": -1.0}), "`weights` must not be negative, got -1.0 for 'lautum'"),
