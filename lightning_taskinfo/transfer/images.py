@@ -139,6 +139,11 @@ def _read(dataset: Any, argument: str) -> Images:
         raise ValueError(f"`{argument}` must hold images of one shape [C, H, W], got {sorted(shapes)[:3]}.")
     x = torch.stack(images)
     x = x if x.dtype == torch.uint8 else x.float()
+    if x.dtype != torch.uint8 and (largest := float(x.abs().max())) > 100:
+        warn(
+            f"`{argument}` has real images up to {largest:g}, which are used as they are; divide them by 255, or make "
+            "bytes of them."
+        )
     classes = torch.tensor([int(y) for _, y in samples])
     if classes.min() < 0:
         raise ValueError(f"`{argument}` must have classes from 0 on, got {int(classes.min())}.")

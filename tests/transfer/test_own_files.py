@@ -32,3 +32,14 @@ def test_datasets_whose_classes_count_from_one_are_a_warning():
     part = TensorDataset(torch.zeros(6, 1, 8, 8), torch.arange(6) % 3 + 1)
     with pytest.warns(TaskInfoWarning, match="`source` has no training sample of 1 of 4 classes, the first of them 0"):
         assert as_task((part, part), argument="source").num_classes == 4
+
+
+@pytest.mark.parametrize("largest", [1.0, 255.0])
+def test_datasets_of_real_images_up_to_255_are_a_warning(largest):
+    part = TensorDataset(torch.full((6, 1, 8, 8), largest), torch.arange(6) % 3)
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        as_task((part, part), argument="target")
+    told = [str(warning.message) for warning in heard]
+    assert bool(told) == (largest > 1)
+    assert all("`target` has real images up to 255, which are used as they are; divide them by 255" in t for t in told)
