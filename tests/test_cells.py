@@ -106,7 +106,8 @@ def test_processes_end_with_a_parent_that_is_killed(tmp_path):
 def test_an_interrupt_ends_the_processes_at_once_and_they_print_nothing(tmp_path):
     path = tmp_path / "pid"
     code = (
-        "import sys; from tests.test_cells import run_cells, write_pid_and_wait\n"
+        "import signal, sys; from tests.test_cells import run_cells, write_pid_and_wait\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job would ignore\n"
         "if __name__ == '__main__': run_cells(write_pid_and_wait, {'a': sys.argv[1], 'b': 'nowhere'}, workers=2)"
     )
     command, environment = [sys.executable, "-c", code, str(path)], {**os.environ, "PYTHONPATH": os.getcwd()}

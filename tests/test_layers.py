@@ -29,6 +29,7 @@ ALLOWED = {  # layer -> the layers and frameworks it may import
     "transfer": TOP | {"matplotlib", "rich", "wandb"},
     "tasks": TOP | {"matplotlib", "rich", "wandb"},
     "cli": TOP | {"cli", "jsonargparse", "rich", "wandb"},
+    "__main__": {"cli"},
     "plotting": {"matplotlib", "numpy", "torch"},
     "data": {"_files", "_warn", "data", "matplotlib", "mlxtend", "numpy", "sklearn", "torch", "torchvision"},
 }
