@@ -6,7 +6,7 @@ CPU; which one is depends on the sizes:
 
 - *grouped*: samples become groups of one weight-gradient convolution; best on large maps;
 - *rows*: the input is unfolded along its width only, and each row of the kernel is one batched product with a slice;
-  best on small maps; patches of a single channel are put together for one product;
+  best on small maps; patches of a single channel may be put together for one product;
 - *ghost*: only the norm is wanted, and :math:`\|BU^\top\|^2 = \langle U^\top U, B^\top B\rangle`, where
   :math:`U^\top U` is a sum of shifted copies of the input's own Gram matrix; best on small maps with many channels.
 """
@@ -77,7 +77,7 @@ class Conv(Use):
         by_rows, size, step = self._rows_are_quicker(), math.prod(weight), 32
         if by_rows:  # as much as stays in the cache
             size = max(size, weight[1] * weight[3] * inputs.shape[2] * self.shape[3])
-            step = min(64 if weight[1] == 1 else 128, max(16, BLOCK // 4 // size))
+            step = min(128, max(16, BLOCK // 4 // size))
         step = min(step, max(1, 4 * BLOCK // size))
         for i in range(0, len(inputs), step):
             samples = slice(i, i + step)
@@ -95,7 +95,7 @@ class Conv(Use):
         out, channels, *kernel = self.slots["weight"].shape
         if parts[0].dim() != 3:  # whole already
             return parts[0]
-        if channels == 1:
+        if channels == 1 and len(parts) == 1:
             return parts[0].unflatten(2, (1, *kernel))
         stacked = torch.stack(parts, 3)  # rows of the kernel behind the unfolded width
         return stacked.view(-1, out, kernel[1], channels, len(parts)).permute(0, 1, 3, 4, 2)
@@ -125,14 +125,14 @@ class Conv(Use):
 
     def _unfolded(self, a: Tensor) -> list[Tensor]:
         """Return ``[N, positions, width·C]`` for each row of the kernel, or whole patches of a single channel."""
-        (_, channels, rows, width), (down, right) = self.slots["weight"].shape, self.config["stride"]
+        (out, channels, rows, width), (down, right) = self.slots["weight"].shape, self.config["stride"]
         height, across = self.shape[2:]
         columns = [slice(j, j + right * (across - 1) + 1, right) for j in range(width)]
         lines = [slice(i, i + down * (height - 1) + 1, down) for i in range(rows)]
         a = self._padded(a)
         unfolded = torch.cat([a[..., column] for column in columns], 1)  # [N, width·C, H, W']
         pieces = [unfolded[:, :, line] for line in lines]
-        if channels == 1:  # so narrow that one product is quicker than many
+        if channels == 1 and out >= 16:  # so narrow that one product is quicker than many
             pieces = [torch.cat(pieces, 1)]
         return [piece.flatten(2).transpose(1, 2) for piece in pieces]
 

@@ -73,6 +73,10 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
         lambda: nn.Sequential(nn.Conv2d(1, 4, (3, 2), stride=(2, 1), padding=1), nn.Tanh(), nn.Flatten(), nn.LazyLinear(3)),
         (1, 6, 7),
     ),
+    "conv2d one channel, wide": (
+        lambda: nn.Sequential(nn.Conv2d(1, 16, (3, 2), stride=(2, 1), padding=1), nn.Flatten(), nn.LazyLinear(3)),
+        (1, 6, 7),
+    ),
     "conv2d large map": (lambda: nets.conv(2, padding=1), (4, 12, 12)),
     "conv2d large map, wide": (
         lambda: nn.Sequential(nn.Conv2d(2, 32, 1), nn.Tanh(), nn.Conv2d(32, 64, 3, padding=1), nn.Flatten(), nn.LazyLinear(3)),
