@@ -7,7 +7,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_taskinfo.fisher.batches import take, tensors
+from lightning_taskinfo.fisher.batches import described, take, tensors
 from lightning_taskinfo.fisher.draws import NumberedDraws
 from lightning_taskinfo.functional.likelihood import Likelihood, as_likelihood
 
@@ -100,9 +100,7 @@ def _named(batch: Any) -> dict[str, Any]:
 def _described(batch: Any) -> str:
     if is_dataclass(batch) or isinstance(batch, Mapping):
         return f"{type(batch).__name__} with {', '.join(_named(batch)) or 'no tensors'}"
-    if isinstance(batch, list | tuple):
-        return f"{type(batch).__name__} of {', '.join(type(part).__name__ for part in batch) or 'nothing'}"
-    return type(batch).__name__
+    return described(batch)
 
 
 def first_samples(inputs: Any, targets: Tensor | None, n: int) -> tuple[Any, Tensor | None]:
