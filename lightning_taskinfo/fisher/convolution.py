@@ -1,18 +1,21 @@
 r"""Per-sample gradients of convolutions.
 
 A sample's weight gradient is :math:`\nabla W = B\,U^\top` with the output gradients :math:`B` (channels by positions)
-and the unfolded input :math:`U` (patch entries by positions). Unfolding it in full is rarely the quickest way on a
-CPU; which one is depends on the sizes:
+and the unfolded input :math:`U` (patch entries by positions). Which way is the quickest on a CPU depends on the sizes:
 
 - *grouped*: samples become groups of one weight-gradient convolution; best on large maps;
+- *patches*: the input is unfolded in full, for one batched product; best where patches have few entries, do not
+  overlap, or are few;
 - *rows*: the input is unfolded along its width only, and each row of the kernel is one batched product with a slice;
-  best on small maps; patches of a single channel may be put together for one product;
+  best on small maps;
 - *ghost*: only the norm is wanted, and :math:`\|BU^\top\|^2 = \langle U^\top U, B^\top B\rangle`, where
   :math:`U^\top U` is a sum of shifted copies of the input's own Gram matrix; best on small maps with many channels.
 """
 
 import math
 from collections.abc import Iterator
+from functools import cached_property
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +25,7 @@ from lightning_taskinfo.fisher.layers import BLOCK, Factor, Product, Use, square
 
 SMALL_MAP = 100  # output positions up to which unfolded rows beat grouped convolutions
 WIDE_MAP, WIDE = 256, 2048  # the same for at least so many pairs of channels, with a stride of 1
+FEW_ENTRIES, FEW_CHANNELS = 48, 8  # entries of a patch up to which, and outputs from which on, patches beat both
 
 
 class Conv(Use):
@@ -36,12 +40,15 @@ class Conv(Use):
     def norms(self, slot: str, scores: list[Tensor]) -> Tensor:
         if self.layout.repeat > 1:  # a sample's rows add up before they are squared
             return super().norms(slot, scores)
-        if slot == "weight" and self._ghost_is_cheaper():
+        if slot == "bias":
+            return total(squared_norms(b.flatten(2).sum(2)) for b in scores)
+        if self._ghost_is_cheaper:
             return total(self._ghost_norms(b) for b in scores)
-        norms = scores[0].new_zeros(self.shape[0])
+        blocks: dict[int, list[Tensor]] = {}
         for samples, parts in self._blocks(slot, scores):
-            norms[samples] += total(squared_norms(part) for part in parts)
-        return norms
+            blocks.setdefault(samples.start, []).extend(squared_norms(part) for part in parts)
+        norms = [total(parts) for parts in blocks.values()]
+        return norms[0] if len(norms) == 1 else torch.cat(norms)
 
     def diagonal(self, slot: str, scores: list[Tensor]) -> Tensor:
         if self.layout.repeat > 1:
@@ -73,30 +80,38 @@ class Conv(Use):
             for b in scores:
                 yield slice(None), [b.flatten(2).sum(2)]
             return
-        inputs, weight = self.saved[0][0], self.slots["weight"].shape
-        by_rows, size, step = self._rows_are_quicker(), math.prod(weight), 32
-        if by_rows:  # as much as stays in the cache
-            size = max(size, weight[1] * weight[3] * inputs.shape[2] * self.shape[3])
-            step = min(128, max(16, BLOCK // 4 // size))
-        step = min(step, max(1, 4 * BLOCK // size))
-        for i in range(0, len(inputs), step):
+        inputs, n, step = self.saved[0][0], self.shape[0], self._samples_at_once
+        for i in range(0, n, step):
             samples = slice(i, i + step)
-            a = inputs[samples]
-            rows = self._unfolded(a) if by_rows else None
+            a = inputs[samples] if step < n else inputs
+            pieces = None if self._way == "grouped" else self._unfolded(a)
             for b in scores:
-                some = b[samples]
-                if rows is None:
+                some = b[samples] if step < n else b
+                if pieces is None:
                     yield samples, [self._grouped_grads(a, some)]
                 else:
-                    yield samples, [Product(some.flatten(2), row) for row in rows]
+                    yield samples, [Product(some.flatten(2), piece) for piece in pieces]
+
+    @cached_property
+    def _samples_at_once(self) -> int:
+        """Return how many samples to unfold at once: as many as stay in the cache."""
+        weight = self.slots["weight"].shape
+        step, size = 32, math.prod(weight)
+        if self._way == "patches":
+            size = max(size, math.prod(weight[1:]) * math.prod(self.shape[2:]))
+            step = max(16, BLOCK // 2 // size)
+        elif self._way == "rows":
+            size = max(size, weight[1] * weight[3] * self.saved[0][0].shape[2] * self.shape[3])
+            step = min(128, max(16, BLOCK // 4 // size))
+        return min(step, max(1, 4 * BLOCK // size))
 
     def _join(self, parts: list[Tensor]) -> Tensor:
         """Put the rows of the kernel together again: ``[N, O, C, *kernel]``."""
         out, channels, *kernel = self.slots["weight"].shape
         if parts[0].dim() != 3:  # whole already
             return parts[0]
-        if channels == 1 and len(parts) == 1:
-            return parts[0].unflatten(2, (1, *kernel))
+        if self._way == "patches":
+            return parts[0].unflatten(2, (channels, *kernel))
         stacked = torch.stack(parts, 3)  # rows of the kernel behind the unfolded width
         return stacked.view(-1, out, kernel[1], channels, len(parts)).permute(0, 1, 3, 4, 2)
 
@@ -117,34 +132,46 @@ class Conv(Use):
         )[1]
         return grouped.view(n, *shape)
 
-    def _rows_are_quicker(self) -> bool:
-        plain = len(self.shape) == 4 and self.config["groups"] == 1 and set(self.config["dilation"]) == {1}
-        out, channels = self.slots["weight"].shape[:2]
-        wide = out * channels >= WIDE and self.config["stride"] == [1, 1]
-        return plain and (channels == 1 or math.prod(self.shape[2:]) <= (WIDE_MAP if wide else SMALL_MAP))
+    @cached_property
+    def _way(self) -> Literal["patches", "rows", "grouped"]:
+        if not self._plain():
+            return "grouped"
+        out, *patch = self.slots["weight"].shape
+        entries, positions = math.prod(patch), math.prod(self.shape[2:])
+        apart = patch[1:] == self.config["stride"]
+        few = entries <= FEW_ENTRIES and out >= FEW_CHANNELS
+        if apart or few or entries * positions * self.shape[0] <= BLOCK // 4:
+            return "patches"
+        wide = out * patch[0] >= WIDE and self.config["stride"] == [1, 1]
+        return "rows" if patch[0] == 1 or positions <= (WIDE_MAP if wide else SMALL_MAP) else "grouped"
+
+    def _plain(self) -> bool:
+        return len(self.shape) == 4 and self.config["groups"] == 1 and set(self.config["dilation"]) == {1}
 
     def _unfolded(self, a: Tensor) -> list[Tensor]:
-        """Return ``[N, positions, width·C]`` for each row of the kernel, or whole patches of a single channel."""
-        (out, channels, rows, width), (down, right) = self.slots["weight"].shape, self.config["stride"]
+        """Return whole patches ``[N, positions, C·kernel]``, or ``[N, positions, width·C]`` for each kernel row."""
+        (rows, width), (down, right) = self.slots["weight"].shape[2:], self.config["stride"]
         height, across = self.shape[2:]
+        a = self._padded(a)
+        if self._way == "patches":
+            shape = (*a.shape[:2], rows, width, height, across)
+            strides = (*a.stride(), a.stride(2) * down, a.stride(3) * right)
+            return [a.as_strided(shape, strides).reshape(len(a), -1, height * across).transpose(1, 2)]
         columns = [slice(j, j + right * (across - 1) + 1, right) for j in range(width)]
         lines = [slice(i, i + down * (height - 1) + 1, down) for i in range(rows)]
-        a = self._padded(a)
         unfolded = torch.cat([a[..., column] for column in columns], 1)  # [N, width·C, H, W']
-        pieces = [unfolded[:, :, line] for line in lines]
-        if channels == 1 and out >= 16:  # so narrow that one product is quicker than many
-            pieces = [torch.cat(pieces, 1)]
-        return [piece.flatten(2).transpose(1, 2) for piece in pieces]
+        return [unfolded[:, :, line].flatten(2).transpose(1, 2) for line in lines]
 
     def _padded(self, a: Tensor) -> Tensor:
         down, right = self.config["padding"]
         return F.pad(a, (right, right, down, down)) if down or right else a
 
+    @cached_property
     def _ghost_is_cheaper(self) -> bool:
-        if not self._rows_are_quicker() or self.config["stride"] != [1, 1]:
-            return False
         out, channels, *kernel = self.slots["weight"].shape
         positions = math.prod(self.shape[2:])
+        if positions > WIDE_MAP or not self._plain() or self.config["stride"] != [1, 1]:
+            return False
         padded = math.prod(size + k - 1 for size, k in zip(self.shape[2:], kernel, strict=True))
         ghost = padded**2 * channels + positions**2 * (out + 8 * math.prod(kernel))
         return ghost < 0.35 * positions * channels * math.prod(kernel) * out

@@ -257,7 +257,7 @@ class Embedding(Use):
 
 def squared_norms(x: Tensor) -> Tensor:
     """Return the squared norm of each row ``[N, ...]``, shape ``[N]``."""
-    return torch.linalg.vector_norm(x.reshape(len(x), -1), dim=1).square()
+    return torch.linalg.vector_norm(x, dim=tuple(range(1, x.dim()))).square_()
 
 
 def summed_squares(parts: list[Tensor]) -> Tensor:

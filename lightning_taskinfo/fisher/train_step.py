@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import Node
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.modules.instancenorm import _InstanceNorm
@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_taskinfo._observe import ParamDict
 from lightning_taskinfo.fisher import calls
 from lightning_taskinfo.fisher.hooks import written
-from lightning_taskinfo.fisher.layers import Slot
+from lightning_taskinfo.fisher.layers import Slot, Use
 from lightning_taskinfo.fisher.sharded import gathered_parameters
 
 
@@ -69,9 +69,9 @@ class StepRecorder:
         self.hooks = {name: self._hook(name) for name in self.layers}
         self.readers = {name: _reader(module) for name, module in self.layers.items()}
         self.parameters = gathered_parameters(model)
+        self.uses: dict[str, tuple[Any, Use]] = {}
         self.handles: list[RemovableHandle] = []
-        self._norms: ParamDict = {}
-        self._waiting: list[tuple[str, Tensor, Tensor, tuple[int, int]]] = []
+        self.norms: ParamDict = {}  # squared, by parameter name, each [max_samples], after the backward pass
         self.seen: set[str] = set()
         self.problem: str | None = None
         self.graph_checked = False
@@ -86,23 +86,13 @@ class StepRecorder:
     def skip(self, reason: str | None) -> None:
         """Forget the step before; there is nothing to read of the next one, for this reason."""
         self.stop()
-        self._norms, self._waiting, self.seen, self.problem = {}, [], set(), reason
+        self.norms, self.seen, self.problem = {}, set(), reason
 
     def stop(self) -> None:
         """Take the hooks away."""
         for handle in self.handles:
             handle.remove()
         self.handles = []
-
-    @property
-    def norms(self) -> ParamDict:
-        """Squared gradient norms by parameter name, each ``[max_samples]``, after the backward pass."""
-        waiting, self._waiting = self._waiting, []
-        for name, a, b, versions in waiting:
-            if (a._version, b._version) != versions:
-                self.problem = f"the input or the gradient of layer {name!r} was changed in place"
-            self._add_linear(name, _full(a), _full(b))
-        return self._norms
 
     def before_backward(self, loss: Tensor) -> None:
         """Take the hooks away, and note what speaks against a measurement of this step."""
@@ -115,70 +105,82 @@ class StepRecorder:
         self.graph_checked = True
 
     def _hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        plain = type(self.layers[name]) is nn.Linear
-
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if self.problem is not None or not (isinstance(output, Tensor) and output.requires_grad):
                 return
-            computed = self._once(name, output)
-            if computed is None:
+            edge = self._once(name, output)
+            if edge is None:
                 return
-            x, shape = args[0].detach(), output.shape
-            version = x._version
-            node, number = get_gradient_edge(computed)[:2]
+            (node, number), shape = edge, output.shape
+            held = [args[0].detach()]  # until it was read, so that its memory is free when it would be without us
+            version = held[0]._version
 
             def read(gradients: tuple[Tensor | None, ...]) -> None:
-                b = gradients[number]
+                if not held:
+                    self.problem = self.problem or f"the backward pass came by layer {name!r} more than once"
+                    return
+                x, b = held.pop(), gradients[number]
                 if x._version != version:
                     self.problem = f"the input of layer {name!r} was changed in place"
-                elif b is not None and plain and b.dim() == x.dim() == 2:
-                    # Small, and most of the layers of small networks: to stop in the middle of a backward pass for as
-                    # long as their norms take would cost more than the norms.
-                    few = x[: self.max_samples], b[: self.max_samples]
-                    self._waiting.append((name, *few, (version, b._version)))
                 elif b is not None:
                     with _no_autocast(x.device.type):
-                        self._add(name, module, x, _full(b.reshape(shape)[: self.max_samples]))
+                        self._add(name, module, x, _full(b.detach().reshape(shape)[: self.max_samples]))
 
             node.register_prehook(read)  # which has no part of the graph: it would keep itself alive
 
         return hook
 
-    def _once(self, name: str, output: Tensor) -> Tensor | None:
-        """Return the tensor whose gradient is to be read, or note what speaks against it."""
+    def _once(self, name: str, output: Tensor) -> tuple[Node, int] | None:
+        """Return where the output's gradient comes by, or note what speaks against reading it."""
         computed = written(output)
+        node = None if computed is None else computed.grad_fn
         if name in self.seen:
             self.problem = f"layer {name!r} was called more than once in the training step"
         elif output.shape[0] != self.batch_size:
             self.problem = f"layer {name!r} had {output.shape[0]} rows of outputs for {self.batch_size} samples"
-        elif computed is None:
+        elif node is None:
             self.problem = f"layer {name!r} had a part of a tensor as output"
         self.seen.add(name)
-        return computed if self.problem is None else None
+        return None if self.problem or computed is None or node is None else (node, computed.output_nr)
 
     def _add(self, name: str, module: nn.Module, x: Tensor, b: Tensor) -> None:
+        if b.dim() == 2 and type(module) is nn.Linear:
+            self._add_linear(name, module, _full(x[: self.max_samples]), b)
+        elif use := self._use(name, module, x, b):
+            for slot, named in use.slots.items():
+                self.norms[named.name] = use.norms(slot, [b])
+            use.saved = ()
+
+    def _use(self, name: str, module: nn.Module, x: Tensor, b: Tensor) -> Use | None:
+        """Return what the layer did; the same as at the step before where only the values of its input are others."""
         whole = isinstance(module, _BatchNorm) and not isinstance(module, _InstanceNorm)  # needs the whole batch
-        call = self.readers[name](module, _full(x if whole else x[: self.max_samples]))
+        x = _full(x if whole else x[: self.max_samples])
+        owned = {slot: p for slot, p in module._parameters.items() if p is not None and p.requires_grad}
+        key = (x.shape, b.shape, *owned)
+        if name in self.uses and self.uses[name][0] == key:
+            use = self.uses[name][1]
+            use.saved = ((x, 0),)
+            return use
+        call = self.readers[name](module, x)
         if call is None:
             self.problem = f"layer {name!r} ({type(module).__name__}) has options that cannot be read from hooks"
-            return
+            return None
         if whole and (factor := call.config["factor"].get("weight")):
             call.config["factor"]["weight"] = lambda: factor()[: len(b)]
-        owned = {slot: p for slot, p in call.parameters.items() if p is not None and p.requires_grad}
         slots = {slot: Slot(f"{name}.{slot}", tuple(p.shape)) for slot, p in owned.items()}
-        use = call.kind(slots, None, b.shape, tuple((s.detach(), 0) for s in call.saved), call.config)  # type: ignore[arg-type]
-        for slot, named in slots.items():
-            self._norms[named.name] = use.norms(slot, [b]).detach()
+        use = call.kind(slots, None, b.shape, tuple((s, 0) for s in call.saved), call.config)  # type: ignore[arg-type]
+        if "factor" not in call.config:  # which is a function of the input
+            self.uses[name] = key, use
+        return use
 
-    def _add_linear(self, name: str, a: Tensor, b: Tensor) -> None:
+    def _add_linear(self, name: str, layer: nn.Linear, a: Tensor, b: Tensor) -> None:
         """Use the rank of ``b aᵀ``: its squared norm is the product of two."""
-        layer: Any = self.layers[name]
         weight, bias = layer.weight, layer.bias
-        outputs = torch.linalg.vector_norm(b.detach(), dim=1).square_()
-        if weight.requires_grad:
-            self._norms[f"{name}.weight"] = torch.linalg.vector_norm(a, dim=1).square_().mul_(outputs)
+        outputs = torch.linalg.vecdot(b, b)
         if bias is not None and bias.requires_grad:
-            self._norms[f"{name}.bias"] = outputs
+            self.norms[f"{name}.bias"] = outputs
+        if weight.requires_grad:
+            self.norms[f"{name}.weight"] = torch.linalg.vecdot(a, a) * outputs
 
 
 class TraceSums(NamedTuple):
@@ -206,10 +208,15 @@ class TraceSums(NamedTuple):
             norms: Squared gradient norms by parameter name, each ``[N]``; ``N`` may be 0.
             scale: What they are multiplied by.
         """
-        stacked = torch.stack([*norms.values()]).cpu().double()  # [parameters, N]
-        samples = stacked.sum(0)
-        *totals, squares = torch.cat([stacked.sum(1), samples.dot(samples).view(1)]).tolist()
-        return cls([*norms], [*(scale * total for total in totals), scale * scale * squares, len(samples)])
+        stacked = torch.stack([*norms.values()])  # [parameters, N]
+        if stacked.numel() > 1024:
+            stacked = stacked.cpu().double()
+            totals, squares = stacked.sum(1).tolist(), stacked.sum(0).square().sum().item()
+        else:  # as at every step of a training, where operations on tensors so small would cost more than all else
+            rows = stacked.tolist()
+            samples = [sum(column) for column in zip(*rows, strict=True)]
+            totals, squares = [sum(row) for row in rows], sum(total * total for total in samples)
+        return cls([*norms], [*(scale * total for total in totals), scale * scale * squares, stacked.shape[1]])
 
     def compute(self) -> tuple[float, float, dict[str, float]]:
         """Return the trace, its standard error over samples, and the trace by layer."""
