@@ -61,6 +61,7 @@ def test_inputs_may_lie_in_memory_as_they_like(way):
 def test_a_few_samples_at_a_time_give_the_same(way):
     use, scores, expected = made("3x3", way)
     use._samples_at_once = 2
+    torch.testing.assert_close(use.norms("weight", scores), sum(g.flatten(1).square().sum(1) for g in expected))
     torch.testing.assert_close(use.grads("weight", scores[1]), expected[1])
     torch.testing.assert_close(use.diagonal("weight", scores), sum(g.square().sum(0) for g in expected))
 

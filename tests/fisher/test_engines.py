@@ -88,6 +88,10 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
         lambda: nn.Sequential(nn.Conv2d(2, 64, 1), nn.Tanh(), nn.Conv2d(64, 64, 3, padding=1), nn.Flatten(), nn.Linear(1024, 3)),
         (2, 4, 4),
     ),
+    "conv2d no ghost, groups": (
+        lambda: nn.Sequential(nn.Conv2d(2, 64, 1), nn.Tanh(), nn.Conv2d(64, 64, 3, padding=1, groups=2), nn.Flatten(), nn.Linear(1024, 3)),
+        (2, 4, 4),
+    ),
     "conv3d": (lambda: nets.conv(3, padding=1, stride=2), (4, 5, 4, 4)),
     "batch norm": (lambda: nets.normed(nn.BatchNorm2d(4)), IMAGES),
     "group norm": (lambda: nets.normed(nn.GroupNorm(2, 4)), IMAGES),

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_taskinfo.fisher.train_step import StepRecorder, TraceSums
 
@@ -88,6 +89,49 @@ def test_equals_a_loop_over_samples(name, max_samples):
     expected = {key: norms[:max_samples] for key, norms in looped(net, x, y).items()}
     measured = {key: recorder.norms[key] * N**2 for key in expected}  # the loss is a mean
     torch.testing.assert_close(measured, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_every_step_has_its_own_norms(name):
+    """What a recorder keeps from step to step must not be what changes: values, sizes, and what is trained."""
+    net, x, y = problem(name)
+    recorder = StepRecorder(net, N)
+    for i, count in enumerate((N, N, N - 2)):
+        x, y = x.flip(0), y.roll(1)
+        if i == 1:
+            biases = [m.bias for m in net.modules() if getattr(m, "bias", None) is not None]
+            for bias in biases[:-1]:
+                bias.requires_grad_(False)
+        measured = step(net, x[:count], y[:count], recorder=recorder).norms
+        expected = looped(net, x[:count], y[:count])
+        torch.testing.assert_close({key: norms * count**2 for key, norms in measured.items()}, expected)
+
+
+@pytest.mark.parametrize("name", ["mlp", "images"])
+def test_inputs_of_layers_are_let_go_as_the_backward_pass_goes(name):
+    net, x, y = problem(name)
+    recorder, inputs = StepRecorder(net, N), []
+    handle = net[-1].register_forward_pre_hook(lambda _, args: inputs.append(StorageWeakRef(args[0].untyped_storage())))
+    recorder.start(N)
+    loss = F.cross_entropy(net(x), y)
+    recorder.before_backward(loss)
+    handle.remove()
+    assert not inputs[0].expired()
+    loss.backward()
+    assert loss.grad_fn is not None
+    assert inputs[0].expired()
+    assert recorder.norms
+
+
+def test_norms_have_no_graph():
+    net, x, y = problem("images")
+    recorder = StepRecorder(net, N)
+    recorder.start(N)
+    loss = F.cross_entropy(net(x), y)
+    recorder.before_backward(loss)
+    torch.autograd.grad(loss, [*net.parameters()], create_graph=True)
+    assert recorder.norms
+    assert not any(norms.requires_grad for norms in recorder.norms.values())
 
 
 def test_frozen_layers_are_left_out():
@@ -295,6 +339,15 @@ def test_trace_sums_have_a_standard_error():
     assert trace == pytest.approx(total.mean().item())
     assert error == pytest.approx(total.std().item() / 3**0.5)
     assert layers == {"a": pytest.approx(trace)}
+
+
+def test_trace_sums_of_many_samples():
+    norms = {name: torch.rand(700) for name in ("a.weight", "a.bias", "b.weight")}
+    totals = torch.stack([*norms.values()]).double().sum(0)
+    trace, error, layers = TraceSums.of(norms).compute()
+    assert trace == pytest.approx(totals.mean().item())
+    assert error == pytest.approx(totals.std().item() / 700**0.5)
+    assert layers["b"] == pytest.approx(norms["b.weight"].double().mean().item())
 
 
 def test_trace_sums_add_up_over_processes_and_need_two_samples():
