@@ -99,19 +99,29 @@ def test_every_step_has_its_own_norms(name):
     for i, count in enumerate((N, N, N - 2)):
         x, y = x.flip(0), y.roll(1)
         if i == 1:
-            biases = [m.bias for m in net.modules() if getattr(m, "bias", None) is not None]
-            for bias in biases[:-1]:
-                bias.requires_grad_(False)
+            next(m.bias for m in net.modules() if getattr(m, "bias", None) is not None).requires_grad_(False)
         measured = step(net, x[:count], y[:count], recorder=recorder).norms
         expected = looped(net, x[:count], y[:count])
         torch.testing.assert_close({key: norms * count**2 for key, norms in measured.items()}, expected)
 
 
-@pytest.mark.parametrize("name", ["mlp", "images"])
-def test_inputs_of_layers_are_let_go_as_the_backward_pass_goes(name):
+def test_images_may_change_their_size():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(2, 4, 3), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 3)).double()
+    recorder, y = StepRecorder(net, N), torch.randint(3, (N,))
+    for size in (6, 8, 5):
+        x = torch.randn(N, 2, size, size, dtype=torch.float64)
+        measured = step(net, x, y, recorder=recorder).norms
+        torch.testing.assert_close({key: norms * N**2 for key, norms in measured.items()}, looped(net, x, y))
+
+
+@pytest.mark.parametrize(("name", "layer"), [("mlp", 2), ("images", 3), ("images", -1)])
+def test_inputs_of_layers_are_let_go_as_the_backward_pass_goes(name, layer):
     net, x, y = problem(name)
     recorder, inputs = StepRecorder(net, N), []
-    handle = net[-1].register_forward_pre_hook(lambda _, args: inputs.append(StorageWeakRef(args[0].untyped_storage())))
+    handle = net[layer].register_forward_pre_hook(
+        lambda _, args: inputs.append(StorageWeakRef(args[0].untyped_storage()))
+    )
     recorder.start(N)
     loss = F.cross_entropy(net(x), y)
     recorder.before_backward(loss)
