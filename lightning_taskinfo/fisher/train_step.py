@@ -123,8 +123,9 @@ class StepRecorder:
                 if x._version != version:
                     self.problem = f"the input of layer {name!r} was changed in place"
                 elif b is not None:
+                    few = (b if b.shape == shape else b.reshape(shape))[: self.max_samples]
                     with _no_autocast(x.device.type):
-                        self._add(name, module, x, _full(b.detach().reshape(shape)[: self.max_samples]))
+                        self._add(name, module, x, _full(few.detach() if few.requires_grad else few))
 
             node.register_prehook(read)  # which has no part of the graph: it would keep itself alive
 
@@ -175,11 +176,11 @@ class StepRecorder:
 
     def _add_linear(self, name: str, layer: nn.Linear, a: Tensor, b: Tensor) -> None:
         """Use the rank of ``b aᵀ``: its squared norm is the product of two."""
-        weight, bias = layer.weight, layer.bias
+        weight, bias = layer._parameters["weight"], layer._parameters["bias"]  # quicker than as attributes
         outputs = torch.linalg.vecdot(b, b)
         if bias is not None and bias.requires_grad:
             self.norms[f"{name}.bias"] = outputs
-        if weight.requires_grad:
+        if weight is not None and weight.requires_grad:
             self.norms[f"{name}.weight"] = torch.linalg.vecdot(a, a) * outputs
 
 
