@@ -18,7 +18,8 @@ from lightning_taskinfo.callbacks._samples import Samples, size
 from lightning_taskinfo.fisher.batches import sample_count
 from lightning_taskinfo.fisher.engine import Request, measure
 from lightning_taskinfo.fisher.sinks import Norms
-from lightning_taskinfo.fisher.train_step import StepRecorder, TraceSums
+from lightning_taskinfo.fisher.trace_sums import TraceSums
+from lightning_taskinfo.fisher.train_step import StepRecorder
 
 
 class FisherTrace(Probe):
@@ -120,7 +121,7 @@ class FisherTrace(Probe):
             self._recorder.start(samples)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        if self._recorder is not None and self._recorder.handles:
+        if self._recorder is not None and self._recorder.listening:
             first = not self._recorder.graph_checked
             self._recorder.before_backward(loss)
             if first and self._recorder.problem:
@@ -134,7 +135,9 @@ class FisherTrace(Probe):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._recorder is not None:
-            self._recorder.stop()  # where the step had no backward pass
+            self._recorder.listening = False  # where the step had no backward pass
+            if self.every_n_steps != 1 or trainer.is_last_batch:
+                self._recorder.stop()
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -4,11 +4,10 @@ Layers are hooked for one step. Each call notes its input, and the gradient of t
 backward pass of the training comes by; input and gradient give every sample's share of the weight gradient.
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -66,7 +65,6 @@ class StepRecorder:
 
     def __init__(self, model: nn.Module, max_samples: int) -> None:
         self.layers = _layers(model)
-        self.hooks = {name: self._hook(name) for name in self.layers}
         self.readers = {name: _reader(module) for name, module in self.layers.items()}
         self.parameters = gathered_parameters(model)
         self.uses: dict[str, tuple[Any, Use]] = {}
@@ -74,29 +72,32 @@ class StepRecorder:
         self.norms: ParamDict = {}  # squared, by parameter name, each [max_samples], after the backward pass
         self.seen: set[str] = set()
         self.problem: str | None = None
-        self.graph_checked = False
+        self.listening = self.graph_checked = False
         self.batch_size, self.max_samples = 0, max_samples
 
     def start(self, batch_size: int) -> None:
-        """Hook the layers for one forward pass over ``batch_size`` samples."""
+        """Listen to one forward pass over ``batch_size`` samples."""
         self.skip(None)
-        self.batch_size = batch_size
-        self.handles = [self.layers[name].register_forward_hook(hook) for name, hook in self.hooks.items()]
+        self.listening, self.batch_size = True, batch_size
+        if not self.handles:
+            hooks = ((module, _Hook(self, name)) for name, module in self.layers.items())
+            self.handles = [module.register_forward_hook(hook) for module, hook in hooks]
 
     def skip(self, reason: str | None) -> None:
         """Forget the step before; there is nothing to read of the next one, for this reason."""
-        self.stop()
+        self.listening = False
         self.norms, self.seen, self.problem = {}, set(), reason
 
     def stop(self) -> None:
-        """Take the hooks away."""
+        """Take the hooks away; to leave them for the next step is quicker than to hook the layers again."""
+        self.listening = False
         for handle in self.handles:
             handle.remove()
         self.handles = []
 
     def before_backward(self, loss: Tensor) -> None:
-        """Take the hooks away, and note what speaks against a measurement of this step."""
-        self.stop()
+        """Listen no longer, and note what speaks against a measurement of this step."""
+        self.listening = False
         left = [name for name in self.layers if name not in self.seen]
         if left and self.problem is None:
             self.problem = f"layer {left[0]!r} was not called with gradients in the training step"
@@ -104,32 +105,28 @@ class StepRecorder:
             self.problem = _used_elsewhere(loss, self.parameters)
         self.graph_checked = True
 
-    def _hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if self.problem is not None or not (isinstance(output, Tensor) and output.requires_grad):
+    def heard(self, name: str, module: nn.Module, x: Tensor, output: Tensor) -> None:
+        """Note a layer's call, whose gradient is read when the backward pass comes by."""
+        edge = self._once(name, output)
+        if edge is None:
+            return
+        (node, number), shape = edge, output.shape
+        held = [x.detach()]  # until it was read, so that its memory is free when it would be without us
+        version = held[0]._version
+
+        def read(gradients: tuple[Tensor | None, ...]) -> None:
+            if not held:
+                self.problem = self.problem or f"the backward pass came by layer {name!r} more than once"
                 return
-            edge = self._once(name, output)
-            if edge is None:
-                return
-            (node, number), shape = edge, output.shape
-            held = [args[0].detach()]  # until it was read, so that its memory is free when it would be without us
-            version = held[0]._version
+            x, b = held.pop(), gradients[number]
+            if x._version != version:
+                self.problem = f"the input of layer {name!r} was changed in place"
+            elif b is not None:
+                few = (b if b.shape == shape else b.reshape(shape))[: self.max_samples]
+                with _no_autocast(x.device.type):
+                    self._add(name, module, x, _full(few.detach() if few.requires_grad else few))
 
-            def read(gradients: tuple[Tensor | None, ...]) -> None:
-                if not held:
-                    self.problem = self.problem or f"the backward pass came by layer {name!r} more than once"
-                    return
-                x, b = held.pop(), gradients[number]
-                if x._version != version:
-                    self.problem = f"the input of layer {name!r} was changed in place"
-                elif b is not None:
-                    few = (b if b.shape == shape else b.reshape(shape))[: self.max_samples]
-                    with _no_autocast(x.device.type):
-                        self._add(name, module, x, _full(few.detach() if few.requires_grad else few))
-
-            node.register_prehook(read)  # which has no part of the graph: it would keep itself alive
-
-        return hook
+        node.register_prehook(read)  # which has no part of the graph: it would keep itself alive
 
     def _once(self, name: str, output: Tensor) -> tuple[Node, int] | None:
         """Return where the output's gradient comes by, or note what speaks against reading it."""
@@ -184,50 +181,28 @@ class StepRecorder:
             self.norms[f"{name}.weight"] = torch.linalg.vecdot(a, a) * outputs
 
 
-class TraceSums(NamedTuple):
-    """The trace from squared gradient norms, as sums that add up over processes.
+class _Hook:
+    """A layer's forward hook; in a copy of the layer it is nothing, so that a model can be pickled in between."""
 
-    Attributes:
-        names: Names of the parameters.
-        sums: Squared norms summed over samples by parameter, the sum of each sample's squared total, and the number of
-            samples. Numbers: at every step, operations on tensors of one would cost more than all else.
+    def __init__(self, recorder: StepRecorder, name: str) -> None:
+        self.recorder, self.name = recorder, name
 
-    Example:
-        >>> norms = {"head.weight": torch.tensor([1.0, 2.0]), "head.bias": torch.tensor([1.0, 0.0])}
-        >>> TraceSums.of(norms).compute()
-        (2.0, 0.0, {'head': 2.0})
-    """
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        recorder = self.recorder
+        listening = recorder.listening and recorder.problem is None
+        if listening and isinstance(output, Tensor) and output.requires_grad:
+            recorder.heard(self.name, module, args[0], output)
 
-    names: list[str]
-    sums: list[float]
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        return _unhooked, ()
 
-    @classmethod
-    def of(cls, norms: ParamDict, scale: float = 1.0) -> "TraceSums":
-        """Add up the samples of this process.
 
-        Args:
-            norms: Squared gradient norms by parameter name, each ``[N]``; ``N`` may be 0.
-            scale: What they are multiplied by.
-        """
-        stacked = torch.stack([*norms.values()])  # [parameters, N]
-        if stacked.numel() > 1024:
-            stacked = stacked.cpu().double()
-            totals, squares = stacked.sum(1).tolist(), stacked.sum(0).square().sum().item()
-        else:  # as at every step of a training, where operations on tensors so small would cost more than all else
-            rows = stacked.tolist()
-            samples = [sum(column) for column in zip(*rows, strict=True)]
-            totals, squares = [sum(row) for row in rows], sum(total * total for total in samples)
-        return cls([*norms], [*(scale * total for total in totals), scale * scale * squares, stacked.shape[1]])
+def _unhooked() -> Callable[..., None]:
+    return _nothing
 
-    def compute(self) -> tuple[float, float, dict[str, float]]:
-        """Return the trace, its standard error over samples, and the trace by layer."""
-        *totals, squares, n = self.sums
-        trace, layers = sum(totals) / n, dict[str, float]()
-        for name, part in zip(self.names, totals, strict=True):
-            owner = name.rpartition(".")[0]
-            layers[owner] = layers.get(owner, 0.0) + part / n
-        error = (max(squares - n * trace * trace, 0.0) / (n - 1) / n) ** 0.5 if n > 1 else math.nan
-        return trace, error, layers
+
+def _nothing(module: nn.Module, args: Any, output: Any) -> None:
+    pass
 
 
 def _full(x: Tensor) -> Tensor:

@@ -261,6 +261,25 @@ def test_callback_metrics_have_it_now_and_then(tmp_path, log_every_n_steps, expe
     assert sorted(map(float, saved.best_k_models.values())) == pytest.approx(sorted([values[4], values[8]]))
 
 
+@pytest.mark.parametrize(("every_n_steps", "between"), [(1, [True, True, False]), (2, [False, False, False])])
+def test_hooks_stay_between_steps_that_follow_each_other(tmp_path, every_n_steps, between):
+    class Look(pl.Callback):
+        def hooked(self, pl_module):
+            return any(m._forward_hooks for m in pl_module.modules())
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            batches.append(self.hooked(pl_module))
+
+        def on_train_epoch_end(self, trainer, pl_module):
+            assert not self.hooked(pl_module)
+
+    batches = []
+    callback = FisherTrace(every_n_steps=every_n_steps, data="train_step", labels="empirical")
+    fit(tmp_path, callback, Look(), model=Plain, limit_train_batches=3, max_epochs=2)
+    assert batches == 2 * between
+    assert len(callback.history) == 6 // every_n_steps
+
+
 def test_no_hook_stays_when_training_breaks(tmp_path):
     class Broken(Plain):
         def training_step(self, batch, batch_idx):

@@ -2,7 +2,7 @@
 
 import copy
 import gc
-import math
+import pickle
 import weakref
 from typing import ClassVar
 
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_taskinfo.fisher.train_step import StepRecorder, TraceSums
+from lightning_taskinfo.fisher.train_step import StepRecorder
 
 N = 6
 
@@ -164,13 +164,28 @@ def test_batch_norm_in_train_mode_gives_the_contributions_to_the_batch_gradient(
     torch.testing.assert_close(step(net, x, y, max_samples=4).norms, {k: v[:4] for k, v in expected.items()})
 
 
-def test_no_hook_stays_and_gradients_are_the_same():
+def test_gradients_are_the_same_and_no_hook_stays():
     net, x, y = problem("images")
     twin = copy.deepcopy(net)
     F.cross_entropy(twin(x), y).backward()
-    step(net, x, y)
+    step(net, x, y).stop()
     assert all(not m._forward_hooks for m in net.modules())
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(net.parameters(), twin.parameters(), strict=True))
+
+
+def test_a_hooked_model_is_heard_in_a_step_alone_and_can_be_copied():
+    net, x, y = problem("mlp")
+    recorder = step(net, x, y)
+    norms, last = recorder.norms, {name: each.clone() for name, each in recorder.norms.items()}
+    F.cross_entropy(net(2 * x), y).backward()
+    assert recorder.problem is None
+    assert recorder.norms is norms
+    torch.testing.assert_close(recorder.norms, last)
+    for twin in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        recorder.start(N)
+        F.cross_entropy(twin(x), y).backward()
+        assert not recorder.seen
+    torch.testing.assert_close(step(net, x, y, recorder=recorder).norms, last)
 
 
 @pytest.mark.parametrize("change", ["gradient", "input"])
@@ -340,31 +355,3 @@ def test_embedding_options_that_cannot_be_read():
     net = nn.Sequential(nn.Embedding(7, 3, scale_grad_by_freq=True), nn.Flatten(), nn.Linear(6, 3))
     recorder = step(net, torch.randint(7, (N, 2)), torch.zeros(N, dtype=torch.long))
     assert recorder.problem == "layer '0' (Embedding) has options that cannot be read from hooks"
-
-
-def test_trace_sums_have_a_standard_error():
-    norms = {"a.weight": torch.tensor([1.0, 3.0, 8.0]), "a.bias": torch.tensor([1.0, 0.0, 1.0])}
-    total = 2 * torch.tensor([2.0, 3.0, 9.0]).double()
-    trace, error, layers = TraceSums.of(norms, scale=2.0).compute()
-    assert trace == pytest.approx(total.mean().item())
-    assert error == pytest.approx(total.std().item() / 3**0.5)
-    assert layers == {"a": pytest.approx(trace)}
-
-
-def test_trace_sums_of_many_samples():
-    norms = {name: torch.rand(700) for name in ("a.weight", "a.bias", "b.weight")}
-    totals = torch.stack([*norms.values()]).double().sum(0)
-    trace, error, layers = TraceSums.of(norms).compute()
-    assert trace == pytest.approx(totals.mean().item())
-    assert error == pytest.approx(totals.std().item() / 700**0.5)
-    assert layers["b"] == pytest.approx(norms["b.weight"].double().mean().item())
-
-
-def test_trace_sums_add_up_over_processes_and_need_two_samples():
-    parts = [torch.tensor([1.0, 3.0]), torch.tensor([8.0])]
-    first, second = (TraceSums.of({"a.weight": part, "b.weight": 2 * part}) for part in parts)
-    whole = TraceSums.of({"a.weight": torch.cat(parts), "b.weight": 2 * torch.cat(parts)}).compute()
-    sums = [a + b for a, b in zip(first.sums, second.sums, strict=True)]
-    assert first._replace(sums=sums).compute() == whole
-    assert whole[2] == {"a": pytest.approx(4.0), "b": pytest.approx(8.0)}
-    assert math.isnan(second.compute()[1])
