@@ -4,7 +4,8 @@ Variants take turns within every round, in another order each time, so that what
 them; medians of the ratios to the round's two plain epochs go to a JSON file and a table. CPU time is given beside
 wall-clock time, since a busy machine disturbs it less. "nothing" is a third plain epoch: how far its ratio is from 1
 tells what a ratio can be trusted to. The seconds inside of the callbacks' own methods, over those of the plain epoch,
-say the same with less noise, except for what reading off a training step does inside of the step.
+say the same with less noise, except for what reading off a training step does inside of the step. For that, steps with
+and without it take turns at random within one training, where a slow second of the machine falls on both.
 
 What is measured once an epoch, or every 100 steps, is timed on an epoch of 200 steps; what costs the same in every
 step, or only at the end of training, on one of 50. In a longer epoch the measurement after it weighs less.
@@ -67,6 +68,10 @@ def train_step(**arguments):
 
 NETWORKS = {"MLP 784-300-300-10": mlp, "CNN 16-32-64": cnn}
 LONG, SHORT = 200, 50  # steps of an epoch
+EACH_STEP = {
+    "training step, every step": train_step,
+    "training step, every step, whole batch": lambda: train_step(max_samples=10_000),
+}
 DEFAULTS, EVERY_STEP = 1.03, 1.15  # the ratios that are aimed at
 VARIANTS = {
     "nothing": (LONG, None, list),
@@ -75,8 +80,7 @@ VARIANTS = {
     "InformationInWeights()": (LONG, DEFAULTS, lambda: [InformationInWeights()]),
     "all three": (LONG, DEFAULTS, lambda: [FisherTrace(), InformationInWeights(), LocalMinimum()]),
     "LocalMinimum()": (SHORT, DEFAULTS, lambda: [LocalMinimum()]),
-    "training step, every step": (SHORT, EVERY_STEP, lambda: [train_step()]),
-    "training step, every step, whole batch": (SHORT, EVERY_STEP, lambda: [train_step(max_samples=10_000)]),
+    **{name: (SHORT, EVERY_STEP, lambda one=one: [one()]) for name, one in EACH_STEP.items()},
 }
 
 
@@ -121,21 +125,71 @@ def timed(callback, spent):
     return callback
 
 
-def run(make, callbacks, data, batch_size):
-    """Train for an epoch; return wall-clock and CPU seconds of it, of the end of training, and inside of callbacks."""
+class NowAndThen(pl.Callback):
+    """Hand half of the steps, at random, to a callback that looks at every step; take the seconds of both kinds."""
+
+    def __init__(self, callback, seed):
+        self.callback, self.draws = callback, random.Random(seed)
+        self.seconds, self.watched, self.start = {True: [], False: []}, None, None
+
+    def on_fit_start(self, *arguments):
+        self.callback.on_fit_start(*arguments)
+
+    def on_train_start(self, *arguments):
+        self.callback.on_train_start(*arguments)
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if batch_idx > 10:  # one at least was watched
+            self.seconds[self.watched].append(time.perf_counter() - self.start)
+        self.watched = self.draws.random() < 0.5
+        self.start = time.perf_counter()
+        if self.watched:
+            self.callback._last_step = trainer.global_step  # as if it had seen all of them
+            self.callback.on_train_batch_start(trainer, pl_module, batch, batch_idx)
+
+    def on_before_backward(self, *arguments):
+        if self.watched:
+            self.callback.on_before_backward(*arguments)
+
+    def on_train_batch_end(self, *arguments):
+        if self.watched:
+            self.callback.on_train_batch_end(*arguments)
+
+    def on_train_end(self, *arguments):
+        self.callback.on_train_end(*arguments)
+
+
+def fit(make, callbacks, data, batch_size):
     torch.manual_seed(0)
-    clock, spent = Clock(), [0.0]
-    callbacks = [timed(callback, spent) for callback in callbacks]
     trainer = pl.Trainer(
         max_epochs=1,
         accelerator="cpu",
-        callbacks=[*callbacks, clock],
+        callbacks=callbacks,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
     trainer.fit(Classifier(make()), DataLoader(data, batch_size=batch_size, shuffle=True))
+
+
+def by_steps(make, callback, data, *, batch_size, repeats):
+    """Return the ratio of the median step with the callback to that without it, over trainings."""
+    ratios, means = [], []
+    for seed in range(repeats + 1):  # the first has everything called once
+        steps = NowAndThen(callback(), seed)
+        fit(make, [steps], data, batch_size)
+        if seed:
+            ratios.append(statistics.median(steps.seconds[True]) / statistics.median(steps.seconds[False]))
+            means.append(statistics.fmean(steps.seconds[True]) / statistics.fmean(steps.seconds[False]))
+    found = {"median": statistics.median(ratios), "range": [min(ratios), max(ratios)]}
+    return found | {"of_means": statistics.median(means), "of_means_range": [min(means), max(means)]}
+
+
+def run(make, callbacks, data, batch_size):
+    """Train for an epoch; return wall-clock and CPU seconds of it, of the end of training, and inside of callbacks."""
+    clock, spent = Clock(), [0.0]
+    fit(make, [*(timed(callback, spent) for callback in callbacks), clock], data, batch_size)
     return {"epoch": clock.seconds("start", "epoch"), "end": clock.seconds("epoch", "end"), "own": spent}
 
 
@@ -157,6 +211,8 @@ def measure(make, data, *, batch_size, repeats):
             plain[steps].append(mean(twice))
     seconds = {steps: statistics.median(each["epoch"][0] for each in runs) for steps, runs in plain.items()}
     ratios = {name: summary(name, runs, plain[VARIANTS[name][0]]) for name, runs in watched.items()}
+    for name, callback in EACH_STEP.items():
+        ratios[name]["by_steps"] = by_steps(make, callback, parts[LONG], batch_size=batch_size, repeats=repeats)
     return {"plain_epoch_seconds": seconds, "ratios": ratios}
 
 
@@ -203,13 +259,14 @@ def main() -> None:
     }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(report, indent=2) + "\n")
-    print("| network | variant | epoch, wall | epoch, CPU | own methods | goal | end of fit, seconds |")
-    print("|---|---|---|---|---|---|---|")
+    print("| network | variant | epoch, wall | epoch, CPU | own methods | by steps | goal | end of fit, seconds |")
+    print("|---|---|---|---|---|---|---|---|")
     for network, result in results.items():
         for name, r in result["ratios"].items():
             goal = "" if r["goal"] is None else f"{r['goal']:.2f}"
-            times = f"{r['wall']:.3f} | {r['cpu']:.3f} | {r['own']:.3f} | {goal} | {r['end_wall_seconds']:.2f}"
-            print(f"| {network} | {name} | {times} |")
+            steps = "{median:.3f} [{range[0]:.3f}, {range[1]:.3f}]".format(**r["by_steps"]) if "by_steps" in r else ""
+            times = f"{r['wall']:.3f} | {r['cpu']:.3f} | {r['own']:.3f} | {steps} | {goal}"
+            print(f"| {network} | {name} | {times} | {r['end_wall_seconds']:.2f} |")
     print(f"\n{report['seconds']:.0f} s, load average {before['load_average']} before")
 
 
