@@ -73,12 +73,12 @@ class StepRecorder:
         self.seen: set[str] = set()
         self.problem: str | None = None
         self.listening = self.graph_checked = False
-        self.batch_size, self.max_samples = 0, max_samples
+        self.batch_size, self.count, self.max_samples = 0, 0, max_samples
 
     def start(self, batch_size: int) -> None:
         """Listen to one forward pass over ``batch_size`` samples."""
         self.skip(None)
-        self.listening, self.batch_size = True, batch_size
+        self.listening, self.batch_size, self.count = True, batch_size, min(batch_size, self.max_samples)
         if not self.handles:
             hooks = ((module, _Hook(self, name)) for name, module in self.layers.items())
             self.handles = [module.register_forward_hook(hook) for module, hook in hooks]
@@ -110,9 +110,8 @@ class StepRecorder:
         edge = self._once(name, output)
         if edge is None:
             return
-        (node, number), shape = edge, output.shape
-        held = [x.detach()]  # until it was read, so that its memory is free when it would be without us
-        version = held[0]._version
+        (node, number), shape, version = edge, output.shape, x._version
+        held = [x]  # until it was read, so that its memory is free when it would be without us
 
         def read(gradients: tuple[Tensor | None, ...]) -> None:
             if not held:
@@ -122,9 +121,9 @@ class StepRecorder:
             if x._version != version:
                 self.problem = f"the input of layer {name!r} was changed in place"
             elif b is not None:
-                few = (b if b.shape == shape else b.reshape(shape))[: self.max_samples]
-                with _no_autocast(x.device.type):
-                    self._add(name, module, x, _full(few.detach() if few.requires_grad else few))
+                if torch.is_grad_enabled():  # in a backward pass that makes a graph
+                    x, b = x.detach(), b.detach()
+                self._add(name, module, x, b if b.shape == shape else b.reshape(shape))
 
         node.register_prehook(read)  # which has no part of the graph: it would keep itself alive
 
@@ -142,17 +141,20 @@ class StepRecorder:
         return None if self.problem or computed is None or node is None else (node, computed.output_nr)
 
     def _add(self, name: str, module: nn.Module, x: Tensor, b: Tensor) -> None:
+        b = _full(b.narrow(0, 0, self.count))
         if b.dim() == 2 and type(module) is nn.Linear:
-            self._add_linear(name, module, _full(x[: self.max_samples]), b)
-        elif use := self._use(name, module, x, b):
-            for slot, named in use.slots.items():
-                self.norms[named.name] = use.norms(slot, [b])
-            use.saved = ()
+            self._add_linear(name, module, _full(x.narrow(0, 0, self.count)), b)
+            return
+        with _no_autocast(x.device.type):
+            if use := self._use(name, module, x, b):
+                for slot, named in use.slots.items():
+                    self.norms[named.name] = use.norms(slot, [b])
+                use.saved = ()
 
     def _use(self, name: str, module: nn.Module, x: Tensor, b: Tensor) -> Use | None:
         """Return what the layer did; the same as at the step before where only the values of its input are others."""
         whole = isinstance(module, _BatchNorm) and not isinstance(module, _InstanceNorm)  # needs the whole batch
-        x = _full(x if whole else x[: self.max_samples])
+        x = _full(x if whole else x[: self.count])
         owned = {slot: p for slot, p in module._parameters.items() if p is not None and p.requires_grad}
         key = (x.shape, b.shape, *owned)
         if name in self.uses and self.uses[name][0] == key:
