@@ -25,7 +25,7 @@ from lightning_taskinfo.fisher.layers import BLOCK, Factor, Product, Use, square
 
 SMALL_MAP = 100  # output positions up to which unfolded rows beat grouped convolutions
 WIDE_MAP, WIDE = 256, 2048  # the same for at least so many pairs of channels, with a stride of 1
-FEW_ENTRIES, FEW_CHANNELS = 48, 8  # entries of a patch up to which, and outputs from which on, patches beat both
+FEW_ENTRIES, FEW_CHANNELS = 48, 8  # entries of a patch up to which, and outputs from which on, patches beat all else
 
 
 class Conv(Use):
@@ -110,6 +110,8 @@ class Conv(Use):
         out, channels, *kernel = self.slots["weight"].shape
         if parts[0].dim() != 3:  # whole already
             return parts[0]
+        if self._way == "patches" and self._channels_last:
+            return parts[0].unflatten(2, (*kernel, channels)).movedim(-1, 2)
         if self._way == "patches":
             return parts[0].unflatten(2, (channels, *kernel))
         stacked = torch.stack(parts, 3)  # rows of the kernel behind the unfolded width
@@ -148,19 +150,39 @@ class Conv(Use):
     def _plain(self) -> bool:
         return len(self.shape) == 4 and self.config["groups"] == 1 and set(self.config["dilation"]) == {1}
 
+    @cached_property
+    def _channels_last(self) -> bool:
+        """Whether patches are quicker to copy with channels last: in longer pieces, at the price of another copy."""
+        _, channels, *kernel = self.slots["weight"].shape
+        return channels >= FEW_CHANNELS and math.prod(kernel) > 1
+
     def _unfolded(self, a: Tensor) -> list[Tensor]:
-        """Return whole patches ``[N, positions, C·kernel]``, or ``[N, positions, width·C]`` for each kernel row."""
+        """Return ``[N, positions, entries]``: whole patches, or a part ``width·C`` of them for each kernel row."""
         (rows, width), (down, right) = self.slots["weight"].shape[2:], self.config["stride"]
         height, across = self.shape[2:]
-        a = self._padded(a)
         if self._way == "patches":
-            shape = (*a.shape[:2], rows, width, height, across)
-            strides = (*a.stride(), a.stride(2) * down, a.stride(3) * right)
-            return [a.as_strided(shape, strides).reshape(len(a), -1, height * across).transpose(1, 2)]
+            return [self._patches(a)]
+        a = self._padded(a)
         columns = [slice(j, j + right * (across - 1) + 1, right) for j in range(width)]
         lines = [slice(i, i + down * (height - 1) + 1, down) for i in range(rows)]
         unfolded = torch.cat([a[..., column] for column in columns], 1)  # [N, width·C, H, W']
         return [unfolded[:, :, line].flatten(2).transpose(1, 2) for line in lines]
+
+    def _patches(self, a: Tensor) -> Tensor:
+        """Return ``[N, positions, C·kernel]``, or ``kernel·C`` with channels last."""
+        (rows, width), (down, right) = self.slots["weight"].shape[2:], self.config["stride"]
+        (n, channels, high, wide), (height, across) = a.shape, self.shape[2:]
+        if not self._channels_last:
+            a = self._padded(a)
+            strides = (*a.stride(), a.stride(2) * down, a.stride(3) * right)
+            patches = a.as_strided((n, channels, rows, width, height, across), strides)
+            return patches.reshape(n, -1, height * across).transpose(1, 2)
+        above, left = self.config["padding"]
+        padded = a.new_zeros(n, high + 2 * above, wide + 2 * left, channels)
+        padded[:, above : above + high, left : left + wide] = a.permute(0, 2, 3, 1)
+        sample, line, pixel, _ = padded.stride()
+        strides = (sample, line * down, pixel * right, line, 1)
+        return padded.as_strided((n, height, across, rows, width * channels), strides).reshape(n, height * across, -1)
 
     def _padded(self, a: Tensor) -> Tensor:
         down, right = self.config["padding"]

@@ -14,6 +14,7 @@ CASES = {  # channels, outputs, kernel, input, options
     "stride leaves rows": (2, 3, (3, 3), (8, 7), {"stride": [3, 2]}),
     "one row": (2, 3, (1, 3), (4, 6), {}),
     "one column": (2, 3, (3, 1), (6, 4), {"padding": [1, 0]}),
+    "many channels": (9, 4, (3, 2), (7, 6), {"padding": [1, 2], "stride": [2, 1]}),
     "apart": (3, 4, (2, 3), (4, 6), {"stride": [2, 3]}),
     "1x1": (3, 4, (1, 1), (4, 4), {}),
 }
