@@ -7,7 +7,8 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, nullcontext
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
+from multiprocessing.context import SpawnContext, SpawnProcess
 from pathlib import Path
 from typing import Any
 
@@ -106,19 +107,27 @@ def _pool(executor: Executor | None, workers: int | None, cells: int) -> Iterato
         yield executor
         return
     count = max(1, min(workers or os.cpu_count() or 1, cells))
-    # Forked children would inherit locks of torch's threads.
-    context = multiprocessing.get_context("spawn")
-    line, end = context.Pipe(duplex=False)
-    pool = ProcessPoolExecutor(count, context, initializer=_end_with_parent, initargs=(line,))
+    context = _Spawn()
+    pool = ProcessPoolExecutor(count, context, initializer=_end_with_parent)
     try:
         yield pool
     except KeyboardInterrupt:
-        end.close()
+        for process in context.started:
+            process.kill()
         raise
     finally:
         pool.shutdown(cancel_futures=True)
-        line.close()
-        end.close()
+
+
+class _Spawn(SpawnContext):
+    """Starts new interpreters, since forked ones would inherit locks of torch's threads; knows which it started."""
+
+    def __init__(self) -> None:
+        self.started: list[SpawnProcess] = []
+
+    def Process(self, *args: Any, **arguments: Any) -> SpawnProcess:  # type: ignore[override]
+        self.started.append(SpawnProcess(*args, **arguments))
+        return self.started[-1]
 
 
 @contextmanager
@@ -134,19 +143,15 @@ def _deaf_children() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
 
 
-def _end_with_parent(line: Connection) -> None:
-    """End this process with its parent, also with one that was killed: a pool's processes would go on and then wait.
-
-    Args:
-        line: Closed at its other end if this process is to end before.
-    """
-    threading.Thread(target=_wait_for_parent, args=(line,), daemon=True).start()
+def _end_with_parent() -> None:
+    """End this process with a parent that was killed: a pool's processes would go on and then wait."""
+    threading.Thread(target=_wait_for_parent, daemon=True).start()
 
 
-def _wait_for_parent(line: Connection) -> None:
+def _wait_for_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
-    wait([parent.sentinel, line])
+    wait([parent.sentinel])
     os._exit(1)
 
 

@@ -122,6 +122,33 @@ def test_an_interrupt_ends_the_processes_at_once_and_they_print_nothing(tmp_path
     assert printed.endswith("KeyboardInterrupt\n")
 
 
+SLOW_TO_START = """
+import signal, sys, time
+from pathlib import Path
+if __name__ == "__mp_main__":
+    Path(sys.argv[1]).write_text("here")
+    time.sleep(60)
+else:
+    from tests.test_cells import draw, run_cells
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    run_cells(draw, {"a": 0, "b": 1}, workers=2)
+"""
+
+
+def test_an_interrupt_does_not_wait_for_processes_that_are_starting(tmp_path):
+    path, script = tmp_path / "started", tmp_path / "script.py"
+    script.write_text(SLOW_TO_START)
+    command, environment = [sys.executable, str(script), str(path)], {**os.environ, "PYTHONPATH": os.getcwd()}
+    parent = subprocess.Popen(command, env=environment, start_new_session=True, stderr=subprocess.PIPE, text=True)
+    while not path.exists():
+        assert parent.poll() is None
+        time.sleep(0.01)
+    os.killpg(parent.pid, signal.SIGINT)
+    _, printed = parent.communicate(timeout=30)  # which also ends when no process writes to the pipe any more
+    assert printed.count("Traceback") == 1
+    assert printed.endswith("KeyboardInterrupt\n")
+
+
 def test_bad_input():
     with ThreadPoolExecutor(1) as threads, pytest.raises(ValueError, match="`executor` must run processes"):
         run_cells(draw, CELLS, executor=threads)

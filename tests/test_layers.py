@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "lightning_taskinfo"
-MATHS = {"torch", "_observe", "_warn", "functional"}
+MATHS = {"torch", "_observe", "_warn", "_arguments", "functional"}
 FILES = {"_files", "_cells"}
 STATE = MATHS | {"torchmetrics", "backpack", "fisher", "distributions", "variational", "regularizers", "certificates"}
 GLUE = STATE | {"_lightning", "callbacks", "mixins", "plotting", "data"}
@@ -14,6 +14,7 @@ TOP = GLUE | FILES | {"numpy", "transfer", "tasks"}
 ALLOWED = {  # layer -> the layers and frameworks it may import
     "_observe": {"torch"},
     "_warn": set(),
+    "_arguments": set(),
     "_files": set(),
     "_cells": {"torch", "_files"},
     "_lightning": {"lightning", "pytorch_lightning"},

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from torch import Tensor, nn
 
+from lightning_taskinfo._arguments import ArgumentsByName
 from lightning_taskinfo._lightning import Callback, LightningModule, Trainer
 from lightning_taskinfo._observe import observing, trainable_parameters
 from lightning_taskinfo._warn import warn
-from lightning_taskinfo.callbacks._arguments import ArgumentsByName
 from lightning_taskinfo.callbacks._checks import check_batch, check_finite, kind_of_shards, warn_nothing
 from lightning_taskinfo.callbacks._pool import Source
 from lightning_taskinfo.callbacks._processes import on_every_process

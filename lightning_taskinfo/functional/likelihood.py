@@ -17,6 +17,9 @@ import torch
 from torch import Generator, Tensor
 from torch.nn.functional import logsigmoid
 
+from lightning_taskinfo._warn import warn
+
+MOVE = "move the classes to the last axis, in `forward_fn`: `model(inputs).movedim(1, -1)`."
 Labels: TypeAlias = Literal["sampled", "exact", "empirical"]
 
 
@@ -111,15 +114,16 @@ class Categorical:
             )
         if targets is None:
             return
+        second = outputs.dim() > 2 and targets.shape == outputs.shape[:1] + outputs.shape[2:]  # as for `cross_entropy`
         if targets.is_floating_point() or targets.shape != outputs.shape[:-1]:
             end = "; set `likelihood` to 'bernoulli' or 'gaussian'." if targets.is_floating_point() else "."
-            if outputs.dim() > 2 and targets.shape == outputs.shape[:1] + outputs.shape[2:]:  # as for `cross_entropy`
-                end = "; move the classes to the last axis, in `forward_fn`: `model(inputs).movedim(1, -1)`."
             raise ValueError(
                 "`targets` must be class indices (integers) of shape "
                 f"{list(outputs.shape[:-1])} for outputs {list(outputs.shape)}, "
-                f"got {targets.dtype} of shape {list(targets.shape)}{end}"
+                f"got {targets.dtype} of shape {list(targets.shape)}{f'; {MOVE}' if second else end}"
             )
+        if second and outputs.dim() > 3:
+            warn(f"Outputs {list(outputs.shape)} are read with the classes last; if they are on axis 1, {MOVE}")
         low, high = (int(end) for end in targets.aminmax()) if targets.numel() else (0, 0)
         if low >= 0 and high < outputs.shape[-1]:
             return

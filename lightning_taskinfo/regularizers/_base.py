@@ -8,6 +8,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from lightning_taskinfo._arguments import ArgumentsByName
+
 Ramp = Literal["constant", "linear", "sigmoid"]
 
 
@@ -56,7 +58,7 @@ class WeightSchedule:
         return self.weight * factor
 
 
-class Regularizer(nn.Module):
+class Regularizer(nn.Module, metaclass=ArgumentsByName):
     """A penalty to add to a loss, in any training loop.
 
     A subclass computes its objective in ``forward`` and returns :meth:`penalty`. The forward's ``epoch`` drives the

@@ -175,7 +175,8 @@ class TransferReport:
         """Write ``report.json``, ``report.md``, ``report.html`` and the figures, each of them whole or not at all.
 
         Args:
-            folder: Made where missing; files of the same names are replaced.
+            folder: Made where missing; files of the same names are replaced, and figures of the report that was there
+                before go.
             confidence: Probability that an interval covers.
 
         Returns:
@@ -197,9 +198,13 @@ class TransferReport:
         for name, text in pages.items():
             with atomic_write(folder / name, "w") as file:
                 file.write(text)
+        pictures = [f"{name}.png" for name in figures]
+        outdated = set(_pictures(folder)) - set(pictures)
         values = {"name": self.name, "configuration": self.configuration, "results": self.results}
-        write_json(folder / "report.json", values)
-        return {name: folder / name for name in (*(f"{name}.png" for name in figures), *pages, "report.json")}
+        write_json(folder / "report.json", {**values, "figures": pictures})
+        for name in outdated:
+            (folder / name).unlink(missing_ok=True)
+        return {name: folder / name for name in (*pictures, *pages, "report.json")}
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "TransferReport":
@@ -213,9 +218,9 @@ class TransferReport:
         """
         path = Path(path) / "report.json" if Path(path).is_dir() else Path(path)
         values = read_json(path)
-        if not isinstance(values, dict) or values.keys() != {"name", "configuration", "results"}:
+        if not isinstance(values, dict) or values.keys() - {"figures"} != {"name", "configuration", "results"}:
             raise ValueError(f"{path}: not a report of a transfer experiment.")
-        return cls(**values)
+        return cls(**{key: value for key, value in values.items() if key != "figures"})
 
     def same_as(self, other: "TransferReport") -> bool:
         """Whether both say the same apart from how long it took; the order of the results plays no part."""
@@ -231,6 +236,14 @@ class TransferReport:
         ]
         gain = paired_gain(*risks, confidence=confidence, bounds=GAIN_RANGES[measure])
         return Comparison(method, labels, baseline, measure, gain)
+
+
+def _pictures(folder: Path) -> list[str]:
+    """Return the names of the figures that the report in ``folder`` has, if there is one."""
+    try:
+        return [name for name in read_json(folder / "report.json")["figures"] if Path(name).name == name]
+    except (OSError, ValueError, LookupError, TypeError):
+        return []
 
 
 def _risk(row: dict[str, Any], measure: Measure) -> float:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor, distributions
 
+from lightning_taskinfo import TaskInfoWarning
 from lightning_taskinfo.functional.likelihood import (
     Bernoulli,
     Categorical,
@@ -141,6 +142,13 @@ def test_mc_samples_share_the_weight():
     )
     assert len(scores) == 3
     torch.testing.assert_close(scores[0] * 3**0.5, one)
+
+
+def test_images_whose_classes_may_be_on_either_axis_are_warned_about():
+    with pytest.warns(TaskInfoWarning, match=r"Outputs \[2, 4, 4, 4\] .* classes last; .*movedim\(1, -1\)"):
+        Categorical().check(torch.zeros(2, 4, 4, 4), torch.zeros(2, 4, 4).long())
+    Categorical().check(torch.zeros(2, 4, 4, 3), torch.zeros(2, 4, 4).long())
+    Categorical().check(torch.zeros(2, 4, 4), torch.zeros(2, 4).long())  # a sequence has them last
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import inspect
 
 import pytest
 
+from lightning_taskinfo import regularizers
 from lightning_taskinfo.callbacks import FisherTrace, PACBayesCertificate
 from tests.callbacks.runs import PROBES
 
@@ -62,3 +63,17 @@ def test_signatures_are_those_of_init(callback):
     own = [*inspect.signature(callback.__init__).parameters.values()][1:]
     assert [*inspect.signature(callback).parameters.values()] == own
     assert len(own) > 3
+
+
+@pytest.mark.parametrize(
+    ("regularizer", "wrong", "right"),
+    [
+        (regularizers.Lautum, "wieght", "weight"),
+        (regularizers.MutualInformation, "critics", "critic"),
+        (regularizers.TemporalEnsembling, "ramp_epoch", "ramp_epochs"),
+    ],
+)
+def test_regularisers_do_the_same(regularizer, wrong, right):
+    message = f"^{regularizer.__name__} has no argument `{wrong}`; did you mean `{right}`\\?$"
+    with pytest.raises(TypeError, match=message):
+        regularizer(**{wrong: 1})
