@@ -123,7 +123,10 @@ class StepRecorder:
             elif b is not None:
                 if torch.is_grad_enabled():  # in a backward pass that makes a graph
                     x, b = x.detach(), b.detach()
-                self._add(name, module, x, b if b.shape == shape else b.reshape(shape))
+                try:
+                    self._add(name, module, x, b if b.shape == shape else b.reshape(shape))
+                except Exception as error:  # which would end the training
+                    self.problem = f"layer {name!r} could not be read ({type(error).__name__}: {error})"
 
         node.register_prehook(read)  # which has no part of the graph: it would keep itself alive
 
@@ -193,7 +196,10 @@ class _Hook:
         recorder = self.recorder
         listening = recorder.listening and recorder.problem is None
         if listening and isinstance(output, Tensor) and output.requires_grad:
-            recorder.heard(self.name, module, args[0], output)
+            if args:
+                recorder.heard(self.name, module, args[0], output)
+            else:
+                recorder.problem = f"layer {self.name!r} was given its input by keyword"
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
         return _unhooked, ()

@@ -60,13 +60,18 @@ def problem(name):
     return net, x, torch.randint(3, (N,))
 
 
-def step(net, x, y, max_samples=N, recorder=None):
-    """Do what a training does, with a recorder beside it."""
-    recorder = recorder or StepRecorder(net, max_samples)
+def forward(net, x, y, recorder):
+    """Do the first half of a training step, with a recorder beside it; return the loss."""
     recorder.start(len(x))
     loss = F.cross_entropy(net(x), y)
     recorder.before_backward(loss)
-    loss.backward()
+    return loss
+
+
+def step(net, x, y, max_samples=N, recorder=None):
+    """Do what a training does, with a recorder beside it."""
+    recorder = recorder or StepRecorder(net, max_samples)
+    forward(net, x, y, recorder).backward()
     return recorder
 
 
@@ -122,9 +127,7 @@ def test_inputs_of_layers_are_let_go_as_the_backward_pass_goes(name, layer):
     handle = net[layer].register_forward_pre_hook(
         lambda _, args: inputs.append(StorageWeakRef(args[0].untyped_storage()))
     )
-    recorder.start(N)
-    loss = F.cross_entropy(net(x), y)
-    recorder.before_backward(loss)
+    loss = forward(net, x, y, recorder)
     handle.remove()
     assert not inputs[0].expired()
     loss.backward()
@@ -136,9 +139,7 @@ def test_inputs_of_layers_are_let_go_as_the_backward_pass_goes(name, layer):
 def test_norms_have_no_graph():
     net, x, y = problem("images")
     recorder = StepRecorder(net, N)
-    recorder.start(N)
-    loss = F.cross_entropy(net(x), y)
-    recorder.before_backward(loss)
+    loss = forward(net, x, y, recorder)
     torch.autograd.grad(loss, [*net.parameters()], create_graph=True)
     assert recorder.norms
     assert not any(norms.requires_grad for norms in recorder.norms.values())
@@ -208,12 +209,34 @@ def test_what_is_changed_after_it_was_read_was_measured_before(kind, change):
         torch.testing.assert_close(recorder.norms[name] * N**2, expected[name])
 
 
+class ByKeyword(nn.Linear):
+    def __call__(self, x):
+        return super().__call__(input=x)
+
+
+def test_a_layer_that_got_its_input_by_keyword_is_no_measurement():
+    net = nn.Sequential(ByKeyword(5, 3)).double()
+    recorder = step(net, *problem("mlp")[1:])
+    assert recorder.problem == "layer '0' was given its input by keyword"
+    assert net[0].weight.grad is not None
+
+
+def test_what_fails_while_it_is_read_does_not_end_the_training(monkeypatch):
+    def fail(*_):
+        raise MemoryError("no more")
+
+    net, x, y = problem("images")
+    twin = copy.deepcopy(net)
+    F.cross_entropy(twin(x), y).backward()
+    monkeypatch.setattr(StepRecorder, "_use", fail)
+    assert step(net, x, y).problem == "layer '0' could not be read (MemoryError: no more)"
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(net.parameters(), twin.parameters(), strict=True))
+
+
 def test_a_second_backward_pass_is_no_measurement():
     net, x, y = problem("mlp")
     recorder = StepRecorder(net, N)
-    recorder.start(N)
-    loss = F.cross_entropy(net(x), y)
-    recorder.before_backward(loss)
+    loss = forward(net, x, y, recorder)
     loss.backward(retain_graph=True)
     loss.backward()
     assert recorder.problem == "the backward pass came by layer '2' more than once"
