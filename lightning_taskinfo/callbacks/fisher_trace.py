@@ -32,10 +32,12 @@ class FisherTrace(Probe):
 
     With ``data="train_step"`` and ``labels="empirical"`` nothing is run for it: each sample's squared gradient norm is
     read off the training step's own backward pass, and logged as ``fisher_trace_train_step``, since penalties of the
-    loss are part of it. A BatchNorm in train mode mixes the samples of a batch; these are then each sample's
-    contribution to the batch's gradient, times the batch size. Lightning's division by ``accumulate_grad_batches`` and
-    the gradient scaler's scale are undone. ``trainer.callback_metrics`` has these values every ``log_every_n_steps``
-    steps and after the last batch of an epoch only: at every step that alone would cost more than the measurement.
+    outputs are part of it, and so is a mean over tokens or pixels; a penalty of the weights is refused. A BatchNorm in
+    train mode mixes the samples of a batch; these are then each sample's contribution to the batch's gradient, times
+    the batch size. Lightning's division by ``accumulate_grad_batches`` and the gradient scaler's scale are undone; the
+    last batch of an optimizer step is the one that is read. ``trainer.callback_metrics`` has these values every
+    ``log_every_n_steps`` steps and after the last batch of an epoch only: at every step that alone would cost more than
+    the measurement.
 
     Weights that FSDP2 (``fully_shard``) spreads over processes are followed where the forward pass gathers them; what
     only whole weights could show is refused before training starts. Processes then run every pass together: one that
@@ -112,6 +114,8 @@ class FisherTrace(Probe):
             samples = sample_count(self.batch_fn(batch)[0])
         except Exception as error:  # a batch that cannot be read is reported where it is measured
             if self._recorder is not None:
+                if not self._recorder.graph_checked:  # the first one: the others will be the same
+                    raise
                 self._recorder.skip(str(error))
             return
         together = samples * trainer.world_size * trainer.accumulate_grad_batches

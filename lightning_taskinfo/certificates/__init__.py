@@ -20,6 +20,7 @@ from lightning_taskinfo.certificates.search import (
     Structure,
     Task,
     Theorem,
+    check_choices,
     curvature_of,
     propose,
 )
@@ -198,12 +199,4 @@ def _check(
         raise ValueError(f"`theorem` must be one of {get_args(Theorem)}, got {theorem!r}.")
     if interval not in get_args(Interval):
         raise ValueError(f"`interval` must be one of {get_args(Interval)}, got {interval!r}.")
-    for argument, value in {"delta": delta, "delta_draws": delta_draws}.items():
-        if not 0 < value < 1:
-            raise ValueError(f"`{argument}` must be in (0, 1), got {value}.")
-    if delta + delta_draws >= 1:
-        raise ValueError(f"`delta` and `delta_draws` must add up to less than 1, got {delta + delta_draws}.")
-    if draws < 1:
-        raise ValueError(f"`draws` must be at least 1, got {draws}.")
-    if not betas or min(betas) <= 0:
-        raise ValueError(f"`betas` must be positive numbers, got {list(betas)}.")
+    check_choices(delta=delta, delta_draws=delta_draws, draws=draws, betas=betas)

@@ -1,6 +1,6 @@
 """The search for a good post-distribution: what it learns from the data is free, or paid for."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -119,8 +119,7 @@ def curvature_of(task: Task, structure: Structure, samples: int) -> list[Curvatu
         structure: Which one; parameters that a layer-wise structure cannot represent get a diagonal.
         samples: How many inputs to look at.
     """
-    if structure not in get_args(Structure):
-        raise ValueError(f"`structure` must be one of {get_args(Structure)}, got {structure!r}.")
+    check_structures([structure])
     model, n, g, how = task.model, task.n, task.generator, task.forward_fn
     inputs = task.some(torch.randperm(n, generator=g, device=g.device)[:samples])
     fisher = fisher_diagonal(model, inputs, labels="sampled", generator=g, forward_fn=how)
@@ -221,3 +220,23 @@ def _diagonal_of(curvature: LowRankCurvature) -> list[CurvatureBlock]:
             for name, h in curvature.diagonal.items()
         }
     )
+
+
+def check_structures(structures: Iterable[str]) -> None:
+    """Raise a ``ValueError`` if one of them is none."""
+    for structure in structures:
+        if structure not in get_args(Structure):
+            raise ValueError(f"`structure` must be one of {get_args(Structure)}, got {structure!r}.")
+
+
+def check_choices(*, delta: float, delta_draws: float, draws: int, betas: Sequence[float]) -> None:
+    """Raise a ``ValueError`` if probabilities, numbers of draws or weights of the KL are out of their range."""
+    for argument, value in {"delta": delta, "delta_draws": delta_draws}.items():
+        if not 0 < value < 1:
+            raise ValueError(f"`{argument}` must be in (0, 1), got {value}.")
+    if delta + delta_draws >= 1:
+        raise ValueError(f"`delta` and `delta_draws` must add up to less than 1, got {delta + delta_draws}.")
+    if draws < 1:
+        raise ValueError(f"`draws` must be at least 1, got {draws}.")
+    if not betas or min(betas) <= 0:
+        raise ValueError(f"`betas` must be positive numbers, got {list(betas)}.")

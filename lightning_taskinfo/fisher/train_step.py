@@ -4,51 +4,25 @@ Layers are hooked for one step. Each call notes its input, and the gradient of t
 backward pass of the training comes by; input and gradient give every sample's share of the weight gradient.
 """
 
-from collections import defaultdict
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils.hooks import RemovableHandle
 
 from lightning_taskinfo._observe import ParamDict
-from lightning_taskinfo.fisher import calls
+from lightning_taskinfo._warn import warn
 from lightning_taskinfo.fisher.hooks import written
 from lightning_taskinfo.fisher.layers import Slot, Use
 from lightning_taskinfo.fisher.sharded import gathered_parameters
+from lightning_taskinfo.fisher.step_layers import reader, trained_layers, used_elsewhere
 
-
-def _batch_norm(m: Any, x: Tensor) -> calls.Call:
-    if not (m.training or m.running_mean is None):
-        return calls.batch_norm(x, m.running_mean, m.running_var, m.weight, m.bias, eps=m.eps)
-    normalised: Callable[[Tensor], Tensor] = lambda a: F.batch_norm(a, None, None, None, None, True, 0.0, m.eps)  # noqa: E731
-    return calls._scale_and_shift(x, m.weight, m.bias, normalised)
-
-
-def _instance_norm(m: Any, x: Tensor) -> calls.Call:
-    own = m.training or not m.track_running_stats
-    return calls.instance_norm(x, m.running_mean, m.running_var, m.weight, m.bias, own, eps=m.eps)
-
-
-READERS: dict[type[nn.Module], Callable[[Any, Tensor], calls.Call | None]] = {
-    nn.Linear: lambda m, x: calls.linear(x, m.weight, m.bias),
-    _ConvNd: lambda m, x: calls.conv(x, m.weight, m.bias, m.stride, m.padding, m.dilation, m.groups),
-    _InstanceNorm: _instance_norm,
-    _BatchNorm: _batch_norm,
-    nn.GroupNorm: lambda m, x: calls.group_norm(x, m.num_groups, m.weight, m.bias, m.eps),
-    nn.LayerNorm: lambda m, x: calls.layer_norm(x, m.normalized_shape, m.weight, m.bias, m.eps),
-    nn.RMSNorm: lambda m, x: calls.rms_norm(x, m.normalized_shape, m.weight, m.eps),
-    nn.Embedding: lambda m, x: calls.embedding(
-        x, m.weight, m.padding_idx, m.max_norm, scale_grad_by_freq=m.scale_grad_by_freq
-    ),
-}
+CHECKED = 50  # steps from one look at the graph to the next
+SEQUENCES = (nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Embedding)  # whose outputs may have the samples behind time
 
 
 class StepRecorder:
@@ -64,20 +38,36 @@ class StepRecorder:
     """
 
     def __init__(self, model: nn.Module, max_samples: int) -> None:
-        self.layers = _layers(model)
-        self.readers = {name: _reader(module) for name, module in self.layers.items()}
-        self.parameters = gathered_parameters(model)
-        self.uses: dict[str, tuple[Any, Use]] = {}
+        self.model, self.all = model, [*model.parameters()]
         self.handles: list[RemovableHandle] = []
         self.norms: ParamDict = {}  # squared, by parameter name, each [max_samples], after the backward pass
         self.seen: set[str] = set()
         self.problem: str | None = None
-        self.listening = self.graph_checked = False
+        self.listening = self.graph_checked = self.warned = False
         self.batch_size, self.count, self.max_samples = 0, 0, max_samples
+        self._look_again()
+
+    def _look_again(self) -> None:
+        """Find the layers that are trained now."""
+        self.trained, self.unchecked = [p.requires_grad for p in self.all], 0
+        self.refused: str | None = None
+        self.layers: dict[str, nn.Module] = {}
+        self.uses: dict[str, tuple[Any, Use]] = {}
+        self.layers = trained_layers(self.model)
+        self.readers = {name: reader(module) for name, module in self.layers.items()}
+        self.parameters = gathered_parameters(self.model)
 
     def start(self, batch_size: int) -> None:
         """Listen to one forward pass over ``batch_size`` samples."""
-        self.skip(None)
+        if self.trained != [p.requires_grad for p in self.all]:  # as when a backbone is unfrozen
+            self.stop()
+            try:
+                self._look_again()
+            except ValueError as error:
+                self.refused = str(error)
+        self.skip(self.refused)
+        if self.refused:
+            return
         self.listening, self.batch_size, self.count = True, batch_size, min(batch_size, self.max_samples)
         if not self.handles:
             hooks = ((module, _Hook(self, name)) for name, module in self.layers.items())
@@ -101,9 +91,9 @@ class StepRecorder:
         left = [name for name in self.layers if name not in self.seen]
         if left and self.problem is None:
             self.problem = f"layer {left[0]!r} was not called with gradients in the training step"
-        if not self.graph_checked and self.problem is None:
-            self.problem = _used_elsewhere(loss, self.parameters)
-        self.graph_checked = True
+        if self.unchecked == 0 and self.problem is None:
+            self.problem = used_elsewhere(loss, self.parameters)
+        self.graph_checked, self.unchecked = True, (self.unchecked + 1) % CHECKED
 
     def heard(self, name: str, module: nn.Module, x: Tensor, output: Tensor) -> None:
         """Note a layer's call, whose gradient is read when the backward pass comes by."""
@@ -111,6 +101,9 @@ class StepRecorder:
         if edge is None:
             return
         (node, number), shape, version = edge, output.shape, x._version
+        if len(shape) > 2 and shape[1] == self.batch_size > 1 and isinstance(module, SEQUENCES) and not self.warned:
+            self.warned = True
+            warn(f"Layer {name!r} has outputs {list(shape)}, with the samples on axis 0 or 1; axis 0 is taken.")
         held = [x]  # until it was read, so that its memory is free when it would be without us
 
         def read(gradients: tuple[Tensor | None, ...]) -> None:
@@ -201,16 +194,8 @@ class _Hook:
             else:
                 recorder.problem = f"layer {self.name!r} was given its input by keyword"
 
-    def __reduce__(self) -> tuple[Any, tuple[()]]:
-        return _unhooked, ()
-
-
-def _unhooked() -> Callable[..., None]:
-    return _nothing
-
-
-def _nothing(module: nn.Module, args: Any, output: Any) -> None:
-    pass
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (nullcontext(), "__exit__")  # takes anything, does nothing, and is there without this package
 
 
 def _full(x: Tensor) -> Tensor:
@@ -219,63 +204,3 @@ def _full(x: Tensor) -> Tensor:
 
 def _no_autocast(device_type: str) -> AbstractContextManager[Any]:
     return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
-
-
-def _reader(module: nn.Module) -> Callable[[Any, Tensor], calls.Call | None]:
-    return next(read for kind, read in READERS.items() if isinstance(module, kind))
-
-
-def _layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the layers that own all trainable parameters, or say which one is in the way."""
-    compiled = [name for name, module in model.named_modules() if _compiled(module)]
-    if compiled:
-        raise ValueError(f"`data='train_step'` cannot look into compiled modules, got {compiled[0] or 'the model'!r}.")
-    owners: dict[int, str] = {}
-    layers: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        for key, p in module.named_parameters(recurse=False):
-            if not p.requires_grad:
-                continue
-            if not _known(module):
-                kind = f"{name}.{key}".lstrip(".") + f" of {type(module).__name__}"
-                raise ValueError(
-                    f"`data='train_step'` reads {', '.join(k.__name__.strip('_') for k in READERS)}, got {kind!r}."
-                )
-            if owners.setdefault(id(p), name) != name:
-                raise ValueError(
-                    f"`data='train_step'` needs weights of one layer each, got {owners[id(p)]!r} and {name!r} tied."
-                )
-            layers[name] = module
-    return layers
-
-
-def _compiled(module: nn.Module) -> bool:
-    in_lightning = getattr(module, "_compiler_ctx", None) is not None
-    return in_lightning or module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
-
-
-def _known(module: nn.Module) -> bool:
-    odd = isinstance(module, _ConvTransposeNd) or getattr(module, "padding_mode", "zeros") != "zeros"
-    return isinstance(module, tuple(READERS)) and not odd
-
-
-def _used_elsewhere(loss: Tensor, parameters: dict[str, nn.Parameter]) -> str | None:
-    """Return which parameter the graph uses other than once, which its layer's hook alone would not show."""
-    consumers: dict[Node, list[Node]] = defaultdict(list)
-    stack, visited = [loss.grad_fn], {loss.grad_fn}
-    while stack:
-        node = stack.pop()
-        for following, _ in node.next_functions if node is not None else ():
-            if following is not None:
-                consumers[following].append(node)  # type: ignore[arg-type]
-                if following not in visited:
-                    visited.add(following)
-                    stack.append(following)
-    leaves = {id(node.variable): node for node in consumers if hasattr(node, "variable")}
-    for name, p in parameters.items():
-        users = consumers[leaves[id(p)]] if id(p) in leaves else []
-        while len(users) == 1 and users[0].name() == "ToCopyBackward0":  # autocast
-            users = consumers[users[0]]
-        if len(users) != 1:
-            return f"parameter {name!r} was used {len(users)} times in the training step"
-    return None

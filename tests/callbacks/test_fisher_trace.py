@@ -303,6 +303,15 @@ def test_a_skipped_step_leaves_a_gap(tmp_path):
     assert [row["step"] for row in callback.history] == [1, 3, 4]
 
 
+def test_a_first_batch_that_cannot_be_read_is_refused(tmp_path):
+    def nothing(batch):
+        raise LookupError("no images in this batch")
+
+    callback = FisherTrace(every_n_steps=1, data="train_step", labels="empirical", batch_fn=nothing)
+    with pytest.raises(Exception, match="no images in this batch"):
+        fit(tmp_path, callback, model=Plain, max_epochs=1)
+
+
 def test_a_batch_that_cannot_be_read_leaves_a_gap_with_the_reason(tmp_path):
     seen = []
 

@@ -235,3 +235,20 @@ def test_a_forward_of_its_own_gives_the_certificate_of_the_plain_network(tmp_pat
     fit(tmp_path, plain, model=Plain, loader=loader)
     assert callback.certificate == plain.certificate
     assert callback.tradeoff == plain.tradeoff
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"structure": "nueron"}, "`structure` must be one of .*, got 'nueron'"),
+        ({"structure": ["diagonal", "nueron"]}, "`structure` must be one of .*, got 'nueron'"),
+        ({"delta": 2}, r"`delta` must be in \(0, 1\), got 2"),
+        ({"draws": 0}, "`draws` must be at least 1, got 0"),
+        ({"betas": []}, r"`betas` must be positive numbers, got \[\]"),
+        ({"prior_stds": [0.1, -1.0]}, r"`prior_stds` must be positive numbers, got \[0.1, -1.0\]"),
+        ({"prior_origin": ""}, "`prior_origin` must say where the weights come from, got ''"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_training(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        PACBayesCertificate(**{"prior_origin": "random initialisation", **arguments})

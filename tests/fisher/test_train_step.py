@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+import warnings
 import weakref
 from typing import ClassVar
 
@@ -11,8 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.utils import prune
 
-from lightning_taskinfo.fisher.train_step import StepRecorder
+from lightning_taskinfo import TaskInfoWarning
+from lightning_taskinfo.fisher.train_step import CHECKED, StepRecorder
 
 N = 6
 
@@ -182,6 +185,7 @@ def test_a_hooked_model_is_heard_in_a_step_alone_and_can_be_copied():
     assert recorder.problem is None
     assert recorder.norms is norms
     torch.testing.assert_close(recorder.norms, last)
+    assert b"taskinfo" not in pickle.dumps(net)
     for twin in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
         recorder.start(N)
         F.cross_entropy(twin(x), y).backward()
@@ -207,6 +211,58 @@ def test_what_is_changed_after_it_was_read_was_measured_before(kind, change):
     names = [name for name in expected if change == "input" or name.startswith(f"{len(net) - 1}.")]
     for name in names:  # the layers below follow the changed gradient, as the training does
         torch.testing.assert_close(recorder.norms[name] * N**2, expected[name])
+
+
+def test_layers_that_are_unfrozen_or_frozen_later_are_followed():
+    net, x, y = problem("images")
+    net[:6].requires_grad_(False)
+    recorder = StepRecorder(net, N)
+    for trained in (False, True, False):
+        net[:6].requires_grad_(trained)
+        measured = step(net, x, y, recorder=recorder)
+        assert measured.problem is None
+        expected = looped(net, x, y)
+        torch.testing.assert_close({key: norms * N**2 for key, norms in measured.norms.items()}, expected)
+
+
+def test_what_is_unfrozen_and_cannot_be_read_is_no_measurement_until_it_is_frozen_again():
+    net = nn.Sequential(nn.Linear(5, 4), nn.PReLU(), nn.Linear(4, 3)).double()
+    _, x, y = problem("mlp")
+    net[1].requires_grad_(False)
+    recorder = StepRecorder(net, N)
+    assert step(net, x, y, recorder=recorder).problem is None
+    net[1].requires_grad_(True)
+    for _ in range(2):
+        assert "got '1.weight of PReLU'" in step(net, x, y, recorder=recorder).problem
+        assert not recorder.norms
+    net[1].requires_grad_(False)
+    assert step(net, x, y, recorder=recorder).problem is None
+    assert len(recorder.norms) == 4
+
+
+def test_a_penalty_of_the_weights_that_begins_later_is_found():
+    net, x, y = problem("mlp")
+    recorder = StepRecorder(net, N)
+    problems = []
+    for i in range(CHECKED + 1):
+        recorder.start(N)
+        loss = F.cross_entropy(net(x), y) + (net[0].weight.square().sum() if i else 0.0)
+        recorder.before_backward(loss)
+        loss.backward()
+        problems.append(recorder.problem)
+    assert problems == [None] * CHECKED + ["parameter '0.weight' was used 2 times in the training step"]
+
+
+@pytest.mark.parametrize(("time", "warned"), [(N, True), (N - 1, False)])
+def test_samples_that_may_be_on_either_axis_are_warned_about_once(time, warned):
+    net = nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5), nn.Flatten(), nn.Linear(5 * time, 3))
+    x, y, recorder = torch.randn(N, time, 4), torch.randint(3, (N,)), StepRecorder(net, N)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step(net, x, y, recorder=recorder)
+        step(net, x, y, recorder=recorder)
+    told = f"Layer '0' has outputs [{N}, {N}, 5], with the samples on axis 0 or 1; axis 0 is taken."
+    assert [str(w.message) for w in caught if w.category is TaskInfoWarning] == [told] * warned
 
 
 class ByKeyword(nn.Linear):
@@ -352,6 +408,26 @@ class Raw(nn.Module):
         self.shift = nn.Parameter(torch.zeros(3))
 
 
+class Scaled(nn.Linear):
+    def forward(self, x):
+        return F.linear(x, 3 * self.weight, self.bias)
+
+
+class ScaledConvolution(nn.Conv2d):
+    def _conv_forward(self, x, weight, bias):
+        return super()._conv_forward(x, 3 * weight, bias)
+
+
+def patched():
+    layer = nn.Linear(2, 2, bias=False)
+    layer.forward = lambda x: F.linear(x, 3 * layer.weight)
+    return layer
+
+
+def pruned():
+    return prune.random_unstructured(nn.Linear(2, 2, bias=False), "weight", 0.5)
+
+
 def compiled():
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     net[1].compile()
@@ -363,7 +439,11 @@ def compiled():
     [
         (lambda: nn.Sequential(nn.LSTM(2, 2)), "got '0.weight_ih_l0 of LSTM'"),
         (lambda: nn.Sequential(nn.ConvTranspose1d(2, 2, 1)), "got '0.weight of ConvTranspose1d'"),
-        (lambda: nn.Conv1d(2, 2, 3, padding=1, padding_mode="circular"), "got 'weight of Conv1d'"),
+        (lambda: nn.Conv1d(2, 2, 3, padding=1, padding_mode="circular"), "of Conv1d' with padding_mode='circular'"),
+        (lambda: nn.Sequential(Scaled(2, 2)), "got '0.weight of Scaled' with a `forward` of its own"),
+        (lambda: nn.Sequential(ScaledConvolution(2, 2, 1)), "got '0.weight of ScaledConvolution' with a `forward`"),
+        (patched, "got 'weight of Linear' with a `forward` of its own"),
+        (pruned, "got 'weight_orig of Linear', from which another weight is computed"),
         (Raw, "got 'shift of Raw'"),
         (tied, "needs weights of one layer each, got '0' and '1' tied"),
         (compiled, "cannot look into compiled modules, got '1'"),
