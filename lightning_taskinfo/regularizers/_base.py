@@ -1,8 +1,9 @@
 """What every regularizer shares: a weight that follows the epochs, and a memory of its last value."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Literal, get_args
 
 import torch
@@ -66,6 +67,7 @@ class Regularizer(nn.Module, metaclass=ArgumentsByName):
 
     Args:
         weight: Factor of the penalty, or a :class:`WeightSchedule`.
+        argument: What the subclass calls it.
 
     Example:
         >>> class Small(Regularizer):
@@ -75,9 +77,14 @@ class Regularizer(nn.Module, metaclass=ArgumentsByName):
         tensor(2.)
     """
 
-    def __init__(self, weight: float | WeightSchedule) -> None:
+    def __init__(self, weight: float | WeightSchedule, *, argument: str = "weight") -> None:
         super().__init__()
-        self.schedule = weight if isinstance(weight, WeightSchedule) else WeightSchedule(float(weight))
+        if not isinstance(weight, WeightSchedule):
+            try:
+                weight = WeightSchedule(float(weight))
+            except (TypeError, ValueError):
+                raise ValueError(f"`{argument}` must be finite and not negative, got {weight!r}.") from None
+        self.schedule = weight
         self.value: Tensor | None = None
         """What the last call measured, before the weight; ``None`` before the first, and where nothing was measured."""
         self.weight = 0.0
@@ -101,6 +108,14 @@ class Regularizer(nn.Module, metaclass=ArgumentsByName):
     def nothing(self, like: Tensor) -> Tensor:
         """Return a zero to add, without a graph."""
         return torch.zeros((), device=like.device, dtype=like.dtype)
+
+
+def checked_shape(input_shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape of one input as a tuple, or say what is wrong with it."""
+    sizes = tuple(input_shape) if isinstance(input_shape, Sequence) and not isinstance(input_shape, str) else ()
+    if not sizes or not all(isinstance(size, Integral) and size > 0 for size in sizes):
+        raise ValueError(f"`input_shape` must be the sizes of one input, such as (1, 28, 28), got {input_shape!r}.")
+    return sizes
 
 
 def check_rows(

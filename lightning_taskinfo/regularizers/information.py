@@ -36,7 +36,7 @@ class WeightInformation(Regularizer):
     """
 
     def __init__(self, beta: float | WeightSchedule = 1.0, *, num_samples: int | None = None) -> None:
-        super().__init__(beta)
+        super().__init__(beta, argument="beta")
         if num_samples is not None and num_samples < 1:
             raise ValueError(f"`num_samples` must be at least 1, got {num_samples}.")
         self.num_samples = num_samples

@@ -9,7 +9,7 @@ from torch import Generator, Tensor, nn
 
 from lightning_taskinfo._observe import observing
 from lightning_taskinfo.functional.gaussian import lautum_from_correlations
-from lightning_taskinfo.regularizers._base import Regularizer, WeightSchedule, check_finite, check_rows
+from lightning_taskinfo.regularizers._base import Regularizer, WeightSchedule, check_finite, check_rows, checked_shape
 from lightning_taskinfo.regularizers._ranks import mean_over_ranks, world_size
 from lightning_taskinfo.regularizers._whitening import fit_whitening, flat_inputs, times_whitener
 
@@ -97,7 +97,7 @@ class Lautum(Regularizer):
         seed: int = 0,
     ) -> None:
         super().__init__(weight)
-        self.input_shape = tuple(input_shape)
+        self.input_shape = checked_shape(input_shape)
         D = math.prod(self.input_shape)
         if proxy not in ("logits", "jacobian"):
             raise ValueError(f"`proxy` must be 'logits' or 'jacobian', got {proxy!r}.")

@@ -18,7 +18,7 @@ from lightning_taskinfo.functional.mutual_information import (
     smile,
     update_log_average,
 )
-from lightning_taskinfo.regularizers._base import Regularizer, WeightSchedule, check_finite, check_rows
+from lightning_taskinfo.regularizers._base import Regularizer, WeightSchedule, check_finite, check_rows, checked_shape
 from lightning_taskinfo.regularizers._ranks import mean_over_ranks
 from lightning_taskinfo.regularizers._swap import swapped
 from lightning_taskinfo.regularizers.critics import CriticKind, make_critic
@@ -92,7 +92,7 @@ class MutualInformation(Regularizer):
     ) -> None:
         super().__init__(weight)
         _check(objective, negatives, alternate, clip, critic_steps, learning_rate)
-        self.input_shape, self.feature_dim = tuple(input_shape), feature_dim
+        self.input_shape, self.feature_dim = checked_shape(input_shape), feature_dim
         self.objective, self.clip, self.alternate, self.critic_steps = objective, clip, alternate, critic_steps
         self.negatives: Negatives = negatives
         self._pairs = {} if objective == "info_nce" else {"negatives": negatives}

@@ -109,3 +109,16 @@ def test_large_values_whose_sum_overflows_are_finite_and_others_are_counted():
     for bad in (math.nan, math.inf, -math.inf):
         with pytest.raises(ValueError, match="`x` must be finite, got 1 values that are not"):
             check_finite("x", torch.tensor([3e38, 3e38, bad]))
+
+
+@pytest.mark.parametrize("weight", ["a", None, [1.0], -1, math.inf])
+def test_a_weight_that_is_none_is_named(weight):
+    with pytest.raises(ValueError, match="`weight` must be finite and not negative, got "):
+        Regularizer(weight)
+
+
+@pytest.mark.parametrize("make", [Lautum, MutualInformation])
+@pytest.mark.parametrize("shape", [8, "8", (), (1, 8, -8), (1, 8.0)])
+def test_a_shape_that_is_none_is_named(make, shape):
+    with pytest.raises(ValueError, match=r"`input_shape` must be the sizes of one input, such as .*, got "):
+        make(shape, 10)
