@@ -85,7 +85,7 @@ class FisherTrace(Probe):
         self.headline = ("fisher_trace_train_step" if data == "train_step" else "fisher_trace",)
         self._temperature = math.nan
         self._recorder: StepRecorder | None = None
-        self._scale = 1.0
+        self._scale, self._unread = 1.0, False
         self._reduce: Callable[[list[float]], Tensor] | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -96,10 +96,13 @@ class FisherTrace(Probe):
                 raise ValueError("`data='train_step'` needs automatic optimization, got a module that does its own.")
             mine = share(self.max_samples, trainer.global_rank, trainer.world_size)
             self._recorder = StepRecorder(pl_module, len(mine))
-            self._checked = True  # the module is not called by us
+            self._checked = self._unread = True  # the module is not called by us
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        if self._unread:  # before the first step, whenever the first measurement is due
+            sample_count(self.batch_fn(batch)[0])
+            self._unread = False
         self._temperature = math.nan
         if self._unforeseen(pl_module) or self._due_next(trainer):
             self._begin(trainer, batch)
@@ -114,8 +117,6 @@ class FisherTrace(Probe):
             samples = sample_count(self.batch_fn(batch)[0])
         except Exception as error:  # a batch that cannot be read is reported where it is measured
             if self._recorder is not None:
-                if not self._recorder.graph_checked:  # the first one: the others will be the same
-                    raise
                 self._recorder.skip(str(error))
             return
         together = samples * trainer.world_size * trainer.accumulate_grad_batches

@@ -307,9 +307,10 @@ def test_a_first_batch_that_cannot_be_read_is_refused(tmp_path):
     def nothing(batch):
         raise LookupError("no images in this batch")
 
-    callback = FisherTrace(every_n_steps=1, data="train_step", labels="empirical", batch_fn=nothing)
+    callback, model = FisherTrace(every_n_steps=3, data="train_step", labels="empirical", batch_fn=nothing), Plain()
     with pytest.raises((LookupError, ValueError), match="no images in this batch"):
-        fit(tmp_path, callback, model=Plain, max_epochs=1)
+        fit(tmp_path, callback, model=model, max_epochs=1)
+    assert model.global_step == 0
 
 
 def test_a_batch_that_cannot_be_read_leaves_a_gap_with_the_reason(tmp_path):
@@ -317,7 +318,7 @@ def test_a_batch_that_cannot_be_read_leaves_a_gap_with_the_reason(tmp_path):
 
     def some(batch):
         seen.append(batch)
-        if len(seen) == 2:
+        if len(seen) == 3:  # once before the first step
             raise LookupError("no images in this batch")
         return batch
 
