@@ -3,6 +3,7 @@
 ``TASKINFO_CALLBACKS=FisherTrace python train.py`` watches a run whose code stays as it is.
 """
 
+import inspect
 import os
 from typing import Any
 
@@ -18,23 +19,27 @@ def callbacks_factory() -> list[Callback]:
     Lightning calls this entry point whenever a Trainer is made.
 
     Raises:
-        ValueError: If a name is not a callback of this package.
+        ValueError: If a name is not a callback of this package, or one that needs arguments.
     """
     names = [name.strip() for name in os.environ.get(VARIABLE, "").split(",")]
     return [_autoloaded(name)() for name in dict.fromkeys(filter(None, names))]
 
 
-def _is_callback(what: Any) -> bool:
-    return isinstance(what, type) and issubclass(what, Callback)
+def _goes_alone(what: Any) -> bool:
+    """Whether it is a callback whose arguments all have a default."""
+    if not (isinstance(what, type) and issubclass(what, Callback)):
+        return False
+    parameters = inspect.signature(what).parameters.values()
+    return all(p.default is not p.empty or p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def _autoloaded(name: str) -> type[Callback]:
     base: Any = getattr(lightning_taskinfo, name, None)
-    if not _is_callback(base):
-        known = [public for public in lightning_taskinfo.__all__ if _is_callback(getattr(lightning_taskinfo, public))]
+    if not _goes_alone(base):
+        known = [public for public in lightning_taskinfo.__all__ if _goes_alone(getattr(lightning_taskinfo, public))]
         raise ValueError(
-            f"`{VARIABLE}` must name callbacks of lightning_taskinfo ({', '.join(known)}), separated by commas; "
-            f"got {name!r}."
+            f"`{VARIABLE}` must name callbacks of lightning_taskinfo that need no argument ({', '.join(known)}), "
+            f"separated by commas; got {name!r}."
         )
 
     class Autoloaded(base):

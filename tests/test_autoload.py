@@ -68,8 +68,14 @@ def test_switches_itself_off_beside_one_of_its_class(tmp_path, namespace, monkey
     assert len(mine.history) == 2
 
 
-@pytest.mark.parametrize("name", ["FisherTraces", "observing", "FisherInformation"])
+@pytest.mark.parametrize("name", ["FisherTraces", "observing", "FisherInformation", "PACBayesCertificate"])
 def test_refuses_other_names(monkeypatch, name):
     monkeypatch.setenv("TASKINFO_CALLBACKS", name)
     with pytest.raises(ValueError, match=rf"must name callbacks .*\(.*FisherTrace, .*\).* got '{name}'"):
+        callbacks_factory()
+
+
+def test_names_only_callbacks_that_go_alone(monkeypatch):
+    monkeypatch.setenv("TASKINFO_CALLBACKS", "x")
+    with pytest.raises(ValueError, match=r"need no argument \(FisherTrace, InformationInWeights, LocalMinimum\)"):
         callbacks_factory()

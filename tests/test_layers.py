@@ -8,13 +8,15 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "lightning_taskinfo"
 MATHS = {"torch", "_observe", "_warn", "_arguments", "functional"}
 FILES = {"_files", "_cells"}
+DATASETS = {"matplotlib", "mlxtend", "sklearn", "torchvision"}
 STATE = MATHS | {"torchmetrics", "backpack", "fisher", "distributions", "variational", "regularizers", "certificates"}
 GLUE = STATE | {"_lightning", "callbacks", "mixins", "plotting", "data"}
 TOP = GLUE | FILES | {"numpy", "transfer", "tasks"}
 ALLOWED = {  # layer -> the layers and frameworks it may import
     "_observe": {"torch"},
     "_warn": set(),
-    "_arguments": set(),
+    "_arguments": {"_rules"},
+    "_rules": set(),
     "_files": set(),
     "_cells": {"torch", "_files"},
     "_lightning": {"lightning", "pytorch_lightning"},
@@ -32,7 +34,7 @@ ALLOWED = {  # layer -> the layers and frameworks it may import
     "cli": TOP | {"cli", "jsonargparse", "rich", "wandb"},
     "__main__": {"cli"},
     "plotting": {"matplotlib", "numpy", "torch"},
-    "data": {"_files", "_warn", "data", "matplotlib", "mlxtend", "numpy", "sklearn", "torch", "torchvision"},
+    "data": DATASETS | {"_arguments", "_files", "_warn", "data", "numpy", "torch"},
 }
 FRAMEWORKS = {
     "backpack", "jsonargparse", "lightning", "matplotlib", "mlxtend", "numpy", "pytorch_lightning", "rich", "scipy",

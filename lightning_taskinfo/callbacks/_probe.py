@@ -35,7 +35,8 @@ class Probe(Callback, metaclass=ArgumentsByName):
     loader, so that a run ends with the same bits with and without it. Each measurement goes to every logger at once,
     whatever ``log_every_n_steps`` is, into ``history``, and into ``trainer.callback_metrics``, where checkpointing and
     early stopping find it. At the end of training the loggers get a figure, a table and a summary. A measurement that
-    fails leaves a gap, and one warning.
+    fails leaves a gap, and one warning. The same object in a second ``fit`` goes on with its history, and with the
+    weights it has taken for the start; a training of its own has a callback of its own.
 
     Args:
         every_n_steps: Optimizer steps between two measurements.

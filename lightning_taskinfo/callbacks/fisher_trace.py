@@ -81,6 +81,12 @@ class FisherTrace(Probe):
             raise ValueError(f"`loss_reduction` must be one of mean, sum, got {loss_reduction!r}.")
         if data == "train_step" and self.labels != "empirical":
             raise ValueError(f"`labels` must be 'empirical' with `data='train_step'`, got {self.labels!r}.")
+        for argument, default in {"mc_samples": 1, "likelihood": "categorical", "forward_fn": None}.items():
+            if data == "train_step" and getattr(self, argument) != default:
+                raise ValueError(
+                    f"`{argument}` must be left out with `data='train_step'`, which takes the training step as it is, "
+                    f"got {getattr(self, argument)!r}."
+                )
         self.loss_reduction = loss_reduction
         self.headline = ("fisher_trace_train_step" if data == "train_step" else "fisher_trace",)
         self._temperature = math.nan

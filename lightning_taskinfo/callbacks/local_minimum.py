@@ -28,7 +28,7 @@ class LocalMinimum(Probe):
 
     Args:
         draws: :math:`T`.
-        subset_size: :math:`N'`; ``min(100, samples // 2)`` by default.
+        subset_size: :math:`N'`, at most ``max_samples``; ``min(100, samples // 2)`` by default.
         normalise_logits: Whether to divide each logit vector by 0.04 times its norm first, so that networks of
             different confidence compare.
         max_samples: At most this many samples are measured.
@@ -67,6 +67,8 @@ class LocalMinimum(Probe):
         for argument, value in {"draws": draws, "subset_size": subset_size}.items():
             if value is not None and value < 1:
                 raise ValueError(f"`{argument}` must be at least 1, got {value}.")
+        if subset_size is not None and subset_size > max_samples:
+            raise ValueError(f"`subset_size` must be at most `max_samples`, {max_samples}, got {subset_size}.")
         self.draws, self.subset_size, self.normalise_logits = draws, subset_size, normalise_logits
         self.headline = ("local_minimum/gamma",)
 

@@ -7,6 +7,7 @@ from typing import Literal, TypeAlias, cast, get_args
 import torch
 from torch import Tensor, nn
 
+from lightning_taskinfo._arguments import checked_arguments
 from lightning_taskinfo._observe import observing
 from lightning_taskinfo.certificates._progress import Progress, counted
 from lightning_taskinfo.certificates.certificate import PRIOR_STDS, Candidate, Certificate, Prior
@@ -36,6 +37,7 @@ DRAW_SIZE = 64  # samples a fresh network is tested on: many networks on few sam
 Interval: TypeAlias = Literal["betting", "kl"]
 
 
+@checked_arguments
 def certify(
     model: nn.Module,
     data: Data,
@@ -101,11 +103,11 @@ def certify(
         True
 
     References:
-        *On PAC-Bayes bounds for deep neural networks using the loss curvature*; Dziugaite, Roy, *Computing nonvacuous
-        generalization bounds for deep (stochastic) neural networks*, UAI 2017.
+        Pitas, *On PAC-Bayes bounds for deep neural networks using the loss curvature*; Dziugaite, Roy, *Computing
+        nonvacuous generalization bounds for deep (stochastic) neural networks*, UAI 2017.
     """
     prior = Prior() if prior is None else prior
-    _check(prior, theorem, interval, delta, delta_draws, draws, betas)
+    _check(theorem, interval, delta, delta_draws, draws, betas)
     with observing(model):
         task = Task.of(model, data, loss_fn, seed, forward_fn)
         reasons = reasons_against(model, prior, task.some(slice(4)), task.outputs)
@@ -190,11 +192,7 @@ def _outside(losses: Tensor) -> float | None:
     return outside[0].item() if len(outside) else None
 
 
-def _check(
-    prior: object, theorem: str, interval: str, delta: float, delta_draws: float, draws: int, betas: Sequence[float]
-) -> None:
-    if not isinstance(prior, Prior):
-        raise ValueError(f"`prior` must be a Prior, such as Prior(start, origin=...), got {type(prior).__name__}.")
+def _check(theorem: str, interval: str, delta: float, delta_draws: float, draws: int, betas: Sequence[float]) -> None:
     if theorem not in get_args(Theorem):
         raise ValueError(f"`theorem` must be one of {get_args(Theorem)}, got {theorem!r}.")
     if interval not in get_args(Interval):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_taskinfo._arguments import ArgumentsByName
 from lightning_taskinfo._observe import trainable_parameters
 from lightning_taskinfo.distributions import WeightGaussian
 
@@ -26,7 +27,7 @@ def round_up(bound: float, digits: int = 4) -> float:
 
 
 @dataclass(frozen=True)
-class Prior:
+class Prior(metaclass=ArgumentsByName):
     """The pre-distribution of a certificate: fixed before the certified data are looked at.
 
     Args:
@@ -64,6 +65,12 @@ class Prior:
         missing = sorted(weights.keys() - values.keys())
         if missing:
             raise ValueError(f"`center` must hold every trainable parameter of the model, got none for {missing}.")
+        for name, p in weights.items():
+            if values[name].shape != p.shape:
+                raise ValueError(
+                    f"`center` must have the shapes of the model's parameters, got {tuple(values[name].shape)} for "
+                    f"{name} of shape {tuple(p.shape)}."
+                )
         return {name: values[name].detach().to(p) for name, p in weights.items()}
 
 

@@ -6,6 +6,7 @@ from typing import Literal
 
 from torch import nn
 
+from lightning_taskinfo._arguments import checked_arguments
 from lightning_taskinfo._observe import observing, trainable_parameters
 from lightning_taskinfo.certificates._progress import Progress, counted
 from lightning_taskinfo.certificates.certificate import Candidate, Prior
@@ -16,6 +17,7 @@ from lightning_taskinfo.fisher.per_sample import Forward
 from lightning_taskinfo.functional.pac_bayes_diagnostics import oracle_complexity
 
 
+@checked_arguments
 def pareto_front(
     model: nn.Module,
     data: Data,

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_taskinfo._arguments import checked_arguments
 from lightning_taskinfo._files import atomic_write
 from lightning_taskinfo.data.arrays import ArrayData, from_any
 
@@ -30,6 +31,7 @@ _UNREADABLE = (
 )
 
 
+@checked_arguments
 def load_npz(path: str | os.PathLike[str], *, name: str | None = None, num_classes: int | None = None) -> ArrayData:
     """Return the arrays ``x_train``, ``y_train``, ``x_test`` and ``y_test`` of an npz file.
 
@@ -60,6 +62,7 @@ def load_npz(path: str | os.PathLike[str], *, name: str | None = None, num_class
         return from_any({key: arrays[key] for key in KEYS}, name=name, num_classes=num_classes)
 
 
+@checked_arguments
 def save_npz(path: str | os.PathLike[str], data: ArrayData) -> None:
     """Write ``data`` so that :func:`load_npz` returns it; a process killed meanwhile leaves what was there before.
 
@@ -77,6 +80,7 @@ def save_npz(path: str | os.PathLike[str], data: ArrayData) -> None:
         np.savez(file, name=np.array(data.name), num_classes=np.array(data.num_classes), **arrays)
 
 
+@checked_arguments
 def load_idx(folder: str | os.PathLike[str], *, name: str | None = None, num_classes: int | None = None) -> ArrayData:
     """Return the dataset of a folder in the format of MNIST: four idx files, gzipped or not.
 

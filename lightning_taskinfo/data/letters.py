@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_taskinfo._arguments import ArgumentsByName, checked_arguments
 from lightning_taskinfo.data.arrays import ArrayData
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ TEST_FACES = ("DejaVuSans-Oblique", "DejaVuSansMono-Bold", "DejaVuSerif-Italic",
 
 
 @dataclass(frozen=True)
-class Jitter:
+class Jitter(metaclass=ArgumentsByName):
     """How far one drawing of a letter may differ from the next; lengths are shares of the image's side.
 
     Args:
@@ -46,6 +47,7 @@ class Jitter:
     noise: float = 0.05
 
 
+@checked_arguments
 def load_letters(
     *, size: int = 28, train_size: int = 4000, test_size: int = 1000, jitter: Jitter | None = None, seed: int = 0
 ) -> ArrayData:

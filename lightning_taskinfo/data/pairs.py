@@ -6,9 +6,11 @@ import os
 import re
 import time
 from collections.abc import Callable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from lightning_taskinfo._arguments import checked_arguments
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.data.arrays import ArrayData
 from lightning_taskinfo.data.digits import load_digits
@@ -19,6 +21,7 @@ VERSION = 2  # part of every cache file's name: raise it when a loader's output 
 EMBEDDED: dict[str, Callable[..., ArrayData]] = {"digits": load_digits, "letters": load_letters}
 
 
+@checked_arguments
 def load_pair(
     name: str = "digits→letters", *, size: int = 28, seed: int = 0, data_dir: str | os.PathLike[str] | None = None
 ) -> tuple[ArrayData, ArrayData]:
@@ -45,6 +48,7 @@ def load_pair(
     return source, target
 
 
+@checked_arguments
 def load_dataset(
     name: str, *, size: int = 28, seed: int = 0, data_dir: str | os.PathLike[str] | None = None
 ) -> ArrayData:
@@ -77,7 +81,8 @@ def load_dataset(
     where = f"in {folder}" if folder else "as `data_dir` and TASKINFO_DATA_DIR are not set"
     if name.endswith(".npz"):
         where = f"in {folder} nor at this path" if folder else "at this path"
-    raise ValueError(f"`name` must be {' or '.join(EMBEDDED)} or name a file; {name!r} was not found {where}.")
+    near = "".join(f" Did you mean {other!r}?" for other in get_close_matches(name, EMBEDDED, n=1))
+    raise ValueError(f"`name` must be {' or '.join(EMBEDDED)} or name a file; {name!r} was not found {where}.{near}")
 
 
 def cache_dir() -> Path:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
+from lightning_taskinfo._arguments import checked_arguments
 from lightning_taskinfo.distributions.curvature import (
     CurvatureBlock,
     LowRankCurvature,
@@ -42,6 +43,7 @@ __all__ = [
 ]
 
 
+@checked_arguments
 def post_distribution(
     weights: nn.Module | Mapping[str, Tensor],
     pre: IsotropicGaussian,

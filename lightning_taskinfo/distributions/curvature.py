@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from lightning_taskinfo._arguments import checked_arguments
 from lightning_taskinfo._observe import ParamDict, trainable_parameters
 
 
@@ -69,6 +70,7 @@ class LowRankCurvature:
     scales: Tensor
 
 
+@checked_arguments
 def diagonal_curvature(diagonal: Mapping[str, Tensor]) -> list[CurvatureBlock]:
     """Wrap a diagonal of the curvature of the sum of the loss, such as ``N`` times the diagonal Fisher.
 
@@ -82,6 +84,7 @@ def diagonal_curvature(diagonal: Mapping[str, Tensor]) -> list[CurvatureBlock]:
     return [CurvatureBlock((name,), _non_negative(name, values).reshape(1, -1)) for name, values in diagonal.items()]
 
 
+@checked_arguments
 def layer_curvature(model: nn.Module, matrices: Mapping[str, Tensor]) -> list[CurvatureBlock]:
     """Give each layer one matrix over all its weights, in the order of its parameters; for small layers only.
 
@@ -101,6 +104,7 @@ def layer_curvature(model: nn.Module, matrices: Mapping[str, Tensor]) -> list[Cu
     return blocks
 
 
+@checked_arguments
 def neuron_curvature(
     model: nn.Module, matrices: Mapping[str, Tensor], *, scales: Mapping[str, Tensor] | None = None
 ) -> list[CurvatureBlock]:
@@ -121,7 +125,7 @@ def neuron_curvature(
         [[1.0, 1.0], [5.0, 5.0]]
 
     References:
-        *On PAC-Bayes bounds for deep neural networks using the loss curvature*, section 5.2.
+        Pitas, *On PAC-Bayes bounds for deep neural networks using the loss curvature*, section 5.2.
     """
     blocks = []
     for layer, matrix in matrices.items():
@@ -133,6 +137,7 @@ def neuron_curvature(
     return blocks
 
 
+@checked_arguments
 def kronecker_curvature(model: nn.Module, factors: Mapping[str, tuple[Tensor, Tensor]]) -> list[CurvatureBlock]:
     r"""Give each layer a Kronecker product, :math:`H_l = A_l \otimes B_l`.
 
@@ -154,6 +159,7 @@ def kronecker_curvature(model: nn.Module, factors: Mapping[str, tuple[Tensor, Te
     return blocks
 
 
+@checked_arguments
 def with_diagonal(blocks: Iterable[CurvatureBlock], diagonal: Mapping[str, Tensor]) -> list[CurvatureBlock]:
     """Add diagonal blocks for the parameters that ``blocks`` leave out.
 

@@ -10,11 +10,13 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from lightning_taskinfo._arguments import checked_arguments
 from lightning_taskinfo._observe import observing
 from lightning_taskinfo.fisher.batches import sample_count, take
 from lightning_taskinfo.fisher.per_sample import Forward
 
 
+@checked_arguments
 def layer_input_matrices(
     model: nn.Module, inputs: Any, *, chunk_size: int = 1024, forward_fn: Forward | None = None
 ) -> dict[str, Tensor]:
@@ -52,6 +54,7 @@ def layer_input_matrices(
     return matrices
 
 
+@checked_arguments
 def layer_kronecker_factors(
     model: nn.Module,
     inputs: Any,

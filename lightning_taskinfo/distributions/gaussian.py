@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Generator, Tensor, nn
 
+from lightning_taskinfo._arguments import checked_arguments
 from lightning_taskinfo._observe import ParamDict, trainable_parameters
 from lightning_taskinfo.distributions.curvature import CurvatureBlock
 
@@ -159,6 +160,7 @@ class BlockGaussian(WeightGaussian):
         return 0.5 * total
 
 
+@checked_arguments
 def pre_distribution(
     center: nn.Module | Mapping[str, Tensor], *, prior_std: float | Mapping[str, float]
 ) -> IsotropicGaussian:

@@ -8,10 +8,8 @@ from torch import Tensor
 
 
 def check_counts(**counts: int | None) -> None:
-    """Raise a ``ValueError`` for what is given and is no whole number of at least 1."""
+    """Raise a ``ValueError`` for what is given and is less than 1."""
     for argument, value in counts.items():
-        if value is not None and not hasattr(value, "__index__"):
-            raise ValueError(f"`{argument}` must be a whole number, got {value!r}.")
         if value is not None and value < 1:
             raise ValueError(f"`{argument}` must be at least 1, got {value}.")
 

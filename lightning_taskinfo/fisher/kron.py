@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Generator, Tensor, nn
 
+from lightning_taskinfo._arguments import checked_arguments
 from lightning_taskinfo._observe import ParamDict, observing, trainable_parameters
 from lightning_taskinfo.fisher.batches import sample_count, take
 from lightning_taskinfo.fisher.per_sample import Forward
@@ -38,6 +39,7 @@ def backpack_gradients(
     yield 0, gradients
 
 
+@checked_arguments
 def kronecker_factors(
     model: nn.Module,
     inputs: Any,

@@ -10,6 +10,7 @@ import torch
 from torch import Generator, Tensor, nn
 from torchmetrics import Metric
 
+from lightning_taskinfo._arguments import ArgumentsByName
 from lightning_taskinfo._observe import ParamDict, observing, trainable_parameters
 from lightning_taskinfo.fisher.batches import sample_count, tensors
 from lightning_taskinfo.fisher.engine import Engine, Request, measure
@@ -37,7 +38,7 @@ class FisherEstimate(NamedTuple):
     diagonal: ParamDict
 
 
-class FisherInformation(Metric):
+class FisherInformation(Metric, metaclass=ArgumentsByName):
     r"""Trace or diagonal of the Fisher information over batches and processes.
 
     .. math:: \operatorname{tr} F(w) = \frac1N \sum_n \mathbb{E}_{y \sim p_w(\cdot|x_n)} \|\nabla_w \log p_w(y|x_n)\|^2

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
+from lightning_taskinfo._arguments import checked_arguments
 from lightning_taskinfo._observe import ParamDict, trainable_parameters
 from lightning_taskinfo.fisher.batches import sample_count
 from lightning_taskinfo.fisher.engine import Engine, Request, measure
@@ -14,6 +15,7 @@ from lightning_taskinfo.fisher.sinks import Diagonal, Gram, Norms
 from lightning_taskinfo.functional.likelihood import Labels, Likelihood
 
 
+@checked_arguments
 def fisher_trace(
     model: nn.Module,
     inputs: Any,
@@ -70,6 +72,7 @@ def fisher_trace(
     return _norms(model, inputs, targets, request)[0].mean()
 
 
+@checked_arguments
 def per_sample_squared_norms(
     model: nn.Module,
     inputs: Any,
@@ -97,6 +100,7 @@ def per_sample_squared_norms(
     return _norms(model, inputs, targets, request)[0]
 
 
+@checked_arguments
 def layer_traces(
     model: nn.Module,
     inputs: Any,
@@ -129,6 +133,7 @@ def layer_traces(
     return traces
 
 
+@checked_arguments
 def fisher_diagonal(
     model: nn.Module,
     inputs: Any,
@@ -163,6 +168,7 @@ def fisher_diagonal(
     return {name: sink.total(name, p).div_(n) for name, p in parameters.items()}
 
 
+@checked_arguments
 def gradient_gram(
     model: nn.Module,
     inputs: Any,
@@ -209,6 +215,7 @@ def gradient_gram(
     return gram
 
 
+@checked_arguments
 def engines_used(
     model: nn.Module,
     inputs: Any,

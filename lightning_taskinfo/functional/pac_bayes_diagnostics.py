@@ -50,7 +50,7 @@ def oracle_complexity(curvature: Tensor, displacement: Tensor, *, beta: float) -
         tensor(2.3863, dtype=torch.float64)
 
     References:
-        *On PAC-Bayes bounds for deep neural networks using the loss curvature*, Lemma 4.2.
+        Pitas, *On PAC-Bayes bounds for deep neural networks using the loss curvature*, Lemma 4.2.
     """
     if not beta > 0:
         raise ValueError(f"`beta` must be positive, got {beta}.")

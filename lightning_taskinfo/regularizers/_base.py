@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Literal, get_args
 
 import torch
@@ -15,7 +14,7 @@ Ramp = Literal["constant", "linear", "sigmoid"]
 
 
 @dataclass(frozen=True)
-class WeightSchedule:
+class WeightSchedule(metaclass=ArgumentsByName):
     r"""A weight by epoch: zero before ``start``, then constant, or ramped up over ``length`` epochs.
 
     With :math:`T = \min(1, (\text{epoch} - \text{start}) / \text{length})` the weight is multiplied by 1, by
@@ -25,7 +24,7 @@ class WeightSchedule:
         weight: The weight after the ramp.
         ramp: ``"constant"``, ``"linear"`` or ``"sigmoid"``.
         start: First epoch with a weight.
-        length: Epochs the ramp takes; 0 is no ramp.
+        length: Epochs the ramp takes.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -49,12 +48,14 @@ class WeightSchedule:
         for argument, value in {"start": self.start, "length": self.length}.items():
             if value < 0:
                 raise ValueError(f"`{argument}` must not be negative, got {value}.")
+        if self.ramp != "constant" and not self.length:
+            raise ValueError(f"`length` must be at least 1 for a {self.ramp} ramp, got {self.length}.")
 
     def __call__(self, epoch: int) -> float:
         """Return the weight in ``epoch``, counted from 0."""
         if epoch < self.start:
             return 0.0
-        T = min(1.0, (epoch - self.start) / self.length) if self.length else 1.0
+        T = min(1.0, (epoch - self.start) / self.length) if self.length else 1.0  # a constant needs no length
         factor = {"constant": 1.0, "linear": T, "sigmoid": math.exp(-5 * (1 - T) ** 2)}[self.ramp]
         return self.weight * factor
 
@@ -82,7 +83,7 @@ class Regularizer(nn.Module, metaclass=ArgumentsByName):
         if not isinstance(weight, WeightSchedule):
             try:
                 weight = WeightSchedule(float(weight))
-            except (TypeError, ValueError):
+            except ValueError:
                 raise ValueError(f"`{argument}` must be finite and not negative, got {weight!r}.") from None
         self.schedule = weight
         self.value: Tensor | None = None
@@ -112,8 +113,8 @@ class Regularizer(nn.Module, metaclass=ArgumentsByName):
 
 def checked_shape(input_shape: Sequence[int]) -> tuple[int, ...]:
     """Return the shape of one input as a tuple, or say what is wrong with it."""
-    sizes = tuple(input_shape) if isinstance(input_shape, Sequence) and not isinstance(input_shape, str) else ()
-    if not sizes or not all(isinstance(size, Integral) and size > 0 for size in sizes):
+    sizes = tuple(int(size) for size in input_shape)
+    if not sizes or min(sizes) < 1:
         raise ValueError(f"`input_shape` must be the sizes of one input, such as (1, 28, 28), got {input_shape!r}.")
     return sizes
 

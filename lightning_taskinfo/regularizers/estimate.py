@@ -7,9 +7,12 @@ from typing import NamedTuple
 import torch
 from torch import Generator, Tensor, nn
 
+from lightning_taskinfo._arguments import checked_arguments
 from lightning_taskinfo.functional.mutual_information import Negatives, check_negatives, jensen_shannon, smile
 from lightning_taskinfo.regularizers._base import check_finite, check_rows
 from lightning_taskinfo.regularizers.critics import CriticKind, make_critic
+
+SAMPLES = 40  # the fewest to train, pick and read on
 
 
 class MutualInformationEstimate(NamedTuple):
@@ -30,6 +33,7 @@ class MutualInformationEstimate(NamedTuple):
     samples: int
 
 
+@checked_arguments
 def estimate_mutual_information(
     inputs: Tensor,
     features: Tensor,
@@ -71,8 +75,8 @@ def estimate_mutual_information(
         Estimate, standard error and number of test samples.
 
     Raises:
-        ValueError: If there are fewer than 40 samples, shapes do not fit, values are not finite, or ``negatives`` is
-            unknown.
+        ValueError: If there are fewer than 40 samples, shapes do not fit, values are not finite, a number is out of
+            range, or ``negatives`` is unknown.
 
     Example:
         >>> x = torch.randn(400, 2, generator=Generator().manual_seed(0))
@@ -80,7 +84,15 @@ def estimate_mutual_information(
         True
     """
     check_negatives(negatives)
-    check_rows("inputs", inputs, minimum=40)
+    if len(inputs) < SAMPLES:
+        raise ValueError(f"`inputs` must hold at least {SAMPLES} samples, got {len(inputs)}.")
+    if steps < 1 or batch_size < 2:
+        name, least, value = ("steps", 1, steps) if steps < 1 else ("batch_size", 2, batch_size)
+        raise ValueError(f"`{name}` must be at least {least}, got {value}.")
+    for name, number in {"learning_rate": learning_rate, "clip": clip}.items():
+        if not number > 0:
+            raise ValueError(f"`{name}` must be positive, got {number}.")
+    check_rows("inputs", inputs)
     check_rows("features", features, tuple(features.shape[1:]), rows=len(inputs))
     for argument, tensor in (("inputs", inputs), ("features", features)):
         check_finite(argument, tensor)

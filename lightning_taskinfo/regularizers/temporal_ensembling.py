@@ -54,14 +54,18 @@ class TemporalEnsembling(Regularizer):
         decay: float = 0.6,
         dtype: str = "float32",
     ) -> None:
+        for argument, value in {"num_samples": num_samples, "num_outputs": num_outputs}.items():
+            if value < 1:
+                raise ValueError(f"`{argument}` must be at least 1, got {value}.")
+        if num_labeled is not None and not 0 <= num_labeled <= num_samples:
+            raise ValueError(f"`num_labeled` must be from 0 to `num_samples`, {num_samples}, got {num_labeled}.")
+        if ramp_epochs < 1:
+            raise ValueError(f"`ramp_epochs` must be at least 1, got {ramp_epochs}.")
         if weight is None:
             if num_labeled is None:
                 raise ValueError("`num_labeled` or `weight` must be given: the default weight depends on the former.")
             weight = WeightSchedule(30 * num_labeled / num_samples, "sigmoid", length=ramp_epochs)
         super().__init__(weight)
-        for argument, value in {"num_samples": num_samples, "num_outputs": num_outputs}.items():
-            if value < 1:
-                raise ValueError(f"`{argument}` must be at least 1, got {value}.")
         if not 0 <= decay < 1:
             raise ValueError(f"`decay` must be in [0, 1), got {decay}.")
         dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

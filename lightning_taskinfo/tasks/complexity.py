@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lightning_taskinfo._arguments import checked_arguments
 from lightning_taskinfo._files import claim_folder
 from lightning_taskinfo.certificates.samples import Data, read_tensors
 from lightning_taskinfo.functional.likelihood import Categorical, Likelihood, as_likelihood
@@ -19,6 +20,7 @@ from lightning_taskinfo.tasks.training import ModelFn, Samples, Training, build,
 BETAS = tuple(10 ** (2 - j / 2) for j in range(10))  # 100 … 0.003
 
 
+@checked_arguments
 def structure_function(
     model_fn: ModelFn,
     data: Data,

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from lightning_taskinfo._arguments import checked_arguments
 from lightning_taskinfo._cells import run_cells
 from lightning_taskinfo._files import claim_folder
 from lightning_taskinfo.certificates.samples import Data, read_tensors
@@ -20,6 +21,7 @@ from lightning_taskinfo.tasks.matrix import DistanceMatrix
 from lightning_taskinfo.tasks.training import ModelFn, Training, initial_weights
 
 
+@checked_arguments
 def task_distance(
     tasks: Mapping[str, Data],
     beta: float,

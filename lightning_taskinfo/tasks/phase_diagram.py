@@ -6,6 +6,7 @@ from typing import Literal
 import torch
 from torch import Generator, Tensor
 
+from lightning_taskinfo._arguments import checked_arguments
 from lightning_taskinfo.functional.deep_linear import fine_tuning_transferability, linear_transferability
 from lightning_taskinfo.tasks.simulate import TransferRisks, simulate_transfer
 
@@ -40,6 +41,7 @@ class PhaseDiagram:
         return transferability(self.mode, self.theta[:, None], self.gamma, self.sigma, depth=self.depth)
 
 
+@checked_arguments
 def transferability(
     mode: Mode, theta: Tensor | float, gamma: Tensor | float, sigma: Tensor | float, *, depth: int = 2
 ) -> Tensor:
@@ -69,6 +71,7 @@ def transferability(
     raise ValueError(f"`mode` must be 'linear' or 'fine-tuning', got {mode!r}.")
 
 
+@checked_arguments
 def simulate_phase_diagram(
     mode: Mode,
     theta: Tensor,

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Generator, Tensor
 
+from lightning_taskinfo._arguments import checked_arguments
+
 
 @dataclass(frozen=True)
 class TransferRisks:
@@ -85,6 +87,7 @@ def draw_samples(
     return Samples(plane[:, 0], target, inputs, labels)
 
 
+@checked_arguments
 def simulate_transfer(
     theta: Tensor | float,
     gamma: float,

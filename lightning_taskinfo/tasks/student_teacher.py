@@ -12,6 +12,7 @@ from itertools import repeat
 import torch
 from torch import Generator, Tensor
 
+from lightning_taskinfo._arguments import checked_arguments
 from lightning_taskinfo.functional.features import ablate, relu_kernel, span_norms
 from lightning_taskinfo.tasks.simulate import TransferRisks
 
@@ -146,6 +147,7 @@ def fit_last_layer(networks: ReLUNetworks, inputs: Tensor, labels: Tensor, *, ri
     return ReLUNetworks(networks.weights, m * solved)
 
 
+@checked_arguments
 def simulate_student_teacher(
     fraction: float,
     n: int,

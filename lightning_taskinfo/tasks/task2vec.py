@@ -6,6 +6,7 @@ from typing import Any, Literal
 import torch
 from torch import Generator, Tensor, nn
 
+from lightning_taskinfo._arguments import ArgumentsByName
 from lightning_taskinfo._observe import observing
 from lightning_taskinfo.certificates.samples import Data, read_tensors
 from lightning_taskinfo.data.arrays import ArrayData
@@ -19,7 +20,7 @@ from lightning_taskinfo.tasks.probe import default_probe
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
-class Task2Vec:
+class Task2Vec(metaclass=ArgumentsByName):
     r"""Embed tasks by the Fisher information of a probe network.
 
     .. math:: F_{ii} = \frac1N \sum_n \mathbb{E}_{y \sim p_w(\cdot|x_n)} (\partial_i \log p_w(y|x_n))^2,

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
+from lightning_taskinfo._arguments import ArgumentsByName
 from lightning_taskinfo._observe import ParamDict, observing, trainable_parameters
 from lightning_taskinfo.fisher.batches import sample_count, take
 from lightning_taskinfo.functional.likelihood import Likelihood
@@ -24,7 +25,7 @@ Penalty = Callable[[nn.Module], Tensor]
 
 
 @dataclass(frozen=True)
-class Training:
+class Training(metaclass=ArgumentsByName):
     r"""How one :math:`C_\beta` is minimised: Adam, its rates falling to zero along half a cosine.
 
     Args:

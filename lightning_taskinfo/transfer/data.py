@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_taskinfo._arguments import ArgumentsByName
 from lightning_taskinfo._lightning import LightningDataModule
 from lightning_taskinfo.data import ArrayData
 from lightning_taskinfo.transfer.images import Images, Shape, Task, as_task, fit_images
@@ -20,7 +21,7 @@ from lightning_taskinfo.transfer.splits import Split, count_or_rows, split_targe
 DataStage = Literal["pretrain", "fine_tune"]
 
 
-class TransferDataModule(LightningDataModule):
+class TransferDataModule(LightningDataModule, metaclass=ArgumentsByName):
     """Loaders for semi-supervised transfer, all of them decided by one seed.
 
     Training batches are ``{"labeled": (x, y), "unlabeled": x}``, with ``"labeled_index"`` and ``"unlabeled_index"``

@@ -63,7 +63,7 @@ def as_task(what: Any, *, argument: str, data_dir: str | os.PathLike[str] | None
     if isinstance(what, Task):
         return what
     if isinstance(what, str | os.PathLike):
-        what = _load_named(what, data_dir)
+        what = _load_named(what, argument, data_dir)
     if isinstance(what, ArrayData):
         parts = [
             Images(torch.from_numpy(x), torch.from_numpy(y))
@@ -115,13 +115,16 @@ def _fit(x: Tensor, channels: int, size: list[int]) -> Tensor:
     return y.round().clamp(0, 255).to(x.dtype) if x.dtype == torch.uint8 else y.to(x.dtype)
 
 
-def _load_named(what: str | os.PathLike[str], data_dir: str | os.PathLike[str] | None) -> ArrayData:
+def _load_named(what: str | os.PathLike[str], argument: str, data_dir: str | os.PathLike[str] | None) -> ArrayData:
     path = Path(what)
     if path.suffix == ".npz":
         return load_npz(path)
     if path.is_dir():
         return load_idx(path)
-    return load_task(str(what), data_dir=data_dir)
+    try:
+        return load_task(str(what), data_dir=data_dir)
+    except ValueError as error:
+        raise ValueError(str(error).replace("`name`", f"`{argument}`")) from None
 
 
 def _read(dataset: Any, argument: str) -> Images:

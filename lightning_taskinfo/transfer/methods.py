@@ -57,11 +57,12 @@ class Sizes:
     epochs: int
 
 
-def parse_method(method: str) -> tuple[str, ...]:
+def parse_method(method: str, *, argument: str = "method") -> tuple[str, ...]:
     """Return the penalties of a method, in the order of :data:`PENALTIES`.
 
     Args:
         method: ``"standard"`` for none, or names of :data:`PENALTIES` with ``+`` between them.
+        argument: What the caller calls it, for messages.
 
     Raises:
         ValueError: If a name is unknown or repeated.
@@ -77,11 +78,11 @@ def parse_method(method: str) -> tuple[str, ...]:
         known = ["standard", *PENALTIES]
         near = "".join(f"; did you mean {name!r}?" for name in get_close_matches(unknown[0], known, n=1))
         raise ValueError(
-            f"`method` must be made of {', '.join(known)}, with '+' between them, got {unknown[0]!r} in {method!r}"
+            f"`{argument}` must be made of {', '.join(known)}, with '+' between them, got {unknown[0]!r} in {method!r}"
             f"{near or '.'}"
         )
     if len(set(parts)) != len(parts):
-        raise ValueError(f"`method` must name each part once, got {method!r}.")
+        raise ValueError(f"`{argument}` must name each part once, got {method!r}.")
     return tuple(name for name in PENALTIES if name in parts)
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from lightning_taskinfo._arguments import ArgumentsByName
 from lightning_taskinfo._lightning import DEFAULT, module_classes
 from lightning_taskinfo.mixins import (
     InformationMixin,
@@ -31,6 +32,7 @@ class TransferClassifierMixin(
     MutualInformationMixin,
     InformationMixin,
     LocalMinimumMixin,
+    metaclass=ArgumentsByName,
 ):
     """A backbone with a linear head, trained in one stage of a transfer by one of its methods.
 

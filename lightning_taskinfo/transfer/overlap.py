@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_taskinfo._arguments import checked_arguments
 from lightning_taskinfo._observe import observing
 from lightning_taskinfo.fisher.batches import described, sample_count
 from lightning_taskinfo.functional.features import fit_power_law, transfer_onset
@@ -47,14 +48,16 @@ class FeatureOverlap:
         reach = torch.special.ndtri(torch.tensor(0.5 + 0.5 * confidence).double()) * self.standard_error
         return (self.outside - reach).clamp(min=0), self.outside + reach
 
-    def onset(self, n: Tensor, scratch: Tensor, *, confidence: float = 0.95) -> tuple[Tensor, Tensor, Tensor]:
+    def onset(
+        self, n: Tensor | Sequence[int], scratch: Tensor | Sequence[float], *, confidence: float = 0.95
+    ) -> tuple[Tensor, Tensor, Tensor]:
         r"""Predicted number of target labels above which linear transfer hurts, per layer, with its interval.
 
         A power law :math:`A\,n^{-\nu}` is fitted to the learning curve of training from scratch; it falls below the
         missed share at the onset. The interval carries the uncertainty of the share, not that of the curve.
 
         Args:
-            n: Numbers of labels at which scratch training was measured, shape ``[k]``.
+            n: Numbers of labels at which scratch training was measured, at least two, shape ``[k]``.
             scratch: Share of the labels' variance that it missed on held-out data, shape ``[k]``.
             confidence: Probability that an interval covers.
 
@@ -64,6 +67,12 @@ class FeatureOverlap:
         Raises:
             ValueError: If the curve does not fall, or is not positive.
         """
+        n, scratch = torch.as_tensor(n), torch.as_tensor(scratch)
+        if n.ndim != 1 or len(n) < 2 or scratch.shape != n.shape:
+            raise ValueError(
+                "`n` and `scratch` must be as many numbers, at least two of each, got shapes "
+                f"{tuple(n.shape)} and {tuple(scratch.shape)}."
+            )
         amplitude, exponent = fit_power_law(n, scratch.double())
         if exponent <= 0:
             raise ValueError(f"`scratch` must fall with `n`, got a fitted exponent of {exponent.item():.3g}.")
@@ -72,6 +81,7 @@ class FeatureOverlap:
         return lower, middle, upper
 
 
+@checked_arguments
 def feature_overlap(
     model: nn.Module,
     data: Iterable[tuple[Tensor, Tensor]],

@@ -9,13 +9,17 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
+
+from lightning_taskinfo._arguments import checked_arguments
 from lightning_taskinfo._cells import run_cells
 from lightning_taskinfo._files import claim_folder
 from lightning_taskinfo._lightning import DEFAULT, NAMESPACES
+from lightning_taskinfo._warn import warn
 from lightning_taskinfo.transfer.backbones import Backbone, backbone_name, feature_dim, make_backbone
 from lightning_taskinfo.transfer.data import TransferDataModule
 from lightning_taskinfo.transfer.measure import onset_of
-from lightning_taskinfo.transfer.methods import Stage, check_weights, parse_method
+from lightning_taskinfo.transfer.methods import PENALTIES, Stage, check_weights, parse_method
 from lightning_taskinfo.transfer.report import TransferReport
 from lightning_taskinfo.transfer.runlog import LoggerKind, RunLog
 from lightning_taskinfo.transfer.sampling import generators_kept
@@ -25,6 +29,7 @@ Progress = Callable[[Cell, Mapping[str, Any]], None]
 VERSION = 1  # of the files in a folder: raise it when the same configuration would give other numbers
 
 
+@checked_arguments
 def transfer(
     model: Backbone,
     data: TransferDataModule,
@@ -65,7 +70,8 @@ def transfer(
         labels: Numbers of target labels; that of ``data`` where ``None``.
         seeds: The seeds, or how many.
         stages: How long and how each stage trains.
-        weights: Weights of the penalties by name, where not the default.
+        weights: Weights of the penalties by name, where not the default; of those too that are to be added later to
+            the same ``folder``.
         folder: Where everything is kept; nowhere where ``None``. On several machines it must be a shared one, at the
             same path.
         logger: What each run logs to.
@@ -97,9 +103,8 @@ def transfer(
     grid = _Grid(methods, labels, seeds, data)
     if namespace not in NAMESPACES:
         raise ValueError(f"`namespace` must be one of {', '.join(NAMESPACES)}, got {namespace!r}.")
+    grid.check_used(weights or {})
     stages, weights = stages or Stages(), check_weights(weights or {})
-    if not isinstance(stages, Stages):
-        raise ValueError(f"`stages` must be Stages(pretrain_epochs, fine_tune_epochs, …), got {stages!r}.")
     source, target = data.tasks()
     title = name or f"{source.name} → {target.name}"
     if folder is None and logger in ("csv", "wandb_offline"):
@@ -143,21 +148,30 @@ class _Grid:
             raise ValueError(f"`methods` must be a list of methods, got {methods!r}; one alone is [{methods!r}].")
         self.methods = [method for method in dict.fromkeys(methods) if method != "scratch"]
         for method in self.methods:
-            parse_method(method)
+            parse_method(method, argument="methods")
         rows = data.arguments["labels"]
         self.given_rows = not isinstance(rows, int)
         if self.given_rows and labels is not None:
             raise ValueError("`labels` must be left out where `data` names the labelled rows.")
         counts = (len(rows) if self.given_rows else rows) if labels is None else labels
-        self.labels = [counts] if isinstance(counts, int) else list(counts)
-        if isinstance(seeds, int) and seeds < 1:
+        self.labels = _whole_numbers(counts)
+        if np.ndim(seeds) == 0 and seeds < 1:
             raise ValueError(f"`seeds` must be at least 1, got {seeds}.")
-        self.seeds = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
+        self.seeds = list(range(seeds)) if np.ndim(seeds) == 0 else _whole_numbers(seeds)
         if any(seed < 0 for seed in self.seeds):
             raise ValueError(f"`seeds` must not be negative, got {min(self.seeds)}.")
-        for argument, values in {"methods": self.methods, "labels": self.labels, "seeds": self.seeds}.items():
+        given: dict[str, list[Any]] = {"methods": self.methods, "labels": self.labels, "seeds": self.seeds}
+        for argument, values in given.items():
             if not values:
                 raise ValueError(f"`{argument}` must not be empty.")
+            if len({*values}) < len(values):
+                raise ValueError(f"`{argument}` must not repeat a value, got {values}.")
+
+    def check_used(self, weights: Mapping[str, float]) -> None:
+        """Warn of weights that no method has a use for."""
+        used = {penalty for method in self.methods for penalty in parse_method(method)}
+        if unused := [penalty for penalty in weights if penalty in PENALTIES and penalty not in used]:
+            warn(f"`weights` of {', '.join(unused)} are not used by `methods` {', '.join(self.methods)}.")
 
     def check(self, data: TransferDataModule, model: Backbone) -> None:
         """Split for every number of labels and make a network, so that what cannot be is said before a file is made."""
@@ -176,6 +190,11 @@ class _Grid:
         cells += [Cell(experiment, "scratch", "scratch", count, seed) for count, seed in pairs]
         cells += [Cell(experiment, "fine_tune", method, n, seed) for n, seed in pairs for method in self.methods]
         return {cell.name: cell for cell in cells}
+
+
+def _whole_numbers(given: Any) -> list[int]:
+    """One number or several as a list of Python's own, which names of files and JSON know."""
+    return [int(given)] if np.ndim(given) == 0 else [int(number) for number in given]
 
 
 def _run(

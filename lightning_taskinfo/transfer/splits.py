@@ -66,15 +66,15 @@ def split_target(
 
 
 def count_or_rows(argument: str, value: Any) -> int | Sequence[int]:
-    """Return ``value`` if it is a number of samples or rows.
+    """Return a number of samples, or rows, as they are kept.
 
     Raises:
-        ValueError: If it is neither.
+        ValueError: If it is a negative number.
     """
     if isinstance(value, int | np.integer):
+        if value < 0:
+            raise ValueError(f"`{argument}` must not be negative, got {value}.")
         return int(value)
-    if isinstance(value, str) or not np.ndim(value):
-        raise ValueError(f"`{argument}` must be a number of samples or a list of rows, got {value!r}.")
     rows: Sequence[int] = value
     return rows
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_taskinfo._arguments import ArgumentsByName
 from lightning_taskinfo._files import atomic_write, read_json
 from lightning_taskinfo._lightning import DEFAULT
 from lightning_taskinfo._warn import TaskInfoWarning
@@ -28,7 +29,7 @@ MEASURED = 256  # target inputs in the Fisher information
 
 
 @dataclass(frozen=True)
-class Stages:
+class Stages(metaclass=ArgumentsByName):
     """How long and how each stage trains.
 
     Args:
@@ -276,8 +277,7 @@ def _measure(
 
 
 def _overlap(cell: Cell, data: TransferDataModule, module: Any) -> dict[str, Any] | None:
-    (x, y), _ = data.labeled.__getitems__(range(len(data.labeled)))
-    return overlap_of(module.backbone, x, y, seed=cell.seed)
+    return overlap_of(module.backbone, *data.labeled.__getitems__(range(len(data.labeled)))[0], seed=cell.seed)
 
 
 def _label_variance(data: TransferDataModule) -> float:
@@ -291,8 +291,8 @@ def _scores(test: Mapping[str, float]) -> dict[str, float]:
 
 
 def _describe(cell: Cell) -> dict[str, Any]:
-    described = {"method": cell.name.split("-")[0], "labels": cell.labels, "seed": cell.seed}
-    return {**described, **asdict(cell.experiment.stages)}
+    method, stages = cell.name.split("-")[0], asdict(cell.experiment.stages)
+    return {"method": method, "labels": cell.labels, "seed": cell.seed, **stages}
 
 
 def _save(path: Path, tensors: Mapping[str, Tensor]) -> None:

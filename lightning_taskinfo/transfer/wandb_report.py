@@ -4,12 +4,15 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from lightning_taskinfo._arguments import checked_arguments
+
 if TYPE_CHECKING:
     from lightning_taskinfo.transfer.report import TransferReport
 
 WORDS = ("labels", "method", "_verdict", "_reason")  # ends of the columns that are no measurements
 
 
+@checked_arguments
 def log_to_wandb(
     report: "TransferReport",
     *,

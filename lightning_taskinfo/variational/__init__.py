@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from lightning_taskinfo._arguments import checked_arguments
 from lightning_taskinfo.variational.noisy_weight import NoisyWeight, attach_hooks, detach_hooks, noisy_weights
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
 ]
 
 
+@checked_arguments
 def add_weight_noise(
     model: nn.Module,
     *,
@@ -138,6 +140,7 @@ def weight_kl(model: nn.Module) -> Tensor:
     return torch.stack(terms).sum()
 
 
+@checked_arguments
 @contextmanager
 def sampling(model: nn.Module, enabled: bool = True) -> Iterator[None]:
     """Draw weights also in eval mode (or, with ``enabled=False``, use the means also in train mode), for a while.
@@ -185,6 +188,7 @@ def repeatable_noise(model: nn.Module) -> Iterator[None]:
             noise.draws = draws
 
 
+@checked_arguments
 def plain_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Return the state dict that the model without noise would have, with the means as weights.
 
@@ -200,6 +204,7 @@ def plain_state_dict(model: nn.Module) -> dict[str, Tensor]:
     return dict(sorted({**plain, **noisy}.items()))
 
 
+@checked_arguments
 def remove_weight_noise(model: nn.Module, *, sample: bool = False) -> nn.Module:
     """Give the plain module back, in place: with the means as weights, or with one sample of them.
 

@@ -28,7 +28,7 @@ def test_refuses_non_positive(probe, argument):
 @pytest.mark.parametrize("argument", ["every_n_steps", "every_n_epochs", "max_samples"])
 @pytest.mark.parametrize("value", ["5", 2.5], ids=repr)
 def test_refuses_what_is_no_whole_number(probe, argument, value):
-    with pytest.raises(ValueError, match=f"`{argument}` must be a whole number, got {value!r}"):
+    with pytest.raises(TypeError, match=f"`{argument}` must be a whole number.*, got {value!r}"):
         probe(**{argument: value})
 
 

@@ -366,3 +366,11 @@ def test_refuses_wrong_arguments():
         FisherTrace(data="train_step")
     with pytest.raises(ValueError, match="`loss_reduction` must be one of mean, sum, got 'none'"):
         FisherTrace(loss_reduction="none")
+
+
+@pytest.mark.parametrize("argument", [{"mc_samples": 2}, {"likelihood": "gaussian"}, {"forward_fn": len}])
+def test_refuses_what_a_training_step_has_no_use_for(argument):
+    (name,) = argument
+    with pytest.raises(ValueError, match=f"`{name}` must be left out with `data='train_step'`"):
+        FisherTrace(data="train_step", labels="empirical", **argument)
+    FisherTrace(**argument)

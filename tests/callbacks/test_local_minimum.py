@@ -71,6 +71,12 @@ def test_refuses_non_positive(argument):
         LocalMinimum(**{argument: 0})
 
 
+def test_refuses_subsets_larger_than_the_whole():
+    with pytest.raises(ValueError, match="`subset_size` must be at most `max_samples`, 30, got 31"):
+        LocalMinimum(subset_size=31, max_samples=30)
+    LocalMinimum(subset_size=30, max_samples=30)
+
+
 def test_refuses_several_gradients_a_sample():
     with pytest.raises(ValueError, match=r"`labels` must be 'empirical' or 'sampled' .*, got 'exact'"):
         LocalMinimum(labels="exact")

@@ -242,8 +242,11 @@ def test_samples_that_influence_each_other_through_a_forward_of_its_own_are_foun
 
 def test_refuses_data_that_do_not_fit(trained, data, prior):
     x, y = data
-    with pytest.raises(ValueError, match=r"`prior` must be a Prior, such as Prior\(start, .*, got Sequential"):
+    with pytest.raises(TypeError, match="`prior` must be a Prior or None, got a Sequential"):
         certify(trained, data, deepcopy(trained))
+    wide = nn.Sequential(*[nn.Linear(x.shape[1], 99) if i == 0 else part for i, part in enumerate(trained)])
+    with pytest.raises(ValueError, match=r"`center` must have the shapes .* got \(99, \d+\) for 0.weight of shape \("):
+        certify(trained, data, Prior(wide, "random"))
     with pytest.raises(ValueError, match="`data` must hold at least 8 samples, got 7"):
         certify(trained, (x[:7], y[:7]), prior)
     with pytest.raises(

@@ -70,7 +70,7 @@ def test_a_yaml_file_and_a_second_run_that_has_nothing_to_do(pair, tmp_path, cap
         ("--pair=digits", "`pair` must be a source and a target"),
         ("--model=vgg", "`model` must be one of mlp"),
         ("--labels=[500]", "the 78 samples there are beside 12 for validation, got 500"),
-        ("--methods=[laplace]", "`method` must be made of"),
+        ("--methods=[laplace]", "`methods` must be made of"),
         ("--data_dir=/nowhere", None),
     ],
 )

@@ -41,6 +41,7 @@ def test_a_constant_weight_begins_at_its_start():
         ({"weight": 1.0, "ramp": "cosine"}, r"`ramp` must be one of \('constant', 'linear', 'sigmoid'\), got 'cosine'"),
         ({"weight": 1.0, "start": -1}, "`start` must not be negative, got -1"),
         ({"weight": 1.0, "length": -1}, "`length` must not be negative, got -1"),
+        ({"weight": 1.0, "ramp": "linear"}, "`length` must be at least 1 for a linear ramp, got 0"),
     ],
 )
 def test_refuses_schedules(arguments, match):
@@ -111,14 +112,29 @@ def test_large_values_whose_sum_overflows_are_finite_and_others_are_counted():
             check_finite("x", torch.tensor([3e38, 3e38, bad]))
 
 
-@pytest.mark.parametrize("weight", ["a", None, [1.0], -1, math.inf])
-def test_a_weight_that_is_none_is_named(weight):
+@pytest.mark.parametrize("weight", [-1, math.inf])
+def test_a_weight_out_of_range_is_named(weight):
     with pytest.raises(ValueError, match="`weight` must be finite and not negative, got "):
         Regularizer(weight)
 
 
+@pytest.mark.parametrize("weight", ["a", None, [1.0]])
+def test_a_weight_that_is_none_is_named(weight):
+    with pytest.raises(TypeError, match="`weight` must be a number or a WeightSchedule, got "):
+        Regularizer(weight)
+
+
 @pytest.mark.parametrize("make", [Lautum, MutualInformation])
-@pytest.mark.parametrize("shape", [8, "8", (), (1, 8, -8), (1, 8.0)])
-def test_a_shape_that_is_none_is_named(make, shape):
-    with pytest.raises(ValueError, match=r"`input_shape` must be the sizes of one input, such as .*, got "):
+@pytest.mark.parametrize(
+    ("shape", "error", "rule"),
+    [
+        (8, TypeError, "a sequence of whole numbers, got 8"),
+        ("8", TypeError, "a sequence of whole numbers, got '8'"),
+        ((1, 8.0), TypeError, r"a sequence of whole numbers, got \(1, 8\.0\)"),
+        ((), ValueError, r"the sizes of one input, such as \(1, 28, 28\), got \(\)"),
+        ((1, -8), ValueError, r"the sizes of one input, such as \(1, 28, 28\), got \(1, -8\)"),
+    ],
+)
+def test_a_shape_that_is_none_is_named(make, shape, error, rule):
+    with pytest.raises(error, match=f"`input_shape` must be {rule}"):
         make(shape, 10)

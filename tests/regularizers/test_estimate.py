@@ -126,7 +126,7 @@ def test_the_same_seed_gives_the_same_number_and_leaves_generator_and_critic_alo
 @pytest.mark.parametrize(
     ("x", "z", "match"),
     [
-        (torch.zeros(39, 2), torch.zeros(39, 2), "`inputs` must hold at least 40 samples, got 39"),
+        (torch.zeros(39, 2), torch.zeros(39, 2), r"`inputs` must hold at least 40 samples, got 39\.$"),
         (torch.zeros(50, 2), torch.zeros(49, 2), r"`features` must have shape \[50, 2\], got \(49, 2\)"),
         (torch.zeros(50, 2), torch.full((50, 2), torch.nan), "`features` must be finite, got 100 values"),
     ],
@@ -134,6 +134,20 @@ def test_the_same_seed_gives_the_same_number_and_leaves_generator_and_critic_alo
 def test_refuses(x, z, match):
     with pytest.raises(ValueError, match=match):
         estimate_mutual_information(x, z)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"steps": 0}, "`steps` must be at least 1, got 0"),
+        ({"batch_size": 1}, "`batch_size` must be at least 2, got 1"),
+        ({"learning_rate": 0.0}, "`learning_rate` must be positive, got 0.0"),
+        ({"clip": math.nan}, "`clip` must be positive, got nan"),
+    ],
+)
+def test_refuses_numbers_out_of_range(arguments, match):
+    with pytest.raises(ValueError, match=match):
+        estimate_mutual_information(torch.zeros(50, 2), torch.zeros(50, 2), **arguments)
 
 
 def test_the_critic_may_be_trained_with_all_pairs_as_negatives():

@@ -152,5 +152,9 @@ def test_refuses_a_rising_curve_and_a_wrong_confidence():
     overlap = FeatureOverlap(("a",), torch.tensor([0.1]).double(), torch.tensor([0.01]).double(), 100)
     with pytest.raises(ValueError, match="`scratch` must fall with `n`, got a fitted exponent of -1"):
         overlap.onset(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0]))
+    with pytest.raises(ValueError, match=r"`n` and `scratch` must be as many .* got shapes \(\) and \(\)"):
+        overlap.onset(50, 0.5)
+    with pytest.raises(ValueError, match=r"at least two of each, got shapes \(2,\) and \(1,\)"):
+        overlap.onset([50, 100], [0.5])
     with pytest.raises(ValueError, match=r"`confidence` must be between 0 and 1, got 1\.0"):
         overlap.interval(1.0)

@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_taskinfo import TaskInfoWarning
 from lightning_taskinfo.transfer import TransferReport, transfer
 from lightning_taskinfo.transfer._results import without_timings
+from lightning_taskinfo.transfer.run import _Grid
 from lightning_taskinfo.transfer.stages import Cell, Experiment, Stages, run_cell
 from tests.transfer.tiny import STAGES, tiny_data, tiny_net, tiny_task
 
@@ -281,9 +283,10 @@ def test_a_saved_report_is_the_same(reference, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"methods": ["laplace"]}, "`method` must be made of"),
+        ({"methods": ["laplace"]}, "`methods` must be made of"),
+        ({"methods": ["lautm"]}, "`methods` must be made of .* got 'lautm' in 'lautm'; did you mean 'lautum'"),
+        ({"methods": ["lautum+lautum"]}, "`methods` must name each part once, got 'lautum.lautum'"),
         ({"methods": "lautum"}, r"`methods` must be a list of methods, got 'lautum'; one alone is \['lautum'\]"),
-        ({"stages": (1, 2)}, r"`stages` must be Stages\(.* got \(1, 2\)"),
         (
             {"model": tiny_net((1, 8, 8))},
             "`model` must be a function .* got a Sequential, a network already",
@@ -291,6 +294,8 @@ def test_a_saved_report_is_the_same(reference, tmp_path):
         ({"methods": []}, "`methods` must not be empty"),
         ({"seeds": 0}, "`seeds` must be at least 1, got 0"),
         ({"seeds": [0, -1]}, "`seeds` must not be negative, got -1"),
+        ({"seeds": [1, 2, 1]}, r"`seeds` must not repeat a value, got \[1, 2, 1\]"),
+        ({"labels": [9, 9]}, r"`labels` must not repeat a value, got \[9, 9\]"),
         ({"model": "vgg"}, "`model` must be one of mlp, .* got 'vgg'"),
         ({"model": "large_cnn"}, r"height and width of at least 20, got \(1, 8, 8\)"),
         ({"data": tiny_data(augment=lambda image: image)}, "`augment` must be a function or an object of a class at"),
@@ -298,13 +303,32 @@ def test_a_saved_report_is_the_same(reference, tmp_path):
         ({"labels": [9, 500]}, "`labels` must be between 0 and the 78 samples there are beside 12 .*, got 500"),
         ({"namespace": "keras"}, "`namespace` must be one of .* got 'keras'"),
         ({"logger": "paper"}, "`logger` must be one of none, csv, .* got 'paper'"),
-        ({"data": tiny_data(target="nowhere")}, "'nowhere' was not found"),
+        ({"data": tiny_data(target="nowhere")}, "`target` must be .*'nowhere' was not found"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_written(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         run(tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
+
+
+def test_warns_of_a_weight_that_nothing_uses():
+    options = {"methods": ["standard", "mk_mmd"], "logger": "csv"}  # refused, after the warning
+    with (
+        pytest.warns(TaskInfoWarning, match="^`weights` of lautum are not used by `methods` standard, mk_mmd"),
+        pytest.raises(ValueError, match="`folder` must be given"),
+    ):
+        run(weights={"lautum": 1.0, "mk_mmd": 0.5}, **options)
+    with pytest.raises(ValueError, match="`folder` must be given"):
+        run(weights={"mk_mmd": 0.5}, **options)
+
+
+@pytest.mark.parametrize("number", [np.int64(2), torch.tensor(2)])
+def test_numbers_of_other_libraries_are_numbers(number):
+    grid = _Grid(["standard"], [number, 9], number, tiny_data())
+    assert grid.labels == [2, 9]
+    assert grid.seeds == [0, 1]
+    assert {type(value) for value in [*grid.labels, *grid.seeds]} == {int}
 
 
 @pytest.mark.parametrize("logger", ["csv", "wandb_offline"])
