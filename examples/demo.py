@@ -10,7 +10,6 @@ import os
 import sys
 from pathlib import Path
 
-from lightning_taskinfo.cli._progress import TransferProgress
 from lightning_taskinfo.data import load_pair
 from lightning_taskinfo.transfer import Stages, TransferDataModule, TransferReport, transfer
 from lightning_taskinfo.transfer.run import group_name
@@ -24,19 +23,16 @@ def run(folder: Path, *, fast: bool) -> TransferReport:
     """Pretrain on digits beside unlabelled letters, fine-tune on fifty labelled ones, and train from scratch beside."""
     source, target = load_pair("digits→letters", size=8 if fast else 28)
     data = TransferDataModule(source, target, labels=50, max_unlabeled=200 if fast else 1500)
-    with TransferProgress() as progress:
-        return transfer(
-            "mlp" if fast else "small_cnn",
-            data,
-            methods=["standard", "lautum", "mutual_information"],
-            seeds=2,
-            stages=Stages(1, 1) if fast else Stages(pretrain_epochs=4, fine_tune_epochs=15),
-            folder=folder,
-            logger="wandb_offline",
-            workers=0 if fast else None,
-            on_plan=progress.plan,
-            on_done=progress.done,
-        )
+    return transfer(
+        "mlp" if fast else "small_cnn",
+        data,
+        methods=["standard", "lautum", "mutual_information"],
+        seeds=2,
+        stages=Stages(1, 1) if fast else Stages(pretrain_epochs=4, fine_tune_epochs=15),
+        folder=folder,
+        logger="wandb_offline",
+        workers=0 if fast else None,
+    )
 
 
 # %% Look: a table here, a page to send to a colleague, a run of Weights & Biases

@@ -297,4 +297,4 @@ def test_a_bar_on_a_terminal_and_none_elsewhere(folder, monkeypatch):
     assert sys.stderr.getvalue() == ""
     monkeypatch.setattr(sys, "stderr", Terminal())
     assert run("--picture=pareto.png") == 0
-    assert all(label in sys.stderr.getvalue() for label in ("certify search", "certify draws", "certify picture"))
+    assert all(label in sys.stderr.getvalue() for label in ("certify search", "certify draws", "pareto_front picture"))

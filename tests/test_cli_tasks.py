@@ -2,14 +2,12 @@
 
 import json
 import math
-import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from lightning_taskinfo import cli
-from lightning_taskinfo.cli._progress import progress_bar
 from lightning_taskinfo.cli.distance import _text
 from lightning_taskinfo.data import ArrayData, save_npz
 
@@ -89,14 +87,3 @@ def test_wrong_values_end_with_2_and_their_message(arguments, message, tmp_path,
     written = capsys.readouterr()
     assert message in written.err
     assert not written.out
-
-
-def test_a_bar_is_drawn_where_there_is_a_terminal(capsys, monkeypatch):
-    with progress_bar("quiet") as progress:
-        progress(1, 2, "one")
-    assert capsys.readouterr().err == ""
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setenv("TERM", "xterm")
-    with progress_bar("loud") as progress:
-        progress(1, 2, "one")
-    assert "loud one" in capsys.readouterr().err

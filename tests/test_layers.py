@@ -9,7 +9,8 @@ PACKAGE = Path(__file__).parents[1] / "lightning_taskinfo"
 MATHS = {"torch", "_observe", "_warn", "_arguments", "functional"}
 FILES = {"_files", "_cells"}
 DATASETS = {"matplotlib", "mlxtend", "sklearn", "torchvision"}
-STATE = MATHS | {"torchmetrics", "backpack", "fisher", "distributions", "variational", "regularizers", "certificates"}
+STATE = MATHS | {"_progress", "torchmetrics", "backpack"}
+STATE |= {"fisher", "distributions", "variational", "regularizers", "certificates"}
 GLUE = STATE | {"_lightning", "callbacks", "mixins", "plotting", "data"}
 TOP = GLUE | FILES | {"numpy", "transfer", "tasks"}
 ALLOWED = {  # layer -> the layers and frameworks it may import
@@ -17,6 +18,7 @@ ALLOWED = {  # layer -> the layers and frameworks it may import
     "_warn": set(),
     "_arguments": {"_rules"},
     "_rules": set(),
+    "_progress": {"tqdm"},
     "_files": set(),
     "_cells": {"torch", "_files"},
     "_lightning": {"lightning", "pytorch_lightning"},
@@ -38,7 +40,7 @@ ALLOWED = {  # layer -> the layers and frameworks it may import
 }
 FRAMEWORKS = {
     "backpack", "jsonargparse", "lightning", "matplotlib", "mlxtend", "numpy", "pytorch_lightning", "rich", "scipy",
-    "sklearn", "torch", "torchmetrics", "torchvision", "wandb",
+    "sklearn", "torch", "torchmetrics", "torchvision", "tqdm", "wandb",
 }  # fmt: skip
 LATE = {
     "backpack",
@@ -49,8 +51,9 @@ LATE = {
     "scipy",
     "sklearn",
     "torchvision",
+    "tqdm",
     "wandb",
-}  # optional
+}  # optional, or slow to load
 
 
 def names(nodes: list[ast.AST], path: Path) -> set[str]:

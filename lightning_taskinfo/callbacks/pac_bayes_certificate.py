@@ -109,10 +109,12 @@ class PACBayesCertificate(Probe):
         self.tradeoff: list[Candidate] = []
         self._center: dict[str, Tensor] | None = None
         self._late = False
+        self._bar = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
         self.certificate, self.tradeoff = None, []
+        self._bar = trainer.is_global_zero and trainer.progress_bar_callback is not None
         if self._center is None:  # otherwise from a checkpoint, or an earlier fit: before the data were seen
             self._late = trainer.ckpt_path is not None
             tensors = (*pl_module.named_parameters(), *pl_module.named_buffers())
@@ -158,6 +160,7 @@ class PACBayesCertificate(Probe):
             delta_draws=self.delta_draws,
             forward_fn=self.forward_fn,
             seed=self.seed,
+            progress=self._bar,
         )
 
     def summarise(self, observed: Certificate) -> dict[str, float]:
@@ -184,7 +187,7 @@ class PACBayesCertificate(Probe):
 
     def _report_tradeoff(self, trainer: Trainer, model: nn.Module, data: tuple[Any, Tensor]) -> None:
         prior = self._prior(data[1].device)
-        options: dict[str, Any] = {"betas": self.betas, "delta": self.delta, "seed": self.seed}
+        options: dict[str, Any] = {"betas": self.betas, "delta": self.delta, "seed": self.seed, "progress": self._bar}
         self.tradeoff = pareto_front(model, data, prior, forward_fn=self.forward_fn, **options)
         rows = [{key: value for key, value in vars(row).items() if key != "prior_std"} for row in self.tradeoff]
         key, step = self._logged("certificate_pareto"), trainer.global_step

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_taskinfo._arguments import checked_arguments
 from lightning_taskinfo._observe import observing
-from lightning_taskinfo.certificates._progress import Progress, counted
+from lightning_taskinfo._progress import Progress, counted, shown
 from lightning_taskinfo.certificates.certificate import PRIOR_STDS, Candidate, Certificate, Prior
 from lightning_taskinfo.certificates.pareto import pareto_front
 from lightning_taskinfo.certificates.samples import Data, zero_one_loss
@@ -54,7 +54,7 @@ def certify(
     forward_fn: Forward | None = None,
     curvature_samples: int = 10_000,
     seed: int = 0,
-    progress: Progress | None = None,
+    progress: Progress | bool = True,
 ) -> Certificate:
     r"""Bound the true risk of a trained network turned stochastic, :math:`Q = N(w^*, \Sigma^*)`, without retraining.
 
@@ -89,7 +89,8 @@ def certify(
         forward_fn: How to get the outputs, ``forward_fn(model, inputs)``; ``model(inputs)`` by default.
         curvature_samples: How many samples the curvature is estimated from.
         seed: Seed of all draws, chosen before looking at the results.
-        progress: Called with the number of finished steps, their total and a label; for the search, then for the draws.
+        progress: Whether to draw a bar where standard error is a terminal or a notebook; or a function, called with the
+            number of finished steps, their total and a label.
 
     Returns:
         The certificate, with ``valid`` and the reasons why not.
@@ -108,14 +109,14 @@ def certify(
     """
     prior = Prior() if prior is None else prior
     _check(theorem, interval, delta, delta_draws, draws, betas)
-    with observing(model):
+    with observing(model), shown(progress, "certify", len(betas)) as tell:
         task = Task.of(model, data, loss_fn, seed, forward_fn)
         reasons = reasons_against(model, prior, task.some(slice(4)), task.outputs)
         curvatures = _curvatures(task, structure, curvature_samples)
-        candidates = _search(task, prior, curvatures, betas, theorem, delta, progress)
+        candidates = _search(task, prior, curvatures, betas, theorem, delta, tell)
         best = min(candidates, key=lambda row: row.bound)
         winner = propose(task, prior, curvatures[best.structure], best.beta)
-        risks, why_not = _fresh_risks(task, winner.post, draws, progress)
+        risks, why_not = _fresh_risks(task, winner.post, draws, tell)
         model_risk, n = task.mean_loss(), task.n
     low, high = _interval(risks, interval, delta_draws)
     return Certificate(

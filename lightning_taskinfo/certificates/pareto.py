@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_taskinfo._arguments import checked_arguments
 from lightning_taskinfo._observe import observing, trainable_parameters
-from lightning_taskinfo.certificates._progress import Progress, counted
+from lightning_taskinfo._progress import Progress, counted, shown
 from lightning_taskinfo.certificates.certificate import Candidate, Prior
 from lightning_taskinfo.certificates.samples import Data, zero_one_loss
 from lightning_taskinfo.certificates.search import BETAS, Loss, Proposal, Structure, Task, curvature_of, propose
@@ -30,7 +30,7 @@ def pareto_front(
     forward_fn: Forward | None = None,
     curvature_samples: int = 10_000,
     seed: int = 0,
-    progress: Progress | None = None,
+    progress: Progress | bool = True,
 ) -> list[Candidate]:
     """Trade risk against complexity for several structures of the curvature, and for the oracle prior.
 
@@ -50,19 +50,21 @@ def pareto_front(
         forward_fn: How to get the outputs, ``forward_fn(model, inputs)``; ``model(inputs)`` by default.
         curvature_samples: How many samples the curvature is estimated from.
         seed: Seed of all draws.
-        progress: Called with the number of finished rows, their total and a label.
+        progress: Whether to draw a bar where standard error is a terminal or a notebook; or a function, called with the
+            number of finished rows, their total and a label.
 
     Returns:
         The rows, structure by structure.
     """
     prior = prior or Prior()
-    with observing(model):
+    names: tuple[Structure | Literal["oracle"], ...] = (*structures, "oracle")
+    total = len(names) * len(betas)
+    with observing(model), shown(progress, "pareto_front", total) as tell:
         task = Task.of(model, data, loss_fn, seed, forward_fn)
         curvatures = {name: curvature_of(task, name, curvature_samples) for name in structures}
         diagonal = curvatures.get("diagonal") or curvature_of(task, "diagonal", curvature_samples)
         rows = []
-        names: tuple[Structure | Literal["oracle"], ...] = (*structures, "oracle")
-        for name, beta in counted(product(names, betas), len(names) * len(betas), progress, "picture"):
+        for name, beta in counted(product(names, betas), total, tell, "picture"):
             if name == "oracle":
                 proposal = _oracle(task, prior, diagonal, beta)
             else:

@@ -12,7 +12,6 @@ from lightning_taskinfo.certificates import certify as certify_network
 from lightning_taskinfo.certificates.search import Structure
 from lightning_taskinfo.cli._networks import check_outputs, load_networks
 from lightning_taskinfo.cli._pictures import check_picture
-from lightning_taskinfo.cli._progress import progress_bar
 from lightning_taskinfo.data import ArrayData, load_dataset, load_idx, load_npz
 
 Split = Literal["train", "test"]
@@ -89,17 +88,15 @@ def certify(
     prior = Prior(start, origin=prior_origin if start is not None else None)
     for path in filter(None, (out, picture)):
         path.parent.mkdir(parents=True, exist_ok=True)  # before the work: it may fail
-    with progress_bar("certify") as progress:
-        certificate = certify_network(
-            trained, (inputs, targets), prior, structure=structure, betas=betas or BETAS, draws=draws, delta=delta,
-            delta_draws=delta_draws, curvature_samples=curvature_samples, seed=seed, progress=progress,
-        )  # fmt: skip
+    certificate = certify_network(
+        trained, (inputs, targets), prior, structure=structure, betas=betas or BETAS, draws=draws, delta=delta,
+        delta_draws=delta_draws, curvature_samples=curvature_samples, seed=seed,
+    )  # fmt: skip
     asked = {"model": model, "checkpoint": str(checkpoint), "data": data, "split": split, "samples": samples}
     written = [f"{out}"]
     if picture is not None:
         options: dict[str, Any] = {"betas": betas or BETAS, "curvature_samples": curvature_samples, "seed": seed}
-        with progress_bar("certify") as progress:
-            rows = pareto_front(trained, (inputs, targets), prior, delta=delta, progress=progress, **options)
+        rows = pareto_front(trained, (inputs, targets), prior, delta=delta, **options)
         _draw(rows, len(inputs), delta, picture)
         written.append(f"{picture}")
     write_json(out, {**asked, "classes": classes, **certificate.to_dict()})

@@ -5,7 +5,6 @@ import re
 from pathlib import Path
 
 from lightning_taskinfo._files import write_json
-from lightning_taskinfo.cli._progress import progress_bar
 from lightning_taskinfo.tasks.complexity import BETAS, structure_function
 from lightning_taskinfo.tasks.specs import Task, network_for, prepare_task
 from lightning_taskinfo.tasks.structure import StructureFunction
@@ -53,11 +52,10 @@ def complexity(
     training = Training(pretrain_steps=steps, steps=steps)
 
     def trace(task: Task) -> StructureFunction:
-        with progress_bar(task.name) as progress:
-            return structure_function(
-                network_for(task, width), task.data, betas, prior_std=prior_std, training=training, seed=seed,
-                name=task.name, folder=folder / re.sub("[:/]", "_", task.name), progress=progress,
-            )  # fmt: skip
+        return structure_function(
+            network_for(task, width), task.data, betas, prior_std=prior_std, training=training, seed=seed,
+            name=task.name, folder=folder / re.sub("[:/]", "_", task.name),
+        )  # fmt: skip
 
     curves = [trace(task) for task in loaded]
     figure, _ = plot_structure_functions(curves)

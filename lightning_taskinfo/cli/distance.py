@@ -5,7 +5,6 @@ from math import isnan
 from pathlib import Path
 
 from lightning_taskinfo._files import write_json
-from lightning_taskinfo.cli._progress import progress_bar
 from lightning_taskinfo.tasks._pairs import Method
 from lightning_taskinfo.tasks.distance import task_distance
 from lightning_taskinfo.tasks.matrix import DistanceMatrix
@@ -59,12 +58,11 @@ def distance(
     shapes = {tuple(task.inputs.shape[1:]) for task in loaded.values()}
     if len(shapes) != 1:
         raise ValueError(f"`tasks` must have images of one shape, got {sorted(shapes)}.")
-    with progress_bar(method) as progress:
-        matrix = task_distance(
-            {name: task.data for name, task in loaded.items()}, beta, method=method, prior_std=prior_std,
-            trunk_fn=trunk_for(next(iter(loaded.values())), width), seeds=seeds, workers=workers,
-            training=Training(pretrain_steps=steps, steps=steps), folder=folder / method, progress=progress,
-        )  # fmt: skip
+    matrix = task_distance(
+        {name: task.data for name, task in loaded.items()}, beta, method=method, prior_std=prior_std,
+        trunk_fn=trunk_for(next(iter(loaded.values())), width), seeds=seeds, workers=workers,
+        training=Training(pretrain_steps=steps, steps=steps), folder=folder / method,
+    )  # fmt: skip
     matrix.plot()[0].savefig(folder / "distance.png", dpi=150)
     write_json(folder / "distance.json", json.loads(matrix.to_json()))
     return "\n".join([_text(matrix), str(folder / "distance.png"), str(folder / "distance.json")])

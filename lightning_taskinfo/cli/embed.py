@@ -1,12 +1,11 @@
 """``taskinfo embed``."""
 
 import re
-import sys
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 from lightning_taskinfo._files import claim_folder, write_json
+from lightning_taskinfo._progress import counted, shown
 from lightning_taskinfo.data import ArrayData, load_task
 from lightning_taskinfo.tasks.embedding import ALPHA, TaskEmbedding, embedding_distances
 from lightning_taskinfo.tasks.probe import default_probe
@@ -66,7 +65,9 @@ def embed(
     configuration = {"probe": embedder.fingerprint, "labels": labels, "max_samples": max_samples}
     configuration |= {"weight_decay": weight_decay, "size": size, "seed": seed, "data_dir": str(data_dir or "")}
     claim_folder(folder, configuration)
-    embeddings = [_embedded(embedder, task, folder, data[task]) for task in _with_progress(tasks)]
+    with shown(True, "embed", len(tasks)) as tell:
+        turns = counted(tasks, len(tasks), tell, "tasks")
+        embeddings = [_embedded(embedder, task, folder, data[task]) for task in turns]
     rows = embedding_rows(embeddings, alpha=alpha)
     write_json(folder / "embeddings.json", _as_json(embeddings, rows, alpha, configuration))
     plot_task_map(embeddings)[0].savefig(folder / "task_map.png", dpi=150)
@@ -87,18 +88,6 @@ def _embedded(embedder: Task2Vec, task: str, folder: Path, data: ArrayData) -> T
     embedding = embedder.embed(data, name=task)
     embedding.save(path)
     return embedding
-
-
-def _with_progress(tasks: Iterable[str]) -> Iterator[str]:
-    """Yield the tasks, with a bar on a terminal where rich is installed."""
-    try:
-        from rich.console import Console
-        from rich.progress import track
-    except ImportError:
-        yield from tasks
-        return
-    names, console = list(tasks), Console(stderr=True)
-    yield from track(names, "Embedding tasks", console=console, disable=not sys.stderr.isatty())
 
 
 def _as_json(

@@ -10,7 +10,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_taskinfo.cli._progress import TransferProgress
 from lightning_taskinfo.transfer import BACKBONES, Stages, TransferDataModule, TransferReport
 from lightning_taskinfo.transfer import transfer as run_transfer
 from lightning_taskinfo.transfer.run import group_name
@@ -83,7 +82,7 @@ def transfer(
         batch_size=batch_size,
         data_dir=data_dir,
     )
-    with TransferProgress() as progress, _executor(dask) as executor:
+    with _executor(dask) as executor:
         report = run_transfer(
             _backbone(model),
             data,
@@ -99,8 +98,6 @@ def transfer(
             executor=executor,
             workers=workers,
             accelerator=accelerator,
-            on_plan=progress.plan,
-            on_done=progress.done,
         )
     return _written(report, folder, logger, project)
 

@@ -2,7 +2,7 @@ r"""The sweep behind a structure function: from high to low :math:`\beta`, each 
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -14,7 +14,6 @@ from lightning_taskinfo._observe import ParamDict
 from lightning_taskinfo.tasks.training import Samples, Training, expected_loss, train_noisy, train_plain
 from lightning_taskinfo.variational import add_weight_noise, noisy_weights, sampling, weight_kl
 
-Progress: TypeAlias = Callable[[int, int, str], None]
 Center: TypeAlias = Literal["initial", "zero"] | Mapping[str, Tensor]
 Row: TypeAlias = dict[str, float]
 START = 0.3  # noise to begin with, as a share of the prior's: the full one shakes the means off their place

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from lightning_taskinfo._arguments import checked_arguments
 from lightning_taskinfo._files import claim_folder
+from lightning_taskinfo._progress import Progress, shown
 from lightning_taskinfo.certificates.samples import Data, read_tensors
 from lightning_taskinfo.functional.likelihood import Categorical, Likelihood, as_likelihood
-from lightning_taskinfo.tasks._sweep import Center, Progress, Sweep, center_of, digest
+from lightning_taskinfo.tasks._sweep import Center, Sweep, center_of, digest
 from lightning_taskinfo.tasks.structure import StructureFunction
 from lightning_taskinfo.tasks.training import ModelFn, Samples, Training, build, initial_weights
 
@@ -33,7 +34,7 @@ def structure_function(
     seed: int = 0,
     name: str = "",
     folder: str | os.PathLike[str] | None = None,
-    progress: Progress | None = None,
+    progress: Progress | bool = True,
 ) -> StructureFunction:
     r"""Trace the structure function of a dataset by training noisy weights at ever lower prices of information.
 
@@ -55,7 +56,8 @@ def structure_function(
         name: What to call the task in plots.
         folder: Keeps rows and network after each :math:`\beta`; a call that was interrupted continues there. Refused if
             it belongs to other data, another network or other settings.
-        progress: Called with the number of finished :math:`\beta`, their total and a label.
+        progress: Whether to draw a bar where standard error is a terminal or a notebook; or a function, called with the
+            number of finished :math:`\beta`, their total and a label.
 
     Returns:
         The points, with hull, complexity, critical :math:`\beta` and plots.
@@ -87,7 +89,8 @@ def structure_function(
         made |= {"network": digest(start.values()), "prior_center": digest(centre.values())}
         claim_folder(folder, {**made, "data": digest([inputs, targets]), "training": asdict(training)})
     sweep = Sweep(model, samples, centre, prior_std=prior_std, training=training, seed=seed)
-    _run(sweep, betas, None if folder is None else Path(folder) / "sweep.pt", progress)
+    with shown(progress, name or "structure_function", len(betas)) as tell:
+        _run(sweep, betas, None if folder is None else Path(folder) / "sweep.pt", tell)
     kl, loss, error = (tuple(row[key] for row in sweep.rows) for key in ("kl", "loss", "loss_error"))
     guess = sweep.prior["loss"], sweep.prior["loss_error"]
     entropy = _label_entropy(targets) if isinstance(samples.likelihood, Categorical) else None

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from lightning_taskinfo._arguments import checked_arguments
 from lightning_taskinfo._cells import run_cells
 from lightning_taskinfo._files import claim_folder
+from lightning_taskinfo._progress import Progress, shown
 from lightning_taskinfo.certificates.samples import Data, read_tensors
 from lightning_taskinfo.functional.likelihood import Likelihood, as_likelihood
 from lightning_taskinfo.tasks._pairs import Cell, HeadFn, Method, Plan, solve
-from lightning_taskinfo.tasks._sweep import Progress, digest
+from lightning_taskinfo.tasks._sweep import digest
 from lightning_taskinfo.tasks.matrix import DistanceMatrix
 from lightning_taskinfo.tasks.training import ModelFn, Training, initial_weights
 
@@ -36,8 +37,8 @@ def task_distance(
     seeds: Sequence[int] | int = 3,
     folder: str | os.PathLike[str] | None = None,
     executor: Executor | None = None,
-    workers: int | None = None,
-    progress: Progress | None = None,
+    workers: int | None = 0,
+    progress: Progress | bool = True,
 ) -> DistanceMatrix:
     r"""Measure the distance between all ordered pairs of tasks, each task to itself included.
 
@@ -66,8 +67,10 @@ def task_distance(
         folder: Keeps every finished training; a call that was interrupted continues, also with more seeds. Refused if
             it belongs to other tasks, another network or other settings.
         executor: Where trainings run, see :func:`~lightning_taskinfo._cells.run_cells`.
-        workers: Processes of our own pool; 0 for this process alone.
-        progress: Called with the number of finished trainings, their total and a label.
+        workers: Processes of our own pool where there is no ``executor``; 0 for this process alone, ``None`` for as
+            many as there are cores. A script that uses processes needs ``if __name__ == "__main__":``.
+        progress: Whether to draw a bar where standard error is a terminal or a notebook; or a function, called with the
+            number of finished trainings, their total and a label.
 
     Returns:
         Distances with standard errors over seeds, and plots.
@@ -99,9 +102,9 @@ def task_distance(
     sizes = [len(targets) for _, targets in data]
     wanted = {(seed, _trained(parts, sizes)) for seed in seeds for parts in _pairs(len(data))}
     cells = {_name(seed, parts): Cell.of(plan, [data[i] for i in parts], seed) for seed, parts in sorted(wanted)}
-    found = run_cells(
-        solve, cells, folder=folder, executor=executor, workers=workers, on_done=_counting(progress, len(cells))
-    )
+    with shown(progress, "task_distance", len(cells)) as tell:
+        counting = _counting(tell, len(cells))
+        found = run_cells(solve, cells, folder=folder, executor=executor, workers=workers, on_done=counting)
     by_seed = [_distances(sizes, {parts: found[_name(s, parts)] for s, parts in wanted if s == seed}) for seed in seeds]
     measured = {key: torch.tensor([one[key] for one in by_seed], dtype=torch.float64) for key in by_seed[0]}
     return DistanceMatrix(tuple(tasks), method, beta, tuple(sizes), tuple(seeds), **measured)

@@ -15,7 +15,9 @@ from lightning_taskinfo._arguments import checked_arguments
 from lightning_taskinfo._cells import run_cells
 from lightning_taskinfo._files import claim_folder
 from lightning_taskinfo._lightning import DEFAULT, NAMESPACES
+from lightning_taskinfo._progress import Progress
 from lightning_taskinfo._warn import warn
+from lightning_taskinfo.transfer._progress import following
 from lightning_taskinfo.transfer.backbones import Backbone, backbone_name, feature_dim, make_backbone
 from lightning_taskinfo.transfer.data import TransferDataModule
 from lightning_taskinfo.transfer.measure import onset_of
@@ -25,7 +27,7 @@ from lightning_taskinfo.transfer.runlog import LoggerKind, RunLog
 from lightning_taskinfo.transfer.sampling import generators_kept
 from lightning_taskinfo.transfer.stages import Cell, Experiment, Stages, run_cell
 
-Progress = Callable[[Cell, Mapping[str, Any]], None]
+Done = Callable[[Cell, Mapping[str, Any]], None]
 VERSION = 1  # of the files in a folder: raise it when the same configuration would give other numbers
 
 
@@ -47,8 +49,8 @@ def transfer(
     workers: int | None = 0,
     accelerator: str = "cpu",
     namespace: str = DEFAULT,
-    on_plan: Callable[[Sequence[Cell]], None] | None = None,
-    on_done: Progress | None = None,
+    progress: Progress | bool = True,
+    on_done: Done | None = None,
 ) -> TransferReport:
     """Pretrain on the source, fine-tune on the target, train from scratch beside it, and report whether it helped.
 
@@ -83,8 +85,9 @@ def transfer(
             many as there are cores. A script that uses processes needs ``if __name__ == "__main__":``.
         accelerator: Lightning's accelerator of each cell, which has one device.
         namespace: ``"pytorch_lightning"`` or ``"lightning.pytorch"``.
-        on_plan: Called with all cells before the first is run.
-        on_done: Called with each finished cell and its result.
+        progress: Whether to draw a bar where standard error is a terminal or a notebook, and write a line a training
+            elsewhere; or a function, called with the number of finished trainings, their total and a label.
+        on_done: Called with each finished training and its result.
 
     Returns:
         The report.
@@ -124,9 +127,9 @@ def transfer(
         claim_folder(place, configuration)
         experiment = Experiment(place, model, data.settled().arguments, stages, weights, log, namespace, accelerator)
         cells = grid.cells(experiment)
-        if on_plan is not None:
-            on_plan([*cells.values()])
-        results = _run(cells, place, executor, workers, on_done)
+        with following([*cells.values()], progress) as finished:
+            told = [finished, on_done] if on_done is not None else [finished]
+            results = _run(cells, place, executor, workers, told)
     return TransferReport(_rows(cells, results, stages), configuration, title)
 
 
@@ -198,15 +201,15 @@ def _whole_numbers(given: Any) -> list[int]:
 
 
 def _run(
-    cells: Mapping[str, Cell], place: Path, executor: Executor | None, workers: int | None, on_done: Progress | None
+    cells: Mapping[str, Cell], place: Path, executor: Executor | None, workers: int | None, told: Sequence[Done]
 ) -> dict[str, Any]:
     """Run what needs nothing first, then what starts from it; a finished stage's checkpoints are not needed."""
 
     def done(name: str, result: Any) -> None:
         for checkpoint in cells[name].folder.glob("last.ckpt*"):
             checkpoint.unlink(missing_ok=True)
-        if on_done is not None:
-            on_done(cells[name], result)
+        for tell in told:
+            tell(cells[name], result)
 
     _forget_lost(cells)
     results: dict[str, Any] = {}

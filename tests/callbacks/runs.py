@@ -88,14 +88,13 @@ def random_states() -> list[Any]:
 
 
 def make_trainer(folder: Path, *callbacks: Any, **arguments: Any) -> pl.Trainer:
-    defaults = {"max_epochs": 2, "logger": False, "enable_checkpointing": False}
+    defaults = {"max_epochs": 2, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return pl.Trainer(
             default_root_dir=folder,
             callbacks=list(callbacks),
             accelerator="cpu",
-            enable_progress_bar=False,
             enable_model_summary=False,
             **{**defaults, **arguments},
         )

@@ -46,6 +46,14 @@ def start() -> Plain:
     return Plain()
 
 
+@pytest.mark.parametrize("bar", [True, False])
+def test_draws_a_bar_where_lightning_does(tmp_path, loader, bar, monkeypatch, capsys):
+    monkeypatch.setattr("lightning_taskinfo._progress.visible", lambda: True)
+    fit(tmp_path, PACBayesCertificate(**QUICK, pareto=True), model=Plain, loader=loader, enable_progress_bar=bar)
+    drawn = capsys.readouterr().err
+    assert ("certify draws" in drawn) == ("pareto_front picture" in drawn) == bar
+
+
 def test_certifies_at_the_end_from_the_start(tmp_path, loader):
     callback = PACBayesCertificate(**QUICK)
     trainer = fit(tmp_path, callback, model=Plain, loader=loader)

@@ -9,11 +9,9 @@ from pathlib import Path
 import pytest
 
 from lightning_taskinfo import cli
-from lightning_taskinfo.cli._progress import TransferProgress, describe
 from lightning_taskinfo.data import save_npz
 from lightning_taskinfo.transfer import TransferReport
-from lightning_taskinfo.transfer.stages import Cell, Experiment
-from tests.transfer.tiny import STAGES, tiny_data, tiny_net, tiny_task
+from tests.transfer.tiny import tiny_task
 
 SMALL = [
     "--methods=[lautum]", "--labels=[9]", "--seeds=1", "--model=tests.transfer.tiny.tiny_net", "--batch_size=16",
@@ -82,22 +80,3 @@ def test_bad_input_has_an_exit_code_and_a_message(pair, tmp_path, capsys, argume
     assert cli.main(arguments) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out" / "report").exists()
-
-
-def test_progress_follows_the_files_of_the_stages(tmp_path, monkeypatch):
-    experiment = Experiment(tmp_path, tiny_net, tiny_data().arguments, STAGES)
-    cells = [Cell(experiment, "scratch", "scratch", 9, seed) for seed in (0, 1)]
-    cells[0].folder.mkdir(parents=True)
-    (cells[0].folder / "progress.json").write_text("1")
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    with TransferProgress(interval=0.01) as progress:
-        progress.plan(cells)
-        while not progress._bar.tasks[0].completed:
-            pass
-        assert progress._bar.tasks[0].total == 4
-        assert progress._bar.tasks[0].completed == 1
-        progress.done(cells[1], {})
-        while progress._bar.tasks[0].completed == 1:
-            pass
-        assert progress._bar.tasks[0].completed == 3
-    assert describe(cells[0]) == "from scratch, 9 labels, seed 0"

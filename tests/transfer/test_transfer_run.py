@@ -213,12 +213,12 @@ def test_a_finished_run_needs_no_weights(reference, tmp_path):
 def test_workers_with_another_current_folder_write_into_the_same(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
-    def stop(cells):
-        assert {cell.experiment.folder for cell in cells} == {tmp_path / "out"}
+    def stop(cell, result):
+        assert cell.experiment.folder == tmp_path / "out"
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run("out", on_plan=stop)
+        run("out", on_done=stop)
 
 
 def test_the_global_generators_are_put_back():
