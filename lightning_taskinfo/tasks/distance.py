@@ -7,6 +7,7 @@ from dataclasses import asdict
 from itertools import count, product
 from typing import Any, Literal, get_args
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -91,7 +92,7 @@ def task_distance(
         Achille, Paolini, Mbeng, Soatto, *The information complexity of learning tasks, their structure and their
         distance*, section 6.
     """
-    seeds = range(seeds) if isinstance(seeds, int) else seeds
+    seeds = range(seeds) if isinstance(seeds, int | np.integer) else [int(seed) for seed in seeds]
     _check(tasks, beta, prior_center, prior_std, method, seeds)
     data = [read_tensors(task) for task in tasks.values()]
     plan = Plan(

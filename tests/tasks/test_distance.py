@@ -6,6 +6,7 @@ import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -244,6 +245,13 @@ def test_refuses_arguments(arguments, match):
     values = {"tasks": some_tasks(), "beta": 1.0, **arguments}
     with pytest.raises(ValueError, match=match):
         task_distance(values.pop("tasks"), values.pop("beta"), trunk_fn=trunk, workers=0, training=QUICK, **values)
+
+
+def test_numbers_of_numpy_are_seeds():
+    for seeds in (np.int64(2), np.arange(2)):
+        found = task_distance(some_tasks(), 1.0, trunk_fn=trunk, training=QUICK, seeds=seeds)
+        assert found.seeds == (0, 1)
+        assert {type(seed) for seed in found.seeds} == {int}
 
 
 def test_refuses_targets_that_would_broadcast():
