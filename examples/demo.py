@@ -11,9 +11,7 @@ import sys
 from pathlib import Path
 
 from lightning_taskinfo.data import load_pair
-from lightning_taskinfo.transfer import Stages, TransferDataModule, TransferReport, transfer
-from lightning_taskinfo.transfer.run import group_name
-from lightning_taskinfo.transfer.wandb_report import log_to_wandb
+from lightning_taskinfo.transfer import Stages, TransferDataModule, TransferReport, group_name, log_to_wandb, transfer
 
 os.environ.setdefault("WANDB_SILENT", "true")
 

@@ -14,8 +14,7 @@ import torch
 from matplotlib.figure import Figure
 
 from lightning_taskinfo.functional.deep_linear import fine_tuning_boundary, negative_transfer_interval
-from lightning_taskinfo.tasks._phase_plots import plot_phase_map, plot_phase_slices
-from lightning_taskinfo.tasks.phase_diagram import simulate_phase_diagram
+from lightning_taskinfo.tasks import plot_phase_map, plot_phase_slices, simulate_phase_diagram
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--fast", action="store_true", help="fewer dimensions and repetitions, a few seconds")

@@ -14,8 +14,7 @@ from pathlib import Path
 import wandb
 
 from lightning_taskinfo import StructureFunction, Training, structure_function
-from lightning_taskinfo.tasks._task_plots import plot_structure_functions
-from lightning_taskinfo.tasks.specs import network_for, prepare_task
+from lightning_taskinfo.tasks import network_for, plot_structure_functions, prepare_task
 
 os.environ.setdefault("WANDB_SILENT", "true")
 TASKS = {"true labels": "digits", "random labels": "digits:random-labels"}

@@ -15,8 +15,7 @@ from matplotlib.figure import Figure
 
 from lightning_taskinfo import Task2Vec, embedding_distances, nearest_source
 from lightning_taskinfo.data import load_task
-from lightning_taskinfo.tasks.embedding_plots import plot_difficulty, plot_task_map
-from lightning_taskinfo.tasks.probe import default_probe
+from lightning_taskinfo.tasks import default_probe, plot_difficulty, plot_task_map
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--fast", action="store_true", help="one epoch for the probe and fewer samples, a few seconds")

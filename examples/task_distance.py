@@ -13,7 +13,7 @@ from pathlib import Path
 import wandb
 
 from lightning_taskinfo import DistanceMatrix, Training, task_distance
-from lightning_taskinfo.tasks.specs import prepare_task, trunk_for
+from lightning_taskinfo.tasks import prepare_task, trunk_for
 
 os.environ.setdefault("WANDB_SILENT", "true")
 TASKS = {

@@ -47,6 +47,16 @@ if TYPE_CHECKING:
 else:
     Base = object
 
+__all__ = [
+    "InformationMixin",
+    "LautumMixin",
+    "LocalMinimumMixin",
+    "MultiKernelMMDMixin",
+    "MutualInformationMixin",
+    "PenaltyMixin",
+    "TemporalEnsemblingMixin",
+]
+
 R = TypeVar("R", bound=Regularizer)
 
 
@@ -125,7 +135,11 @@ class InformationMixin(PenaltyMixin):
     information: WeightInformation
 
     def information_penalty(self) -> Tensor:
-        """Return ``(beta / N) * KL``; N is the size of the labelled training set unless ``num_samples`` was given."""
+        """Return ``(beta / N) * KL`` in nats a sample; N is the size of the labelled training set, or ``num_samples``.
+
+        Raises:
+            ValueError: If ``num_samples`` was not given and the size of the training set cannot be told.
+        """
         information = _regularizer(self, "information", WeightInformation)
         N = information.num_samples or labeled_samples(self.trainer)
         return information(self, num_samples=N, epoch=self.current_epoch)
@@ -137,7 +151,13 @@ class LautumMixin(PenaltyMixin):
     lautum: Lautum
 
     def lautum_penalty(self, inputs: Tensor, outputs: Tensor) -> Tensor:
-        """Return ``-weight * L`` of unlabelled inputs and their logits."""
+        """Return ``-weight * L``, the Lautum information in nats.
+
+        Args:
+            inputs: Unlabelled inputs, shape ``[B, *input_shape]``; with ``proxy="jacobian"`` they must require a
+                gradient before the network sees them.
+            outputs: Their logits, shape ``[B, num_outputs]``.
+        """
         return _regularizer(self, "lautum", Lautum)(inputs, outputs, epoch=self.current_epoch)
 
 
@@ -147,7 +167,12 @@ class MutualInformationMixin(PenaltyMixin):
     mutual_information: MutualInformation
 
     def mutual_information_penalty(self, inputs: Tensor, features: Tensor) -> Tensor:
-        """Return the weighted objective for unlabelled inputs and their features, after the critic's own steps."""
+        """Return the weighted objective of the encoder, after the critic's own steps.
+
+        Args:
+            inputs: Unlabelled inputs, shape ``[B, *input_shape]``.
+            features: Their features, shape ``[B, feature_dim]``.
+        """
         regularizer = _regularizer(self, "mutual_information", MutualInformation)
         return regularizer(inputs, features, epoch=self.current_epoch)
 
@@ -161,7 +186,12 @@ class LocalMinimumMixin(PenaltyMixin):
     def local_minimum_penalty(self, loss_fn: Callable[[Any], Tensor], batch: Any) -> Tensor:
         """Return ``weight * R`` for the mean loss that ``loss_fn`` computes of a part of ``batch``.
 
-        By default it is 0 until the learning rate drops; a module without a scheduler is warned about that, once.
+        By default it is 0 until the learning rate drops to half; a module without a scheduler is warned about that,
+        once.
+
+        Args:
+            loss_fn: The mean loss of a part of the batch, a scalar.
+            batch: A tensor, or a tuple, list or dict of tensors, whose first axes are cut into equal parts.
         """
         regularizer = _regularizer(self, "local_minimum", LocalMinimumRegularizer)
         trainer = _trainer(self)
@@ -182,7 +212,12 @@ class MultiKernelMMDMixin(PenaltyMixin):
     mk_mmd: MultiKernelMMD
 
     def mk_mmd_penalty(self, source: Tensor, target: Tensor) -> Tensor:
-        """Return ``weight * MMD²`` between features of source and of unlabelled target inputs."""
+        """Return ``weight * MMD²``.
+
+        Args:
+            source: Features of source inputs, shape ``[B, D]``.
+            target: Features of unlabelled target inputs, shape ``[B', D]``.
+        """
         return _regularizer(self, "mk_mmd", MultiKernelMMD)(source, target, epoch=self.current_epoch)
 
 
@@ -192,7 +227,12 @@ class TemporalEnsemblingMixin(PenaltyMixin):
     temporal_ensembling: TemporalEnsembling
 
     def temporal_ensembling_penalty(self, outputs: Tensor, index: Tensor) -> Tensor:
-        """Return the weighted squared difference from the ensemble of the samples ``index``."""
+        """Return the weighted squared difference of the predictions from their average over the epochs.
+
+        Args:
+            outputs: Logits, shape ``[B, num_outputs]``.
+            index: Number of each sample in the training set, whole numbers from 0, shape ``[B]``.
+        """
         regularizer = _regularizer(self, "temporal_ensembling", TemporalEnsembling)
         return regularizer(outputs, index, epoch=self.current_epoch)
 

@@ -11,18 +11,20 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+__all__ = ["figure_pixels", "plot_curves", "plot_pareto"]
+
 
 class Tradeoff(Protocol):
     """A post-distribution's risk and complexity, such as a row of ``pareto_front``."""
 
     @property
-    def structure(self) -> str: ...  # noqa: D102
+    def structure(self) -> str: ...
     @property
-    def risk(self) -> float: ...  # noqa: D102
+    def risk(self) -> float: ...
     @property
-    def kl(self) -> float: ...  # noqa: D102
+    def kl(self) -> float: ...
     @property
-    def price(self) -> float: ...  # noqa: D102
+    def price(self) -> float: ...
 
 
 def plot_curves(
@@ -124,6 +126,9 @@ def _draw_bounds(ax: "Axes", chance: float) -> None:
 
 def figure_pixels(figure: "Figure") -> Tensor:
     """Return a figure as pixels, ``[height, width, 3]`` bytes.
+
+    Args:
+        figure: A figure of matplotlib.
 
     Example:
         >>> fig, ax = plot_curves([{"step": 1, "loss": 2.0}])

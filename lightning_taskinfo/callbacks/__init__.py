@@ -1,8 +1,9 @@
 """Callbacks that watch a training run and leave it as it is, bit for bit."""
 
+from lightning_taskinfo.callbacks._probe import Probe
 from lightning_taskinfo.callbacks.fisher_trace import FisherTrace
 from lightning_taskinfo.callbacks.information_in_weights import InformationInWeights
 from lightning_taskinfo.callbacks.local_minimum import LocalMinimum
 from lightning_taskinfo.callbacks.pac_bayes_certificate import PACBayesCertificate
 
-__all__ = ["FisherTrace", "InformationInWeights", "LocalMinimum", "PACBayesCertificate"]
+__all__ = ["FisherTrace", "InformationInWeights", "LocalMinimum", "PACBayesCertificate", "Probe"]

@@ -59,6 +59,18 @@ class Probe(Callback, metaclass=ArgumentsByName):
 
     Raises:
         ValueError: If an argument is out of its range.
+
+    Example::
+
+        class Confidence(Probe):  # a quantity of your own, here without other processes
+            default_every_n_steps = 50
+            headline = ("confidence",)
+
+            def observe(self, model, samples):
+                return model(samples.inputs).softmax(-1).amax(-1).mean()
+
+            def summarise(self, observed):
+                return {"confidence": observed.item()}
     """
 
     default_every_n_steps: ClassVar[int | None] = None

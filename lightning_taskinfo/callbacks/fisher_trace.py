@@ -49,7 +49,7 @@ class FisherTrace(Probe):
             batch for ``data="train_step"``, unless given.
         loss_reduction: Whether the loss of a training step is the ``"mean"`` or the ``"sum"`` over the samples of its
             batch; for ``data="train_step"``.
-        **probe: When and at what to look, see :class:`~lightning_taskinfo.callbacks._probe.Probe`.
+        **probe: When and at what to look, see :class:`~lightning_taskinfo.callbacks.Probe`.
 
     Raises:
         ValueError: If an argument is out of its range.

@@ -65,7 +65,7 @@ class InformationInWeights(Probe):
         num_samples: :math:`N`; the length of the training set unless given.
         max_samples: At most this many samples are measured.
         data: As for every probe; a fixed subset of the training set by default.
-        **probe: When and at what to look, see :class:`~lightning_taskinfo.callbacks._probe.Probe`.
+        **probe: When and at what to look, see :class:`~lightning_taskinfo.callbacks.Probe`.
 
     Raises:
         ValueError: If an argument is out of its range.

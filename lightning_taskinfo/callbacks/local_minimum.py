@@ -34,7 +34,7 @@ class LocalMinimum(Probe):
         max_samples: At most this many samples are measured.
         data: As for every probe; a fixed subset of the training set by default.
         labels: The dataset's (``"empirical"``), or one draw from the model (``"sampled"``).
-        **probe: When and at what to look, see :class:`~lightning_taskinfo.callbacks._probe.Probe`.
+        **probe: When and at what to look, see :class:`~lightning_taskinfo.callbacks.Probe`.
 
     Raises:
         ValueError: If an argument is out of its range.

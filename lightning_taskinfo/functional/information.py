@@ -38,6 +38,9 @@ class InformationTerms(NamedTuple):
 def added(parts: Iterable[InformationTerms]) -> InformationTerms:
     """Return the information of several groups of weights together; they share ``beta``.
 
+    Args:
+        parts: At least one group's.
+
     Example:
         >>> from torch import ones, tensor
         >>> part = InformationTerms(tensor(1.0), tensor(2.0), tensor(3.0), beta=0.5)

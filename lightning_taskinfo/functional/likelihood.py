@@ -219,6 +219,12 @@ LIKELIHOODS: dict[str, Likelihood] = {"categorical": Categorical(), "bernoulli":
 def as_likelihood(likelihood: str | Likelihood) -> Likelihood:
     """Return the likelihood of a name, or the given one.
 
+    Args:
+        likelihood: ``"categorical"``, ``"bernoulli"`` or ``"gaussian"``, or a likelihood.
+
+    Raises:
+        ValueError: If the name is unknown.
+
     Example:
         >>> as_likelihood("gaussian")
         Gaussian(std=1.0)

@@ -16,6 +16,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+__all__ = [
+    "donsker_varadhan",
+    "info_nce",
+    "jensen_shannon",
+    "joint_and_product",
+    "log_mean_exp",
+    "mine",
+    "nwj",
+    "smile",
+    "update_log_average",
+]
+
 Negatives = Literal["others", "all"]
 
 
@@ -196,8 +208,16 @@ def jensen_shannon(scores: Tensor, *, negatives: Negatives = "others") -> Tensor
 def joint_and_product(scores: Tensor, negatives: Negatives = "others") -> tuple[Tensor, Tensor]:
     """Return the diagonal of a score matrix, shape ``[B]``, and the rest, ``[B * (B - 1)]``, or all, ``[B * B]``.
 
+    Args:
+        scores: Score of each input (row) with each feature (column), shape ``[B, B]``.
+        negatives: Whether the ``"others"`` alone or ``"all"`` pairs stand for the product distribution.
+
     Raises:
         ValueError: If ``scores`` is not a square matrix of at least two samples, or ``negatives`` unknown.
+
+    Example:
+        >>> joint_and_product(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+        (tensor([1., 4.]), tensor([2., 3.]))
     """
     check_negatives(negatives)
     if scores.ndim != 2 or scores.shape[0] != scores.shape[1] or len(scores) < 2:
@@ -218,6 +238,9 @@ def check_negatives(negatives: str) -> None:
 
 def log_mean_exp(values: Tensor) -> Tensor:
     """Return the logarithm of the mean of ``values.exp()``, without overflow.
+
+    Args:
+        values: Shape ``[N, ...]``; the mean is over the first axis.
 
     Example:
         >>> log_mean_exp(torch.full((3,), 1000.0))

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
+__all__ = ["NoisyGaussian", "isotropic_kl", "noisy_weight"]
+
 Allocate = Callable[[Tensor], Tensor]
 _LOG2_E = 1 / math.log(2)
 _BLOCK = 2**17  # entries that the processor's cache holds while they are worked on

@@ -41,6 +41,11 @@ def plot_phase_surface(
 
     Returns:
         The figure and its axes.
+
+    Example:
+        >>> fig, ax = plot_phase_surface("linear", 0.2)
+        >>> ax.name
+        '3d'
     """
     fig, ax = _axes(ax, projection="3d")
     theta, gamma, gain = _grid(mode, sigma, depth, max_gamma, 60)
@@ -125,6 +130,11 @@ def plot_phase_overview(simulated: PhaseDiagram) -> "tuple[Figure, list[Any]]":
 
     Returns:
         The figure and its three axes.
+
+    Example::
+
+        theta, gamma = torch.linspace(0, 1.5, 4), torch.linspace(0.2, 1.8, 9)
+        fig, axes = plot_phase_overview(simulate_phase_diagram("linear", theta, gamma, 0.2))
     """
     from matplotlib.figure import Figure
 

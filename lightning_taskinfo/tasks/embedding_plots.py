@@ -94,6 +94,11 @@ def log_embeddings(
         embeddings: Of one probe.
         alpha: How much the complexity of a source speaks for it.
         key: Prefix of all names.
+
+    Example::
+
+        with wandb.init(project="tasks") as run:
+            log_embeddings(run, [Task2Vec().embed(load_task(name), name=name) for name in ("digits", "letters")])
     """
     import wandb
 

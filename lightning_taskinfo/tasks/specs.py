@@ -119,10 +119,20 @@ def small_network(num_inputs: int, num_outputs: int, width: int = 32) -> nn.Modu
 
 
 def trunk_for(task: Task, width: int = 32) -> Callable[[], nn.Module]:
-    """Return what makes a :func:`small_trunk` for the images of ``task``; good for other processes."""
+    """Return what makes a :func:`small_trunk` for the images of ``task``; good for other processes.
+
+    Args:
+        task: What :func:`prepare_task` returns.
+        width: Neurons of each of the two hidden layers.
+    """
     return partial(small_trunk, task.inputs[0].numel(), width)
 
 
 def network_for(task: Task, width: int = 32) -> Callable[[], nn.Module]:
-    """Return what makes a :func:`small_network` for ``task``; good for other processes."""
+    """Return what makes a :func:`small_network` for ``task``; good for other processes.
+
+    Args:
+        task: What :func:`prepare_task` returns.
+        width: Neurons of each of the two hidden layers.
+    """
     return partial(small_network, task.inputs[0].numel(), task.num_classes, width)

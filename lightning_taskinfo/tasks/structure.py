@@ -12,7 +12,12 @@ if TYPE_CHECKING:
 
 
 class Estimate(NamedTuple):
-    """A number and its Monte-Carlo standard error."""
+    """A number and its Monte-Carlo standard error.
+
+    Attributes:
+        value: The number, in nats unless said otherwise.
+        standard_error: Of the draws it is a mean of.
+    """
 
     value: float
     standard_error: float

@@ -43,6 +43,9 @@ class StudentTeacherRisks(TransferRisks):
     """Risks of the students, and the part of the target outside the span of features, one entry a repetition.
 
     Attributes:
+        scratch: Risk of a student trained on the target's samples alone.
+        linear: Risk after a new last layer on the pretrained student's features.
+        fine_tune: Risk after all layers were trained on.
         outside: Squared out-of-span norm for the pretrained student's features; no linear transfer gets below it.
         outside_source: The same for the source teacher's features, what a perfect student would have.
     """

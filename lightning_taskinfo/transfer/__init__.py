@@ -6,8 +6,9 @@ from lightning_taskinfo.transfer.methods import PENALTIES, WEIGHTS
 from lightning_taskinfo.transfer.module import CLASSES, TransferClassifier
 from lightning_taskinfo.transfer.overlap import FeatureOverlap, feature_overlap
 from lightning_taskinfo.transfer.report import TransferReport
-from lightning_taskinfo.transfer.run import transfer
+from lightning_taskinfo.transfer.run import group_name, transfer
 from lightning_taskinfo.transfer.stages import Stages
+from lightning_taskinfo.transfer.wandb_report import log_to_wandb
 
 __all__ = [
     "BACKBONES",
@@ -20,7 +21,9 @@ __all__ = [
     "TransferDataModule",
     "TransferReport",
     "feature_overlap",
+    "group_name",
     "large_cnn",
+    "log_to_wandb",
     "mlp",
     "resnet20",
     "small_cnn",

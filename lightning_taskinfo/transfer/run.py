@@ -136,6 +136,10 @@ def transfer(
 def group_name(title: str, folder: str | os.PathLike[str]) -> str:
     """Return the group in Weights & Biases of an experiment and its folder.
 
+    Args:
+        title: Name of the experiment, such as that of its report.
+        folder: Folder of the transfer.
+
     Example:
         >>> group_name("digits → letters", "runs/first")
         'digits → letters (first)'

@@ -16,7 +16,7 @@ WORDS = ("labels", "method", "_verdict", "_reason")  # ends of the columns that 
 def log_to_wandb(
     report: "TransferReport",
     *,
-    project: str,
+    project: str = "lightning-taskinfo",
     group: str | None = None,
     mode: Literal["online", "offline"] | None = None,
     folder: str | os.PathLike[str] = ".",
