@@ -32,11 +32,12 @@ class Probe(Callback, metaclass=ArgumentsByName):
     """Measure scalars while a network trains, and change nothing.
 
     A probe runs the model in eval mode, draws from its own generators and touches neither ``.grad`` nor the data
-    loader, so that a run ends with the same bits with and without it. Each measurement goes to every logger at once,
-    whatever ``log_every_n_steps`` is, into ``history``, and into ``trainer.callback_metrics``, where checkpointing and
-    early stopping find it. At the end of training the loggers get a figure, a table and a summary. A measurement that
-    fails leaves a gap, and one warning. The same object in a second ``fit`` goes on with its history, and with the
-    weights it has taken for the start; a training of its own has a callback of its own.
+    loader, so that a run ends with the same bits with and without it. Each measurement goes to every logger at
+    once, whatever ``log_every_n_steps`` is, into ``history``, and without its layers into
+    ``trainer.callback_metrics``, where checkpointing and early stopping find it. At the end of training the loggers
+    get a figure, a table and a summary. A measurement that fails leaves a gap, and one warning. The same object in
+    a second ``fit`` goes on with its history, and with the weights it has taken for the start; a training of its
+    own has a callback of its own.
 
     Args:
         every_n_steps: Optimizer steps between two measurements.
@@ -50,7 +51,7 @@ class Probe(Callback, metaclass=ArgumentsByName):
         labels: Whose labels: ``"sampled"`` from the model, ``"exact"`` expectation over them, or the dataset's
             (``"empirical"``, which is not the Fisher).
         likelihood: What the outputs mean: ``"categorical"``, ``"bernoulli"`` or ``"gaussian"``, or an object.
-        mc_samples: Draws a sample for ``labels="sampled"``.
+        mc_samples: Number of labels drawn for each sample, for ``labels="sampled"``.
         per_layer: Whether to log a value for each layer as well.
         name: Prefix of the logged names, and identity in checkpoints; give two probes of one class different names.
         seed: Seed of the probe's own draws and of its subset.
@@ -172,8 +173,7 @@ class Probe(Callback, metaclass=ArgumentsByName):
             except Exception as error:
                 self._failed(trainer, error)
         if self._due(trainer) and self._measure(trainer, pl_module, batch) and self._shown(trainer):
-            values = {self._logged(name): self.history[-1].get(name, math.nan) for name in self.headline}
-            pl_module.log_dict(values, logger=False, on_step=True, on_epoch=False)
+            pl_module.log_dict(self._monitored(), logger=False, on_step=True, on_epoch=False)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.data in ("train", "val") and self._measured_at != trainer.global_step:
@@ -216,6 +216,12 @@ class Probe(Callback, metaclass=ArgumentsByName):
         """Whether to fill ``callback_metrics``, which at every step would cost more than reading off the step."""
         every = max(1, trainer.log_every_n_steps)  # type: ignore[attr-defined]
         return self.data != "train_step" or trainer.is_last_batch or self._measured_at % every == 0
+
+    def _monitored(self) -> dict[str, float]:
+        """The last measurement without its parts, such as layers, whose names have one slash more."""
+        values = {**dict.fromkeys(self.headline, math.nan), **self.history[-1]}
+        slashes = self.headline[0].count("/")
+        return {self._logged(k): v for k, v in values.items() if k != "step" and k.count("/") <= slashes}
 
     def _due_next(self, trainer: Trainer) -> bool:
         """Whether the batch that begins may be one to look at, where a batch is one optimizer step at most."""

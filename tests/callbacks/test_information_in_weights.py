@@ -174,3 +174,13 @@ def test_an_unknown_size_has_to_be_given(tmp_path):
 def test_refuses_wrong_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         InformationInWeights(**arguments)
+
+
+def test_all_but_the_layers_can_be_monitored(tmp_path, loader):
+    probe = InformationInWeights(name="mine")
+    trainer = fit(tmp_path, probe, loader=loader)
+    row = {name: value for name, value in probe.history[-1].items() if name != "step"}
+    assert "c_beta" in row
+    assert any("/" in name for name in row)
+    expected = {f"mine/{name}": pytest.approx(value) for name, value in row.items() if "/" not in name}
+    assert {name: v.item() for name, v in trainer.callback_metrics.items() if name.startswith("mine/")} == expected
