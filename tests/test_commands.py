@@ -59,6 +59,8 @@ SLOW = {
     "--trainer.callbacks.every_n_steps=50": "--trainer.max_epochs=1",
     "WANDB_MODE=offline python examples/watch.py fit --config examples/watch.yaml "
     "--trainer.logger=pytorch_lightning.loggers.WandbLogger": "--trainer.max_epochs=1",
+    "WANDB_MODE=offline python examples/watch.py fit --config examples/watch.yaml --model.lr=0.008 "
+    "--trainer.logger=pytorch_lightning.loggers.WandbLogger": "--trainer.max_epochs=1",
     "WANDB_MODE=offline python train.py": "",
     "TASKINFO_CALLBACKS=FisherTrace,InformationInWeights python train.py": "",
 }
@@ -69,6 +71,7 @@ ELSEWHERE = {  # command -> the test that runs it
 NOT_RUN = {  # command -> why no test runs it
     'pip install "lightning-taskinfo[wandb,plot,cli]"': "needs the package index; `make wheel` installs what is built",
     "pip install lightning-taskinfo": "the same",
+    'pip install "lightning-taskinfo[examples]"': "the same",
     "git clone https://github.com/lightning-taskinfo/lightning-taskinfo": "needs the network",
     "cd lightning-taskinfo": "goes with the clone",
     "make demo": "makes an environment; tests/test_examples.py runs the script behind it",

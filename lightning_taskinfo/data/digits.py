@@ -39,8 +39,10 @@ def load_digits(*, size: Literal[8, 28] = 28, test_fraction: float = 0.2, seed: 
 
 
 def _sklearn() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    from sklearn.datasets import load_digits as load
-
+    try:
+        from sklearn.datasets import load_digits as load
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("Digits of `size` 8 need scikit-learn: `pip install scikit-learn`.") from error
     bunch = load()
     images = (bunch.images * (255 / 16)).round().astype(np.uint8)  # grey values from 0 to 16
     return images[:, None], bunch.target.astype(np.int64)

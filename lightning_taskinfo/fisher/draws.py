@@ -23,7 +23,7 @@ class NumberedDraws:
         seed: Seed of all draws of the measurement.
         first: Number of the first sample of this process.
         total: Samples of all processes together.
-        mc_samples: Draws a sample.
+        mc_samples: Number of labels drawn for each sample.
 
     Example:
         >>> outputs = torch.zeros(4, 3)

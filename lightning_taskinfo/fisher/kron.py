@@ -64,7 +64,7 @@ def kronecker_factors(
         inputs: A batch of ``N`` inputs.
         labels: ``"sampled"`` from the model (KFAC) or ``"exact"`` (KFLR).
         likelihood: ``"categorical"`` or ``"gaussian"``.
-        mc_samples: Draws a sample for ``labels="sampled"``.
+        mc_samples: Number of labels drawn for each sample, for ``labels="sampled"``.
         generator: Source of the draws.
         chunk_size: Samples of one forward pass.
         forward_fn: How to get the outputs, ``forward_fn(model, inputs)``; ``model(inputs)`` by default.

@@ -24,7 +24,7 @@ class KroneckerFisher(Metric):
     Args:
         labels: ``"sampled"`` from the model (KFAC) or ``"exact"`` (KFLR).
         likelihood: ``"categorical"`` or ``"gaussian"``.
-        mc_samples: Draws a sample for ``labels="sampled"``.
+        mc_samples: Number of labels drawn for each sample, for ``labels="sampled"``.
         seed: Seed of those draws; give processes different ones.
         forward_fn: How to get the outputs, ``forward_fn(model, inputs)``; ``model(inputs)`` by default.
         **kwargs: Arguments of every ``torchmetrics.Metric``.

@@ -51,7 +51,7 @@ class FisherInformation(Metric, metaclass=ArgumentsByName):
         quantity: ``"trace"`` with its standard error, or ``"diagonal"``.
         labels: Whose labels: ``"sampled"`` from the model, ``"exact"`` expectation over them, or ``"empirical"``.
         likelihood: What the outputs mean, see :func:`~lightning_taskinfo.fisher.fisher_trace`.
-        mc_samples: Draws a sample for ``labels="sampled"``.
+        mc_samples: Number of labels drawn for each sample, for ``labels="sampled"``.
         seed: Seed of those draws, which differ from update to update and from process to process.
         engine: See :func:`~lightning_taskinfo.fisher.fisher_trace`.
         chunk_size: Samples of one forward pass.

@@ -46,7 +46,7 @@ def fisher_trace(
         likelihood: What the outputs mean: ``"categorical"`` logits ``[N, C]`` or ``[N, T, C]``, ``"bernoulli"`` logits
             or ``"gaussian"`` means; or a :class:`~lightning_taskinfo.functional.likelihood.Likelihood`, such as
             ``Gaussian(std=0.1)``.
-        mc_samples: Draws a sample for ``labels="sampled"``.
+        mc_samples: Number of labels drawn for each sample, for ``labels="sampled"``.
         generator: Source of the draws; on the device of the outputs.
         engine: ``"hooks"`` reads layer inputs and output gradients of one forward and backward pass,
             ``"per_sample"`` uses ``torch.func``, ``"loop"`` takes one sample at a time, ``"backpack"`` uses BackPACK;

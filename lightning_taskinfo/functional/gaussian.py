@@ -13,7 +13,7 @@ def gaussian_kl_diag(mean_q: Tensor, logvar_q: Tensor, mean_p: Tensor, logvar_p:
         \qquad \rho_i = \log \frac{\sigma^2_{q,i}}{\sigma^2_{p,i}}.
 
     With :math:`Q` the post-distribution and :math:`P` the pre-distribution of the weights this is the
-    information in the weights of [Achille2019]_. Writing it in :math:`\rho` and ``expm1`` keeps the
+    information in the weights of [Achille2021]_. Writing it in :math:`\rho` and ``expm1`` keeps the
     bracket non-negative and accurate when :math:`Q \to P`, which is where a regularizer drives it.
 
     Args:
@@ -31,7 +31,7 @@ def gaussian_kl_diag(mean_q: Tensor, logvar_q: Tensor, mean_p: Tensor, logvar_p:
         tensor(0.5000)
 
     References:
-        .. [Achille2019] Achille, Paolini, Mbeng, Soatto, *The information complexity of learning tasks, their
+        .. [Achille2021] Achille, Paolini, Mbeng, Soatto, *The information complexity of learning tasks, their
            structure and their distance*, 2019.
     """
     mean_q, logvar_q, mean_p, logvar_p = torch.broadcast_tensors(mean_q, logvar_q, mean_p, logvar_p)
@@ -105,7 +105,7 @@ def gaussian_lautum_information(cov_x: Tensor, cov_w: Tensor, cov_xw: Tensor) ->
             = \tfrac12 \sum_j \Big[ \log(1 - \rho_j^2) + \frac{2\rho_j^2}{1 - \rho_j^2} \Big]
 
     with :math:`\rho_j` the canonical correlations. It is the mutual information with the arguments of the divergence
-    swapped, and unlike it grows as :math:`1/(1-\rho^2)`. Equation 9 of [Jakubovitz2020]_ is exactly twice this: it
+    swapped, and unlike it grows as :math:`1/(1-\rho^2)`. Equation 9 of [Jakubovitz2023]_ is exactly twice this: it
     is the form for complex-valued variables.
 
     Args:
@@ -122,7 +122,7 @@ def gaussian_lautum_information(cov_x: Tensor, cov_w: Tensor, cov_xw: Tensor) ->
         tensor(0.1895)
 
     References:
-        .. [Jakubovitz2020] Jakubovitz, Uliel, Rodrigues, Giryes, *An information-theoretic approach to
+        .. [Jakubovitz2023] Jakubovitz, Uliel, Rodrigues, Giryes, *An information-theoretic approach to
            semi-supervised transfer learning*.
     """
     return lautum_from_correlations(canonical_correlations(cov_x, cov_w, cov_xw).square())

@@ -22,7 +22,7 @@ class Lautum(Regularizer):
     .. math::
         L(w; x) = \tfrac12 \sum_j \Big[ \log(1 - \rho_j^2) + \frac{2\rho_j^2}{1 - \rho_j^2} \Big] \quad\text{nats},
 
-    half of equation 9 of [Jakubovitz2020]_, which is the form for complex variables. For :math:`w` stands the
+    half of equation 9 of Jakubovitz et al. (2023), which is the form for complex variables. For :math:`w` stands the
     network's output (``proxy="logits"``), or the gradient :math:`\partial (v \cdot \text{logits}) / \partial x` along a
     random direction :math:`v`, drawn anew each epoch (``proxy="jacobian"``; on leading principal directions only).
 

@@ -33,7 +33,7 @@ class MutualInformation(Regularizer):
     r"""Penalty :math:`\lambda \hat I(x; z)`: make the features of unlabelled target inputs tell less about them.
 
     A critic :math:`M(x, z)` is trained to **maximise** the objective while the network, through the penalty,
-    minimises it, in turns: by step, or by epoch as in [Jakubovitz2020]_ (critic in even epochs, network in odd ones).
+    minimises it, in turns: by step, or by epoch as in the paper (critic in even epochs, network in odd ones).
     Critic and network follow ``objective``. What is reported, :attr:`value`, is in nats: the SMILE estimate for the
     Jensen–Shannon objective, the objective itself for the others, which are estimates of their own. SMILE is refused
     as an objective: once the product scores are clipped nothing holds the joint scores back. A lower bound that is

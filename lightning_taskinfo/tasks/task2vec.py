@@ -37,8 +37,8 @@ class Task2Vec(metaclass=ArgumentsByName):
             ``None``, which takes images of any size.
         head: Name of the module in the probe that the head takes the place of, as in ``named_modules()``; its input
             must be one tensor ``[N, D]`` and its output the logits. The last ``nn.Linear`` where ``None``.
-        labels: ``"exact"`` expectation over the model's labels, one backward pass a class, or ``"sampled"`` from it.
-        mc_samples: Draws a sample for ``labels="sampled"``.
+        labels: ``"exact"`` expectation over the model's labels, whose cost grows with the classes, or ``"sampled"``.
+        mc_samples: Number of labels drawn for each sample, for ``labels="sampled"``.
         max_samples: At most this many samples, drawn at random, go into the Fisher information; the head sees all.
         weight_decay: Penalty :math:`\frac\lambda2\|W\|^2` of the head beside its mean loss, on standardised features;
             it decides how sure the head gets, and with it the scale of the embedding.

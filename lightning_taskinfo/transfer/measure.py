@@ -10,7 +10,7 @@ from lightning_taskinfo.fisher import fisher_diagonal
 from lightning_taskinfo.functional.information import information_in_weights
 from lightning_taskinfo.transfer.overlap import FeatureOverlap, feature_overlap
 
-MAX_EXACT_CLASSES = 20  # one backward pass a class: beyond, labels are sampled
+MAX_EXACT_CLASSES = 20  # their cost grows with the classes: beyond, labels are sampled
 PRIOR_STD = 0.1
 ByLayer = dict[str, Any]
 """``{"total": value, "layers": {name: value}}``."""

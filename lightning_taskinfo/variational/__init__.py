@@ -2,7 +2,7 @@ r"""Noisy weights on any module: :math:`w = \mu + \sigma \odot \varepsilon`, thr
 
 A weight's own parameter becomes the mean; a log-variance of the same shape stands beside it, and both are trained.
 Together with :func:`weight_kl` this minimises the information complexity
-:math:`C_\beta = \mathbb{E}_Q[L_D] + \beta\,\mathrm{KL}(Q \| P)` of Achille et al. (2019).
+:math:`C_\beta = \mathbb{E}_Q[L_D] + \beta\,\mathrm{KL}(Q \| P)` of Achille et al. (2021).
 
 Give the log-variances no weight decay, which would pull every standard deviation to 1: the prior does that work.
 """
