@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, nullcontext
 from multiprocessing.connection import wait
 from multiprocessing.context import SpawnContext, SpawnProcess
@@ -165,4 +166,5 @@ def _one_thread(function: Callable[[Any], Any], argument: Any) -> Any:
 
 
 def _failure(name: str, error: BaseException) -> RuntimeError:
-    return RuntimeError(f"{name} failed: {type(error).__name__}: {error}")
+    guard = ' A script that uses processes needs `if __name__ == "__main__":`.' * isinstance(error, BrokenProcessPool)
+    return RuntimeError(f"{name} failed: {type(error).__name__}: {error}{guard}")

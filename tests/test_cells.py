@@ -84,6 +84,15 @@ def test_a_failing_cell_is_named_and_the_finished_ones_are_kept(tmp_path, worker
     assert not (tmp_path / "seed-2.json").exists()
 
 
+def die(_):
+    os._exit(1)
+
+
+def test_a_pool_that_breaks_names_the_guard_of_scripts():
+    with pytest.raises(RuntimeError, match=r'a failed: BrokenProcessPool: .* needs `if __name__ == "__main__":`'):
+        run_cells(die, {"a": 1}, workers=1)
+
+
 def test_processes_end_with_a_parent_that_is_killed(tmp_path):
     """Otherwise they would go on writing into a folder that the next run continues from."""
     path = tmp_path / "pid"

@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from lightning_taskinfo._observe import trainable_parameters
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.callbacks._samples import first_samples, size
+from lightning_taskinfo.fisher.batches import described, tensors
 from lightning_taskinfo.fisher.engine import Request, measure
-from lightning_taskinfo.fisher.sharded import sharded
+from lightning_taskinfo.fisher.sharded import gathered_parameters, sharded
 from lightning_taskinfo.fisher.sinks import Norms
-from lightning_taskinfo.functional.likelihood import Likelihood, as_likelihood
+from lightning_taskinfo.functional.likelihood import Categorical, Likelihood, as_likelihood
+from lightning_taskinfo.variational import noisy_weights
 
 
 def check_batch(
@@ -30,14 +32,19 @@ def check_batch(
     Raises:
         ValueError: If it cannot be run, or outputs and targets do not fit the likelihood.
     """
+    if not any(True for _ in tensors(inputs)):
+        raise ValueError(
+            f"{who} needs inputs that are tensors, samples along the first axis, or lists and dicts of them, got "
+            f"{described(inputs)}; set `batch_fn` to a function of the batch that returns such inputs and the targets."
+        )
     if not size(inputs):
         return
     few, few_targets = first_samples(inputs, targets, 2)
     try:
         outputs = Request(forward_fn=forward_fn).forward(model, few)
-    except (NotImplementedError, TypeError) as error:
+    except Exception as error:
         raise ValueError(
-            f"{who} calls the module on the inputs of a batch, which failed ({error}); "
+            f"{who} calls the module on the inputs of a batch, which failed ({type(error).__name__}: {error}); "
             "set `forward_fn` to a function of (module, inputs) that returns the outputs."
         ) from error
     if not isinstance(outputs, Tensor):
@@ -46,8 +53,42 @@ def check_batch(
             "set `forward_fn` to a function of (module, inputs) that picks it."
         )
     as_likelihood(likelihood).check(outputs, few_targets)
+    if isinstance(as_likelihood(likelihood), Categorical) and _are_probabilities(outputs):
+        warn(
+            f"{who} takes outputs for logits, and those of the first samples are probabilities: set `forward_fn`, "
+            "e.g. to lambda module, inputs: module(inputs).log()."
+        )
     if sharded(model):  # what no hook follows is known now, not at the first measurement
         measure(model, few, few_targets, Request(likelihood=likelihood, forward_fn=forward_fn), Norms(size(few)))
+
+
+def _are_probabilities(outputs: Tensor) -> bool:
+    rows = outputs.detach().float()
+    return bool((rows >= 0).all() and torch.allclose(rows.sum(-1), rows.new_ones(()), atol=1e-3))
+
+
+def check_shards(
+    who: str, model: nn.Module, kind: str, needs_whole_weights: str, *, max_samples: int, processes: int
+) -> None:
+    """Raise a ``ValueError`` if a probe cannot work with sharded weights of this kind."""
+    if reason := needs_whole_weights or ("" if sharded(model) else "follows weights of FSDP2 only"):
+        raise ValueError(
+            f"{who} {reason} and cannot work with sharded weights, got {kind}; "
+            "use a strategy that keeps them whole, e.g. 'ddp'."
+        )
+    if max_samples < processes:
+        needed = f"at least 1 for each of {processes} processes with sharded weights"
+        raise ValueError(f"`max_samples` must be {needed}, got {max_samples}.")
+    gathered_parameters(model)  # refuses what it cannot gather
+
+
+def check_plain(who: str, model: nn.Module) -> None:
+    """Raise a ``ValueError`` if the weights are noisy: their log-variances would count as weights."""
+    if any(noisy_weights(model)):
+        raise ValueError(
+            f"{who} measures plain weights, got noisy ones: the information in them is `weight_kl(module)`, which "
+            "`penalised` logs as information/value."
+        )
 
 
 def warn_nothing(who: str, steps: int, data: str, every_n_steps: int | None, every_n_epochs: int | None) -> None:

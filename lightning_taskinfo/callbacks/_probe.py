@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from weakref import ref
 
 from torch import Tensor, nn
 
@@ -13,14 +14,14 @@ from lightning_taskinfo._arguments import ArgumentsByName
 from lightning_taskinfo._lightning import Callback, LightningModule, Trainer
 from lightning_taskinfo._observe import observing, trainable_parameters
 from lightning_taskinfo._warn import warn
-from lightning_taskinfo.callbacks._checks import check_batch, check_finite, kind_of_shards, warn_nothing
+from lightning_taskinfo.callbacks._checks import check_batch, check_finite, check_shards, kind_of_shards, warn_nothing
 from lightning_taskinfo.callbacks._pool import Source
 from lightning_taskinfo.callbacks._processes import on_every_process
 from lightning_taskinfo.callbacks._report import has_matplotlib, report, summary
 from lightning_taskinfo.callbacks._samples import Samples, filled_up, inputs_and_targets, read_by, size
 from lightning_taskinfo.fisher.batches import check_counts
 from lightning_taskinfo.fisher.engine import Request
-from lightning_taskinfo.fisher.sharded import gathered_parameters, resharding, sharded
+from lightning_taskinfo.fisher.sharded import resharding
 from lightning_taskinfo.functional.likelihood import Labels, Likelihood
 from lightning_taskinfo.plotting import plot_curves
 
@@ -36,8 +37,8 @@ class Probe(Callback, metaclass=ArgumentsByName):
     once, whatever ``log_every_n_steps`` is, into ``history``, and without its layers into
     ``trainer.callback_metrics``, where checkpointing and early stopping find it. At the end of training the loggers
     get a figure, a table and a summary. A measurement that fails leaves a gap, and one warning. The same object in
-    a second ``fit`` goes on with its history, and with the weights it has taken for the start; a training of its
-    own has a callback of its own.
+    a second ``fit`` of the same module goes on with its history, and with the weights it has taken for the start; a
+    training of its own has a callback of its own.
 
     Args:
         every_n_steps: Optimizer steps between two measurements.
@@ -116,6 +117,7 @@ class Probe(Callback, metaclass=ArgumentsByName):
         self._last_step, self._measured_at = 0, -1  # after the last batch; at the last measurement of this fit
         self._source: Source | None = None
         self._checked = self._warned = self._resumed = self._extra = self._sharded = False
+        self._module: ref[LightningModule] | None = None  # of the last fit
 
     @abstractmethod
     def observe(self, model: nn.Module, samples: Samples) -> Any:
@@ -142,9 +144,29 @@ class Probe(Callback, metaclass=ArgumentsByName):
         self._checked = self._warned = False
         if not trainable_parameters(pl_module):
             raise ValueError(f"{self.state_key} needs a parameter with `requires_grad=True`, got none.")
+        if unreal := [name for name, p in trainable_parameters(pl_module).items() if p.is_complex()]:
+            raise ValueError(f"{self.state_key} needs real parameters, got complex {unreal[0]!r}.")
         if kind := kind_of_shards(pl_module, trainer.strategy.model or pl_module):
-            self._check_shards(trainer, pl_module, kind)
+            processes = trainer.world_size
+            check_shards(
+                self.state_key, pl_module, kind, self.needs_whole_weights,
+                max_samples=self.max_samples, processes=processes,
+            )  # fmt: skip
         self._sharded = kind is not None
+        self._meet(pl_module)
+
+    def _meet(self, pl_module: LightningModule) -> None:
+        """Begin anew with another module than that of an earlier fit, unless a checkpoint says otherwise."""
+        if self._module is not None and self._module() is not pl_module and not self._resumed:
+            warn(
+                f"{self.state_key} was used for another module before: its history goes on with this one. "
+                "Give each training a callback of its own.",
+            )
+            self._forget()
+        self._module = ref(pl_module)
+
+    def _forget(self) -> None:
+        """Let go of what belongs to the module of an earlier fit."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._resumed and self._extra:  # measured only because the first part of the run had ended
@@ -184,17 +206,6 @@ class Probe(Callback, metaclass=ArgumentsByName):
         if not (self.history or self._warned or trainer.fast_dev_run) and trainer.global_step:  # type: ignore[attr-defined]
             warn_nothing(self.state_key, trainer.global_step, self.data, self.every_n_steps, self.every_n_epochs)
         self._source = None
-
-    def _check_shards(self, trainer: Trainer, pl_module: LightningModule, kind: str) -> None:
-        if reason := self.needs_whole_weights or ("" if sharded(pl_module) else "follows weights of FSDP2 only"):
-            raise ValueError(
-                f"{self.state_key} {reason} and cannot work with sharded weights, got {kind}; "
-                "use a strategy that keeps them whole, e.g. 'ddp'."
-            )
-        if self.max_samples < trainer.world_size:
-            needed = f"at least 1 for each of {trainer.world_size} processes with sharded weights"
-            raise ValueError(f"`max_samples` must be {needed}, got {self.max_samples}.")
-        gathered_parameters(pl_module)  # refuses what it cannot gather
 
     def _check(self, pl_module: LightningModule, inputs: Any, targets: Tensor | None) -> None:
         self._checked = True
@@ -306,6 +317,9 @@ class Probe(Callback, metaclass=ArgumentsByName):
     @property
     def state_key(self) -> str:  # the schedule is no part of it: a resumed run may change it
         return f"{type(self).__qualname__}({self.name})" if self.name else type(self).__qualname__
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_module": None}  # for other processes, which know it under another address
 
     def state_dict(self) -> dict[str, Any]:
         return {"history": [dict(row) for row in self.history], "extra": self._extra}

@@ -98,8 +98,11 @@ def _named(batch: Any) -> dict[str, Any]:
 
 
 def _described(batch: Any) -> str:
-    if is_dataclass(batch) or isinstance(batch, Mapping):
-        return f"{type(batch).__name__} with {', '.join(_named(batch)) or 'no tensors'}"
+    kind = type(batch).__name__
+    if is_dataclass(batch):
+        return f"{kind} with {', '.join(field.name for field in fields(batch)) or 'nothing'}"
+    if names := getattr(batch, "_fields", ()):  # of a named tuple
+        return f"{kind} with {', '.join(names)}"
     return described(batch)
 
 

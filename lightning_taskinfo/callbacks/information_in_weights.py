@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_taskinfo._lightning import LightningModule, Trainer
 from lightning_taskinfo._observe import ParamDict, trainable_parameters
 from lightning_taskinfo._warn import warn
+from lightning_taskinfo.callbacks._checks import check_plain
 from lightning_taskinfo.callbacks._loss import LossOnTheWay, mean_loss
 from lightning_taskinfo.callbacks._pool import readable
 from lightning_taskinfo.callbacks._probe import Probe
@@ -116,6 +117,13 @@ class InformationInWeights(Probe):
         self._samples = 0
         self._sum: Callable[[Any], Tensor] = torch.as_tensor  # over processes
 
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        check_plain(self.state_key, pl_module)
+        super().on_fit_start(trainer, pl_module)
+
+    def _forget(self) -> None:
+        self._center = {}
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         self._samples, self._sum = self.num_samples or _length(trainer.train_dataloader), partial(summed, trainer)
@@ -215,11 +223,18 @@ class InformationInWeights(Probe):
         return loss, {name: self._sum(part) * (self._samples / samples) for name, part in observed.fisher.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "prior_center": {name: w.cpu() for name, w in self._center.items()}}
+        center = {name: w.cpu() for name, w in self._center.items()}
+        return {**super().state_dict(), "prior_center": center, "prior_std": self.prior_std, "beta": self.beta}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         self._center = dict(state_dict["prior_center"])
+        before, now = ((get("prior_std"), get("beta")) for get in (state_dict.get, vars(self).get))
+        if before != now and before != (None, None):
+            warn(
+                f"{self.state_key} goes on with `prior_std` and `beta` {now}, and its history was measured with "
+                f"{before}: the two parts do not compare.",
+            )
 
 
 def _length(loader: Any) -> int:

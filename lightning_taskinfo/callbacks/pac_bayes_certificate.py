@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from lightning_taskinfo._lightning import LightningModule, Trainer
 from lightning_taskinfo._observe import observing
+from lightning_taskinfo.callbacks._checks import check_plain
 from lightning_taskinfo.callbacks._probe import Probe
 from lightning_taskinfo.callbacks._report import has_matplotlib, report
 from lightning_taskinfo.callbacks._samples import Samples, first_samples
@@ -111,7 +112,11 @@ class PACBayesCertificate(Probe):
         self._late = False
         self._bar = False
 
+    def _forget(self) -> None:
+        self._center = None
+
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        check_plain(self.state_key, pl_module)
         super().on_fit_start(trainer, pl_module)
         self.certificate, self.tradeoff = None, []
         self._bar = trainer.is_global_zero and trainer.progress_bar_callback is not None
@@ -135,12 +140,16 @@ class PACBayesCertificate(Probe):
         otherwise = "set `forward_fn` to a function of (module, inputs) that returns them"
         try:
             outputs = Request(forward_fn=self.forward_fn).forward(pl_module, few)
-        except (NotImplementedError, TypeError) as error:
-            raise ValueError(f"{needed} for the inputs of a batch, which failed ({error}); {otherwise}.") from error
+        except Exception as error:
+            failed = f"which failed ({type(error).__name__}: {error})"
+            raise ValueError(f"{needed} for the inputs of a batch, {failed}; {otherwise}.") from error
         if not isinstance(outputs, Tensor):
             raise ValueError(f"{needed}, got {type(outputs).__name__}; {otherwise}.")
         if outputs.ndim != 2 or outputs.shape[1] < 2:
-            raise ValueError(f"{needed}, got {list(outputs.shape)}.")
+            two = (
+                "; a logit z of yes or no becomes two by torch.cat([0 * z, z], -1)" if outputs.shape[1:] == (1,) else ""
+            )
+            raise ValueError(f"{needed}, got {list(outputs.shape)}; {otherwise}{two}.")
         if few_targets is None or few_targets.is_floating_point() or few_targets.shape != outputs.shape[:1]:
             given = "none" if few_targets is None else f"{few_targets.dtype} of shape {list(few_targets.shape)}"
             raise ValueError(f"{self.state_key} needs class indices (integers) of shape [N] as targets, got {given}.")

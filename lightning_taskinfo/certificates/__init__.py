@@ -99,6 +99,7 @@ def certify(
         >>> from copy import deepcopy
         >>> model = nn.Linear(2, 2)
         >>> start = deepcopy(model)
+        >>> model.bias.data += torch.tensor([1.0, -1.0])  # what training would do
         >>> data = torch.randn(100, 2), torch.zeros(100, dtype=torch.long)
         >>> certify(model, data, Prior(start, origin="random initialisation"), draws=10).valid
         True

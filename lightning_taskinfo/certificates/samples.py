@@ -5,7 +5,8 @@ from typing import Any, TypeAlias
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_taskinfo.fisher.batches import described, joined, sample_count
+from lightning_taskinfo.fisher.batches import described, joined, sample_count, tensors
+from lightning_taskinfo.regularizers._base import check_finite
 
 Data: TypeAlias = tuple[Any, Tensor] | Dataset[Any] | DataLoader[Any]
 
@@ -18,7 +19,14 @@ def read_samples(data: Data) -> tuple[Any, Tensor]:
 
     Args:
         data: ``(inputs, targets)``, also as a list; or a dataset of such pairs, or a loader of one.
+
+    Raises:
+        ValueError: If it is something else, has fewer than 8 samples, or values that are not finite.
     """
+    if isinstance(data, str):
+        wanted = "(inputs, targets), a dataset of such pairs or a loader"
+        raise ValueError(f"`data` must be {wanted}, got {data!r}; `tasks.prepare_task({data!r}).data` is such a pair.")
+    data = _pair_of(data)
     if isinstance(data, tuple) or (isinstance(data, list) and len(data) == 2 and isinstance(data[0], Tensor)):
         inputs, targets = data
     else:
@@ -34,7 +42,15 @@ def read_samples(data: Data) -> tuple[Any, Tensor]:
         raise ValueError(f"`data` must hold a target for each input, got {len(targets)} for {n}.")
     if n < 8:
         raise ValueError(f"`data` must hold at least 8 samples, got {n}.")
+    for values in (*tensors(inputs), targets):
+        check_finite("data", values)
     return inputs, targets
+
+
+def _pair_of(data: Any) -> Any:
+    """The pair of something like a ``tasks.Task``, or what was given."""
+    own = getattr(data, "data", None)
+    return own if isinstance(own, tuple) and len(own) == 2 else data
 
 
 def read_tensors(data: Data) -> tuple[Tensor, Tensor]:

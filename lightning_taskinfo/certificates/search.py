@@ -27,6 +27,7 @@ from lightning_taskinfo.fisher import fisher_diagonal
 from lightning_taskinfo.fisher.batches import take
 from lightning_taskinfo.fisher.per_sample import Forward
 from lightning_taskinfo.functional.pac_bayes import catoni_bound, kl_bound, mcallester_bound, union_bound_price
+from lightning_taskinfo.variational import noisy_weights
 
 Structure: TypeAlias = Literal["isotropic", "diagonal", "layer_inputs", "neuron", "kron"]
 Theorem: TypeAlias = Literal["kl", "mcallester", "catoni"]
@@ -61,10 +62,24 @@ class Task:
     def of(cls, model: nn.Module, data: Data, loss: Loss, seed: int, forward_fn: Forward | None = None) -> "Task":
         """Read the samples and seed the generator."""
         inputs, targets = read_samples(data)
-        if loss is zero_one_loss:  # which would refuse them too, after the curvature was measured
-            check_labels("targets of `data`", targets)
+        if any(noisy_weights(model)):
+            raise ValueError("`model` must have plain weights, got noisy ones: `remove_weight_noise` gives them back.")
         device = next(iter(trainable_parameters(model).values())).device
-        return cls(model, inputs, targets, loss, Generator(device).manual_seed(seed), forward_fn)
+        task = cls(model, inputs, targets, loss, Generator(device).manual_seed(seed), forward_fn)
+        if loss is zero_one_loss:  # which would refuse some of it too, after the curvature was measured
+            task._check_classes()
+        return task
+
+    @torch.no_grad()
+    def _check_classes(self) -> None:
+        check_labels("targets of `data`", self.targets)
+        scores = self.outputs(self.some(slice(2)))
+        if scores.ndim != 2 or scores.shape[1] < 2:
+            raise ValueError(f"`model` must return scores [N, C] of at least 2 classes, got {list(scores.shape)}.")
+        low, high, C = int(self.targets.min()), int(self.targets.max()), scores.shape[1]
+        if low < 0 or high >= C:
+            wanted = f"from 0 to {C - 1}, as `model` returns {C} scores"
+            raise ValueError(f"targets of `data` must be classes {wanted}, got {low if low < 0 else high}.")
 
     @property
     def n(self) -> int:

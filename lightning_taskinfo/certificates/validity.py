@@ -53,15 +53,21 @@ def _about_the_center(model: nn.Module, prior: Prior, center: Mapping[str, Tenso
         reasons.append(
             "the prior's centre is not known to be independent of the data: `origin` must say where it is from"
         )
+    weights = trainable_parameters(model)
     shared = [
         name
-        for name, parameter in trainable_parameters(model).items()
+        for name, parameter in weights.items()
         if name in center and parameter.numel() and center[name].data_ptr() == parameter.data_ptr()
     ]
     if shared:
         reasons.append(
             f"the prior's centre shares memory with the trained weights ({shared[0]}), so it was trained with them: "
             "copy it before training"
+        )
+    elif "init" in (prior.origin or "").lower() and all(torch.equal(w, center[n].to(w)) for n, w in weights.items()):
+        reasons.append(
+            f"the prior's centre, {prior.origin!r}, equals the trained weights: it was copied after training, or "
+            "nothing was learned"
         )
     return reasons
 

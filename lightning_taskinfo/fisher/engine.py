@@ -104,6 +104,8 @@ class _Measurement:
         self.parameters = gathered_parameters(model)
         if not self.parameters:
             raise ValueError("`model` must have a parameter with `requires_grad=True`, got none.")
+        if unreal := [name for name, p in self.parameters.items() if p.is_complex()]:
+            raise ValueError(f"`model` must have real parameters where it is trained, got complex {unreal[0]!r}.")
         self.fallback: str = request.engine if request.engine in ("loop", "backpack") else "per_sample"
         first = "hooks" if request.engine in ("auto", "hooks") else self.fallback
         self.engines = dict.fromkeys(self.parameters, first)
@@ -232,10 +234,11 @@ class _Measurement:
                     raise
                 self.fallback = "loop"
                 self.engines.update(dict.fromkeys(names, "loop"))
-                reason = str(error).partition("\n")[0]
+                reason = str(error).partition("\n")[0][:80]
+                some = ", ".join(sorted(names)[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
                 warn(
-                    f"torch.func cannot run this model ({type(error).__name__}: {reason}): "
-                    f"{', '.join(sorted(names))} take one sample at a time, which is slow.",
+                    f"torch.func cannot run this model ({type(error).__name__}: {reason}): {some} take a backward pass "
+                    f"for each of {len(score)} samples; measure fewer where that is too slow (`max_samples`).",
                 )
             else:
                 yield first

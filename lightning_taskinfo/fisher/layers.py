@@ -257,6 +257,8 @@ class Embedding(Use):
 
 def squared_norms(x: Tensor) -> Tensor:
     """Return the squared norm of each row ``[N, ...]``, shape ``[N]``."""
+    if x.dim() == 1:  # of a parameter that is one number
+        return x.square()
     return torch.linalg.vector_norm(x, dim=tuple(range(1, x.dim()))).square_()
 
 

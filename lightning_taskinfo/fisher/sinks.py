@@ -52,7 +52,7 @@ class Diagonal:
         if name not in self.values and rows is None:
             self.values[name] = squares
         else:
-            self.total(name, squares)[slice(None) if rows is None else rows] += squares
+            self.total(name, squares)[... if rows is None else rows] += squares
 
     def total(self, name: str, like: Tensor) -> Tensor:
         """Return the sum so far, zeros at the start."""
@@ -82,7 +82,7 @@ class Gram:
 
     def add_gradients(self, name: str, samples: slice, gradients: Tensor) -> None:
         if self._has_room(name, tuple(gradients.shape[1:])):
-            self._keep((name, "", 0), (gradients.flatten(1),))
+            self._keep((name, "", 0), (gradients.reshape(len(gradients), -1),))
 
     def _has_room(self, name: str, shape: tuple[int, ...]) -> bool:
         if name not in self.reserved and name in self.wanted - self.postponed:

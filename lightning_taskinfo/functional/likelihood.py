@@ -116,7 +116,9 @@ class Categorical:
             return
         second = outputs.dim() > 2 and targets.shape == outputs.shape[:1] + outputs.shape[2:]  # as for `cross_entropy`
         if targets.is_floating_point() or targets.shape != outputs.shape[:-1]:
-            end = "; set `likelihood` to 'bernoulli' or 'gaussian'." if targets.is_floating_point() else "."
+            end = "; a callback's `forward_fn` or `batch_fn` can mend it."
+            if targets.is_floating_point():
+                end = "; set `likelihood` to 'gaussian', or to 'bernoulli' for yes and no."
             raise ValueError(
                 "`targets` must be class indices (integers) of shape "
                 f"{list(outputs.shape[:-1])} for outputs {list(outputs.shape)}, "
@@ -296,8 +298,9 @@ def _one_output_at_a_time(root: Tensor) -> Iterator[Tensor]:
 
 def _same_shape(outputs: Tensor, targets: Tensor | None) -> None:
     if targets is not None and targets.shape != outputs.shape:
+        pick = "module(x).squeeze(-1)" if outputs.shape[-1:] == (1,) else "module(x)[..., 0]"
         raise ValueError(
             f"`targets` must have the outputs' shape {list(outputs.shape)}, got {list(targets.shape)}; "
             "an extra or missing axis would silently broadcast. A callback's `forward_fn` or `batch_fn` can mend it, "
-            "such as `lambda module, x: module(x).squeeze(-1)`."
+            f"such as `lambda module, x: {pick}`, or whatever picks the prediction."
         )

@@ -100,8 +100,8 @@ def local_minimum_summary(
     gammas = log_determinant(xi)
     if bool(gammas.isinf().any()):
         warn(
-            "A Gram matrix of gradients is singular, so that its log-determinant is -inf; "
-            f"set `subset_size` below {n}, and below the number of weights.",
+            f"The gradients of {n} samples span {_rank(xi[gammas.isinf()][0])} directions only, so that the "
+            "log-determinant of their Gram matrix is -inf; set `subset_size` well below that.",
         )
     return LocalMinimumSummary(
         gamma=gammas.mean(),
@@ -110,6 +110,12 @@ def local_minimum_summary(
         frobenius=xi.square().sum((1, 2)).mean() / n**2,
         trace=xi.diagonal(dim1=1, dim2=2).sum(1).mean() / n,
     )
+
+
+def _rank(gram: Tensor) -> int:
+    """Number of directions of a Gram matrix, scaled to a unit diagonal as for its determinant."""
+    scale = gram.diagonal().clamp(min=torch.finfo(gram.dtype).tiny).rsqrt()
+    return int(torch.linalg.matrix_rank(scale[:, None] * gram * scale, hermitian=True))
 
 
 def normalise_logits(logits: Tensor, *, scale: float = 0.04) -> Tensor:

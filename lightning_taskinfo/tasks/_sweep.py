@@ -10,8 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from lightning_taskinfo._files import atomic_write
-from lightning_taskinfo._observe import ParamDict
-from lightning_taskinfo.tasks.training import Samples, Training, expected_loss, train_noisy, train_plain
+from lightning_taskinfo._observe import ParamDict, observing
+from lightning_taskinfo.fisher.batches import take
+from lightning_taskinfo.tasks.training import (
+    Samples,
+    Training,
+    expected_loss,
+    initial_weights,
+    train_noisy,
+    train_plain,
+)
 from lightning_taskinfo.variational import add_weight_noise, noisy_weights, sampling, weight_kl
 
 Center: TypeAlias = Literal["initial", "zero"] | Mapping[str, Tensor]
@@ -106,6 +114,21 @@ def no_penalty(model: nn.Module) -> Tensor:
 def stage_seed(*parts: int) -> int:
     """Return a seed that belongs to these numbers alone; that of a tuple of integers is the same in every process."""
     return hash(parts) % 2**63
+
+
+@torch.no_grad()
+def network_digest(model: nn.Module, inputs: Any) -> dict[str, str]:
+    """Return what tells a network at its start from others: its weights, its modules, and what it makes of two samples.
+
+    These answers are rounded, since another machine may go on with the folder.
+    """
+    with observing(model):
+        answers = model(take(inputs, lambda x: x[:2])).double()
+    return {
+        "weights": digest(initial_weights(model).values()),
+        "modules": repr(model),
+        "answers": f"{answers.abs().mean():.2e}",
+    }
 
 
 def digest(tensors: Iterable[Tensor]) -> str:

@@ -14,7 +14,7 @@ from lightning_taskinfo._files import claim_folder
 from lightning_taskinfo._progress import Progress, shown
 from lightning_taskinfo.certificates.samples import Data, read_tensors
 from lightning_taskinfo.functional.likelihood import Categorical, Likelihood, as_likelihood
-from lightning_taskinfo.tasks._sweep import Center, Sweep, center_of, digest
+from lightning_taskinfo.tasks._sweep import Center, Sweep, center_of, digest, network_digest
 from lightning_taskinfo.tasks.structure import StructureFunction
 from lightning_taskinfo.tasks.training import ModelFn, Samples, Training, build, initial_weights
 
@@ -86,7 +86,7 @@ def structure_function(
     centre = center_of(start, prior_center)
     if folder is not None:
         made = {"betas": betas, "prior_std": prior_std, "likelihood": repr(samples.likelihood), "seed": seed}
-        made |= {"network": digest(start.values()), "prior_center": digest(centre.values())}
+        made |= {"network": network_digest(model, inputs), "prior_center": digest(centre.values())}
         claim_folder(folder, {**made, "data": digest([inputs, targets]), "training": asdict(training)})
     sweep = Sweep(model, samples, centre, prior_std=prior_std, training=training, seed=seed)
     with shown(progress, name or "structure_function", len(betas)) as tell:

@@ -1,6 +1,7 @@
 """How far is it from one task to another? What a network must learn in addition, in nats; not symmetric."""
 
 import os
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import asdict
@@ -15,12 +16,13 @@ from lightning_taskinfo._arguments import checked_arguments
 from lightning_taskinfo._cells import run_cells
 from lightning_taskinfo._files import claim_folder
 from lightning_taskinfo._progress import Progress, shown
+from lightning_taskinfo._warn import warn
 from lightning_taskinfo.certificates.samples import Data, read_tensors
 from lightning_taskinfo.functional.likelihood import Likelihood, as_likelihood
 from lightning_taskinfo.tasks._pairs import Cell, HeadFn, Method, Plan, solve
-from lightning_taskinfo.tasks._sweep import digest
+from lightning_taskinfo.tasks._sweep import digest, network_digest
 from lightning_taskinfo.tasks.matrix import DistanceMatrix
-from lightning_taskinfo.tasks.training import ModelFn, Training, initial_weights
+from lightning_taskinfo.tasks.training import ModelFn, Training
 
 
 @checked_arguments
@@ -94,7 +96,9 @@ def task_distance(
     """
     seeds = range(seeds) if isinstance(seeds, int | np.integer) else [int(seed) for seed in seeds]
     _check(tasks, beta, prior_center, prior_std, method, seeds)
-    data = [read_tensors(task) for task in tasks.values()]
+    data = [_read(name, task) for name, task in tasks.items()]
+    if executor is not None or workers != 0:
+        _check_travels(trunk_fn=trunk_fn, head_fn=head_fn)
     plan = Plan(
         trunk_fn, head_fn, method, beta, prior_center, prior_std, as_likelihood(likelihood), training or Training()
     )
@@ -109,6 +113,28 @@ def task_distance(
     by_seed = [_distances(sizes, {parts: found[_name(s, parts)] for s, parts in wanted if s == seed}) for seed in seeds]
     measured = {key: torch.tensor([one[key] for one in by_seed], dtype=torch.float64) for key in by_seed[0]}
     return DistanceMatrix(tuple(tasks), method, beta, tuple(sizes), tuple(seeds), **measured)
+
+
+def _read(name: str, task: Data) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of a task; what is wrong with them is said under its name."""
+    try:
+        inputs, targets = read_tensors(task)
+    except ValueError as error:
+        raise ValueError(f"`tasks` at {name!r}: {error}") from None
+    found = targets.unique()
+    if not targets.is_floating_point() and len(found) and len(found) <= found.max():
+        warn(f"Task {name!r} has no samples of some classes from 0 to {int(found.max())}; do its labels count from 1?")
+    return inputs, targets
+
+
+def _check_travels(**functions: Callable[..., Any]) -> None:
+    """Raise a ``ValueError`` for functions that other processes cannot import, before anything is trained."""
+    for argument, function in functions.items():
+        try:
+            pickle.dumps(function)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            wanted = "a function at the top of a module, or `workers` 0"
+            raise ValueError(f"`{argument}` must be {wanted}, got {function!r}, which does not travel.") from error
 
 
 def _distances(sizes: list[int], found: Mapping[tuple[int, ...], Any]) -> dict[str, Any]:
@@ -157,7 +183,8 @@ def _configuration(plan: Plan, tasks: Mapping[str, Data], data: list[tuple[Tenso
         "prior_std": plan.prior_std,
     }
     values |= {"likelihood": repr(plan.likelihood), "training": asdict(plan.training)}
-    values |= {"network": digest(initial_weights(Cell.of(plan, data[:1], 0).model()).values())}
+    first = Cell.of(plan, data[:1], 0)
+    values |= {"network": network_digest(first.model(), first.samples().inputs)}
     return {**values, "tasks": {name: digest(pair) for name, pair in zip(tasks, data, strict=True)}}
 
 

@@ -7,6 +7,7 @@ a global generator that is put back afterwards. The same seed gives the same bit
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -93,9 +94,15 @@ class Samples:
 
 
 def build(model_fn: ModelFn, seed: int) -> nn.Module:
-    """Return the model that ``model_fn`` makes after ``torch.manual_seed(seed)``; torch's generator stays as it is."""
+    """Return a copy of what ``model_fn`` makes after ``torch.manual_seed(seed)``; torch's generator stays as it is."""
+    if isinstance(model_fn, nn.Module):
+        found = f"a {type(model_fn).__name__}, a network already"
+        raise ValueError(f"`model_fn` and `trunk_fn` must be functions that make a network, got {found}.")
     with own_randomness(seed):
-        return model_fn()
+        model = model_fn()
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"`model_fn` and `trunk_fn` must return a network, got {type(model).__name__}.")
+    return deepcopy(model)  # what is trained is not the caller's own
 
 
 @contextmanager

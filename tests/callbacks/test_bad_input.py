@@ -1,6 +1,7 @@
 """Bad input: refused when a probe is made or a fit starts, and otherwise a gap in the history with one warning."""
 
 import math
+import pickle
 import warnings
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+from lightning_taskinfo import TaskInfoWarning
 from lightning_taskinfo.callbacks import FisherTrace, LocalMinimum
 from lightning_taskinfo.callbacks._samples import inputs_and_targets
 from lightning_taskinfo.fisher import fisher_trace
@@ -216,3 +218,70 @@ def test_a_module_without_forward_is_told_to_set_forward_fn(tmp_path):
     fit(tmp_path, callback, model=model, loader=DataLoader(digits(), batch_size=8))
     expected = fisher_trace(model.layer, digits().tensors[0][-8:], labels="exact")
     assert callback.history[-1]["fisher_trace"] == pytest.approx(expected.item())
+
+
+@all_probes
+def test_refuses_complex_weights(tmp_path, probe):
+    class Spectral(Classifier):
+        def __init__(self):
+            super().__init__()
+            self.spectrum = nn.Parameter(torch.zeros(2, dtype=torch.cfloat))
+
+    with pytest.raises(ValueError, match="needs real parameters, got complex 'spectrum'"):
+        fit(tmp_path, probe(), model=Spectral)
+
+
+class Graph:
+    """Inputs that say nothing about their samples."""
+
+    def __init__(self, x):
+        self.x = x
+
+
+@all_probes
+def test_inputs_without_tensors_are_named(tmp_path, probe):
+    def collate(samples):
+        x, y = torch.utils.data.default_collate(samples)
+        return Graph(x), y
+
+    class Net(Classifier):
+        def forward(self, graph):
+            return super().forward(graph.x)
+
+    loader = DataLoader(digits(), batch_size=8, collate_fn=collate)
+    with pytest.raises(ValueError, match=r"needs inputs that are tensors, samples along .* got Graph; set `batch_fn`"):
+        fit(tmp_path, probe(data="train_batch", every_n_steps=1), model=Net, loader=loader)
+
+
+@all_probes
+def test_a_forward_that_fails_in_any_way_is_told_to_set_forward_fn(tmp_path, probe):
+    class Net(Classifier):
+        def forward(self, batch):
+            return super().forward(batch.past)
+
+    with pytest.raises(ValueError, match=r"failed \(AttributeError: .*'past'\); set `forward_fn`"):
+        fit(tmp_path, probe(), model=Net)
+
+
+@all_probes
+def test_probabilities_in_place_of_logits_are_warned_about(tmp_path, probe):
+    class Net(Classifier):
+        def forward(self, x):
+            return super().forward(x).softmax(-1)
+
+        def training_step(self, batch, batch_idx):
+            return nn.functional.nll_loss(self(batch[0]).log(), batch[1])
+
+    with pytest.warns(TaskInfoWarning, match=r"takes outputs for logits, .* are probabilities: set `forward_fn`"):
+        fit(tmp_path, probe(every_n_steps=4), model=Net)
+    fit(tmp_path, probe(every_n_steps=4, forward_fn=lambda module, x: module(x).log()), model=Net)
+
+
+@all_probes
+def test_another_module_is_told_and_the_same_one_is_not(tmp_path, probe):
+    callback, model = probe(data="train_batch", every_n_steps=4), Classifier()
+    fit(tmp_path, callback, model=model)
+    fit(tmp_path, callback, model=model)
+    with pytest.warns(TaskInfoWarning, match="was used for another module before: its history goes on with this one"):
+        fit(tmp_path, callback)
+    pickle.dumps(callback)  # other processes get it

@@ -1,6 +1,7 @@
 """``InformationInWeights`` against the formula on the same samples, and its center through checkpoints."""
 
 import math
+from copy import deepcopy
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_taskinfo import TaskInfoWarning, add_weight_noise
 from lightning_taskinfo.callbacks import InformationInWeights
 from lightning_taskinfo.fisher import fisher_diagonal
 from tests.callbacks.runs import Classifier, digits, fit
@@ -184,3 +186,26 @@ def test_all_but_the_layers_can_be_monitored(tmp_path, loader):
     assert any("/" in name for name in row)
     expected = {f"mine/{name}": pytest.approx(value) for name, value in row.items() if "/" not in name}
     assert {name: v.item() for name, v in trainer.callback_metrics.items() if name.startswith("mine/")} == expected
+
+
+def test_noisy_weights_are_refused(tmp_path, loader):
+    with pytest.raises(ValueError, match=r"measures plain weights, got noisy ones: .* `weight_kl\(module\)`"):
+        fit(tmp_path, InformationInWeights(), model=add_weight_noise(Classifier()), loader=loader)
+
+
+def test_another_module_is_measured_from_its_own_start(tmp_path, loader):
+    mine, fresh = InformationInWeights(), InformationInWeights()
+    fit(tmp_path, mine, model=Classifier(), loader=loader)
+    torch.manual_seed(7)
+    second = Classifier()
+    with pytest.warns(TaskInfoWarning, match="was used for another module"):
+        fit(tmp_path, mine, model=deepcopy(second), loader=loader)
+    fit(tmp_path, fresh, model=second, loader=loader)
+    assert mine.history[-1]["information_nats"] == fresh.history[-1]["information_nats"]
+
+
+def test_a_history_of_another_prior_is_told(tmp_path):
+    states = InformationInWeights(prior_std=0.1).state_dict()
+    InformationInWeights(prior_std=0.1).load_state_dict(states)
+    with pytest.warns(TaskInfoWarning, match=r"goes on with .* \(0.5, 1.0\), .* measured with \(0.1, 1.0\)"):
+        InformationInWeights(prior_std=0.5).load_state_dict(states)

@@ -141,8 +141,8 @@ def test_several_loggers_and_none(tmp_path):
         assert [row["step"] for row in read_csv(logger) if "fisher_trace" in row] == [4, 8]
         assert any("fisher_trace_last" in row for row in read_csv(logger))
         assert (Path(logger.log_dir) / "fisher_trace_table.csv").exists()
-    fit(tmp_path, callback, logger=False)
-    fit(tmp_path, callback, fast_dev_run=True)
+    fit(tmp_path, FisherTrace(every_n_steps=4), logger=False)
+    fit(tmp_path, FisherTrace(every_n_steps=4), fast_dev_run=True)
 
 
 def test_a_report_that_fails_is_a_warning(tmp_path):

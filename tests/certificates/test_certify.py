@@ -14,6 +14,7 @@ from lightning_taskinfo.certificates.certificate import round_up
 from lightning_taskinfo.certificates.samples import read_samples, read_tensors
 from lightning_taskinfo.distributions import CurvatureBlock, LowRankCurvature, diagonal_curvature, pre_distribution
 from lightning_taskinfo.functional.pac_bayes import kl_bound, mcallester_bound, monte_carlo_interval
+from lightning_taskinfo.variational import add_weight_noise
 from tests.certificates.conftest import blobs, fit
 
 QUICK = {"draws": 100, "betas": (0.1, 1.0, 10.0, 100.0)}
@@ -294,3 +295,23 @@ def test_a_single_layer_is_a_model_too(data):
     certificate = certify(model, data, draws=10, betas=(1.0,))
     assert certificate.valid
     assert certificate.prior_origin == "0"
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda x, y: (x, y + 1), "targets of `data` must be classes from 0 to 1, as `model` returns 2 scores, got 2"),
+        (lambda x, y: (x, y - 1), "got -1"),
+        (lambda x, y: (x * math.nan, y), "`data` must be finite, got .* values that are not"),
+    ],
+)
+def test_refuses_labels_and_inputs_before_anything_is_measured(trained, data, prior, change, match):
+    with pytest.raises(ValueError, match=match):
+        certify(trained, change(*data), prior)
+
+
+def test_refuses_one_score_and_noisy_weights(trained, data, prior):
+    with pytest.raises(ValueError, match=r"`model` must return scores \[N, C\] of at least 2 classes, got \[2, 1\]"):
+        certify(trained, data, prior, forward_fn=lambda model, x: model(x)[:, :1])
+    with pytest.raises(ValueError, match="`model` must have plain weights, got noisy ones: `remove_weight_noise`"):
+        certify(add_weight_noise(deepcopy(trained)), data, prior)

@@ -89,10 +89,17 @@ def test_batch_norm_without_statistics_lets_samples_influence_each_other(data):
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8, track_running_stats=False), nn.ReLU(), nn.Linear(8, 2))
     start = deepcopy(model)
     curvature = diagonal_curvature({name: torch.ones_like(p) for name, p in model.named_parameters()})
-    certificate = certified(model, data, Prior(start, origin="random initialisation"), structure=curvature)
+    certificate = certified(model, data, Prior(start, origin="other data"), structure=curvature)
     assert certificate.reasons == (
         "the output for a sample depends on the other samples of its batch, so their losses are not independent",
     )
+
+
+@pytest.mark.parametrize(("origin", "valid"), [("random initialisation", False), ("the other half", True)])
+def test_an_initialisation_that_is_the_trained_network(start, data, origin, valid):
+    certificate = certified(start, data, Prior(deepcopy(start), origin=origin))
+    assert certificate.valid == valid
+    assert valid or "equals the trained weights: it was copied after training" in certificate.reasons[0]
 
 
 def test_a_frozen_layer_that_stayed_costs_nothing(start, data):

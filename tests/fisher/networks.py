@@ -74,6 +74,17 @@ class Raw(nn.Module):
         return self.c(((x + self.shift) * self.scale) @ self.matrix)
 
 
+class Temperature(nn.Module):
+    """A parameter that is one number, as CLIP's scale of logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c, self.temperature = nn.Linear(5, 3), nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(x) * self.temperature.exp()
+
+
 class RawUsedTwice(nn.Module):
     """A raw parameter that one operation understands and another does not."""
 

@@ -32,6 +32,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "conv twice": (nets.TwiceConv, IMAGES),
     "raw": (nets.Raw, ROWS),
     "raw twice": (nets.RawUsedTwice, ROWS),
+    "one number": (nets.Temperature, ROWS),
     "weight also elsewhere": (nets.HalfHidden, ROWS),
     "inplace residual": (nets.InplaceResidual, ROWS),
     "inplace sequence": (nets.InplaceSequence, TOKENS),
@@ -109,7 +110,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
 ONE_BY_ONE = {"gru", "lstm", "rnn", "reentrant checkpoint"}  # torch.func cannot run these
 WARNED = {**dict.fromkeys(ONE_BY_ONE, "torch.func cannot run"), "mixing": "The model's outputs for a sample depend"}
 PARTLY = {  # case -> the parameters that hooks leave to the fallback
-    "raw": {"matrix"}, "raw twice": {"w"}, "weight also elsewhere": {"a.weight"},
+    "raw": {"matrix"}, "raw twice": {"w"}, "one number": {"temperature"}, "weight also elsewhere": {"a.weight"},
     "parametrized": {"a.parametrizations.weight.original0", "a.parametrizations.weight.original1"},
     "mixing": {"a.weight", "a.bias", "c.weight", "c.bias"}, "attention with bias_kv": {"attention.bias_k", "attention.bias_v"},
     "conv2d same, even": {"2.weight", "2.bias"}, "embedding by frequency": {"0.weight"},
@@ -183,13 +184,13 @@ def test_auto_equals_a_loop_over_samples(case):
     assert diagonal.keys() == rows.keys()
     for name, g in rows.items():
         torch.testing.assert_close(diagonal[name], g.square().mean(0), **exact)
-    flat = torch.cat([g.flatten(1) for g in rows.values()], 1)
+    flat = torch.cat([g.reshape(len(g), -1) for g in rows.values()], 1)
     torch.testing.assert_close(norms, flat.square().sum(1), **exact)
     torch.testing.assert_close(gram, flat @ flat.T, **exact)
     torch.testing.assert_close(trace, flat.square().sum(1).mean(), **exact)
     torch.testing.assert_close(total(traces), trace, **exact)
     for owner, value in traces.items():
         own = [g for name, g in rows.items() if name.rpartition(".")[0] == owner]
-        torch.testing.assert_close(value, sum(g.flatten(1).square().sum(1).mean() for g in own), **exact)
+        torch.testing.assert_close(value, sum(g.square().sum() / len(g) for g in own), **exact)
     assert {name for name, engine in engines.items() if engine != "hooks"} == PARTLY.get(case, set())
     assert ("loop" in engines.values()) == (case in ONE_BY_ONE)

@@ -56,7 +56,7 @@ def test_the_gradient_of_a_hidden_use_counts(batch):
 
 
 def test_only_what_is_hidden_is_left_to_another_engine(batch):
-    with pytest.warns(UserWarning, match=r"torch.func cannot run .*middle.bias, middle.weight take one sample"):
+    with pytest.warns(UserWarning, match=r"torch.func cannot run .*middle.bias, middle.weight take a backward"):
         engines = engines_used(Net(hide=True), *batch, labels="empirical")
     assert {name for name, engine in engines.items() if engine == "hooks"} == {
         f"{layer}.{slot}" for layer in ("first", "last") for slot in ("weight", "bias")

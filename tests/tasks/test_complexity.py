@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from lightning_taskinfo.tasks.complexity import structure_function
+from lightning_taskinfo.tasks.specs import Task
 from lightning_taskinfo.tasks.training import Training
 from tests.tasks import regression
 
@@ -179,3 +180,52 @@ def test_refuses_outputs_that_do_not_fit_the_targets(model_fn, targets, likeliho
 def test_training_refuses(arguments, match):
     with pytest.raises(ValueError, match=match):
         Training(**arguments)
+
+
+def tanh_in_forward():
+    class Sequential(nn.Sequential):  # looks like another in print
+        def forward(self, x):
+            return super().forward(x).tanh()
+
+    return Sequential(*network())
+
+
+def dropout_inside():
+    return nn.Sequential(*network(), nn.Dropout(0.5))  # seen in training only
+
+
+@pytest.mark.parametrize(
+    "other",
+    [lambda: nn.Sequential(*(nn.Tanh() if i == 1 else part for i, part in enumerate(network()))), tanh_in_forward],
+)
+def test_a_folder_belongs_to_one_network(tmp_path, other):
+    structure_function(network, classes(), [1.0], training=QUICK, folder=tmp_path)
+    with pytest.raises(ValueError, match="network"):
+        structure_function(other, classes(), [1.0], training=QUICK, folder=tmp_path)
+
+
+def test_the_callers_own_network_is_left_alone():
+    mine = network()
+    structure_function(lambda: mine, classes(), [1.0], training=QUICK)
+    assert not any(isinstance(module, nn.utils.parametrize.ParametrizationList) for module in mine.modules())
+
+
+@pytest.mark.parametrize(
+    ("model_fn", "match"),
+    [
+        (
+            nn.Linear(2, 3),
+            "`model_fn` and `trunk_fn` must be functions that make a network, got a Linear, a network already",
+        ),
+        (lambda: None, "`model_fn` and `trunk_fn` must return a network, got NoneType"),
+    ],
+)
+def test_refuses_what_makes_no_network(model_fn, match):
+    with pytest.raises(ValueError, match=match):
+        structure_function(model_fn, classes(), [1.0], training=QUICK)
+
+
+def test_a_prepared_task_is_data():
+    task = Task("mine", *classes(), num_classes=3)
+    found = structure_function(network, task, [1.0], training=QUICK)
+    assert found == structure_function(network, classes(), [1.0], training=QUICK)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_taskinfo import TaskInfoWarning
 from lightning_taskinfo.fisher import fisher_diagonal
 from lightning_taskinfo.functional.likelihood import Categorical, Gaussian
 from lightning_taskinfo.tasks._pairs import Cell, MultiHead, Plan, solve
@@ -258,3 +259,38 @@ def test_refuses_targets_that_would_broadcast():
     tasks = {name: (x, y.float()) for name, (x, y) in some_tasks().items()}
     with pytest.raises(RuntimeError, match=r"ValueError.*must have the outputs' shape \[2, 1\], got \[2\]"):
         task_distance(tasks, 1.0, trunk_fn=trunk, workers=0, training=QUICK, likelihood="gaussian")
+
+
+def test_a_folder_belongs_to_one_network(tmp_path):
+    measure(workers=0, folder=tmp_path)
+    with pytest.raises(ValueError, match="network"):
+        measure(workers=0, folder=tmp_path, trunk_fn=lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh()))
+
+
+def test_a_function_that_does_not_travel_is_refused_before_anything_is_trained():
+    with pytest.raises(ValueError, match="`trunk_fn` must be a function at the top of a module, or `workers` 0, got <"):
+        measure(trunk_fn=lambda: nn.Flatten(), workers=2)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "match"),
+    [
+        (
+            {"first": "digits"},
+            r"`tasks` at 'first': `data` must be .* got 'digits'; `tasks.prepare_task\('digits'\).data`",
+        ),
+        (
+            {"first": (torch.full((9, 4), math.nan), torch.zeros(9).long())},
+            "at 'first': `data` must be finite, got 36 val",
+        ),
+    ],
+)
+def test_names_the_task_whose_data_are_wrong(tasks, match):
+    with pytest.raises(ValueError, match=match):
+        task_distance(tasks, 1.0, trunk_fn=trunk, training=QUICK)
+
+
+def test_warns_of_classes_without_samples():
+    x, y = some_tasks()["one"]
+    with pytest.warns(TaskInfoWarning, match="Task 'a' has no samples of some classes from 0 to .*count from 1"):
+        task_distance({"a": (x, y + 1)}, 1.0, trunk_fn=trunk, training=QUICK, seeds=1)
