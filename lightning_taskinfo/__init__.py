@@ -49,6 +49,7 @@ if TYPE_CHECKING:  # what type checkers see; `tests/test_import.py` keeps it equ
     from lightning_taskinfo.transfer.overlap import FeatureOverlap as FeatureOverlap
     from lightning_taskinfo.transfer.overlap import feature_overlap as feature_overlap
     from lightning_taskinfo.transfer.report import TransferReport as TransferReport
+    from lightning_taskinfo.transfer.stages import Stages as Stages
     from lightning_taskinfo.transfer.wandb_report import log_to_wandb as log_to_wandb
     from lightning_taskinfo.variational import add_weight_noise as add_weight_noise
     from lightning_taskinfo.variational import plain_state_dict as plain_state_dict
@@ -76,6 +77,7 @@ _EXPORTS = {  # public name -> the module that defines it, imported when the nam
     "PACBayesCertificate": "callbacks.pac_bayes_certificate",
     "PenaltyMixin": "mixins",
     "Prior": "certificates",
+    "Stages": "transfer.stages",
     "StructureFunction": "tasks.structure",
     "Task2Vec": "tasks.task2vec",
     "TaskEmbedding": "tasks.embedding",

@@ -45,7 +45,7 @@ def documented(text):
 
 
 def test_the_parts_are_found():
-    some = {"FisherTrace", "certify", "fisher.fisher_trace", "data.load_npz", "transfer.Stages", "callbacks.Probe"}
+    some = {"FisherTrace", "certify", "fisher.fisher_trace", "data.load_npz", "Stages", "callbacks.Probe"}
     some |= {"tasks.simulate_transfer", "functional.gaussian.gaussian_kl_diag", "plotting.plot_pareto"}
     assert some <= set(NAMES)
 

@@ -47,7 +47,8 @@ def fisher_trace(
             or ``"gaussian"`` means; or a :class:`~lightning_taskinfo.functional.likelihood.Likelihood`, such as
             ``Gaussian(std=0.1)``.
         mc_samples: Number of labels drawn for each sample, for ``labels="sampled"``.
-        generator: Source of the draws; on the device of the outputs.
+        generator: Source of the draws, on the device of the outputs. By default torch's own state decides them and is
+            left as it is, so that two calls draw the same labels.
         engine: ``"hooks"`` reads layer inputs and output gradients of one forward and backward pass,
             ``"per_sample"`` uses ``torch.func``, ``"loop"`` takes one sample at a time, ``"backpack"`` uses BackPACK;
             ``"auto"`` takes the hooks where they are right and ``"per_sample"`` (or the loop) for what is left.

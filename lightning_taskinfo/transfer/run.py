@@ -170,7 +170,7 @@ class _Grid:
         given: dict[str, list[Any]] = {"methods": self.methods, "labels": self.labels, "seeds": self.seeds}
         for argument, values in given.items():
             if not values:
-                raise ValueError(f"`{argument}` must not be empty.")
+                raise ValueError(f"`{argument}` must not be empty{' beside scratch' * (argument == 'methods')}.")
             if len({*values}) < len(values):
                 raise ValueError(f"`{argument}` must not repeat a value, got {values}.")
 
