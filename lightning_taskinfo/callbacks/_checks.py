@@ -67,8 +67,17 @@ def _are_probabilities(outputs: Tensor) -> bool:
     return bool((rows >= 0).all() and torch.allclose(rows.sum(-1), rows.new_ones(()), atol=1e-3))
 
 
+def check_weights(who: str, model: nn.Module) -> None:
+    """Raise a ``ValueError`` if there is nothing to measure, or complex numbers, whose squares are no norms."""
+    weights = trainable_parameters(model)
+    if not weights:
+        raise ValueError(f"{who} needs a parameter with `requires_grad=True`, got none.")
+    if unreal := [name for name, p in weights.items() if p.is_complex()]:
+        raise ValueError(f"{who} needs real parameters, got complex {unreal[0]!r}.")
+
+
 def check_shards(
-    who: str, model: nn.Module, kind: str, needs_whole_weights: str, *, max_samples: int, processes: int
+    who: str, model: nn.Module, kind: str, needs_whole_weights: str, max_samples: int, processes: int
 ) -> None:
     """Raise a ``ValueError`` if a probe cannot work with sharded weights of this kind."""
     if reason := needs_whole_weights or ("" if sharded(model) else "follows weights of FSDP2 only"):

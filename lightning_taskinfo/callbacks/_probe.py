@@ -12,13 +12,21 @@ from torch import Tensor, nn
 
 from lightning_taskinfo._arguments import ArgumentsByName
 from lightning_taskinfo._lightning import Callback, LightningModule, Trainer
-from lightning_taskinfo._observe import observing, trainable_parameters
+from lightning_taskinfo._observe import observing
 from lightning_taskinfo._warn import warn
-from lightning_taskinfo.callbacks._checks import check_batch, check_finite, check_shards, kind_of_shards, warn_nothing
+from lightning_taskinfo.callbacks._checks import (
+    check_batch,
+    check_finite,
+    check_shards,
+    check_weights,
+    kind_of_shards,
+    warn_nothing,
+)
 from lightning_taskinfo.callbacks._pool import Source
 from lightning_taskinfo.callbacks._processes import on_every_process
 from lightning_taskinfo.callbacks._report import has_matplotlib, report, summary
 from lightning_taskinfo.callbacks._samples import Samples, filled_up, inputs_and_targets, read_by, size
+from lightning_taskinfo.callbacks._schedule import Schedule
 from lightning_taskinfo.fisher.batches import check_counts
 from lightning_taskinfo.fisher.engine import Request
 from lightning_taskinfo.fisher.sharded import resharding
@@ -29,7 +37,7 @@ if TYPE_CHECKING:
     from lightning_taskinfo.plotting import Axes, Figure
 
 
-class Probe(Callback, metaclass=ArgumentsByName):
+class Probe(Schedule, Callback, metaclass=ArgumentsByName):
     """Measure scalars while a network trains, and change nothing.
 
     A probe runs the model in eval mode, draws from its own generators and touches neither ``.grad`` nor the data
@@ -142,16 +150,11 @@ class Probe(Callback, metaclass=ArgumentsByName):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._checked = self._warned = False
-        if not trainable_parameters(pl_module):
-            raise ValueError(f"{self.state_key} needs a parameter with `requires_grad=True`, got none.")
-        if unreal := [name for name, p in trainable_parameters(pl_module).items() if p.is_complex()]:
-            raise ValueError(f"{self.state_key} needs real parameters, got complex {unreal[0]!r}.")
+        check_weights(self.state_key, pl_module)
         if kind := kind_of_shards(pl_module, trainer.strategy.model or pl_module):
-            processes = trainer.world_size
             check_shards(
-                self.state_key, pl_module, kind, self.needs_whole_weights,
-                max_samples=self.max_samples, processes=processes,
-            )  # fmt: skip
+                self.state_key, pl_module, kind, self.needs_whole_weights, self.max_samples, trainer.world_size
+            )
         self._sharded = kind is not None
         self._meet(pl_module)
 
@@ -212,32 +215,11 @@ class Probe(Callback, metaclass=ArgumentsByName):
         with resharding(pl_module) if self._sharded else nullcontext():
             check_batch(self.state_key, pl_module, inputs, targets, self.likelihood, self.forward_fn)
 
-    def _due(self, trainer: Trainer) -> bool:
-        if self.every_n_steps is None:
-            return self._ends_an_epoch(trainer)
-        step, last = trainer.global_step, self._last_step
-        self._last_step = step
-        return step // self.every_n_steps != last // self.every_n_steps  # the same while accumulating
-
-    def _ends_an_epoch(self, trainer: Trainer) -> bool:
-        every = self.every_n_epochs  # first: this is asked at every batch, and looking anything up counts
-        return every is not None and trainer.is_last_batch and (trainer.current_epoch + 1) % every == 0
-
-    def _shown(self, trainer: Trainer) -> bool:
-        """Whether to fill ``callback_metrics``, which at every step would cost more than reading off the step."""
-        every = max(1, trainer.log_every_n_steps)  # type: ignore[attr-defined]
-        return self.data != "train_step" or trainer.is_last_batch or self._measured_at % every == 0
-
     def _monitored(self) -> dict[str, float]:
         """The last measurement without its parts, such as layers, whose names have one slash more."""
         values = {**dict.fromkeys(self.headline, math.nan), **self.history[-1]}
         slashes = self.headline[0].count("/")
         return {self._logged(k): v for k, v in values.items() if k != "step" and k.count("/") <= slashes}
-
-    def _due_next(self, trainer: Trainer) -> bool:
-        """Whether the batch that begins may be one to look at, where a batch is one optimizer step at most."""
-        every = self.every_n_steps
-        return self._ends_an_epoch(trainer) if every is None else (self._last_step + 1) % every == 0
 
     # Leaving no trace
 
