@@ -22,11 +22,13 @@ the statistics of batch normalisation towards the target: where that is not want
 :func:`lightning_taskinfo.frozen_batchnorm_statistics`.
 """
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.data import DistributedSampler, IterableDataset
 
 from lightning_taskinfo._observe import trainable_parameters
 from lightning_taskinfo._warn import warn
@@ -39,6 +41,8 @@ from lightning_taskinfo.regularizers import (
     TemporalEnsembling,
     WeightInformation,
 )
+from lightning_taskinfo.regularizers._base import check_scalar
+from lightning_taskinfo.regularizers.information import warn_of_decay
 
 if TYPE_CHECKING:
     from lightning_taskinfo._lightning import LightningModule, Trainer
@@ -67,7 +71,7 @@ class PenaltyMixin(Base):
     """Optimizer steps between two measurements of the gradient-norm ratios; 0 turns them off."""
     _ratio_step: int = -1
 
-    def penalised(self, loss: Tensor, **penalties: Tensor) -> Tensor:
+    def penalised(self, loss: Tensor, *unnamed: NoReturn, **penalties: Tensor) -> Tensor:
         """Return the loss plus all penalties, and log what each is made of.
 
         Logged are ``loss/likelihood``, and for every penalty by name: ``<name>/penalty`` as it is added,
@@ -76,19 +80,21 @@ class PenaltyMixin(Base):
         loss's own. That measurement costs a backward pass for each, and leaves ``.grad`` alone.
 
         Args:
-            loss: The loss itself.
+            loss: The loss itself, a scalar.
+            *unnamed: Refused: a penalty needs the name that it is logged under.
             **penalties: Penalties by name, e.g. ``lautum=self.lautum_penalty(x_u, self(x_u))``.
 
         Returns:
             The sum, to be returned by ``training_step``.
 
         Raises:
-            ValueError: If a penalty is not a scalar tensor.
+            TypeError: If a penalty has no name.
+            ValueError: If the loss or a penalty is not a scalar tensor.
         """
-        for name, penalty in penalties.items():
-            if not isinstance(penalty, Tensor) or penalty.ndim:
-                found = tuple(penalty.shape) if isinstance(penalty, Tensor) else type(penalty).__name__
-                raise ValueError(f"`{name}` must be a scalar tensor, got {found}.")
+        if unnamed:
+            raise TypeError(f"Penalties must have names, `penalised(loss, name=penalty)`, got {len(unnamed)} without.")
+        for name, term in {"loss": loss, **penalties}.items():
+            check_scalar(name, term)
         if _trainer(self) is not None:
             self._log_penalties(loss, penalties)
         return loss + sum(penalties.values())
@@ -133,15 +139,22 @@ class InformationMixin(PenaltyMixin):
     """Trains the information in noisy weights; ``add_weight_noise`` and set ``self.information`` in ``__init__``."""
 
     information: WeightInformation
+    _looked_at_decay = False
 
     def information_penalty(self) -> Tensor:
         """Return ``(beta / N) * KL`` in nats a sample; N is the size of the labelled training set, or ``num_samples``.
+
+        Weight decay on the log-variances is warned about, once.
 
         Raises:
             ValueError: If ``num_samples`` was not given and the size of the training set cannot be told.
         """
         information = _regularizer(self, "information", WeightInformation)
-        N = information.num_samples or labeled_samples(self.trainer)
+        trainer = _trainer(self)
+        if not self._looked_at_decay and (optimizers := getattr(trainer, "optimizers", None)):
+            self._looked_at_decay = True
+            warn_of_decay(self, optimizers)
+        N = information.num_samples or labeled_samples(trainer)
         return information(self, num_samples=N, epoch=self.current_epoch)
 
 
@@ -226,7 +239,7 @@ class TemporalEnsemblingMixin(PenaltyMixin):
 
     temporal_ensembling: TemporalEnsembling
 
-    def temporal_ensembling_penalty(self, outputs: Tensor, index: Tensor) -> Tensor:
+    def temporal_ensembling_penalty(self, outputs: Tensor, index: Tensor | Sequence[int]) -> Tensor:
         """Return the weighted squared difference of the predictions from their average over the epochs.
 
         Args:
@@ -237,23 +250,37 @@ class TemporalEnsemblingMixin(PenaltyMixin):
         return regularizer(outputs, index, epoch=self.current_epoch)
 
 
-def labeled_samples(trainer: "Trainer") -> int:
+def labeled_samples(trainer: "Trainer | None") -> int:
     """Return the size of the labelled training set over all ranks, from the Trainer's loaders.
 
     Raises:
         ValueError: If it cannot be told.
     """
-    loader: Any = trainer.train_dataloader
+    from lightning_taskinfo.callbacks._pool import readable  # late: it loads Lightning
+
+    if trainer is None:
+        raise ValueError("`num_samples` must be given to WeightInformation in a module without a Trainer, got None.")
+    loader: Any = getattr(trainer, "train_dataloader", None)  # Fabric has none
     loader = getattr(loader, "iterables", loader)  # of a CombinedLoader
     if isinstance(loader, dict):
         loader = loader.get("labeled")
-    try:
-        return len(loader.dataset)
-    except (AttributeError, TypeError) as error:
-        raise ValueError(
-            "`num_samples` must be given to WeightInformation: the size of the labeled training set cannot be told "
-            f"from a train loader of type {type(loader).__name__}."
-        ) from error
+    sampler = _sampler(loader)
+    with suppress(AttributeError, TypeError):  # no loader, or something without a length
+        whole = readable(loader) or isinstance(loader.dataset, IterableDataset)
+        if whole or len(sampler) >= len(loader.dataset):
+            return len(loader.dataset)
+    raise ValueError(
+        "`num_samples` must be given to WeightInformation where the training loader does not say how many samples "
+        f"there are, got {type(loader).__name__}{f' with {type(sampler).__name__}' if sampler is not None else ''}."
+    )
+
+
+def _sampler(loader: Any) -> Any:
+    """What picks the samples of a loader, for all ranks."""
+    batches = getattr(loader, "batch_sampler", None)
+    sampler = getattr(loader, "sampler", None) if batches is None else getattr(batches, "sampler", batches)
+    drawn = getattr(sampler, "dataset", None) if isinstance(sampler, DistributedSampler) else sampler
+    return getattr(drawn, "_sampler", drawn)  # Lightning wraps a sampler of the user's so that ranks share it
 
 
 def _trainer(module: Any) -> "Trainer | None":

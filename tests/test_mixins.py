@@ -2,14 +2,17 @@
 
 import csv
 import itertools
+import warnings
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from lightning_taskinfo import mixins
+from lightning_taskinfo import TaskInfoWarning, mixins
 from lightning_taskinfo._lightning import NAMESPACES
 from lightning_taskinfo.regularizers import WeightInformation
+from lightning_taskinfo.variational import noisy_weights
 from tests.penalised_net import MIXINS, NAMESPACE, NETS, WEIGHTS, N, Net, Pairs, fit, loader
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # few workers, small log interval
@@ -176,11 +179,65 @@ def test_the_number_of_samples_is_that_of_the_labelled_set():
         assert mixins.labeled_samples(trainer) == N
 
 
-@pytest.mark.parametrize("train_loader", [[1, 2], {"unlabeled": loader()}, None])
-def test_refuses_loaders_without_a_length(train_loader):
+class Stream(torch.utils.data.IterableDataset):
+    """A stream that says how long it is."""
+
+    def __len__(self):
+        return N
+
+    def __iter__(self):
+        return iter(range(N))
+
+
+@pytest.mark.parametrize(
+    "train_loader",
+    [
+        DataLoader(Pairs(), sampler=WeightedRandomSampler([1.0] * N, 2 * N)),
+        DataLoader(Pairs(), sampler=DistributedSampler(Pairs(), num_replicas=2, rank=0)),
+        DataLoader(Pairs(), batch_size=None, sampler=torch.randperm(N).tolist()),
+        DataLoader(Pairs(), sampler=torch.utils.data.RandomSampler(Pairs(), num_samples=3)),  # others in each epoch
+        DataLoader(Stream()),
+    ],
+)
+def test_samplers_that_leave_nothing_out_leave_the_number_alone(train_loader):
+    assert mixins.labeled_samples(type("Trainer", (), {"train_dataloader": train_loader})) == N
+
+
+@pytest.mark.parametrize(
+    ("train_loader", "found"),
+    [
+        ([1, 2], "list"),
+        ({"unlabeled": loader()}, "NoneType"),
+        (None, "NoneType"),
+        (DataLoader(Pairs(), sampler=SubsetRandomSampler(range(9))), "DataLoader with SubsetRandomSampler"),
+        (DataLoader(Pairs(), batch_size=None, sampler=range(9)), "DataLoader with range"),
+        (DataLoader(Pairs(), batch_sampler=[[0, 1], [2]]), "DataLoader with list"),
+        (DataLoader(Pairs(), sampler=DistributedSampler(range(9), num_replicas=2, rank=0)), "DataLoader with range"),
+    ],
+)
+def test_refuses_loaders_that_do_not_say_how_many_samples_there_are(train_loader, found):
     trainer = type("Trainer", (), {"train_dataloader": train_loader})
-    with pytest.raises(ValueError, match="`num_samples` must be given to WeightInformation"):
+    message = "`num_samples` must be given to WeightInformation where the training loader does not say how many samples"
+    with pytest.raises(ValueError, match=f"{message} there are, got {found}"):
         mixins.labeled_samples(trainer)
+
+
+def test_a_sampler_that_lightning_shares_between_ranks_is_asked_itself():
+    fabric = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}[NAMESPACE]
+    wrapper = __import__(f"{fabric}.utilities.distributed", fromlist=["x"]).DistributedSamplerWrapper
+    for sampler in (SubsetRandomSampler(range(N)), SubsetRandomSampler(range(9))):
+        data = DataLoader(Pairs(), sampler=wrapper(sampler, num_replicas=2, rank=0))
+        trainer = type("Trainer", (), {"train_dataloader": data})
+        if len(sampler) == N:
+            assert mixins.labeled_samples(trainer) == N
+            continue
+        with pytest.raises(ValueError, match="there are, got DataLoader with SubsetRandomSampler"):
+            mixins.labeled_samples(trainer)
+
+
+def test_refuses_to_guess_the_number_of_samples_without_a_trainer():
+    with pytest.raises(ValueError, match="`num_samples` must be given to WeightInformation in a module without a Tra"):
+        Net({}).information_penalty()
 
 
 def test_refuses_a_missing_regularizer():
@@ -194,6 +251,13 @@ def test_refuses_a_missing_regularizer():
 def test_refuses_penalties_that_are_no_scalars(penalty, found):
     with pytest.raises(ValueError, match=f"`lautum` must be a scalar tensor, got {found}"):
         Net({}).penalised(torch.tensor(0.0), lautum=penalty)
+    with pytest.raises(ValueError, match=f"`loss` must be a scalar tensor, got {found}"):
+        Net({}).penalised(penalty, lautum=torch.tensor(0.0))
+
+
+def test_refuses_penalties_without_names():
+    with pytest.raises(TypeError, match=r"must have names, `penalised\(loss, name=penalty\)`, got 2 without"):
+        Net({}).penalised(*torch.zeros(3))
 
 
 def test_a_batch_without_unlabelled_inputs_is_named():
@@ -205,3 +269,31 @@ def test_num_samples_may_be_given_without_a_trainer():
     model = Net({})
     model.information = WeightInformation(1.0, num_samples=7)
     assert model.information_penalty().item() == pytest.approx(model.information.value.item() / 7)
+
+
+class Decaying(Net):
+    """Weight decay on everything, or on all but the log-variances."""
+
+    spared = False
+
+    def configure_optimizers(self):
+        named = [(name.endswith("log_variance"), p) for name, p in self.named_parameters()]
+        groups = [{"params": [p for is_variance, p in named if is_variance is which]} for which in (False, True)]
+        return torch.optim.AdamW([groups[0], {**groups[1], **({"weight_decay": 0.0} if self.spared else {})}])
+
+
+@pytest.mark.parametrize(("spared", "frozen", "expected"), [(False, False, 1), (True, False, 0), (False, True, 0)])
+def test_weight_decay_on_log_variances_is_warned_about_once(spared, frozen, expected):
+    model = Decaying({"information": 1.0})
+    model.spared = spared
+    for *_, noise in noisy_weights(model):
+        noise.log_variance.requires_grad_(not frozen)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        fit(model, max_epochs=2)
+    messages = [str(w.message) for w in seen if issubclass(w.category, TaskInfoWarning)]
+    assert len(messages) == expected
+    if expected:
+        start = "Weight decay pulls the standard deviations of 4 noisy weights to 1, `body.0.weight` among them"
+        assert messages[0].startswith(start)
+        assert messages[0].endswith("into a param group with `weight_decay=0`.")

@@ -357,7 +357,10 @@ def tied():
         (tied, "must not pick `0.weight`: it is tied to `1.weight`"),
         (lambda: nn.LSTM(2, 2), "must not pick `weight_ih_l0`: it is in a recurrent layer"),
         (lambda: spectral_norm(nn.Linear(2, 2, bias=False)), "original`: it is already parametrized"),
-        (lambda: add_weight_noise(nn.Linear(2, 2)), "it is already parametrized"),
+        (
+            lambda: add_weight_noise(nn.Linear(2, 2)),
+            "`model` must have plain weights, got noisy ones; call `re",
+        ),
         (lambda: nn.ReLU(), "must pick at least one trainable parameter of `model`, got none"),
     ],
 )
@@ -387,3 +390,17 @@ def test_refuses_arguments(arguments, match):
 def test_refuses_the_kl_of_a_plain_model():
     with pytest.raises(ValueError, match="`model` has no noisy weights"):
         weight_kl(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("model", [None, {}])
+def test_refuses_the_kl_of_no_model(model):
+    with pytest.raises(TypeError, match=f"`model` must be a Module, got {type(model).__name__}"):
+        weight_kl(model)
+
+
+def test_plain_weights_beside_noisy_ones_may_become_noisy():
+    net = nn.Sequential(add_weight_noise(nn.Linear(2, 2)), nn.Linear(2, 2))
+    add_weight_noise(net, parameters=lambda name, _: name.startswith("1."))
+    assert len([*noisy_weights(net)]) == 4
+    with pytest.raises(ValueError, match="`model` must have plain weights, got noisy ones"):
+        add_weight_noise(net, parameters=lambda name, _: name.endswith("0.log_variance"))

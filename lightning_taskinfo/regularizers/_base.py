@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_taskinfo._arguments import ArgumentsByName
+from lightning_taskinfo._warn import warn
 
 Ramp = Literal["constant", "linear", "sigmoid"]
 
@@ -78,6 +79,8 @@ class Regularizer(nn.Module, metaclass=ArgumentsByName):
         tensor(2.)
     """
 
+    _looked = False  # at the first call's arguments, for what goes wrong without an error
+
     def __init__(self, weight: float | WeightSchedule, *, argument: str = "weight") -> None:
         super().__init__()
         if not isinstance(weight, WeightSchedule):
@@ -96,6 +99,14 @@ class Regularizer(nn.Module, metaclass=ArgumentsByName):
         self.value = (objective if value is None else value).detach()
         self.weight = weight
         return weight * objective if weight else self.nothing(objective)
+
+    def _first_look(self, outputs: Tensor) -> bool:
+        """Whether this is the first call; outputs that look like probabilities are warned about in it."""
+        if self._looked:
+            return False
+        self._looked = True
+        warn_of_probabilities(outputs)
+        return True
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Regularizer":
         """Follow to other devices, but keep the precision: ``precision="bf16-true"`` is meant for the network."""
@@ -145,6 +156,23 @@ def check_rows(
             "last incomplete one (`drop_last=True`)."
         )
     return tensor
+
+
+def check_scalar(argument: str, tensor: object) -> None:
+    """Raise ``ValueError`` if ``tensor`` is no tensor, or has a shape."""
+    if not isinstance(tensor, Tensor) or tensor.ndim:
+        found = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise ValueError(f"`{argument}` must be a scalar tensor, got {found}.")
+
+
+def warn_of_probabilities(outputs: Tensor) -> None:
+    """Warn if ``outputs``, shape ``[B, C]``, look like probabilities where logits are asked for."""
+    p = outputs.detach().float()
+    if p.shape[1] > 1 and (p >= 0).all() and ((p.sum(1) - 1).abs() < 0.01).all():
+        warn(
+            "`outputs` should be logits, got what looks like probabilities: rows without negative values that sum to "
+            "1. Leave the softmax out, or pass the logarithms."
+        )
 
 
 def check_finite(argument: str, tensor: Tensor) -> None:

@@ -61,6 +61,27 @@ def fit_whitening(
     return whitening
 
 
+def warn_of_scale(whitened: Tensor, effective_dim: Tensor, *, factor: float = 100.0, minimum: int = 8) -> None:
+    """Warn if the variance of a batch is ``factor`` times, or a ``factor``-th of, what the fit expects.
+
+    Args:
+        whitened: Whitened inputs, shape ``[B, r]``; fewer than ``minimum`` of them say too little, and copies of one
+            input nothing.
+        effective_dim: Their expected total variance, of :class:`Whitening`.
+        factor: How far is too far.
+        minimum: Samples that are enough.
+    """
+    if len(whitened) < minimum:
+        return
+    # Around the batch's own mean: black images are not far from what images of bytes are like, as a whole.
+    ratio = float(whitened.var(0).sum() / effective_dim)  # NaN where the fit saw constants
+    if ratio > factor or 0 < ratio < 1 / factor:
+        warn(
+            f"`inputs` must be on the scale of what `fit_inputs` was given, got {ratio:.2g} times its variance: the "
+            "penalty means nothing then. Fit what the network is trained on, transforms included."
+        )
+
+
 def times_whitener(rows: Tensor, matrix: Tensor, *, transposed: bool = False, blocks: int = 8) -> Tensor:
     """Return ``rows @ matrix``, or ``rows @ matrix.T``, without the half of a triangular whitener that is zero.
 

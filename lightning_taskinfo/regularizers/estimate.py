@@ -58,8 +58,8 @@ def estimate_mutual_information(
     5 nats it reads too much, see :func:`.functional.mutual_information.smile`.
 
     Args:
-        inputs: Samples, shape ``[N, *input_shape]``.
-        features: Their features, shape ``[N, F]``.
+        inputs: Samples, shape ``[N, *input_shape]``, or ``[N]`` for one number each.
+        features: Their features, shape ``[N, F]``, or ``[N]`` for one number each.
         critic: ``"separable"``, ``"bilinear"``, ``"concatenated"``, or a module that maps ``B`` inputs and features to
             scores ``[B, B]``; it is copied, not changed.
         steps: Training steps.
@@ -84,6 +84,9 @@ def estimate_mutual_information(
         True
     """
     check_negatives(negatives)
+    inputs, features = _column("inputs", inputs), _column("features", features)
+    if features.ndim > 2 and not isinstance(critic, nn.Module):
+        raise ValueError(f"`features` must have shape [N, F], got {tuple(features.shape)}.")
     if len(inputs) < SAMPLES:
         raise ValueError(f"`inputs` must hold at least {SAMPLES} samples, got {len(inputs)}.")
     if steps < 1 or batch_size < 2:
@@ -108,6 +111,13 @@ def estimate_mutual_information(
     fresh = fresh.to(inputs.device).float().requires_grad_()
     best = _train(fresh, x, z, held_out[0], steps, batch_size, learning_rate, negatives, generator)
     return _read(best, *held_out[1], clip)
+
+
+def _column(argument: str, tensor: Tensor) -> Tensor:
+    """Read one number a sample, shape ``[N]``, as ``[N, 1]``."""
+    if not tensor.ndim:
+        raise ValueError(f"`{argument}` must hold a row for each sample, got a tensor without a shape.")
+    return tensor[:, None] if tensor.ndim == 1 else tensor
 
 
 def _standardised(parts: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:

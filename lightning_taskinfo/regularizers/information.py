@@ -1,9 +1,13 @@
 """Information in the weights as a penalty."""
 
-from torch import Tensor, nn
+from collections.abc import Iterable
 
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_taskinfo._warn import warn
 from lightning_taskinfo.regularizers._base import Regularizer, WeightSchedule
-from lightning_taskinfo.variational import weight_kl
+from lightning_taskinfo.variational import noisy_weights, weight_kl
 
 
 class WeightInformation(Regularizer):
@@ -12,7 +16,8 @@ class WeightInformation(Regularizer):
     .. math:: \frac1N C_\beta = \mathbb{E}_Q[L_D]/N + \frac{\beta}{N}\,\mathrm{KL}(Q \| P)
 
     The model's weights must be noisy (:func:`lightning_taskinfo.add_weight_noise`). :math:`N` is the size of the
-    labelled training set over all ranks, never of a batch; :math:`\beta = 1` is the ELBO.
+    labelled training set over all ranks, never of a batch; :math:`\beta = 1` is the ELBO. Give the parameters whose
+    names end with ``log_variance`` no weight decay: it would pull every standard deviation to 1.
 
     Args:
         beta: Factor of the divergence beside the **sum** loss, or a :class:`WeightSchedule`.
@@ -60,3 +65,15 @@ class WeightInformation(Regularizer):
             raise ValueError("`num_samples` must be given: the size of the labeled training set over all ranks.")
         kl = weight_kl(model)
         return self.penalty(kl / N, self.schedule(epoch), value=kl)
+
+
+def warn_of_decay(model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+    """Warn if the weight decay of an optimizer works on log-variances: it pulls standard deviations to 1."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups if group.get("weight_decay")]
+    decayed = {id(p) for group in groups for p in group["params"] if p.requires_grad}
+    names = [name for name, _, noise in noisy_weights(model) if id(noise.log_variance) in decayed]
+    if names:
+        warn(
+            f"Weight decay pulls the standard deviations of {len(names)} noisy weights to 1, `{names[0]}` among them: "
+            "put the parameters whose names end with `log_variance` into a param group with `weight_decay=0`."
+        )

@@ -11,7 +11,7 @@ from lightning_taskinfo._observe import observing
 from lightning_taskinfo.functional.gaussian import lautum_from_correlations
 from lightning_taskinfo.regularizers._base import Regularizer, WeightSchedule, check_finite, check_rows, checked_shape
 from lightning_taskinfo.regularizers._ranks import mean_over_ranks, world_size
-from lightning_taskinfo.regularizers._whitening import fit_whitening, flat_inputs, times_whitener
+from lightning_taskinfo.regularizers._whitening import fit_whitening, flat_inputs, times_whitener, warn_of_scale
 
 
 class Lautum(Regularizer):
@@ -144,6 +144,7 @@ class Lautum(Regularizer):
             buffer.copy_(value)
         for average in (self.cov_w, self.cov_wx, self.steps, self.waiting_w, self.waiting_wx, self.waiting_steps):
             average.zero_()
+        self._looked = False
         return self
 
     def forward(self, inputs: Tensor, outputs: Tensor, *, epoch: int = 0) -> Tensor:
@@ -171,6 +172,8 @@ class Lautum(Regularizer):
             x = inputs.detach().flatten(1).float() - self.mean
             w = self._gradients(inputs, outputs, epoch) if self.proxy == "jacobian" else outputs.float()
             x, w = x if self.whole else x @ self.whitener.T, w - w.mean(0)
+            if self._first_look(outputs):
+                warn_of_scale(self._whitened(x[:64]), self.effective_dim)
             local = self._of_batch(x, w.detach())
             averages = self._averages(local)
             if _finite(*local) and averages is not None:

@@ -100,9 +100,11 @@ class LocalMinimumRegularizer(Regularizer):
             ``weight * R``, a scalar; :attr:`value` is ``R``. Zero before the start, without any computation.
 
         Raises:
-            ValueError: If weights are in half precision, the batch has fewer samples than parts, or
-                ``learning_rate`` is missing.
+            TypeError: If ``model`` is no module, or ``loss_fn`` no function that returns a tensor.
+            ValueError: If weights are in half precision, the batch has fewer samples than parts, the loss is no scalar,
+                or ``learning_rate`` is missing.
         """
+        _check_kinds(model, loss_fn, batch)
         parameters = trainable_parameters(model)
         _check_precision(parameters)
         some = next(iter(parameters.values()))
@@ -163,6 +165,10 @@ def _loss_and_gradient(
         swapped(model, parameters.values(), leaves.values()),
     ):
         loss = loss_fn(part)
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"`loss_fn` must return a scalar tensor, got {type(loss).__name__}.")
+    if loss.ndim:
+        raise ValueError(f"`loss_fn` must return a scalar, got shape {tuple(loss.shape)}: take the mean.")
     gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
     filled = (torch.zeros_like(w) if g is None else g for g, w in zip(gradients, leaves.values(), strict=True))
     return loss.detach(), dict(zip(leaves, filled, strict=True))
@@ -190,6 +196,14 @@ def split_batch(batch: Any, parts: int) -> list[Any]:
         return leaf[i * size : (i + 1) * size] if isinstance(leaf, Tensor) and leaf.ndim else leaf
 
     return [tree_unflatten([cut(leaf, i) for leaf in leaves], structure) for i in range(parts)]
+
+
+def _check_kinds(model: object, loss_fn: object, batch: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"`model` must be a Module, got {type(model).__name__}.")
+    if not callable(loss_fn):
+        hint = ": it comes before `batch`" if callable(batch) else ": pass `lambda part: loss(net(part[0]), part[1])`"
+        raise TypeError(f"`loss_fn` must be a function of a part of the batch, got {type(loss_fn).__name__}{hint}.")
 
 
 def _check_precision(parameters: dict[str, nn.Parameter]) -> None:

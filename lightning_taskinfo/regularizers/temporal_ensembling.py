@@ -1,5 +1,7 @@
 """Temporal Ensembling: agree with an average of one's own earlier predictions."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -76,23 +78,27 @@ class TemporalEnsembling(Regularizer):
         self.register_buffer("count", torch.zeros(num_samples, dtype=torch.int32))
         self.register_buffer("last_epoch", torch.full((num_samples,), -1, dtype=torch.int32))
 
-    def forward(self, outputs: Tensor, index: Tensor, *, epoch: int) -> Tensor:
+    def forward(self, outputs: Tensor, index: Tensor | Sequence[int], *, epoch: int | None = None) -> Tensor:
         """Return the penalty, and in train mode move the averages of these samples.
 
         Args:
             outputs: Logits, shape ``[B, C]``.
-            index: Which samples these are, integers below ``num_samples``, shape ``[B]``.
-            epoch: Current epoch, counted from 0.
+            index: Which samples these are, whole numbers below ``num_samples``, shape ``[B]``.
+            epoch: Current epoch, counted from 0. It has to be given: averages move once an epoch, and in epoch 0 the
+                penalty is 0.
 
         Returns:
             ``weight`` times the mean squared difference, a scalar; :attr:`value` is that difference.
 
         Raises:
+            TypeError: If ``index`` is not of whole numbers, or ``epoch`` is missing.
             ValueError: If shapes are wrong, or an index is out of range.
         """
+        if epoch is None:
+            raise TypeError("`epoch` must be given, counted from 0: the averages move once an epoch, got None.")
         check_rows("outputs", outputs, (self.num_outputs,), minimum=1)
-        if index.shape != outputs.shape[:1] or index.is_floating_point():
-            raise ValueError(f"`index` must hold {len(outputs)} integers, got {index.dtype} of {tuple(index.shape)}.")
+        index = _checked_index(index, len(outputs)).to(self.average.device)
+        self._first_look(outputs)
         if index.min() < 0 or index.max() >= len(self.average):
             raise ValueError(
                 f"`index` must be in [0, {len(self.average)}), got {int(index.min())} to {int(index.max())}: is "
@@ -119,3 +125,17 @@ class TemporalEnsembling(Regularizer):
         self.average[index] = moved.to(self.average.dtype)
         self.count[index] += 1
         self.last_epoch[index] = epoch
+
+
+def _checked_index(index: object, rows: int) -> Tensor:
+    """Return the numbers of the samples as a tensor of 64-bit integers: torch reads bytes as a mask."""
+    rule = f"`index` must be whole numbers, one for each sample, shape [{rows}]"
+    try:
+        tensor = index if isinstance(index, Tensor) else torch.tensor(index)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"{rule}, got {type(index).__name__}.") from None
+    if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.is_complex():
+        raise TypeError(f"{rule}, got {tensor.dtype}.")
+    if tensor.shape != (rows,):
+        raise ValueError(f"{rule}, got shape {tuple(tensor.shape)}.")
+    return tensor.long()

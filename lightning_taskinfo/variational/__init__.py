@@ -94,10 +94,16 @@ def _pick(model: nn.Module, parameters: Callable[[str, nn.Parameter], bool] | No
         raise ValueError("`parameters` must pick at least one trainable parameter of `model`, got none.")
     for name, p in picked.items():
         owner = model.get_submodule(name.rpartition(".")[0])
+        inner = owner[0] if isinstance(owner, parametrize.ParametrizationList) else owner
+        if isinstance(inner, NoisyWeight):
+            raise ValueError(
+                "`model` must have plain weights, got noisy ones; call `remove_weight_noise(model)` first, or let "
+                "`parameters` pick the plain ones."
+            )
         tied = [other for other, q in named if q is p and other != name]
         problem = (
             f"tied to `{tied[0]}`, and would get other noise there" if tied
-            else "already parametrized" if isinstance(owner, parametrize.ParametrizationList | NoisyWeight)
+            else "already parametrized" if isinstance(owner, parametrize.ParametrizationList)
             else "in a recurrent layer, which keeps references to it" if isinstance(owner, nn.RNNBase)
             else None
         )  # fmt: skip
@@ -127,6 +133,7 @@ def weight_kl(model: nn.Module) -> Tensor:
         model: A module with noisy weights.
 
     Raises:
+        TypeError: If ``model`` is no module.
         ValueError: If ``model`` has no noisy weights.
 
     Example:
@@ -134,6 +141,8 @@ def weight_kl(model: nn.Module) -> Tensor:
         >>> weight_kl(net).item()
         0.0
     """
+    if not isinstance(model, nn.Module):  # not `checked_arguments`: a compiled training step would warn of its cache
+        raise TypeError(f"`model` must be a Module, got {type(model).__name__}.")
     terms = [noise.kl(mean) for _, mean, noise in noisy_weights(model)]
     if not terms:
         raise ValueError("`model` has no noisy weights: call `add_weight_noise(model)` first.")

@@ -129,6 +129,13 @@ def test_the_same_seed_gives_the_same_number_and_leaves_generator_and_critic_alo
         (torch.zeros(39, 2), torch.zeros(39, 2), r"`inputs` must hold at least 40 samples, got 39\.$"),
         (torch.zeros(50, 2), torch.zeros(49, 2), r"`features` must have shape \[50, 2\], got \(49, 2\)"),
         (torch.zeros(50, 2), torch.full((50, 2), torch.nan), "`features` must be finite, got 100 values"),
+        (torch.zeros(50, 2), torch.zeros(50, 2, 2), r"`features` must have shape \[N, F\], got \(50, 2, 2\)"),
+        (
+            torch.zeros(50, 2),
+            torch.tensor(0.0),
+            "`features` must hold a row for each sample, got a tensor without",
+        ),
+        (torch.tensor(0.0), torch.zeros(50, 2), "`inputs` must hold a row for each sample, got a tensor without"),
     ],
 )
 def test_refuses(x, z, match):
@@ -166,3 +173,19 @@ def test_the_critic_may_be_trained_with_all_pairs_as_negatives():
 def test_refuses_other_negatives():
     with pytest.raises(ValueError, match="`negatives` must be 'others' or 'all', got 'none'"):
         estimate_mutual_information(torch.zeros(50, 2), torch.zeros(50, 2), negatives="none")
+
+
+def test_one_number_a_sample_is_a_column():
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(400, generator=g)
+    z = x + 0.1 * torch.randn(400, generator=g)
+    estimate = estimate_mutual_information(x, z, steps=40)
+    assert estimate == estimate_mutual_information(x[:, None], z[:, None], steps=40)
+    assert estimate.nats > 0
+
+
+def test_a_critic_of_ones_own_may_read_features_of_any_shape():
+    x = torch.randn(60, 2, 2, generator=torch.Generator().manual_seed(0))
+    critic = make_critic("separable", (2, 2), 4)
+    critic.feature_tower = torch.nn.Sequential(torch.nn.Flatten(), critic.feature_tower)
+    assert estimate_mutual_information(x, x, critic=critic, steps=1).samples == 12

@@ -219,3 +219,35 @@ def test_parts_are_equal_and_keep_the_structure():
     parts = split_batch({"x": torch.arange(11), "pair": [torch.arange(11), "name"]}, 3)
     assert [part["x"].tolist() for part in parts] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
     assert all(part["pair"][1] == "name" and torch.equal(part["pair"][0], part["x"]) for part in parts)
+
+
+@pytest.mark.parametrize("start", [0, 5])  # also where the penalty is not due yet
+def test_refuses_a_loss_in_place_of_its_function(start):
+    net, batch, loss_fn = problem()
+    message = r"`loss_fn` must be a function of a part of the batch, got Tensor: pass `lambda part: loss\(net"
+    with pytest.raises(TypeError, match=message):
+        LocalMinimumRegularizer(start=start)(net, loss_fn(batch), batch)
+
+
+def test_refuses_swapped_arguments():
+    net, batch, loss_fn = problem()
+    regularizer = LocalMinimumRegularizer(start=0)
+    with pytest.raises(TypeError, match=r"`loss_fn` must be a function .* got tuple: it comes before `batch`"):
+        regularizer(net, batch, loss_fn)
+    with pytest.raises(TypeError, match="`model` must be a Module, got function"):
+        regularizer(loss_fn, net, batch)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "found"),
+    [
+        (lambda loss: loss.expand(4), ValueError, r"a scalar, got shape \(4,\): take the mean"),
+        (lambda loss: loss.view(1), ValueError, r"a scalar, got shape \(1,\): take the mean"),
+        (lambda loss: loss.item(), TypeError, "a scalar tensor, got float"),
+        (lambda loss: {"loss": loss}, TypeError, "a scalar tensor, got dict"),
+    ],
+)
+def test_refuses_a_function_whose_loss_is_no_scalar(change, error, found):
+    net, batch, loss_fn = problem()
+    with pytest.raises(error, match=f"`loss_fn` must return {found}"):
+        LocalMinimumRegularizer(parts=3, start=0)(net, lambda part: change(loss_fn(part)), batch)

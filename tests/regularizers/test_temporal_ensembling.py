@@ -1,5 +1,6 @@
 """Temporal Ensembling against a dictionary of averages, and its state through checkpoints."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -120,12 +121,16 @@ def test_refuses_arguments(arguments, match):
         TemporalEnsembling(**{"num_samples": 10, "num_outputs": 3, **arguments})
 
 
+RULE = r"`index` must be whole numbers, one for each sample, shape \[2\]"
+
+
 @pytest.mark.parametrize(
     ("outputs", "index", "match"),
     [
         (torch.zeros(2, 4), torch.arange(2), r"`outputs` must have shape \[B, 3\], got \(2, 4\)"),
-        (torch.zeros(2, 3), torch.arange(3), "`index` must hold 2 integers, got torch.int64 of"),
-        (torch.zeros(2, 3), torch.zeros(2), "`index` must hold 2 integers, got torch.float32"),
+        (torch.zeros(2, 3), torch.arange(3), rf"{RULE}, got shape \(3,\)"),
+        (torch.zeros(2, 3), 1, rf"{RULE}, got shape \(\)"),
+        (torch.zeros(2, 3), [[0], [1]], rf"{RULE}, got shape \(2, 1\)"),
         (torch.zeros(2, 3), torch.tensor([1, 10]), r"`index` must be in \[0, 10\), got 1 to 10: is `num_samples`"),
         (torch.zeros(2, 3), torch.tensor([-1, 1]), r"`index` must be in \[0, 10\), got -1 to 1"),
     ],
@@ -133,3 +138,35 @@ def test_refuses_arguments(arguments, match):
 def test_refuses_batches(outputs, index, match):
     with pytest.raises(ValueError, match=match):
         TemporalEnsembling(10, 3, weight=1.0)(outputs, index, epoch=1)
+
+
+@pytest.mark.parametrize(
+    ("index", "found"),
+    [
+        (torch.zeros(2), "torch.float32"),
+        (torch.tensor([True, False]), "torch.bool"),
+        (np.array([0.0, 1.0]), "torch.float64"),
+        ([0.5, 1.0], "torch.float32"),
+        (True, "torch.bool"),
+        (["a", "b"], "list"),
+        (None, "NoneType"),
+    ],
+)
+def test_refuses_an_index_of_another_kind(index, found):
+    with pytest.raises(TypeError, match=f"{RULE}, got {found}"):
+        TemporalEnsembling(10, 3, weight=1.0)(torch.zeros(2, 3), index, epoch=1)
+
+
+@pytest.mark.parametrize("index", [[7, 3], (7, 3), np.array([7, 3]), torch.tensor([7, 3], dtype=torch.uint8)])
+def test_whole_numbers_of_any_kind_are_an_index(index):
+    ensembling, expected = (TemporalEnsembling(10, 3, weight=1.0) for _ in range(2))
+    for epoch in range(2):
+        penalty = ensembling(logits(2, seed=epoch), index, epoch=epoch)
+        assert penalty == expected(logits(2, seed=epoch), torch.tensor([7, 3]), epoch=epoch)
+    assert torch.equal(ensembling.average, expected.average)
+
+
+def test_refuses_to_be_called_without_the_epoch():
+    """With 0 by default every call would be one of epoch 0, where the penalty is nothing."""
+    with pytest.raises(TypeError, match="`epoch` must be given, counted from 0: the averages move once an epoch"):
+        TemporalEnsembling(10, 3, weight=1.0)(torch.zeros(2, 3), torch.arange(2))
