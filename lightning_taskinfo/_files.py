@@ -59,6 +59,25 @@ def read_json(path: str | os.PathLike[str]) -> Any:
         raise ValueError(f"{path}: not a readable JSON file ({error}); delete it to compute it again.") from error
 
 
+def make_folder(folder: str | os.PathLike[str], *, argument: str = "folder") -> Path:
+    """Make ``folder`` where it is missing, with the folders above it.
+
+    Args:
+        folder: The folder.
+        argument: What the caller calls it, for the message.
+
+    Raises:
+        ValueError: If it is a file, or below one.
+    """
+    folder = Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        file = next(path for path in (folder, *folder.parents) if path.exists())
+        raise ValueError(f"`{argument}` must be a folder, got the file {file}.") from error
+    return folder
+
+
 def claim_folder(folder: str | os.PathLike[str], configuration: Mapping[str, Any], *, argument: str = "folder") -> None:
     """Make ``folder`` the place of one configuration, or see that it is: results of two are never mixed.
 
@@ -68,10 +87,9 @@ def claim_folder(folder: str | os.PathLike[str], configuration: Mapping[str, Any
         argument: What the caller calls the folder, for the message.
 
     Raises:
-        ValueError: If the folder belongs to another configuration; the message lists what differs.
+        ValueError: If the folder is a file, or belongs to another configuration; the message lists what differs.
     """
-    path = Path(folder) / "configuration.json"
-    Path(folder).mkdir(parents=True, exist_ok=True)
+    path = make_folder(folder, argument=argument) / "configuration.json"
     mine = json.loads(json.dumps(configuration))  # tuples as lists, as they will be read
     if not path.exists():
         write_json(path, mine)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lightning_taskinfo import cli
+from lightning_taskinfo.cli import _without_brackets
 from lightning_taskinfo.tasks.phase_diagram import simulate_phase_diagram
 
 SMALL = ["--dimension=20", "--repetitions=3", "--angles=2", "--gammas=[0.5,1.5]"]
@@ -68,18 +69,41 @@ def test_unknown_words_end_with_2(arguments, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "bracketed"),
+    ("arguments", "option", "got"),
     [
-        (["transfer", "--labels=12"], True),
-        (["transfer", "--methods", "lautum"], True),
-        (["complexity", "--tasks=digits"], True),
-        (["complexity", "--steps=many"], False),
+        (["transfer", "--labels=12"], "labels", "12"),
+        (["transfer", "--methods", "lautum"], "methods", "lautum"),
+        (["complexity", "--tasks=digits"], "tasks", "digits"),
+        (["certify", "--model=a", "--checkpoint=b", "--data=c", "--betas=1,2"], "betas", "1,2"),
     ],
 )
-def test_a_list_without_brackets_is_told_to_have_them(arguments, bracketed, capsys):
+def test_a_list_without_brackets_is_told_to_have_them_in_one_sentence(arguments, option, got, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(arguments)
+    assert stopped.value.code == 2
+    sentence = f"`{option}` must be a list in brackets, got {got}; one value is '[a]', two are '[a,b]'."
+    assert capsys.readouterr().err == f"taskinfo: error: {sentence}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message", "bracketed"),
+    [
+        (["certify", "--model=a", "--checkpoint=b", "--data=c", "--structure=kron,neuron"], "kron,neuron", True),
+        (["complexity", "--steps=many"], "many", False),
+        (["complexity", "--tasks=[digits]", "--betas=[a]"], "Got value: a", False),
+    ],
+)
+def test_what_may_be_more_than_a_list_is_told_as_it_is(arguments, message, bracketed, capsys):
     with pytest.raises(SystemExit):
         cli.main(arguments)
-    assert capsys.readouterr().err.endswith("in brackets, and so does one: '[a,b]', '[a]'.\n") is bracketed
+    written = capsys.readouterr().err
+    assert message in written
+    assert written.startswith("usage: ")
+    assert written.endswith("Several values stand in brackets: '[a,b]'.\n") is bracketed
+
+
+def test_a_message_without_a_list_stays():
+    assert _without_brackets('Parser key "model":\n  No such thing. Got value: 3') is None
 
 
 def test_an_interrupt_ends_with_130_and_a_sentence(monkeypatch, capsys):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from lightning_taskinfo import cli
 from lightning_taskinfo.cli.distance import _text
 from lightning_taskinfo.data import ArrayData, save_npz
+from lightning_taskinfo.data.variants import VARIANTS
 
 SMALL = ["--max_samples=40", "--width=4", "--steps=3"]
 
@@ -74,6 +76,8 @@ def test_complexity_takes_the_path_of_an_npz_file_and_writes_into_its_folder_alo
     ("arguments", "message"),
     [
         (["complexity", "--max_samples=3"], "`max_samples` must be at least 8, got 3."),
+        (["complexity", "--steps=-5"], "error: `steps` must be at least 1, got -5."),
+        (["distance", "--steps=-5"], "error: `steps` must be at least 1, got -5."),
         (["complexity", "--tasks=[numbers]"], "'numbers' was not found"),
         (["complexity", "--betas=[0]"], "`betas` must be positive numbers"),
         (["distance", "--seeds=0"], "`seeds` must be at least 1, got 0."),
@@ -87,3 +91,9 @@ def test_wrong_values_end_with_2_and_their_message(arguments, message, tmp_path,
     written = capsys.readouterr()
     assert message in written.err
     assert not written.out
+
+
+@pytest.mark.parametrize("command", ["complexity", "distance", "embed"])
+def test_the_help_has_every_variant(command):
+    told = cli.COMMANDS[command].__doc__
+    assert all(re.sub("-[0-9].*", "-", variant) in told for variant in VARIANTS)

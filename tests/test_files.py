@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from lightning_taskinfo._files import atomic_write, claim_folder, read_json, write_json
+from lightning_taskinfo._files import atomic_write, claim_folder, make_folder, read_json, write_json
 
 
 def test_the_old_file_stays_when_writing_fails(tmp_path):
@@ -66,3 +66,12 @@ def test_a_folder_keeps_its_configuration(tmp_path):
     assert "seed" not in str(caught.value)
     assert "sizes" not in str(caught.value)
     claim_folder(tmp_path / "run", {"seed": 0, "stage": {"epochs": 3, "sizes": (1, 2)}})  # nothing was overwritten
+
+
+@pytest.mark.parametrize("below", ["", "run", "run/of/mine"])
+def test_a_file_is_no_folder(tmp_path, below):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(ValueError, match=rf"^`out` must be a folder, got the file {tmp_path}/file\.$"):
+        claim_folder(tmp_path / "file" / below, {"seed": 0}, argument="out")
+    assert (tmp_path / "file").read_text() == "in the way"
+    assert make_folder(tmp_path / "new" / below).is_dir()

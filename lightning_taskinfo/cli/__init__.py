@@ -1,5 +1,6 @@
 """The command line, ``taskinfo …``: a command is a documented function in :data:`COMMANDS`, and nothing else."""
 
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
@@ -20,6 +21,8 @@ COMMANDS: dict[str, Callable[..., str]] = {
     "transfer": transfer,
 }
 
+LISTS = {"<class 'list'>", "<class 'tuple'>"}
+
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run one command and write what it returns; ``taskinfo --help`` lists them.
@@ -39,8 +42,10 @@ def main(args: Sequence[str] | None = None) -> int:
 
     class Parser(ArgumentParser):
         def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-            if any(f"Expected a <class '{kind}'>" in message for kind in ("list", "tuple")):
-                message += "\n  Several values stand in brackets, and so does one: '[a,b]', '[a]'."
+            if sentence := _without_brackets(message):
+                self.exit(2, f"taskinfo: error: {sentence}\n")
+            if any(f"Expected a {kind}" in message for kind in LISTS):
+                message += "\n  Several values stand in brackets: '[a,b]'."
             super().error(message, ex)
 
     try:
@@ -54,6 +59,16 @@ def main(args: Sequence[str] | None = None) -> int:
         return 130
     sys.stdout.write(f"{text}\n")
     return 0
+
+
+def _without_brackets(message: str) -> str | None:
+    """What to say in place of jsonargparse's message, if that is of a list and nothing else."""
+    kinds = set(re.findall(r"Expected a (.+?)(?:\.|$)", message, re.MULTILINE))
+    named = re.search(r'Parser key "(.+?)"', message)
+    given = re.search(r"(?:Got|Given) value: (.*)", message)
+    if not named or not given or not kinds & LISTS or kinds - LISTS - {"<class 'NoneType'>"}:
+        return None
+    return f"`{named[1]}` must be a list in brackets, got {given[1]}; one value is '[a]', two are '[a,b]'."
 
 
 def _underscored(args: Sequence[str] | None) -> list[str]:

@@ -1,8 +1,10 @@
 """Networks by import path, with weights from files that are read without running anything in them."""
 
 import importlib
+import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from pickle import UnpicklingError
@@ -36,16 +38,37 @@ def load_networks(
     return trained, filled(build(path, arguments), center, "prior_checkpoint", start)
 
 
+@contextmanager
+def current_folder_imported() -> Iterator[None]:
+    """Let modules of the current folder be imported, by processes too that are started meanwhile.
+
+    A console script does not look there by itself.
+    """
+    folder = os.getcwd()
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
+
+
+def find(path: str) -> Any:
+    """Return what an import path names.
+
+    Raises:
+        AttributeError, ImportError or ValueError: If there is no such thing.
+    """
+    module, _, name = path.rpartition(".")
+    with current_folder_imported():
+        return getattr(importlib.import_module(module), name)
+
+
 def build(path: str, arguments: Mapping[str, Any]) -> nn.Module:
     """Import and make a network."""
-    module, _, name = path.rpartition(".")
-    sys.path.insert(0, "")  # where the user stands; a console script does not look there
     try:
-        factory = getattr(importlib.import_module(module), name)
+        factory = find(path)
     except (AttributeError, ImportError, ValueError) as error:
         raise ValueError(f"`model` must be the import path of a class or function, got {path!r} ({error}).") from error
-    finally:
-        sys.path.remove("")
     try:
         model = factory(**arguments)
     except TypeError as error:

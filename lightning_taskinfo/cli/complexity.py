@@ -27,7 +27,7 @@ def complexity(
 
     Args:
         tasks: What to measure: digits, letters, an npz file or a folder of idx files, several with + in between; and
-            behind colons even-odd, small-large, inverted, random-labels or only-<class>-<class>….
+            behind colons even-odd, small-large, inverted, random-labels, one-<class> or only-<class>-<class>….
         folder: Folder for complexity.json, complexity.png and what an interrupted call continues from.
         betas: Prices of a nat, beside the sum of the loss.
         max_samples: At most this many samples of each task; complexities are comparable at equal numbers only.
@@ -46,8 +46,9 @@ def complexity(
     """
     from lightning_taskinfo.tasks._task_plots import plot_structure_functions
 
-    if max_samples < 8:
-        raise ValueError(f"`max_samples` must be at least 8, got {max_samples}.")
+    for argument, value, least in (("steps", steps, 1), ("max_samples", max_samples, 8)):
+        if value < least:
+            raise ValueError(f"`{argument}` must be at least {least}, got {value}.")
     loaded = [prepare_task(spec, max_samples=max_samples, size=size, seed=seed, data_dir=data_dir) for spec in tasks]
     training = Training(pretrain_steps=steps, steps=steps)
 

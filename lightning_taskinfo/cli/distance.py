@@ -32,7 +32,7 @@ def distance(
 
     Args:
         tasks: What to compare: digits, letters, an npz file or a folder of idx files, several with + in between; and
-            behind colons even-odd, small-large, inverted, random-labels or only-<class>-<class>….
+            behind colons even-odd, small-large, inverted, random-labels, one-<class> or only-<class>-<class>….
         folder: Folder for distance.json, distance.png and what an interrupted call continues from.
         beta: Price of a nat, beside the sum of the loss of the task that is known.
         method: variational trains noisy weights, laplace plain ones, with the closed form around them.
@@ -51,7 +51,7 @@ def distance(
     Raises:
         ValueError: If an argument is outside its domain, or the folder holds another measurement.
     """
-    for argument, value, least in (("seeds", seeds, 1), ("max_samples", max_samples, 8)):
+    for argument, value, least in (("seeds", seeds, 1), ("steps", steps, 1), ("max_samples", max_samples, 8)):
         if value < least:
             raise ValueError(f"`{argument}` must be at least {least}, got {value}.")
     loaded = {spec: prepare_task(spec, max_samples=max_samples, size=size, data_dir=data_dir) for spec in tasks}

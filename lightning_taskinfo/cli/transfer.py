@@ -2,14 +2,15 @@
 
 import os
 import re
+import shutil
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
+from lightning_taskinfo.cli._networks import current_folder_imported, find
 from lightning_taskinfo.transfer import BACKBONES, Stages, TransferDataModule, TransferReport
 from lightning_taskinfo.transfer import transfer as run_transfer
 from lightning_taskinfo.transfer.run import group_name
@@ -47,7 +48,7 @@ def transfer(
         labels: Numbers of target labels.
         seeds: How many seeds; each decides split, initial weights and order.
         model: The backbone: mlp, small_cnn, large_cnn, resnet20, or the import path of a function that makes a network
-            for an image shape.
+            for an image shape, such as package.module.backbone; modules of the current folder are found too.
         stages: How long and how each stage trains.
         weights: Weights of the penalties by name, where not the default.
         batch_size: Samples in a labelled batch, and in an unlabelled one.
@@ -82,7 +83,7 @@ def transfer(
         batch_size=batch_size,
         data_dir=data_dir,
     )
-    with _executor(dask) as executor:
+    with current_folder_imported(), _executor(dask) as executor:
         report = run_transfer(
             _backbone(model),
             data,
@@ -113,9 +114,18 @@ def _written(report: TransferReport, folder: Path, logger: LoggerKind, project: 
         run = log_to_wandb(
             report, project=project, group=group_name(report.name, folder), mode=mode, folder=folder / "logs"
         )
-        wandb = os.path.relpath(Path(sys.executable).with_name("wandb"))
-        lines += [f"Offline run: {run}", f"Look at it:  {wandb} leet {run}"] if mode == "offline" else [f"Run: {run}"]
+        lines += (
+            [f"Offline run: {run}", f"Look at it:  {_wandb()} leet {run}"] if mode == "offline" else [f"Run: {run}"]
+        )
     return "\n".join(lines)
+
+
+def _wandb() -> str:
+    """How to call Weights & Biases from here: by its name, or else by the shorter path."""
+    if shutil.which("wandb"):
+        return "wandb"
+    path = str(Path(sys.executable).with_name("wandb"))
+    return min(os.path.join(os.path.relpath(os.path.dirname(path)), "wandb"), path, key=len)  # ./wandb, not a bare name
 
 
 def _pair(pair: str) -> tuple[str, str]:
@@ -128,9 +138,8 @@ def _pair(pair: str) -> tuple[str, str]:
 def _backbone(name: str) -> Any:
     if name in BACKBONES:
         return name
-    module, _, function = name.rpartition(".")
     try:
-        return getattr(import_module(module), function)
+        return find(name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
             f"`model` must be one of {', '.join(BACKBONES)} or a function's import path, got {name!r} ({error})."

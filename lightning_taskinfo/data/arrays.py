@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch.utils.data import TensorDataset
 
 from lightning_taskinfo._warn import warn
+from lightning_taskinfo.data._images import as_images, as_labels
 
 
 @dataclass(frozen=True, eq=False)
@@ -16,15 +17,16 @@ class ArrayData:
     """Labelled images with a training and a test split.
 
     Args:
-        x_train: Training images, uint8, shape ``[N, C, H, W]``.
-        y_train: Their classes, int64, shape ``[N]``, from ``0`` to ``num_classes - 1``.
-        x_test: Test images, uint8, shape ``[M, C, H, W]``.
-        y_test: Their classes, int64, shape ``[M]``.
+        x_train: Training images, uint8, shape ``[N, C, H, W]``. Those of shape ``[N, H, W]`` get a channel axis, and
+            channels at the end (1, 3 or 4 of them) move to the front. A tensor does as well.
+        y_train: Their classes, whole numbers from ``0`` to ``num_classes - 1``, shape ``[N]``; kept as int64.
+        x_test: Test images, in the same way, shape ``[M, C, H, W]``.
+        y_test: Their classes, shape ``[M]``.
         name: What to call the data in tables and plots.
         num_classes: Number of classes.
 
     Raises:
-        ValueError: If a dtype, a shape, a length or a label is not as above.
+        ValueError: If a kind, a shape, a length or a label is not as above.
 
     Example:
         >>> x, y = np.full((3, 1, 2, 2), 255, dtype=np.uint8), np.array([0, 1, 1])
@@ -47,6 +49,8 @@ class ArrayData:
         if self.num_classes < 2:
             raise ValueError(f"`num_classes` must be at least 2, got {self.num_classes}.")
         for split in ("train", "test"):
+            object.__setattr__(self, f"x_{split}", as_images(getattr(self, f"x_{split}"), f"x_{split}"))
+            object.__setattr__(self, f"y_{split}", as_labels(getattr(self, f"y_{split}"), f"y_{split}"))
             self._check(split)
         if self.x_test.shape[1:] != self.image_shape:
             raise ValueError(
@@ -69,12 +73,6 @@ class ArrayData:
 
     def _check(self, split: str) -> None:
         x, y = getattr(self, f"x_{split}"), getattr(self, f"y_{split}")
-        for array, name, dtype, shape in ((x, "x", "uint8", "[N, C, H, W]"), (y, "y", "int64", "[N]")):
-            if array.dtype != dtype:
-                hint = "; (255 * x).round().astype('uint8') makes them of floats from 0 to 1" if name == "x" else ""
-                raise ValueError(f"`{name}_{split}` must be {dtype}, got {array.dtype}{hint}.")
-            if array.ndim != len(shape.split()):
-                raise ValueError(f"`{name}_{split}` must have the shape {shape}, got {array.shape}.")
         if len(x) != len(y) or not len(x):
             raise ValueError(
                 f"`x_{split}` and `y_{split}` must have the same positive length, got {len(x)} and {len(y)}."
@@ -90,15 +88,12 @@ def _scaled(images: NDArray[np.uint8], labels: NDArray[np.int64]) -> TensorDatas
 def from_any(splits: dict[str, Any], *, name: str, num_classes: int | None = None) -> ArrayData:
     """Make an :class:`ArrayData` from arrays as files hold them.
 
-    Images of shape ``[N, H, W]`` get a channel axis, channels at the end (1, 3 or 4 of them) move to the front,
-    and any integer labels become int64. Nothing else is converted: float images are refused, not guessed at.
-
     Args:
         splits: ``x_train``, ``y_train``, ``x_test`` and ``y_test``.
         name: What to call the data.
         num_classes: Number of classes; one more than the largest label where not given.
     """
-    arrays = {key: _images(a) if key.startswith("x") else _labels(a) for key, a in splits.items()}
+    arrays: dict[str, Any] = {key: a if key.startswith("x") else as_labels(a, key) for key, a in splits.items()}
     if num_classes is not None:
         return ArrayData(**arrays, name=name, num_classes=num_classes)
     num_classes = 1 + max((int(arrays[key].max()) for key in ("y_train", "y_test") if arrays[key].size), default=1)
@@ -109,15 +104,3 @@ def from_any(splits: dict[str, Any], *, name: str, num_classes: int | None = Non
             f"{absent[0]}; labels count from 0, and `num_classes` says how many there are.",
         )
     return data
-
-
-def _images(images: NDArray[Any]) -> NDArray[Any]:
-    if images.ndim == 3:
-        return images[:, None]
-    if images.ndim == 4 and images.shape[-1] in (1, 3, 4) and images.shape[1] not in (1, 3, 4):
-        return np.ascontiguousarray(np.moveaxis(images, -1, 1))
-    return images
-
-
-def _labels(labels: NDArray[Any]) -> NDArray[Any]:
-    return labels.astype(np.int64) if labels.dtype.kind in "iu" else labels

@@ -36,7 +36,7 @@ def load_npz(path: str | os.PathLike[str], *, name: str | None = None, num_class
     """Return the arrays ``x_train``, ``y_train``, ``x_test`` and ``y_test`` of an npz file.
 
     Args:
-        path: The file. Images are uint8, ``[N, H, W]``, ``[N, C, H, W]`` or ``[N, H, W, C]``; labels are integers.
+        path: The file. Images are uint8, ``[N, H, W]``, ``[N, C, H, W]`` or ``[N, H, W, C]``; labels are whole numbers.
         name: What to call the data; the file's own ``name``, or its file name, where not given.
         num_classes: Number of classes; the file's own ``num_classes``, or one more than the largest label.
 

@@ -9,6 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import Generator, Tensor, nn
 
+from lightning_taskinfo._arguments import checked_arguments
 from lightning_taskinfo.data import load_dataset, vary
 
 Labelled: TypeAlias = tuple[Tensor, Tensor]
@@ -36,8 +37,9 @@ class Task:
         return self.inputs, self.targets
 
 
+@checked_arguments
 def prepare_task(
-    name: str,
+    name: str | os.PathLike[str],
     *,
     max_samples: int | None = None,
     size: int = 8,
@@ -49,21 +51,25 @@ def prepare_task(
     A specification is a dataset or several, and what to make of them, as in :func:`lightning_taskinfo.data.load_task`.
 
     Args:
-        name: Such as ``"digits"``, ``"digits:even-odd"``, ``"digits+letters"`` or ``"mnist:only-0-1:inverted"``.
+        name: Such as ``"digits"``, ``"digits:even-odd"``, ``"digits+letters"`` or ``"mnist:only-0-1:inverted"``; or a
+            path.
         max_samples: At most this many samples, shuffled; all where ``None``.
         size: Height and width of the embedded digits and letters: 28, or 8.
         seed: Seed of the shuffling, and of random labels, which leave the choice of images as it is.
         data_dir: Folder of further datasets; ``TASKINFO_DATA_DIR`` where not given.
 
     Raises:
-        ValueError: If a dataset or a variant is unknown, a class does not exist, or datasets that are put together
-            differ in the shape of their images.
+        ValueError: If a dataset or a variant is unknown, a class does not exist, datasets that are put together
+            differ in the shape of their images, or ``max_samples`` is less than 1.
 
     Example:
         >>> task = prepare_task("digits:only-3-8", max_samples=100)
         >>> task.inputs.shape, task.num_classes
         (torch.Size([100, 1, 8, 8]), 2)
     """
+    if max_samples is not None and max_samples < 1:
+        raise ValueError(f"`max_samples` must be at least 1, got {max_samples}.")
+    name = os.fspath(name)
     names, *variants = name.split(":")
     parts = [load_dataset(part, size=size, data_dir=data_dir) for part in names.split("+")]
     if len({part.image_shape for part in parts}) > 1:

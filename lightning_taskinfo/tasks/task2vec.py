@@ -1,6 +1,7 @@
 """Tasks as vectors: what a fixed probe network's filters matter to each."""
 
 from copy import deepcopy
+from os import PathLike
 from typing import Any, Literal
 
 import torch
@@ -98,15 +99,22 @@ class Task2Vec(metaclass=ArgumentsByName):
             test: Samples for :attr:`TaskEmbedding.test_error`; the test split of an ``ArrayData`` where not given.
 
         Raises:
-            ValueError: If there is no name, the labels are not classes, fewer than two classes occur, or the head does
-                not get one tensor ``[N, D]`` and put out the logits.
+            TypeError: If ``data`` or ``test`` is a name or path.
+            ValueError: If there is no name, the labels are not classes, fewer than two classes occur, the probe does
+                not take the inputs, they are not finite, or the head does not get one tensor ``[N, D]`` and put out
+                the logits.
         """
+        _check_kind(data=data, test=test)
         if isinstance(data, ArrayData):
             name, test = name or data.name, data.test() if test is None else test
         if not name:
             raise ValueError("`name` must be given for data without a name of its own.")
         inputs, labels = read_tensors(data.train() if isinstance(data, ArrayData) else data)
         classes, targets = _classes(labels)
+        self._check_inputs("data", inputs)
+        tested = None if test is None else read_tensors(test)
+        if tested is not None:
+            self._check_inputs("test", tested[0])
         self._fit(inputs, targets)
         picked = self._pick(len(inputs))
         return TaskEmbedding(
@@ -120,8 +128,23 @@ class Task2Vec(metaclass=ArgumentsByName):
             labels=self.labels,
             samples=len(picked),
             num_classes=len(classes),
-            test_error=float("nan") if test is None else self._error(*read_tensors(test), classes),
+            test_error=float("nan") if tested is None else self._error(*tested, classes),
         )
+
+    def _check_inputs(self, argument: str, inputs: Tensor) -> None:
+        """See that the inputs are finite, and on two of them that the probe takes them."""
+        if count := int((~inputs.isfinite()).sum()):
+            raise ValueError(f"`{argument}` must be finite, got {count} values that are not.")
+        try:
+            with observing(self.probe), torch.no_grad():
+                self.probe(inputs[:2].to(next(self.probe.parameters()).device))
+        except RuntimeError as error:
+            hint = "; bytes of images are divided by 255 first" if inputs.dtype == torch.uint8 else ""
+            reason = str(error).partition("\n")[0]
+            raise ValueError(
+                f"`{argument}` must hold inputs that the probe takes, got {inputs.dtype} {list(inputs.shape)}{hint} "
+                f"({reason})."
+            ) from error
 
     def _fit(self, inputs: Tensor, targets: Tensor) -> None:
         """Put a fitted head into the probe."""
@@ -167,6 +190,17 @@ class Task2Vec(metaclass=ArgumentsByName):
         with observing(self.probe), torch.no_grad():
             answers = torch.cat([self.probe(batch.to(device)).argmax(-1).cpu() for batch in inputs.split(BATCH)])
         return (classes[answers] != labels.cpu()).double().mean().item()
+
+
+def _check_kind(**given: Any) -> None:
+    """Raise a ``TypeError`` for names and paths."""
+    for argument, value in given.items():
+        if isinstance(value, str | PathLike):
+            name = str(value)
+            raise TypeError(
+                f"`{argument}` must be (inputs, labels), a dataset, a loader or an ArrayData, got {name!r}; "
+                f"`lightning_taskinfo.data.load_task({name!r})` loads it."
+            )
 
 
 def _same_answers(probe: nn.Module, inputs: Tensor, logits: Tensor) -> bool:

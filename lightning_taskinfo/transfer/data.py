@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_taskinfo._arguments import ArgumentsByName
 from lightning_taskinfo._lightning import LightningDataModule
 from lightning_taskinfo.data import ArrayData
-from lightning_taskinfo.transfer.images import Images, Shape, Task, as_task, fit_images
+from lightning_taskinfo.transfer.images import Images, Shape, Task, as_inputs, as_task, check_inputs, fit_images
 from lightning_taskinfo.transfer.sampling import EpochSampler, Samples, whole_batch
 from lightning_taskinfo.transfer.splits import Split, count_or_rows, split_target
 
@@ -37,14 +37,15 @@ class TransferDataModule(LightningDataModule, metaclass=ArgumentsByName):
     Args:
         source: An :class:`~lightning_taskinfo.data.ArrayData`; a name as in
             :func:`~lightning_taskinfo.data.load_dataset`, an npz file or an idx folder; or a pair of datasets, training
-            and test, of images ``[C, H, W]`` and classes.
+            and test, of images ``[C, H, W]``, ``[H, W, C]`` or ``[H, W]`` and classes. Whole numbers from 0 to 255 are
+            bytes, which come out between 0 and 1; other images are used as they are.
         target: The same.
         labels: Number of target labels to train on, in equal shares for the classes; or the rows of the target's
             training split whose labels may be used.
         validation: Number of target samples, or rows, whose labels are looked at but never trained on; a tenth of the
             training split, at most 1,000, where ``None``.
-        unlabeled: Further target inputs without labels, shape ``[M, C, H, W]`` or ``[M, H, W]``, in place of the
-            target's own training inputs.
+        unlabeled: Further target inputs without labels, an array of shape ``[M, C, H, W]``, ``[M, H, W, C]`` or
+            ``[M, H, W]``, in place of the target's own training inputs.
         max_source: At most this many source samples, and
         max_unlabeled: at most this many unlabelled inputs, chosen by the seed.
         image_shape: Channels, height and width to bring all images to; the source's where ``None``.
@@ -56,6 +57,7 @@ class TransferDataModule(LightningDataModule, metaclass=ArgumentsByName):
 
     Raises:
         ValueError: If an argument is out of range.
+        TypeError: If an argument is of another kind.
 
     Example:
         >>> data = TransferDataModule("digits", "letters", labels=50, batch_size=32)
@@ -84,6 +86,7 @@ class TransferDataModule(LightningDataModule, metaclass=ArgumentsByName):
         super().__init__()
         labels = count_or_rows("labels", labels)
         validation = None if validation is None else count_or_rows("validation", validation)
+        check_inputs(unlabeled, argument="unlabeled")
         limits = {"batch_size": batch_size, "max_source": max_source, "max_unlabeled": max_unlabeled}
         for argument, value in limits.items():
             if value is not None and value < 2:
@@ -143,7 +146,8 @@ class TransferDataModule(LightningDataModule, metaclass=ArgumentsByName):
     def describe(self) -> dict[str, Any]:
         """Return what decides the data but for seed and number of labels, in JSON-like values; arrays as a digest."""
         source, target = self.tasks()
-        plain = {name: _plain(value) for name, value in self.arguments.items() if name not in ("data_dir", "augment")}
+        used = self.arguments | {"unlabeled": self._unlabeled()}
+        plain = {name: _plain(value) for name, value in used.items() if name not in ("data_dir", "augment")}
         plain["augment"] = _function(self.arguments["augment"])
         plain |= {"source": _digest(source), "target": _digest(target)}
         free = {"seed", "num_workers"} | ({"labels"} if isinstance(self.arguments["labels"], int) else set())
@@ -206,8 +210,7 @@ class TransferDataModule(LightningDataModule, metaclass=ArgumentsByName):
         # The unlabelled inputs do not depend on the number of labels: one pretraining serves them all.
         rows = torch.from_numpy(_limited(split.unlabeled, self.arguments["max_unlabeled"], self.seed))
         inputs, self.num_indices = x[rows], len(x)
-        if self.arguments["unlabeled"] is not None:
-            given = _inputs(self.arguments["unlabeled"])
+        if (given := self._unlabeled()) is not None:
             rows = torch.from_numpy(_limited(np.arange(len(given)), self.arguments["max_unlabeled"], self.seed))
             inputs, rows, self.num_indices = given[rows], len(x) + rows, len(x) + len(given)
         options = {"augment": self.arguments["augment"], "seed": self.seed}
@@ -216,6 +219,10 @@ class TransferDataModule(LightningDataModule, metaclass=ArgumentsByName):
         self.unlabeled = Samples(fit_images(inputs, self.image_shape), index=rows, **options)
         self.validation = self._labelled(Images(x[split.validation], y[split.validation]))
         self.target_test = self._labelled(target.test)
+
+    def _unlabeled(self) -> Tensor | None:
+        given = self.arguments["unlabeled"]
+        return None if given is None else as_inputs(given, argument="unlabeled")
 
     def _labelled(self, images: Images) -> Samples:
         return Samples(fit_images(images.x, self.image_shape), images.y)
@@ -243,16 +250,6 @@ def _limited(rows: Any, limit: int | None, seed: int) -> Any:
     if limit is None or limit >= len(rows):
         return rows
     return np.sort(np.random.default_rng(seed).permutation(rows)[:limit])
-
-
-def _inputs(unlabeled: Any) -> Tensor:
-    x = torch.as_tensor(np.asarray(unlabeled))
-    x = x[:, None] if x.ndim == 3 else x
-    if x.ndim != 4 or len(x) < 2:
-        raise ValueError(
-            f"`unlabeled` must have the shape [M, C, H, W] or [M, H, W] with M at least 2, got {tuple(x.shape)}."
-        )
-    return x if x.dtype == torch.uint8 else x.float()
 
 
 def _function(augment: Any) -> str | None:

@@ -1,6 +1,7 @@
 """Labelled images from whatever a user has, brought to one shape."""
 
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.data import ArrayData, load_idx, load_npz, load_task
+from lightning_taskinfo.data._images import channels_last
 
 Shape = tuple[int, int, int]
 Splits = tuple[Iterable[Any], Iterable[Any]]
@@ -51,13 +53,13 @@ def as_task(what: Any, *, argument: str, data_dir: str | os.PathLike[str] | None
 
     Args:
         what: An :class:`ArrayData`; a name, npz file or idx folder; or a pair of map-style datasets, training and test,
-            of images ``[C, H, W]`` and classes, which are read once and kept in memory.
+            of images ``[C, H, W]``, ``[H, W, C]`` or ``[H, W]`` and classes, which are read once and kept in memory.
         argument: What the caller calls it, for messages.
         data_dir: Where names are looked up.
 
     Raises:
         TypeError: If it is none of these.
-        ValueError: If a dataset is empty, its images are no tensors of one shape, or a class is negative.
+        ValueError: If a dataset is empty, its images are not of one shape or not finite, or a class is negative.
         FileNotFoundError: If a path does not exist.
     """
     if isinstance(what, Task):
@@ -115,16 +117,78 @@ def _fit(x: Tensor, channels: int, size: list[int]) -> Tensor:
     return y.round().clamp(0, 255).to(x.dtype) if x.dtype == torch.uint8 else y.to(x.dtype)
 
 
+def as_inputs(what: Any, *, argument: str) -> Tensor:
+    """Return images without labels, shape ``[M, C, H, W]``, bytes or floats.
+
+    Args:
+        what: An array, a tensor or nested lists, of shape ``[M, C, H, W]``, ``[M, H, W, C]`` or ``[M, H, W]``.
+        argument: What the caller calls it, for messages.
+
+    Raises:
+        TypeError: If it is no array of numbers.
+        ValueError: If the shape is another one, there are fewer than two images, or a value is not finite.
+    """
+    check_inputs(what, argument=argument)
+    try:
+        x = what.detach().cpu() if isinstance(what, Tensor) else torch.as_tensor(np.asarray(what))
+    except (TypeError, ValueError) as error:
+        kind = type(what).__name__
+        raise TypeError(f"`{argument}` must be an array of images, all of one shape, got a {kind}.") from error
+    if x.ndim not in (3, 4) or len(x) < 2:
+        raise ValueError(
+            f"`{argument}` must have the shape [M, C, H, W], [M, H, W, C] or [M, H, W] with M at least 2, got "
+            f"{tuple(x.shape)}."
+        )
+    return _pixels(x, argument)
+
+
+def check_inputs(what: Any, *, argument: str) -> None:
+    """Raise a ``TypeError`` for what only stands for images, before anything is read."""
+    if isinstance(what, str | os.PathLike):
+        raise TypeError(
+            f"`{argument}` must be an array of images, got {str(what)!r}; np.load(path)['x_train'] reads those of "
+            "an npz file."
+        )
+    if isinstance(what, ArrayData):
+        raise TypeError(f"`{argument}` must be an array of images, got an ArrayData; its `x_train` is one.")
+
+
+def _pixels(x: Tensor, argument: str) -> Tensor:
+    """Images with channels first, as they are used: bytes as bytes, and finite floats.
+
+    Whole numbers from 0 to 255 are bytes; where there are only 0 and 1, as in a drawing, they are black and white.
+    """
+    x = x[:, None] if x.ndim == 3 else x
+    x = x.movedim(-1, 1).contiguous() if channels_last(x.shape) else x
+    if x.dtype == torch.uint8 or _whole_bytes(x):
+        return x.to(torch.uint8)
+    x = x.float()
+    if count := int((~x.isfinite()).sum()):
+        raise ValueError(f"`{argument}` must be finite, got {count} values that are not.")
+    if (largest := float(x.abs().max())) > 100:
+        warn(
+            f"`{argument}` has real images up to {largest:g}, which are used as they are; divide them by 255, or make "
+            "bytes of them."
+        )
+    return x
+
+
+def _whole_bytes(x: Tensor) -> bool:
+    if x.is_floating_point() or x.is_complex():
+        return False
+    x = x.long()  # torch knows no minimum of all kinds
+    return bool(x.min() >= 0 and 1 < x.max() <= 255)
+
+
 def _load_named(what: str | os.PathLike[str], argument: str, data_dir: str | os.PathLike[str] | None) -> ArrayData:
     path = Path(what)
-    if path.suffix == ".npz":
-        return load_npz(path)
-    if path.is_dir():
-        return load_idx(path)
     try:
-        return load_task(str(what), data_dir=data_dir)
-    except ValueError as error:
-        raise ValueError(str(error).replace("`name`", f"`{argument}`")) from None
+        if path.suffix == ".npz":
+            return load_npz(path)
+        return load_idx(path) if path.is_dir() else load_task(str(what), data_dir=data_dir)
+    except (FileNotFoundError, ValueError) as error:
+        kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
+        raise kind(re.sub("^`(path|folder|name)`", f"`{argument}`", str(error))) from None
 
 
 def _read(dataset: Any, argument: str) -> Images:
@@ -136,17 +200,13 @@ def _read(dataset: Any, argument: str) -> Images:
             f"`{argument}` must be two datasets, training and test, of pairs (image, class), got a sample of "
             f"type {type(samples[0]).__name__}; arrays make an `ArrayData`."
         )
-    images = [torch.as_tensor(np.asarray(x)) for x, _ in samples]
+    images = [x.detach().cpu() if isinstance(x, Tensor) else torch.as_tensor(np.asarray(x)) for x, _ in samples]
     shapes = {tuple(x.shape) for x in images}
-    if len(shapes) != 1 or len(next(iter(shapes))) != 3:
-        raise ValueError(f"`{argument}` must hold images of one shape [C, H, W], got {sorted(shapes)[:3]}.")
-    x = torch.stack(images)
-    x = x if x.dtype == torch.uint8 else x.float()
-    if x.dtype != torch.uint8 and (largest := float(x.abs().max())) > 100:
-        warn(
-            f"`{argument}` has real images up to {largest:g}, which are used as they are; divide them by 255, or make "
-            "bytes of them."
+    if len(shapes) != 1 or len(next(iter(shapes))) not in (2, 3):
+        raise ValueError(
+            f"`{argument}` must hold images of one shape [C, H, W], [H, W, C] or [H, W], got {sorted(shapes)[:3]}."
         )
+    x = _pixels(torch.stack(images), argument)
     classes = torch.tensor([int(y) for _, y in samples])
     if classes.min() < 0:
         raise ValueError(f"`{argument}` must have classes from 0 on, got {int(classes.min())}.")

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from lightning_taskinfo._arguments import checked_arguments
 from lightning_taskinfo._observe import observing
-from lightning_taskinfo.fisher.batches import described, sample_count
+from lightning_taskinfo.fisher.batches import described, sample_count, tensors
 from lightning_taskinfo.functional.features import fit_power_law, transfer_onset
 
+LARGEST_SHARE = 4.0  # that of always being sure of the wrong one of two classes; a larger one is no share
 RIDGES = 10.0 ** torch.arange(-6, 3, dtype=torch.float64)  # relative to the mean squared feature
 
 
@@ -58,14 +59,14 @@ class FeatureOverlap:
 
         Args:
             n: Numbers of labels at which scratch training was measured, at least two, shape ``[k]``.
-            scratch: Share of the labels' variance that it missed on held-out data, shape ``[k]``.
+            scratch: Share of the labels' variance that it missed on held-out data, not in per cent, shape ``[k]``.
             confidence: Probability that an interval covers.
 
         Returns:
             Lower end, onset and upper end, shape ``[K]`` each.
 
         Raises:
-            ValueError: If the curve does not fall, or is not positive.
+            ValueError: If the curve does not fall, or does not consist of positive shares.
         """
         n, scratch = torch.as_tensor(n), torch.as_tensor(scratch)
         if n.ndim != 1 or len(n) < 2 or scratch.shape != n.shape:
@@ -73,6 +74,9 @@ class FeatureOverlap:
                 "`n` and `scratch` must be as many numbers, at least two of each, got shapes "
                 f"{tuple(n.shape)} and {tuple(scratch.shape)}."
             )
+        if not ((scratch > 0) & (scratch <= LARGEST_SHARE)).all():
+            worst = next(value for value in scratch.tolist() if not 0 < value <= LARGEST_SHARE)
+            raise ValueError(f"`scratch` must be positive shares of the labels' variance, got {worst:g}.")
         amplitude, exponent = fit_power_law(n, scratch.double())
         if exponent <= 0:
             raise ValueError(f"`scratch` must fall with `n`, got a fitted exponent of {exponent.item():.3g}.")
@@ -107,7 +111,8 @@ def feature_overlap(
         The shares, with standard errors.
 
     Raises:
-        ValueError: If a layer is unknown or not as above, or there are fewer than two folds or four samples a fold.
+        ValueError: If a layer is unknown or not as above, there are fewer than two folds or four samples a fold, all
+            labels are the same, or inputs, labels or features are not finite.
 
     Example:
         >>> x = torch.randn(60, 3, generator=torch.Generator().manual_seed(0))
@@ -123,6 +128,10 @@ def feature_overlap(
         raise ValueError(f"`folds` must be at least 2, got {folds}.")
     if len(labels) < 4 * folds:
         raise ValueError(f"`data` must have at least 4 samples a fold, got {len(labels)} for {folds} folds.")
+    if not (labels != labels[0]).any():
+        raise ValueError(
+            f"`data` must have labels that differ (of two classes at least), got {len(labels)} equal ones."
+        )
     missed, errors = [], []
     for values in features.values():
         residual, baseline = _held_out(values, labels, folds)  # [N] each
@@ -157,12 +166,18 @@ def _collect(
     finally:
         for handle in handles:
             handle.remove()
+    if not targets:
+        raise ValueError("`data` must yield batches (inputs, labels), got none.")
     for name in names if layers is not None else features:
         if len(features.get(name, [])) != len(targets):
             raise ValueError(f"`layers` must have one tensor as output and run once a pass, got {name!r}.")
     if not features:
         raise ValueError("`layers` must name at least one module, got none.")
-    return {name: torch.cat(features[name]) for name in names if name in features}, _as_columns(torch.cat(targets))
+    found = {name: torch.cat(features[name]) for name in names if name in features}
+    for name, values in found.items():
+        if count := int((~values.isfinite()).sum()):
+            raise ValueError(f"`model` must have finite features, got {count} values that are not in layer {name!r}.")
+    return found, _as_columns(torch.cat(targets))
 
 
 def _checked(batch: Any) -> tuple[Any, Tensor]:
@@ -176,6 +191,8 @@ def _checked(batch: Any) -> tuple[Any, Tensor]:
             f"`data` must yield batches with a class index or real values for each input, got labels of shape "
             f"{list(labels.shape)} for {n} inputs; a dataset of single samples goes into a DataLoader first."
         )
+    if count := sum(int((~x.isfinite()).sum()) for x in tensors((inputs, labels))):
+        raise ValueError(f"`data` must be finite, got {count} values that are not.")
     return inputs, labels
 
 

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightning_taskinfo._files import atomic_write, read_json, write_json
+from lightning_taskinfo._files import atomic_write, make_folder, read_json, write_json
 from lightning_taskinfo.transfer._results import checked_results, plain, without_timings
 from lightning_taskinfo.transfer.statistics import Interval, Verdict, mean_interval, paired_gain
 
@@ -181,11 +181,13 @@ class TransferReport:
 
         Returns:
             The written files by name, ``"report.json"`` last; without matplotlib there are no figures.
+
+        Raises:
+            ValueError: If ``folder`` is a file.
         """
         from lightning_taskinfo.transfer._html import to_html
 
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = make_folder(folder)
         figures = self.figures(confidence)
         for name, figure in figures.items():
             with atomic_write(folder / f"{name}.png") as file:

@@ -4,11 +4,15 @@ import json
 import re
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 
 from lightning_taskinfo import cli
+from lightning_taskinfo.cli._networks import current_folder_imported, find
+from lightning_taskinfo.cli.transfer import _wandb
 from lightning_taskinfo.data import save_npz
 from lightning_taskinfo.transfer import TransferReport
 from tests.transfer.tiny import tiny_task
@@ -69,6 +73,7 @@ def test_a_yaml_file_and_a_second_run_that_has_nothing_to_do(pair, tmp_path, cap
         ("--model=vgg", "`model` must be one of mlp"),
         ("--labels=[500]", "the 78 samples there are beside 12 for validation, got 500"),
         ("--methods=[laplace]", "`methods` must be made of"),
+        ("--pair=no.npz->digits", "`source` must be an npz file, but there is no file at no.npz."),
         ("--data_dir=/nowhere", None),
     ],
 )
@@ -80,3 +85,43 @@ def test_bad_input_has_an_exit_code_and_a_message(pair, tmp_path, capsys, argume
     assert cli.main(arguments) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out" / "report").exists()
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """A package in the current folder, which no process would find by itself."""
+    (tmp_path / "mine_of_this_test").mkdir()
+    (tmp_path / "mine_of_this_test" / "nets.py").write_text(
+        "import os, sys\n\n"
+        "def backbone(image_shape):\n"
+        "    from tests.transfer.tiny import tiny_net\n"
+        "    assert os.getcwd() in sys.path\n"
+        "    return tiny_net(image_shape)\n\n"
+        "def ten(): return 10\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    return "mine_of_this_test.nets"
+
+
+def test_a_backbone_of_the_current_folder_is_found(mine, pair, tmp_path):
+    before = sys.path.copy()
+    assert cli.main(["transfer", pair, "--folder=out", *SMALL, f"--model={mine}.backbone"]) == 0
+    assert sys.path == before
+
+
+def test_other_processes_find_the_current_folder_too(mine):
+    with current_folder_imported(), ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        assert pool.submit(find(f"{mine}.ten")).result() == 10
+
+
+def test_weights_and_biases_is_called_by_its_name_or_the_shorter_path(monkeypatch, tmp_path):
+    binary = Path(sys.executable).with_name("wandb")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("shutil.which", lambda _: "/usr/bin/wandb")
+    assert _wandb() == "wandb"
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    assert _wandb() == str(binary)
+    monkeypatch.chdir(binary.parent)
+    assert _wandb() == "./wandb"
+    monkeypatch.chdir(binary.parents[1])
+    assert _wandb() == f"{binary.parent.name}/wandb"

@@ -29,11 +29,9 @@ def test_is_frozen(arrays):
     ("change", "message"),
     [
         (
-            {"x_train": np.zeros((12, 3, 8, 9))},
-            "`x_train` must be uint8, got float64; (255 * x).round().astype('uint8') makes them of floats from 0 to 1.",
+            {"x_test": np.zeros((10, 72), np.uint8)},
+            "`x_test` must have the shape [N, H, W], [N, C, H, W] or [N, H, W, C], got (10, 72).",
         ),
-        ({"y_test": np.zeros(10)}, "`y_test` must be int64, got float64."),
-        ({"x_test": np.zeros((10, 72), np.uint8)}, "`x_test` must have the shape [N, C, H, W], got (10, 72)."),
         ({"y_train": np.zeros((12, 1), np.int64)}, "`y_train` must have the shape [N], got (12, 1)."),
         ({"y_train": np.arange(9)}, "`x_train` and `y_train` must have the same positive length, got 12 and 9."),
         (
@@ -55,18 +53,71 @@ def test_refuses(arrays, change, message):
     assert str(info.value) == message
 
 
+@pytest.mark.parametrize(
+    ("images", "rule"),
+    [
+        (np.ones(2), "uint8, got float64; (255 * x).round().astype('uint8') makes them of floats from 0 to 1."),
+        (np.array([0.0, 254.9]), "uint8, got float64; x.round().astype('uint8') makes them of floats from 0 to 255."),
+        (np.array([0, 255]), "uint8, got int64; x.astype('uint8') makes them of whole numbers from 0 to 255."),
+        (np.array([0, 300], np.uint16), "uint8, got uint16 from 0 to 300; bytes go from 0 to 255, and a pair of "
+         "datasets may hold real images."),
+        (np.array([-2.5, 2.0], np.float32), "uint8, got float32 from -2.5 to 2; bytes go from 0 to 255, and a pair of "
+         "datasets may hold real images."),
+        (np.array([False, True]), "uint8, got bool; 255 * x.astype('uint8') makes them."),
+        (np.array([np.nan, np.inf]), "finite, got 192 values that are not."),
+        (np.array(["a", "b"]), "uint8, got <U1."),
+    ],
+)  # fmt: skip
+def test_images_that_are_no_bytes_are_refused_with_what_makes_bytes_of_them(arrays, images, rule):
+    x = np.resize(images, (12, 1, 4, 4))
+    with pytest.raises(ValueError) as info:  # noqa: PT011
+        ArrayData(**{**arrays, "x_train": x}, name="some", num_classes=10)
+    assert str(info.value) == f"`x_train` must be {rule}"
+
+
+@pytest.mark.parametrize(
+    ("labels", "got"),
+    [
+        (np.array(["cat", "dog"]), "strings such as 'cat'; number the classes from 0."),
+        (np.array([0.0, 1.0], np.float32), "float32; y.astype('int64') makes them."),
+        (np.array([False, True]), "bool; y.astype('int64') makes them."),
+        (np.array([0.5, 1.0]), "float64."),
+        (np.array([np.nan, 1.0]), "float64."),
+        (np.array([np.inf, 1.0]), "float64."),
+    ],
+)
+def test_labels_that_are_no_whole_numbers_are_refused(arrays, labels, got):
+    for make in (from_any, lambda splits, name: ArrayData(**splits, name=name, num_classes=10)):
+        with pytest.raises(ValueError) as info:  # noqa: PT011
+            make({**arrays, "y_test": np.resize(labels, 10)}, name="some")
+        assert str(info.value) == f"`y_test` must be whole numbers, got {got}"
+
+
+def test_lists_of_different_lengths_are_no_images(arrays):
+    with pytest.raises(ValueError, match=r"`x_train` must be an array of one shape \("):
+        ArrayData(**{**arrays, "x_train": [[[1, 2]], [[1]]]}, name="some", num_classes=10)
+
+
+def test_tensors_are_arrays_too(arrays):
+    data = ArrayData(**{k: torch.from_numpy(a) for k, a in arrays.items()}, name="some", num_classes=10)
+    assert all(np.array_equal(getattr(data, key), array) for key, array in arrays.items())
+    assert isinstance(data.x_train, np.ndarray)
+
+
 @pytest.mark.parametrize("dtype", [np.uint8, np.int32, np.int64])
-def test_from_any_takes_channels_first_last_or_none_and_any_integers(arrays, dtype):
+def test_takes_channels_first_last_or_none_and_any_whole_numbers(arrays, dtype):
     labels = {key: arrays[key].astype(dtype) for key in ("y_train", "y_test")}
-    first = from_any({**arrays, **labels}, name="some")
-    last = from_any({**labels, **{k: np.moveaxis(arrays[k], 1, -1) for k in ("x_train", "x_test")}}, name="some")
-    none = from_any({**labels, **{k: arrays[k][:, 0] for k in ("x_train", "x_test")}}, name="some")
-    assert first.num_classes == 10
+    some = {"name": "some", "num_classes": 10}
+    assert from_any({**arrays, **labels}, name="some").num_classes == 10
+    first = ArrayData(**{**arrays, **labels}, **some)
+    last = ArrayData(**labels, **{k: np.moveaxis(arrays[k], 1, -1) for k in ("x_train", "x_test")}, **some)
+    none = ArrayData(**labels, **{k: arrays[k][:, 0] for k in ("x_train", "x_test")}, **some)
+    assert first.y_train.dtype == np.int64
     assert np.array_equal(first.x_train, arrays["x_train"])
     assert np.array_equal(last.x_train, arrays["x_train"])
     assert np.array_equal(none.x_test, arrays["x_test"][:, :1])
 
 
-def test_from_any_does_not_round_labels(arrays):
-    with pytest.raises(ValueError, match="`y_train` must be int64, got float32"):
-        from_any({**arrays, "y_train": arrays["y_train"].astype(np.float32)}, name="some")
+def test_where_both_ends_may_be_channels_they_are_first(arrays):
+    x = np.zeros((12, 3, 8, 4), np.uint8)
+    assert ArrayData(x, arrays["y_train"], x, arrays["y_train"], name="some", num_classes=10).image_shape == (3, 8, 4)

@@ -59,7 +59,11 @@ def test_no_npz_file(tmp_path):
     [
         ({"y_test": None}, "some.npz: the arrays y_test are missing; there are x_train, y_train, x_test"),
         ({"x_train": np.zeros((12, 3, 8, 9), np.float32)}, "some.npz: `x_train` must be uint8, got float32"),
-        ({"y_train": np.zeros(12, bool)}, "some.npz: `y_train` must be int64, got bool"),
+        ({"y_train": np.zeros(12, bool)}, "some.npz: `y_train` must be whole numbers, got bool"),
+        (
+            {"y_train": np.array(["cat", "dog"] * 6)},
+            "some.npz: `y_train` must be whole numbers, got strings such as 'cat'",
+        ),
         (
             {"y_train": np.arange(9)},
             "some.npz: `x_train` and `y_train` must have the same positive length, got 12 and 9",

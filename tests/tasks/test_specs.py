@@ -67,6 +67,7 @@ def test_files_are_tasks_too(tmp_path):
     save_npz(tmp_path / "mine.npz", ArrayData(x, y, x, y, name="mine", num_classes=3))
     task = prepare_task("mine:only-0-2", data_dir=tmp_path)
     assert task.inputs.shape == (6, 1, 4, 4)
+    assert prepare_task(tmp_path / "mine.npz").name == str(tmp_path / "mine.npz")
     with pytest.raises(ValueError, match=r"images of one shape together, got \(1, 8, 8\), \(1, 4, 4\)"):
         prepare_task("digits+mine", data_dir=tmp_path)
 
@@ -84,6 +85,15 @@ def test_refuses(spec, match, monkeypatch):
     monkeypatch.delenv("TASKINFO_DATA_DIR", raising=False)
     with pytest.raises(ValueError, match=match):
         prepare_task(spec)
+
+
+def test_refuses_arguments():
+    with pytest.raises(ValueError, match="`max_samples` must be at least 1, got 0"):
+        prepare_task("digits", max_samples=0)
+    with pytest.raises(TypeError, match=r"`max_samples` must be a whole number or None, got 10\.0"):
+        prepare_task("digits", max_samples=10.0)
+    with pytest.raises(TypeError, match=r"prepare_task has no argument `samples`; did you mean `max_samples`\?"):
+        prepare_task("digits", samples=10)
 
 
 def test_networks_fit_their_task():

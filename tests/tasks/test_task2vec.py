@@ -252,6 +252,37 @@ def test_refuses_data(embedder, labels, name, message):
         embedder.embed((task()[0], labels), name=name)
 
 
+@pytest.mark.parametrize("argument", ["data", "test"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x: x * torch.nan, "must be finite, got 1536 values that are not"),
+        (
+            lambda x: x.byte(),
+            r"must hold inputs .* got torch\.uint8 \[24, 1, 8, 8\]; bytes of images are divided by 255",
+        ),
+        (
+            lambda x: x.expand(-1, 3, -1, -1),
+            r"must hold inputs that the probe takes, got .* \[24, 3, 8, 8\] \(.*channels",
+        ),
+    ],
+    ids=["nan", "bytes", "channels"],
+)
+def test_refuses_inputs(embedder, argument, change, message):
+    x, y = task()
+    with pytest.raises(ValueError, match=f"`{argument}` {message}"):
+        embedder.embed(**{"data": (x, y), "name": "a", argument: (change(x), y)})
+
+
+@pytest.mark.parametrize("argument", ["data", "test"])
+def test_refuses_a_name_in_place_of_data(embedder, argument):
+    message = (
+        rf"`{argument}` must be \(inputs, labels\), .* got 'digits'; `lightning_taskinfo.data.load_task\('digits'\)`"
+    )
+    with pytest.raises(TypeError, match=message):
+        embedder.embed(**{"data": task(), argument: "digits"})
+
+
 @pytest.mark.parametrize("head", ["0", "8"])
 def test_refuses_a_head_that_does_not_get_one_row_a_sample(head):
     probe = conv_probe()

@@ -143,6 +143,47 @@ def test_refuses_what_is_no_batch(batch, message):
         feature_overlap(Frozen(3), [batch] * 40)
 
 
+@pytest.mark.parametrize(
+    ("inputs", "labels", "message"),
+    [
+        (randn(40, 4) * math.nan, randn(40), "`data` must be finite, got 160 values that are not"),
+        (randn(40, 4), randn(40) * math.inf, "`data` must be finite, got 40 values that are not"),
+        (
+            randn(40, 4),
+            torch.ones(40).long(),
+            r"`data` must have labels that differ \(of two classes .* got 40 equal ones",
+        ),
+        (randn(40, 4), torch.full((40, 2), 0.1), "`data` must have labels that differ .* got 40 equal ones"),
+    ],
+    ids=["inputs", "labels", "one class", "one value"],
+)
+def test_refuses_numbers_that_say_nothing(inputs, labels, message):
+    with pytest.raises(ValueError, match=message):
+        feature_overlap(Frozen(3), [(inputs, labels)])
+
+
+def test_refuses_features_that_are_not_finite():
+    model = Frozen(3)
+    nn.init.constant_(model.head.weight, math.nan)
+    with pytest.raises(
+        ValueError, match="`model` must have finite features, got 80 values that are not in layer 'head'"
+    ):
+        feature_overlap(model, [(randn(40, 4), randn(40))])
+
+
+@pytest.mark.parametrize("data", [[], iter([])], ids=["list", "used up"])
+def test_refuses_no_batches(data):
+    with pytest.raises(ValueError, match=r"`data` must yield batches \(inputs, labels\), got none"):
+        feature_overlap(Frozen(3), data)
+
+
+@pytest.mark.parametrize(("scratch", "got"), [([60, 50], "60"), ([0.6, math.nan], "nan"), ([0.5, -0.1], "-0.1")])
+def test_refuses_a_curve_that_is_no_share(scratch, got):
+    overlap = FeatureOverlap(("a",), torch.tensor([0.1]).double(), torch.tensor([0.01]).double(), 100)
+    with pytest.raises(ValueError, match=rf"`scratch` must be positive shares of the labels' variance, got {got}\."):
+        overlap.onset([50, 100], scratch)
+
+
 def test_refuses_a_batch_in_place_of_batches():
     with pytest.raises(ValueError, match=r"`data` must yield batches \(inputs, labels\), got tensors; put a single"):
         feature_overlap(Frozen(3), (randn(40, 4), randn(40)))

@@ -11,7 +11,7 @@ from lightning_taskinfo import TaskInfoWarning
 from lightning_taskinfo.data.files import save_npz
 from lightning_taskinfo.transfer import TransferDataModule, transfer
 from lightning_taskinfo.transfer.images import as_task
-from tests.transfer.tiny import STAGES, tiny_net, tiny_task
+from tests.transfer.tiny import STAGES, tiny_data, tiny_net, tiny_task
 
 
 def test_a_warning_about_a_file_is_given_once(tmp_path):
@@ -43,3 +43,10 @@ def test_datasets_of_real_images_up_to_255_are_a_warning(largest):
     told = [str(warning.message) for warning in heard]
     assert bool(told) == (largest > 1)
     assert all("`target` has real images up to 255, which are used as they are; divide them by 255" in t for t in told)
+
+
+def test_real_unlabelled_images_up_to_255_are_a_warning():
+    with pytest.warns(
+        TaskInfoWarning, match="`unlabeled` has real images up to 255, .* divide them by 255, or make bytes"
+    ):
+        tiny_data(unlabeled=np.full((9, 8, 8), 255.0)).setup()

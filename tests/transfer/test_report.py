@@ -252,6 +252,12 @@ def test_refuses_files_that_are_no_report(tmp_path):
         TransferReport.load(path)
 
 
+def test_refuses_a_file_in_place_of_a_folder(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=rf"`folder` must be a folder, got the file {tmp_path}/file\."):
+        TransferReport([result()], {}).save(tmp_path / "file")
+
+
 def test_in_80_columns_no_name_and_no_number_is_broken():
     experiment = report(["scratch", "standard", "lautum+mutual_information", "lautum+temporal_ensembling"], seeds=3)
     wide, narrow = (experiment.to_terminal(width=width).split("\n50 labels")[0] for width in (160, 80))

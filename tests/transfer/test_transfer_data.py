@@ -14,6 +14,11 @@ from lightning_taskinfo.transfer.images import fit_images
 from tests.transfer.tiny import tiny_data, tiny_task
 
 
+def pair(value, shape=(9, 1, 8, 8)):
+    """A training and a test set of images of one value."""
+    return (TensorDataset(torch.full(shape, float(value)), torch.arange(9) % 3),) * 2
+
+
 def ready(**changes):
     data = tiny_data(**changes)
     data.setup()
@@ -95,7 +100,7 @@ def test_sizes_channels_and_classes_may_differ():
 
 
 def test_one_channel_is_replicated_and_several_are_averaged():
-    grey = torch.randint(256, (4, 1, 6, 6), dtype=torch.uint8)
+    grey = torch.randint(256, (4, 1, 6, 6), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     colour = fit_images(grey, (3, 6, 6))
     assert torch.equal(colour[:, 2:], grey)
     assert torch.equal(fit_images(colour, (1, 6, 6)), grey)
@@ -110,6 +115,40 @@ def test_own_unlabelled_inputs():
     assert len(data.unlabeled) == 25
     assert data.unlabeled.index.tolist() == list(range(90, 115))
     assert data.num_indices == 115
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int64, None])
+def test_whole_numbers_from_0_to_255_are_bytes_wherever_they_are(dtype):
+    numbers = np.random.default_rng(0).integers(0, 256, (9, 1, 8, 8))
+    images = numbers.tolist() if dtype is None else numbers.astype(dtype)
+    part = list(zip(images, [0, 1, 2] * 3, strict=True))
+    data = ready(source=(part, part), unlabeled=images)
+    for samples in (data.source, data.source_test, data.unlabeled):
+        assert samples.x.dtype == torch.uint8
+        assert samples.x.tolist() == numbers.tolist()
+    assert data.describe()["unlabeled"] == ready(unlabeled=numbers.astype(np.uint8)).describe()["unlabeled"]
+
+
+@pytest.mark.parametrize("kind", [bool, int])
+def test_drawings_in_black_and_white_stay_between_0_and_1(kind):
+    images = (np.random.default_rng(0).random((9, 8, 8)) > 0.5).astype(kind)
+    x = ready(unlabeled=images).unlabeled.x
+    assert x.dtype == torch.float32
+    assert x.unique().tolist() == [0.0, 1.0]
+
+
+def test_channels_may_be_last_or_missing_wherever_images_come_from():
+    images = np.random.default_rng(0).integers(0, 256, (9, 3, 8, 12), dtype=np.uint8)
+    for given, channels in (
+        (images, 3),
+        (np.moveaxis(images, 1, -1), 3),
+        (images[:, 0], 1),
+        (images[:, 0, ..., None], 1),
+    ):
+        part = list(zip(given, [0, 1, 2] * 3, strict=True))
+        data = ready(source=(part, part), target=(part, part), labels=3, validation=0, unlabeled=given)
+        for samples in (data.source, data.source_test, data.unlabeled, data.target_test):
+            assert np.array_equal(samples.x.numpy(), images[:, :channels])
 
 
 def test_own_unlabelled_inputs_are_limited_and_floats_as_the_others_are():
@@ -188,10 +227,40 @@ def test_the_description_knows_the_data_by_what_they_hold():
         ({"labels": 2}, ValueError, "`labels` must give every one of the 3 classes at least one label"),
         ({"target": "nowhere"}, ValueError, "`target` must be digits or letters .*'nowhere' was not found"),
         ({"source": "digit"}, ValueError, r"`source` must be .*'digit' was not found .*\. Did you mean 'digits'\?$"),
-        ({"target": "no/such/file.npz"}, FileNotFoundError, "there is no file at"),
+        (
+            {"target": "no/such/file.npz"},
+            FileNotFoundError,
+            "`target` must be an npz file, but there is no file at no/",
+        ),
+        ({"source": "tests"}, FileNotFoundError, "`source` must hold the idx file train-images.* but tests does not"),
         ({"target": 3}, TypeError, "`target` must be an ArrayData, a name, .* got int"),
         ({"unlabeled": np.zeros(5)}, ValueError, r"`unlabeled` must have the shape .* got \(5,\)"),
-        ({"unlabeled": np.zeros((1, 8, 8))}, ValueError, r"with M at least 2, got \(1, 1, 8, 8\)"),
+        ({"unlabeled": np.zeros((1, 8, 8))}, ValueError, r"with M at least 2, got \(1, 8, 8\)"),
+        (
+            {"unlabeled": "mine.npz"},
+            TypeError,
+            r"`unlabeled` must be an array of images, got 'mine.npz'; np\.load\(path",
+        ),
+        (
+            {"unlabeled": tiny_task(1)},
+            TypeError,
+            "`unlabeled` must be an array .* got an ArrayData; its `x_train` is one",
+        ),
+        ({"unlabeled": [[[1, 2]], [[1]]]}, TypeError, "`unlabeled` must be an array of images, all of .* got a list"),
+        ({"unlabeled": pair(np.nan)[0]}, TypeError, "`unlabeled` must be an array of images, .* got a TensorDataset"),
+        (
+            {"unlabeled": np.full((9, 8, 8), np.inf)},
+            ValueError,
+            "`unlabeled` must be finite, got 576 values that are not",
+        ),
+        ({"source": pair(np.nan)}, ValueError, "`source` must be finite, got 576 values that are not"),
+        ({"target": (pair(1)[0], pair(np.inf)[1])}, ValueError, "`target` must be finite, got 576 values that are not"),
+        (
+            {"source": pair(1, shape=(9, 64))},
+            ValueError,
+            r"`source` must hold images of one shape \[C, H, W\], \[H, W, C\]"
+            r" or \[H, W\], got \[\(64,\)\]",
+        ),
         (
             {"target": (TensorDataset(torch.zeros(4, 1, 8, 8), torch.tensor([0, 1, -1, 0])),) * 2},
             ValueError,
