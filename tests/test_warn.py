@@ -58,7 +58,7 @@ CALLS = {  # what is called, how the warning begins, and what stands in the line
     "torchmetrics": (lambda _: measured_by_torchmetrics(), "torch.func cannot run", "metric.update("),
     "Lautum": (lambda _: few_for_lautum(), "10 samples for . directions", ".fit_inputs("),
     "trainer": (lambda _: too_short(), "FisherTrace has measured nothing", "trainer.fit("),
-    "Gram": (lambda _: local_minimum_summary(torch.ones(4, 4), subset_size=3), "A Gram", " local_minimum_summary("),
+    "Gram": (lambda _: local_minimum_summary(torch.ones(4, 4), subset_size=3), "The gradi", " local_minimum_summary("),
     "data": (classes_left_out, "`y_train` of 'some' has no sample", "    load_npz("),
 }
 
