@@ -11,7 +11,7 @@ from lightning_taskinfo.regularizers._base import check_finite
 Data: TypeAlias = tuple[Any, Tensor] | Dataset[Any] | DataLoader[Any]
 
 
-def read_samples(data: Data) -> tuple[Any, Tensor]:
+def read_samples(data: Data, *, argument: str = "data") -> tuple[Any, Tensor]:
     """Return all inputs and targets.
 
     A loader's dataset is read in its own order, without the loader's sampler: repeated, reweighted or dropped samples
@@ -19,13 +19,16 @@ def read_samples(data: Data) -> tuple[Any, Tensor]:
 
     Args:
         data: ``(inputs, targets)``, also as a list; or a dataset of such pairs, or a loader of one.
+        argument: What the caller calls it, for messages.
 
     Raises:
         ValueError: If it is something else, has fewer than 8 samples, or values that are not finite.
     """
     if isinstance(data, str):
         wanted = "(inputs, targets), a dataset of such pairs or a loader"
-        raise ValueError(f"`data` must be {wanted}, got {data!r}; `tasks.prepare_task({data!r}).data` is such a pair.")
+        raise ValueError(
+            f"`{argument}` must be {wanted}, got {data!r}; `tasks.prepare_task({data!r}).data` is such a pair."
+        )
     data = _pair_of(data)
     if isinstance(data, tuple) or (isinstance(data, list) and len(data) == 2 and isinstance(data[0], Tensor)):
         inputs, targets = data
@@ -33,17 +36,17 @@ def read_samples(data: Data) -> tuple[Any, Tensor]:
         loader = data if isinstance(data, DataLoader) else DataLoader(data, batch_size=256)
         batches = list(DataLoader(loader.dataset, batch_size=256, collate_fn=loader.collate_fn))
         if batches and not (isinstance(batches[0], list | tuple) and len(batches[0]) == 2):
-            raise ValueError(f"`data` must hold pairs (inputs, targets), got {described(batches[0])}.")
+            raise ValueError(f"`{argument}` must hold pairs (inputs, targets), got {described(batches[0])}.")
         inputs, targets = (joined([batch[part] for batch in batches]) for part in (0, 1))
     if not isinstance(targets, Tensor):
-        raise ValueError(f"`data` must hold a tensor of targets, got {type(targets).__name__}.")
+        raise ValueError(f"`{argument}` must hold a tensor of targets, got {type(targets).__name__}.")
     n = sample_count(inputs) if len(targets) else 0
     if n != len(targets):
-        raise ValueError(f"`data` must hold a target for each input, got {len(targets)} for {n}.")
+        raise ValueError(f"`{argument}` must hold a target for each input, got {len(targets)} for {n}.")
     if n < 8:
-        raise ValueError(f"`data` must hold at least 8 samples, got {n}.")
+        raise ValueError(f"`{argument}` must hold at least 8 samples, got {n}.")
     for values in (*tensors(inputs), targets):
-        check_finite("data", values)
+        check_finite(argument, values)
     return inputs, targets
 
 
@@ -53,15 +56,16 @@ def _pair_of(data: Any) -> Any:
     return own if isinstance(own, tuple) and len(own) == 2 else data
 
 
-def read_tensors(data: Data) -> tuple[Tensor, Tensor]:
+def read_tensors(data: Data, *, argument: str = "data") -> tuple[Tensor, Tensor]:
     """Return all inputs and targets where inputs have to be one tensor.
 
     Args:
         data: As for :func:`read_samples`.
+        argument: What the caller calls it, for messages.
     """
-    inputs, targets = read_samples(data)
+    inputs, targets = read_samples(data, argument=argument)
     if not isinstance(inputs, Tensor):
-        raise ValueError(f"`data` must hold one tensor of inputs, got {type(inputs).__name__}.")
+        raise ValueError(f"`{argument}` must hold one tensor of inputs, got {type(inputs).__name__}.")
     return inputs, targets
 
 

@@ -116,11 +116,8 @@ def task_distance(
 
 
 def _read(name: str, task: Data) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of a task; what is wrong with them is said under its name."""
-    try:
-        inputs, targets = read_tensors(task)
-    except ValueError as error:
-        raise ValueError(f"`tasks` at {name!r}: {error}") from None
+    """Inputs and targets of a task."""
+    inputs, targets = read_tensors(task, argument=f"tasks[{name!r}]")
     found = targets.unique()
     if not targets.is_floating_point() and len(found) and len(found) <= found.max():
         warn(f"Task {name!r} has no samples of some classes from 0 to {int(found.max())}; do its labels count from 1?")

@@ -277,11 +277,11 @@ def test_a_function_that_does_not_travel_is_refused_before_anything_is_trained()
     [
         (
             {"first": "digits"},
-            r"`tasks` at 'first': `data` must be .* got 'digits'; `tasks.prepare_task\('digits'\).data`",
+            r"`tasks\['first'\]` must be .* got 'digits'; `tasks.prepare_task\('digits'\).data`",
         ),
         (
             {"first": (torch.full((9, 4), math.nan), torch.zeros(9).long())},
-            "at 'first': `data` must be finite, got 36 val",
+            r"`tasks\['first'\]` must be finite, got 36",
         ),
     ],
 )
