@@ -97,7 +97,7 @@ def task_distance(
     seeds = range(seeds) if isinstance(seeds, int | np.integer) else [int(seed) for seed in seeds]
     _check(tasks, beta, prior_center, prior_std, method, seeds)
     data = [_read(name, task) for name, task in tasks.items()]
-    if executor is not None or workers != 0:
+    if executor is None and workers != 0:  # an executor may have ways of its own, as Dask has
         _check_travels(trunk_fn=trunk_fn, head_fn=head_fn)
     plan = Plan(
         trunk_fn, head_fn, method, beta, prior_center, prior_std, as_likelihood(likelihood), training or Training()
