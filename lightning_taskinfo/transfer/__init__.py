@@ -1,5 +1,9 @@
 """Pretrain on a source beside unlabelled target inputs, fine-tune on a few target labels, compare, report."""
 
+import sys
+from types import ModuleType
+from typing import Any
+
 from lightning_taskinfo.transfer.backbones import BACKBONES, large_cnn, mlp, resnet20, small_cnn
 from lightning_taskinfo.transfer.data import TransferDataModule
 from lightning_taskinfo.transfer.methods import PENALTIES, WEIGHTS
@@ -9,6 +13,16 @@ from lightning_taskinfo.transfer.report import TransferReport
 from lightning_taskinfo.transfer.run import group_name, transfer
 from lightning_taskinfo.transfer.stages import Stages
 from lightning_taskinfo.transfer.wandb_report import log_to_wandb
+
+
+class _Transfer(ModuleType):
+    """This package; called, it is its function, for those who write ``from lightning_taskinfo import transfer``."""
+
+    def __call__(self, *args: Any, **arguments: Any) -> TransferReport:
+        return transfer(*args, **arguments)
+
+
+sys.modules[__name__].__class__ = _Transfer
 
 __all__ = [
     "BACKBONES",

@@ -89,7 +89,7 @@ def _measurement_notes(report: "TransferReport") -> dict[str, str]:
             "Share of the target labels' variance that a linear read-out of the frozen features leaves unexplained on "
             "held-out samples, before fine-tuning: mean over seeds, smallest and largest. The number of labels from "
             "which linear transfer is predicted to hurt follows from it and from a power law fitted to training from "
-            "scratch: median over seeds, and the ends that all intervals together reach."
+            "scratch at two numbers of labels or more: median over seeds, and the ends that all intervals reach."
         )
     return said
 

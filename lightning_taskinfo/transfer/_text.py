@@ -77,7 +77,8 @@ def overlap_table(report: "TransferReport") -> TextTable | None:
             )
             rows.append([str(labels), method, layer, _range(shares), _range(errors), onset])
     header = ["labels", "method", "layer", "outside, %", "standard error, %", "predicted to hurt from, labels"]
-    return TextTable(header, rows) if rows else None
+    known = any(row[-1] for row in rows)  # a prediction needs two numbers of labels
+    return TextTable(header if known else header[:-1], rows if known else [row[:-1] for row in rows]) if rows else None
 
 
 def to_markdown(report: "TransferReport", confidence: float, figures: Iterable[str]) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from lightning_taskinfo._observe import observing
 from lightning_taskinfo.fisher.batches import described, sample_count, tensors
 from lightning_taskinfo.functional.features import fit_power_law, transfer_onset
 
+Batches: TypeAlias = Iterable[tuple[Tensor, Tensor]]
 LARGEST_SHARE = 4.0  # that of always being sure of the wrong one of two classes; a larger one is no share
 RIDGES = 10.0 ** torch.arange(-6, 3, dtype=torch.float64)  # relative to the mean squared feature
 
@@ -88,7 +89,7 @@ class FeatureOverlap:
 @checked_arguments
 def feature_overlap(
     model: nn.Module,
-    data: Iterable[tuple[Tensor, Tensor]],
+    data: Batches | tuple[Tensor, Tensor],
     *,
     layers: Sequence[str] | None = None,
     folds: int = 5,
@@ -101,7 +102,7 @@ def feature_overlap(
 
     Args:
         model: The pretrained network.
-        data: Batches ``(inputs, labels)`` of the target task, labels as class indices or as real values; their
+        data: Batches ``(inputs, labels)`` of the target task, or one, labels as class indices or as real values; their
             features are kept in memory. Shuffled: folds are taken in turns, sample by sample.
         layers: Names of modules that run once a pass and put out one tensor; if not given, all modules without children
             that run and put out a tensor.
@@ -122,8 +123,10 @@ def feature_overlap(
         True
     """
     if isinstance(data, list | tuple) and any(isinstance(part, Tensor) for part in data):
-        raise ValueError("`data` must yield batches (inputs, labels), got tensors; put a single batch into a list.")
-    features, labels = _collect(model, data, layers)
+        if len(data) != 2:
+            raise ValueError(f"`data` must be a batch (inputs, labels), or yield such, got {described(data)}.")
+        data = cast(Batches, [data])
+    features, labels = _collect(model, cast(Batches, data), layers)
     if folds < 2:
         raise ValueError(f"`folds` must be at least 2, got {folds}.")
     if len(labels) < 4 * folds:

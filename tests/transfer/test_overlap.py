@@ -184,9 +184,12 @@ def test_refuses_a_curve_that_is_no_share(scratch, got):
         overlap.onset([50, 100], scratch)
 
 
-def test_refuses_a_batch_in_place_of_batches():
-    with pytest.raises(ValueError, match=r"`data` must yield batches \(inputs, labels\), got tensors; put a single"):
-        feature_overlap(Frozen(3), (randn(40, 4), randn(40)))
+def test_one_batch_is_all_of_them_and_lone_tensors_are_refused():
+    inputs, labels, model = randn(40, 4), randn(40), Frozen(3)
+    one, several = (feature_overlap(model, data) for data in ((inputs, labels), [(inputs, labels)]))
+    assert torch.equal(one.outside, several.outside)
+    with pytest.raises(ValueError, match=r"`data` must be a batch \(inputs, labels\), .* got list of Tensor"):
+        feature_overlap(Frozen(3), [inputs])
 
 
 def test_refuses_a_rising_curve_and_a_wrong_confidence():

@@ -9,6 +9,7 @@ import pytest
 import torch
 from scipy import stats
 
+from lightning_taskinfo.transfer._text import overlap_table
 from lightning_taskinfo.transfer.report import TransferReport
 from tests.transfer.results import METHODS, minimal, report, result
 
@@ -276,3 +277,12 @@ def test_seeds_that_differ_keep_their_column():
     rows = [minimal("scratch", 50, seed, 0.5 + 0.1 * seed) for seed in range(3)]
     rows += [minimal("lautum+mutual_information", 50, seed, 0.6 + 0.1 * seed) for seed in range(2)]
     assert "seeds" in TransferReport(rows, {}).to_terminal(width=60)
+
+
+@pytest.mark.parametrize("onset", [[10.0, 20.0, None], None])
+def test_a_prediction_that_nobody_made_has_no_column(onset):
+    overlap = {"layers": ["a"], "outside": [0.5], "standard_error": [0.1], "onset": onset}
+    results = [{**row, "overlap": overlap} for row in report().results]
+    table = overlap_table(TransferReport(results, {}, "name"))
+    assert ("predicted to hurt from, labels" in table.header) == (onset is not None)
+    assert {len(row) for row in table.rows} == {len(table.header)}

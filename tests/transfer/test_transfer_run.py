@@ -366,3 +366,10 @@ def test_the_initial_weights_depend_on_the_seed_alone(reference):
     ]
     assert torch.equal(starts[0], starts[1])
     assert not torch.equal(starts[0], starts[2])
+
+
+def test_the_package_can_be_called_as_its_function():
+    from lightning_taskinfo import transfer as package
+
+    with pytest.raises(TypeError, match=r"^`data` must be a TransferDataModule, got 'digits'"):
+        package("mlp", "digits")
