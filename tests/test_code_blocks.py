@@ -1,5 +1,6 @@
 """Every block of Python in the README and the documentation runs; ``test_commands.py`` runs the commands."""
 
+import os
 import re
 import shlex
 import subprocess
@@ -117,7 +118,7 @@ def yaml_blocks(page):
 
 def watch(*arguments, folder):
     command = [sys.executable, ROOT / "examples" / "watch.py", "fit", *arguments]
-    environment = {"PYTHONPATH": str(ROOT), "PATH": "", "HOME": str(folder)}
+    environment = {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}", "PATH": "", "HOME": str(folder)}
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
@@ -125,15 +126,19 @@ def watch(*arguments, folder):
 def test_the_yaml_of_the_lightning_cli_is_accepted(tmp_path):
     import yaml
 
-    (block,) = yaml_blocks("docs/how-to/lightning-cli.md")
-    config = tmp_path / "config.yaml"
-    config.write_text(yaml.safe_dump(block))
-    done = watch("--config", config, "--print_config", folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert [c["class_path"] for c in yaml.safe_load(done.stdout)["trainer"]["callbacks"]] == [
-        "lightning_taskinfo.FisherTrace",
-        "lightning_taskinfo.InformationInWeights",
-    ]
+    whole, callbacks = yaml_blocks("docs/how-to/lightning-cli.md")
+    (tmp_path / "my_package").mkdir()  # the reader's own
+    (tmp_path / "my_package" / "batches.py").write_text("def image_and_label(batch):\n    return batch\n")
+    for block in (whole, {"trainer": {"callbacks": callbacks}}):
+        config = tmp_path / "config.yaml"
+        config.write_text(yaml.safe_dump(block))
+        done = watch("--config", config, "--print_config", folder=tmp_path)
+        assert done.returncode == 0, done.stderr
+        read, written = (
+            [c["class_path"] for c in text["trainer"]["callbacks"]] for text in (yaml.safe_load(done.stdout), block)
+        )
+        assert read == written
+        assert len(read) == 2
 
 
 @pytest.mark.slow
