@@ -26,6 +26,7 @@ from lightning_taskinfo.transfer.report import TransferReport
 from lightning_taskinfo.transfer.runlog import LoggerKind, RunLog
 from lightning_taskinfo.transfer.sampling import generators_kept
 from lightning_taskinfo.transfer.stages import Cell, Experiment, Stages, run_cell
+from lightning_taskinfo.transfer.training import check_accelerator
 
 Done = Callable[[Cell, Mapping[str, Any]], None]
 VERSION = 1  # of the files in a folder: raise it when the same configuration would give other numbers
@@ -112,6 +113,8 @@ def transfer(
     title = name or f"{source.name} → {target.name}"
     if folder is None and logger in ("csv", "wandb_offline"):
         raise ValueError(f"`folder` must be given for the files of `logger` {logger!r}, got None.")
+    if executor is None:  # whose machines may have others
+        check_accelerator(accelerator, namespace)
     grid.check(data, model)
     configuration = {
         "version": VERSION,

@@ -117,6 +117,18 @@ def fit_stage(
     return Fitted(keeper.curve, {name: float(value) for name, value in test.items()})
 
 
+def check_accelerator(accelerator: str, namespace: str) -> None:
+    """Raise a ``ValueError`` if Lightning finds no such accelerator on this machine."""
+    try:
+        with quiet():
+            NAMESPACES[namespace].Trainer(accelerator=accelerator, devices=1, logger=False, enable_checkpointing=False)
+    except Exception as error:  # of a kind of its own for each
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"`accelerator` must be one that Lightning finds here, got {accelerator!r} ({reason})."
+        ) from error
+
+
 @contextmanager
 def interruptible() -> Iterator[None]:
     """Let Ctrl-C be a ``KeyboardInterrupt``: a Trainer ends the process instead, and is deaf to Ctrl-C from then on."""

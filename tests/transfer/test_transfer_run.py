@@ -301,6 +301,7 @@ def test_a_saved_report_is_the_same(reference, tmp_path):
         ({"data": tiny_data(augment=lambda image: image)}, "`augment` must be a function or an object of a class at"),
         ({"labels": []}, "`labels` must not be empty"),
         ({"labels": [9, 500]}, "`labels` must be between 0 and the 78 samples there are beside 12 .*, got 500"),
+        ({"accelerator": "abacus"}, "`accelerator` must be one that Lightning finds here, got 'abacus'"),
         ({"namespace": "keras"}, "`namespace` must be one of .* got 'keras'"),
         ({"logger": "paper"}, "`logger` must be one of none, csv, .* got 'paper'"),
         ({"data": tiny_data(target="nowhere")}, "`target` must be .*'nowhere' was not found"),
