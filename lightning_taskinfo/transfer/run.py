@@ -107,14 +107,14 @@ def transfer(
     grid = _Grid(methods, labels, seeds, data)
     if namespace not in NAMESPACES:
         raise ValueError(f"`namespace` must be one of {', '.join(NAMESPACES)}, got {namespace!r}.")
+    if executor is None:  # whose machines may have others; before a file is read, whose warnings are told once
+        check_accelerator(accelerator, namespace)
     grid.check_used(weights or {})
     stages, weights = stages or Stages(), check_weights(weights or {})
     source, target = data.tasks()
     title = name or f"{source.name} → {target.name}"
     if folder is None and logger in ("csv", "wandb_offline"):
         raise ValueError(f"`folder` must be given for the files of `logger` {logger!r}, got None.")
-    if executor is None:  # whose machines may have others
-        check_accelerator(accelerator, namespace)
     grid.check(data, model)
     configuration = {
         "version": VERSION,
