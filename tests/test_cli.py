@@ -110,7 +110,7 @@ def test_an_interrupt_ends_with_130_and_a_sentence(monkeypatch, capsys):
     def interrupted() -> str:
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(cli.COMMANDS, "phase-diagram", interrupted)
+    monkeypatch.setattr(cli, "load_command", lambda name: interrupted)
     assert cli.main(["phase-diagram"]) == 130
     assert capsys.readouterr().err.startswith("taskinfo: interrupted; ")
 
@@ -120,9 +120,35 @@ def test_help_lists_every_command(capsys):
         cli.main(["--help"])
     assert stopped.value.code == 0
     text = capsys.readouterr().out
-    for name, command in cli.COMMANDS.items():
-        assert name in text
-        assert command.__doc__ is not None
+    shown = " ".join(text.split())
+    for name, summary in cli.COMMANDS.items():
+        assert f"{name} {summary}" in shown
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_the_list_says_what_each_command_says(name):
+    assert " ".join(cli.load_command(name).__doc__.split("\n\n")[0].split()) == cli.COMMANDS[name]
+
+
+@pytest.mark.parametrize("words", [["--help"], [], ["no-such-command"]])
+def test_no_command_is_imported_that_is_not_called(words):
+    code = f"""
+import sys
+from lightning_taskinfo import cli
+try:
+    cli.main({words})
+except SystemExit:
+    print(sorted({{"torch", "lightning", "pytorch_lightning"}} & sys.modules.keys()), file=sys.stderr)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.endswith("\n[]\n") or done.stderr == "[]\n"
+
+
+def test_a_configuration_may_hold_any_command(tmp_path, capsys):
+    file = tmp_path / "all.yaml"
+    file.write_text("subcommand: phase-diagram\nphase-diagram:\n  angles: 0\n")
+    assert cli.main([f"--config={file}"]) == 2
+    assert capsys.readouterr().err == "taskinfo: error: `angles` must be at least 1, got 0.\n"
 
 
 def test_runs_as_a_module():

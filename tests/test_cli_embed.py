@@ -1,7 +1,6 @@
 """``taskinfo embed``: what it writes, that it continues, and how it says no."""
 
 import json
-import sys
 
 import numpy as np
 import pytest
@@ -94,7 +93,6 @@ def test_wrong_values_end_with_2_and_their_message(argument, message, written, c
 
 
 def test_a_wrong_task_is_refused_before_the_probe_is_trained(tmp_path, capsys, monkeypatch):
-    module = sys.modules["lightning_taskinfo.cli.embed"]  # its name in the package is the command
-    monkeypatch.setattr(module, "default_probe", lambda **_: pytest.fail("not needed"))
+    monkeypatch.setattr("lightning_taskinfo.cli.embed.default_probe", lambda **_: pytest.fail("not needed"))
     assert cli.main(["embed", "--tasks=[digits,nothing]", f"--folder={tmp_path / 'new'}"]) == 2
     assert "'nothing' was not found" in capsys.readouterr().err

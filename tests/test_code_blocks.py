@@ -92,10 +92,10 @@ def check_taskinfo(words):
     """Parse the arguments of the command, without running it."""
     from jsonargparse import ArgumentParser
 
-    from lightning_taskinfo.cli import COMMANDS as ours
+    from lightning_taskinfo.cli import load_command
 
     parser = ArgumentParser(exit_on_error=False)
-    parser.add_function_arguments(ours[words[1]], as_positional=False)
+    parser.add_function_arguments(load_command(words[1]), as_positional=False)
     parser.parse_args(words[2:])
 
 

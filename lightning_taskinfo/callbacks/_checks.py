@@ -15,6 +15,7 @@ from lightning_taskinfo.fisher.batches import described, tensors
 from lightning_taskinfo.fisher.engine import Request, measure
 from lightning_taskinfo.fisher.sharded import gathered_parameters, sharded
 from lightning_taskinfo.fisher.sinks import Norms
+from lightning_taskinfo.functional._tensors import look_like_probabilities
 from lightning_taskinfo.functional.likelihood import Categorical, Likelihood, as_likelihood
 from lightning_taskinfo.variational import noisy_weights
 
@@ -53,18 +54,13 @@ def check_batch(
             "set `forward_fn` to a function of (module, inputs) that picks it."
         )
     as_likelihood(likelihood).check(outputs, few_targets)
-    if isinstance(as_likelihood(likelihood), Categorical) and _are_probabilities(outputs):
+    if isinstance(as_likelihood(likelihood), Categorical) and look_like_probabilities(outputs):
         warn(
             f"{who} takes outputs for logits, and those of the first samples are probabilities: set `forward_fn`, "
             "e.g. to lambda module, inputs: module(inputs).log()."
         )
     if sharded(model):  # what no hook follows is known now, not at the first measurement
         measure(model, few, few_targets, Request(likelihood=likelihood, forward_fn=forward_fn), Norms(size(few)))
-
-
-def _are_probabilities(outputs: Tensor) -> bool:
-    rows = outputs.detach().float()
-    return bool((rows >= 0).all() and torch.allclose(rows.sum(-1), rows.new_ones(()), atol=1e-3))
 
 
 def check_weights(who: str, model: nn.Module) -> None:

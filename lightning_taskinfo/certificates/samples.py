@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_taskinfo.fisher.batches import described, joined, sample_count, tensors
-from lightning_taskinfo.regularizers._base import check_finite
+from lightning_taskinfo.functional._tensors import check_finite
 
 Data: TypeAlias = tuple[Any, Tensor] | Dataset[Any] | DataLoader[Any]
 

@@ -1,24 +1,30 @@
-"""The command line, ``taskinfo …``: a command is a documented function in :data:`COMMANDS`, and nothing else."""
+"""The command line, ``taskinfo …``: a command is a documented function, alone in a module of its name.
+
+It is imported when it is called, so that what all of them offer is listed without waiting for torch and Lightning.
+"""
 
 import re
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import NoReturn
 
-from lightning_taskinfo.cli.certify import certify
-from lightning_taskinfo.cli.complexity import complexity
-from lightning_taskinfo.cli.distance import distance
-from lightning_taskinfo.cli.embed import embed
-from lightning_taskinfo.cli.phase_diagram import phase_diagram
-from lightning_taskinfo.cli.transfer import transfer
-
-COMMANDS: dict[str, Callable[..., str]] = {
-    "certify": certify,
-    "complexity": complexity,
-    "distance": distance,
-    "embed": embed,
-    "phase-diagram": phase_diagram,
-    "transfer": transfer,
+COMMANDS = {  # name -> what its docstring begins with; `tests/test_cli.py` keeps them equal
+    "certify": "Bound the true error of a trained network turned stochastic; nothing is retrained.",
+    "complexity": "Trace the structure function of tasks: how much loss a nat in the weights of a small network buys.",
+    "distance": (
+        "Measure how far it is from each task to each other: what a small network must learn in addition, in nats."
+    ),
+    "embed": (
+        "Embed tasks by the Fisher information of a small probe, draw them on a map, and name the nearest source of "
+        "each."
+    ),
+    "phase-diagram": (
+        "Draw when transfer hurts a deep linear network: surface, signed map, and slices with simulated points."
+    ),
+    "transfer": (
+        "Pretrain on a source, fine-tune on a few target labels, compare with training from scratch, and report."
+    ),
 }
 
 LISTS = {"<class 'list'>", "<class 'tuple'>"}
@@ -48,8 +54,9 @@ def main(args: Sequence[str] | None = None) -> int:
                 message += "\n  Several values stand in brackets: '[a,b]'."
             super().error(message, ex)
 
+    words = _underscored(args)
     try:
-        text = CLI(COMMANDS, args=_underscored(args), as_positional=False, prog="taskinfo", parser_class=Parser)
+        text = CLI(_components(words), args=words, as_positional=False, prog="taskinfo", parser_class=Parser)
     except (ValueError, FileNotFoundError) as error:
         return _fail(str(error), 2)
     except (ImportError, OSError, RuntimeError) as error:
@@ -59,6 +66,31 @@ def main(args: Sequence[str] | None = None) -> int:
         return 130
     sys.stdout.write(f"{text}\n")
     return 0
+
+
+def load_command(name: str) -> Callable[..., str]:
+    """Import the command ``name`` of :data:`COMMANDS`."""
+    function = name.replace("-", "_")
+    command: Callable[..., str] = getattr(import_module(f"{__name__}.{function}"), function)
+    return command
+
+
+def _components(words: list[str]) -> dict[str, Callable[..., str]]:
+    """Return the commands, those alone with their arguments that ``words`` can be about."""
+    first = words[0] if words else ""
+    if first.startswith(("--config", "--print_config")):  # which may be about any
+        return {name: load_command(name) for name in COMMANDS}
+    return {name: load_command(name) if name == first else _listed(summary) for name, summary in COMMANDS.items()}
+
+
+def _listed(summary: str) -> Callable[..., str]:
+    """Return a command that is listed, and not called."""
+
+    def command() -> str:
+        raise NotImplementedError
+
+    command.__doc__ = summary
+    return command
 
 
 def _without_brackets(message: str) -> str | None:

@@ -18,6 +18,7 @@ from torch import Generator, Tensor
 from torch.nn.functional import logsigmoid
 
 from lightning_taskinfo._warn import warn
+from lightning_taskinfo.functional._tensors import check_same_shape
 
 MOVE = "move the classes to the last axis, in `forward_fn`: `model(inputs).movedim(1, -1)`."
 Labels: TypeAlias = Literal["sampled", "exact", "empirical"]
@@ -164,7 +165,7 @@ class Bernoulli:
         return torch.ones_like(outputs)
 
     def check(self, outputs: Tensor, targets: Tensor | None) -> None:  # noqa: D102
-        _same_shape(outputs, targets)
+        check_same_shape(outputs, targets)
         if targets is not None and targets.numel() and (targets.min() < 0 or targets.max() > 1):
             raise ValueError(
                 f"`targets` of a Bernoulli likelihood must lie in [0, 1], "
@@ -212,7 +213,7 @@ class Gaussian:
         return torch.ones_like(outputs)
 
     def check(self, outputs: Tensor, targets: Tensor | None) -> None:  # noqa: D102
-        _same_shape(outputs, targets)
+        check_same_shape(outputs, targets)
 
 
 LIKELIHOODS: dict[str, Likelihood] = {"categorical": Categorical(), "bernoulli": Bernoulli(), "gaussian": Gaussian()}
@@ -294,13 +295,3 @@ def _one_output_at_a_time(root: Tensor) -> Iterator[Tensor]:
     outputs = math.prod(root.shape[1:])
     for keep in torch.eye(outputs, device=root.device, dtype=root.dtype):
         yield root * keep.view(root.shape[1:])
-
-
-def _same_shape(outputs: Tensor, targets: Tensor | None) -> None:
-    if targets is not None and targets.shape != outputs.shape:
-        pick = "module(x).squeeze(-1)" if outputs.shape[-1:] == (1,) else "module(x)[..., 0]"
-        raise ValueError(
-            f"`targets` must have the outputs' shape {list(outputs.shape)}, got {list(targets.shape)}; "
-            "an extra or missing axis would silently broadcast. A callback's `forward_fn` or `batch_fn` can mend it, "
-            f"such as `lambda module, x: {pick}`, or whatever picks the prediction."
-        )

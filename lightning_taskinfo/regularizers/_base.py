@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_taskinfo._arguments import ArgumentsByName
 from lightning_taskinfo._warn import warn
+from lightning_taskinfo.functional._tensors import look_like_probabilities
 
 Ramp = Literal["constant", "linear", "sigmoid"]
 
@@ -105,7 +106,11 @@ class Regularizer(nn.Module, metaclass=ArgumentsByName):
         if self._looked:
             return False
         self._looked = True
-        warn_of_probabilities(outputs)
+        if look_like_probabilities(outputs):
+            warn(
+                "`outputs` should be logits, got what looks like probabilities: rows without negative values that sum "
+                "to 1. Leave the softmax out, or pass the logarithms."
+            )
         return True
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Regularizer":
@@ -163,21 +168,3 @@ def check_scalar(argument: str, tensor: object) -> None:
     if not isinstance(tensor, Tensor) or tensor.ndim:
         found = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
         raise ValueError(f"`{argument}` must be a scalar tensor, got {found}.")
-
-
-def warn_of_probabilities(outputs: Tensor) -> None:
-    """Warn if ``outputs``, shape ``[B, C]``, look like probabilities where logits are asked for."""
-    p = outputs.detach().float()
-    if p.shape[1] > 1 and (p >= 0).all() and ((p.sum(1) - 1).abs() < 0.01).all():
-        warn(
-            "`outputs` should be logits, got what looks like probabilities: rows without negative values that sum to "
-            "1. Leave the softmax out, or pass the logarithms."
-        )
-
-
-def check_finite(argument: str, tensor: Tensor) -> None:
-    """Raise ``ValueError`` if ``tensor`` holds NaN or infinity."""
-    # A sum is far cheaper than a look at every value, and finite only where all of them are.
-    if not (torch.isfinite(tensor.sum()) or torch.isfinite(tensor).all()):
-        count = int((~torch.isfinite(tensor)).sum())
-        raise ValueError(f"`{argument}` must be finite, got {count} values that are not: clean the data.")

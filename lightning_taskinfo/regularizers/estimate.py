@@ -8,8 +8,9 @@ import torch
 from torch import Generator, Tensor, nn
 
 from lightning_taskinfo._arguments import checked_arguments
+from lightning_taskinfo.functional._tensors import check_finite
 from lightning_taskinfo.functional.mutual_information import Negatives, check_negatives, jensen_shannon, smile
-from lightning_taskinfo.regularizers._base import check_finite, check_rows
+from lightning_taskinfo.regularizers._base import check_rows
 from lightning_taskinfo.regularizers.critics import CriticKind, make_critic
 
 SAMPLES = 40  # the fewest to train, pick and read on

@@ -8,8 +8,9 @@ import torch
 from torch import Generator, Tensor, nn
 
 from lightning_taskinfo._observe import observing
+from lightning_taskinfo.functional._tensors import check_finite
 from lightning_taskinfo.functional.gaussian import lautum_from_correlations
-from lightning_taskinfo.regularizers._base import Regularizer, WeightSchedule, check_finite, check_rows, checked_shape
+from lightning_taskinfo.regularizers._base import Regularizer, WeightSchedule, check_rows, checked_shape
 from lightning_taskinfo.regularizers._ranks import mean_over_ranks, world_size
 from lightning_taskinfo.regularizers._whitening import fit_whitening, flat_inputs, times_whitener, warn_of_scale
 

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lightning_taskinfo.functional._tensors import check_finite
 from lightning_taskinfo.functional.discrepancy import mk_mmd
-from lightning_taskinfo.regularizers._base import Regularizer, WeightSchedule, check_finite, check_rows
+from lightning_taskinfo.regularizers._base import Regularizer, WeightSchedule, check_rows
 
 
 class MultiKernelMMD(Regularizer):

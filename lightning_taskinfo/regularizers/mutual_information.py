@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from lightning_taskinfo.functional._tensors import check_finite
 from lightning_taskinfo.functional.mutual_information import (
     Negatives,
     check_negatives,
@@ -18,7 +19,7 @@ from lightning_taskinfo.functional.mutual_information import (
     smile,
     update_log_average,
 )
-from lightning_taskinfo.regularizers._base import Regularizer, WeightSchedule, check_finite, check_rows, checked_shape
+from lightning_taskinfo.regularizers._base import Regularizer, WeightSchedule, check_rows, checked_shape
 from lightning_taskinfo.regularizers._ranks import mean_over_ranks
 from lightning_taskinfo.regularizers._swap import swapped
 from lightning_taskinfo.regularizers.critics import CriticKind, make_critic

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_taskinfo.functional._tensors import check_finite
 from lightning_taskinfo.regularizers import (
     Lautum,
     MultiKernelMMD,
@@ -14,7 +15,6 @@ from lightning_taskinfo.regularizers import (
     WeightSchedule,
     frozen_batchnorm_statistics,
 )
-from lightning_taskinfo.regularizers._base import check_finite
 
 
 class Square(Regularizer):
