@@ -31,7 +31,6 @@ def measure(folder: Path, *, fast: bool) -> DistanceMatrix:
     return task_distance(
         {name: task.data for name, task in tasks.items()},
         0.1,
-        method="laplace",
         trunk_fn=trunk_for(tasks["all digits"]),
         training=Training(pretrain_steps=8 if fast else 400),
         seeds=range(1 if fast else 3),

@@ -109,10 +109,16 @@ _EXPORTS = {  # public name -> the module that defines it, imported when the nam
     "trainable_parameters": "_observe",
     "weight_kl": "variational",
 }
+_MODULES = (
+    "callbacks", "certificates", "data", "distributions", "fisher", "functional", "mixins", "plotting", "regularizers",
+    "tasks", "transfer", "variational",
+)  # fmt: skip
 __all__ = ["__version__", *_EXPORTS]
 
 
 def __getattr__(name: str) -> object:
+    if name in _MODULES:  # so that `lightning_taskinfo.transfer(…)` needs no import of its own
+        return import_module(f"{__name__}.{name}")
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f"{__name__}.{_EXPORTS[name]}"), name)
@@ -121,4 +127,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted([*__all__, *_MODULES])

@@ -3,10 +3,12 @@
 import math
 import subprocess
 import sys
+from inspect import Parameter, signature
 
 import pytest
 import torch
 
+import lightning_taskinfo
 from lightning_taskinfo import cli
 from lightning_taskinfo.cli import _without_brackets
 from lightning_taskinfo.tasks.phase_diagram import simulate_phase_diagram
@@ -142,6 +144,27 @@ except SystemExit:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr.endswith("\n[]\n") or done.stderr == "[]\n"
+
+
+FUNCTIONS = {  # command -> what it calls, and the defaults that are its own: what a shell keeps, shows and spreads
+    "certify": (lightning_taskinfo.certify, {"betas"}),  # None stands for the same ones
+    "complexity": (lightning_taskinfo.structure_function, {"folder"}),
+    "distance": (lightning_taskinfo.task_distance, {"beta", "folder", "tasks", "workers"}),
+    "embed": (lightning_taskinfo.nearest_source, set()),
+    "phase-diagram": (simulate_phase_diagram, {"mode", "sigma"}),
+    "transfer": (
+        lightning_taskinfo.transfer.transfer,
+        {"folder", "labels", "logger", "methods", "model", "stages", "workers"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_a_command_has_the_defaults_of_its_function(name):
+    function, own = FUNCTIONS[name]
+    here, there = (signature(one).parameters for one in (cli.load_command(name), function))
+    defaults = {key for key in here.keys() & there.keys() if here[key].default is not Parameter.empty}
+    assert {key for key in defaults if here[key].default != there[key].default} == own
 
 
 def test_a_configuration_may_hold_any_command(tmp_path, capsys):

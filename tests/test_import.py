@@ -57,7 +57,14 @@ def test_every_public_name_resolves(name):
 
 
 def test_dir_lists_every_public_name():
-    assert dir(lightning_taskinfo) == sorted(["__version__", *lightning_taskinfo._EXPORTS])
+    names = {path.stem for path in PACKAGE.iterdir() if not path.name.startswith("_")} - {"cli", "py"}
+    assert names == set(lightning_taskinfo._MODULES)
+    assert dir(lightning_taskinfo) == sorted(["__version__", *lightning_taskinfo._EXPORTS, *names])
+
+
+@pytest.mark.parametrize("name", lightning_taskinfo._MODULES)
+def test_a_module_needs_no_import_of_its_own(name):
+    assert lightning_taskinfo.__getattr__(name).__name__ == f"lightning_taskinfo.{name}"
 
 
 def test_an_unknown_name_is_an_attribute_error():

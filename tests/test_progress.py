@@ -21,7 +21,7 @@ def of_certify(progress):
 
 
 def of_pareto_front(progress):
-    return pareto_front(network(), (X, Y), structures=["diagonal"], betas=[1], progress=progress)
+    return pareto_front(network(), (X, Y), structure="diagonal", betas=[1], progress=progress)
 
 
 def of_structure_function(progress):

@@ -22,7 +22,7 @@ from lightning_taskinfo.certificates import (
     certify,
     pareto_front,
 )
-from lightning_taskinfo.certificates.search import check_choices, check_structures
+from lightning_taskinfo.certificates.search import check_choices, named_structures
 from lightning_taskinfo.fisher.engine import Request
 from lightning_taskinfo.functional.likelihood import as_likelihood
 from lightning_taskinfo.plotting import plot_pareto
@@ -102,7 +102,7 @@ class PACBayesCertificate(Probe):
         if not prior_stds or min(prior_stds) <= 0:
             raise ValueError(f"`prior_stds` must be positive numbers, got {list(prior_stds)}.")
         check_choices(delta=delta, delta_draws=delta_draws, draws=draws, betas=betas)
-        check_structures([structure] if isinstance(structure, str) else structure)
+        named_structures(structure)  # refuses what it does not know
         self.headline = ("certificate_bound", "certificate_risk")
         self.prior_origin, self.structure, self.prior_stds, self.betas = prior_origin, structure, prior_stds, betas
         self.draws, self.delta, self.delta_draws, self.pareto = draws, delta, delta_draws, pareto

@@ -23,6 +23,7 @@ from lightning_taskinfo.certificates.search import (
     Theorem,
     check_choices,
     curvature_of,
+    named_structures,
     propose,
 )
 from lightning_taskinfo.certificates.validity import assumptions, reasons_against
@@ -77,6 +78,7 @@ def certify(
         structure: Curvature that shapes the post-distribution: ``"isotropic"``, ``"diagonal"`` (Fisher),
             ``"layer_inputs"`` (one matrix of layer inputs a layer), ``"neuron"`` (the same, scaled by how much the loss
             feels a neuron), ``"kron"``; several of these, to take the best; or a ready one of the sum of the loss.
+            ``"neuron"`` is often the tightest from a random start, and needs a matrix as wide as a layer has inputs.
         betas: Weights of the KL beside the sum of the loss to try; free.
         theorem: ``"kl"`` (Maurer–Seeger, the tightest), ``"mcallester"`` or ``"catoni"`` (with its parameter at 1);
             chosen before looking at the results.
@@ -150,13 +152,10 @@ def _curvatures(
     task: Task, structure: Structure | Sequence[Structure] | Curvature, samples: int
 ) -> dict[str, Curvature]:
     """Return the curvatures to search by name: those of the named structures, or the given one."""
-    if isinstance(structure, str):
-        structure = (structure,)
     if isinstance(structure, LowRankCurvature) or any(isinstance(part, CurvatureBlock) for part in structure):
         return {"given": cast(Curvature, structure)}
-    if not structure:
-        raise ValueError("`structure` must name at least one structure, got none.")
-    return {name: curvature_of(task, name, samples) for name in cast(Sequence[Structure], structure)}
+    names = named_structures(cast(Structure | Sequence[Structure], structure))
+    return {name: curvature_of(task, name, samples) for name in names}
 
 
 def _search(

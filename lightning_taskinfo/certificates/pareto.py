@@ -11,7 +11,16 @@ from lightning_taskinfo._observe import observing, trainable_parameters
 from lightning_taskinfo._progress import Progress, counted, shown
 from lightning_taskinfo.certificates.certificate import Candidate, Prior
 from lightning_taskinfo.certificates.samples import Data, zero_one_loss
-from lightning_taskinfo.certificates.search import BETAS, Loss, Proposal, Structure, Task, curvature_of, propose
+from lightning_taskinfo.certificates.search import (
+    BETAS,
+    Loss,
+    Proposal,
+    Structure,
+    Task,
+    curvature_of,
+    named_structures,
+    propose,
+)
 from lightning_taskinfo.distributions import BlockGaussian, CurvatureBlock
 from lightning_taskinfo.fisher.per_sample import Forward
 from lightning_taskinfo.functional.pac_bayes_diagnostics import oracle_complexity
@@ -23,7 +32,7 @@ def pareto_front(
     data: Data,
     prior: Prior | None = None,
     *,
-    structures: Sequence[Structure] = ("isotropic", "diagonal", "neuron"),
+    structure: Structure | Sequence[Structure] = ("isotropic", "diagonal", "neuron"),
     betas: Sequence[float] = BETAS,
     delta: float = 0.04,
     loss_fn: Loss = zero_one_loss,
@@ -43,7 +52,7 @@ def pareto_front(
         model: The trained network.
         data: The samples, as for :func:`~lightning_taskinfo.certificates.certify`.
         prior: The pre-distribution.
-        structures: Which curvatures to compare.
+        structure: Which curvatures to compare, one or several.
         betas: Weights of the KL, one row each.
         delta: Probability in the bound's log term.
         loss_fn: Loss of each sample, in ``[0, 1]``.
@@ -56,7 +65,7 @@ def pareto_front(
     Returns:
         The rows, structure by structure.
     """
-    prior = prior or Prior()
+    prior, structures = prior or Prior(), named_structures(structure)
     names: tuple[Structure | Literal["oracle"], ...] = (*structures, "oracle")
     total = len(names) * len(betas)
     with observing(model), shown(progress, "pareto_front", total) as tell:

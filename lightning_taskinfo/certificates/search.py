@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 import torch
 from torch import Generator, Tensor, nn
@@ -134,7 +134,6 @@ def curvature_of(task: Task, structure: Structure, samples: int) -> list[Curvatu
         structure: Which one; parameters that a layer-wise structure cannot represent get a diagonal.
         samples: How many inputs to look at.
     """
-    check_structures([structure])
     model, n, g, how = task.model, task.n, task.generator, task.forward_fn
     inputs = task.some(torch.randperm(n, generator=g, device=g.device)[:samples])
     fisher = fisher_diagonal(model, inputs, labels="sampled", generator=g, forward_fn=how)
@@ -237,11 +236,20 @@ def _diagonal_of(curvature: LowRankCurvature) -> list[CurvatureBlock]:
     )
 
 
-def check_structures(structures: Iterable[str]) -> None:
-    """Raise a ``ValueError`` if one of them is none."""
-    for structure in structures:
-        if structure not in get_args(Structure):
-            raise ValueError(f"`structure` must be one of {get_args(Structure)}, got {structure!r}.")
+def named_structures(structure: str | Iterable[str]) -> tuple[Structure, ...]:
+    """Return the structures of one name or several; raise a ``ValueError`` if there is none, or one is none.
+
+    Example:
+        >>> named_structures("kron"), named_structures(["isotropic", "neuron"])
+        (('kron',), ('isotropic', 'neuron'))
+    """
+    names = (structure,) if isinstance(structure, str) else tuple(structure)
+    if not names:
+        raise ValueError("`structure` must name at least one structure, got none.")
+    for name in names:
+        if name not in get_args(Structure):
+            raise ValueError(f"`structure` must be one of {get_args(Structure)}, got {name!r}.")
+    return cast(tuple[Structure, ...], names)
 
 
 def check_choices(*, delta: float, delta_draws: float, draws: int, betas: Sequence[float]) -> None:

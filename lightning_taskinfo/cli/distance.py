@@ -35,7 +35,7 @@ def distance(
             behind colons even-odd, small-large, inverted, random-labels, one-<class> or only-<class>-<class>….
         folder: Folder for distance.json, distance.png and what an interrupted call continues from.
         beta: Price of a nat, beside the sum of the loss of the task that is known.
-        method: variational trains noisy weights, laplace plain ones, with the closed form around them.
+        method: laplace trains plain weights, with the closed form around them, variational noisy ones.
         seeds: Repetitions with other starts, batches and noise.
         max_samples: At most this many samples of each task.
         size: Height and width of the embedded digits and letters, 8 or 28.

@@ -131,7 +131,8 @@ def embedding_distances(
 
     Args:
         embeddings: Of one probe.
-        alpha: How much the complexity of the source counts; with 0 the matrix is symmetric. See
+        alpha: How much the complexity of the source counts: 0, for a symmetric matrix of distances, unless told
+            otherwise, while :func:`nearest_source` prefers complex sources a little. See
             :func:`~lightning_taskinfo.functional.task_embedding.asymmetric_embedding_distance`.
         trivial: Fisher information of the trivial task, which only matters with ``alpha``; where ``None`` the geometric
             mean of the embeddings' mean entries, so that their common scale does not matter.

@@ -254,6 +254,7 @@ def test_a_forward_of_its_own_gives_the_certificate_of_the_plain_network(tmp_pat
     [
         ({"structure": "nueron"}, "`structure` must be one of .*, got 'nueron'"),
         ({"structure": ["diagonal", "nueron"]}, "`structure` must be one of .*, got 'nueron'"),
+        ({"structure": []}, "`structure` must name at least one structure, got none"),
         ({"delta": 2}, r"`delta` must be in \(0, 1\), got 2"),
         ({"draws": 0}, "`draws` must be at least 1, got 0"),
         ({"betas": []}, r"`betas` must be positive numbers, got \[\]"),

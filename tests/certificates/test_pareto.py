@@ -19,7 +19,7 @@ BETAS = (0.1, 1.0, 10.0)
 @pytest.fixture(scope="module")
 def rows(trained, data, start):
     prior = Prior(start, origin="random initialisation")
-    return pareto_front(trained, data, prior, betas=BETAS, structures=("isotropic", "diagonal"))
+    return pareto_front(trained, data, prior, betas=BETAS, structure=("isotropic", "diagonal"))
 
 
 def test_a_row_for_each_structure_and_beta(rows):
@@ -48,6 +48,20 @@ def test_the_oracle_is_lemma_4_2_of_the_diagonal_curvature(trained, data, start)
     variances = torch.cat([block.eigenvalues.flatten() for block in proposal.post.blocks])
     torch.testing.assert_close(variances[felt], expected.post_variance[felt])
     assert not variances[~felt].any()
+
+
+def test_one_structure_goes_by_its_name(trained, data, prior):
+    rows = pareto_front(trained, data, prior, betas=[1.0], structure="isotropic")
+    assert [row.structure for row in rows] == ["isotropic", "oracle"]
+
+
+@pytest.mark.parametrize(
+    ("structure", "message"),
+    [("nueron", "`structure` must be one of .*, got 'nueron'"), ((), "`structure` must name at least one structure")],
+)
+def test_refuses_what_is_no_structure(trained, data, structure, message):
+    with pytest.raises(ValueError, match=message):
+        pareto_front(trained, data, structure=structure)
 
 
 def test_the_picture_shows_the_rows(rows, tmp_path):

@@ -35,7 +35,7 @@ def some_tasks(sizes=(40, 40, 24)):
     return {name: (x[:n], y[:n]) for (name, y), n in zip(labels.items(), sizes, strict=True)}
 
 
-measure = partial(task_distance, some_tasks(), 1.0, trunk_fn=trunk, training=QUICK, seeds=(0, 1))
+measure = partial(task_distance, some_tasks(), 1.0, trunk_fn=trunk, method="variational", training=QUICK, seeds=(0, 1))
 
 
 def union(first, second):
