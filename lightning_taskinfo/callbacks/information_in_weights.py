@@ -1,7 +1,8 @@
 """Follow how much the weights know about the data they are trained on."""
 
 import math
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -58,7 +59,7 @@ class InformationInWeights(Probe):
             the mean loss, give that times :math:`N`.
         prior_center: Centre :math:`w_0` of the pre-distribution: ``"initial"`` for the weights at the start of
             training, which are kept in checkpoints, so that a resumed run measures from the same ones; ``"zero"``; or
-            the path of a checkpoint, for the information that fine-tuning adds.
+            the path of a checkpoint, or a state dict, for the information that fine-tuning adds.
         structure: ``"diagonal"``, or ``"kron"`` for BackPACK's Kronecker factors of each weight, whose correlations
             then count: :math:`N F_{ii}` becomes the eigenvalues of :math:`N B \otimes A`. It needs BackPACK, and a
             network of linear, convolution, activation and pooling layers; anything else is refused by name before
@@ -89,7 +90,7 @@ class InformationInWeights(Probe):
         *,
         prior_std: float = 0.1,
         beta: float = 1.0,
-        prior_center: str = "initial",
+        prior_center: str | os.PathLike[str] | Mapping[str, Tensor] = "initial",
         structure: Literal["diagonal", "kron"] = "diagonal",
         num_samples: int | None = None,
         max_samples: int = 128,
@@ -102,10 +103,13 @@ class InformationInWeights(Probe):
                 raise ValueError(f"`{argument}` must be positive, got {value}.")
         if num_samples is not None and num_samples < 1:
             raise ValueError(f"`num_samples` must be at least 1, got {num_samples}.")
-        if prior_center not in ("initial", "zero") and not Path(prior_center).is_file():
-            raise ValueError(
-                f"`prior_center` must be 'initial', 'zero' or the path of a checkpoint, got {prior_center!r}."
-            )
+        if not isinstance(prior_center, Mapping):
+            prior_center = os.fspath(prior_center)
+            if prior_center not in ("initial", "zero") and not Path(prior_center).is_file():
+                raise ValueError(
+                    "`prior_center` must be 'initial', 'zero', a state dict or the path of a checkpoint, "
+                    f"got {prior_center!r}."
+                )
         if structure not in STRUCTURES:
             raise ValueError(f"`structure` must be one of {', '.join(STRUCTURES)}, got {structure!r}.")
         if structure == "kron":
@@ -142,15 +146,16 @@ class InformationInWeights(Probe):
 
     def _stored(self, weights: ParamDict) -> ParamDict:
         """Return the checkpoint's weights; those that it does not have, e.g. of a new head, count from the start."""
-        stored = torch.load(self.prior_center, map_location="cpu", weights_only=True)
+        stored: Any = self.prior_center
+        if isinstance(stored, str):
+            stored = torch.load(stored, map_location="cpu", weights_only=True)
         stored = stored.get("state_dict", stored)
         found = {n: stored[n].to(w) for n, w in weights.items() if n in stored and stored[n].shape == w.shape}
         if not found:
             raise ValueError(f"`prior_center` must hold weights of the module, got none of {', '.join(weights)}.")
         if left := [name for name in weights if name not in found]:
             warn(
-                f"{self.state_key} did not find {', '.join(left)} in {self.prior_center!r} "
-                "and measures them from the start.",
+                f"{self.state_key} did not find {', '.join(left)} in `prior_center` and measures them from the start.",
             )
         return found
 

@@ -50,7 +50,7 @@ def load_pair(
 
 @checked_arguments
 def load_dataset(
-    name: str, *, size: int = 28, seed: int = 0, data_dir: str | os.PathLike[str] | None = None
+    name: str | os.PathLike[str], *, size: int = 28, seed: int = 0, data_dir: str | os.PathLike[str] | None = None
 ) -> ArrayData:
     """Return a dataset by its name.
 
@@ -67,6 +67,7 @@ def load_dataset(
     Raises:
         ValueError: If ``name`` is neither embedded nor found.
     """
+    name = os.fspath(name)
     if name in EMBEDDED:
         arguments = {"size": size, "seed": seed}
         return cached(name, arguments, lambda: EMBEDDED[name](**arguments))

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from os import PathLike
+from os import PathLike, fspath
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,9 @@ VARIANTS = ("even-odd", "small-large", "inverted", "random-labels", "only-0-1-7"
 
 
 @checked_arguments
-def load_task(name: str, *, size: int = 28, seed: int = 0, data_dir: str | PathLike[str] | None = None) -> ArrayData:
+def load_task(
+    name: str | PathLike[str], *, size: int = 28, seed: int = 0, data_dir: str | PathLike[str] | None = None
+) -> ArrayData:
     """Return a task by its name: a dataset or several, and what to make of them.
 
     Args:
@@ -37,6 +39,7 @@ def load_task(name: str, *, size: int = 28, seed: int = 0, data_dir: str | PathL
         >>> load_task("digits:even-odd", size=8).num_classes
         2
     """
+    name = fspath(name)
     names, *variants = name.split(":")
     parts = [load_dataset(part, size=size, seed=seed, data_dir=data_dir) for part in names.split("+")]
     for variant in variants:

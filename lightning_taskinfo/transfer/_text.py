@@ -9,6 +9,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_taskinfo.transfer._notes import caption, findings, notes
+from lightning_taskinfo.transfer.overlap import is_far
 
 if TYPE_CHECKING:
     from lightning_taskinfo.transfer.report import TransferReport
@@ -69,7 +70,7 @@ def overlap_table(report: "TransferReport") -> TextTable | None:
     rows = []
     for labels, method in ((labels, method) for labels in report.labels for method in report.methods):
         overlaps = [row["overlap"] for row in report.cell(method, labels).values() if row["overlap"]]
-        onset = _onset([overlap["onset"] for overlap in overlaps if overlap.get("onset")])
+        onset = _onset([overlap["onset"] for overlap in overlaps if overlap.get("onset")], report.labels)
         for layer in dict.fromkeys(layer for overlap in overlaps for layer in overlap["layers"]):
             shares, errors = (
                 [dict(zip(overlap["layers"], overlap[key], strict=True)).get(layer) for overlap in overlaps]
@@ -127,13 +128,14 @@ def _range(shares: Sequence[float | None]) -> str:
     return mean if len(known) == 1 else f"{mean} ({min(known):.1f} to {max(known):.1f})"
 
 
-def _onset(onsets: Sequence[Sequence[float | None]]) -> str:
-    """Median over seeds, from the lowest lower to the highest upper end."""
+def _onset(onsets: Sequence[Sequence[float | None]], measured: Sequence[int]) -> str:
+    """Median over seeds, from the lowest lower to the highest upper end, and a word if it is far from all labels."""
     if not onsets:
         return ""
     lows, middles, highs = ([math.inf if end is None else end for end in ends] for ends in zip(*onsets, strict=True))
-    low, middle, high = (f"{value:,.0f}".replace("inf", "∞") for value in (min(lows), median(middles), max(highs)))
-    return f"{middle} [{low}, {high}]"
+    ends = (min(lows), median(middles), max(highs))
+    low, middle, high = (f"{value:,.0f}".replace("inf", "∞") for value in ends)
+    return f"{middle} [{low}, {high}]" + (", extrapolated far" if is_far(ends[1], measured) else "")
 
 
 def _escaped(text: str) -> str:

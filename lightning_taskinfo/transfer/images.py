@@ -207,6 +207,8 @@ def _read(dataset: Any, argument: str) -> Images:
             f"`{argument}` must hold images of one shape [C, H, W], [H, W, C] or [H, W], got {sorted(shapes)[:3]}."
         )
     x = _pixels(torch.stack(images), argument)
+    if broken := [y for _, y in samples if int(y) != y]:
+        raise ValueError(f"`{argument}` must have classes that are whole numbers, got {float(broken[0]):g}.")
     classes = torch.tensor([int(y) for _, y in samples])
     if classes.min() < 0:
         raise ValueError(f"`{argument}` must have classes from 0 on, got {int(classes.min())}.")

@@ -105,7 +105,7 @@ def onset_of(
     found = FeatureOverlap(tuple(overlap["layers"]), shares, errors, labels)
     n = torch.tensor(sorted(curve), dtype=torch.float64)
     try:
-        ends = found.onset(n, torch.tensor([curve[int(k)] for k in n], dtype=torch.float64))
+        ends = found.crossings(n, torch.tensor([curve[int(k)] for k in n], dtype=torch.float64), 0.95)
     except ValueError:
         return None
     return [float(end[layer]) for end in ends]

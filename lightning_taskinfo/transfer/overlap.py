@@ -1,5 +1,6 @@
 """Before fine-tuning: how much of a target task lies outside the span of a network's frozen features?"""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
@@ -9,10 +10,12 @@ from torch import Tensor, nn
 
 from lightning_taskinfo._arguments import checked_arguments
 from lightning_taskinfo._observe import observing
+from lightning_taskinfo._warn import warn
 from lightning_taskinfo.fisher.batches import described, sample_count, tensors
 from lightning_taskinfo.functional.features import fit_power_law, transfer_onset
 
 Batches: TypeAlias = Iterable[tuple[Tensor, Tensor]]
+REACH = 10  # times the measured numbers of labels to which a learning curve is followed without a word
 LARGEST_SHARE = 4.0  # that of always being sure of the wrong one of two classes; a larger one is no share
 RIDGES = 10.0 ** torch.arange(-6, 3, dtype=torch.float64)  # relative to the mean squared feature
 
@@ -56,7 +59,8 @@ class FeatureOverlap:
         r"""Predicted number of target labels above which linear transfer hurts, per layer, with its interval.
 
         A power law :math:`A\,n^{-\nu}` is fitted to the learning curve of training from scratch; it falls below the
-        missed share at the onset. The interval carries the uncertainty of the share, not that of the curve.
+        missed share at the onset. The interval carries the uncertainty of the share, not that of the curve: a warning
+        says where the law is followed to more than ten times the largest ``n``, or less than a tenth of the smallest.
 
         Args:
             n: Numbers of labels at which scratch training was measured, at least two, shape ``[k]``.
@@ -69,6 +73,20 @@ class FeatureOverlap:
         Raises:
             ValueError: If the curve does not fall, or does not consist of positive shares.
         """
+        ends = self.crossings(n, scratch, confidence)
+        measured = torch.as_tensor(n).tolist()
+        onsets = dict(zip(self.layers, ends[1].tolist(), strict=True))
+        if far := [f"{layer} ({onset:.2g})" for layer, onset in onsets.items() if is_far(onset, measured)]:
+            warn(
+                f"The onset of {', '.join(far)} is far from the numbers of labels that were measured, "
+                f"{min(measured):g} to {max(measured):g}: measure `scratch` nearer to it before you rely on it."
+            )
+        return ends
+
+    def crossings(
+        self, n: Tensor | Sequence[int], scratch: Tensor | Sequence[float], confidence: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what :meth:`onset` returns, without a word on how far the curve was followed."""
         n, scratch = torch.as_tensor(n), torch.as_tensor(scratch)
         if n.ndim != 1 or len(n) < 2 or scratch.shape != n.shape:
             raise ValueError(
@@ -84,6 +102,16 @@ class FeatureOverlap:
         low, high = self.interval(confidence)
         lower, middle, upper = (transfer_onset(share, amplitude, exponent) for share in (high, self.outside, low))
         return lower, middle, upper
+
+
+def is_far(onset: float, measured: Sequence[float]) -> bool:
+    """Whether a learning curve measured at some numbers of labels is followed far to an onset; infinity is none.
+
+    Example:
+        >>> is_far(400, [50, 100]), is_far(2000, [50, 100]), is_far(4, [50, 100])
+        (False, True, True)
+    """
+    return math.isfinite(onset) and not min(measured) / REACH <= onset <= max(measured) * REACH
 
 
 @checked_arguments

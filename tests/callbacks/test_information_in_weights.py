@@ -2,6 +2,7 @@
 
 import math
 from copy import deepcopy
+from pathlib import Path
 
 import pytest
 import torch
@@ -120,11 +121,13 @@ def test_a_resumed_run_without_a_center_says_so(tmp_path, loader):
     assert [row["step"] for row in callback.history] == [12]
 
 
-def test_information_added_by_fine_tuning(tmp_path, loader):
+@pytest.mark.parametrize("kind", [str, Path, "state dict"])
+def test_information_added_by_fine_tuning(tmp_path, loader, kind):
     trainer = fit(tmp_path, model=steady, loader=loader)
     trainer.save_checkpoint(tmp_path / "pretrained.ckpt")
     pretrained = {n: p.detach().clone() for n, p in trainer.lightning_module.named_parameters()}
-    callback = InformationInWeights(prior_center=str(tmp_path / "pretrained.ckpt"), labels="exact")
+    center = pretrained if kind == "state dict" else kind(tmp_path / "pretrained.ckpt")
+    callback = InformationInWeights(prior_center=center, labels="exact")
     model = fit(tmp_path, callback, model=steady, loader=loader, max_epochs=1).lightning_module
     reference = expected(model, pretrained, prior_std=0.1, beta=1.0)
     assert callback.history[-1]["information_nats"] == pytest.approx(reference["information_nats"], rel=1e-5)
@@ -168,7 +171,7 @@ def test_an_unknown_size_has_to_be_given(tmp_path):
         ({"num_samples": 0}, "`num_samples` must be at least 1, got 0"),
         (
             {"prior_center": "here.ckpt"},
-            "`prior_center` must be 'initial', 'zero' or the path of a checkpoint, got 'here.ckpt'",
+            "`prior_center` must be 'initial', 'zero', a state dict or the path of a checkpoint, got 'here.ckpt'",
         ),
     ],
     ids=str,

@@ -6,11 +6,12 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from lightning_taskinfo.data import ArrayData, load_dataset, load_letters, load_pair, pairs, save_npz
+from lightning_taskinfo.data import ArrayData, load_dataset, load_letters, load_pair, load_task, pairs, save_npz
 from lightning_taskinfo.data.pairs import cache_dir, cached
 
 WRITER = """
@@ -59,7 +60,9 @@ def test_paths_of_files(tmp_path, arrays, monkeypatch, data_dir):
     data = ArrayData(**arrays, name="my own", num_classes=10)
     save_npz(tmp_path / "mine.npz", data)
     for name in ("mine.npz", str(tmp_path / "mine.npz")):
-        assert np.array_equal(load_dataset(name, data_dir=data_dir).x_test, data.x_test)
+        for kind in (str, Path):
+            assert np.array_equal(load_dataset(kind(name), data_dir=data_dir).x_test, data.x_test)
+            assert np.array_equal(load_task(kind(name), data_dir=data_dir).x_test, data.x_test)
     with pytest.raises(ValueError, match=r"name a file; 'yours\.npz' was not found .*at this path"):
         load_dataset("yours.npz", data_dir=data_dir)
     with pytest.raises(ValueError, match="'' was not found"):

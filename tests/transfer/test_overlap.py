@@ -1,6 +1,7 @@
 """The share of a target outside frozen features: against known shares, and a plain loop over folds and penalties."""
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -108,6 +109,22 @@ def test_onset_is_where_the_fitted_curve_crosses_the_share():
     low, high = overlap.interval()
     assert (high - low)[1].item() == pytest.approx(2 * 1.959964 * 0.01, rel=1e-5)
     assert 2.0 * lower[1].item() ** -0.5 == pytest.approx(high[1].item())
+
+
+@pytest.mark.parametrize(("n", "far"), [([40, 4000], ""), ([10, 39], "b (4e+02)"), ([4001, 9000], "b (4e+02)")])
+def test_says_where_a_curve_is_followed_far(n, far):
+    overlap = FeatureOverlap(("a", "b"), torch.tensor([0.0, 0.1]).double(), torch.tensor([0.0, 0.01]).double(), 100)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        overlap.onset(n, [2.0 * k**-0.5 for k in n])
+    assert [str(w.message) for w in told] == (
+        [
+            f"The onset of {far} is far from the numbers of labels that were measured, {n[0]} to {n[1]}: measure "
+            "`scratch` nearer to it before you rely on it."
+        ]
+        if far
+        else []
+    )
 
 
 @pytest.mark.parametrize(

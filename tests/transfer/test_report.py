@@ -286,3 +286,12 @@ def test_a_prediction_that_nobody_made_has_no_column(onset):
     table = overlap_table(TransferReport(results, {}, "name"))
     assert ("predicted to hurt from, labels" in table.header) == (onset is not None)
     assert {len(row) for row in table.rows} == {len(table.header)}
+
+
+@pytest.mark.parametrize(("middle", "said"), [(20.0, "20 [10, ∞]"), (9000.0, "9,000 [10, ∞], extrapolated far")])
+def test_a_prediction_far_from_the_labels_is_called_extrapolated(middle, said):
+    overlap = {"layers": ["a"], "outside": [0.5], "standard_error": [0.1], "onset": [10.0, middle, None]}
+    made = report()
+    assert max(made.labels) < 900
+    table = overlap_table(TransferReport([{**row, "overlap": overlap} for row in made.results], {}, "name"))
+    assert {row[-1] for row in table.rows} == {said}

@@ -267,6 +267,11 @@ def test_the_description_knows_the_data_by_what_they_hold():
             "`target` must have classes from 0 on, got -1",
         ),
         (
+            {"target": (TensorDataset(torch.zeros(4, 1, 8, 8), torch.tensor([0, 1, 0.5, 0])),) * 2},
+            ValueError,
+            "`target` must have classes that are whole numbers, got 0.5",
+        ),
+        (
             {"target": tiny_task(1, channels=2), "image_shape": (3, 8, 8)},
             ValueError,
             "2 channels or 1, got 3",
