@@ -171,8 +171,7 @@ def main() -> None:
         picture(model, samples, prior, arguments.picture)
         return
     rows = json.loads(arguments.out.read_text())["rows"] if arguments.out.exists() else []
-    # A stopped benchmark goes on where it was; stored rows may still have the structure's earlier name.
-    done = {(row["run"], row["structure"].replace("kronecker", "kron")) for row in rows}
+    done = {(row["run"], row["structure"]) for row in rows}  # a stopped benchmark goes on where it was
     for name, model, samples, prior in chain.from_iterable(runs[center] for center in arguments.centers):
         for structure in arguments.structures:
             if (name, structure) not in done:

@@ -1,10 +1,14 @@
 """What a report says in sentences: the findings, and what each number is and is not."""
 
+import math
 from typing import TYPE_CHECKING
+
+from lightning_taskinfo.transfer.statistics import student_t_reach
 
 if TYPE_CHECKING:
     from lightning_taskinfo.transfer.report import Comparison, TransferReport
 
+MANY = 5  # seeds from which more of them narrow an interval slowly
 CAPTIONS = {  # name of the figure's file -> what it shows; `information_50` is that with 50 labels
     "accuracy": "Accuracy on the target test set, by method and number of target labels",
     "curves": "Learning curves on the target, by method and number of target labels",
@@ -34,6 +38,13 @@ def findings(report: "TransferReport", confidence: float) -> list[str]:
                 error, loss = (_words([g for g in group if g.measure == measure]) for measure in ("error", "loss"))
                 also = "by the loss the same" if error == loss else f"by the loss {loss}"
                 lines.append(f"{labels} labels, against {baseline}: by the error {error}; {also}.")
+    few = min((gain.gain.n for gain in gains if gain.verdict == "cannot tell" and not gain.gain.reason), default=MANY)
+    if few < MANY:
+        reach, later = (student_t_reach(confidence, n - 1) / math.sqrt(n) for n in (few, MANY))
+        lines.append(
+            f"With {few} seeds an interval reaches {reach:.1f} standard deviations of a seed's gain to each side, with "
+            f"{MANY} it is {later:.1f}: where it cannot tell, add seeds; the folder keeps those that are done."
+        )
     if "scratch" not in report.methods:
         lines.append("No run from scratch is among the results: whether transfer helps cannot be said.")
     return lines

@@ -9,6 +9,7 @@ import pytest
 import torch
 from scipy import stats
 
+from lightning_taskinfo.transfer._notes import findings
 from lightning_taskinfo.transfer._text import overlap_table
 from lightning_taskinfo.transfer.report import TransferReport
 from tests.transfer.results import METHODS, minimal, report, result
@@ -57,6 +58,22 @@ def test_without_scratch_there_is_no_gain_over_it():
     assert {c.baseline for c in experiment.transferability()} == {"standard"}
     assert "gain over scratch" not in experiment.to_markdown()
     assert "No run from scratch is among the results" in experiment.to_terminal(width=120)
+
+
+@pytest.mark.parametrize(("seeds", "reach"), [(1, None), (2, "9.0"), (4, "1.6"), (5, None)])
+def test_few_seeds_are_said_to_tell_little(seeds, reach):
+    """Student's t over the root of their number: 12.706 / √2, 3.182 / 2, and 2.776 / √5 with five."""
+    rows = [minimal("scratch", 50, seed, 0.5) for seed in range(seeds)]
+    rows += [minimal("standard", 50, seed, 0.5 + 0.1 * (-1) ** seed) for seed in range(seeds)]
+    told = [line for line in findings(TransferReport(rows, {}), 0.95) if line.startswith("With ")]
+    assert told == (
+        [
+            f"With {seeds} seeds an interval reaches {reach} standard deviations of a seed's gain to each side, with 5 "
+            "it is 1.2: where it cannot tell, add seeds; the folder keeps those that are done."
+        ]
+        if reach
+        else []
+    )
 
 
 def test_without_any_baseline():
