@@ -29,8 +29,8 @@ PENALTIES: dict[str, tuple[Stage, ...]] = {  # name -> the stages in which it ac
     "local_minimum": ("pretrain", "fine_tune"),
 }
 WEIGHTS = {
-    "temporal_ensembling": 30.0, "mk_mmd": 1.0, "lautum": 0.01, "mutual_information": 0.1, "information": 0.1,
-    "local_minimum": 1.0,
+    "temporal_ensembling": 30.0, "mk_mmd": 1.0, "lautum": 0.01, "mutual_information": 0.1, "information": 0.01,
+    "local_minimum": 10.0,
 }  # fmt: skip
 
 

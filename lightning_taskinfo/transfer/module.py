@@ -48,7 +48,7 @@ class TransferClassifierMixin(
             stage are left out. In a Trainer of your own, call ``lautum.fit_inputs`` for ``"lautum"`` and
             :meth:`add_noise` for ``"information"`` before ``fit``; :func:`transfer` does.
         stage: ``"pretrain"``, ``"fine_tune"`` or ``"scratch"``.
-        weights: Weights of the penalties by name, where not the default.
+        weights: Weights of the penalties by name, where not those of :data:`lightning_taskinfo.transfer.WEIGHTS`.
         fine_tune: What fine-tuning trains: everything, the head on frozen features, or ``"layerwise"``: the head
             first, then one more of the backbone's children, from the last to the first, in equal shares of the epochs.
         learning_rate: Learning rate of Adam.

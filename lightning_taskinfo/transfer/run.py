@@ -73,8 +73,8 @@ def transfer(
         labels: Numbers of target labels; that of ``data`` where ``None``.
         seeds: The seeds, or how many.
         stages: How long and how each stage trains.
-        weights: Weights of the penalties by name, where not the default; of those too that are to be added later to
-            the same ``folder``.
+        weights: Weights of the penalties by name, where not those of :data:`lightning_taskinfo.transfer.WEIGHTS`; of
+            those too that are to be added later to the same ``folder``.
         folder: Where everything is kept; nowhere where ``None``. On several machines it must be a shared one, at the
             same path.
         logger: What each run logs to.
