@@ -43,7 +43,7 @@ def findings(report: "TransferReport", confidence: float) -> list[str]:
         reach, later = (student_t_reach(confidence, n - 1) / math.sqrt(n) for n in (few, MANY))
         lines.append(
             f"With {few} seeds an interval reaches {reach:.1f} standard deviations of a seed's gain to each side, with "
-            f"{MANY} it is {later:.1f}: where it cannot tell, add seeds; the folder keeps those that are done."
+            f"{MANY} it is {later:.1f}: where it cannot tell, add seeds; a `folder` keeps those that are done."
         )
     if "scratch" not in report.methods:
         lines.append("No run from scratch is among the results: whether transfer helps cannot be said.")

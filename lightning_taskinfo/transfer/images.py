@@ -207,9 +207,18 @@ def _read(dataset: Any, argument: str) -> Images:
             f"`{argument}` must hold images of one shape [C, H, W], [H, W, C] or [H, W], got {sorted(shapes)[:3]}."
         )
     x = _pixels(torch.stack(images), argument)
-    if broken := [y for _, y in samples if int(y) != y]:
-        raise ValueError(f"`{argument}` must have classes that are whole numbers, got {float(broken[0]):g}.")
-    classes = torch.tensor([int(y) for _, y in samples])
+    classes = torch.tensor([_class(y, argument) for _, y in samples])
     if classes.min() < 0:
         raise ValueError(f"`{argument}` must have classes from 0 on, got {int(classes.min())}.")
     return Images(x, classes)
+
+
+def _class(y: Any, argument: str) -> int:
+    try:
+        number = int(y)
+        whole = bool(number == y)
+    except (TypeError, ValueError, RuntimeError):
+        whole = False
+    if not whole:
+        raise ValueError(f"`{argument}` must have a whole number as each image's class, got {y!r}.")
+    return number

@@ -69,7 +69,7 @@ def test_few_seeds_are_said_to_tell_little(seeds, reach):
     assert told == (
         [
             f"With {seeds} seeds an interval reaches {reach} standard deviations of a seed's gain to each side, with 5 "
-            "it is 1.2: where it cannot tell, add seeds; the folder keeps those that are done."
+            "it is 1.2: where it cannot tell, add seeds; a `folder` keeps those that are done."
         ]
         if reach
         else []

@@ -269,7 +269,12 @@ def test_the_description_knows_the_data_by_what_they_hold():
         (
             {"target": (TensorDataset(torch.zeros(4, 1, 8, 8), torch.tensor([0, 1, 0.5, 0])),) * 2},
             ValueError,
-            "`target` must have classes that are whole numbers, got 0.5",
+            r"`target` must have a whole number as each image's class, got tensor\(0\.5000\)",
+        ),
+        (
+            {"source": (TensorDataset(torch.zeros(4, 1, 8, 8), torch.eye(4)),) * 2},
+            ValueError,
+            r"`source` must have a whole number as each image's class, got tensor\(\[1\., 0\., 0\., 0\.\]\)",
         ),
         (
             {"target": tiny_task(1, channels=2), "image_shape": (3, 8, 8)},
