@@ -7,6 +7,7 @@ round. Run it with ``python examples/task_distance.py``, or cell by cell.
 
 # %%
 import argparse
+import math
 import os
 from pathlib import Path
 
@@ -47,7 +48,8 @@ def main() -> None:
     arguments = parser.parse_args()
     matrix = measure(arguments.folder / ("fast" if arguments.fast else "full"), fast=arguments.fast)
     for source, target, distance, error, _ in matrix.table()[1]:
-        print(f"{source:>16} → {target:16} {distance:8.1f} ± {error:.1f} nats")
+        spread = "" if math.isnan(error) else f" ± {error:.1f}"  # one seed has none
+        print(f"{source:>16} → {target:16} {distance:8.1f}{spread} nats")
     path = arguments.folder / "task_distance.png"
     matrix.plot()[0].savefig(path, dpi=150)
     with wandb.init(project="lightning-taskinfo", name="task-distance", dir=arguments.folder, mode="offline") as run:

@@ -1,22 +1,24 @@
-"""How far a long call is: a bar where somebody looks, or a function of the user's."""
+"""How far a long call is: a bar where somebody looks, now and then a line elsewhere, or a function of the user's."""
 
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeAlias, TypeVar
 
 Progress: TypeAlias = Callable[[int, int, str], None]
 Item = TypeVar("Item")
+PAUSE = 10.0  # seconds between two lines
 BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]"  # how many a second says nothing here
 
 
 @contextmanager
 def shown(progress: Progress | bool, title: str, total: int) -> Iterator[Progress | None]:
-    """Yield what is to be called with the number done, the total and a label; ``None`` where nobody looks.
+    """Yield what is to be called with the number done, the total and a label; ``None`` where nobody wants to know.
 
     Args:
-        progress: ``True`` for a bar on standard error if that is a terminal or a notebook, ``False`` for nothing, or
-            the function itself.
+        progress: ``True`` for a bar on standard error if that is a terminal or a notebook, and otherwise for a line
+            every ten seconds; ``False`` for nothing, or the function itself.
         title: What is going on.
         total: How much there is to do, at first.
 
@@ -27,11 +29,13 @@ def shown(progress: Progress | bool, title: str, total: int) -> Iterator[Progres
     """
     if not isinstance(progress, bool):
         yield progress
-    elif progress and visible():
+    elif not progress:
+        yield None
+    elif visible():
         with bar(title, total) as draw:
             yield draw
     else:
-        yield None
+        yield lines(title)
 
 
 @contextmanager
@@ -49,6 +53,19 @@ def bar(title: str, total: int) -> Iterator[Progress]:
             drawn.update(done - drawn.n)
 
         yield update
+
+
+def lines(title: str) -> Progress:
+    """Return a function that writes a line to standard error, at most one in :data:`PAUSE` seconds."""
+    last = time.monotonic()
+
+    def write(done: int, total: int, label: str) -> None:
+        nonlocal last
+        if time.monotonic() - last >= PAUSE:
+            last = time.monotonic()
+            sys.stderr.write(f"[{done}/{total}] {title} {label}\n")
+
+    return write
 
 
 def counted(items: Iterable[Item], total: int, progress: Progress | None, label: str) -> Iterator[Item]:

@@ -70,14 +70,15 @@ class PenaltyMixin(Base):
     gradient_ratio_every_n_steps: int = 100
     """Optimizer steps between two measurements of the gradient-norm ratios; 0 turns them off."""
     _ratio_step: int = -1
+    _acting: frozenset[str] = frozenset()  # penalties whose ratio was measured
 
     def penalised(self, loss: Tensor, *unnamed: NoReturn, **penalties: Tensor) -> Tensor:
         """Return the loss plus all penalties, and log what each is made of.
 
         Logged are ``loss/likelihood``, and for every penalty by name: ``<name>/penalty`` as it is added,
-        ``<name>/value`` and ``<name>/weight`` where ``self.<name>`` is a regularizer, and every
-        :attr:`gradient_ratio_every_n_steps` ``<name>/gradient_ratio``, the norm of the penalty's gradient over the
-        loss's own. That measurement costs a backward pass for each, and leaves ``.grad`` alone.
+        ``<name>/value`` and ``<name>/weight`` where ``self.<name>`` is a regularizer; and in the first step in
+        which a penalty acts, and every :attr:`gradient_ratio_every_n_steps`, ``<name>/gradient_ratio``, the norm of
+        its gradient over the loss's own. That costs a backward pass for each, and leaves ``.grad`` alone.
 
         Args:
             loss: The loss itself, a scalar.
@@ -108,9 +109,14 @@ class PenaltyMixin(Base):
                 values |= {f"{name}/value": regularizer.value, f"{name}/weight": regularizer.weight}
         self.log_dict(values, on_step=True, on_epoch=False)
         every, step = self.gradient_ratio_every_n_steps, self.global_step
-        if every and step % every == 0 and step != self._ratio_step and self.training and torch.is_grad_enabled():
+        if not every or step == self._ratio_step or not (self.training and torch.is_grad_enabled()):
+            return
+        acting = {name: term for name, term in penalties.items() if term.requires_grad}  # a weight of 0 leaves no graph
+        due = acting if step % every == 0 else {n: term for n, term in acting.items() if n not in self._acting}
+        if due:
             self._ratio_step = step  # once a step, also where several batches are accumulated in it
-            ratios = self._gradient_ratios(loss, penalties)
+            self._acting |= due.keys()
+            ratios = self._gradient_ratios(loss, due)
             for logger in self.loggers:  # not `self.log`, which drops what falls between `log_every_n_steps`
                 logger.log_metrics(ratios, step=step)
             self.log_dict(ratios, on_step=True, on_epoch=False, logger=False)
@@ -119,10 +125,9 @@ class PenaltyMixin(Base):
         parameters = list(trainable_parameters(self).values())
 
         def norm(term: Tensor) -> float:
-            if not term.requires_grad:
-                return 0.0
             gradients = torch.autograd.grad(term, parameters, retain_graph=True, allow_unused=True)
-            return torch.stack([g.float().norm() for g in gradients if g is not None]).norm().item()
+            norms = [g.float().norm() for g in gradients if g is not None]
+            return torch.stack(norms).norm().item() if norms else 0.0
 
         try:
             whole = norm(loss)

@@ -83,7 +83,7 @@ def test_a_list_without_brackets_is_told_to_have_them_in_one_sentence(arguments,
     with pytest.raises(SystemExit) as stopped:
         cli.main(arguments)
     assert stopped.value.code == 2
-    sentence = f"`{option}` must be a list in brackets, got {got}; one value is '[a]', two are '[a,b]'."
+    sentence = f"`{option}` must be a list in brackets, got {got}: write '[{got}]'."
     assert capsys.readouterr().err == f"taskinfo: error: {sentence}\n"
 
 

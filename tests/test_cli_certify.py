@@ -253,7 +253,7 @@ def test_a_checkpoint_that_is_not_one(folder, capsys, argument, name, message):
         (["--model=net"], "`model` must be the import path of a class or function, got 'net' ("),
         (["--model=small_nets.number", "--model_args={}"], "`model` must make a torch module, got int from"),
         (["--model-args={depth: 3}"], "`model_args` must be arguments of small_nets.net, got {'depth': 3} ("),
-        (["--data=nothing"], "`name` must be digits or letters or name a file; 'nothing' was not found"),
+        (["--data=nothing"], "`data` must be digits or letters or name a file; 'nothing' was not found"),
         (["--draws=0"], "`draws` must be at least 1, got 0."),
         (["--picture=a.nonsense"], "`picture` must end in .png, .pdf or .svg, got a.nonsense."),
     ],
@@ -271,7 +271,7 @@ def test_wrong_values_end_with_2_and_their_message(folder, capsys, arguments, me
     [
         (["--checkpoint=gone.pt"], "`checkpoint` must be a file, but there is none at gone.pt.", 2),
         (["--prior_checkpoint=gone.pt"], "`prior_checkpoint` must be a file, but there is none at gone.pt.", 2),
-        (["--data=gone.npz"], "`path` must be an npz file, but there is no file at gone.npz.", 2),
+        (["--data=gone.npz"], "`data` must be an npz file, but there is no file at gone.npz.", 2),
         (["--out=squares.npz/c.json"], "squares.npz", 1),
     ],
 )

@@ -76,8 +76,8 @@ def arrays_of_two_classes():
     ("argument", "message"),
     [
         ("--tasks=[digits,digits]", "`tasks` must name at least one task, each once, got ['digits', 'digits']."),
-        ("--tasks=[nothing]", "`name` must be digits or letters or name a file; 'nothing' was not found"),
-        ("--tasks=[digits:sideways]", "`variant` must be like one of even-odd"),
+        ("--tasks=[nothing]", "`tasks` must be digits or letters or name a file; 'nothing' was not found"),
+        ("--tasks=[digits:sideways]", "A variant in `tasks` must be like one of even-odd"),
         ("--weight_decay=0", "`weight_decay` must be positive, got 0.0."),
         ("--probe_epochs=0", "`epochs` must be at least 1, got 0."),
         ("--max_samples=21", "`folder` must be new or of the same configuration"),

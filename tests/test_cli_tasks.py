@@ -35,8 +35,11 @@ def test_complexity_writes_json_and_a_figure_and_continues(tmp_path, capsys):
 
 
 def test_one_seed_has_no_standard_error():
-    matrix = SimpleNamespace(names=["a", "b"], table=lambda: ([], [["a", "b", 1.5, math.nan, 2.0]]))
-    assert _text(matrix).splitlines()[1].split() == ["a", "b", "1.50", "-", "2.00"]
+    rows = [["a", "b", 1.5, math.nan, -0.001]]
+    matrix = SimpleNamespace(names=["a", "b"], table=lambda: ([], rows), unfinished=lambda: ("a", "b"))
+    _, row, remark = _text(matrix).splitlines()
+    assert row.split() == ["a", "b", "1.50", "-", "0.00"]
+    assert remark == "not to be trusted: a, b should be at distance 0 from itself; set more --steps"
 
 
 @pytest.mark.parametrize("method", ["laplace", "variational"])

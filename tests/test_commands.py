@@ -58,9 +58,9 @@ SLOW = {
     "python examples/watch.py fit --trainer.callbacks+=lightning_taskinfo.FisherTrace "
     "--trainer.callbacks.every_n_steps=50": "--trainer.max_epochs=1",
     "WANDB_MODE=offline python examples/watch.py fit --config examples/watch.yaml "
-    "--trainer.logger=pytorch_lightning.loggers.WandbLogger": "--trainer.max_epochs=1",
+    "--trainer.logger=pytorch_lightning.loggers.WandbLogger --trainer.logger.save_dir=.": "--trainer.max_epochs=1",
     "WANDB_MODE=offline python examples/watch.py fit --config examples/watch.yaml --model.lr=0.008 "
-    "--trainer.logger=pytorch_lightning.loggers.WandbLogger": "--trainer.max_epochs=1",
+    "--trainer.logger=pytorch_lightning.loggers.WandbLogger --trainer.logger.save_dir=.": "--trainer.max_epochs=1",
     "WANDB_MODE=offline python train.py": "",
     "TASKINFO_CALLBACKS=FisherTrace,InformationInWeights python train.py": "",
 }
@@ -147,20 +147,20 @@ def test_runs(command, less, reader, capsys):
         assert capsys.readouterr().out
     else:
         shell(f"{command} {less}", reader)
-    written = [path.name for path in set(reader.rglob("*")) - before]
+    written = [str(path.relative_to(reader)) for path in set(reader.rglob("*")) - before]
     assert fnmatch.filter(written, next(pattern for part, pattern in WRITTEN.items() if part in command))
 
 
 WRITTEN = {  # part of a command -> a file that it leaves
-    "phase-diagram": "phase.png",
-    "complexity": "complexity.json",
-    "distance": "distance.json",
-    "embed": "embeddings.json",
-    "transfer": "report.html",
-    "WANDB_MODE": "run-*.wandb",
-    "TASKINFO_CALLBACKS": "information_nats_table.csv",
-    "watch.yaml": "metrics.csv",
-    "watch.py": "version_0",
+    "phase-diagram": "*phase.png",
+    "complexity": "*complexity.json",
+    "distance": "*distance.json",
+    "embed": "*embeddings.json",
+    "transfer": "*report.html",
+    "WANDB_MODE": "wandb/offline-run-*/run-*.wandb",  # where the page looks for it
+    "TASKINFO_CALLBACKS": "*information_nats_table.csv",
+    "watch.yaml": "*metrics.csv",
+    "watch.py": "*version_0",
 }
 
 

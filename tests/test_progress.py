@@ -68,9 +68,17 @@ def test_nothing_on_request(call, terminal, capsys):
 
 
 @all_calls
-def test_nothing_where_nobody_looks(call, capsys):
+def test_nothing_of_short_calls_where_nobody_looks(call, capsys):
     call(True)
     assert capsys.readouterr().err == ""
+
+
+@all_calls
+def test_a_line_now_and_then_where_nobody_looks(call, capsys, monkeypatch):
+    monkeypatch.setattr("lightning_taskinfo._progress.PAUSE", 0.0)
+    call(True)
+    told = [f"[{done}/{total}] {call.__name__[3:]} {label}" for done, total, label in TOLD[call]]
+    assert capsys.readouterr().err.splitlines() == told
 
 
 def test_a_bar_follows_what_it_is_told_and_starts_anew_with_a_new_total(terminal, capsys):

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from lightning_taskinfo._lightning import LightningModule, Trainer
 from lightning_taskinfo._observe import observing
+from lightning_taskinfo._warn import warn
 from lightning_taskinfo.callbacks._checks import check_plain
 from lightning_taskinfo.callbacks._probe import Probe
 from lightning_taskinfo.callbacks._report import has_matplotlib, report
@@ -118,6 +119,12 @@ class PACBayesCertificate(Probe):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         check_plain(self.state_key, pl_module)
         super().on_fit_start(trainer, pl_module)
+        layers = ((name, layer) for name, layer in pl_module.named_modules() if layer.training)
+        if norms := [name for name, layer in layers if getattr(layer, "running_mean", None) is not None]:
+            warn(
+                f"{self.state_key} will not be valid: running statistics, like those of {norms[0]!r}, learn from the "
+                "data outside of the KL. Use GroupNorm or LayerNorm, or hold such layers still by `.eval()`."
+            )
         self.certificate, self.tradeoff = None, []
         self._bar = trainer.is_global_zero and trainer.progress_bar_callback is not None
         if self._center is None:  # otherwise from a checkpoint, or an earlier fit: before the data were seen

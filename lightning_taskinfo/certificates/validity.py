@@ -42,9 +42,9 @@ def assumptions(model: nn.Module, prior: Prior) -> list[str]:
     if prior.center is None:
         return trusted
     center, weights = prior.center_of(model), trainable_parameters(model)
-    if all(torch.equal(weights[name], center[name]) for name in weights):
+    if not _said_to_be_initial(prior) and all(torch.equal(weights[name], center[name]) for name in weights):
         trusted.insert(0, "the network is the prior's centre itself: it has learned nothing from these samples")
-    return [f"the prior's centre does not depend on the samples: {prior.origin}", *trusted]
+    return [f"the prior's centre does not depend on the samples: {prior.origin}", *trusted] if prior.origin else trusted
 
 
 def _about_the_center(model: nn.Module, prior: Prior, center: Mapping[str, Tensor]) -> list[str]:
@@ -64,7 +64,7 @@ def _about_the_center(model: nn.Module, prior: Prior, center: Mapping[str, Tenso
             f"the prior's centre shares memory with the trained weights ({shared[0]}), so it was trained with them: "
             "copy it before training"
         )
-    elif "init" in (prior.origin or "").lower() and all(torch.equal(w, center[n].to(w)) for n, w in weights.items()):
+    elif _said_to_be_initial(prior) and all(torch.equal(w, center[n].to(w)) for n, w in weights.items()):
         reasons.append(
             f"the prior's centre, {prior.origin!r}, equals the trained weights: it was copied after training, or "
             "nothing was learned"
@@ -72,22 +72,32 @@ def _about_the_center(model: nn.Module, prior: Prior, center: Mapping[str, Tenso
     return reasons
 
 
+def _said_to_be_initial(prior: Prior) -> bool:
+    return "init" in (prior.origin or "").lower()
+
+
 def _about_fixed_tensors(model: nn.Module, prior: Prior, center: Mapping[str, Tensor]) -> list[str]:
     """Frozen parameters and buffers are outside the KL: valid only if they are still what they were."""
     norms = {name for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
     frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
-    reasons = []
+    found: dict[tuple[str, str], list[str]] = {}
     for name, value in {**frozen, **dict(model.named_buffers())}.items():
         kind = "frozen parameter" if name in frozen else "buffer"
         if kind == "buffer" and name.rpartition(".")[0] in norms:
             kind = "BatchNorm statistic"
         if name not in center:
-            reasons.append(f"{kind} `{name}` is outside the KL and not part of the prior's centre to compare with")
+            wrong = "is outside the KL and not part of the prior's centre to compare with"
         elif not torch.equal(center[name].to(value), value):
-            reasons.append(f"{kind} `{name}` is outside the KL and differs from the prior's centre")
+            wrong = "is outside the KL and differs from the prior's centre"
         elif value.numel() and center[name].data_ptr() == value.data_ptr():
-            reasons.append(f"{kind} `{name}` shares memory with the prior's centre: copy it before training")
-    return reasons
+            wrong = "shares memory with the prior's centre: copy it before training"
+        else:
+            continue
+        found.setdefault((kind, wrong), []).append(name)
+    return [
+        f"{kind} `{names[0]}`{f', like {len(names) - 1} more,' if len(names) > 1 else ''} {wrong}"
+        for (kind, wrong), names in found.items()
+    ]
 
 
 @torch.no_grad()

@@ -27,6 +27,7 @@ COMMANDS = {  # name -> what its docstring begins with; `tests/test_cli.py` keep
     ),
 }
 
+HINT = "Several values stand in brackets, '[a,b]'; a dash in an option is as good as an underscore."
 LISTS = {"<class 'list'>", "<class 'tuple'>"}
 
 
@@ -56,7 +57,9 @@ def main(args: Sequence[str] | None = None) -> int:
 
     words = _underscored(args)
     try:
-        text = CLI(_components(words), args=words, as_positional=False, prog="taskinfo", parser_class=Parser)
+        text = CLI(
+            _components(words), args=words, as_positional=False, prog="taskinfo", description=HINT, parser_class=Parser
+        )
     except (ValueError, FileNotFoundError) as error:
         return _fail(str(error), 2)
     except (ImportError, OSError, RuntimeError) as error:
@@ -100,7 +103,7 @@ def _without_brackets(message: str) -> str | None:
     given = re.search(r"(?:Got|Given) value: (.*)", message)
     if not named or not given or not kinds & LISTS or kinds - LISTS - {"<class 'NoneType'>"}:
         return None
-    return f"`{named[1]}` must be a list in brackets, got {given[1]}; one value is '[a]', two are '[a,b]'."
+    return f"`{named[1]}` must be a list in brackets, got {given[1]}: write '[{given[1]}]'."
 
 
 def _underscored(args: Sequence[str] | None) -> list[str]:

@@ -68,7 +68,8 @@ def build(path: str, arguments: Mapping[str, Any]) -> nn.Module:
     try:
         factory = find(path)
     except (AttributeError, ImportError, ValueError) as error:
-        raise ValueError(f"`model` must be the import path of a class or function, got {path!r} ({error}).") from error
+        reason = error if "." in path else f"no dot in it: module.{path}"
+        raise ValueError(f"`model` must be the import path of a class or function, got {path!r} ({reason}).") from error
     try:
         model = factory(**arguments)
     except TypeError as error:
@@ -123,7 +124,8 @@ def check_outputs(model: nn.Module, inputs: Tensor, targets: Tensor) -> None:
     except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(
-            f"`model` must take inputs of shape {shape} ({reason}); `flatten` makes vectors of images."
+            f"`model` must take inputs of shape {shape} ({reason}); `flatten` makes vectors of images, and `size` is "
+            "that of the embedded ones."
         ) from error
     if not isinstance(outputs, Tensor) or outputs.ndim != 2 or outputs.shape[1] <= int(targets.max()):
         got = list(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__

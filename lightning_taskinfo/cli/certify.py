@@ -13,6 +13,7 @@ from lightning_taskinfo.certificates.search import Structure
 from lightning_taskinfo.cli._networks import check_outputs, load_networks
 from lightning_taskinfo.cli._pictures import check_picture
 from lightning_taskinfo.data import ArrayData, load_dataset, load_idx, load_npz
+from lightning_taskinfo.data._blame import told_of
 
 Split = Literal["train", "test"]
 
@@ -106,9 +107,10 @@ def certify(
 
 def _load(name: str, data_dir: Path | None, size: int) -> ArrayData:
     path = Path(name)
-    if path.suffix == ".npz":
-        return load_npz(path)
-    return load_idx(path) if path.is_dir() else load_dataset(name, size=size, data_dir=data_dir)
+    with told_of("data"):
+        if path.suffix == ".npz":
+            return load_npz(path)
+        return load_idx(path) if path.is_dir() else load_dataset(name, size=size, data_dir=data_dir)
 
 
 def _samples(data: ArrayData, split: Split, samples: str, classes: list[list[int]] | None) -> tuple[Tensor, Tensor]:

@@ -3,8 +3,10 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 from lightning_taskinfo._files import write_json
+from lightning_taskinfo.data._blame import told_of
 from lightning_taskinfo.tasks.complexity import BETAS, structure_function
 from lightning_taskinfo.tasks.specs import Task, network_for, prepare_task
 from lightning_taskinfo.tasks.structure import StructureFunction
@@ -12,7 +14,7 @@ from lightning_taskinfo.tasks.training import Training
 
 
 def complexity(
-    tasks: list[str] = ["digits", "digits:random-labels"],  # noqa: B006  (jsonargparse shows it, nobody changes it)
+    tasks: tuple[str, ...] = ("digits", "digits:random-labels"),
     folder: Path = Path("complexity"),
     betas: tuple[float, ...] = BETAS,
     max_samples: int = 1000,
@@ -49,7 +51,9 @@ def complexity(
     for argument, value, least in (("steps", steps, 1), ("max_samples", max_samples, 8)):
         if value < least:
             raise ValueError(f"`{argument}` must be at least {least}, got {value}.")
-    loaded = [prepare_task(spec, max_samples=max_samples, size=size, seed=seed, data_dir=data_dir) for spec in tasks]
+    source: dict[str, Any] = {"max_samples": max_samples, "size": size, "seed": seed, "data_dir": data_dir}
+    with told_of("tasks"):
+        loaded = [prepare_task(spec, **source) for spec in tasks]
     training = Training(pretrain_steps=steps, steps=steps)
 
     def trace(task: Task) -> StructureFunction:

@@ -5,17 +5,18 @@ from math import isnan
 from pathlib import Path
 
 from lightning_taskinfo._files import write_json
+from lightning_taskinfo.data._blame import told_of
 from lightning_taskinfo.tasks._pairs import Method
 from lightning_taskinfo.tasks.distance import task_distance
 from lightning_taskinfo.tasks.matrix import DistanceMatrix
 from lightning_taskinfo.tasks.specs import prepare_task, trunk_for
 from lightning_taskinfo.tasks.training import Training
 
-FIVE = ["digits", "digits:even-odd", "digits:small-large", "digits:inverted", "letters"]
+FIVE = ("digits", "digits:even-odd", "digits:small-large", "digits:inverted", "letters")
 
 
 def distance(
-    tasks: list[str] = FIVE,
+    tasks: tuple[str, ...] = FIVE,
     folder: Path = Path("distance"),
     beta: float = 0.1,
     method: Method = "laplace",
@@ -54,7 +55,8 @@ def distance(
     for argument, value, least in (("seeds", seeds, 1), ("steps", steps, 1), ("max_samples", max_samples, 8)):
         if value < least:
             raise ValueError(f"`{argument}` must be at least {least}, got {value}.")
-    loaded = {spec: prepare_task(spec, max_samples=max_samples, size=size, data_dir=data_dir) for spec in tasks}
+    with told_of("tasks"):
+        loaded = {spec: prepare_task(spec, max_samples=max_samples, size=size, data_dir=data_dir) for spec in tasks}
     shapes = {tuple(task.inputs.shape[1:]) for task in loaded.values()}
     if len(shapes) != 1:
         raise ValueError(f"`tasks` must have images of one shape, got {sorted(shapes)}.")
@@ -73,6 +75,8 @@ def _text(matrix: DistanceMatrix) -> str:
     wide = max(map(len, matrix.names))
     lines = [f"{'from':{wide}} {'to':{wide}}   distance     error  new head"]
     for source, target, *numbers in matrix.table()[1]:
-        shown = ["-" if isnan(x) else f"{x:.2f}" for x in map(float, numbers)]
+        shown = ["-" if isnan(x) else f"{round(x, 2) + 0.0:.2f}" for x in map(float, numbers)]  # no "-0.00"
         lines.append(f"{source:{wide}} {target:{wide}} " + " ".join(f"{x:>9}" for x in shown))
+    if short := matrix.unfinished():
+        lines.append(f"not to be trusted: {', '.join(short)} should be at distance 0 from itself; set more --steps")
     return "\n".join(lines)

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from lightning_taskinfo._files import claim_folder, write_json
 from lightning_taskinfo._progress import counted, shown
 from lightning_taskinfo.data import ArrayData, load_task
+from lightning_taskinfo.data._blame import told_of
 from lightning_taskinfo.tasks.embedding import ALPHA, TaskEmbedding, embedding_distances
 from lightning_taskinfo.tasks.probe import default_probe
 from lightning_taskinfo.tasks.task2vec import Task2Vec
@@ -57,7 +58,8 @@ def embed(
     if not tasks or len(set(tasks)) < len(tasks):
         raise ValueError(f"`tasks` must name at least one task, each once, got {list(tasks)}.")
     source: dict[str, Any] = {"size": size, "seed": seed, "data_dir": data_dir}
-    data = {task: load_task(task, **source) for task in tasks}  # refused before anything is trained or written
+    with told_of("tasks"):  # refused before anything is trained or written
+        data = {task: load_task(task, **source) for task in tasks}
     probe = default_probe(epochs=probe_epochs, seed=seed)
     embedder = Task2Vec(
         probe, head="head", labels=labels, max_samples=max_samples, weight_decay=weight_decay, seed=seed

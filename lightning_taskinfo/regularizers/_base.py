@@ -25,7 +25,7 @@ class WeightSchedule(metaclass=ArgumentsByName):
     Args:
         weight: The weight after the ramp.
         ramp: ``"constant"``, ``"linear"`` or ``"sigmoid"``.
-        start: First epoch with a weight.
+        start: First epoch with a weight; a linear ramp begins in it, at 0.
         length: Epochs the ramp takes.
 
     Raises:

@@ -109,11 +109,12 @@ class Cell:
 
     def model(self) -> MultiHead:
         """The network at its start; heads of one size start alike, whatever their task."""
-        trunk = build(self.plan.trunk_fn, self.seed)
+        trunk = build(self.plan.trunk_fn, self.seed, argument="trunk_fn")
         with torch.no_grad():
             features = trunk.eval()(torch.from_numpy(self.inputs[0][:2])).shape[1]
         heads = [
-            build(partial(self.plan.head_fn, features, outputs), stage_seed(self.seed, 1)) for outputs in self.outputs
+            build(partial(self.plan.head_fn, features, outputs), stage_seed(self.seed, 1), argument="head_fn")
+            for outputs in self.outputs
         ]
         return MultiHead(trunk, heads)
 

@@ -103,6 +103,9 @@ def task_distance(
     plan = Plan(
         trunk_fn, head_fn, method, beta, prior_center, prior_std, as_likelihood(likelihood), training or Training()
     )
+    for one in data:  # here and now, where an error is seen as it is
+        cell = Cell.of(plan, [one], seeds[0])
+        cell.samples().check(cell.model())
     if folder is not None:
         claim_folder(folder, _configuration(plan, tasks, data))
     sizes = [len(targets) for _, targets in data]

@@ -59,6 +59,16 @@ class DistanceMatrix:
         """
         return standard_error(self.distances)
 
+    def unfinished(self) -> tuple[str, ...]:
+        """Return the tasks whose trainings stopped short of their minimum, or ended in different ones.
+
+        That is where a task's distance to itself is beyond three standard errors and one per cent of its information,
+        instead of 0. Where none is, a training may still have stopped short.
+        """
+        itself, error = self.mean.diagonal().abs(), self.standard_error.diagonal().nan_to_num()
+        far = (itself > 3 * error) & (itself > 0.01 * self.information.mean(0))
+        return tuple(name for name, is_far in zip(self.names, far.tolist(), strict=True) if is_far)
+
     def table(self) -> tuple[list[str], list[list[str | float]]]:
         """Return column names and one row for each ordered pair."""
         columns = ["from", "to", "distance", "standard_error", "new_head"]

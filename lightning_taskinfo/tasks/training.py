@@ -80,12 +80,12 @@ class Samples:
         return sample_count(self.inputs)
 
     def check(self, model: nn.Module) -> None:
-        """Raise a ``ValueError`` if outputs and targets do not fit the likelihood; the model is only observed."""
+        """Raise a ``ValueError`` if outputs or targets do not fit the likelihood; the model is only observed."""
         with observing(model), torch.no_grad():
             outputs = model(take(self.inputs, lambda x: x[:2]))
         if not isinstance(outputs, Tensor):
             raise ValueError(f"The network must return a tensor of outputs, got {type(outputs).__name__}.")
-        self.likelihood.check(outputs, self.targets[:2])
+        self.likelihood.check(outputs[:1].expand(len(self.targets), *outputs.shape[1:]), self.targets)
 
     def losses(self, model: nn.Module, index: Tensor | slice) -> Tensor:
         """Return the negative log-likelihood of the picked samples in nats, shape ``[B]``."""
@@ -93,15 +93,15 @@ class Samples:
         return -self.likelihood.log_prob(outputs, self.targets[index])
 
 
-def build(model_fn: ModelFn, seed: int) -> nn.Module:
+def build(model_fn: ModelFn, seed: int, *, argument: str = "model_fn") -> nn.Module:
     """Return a copy of what ``model_fn`` makes after ``torch.manual_seed(seed)``; torch's generator stays as it is."""
     if isinstance(model_fn, nn.Module):
         found = f"a {type(model_fn).__name__}, a network already"
-        raise ValueError(f"`model_fn` and `trunk_fn` must be functions that make a network, got {found}.")
+        raise ValueError(f"`{argument}` must be a function that makes a network, got {found}.")
     with own_randomness(seed):
         model = model_fn()
     if not isinstance(model, nn.Module):
-        raise ValueError(f"`model_fn` and `trunk_fn` must return a network, got {type(model).__name__}.")
+        raise ValueError(f"`{argument}` must return a network, got {type(model).__name__}.")
     return deepcopy(model)  # what is trained is not the caller's own
 
 

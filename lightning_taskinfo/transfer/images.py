@@ -1,7 +1,6 @@
 """Labelled images from whatever a user has, brought to one shape."""
 
 import os
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.data import ArrayData, load_idx, load_npz, load_task
+from lightning_taskinfo.data._blame import told_of
 from lightning_taskinfo.data._images import channels_last
 
 Shape = tuple[int, int, int]
@@ -182,13 +182,10 @@ def _whole_bytes(x: Tensor) -> bool:
 
 def _load_named(what: str | os.PathLike[str], argument: str, data_dir: str | os.PathLike[str] | None) -> ArrayData:
     path = Path(what)
-    try:
+    with told_of(argument):
         if path.suffix == ".npz":
             return load_npz(path)
         return load_idx(path) if path.is_dir() else load_task(str(what), data_dir=data_dir)
-    except (FileNotFoundError, ValueError) as error:
-        kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
-        raise kind(re.sub("^`(path|folder|name)`", f"`{argument}`", str(error))) from None
 
 
 def _read(dataset: Any, argument: str) -> Images:

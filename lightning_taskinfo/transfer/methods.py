@@ -99,7 +99,8 @@ def check_weights(weights: Mapping[str, float]) -> dict[str, float]:
     """
     for name, weight in weights.items():
         if name not in WEIGHTS:
-            raise ValueError(f"`weights` must be for {', '.join(WEIGHTS)}, got {name!r}.")
+            near = "".join(f" Did you mean {other!r}?" for other in get_close_matches(name, WEIGHTS, n=1))
+            raise ValueError(f"`weights` must be for {', '.join(WEIGHTS)}, got {name!r}.{near}")
         if not weight >= 0:
             raise ValueError(f"`weights` must not be negative, got {weight} for {name!r}.")
     return {**WEIGHTS, **weights}

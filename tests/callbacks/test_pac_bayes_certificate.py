@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
+from lightning_taskinfo import TaskInfoWarning
 from lightning_taskinfo.callbacks.pac_bayes_certificate import PACBayesCertificate
 from lightning_taskinfo.certificates import Prior, certify, pareto_front
 from tests.callbacks.runs import Classifier, fit, read_csv, seed_everything
@@ -109,7 +110,8 @@ def test_a_second_fit_keeps_the_first_start(tmp_path, loader):
 def test_batch_norm_is_named(tmp_path):
     callback = PACBayesCertificate(**QUICK)
     x, y = blobs(64, seed=0)
-    fit(tmp_path, callback, model=Classifier, loader=DataLoader(TensorDataset(x, y), batch_size=16))
+    with pytest.warns(TaskInfoWarning, match="will not be valid: running statistics, like those of 'net.1', learn"):
+        fit(tmp_path, callback, model=Classifier, loader=DataLoader(TensorDataset(x, y), batch_size=16))
     assert callback.history[-1]["certificate_valid"] == 0.0
     assert "BatchNorm statistic `net.1.running_mean`" in callback.certificate.reasons[0]
 

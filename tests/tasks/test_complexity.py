@@ -150,7 +150,13 @@ class Two(nn.Linear):
 @pytest.mark.parametrize(
     ("model_fn", "targets", "likelihood", "match"),
     [
-        (lambda: nn.Linear(4, 1), torch.zeros(16), "gaussian", r"must have the outputs' shape \[2, 1\], got \[2\]"),
+        (lambda: nn.Linear(4, 1), torch.zeros(16), "gaussian", r"must have the outputs' shape \[16, 1\], got \[16\]"),
+        (
+            lambda: nn.Linear(4, 3),
+            torch.arange(16) // 4,
+            "categorical",
+            r"`targets` must lie in \[0, 3\) .* from 0 to 3",
+        ),
         (
             lambda: nn.Linear(4, 2),
             torch.zeros(16),
@@ -159,7 +165,7 @@ class Two(nn.Linear):
         ),
         (lambda: Two(4, 2), torch.zeros(16).long(), "categorical", "must return a tensor of outputs, got tuple"),
     ],
-    ids=["broadcast", "real targets", "tuple"],
+    ids=["broadcast", "too few outputs", "real targets", "tuple"],
 )
 def test_refuses_outputs_that_do_not_fit_the_targets(model_fn, targets, likelihood, match):
     with pytest.raises(ValueError, match=match):
@@ -216,9 +222,9 @@ def test_the_callers_own_network_is_left_alone():
     [
         (
             nn.Linear(2, 3),
-            "`model_fn` and `trunk_fn` must be functions that make a network, got a Linear, a network already",
+            "`model_fn` must be a function that makes a network, got a Linear, a network already",
         ),
-        (lambda: None, "`model_fn` and `trunk_fn` must return a network, got NoneType"),
+        (lambda: None, "`model_fn` must return a network, got NoneType"),
     ],
 )
 def test_refuses_what_makes_no_network(model_fn, match):

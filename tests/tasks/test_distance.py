@@ -4,6 +4,7 @@ import json
 import math
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -257,8 +258,31 @@ def test_numbers_of_numpy_are_seeds():
 
 def test_refuses_targets_that_would_broadcast():
     tasks = {name: (x, y.float()) for name, (x, y) in some_tasks().items()}
-    with pytest.raises(RuntimeError, match=r"ValueError.*must have the outputs' shape \[2, 1\], got \[2\]"):
+    with pytest.raises(ValueError, match=r"must have the outputs' shape \[40, 1\], got \[40\]"):
         task_distance(tasks, 1.0, trunk_fn=trunk, workers=0, training=QUICK, likelihood="gaussian")
+
+
+@pytest.mark.parametrize("argument", ["trunk_fn", "head_fn"])
+def test_refuses_what_makes_no_network_by_the_name_of_its_argument(argument, tmp_path):
+    arguments = {"trunk_fn": trunk, argument: lambda *_: None}
+    with pytest.raises(ValueError, match=f"`{argument}` must return a network, got NoneType"):
+        task_distance(some_tasks(), 1.0, training=QUICK, folder=tmp_path / "new", **arguments)
+    assert not (tmp_path / "new").exists()
+
+
+def test_refuses_a_network_for_a_trunk():
+    with pytest.raises(ValueError, match="`trunk_fn` must be a function that makes a network, got a Sequential"):
+        task_distance(some_tasks(), 1.0, trunk_fn=trunk(), training=QUICK)
+
+
+def test_a_task_far_from_itself_is_named(here):
+    """Beyond three standard errors, 1 nat each, and one per cent of 200 nats."""
+    distances = torch.zeros(2, 3, 3, dtype=torch.float64)
+    distances[:, 1, 1], distances[:, 2, 2] = torch.tensor([5.0, 3.0]), torch.tensor([3.0, 1.0])
+    matrix = replace(here, distances=distances, information=torch.full((2, 3), 200.0).double())
+    assert matrix.unfinished() == (here.names[1],)
+    assert replace(matrix, information=10 * matrix.information).unfinished() == ()
+    assert replace(matrix, distances=distances[:1]).unfinished() == (here.names[1], here.names[2])  # without an error
 
 
 def test_a_folder_belongs_to_one_network(tmp_path):
