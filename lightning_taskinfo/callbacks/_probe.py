@@ -216,10 +216,9 @@ class Probe(Schedule, Callback, metaclass=ArgumentsByName):
             check_batch(self.state_key, pl_module, inputs, targets, self.likelihood, self.forward_fn)
 
     def _monitored(self) -> dict[str, float]:
-        """The last measurement without its parts, such as layers, whose names have one slash more."""
+        """The last measurement without its layers, which are parts of another value and named behind it."""
         values = {**dict.fromkeys(self.headline, math.nan), **self.history[-1]}
-        slashes = self.headline[0].count("/")
-        return {self._logged(k): v for k, v in values.items() if k != "step" and k.count("/") <= slashes}
+        return {self._logged(k): v for k, v in values.items() if k != "step" and k.rpartition("/")[0] not in values}
 
     # Leaving no trace
 
