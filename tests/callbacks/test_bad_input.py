@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_taskinfo import TaskInfoWarning
 from lightning_taskinfo.callbacks import FisherTrace, LocalMinimum
+from lightning_taskinfo.callbacks._checks import check_finite
 from lightning_taskinfo.callbacks._samples import inputs_and_targets
 from lightning_taskinfo.fisher import fisher_trace
 from tests.callbacks.runs import PROBES, Classifier, digits, fit
@@ -226,6 +227,7 @@ def test_refuses_complex_weights(tmp_path, probe):
         def __init__(self):
             super().__init__()
             self.spectrum = nn.Parameter(torch.zeros(2, dtype=torch.cfloat))
+            self.later = nn.Parameter(torch.zeros(2, dtype=torch.cfloat))
 
     with pytest.raises(ValueError, match="needs real parameters, got complex 'spectrum'"):
         fit(tmp_path, probe(), model=Spectral)
@@ -259,8 +261,9 @@ def test_a_forward_that_fails_in_any_way_is_told_to_set_forward_fn(tmp_path, pro
         def forward(self, batch):
             return super().forward(batch.past)
 
-    with pytest.raises(ValueError, match=r"failed \(AttributeError: .*'past'\); set `forward_fn`"):
+    with pytest.raises(ValueError, match=r"failed \(AttributeError: .*'past'\); set `forward_fn`") as caught:
         fit(tmp_path, probe(), model=Net)
+    assert isinstance(caught.value.__cause__, AttributeError)  # whose traceback leads into the forward
 
 
 @all_probes
@@ -275,6 +278,30 @@ def test_probabilities_in_place_of_logits_are_warned_about(tmp_path, probe):
     with pytest.warns(TaskInfoWarning, match=r"takes outputs for logits, .* are probabilities: set `forward_fn`"):
         fit(tmp_path, probe(every_n_steps=4), model=Net)
     fit(tmp_path, probe(every_n_steps=4, forward_fn=lambda module, x: module(x).log()), model=Net)
+
+
+def test_shares_that_add_up_to_1_are_no_probabilities_where_outputs_are_real_values(tmp_path):
+    class Shares(Classifier):
+        def forward(self, x):
+            return super().forward(x).softmax(-1)
+
+        def training_step(self, batch, batch_idx):
+            return (self(batch[0]) - batch[1]).square().mean()
+
+    real = TensorDataset(torch.randn(16, 4), torch.rand(16, 3))
+    callback = FisherTrace(every_n_steps=2, likelihood="gaussian")
+    fit(tmp_path, callback, model=Shares, loader=DataLoader(real, batch_size=8), max_epochs=1)  # warnings are errors
+    assert len(callback.history) == 1
+
+
+def test_large_weights_whose_sum_overflows_are_finite():
+    model = nn.Linear(2, 2, bias=False)
+    nn.init.constant_(model.weight, 3e38)
+    check_finite(model)
+    with torch.no_grad():
+        model.weight[1, 1] = -math.inf
+    with pytest.raises(ValueError, match="the weights of 'weight' are not finite"):
+        check_finite(model)
 
 
 @all_probes

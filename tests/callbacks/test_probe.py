@@ -1,16 +1,20 @@
 """What all probes share: the schedule as the logger saw it, samples and checkpoints."""
 
+import random
 from collections import namedtuple
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
+import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SubsetRandomSampler
 
 from lightning_taskinfo.callbacks import FisherTrace, LocalMinimum
+from lightning_taskinfo.callbacks._pool import Collected
 from lightning_taskinfo.callbacks._samples import inputs_and_targets
 from tests.callbacks.runs import PROBES, Classifier, Noisy, digits, fit, make_trainer, read_csv
 
@@ -163,21 +167,52 @@ def test_the_dataset_itself_is_not_read(tmp_path):
     assert data.read == 2 * 32
 
 
+class Drawn(Noisy):
+    """Nothing but draws, a column from each of the global generators."""
+
+    def __getitem__(self, index):
+        return torch.tensor([torch.rand(()), np.random.rand(), random.random(), 0.0]), self.y[index]  # noqa: NPY002
+
+
+def test_transforms_draw_as_the_number_of_the_sample_says(tmp_path):
+    def seen(max_samples):
+        callback = Recording(every_n_epochs=1, data="train", max_samples=max_samples)
+        fit(tmp_path, callback, loader=DataLoader(Drawn(), batch_size=8), max_epochs=1)
+        return callback.seen[0]
+
+    every, few = seen(32), seen(5)
+    assert [len(column.unique()) for column in every.T[:3]] == [32, 32, 32]
+    assert {*map(tuple, few.tolist())} <= {*map(tuple, every.tolist())}
+
+
 class Locked(Noisy):
+    def __init__(self, error=TypeError):
+        super().__init__()
+        self.error = error
+
     def __deepcopy__(self, memo):
-        raise TypeError("cannot copy a lock")
+        raise self.error("cannot copy a lock")
 
 
-@pytest.mark.parametrize("kind", ["cannot be copied", "iterable", "sampler"])
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(digits())
+
+
+@pytest.mark.parametrize(
+    "kind", ["a lock", "not implemented", "a graph", "iterable", "sampler", "batch sampler", "sampler of a part"]
+)
 def test_otherwise_the_first_batches_are_collected(tmp_path, kind):
-    class Stream(IterableDataset):
-        def __iter__(self):
-            return iter(digits())
-
     loader = {
-        "cannot be copied": lambda: DataLoader(Locked(), batch_size=8),
+        "a lock": lambda: DataLoader(Locked(), batch_size=8),
+        "not implemented": lambda: DataLoader(Locked(NotImplementedError), batch_size=8),
+        "a graph": lambda: DataLoader(Locked(RuntimeError), batch_size=8),  # what torch raises for other than leaves
         "iterable": lambda: DataLoader(Stream(), batch_size=8),
         "sampler": lambda: DataLoader(digits(), batch_size=8, sampler=SubsetRandomSampler(range(20))),
+        "batch sampler": lambda: DataLoader(digits(), batch_sampler=[[*range(8)], [*range(8, 16)], [*range(16, 20)]]),
+        "sampler of a part": lambda: DataLoader(
+            digits(), batch_size=8, sampler=DistributedSampler(range(20), num_replicas=1, rank=0)
+        ),
     }[kind]()
     callback = Recording(every_n_steps=1, data="train", max_samples=12)
     fit(tmp_path, callback, loader=loader)
@@ -188,14 +223,36 @@ def test_otherwise_the_first_batches_are_collected(tmp_path, kind):
     assert few.history[0]["step"] == trainer.global_step // 2, "all there is after an epoch"
 
 
+def test_a_probe_that_needs_all_samples_in_each_process_collects_where_there_is_one(tmp_path):
+    callback = LocalMinimum(every_n_steps=1, max_samples=12, subset_size=4)
+    fit(tmp_path, callback, loader=DataLoader(Stream(), batch_size=8), max_epochs=1)
+    assert [row["step"] for row in callback.history] == [2, 3, 4]
+
+
+def test_what_is_collected_stays_when_a_loader_fills_the_same_tensors_again():
+    pool, x, y = Collected(3), torch.zeros(2, 1, requires_grad=True), torch.zeros(2, dtype=torch.long)
+    for step in range(2):
+        with torch.no_grad():
+            x.fill_(step), y.fill_(step)
+        pool.add(x, y, last=False)
+    x.data.fill_(9), y.fill_(9)
+    inputs, targets = pool.joined()
+    assert pool.complete
+    assert inputs.flatten().tolist() == targets.tolist() == [0, 0, 1]
+    assert not inputs.requires_grad
+
+
 def test_val_looks_at_validation_data(tmp_path):
     class Validated(Classifier):
         def validation_step(self, batch, batch_idx):
             pass
 
-    callback, held_out = Recording(every_n_epochs=1, data="val"), digits(64)
-    fit(tmp_path, callback, model=Validated(), val=DataLoader(held_out, batch_size=8))
-    assert torch.equal(callback.seen[0], held_out.tensors[0])
+    held_out = digits(64)
+    loader = DataLoader(held_out, batch_size=8)
+    for val in (loader, [loader]):
+        callback = Recording(every_n_epochs=1, data="val")
+        fit(tmp_path, callback, model=Validated(), val=val)
+        assert torch.equal(callback.seen[0], held_out.tensors[0])
     with pytest.raises(ValueError, match=r"`data='val'` needs a validation loader of an indexed dataset.*got none"):
         fit(tmp_path, Recording(data="val"))
 
@@ -213,6 +270,30 @@ def test_batch_hooks_of_the_module_apply_to_the_subset(tmp_path):
     assert torch.equal(callback.seen[0], (data.tensors[0] + 1) * 2)
 
 
+def test_batch_hooks_of_the_data_module_apply_to_the_subset(tmp_path):
+    data = digits()
+
+    class Data(pl.LightningDataModule):
+        def train_dataloader(self):
+            return DataLoader(data, batch_size=8)
+
+        def on_before_batch_transfer(self, batch, dataloader_idx):
+            return batch[0] + 1, batch[1]
+
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            return batch[0] * 2, batch[1]
+
+    callback = Recording(every_n_epochs=1, data="train")
+    make_trainer(tmp_path, callback).fit(Classifier(), datamodule=Data())
+    assert torch.equal(callback.seen[0], (data.tensors[0] + 1) * 2)
+
+
+def test_the_subset_has_the_precision_of_the_training(tmp_path):
+    callback = Recording(every_n_epochs=1, data="train")
+    fit(tmp_path, callback, precision="64-true")
+    assert callback.seen[0].dtype == torch.float64
+
+
 @dataclass
 class Batch:
     image: Tensor
@@ -220,7 +301,15 @@ class Batch:
     comment: str = ""
 
 
+@dataclass
+class Stereo:
+    left: Tensor
+    right: Tensor
+    target: Tensor
+
+
 Pair = namedtuple("Pair", ["x", "y"])
+Triple = namedtuple("Triple", ["x", "y", "weight"])
 X, Y = torch.ones(2, 4), torch.zeros(2, dtype=torch.long)
 
 
@@ -231,6 +320,11 @@ X, Y = torch.ones(2, 4), torch.zeros(2, dtype=torch.long)
 )
 def test_plain_batches_need_no_batch_fn(batch):
     assert inputs_and_targets(batch) == (X, Y)
+
+
+@pytest.mark.parametrize("name", ["targets", "target", "labels", "label", "y"])
+def test_targets_go_by_any_of_their_names(name):
+    assert inputs_and_targets({name: Y, "image": X}) == (X, Y)
 
 
 @pytest.mark.parametrize("data", ["train_batch", "train"])
@@ -261,6 +355,11 @@ def test_trainings_on_plain_batches_need_no_batch_fn(tmp_path, data, kind):
         (X, "Tensor"),
         ({"a": X, "b": X, "label": Y}, "dict with a, b, label"),
         ({"image": X, "mask": Y}, "dict with image, mask"),
+        ({"target": X, "label": Y}, "dict with target, label"),
+        ((X, [0, 1]), "tuple of Tensor, list"),
+        (Stereo(X, X, Y), "Stereo with left, right, target"),
+        (Batch, "type with image, target, comment"),
+        (Triple(X, Y, Y), "Triple with x, y, weight"),
         ([], "list of nothing"),
     ],
     ids=str,

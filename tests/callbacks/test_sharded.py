@@ -46,6 +46,7 @@ def probes():
         FisherTrace(every_n_steps=1, labels="exact", max_samples=24, name="batch"),
         FisherTrace(every_n_steps=1, data="train", max_samples=13, labels="exact", name="uneven"),
         FisherTrace(every_n_steps=1, data="train", max_samples=13, mc_samples=2, name="sampled"),
+        FisherTrace(every_n_steps=1, data="train", max_samples=2, labels="exact", name="one each"),
         FisherTrace(every_n_steps=1, data="train_step", labels="empirical", max_samples=24, name="step"),
         LocalMinimum(every_n_steps=1, max_samples=13),
     ]
