@@ -10,6 +10,7 @@ from torch import nn
 
 import lightning_taskinfo as lt
 from lightning_taskinfo import data, fisher, regularizers, transfer
+from lightning_taskinfo._arguments import checked_arguments
 from lightning_taskinfo.callbacks import FisherTrace, PACBayesCertificate
 from lightning_taskinfo.transfer import TransferDataModule
 from tests.callbacks.runs import PROBES
@@ -57,7 +58,14 @@ class Failing(FisherTrace):
         Other(every=every)
 
 
+class Misspelling(FisherTrace):
+    def __init__(self, *, seed):
+        super().__init__(sed=seed)
+
+
 def test_other_errors_are_left_alone():
+    with pytest.raises(TypeError, match=r"__init__\(\) got an unexpected keyword argument 'sed'"):
+        Misspelling(seed=2)  # not what was written here
     with pytest.raises(TypeError, match=r"^Other.__init__\(\) got an unexpected keyword argument 'every'"):
         Failing(every=2)
     with pytest.raises(TypeError, match="missing 1 required keyword-only argument: 'prior_origin'"):
@@ -110,6 +118,18 @@ class Quoted(FisherTrace):
 
 def test_an_annotation_in_quotes_is_not_read():
     Quoted(seed=3)
+
+
+@checked_arguments
+def takes_others(number: int, *values: int, **others: int):
+    return number, values, others
+
+
+def test_other_arguments_are_handed_on_as_they_are():
+    handed_on = {"values": "a", "others": None, "numbr": 2}
+    assert takes_others(1, "b", **handed_on) == (1, ("b",), handed_on)
+    with pytest.raises(TypeError, match="`number` must be a whole number, got '1'"):
+        takes_others("1", numbr=2)
 
 
 def test_hyperparameters_of_a_data_module_are_collected(tmp_path):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_taskinfo._rules import rule_of, shown
 
@@ -22,22 +22,36 @@ class OwnNumber:
         return 3
 
 
+class NoNumberYet:
+    def __index__(self) -> int:
+        raise ValueError("not computed")
+
+
+class Endless:
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
 CASES = {  # annotation -> what it takes, what it does not
     int: (
         [3, -1, np.int64(3), torch.tensor(3), OwnNumber()],
-        [True, np.bool_(True), 3.0, "3", None, [3], torch.ones(2)],
+        [True, np.bool_(True), 3.0, "3", None, [3], torch.ones(2), torch.tensor(3, device="meta"), NoNumberYet()],
     ),
     float: ([0.5, 3, np.float32(0.5), torch.tensor(0.5), OwnNumber()], [False, "0.5", None, [0.5], 1j]),
     bool: ([True, False, np.bool_(True)], [0, 1, "no", None]),
     str: (["a", ""], [3, None, b"a", Path("a")]),
+    None: ([None], [0, "None"]),
     int | None: ([3, None], [2.5, "None"]),
     Literal["a"] | None: (["a", None], [3]),
     Sequence[int]: (
         [[1], (1, 2), [], range(3), np.arange(3), torch.arange(3)],
-        [3, "12", [1.5], (1, "a"), {1: 2}, {1}],
+        [3, "12", [1.5], (1, "a"), {1: 2}, {1}, Endless()],
     ),
+    Sequence[Any]: ([[1, "a"], (None,), torch.ones(2)], [3, {1: 2}]),
     Sequence[str]: ([["a"], (), "ab"], [[3], 3, {"a": 1}]),
     tuple[int, int]: ([(1, 2), [1, 2], torch.Size([1, 2])], [(1,), (1, 2, 3), (1, 2.0), 3]),
+    tuple[int, str]: ([(1, "a")], [("a", 1), (1, 2), ("a", "b")]),
+    tuple[Any, int]: ([(None, 1)], [(1, None)]),
     tuple[float, ...]: ([(), (1.0, 2)], [("a",), 1.0]),
     Mapping[str, float]: ([{}, {"a": 1}, {"a": 0.5}], [{"a": "b"}, 0.1, [("a", 1)]]),
     Mapping: ([{"a": "b"}], [3]),
@@ -60,7 +74,9 @@ def test_takes_what_the_annotation_takes(hint):
 
 
 @pytest.mark.parametrize(
-    "hint", [Any, object, TypeVar("T"), Sized, int | Any, Literal["a"] | Sized, Dataset[Any], "int"], ids=str
+    "hint",
+    [Any, object, TypeVar("T"), Sized, int | Any, Literal["a"] | Sized, Dataset[Any], DataLoader[Any], "int"],
+    ids=str,
 )
 def test_what_cannot_be_checked_is_not(hint):
     assert rule_of(hint) is None
@@ -79,7 +95,16 @@ def test_what_cannot_be_checked_is_not(hint):
         (tuple[int, int, int], "a sequence of 3 whole numbers"),
         (tuple[Any, Tensor], "a sequence of 2 values"),
         (Sequence[int | None], "a sequence of whole numbers or None"),
+        (tuple[int, str], "a sequence of 2 values"),
         (Callable[[], int] | Exception, "a function or an Exception"),
+        (ImportError | OSError, "an ImportError or an OSError"),
+        (Iterable[int], "iterable"),
+        (Sequence[Mapping[str, int]], "a sequence of mappings"),
+        (Sequence[Sequence[int]], "a sequence of sequences"),
+        (Sequence[Callable[[], int]], "a sequence of functions"),
+        (Mapping[str, Iterable[int]], "a mapping to iterables"),
+        (Sequence[bool], "a sequence of True and False"),
+        (Sequence[str | None], "a sequence of strings or None"),
     ],
 )
 def test_says_it_in_words(hint, words):
@@ -88,6 +113,7 @@ def test_says_it_in_words(hint, words):
 
 def test_values_are_shown_in_one_short_line():
     assert shown([1, 2]) == "[1, 2]"
-    assert shown("a" * 100) == "a str"
+    assert shown("a" * 58) == repr("a" * 58)  # 60 characters
+    assert shown("a" * 59) == "a str"
     assert shown(np.zeros((2, 3))) == "a ndarray of shape (2, 3)"
-    assert shown(nn.Sequential(nn.Linear(2, 2))) == "a Sequential"
+    assert shown(nn.Sequential(nn.ReLU())) == "a Sequential"  # which prints several short lines
