@@ -104,8 +104,22 @@ def test_what_may_be_more_than_a_list_is_told_as_it_is(arguments, message, brack
     assert written.endswith("Several values stand in brackets: '[a,b]'.\n") is bracketed
 
 
-def test_a_message_without_a_list_stays():
-    assert _without_brackets('Parser key "model":\n  No such thing. Got value: 3') is None
+@pytest.mark.parametrize(
+    "message",
+    [
+        'Parser key "model":\n  No such thing. Got value: 3',
+        "Expected a <class 'list'>. Got value: 3",
+        "Parser key \"model\":\n  Expected a <class 'list'>.",
+    ],
+    ids=["no list", "no option", "no value"],
+)
+def test_a_message_that_is_not_of_a_value_in_place_of_a_list_stays(message):
+    assert _without_brackets(message) is None
+
+
+def test_a_value_may_begin_with_a_dash(capsys):
+    assert cli.main(["phase-diagram", *SMALL, "--sigma", "-1"]) == 2
+    assert capsys.readouterr().err == "taskinfo: error: `sigma` must be non-negative and finite, got -1.0.\n"
 
 
 def test_an_interrupt_ends_with_130_and_a_sentence(monkeypatch, capsys):
@@ -115,6 +129,15 @@ def test_an_interrupt_ends_with_130_and_a_sentence(monkeypatch, capsys):
     monkeypatch.setattr(cli, "load_command", lambda name: interrupted)
     assert cli.main(["phase-diagram"]) == 130
     assert capsys.readouterr().err.startswith("taskinfo: interrupted; ")
+
+
+def test_a_computation_that_fails_ends_with_1_and_its_message(monkeypatch, capsys):
+    def fails() -> str:
+        raise RuntimeError("seed-0 failed")
+
+    monkeypatch.setattr(cli, "load_command", lambda name: fails)
+    assert cli.main(["phase-diagram"]) == 1
+    assert capsys.readouterr().err == "taskinfo: error: seed-0 failed\n"
 
 
 def test_help_lists_every_command(capsys):
@@ -174,6 +197,15 @@ def test_a_configuration_may_hold_any_command(tmp_path, capsys):
     assert capsys.readouterr().err == "taskinfo: error: `angles` must be at least 1, got 0.\n"
 
 
+@pytest.mark.parametrize("option", ["--print_config", "--print-config"])
+def test_the_configuration_that_is_printed_holds_the_arguments_of_the_command(option, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main([option, "phase-diagram", "--angles=3"])
+    assert stopped.value.code == 0
+    assert "phase-diagram:\n" in (printed := capsys.readouterr().out)
+    assert "  angles: 3\n" in printed
+
+
 def test_runs_as_a_module():
     command = [sys.executable, "-m", "lightning_taskinfo", "phase-diagram", "--angles=0"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -187,3 +219,13 @@ def test_says_what_to_install_without_jsonargparse():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "pip install 'lightning-taskinfo[cli]'" in done.stderr
+
+
+def test_a_missing_package_ends_with_1_and_its_name(tmp_path):
+    """In a process of its own, where importing matplotlib fails."""
+    words = ["phase-diagram", f"--out={tmp_path / 'a.png'}", *SMALL]
+    code = "import sys; sys.modules['matplotlib'] = None; from lightning_taskinfo import cli; sys.exit(cli.main())"
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("taskinfo: error: ")
+    assert "matplotlib" in done.stderr
