@@ -6,6 +6,7 @@ import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
+from threading import Lock
 
 import numpy as np
 import pytest
@@ -193,6 +194,10 @@ def test_a_folder_belongs_to_one_matrix(here, tmp_path):
             ValueError, match=f"`folder` must be new or of the same configuration.*\n.*{next(iter(changed))}"
         ):
             measure(workers=0, folder=tmp_path, **changed)
+    x, y = some_tasks()["two"]
+    relabelled = {**some_tasks(), "two": (x, 2 - y)}
+    with pytest.raises(ValueError, match=r"same configuration.*\n  tasks\.two: "):
+        task_distance(relabelled, 1.0, folder=tmp_path, workers=0, **measure.keywords)
 
 
 def matrix(seeds=2):
@@ -294,6 +299,17 @@ def test_a_folder_belongs_to_one_network(tmp_path):
 def test_a_function_that_does_not_travel_is_refused_before_anything_is_trained():
     with pytest.raises(ValueError, match="`trunk_fn` must be a function at the top of a module, or `workers` 0, got <"):
         measure(trunk_fn=lambda: nn.Flatten(), workers=2)
+
+
+@pytest.mark.parametrize("argument", ["trunk_fn", "head_fn"])
+@pytest.mark.parametrize(
+    "function", [lambda *sizes: nn.Flatten(), partial(nn.Flatten, Lock())], ids=["without a name", "with a lock"]
+)
+def test_a_function_that_does_not_travel_for_other_reasons_is_named_too(argument, function):
+    with pytest.raises(
+        ValueError, match=f"`{argument}` must be a function at the top of a module, or `workers` 0, got "
+    ):
+        measure(**{argument: function}, workers=2)
 
 
 @pytest.mark.parametrize(

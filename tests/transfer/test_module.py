@@ -1,6 +1,7 @@
 """The ready classifier: every method acts in its stage, in both namespaces, and freezing freezes."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -180,6 +181,7 @@ def test_names_of_methods():
     assert parse_method("mutual_information + lautum") == ("lautum", "mutual_information")
     assert acting("lautum+temporal_ensembling", "fine_tune") == ("temporal_ensembling",)
     assert check_weights({"lautum": 3.0})["lautum"] == 3.0
+    assert check_weights({"lautum": 0})["lautum"] == 0
 
 
 @pytest.mark.parametrize(
@@ -190,10 +192,12 @@ def test_names_of_methods():
         (lambda: parse_method("lautum+lautum"), "`method` must name each part once"),
         (lambda: check_weights({"laplace": 1.0}), "`weights` must be for .* got 'laplace'"),
         (lambda: check_weights({"lautum": -1.0}), "`weights` must not be negative, got -1.0 for 'lautum'"),
+        (lambda: check_weights({"lautum": float("nan")}), "`weights` must not be negative, got nan for 'lautum'"),
         (lambda: make_backbone("vgg", SHAPE), "`backbone` must be one of mlp, .* got 'vgg'"),
         (lambda: make_backbone(lambda shape: 3, SHAPE), "`backbone` must make an nn.Module, got int"),
         (lambda: make_backbone("large_cnn", SHAPE), r"height and width of at least 20, got \(1, 8, 8\)"),
         (lambda: backbone_name(lambda shape: None), "defined at the top of a module"),
+        (lambda: backbone_name(partial(tiny_net)), "defined at the top of a module, got functools.partial"),
         (lambda: TransferClassifier("mlp", 1, SHAPE), "`num_classes` must be at least 2, got 1"),
         (lambda: TransferClassifier("mlp", 2, SHAPE, stage="test"), "`stage` must be .* got 'test'"),
         (lambda: TransferClassifier("mlp", 2, SHAPE, fine_tune="half"), "`fine_tune` must be .* got 'half'"),

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_taskinfo.transfer.overlap import RIDGES, FeatureOverlap, _held_out, feature_overlap
+from lightning_taskinfo.transfer.overlap import RIDGES, FeatureOverlap, _held_out, feature_overlap, is_far
 
 
 def randn(*shape, seed=0):
@@ -127,6 +127,11 @@ def test_says_where_a_curve_is_followed_far(n, far):
     )
 
 
+def test_far_is_more_than_ten_times_the_largest_or_less_than_a_tenth_of_the_smallest():
+    onsets = [4.9, 5, 1000, 1001, math.inf]
+    assert [is_far(onset, [50, 100]) for onset in onsets] == [True, False, False, True, False]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -140,6 +145,17 @@ def test_says_where_a_curve_is_followed_far(n, far):
 def test_refuses(arguments, message):
     with pytest.raises(ValueError, match=message):
         feature_overlap(Frozen(3), [(randn(40, 4), randn(40))], **arguments)
+
+
+@pytest.mark.parametrize("layers", [["first"], None])
+def test_refuses_a_layer_that_runs_twice_a_pass(layers):
+    class Twice(Frozen):
+        def forward(self, x):
+            return super().forward(self.first(x))
+
+    message = "`layers` must have one tensor as output and run once a pass, got 'first'"
+    with pytest.raises(ValueError, match=message):
+        feature_overlap(Twice(3), [(randn(40, 4), randn(40))], layers=layers)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +210,10 @@ def test_refuses_no_batches(data):
         feature_overlap(Frozen(3), data)
 
 
-@pytest.mark.parametrize(("scratch", "got"), [([60, 50], "60"), ([0.6, math.nan], "nan"), ([0.5, -0.1], "-0.1")])
+@pytest.mark.parametrize(
+    ("scratch", "got"),
+    [([60, 50], "60"), ([4.1, 4], "4.1"), ([0.6, math.nan], "nan"), ([0.5, 0], "0"), ([0.5, -0.1], "-0.1")],
+)
 def test_refuses_a_curve_that_is_no_share(scratch, got):
     overlap = FeatureOverlap(("a",), torch.tensor([0.1]).double(), torch.tensor([0.01]).double(), 100)
     with pytest.raises(ValueError, match=rf"`scratch` must be positive shares of the labels' variance, got {got}\."):
@@ -217,5 +236,21 @@ def test_refuses_a_rising_curve_and_a_wrong_confidence():
         overlap.onset(50, 0.5)
     with pytest.raises(ValueError, match=r"at least two of each, got shapes \(2,\) and \(1,\)"):
         overlap.onset([50, 100], [0.5])
-    with pytest.raises(ValueError, match=r"`confidence` must be between 0 and 1, got 1\.0"):
-        overlap.interval(1.0)
+    with pytest.raises(ValueError, match=r"at least two of each, got shapes \(1,\) and \(1,\)"):
+        overlap.onset([50], [0.5])
+    with pytest.raises(ValueError, match="`scratch` must fall with `n`, got a fitted exponent of"):
+        overlap.onset([50, 100], [1.0, 1.0])
+    for confidence in (0.0, 1.0):
+        with pytest.raises(ValueError, match=f"`confidence` must be between 0 and 1, got {confidence}"):
+            overlap.interval(confidence)
+
+
+def test_being_sure_of_the_wrong_class_is_the_largest_share():
+    overlap = FeatureOverlap(("a",), torch.tensor([0.1]).double(), torch.tensor([0.01]).double(), 100)
+    assert overlap.crossings([50, 100], [4.0, 2.0], 0.95)[1].item() == pytest.approx(2000)
+
+
+def test_two_folds_and_four_samples_in_each_are_enough():
+    assert feature_overlap(Frozen(3), (randn(8, 4), randn(8)), folds=2).samples == 8
+    with pytest.raises(ValueError, match="`data` must have at least 4 samples a fold, got 39 for 10 folds"):
+        feature_overlap(Frozen(3), (randn(39, 4), randn(39)), folds=10)

@@ -2,6 +2,7 @@
 
 import io
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ from lightning_taskinfo.data import save_npz
 from lightning_taskinfo.transfer import TransferDataModule
 from lightning_taskinfo.transfer.images import fit_images
 from tests.transfer.tiny import tiny_data, tiny_task
+
+X = torch.zeros(1, 8, 8)
 
 
 def pair(value, shape=(9, 1, 8, 8)):
@@ -224,6 +227,15 @@ def test_the_description_knows_the_data_by_what_they_hold():
         ({"labels": -5}, ValueError, "`labels` must not be negative, got -5"),
         ({"validation": -1}, ValueError, "`validation` must not be negative, got -1"),
         ({"source": (np.zeros((9, 8, 8)), np.zeros(9))}, ValueError, r"`source` must be two datasets.* type ndarray"),
+        ({"source": ([], [])}, ValueError, "`source` must hold samples, got an empty dataset"),
+        ({"source": (pair(1)[0],) * 3}, TypeError, "`source` must be an ArrayData, .* a pair of datasets, got tuple"),
+        ({"source": ([(X, 0), X],) * 2}, ValueError, r"`source` must be two datasets.* of pairs \(image, class\)"),
+        ({"source": ([(X, 0, 1)],) * 2}, ValueError, r"`source` must be two datasets.* of pairs \(image, class\)"),
+        (
+            {"source": ([(X, 0), (X[..., 1:], 1)],) * 2},
+            ValueError,
+            r"`source` must hold images of one shape .* got \[\(1, 8, 7\), \(1, 8, 8\)\]",
+        ),
         ({"labels": 2}, ValueError, "`labels` must give every one of the 3 classes at least one label"),
         ({"target": "nowhere"}, ValueError, "`target` must be digits or letters .*'nowhere' was not found"),
         ({"source": "digit"}, ValueError, r"`source` must be .*'digit' was not found .*\. Did you mean 'digits'\?$"),
@@ -235,6 +247,8 @@ def test_the_description_knows_the_data_by_what_they_hold():
         ({"source": "tests"}, FileNotFoundError, "`source` must hold the idx file train-images.* but tests does not"),
         ({"target": 3}, TypeError, "`target` must be an ArrayData, a name, .* got int"),
         ({"unlabeled": np.zeros(5)}, ValueError, r"`unlabeled` must have the shape .* got \(5,\)"),
+        ({"unlabeled": np.zeros((5, 64))}, ValueError, r"`unlabeled` must have the shape .* got \(5, 64\)"),
+        ({"unlabeled": Path("mine.npz")}, TypeError, "`unlabeled` must be an array of images, got 'mine.npz'; np"),
         ({"unlabeled": np.zeros((1, 8, 8))}, ValueError, r"with M at least 2, got \(1, 8, 8\)"),
         (
             {"unlabeled": "mine.npz"},
@@ -286,6 +300,12 @@ def test_the_description_knows_the_data_by_what_they_hold():
 def test_bad_input(arguments, error, message):
     with pytest.raises(error, match=message):
         ready(**arguments)
+
+
+@pytest.mark.parametrize("unlabeled", ["mine.npz", tiny_task(1)], ids=["path", "data"])
+def test_what_only_stands_for_images_is_refused_when_given(unlabeled):
+    with pytest.raises(TypeError, match="`unlabeled` must be an array of images, got"):
+        tiny_data(unlabeled=unlabeled)
 
 
 def test_unknown_stage():

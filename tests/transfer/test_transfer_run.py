@@ -18,6 +18,7 @@ from lightning_taskinfo.transfer import TransferReport, transfer
 from lightning_taskinfo.transfer._results import without_timings
 from lightning_taskinfo.transfer.run import _Grid
 from lightning_taskinfo.transfer.stages import Cell, Experiment, Stages, run_cell
+from lightning_taskinfo.transfer.training import load_weights
 from tests.transfer.tiny import STAGES, tiny_data, tiny_net, tiny_task
 
 METHODS = ["standard", "lautum", "lautum+temporal_ensembling"]
@@ -169,6 +170,11 @@ def test_a_damaged_checkpoint_is_named_and_left(reference, tmp_path):
     with pytest.raises(RuntimeError, match=r"standard-9-seed0 failed: .*last.ckpt: not a readable checkpoint"):
         run(folder)
     assert last.read_bytes() == b"no checkpoint"
+
+
+def test_weights_that_are_not_there_are_not_called_damaged(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"weights\.pt"):
+        load_weights(tmp_path / "weights.pt")
 
 
 def test_a_stage_killed_after_its_last_epoch_has_nothing_left_to_train(tmp_path):
