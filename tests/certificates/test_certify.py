@@ -171,6 +171,29 @@ def test_a_loader_is_read_whole_and_in_order(data):
         assert torch.equal(targets, data[1])
 
 
+def test_a_loader_collates_as_it_does_in_training(data):
+    rows = [{"image": x, "label": y} for x, y in zip(*data, strict=True)]
+
+    def pairs(samples):
+        return torch.stack([s["image"] for s in samples]), torch.stack([s["label"] for s in samples])
+
+    inputs, targets = read_samples(DataLoader(rows, batch_size=7, collate_fn=pairs))
+    assert torch.equal(inputs, data[0])
+    assert torch.equal(targets, data[1])
+
+
+def test_a_dataset_that_calls_its_inputs_data_is_a_dataset(data):
+    images = TensorDataset(*data)
+    images.data = data[0]  # as those of torchvision do
+    inputs, targets = read_samples(images)
+    assert torch.equal(inputs, data[0])
+    assert torch.equal(targets, data[1])
+
+
+def test_eight_samples_are_enough(data):
+    assert len(read_samples((data[0][:8], data[1][:8]))[1]) == 8
+
+
 def test_more_samples_certify_more(start, prior):
     bounds = []
     for n in (100, 1000):
@@ -202,11 +225,19 @@ def test_outputs_that_are_no_numbers_are_errors():
     assert zero_one_loss(outputs, torch.tensor([0, 1])).tolist() == [1.0, 0.0]
 
 
+def test_scores_without_an_axis_of_classes_and_complex_labels_are_refused():
+    with pytest.raises(ValueError, match=r"must have shapes \[N, C\] and \[N\], got \[3\] and \[3\]"):
+        zero_one_loss(torch.zeros(3), torch.zeros(3).long())
+    with pytest.raises(ValueError, match=r"`targets` must be class indices \(integers\) .*, got torch.complex64"):
+        zero_one_loss(torch.zeros(3, 2), torch.zeros(3, dtype=torch.cfloat))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"theorem": "hoeffding"}, r"`theorem` must be one of \('kl', 'mcallester', 'catoni'\), got 'hoeffding'"),
         ({"structure": "dense"}, r"`structure` must be one of \('isotropic', .*\), got 'dense'"),
+        ({"structure": ("kron", "dense")}, r"`structure` must be one of \('isotropic', .*\), got 'dense'"),
         ({"interval": "normal"}, r"`interval` must be one of \('betting', 'kl'\), got 'normal'"),
         ({"delta": 0.0}, r"`delta` must be in \(0, 1\), got 0\.0"),
         ({"delta_draws": 1.0}, r"`delta_draws` must be in \(0, 1\), got 1\.0"),
@@ -248,8 +279,12 @@ def test_refuses_data_that_do_not_fit(trained, data, prior):
     wide = nn.Sequential(*[nn.Linear(x.shape[1], 99) if i == 0 else part for i, part in enumerate(trained)])
     with pytest.raises(ValueError, match=r"`center` must have the shapes .* got \(99, \d+\) for 0.weight of shape \("):
         certify(trained, data, Prior(wide, "random"))
+    with pytest.raises(ValueError, match=r"`data` must be \(inputs, targets\), .* got 'digits'; `tasks.prepare_task\("):
+        certify(trained, "digits", prior)
     with pytest.raises(ValueError, match="`data` must hold at least 8 samples, got 7"):
         certify(trained, (x[:7], y[:7]), prior)
+    with pytest.raises(ValueError, match="`data` must hold at least 8 samples, got 2"):
+        certify(trained, [(x[0], y[0]), (x[1], y[1])], prior)  # a dataset of two samples, and no pair
     with pytest.raises(
         ValueError, match=r"targets of `data` must be class indices .*, got torch.float32 of shape \[60"
     ):
@@ -262,6 +297,12 @@ def test_refuses_data_that_do_not_fit(trained, data, prior):
         certify(trained, (x, y.tolist()), prior)
     with pytest.raises(ValueError, match=r"`data` must hold pairs \(inputs, targets\), got dict with image, label\."):
         certify(trained, [{"image": a, "label": b} for a, b in zip(x, y, strict=True)], prior)
+    with pytest.raises(
+        ValueError, match=r"`data` must hold pairs \(inputs, targets\), got list of Tensor, Tensor, Tensor"
+    ):
+        certify(trained, TensorDataset(x, y, y), prior)
+    with pytest.raises(ValueError, match="`data` must be finite, got 600 values that are not"):
+        certify(trained, (x, y * math.nan), prior, loss_fn=lambda outputs, y: y)
     with pytest.raises(ValueError, match="`model` must return a tensor of outputs, got tuple; set `forward_fn` to a"):
         certify(trained, data, prior, forward_fn=lambda model, x: (model(x), x))
     with pytest.raises(ValueError, match="`data` must hold one tensor of inputs, got dict"):
@@ -313,5 +354,7 @@ def test_refuses_labels_and_inputs_before_anything_is_measured(trained, data, pr
 def test_refuses_one_score_and_noisy_weights(trained, data, prior):
     with pytest.raises(ValueError, match=r"`model` must return scores \[N, C\] of at least 2 classes, got \[2, 1\]"):
         certify(trained, data, prior, forward_fn=lambda model, x: model(x)[:, :1])
+    with pytest.raises(ValueError, match=r"`model` must return scores \[N, C\] of .*, got \[2, 1, 2\]"):
+        certify(trained, data, prior, forward_fn=lambda model, x: model(x)[:, None])
     with pytest.raises(ValueError, match="`model` must have plain weights, got noisy ones: `remove_weight_noise`"):
         certify(add_weight_noise(deepcopy(trained)), data, prior)

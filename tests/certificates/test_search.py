@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_taskinfo.certificates import Prior, zero_one_loss
-from lightning_taskinfo.certificates.search import Task, choose_scales, curvature_of
+from lightning_taskinfo.certificates.search import Task, check_choices, choose_scales, curvature_of
 from lightning_taskinfo.distributions import (
     diagonal_curvature,
     layer_input_matrices,
@@ -75,6 +75,23 @@ def test_each_draw_is_a_new_network_on_samples_from_everywhere(trained, data):
 def test_a_loss_that_is_no_number_is_the_worst(trained, data):
     task = Task.of(trained, data, lambda outputs, _: outputs[:, 0] * math.nan, seed=0)
     assert task.losses(slice(None)).eq(1).all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"delta": 0.0}, r"`delta` must be in \(0, 1\), got 0\.0"),
+        ({"delta": 1.0}, r"`delta` must be in \(0, 1\), got 1\.0"),
+        ({"delta_draws": 0.0}, r"`delta_draws` must be in \(0, 1\), got 0\.0"),
+        ({"delta": 0.5, "delta_draws": 0.5}, r"`delta` and `delta_draws` must add up to less than 1, got 1\.0"),
+        ({"betas": [1.0, 0.0]}, r"`betas` must be positive numbers, got \[1\.0, 0\.0\]"),
+    ],
+)
+def test_choices_out_of_their_range_are_refused_before_anything_is_measured(arguments, message):
+    good = {"delta": 0.04, "delta_draws": 0.01, "draws": 1, "betas": [1.0]}
+    check_choices(**good)
+    with pytest.raises(ValueError, match=message):
+        check_choices(**{**good, **arguments})
 
 
 @pytest.mark.parametrize("size", [50.0, 0.2])

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from lightning_taskinfo.certificates import Prior, certify
+from lightning_taskinfo.certificates.validity import assumptions, reasons_against
 from lightning_taskinfo.distributions import diagonal_curvature
 from tests.certificates.conftest import fit
 
@@ -98,12 +99,51 @@ def test_batch_norm_without_statistics_lets_samples_influence_each_other(data):
     )
 
 
-@pytest.mark.parametrize(("origin", "valid"), [("random initialisation", False), ("the other half", True)])
+@pytest.mark.parametrize(
+    ("origin", "valid"), [("random initialisation", False), ("Initial weights", False), ("the other half", True)]
+)
 def test_an_initialisation_that_is_the_trained_network(start, data, origin, valid):
     certificate = certified(start, data, Prior(deepcopy(start), origin=origin))
     assert certificate.valid == valid
     assert valid or "equals the trained weights: it was copied after training" in certificate.reasons[0]
     assert valid == any("it has learned nothing from these samples" in line for line in certificate.assumptions)
+
+
+def test_a_buffer_that_moved_is_called_a_buffer(start, data):
+    start = deepcopy(start)
+    start.register_buffer("scale", torch.ones(1))
+    model = deepcopy(start)
+    model.scale.mul_(2)
+    (reason,) = reasons_against(model, Prior(start, "other data"), data[0][:4])
+    assert reason == "buffer `scale` is outside the KL and differs from the prior's centre"
+
+
+def test_tensors_without_values_share_no_memory(start, data):
+    start = deepcopy(start)
+    start.register_buffer("none", torch.empty(0))
+    start.register_parameter("nothing", nn.Parameter(torch.empty(0)))
+    assert reasons_against(deepcopy(start), Prior(start, "other data"), data[0][:4]) == []
+
+
+@pytest.mark.parametrize(("share", "influenced"), [(1e-5, False), (1e-2, True)])
+def test_outputs_that_differ_by_rounding_are_no_influence(start, data, share, influenced):
+    def outputs(x):
+        return start(x) * (1 + share * len(x))  # a little like sums in another order
+
+    found = reasons_against(start, Prior(deepcopy(start), "other data"), data[0][:4], outputs)
+    assert ["depends on the other samples of its batch" in reason for reason in found] == [True] * influenced
+
+
+def test_what_is_taken_on_trust_is_told_with_the_number_of_scales_and_where_the_centre_is_from(start):
+    trusted = assumptions(start, Prior(stds=(0.1, 0.2)))
+    assert len(trusted) == 2
+    assert trusted[0].startswith("architecture, preprocessing and the 2 prior scales were fixed before")
+    model = deepcopy(start)
+    nn.init.ones_(model[0].bias)  # one of several
+    assert assumptions(model, Prior(start, "random", stds=(0.1, 0.2))) == [
+        "the prior's centre does not depend on the samples: random",
+        *trusted,
+    ]
 
 
 def test_a_frozen_layer_that_stayed_costs_nothing(start, data):
