@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_taskinfo import TaskInfoWarning
 from lightning_taskinfo.data import ArrayData
 from lightning_taskinfo.data.arrays import from_any
 
@@ -32,12 +33,18 @@ def test_is_frozen(arrays):
             {"x_test": np.zeros((10, 72), np.uint8)},
             "`x_test` must have the shape [N, H, W], [N, C, H, W] or [N, H, W, C], got (10, 72).",
         ),
+        (
+            {"x_test": np.zeros((10, 1, 3, 8, 9), np.uint8)},
+            "`x_test` must have the shape [N, H, W], [N, C, H, W] or [N, H, W, C], got (10, 1, 3, 8, 9).",
+        ),
         ({"y_train": np.zeros((12, 1), np.int64)}, "`y_train` must have the shape [N], got (12, 1)."),
         ({"y_train": np.arange(9)}, "`x_train` and `y_train` must have the same positive length, got 12 and 9."),
         (
             {"x_test": np.zeros((0, 3, 8, 9), np.uint8), "y_test": np.zeros(0, np.int64)},
             "`x_test` and `y_test` must have the same positive length, got 0 and 0.",
         ),
+        ({"y_test": []}, "`x_test` and `y_test` must have the same positive length, got 10 and 0."),
+        ({"x_test": np.zeros((0, 3, 8, 9))}, "`x_test` must be uint8, got float64."),
         ({"y_test": np.arange(10) + 1}, "`y_test` must lie between 0 and 9, got 1 to 10."),
         ({"y_test": np.arange(10) - 1}, "`y_test` must lie between 0 and 9, got -1 to 8."),
         (
@@ -58,6 +65,7 @@ def test_refuses(arrays, change, message):
     [
         (np.ones(2), "uint8, got float64; (255 * x).round().astype('uint8') makes them of floats from 0 to 1."),
         (np.array([0.0, 254.9]), "uint8, got float64; x.round().astype('uint8') makes them of floats from 0 to 255."),
+        (np.array([0.0, 1.5]), "uint8, got float64; x.round().astype('uint8') makes them of floats from 0 to 255."),
         (np.array([0, 255]), "uint8, got int64; x.astype('uint8') makes them of whole numbers from 0 to 255."),
         (np.array([0, 300], np.uint16), "uint8, got uint16 from 0 to 300; bytes go from 0 to 255, and a pair of "
          "datasets may hold real images."),
@@ -93,6 +101,22 @@ def test_labels_that_are_no_whole_numbers_are_refused(arrays, labels, got):
         assert str(info.value) == f"`y_test` must be whole numbers, got {got}"
 
 
+def test_classes_are_those_of_both_splits_and_training_samples_are_missed(arrays):
+    with pytest.warns(
+        TaskInfoWarning, match="`y_train` of 'some' has no sample of 1 of 11 classes, the first of them 10"
+    ):
+        assert from_any({**arrays, "y_test": np.arange(1, 11)}, name="some").num_classes == 11
+    assert from_any({**arrays, "y_test": np.zeros(10, int)}, name="some").num_classes == 10  # warnings are errors
+
+
+@pytest.mark.parametrize(("splits", "first"), [(["test"], "test"), (["train", "test"], "train")])
+def test_empty_splits_of_unknown_classes_are_named(arrays, splits, first):
+    empty = {f"{kind}_{split}": arrays[f"{kind}_{split}"][:0] for kind in "xy" for split in splits}
+    message = f"`x_{first}` and `y_{first}` must have the same positive length, got 0 and 0"
+    with pytest.raises(ValueError, match=message):
+        from_any({**arrays, **empty}, name="some")
+
+
 def test_lists_of_different_lengths_are_no_images(arrays):
     with pytest.raises(ValueError, match=r"`x_train` must be an array of one shape \("):
         ArrayData(**{**arrays, "x_train": [[[1, 2]], [[1]]]}, name="some", num_classes=10)
@@ -118,6 +142,7 @@ def test_takes_channels_first_last_or_none_and_any_whole_numbers(arrays, dtype):
     assert np.array_equal(none.x_test, arrays["x_test"][:, :1])
 
 
-def test_where_both_ends_may_be_channels_they_are_first(arrays):
-    x = np.zeros((12, 3, 8, 4), np.uint8)
-    assert ArrayData(x, arrays["y_train"], x, arrays["y_train"], name="some", num_classes=10).image_shape == (3, 8, 4)
+@pytest.mark.parametrize("shape", [(3, 8, 4), (8, 9, 2)], ids=["both ends", "neither end"])
+def test_where_both_ends_may_be_channels_or_neither_they_are_first(arrays, shape):
+    x = np.zeros((12, *shape), np.uint8)
+    assert ArrayData(x, arrays["y_train"], x, arrays["y_train"], name="some", num_classes=10).image_shape == shape

@@ -38,6 +38,8 @@ def test_save_and_load(tmp_path, arrays):
     assert same(data, arrays)
     assert (data.name, data.num_classes) == ("letters → α", 12)
     assert [file.name for file in tmp_path.iterdir()] == ["file.npz"]
+    named = load_npz(tmp_path / "file.npz", name="other", num_classes=13)  # what is given comes first
+    assert (named.name, named.num_classes) == ("other", 13)
 
 
 def test_a_failed_save_leaves_the_old_file_and_nothing_else(tmp_path, arrays, monkeypatch):
@@ -52,6 +54,8 @@ def test_a_failed_save_leaves_the_old_file_and_nothing_else(tmp_path, arrays, mo
 def test_no_npz_file(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"`path` must be an npz file, but there is no file at .*none.npz"):
         load_npz(tmp_path / "none.npz")
+    with pytest.raises(FileNotFoundError, match="`path` must be an npz file, but there is no file at "):
+        load_npz(tmp_path)  # a folder
 
 
 @pytest.mark.parametrize(
@@ -84,6 +88,31 @@ def test_npz_refuses_other_files(tmp_path):
     for file in tmp_path.iterdir():
         with pytest.raises(ValueError, match=f"{file.name}: not a readable npz file of plain arrays"):
             load_npz(file)
+
+
+def test_an_npz_without_arrays_has_none_of_them(tmp_path):
+    np.savez(tmp_path / "some.npz")
+    message = "some.npz: the arrays x_train, y_train, x_test, y_test are missing; there are none"
+    with pytest.raises(ValueError, match=message):
+        load_npz(tmp_path / "some.npz")
+
+
+@pytest.mark.parametrize(
+    ("where", "damage", "message"),
+    [
+        (b"PK\x01\x02", (10, b"\x61"), "compression"),  # a method that nobody knows, in the list of arrays
+        (b"PK\x03\x04", (80, b"\xff" * 40), "decompressing"),
+    ],
+    ids=["method", "values"],
+)
+def test_a_damaged_compressed_npz_is_refused(tmp_path, arrays, where, damage, message):
+    path = tmp_path / "some.npz"
+    np.savez_compressed(path, **arrays)
+    raw, (offset, new) = path.read_bytes(), damage
+    start = raw.index(where) + offset
+    path.write_bytes(raw[:start] + new + raw[start + len(new) :])
+    with pytest.raises(ValueError, match=rf"some.npz: not a readable npz file of plain arrays \(.*{message}"):
+        load_npz(path)
 
 
 def test_a_damaged_npz_is_refused_or_still_right(tmp_path, arrays):
@@ -154,7 +183,12 @@ def test_idx_file_missing(tmp_path, idx_files):
             lambda raw: raw[:4] + b"\xff" * 12 + raw[16:],
             r"the shape \(4294967295, .*\) does not fit the file's 864 values",
         ),
+        (
+            lambda raw: raw[:4] + struct.pack(">3I", 2**31, 2**31, 4),  # 2⁶⁴, which is 0 in as many bits
+            r"the shape \(2147483648, 2147483648, 4\) does not fit the file's 0 values",
+        ),
         (lambda raw: raw[:9], "not an idx file"),
+        (lambda raw: raw[:3], "not an idx file"),
         (lambda raw: b"P5 28 28" + raw, "not an idx file"),
         (lambda raw: b"", "not an idx file"),
         (lambda raw: gzip.compress(raw)[:-20], "not a readable gzip file"),

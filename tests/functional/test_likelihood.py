@@ -165,11 +165,17 @@ def test_images_whose_classes_may_be_on_either_axis_are_warned_about():
         (Bernoulli(), torch.zeros(2, 1), torch.tensor([[0], [2]]), r"must lie in \[0, 1\], got values from 0 to 2"),
         (Gaussian(), torch.zeros(4, 1), torch.zeros(4), r"must have the outputs' shape \[4, 1\], got \[4\]"),
         (Bernoulli(), torch.zeros(4, 1), torch.zeros(4), r"would silently broadcast.*`forward_fn`.*squeeze\(-1\)"),
+        (Bernoulli(), torch.zeros(4, 3), torch.zeros(4), r"`lambda module, x: module\(x\)\[..., 0\]`, or whatever"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(likelihood: Likelihood, outputs, targets, message):
     with pytest.raises(ValueError, match=message):
         likelihood.check(outputs, targets)
+
+
+@pytest.mark.parametrize("likelihood", [Categorical(), Bernoulli(), Gaussian()])
+def test_outputs_fit_where_there_are_no_targets(likelihood: Likelihood):
+    likelihood.check(torch.zeros(4, 3), None)
 
 
 def test_bad_arguments_are_named():

@@ -13,9 +13,14 @@ def test_a_softmax_looks_like_probabilities_in_any_precision(shape, dtype):
     assert look_like_probabilities(outputs.to(dtype))
 
 
+def test_certain_classes_look_like_probabilities():
+    assert look_like_probabilities(torch.eye(3))
+
+
 @pytest.mark.parametrize(
     "outputs",
     [
+        [[0.5, 0.52]],
         [[0.5, 0.75], [0.5, 0.5]],  # one row adds up to more
         [[1.5, -0.5]],
         [[1.0], [1.0]],  # one output is a score or a prediction

@@ -132,6 +132,7 @@ def test_a_weight_that_is_none_is_named(weight):
         ("8", TypeError, "a sequence of whole numbers, got '8'"),
         ((1, 8.0), TypeError, r"a sequence of whole numbers, got \(1, 8\.0\)"),
         ((), ValueError, r"the sizes of one input, such as \(1, 28, 28\), got \(\)"),
+        ((1, 0), ValueError, r"the sizes of one input, such as \(1, 28, 28\), got \(1, 0\)"),
         ((1, -8), ValueError, r"the sizes of one input, such as \(1, 28, 28\), got \(1, -8\)"),
     ],
 )
