@@ -30,6 +30,28 @@ def test_the_old_file_stays_when_the_process_is_killed(tmp_path):
     assert path.read_text() == "old"
 
 
+def test_an_interrupt_leaves_nothing_behind(tmp_path):
+    with pytest.raises(KeyboardInterrupt), atomic_write(tmp_path / "result", "w"):
+        raise KeyboardInterrupt
+    assert os.listdir(tmp_path) == []
+
+
+def test_an_unfinished_file_is_beside_its_place_and_named_after_it(tmp_path):
+    with atomic_write(tmp_path / "result", "w"):
+        (unfinished,) = os.listdir(tmp_path)
+    assert unfinished.startswith("result.")
+    assert unfinished.endswith(".tmp")
+
+
+def test_who_reads_the_old_file_goes_on_reading_it(tmp_path):
+    path = tmp_path / "x.json"
+    write_json(path, "old")
+    with path.open() as old:
+        write_json(path, "new")
+        assert old.read() == '"old"\n'
+    assert read_json(path) == "new"
+
+
 def test_a_written_file_is_readable_as_the_umask_says(tmp_path):
     with atomic_write(tmp_path / "mine", "w") as file:
         file.write("β")
@@ -44,6 +66,11 @@ def test_json_gives_numbers_back_bit_for_bit(tmp_path):
     assert read_json(tmp_path / "x.json") == values
 
 
+def test_json_is_written_as_it_is_read_by_people(tmp_path):
+    write_json(tmp_path / "x.json", {"β": 1})
+    assert '"β": 1' in (tmp_path / "x.json").read_text(encoding="utf-8")
+
+
 def test_what_json_cannot_hold_leaves_the_old_file(tmp_path):
     write_json(tmp_path / "x.json", 1)
     with pytest.raises(TypeError):
@@ -52,9 +79,10 @@ def test_what_json_cannot_hold_leaves_the_old_file(tmp_path):
 
 
 def test_damaged_json_is_named(tmp_path):
-    (tmp_path / "x.json").write_text('{"a": 1')
-    with pytest.raises(ValueError, match=r"x\.json: not a readable JSON file"):
-        read_json(tmp_path / "x.json")
+    for damaged in (b'{"a": 1', b'"\xff"'):
+        (tmp_path / "x.json").write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"x\.json: not a readable JSON file"):
+            read_json(tmp_path / "x.json")
 
 
 def test_a_folder_keeps_its_configuration(tmp_path):
@@ -65,6 +93,8 @@ def test_a_folder_keeps_its_configuration(tmp_path):
     assert "new: (not set) there, 1 now" in str(caught.value)
     assert "seed" not in str(caught.value)
     assert "sizes" not in str(caught.value)
+    with pytest.raises(ValueError, match=r"\n  seed: 0 there, \(not set\) now$"):
+        claim_folder(tmp_path / "run", {"stage": {"epochs": 3, "sizes": (1, 2)}})
     claim_folder(tmp_path / "run", {"seed": 0, "stage": {"epochs": 3, "sizes": (1, 2)}})  # nothing was overwritten
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lightning_taskinfo import Prior, Training, certify, structure_function, task_distance
-from lightning_taskinfo._progress import shown
+from lightning_taskinfo._progress import counted, shown
 from lightning_taskinfo.certificates import pareto_front
 
 X, Y = torch.linspace(-1, 1, 16)[:, None], (torch.arange(16) > 8).long()
@@ -91,3 +91,19 @@ def test_a_bar_follows_what_it_is_told_and_starts_anew_with_a_new_total(terminal
     assert any(line.startswith("work first") and " 7/9 [" not in line for line in lines)
     assert any(line.startswith("work third") and " 1/4 [" in line for line in lines)
     assert not lines[-1].strip()  # nothing is left behind
+
+
+def test_a_bar_shows_how_many_are_done_and_not_how_many_a_second(terminal, capsys):
+    with shown(True, "work", 4) as tell:
+        for done, label in enumerate("abc", 1):
+            tell(done, 4, label)
+    drawn = capsys.readouterr().err
+    assert any(line.startswith("work c") and " 2/4 [" in line for line in drawn.split("\r"))
+    assert "it/s" not in drawn
+
+
+def test_an_item_counts_when_it_is_done():
+    events = []
+    for item in counted("ab", 2, lambda done, total, label: events.append(done), "letters"):
+        events.append(item)
+    assert events == ["a", 1, "b", 2]

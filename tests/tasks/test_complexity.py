@@ -1,14 +1,18 @@
 """The sweep reaches known posteriors, prices information as it should, and continues where it was interrupted."""
 
 import math
+from dataclasses import replace
+from pickle import UnpicklingError
 
 import pytest
 import torch
 from torch import nn
 
+from lightning_taskinfo.functional.likelihood import Categorical
+from lightning_taskinfo.tasks._sweep import Sweep, digest, network_digest
 from lightning_taskinfo.tasks.complexity import structure_function
 from lightning_taskinfo.tasks.specs import Task
-from lightning_taskinfo.tasks.training import Training
+from lightning_taskinfo.tasks.training import Samples, Training, initial_weights
 from tests.tasks import regression
 
 QUICK = Training(pretrain_steps=20, steps=20, draws=4)
@@ -125,6 +129,49 @@ def test_a_folder_belongs_to_one_sweep(tmp_path):
             ValueError, match=f"`folder` must be new or of the same configuration.*\n.*{next(iter(changed))}"
         ):
             structure_function(network, arguments.pop("data"), (1.0,), training=QUICK, folder=tmp_path, **arguments)
+    moved = torch.cat([x[:5], x[5:] + 1])  # the network answers to the first ones
+    with pytest.raises(ValueError, match=r"same configuration.*\n  data: "):
+        structure_function(network, (moved, y), (1.0,), training=QUICK, folder=tmp_path)
+    with pytest.raises(ValueError, match=r"same configuration.*\n  training\.steps: 20 there, 21 now"):
+        structure_function(network, (x, y), (1.0,), training=replace(QUICK, steps=21), folder=tmp_path)
+
+
+def sweep():
+    model, samples = network(), Samples(*classes(), Categorical())
+    return Sweep(model, samples, initial_weights(model), prior_std=0.1, training=QUICK, seed=0)
+
+
+def test_a_sweep_that_cannot_be_written_leaves_the_old_one(tmp_path):
+    path, mine = tmp_path / "sweep.pt", sweep()
+    mine.save(path)
+    old = path.read_bytes()
+    mine.prior = {"loss": (number for number in ())}  # which nobody can write
+    with pytest.raises(TypeError, match="pickle"):
+        mine.save(path)
+    assert path.read_bytes() == old
+
+
+def test_a_sweep_is_read_without_running_code(tmp_path):
+    torch.save({"prior": {}, "rows": [], "model": network()}, tmp_path / "sweep.pt")
+    with pytest.raises(UnpicklingError, match="Weights only load failed"):
+        sweep().load(tmp_path / "sweep.pt")
+
+
+def test_a_network_is_known_by_its_weights_its_modules_and_what_it_answers_to_two_samples():
+    net = nn.Linear(2, 2, bias=False)
+    nn.init.eye_(net.weight)
+    inputs = torch.tensor([[1.0, -3.0], [4.0, 4.0], [100.0, 100.0]])
+    known = network_digest(net, inputs)
+    assert (known["modules"], known["answers"]) == (repr(net), "3.00e+00")
+    nn.init.constant_(net.weight[1, 0], 1e-6)
+    changed = network_digest(net, inputs)
+    assert {key for key in known if known[key] != changed[key]} == {"weights"}
+
+
+def test_a_fingerprint_knows_values_shapes_and_kinds():
+    tensors = torch.zeros(2, 3), torch.ones(2, 3), torch.zeros(3, 2), torch.zeros(2, 3, dtype=torch.int32)
+    assert len({digest([tensor]) for tensor in tensors}) == 4
+    assert digest([torch.arange(6).view(2, 3).T]) == digest([torch.tensor([[0, 3], [1, 4], [2, 5]])])
 
 
 @pytest.mark.parametrize(
