@@ -190,10 +190,12 @@ def test_a_command_has_the_defaults_of_its_function(name):
     assert {key for key in defaults if here[key].default != there[key].default} == own
 
 
-def test_a_configuration_may_hold_any_command(tmp_path, capsys):
+@pytest.mark.filterwarnings("ignore")  # jsonargparse takes an abbreviation with a warning
+@pytest.mark.parametrize("word", ["config", "conf"])
+def test_a_configuration_may_hold_any_command(tmp_path, capsys, word):
     file = tmp_path / "all.yaml"
     file.write_text("subcommand: phase-diagram\nphase-diagram:\n  angles: 0\n")
-    assert cli.main([f"--config={file}"]) == 2
+    assert cli.main([f"--{word}={file}"]) == 2
     assert capsys.readouterr().err == "taskinfo: error: `angles` must be at least 1, got 0.\n"
 
 

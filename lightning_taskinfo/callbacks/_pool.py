@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
-from lightning_taskinfo._lightning import LightningModule, Trainer
+from lightning_taskinfo._lightning import NAMESPACES, LightningModule, Trainer
 from lightning_taskinfo.callbacks._samples import BatchFn, first_samples
 from lightning_taskinfo.fisher.batches import joined, sample_count, take
 
@@ -95,7 +95,7 @@ def share(total: int, rank: int, world_size: int) -> range:
 
 def readable(loader: Any) -> bool:
     """Whether a pool can be read from the loader's dataset: it is indexed, and all of it is trained on."""
-    if not isinstance(loader, DataLoader) or type(loader.batch_sampler) not in (BatchSampler, type(None)):
+    if not isinstance(loader, DataLoader) or type(loader.batch_sampler) is not BatchSampler:  # or its items are batches
         return False
     if not (hasattr(loader.dataset, "__getitem__") and hasattr(loader.dataset, "__len__")):
         return False
@@ -125,8 +125,11 @@ def choose(total: int, n: int, seed: int) -> Tensor:
 def on_device(trainer: Trainer, pl_module: LightningModule, batch: Any) -> Any:
     """Send a batch where the training step gets its own, through the same hooks."""
     batch = trainer.precision_plugin.convert_input(batch)
-    for owner in (getattr(trainer, "datamodule", None), pl_module):
-        batch = owner.on_before_batch_transfer(batch, 0) if owner is not None else batch
+    datamodule = getattr(trainer, "datamodule", None)
+    plain = [namespace.LightningDataModule.on_before_batch_transfer for namespace in NAMESPACES.values()]
+    has_own = datamodule is not None and type(datamodule).on_before_batch_transfer not in plain
+    owner: Any = datamodule if has_own else pl_module  # one of the two, as Lightning does it
+    batch = owner.on_before_batch_transfer(batch, 0)
     return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
 
 

@@ -127,4 +127,6 @@ def filled_up(inputs: Any, targets: Tensor | None, n: int) -> tuple[Any, Tensor 
 
 def size(inputs: Any) -> int:
     """Return the number of samples, which may be 0."""
+    if any(x.ndim == 0 for x in tensors(inputs)):
+        raise ValueError("inputs must have an axis of samples, got a tensor without axes; `batch_fn` can leave it out.")
     return max(len(x) for x in tensors(inputs))

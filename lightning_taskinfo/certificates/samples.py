@@ -35,7 +35,9 @@ def read_samples(data: Data, *, argument: str = "data") -> tuple[Any, Tensor]:
     else:
         loader = data if isinstance(data, DataLoader) else DataLoader(data, batch_size=256)
         batches = list(DataLoader(loader.dataset, batch_size=256, collate_fn=loader.collate_fn))
-        if batches and not (isinstance(batches[0], list | tuple) and len(batches[0]) == 2):
+        if not batches:
+            raise ValueError(f"`{argument}` must hold at least 8 samples, got 0.")
+        if not (isinstance(batches[0], list | tuple) and len(batches[0]) == 2):
             raise ValueError(f"`{argument}` must hold pairs (inputs, targets), got {described(batches[0])}.")
         inputs, targets = (joined([batch[part] for batch in batches]) for part in (0, 1))
     if not isinstance(targets, Tensor):

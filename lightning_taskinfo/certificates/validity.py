@@ -104,6 +104,7 @@ def _about_fixed_tensors(model: nn.Module, prior: Prior, center: Mapping[str, Te
 def _about_the_batch(forward: Callable[[Any], Tensor], inputs: Any) -> list[str]:
     halves = (slice(0, 2), slice(2, 4))
     together, apart = forward(inputs), torch.cat([forward(take(inputs, itemgetter(half))) for half in halves])
-    if torch.allclose(together, apart, rtol=1e-3, atol=1e-4 * float(together.abs().max()), equal_nan=True):
+    scale = float(together.abs().nan_to_num(0.0, 0.0).max())
+    if torch.allclose(together, apart, rtol=1e-3, atol=1e-4 * scale, equal_nan=True):
         return []
     return ["the output for a sample depends on the other samples of its batch, so their losses are not independent"]

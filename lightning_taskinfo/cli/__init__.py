@@ -81,7 +81,7 @@ def load_command(name: str) -> Callable[..., str]:
 def _components(words: list[str]) -> dict[str, Callable[..., str]]:
     """Return the commands, those alone with their arguments that ``words`` can be about."""
     first = words[0] if words else ""
-    if first.startswith(("--config", "--print_config")):  # which may be about any
+    if first.startswith("--") and not "--help".startswith(first):  # a configuration may be about any
         return {name: load_command(name) for name in COMMANDS}
     return {name: load_command(name) if name == first else _listed(summary) for name, summary in COMMANDS.items()}
 

@@ -73,10 +73,18 @@ class Sweep:
             torch.save({"prior": self.prior, "rows": self.rows, "model": self.model.state_dict()}, file)
 
     def load(self, path: Path) -> None:
-        """Take up what :meth:`save` wrote."""
-        kept = torch.load(path, weights_only=True)
-        self.prior, self.rows = kept["prior"], kept["rows"]
-        self.model.load_state_dict(kept["model"])
+        """Take up what :meth:`save` wrote.
+
+        Raises:
+            ValueError: If the file is damaged.
+        """
+        try:
+            kept = torch.load(path, weights_only=True)
+            self.model.load_state_dict(kept["model"])
+            self.prior, self.rows = kept["prior"], kept["rows"]
+        except Exception as error:  # torch reads a damaged file in many ways
+            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            raise ValueError(f"`folder` must hold whole files, got a damaged {path} ({reason}): delete it.") from error
 
     def _loss(self) -> Row:
         loss, error = expected_loss(self.model, self.samples, training=self.training)

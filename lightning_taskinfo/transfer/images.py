@@ -192,10 +192,11 @@ def _read(dataset: Any, argument: str) -> Images:
     samples = [dataset[i] for i in range(len(dataset))]
     if not samples:
         raise ValueError(f"`{argument}` must hold samples, got an empty dataset.")
-    if any(not isinstance(sample, tuple | list) or len(sample) != 2 for sample in samples):
+    if odd := [sample for sample in samples if not isinstance(sample, tuple | list) or len(sample) != 2]:
+        many = f" of {len(odd[0])}" if isinstance(odd[0], tuple | list) else ""
         raise ValueError(
             f"`{argument}` must be two datasets, training and test, of pairs (image, class), got a sample of "
-            f"type {type(samples[0]).__name__}; arrays make an `ArrayData`."
+            f"type {type(odd[0]).__name__}{many}; arrays make an `ArrayData`."
         )
     images = [x.detach().cpu() if isinstance(x, Tensor) else torch.as_tensor(np.asarray(x)) for x, _ in samples]
     shapes = {tuple(x.shape) for x in images}

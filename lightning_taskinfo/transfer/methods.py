@@ -101,8 +101,8 @@ def check_weights(weights: Mapping[str, float]) -> dict[str, float]:
         if name not in WEIGHTS:
             near = "".join(f" Did you mean {other!r}?" for other in get_close_matches(name, WEIGHTS, n=1))
             raise ValueError(f"`weights` must be for {', '.join(WEIGHTS)}, got {name!r}.{near}")
-        if not weight >= 0:
-            raise ValueError(f"`weights` must not be negative, got {weight} for {name!r}.")
+        if not 0 <= weight < math.inf:
+            raise ValueError(f"`weights` must be finite and not negative, got {weight} for {name!r}.")
     return {**WEIGHTS, **weights}
 
 

@@ -1,6 +1,7 @@
 """What all probes share: the schedule as the logger saw it, samples and checkpoints."""
 
 import random
+import warnings
 from collections import namedtuple
 from dataclasses import dataclass
 
@@ -200,7 +201,8 @@ class Stream(IterableDataset):
 
 
 @pytest.mark.parametrize(
-    "kind", ["a lock", "not implemented", "a graph", "iterable", "sampler", "batch sampler", "sampler of a part"]
+    "kind",
+    ["a lock", "not implemented", "a graph", "iterable", "sampler", "batch sampler", "sampler of a part", "batches"],
 )
 def test_otherwise_the_first_batches_are_collected(tmp_path, kind):
     loader = {
@@ -213,6 +215,7 @@ def test_otherwise_the_first_batches_are_collected(tmp_path, kind):
         "sampler of a part": lambda: DataLoader(
             digits(), batch_size=8, sampler=DistributedSampler(range(20), num_replicas=1, rank=0)
         ),
+        "batches": lambda: DataLoader([digits()[i : i + 8] for i in range(0, 32, 8)], batch_size=None),
     }[kind]()
     callback = Recording(every_n_steps=1, data="train", max_samples=12)
     fit(tmp_path, callback, loader=loader)
@@ -270,8 +273,14 @@ def test_batch_hooks_of_the_module_apply_to_the_subset(tmp_path):
     assert torch.equal(callback.seen[0], (data.tensors[0] + 1) * 2)
 
 
-def test_batch_hooks_of_the_data_module_apply_to_the_subset(tmp_path):
+@pytest.mark.parametrize("both", [False, True])
+def test_batch_hooks_of_the_data_module_apply_to_the_subset(tmp_path, both):
+    """Where the module has the same hooks, Lightning calls those of the data module alone."""
     data = digits()
+
+    class Shifted(Classifier):
+        def on_before_batch_transfer(self, batch, dataloader_idx):
+            return batch[0] + 10, batch[1]
 
     class Data(pl.LightningDataModule):
         def train_dataloader(self):
@@ -284,7 +293,9 @@ def test_batch_hooks_of_the_data_module_apply_to_the_subset(tmp_path):
             return batch[0] * 2, batch[1]
 
     callback = Recording(every_n_epochs=1, data="train")
-    make_trainer(tmp_path, callback).fit(Classifier(), datamodule=Data())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*both")
+        make_trainer(tmp_path, callback).fit(Shifted() if both else Classifier(), datamodule=Data())
     assert torch.equal(callback.seen[0], (data.tensors[0] + 1) * 2)
 
 

@@ -283,6 +283,9 @@ def test_refuses_data_that_do_not_fit(trained, data, prior):
         certify(trained, "digits", prior)
     with pytest.raises(ValueError, match="`data` must hold at least 8 samples, got 7"):
         certify(trained, (x[:7], y[:7]), prior)
+    for nothing in (TensorDataset(x[:0], y[:0]), DataLoader(TensorDataset(x[:0], y[:0]))):
+        with pytest.raises(ValueError, match="`data` must hold at least 8 samples, got 0"):
+            certify(trained, nothing, prior)
     with pytest.raises(ValueError, match="`data` must hold at least 8 samples, got 2"):
         certify(trained, [(x[0], y[0]), (x[1], y[1])], prior)  # a dataset of two samples, and no pair
     with pytest.raises(

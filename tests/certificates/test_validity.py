@@ -1,5 +1,6 @@
 """Everything that makes a certificate invalid is seen and named; what is handled stays valid."""
 
+import math
 from copy import deepcopy
 
 import pytest
@@ -208,3 +209,14 @@ def test_dropout_is_measured_in_eval_mode(data):
     torch.manual_seed(0)
     start = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.9), nn.Linear(8, 2))
     assert certified(fit(deepcopy(start), data), data, Prior(start, origin="random initialisation")).valid
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf])
+@pytest.mark.parametrize("influenced", [False, True])
+def test_outputs_that_are_not_finite_hide_no_influence(start, data, odd, influenced):
+    def outputs(x):
+        y = start(x) * (len(x) if influenced else 1)
+        return y.index_fill(1, torch.tensor([0]), odd)
+
+    found = reasons_against(start, Prior(deepcopy(start), "other data"), data[0][:4], outputs)
+    assert ["depends on the other samples of its batch" in reason for reason in found] == [True] * influenced

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from pickle import UnpicklingError
 
 import pytest
 import torch
@@ -153,8 +152,20 @@ def test_a_sweep_that_cannot_be_written_leaves_the_old_one(tmp_path):
 
 def test_a_sweep_is_read_without_running_code(tmp_path):
     torch.save({"prior": {}, "rows": [], "model": network()}, tmp_path / "sweep.pt")
-    with pytest.raises(UnpicklingError, match="Weights only load failed"):
+    with pytest.raises(
+        ValueError, match=r"got a damaged .*sweep\.pt \(UnpicklingError: Weights only load failed.*delete it"
+    ):
         sweep().load(tmp_path / "sweep.pt")
+
+
+@pytest.mark.parametrize("length", [0, 100, -9])
+def test_a_damaged_sweep_is_named(tmp_path, length):
+    arguments = {"training": QUICK, "folder": tmp_path}
+    structure_function(network, classes(), (1.0,), **arguments)
+    path = tmp_path / "sweep.pt"
+    path.write_bytes(path.read_bytes()[:length])
+    with pytest.raises(ValueError, match=r"`folder` must hold whole files, got a damaged .*sweep\.pt"):
+        structure_function(network, classes(), (1.0,), **arguments)
 
 
 def test_a_network_is_known_by_its_weights_its_modules_and_what_it_answers_to_two_samples():

@@ -1,6 +1,7 @@
 """The ready classifier: every method acts in its stage, in both namespaces, and freezing freezes."""
 
 import json
+import math
 from functools import partial
 
 import pytest
@@ -191,8 +192,13 @@ def test_names_of_methods():
         (lambda: parse_method("lautum+mk_mdd"), r"got 'mk_mdd' in 'lautum\+mk_mdd'; did you mean 'mk_mmd'\?$"),
         (lambda: parse_method("lautum+lautum"), "`method` must name each part once"),
         (lambda: check_weights({"laplace": 1.0}), "`weights` must be for .* got 'laplace'"),
-        (lambda: check_weights({"lautum": -1.0}), "`weights` must not be negative, got -1.0 for 'lautum'"),
-        (lambda: check_weights({"lautum": float("nan")}), "`weights` must not be negative, got nan for 'lautum'"),
+        (lambda: check_weights({"lautum": -1.0}), "`weights` must be finite and not negative, got -1.0 for 'lautum'"),
+        (
+            lambda: check_weights({"lautum": math.inf}),
+            "`weights` must be finite and not negative, got inf for 'lautum'",
+        ),
+        (lambda: check_weights({"lautm": 1.0}), r"got 'lautm'\. Did you mean 'lautum'\?"),
+        (lambda: check_weights({"lautum": float("nan")}), "must be finite and not negative, got nan for 'lautum'"),
         (lambda: make_backbone("vgg", SHAPE), "`backbone` must be one of mlp, .* got 'vgg'"),
         (lambda: make_backbone(lambda shape: 3, SHAPE), "`backbone` must make an nn.Module, got int"),
         (lambda: make_backbone("large_cnn", SHAPE), r"height and width of at least 20, got \(1, 8, 8\)"),
