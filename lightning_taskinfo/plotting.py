@@ -102,7 +102,7 @@ def plot_pareto(
     ax.set(xscale="log", xlabel="complexity: (KL + price + log term) / N", ylabel="accuracy of stochastic networks")
     _draw_bounds(ax, chance)
     ax.spines[["top", "right"]].set_visible(False)
-    ax.legend(frameon=False, loc="lower right", title="curvature")
+    ax.legend(frameon=False, title="curvature")
     return ax.figure, ax  # type: ignore[return-value]
 
 
