@@ -256,6 +256,16 @@ def test_inputs_without_tensors_are_named(tmp_path, probe):
 
 
 @all_probes
+def test_inputs_without_an_axis_of_samples_are_refused(tmp_path, probe):
+    def with_a_number(batch):
+        return (batch[0], torch.tensor(2.0)), batch[1]
+
+    callback = probe(every_n_steps=1, batch_fn=with_a_number, forward_fn=lambda module, inputs: module(inputs[0]))
+    with pytest.raises(ValueError, match="must have an axis of samples, got a tensor without axes; `batch_fn` can"):
+        fit(tmp_path, callback)
+
+
+@all_probes
 def test_a_forward_that_fails_in_any_way_is_told_to_set_forward_fn(tmp_path, probe):
     class Net(Classifier):
         def forward(self, batch):
