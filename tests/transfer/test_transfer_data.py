@@ -286,6 +286,11 @@ def test_the_description_knows_the_data_by_what_they_hold():
             r"`target` must have a whole number as each image's class, got tensor\(0\.5000\)",
         ),
         (
+            {"source": ([(torch.zeros(1, 8, 8), 0), (torch.zeros(1, 8, 8), 0, 1)],) * 2},
+            ValueError,
+            r"of pairs \(image, class\), got a sample of type tuple of 3; arrays make",
+        ),
+        (
             {"source": (TensorDataset(torch.zeros(4, 1, 8, 8), torch.eye(4)),) * 2},
             ValueError,
             r"`source` must have a whole number as each image's class, got tensor\(\[1\., 0\., 0\., 0\.\]\)",
