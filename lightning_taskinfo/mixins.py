@@ -42,6 +42,7 @@ from lightning_taskinfo.regularizers import (
     WeightInformation,
 )
 from lightning_taskinfo.regularizers._base import check_scalar
+from lightning_taskinfo.regularizers._gradients import gradient_norms
 from lightning_taskinfo.regularizers.information import warn_of_decay
 
 if TYPE_CHECKING:
@@ -123,15 +124,10 @@ class PenaltyMixin(Base):
 
     def _gradient_ratios(self, loss: Tensor, penalties: dict[str, Tensor]) -> dict[str, float]:
         parameters = list(trainable_parameters(self).values())
-
-        def norm(term: Tensor) -> float:
-            gradients = torch.autograd.grad(term, parameters, retain_graph=True, allow_unused=True)
-            norms = [g.float().norm() for g in gradients if g is not None]
-            return torch.stack(norms).norm().item() if norms else 0.0
-
         try:
-            whole = norm(loss)
-            return {f"{name}/gradient_ratio": norm(term) / max(whole, 1e-30) for name, term in penalties.items()}
+            whole = gradient_norms({"loss": loss}, parameters)["loss"]
+            norms = gradient_norms(penalties, parameters)
+            return {f"{name}/gradient_ratio": norm / max(whole, 1e-30) for name, norm in norms.items()}
         except RuntimeError as error:
             if "donated" not in str(error):  # a compiled backward pass that gives its buffers away runs only once
                 raise

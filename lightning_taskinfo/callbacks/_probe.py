@@ -24,7 +24,7 @@ from lightning_taskinfo.callbacks._checks import (
 )
 from lightning_taskinfo.callbacks._pool import Source
 from lightning_taskinfo.callbacks._processes import on_every_process
-from lightning_taskinfo.callbacks._report import has_matplotlib, report, summary
+from lightning_taskinfo.callbacks._report import has_matplotlib, measured, report, summary, without_layers
 from lightning_taskinfo.callbacks._samples import Samples, filled_up, inputs_and_targets, read_by, size
 from lightning_taskinfo.callbacks._schedule import Schedule
 from lightning_taskinfo.fisher.batches import check_counts
@@ -141,10 +141,7 @@ class Probe(Schedule, Callback, metaclass=ArgumentsByName):
         Args:
             ax: Draw here instead of in a new figure.
         """
-        measured = [
-            name for name in self.headline if any(math.isfinite(row.get(name, math.nan)) for row in self.history)
-        ]
-        return plot_curves(self.history, measured, ylabel=self.ylabel, ax=ax)
+        return plot_curves(self.history, measured(self.history, self.headline), ylabel=self.ylabel, ax=ax)
 
     # When
 
@@ -198,7 +195,9 @@ class Probe(Schedule, Callback, metaclass=ArgumentsByName):
             except Exception as error:
                 self._failed(trainer, error)
         if self._due(trainer) and self._measure(trainer, pl_module, batch) and self._shown(trainer):
-            pl_module.log_dict(self._monitored(), logger=False, on_step=True, on_epoch=False)
+            values = {**dict.fromkeys(self.headline, math.nan), **without_layers(self.history[-1])}
+            monitored = {self._logged(name): value for name, value in values.items() if name != "step"}
+            pl_module.log_dict(monitored, logger=False, on_step=True, on_epoch=False)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.data in ("train", "val") and self._measured_at != trainer.global_step:
@@ -214,11 +213,6 @@ class Probe(Schedule, Callback, metaclass=ArgumentsByName):
         self._checked = True
         with resharding(pl_module) if self._sharded else nullcontext():
             check_batch(self.state_key, pl_module, inputs, targets, self.likelihood, self.forward_fn)
-
-    def _monitored(self) -> dict[str, float]:
-        """The last measurement without its layers, which are parts of another value and named behind it."""
-        values = {**dict.fromkeys(self.headline, math.nan), **self.history[-1]}
-        return {self._logged(k): v for k, v in values.items() if k != "step" and k.rpartition("/")[0] not in values}
 
     # Leaving no trace
 

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import math
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -40,6 +41,26 @@ def summary(history: Sequence[Row], names: Sequence[str]) -> Row:
             ends = {"first": values[0], "last": values[-1], "min": min(values), "max": max(values)}
             result |= {f"{name}_{key}": value for key, value in ends.items()}
     return result
+
+
+def measured(history: Sequence[Row], names: Sequence[str]) -> list[str]:
+    """Return the names of which a value is known.
+
+    Example:
+        >>> measured([{"a": 2.0, "b": float("nan")}], ["a", "b", "c"])
+        ['a']
+    """
+    return [name for name in names if any(math.isfinite(row.get(name, math.nan)) for row in history)]
+
+
+def without_layers(row: Row) -> Row:
+    """Return a measurement without its layers, which are parts of another value and named behind it.
+
+    Example:
+        >>> without_layers({"nats": 3.0, "nats/net.0": 1.0, "nats_at/0.5": 2.0})
+        {'nats': 3.0, 'nats_at/0.5': 2.0}
+    """
+    return {name: value for name, value in row.items() if name.rpartition("/")[0] not in row}
 
 
 def report(
