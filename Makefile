@@ -9,15 +9,19 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 setup: .venv/installed
 
 # BackPACK goes in without its dependencies: one of them does not load beside a CPU-only torch, and breaks Lightning.
-.venv/installed: pyproject.toml $(CONSTRAINTS)
+.venv/examples: pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) torch
-	$(PIP) --editable ".[dev]" einops unfoldNd
+	$(PIP) --editable ".[examples]" einops unfoldNd
 	$(PIP) --no-deps backpack-for-pytorch
 	$(BIN)/python -c "import backpack, lightning_taskinfo, pytorch_lightning, torchmetrics, wandb"
 	touch $@
 
-demo: setup
+.venv/installed: .venv/examples
+	$(PIP) --editable ".[dev]"
+	touch $@
+
+demo: .venv/examples
 	$(BIN)/python examples/demo.py
 
 test: setup
