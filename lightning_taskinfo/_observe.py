@@ -4,6 +4,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 
 ParamDict: TypeAlias = dict[str, Tensor]
 """Tensors by parameter name, as in ``model.named_parameters()``."""
+
+_OBSERVING: ContextVar[bool] = ContextVar("observing", default=False)
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -50,6 +53,19 @@ def parts(model: nn.Module) -> Parts:
     return Parts(modules, [*parameters.values()], [*buffers.values()])
 
 
+def is_observing() -> bool:
+    """Return whether the caller runs inside :func:`observing`: what runs there is no part of the training.
+
+    Example:
+        >>> with observing(nn.Linear(1, 1)):
+        ...     is_observing()
+        True
+        >>> is_observing()
+        False
+    """
+    return _OBSERVING.get()
+
+
 @contextmanager
 def observing(model: nn.Module) -> Iterator[nn.Module]:
     """Run ``model`` in eval mode with gradients on, and put everything back afterwards, even on an exception.
@@ -85,6 +101,7 @@ def observing_parts(observed: Parts) -> Iterator[None]:
     modules, parameters, buffers = observed
     devices = {t.device for t in (*parameters, *buffers)} | {torch.device("cpu")}
     with ExitStack() as stack:
+        stack.callback(_OBSERVING.reset, _OBSERVING.set(True))
         stack.callback(_keep_random_states(devices))
         stack.callback(_keep_grads(parameters))
         stack.callback(_keep_buffers(modules))

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils.hooks import RemovableHandle
 
-from lightning_taskinfo._observe import ParamDict
+from lightning_taskinfo._observe import ParamDict, is_observing
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.fisher.hooks import written
 from lightning_taskinfo.fisher.layers import Slot, Use
@@ -187,7 +187,7 @@ class _Hook:
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         recorder = self.recorder
-        listening = recorder.listening and recorder.problem is None
+        listening = recorder.listening and recorder.problem is None and not is_observing()
         if listening and isinstance(output, Tensor) and output.requires_grad:
             if args:
                 recorder.heard(self.name, module, args[0], output)

@@ -53,6 +53,22 @@ def test_checkpoint_and_random_states(tmp_path, variant, data):
     assert all(len(probe.history) == watched[0]["global_step"] for probe in probes)
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_a_probe_of_the_training_step_beside_the_others_in_any_order(tmp_path, first):
+    def step():
+        return FisherTrace(every_n_steps=1, data="train_step", labels="empirical", name="step")
+
+    alone, by_itself, beside = outcome(tmp_path), step(), step()
+    outcome(tmp_path, by_itself)
+    others = [
+        *every_step("train_batch"),
+        *(probe(every_n_steps=1, name="fixed", data="train") for probe in PROBES.values()),
+    ]
+    same(alone, outcome(tmp_path, *([beside, *others] if first else [*others, beside])))
+    assert beside.history == by_itself.history
+    assert all(len(probe.history) == 8 for probe in (beside, *others))
+
+
 def test_with_workers_and_validation(tmp_path):
     class Validated(Classifier):
         def validation_step(self, batch, batch_idx):

@@ -14,7 +14,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import prune
 
-from lightning_taskinfo import TaskInfoWarning
+from lightning_taskinfo import TaskInfoWarning, observing
 from lightning_taskinfo.fisher.train_step import CHECKED, StepRecorder
 
 N = 6
@@ -191,6 +191,20 @@ def test_a_hooked_model_is_heard_in_a_step_alone_and_can_be_copied():
         F.cross_entropy(twin(x), y).backward()
         assert not recorder.seen
     torch.testing.assert_close(step(net, x, y, recorder=recorder).norms, last)
+
+
+def test_what_others_run_inside_observing_is_no_part_of_the_step():
+    net, x, y = problem("images")
+    recorder = StepRecorder(net, N)
+    recorder.start(N)
+    with observing(net):
+        net(x[:2]).sum().backward()
+    loss = F.cross_entropy(net(x), y)
+    with observing(net):
+        net(2 * x).sum().backward()
+    recorder.before_backward(loss)
+    loss.backward()
+    torch.testing.assert_close({key: norms * N**2 for key, norms in recorder.norms.items()}, looped(net, x, y))
 
 
 @pytest.mark.parametrize("change", ["gradient", "input"])
