@@ -42,6 +42,13 @@ def checked_arguments(function: F) -> F:
     return cast(F, call)
 
 
+def check_counts(**counts: int | None) -> None:
+    """Raise a ``ValueError`` for what is given and is less than 1."""
+    for argument, value in counts.items():
+        if value is not None and value < 1:
+            raise ValueError(f"`{argument}` must be at least 1, got {value}.")
+
+
 class ArgumentsByName(ABCMeta):
     """Metaclass of classes whose arguments are to be what their annotations say, those of bases' ``__init__`` too.
 

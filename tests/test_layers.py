@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "lightning_taskinfo"
-MATHS = {"torch", "_observe", "_warn", "_arguments", "functional"}
+MATHS = {"torch", "_batches", "_observe", "_warn", "_arguments", "functional"}
 FILES = {"_files", "_cells"}
 DATASETS = {"matplotlib", "mlxtend", "sklearn", "torchvision"}
 STATE = MATHS | {"_progress", "torchmetrics", "backpack"}
@@ -15,6 +15,7 @@ GLUE = STATE | {"_lightning", "callbacks", "mixins", "plotting", "data"}
 TOP = GLUE | FILES | {"numpy", "transfer", "tasks"}
 ALLOWED = {  # layer -> the layers and frameworks it may import
     "_observe": {"torch"},
+    "_batches": {"torch"},
     "_warn": set(),
     "_arguments": {"_rules"},
     "_rules": set(),

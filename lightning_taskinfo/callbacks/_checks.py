@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_taskinfo._batches import described, tensors
 from lightning_taskinfo._observe import trainable_parameters
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.callbacks._samples import first_samples, size
-from lightning_taskinfo.fisher.batches import described, tensors
 from lightning_taskinfo.fisher.engine import Request, measure
 from lightning_taskinfo.fisher.sharded import gathered_parameters, sharded
 from lightning_taskinfo.fisher.sinks import Norms

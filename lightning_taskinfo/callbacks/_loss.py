@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_taskinfo._batches import take
 from lightning_taskinfo.callbacks._samples import size
-from lightning_taskinfo.fisher.batches import take
 from lightning_taskinfo.fisher.draws import NumberedDraws
 from lightning_taskinfo.fisher.engine import Request
 from lightning_taskinfo.fisher.per_sample import Forward

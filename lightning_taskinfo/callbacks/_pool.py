@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
+from lightning_taskinfo._batches import joined, sample_count, take
 from lightning_taskinfo._lightning import NAMESPACES, LightningModule, Trainer
 from lightning_taskinfo.callbacks._samples import BatchFn, first_samples
-from lightning_taskinfo.fisher.batches import joined, sample_count, take
 
 
 class Source:

@@ -10,7 +10,7 @@ from weakref import ref
 
 from torch import Tensor, nn
 
-from lightning_taskinfo._arguments import ArgumentsByName
+from lightning_taskinfo._arguments import ArgumentsByName, check_counts
 from lightning_taskinfo._lightning import Callback, LightningModule, Trainer
 from lightning_taskinfo._observe import observing
 from lightning_taskinfo._warn import warn
@@ -27,7 +27,6 @@ from lightning_taskinfo.callbacks._processes import on_every_process
 from lightning_taskinfo.callbacks._report import has_matplotlib, measured, report, summary, without_layers
 from lightning_taskinfo.callbacks._samples import Samples, filled_up, inputs_and_targets, read_by, size
 from lightning_taskinfo.callbacks._schedule import Schedule
-from lightning_taskinfo.fisher.batches import check_counts
 from lightning_taskinfo.fisher.engine import Request
 from lightning_taskinfo.fisher.sharded import resharding
 from lightning_taskinfo.functional.likelihood import Labels, Likelihood

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_taskinfo.fisher.batches import described, take, tensors
+from lightning_taskinfo._batches import described, take, tensors
 from lightning_taskinfo.fisher.draws import NumberedDraws
 from lightning_taskinfo.functional.likelihood import Likelihood, as_likelihood
 

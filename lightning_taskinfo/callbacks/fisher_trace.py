@@ -9,13 +9,13 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from lightning_taskinfo._batches import sample_count
 from lightning_taskinfo._lightning import LightningModule, Trainer
 from lightning_taskinfo._observe import trainable_parameters
 from lightning_taskinfo.callbacks._pool import Source, share
 from lightning_taskinfo.callbacks._probe import Probe
 from lightning_taskinfo.callbacks._processes import summed
 from lightning_taskinfo.callbacks._samples import Samples, size
-from lightning_taskinfo.fisher.batches import sample_count
 from lightning_taskinfo.fisher.engine import Request, measure
 from lightning_taskinfo.fisher.sinks import Norms
 from lightning_taskinfo.fisher.trace_sums import TraceSums

@@ -5,7 +5,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_taskinfo.fisher.batches import described, joined, sample_count, tensors
+from lightning_taskinfo._batches import described, joined, sample_count, tensors
 from lightning_taskinfo.functional._tensors import check_finite
 
 Data: TypeAlias = tuple[Any, Tensor] | Dataset[Any] | DataLoader[Any]

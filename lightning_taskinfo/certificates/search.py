@@ -7,6 +7,7 @@ from typing import Any, Literal, TypeAlias, cast, get_args
 import torch
 from torch import Generator, Tensor, nn
 
+from lightning_taskinfo._batches import take
 from lightning_taskinfo._observe import trainable_parameters
 from lightning_taskinfo.certificates.certificate import Candidate, Prior
 from lightning_taskinfo.certificates.samples import Data, check_labels, read_samples, zero_one_loss
@@ -24,7 +25,6 @@ from lightning_taskinfo.distributions import (
     with_diagonal,
 )
 from lightning_taskinfo.fisher import fisher_diagonal
-from lightning_taskinfo.fisher.batches import take
 from lightning_taskinfo.fisher.per_sample import Forward
 from lightning_taskinfo.functional.pac_bayes import catoni_bound, kl_bound, mcallester_bound, union_bound_price
 from lightning_taskinfo.variational import noisy_weights

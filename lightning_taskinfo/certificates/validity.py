@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_taskinfo._batches import take
 from lightning_taskinfo._observe import trainable_parameters
 from lightning_taskinfo.certificates.certificate import Prior
-from lightning_taskinfo.fisher.batches import take
 
 
 def reasons_against(

@@ -11,8 +11,8 @@ from torch import Generator, Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_taskinfo._arguments import checked_arguments
+from lightning_taskinfo._batches import sample_count, take
 from lightning_taskinfo._observe import observing
-from lightning_taskinfo.fisher.batches import sample_count, take
 from lightning_taskinfo.fisher.per_sample import Forward
 
 

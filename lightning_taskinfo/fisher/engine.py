@@ -11,9 +11,10 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_taskinfo._arguments import check_counts
+from lightning_taskinfo._batches import sample_count, take
 from lightning_taskinfo._observe import ParamDict, Parts, observing_parts, parts
 from lightning_taskinfo._warn import warn
-from lightning_taskinfo.fisher.batches import check_counts, sample_count, take
 from lightning_taskinfo.fisher.findings import Findings, by_name, differ, disjoint, recall, remember, sizes_of
 from lightning_taskinfo.fisher.hooks import Captured, capture, find_layouts
 from lightning_taskinfo.fisher.kron import backpack_gradients

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from lightning_taskinfo.fisher.batches import tensors
+from lightning_taskinfo._batches import tensors
 from lightning_taskinfo.fisher.hooks import Captured
 from lightning_taskinfo.fisher.layers import Layout, Slot, Use
 

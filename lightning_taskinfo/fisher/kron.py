@@ -10,8 +10,8 @@ import torch
 from torch import Generator, Tensor, nn
 
 from lightning_taskinfo._arguments import checked_arguments
+from lightning_taskinfo._batches import sample_count, take
 from lightning_taskinfo._observe import ParamDict, observing, trainable_parameters
-from lightning_taskinfo.fisher.batches import sample_count, take
 from lightning_taskinfo.fisher.per_sample import Forward
 from lightning_taskinfo.functional.likelihood import Categorical, Gaussian, Likelihood, as_likelihood
 

@@ -6,8 +6,8 @@ import torch
 from torch import Generator, Tensor, nn
 from torchmetrics import Metric
 
+from lightning_taskinfo._batches import sample_count, tensors
 from lightning_taskinfo._observe import ParamDict, trainable_parameters
-from lightning_taskinfo.fisher.batches import sample_count, tensors
 from lightning_taskinfo.fisher.kron import kronecker_factors
 from lightning_taskinfo.fisher.per_sample import Forward
 from lightning_taskinfo.functional.likelihood import Likelihood

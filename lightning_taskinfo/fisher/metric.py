@@ -11,8 +11,8 @@ from torch import Generator, Tensor, nn
 from torchmetrics import Metric
 
 from lightning_taskinfo._arguments import ArgumentsByName
+from lightning_taskinfo._batches import sample_count, tensors
 from lightning_taskinfo._observe import ParamDict, observing, trainable_parameters
-from lightning_taskinfo.fisher.batches import sample_count, tensors
 from lightning_taskinfo.fisher.engine import Engine, Request, measure
 from lightning_taskinfo.fisher.per_sample import Forward
 from lightning_taskinfo.fisher.sinks import Diagonal, Norms

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
+from lightning_taskinfo._batches import take
 from lightning_taskinfo._observe import ParamDict
-from lightning_taskinfo.fisher.batches import take
 
 Forward = Callable[[nn.Module, Any], Tensor]
 

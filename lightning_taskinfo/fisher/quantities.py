@@ -6,8 +6,8 @@ import torch
 from torch import Generator, Tensor, nn
 
 from lightning_taskinfo._arguments import checked_arguments
+from lightning_taskinfo._batches import sample_count
 from lightning_taskinfo._observe import ParamDict, trainable_parameters
-from lightning_taskinfo.fisher.batches import sample_count
 from lightning_taskinfo.fisher.engine import Engine, Request, measure
 from lightning_taskinfo.fisher.layers import BLOCK
 from lightning_taskinfo.fisher.per_sample import Forward

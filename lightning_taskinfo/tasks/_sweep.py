@@ -9,9 +9,9 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from lightning_taskinfo._batches import take
 from lightning_taskinfo._files import atomic_write
 from lightning_taskinfo._observe import ParamDict, observing
-from lightning_taskinfo.fisher.batches import take
 from lightning_taskinfo.tasks.training import (
     Samples,
     Training,

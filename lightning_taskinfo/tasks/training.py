@@ -16,8 +16,8 @@ import torch
 from torch import Generator, Tensor, nn
 
 from lightning_taskinfo._arguments import ArgumentsByName
+from lightning_taskinfo._batches import sample_count, take
 from lightning_taskinfo._observe import ParamDict, observing, trainable_parameters
-from lightning_taskinfo.fisher.batches import sample_count, take
 from lightning_taskinfo.functional.likelihood import Likelihood
 from lightning_taskinfo.variational import noisy_weights, sampling
 

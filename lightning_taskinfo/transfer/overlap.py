@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_taskinfo._arguments import checked_arguments
+from lightning_taskinfo._batches import described, sample_count, tensors
 from lightning_taskinfo._observe import observing
 from lightning_taskinfo._warn import warn
-from lightning_taskinfo.fisher.batches import described, sample_count, tensors
 from lightning_taskinfo.functional.features import fit_power_law, transfer_onset
 
 Batches: TypeAlias = Iterable[tuple[Tensor, Tensor]]

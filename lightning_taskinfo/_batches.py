@@ -1,17 +1,10 @@
-"""Batches of any shape (a tensor, or tuples, lists and dicts of tensors), and the numbers that go with them."""
+"""Batches of any shape: a tensor, or tuples, lists and dicts of tensors."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-
-
-def check_counts(**counts: int | None) -> None:
-    """Raise a ``ValueError`` for what is given and is less than 1."""
-    for argument, value in counts.items():
-        if value is not None and value < 1:
-            raise ValueError(f"`{argument}` must be at least 1, got {value}.")
 
 
 def take(inputs: Any, pick: Callable[[Tensor], Tensor]) -> Any:

@@ -6,7 +6,7 @@ from operator import itemgetter
 import pytest
 import torch
 
-from lightning_taskinfo.fisher.batches import joined, sample_count, take, tensors
+from lightning_taskinfo._batches import joined, sample_count, take, tensors
 
 Pair = namedtuple("Pair", ["x", "y"])
 X, Y = torch.arange(6.0).view(6, 1), torch.arange(6)
