@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "lightning_taskinfo"
-MATHS = {"torch", "_batches", "_observe", "_warn", "_arguments", "functional"}
+MATHS = {"torch", "_batches", "_observe", "_warn", "_arguments", "_ranges", "functional"}
 FILES = {"_files", "_cells"}
 DATASETS = {"matplotlib", "mlxtend", "sklearn", "torchvision"}
 STATE = MATHS | {"_progress", "torchmetrics", "backpack"}
@@ -19,6 +19,7 @@ ALLOWED = {  # layer -> the layers and frameworks it may import
     "_warn": set(),
     "_arguments": {"_rules"},
     "_rules": set(),
+    "_ranges": set(),
     "_progress": {"tqdm"},
     "_files": set(),
     "_cells": {"torch", "_files"},

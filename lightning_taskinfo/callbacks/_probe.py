@@ -24,7 +24,7 @@ from lightning_taskinfo.callbacks._checks import (
 )
 from lightning_taskinfo.callbacks._pool import Source
 from lightning_taskinfo.callbacks._processes import on_every_process
-from lightning_taskinfo.callbacks._report import has_matplotlib, measured, report, summary, without_layers
+from lightning_taskinfo.callbacks._report import has_matplotlib, measured, report, summary, thinned, without_layers
 from lightning_taskinfo.callbacks._samples import Samples, filled_up, inputs_and_targets, read_by, size
 from lightning_taskinfo.callbacks._schedule import Schedule
 from lightning_taskinfo.fisher.engine import Request
@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from lightning_taskinfo.plotting import Axes, Figure
 
 
+KEPT_ROWS = 256  # of the history, in a checkpoint
+
+
 class Probe(Schedule, Callback, metaclass=ArgumentsByName):
     """Measure scalars while a network trains, and change nothing.
 
@@ -45,7 +48,7 @@ class Probe(Schedule, Callback, metaclass=ArgumentsByName):
     ``trainer.callback_metrics``, where checkpointing and early stopping find it. At the end of training the loggers
     get a figure, a table and a summary. A measurement that fails leaves a gap, and one warning. The same object in
     a second ``fit`` of the same module goes on with its history, and with the weights it has taken for the start; a
-    training of its own has a callback of its own.
+    training of its own has a callback of its own. A checkpoint keeps a long history thinned, with its extremes.
 
     Args:
         every_n_steps: Optimizer steps between two measurements.
@@ -296,7 +299,7 @@ class Probe(Schedule, Callback, metaclass=ArgumentsByName):
         return {**self.__dict__, "_module": None}  # for other processes, which know it under another address
 
     def state_dict(self) -> dict[str, Any]:
-        return {"history": [dict(row) for row in self.history], "extra": self._extra}
+        return {"history": thinned(self.history, self.headline, KEPT_ROWS), "extra": self._extra}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.history, self._extra, self._resumed = list(state_dict["history"]), state_dict["extra"], True

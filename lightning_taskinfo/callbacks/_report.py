@@ -43,6 +43,33 @@ def summary(history: Sequence[Row], names: Sequence[str]) -> Row:
     return result
 
 
+def thinned(history: Sequence[Row], names: Sequence[str], limit: int) -> list[Row]:
+    """Return about ``limit`` rows of a history, evenly over it, if it has more.
+
+    The first and the last row, and those with the smallest and largest value of each name, are always among them:
+    what :func:`summary` says stays the same.
+
+    Args:
+        history: One row per measurement.
+        names: Whose extremes to keep.
+        limit: Rows to keep beside those, at least 2.
+
+    Example:
+        >>> history = [{"step": step, "a": -abs(step - 3)} for step in range(9)]
+        >>> [row["step"] for row in thinned(history, ["a"], limit=3)]
+        [0, 3, 4, 8]
+    """
+    last = len(history) - 1
+    if last < limit:
+        return [dict(row) for row in history]
+    kept = {round(last * i / (limit - 1)) for i in range(limit)}
+    for name in names:
+        numbered = [(row[name], i) for i, row in enumerate(history) if math.isfinite(row.get(name, math.nan))]
+        if numbered:
+            kept |= {min(numbered)[1], max(numbered)[1]}
+    return [dict(history[i]) for i in sorted(kept)]
+
+
 def measured(history: Sequence[Row], names: Sequence[str]) -> list[str]:
     """Return the names of which a value is known.
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_taskinfo._lightning import LightningModule, Trainer
 from lightning_taskinfo._observe import ParamDict, trainable_parameters
+from lightning_taskinfo._ranges import check_finite_tensors, check_positive
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.callbacks._checks import check_plain
 from lightning_taskinfo.callbacks._loss import LossOnTheWay, mean_loss
@@ -98,12 +99,13 @@ class InformationInWeights(Probe):
         **probe: Any,
     ) -> None:
         super().__init__(max_samples=max_samples, data=data, **probe)
-        for argument, value in {"prior_std": prior_std, "beta": beta}.items():
-            if not value > 0:
-                raise ValueError(f"`{argument}` must be positive, got {value}.")
+        check_positive(prior_std=prior_std, beta=beta)
         if num_samples is not None and num_samples < 1:
             raise ValueError(f"`num_samples` must be at least 1, got {num_samples}.")
-        if not isinstance(prior_center, Mapping):
+        if isinstance(prior_center, Mapping):
+            center: Any = prior_center.get("state_dict", prior_center)
+            check_finite_tensors("prior_center", center)
+        else:
             prior_center = os.fspath(prior_center)
             if prior_center not in ("initial", "zero") and not Path(prior_center).is_file():
                 raise ValueError(
@@ -153,6 +155,7 @@ class InformationInWeights(Probe):
         found = {n: stored[n].to(w) for n, w in weights.items() if n in stored and stored[n].shape == w.shape}
         if not found:
             raise ValueError(f"`prior_center` must hold weights of the module, got none of {', '.join(weights)}.")
+        check_finite_tensors("prior_center", found)
         if left := [name for name in weights if name not in found]:
             warn(
                 f"{self.state_key} did not find {', '.join(left)} in `prior_center` and measures them from the start.",

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from lightning_taskinfo._lightning import LightningModule, Trainer
 from lightning_taskinfo._observe import observing
+from lightning_taskinfo._ranges import check_positive
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.callbacks._checks import check_plain
 from lightning_taskinfo.callbacks._probe import Probe
@@ -100,8 +101,7 @@ class PACBayesCertificate(Probe):
         )
         if not prior_origin:
             raise ValueError(f"`prior_origin` must say where the weights come from, got {prior_origin!r}.")
-        if not prior_stds or min(prior_stds) <= 0:
-            raise ValueError(f"`prior_stds` must be positive numbers, got {list(prior_stds)}.")
+        check_positive(prior_stds=prior_stds)
         check_choices(delta=delta, delta_draws=delta_draws, draws=draws, betas=betas)
         named_structures(structure)  # refuses what it does not know
         self.headline = ("certificate_bound", "certificate_risk")

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_taskinfo._arguments import ArgumentsByName
 from lightning_taskinfo._observe import trainable_parameters
+from lightning_taskinfo._ranges import check_finite_tensors, check_positive
 from lightning_taskinfo.distributions import WeightGaussian
 
 PRIOR_STDS = tuple(0.5 * 2 ** (-j / 2) for j in range(24))  # 0.5 … 1.7e-4, whatever the data
@@ -45,8 +46,8 @@ class Prior(metaclass=ArgumentsByName):
     per_layer: bool = True
 
     def __post_init__(self) -> None:
-        if not self.stds or min(self.stds) <= 0:
-            raise ValueError(f"`stds` must be positive numbers, got {list(self.stds)}.")
+        check_positive(stds=self.stds)
+        check_finite_tensors("center", self.values())
 
     def values(self) -> dict[str, Tensor]:
         """Return parameters and buffers of the centre by name; empty for a centre at 0."""

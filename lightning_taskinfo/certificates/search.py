@@ -9,6 +9,7 @@ from torch import Generator, Tensor, nn
 
 from lightning_taskinfo._batches import take
 from lightning_taskinfo._observe import trainable_parameters
+from lightning_taskinfo._ranges import check_positive
 from lightning_taskinfo.certificates.certificate import Candidate, Prior
 from lightning_taskinfo.certificates.samples import Data, check_labels, read_samples, zero_one_loss
 from lightning_taskinfo.distributions import (
@@ -261,5 +262,4 @@ def check_choices(*, delta: float, delta_draws: float, draws: int, betas: Sequen
         raise ValueError(f"`delta` and `delta_draws` must add up to less than 1, got {delta + delta_draws}.")
     if draws < 1:
         raise ValueError(f"`draws` must be at least 1, got {draws}.")
-    if not betas or min(betas) <= 0:
-        raise ValueError(f"`betas` must be positive numbers, got {list(betas)}.")
+    check_positive(betas=betas)

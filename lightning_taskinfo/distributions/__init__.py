@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor, nn
 
 from lightning_taskinfo._arguments import checked_arguments
+from lightning_taskinfo._ranges import check_positive
 from lightning_taskinfo.distributions.curvature import (
     CurvatureBlock,
     LowRankCurvature,
@@ -74,8 +75,7 @@ def post_distribution(
         >>> post.log_det(), post.kl(pre)
         (tensor(-1.3863, dtype=torch.float64), tensor(1.3181, dtype=torch.float64))
     """
-    if not beta > 0:
-        raise ValueError(f"`beta` must be positive, got {beta}.")
+    check_positive(beta=beta)
     if isinstance(curvature, LowRankCurvature):
         return low_rank_post_distribution(weights, pre, curvature, beta)
     return block_post_distribution(weights, pre, curvature, beta)

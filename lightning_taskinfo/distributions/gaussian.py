@@ -10,6 +10,7 @@ from torch import Generator, Tensor, nn
 
 from lightning_taskinfo._arguments import checked_arguments
 from lightning_taskinfo._observe import ParamDict, trainable_parameters
+from lightning_taskinfo._ranges import check_positive
 from lightning_taskinfo.distributions.curvature import CurvatureBlock
 
 
@@ -97,8 +98,7 @@ class IsotropicGaussian(WeightGaussian):
     def __init__(self, mean: Mapping[str, Tensor], std: Mapping[str, float]) -> None:
         super().__init__(mean)
         for name in self.mean:
-            if not std[name] > 0:
-                raise ValueError(f"`prior_std` must be positive, got {std[name]} for `{name}`.")
+            check_positive(prior_std=std[name])
         self.std = {name: float(std[name]) for name in self.mean}
 
     def sample(self, generator: Generator | None = None) -> ParamDict:  # noqa: D102

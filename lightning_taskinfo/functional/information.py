@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from lightning_taskinfo._ranges import check_positive
+
 BLOCK = 1 << 17  # gains in float64 at once: their intermediates stay in the cache
 LARGE = 1e19  # gains up to which the product of sixteen is finite
 
@@ -72,7 +74,7 @@ def post_variance(curvature: Tensor, *, prior_std: float, beta: float = 1.0) -> 
         >>> post_variance(tensor([0.0, 1.0, 3.0]), prior_std=1.0)
         tensor([1.0000, 0.5000, 0.2500], dtype=torch.float64)
     """
-    _check(prior_std=prior_std, beta=beta)
+    check_positive(prior_std=prior_std, beta=beta)
     return prior_std**2 / (1 + _non_negative(curvature) * (prior_std**2 / beta))
 
 
@@ -143,8 +145,9 @@ def information_sweep(
     if curvature.shape != displacement.shape:
         shapes = f"{list(displacement.shape)} for {list(curvature.shape)}"
         raise ValueError(f"`displacement` must have the shape of `curvature`, got {shapes}.")
+    check_positive(beta=beta)
     for std in prior_stds:
-        _check(prior_std=std, beta=beta)
+        check_positive(prior_std=std)
     scales = torch.tensor([std**2 / beta for std in prior_stds], dtype=torch.float64, device=curvature.device)
     distance = scales.new_zeros(())
     determined, logarithms = torch.zeros_like(scales), torch.zeros_like(scales)
@@ -178,12 +181,6 @@ def _sums(h: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
         a, b = gain.chunk(2, 1)
         gain = torch.addcmul(b, a, b).add_(a)
     return known, gain.log1p_().sum(1)
-
-
-def _check(**positive: float) -> None:
-    for argument, value in positive.items():
-        if not value > 0:
-            raise ValueError(f"`{argument}` must be positive, got {value}.")
 
 
 def _non_negative(curvature: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ import torch
 from torch import Generator, Tensor
 from torch.nn.functional import logsigmoid
 
+from lightning_taskinfo._ranges import check_positive
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.functional._tensors import check_same_shape
 
@@ -191,8 +192,7 @@ class Gaussian:
     std: float = 1.0
 
     def __post_init__(self) -> None:
-        if not self.std > 0:
-            raise ValueError(f"`std` must be positive, got {self.std}.")
+        check_positive(std=self.std)
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:  # noqa: D102
         constant = math.log(2 * math.pi * self.std**2)

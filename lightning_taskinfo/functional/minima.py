@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Generator, Tensor
 
+from lightning_taskinfo._ranges import check_positive
 from lightning_taskinfo._warn import warn
 
 
@@ -132,6 +133,5 @@ def normalise_logits(logits: Tensor, *, scale: float = 0.04) -> Tensor:
         >>> normalise_logits(torch.tensor([[3.0, 4.0]]), scale=0.25)  # of norm 4
         tensor([[2.4000, 3.2000]])
     """
-    if not scale > 0:
-        raise ValueError(f"`scale` must be positive, got {scale}.")
+    check_positive(scale=scale)
     return logits / (scale * torch.linalg.vector_norm(logits, dim=-1, keepdim=True).clamp_min(1e-12))

@@ -6,6 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_taskinfo._ranges import check_positive
+
 
 class OracleComplexity(NamedTuple):
     """Complexity under the best diagonal pre-distribution, see :func:`oracle_complexity`.
@@ -52,8 +54,7 @@ def oracle_complexity(curvature: Tensor, displacement: Tensor, *, beta: float) -
     References:
         Pitas, *On PAC-Bayes bounds for deep neural networks using the loss curvature*, Lemma 4.2.
     """
-    if not beta > 0:
-        raise ValueError(f"`beta` must be positive, got {beta}.")
+    check_positive(beta=beta)
     h, delta = torch.broadcast_tensors(curvature.double(), displacement.double())
     if bool((h < 0).any()):
         raise ValueError(f"`curvature` must be non-negative, got {h.min().item()}.")

@@ -8,6 +8,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from lightning_taskinfo._arguments import checked_arguments
+from lightning_taskinfo._ranges import check_positive
 from lightning_taskinfo.functional._tensors import check_finite
 from lightning_taskinfo.functional.mutual_information import Negatives, check_negatives, jensen_shannon, smile
 from lightning_taskinfo.regularizers._base import check_rows
@@ -93,9 +94,9 @@ def estimate_mutual_information(
     if steps < 1 or batch_size < 2:
         name, least, value = ("steps", 1, steps) if steps < 1 else ("batch_size", 2, batch_size)
         raise ValueError(f"`{name}` must be at least {least}, got {value}.")
-    for name, number in {"learning_rate": learning_rate, "clip": clip}.items():
-        if not number > 0:
-            raise ValueError(f"`{name}` must be positive, got {number}.")
+    check_positive(learning_rate=learning_rate)
+    if not clip > 0:  # which may be infinite
+        raise ValueError(f"`clip` must be positive, got {clip}.")
     check_rows("inputs", inputs)
     check_rows("features", features, tuple(features.shape[1:]), rows=len(inputs))
     for argument, tensor in (("inputs", inputs), ("features", features)):

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_taskinfo._observe import ParamDict, trainable_parameters
+from lightning_taskinfo._ranges import check_positive
 from lightning_taskinfo.regularizers._base import Regularizer, WeightSchedule
 from lightning_taskinfo.regularizers._swap import swapped
 from lightning_taskinfo.regularizers.batchnorm import frozen_batchnorm_statistics
@@ -68,8 +69,7 @@ class LocalMinimumRegularizer(Regularizer):
         start: int | Literal["learning_rate_drop"] = "learning_rate_drop",
     ) -> None:
         super().__init__(weight)
-        if not step_size > 0:
-            raise ValueError(f"`step_size` must be positive, got {step_size}.")
+        check_positive(step_size=step_size)
         if parts < 1:
             raise ValueError(f"`parts` must be at least 1, got {parts}.")
         if start != "learning_rate_drop" and (isinstance(start, str) or start < 0):

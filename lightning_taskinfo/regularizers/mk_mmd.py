@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lightning_taskinfo._ranges import check_positive
 from lightning_taskinfo.functional._tensors import check_finite
 from lightning_taskinfo.functional.discrepancy import mk_mmd
 from lightning_taskinfo.regularizers._base import Regularizer, WeightSchedule, check_rows
@@ -32,8 +33,7 @@ class MultiKernelMMD(Regularizer):
 
     def __init__(self, *, weight: float | WeightSchedule = 1.0, widths: Sequence[float] | None = None) -> None:
         super().__init__(weight)
-        if widths is not None and (not len(widths) or min(widths) <= 0):
-            raise ValueError(f"`widths` must be positive, got {list(widths)}.")
+        check_positive(widths=widths)
         self.widths = widths
 
     def forward(self, source: Tensor, target: Tensor, *, epoch: int = 0) -> Tensor:

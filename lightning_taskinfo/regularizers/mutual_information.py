@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from lightning_taskinfo._ranges import check_positive
 from lightning_taskinfo.functional._tensors import check_finite
 from lightning_taskinfo.functional.mutual_information import (
     Negatives,
@@ -198,8 +199,8 @@ def _check(
         raise ValueError(f"`objective` must be one of {get_args(Objective)}, got {objective!r}.")
     if alternate not in ("step", "epoch"):
         raise ValueError(f"`alternate` must be 'step' or 'epoch', got {alternate!r}.")
-    for argument, value in {"clip": clip, "learning_rate": learning_rate}.items():
-        if not value > 0:
-            raise ValueError(f"`{argument}` must be positive, got {value}.")
+    check_positive(learning_rate=learning_rate)
+    if not clip > 0:  # which may be infinite
+        raise ValueError(f"`clip` must be positive, got {clip}.")
     if critic_steps < 1:
         raise ValueError(f"`critic_steps` must be at least 1, got {critic_steps}.")

@@ -1,6 +1,5 @@
 """How complex is a dataset? Its structure function, traced by training noisy weights."""
 
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -12,6 +11,7 @@ from torch import Tensor
 from lightning_taskinfo._arguments import checked_arguments
 from lightning_taskinfo._files import claim_folder
 from lightning_taskinfo._progress import Progress, shown
+from lightning_taskinfo._ranges import check_positive
 from lightning_taskinfo.certificates.samples import Data, read_tensors
 from lightning_taskinfo.functional.likelihood import Categorical, Likelihood, as_likelihood
 from lightning_taskinfo.tasks._sweep import Center, Sweep, center_of, digest, network_digest
@@ -112,11 +112,8 @@ def _run(sweep: Sweep, betas: Sequence[float], path: Path | None, progress: Prog
 
 
 def _checked(betas: Sequence[float], prior_std: float) -> tuple[float, ...]:
-    if not prior_std > 0:
-        raise ValueError(f"`prior_std` must be positive, got {prior_std}.")
+    check_positive(prior_std=prior_std, betas=betas)
     ordered = tuple(sorted({float(beta) for beta in betas}, reverse=True))
-    if not ordered or not all(0 < beta < math.inf for beta in ordered):
-        raise ValueError(f"`betas` must be positive numbers, at least one, got {list(betas)}.")
     return ordered
 
 

@@ -10,6 +10,8 @@ from itertools import pairwise
 import torch
 from torch import Generator, Tensor
 
+from lightning_taskinfo._ranges import check_positive
+
 
 def pretrained_layers(
     source: Tensor, depth: int = 2, *, width: int = 8, generator: Generator | None = None
@@ -100,8 +102,7 @@ def descend(
         >>> torch.allclose(product(descend(start, teacher, learning_rate=0.1, tolerance=1e-6)), teacher)
         True
     """
-    if learning_rate <= 0:
-        raise ValueError(f"`learning_rate` must be positive, got {learning_rate}.")
+    check_positive(learning_rate=learning_rate)
     layers = [layer.clone() for layer in layers]
     for step in range(max_steps):
         beta = product(layers).unsqueeze(-1)  # [R, d, 1]

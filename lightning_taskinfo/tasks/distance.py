@@ -16,6 +16,7 @@ from lightning_taskinfo._arguments import checked_arguments
 from lightning_taskinfo._cells import run_cells
 from lightning_taskinfo._files import claim_folder
 from lightning_taskinfo._progress import Progress, shown
+from lightning_taskinfo._ranges import check_positive
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.certificates.samples import Data, read_tensors
 from lightning_taskinfo.functional.likelihood import Likelihood, as_likelihood
@@ -194,9 +195,7 @@ def _check(
 ) -> None:
     if not tasks:
         raise ValueError("`tasks` must hold at least one task, got none.")
-    for argument, value in {"beta": beta, "prior_std": prior_std}.items():
-        if not value > 0:
-            raise ValueError(f"`{argument}` must be positive, got {value}.")
+    check_positive(beta=beta, prior_std=prior_std)
     if method not in get_args(Method):
         raise ValueError(f"`method` must be one of {', '.join(get_args(Method))}, got {method!r}.")
     if prior_center not in ("initial", "zero"):

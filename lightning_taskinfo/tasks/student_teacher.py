@@ -13,6 +13,7 @@ import torch
 from torch import Generator, Tensor
 
 from lightning_taskinfo._arguments import checked_arguments
+from lightning_taskinfo._ranges import check_positive
 from lightning_taskinfo.functional.features import ablate, relu_kernel, span_norms
 from lightning_taskinfo.tasks.simulate import TransferRisks
 
@@ -113,8 +114,7 @@ def train_networks(
         >>> train_networks(start, [(inputs, torch.zeros(1, 1))], learning_rate=0.5).coefficients
         tensor([[0.5000]], dtype=torch.float64)
     """
-    if learning_rate <= 0:
-        raise ValueError(f"`learning_rate` must be positive, got {learning_rate}.")
+    check_positive(learning_rate=learning_rate)
     weights, coefficients = networks.weights.clone(), networks.coefficients.clone()
     for inputs, labels in batches:
         now = ReLUNetworks(weights, coefficients)
@@ -141,8 +141,7 @@ def fit_last_layer(networks: ReLUNetworks, inputs: Tensor, labels: Tensor, *, ri
     Raises:
         ValueError: If ``ridge`` is not positive.
     """
-    if ridge <= 0:
-        raise ValueError(f"`ridge` must be positive, got {ridge}.")
+    check_positive(ridge=ridge)
     hidden, m = networks.features(inputs), networks.weights.shape[1]
     gram = torch.bmm(hidden.mT, hidden) / inputs.shape[1] + ridge * torch.eye(m, dtype=inputs.dtype)
     right = torch.bmm(hidden.mT, labels.unsqueeze(-1)) / inputs.shape[1]

@@ -9,6 +9,7 @@ from torch import Generator, Tensor, nn
 
 from lightning_taskinfo._arguments import ArgumentsByName
 from lightning_taskinfo._observe import observing
+from lightning_taskinfo._ranges import check_positive
 from lightning_taskinfo.certificates.samples import Data, read_tensors
 from lightning_taskinfo.data.arrays import ArrayData
 from lightning_taskinfo.fisher import fisher_diagonal
@@ -77,8 +78,7 @@ class Task2Vec(metaclass=ArgumentsByName):
         for argument, value in {"mc_samples": mc_samples, "max_samples": max_samples}.items():
             if value < 1:
                 raise ValueError(f"`{argument}` must be at least 1, got {value}.")
-        if not weight_decay > 0:
-            raise ValueError(f"`weight_decay` must be positive, got {weight_decay}.")
+        check_positive(weight_decay=weight_decay)
         self.labels, self.mc_samples, self.max_samples = labels, mc_samples, max_samples
         self.weight_decay, self.seed, self.engine = weight_decay, seed, engine
         self.probe = deepcopy(default_probe() if probe is None else probe).eval()

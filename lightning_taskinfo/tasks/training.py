@@ -18,6 +18,7 @@ from torch import Generator, Tensor, nn
 from lightning_taskinfo._arguments import ArgumentsByName
 from lightning_taskinfo._batches import sample_count, take
 from lightning_taskinfo._observe import ParamDict, observing, trainable_parameters
+from lightning_taskinfo._ranges import check_not_negative, check_positive
 from lightning_taskinfo.functional.likelihood import Likelihood
 from lightning_taskinfo.variational import noisy_weights, sampling
 
@@ -53,11 +54,9 @@ class Training(metaclass=ArgumentsByName):
     chunk_size: int = 4096
 
     def __post_init__(self) -> None:
-        if self.pretrain_steps < 0:
-            raise ValueError(f"`pretrain_steps` must not be negative, got {self.pretrain_steps}.")
+        check_not_negative(pretrain_steps=self.pretrain_steps)
         for argument in ("steps", "batch_size", "noises", "learning_rate", "log_variance_learning_rate", "chunk_size"):
-            if not (value := getattr(self, argument)) > 0:
-                raise ValueError(f"`{argument}` must be positive, got {value}.")
+            check_positive(**{argument: getattr(self, argument)})
         if self.draws < 2:
             raise ValueError(f"`draws` must be at least 2 for a standard error, got {self.draws}.")
 

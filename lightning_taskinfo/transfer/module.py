@@ -9,6 +9,7 @@ from torch.nn.functional import cross_entropy
 
 from lightning_taskinfo._arguments import ArgumentsByName
 from lightning_taskinfo._lightning import DEFAULT, module_classes
+from lightning_taskinfo._ranges import check_positive
 from lightning_taskinfo.mixins import (
     InformationMixin,
     LautumMixin,
@@ -224,8 +225,7 @@ def _check(num_classes: int, stage: str, fine_tune: str, learning_rate: float) -
         raise ValueError(f"`stage` must be 'pretrain', 'fine_tune' or 'scratch', got {stage!r}.")
     if fine_tune not in ("full", "linear", "layerwise"):
         raise ValueError(f"`fine_tune` must be 'full', 'linear' or 'layerwise', got {fine_tune!r}.")
-    if not learning_rate > 0:
-        raise ValueError(f"`learning_rate` must be positive, got {learning_rate}.")
+    check_positive(learning_rate=learning_rate)
 
 
 CLASSES = module_classes(TransferClassifierMixin, "TransferClassifier")

@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_taskinfo._arguments import ArgumentsByName
 from lightning_taskinfo._files import atomic_write, read_json
 from lightning_taskinfo._lightning import DEFAULT
+from lightning_taskinfo._ranges import check_not_negative, check_positive
 from lightning_taskinfo._warn import TaskInfoWarning
 from lightning_taskinfo.transfer.backbones import Backbone, make_backbone
 from lightning_taskinfo.transfer.data import TransferDataModule
@@ -57,11 +58,11 @@ class Stages(metaclass=ArgumentsByName):
         for name in ("pretrain_epochs", "fine_tune_epochs"):
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
-        for name in ("learning_rate", "fine_tune_learning_rate"):
-            if getattr(self, name) is not None and not getattr(self, name) > 0:
-                raise ValueError(f"`{name}` must be positive, got {getattr(self, name)}.")
-        if self.weight_decay < 0:
-            raise ValueError(f"`weight_decay` must not be negative, got {self.weight_decay}.")
+        check_positive(
+            learning_rate=self.learning_rate,
+            fine_tune_learning_rate=self.fine_tune_learning_rate,
+        )
+        check_not_negative(weight_decay=self.weight_decay)
         if self.fine_tune not in ("full", "linear", "layerwise"):
             raise ValueError(f"`fine_tune` must be 'full', 'linear' or 'layerwise', got {self.fine_tune!r}.")
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from lightning_taskinfo._arguments import checked_arguments
+from lightning_taskinfo._ranges import check_not_negative, check_positive
 from lightning_taskinfo.variational.noisy_weight import NoisyWeight, attach_hooks, detach_hooks, noisy_weights
 
 __all__ = [
@@ -67,10 +68,8 @@ def add_weight_noise(
         >>> bool((net.weight == net.weight).all()), bool((net.eval().weight == net.weight).all())
         (False, True)
     """
-    if std < 0:
-        raise ValueError(f"`std` must not be negative, got {std}.")
-    if not prior_std > 0:
-        raise ValueError(f"`prior_std` must be positive, got {prior_std}.")
+    check_not_negative(std=std)
+    check_positive(prior_std=prior_std)
     picked = _pick(model, parameters)
     centres = _prior_means(prior_center, picked)
     owners: dict[nn.Module, None] = {model: None}

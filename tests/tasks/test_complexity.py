@@ -188,8 +188,8 @@ def test_a_fingerprint_knows_values_shapes_and_kinds():
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ({"betas": (1.0, 0.0)}, r"`betas` must be positive numbers, at least one, got \[1\.0, 0\.0\]\."),
-        ({"betas": ()}, r"`betas` must be positive numbers, at least one, got \[\]\."),
+        ({"betas": (1.0, 0.0)}, r"`betas` must be positive numbers, got \[1\.0, 0\.0\]\."),
+        ({"betas": ()}, r"`betas` must be positive numbers, got \[\]\."),
         ({"prior_std": 0.0}, r"`prior_std` must be positive, got 0\.0\."),
         ({"prior_center": "one"}, "`prior_center` must be 'initial', 'zero' or tensors by name, got 'one'"),
         ({"likelihood": "poisson"}, "`likelihood` must be one of categorical, bernoulli, gaussian, got 'poisson'"),

@@ -1,0 +1,69 @@
+"""Numbers in their range: the one place that refuses negative, infinite and undefined arguments."""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+Numbers = float | Iterable[float]
+
+
+def check_positive(**arguments: Numbers | None) -> None:
+    """Refuse arguments that are not positive and finite; NaN is neither. ``None`` stands for "not given".
+
+    Args:
+        **arguments: Each argument by its name, a number or several; several are at least one.
+
+    Raises:
+        ValueError: Naming the argument and its value.
+
+    Example:
+        >>> check_positive(beta=1.0, prior_stds=[0.1, float("nan")])
+        Traceback (most recent call last):
+        ValueError: `prior_stds` must be positive numbers, got [0.1, nan].
+    """
+    for name, value in arguments.items():
+        if value is None:
+            continue
+        if isinstance(value, Iterable):
+            numbers = list(value)
+            if not numbers or not all(0 < number < math.inf for number in numbers):
+                raise ValueError(f"`{name}` must be positive numbers, got {numbers}.")
+        elif not value > 0:
+            raise ValueError(f"`{name}` must be positive, got {value}.")
+        elif math.isinf(value):
+            raise ValueError(f"`{name}` must be finite, got {value}.")
+
+
+def check_not_negative(**arguments: float | None) -> None:
+    """Refuse arguments that are negative, infinite or NaN. ``None`` stands for "not given".
+
+    Raises:
+        ValueError: Naming the argument and its value.
+
+    Example:
+        >>> check_not_negative(weight_decay=-1.0)
+        Traceback (most recent call last):
+        ValueError: `weight_decay` must not be negative, got -1.0.
+    """
+    for name, value in arguments.items():
+        if value is None:
+            continue
+        if not value >= 0:
+            raise ValueError(f"`{name}` must not be negative, got {value}.")
+        if math.isinf(value):
+            raise ValueError(f"`{name}` must be finite, got {value}.")
+
+
+def check_finite_tensors(argument: str, tensors: Mapping[str, Any]) -> None:
+    """Refuse tensors with a NaN or an infinite number in them.
+
+    Args:
+        argument: What the user calls them.
+        tensors: Tensors by name; anything else is passed over.
+
+    Raises:
+        ValueError: Naming the argument and the first such tensor.
+    """
+    for name, tensor in tensors.items():
+        if hasattr(tensor, "isfinite") and not bool(tensor.isfinite().all()):
+            raise ValueError(f"`{argument}` must hold finite numbers, got others in {name!r}.")

@@ -1,0 +1,97 @@
+"""Numbers that are negative, infinite or undefined are refused where they are given, by the argument's name."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_taskinfo import (
+    InformationInWeights,
+    LocalMinimumRegularizer,
+    MultiKernelMMD,
+    PACBayesCertificate,
+    Task2Vec,
+    Training,
+    add_weight_noise,
+    certify,
+)
+from lightning_taskinfo._ranges import check_not_negative, check_positive
+from lightning_taskinfo.certificates import Prior
+from lightning_taskinfo.distributions import pre_distribution
+from lightning_taskinfo.functional.information import information_in_weights, post_variance
+from lightning_taskinfo.functional.likelihood import Gaussian
+from lightning_taskinfo.functional.minima import normalise_logits
+from lightning_taskinfo.transfer.stages import Stages
+
+ONE = torch.ones(1)
+NOT_POSITIVE = (0.0, -1.0, math.nan, math.inf)
+SCALARS = {
+    "InformationInWeights prior_std": ("prior_std", lambda x: InformationInWeights(prior_std=x)),
+    "InformationInWeights beta": ("beta", lambda x: InformationInWeights(beta=x)),
+    "information_in_weights": ("prior_std", lambda x: information_in_weights(ONE, ONE, prior_std=x)),
+    "post_variance": ("beta", lambda x: post_variance(ONE, prior_std=1.0, beta=x)),
+    "pre_distribution": ("prior_std", lambda x: pre_distribution({"w": ONE}, prior_std=x)),
+    "Gaussian": ("std", lambda x: Gaussian(std=x)),
+    "normalise_logits": ("scale", lambda x: normalise_logits(ONE, scale=x)),
+    "Stages": ("learning_rate", lambda x: Stages(learning_rate=x)),
+    "Stages, fine-tuning": ("fine_tune_learning_rate", lambda x: Stages(fine_tune_learning_rate=x)),
+    "Training": ("learning_rate", lambda x: Training(learning_rate=x)),
+    "Task2Vec": ("weight_decay", lambda x: Task2Vec(weight_decay=x)),
+    "add_weight_noise": ("prior_std", lambda x: add_weight_noise(nn.Linear(1, 1), prior_std=x)),
+    "LocalMinimumRegularizer": ("step_size", lambda x: LocalMinimumRegularizer(step_size=x)),
+}
+SEVERAL = {
+    "PACBayesCertificate prior_stds": (
+        "prior_stds",
+        lambda xs: PACBayesCertificate(prior_origin="random", prior_stds=xs),
+    ),
+    "PACBayesCertificate betas": ("betas", lambda xs: PACBayesCertificate(prior_origin="random", betas=xs)),
+    "certify": ("betas", lambda xs: certify(nn.Linear(1, 2), (torch.ones(9, 1), torch.zeros(9).long()), betas=xs)),
+    "Prior": ("stds", lambda xs: Prior(stds=xs)),
+    "MultiKernelMMD": ("widths", lambda xs: MultiKernelMMD(widths=xs)),
+}
+
+
+@pytest.mark.parametrize("value", NOT_POSITIVE)
+@pytest.mark.parametrize(("argument", "make"), SCALARS.values(), ids=SCALARS)
+def test_refuses_a_number_that_is_not_positive_and_finite(argument, make, value):
+    with pytest.raises(ValueError, match=f"`{argument}` must .*{value}"):
+        make(value)
+
+
+@pytest.mark.parametrize("value", NOT_POSITIVE)
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize(("argument", "make"), SEVERAL.values(), ids=SEVERAL)
+def test_refuses_one_such_number_among_others(argument, make, value, first):
+    values = [value, 0.1] if first else [0.1, value]
+    with pytest.raises(ValueError, match=f"`{argument}` must .*{value}"):
+        make(values)
+
+
+@pytest.mark.parametrize(("argument", "make"), SEVERAL.values(), ids=SEVERAL)
+def test_refuses_none_at_all(argument, make):
+    with pytest.raises(ValueError, match=f"`{argument}` must"):
+        make([])
+
+
+@pytest.mark.parametrize("value", [-1e-9, math.nan, math.inf])
+def test_refuses_a_number_that_is_negative_or_not_finite(value):
+    with pytest.raises(ValueError, match=f"`weight_decay` must .*{value}"):
+        Stages(weight_decay=value)
+
+
+def test_takes_what_is_in_range():
+    check_positive(a=1e-300, b=[1, 2.5], c=None, d=torch.tensor([0.5]))
+    check_not_negative(a=0, b=1e300, c=None)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    ("argument", "make"),
+    [("prior_center", lambda center: InformationInWeights(prior_center=center)), ("center", Prior)],
+    ids=["InformationInWeights", "Prior"],
+)
+def test_refuses_a_centre_that_is_not_finite(argument, make, value):
+    with pytest.raises(ValueError, match=f"`{argument}` must .*'layer.weight'"):
+        make({"layer.bias": torch.zeros(2), "layer.weight": torch.tensor([0.0, value])})
