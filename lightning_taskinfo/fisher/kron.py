@@ -53,10 +53,12 @@ def kronecker_factors(
 ) -> dict[str, tuple[Tensor, ...]]:
     r"""Kronecker factors of the Fisher information by parameter name, means over samples, by BackPACK.
 
-    .. math:: F_W \approx B \otimes A, \qquad A = \frac1N \sum_n a_n a_n^\top, \qquad
-        B = \frac1N \sum_n \mathbb{E}_y\, b_n b_n^\top
+    .. math:: F_W \approx B \otimes A, \qquad A = \frac1N \sum_n \sum_t a_{nt} a_{nt}^\top, \qquad
+        B = \frac{1}{NT} \sum_n \sum_t \mathbb{E}_y\, b_{nt} b_{nt}^\top
 
-    with a layer's inputs :math:`a_n` and the score's gradients :math:`b_n` by its outputs; a bias has :math:`B` alone.
+    with a layer's inputs :math:`a_{nt}` and the score's gradients :math:`b_{nt}` by its outputs at the :math:`T` output
+    positions of a convolution (KFC); a linear layer has one position. The block of a bias is exact, :math:`F_c =
+    \frac1N \sum_n \mathbb{E}_y (\sum_t b_{nt})(\sum_t b_{nt})^\top`.
 
     Args:
         model: A network of layers that BackPACK knows (linear, convolution, activation and pooling layers), each of
@@ -77,14 +79,15 @@ def kronecker_factors(
         ModuleNotFoundError: If BackPACK is not installed.
 
     References:
-        Martens, Grosse, *Optimizing neural networks with Kronecker-factored approximate curvature*, ICML 2015.
+        Martens, Grosse, *Optimizing neural networks with Kronecker-factored approximate curvature*, ICML 2015; Grosse,
+        Martens, *A Kronecker-factored approximate Fisher matrix for convolution layers*, ICML 2016.
     """
     backpack, extend, extensions = _backpack()
     check_request(labels, likelihood)
     kind = as_likelihood(likelihood)
     loss_fn, scale = _loss(kind)
     check_layers(model)
-    extension = extensions.KFAC(mc_samples=mc_samples) if labels == "sampled" else extensions.KFLR()
+    extension = _with_kfc(extensions.KFAC(mc_samples=mc_samples) if labels == "sampled" else extensions.KFLR())
     n, factors = sample_count(inputs), dict[str, list[Tensor]]()
     with observing(model):
         extended, loss = copy.deepcopy(model).eval(), extend(loss_fn)
@@ -152,6 +155,24 @@ def _add_factors(factors: dict[str, list[Tensor]], model: nn.Module, field: str,
         weighted = [share * (scale if i == 0 else 1.0) * part.detach() for i, part in enumerate(parts)]
         known = factors.get(name)
         factors[name] = weighted if known is None else [a + b for a, b in zip(known, weighted, strict=True)]
+
+
+def _with_kfc(extension: Any) -> Any:
+    """Let a BackPACK extension average the output gradients of a convolution over positions, as KFC does.
+
+    BackPACK takes the block of the bias for this factor, in which positions are summed before they are squared.
+    """
+    from backpack.extensions.secondorder.hbp.convnd import HBPConvNd
+
+    class KFC(HBPConvNd):
+        def weight(self, ext: Any, module: nn.Module, g_inp: Any, g_out: Any, backproped: Tensor) -> list[Tensor]:
+            _, A = super().weight(ext, module, g_inp, g_out, backproped)
+            b = backproped.flatten(3)  # [scores, N, channels, positions]
+            return [torch.einsum("snit,snjt->ij", b, b) / b.shape[3], A]
+
+    for dims, kind in enumerate((nn.Conv1d, nn.Conv2d, nn.Conv3d), start=1):
+        extension.set_module_extension(kind, KFC(dims), overwrite=True)
+    return extension
 
 
 def _loss(likelihood: Likelihood) -> tuple[nn.Module, Any]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_taskinfo.fisher import kronecker_factors
+from lightning_taskinfo.fisher import fisher_diagonal, kronecker_factors
 from lightning_taskinfo.functional.likelihood import Gaussian
 
 
@@ -79,3 +79,52 @@ def test_refusals():
         kronecker_factors(model, inputs, labels="empirical")
     with pytest.raises(ValueError, match="`likelihood` must be categorical or gaussian for Kronecker factors"):
         kronecker_factors(model, inputs, likelihood="bernoulli")
+
+
+CONVOLUTIONS = {
+    "plain": lambda: nn.Conv2d(2, 4, 3),
+    "strided": lambda: nn.Conv2d(2, 4, 3, stride=2, padding=1),
+    "one_position": lambda: nn.Conv2d(2, 4, 5),
+}
+
+
+def convolution_by_hand(layer: nn.Conv2d, head: nn.Module, inputs: Tensor) -> dict[str, list[Tensor]]:
+    """Factors of a convolution by the sums that define them (KFC), sample by sample and position by position."""
+    patches = nn.functional.unfold(inputs, layer.kernel_size, layer.dilation, layer.padding, layer.stride)
+    (n, entries, places), outputs = patches.shape, len(layer.weight)
+    A, B = torch.zeros(entries, entries).double(), torch.zeros(outputs, outputs).double()
+    bias = torch.zeros_like(B)
+    for x, columns in zip(inputs, patches, strict=True):
+        for column in columns.T:
+            A += column.outer(column) / n
+        z = layer(x[None]).detach().requires_grad_()
+        logits = head(z)
+        p = logits.softmax(-1)[0].detach()
+        for c in range(len(p)):
+            (g,) = torch.autograd.grad(logits.log_softmax(-1)[0, c], z, retain_graph=True)
+            rows = g[0].flatten(1).T  # one position a row
+            for row in rows:
+                B += p[c] * row.outer(row) / (n * places)
+            bias += p[c] * rows.sum(0).outer(rows.sum(0)) / n
+    return {"0.weight": [B, A], "0.bias": [bias]}
+
+
+@pytest.mark.parametrize("layer", CONVOLUTIONS.values(), ids=CONVOLUTIONS)
+def test_factors_of_a_convolution(layer):
+    torch.manual_seed(0)
+    model = nn.Sequential(layer(), nn.Tanh(), nn.Flatten(), nn.LazyLinear(3)).double()
+    inputs = torch.randn(6, 2, 5, 5, dtype=torch.float64)
+    model(inputs)
+    factors = kronecker_factors(model, inputs, labels="exact", chunk_size=4)
+    for name, expected in convolution_by_hand(model[0], model[1:], inputs).items():
+        for got, want in zip(factors[name], expected, strict=True):
+            torch.testing.assert_close(got, want)
+
+
+def test_the_trace_of_a_convolution_is_near_that_of_the_fisher():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(36, 3))
+    inputs = torch.randn(64, 2, 5, 5)
+    B, A = kronecker_factors(model, inputs, labels="exact")["0.weight"]
+    trace = fisher_diagonal(model, inputs, labels="exact")["0.weight"].sum()
+    assert (B.trace() * A.trace()).item() == pytest.approx(trace.item(), rel=0.15)
