@@ -122,6 +122,49 @@ def observing_parts(observed: Parts) -> Iterator[None]:
         yield
 
 
+HALVES = (torch.float16, torch.bfloat16)
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """Return a half-precision tensor as float32, and any other as it is."""
+    return x.float() if x.dtype in HALVES else x
+
+
+@contextmanager
+def full_precision(observed: Parts) -> Iterator[None]:
+    """Turn half-precision parameters and buffers into float32, and put the very same tensors back afterwards.
+
+    Args:
+        observed: The parts of a model, from :func:`parts`.
+
+    Example:
+        >>> layer = nn.Linear(2, 2).bfloat16()
+        >>> with full_precision(parts(layer)):
+        ...     layer(torch.ones(1, 2)).dtype
+        torch.float32
+        >>> layer.weight.dtype
+        torch.bfloat16
+    """
+    parameters = [(p, p.data) for p in observed.parameters if p.dtype in HALVES]
+    buffers = [
+        (module, name, buffer)
+        for module in observed.modules
+        for name, buffer in module._buffers.items()
+        if buffer is not None and buffer.dtype in HALVES
+    ]
+    try:
+        for p, data in parameters:
+            p.data = data.float()
+        for module, name, buffer in buffers:
+            module._buffers[name] = buffer.float()
+        yield
+    finally:
+        for p, data in parameters:
+            p.data = data
+        for module, name, buffer in buffers:
+            module._buffers[name] = buffer
+
+
 Restore: TypeAlias = Callable[[], None]
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from lightning_taskinfo._batches import take
-from lightning_taskinfo._observe import trainable_parameters
+from lightning_taskinfo._observe import HALVES, at_least_float32, trainable_parameters
 from lightning_taskinfo._ranges import check_positive
 from lightning_taskinfo.certificates.certificate import Candidate, Prior
 from lightning_taskinfo.certificates.samples import Data, check_labels, read_samples, zero_one_loss
@@ -107,11 +107,19 @@ class Task:
         return float(torch.cat([self.losses(index) for index in torch.arange(self.n).split(4096)]).mean())
 
     @torch.no_grad()
-    def losses(self, index: Tensor | slice) -> Tensor:
-        """Return the losses of some samples under the network's present weights."""
+    def losses(self, index: Tensor | slice, *, float32: bool = False) -> Tensor:
+        """Return the losses of some samples under the network's present weights.
+
+        Args:
+            index: Which samples.
+            float32: Whether half-precision inputs become float32.
+        """
+        inputs = self.some(index)
+        if float32:
+            inputs = take(inputs, at_least_float32)
         own = index if isinstance(index, slice) else index.to(self.targets.device)
         targets = self.targets[own].to(self.generator.device)
-        values = self.loss(self.outputs(self.some(index)), targets)
+        values = self.loss(self.outputs(inputs), targets)
         if values.shape != targets.shape[:1]:
             raise ValueError(
                 f"`loss_fn` must return a value for each of {len(targets)}, got shape {list(values.shape)}."
@@ -119,12 +127,17 @@ class Task:
         return torch.nan_to_num(values.double(), nan=1.0)  # an output that is no number is an error
 
     def draw_losses(self, post: WeightGaussian, size: int) -> Tensor:
-        """Draw one network, and return its losses on ``size`` random samples (on all, if there are no more)."""
+        """Draw one network, and return its losses on ``size`` random samples (on all, if there are no more).
+
+        A network with trainable weights in half precision runs in float32: rounded draws would be those of another
+        post-distribution than the one whose KL is paid for.
+        """
         index: Tensor | slice = slice(None)
         if size < self.n:
             index = torch.randint(self.n, (size,), generator=self.generator, device=self.generator.device)
+        rounded = any(p.dtype in HALVES for p in trainable_parameters(self.model).values())
         with post.with_weights(self.model, self.generator):
-            return self.losses(index)
+            return self.losses(index, float32=rounded)
 
 
 def curvature_of(task: Task, structure: Structure, samples: int) -> list[CurvatureBlock]:
@@ -211,7 +224,8 @@ class Proposal:
 def propose(task: Task, prior: Prior, curvature: Curvature, beta: float) -> Proposal:
     """Return the post-distribution for one ``beta``."""
     center = prior.center_of(task.model)
-    displacement = {name: p.detach() - center[name] for name, p in trainable_parameters(task.model).items()}
+    weights = {name: at_least_float32(p.detach()) for name, p in trainable_parameters(task.model).items()}
+    displacement = {name: w - center[name] for name, w in weights.items()}
     blocks = _diagonal_of(curvature) if isinstance(curvature, LowRankCurvature) else curvature
     by_name, by_layer, price = choose_scales(blocks, displacement, prior, beta)
     pre = pre_distribution(center, prior_std=by_name)

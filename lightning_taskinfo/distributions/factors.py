@@ -12,7 +12,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_taskinfo._arguments import checked_arguments
 from lightning_taskinfo._batches import sample_count, take
-from lightning_taskinfo._observe import observing
+from lightning_taskinfo._observe import at_least_float32, full_precision, observing, parts
 from lightning_taskinfo.fisher.per_sample import Forward
 
 
@@ -44,7 +44,7 @@ def layer_input_matrices(
     """
     matrices: dict[str, Tensor] = {}
     n = sample_count(inputs)
-    with observing(model), torch.no_grad(), _capturing(model) as captured:
+    with observing(model), full_precision(parts(model)), torch.no_grad(), _capturing(model) as captured:
         for chunk in _chunks(inputs, chunk_size):
             (forward_fn or nn.Module.__call__)(model, chunk)
             for layer, (calls, _) in captured.items():
@@ -93,7 +93,7 @@ def layer_kronecker_factors(
     B: dict[str, Tensor] = {}
     places: Counter[str] = Counter()
     n = sample_count(inputs)
-    with observing(model), _capturing(model) as captured:
+    with observing(model), full_precision(parts(model)), _capturing(model) as captured:
         for chunk in _chunks(inputs, chunk_size):
             log_p = (forward_fn or nn.Module.__call__)(model, chunk).log_softmax(-1)
             label = torch.multinomial(log_p.detach().exp(), 1, generator=generator)
@@ -112,6 +112,7 @@ def layer_kronecker_factors(
 
 
 def _chunks(inputs: Any, size: int) -> Iterator[Any]:
+    inputs = take(inputs, at_least_float32)
     for start in range(0, sample_count(inputs), size):
         yield take(inputs, itemgetter(slice(start, start + size)))
 

@@ -2,20 +2,23 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
 from torch import Generator, Tensor, nn
 
 from lightning_taskinfo._arguments import checked_arguments
-from lightning_taskinfo._observe import ParamDict, trainable_parameters
+from lightning_taskinfo._observe import HALVES, ParamDict, at_least_float32, full_precision, parts, trainable_parameters
 from lightning_taskinfo._ranges import check_positive
 from lightning_taskinfo.distributions.curvature import CurvatureBlock
 
 
 class WeightGaussian(ABC):
     """A Gaussian over named weights that can be drawn from, measured, and put into a module for a while.
+
+    The mean of half-precision weights is kept, and drawn around, in float32: a narrow Gaussian rounded to bfloat16 has
+    another width than its divergence is computed for.
 
     Args:
         mean: The mean by parameter name.
@@ -31,7 +34,7 @@ class WeightGaussian(ABC):
     """
 
     def __init__(self, mean: Mapping[str, Tensor]) -> None:
-        self.mean: ParamDict = {name: value.detach().clone() for name, value in mean.items()}
+        self.mean: ParamDict = {name: at_least_float32(value.detach()).clone() for name, value in mean.items()}
 
     @abstractmethod
     def sample(self, generator: Generator | None = None) -> ParamDict:
@@ -49,7 +52,8 @@ class WeightGaussian(ABC):
     def with_weights(self, model: nn.Module, generator: Generator | None = None) -> Iterator[nn.Module]:
         """Put one draw into ``model``, and its own weights back afterwards, also on an exception.
 
-        The parameters stay the same objects, and what comes back are the very same tensors, bit for bit.
+        The parameters stay the same objects, and what comes back are the very same tensors, bit for bit. Where a drawn
+        weight is in half precision, the whole module is float32 meanwhile, and needs inputs in float32.
 
         Args:
             model: A module with parameters of these names and shapes.
@@ -59,15 +63,17 @@ class WeightGaussian(ABC):
             The same module.
         """
         parameters = dict(model.named_parameters())
-        kept = {name: parameters[name].data for name in self.mean}
         drawn = self.sample(generator)
-        try:
-            for name, value in drawn.items():
-                parameters[name].data = value
-            yield model
-        finally:
-            for name, value in kept.items():
-                parameters[name].data = value
+        rounded = any(parameters[name].dtype in HALVES for name in drawn)
+        with full_precision(parts(model)) if rounded else nullcontext():
+            kept = {name: parameters[name].data for name in drawn}
+            try:
+                for name, value in drawn.items():
+                    parameters[name].data = value
+                yield model
+            finally:
+                for name, value in kept.items():
+                    parameters[name].data = value
 
     def _noise(self, name: str, generator: Generator | None) -> Tensor:
         mean = self.mean[name]

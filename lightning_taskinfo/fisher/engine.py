@@ -1,7 +1,6 @@
 """Which engine serves which parameter, chunk by chunk; squared gradients go into a :class:`Sink`."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from operator import itemgetter
@@ -13,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_taskinfo._arguments import check_counts
 from lightning_taskinfo._batches import sample_count, take
-from lightning_taskinfo._observe import ParamDict, Parts, observing_parts, parts
+from lightning_taskinfo._observe import ParamDict, full_precision, observing_parts, parts
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.fisher.findings import Findings, by_name, differ, disjoint, recall, remember, sizes_of
 from lightning_taskinfo.fisher.hooks import Captured, capture, find_layouts
@@ -93,7 +92,7 @@ def measure(model: nn.Module, inputs: Any, targets: Tensor | None, request: Requ
         raise ValueError(f"`targets` must be a tensor, got {targets if isinstance(targets, str) else type(targets)!r}.")
     if targets is not None and len(targets) != n:
         raise ValueError(f"`targets` must have one entry a sample ({n}), got {len(targets)}.")
-    with observing_parts(observed), _full_precision(observed), resharding(model):
+    with observing_parts(observed), full_precision(observed), resharding(model):
         return _Measurement(model, take(inputs, _usable), targets, request, sink).run(n)
 
 
@@ -272,22 +271,3 @@ def _usable(x: Tensor) -> Tensor:
     """Return an input that autograd takes, in full precision."""
     x = x.detach().clone() if x.is_inference() else x.detach()
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-
-
-@contextmanager
-def _full_precision(observed: Parts) -> Iterator[None]:
-    """Turn half-precision weights and buffers into float32 for a while; inside ``observing``, which keeps buffers."""
-    halves = (torch.float16, torch.bfloat16)
-    modules, parameters, buffers = observed
-    kept = [(p, p.data) for p in parameters if p.dtype in halves]
-    try:
-        for p, data in kept:
-            p.data = data.float()
-        for module in modules if any(buffer.dtype in halves for buffer in buffers) else ():
-            for name, buffer in module.named_buffers(recurse=False):
-                if buffer.dtype in halves:
-                    setattr(module, name, buffer.float())
-        yield
-    finally:
-        for p, data in kept:
-            p.data = data

@@ -361,3 +361,17 @@ def test_refuses_one_score_and_noisy_weights(trained, data, prior):
         certify(trained, data, prior, forward_fn=lambda model, x: model(x)[:, None])
     with pytest.raises(ValueError, match="`model` must have plain weights, got noisy ones: `remove_weight_noise`"):
         certify(add_weight_noise(deepcopy(trained)), data, prior)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_networks_drawn_around_half_precision_weights_are_not_rounded(trained, data, start, structure):
+    """The certificate of a bfloat16 network is that of the float32 network with the same weights."""
+    inputs, targets = data[0].bfloat16(), data[1]
+    halves = [deepcopy(net).bfloat16() for net in (trained, start)]
+    model, center = halves
+    half = certify(model, (inputs, targets), Prior(center, origin="random"), structure=structure, **QUICK)
+    model, center = (deepcopy(net).float() for net in halves)
+    full = certify(model, (inputs.float(), targets), Prior(center, origin="random"), structure=structure, **QUICK)
+    assert (half.valid, full.valid) == (True, True)
+    assert (half.bound, half.kl, half.risk) == pytest.approx((full.bound, full.kl, full.risk), rel=1e-6)
+    assert all(p.dtype == torch.bfloat16 for p in halves[0].parameters())

@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributions import MultivariateNormal, kl_divergence
 
 from lightning_taskinfo.distributions import (
+    LowRankCurvature,
     diagonal_curvature,
     kronecker_curvature,
     post_distribution,
@@ -187,3 +188,34 @@ def test_messages(net):
         post_distribution(net, pre, [*blocks, blocks[0]])
     with pytest.raises(ValueError, match=r"`pre` must have the same parameters, got a difference in \['0.bias'\]"):
         pre.kl(pre_distribution({n: p for n, p in net.named_parameters() if n != "0.bias"}, prior_std=1.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["pre", "blocks", "low_rank"])
+def test_draws_around_half_precision_weights_are_not_rounded(kind, dtype):
+    """At w = 1 neighbours in bfloat16 are 0.004 apart, so that rounding would change a deviation of 0.001."""
+    mean, n = {"w": torch.ones(20_000, dtype=dtype)}, 20_000
+    gaussian = pre_distribution(mean, prior_std=1e-3)
+    zeros = {"w": torch.zeros(n)}
+    if kind == "blocks":
+        gaussian = post_distribution(mean, gaussian, diagonal_curvature(zeros))
+    elif kind == "low_rank":
+        direction = {"w": torch.zeros(1, n).index_fill(1, torch.tensor([0]), 1.0)}
+        gaussian = post_distribution(mean, gaussian, LowRankCurvature(zeros, direction, torch.zeros(1)))
+    drawn = gaussian.sample(torch.Generator().manual_seed(0))["w"].double() - 1
+    assert drawn.std().item() == pytest.approx(1e-3, rel=4 / (2 * n) ** 0.5)
+
+
+def test_a_half_precision_network_is_float32_while_it_holds_a_draw():
+    net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)).to(torch.bfloat16).eval()
+    net[2].requires_grad_(False)
+    before = {name: (value, value.clone()) for name, value in net.state_dict(keep_vars=True).items()}
+    post = pre_distribution(net, prior_std=1e-3)
+    with post.with_weights(net, torch.Generator().manual_seed(0)):
+        assert net(torch.ones(2, 3)).dtype == torch.float32
+        drawn = post.sample(torch.Generator().manual_seed(0))["0.weight"]
+        assert torch.equal(net[0].weight, drawn)
+    for name, value in net.state_dict(keep_vars=True).items():
+        assert value is before[name][0], name
+        assert value.dtype == before[name][1].dtype
+        assert torch.equal(value, before[name][1]), name
