@@ -35,6 +35,8 @@ class Conv(Use):
         return self.layout.axis == 0
 
     def grads(self, slot: str, b: Tensor) -> Tensor:
+        if slot == "bias":
+            return self._fold(b.flatten(2).sum(2))
         return self._fold(torch.cat([self._join(parts) for _, parts in self._blocks(slot, [b])]))
 
     def norms(self, slot: str, scores: list[Tensor]) -> Tensor:
@@ -51,7 +53,7 @@ class Conv(Use):
         return norms[0] if len(norms) == 1 else torch.cat(norms)
 
     def diagonal(self, slot: str, scores: list[Tensor]) -> Tensor:
-        if self.layout.repeat > 1:
+        if self.layout.repeat > 1 or slot == "bias":
             return super().diagonal(slot, scores)
         squares = ([part.square_().sum(0, keepdim=True) for part in parts] for _, parts in self._blocks(slot, scores))
         first = next(squares)

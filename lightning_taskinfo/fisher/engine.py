@@ -14,8 +14,8 @@ from lightning_taskinfo._arguments import check_counts
 from lightning_taskinfo._batches import sample_count, take
 from lightning_taskinfo._observe import ParamDict, full_precision, observing_parts, parts
 from lightning_taskinfo._warn import warn
-from lightning_taskinfo.fisher.findings import Findings, by_name, differ, disjoint, recall, remember, sizes_of
-from lightning_taskinfo.fisher.hooks import Captured, capture, find_layouts
+from lightning_taskinfo.fisher.findings import Findings, by_name, differ, disjoint, proofs, recall, remember, sizes_of
+from lightning_taskinfo.fisher.hooks import Captured, capture, find_layouts, moves_rows
 from lightning_taskinfo.fisher.kron import backpack_gradients
 from lightning_taskinfo.fisher.layers import BLOCK, Layout, Use
 from lightning_taskinfo.fisher.per_sample import Forward, looped_gradients, vmapped_gradients
@@ -155,6 +155,8 @@ class _Measurement:
         captured, outputs = self._pass(inputs)
         hooked = captured.lay_out(self.layouts) if captured else set()
         hooked &= {name for name, engine in self.engines.items() if engine == "hooks"}
+        if captured and hooked:
+            hooked -= self._disproved(captured, hooked)
         left = self.engines.keys() - hooked
         if left and self.request.engine == "hooks":
             raise ValueError(f"`engine='hooks'` does not cover {', '.join(sorted(left))}; use `engine='auto'`.")
@@ -166,6 +168,27 @@ class _Measurement:
                 self._from_uses(captured, hooked, samples, scores, last)
             for score in scores if left else ():
                 self._from_gradients(inputs, score, set(left), samples)
+
+    def _disproved(self, captured: Captured, names: set[str]) -> set[str]:
+        """Return the parameters whose rows are not those of the samples, and say so once.
+
+        What was shown before holds again if shapes and operations are the same, and none of them moves rows.
+        """
+        shapes = tuple(use.shape for use in captured.uses)
+        signature = (tuple(captured.graph), shapes, frozenset(names))
+        if signature in proofs(self.model):
+            return set()
+        failed = captured.disproved(names)
+        if not failed and not moves_rows(captured.graph):
+            proofs(self.model).add(signature)
+        elif failed and self.request.engine == "auto":
+            layers = sorted({name.rpartition(".")[0] or name for name in failed})
+            some = ", ".join(layers[:3]) + f" and {len(layers) - 3} more" * (len(layers) > 3)
+            warn(
+                f"The rows that {some} worked on could not be told apart by sample, as where a batch is sorted, "
+                "routed or masked; a slower engine measures these layers."
+            )
+        return failed
 
     def _pass(self, inputs: Any) -> tuple[Captured | None, Tensor]:
         """Run the model on a chunk; return what the hooks saw, if they serve anything, and the outputs."""

@@ -8,7 +8,7 @@ with operations of the same kinds in the same order. Whether samples depend on e
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -70,6 +70,16 @@ class Findings:
 
 
 _KEPT: "WeakKeyDictionary[nn.Module, Findings]" = WeakKeyDictionary()
+
+_PROOFS: "WeakKeyDictionary[nn.Module, set[Hashable]]" = WeakKeyDictionary()
+
+
+def proofs(model: nn.Module) -> set[Hashable]:
+    """Return operations, shapes and parameters for which the rows were shown to be the samples; a few of them."""
+    known = _PROOFS.setdefault(model, set())
+    if len(known) > 16:
+        known.clear()
+    return known
 
 
 def recall(model: nn.Module, inputs: Any) -> Findings | None:

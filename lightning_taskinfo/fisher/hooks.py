@@ -6,6 +6,7 @@ everything else. What was seen is checked against the autograd graph, which know
 that was not seen, or not understood, is left to the per-sample engine.
 """
 
+import re
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -21,6 +22,8 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_taskinfo.fisher.calls import READERS
 from lightning_taskinfo.fisher.layers import Layout, Slot, Use
+
+MOVING = re.compile("Index|Gather|Scatter|Sort|Topk|Flip|Masked(?!Fill|Softmax)|Take|Put|Roll|Unique|Kthvalue")
 
 
 @dataclass
@@ -70,11 +73,41 @@ class Captured:
         if len(layouts) != len(self.uses):  # the model took another path than in the probe
             return set()
         served = set(self.seen)
+        n = len(self.outputs)
         for use, layout in zip(self.uses, layouts, strict=True):
             use.layout = layout or Layout()
-            if layout is None or use.spoiled or not use.fits():
+            known = layout is not None and use.shape[layout.axis : layout.axis + 1] == (n * layout.repeat,)
+            if not known or use.spoiled or not use.fits():
                 served -= {slot.name for slot in use.slots.values()}
         return served
+
+    def disproved(self, names: set[str]) -> set[str]:
+        r"""Return the parameters of which it is not shown that row ``n`` of each use belongs to sample ``n``.
+
+        Backpropagate :math:`\sum_n u_n` and :math:`\sum_n a_n u_n` with any scores :math:`u_n` and weights
+        :math:`a_n` that differ: if only sample ``n`` depends on row ``n``, the second gradient is :math:`a_n` times
+        the first there. Rows without a gradient count for nothing.
+        """
+        n = len(self.outputs)
+        generator = torch.Generator().manual_seed(n)
+        score = torch.randn(self.outputs.shape, generator=generator, dtype=torch.float64).to(self.outputs)
+        weights = torch.exp2(torch.randperm(n, generator=generator) * (8 / n)).to(self.outputs)
+        weighted = score * weights.view(-1, *[1] * (score.dim() - 1))
+        pairs = self.backward([score, weighted], retain_graph=True)
+        largest = max((float(pair[0].abs().max()) for pair in pairs if pair and pair[0].numel()), default=0.0)
+        failed: set[str] = set()
+        for use, pair in zip(self.uses, pairs, strict=True):
+            wanted = {slot.name for slot in use.slots.values()} & names
+            if pair is None or not wanted or wanted <= failed:
+                continue
+            plain, scaled = (use.layout.samples_first(b).reshape(n, -1) for b in pair)
+            eps = torch.finfo(plain.dtype).eps
+            norms = torch.linalg.vector_norm(plain, dim=1)
+            off = torch.linalg.vector_norm(scaled - weights.view(-1, 1) * plain, dim=1)
+            allowed = weights * (eps**0.5 * norms + 32 * eps * largest)
+            if not bool((off <= allowed).all()):
+                failed |= wanted
+        return failed
 
 
 def capture(forward: Callable[[], Tensor], parameters: dict[str, nn.Parameter], *, confirm: bool = True) -> Captured:
@@ -97,6 +130,11 @@ def capture(forward: Callable[[], Tensor], parameters: dict[str, nn.Parameter], 
     consumers = _consumers(outputs) if confirm else Counter[Node]()
     seen = recorder.confirmed(outputs, consumers) if confirm else set()
     return Captured(outputs, recorder.uses, seen, [*map(type, consumers)])
+
+
+def moves_rows(graph: list[type]) -> bool:
+    """Whether an operation of the graph moves rows to places that depend on data."""
+    return any(MOVING.search(kind.__name__) for kind in {*graph})
 
 
 def find_layouts(probe: Captured, captured: Captured) -> list[Layout | None]:

@@ -105,7 +105,8 @@ class Use:
 
         A part is a tuple of factors ``[n, D]``: the product of their inner products counts.
         """
-        yield [(self.grads(slot, b).flatten(1),)]
+        gradients = self.grads(slot, b)
+        yield [(gradients.reshape(len(gradients), -1),)]
 
 
 class Linear(Use):
@@ -191,7 +192,9 @@ class Elementwise(Use):
 
     def grads(self, slot: str, b: Tensor) -> Tensor:
         factor = self.config["factor"].get(slot)
-        product = b if factor is None else b * factor()
+        product = b if factor is None else b * factor().conj()
+        if product.is_complex():  # of a real parameter
+            product = product.real
         product = self.layout.samples_first(product)
         summed = [axis for axis, size in enumerate(self._aligned(slot), start=1) if size == 1]
         if summed:

@@ -1,6 +1,7 @@
 """Trace, diagonal, layer traces and Gram matrix: what is made of the squared gradients."""
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import Generator, Tensor, nn
@@ -211,8 +212,12 @@ def gradient_gram(
         if generator is not None and seed is not None:
             generator.set_state(seed)  # the same labels in every pass
         sink = Gram(gram, wanted, room=128 * BLOCK)
-        measure(model, inputs, targets, request, sink)
+        engines = measure(model, inputs, targets, request, sink)
         wanted = sink.postponed
+        if unfinished := sink.unfinished():  # hooks served some chunks, and left others to another engine
+            wanted |= unfinished
+            engine = cast(Engine, engines[next(iter(unfinished))])
+            request = replace(request, engine=engine)
     return gram
 
 

@@ -84,9 +84,13 @@ class Gram:
         if self._has_room(name, tuple(gradients.shape[1:])):
             self._keep((name, "", 0), (gradients.reshape(len(gradients), -1),))
 
+    def unfinished(self) -> set[str]:
+        """Return the parameters of which features of some samples are missing."""
+        return {name for name, _, _ in self.kept}
+
     def _has_room(self, name: str, shape: tuple[int, ...]) -> bool:
         if name not in self.reserved and name in self.wanted - self.postponed:
-            needed, unfinished = len(self.gram) * math.prod(shape), {key[0] for key in self.kept}
+            needed, unfinished = len(self.gram) * math.prod(shape), self.unfinished()
             if unfinished and needed + sum(self.reserved[other] for other in unfinished) > self.room:
                 self.postponed.add(name)  # one parameter always fits
             else:

@@ -149,10 +149,11 @@ class Bernoulli:
     """
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:  # noqa: D102
+        targets = targets.to(outputs.dtype)  # from yes and no
         return _per_sample(targets * logsigmoid(outputs) + (1 - targets) * logsigmoid(-outputs))
 
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:  # noqa: D102
-        return targets - outputs.sigmoid()
+        return targets.to(outputs.dtype) - outputs.sigmoid()
 
     def sample(self, outputs: Tensor, generator: Generator | None = None) -> Tensor:  # noqa: D102
         return torch.bernoulli(outputs.sigmoid(), generator=generator)
