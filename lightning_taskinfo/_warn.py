@@ -5,7 +5,7 @@ import warnings
 
 BETWEEN = {  # packages whose frames are nobody's call
     *("lightning_taskinfo", "torch", "torchmetrics", "lightning", "pytorch_lightning", "lightning_fabric"),
-    *("lightning_utilities", "jsonargparse", "contextlib", "functools"),
+    *("lightning_utilities", "jsonargparse", "contextlib", "functools", "importlib"),
 }
 
 
@@ -20,8 +20,13 @@ def warn(message: str) -> None:
         message: What to say.
     """
     frame = sys._getframe(1)
-    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in BETWEEN:
+    level = 2  # 1 is this function, 2 its caller
+    while frame.f_back is not None and _package(frame.f_globals) in BETWEEN:
         frame = frame.f_back
-    told = frame.f_globals
-    module, registry = str(told.get("__name__", "__main__")), told.setdefault("__warningregistry__", {})
-    warnings.warn_explicit(message, TaskInfoWarning, frame.f_code.co_filename, frame.f_lineno, module, registry, told)
+        if "importlib._bootstrap" not in frame.f_code.co_filename:  # `warnings.warn` does not count those
+            level += 1
+    warnings.warn(message, TaskInfoWarning, stacklevel=level)
+
+
+def _package(told: dict[str, object]) -> str:
+    return str(told.get("__name__")).partition(".")[0]

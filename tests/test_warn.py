@@ -1,6 +1,8 @@
 """A warning of the package points to the line of the user's that led to it, whatever stands between."""
 
 import contextlib
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -94,3 +96,25 @@ def test_a_second_warning_of_one_line_is_not_shown_by_default():
 def test_nothing_in_the_package_warns_otherwise():
     left = [p.name for p in PACKAGE.rglob("*.py") if "warnings.warn" in p.read_text() and p.name != "_warn.py"]
     assert left == []
+
+
+@pytest.mark.parametrize("how", ["-c", "-", "interactive"])
+def test_warns_where_there_is_no_file(how):
+    code = "from lightning_taskinfo.functional.minima import local_minimum_summary\nimport torch\n"
+    code += "local_minimum_summary(torch.ones(4, 4), subset_size=3)\nprint('went on')\n"
+    words = {"-c": ["-c", code], "-": ["-"], "interactive": ["-i", "-q"]}[how]
+    given = None if how == "-c" else code
+    done = subprocess.run([sys.executable, *words], input=given, capture_output=True, text=True, timeout=120)
+    assert "went on" in done.stdout, done.stderr
+    assert "TaskInfoWarning" in done.stderr
+    assert "Error" not in done.stderr
+
+
+def test_an_import_between_is_passed_over(tmp_path, monkeypatch):
+    (tmp_path / "asks_at_import.py").write_text(
+        "__name__ = 'lightning_taskinfo.asked'\nfrom lightning_taskinfo._warn import warn\nwarn('at import')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.warns(TaskInfoWarning, match="at import") as caught:
+        import asks_at_import  # noqa: F401
+    assert caught[0].filename == __file__

@@ -44,6 +44,11 @@ def gaussian_kernel(a: Tensor, b: Tensor, widths: Tensor) -> Tensor:
         >>> gaussian_kernel(torch.zeros(1, 2), torch.zeros(3, 2), torch.tensor([1.0, 2.0]))
         tensor([[1., 1., 1.]])
     """
+    # Kernels depend on differences alone. What all samples have in common is removed before squaring: in float32 its
+    # square would leave few digits for the differences. It is a constant, so that gradients stay as they are.
+    center = torch.cat([a, b]).detach().mean(0)
+    a = a - center
+    b = b - center
     norms = a.square().sum(1)[:, None] + b.square().sum(1)[None]  # [N, M]
     squares = (norms - 2 * a @ b.T).clamp_min(0)
     exponents = squares[..., None] * (-0.5 / widths.square())  # [N, M, m]

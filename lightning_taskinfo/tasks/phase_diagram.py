@@ -68,7 +68,7 @@ def transferability(
         return linear_transferability(theta, gamma, sigma)
     if mode == "fine_tune":
         return fine_tuning_transferability(theta, gamma, sigma, depth=depth)
-    raise ValueError(f"`mode` must be 'linear' or 'fine-tuning', got {mode!r}.")
+    raise ValueError(f"`mode` must be 'linear' or 'fine_tune', got {mode!r}.")
 
 
 @checked_arguments

@@ -46,6 +46,14 @@ def test_default_widths_ignore_a_common_scale():
     torch.testing.assert_close(mk_mmd(100 * source, 100 * target), mk_mmd(source, target))
 
 
+@pytest.mark.parametrize(("common", "apart"), [(1000.0, 0.5), (-3e4, 0.5), (0.0, 1e4)])
+def test_float32_keeps_its_digits_beside_an_offset(common, apart):
+    source = (samples(40) + common).float()
+    target = (samples(50, seed=1) + common + apart).float()
+    exact = mk_mmd(source.double(), target.double(), widths=[0.5, 2.0])
+    torch.testing.assert_close(mk_mmd(source, target, widths=[0.5, 2.0]).double(), exact, rtol=0, atol=1e-6)
+
+
 def test_gradients():
     source, target = samples(3).requires_grad_(), samples(4, seed=1).requires_grad_()
     assert torch.autograd.gradcheck(lambda s, t: mk_mmd(s, t, widths=[0.5, 2.0]), (source, target))
