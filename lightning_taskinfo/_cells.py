@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from lightning_taskinfo._files import read_json, write_json
+from lightning_taskinfo._files import make_folder, read_result, write_result
 
 
 def run_cells(
@@ -46,10 +46,7 @@ def run_cells(
         ValueError: If ``executor`` is a pool of threads, which share one random generator; or ``workers`` negative.
         RuntimeError: If a cell fails, with its name, after the cells that were running have been kept.
     """
-    if isinstance(executor, ThreadPoolExecutor):
-        raise ValueError("`executor` must run processes, got a ThreadPoolExecutor: threads share one random state.")
-    if workers is not None and workers < 0:
-        raise ValueError(f"`workers` must be at least 0, got {workers}.")
+    check_executor(executor, workers)
     results = {} if folder is None else _finished(Path(folder), cells)
     for name, result in results.items():
         if on_done is not None:
@@ -57,16 +54,24 @@ def run_cells(
     todo = {name: argument for name, argument in cells.items() if name not in results}
     for name, result in _computed(function, todo, executor, workers):
         if folder is not None:
-            write_json(Path(folder) / f"{name}.json", result)
+            write_result(Path(folder) / f"{name}.json", result)
         results[name] = result
         if on_done is not None:
             on_done(name, result)
     return {name: results[name] for name in cells}
 
 
+def check_executor(executor: Executor | None, workers: int | None) -> None:
+    """Check the two as :func:`run_cells` does, for callers that write something before."""
+    if isinstance(executor, ThreadPoolExecutor):
+        raise ValueError("`executor` must run processes, got a ThreadPoolExecutor: threads share one random state.")
+    if workers is not None and workers < 0:
+        raise ValueError(f"`workers` must be at least 0, got {workers}.")
+
+
 def _finished(folder: Path, cells: Mapping[str, Any]) -> dict[str, Any]:
-    folder.mkdir(parents=True, exist_ok=True)
-    return {name: read_json(folder / f"{name}.json") for name in cells if (folder / f"{name}.json").exists()}
+    make_folder(folder)
+    return {name: read_result(folder / f"{name}.json") for name in cells if (folder / f"{name}.json").exists()}
 
 
 def _computed(

@@ -1,20 +1,29 @@
 """Files that are whole or not there: written beside their place, flushed to the disk, and moved into it."""
 
+import glob
+import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+import pickle
+import platform
+import re
+import time
+import uuid
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import IO, Any
+
+DAY = 86_400  # seconds
 
 
 @contextmanager
 def atomic_write(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO[Any]]:
     """Give a file to write to that takes the place of ``path`` when the block ends, and not before.
 
-    A process killed meanwhile, or an exception in the block, leaves what was there. The name of the unfinished file
-    begins with that of ``path`` and ends in ``.tmp``; one that a killed process left behind does no harm.
+    A process killed meanwhile, or an exception in the block, leaves what was there. What a killed process left
+    half-written is removed by the next one that writes the same file.
 
     Args:
         path: The file to write or replace; its folder must exist.
@@ -23,21 +32,57 @@ def atomic_write(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO[
     Yields:
         The open file.
     """
-    path = Path(path)
     encoding = None if "b" in mode else "utf-8"
-    file = NamedTemporaryFile(  # noqa: SIM115
-        mode, encoding=encoding, dir=path.parent, prefix=f"{path.name}.", suffix=".tmp", delete=False
-    )
+    with atomic_path(path) as beside, beside.open(mode, encoding=encoding) as file:
+        yield file
+
+
+@contextmanager
+def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Give a path beside ``path`` for a file that takes its place when the block ends; see :func:`atomic_write`.
+
+    The name of the unfinished file begins with that of ``path``, says which process writes it, and ends in ``.tmp``.
+    """
+    path = Path(path)
+    _remove_leftovers(path)
+    beside = path.with_name(f"{path.name}.{_host()}.{os.getpid()}.{uuid.uuid4().hex[:8]}.tmp")
     try:
-        with file:
-            yield file
-            file.flush()
+        yield beside
+        with beside.open("rb+") as file:
             os.fsync(file.fileno())
-        os.chmod(file.name, 0o666 & ~_umask())  # a temporary file is its owner's alone
-        os.replace(file.name, path)
+        os.replace(beside, path)
     except BaseException:
-        Path(file.name).unlink(missing_ok=True)
+        beside.unlink(missing_ok=True)
         raise
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Remove what processes that are no more have left beside ``path``; those of other machines after a day."""
+    for file in path.parent.glob(f"{glob.escape(path.name)}.*.tmp"):
+        _, host, process, *_ = [*file.name.rsplit(".", 4), "", ""]
+        try:
+            if host == _host() and process.isdigit() and os.name == "posix":
+                dead = not _alive(int(process))
+            else:
+                dead = time.time() - file.stat().st_mtime > DAY
+        except FileNotFoundError:  # the one who wrote it is ready now
+            continue
+        if dead:
+            file.unlink(missing_ok=True)
+
+
+def _host() -> str:
+    return re.sub(r"\W", "-", platform.node())
+
+
+def _alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
@@ -56,7 +101,69 @@ def read_json(path: str | os.PathLike[str]) -> Any:
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not a readable JSON file ({error}); delete it to compute it again.") from error
+        raise ValueError(f"{path}: not a readable JSON file ({error}).") from error
+
+
+def write_result(path: str | os.PathLike[str], result: Any) -> None:
+    """Write a result as JSON with a checksum beside it, atomically."""
+    write_json(path, {"result": result, "sha256": _checksum(result)})
+
+
+def read_result(path: str | os.PathLike[str]) -> Any:
+    """Return what :func:`write_result` wrote.
+
+    Raises:
+        ValueError: If that is not what the file holds; it is named, and left as it is.
+    """
+    try:
+        kept = read_json(path)
+        whole = isinstance(kept, dict) and {*kept} == {"result", "sha256"}
+        if not whole or kept["sha256"] != _checksum(kept["result"]):
+            raise ValueError(f"{path}: not as it was written, its checksum differs.")
+    except ValueError as error:
+        raise ValueError(f"{error} Delete it to compute it again.") from error
+    return kept["result"]
+
+
+def _checksum(value: Any) -> str:
+    read = json.loads(json.dumps(value))  # numbers as keys are strings then
+    return hashlib.sha256(json.dumps(read, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def write_tensors(path: str | os.PathLike[str], content: Any) -> None:
+    """Write tensors and plain values by ``torch.save``, atomically."""
+    import torch
+
+    with atomic_write(path) as file:
+        torch.save(content, file)
+
+
+def read_tensors(path: str | os.PathLike[str], *, advice: str = "") -> Any:
+    """Return tensors and plain values that ``torch.save`` wrote, on the processor; nothing in the file is run.
+
+    Such a file is a zip archive with a checksum of each part. Torch does not look at them, so they are verified here.
+
+    Args:
+        path: The file.
+        advice: What to do about a damaged file, for the message.
+
+    Raises:
+        ValueError: If the file is damaged, or holds anything else.
+    """
+    import torch
+
+    try:
+        with zipfile.ZipFile(path) as archive:
+            if (damaged := archive.testzip()) is not None:
+                raise ValueError(f"the checksum of {damaged} differs")
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise
+    except pickle.UnpicklingError as error:
+        raise ValueError(f"{path}: it holds something else than tensors and plain values. {advice}".strip()) from error
+    except Exception as error:  # zip, zlib and torch have a different one for every kind of damage
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise ValueError(f"{path}: not as it was written ({reason}). {advice}".strip()) from error
 
 
 def make_folder(folder: str | os.PathLike[str], *, argument: str = "folder") -> Path:
@@ -78,20 +185,34 @@ def make_folder(folder: str | os.PathLike[str], *, argument: str = "folder") -> 
     return folder
 
 
-def claim_folder(folder: str | os.PathLike[str], configuration: Mapping[str, Any], *, argument: str = "folder") -> None:
+def claim_folder(
+    folder: str | os.PathLike[str],
+    configuration: Mapping[str, Any],
+    *,
+    results: Sequence[str] = (),
+    argument: str = "folder",
+) -> None:
     """Make ``folder`` the place of one configuration, or see that it is: results of two are never mixed.
 
     Args:
         folder: Made where missing. What it holds of the same configuration is good to continue from.
         configuration: What decides the results, as JSON-like values.
+        results: Patterns of names that results have there: a folder that has some, but lost the configuration they
+            belong to, is refused.
         argument: What the caller calls the folder, for the message.
 
     Raises:
-        ValueError: If the folder is a file, or belongs to another configuration; the message lists what differs.
+        ValueError: If the folder is a file, belongs to another configuration (the message lists what differs), or
+            holds results of an unknown one.
     """
     path = make_folder(folder, argument=argument) / "configuration.json"
     mine = json.loads(json.dumps(configuration))  # tuples as lists, as they will be read
     if not path.exists():
+        if found := [file for pattern in results for file in path.parent.glob(pattern)]:
+            raise ValueError(
+                f"`{argument}` must be new or have its configuration.json; {folder} has none, but results such as "
+                f"{found[0].relative_to(path.parent)}, which may belong to another one. Take a new folder."
+            )
         write_json(path, mine)
     elif changes := _differences(read_json(path), mine):
         raise ValueError(
@@ -110,9 +231,3 @@ def _differences(old: Any, new: Any, name: str = "") -> list[str]:
             for line in _differences(old.get(key, "(not set)"), new.get(key, "(not set)"), f"{name}.{key}".lstrip("."))
         ]
     return [] if old == new else [f"{name}: {old} there, {new} now"]
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

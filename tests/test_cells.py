@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lightning_taskinfo._cells import run_cells
-from lightning_taskinfo._files import read_json
+from lightning_taskinfo._files import read_result, write_result
 
 CELLS = {f"seed-{seed}": seed for seed in range(4)}
 
@@ -69,7 +69,7 @@ def test_cells_run_with_one_torch_thread_and_this_process_keeps_its_own():
 
 def test_a_finished_cell_is_read_and_not_run(tmp_path):
     first = run_cells(draw, CELLS, workers=0, folder=tmp_path)
-    (tmp_path / "seed-1.json").write_text('"kept"')
+    write_result(tmp_path / "seed-1.json", "kept")
     (tmp_path / "seed-3.json").unlink()
     seen = {}
     again = run_cells(draw, CELLS, workers=0, folder=tmp_path, on_done=lambda name, value: seen.update({name: value}))
@@ -80,7 +80,7 @@ def test_a_finished_cell_is_read_and_not_run(tmp_path):
 def test_a_failing_cell_is_named_and_the_finished_ones_are_kept(tmp_path, workers):
     with pytest.raises(RuntimeError, match="seed-2 failed: ValueError: two is refused"):
         run_cells(fail_at_two, CELLS, workers=workers, folder=tmp_path)
-    assert read_json(tmp_path / "seed-1.json") == 1
+    assert read_result(tmp_path / "seed-1.json") == 1
     assert not (tmp_path / "seed-2.json").exists()
 
 

@@ -1,13 +1,26 @@
 """A file is whole or not there, and a folder belongs to one configuration."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
+import torch
 
-from lightning_taskinfo._files import atomic_write, claim_folder, make_folder, read_json, write_json
+from lightning_taskinfo._files import (
+    atomic_write,
+    claim_folder,
+    make_folder,
+    read_json,
+    read_result,
+    read_tensors,
+    write_json,
+    write_result,
+    write_tensors,
+)
 
 
 def test_the_old_file_stays_when_writing_fails(tmp_path):
@@ -28,6 +41,26 @@ def test_the_old_file_stays_when_the_process_is_killed(tmp_path):
     )
     assert subprocess.run([sys.executable, "-c", code, str(path)]).returncode == -signal.SIGKILL
     assert path.read_text() == "old"
+    assert len(os.listdir(tmp_path)) == 2
+    write_json(tmp_path / "other", 1)
+    assert len(os.listdir(tmp_path)) == 3, "of another file"
+    write_json(path, "new")
+    assert sorted(os.listdir(tmp_path)) == ["other", "result"], "what the killed process left is gone"
+
+
+def test_what_another_process_is_writing_stays_and_old_remains_of_other_machines_go(tmp_path):
+    path = tmp_path / "result"
+    with atomic_write(path, "w") as mine:
+        mine.write("first")
+        write_json(path, "second")
+        assert len(os.listdir(tmp_path)) == 2
+    assert path.read_text() == "first"
+    young, old = (tmp_path / f"result.elsewhere.{number}.0123abcd.tmp" for number in (1, 2))
+    for file in (young, old):
+        file.touch()
+    os.utime(old, (time.time() - 90_000,) * 2)
+    write_json(path, "third")
+    assert (young.exists(), old.exists()) == (True, False)
 
 
 def test_an_interrupt_leaves_nothing_behind(tmp_path):
@@ -83,6 +116,64 @@ def test_damaged_json_is_named(tmp_path):
         (tmp_path / "x.json").write_bytes(damaged)
         with pytest.raises(ValueError, match=r"x\.json: not a readable JSON file"):
             read_json(tmp_path / "x.json")
+
+
+@pytest.mark.parametrize("result", [None, 1.5, {"kl": [0.1, float("nan")], 10: 1, 9: 2}], ids=str)
+def test_a_result_comes_back(tmp_path, result):
+    write_result(tmp_path / "x.json", result)
+    assert str(read_result(tmp_path / "x.json")) == str(json.loads(json.dumps(result)))
+
+
+@pytest.mark.parametrize("text", ["null", '{"a": [1, 2]}', "[]", '{"result": 1}', '{"result": 1, "sha256": "0"}', "{"])
+def test_what_is_no_result_is_named_with_true_advice(tmp_path, text):
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(ValueError, match=r"x\.json: .* Delete it"):
+        read_result(tmp_path / "x.json")
+
+
+def test_a_changed_digit_of_a_result_is_noticed(tmp_path):
+    write_result(tmp_path / "x.json", {"accuracy": 0.25})
+    text = (tmp_path / "x.json").read_text()
+    (tmp_path / "x.json").write_text(text.replace("0.25", "0.75"))
+    with pytest.raises(ValueError, match=r"x\.json: .*checksum"):
+        read_result(tmp_path / "x.json")
+
+
+def test_no_flipped_byte_of_a_file_of_tensors_changes_what_is_read(tmp_path):
+    """Every bit of some bytes and every byte: the file is refused, or what it holds is what was written."""
+    path = tmp_path / "weights.pt"
+    weights = {"weight": torch.arange(6.0), "rows": [{"beta": 0.5}]}
+    write_tensors(path, weights)
+    whole = path.read_bytes()
+    refused = 0
+    for place in range(len(whole)):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ (1 << place % 8)]) + whole[place + 1 :])
+        try:
+            read = read_tensors(path)
+        except ValueError:
+            refused += 1
+        else:
+            assert torch.equal(read["weight"], weights["weight"])
+            assert read["rows"] == weights["rows"]
+    assert refused > 500
+
+
+def test_code_in_a_file_of_tensors_is_not_run(tmp_path):
+    write_tensors(tmp_path / "x.pt", torch.nn.Linear(1, 1))
+    with pytest.raises(ValueError, match=r"x\.pt: .* Go\.$") as caught:
+        read_tensors(tmp_path / "x.pt", advice="Go.")
+    assert "weights_only" not in str(caught.value)
+
+
+def test_results_that_lost_their_configuration_are_refused(tmp_path):
+    claim_folder(tmp_path, {"steps": 60}, results=["results/*"])
+    claim_folder(tmp_path, {"steps": 60}, results=["results/*"])
+    write_result(make_folder(tmp_path / "results") / "a.json", 1)
+    (tmp_path / "configuration.json").unlink()
+    with pytest.raises(ValueError, match=r"`out` must .*results/a\.json"):
+        claim_folder(tmp_path, {"steps": 30}, results=["results/*"], argument="out")
+    assert not (tmp_path / "configuration.json").exists()
+    claim_folder(tmp_path, {"steps": 30})  # files of others are in nobody's way
 
 
 def test_a_folder_keeps_its_configuration(tmp_path):

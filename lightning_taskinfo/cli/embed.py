@@ -66,7 +66,7 @@ def embed(
     )
     configuration = {"probe": embedder.fingerprint, "labels": labels, "max_samples": max_samples}
     configuration |= {"weight_decay": weight_decay, "size": size, "seed": seed, "data_dir": str(data_dir or "")}
-    claim_folder(folder, configuration)
+    claim_folder(folder, configuration, results=["embeddings.json", *(_file_name(task) for task in tasks)])
     with shown(True, "embed", len(tasks)) as tell:
         turns = counted(tasks, len(tasks), tell, "tasks")
         embeddings = [_embedded(embedder, task, folder, data[task]) for task in turns]
@@ -84,12 +84,16 @@ def embed(
 
 def _embedded(embedder: Task2Vec, task: str, folder: Path, data: ArrayData) -> TaskEmbedding:
     """Read the embedding of a task, or make and keep it."""
-    path = folder / f"{re.sub(r'[^A-Za-z0-9.+-]', '_', task)}.npz"
+    path = folder / _file_name(task)
     if path.exists() and (kept := TaskEmbedding.load(path)).name == task:
         return kept
     embedding = embedder.embed(data, name=task)
     embedding.save(path)
     return embedding
+
+
+def _file_name(task: str) -> str:
+    return f"{re.sub(r'[^A-Za-z0-9.+-]', '_', task)}.npz"
 
 
 def _as_json(

@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import re
-import time
 from collections.abc import Callable
 from difflib import get_close_matches
 from pathlib import Path
@@ -112,14 +111,6 @@ def cached(name: str, arguments: dict[str, Any], build: Callable[[], ArrayData])
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_npz(path, data)
-        _sweep(path.parent)
     except OSError as error:
         warn(f"The data is not cached: {error}")
     return data
-
-
-def _sweep(folder: Path) -> None:
-    """Remove what killed processes left half-written a day ago or earlier."""
-    for file in folder.glob("*.npz.*.tmp"):
-        if time.time() - file.stat().st_mtime > 86_400:
-            file.unlink(missing_ok=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_taskinfo._batches import take
-from lightning_taskinfo._files import atomic_write
+from lightning_taskinfo._files import read_tensors, write_tensors
 from lightning_taskinfo._observe import ParamDict, observing
 from lightning_taskinfo.tasks.training import (
     Samples,
@@ -69,8 +69,7 @@ class Sweep:
 
     def save(self, path: Path) -> None:
         """Write network and rows, atomically."""
-        with atomic_write(path) as file:
-            torch.save({"prior": self.prior, "rows": self.rows, "model": self.model.state_dict()}, file)
+        write_tensors(path, {"prior": self.prior, "rows": self.rows, "model": self.model.state_dict()})
 
     def load(self, path: Path) -> None:
         """Take up what :meth:`save` wrote.
@@ -78,13 +77,14 @@ class Sweep:
         Raises:
             ValueError: If the file is damaged.
         """
+        advice = "Delete it to begin the sweep again."
+        kept = read_tensors(path, advice=advice)
         try:
-            kept = torch.load(path, weights_only=True)
             self.model.load_state_dict(kept["model"])
-            self.prior, self.rows = kept["prior"], kept["rows"]
-        except Exception as error:  # torch reads a damaged file in many ways
-            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            raise ValueError(f"`folder` must hold whole files, got a damaged {path} ({reason}): delete it.") from error
+            self.prior = dict(kept["prior"])
+            self.rows = list(kept["rows"])
+        except (TypeError, ValueError, KeyError, AttributeError, RuntimeError) as error:
+            raise ValueError(f"{path}: it holds something else than a sweep. {advice}") from error
 
     def _loss(self) -> Row:
         loss, error = expected_loss(self.model, self.samples, training=self.training)

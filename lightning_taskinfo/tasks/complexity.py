@@ -87,7 +87,8 @@ def structure_function(
     if folder is not None:
         made = {"betas": betas, "prior_std": prior_std, "likelihood": repr(samples.likelihood), "seed": seed}
         made |= {"network": network_digest(model, inputs), "prior_center": digest(centre.values())}
-        claim_folder(folder, {**made, "data": digest([inputs, targets]), "training": asdict(training)})
+        made |= {"data": digest([inputs, targets]), "training": asdict(training)}
+        claim_folder(folder, made, results=["sweep.pt"])
     sweep = Sweep(model, samples, centre, prior_std=prior_std, training=training, seed=seed)
     with shown(progress, name or "structure_function", len(betas)) as tell:
         _run(sweep, betas, None if folder is None else Path(folder) / "sweep.pt", tell)

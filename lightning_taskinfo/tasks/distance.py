@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_taskinfo._arguments import checked_arguments
-from lightning_taskinfo._cells import run_cells
+from lightning_taskinfo._cells import check_executor, run_cells
 from lightning_taskinfo._files import claim_folder
 from lightning_taskinfo._progress import Progress, shown
 from lightning_taskinfo._ranges import check_positive
@@ -98,6 +98,7 @@ def task_distance(
     """
     seeds = range(seeds) if isinstance(seeds, int | np.integer) else [int(seed) for seed in seeds]
     _check(tasks, beta, prior_center, prior_std, method, seeds)
+    check_executor(executor, workers)
     data = [_read(name, task) for name, task in tasks.items()]
     if executor is None and workers != 0:  # an executor may have ways of its own, as Dask has
         _check_travels(trunk_fn=trunk_fn, head_fn=head_fn)
@@ -108,7 +109,7 @@ def task_distance(
         cell = Cell.of(plan, [one], seeds[0])
         cell.samples().check(cell.model())
     if folder is not None:
-        claim_folder(folder, _configuration(plan, tasks, data))
+        claim_folder(folder, _configuration(plan, tasks, data), results=["seed-*.json"])
     sizes = [len(targets) for _, targets in data]
     wanted = {(seed, _trained(parts, sizes)) for seed in seeds for parts in _pairs(len(data))}
     cells = {_name(seed, parts): Cell.of(plan, [data[i] for i in parts], seed) for seed, parts in sorted(wanted)}

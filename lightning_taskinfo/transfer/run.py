@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from lightning_taskinfo._arguments import checked_arguments
-from lightning_taskinfo._cells import run_cells
+from lightning_taskinfo._cells import check_executor, run_cells
 from lightning_taskinfo._files import claim_folder
 from lightning_taskinfo._lightning import DEFAULT, NAMESPACES
 from lightning_taskinfo._progress import Progress
@@ -29,7 +29,7 @@ from lightning_taskinfo.transfer.stages import Cell, Experiment, Stages, run_cel
 from lightning_taskinfo.transfer.training import check_accelerator
 
 Done = Callable[[Cell, Mapping[str, Any]], None]
-VERSION = 1  # of the files in a folder: raise it when the same configuration would give other numbers
+VERSION = 2  # of the files in a folder: raise it when the same configuration would give other numbers
 
 
 @checked_arguments
@@ -107,6 +107,7 @@ def transfer(
     grid = _Grid(methods, labels, seeds, data)
     if namespace not in NAMESPACES:
         raise ValueError(f"`namespace` must be one of {', '.join(NAMESPACES)}, got {namespace!r}.")
+    check_executor(executor, workers)
     if executor is None:  # whose machines may have others; before a file is read, whose warnings are told once
         check_accelerator(accelerator, namespace)
     grid.check_used(weights or {})
@@ -127,7 +128,7 @@ def transfer(
         place = Path(temporary if folder is None else folder).absolute()  # a worker's current folder is another
         group = group_name(title, folder) if folder is not None else f"{title} {uuid.uuid4().hex[:6]}"
         log = RunLog(logger, project, group, place / "logs", namespace)
-        claim_folder(place, configuration)
+        claim_folder(place, configuration, results=["results/*", "stages/*"])
         experiment = Experiment(place, model, data.settled().arguments, stages, weights, log, namespace, accelerator)
         cells = grid.cells(experiment)
         with following([*cells.values()], progress) as finished:

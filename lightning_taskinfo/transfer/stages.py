@@ -7,11 +7,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_taskinfo._arguments import ArgumentsByName
-from lightning_taskinfo._files import atomic_write, read_json
+from lightning_taskinfo._files import read_result, write_tensors
 from lightning_taskinfo._lightning import DEFAULT
 from lightning_taskinfo._ranges import check_not_negative, check_positive
 from lightning_taskinfo._warn import TaskInfoWarning
@@ -147,7 +146,7 @@ def _pretrain(cell: Cell) -> dict[str, Any]:
         module.lautum.fit_inputs(_InputsOnly(data))
     module.add_noise()
     fitted = _fit(cell, module, data)
-    _save(cell.folder / "weights.pt", _plain(module))
+    write_tensors(cell.folder / "weights.pt", _plain(module))
     return {"curve": fitted.curve, "source": _scores(fitted.test), "seconds": time.perf_counter() - start}
 
 
@@ -171,7 +170,7 @@ def _on_target(cell: Cell) -> dict[str, Any]:
         added = after.pop("added")
         run.log({"after": after, "added": added})
         run.table(fitted.curve)
-    _save(cell.folder / "weights.pt", ended)
+    write_tensors(cell.folder / "weights.pt", ended)
     return {
         "curve": fitted.curve,
         "test": _scores(fitted.test),
@@ -200,7 +199,7 @@ def _backbone(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _pretraining(cell: Cell) -> list[dict[str, float]]:
     """Rows of the pretraining's epochs, to stand in the log of every run that starts from it."""
     path = cell.experiment.result(cell.source.name)
-    return read_json(path)["curve"] if cell.stage == "fine_tune" and path.exists() else []
+    return read_result(path)["curve"] if cell.stage == "fine_tune" and path.exists() else []
 
 
 def _outside(overlap: Mapping[str, Any] | None) -> dict[str, float]:
@@ -294,8 +293,3 @@ def _scores(test: Mapping[str, float]) -> dict[str, float]:
 def _describe(cell: Cell) -> dict[str, Any]:
     method, stages = cell.name.split("-")[0], asdict(cell.experiment.stages)
     return {"method": method, "labels": cell.labels, "seed": cell.seed, **stages}
-
-
-def _save(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    with atomic_write(path) as file:
-        torch.save(dict(tensors), file)

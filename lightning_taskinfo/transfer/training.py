@@ -2,19 +2,15 @@
 
 import json
 import logging
-import os
 import signal
 import threading
-import uuid
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
-from lightning_taskinfo._files import write_json
+from lightning_taskinfo._files import atomic_path, read_tensors, write_json
 from lightning_taskinfo._lightning import NAMESPACES, Callback, LightningModule, Trainer
 from lightning_taskinfo.transfer.data import TransferDataModule
 from lightning_taskinfo.transfer.sampling import reseed
@@ -149,11 +145,8 @@ def save_checkpoint(trainer: Trainer, path: Path) -> None:
 
     No two processes write beside it under the same name: one of a killed run may be at work still, on another machine.
     """
-    beside = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.tmp")
-    trainer.save_checkpoint(beside)
-    with beside.open("rb") as file:
-        os.fsync(file.fileno())
-    os.replace(beside, path)
+    with atomic_path(path) as beside:
+        trainer.save_checkpoint(beside)
 
 
 def load_weights(path: Path) -> Any:
@@ -162,22 +155,14 @@ def load_weights(path: Path) -> Any:
     Raises:
         ValueError: If it is damaged; the message names it.
     """
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise
-    except Exception as error:  # torch raises a different one for every kind of damage
-        reason = str(error).partition("\n")[0]
-        raise ValueError(
-            f"{path}: not a readable checkpoint ({reason}); delete it to train that stage again."
-        ) from error
+    return read_tensors(path, advice="Delete it to train that stage again.")
 
 
 def finished_epochs(folder: Path) -> int:
     """Return how many epochs of a stage are done, to show progress; 0 where that cannot be told."""
     try:
         return int(json.loads((folder / "progress.json").read_text()))
-    except (OSError, ValueError):
+    except (OSError, ValueError, TypeError):
         return 0
 
 

@@ -151,17 +151,7 @@ def test_a_killed_process_leaves_no_broken_cache(folder, build):
     for _ in range(2):
         assert cached("data", {"seed": 0}, build).name == "small"
     assert build.calls == 1
-
-
-def test_old_remains_of_killed_processes_are_removed(folder, build):
-    folder.mkdir()
-    old, young, other = (folder / name for name in ("a.npz.1.tmp", "a.npz.2.tmp", "mine.tmp"))
-    for file in (old, young, other):
-        file.touch()
-    for file in (old, other):
-        os.utime(file, (time.time() - 90_000,) * 2)
-    cached("a", {}, build)
-    assert [file.exists() for file in (old, young, other)] == [False, True, True]
+    assert not part.exists()
 
 
 def test_a_folder_that_cannot_be_made_costs_a_warning(tmp_path, build, monkeypatch):

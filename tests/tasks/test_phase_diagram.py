@@ -91,7 +91,7 @@ def test_draws_on_given_axes():
 
 
 def test_refuses():
-    with pytest.raises(ValueError, match="`mode` must be .* got 'frozen'"):
+    with pytest.raises(ValueError, match=r"`mode` must be .* got 'frozen'"):
         transferability("frozen", 0.0, 0.5, 0.0)
     with pytest.raises(ValueError, match="`repetitions` must be at least 2 for a standard error, got 1"):
         simulate_phase_diagram("linear", ANGLES, GAMMAS, 0.0, repetitions=1)

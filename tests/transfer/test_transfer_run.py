@@ -167,7 +167,7 @@ def test_a_damaged_checkpoint_is_named_and_left(reference, tmp_path):
     (folder / "results" / "standard-9-seed0.json").unlink()
     last = folder / "stages" / "standard-9-seed0" / "last.ckpt"
     last.write_bytes(b"no checkpoint")
-    with pytest.raises(RuntimeError, match=r"standard-9-seed0 failed: .*last.ckpt: not a readable checkpoint"):
+    with pytest.raises(RuntimeError, match=r"standard-9-seed0 failed: .*last.ckpt: .*Delete it"):
         run(folder)
     assert last.read_bytes() == b"no checkpoint"
 
@@ -203,7 +203,7 @@ def test_damaged_weights_are_named_and_trained_again_once_deleted(reference, tmp
     (folder / "results" / "standard-9-seed0.json").unlink()
     weights = folder / "stages" / "pretrain-standard-seed0" / "weights.pt"
     weights.write_bytes(b"no weights")
-    with pytest.raises(RuntimeError, match=r"weights.pt: not a readable checkpoint .* delete it to train that stage"):
+    with pytest.raises(RuntimeError, match=r"weights.pt: .*Delete it to train that stage"):
         run(folder)
     weights.unlink()
     assert run(folder).same_as(reference[0])
