@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
-from lightning_taskinfo._rules import Rule, rule_of, shown
+from lightning_taskinfo._rules import Rule, finite, rule_of, shown
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -18,6 +18,7 @@ def checked_arguments(function: F) -> F:
 
     Raises:
         TypeError: In the decorated function, if an argument is unknown or of another kind.
+        ValueError: If a number, or one in a list, is NaN or infinite.
 
     Example:
         >>> @checked_arguments
@@ -89,11 +90,15 @@ class Parameters(NamedTuple):
     takes_others: bool
 
     def check(self, args: Iterable[Any], arguments: Mapping[str, Any]) -> None:
-        """Raise a ``TypeError`` that names the first argument of another kind."""
+        """Raise an error that names the first argument of another kind, or that is NaN or infinite."""
         for name, value in [*zip(self.positional, args, strict=False), *arguments.items()]:
             rule = self.rules.get(name)
-            if rule is not None and not rule.holds(value):
+            if rule is None:
+                continue
+            if not rule.holds(value):
                 raise TypeError(f"`{name}` must be {rule.words}, got {shown(value)}.")
+            if not finite(value):
+                raise ValueError(f"`{name}` must be finite, got {shown(value)}.")
 
 
 @functools.cache

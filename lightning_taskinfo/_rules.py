@@ -1,5 +1,6 @@
 """An annotation read as a rule: what an argument must be, in words, and whether a value is that."""
 
+import math
 import operator
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -72,6 +73,20 @@ def shown(value: Any) -> str:
         return f"a {type(value).__name__} of shape {tuple(value.shape)}"
     text = repr(value)
     return text if len(text) <= SHOWN and "\n" not in text else f"a {type(value).__name__}"
+
+
+def finite(value: Any) -> bool:
+    """Whether a value has no NaN and no infinity: a number, or a list, tuple or mapping of them; others are not read.
+
+    Example:
+        >>> finite(1.0), finite([0.1, float("nan")]), finite("inf")
+        (True, False, True)
+    """
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return not isinstance(value, list | tuple) or all(finite(part) for part in value)
 
 
 def _whole(value: Any) -> bool:

@@ -1,7 +1,9 @@
 """A mistyped argument is blamed on the class that was written, and the nearest one is named."""
 
 import inspect
+import math
 import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +14,8 @@ import lightning_taskinfo as lt
 from lightning_taskinfo import data, fisher, regularizers, transfer
 from lightning_taskinfo._arguments import checked_arguments
 from lightning_taskinfo.callbacks import FisherTrace, PACBayesCertificate
-from lightning_taskinfo.transfer import TransferDataModule
+from lightning_taskinfo.tasks.training import Training
+from lightning_taskinfo.transfer import Stages, TransferDataModule
 from tests.callbacks.runs import PROBES
 
 ALL = {**PROBES, "PACBayesCertificate": PACBayesCertificate}
@@ -209,3 +212,34 @@ def test_every_public_function_checks_its_arguments(public):
     if public.__name__ not in ONE_MODEL:
         with pytest.raises(TypeError, match=rf"^{public.__name__} has no argument `zzz`; it takes "):
             public(zzz=1)
+
+
+def test_nan_and_infinity_are_refused_wherever_a_number_is_asked_for():
+    @checked_arguments
+    def call(one: float = 0.0, many: Sequence[float] | None = None, named: Mapping[str, float] | None = None): ...
+
+    call(1e300, [0.5, 1], {"a": 2.0})
+    for bad in (math.nan, math.inf, -math.inf):
+        for arguments in ({"one": bad}, {"many": [0.1, bad]}, {"named": {"a": bad}}):
+            with pytest.raises(ValueError, match=f"`{next(iter(arguments))}` must be finite"):
+                call(**arguments)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    ("make", "argument"),
+    [
+        (Stages, "learning_rate"),
+        (Stages, "fine_tune_learning_rate"),
+        (Stages, "weight_decay"),
+        (Training, "learning_rate"),
+        (Training, "log_variance_learning_rate"),
+        (lt.FisherTrace, "every_n_steps"),
+        (lt.InformationInWeights, "prior_std"),
+        (lambda **given: lt.PACBayesCertificate(**{k: [0.1, v] for k, v in given.items()}), "prior_stds"),
+        (lt.InformationInWeights, "beta"),
+    ],
+)
+def test_settings_that_are_no_numbers_are_refused_at_once(make, argument, bad):
+    with pytest.raises((ValueError, TypeError), match=f"`{argument}` must be"):
+        make(**{argument: bad})

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, interpolate
 
-from lightning_taskinfo import cli
+from lightning_taskinfo import TaskInfoWarning, cli
 from lightning_taskinfo.certificates import Prior, certify
 from lightning_taskinfo.data import ArrayData, save_npz
 
@@ -101,7 +101,10 @@ def test_prints_and_writes_the_certificate_of_the_function(folder, capsys):
     assert written["valid"] is True
     assert written["prior_origin"] == "random initialisation, seed 0"
     assert (written["data"], written["classes"]) == ("squares.npz", [[0, 1], [2]])
-    assert capsys.readouterr().out == f"{certificate}\nnew/certificate.json\n"
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"{certificate}\n")
+    assert printed.endswith("\nnew/certificate.json\n")
+    assert f"{certificate.model_risk:.4f}; --error" in printed
     assert [path.name for path in (folder / "new").iterdir()] == ["certificate.json"]
 
 
@@ -173,6 +176,124 @@ def test_draws_the_picture_where_asked(folder, capsys):
     assert capsys.readouterr().out.endswith("certificate.json\nnew/pareto.png\n")
 
 
+POOLED = """
+from torch import nn
+
+class Pooled(nn.Module):
+    def __init__(self, image_shape=None):
+        super().__init__()
+        self.first, self.head = nn.Conv2d(1, 8, 5, padding=2), nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.head(self.first(x).relu().mean((2, 3)))
+
+class WithExample(Pooled):
+    def __init__(self):
+        import torch
+        super().__init__()
+        self.example_input_array = torch.zeros(1, 1, 28, 28)
+"""
+
+
+def stripes(n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """14×14 images with stripes of two widths, which a network of 28×28 images sees twice as wide."""
+    labels = torch.arange(n) % 2
+    period = torch.where(labels == 0, 3.0, 6.0)
+    phase = 6.3 * torch.rand(n, generator=torch.Generator().manual_seed(0))
+    wave = torch.sin(6.283 * torch.arange(14) / period[:, None] + phase[:, None])
+    return (127 * (1 + wave))[:, None, None].expand(n, 1, 14, 14).round().to(torch.uint8), labels
+
+
+@pytest.fixture
+def resized(folder):
+    """A network with pooling, good for images of any size, trained on images that were resized to 28×28."""
+    (folder / "pooled_nets.py").write_text(POOLED)
+    sys.modules.pop("pooled_nets", None)
+    x, y = stripes(200)
+    save_npz(
+        folder / "stripes.npz", ArrayData(x.numpy(), y.numpy(), x.numpy(), y.numpy(), name="stripes", num_classes=2)
+    )
+    sys.path.insert(0, str(folder))
+    from pooled_nets import Pooled
+
+    sys.path.remove(str(folder))
+    torch.manual_seed(0)
+    model = Pooled()
+    inputs = interpolate(x.float() / 255, size=(28, 28), mode="bilinear", antialias=True)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    for _ in range(150):
+        optimizer.zero_grad()
+        cross_entropy(model(inputs), y).backward()
+        optimizer.step()
+    assert (model(inputs).argmax(1) != y).float().mean() < 0.05
+    assert (model(x.float() / 255).argmax(1) != y).float().mean() > 0.2
+    torch.save(model.state_dict(), folder / "pooled.pt")
+    return folder
+
+
+def certify_stripes(*arguments, model="pooled_nets.Pooled", checkpoint="pooled.pt"):
+    given = [f"--model={model}", f"--checkpoint={checkpoint}", "--data=stripes.npz", "--draws=20", "--betas=[1]"]
+    return cli.main(["certify", *given, *arguments])
+
+
+def test_images_of_another_size_than_in_training_are_noticed(resized):
+    with pytest.warns(TaskInfoWarning, match=r"resized to .* as they are, 14×14"):
+        assert certify_stripes() == 0
+
+
+def test_an_error_far_from_the_stated_one_is_refused(resized, capsys):
+    assert certify_stripes("--error=0.02") == 2
+    assert "`error` must be near the network's error on these samples" in capsys.readouterr().err
+    assert not (resized / "certificate.json").exists()
+    x, y = stripes(200)
+    x = interpolate(x.float(), size=(28, 28), mode="bilinear", antialias=True).round().byte().numpy()
+    save_npz(resized / "stripes.npz", ArrayData(x, y.numpy(), x, y.numpy(), name="stripes", num_classes=2))
+    assert certify_stripes("--error=0.02") == 0
+    written = json.loads((resized / "certificate.json").read_text())
+    assert written["inputs"] == {"shape": [1, 28, 28], "mean": None, "std": None, "stated_error": 0.02}
+
+
+def test_an_error_far_from_that_of_the_checkpoint_is_told(resized):
+    state = {"monitor": "val_accuracy", "current_score": torch.tensor(0.98)}
+    kept = {"state_dict": torch.load(resized / "pooled.pt"), "callbacks": {"ModelCheckpoint": state}}
+    torch.save({**kept, "hyper_parameters": {}}, resized / "pooled.ckpt")
+    with (
+        pytest.warns(TaskInfoWarning, match=r"0\.0200 in its checkpoint \(val_accuracy\)"),
+        pytest.warns(TaskInfoWarning, match="resized to"),
+    ):
+        assert certify_stripes(checkpoint="pooled.ckpt") == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments"),
+    [("pooled_nets.WithExample", []), ("pooled_nets.Pooled", ['--model-args={"image_shape": [1, 28, 28]}'])],
+)
+def test_a_network_that_names_its_size_is_taken_at_its_word(resized, capsys, model, arguments):
+    assert certify_stripes(*arguments, model=model) == 2
+    assert "`data` must have images of 28×28" in capsys.readouterr().err
+
+
+def test_labels_of_a_file_are_the_outputs_of_the_network(folder):
+    """Labels 0 and 3 stay so, though they are two classes."""
+    x, y = images(200, 0)
+    keep = y != 1
+    labels = 3 * (y[keep] == 2)
+    np.savez(folder / "gaps.npz", x_train=x[keep], y_train=labels, x_test=x[keep], y_test=labels)
+    torch.save(nn.Sequential(nn.Flatten(), nn.Linear(4, 4)).state_dict(), folder / "four.pt")
+    (folder / "four_nets.py").write_text(
+        "from torch import nn\ndef net(): return nn.Sequential(nn.Flatten(), nn.Linear(4, 4))"
+    )
+    with pytest.warns(TaskInfoWarning, match="have the labels 0, 3"):
+        assert run("--data=gaps.npz", "--classes=null", model="four_nets.net", checkpoint="four.pt", args="") == 0
+    net = nn.Sequential(nn.Flatten(), nn.Linear(4, 4))
+    net.load_state_dict(torch.load(folder / "four.pt"))
+    wrong = net(torch.from_numpy(x[keep]).float() / 255).argmax(1).numpy() != labels
+    written = json.loads((folder / "certificate.json").read_text())
+    assert written["model_risk"] == pytest.approx(wrong.mean())
+    with pytest.warns(TaskInfoWarning, match="have the labels 0, 3"):
+        assert run("--data=gaps.npz", "--classes=[[3],[0]]") == 0
+
+
 def test_embedded_data_by_name(folder, capsys):
     torch.save(nn.Sequential(nn.Linear(64, 4), nn.ReLU(), nn.Linear(4, 10)).state_dict(), folder / "digits.pt")
     (folder / "wide_nets.py").write_text(
@@ -242,6 +363,9 @@ def test_a_checkpoint_that_is_not_one(folder, capsys, argument, name, message):
         (["--samples=500:"], "`data` must hold at least 8 samples, got 0."),
         (["--mean=[0,0]"], "`mean` must hold a value for each of 1 channels, got [0.0, 0.0]."),
         (["--std=[0]"], "`std` must be positive, got [0.0]."),
+        (["--std=[.inf]"], "`std` must be finite, got [inf]."),
+        (["--mean=[.nan]"], "`mean` must be finite, got [nan]."),
+        (["--error=1.5"], "`error` must be between 0 and 1, got 1.5."),
         (
             ["--model=small_nets.none"],
             "`model` must be the import path of a class or function, got 'small_nets.",

@@ -100,3 +100,31 @@ def test_wrong_values_end_with_2_and_their_message(arguments, message, tmp_path,
 def test_the_help_has_every_variant(command):
     told = cli.load_command(command).__doc__
     assert all(re.sub("-[0-9].*", "-", variant) in told for variant in VARIANTS)
+
+
+def test_a_folder_that_lost_its_configuration_is_refused(tmp_path, capsys):
+    command = ["distance", "--tasks=[digits:only-0-1]", f"--folder={tmp_path}", "--seeds=1", "--workers=0"]
+    assert cli.main([*command, *SMALL]) == 0
+    (tmp_path / "laplace" / "configuration.json").unlink()
+    capsys.readouterr()
+    assert cli.main([*command, *SMALL, "--steps=4"]) == 2
+    assert "`folder` must" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["distance", "--tasks=[digits]"], ["transfer"]], ids=str)
+def test_arguments_are_checked_before_a_folder_is_claimed(tmp_path, capsys, command):
+    assert cli.main([*command, f"--folder={tmp_path / 'new'}", "--workers=-1"]) == 2
+    assert "`workers` must be at least 0, got -1" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("command", ["complexity", "distance"])
+@pytest.mark.parametrize(
+    "argument", ["width=0", "prior_std=.inf", "prior_std=.nan", "max_samples=0", "beta=.inf", "betas=[.nan]"]
+)
+def test_numbers_out_of_range_leave_no_files(tmp_path, capsys, command, argument):
+    if argument.startswith("betas" if command == "distance" else "beta="):
+        pytest.skip("the other command's")
+    assert cli.main([command, "--tasks=[digits]", f"--folder={tmp_path / 'new'}", *SMALL, f"--{argument}"]) == 2
+    assert f"`{argument.partition('=')[0]}` must be" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()

@@ -61,7 +61,7 @@ CALLS = {  # what is called, how the warning begins, and what stands in the line
     "Lautum": (lambda _: few_for_lautum(), "10 samples for . directions", ".fit_inputs("),
     "trainer": (lambda _: too_short(), "FisherTrace has measured nothing", "trainer.fit("),
     "Gram": (lambda _: local_minimum_summary(torch.ones(4, 4), subset_size=3), "The gradi", " local_minimum_summary("),
-    "data": (classes_left_out, "`y_train` of 'some' has no sample", "    load_npz("),
+    "data": (classes_left_out, "`y_train` and `y_test` of 'some' have", "    load_npz("),
 }
 
 

@@ -24,6 +24,7 @@ def reasons_against(
         inputs: Four inputs, to see whether samples influence each other.
         forward: Outputs from inputs; the model itself by default.
     """
+    prior.center_of(model)  # refuses the weights of another network
     center = prior.values()
     return [
         *_about_the_center(model, prior, center),

@@ -8,15 +8,31 @@ from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from lightning_taskinfo.cli._preparation import stated_error
 
-def load_networks(
-    path: str, arguments: dict[str, Any] | None, checkpoint: Path, start: Path | None
-) -> tuple[nn.Module, nn.Module | None]:
+
+class Networks(NamedTuple):
+    """A trained network and its start.
+
+    Attributes:
+        trained: The network with its trained weights.
+        start: With those at the centre of a prior; ``None`` where no file was given.
+        arguments: What both were made with.
+        error: Name and value of the error that the checkpoint states, if it does.
+    """
+
+    trained: nn.Module
+    start: nn.Module | None
+    arguments: dict[str, Any]
+    error: tuple[str, float] | None
+
+
+def load_networks(path: str, arguments: dict[str, Any] | None, checkpoint: Path, start: Path | None) -> Networks:
     """Return a network with the weights of ``checkpoint``, and one with those of ``start``, if that is a file.
 
     Args:
@@ -29,13 +45,14 @@ def load_networks(
         FileNotFoundError: If a file is missing.
         ValueError: If one is damaged, does not fit or holds NaN, or the network cannot be made.
     """
-    state, kept = read_checkpoint("checkpoint", checkpoint)
-    arguments = kept if arguments is None else arguments
-    trained = filled(build(path, arguments), state, "checkpoint", checkpoint)
-    if start is None:
-        return trained, None
-    center, _ = read_checkpoint("prior_checkpoint", start)
-    return trained, filled(build(path, arguments), center, "prior_checkpoint", start)
+    kept = read_checkpoint("checkpoint", checkpoint)
+    arguments = kept.arguments if arguments is None else arguments
+    trained = filled(build(path, arguments), kept.state, "checkpoint", checkpoint)
+    center = None
+    if start is not None:
+        state = read_checkpoint("prior_checkpoint", start).state
+        center = filled(build(path, arguments), state, "prior_checkpoint", start)
+    return Networks(trained, center, arguments, kept.error)
 
 
 @contextmanager
@@ -79,8 +96,16 @@ def build(path: str, arguments: Mapping[str, Any]) -> nn.Module:
     return model
 
 
-def read_checkpoint(argument: str, path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors of a checkpoint, and the arguments that Lightning keeps beside them."""
+class Checkpoint(NamedTuple):
+    """The tensors of a checkpoint, and what Lightning keeps beside them: arguments, and an error it was kept for."""
+
+    state: dict[str, Tensor]
+    arguments: dict[str, Any]
+    error: tuple[str, float] | None
+
+
+def read_checkpoint(argument: str, path: Path) -> Checkpoint:
+    """Return what a checkpoint or a file of a state dict holds."""
     if not path.is_file():
         raise FileNotFoundError(f"`{argument}` must be a file, but there is none at {path}.")
     try:
@@ -93,7 +118,8 @@ def read_checkpoint(argument: str, path: Path) -> tuple[dict[str, Tensor], dict[
     state = content.get("state_dict", content) if isinstance(content, Mapping) else content
     if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
         raise ValueError(f"`{argument}` must hold a Lightning checkpoint or a state dict, got {path} with neither.")
-    return dict(state), {key: value for key, value in kept.items() if not key.startswith("_")}
+    arguments = {key: value for key, value in kept.items() if not key.startswith("_")}
+    return Checkpoint(dict(state), arguments, stated_error(content))
 
 
 def filled(model: nn.Module, state: dict[str, Tensor], argument: str, path: Path) -> nn.Module:

@@ -1,5 +1,6 @@
 """``taskinfo certify``."""
 
+import math
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ from lightning_taskinfo.certificates import certify as certify_network
 from lightning_taskinfo.certificates.search import Structure
 from lightning_taskinfo.cli._networks import check_outputs, load_networks
 from lightning_taskinfo.cli._pictures import check_picture
+from lightning_taskinfo.cli._preparation import check_error, check_size
 from lightning_taskinfo.data import ArrayData, load_dataset, load_idx, load_npz
 from lightning_taskinfo.data._blame import told_of
 
@@ -33,6 +35,7 @@ def certify(
     flatten: bool = False,
     mean: list[float] | None = None,
     std: list[float] | None = None,
+    error: float | None = None,
     structure: Structure | list[Structure] = "diagonal",
     betas: list[float] | None = None,
     draws: int = 1000,
@@ -64,6 +67,8 @@ def certify(
         flatten: Whether the network takes vectors instead of images.
         mean: Subtracted from the images in ``[0, 1]``, for each channel, as in training.
         std: Divides them afterwards, for each channel.
+        error: Error of the network on these samples, as you know it from training. If the error here is far from it,
+            images are not prepared as they were then, and nothing is certified.
         structure: Curvature that shapes the post-distribution, or several to take the best. neuron is often tightest
             from a random start, and needs a matrix as wide as a layer has inputs.
         betas: Weights of the KL beside the sum of the loss to try; 25 from 0.01 to 10000 where not given.
@@ -83,10 +88,13 @@ def certify(
     """
     if picture is not None:
         check_picture("picture", picture)
-    trained, start = load_networks(model, model_args, checkpoint, prior_checkpoint)
+    loaded = load_networks(model, model_args, checkpoint, prior_checkpoint)
+    trained, start = loaded.trained, loaded.start
     inputs, targets = _samples(_load(data, data_dir, size), split, samples, classes)
     inputs = _prepared(inputs, mean, std, flatten=flatten)
+    check_size(trained, loaded.arguments, inputs)
     check_outputs(trained, inputs, targets)
+    found = check_error(trained, inputs, targets, error, loaded.error) if len(inputs) else math.nan
     prior = Prior(start, origin=prior_origin if start is not None else None)
     for path in filter(None, (out, picture)):
         path.parent.mkdir(parents=True, exist_ok=True)  # before the work: it may fail
@@ -94,8 +102,16 @@ def certify(
         trained, (inputs, targets), prior, structure=structure, betas=betas or BETAS, draws=draws, delta=delta,
         delta_draws=delta_draws, curvature_samples=curvature_samples, seed=seed,
     )  # fmt: skip
-    asked = {"model": model, "checkpoint": str(checkpoint), "data": data, "split": split, "samples": samples}
+    asked: dict[str, Any] = {"model": model, "checkpoint": str(checkpoint), "data": data}
+    asked |= {"split": split, "samples": samples}
+    asked |= {"inputs": {"shape": list(inputs.shape[1:]), "mean": mean, "std": std, "stated_error": error}}
     written = [f"{out}"]
+    if error is None:
+        written.insert(
+            0,
+            f"Not checked: that inputs of shape {list(inputs.shape[1:])} are prepared as for training. The network's "
+            f"error on them is {found:.4f}; --error compares it with the one you know.",
+        )
     if picture is not None:
         options: dict[str, Any] = {"betas": betas or BETAS, "curvature_samples": curvature_samples, "seed": seed}
         rows = pareto_front(trained, (inputs, targets), prior, delta=delta, **options)
@@ -115,6 +131,8 @@ def _load(name: str, data_dir: Path | None, size: int) -> ArrayData:
 
 def _samples(data: ArrayData, split: Split, samples: str, classes: list[list[int]] | None) -> tuple[Tensor, Tensor]:
     inputs, targets = (data.train() if split == "train" else data.test()).tensors
+    if data.labels is not None:  # a network's outputs belong to the labels of the file
+        targets = torch.tensor(data.labels)[targets]
     try:
         part = slice(*(int(end) if end else None for end in samples.split(":", maxsplit=2)))
         inputs, targets = inputs[part], targets[part]
@@ -125,12 +143,12 @@ def _samples(data: ArrayData, split: Split, samples: str, classes: list[list[int
     listed = [label for group in classes for label in group]
     if len(classes) < 2 or len(set(listed)) < len(listed) or not all(classes):
         raise ValueError(f"`classes` must be two or more groups of labels, no label in two of them, got {classes}.")
-    if unknown := sorted(set(listed) - set(range(data.num_classes))):
-        raise ValueError(f"`classes` must hold labels from 0 to {data.num_classes - 1}, got {unknown[0]}.")
-    group_of = torch.full((data.num_classes,), -1)
+    known = data.labels or range(data.num_classes)
+    if unknown := sorted(set(listed) - set(known)):
+        raise ValueError(f"`classes` must hold labels from {min(known)} to {max(known)}, got {unknown[0]}.")
+    groups = torch.full_like(targets, -1)
     for number, group in enumerate(classes):
-        group_of[group] = number
-    groups = group_of[targets]
+        groups[torch.isin(targets, torch.tensor(group))] = number
     return inputs[groups >= 0], groups[groups >= 0]
 
 
@@ -139,6 +157,8 @@ def _prepared(inputs: Tensor, mean: list[float] | None, std: list[float] | None,
     for argument, values in {"mean": mean, "std": std}.items():
         if values is not None and len(values) not in (1, channels):
             raise ValueError(f"`{argument}` must hold a value for each of {channels} channels, got {values}.")
+        if values is not None and not all(map(math.isfinite, values)):
+            raise ValueError(f"`{argument}` must be finite, got {values}.")
     if std is not None and min(std) <= 0:
         raise ValueError(f"`std` must be positive, got {std}.")
     shift, scale = (torch.tensor(values).view(-1, 1, 1) for values in (mean or [0.0], std or [1.0]))

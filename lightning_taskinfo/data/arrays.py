@@ -24,6 +24,7 @@ class ArrayData:
         y_test: Their classes, shape ``[M]``.
         name: What to call the data in tables and plots.
         num_classes: Number of classes.
+        labels: What a file called the classes, in their order, where that is not 0, 1, 2 and so on.
 
     Raises:
         ValueError: If a kind, a shape, a length or a label is not as above.
@@ -44,6 +45,7 @@ class ArrayData:
     y_test: NDArray[np.int64]
     name: str
     num_classes: int
+    labels: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.num_classes < 2:
@@ -91,16 +93,23 @@ def from_any(splits: dict[str, Any], *, name: str, num_classes: int | None = Non
     Args:
         splits: ``x_train``, ``y_train``, ``x_test`` and ``y_test``.
         name: What to call the data.
-        num_classes: Number of classes; one more than the largest label where not given.
+        num_classes: Number of classes, for labels that count from 0. Where not given, the classes are the labels that
+            occur, in their order.
     """
     arrays: dict[str, Any] = {key: a if key.startswith("x") else as_labels(a, key) for key, a in splits.items()}
     if num_classes is not None:
         return ArrayData(**arrays, name=name, num_classes=num_classes)
-    num_classes = 1 + max((int(arrays[key].max()) for key in ("y_train", "y_test") if arrays[key].size), default=1)
-    data = ArrayData(**arrays, name=name, num_classes=num_classes)
-    if len(absent := np.setdiff1d(np.arange(num_classes), data.y_train)) and data.y_train.size:
+    occurring = np.unique(np.concatenate([arrays["y_train"], arrays["y_test"]]))
+    labels = None
+    if not np.array_equal(occurring, np.arange(len(occurring))) and occurring.min() >= 0:
+        labels = tuple(occurring.tolist())
+        arrays |= {key: np.searchsorted(occurring, arrays[key]) for key in ("y_train", "y_test")}
+        shown = ", ".join(map(str, [*labels[:3], *(["…"] if len(labels) > 4 else []), *labels[3:][-1:]]))
         warn(
-            f"`y_train` of {name!r} has no sample of {len(absent)} of {num_classes} classes, the first of them "
-            f"{absent[0]}; labels count from 0, and `num_classes` says how many there are.",
+            f"`y_train` and `y_test` of {name!r} have the labels {shown}, which become the classes 0 to "
+            f"{len(labels) - 1}; `num_classes` keeps labels that count from 0 as they are.",
         )
+    data = ArrayData(**arrays, name=name, num_classes=len(occurring) or 2, labels=labels)  # refuses labels below 0
+    if len(absent := np.setdiff1d(np.arange(len(occurring)), data.y_train)) and data.y_train.size:
+        warn(f"`y_train` of {name!r} has no sample of {len(absent)} of {len(occurring)} classes: {absent[0]} first.")
     return data

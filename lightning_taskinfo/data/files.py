@@ -38,7 +38,8 @@ def load_npz(path: str | os.PathLike[str], *, name: str | None = None, num_class
     Args:
         path: The file. Images are uint8, ``[N, H, W]``, ``[N, C, H, W]`` or ``[N, H, W, C]``; labels are whole numbers.
         name: What to call the data; the file's own ``name``, or its file name, where not given.
-        num_classes: Number of classes; the file's own ``num_classes``, or one more than the largest label.
+        num_classes: Number of classes, for labels that count from 0; the file's own ``num_classes``, where not given,
+            or else the labels that occur, in their order.
 
     Raises:
         FileNotFoundError: If there is no such file.
@@ -88,7 +89,8 @@ def load_idx(folder: str | os.PathLike[str], *, name: str | None = None, num_cla
         folder: Holds ``train-images-idx3-ubyte``, ``train-labels-idx1-ubyte``, ``t10k-images-idx3-ubyte`` and
             ``t10k-labels-idx1-ubyte``, with or without ``.gz``; a dot before ``idx`` does as well.
         name: What to call the data; the folder's name where not given.
-        num_classes: Number of classes; one more than the largest label where not given.
+        num_classes: Number of classes, for labels that count from 0; the labels that occur, in their order, where not
+            given.
 
     Raises:
         FileNotFoundError: If one of the files is missing.

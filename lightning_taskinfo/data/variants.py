@@ -104,7 +104,7 @@ def _chosen(data: ArrayData, classes: list[int], name: str) -> ArrayData:
         raise ValueError(f"`variant` must name two or more different classes, got {name.rpartition(':')[2]!r}.")
     table = np.full(data.num_classes, -1, dtype=np.int64)
     table[classes] = np.arange(len(classes))
-    splits: dict[str, NDArray[Any]] = {}
+    splits: dict[str, Any] = {}
     for split in ("train", "test"):
         x, y = getattr(data, f"x_{split}"), getattr(data, f"y_{split}")
         kept = table[y] >= 0
@@ -117,7 +117,7 @@ def _together(parts: list[ArrayData], name: str) -> ArrayData:
         shapes = ", ".join(str(part.image_shape) for part in parts)
         raise ValueError(f"`name` must put images of one shape together, got {shapes} in {name!r}.")
     starts = np.cumsum([0, *(part.num_classes for part in parts)])
-    splits: dict[str, NDArray[Any]] = {}
+    splits: dict[str, Any] = {}
     for split in ("train", "test"):
         splits[f"x_{split}"] = np.concatenate([getattr(part, f"x_{split}") for part in parts])
         splits[f"y_{split}"] = np.concatenate(

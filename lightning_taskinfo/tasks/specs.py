@@ -104,7 +104,13 @@ def small_trunk(num_inputs: int, width: int = 32) -> nn.Module:
     Args:
         num_inputs: Number of pixels, channels included.
         width: Neurons of each layer.
+
+    Raises:
+        ValueError: If a number is below 1.
     """
+    for argument, number in {"num_inputs": num_inputs, "width": width}.items():
+        if number < 1:
+            raise ValueError(f"`{argument}` must be at least 1, got {number}.")
     first, second = nn.Linear(num_inputs, width), nn.Linear(width, width)
     return nn.Sequential(Centred(), first, nn.ReLU(), second, nn.ReLU())
 

@@ -28,6 +28,7 @@ def mlp(image_shape: Shape, *, width: int = 128) -> nn.Module:
         torch.Size([2, 128])
     """
     channels, height, wide = image_shape
+    _positive(width=width)
     return nn.Sequential(
         nn.Flatten(), nn.Linear(channels * height * wide, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()
     )
@@ -47,6 +48,7 @@ def small_cnn(image_shape: Shape, *, width: int = 16, feature_dim: int = 64) -> 
         torch.Size([2, 64])
     """
     channels, height, wide = _at_least(image_shape, 8)
+    _positive(width=width, feature_dim=feature_dim)
     return nn.Sequential(
         nn.Conv2d(channels, width, 3, padding=1),
         nn.ReLU(),
@@ -75,6 +77,7 @@ def large_cnn(image_shape: Shape, *, width: int = 128) -> nn.Module:
         torch.Size([2, 4])
     """
     channels, *_ = _at_least(image_shape, 20)
+    _positive(width=width)
     return nn.Sequential(
         _convolutions(channels, *[width] * 3),
         nn.Sequential(nn.MaxPool2d(2), nn.Dropout()),
@@ -100,6 +103,7 @@ def resnet20(image_shape: Shape, *, width: int = 16) -> nn.Module:
         torch.Size([2, 16])
     """
     channels, *_ = _at_least(image_shape, 8)
+    _positive(width=width)
     stages = [(width, width, 1), (width, 2 * width, 2), (2 * width, 4 * width, 2)]
     return nn.Sequential(
         nn.Sequential(nn.Conv2d(channels, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()),
@@ -136,7 +140,16 @@ def make_backbone(backbone: Backbone, image_shape: Shape, *, argument: str = "ba
             f"`{argument}` must be a function that makes a network for an image shape, got a {type(backbone).__name__}"
             ", a network already: every seed makes its own."
         )
-    network = backbone(image_shape)
+    try:
+        network = backbone(image_shape)
+    except ValueError:
+        raise
+    except Exception as error:  # of the user's own function
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        name = getattr(backbone, "__qualname__", backbone)
+        raise ValueError(
+            f"`{argument}` must make a network for an image shape, but {name}({tuple(image_shape)}) failed ({reason})."
+        ) from error
     if not isinstance(network, nn.Module):
         raise ValueError(f"`{argument}` must make an nn.Module, got {type(network).__name__}.")
     return network
@@ -159,10 +172,19 @@ def backbone_name(backbone: Backbone, *, argument: str = "backbone") -> str:
     return name
 
 
-def feature_dim(backbone: nn.Module, image_shape: Shape) -> int:
+def feature_dim(backbone: nn.Module, image_shape: Shape, *, argument: str = "backbone") -> int:
     """Return the number of features that ``backbone`` puts out, from one forward pass that leaves no trace."""
+    images = torch.zeros(2, *image_shape, device=_device(backbone))
     with observing(backbone), torch.no_grad():
-        return flat(backbone(torch.zeros(2, *image_shape, device=_device(backbone)))).shape[1]
+        try:
+            features = backbone(images)
+        except (RuntimeError, TypeError, NotImplementedError, AttributeError, IndexError) as error:
+            reason = str(error).partition("\n")[0]
+            raise ValueError(
+                f"`{argument}` must take images of shape {list(images.shape)}, but {type(backbone).__name__} failed "
+                f"({reason})."
+            ) from error
+    return flat(features).shape[1]
 
 
 def flat(features: Any) -> Tensor:
@@ -203,6 +225,12 @@ def _at_least(image_shape: Shape, size: int) -> Shape:
     if min(image_shape[1:]) < size:
         raise ValueError(f"`image_shape` must have a height and width of at least {size}, got {image_shape}.")
     return image_shape
+
+
+def _positive(**sizes: int) -> None:
+    for argument, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"`{argument}` must be at least 1, got {size}.")
 
 
 def _device(module: nn.Module) -> torch.device:

@@ -191,7 +191,8 @@ class _Grid:
             ready = data.replaced(seed=self.seeds[0], **changes)
             ready.setup()
         with generators_kept():
-            feature_dim(make_backbone(model, ready.image_shape, argument="model"), ready.image_shape)
+            network = make_backbone(model, ready.image_shape, argument="model")
+            feature_dim(network, ready.image_shape, argument="model")
 
     def cells(self, experiment: Experiment) -> dict[str, Cell]:
         """All cells by name, pretraining and scratch first."""

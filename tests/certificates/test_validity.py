@@ -27,6 +27,13 @@ def test_a_centre_of_unknown_origin(trained, data, start):
     assert not [line for line in certificate.assumptions if "centre" in line]  # nobody has given a word to trust
 
 
+@pytest.mark.parametrize("origin", [None, "random initialisation"])
+def test_a_centre_at_another_network_is_refused(trained, data, origin):
+    for other in (nn.Sequential(nn.Flatten(), nn.Linear(2, 2)), nn.Sequential(nn.Linear(5, 7)), {}):
+        with pytest.raises(ValueError, match="`center` must"):
+            certified(trained, data, Prior(other, origin=origin))
+
+
 def test_the_origin_is_repeated(trained, data, start):
     certificate = certified(trained, data, Prior(start, origin="trained on other people's digits"))
     assert certificate.valid

@@ -71,6 +71,11 @@ def test_a_yaml_file_and_a_second_run_that_has_nothing_to_do(pair, tmp_path, cap
     [
         ("--pair=digits", "`pair` must be a source and a target"),
         ("--model=vgg", "`model` must be one of mlp"),
+        ("--model=torch.nn.Linear", "`model` must make a network for an image shape, but Linear((1, 8, 8)) failed"),
+        ("--model=torch.nn.Flatten", "`model` must "),
+        ("--model=examples.reference.Classifier", "`model` must "),
+        ("--stages.learning_rate=.inf", "learning_rate"),
+        ("--stages.weight_decay=.nan", "weight_decay"),
         ("--labels=[500]", "the 78 samples there are beside 12 for validation, got 500"),
         ("--methods=[laplace]", "`methods` must be made of"),
         ("--pair=no.npz->digits", "`source` must be an npz file, but there is no file at no.npz."),

@@ -102,11 +102,29 @@ def test_labels_that_are_no_whole_numbers_are_refused(arrays, labels, got):
 
 
 def test_classes_are_those_of_both_splits_and_training_samples_are_missed(arrays):
-    with pytest.warns(
-        TaskInfoWarning, match="`y_train` of 'some' has no sample of 1 of 11 classes, the first of them 10"
-    ):
+    with pytest.warns(TaskInfoWarning, match="`y_train` of 'some' has no sample of 1 of 11 classes"):
         assert from_any({**arrays, "y_test": np.arange(1, 11)}, name="some").num_classes == 11
     assert from_any({**arrays, "y_test": np.zeros(10, int)}, name="some").num_classes == 10  # warnings are errors
+
+
+@pytest.mark.parametrize("labels", [[0, 10**9, 2 * 10**9, 3 * 10**9], [1, 2, 3, 4], [0, 1, 3, 7]], ids=str)
+def test_classes_are_the_labels_that_occur(arrays, labels):
+    """Not all numbers up to the largest, which nobody has memory for."""
+    given = {key: np.resize(labels, len(arrays[key])) for key in ("y_train", "y_test")}
+    with pytest.warns(TaskInfoWarning, match=f"`y_train` and `y_test` of 'some' have the labels {labels[0]}"):
+        data = from_any({**arrays, **given}, name="some")
+    assert (data.num_classes, data.labels) == (4, tuple(labels))
+    assert np.array_equal(np.array(labels)[data.y_train], given["y_train"])
+    assert np.array_equal(np.array(labels)[data.y_test], given["y_test"])
+    if max(labels) < 10:
+        kept = from_any({**arrays, **given}, name="some", num_classes=10)
+        assert np.array_equal(kept.y_test, given["y_test"])
+        assert kept.labels is None
+
+
+def test_labels_below_zero_are_no_classes(arrays):
+    with pytest.raises(ValueError, match=r"`y_test` must lie between 0 and .* got -1"):
+        from_any({**arrays, "y_test": np.resize([-1, 0, 1], 10)}, name="some")
 
 
 @pytest.mark.parametrize(("splits", "first"), [(["test"], "test"), (["train", "test"], "train")])

@@ -25,11 +25,13 @@ def test_npz_by_numpy(tmp_path, arrays):
     assert (named.name, named.num_classes) == ("other", 11)
 
 
-def test_a_class_without_samples_is_a_warning(tmp_path, arrays):
+def test_labels_that_count_from_one_are_a_warning(tmp_path, arrays):
     counted_from_one = {key: value + 1 if key.startswith("y") else value for key, value in arrays.items()}
     np.savez(tmp_path / "some.npz", **counted_from_one)
-    with pytest.warns(UserWarning, match="`y_train` of 'some' has no sample of 1 of 11 classes, the first of them 0"):
-        assert load_npz(tmp_path / "some.npz").num_classes == 11
+    with pytest.warns(UserWarning, match="of 'some' have the labels 1, 2"):
+        data = load_npz(tmp_path / "some.npz")
+    assert data.num_classes == 10
+    assert np.array_equal(data.y_train, arrays["y_train"])
 
 
 def test_save_and_load(tmp_path, arrays):

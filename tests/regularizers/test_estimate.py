@@ -149,7 +149,7 @@ def test_refuses(x, z, match):
         ({"steps": 0}, "`steps` must be at least 1, got 0"),
         ({"batch_size": 1}, "`batch_size` must be at least 2, got 1"),
         ({"learning_rate": 0.0}, "`learning_rate` must be positive, got 0.0"),
-        ({"clip": math.nan}, "`clip` must be positive, got nan"),
+        ({"clip": math.nan}, r"`clip` must be .* got nan"),
     ],
 )
 def test_refuses_numbers_out_of_range(arguments, match):
