@@ -21,7 +21,7 @@ ALLOWED = {  # layer -> the layers and frameworks it may import
     "_rules": set(),
     "_ranges": set(),
     "_progress": {"tqdm"},
-    "_files": set(),
+    "_files": {"torch"},
     "_cells": {"torch", "_files"},
     "_lightning": {"lightning", "pytorch_lightning"},
     "functional": MATHS,
