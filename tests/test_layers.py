@@ -6,7 +6,17 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "lightning_taskinfo"
-MATHS = {"torch", "_batches", "_observe", "_warn", "_arguments", "_ranges", "functional"}
+MATHS = {
+    "torch",
+    "_batches",
+    "_hugging_face",
+    "_model_calls",
+    "_observe",
+    "_warn",
+    "_arguments",
+    "_ranges",
+    "functional",
+}
 FILES = {"_files", "_cells"}
 DATASETS = {"matplotlib", "mlxtend", "sklearn", "torchvision"}
 STATE = MATHS | {"_progress", "torchmetrics", "backpack"}
@@ -15,7 +25,9 @@ GLUE = STATE | {"_lightning", "callbacks", "mixins", "plotting", "data"}
 TOP = GLUE | FILES | {"numpy", "transfer", "tasks"}
 ALLOWED = {  # layer -> the layers and frameworks it may import
     "_observe": {"torch"},
-    "_batches": {"torch"},
+    "_batches": {"torch", "_hugging_face", "_model_calls", "_observe"},
+    "_hugging_face": {"torch", "_observe"},
+    "_model_calls": {"torch", "_hugging_face", "_observe"},
     "_warn": set(),
     "_arguments": {"_rules"},
     "_rules": set(),

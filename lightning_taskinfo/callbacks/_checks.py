@@ -1,17 +1,16 @@
 """What can be known before training: that the module, its batches and its weights suit a probe."""
 
 import sys
-from collections.abc import Callable
 from math import isfinite
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_taskinfo._batches import described, tensors
+from lightning_taskinfo._batches import Reader, described, first_samples, size, tensors
+from lightning_taskinfo._model_calls import NoLogitsError
 from lightning_taskinfo._observe import trainable_parameters
 from lightning_taskinfo._warn import warn
-from lightning_taskinfo.callbacks._samples import first_samples, size
 from lightning_taskinfo.fisher.engine import Request, measure
 from lightning_taskinfo.fisher.sharded import gathered_parameters, sharded
 from lightning_taskinfo.fisher.sinks import Norms
@@ -26,7 +25,7 @@ def check_batch(
     inputs: Any,
     targets: Tensor | None,
     likelihood: str | Likelihood,
-    forward_fn: Callable[[Any, Any], Any] | None,
+    reader: Reader,
 ) -> None:
     """Run the model on two samples; call it inside ``observing``.
 
@@ -42,17 +41,16 @@ def check_batch(
         return
     few, few_targets = first_samples(inputs, targets, 2)
     try:
-        outputs = Request(forward_fn=forward_fn).forward(model, few)
+        outputs = reader.outputs(model, few)
+    except NoLogitsError as error:
+        raise ValueError(
+            f"{who} needs {error}; set `forward_fn` to a function of (module, inputs) that picks the logits."
+        ) from error
     except Exception as error:
         raise ValueError(
-            f"{who} calls the module on the inputs of a batch, which failed ({type(error).__name__}: {error}); "
-            "set `forward_fn` to a function of (module, inputs) that returns the outputs."
+            f"{who}: calling the module on the inputs of a batch failed ({type(error).__name__}: {error}); set "
+            "`forward_fn` to a function of (module, inputs) that returns the outputs."
         ) from error
-    if not isinstance(outputs, Tensor):
-        raise ValueError(
-            f"{who} needs a tensor of outputs, got {type(outputs).__name__}; "
-            "set `forward_fn` to a function of (module, inputs) that picks it."
-        )
     as_likelihood(likelihood).check(outputs, few_targets)
     if isinstance(as_likelihood(likelihood), Categorical) and look_like_probabilities(outputs):
         warn(
@@ -60,7 +58,7 @@ def check_batch(
             "e.g. to lambda module, inputs: module(inputs).log()."
         )
     if sharded(model):  # what no hook follows is known now, not at the first measurement
-        measure(model, few, few_targets, Request(likelihood=likelihood, forward_fn=forward_fn), Norms(size(few)))
+        measure(model, few, few_targets, Request(likelihood=likelihood, forward_fn=reader.forward_fn), Norms(size(few)))
 
 
 def check_weights(who: str, model: nn.Module) -> None:

@@ -7,10 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_taskinfo._batches import take
-from lightning_taskinfo.callbacks._samples import size
+from lightning_taskinfo._batches import outputs_of, size, take
 from lightning_taskinfo.fisher.draws import NumberedDraws
-from lightning_taskinfo.fisher.engine import Request
 from lightning_taskinfo.fisher.per_sample import Forward
 from lightning_taskinfo.functional.likelihood import Likelihood, as_likelihood
 
@@ -28,7 +26,7 @@ def mean_loss(
     with torch.no_grad():
         for start in range(0, n, CHUNK):
             part = itemgetter(slice(start, start + CHUNK))
-            outputs = Request(forward_fn=forward_fn).forward(model, take(inputs, part))
+            outputs = outputs_of(model, take(inputs, part), forward_fn)
             total -= as_likelihood(likelihood).log_prob(outputs, part(targets)).double().sum().cpu()
     return total.item() / n
 

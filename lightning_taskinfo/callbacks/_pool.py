@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
-from lightning_taskinfo._batches import joined, sample_count, take
+from lightning_taskinfo._batches import Reader, first_samples, joined, sample_count, take
 from lightning_taskinfo._lightning import NAMESPACES, LightningModule, Trainer
-from lightning_taskinfo.callbacks._samples import BatchFn, first_samples
 
 
 class Source:
@@ -21,12 +20,16 @@ class Source:
         data: ``"train_batch"``, ``"train"`` or ``"val"``.
         max_samples: At most this many, over all processes.
         seed: Chooses the pool.
-        batch_fn: Picks inputs and targets out of a batch.
+        reader: Reads batches.
         split: Whether processes share the samples; otherwise each has all of them.
     """
 
-    def __init__(self, data: str, max_samples: int, seed: int, batch_fn: BatchFn, *, split: bool) -> None:
-        self.data, self.max_samples, self.seed, self.batch_fn, self.split = data, max_samples, seed, batch_fn, split
+    def __init__(self, data: str, max_samples: int, seed: int, reader: Reader, *, split: bool) -> None:
+        self.data = data
+        self.max_samples = max_samples
+        self.seed = seed
+        self.reader = reader
+        self.split = split
         self.pool: tuple[Any, Tensor | None] | None = None
         self.collecting: Collected | None = None
 
@@ -57,12 +60,12 @@ class Source:
         if not mine:
             return torch.empty(0), None
         batch = read_samples(loader, chosen[mine.start : mine.stop], self.seed)
-        return self.batch_fn(on_device(trainer, pl_module, batch))
+        return self.reader.read(pl_module, on_device(trainer, pl_module, batch))
 
-    def see(self, batch: Any, *, last: bool) -> None:
+    def see(self, pl_module: LightningModule, batch: Any, *, last: bool) -> None:
         """Collect from a training batch what the pool still misses."""
         if self.collecting is not None and self.pool is None:
-            self.collecting.add(*self.batch_fn(batch), last=last)
+            self.collecting.add(*self.reader.read(pl_module, batch), last=last)
             if self.collecting.complete:
                 self.pool = self.collecting.joined()
 
@@ -75,7 +78,8 @@ class Source:
         """Return this process's inputs and targets."""
         if self.pool is not None:
             return self.pool
-        return first_samples(*self.batch_fn(batch), len(self._share(trainer, self.max_samples)))
+        samples = self.reader.read(trainer.lightning_module, batch)
+        return first_samples(*samples, len(self._share(trainer, self.max_samples)))
 
     def _share(self, trainer: Trainer, total: int) -> range:
         return share(total, trainer.global_rank, trainer.world_size) if self.split else range(total)

@@ -4,13 +4,13 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from weakref import ref
 
 from torch import Tensor, nn
 
 from lightning_taskinfo._arguments import ArgumentsByName, check_counts
+from lightning_taskinfo._batches import Reader, filled_up, size
 from lightning_taskinfo._lightning import Callback, LightningModule, Trainer
 from lightning_taskinfo._observe import observing
 from lightning_taskinfo._warn import warn
@@ -25,7 +25,7 @@ from lightning_taskinfo.callbacks._checks import (
 from lightning_taskinfo.callbacks._pool import Source
 from lightning_taskinfo.callbacks._processes import on_every_process
 from lightning_taskinfo.callbacks._report import has_matplotlib, measured, report, summary, thinned, without_layers
-from lightning_taskinfo.callbacks._samples import Samples, filled_up, inputs_and_targets, read_by, size
+from lightning_taskinfo.callbacks._samples import Samples
 from lightning_taskinfo.callbacks._schedule import Schedule
 from lightning_taskinfo.fisher.engine import Request
 from lightning_taskinfo.fisher.sharded import resharding
@@ -121,8 +121,8 @@ class Probe(Schedule, Callback, metaclass=ArgumentsByName):
         self.every_n_steps, self.every_n_epochs, self.max_samples = every_n_steps, every_n_epochs, max_samples
         self.data, self.labels, self.likelihood, self.mc_samples = data, labels, likelihood, mc_samples
         self.per_layer, self.name, self.seed = per_layer, name, seed
-        self.batch_fn = partial(read_by, batch_fn) if batch_fn else inputs_and_targets
         self.forward_fn = forward_fn
+        self.reader = Reader(batch_fn, forward_fn)
         self.history: list[dict[str, float]] = []
         self._last_step, self._measured_at = 0, -1  # after the last batch; at the last measurement of this fit
         self._source: Source | None = None
@@ -175,7 +175,7 @@ class Probe(Schedule, Callback, metaclass=ArgumentsByName):
             self.history.pop()
         self._last_step, self._resumed, self._extra = trainer.global_step, False, False
         self._measured_at = -1
-        self._source = Source(self.data, self.max_samples, self.seed, self.batch_fn, split=self.split_over_ranks)
+        self._source = Source(self.data, self.max_samples, self.seed, self.reader, split=self.split_over_ranks)
         if self.data in ("train", "val"):
             with observing(pl_module):
                 self._source.open(trainer, pl_module)
@@ -185,7 +185,7 @@ class Probe(Schedule, Callback, metaclass=ArgumentsByName):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if not self._checked:
             with observing(pl_module):
-                self._check(pl_module, *self.batch_fn(batch))
+                self._check(pl_module, *self.reader.read(pl_module, batch))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -193,7 +193,7 @@ class Probe(Schedule, Callback, metaclass=ArgumentsByName):
         source = self._source
         if source is not None and source.collecting is not None and source.pool is None:
             try:
-                source.see(batch, last=trainer.is_last_batch)
+                source.see(pl_module, batch, last=trainer.is_last_batch)
             except Exception as error:
                 self._failed(trainer, error)
         if self._due(trainer) and self._measure(trainer, pl_module, batch) and self._shown(trainer):
@@ -214,7 +214,7 @@ class Probe(Schedule, Callback, metaclass=ArgumentsByName):
     def _check(self, pl_module: LightningModule, inputs: Any, targets: Tensor | None) -> None:
         self._checked = True
         with resharding(pl_module) if self._sharded else nullcontext():
-            check_batch(self.state_key, pl_module, inputs, targets, self.likelihood, self.forward_fn)
+            check_batch(self.state_key, pl_module, inputs, targets, self.likelihood, self.reader)
 
     # Leaving no trace
 

@@ -9,13 +9,13 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_taskinfo._batches import sample_count
+from lightning_taskinfo._batches import sample_count, size
 from lightning_taskinfo._lightning import LightningModule, Trainer
 from lightning_taskinfo._observe import trainable_parameters
 from lightning_taskinfo.callbacks._pool import Source, share
 from lightning_taskinfo.callbacks._probe import Probe
 from lightning_taskinfo.callbacks._processes import summed
-from lightning_taskinfo.callbacks._samples import Samples, size
+from lightning_taskinfo.callbacks._samples import Samples
 from lightning_taskinfo.fisher.engine import Request, measure
 from lightning_taskinfo.fisher.sinks import Norms
 from lightning_taskinfo.fisher.trace_sums import TraceSums
@@ -107,7 +107,7 @@ class FisherTrace(Probe):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         if self._unread:  # before the first step, whenever the first measurement is due
-            sample_count(self.batch_fn(batch)[0])
+            sample_count(self.reader.read(pl_module, batch)[0])
             self._unread = False
         self._temperature = math.nan
         if self._unforeseen(pl_module) or self._due_next(trainer):
@@ -120,7 +120,7 @@ class FisherTrace(Probe):
     def _begin(self, trainer: Trainer, batch: Any) -> None:
         """Note what the start of a batch shows: its size, and the rate, which a scheduler may change before its end."""
         try:
-            samples = sample_count(self.batch_fn(batch)[0])
+            samples = sample_count(self.reader.read(trainer.lightning_module, batch)[0])
         except Exception as error:  # a batch that cannot be read is reported where it is measured
             if self._recorder is not None:
                 self._recorder.skip(str(error))

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_taskinfo._batches import first_samples, size
 from lightning_taskinfo._lightning import LightningModule, Trainer
 from lightning_taskinfo._observe import ParamDict, trainable_parameters
 from lightning_taskinfo._ranges import check_finite_tensors, check_positive
@@ -19,7 +20,7 @@ from lightning_taskinfo.callbacks._loss import LossOnTheWay, mean_loss
 from lightning_taskinfo.callbacks._pool import readable
 from lightning_taskinfo.callbacks._probe import Probe
 from lightning_taskinfo.callbacks._processes import summed
-from lightning_taskinfo.callbacks._samples import Samples, first_samples, size
+from lightning_taskinfo.callbacks._samples import Samples
 from lightning_taskinfo.fisher.engine import Request, measure
 from lightning_taskinfo.fisher.kron import check_request
 from lightning_taskinfo.fisher.kron_metric import KroneckerFisher

@@ -9,7 +9,6 @@ from lightning_taskinfo.callbacks._loss import mean_loss
 from lightning_taskinfo.callbacks._probe import Probe
 from lightning_taskinfo.callbacks._samples import Samples
 from lightning_taskinfo.fisher import gradient_gram
-from lightning_taskinfo.fisher.engine import Request
 from lightning_taskinfo.functional.minima import local_minimum_summary, normalise_logits
 
 
@@ -78,7 +77,7 @@ class LocalMinimum(Probe):
             raise ValueError("`data` must be 'train' or 'val' with several processes, got 'train_batch'.")
 
     def _outputs(self, model: nn.Module, inputs: Any) -> Tensor:
-        outputs = Request(forward_fn=self.forward_fn).forward(model, inputs)
+        outputs = self.reader.outputs(model, inputs)
         return normalise_logits(outputs) if self.normalise_logits else outputs
 
     def observe(self, model: nn.Module, samples: Samples) -> dict[str, float]:

@@ -6,6 +6,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
+from lightning_taskinfo._batches import first_samples
 from lightning_taskinfo._lightning import LightningModule, Trainer
 from lightning_taskinfo._observe import observing
 from lightning_taskinfo._ranges import check_positive
@@ -13,7 +14,7 @@ from lightning_taskinfo._warn import warn
 from lightning_taskinfo.callbacks._checks import check_plain
 from lightning_taskinfo.callbacks._probe import Probe
 from lightning_taskinfo.callbacks._report import has_matplotlib, report
-from lightning_taskinfo.callbacks._samples import Samples, first_samples
+from lightning_taskinfo.callbacks._samples import Samples
 from lightning_taskinfo.certificates import (
     BETAS,
     PRIOR_STDS,
@@ -25,7 +26,6 @@ from lightning_taskinfo.certificates import (
     pareto_front,
 )
 from lightning_taskinfo.certificates.search import check_choices, named_structures
-from lightning_taskinfo.fisher.engine import Request
 from lightning_taskinfo.functional.likelihood import as_likelihood
 from lightning_taskinfo.plotting import plot_pareto
 
@@ -146,12 +146,10 @@ class PACBayesCertificate(Probe):
         needed = f"{self.state_key} certifies classifiers: the module must return logits [N, C] of at least 2 classes"
         otherwise = "set `forward_fn` to a function of (module, inputs) that returns them"
         try:
-            outputs = Request(forward_fn=self.forward_fn).forward(pl_module, few)
+            outputs = self.reader.outputs(pl_module, few)
         except Exception as error:
             failed = f"which failed ({type(error).__name__}: {error})"
             raise ValueError(f"{needed} for the inputs of a batch, {failed}; {otherwise}.") from error
-        if not isinstance(outputs, Tensor):
-            raise ValueError(f"{needed}, got {type(outputs).__name__}; {otherwise}.")
         if outputs.ndim != 2 or outputs.shape[1] < 2:
             two = (
                 "; a logit z of yes or no becomes two by torch.cat([0 * z, z], -1)" if outputs.shape[1:] == (1,) else ""

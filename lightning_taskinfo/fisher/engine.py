@@ -11,7 +11,7 @@ from torch import Generator, Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_taskinfo._arguments import check_counts
-from lightning_taskinfo._batches import sample_count, take
+from lightning_taskinfo._batches import call_on, outputs_of, sample_count, take
 from lightning_taskinfo._observe import ParamDict, full_precision, observing_parts, parts
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.fisher.findings import Findings, by_name, differ, disjoint, proofs, recall, remember, sizes_of
@@ -63,7 +63,7 @@ class Request:
 
     def forward(self, model: nn.Module, inputs: Any) -> Tensor:
         """Run the model the way its user does."""
-        return self.forward_fn(model, inputs) if self.forward_fn else model(inputs)
+        return outputs_of(model, inputs, self.forward_fn)
 
     def scores(self, outputs: Tensor, targets: Tensor | None) -> Iterator[Tensor]:
         """Yield the output scores of a chunk, after checking that outputs and targets fit the likelihood."""
@@ -92,6 +92,8 @@ def measure(model: nn.Module, inputs: Any, targets: Tensor | None, request: Requ
         raise ValueError(f"`targets` must be a tensor, got {targets if isinstance(targets, str) else type(targets)!r}.")
     if targets is not None and len(targets) != n:
         raise ValueError(f"`targets` must have one entry a sample ({n}), got {len(targets)}.")
+    if request.forward_fn is None:
+        call_on(model, inputs)  # before anything is watched
     with observing_parts(observed), full_precision(observed), resharding(model):
         return _Measurement(model, take(inputs, _usable), targets, request, sink).run(n)
 

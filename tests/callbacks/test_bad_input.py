@@ -11,9 +11,9 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_taskinfo import TaskInfoWarning
+from lightning_taskinfo._batches import read_batch
 from lightning_taskinfo.callbacks import FisherTrace, LocalMinimum
 from lightning_taskinfo.callbacks._checks import check_finite
-from lightning_taskinfo.callbacks._samples import inputs_and_targets
 from lightning_taskinfo.fisher import fisher_trace
 from tests.callbacks.runs import PROBES, Classifier, digits, fit
 
@@ -192,7 +192,7 @@ def test_a_batch_that_cannot_be_collected_is_a_warning(tmp_path):
 
     def fails_later(batch, seen=[]):  # noqa: B006
         seen.append(1)
-        return inputs_and_targets(batch if len(seen) < 5 else None)
+        return read_batch(batch if len(seen) < 5 else None)
 
     callback = FisherTrace(every_n_steps=1, data="train", max_samples=30, batch_fn=fails_later)
     with pytest.warns(UserWarning, match="could not measure at step .*got NoneType; set `batch_fn`"):
@@ -212,7 +212,7 @@ def test_a_module_without_forward_is_told_to_set_forward_fn(tmp_path):
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), 0.1)
 
-    with pytest.raises(ValueError, match=r"calls the module on the inputs of a batch, which failed .*set `forward_fn`"):
+    with pytest.raises(ValueError, match=r"failed .*set `forward_fn`"):
         fit(tmp_path, FisherTrace(), model=NoForward())
     callback = FisherTrace(every_n_steps=8, forward_fn=lambda module, x: module.layer(x), labels="exact")
     model = NoForward()
@@ -251,7 +251,7 @@ def test_inputs_without_tensors_are_named(tmp_path, probe):
             return super().forward(graph.x)
 
     loader = DataLoader(digits(), batch_size=8, collate_fn=collate)
-    with pytest.raises(ValueError, match=r"needs inputs that are tensors, samples along .* got Graph; set `batch_fn`"):
+    with pytest.raises(ValueError, match=r"tensors.* got Graph; set `batch_fn`"):
         fit(tmp_path, probe(data="train_batch", every_n_steps=1), model=Net, loader=loader)
 
 

@@ -1,0 +1,224 @@
+"""How a model is called on the inputs of a batch, and which of its outputs are the logits."""
+
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, is_dataclass
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from lightning_taskinfo._hugging_face import inner_model, is_encoder_decoder
+from lightning_taskinfo._observe import observing
+
+FRAMEWORKS = ("torch.nn.modules.module", "lightning.pytorch.core.module", "pytorch_lightning.core.module")
+"""Where a ``forward`` is defined that is none."""
+
+
+class NoLogitsError(ValueError):
+    """A model returned nothing that could be its logits."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One way to call a model on a batch's inputs.
+
+    Attributes:
+        place: Name of the submodule that is called; nothing for the model itself.
+        how: With the inputs as one argument (``"whole"``), one argument for each (``"spread"``), or one for each by
+            its name (``"named"``).
+        names: Which of the fields of a batch are handed over; ``None`` where inputs have no names.
+    """
+
+    place: str
+    how: Literal["whole", "spread", "named"]
+    names: tuple[str, ...] | None = None
+
+    def inputs_of(self, fields: Mapping[str, Any]) -> Any:
+        """Return the inputs among the fields of a batch: one by itself, or several by name."""
+        if self.names is None:
+            raise TypeError("the inputs of this call have no names.")
+        if self.how == "spread":
+            (name,) = self.names
+            return fields[name]
+        return {name: fields[name] for name in self.names}
+
+    def __call__(self, model: nn.Module, inputs: Any) -> Tensor:
+        """Run the model and return its logits."""
+        module = model.get_submodule(self.place)
+        if self.names is not None and isinstance(inputs, Mapping):
+            inputs = self.inputs_of(inputs)
+        if self.how == "named":
+            result = module(**inputs)
+        elif self.how == "spread" and isinstance(inputs, list | tuple):
+            result = module(*inputs)
+        elif isinstance(inputs, Mapping):
+            result = module(Fields(inputs))
+        else:
+            result = module(inputs)
+        return logits_of(result)
+
+
+class Fields(dict[str, Any]):
+    """A dict whose values are attributes too, as those of a ``BatchEncoding`` or a dataclass."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+def logits_of(result: Any) -> Tensor:
+    """Return the logits among a model's outputs.
+
+    They are a tensor, a field or attribute ``logits``, or the one tensor of a tuple that is no single number, as in
+    ``(loss, logits)``.
+
+    Raises:
+        NoLogitsError: If there is no such thing.
+
+    Example:
+        >>> logits_of((torch.tensor(0.7), torch.zeros(2, 3))).shape
+        torch.Size([2, 3])
+    """
+    if isinstance(result, Tensor):
+        found = [result]
+    elif isinstance(result, Mapping):
+        found = [result["logits"]] if "logits" in result else []
+    elif hasattr(result, "logits"):
+        found = [result.logits]
+    elif isinstance(result, list | tuple):
+        named = [part for part in result if isinstance(part, Mapping) or hasattr(part, "logits")]
+        found = [logits_of(named[0])] if len(named) == 1 else [p for p in result if isinstance(p, Tensor) and p.ndim]
+    else:
+        found = []
+    if len(found) == 1 and isinstance(found[0], Tensor) and found[0].ndim and found[0].is_floating_point():
+        return found[0]
+    raise NoLogitsError(f"a tensor of logits, or outputs with `logits`, got {_described(result)}")
+
+
+def _described(result: Any) -> str:
+    kind = type(result).__name__
+    if isinstance(result, Tensor):
+        return f"{kind} of {result.dtype} and shape {list(result.shape)}"
+    if isinstance(result, Mapping):
+        return f"{kind} with {', '.join(map(str, result)) or 'nothing'}"
+    if is_dataclass(result):
+        return f"{kind} with {', '.join(vars(result)) or 'nothing'}"
+    if isinstance(result, list | tuple):
+        return f"{kind} of {', '.join(type(part).__name__ for part in result) or 'nothing'}"
+    return kind
+
+
+# Which call a model takes: found once, by trying, and remembered as long as the model lives.
+
+_settled: "WeakKeyDictionary[nn.Module, dict[Any, Call]]" = WeakKeyDictionary()
+
+
+def settled_call(model: nn.Module, inputs: Any) -> Call | None:
+    """Return the call that was found for a model and inputs of this kind, if one was."""
+    return _settled.get(model, {}).get(_kind(inputs))
+
+
+def settle_call(model: nn.Module, fields: Any, target: str | None = None) -> tuple[Call, Any]:
+    """Find out how a model is called, by calling it on a few samples and leaving no trace.
+
+    Args:
+        model: The model.
+        fields: A few samples: the fields of a batch by name, or inputs without names.
+        target: Which of the fields are the labels; they are handed over only if the model does not run without.
+
+    Returns:
+        The call, which :func:`settled_call` knows from now on, and its outputs.
+
+    Raises:
+        Exception: What the first and most natural way to call it raised, where none works.
+    """
+    first_error: Exception | None = None
+    for call in _candidates(model, fields, target):
+        inputs = fields if call.names is None else call.inputs_of(fields)
+        try:
+            with observing(model), torch.no_grad():
+                outputs = call(model, inputs)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            # A way to call the model that is not its own fails in any manner, and the next one is tried.
+            first_error = first_error or error
+        else:
+            _settled.setdefault(model, {}).update(dict.fromkeys((_kind(fields), _kind(inputs)), call))
+            return call, outputs
+    raise first_error or TypeError(f"{type(model).__name__} has no `forward`")
+
+
+def _kind(inputs: Any) -> Any:
+    return tuple(inputs) if isinstance(inputs, Mapping) else type(inputs)
+
+
+def _candidates(model: nn.Module, fields: Any, target: str | None) -> Iterator[Call]:
+    """Yield the ways to call a model, the most natural one first."""
+    inner = inner_model(model)
+    places = [""] if has_forward(model) else []
+    if inner is not None and inner is not model:
+        places += [name for name, module in model.named_modules() if module is inner][:1]
+    for place in places:
+        forward = _Signature(model.get_submodule(place))
+        if not isinstance(fields, Mapping):
+            yield from forward.unnamed(place, fields)
+            continue
+        others = tuple(name for name in fields if name != target)
+        every = tuple(fields)
+        ways = [others] if target is None else [others, every]
+        decoder = {"decoder_input_ids", "decoder_inputs_embeds"}
+        if target is not None and (
+            target in forward.required or (is_encoder_decoder(inner) and not decoder & fields.keys())
+        ):
+            ways = [every]
+        for names in ways:
+            yield from forward.named(place, names)
+            if forward.takes_others and inner is not None:  # and may hand on what the inner model does not take
+                known = _Signature(inner).names
+                yield Call(place, "named", tuple(name for name in names if name in known))
+
+
+def has_forward(model: nn.Module) -> bool:
+    """Whether a module has a ``forward`` of its own."""
+    return getattr(model.forward, "__module__", "") not in FRAMEWORKS
+
+
+def positional_names(model: nn.Module) -> list[str]:
+    """Return the names of what a module's ``forward`` takes by position; none where it has no ``forward``."""
+    return _Signature(model).positional if has_forward(model) else []
+
+
+class _Signature:
+    """What a module's ``forward`` takes."""
+
+    def __init__(self, module: nn.Module) -> None:
+        parameters = inspect.signature(module.forward).parameters.values()
+        by_position = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        by_name = [p for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        self.positional = [p.name for p in by_position]
+        self.names = [p.name for p in by_name]
+        self.required = [p.name for p in by_position if p.default is p.empty]
+        self.takes_others = any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+    def named(self, place: str, names: tuple[str, ...]) -> Iterator[Call]:
+        """Yield ways to call it on fields with names."""
+        known = tuple(name for name in names if self.takes_others or name in self.names)
+        if known:
+            yield Call(place, "named", known)
+        if len(names) == 1:
+            yield Call(place, "spread", names)
+        yield Call(place, "whole", names)
+
+    def unnamed(self, place: str, inputs: Any) -> Iterator[Call]:
+        """Yield ways to call it on inputs without names."""
+        several = isinstance(inputs, list | tuple)
+        if several and len(self.required) == len(inputs) > 1:
+            yield Call(place, "spread")
+        yield Call(place, "whole")
+        if several:
+            yield Call(place, "spread")

@@ -1,0 +1,56 @@
+"""Hugging Face models need no argument: what is measured is a loop over samples with the model's own loss."""
+
+import copy
+
+import pytest
+import torch
+
+from lightning_taskinfo.callbacks import FisherTrace, InformationInWeights
+from tests.callbacks.hugging_face import MODELS, Module, Sentences, loader
+from tests.callbacks.runs import fit, same, seed_everything
+
+CAUSAL = ("GPT-2", "Llama", "LoRA GPT-2")
+models = pytest.mark.parametrize("name", MODELS)
+pytestmark = pytest.mark.filterwarnings("ignore:torch.func cannot run")
+
+
+def make(name):
+    seed_everything()
+    return Module(MODELS[name]())
+
+
+def loop(model, name, samples):
+    """Mean squared gradient norm and mean loss of samples, each by the model's own loss; labels of tokens add up."""
+    model = copy.deepcopy(model).eval()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    norms, losses = [], []
+    for sample in samples:
+        batch = {key: value.unsqueeze(0) for key, value in sample.items()}
+        labels = batch["labels"][:, 1:] if name in CAUSAL else batch["labels"]
+        loss = model(**batch).loss * (labels != -100).sum()
+        gradients = torch.autograd.grad(loss, trained, allow_unused=True)
+        norms.append(sum(g.square().sum().item() for g in gradients if g is not None))
+        losses.append(loss.item())
+    return sum(norms) / len(norms), sum(losses) / len(losses)
+
+
+@models
+def test_trace_and_loss_are_those_of_the_models_own_loss(tmp_path, name):
+    module = make(name)
+    trace, information = FisherTrace(every_n_steps=4, labels="empirical"), InformationInWeights()
+    fit(tmp_path, trace, information, model=module, loader=loader(name), max_epochs=1)
+    everything = [*Sentences(name)]
+    norm, _ = loop(module.model, name, everything[-4:])
+    _, loss = loop(module.model, name, everything)
+    assert trace.history[-1]["fisher_trace"] == pytest.approx(norm, rel=1e-3)
+    assert information.history[-1]["expected_loss"] == pytest.approx(16 * loss, rel=1e-4)
+
+
+@models
+def test_a_watched_training_ends_with_the_same_bits(tmp_path, name):
+    alone, watched = make(name), make(name)
+    fit(tmp_path, model=alone, loader=loader(name))
+    probe = FisherTrace(every_n_steps=1)
+    fit(tmp_path, probe, InformationInWeights(), model=watched, loader=loader(name))
+    assert len(probe.history) == 8
+    same(alone.state_dict(), watched.state_dict())
