@@ -70,6 +70,20 @@ class Reader:
             return read_by(self.batch_fn, batch)
         return read_batch(batch, model, self.forward_fn)
 
+    def count(self, model: nn.Module, batch: Any) -> int:
+        """Return the number of samples of a batch, without calling the model.
+
+        Args:
+            model: The model that is trained on it.
+            batch: The batch.
+
+        Raises:
+            ValueError: If it cannot be read.
+        """
+        if self.batch_fn is not None:
+            return sample_count(read_by(self.batch_fn, batch)[0])
+        return sample_count(_parted(batch, model).inputs)
+
     def outputs(self, model: nn.Module, inputs: Any) -> Tensor:
         """Return the model's outputs, one row for each sample.
 
@@ -136,26 +150,54 @@ def read_batch(
         >>> read_batch({"image": torch.ones(1, 2), "label": torch.tensor([3])})
         (tensor([[1., 1.]]), tensor([3]))
     """
+    parts = _parted(batch, model)
+    reading = None if model is None else _reading(model, parts, forward_fn)
+    if reading is None:
+        return parts.inputs, parts.targets
+    return reading.inputs_of(parts), reading.aligned(parts.targets)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a batch, before a model has said what it takes.
+
+    Attributes:
+        inputs: All that is no target: a single field by itself, several by name.
+        targets: The targets.
+        named: All fields by name, targets included; empty for a pair.
+        target: Name of the targets among them.
+    """
+
+    inputs: Any
+    targets: Any
+    named: Mapping[str, Any]
+    target: str | None
+
+    @property
+    def fields(self) -> Any:
+        """Everything that a model may take."""
+        return self.named or self.inputs
+
+
+def _parted(batch: Any, model: nn.Module | None) -> Parts:
+    """Tell the targets of a batch from its inputs, by their place or name.
+
+    Raises:
+        ValueError: If neither says it.
+    """
     batch = labeled_part(batch)
     named = fields_of(batch, model)
-    target = target_of(named) if named else None
+    target = target_of(named)
     if target is not None:
-        targets = named[target]
-        inputs = {name: value for name, value in named.items() if name != target}
-    elif is_pair(batch):
-        inputs, targets = batch
-        named = {}
-    else:
-        raise ValueError(
-            f"A batch must be a pair (inputs, targets), or have one field of {', '.join(TARGETS)} and others, got "
-            f"{described(batch)}; set `batch_fn` to a function of the batch that returns (inputs, targets)."
-        )
-    reading = None if model is None else _reading(model, named, target, inputs, targets, forward_fn)
-    if named:
-        inputs = _alone(inputs)
-    if reading is None:
-        return inputs, targets
-    return reading.inputs_of(named, inputs, targets), reading.aligned(targets)
+        others = {name: value for name, value in named.items() if name != target}
+        inputs = next(iter(others.values())) if len(others) == 1 else others
+        return Parts(inputs, named[target], named, target)
+    if is_pair(batch):
+        return Parts(batch[0], batch[1], {}, None)
+    raise ValueError(
+        f"A batch must be a pair (inputs, targets), or have one field of {', '.join(TARGETS)} and others, got "
+        f"{described(batch)}; set `batch_fn` to a function of the batch that returns (inputs, targets)."
+    )
 
 
 # How batches of one kind are read for one model: found out with the first of them.
@@ -177,11 +219,11 @@ class Reading:
     follows: bool = False
     prompt: int = 0
 
-    def inputs_of(self, named: Mapping[str, Any], inputs: Any, targets: Tensor | None) -> Any:
+    def inputs_of(self, parts: Parts) -> Any:
         """Return what the model is called with."""
         if self.call is not None and self.call.names is not None:
-            return self.call.inputs_of(named)
-        return (inputs, targets) if self.takes_targets else inputs
+            return self.call.inputs_of(parts.named)
+        return (parts.inputs, parts.targets) if self.takes_targets else parts.inputs
 
     def aligned(self, targets: Tensor | None) -> Tensor | None:
         """Return the targets where the outputs predict them."""
@@ -195,38 +237,24 @@ class Reading:
 _readings: "WeakKeyDictionary[nn.Module, dict[Any, Reading]]" = WeakKeyDictionary()
 
 
-def _reading(
-    model: nn.Module,
-    named: dict[str, Any],
-    target: str | None,
-    inputs: Any,
-    targets: Any,
-    forward_fn: Forward | None,
-) -> Reading | None:
+def _reading(model: nn.Module, parts: Parts, forward_fn: Forward | None) -> Reading | None:
     """Return how batches of this kind are read; none if this one has no samples to find out with."""
     known = _readings.setdefault(model, {})
-    kind = (tuple(named) or type(inputs), forward_fn)
+    kind = (tuple(parts.named) or type(parts.inputs), forward_fn)
     if kind not in known:
-        if not any(True for _ in tensors(inputs)):
+        if not any(True for _ in tensors(parts.inputs)):
             raise ValueError(
                 "the inputs of a batch must be tensors, samples along the first axis, or lists and dicts of them, got "
-                f"{described(inputs)}; set `batch_fn` to a function of the batch that returns such inputs and the "
-                "targets."
+                f"{described(parts.inputs)}; set `batch_fn` to a function of the batch that returns such inputs and "
+                "the targets."
             )
-        if not size(inputs):
+        if not size(parts.inputs):
             return None
-        if forward_fn is None:
-            few, few_targets = first_samples(named or inputs, targets, FEW)
-        else:
-            few, few_targets = first_samples(_alone(inputs) if named else inputs, targets, FEW)
-        reading, outputs = _find_call(model, few, few_targets, target, forward_fn)
-        known[kind] = _find_alignment(reading, model, named or inputs, target, targets, outputs)
+        some = parts.fields if forward_fn is None else parts.inputs
+        few, few_targets = first_samples(some, parts.targets, FEW)
+        reading, outputs = _find_call(model, few, few_targets, parts.target, forward_fn)
+        known[kind] = _find_alignment(reading, model, parts, outputs)
     return known[kind]
-
-
-def _alone(inputs: dict[str, Any]) -> Any:
-    """Return a single field by itself, and several by name."""
-    return next(iter(inputs.values())) if len(inputs) == 1 else inputs
 
 
 def _find_call(
@@ -245,10 +273,8 @@ def _find_call(
                 raise
             call, outputs = settle_call(model, (few, few_targets))  # a model that returns its loss as well
             return Reading(call, takes_targets=True), outputs
-    except NoLogitsError as error:
-        raise ValueError(
-            f"the module must return {error}; set `forward_fn` to a function of (module, inputs) that picks the logits."
-        ) from error
+    except NoLogitsError:
+        raise
     except Exception as error:
         raise ValueError(
             f"calling the module on the inputs of a batch failed ({type(error).__name__}: {error}); set `forward_fn` "
@@ -257,34 +283,32 @@ def _find_call(
         ) from error
 
 
-def _find_alignment(
-    reading: Reading, model: nn.Module, inputs: Any, target: str | None, targets: Any, outputs: Tensor
-) -> Reading:
+def _find_alignment(reading: Reading, model: nn.Module, parts: Parts, outputs: Tensor) -> Reading:
     """Find out which of the outputs at a sequence's tokens predict which of its labels ``[N, T]``."""
+    targets = parts.targets
     whole = isinstance(targets, Tensor) and not targets.is_floating_point()
     if not whole or targets.ndim != 2 or outputs.ndim != 3:
         return reading
     inner = inner_model(model)
-    tokens = _tokens(inputs, target, targets)
+    tokens = _tokens(parts)
     copied = tokens is not None and _agree(targets, tokens)
     if tokens is not None and not copied and _agree(targets[:, :-1], tokens[:, 1:]):
         follows = False  # the dataset has shifted them already
     elif inner is None:
-        follows = copied and target is not None
+        follows = copied and parts.target is not None
     else:
-        few, few_targets = first_samples(inputs, targets, FEW)
+        few, few_targets = first_samples(parts.fields, targets, FEW)
         few = few if isinstance(few, Mapping) else {positional_names(inner)[0]: few}
-        arguments = {name: x for name, x in few.items() if name != target}
+        arguments = {name: x for name, x in few.items() if name != parts.target}
         follows = few_targets is not None and predicts_the_next(inner, arguments, few_targets)
     prompt = 0 if inner is None else max(0, outputs.shape[1] - targets.shape[1])
     return replace(reading, follows=follows, prompt=prompt)
 
 
-def _tokens(inputs: Any, target: str | None, targets: Tensor) -> Tensor | None:
+def _tokens(parts: Parts) -> Tensor | None:
     """Return the tokens that labels may be a copy of."""
-    if isinstance(inputs, Mapping):
-        inputs = inputs.get("input_ids", {name: x for name, x in inputs.items() if name != target})
-    found = [x for x in tensors(inputs) if x.shape == targets.shape and not x.is_floating_point()]
+    inputs = parts.named.get("input_ids", parts.inputs)
+    found = [x for x in tensors(inputs) if x.shape == parts.targets.shape and not x.is_floating_point()]
     return found[0] if len(found) == 1 else None
 
 
@@ -335,8 +359,13 @@ def labeled_part(batch: Any) -> Any:
     """
     if not isinstance(batch, Mapping) or target_of(batch) is not None:
         return batch
-    key = labeled_key(batch, lambda part: is_pair(part) or target_of(fields_of(part)) is not None)
+    key = labeled_key(batch, is_labeled)
     return batch if key is None else batch[key]
+
+
+def is_labeled(batch: Any) -> bool:
+    """Whether a batch has targets that are told from its inputs."""
+    return is_pair(batch) or target_of(fields_of(batch)) is not None
 
 
 def labeled_key(parts: Mapping[Any, Any], is_labeled: Callable[[Any], bool]) -> Any | None:

@@ -96,7 +96,10 @@ def logits_of(result: Any) -> Tensor:
         found = []
     if len(found) == 1 and isinstance(found[0], Tensor) and found[0].ndim and found[0].is_floating_point():
         return found[0]
-    raise NoLogitsError(f"a tensor of logits, or outputs with `logits`, got {_described(result)}")
+    raise NoLogitsError(
+        f"the model must return a tensor of outputs, or something with `logits`, got {_described(result)}; set "
+        "`forward_fn` to a function of (model, inputs) that picks the outputs."
+    )
 
 
 def _described(result: Any) -> str:
@@ -134,6 +137,7 @@ def settle_call(model: nn.Module, fields: Any, target: str | None = None) -> tup
         The call, which :func:`settled_call` knows from now on, and its outputs.
 
     Raises:
+        NoLogitsError: If it runs, and returns no logits.
         Exception: What the first and most natural way to call it raised, where none works.
     """
     first_error: Exception | None = None
@@ -146,7 +150,8 @@ def settle_call(model: nn.Module, fields: Any, target: str | None = None) -> tup
             raise
         except Exception as error:
             # A way to call the model that is not its own fails in any manner, and the next one is tried.
-            first_error = first_error or error
+            if first_error is None or isinstance(error, NoLogitsError):  # which ran to the end
+                first_error = error
         else:
             _settled.setdefault(model, {}).update(dict.fromkeys((_kind(fields), _kind(inputs)), call))
             return call, outputs

@@ -6,17 +6,8 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "lightning_taskinfo"
-MATHS = {
-    "torch",
-    "_batches",
-    "_hugging_face",
-    "_model_calls",
-    "_observe",
-    "_warn",
-    "_arguments",
-    "_ranges",
-    "functional",
-}
+READER = {"_batches", "_hugging_face", "_model_calls"}
+MATHS = READER | {"torch", "_observe", "_warn", "_arguments", "_ranges", "functional"}
 FILES = {"_files", "_cells"}
 DATASETS = {"matplotlib", "mlxtend", "sklearn", "torchvision"}
 STATE = MATHS | {"_progress", "torchmetrics", "backpack"}

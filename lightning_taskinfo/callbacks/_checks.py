@@ -42,10 +42,8 @@ def check_batch(
     few, few_targets = first_samples(inputs, targets, 2)
     try:
         outputs = reader.outputs(model, few)
-    except NoLogitsError as error:
-        raise ValueError(
-            f"{who} needs {error}; set `forward_fn` to a function of (module, inputs) that picks the logits."
-        ) from error
+    except NoLogitsError:
+        raise
     except Exception as error:
         raise ValueError(
             f"{who}: calling the module on the inputs of a batch failed ({type(error).__name__}: {error}); set "

@@ -3,14 +3,16 @@
 import copy
 import random
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
-from lightning_taskinfo._batches import Reader, first_samples, joined, sample_count, take
+from lightning_taskinfo._batches import Reader, first_samples, is_labeled, joined, labeled_key, sample_count, take
 from lightning_taskinfo._lightning import NAMESPACES, LightningModule, Trainer
+from lightning_taskinfo._observe import observing
 
 
 class Source:
@@ -40,12 +42,12 @@ class Source:
             ValueError: If there must be a pool and the dataset does not give one.
         """
         loader: Any = trainer.train_dataloader if self.data == "train" else trainer.val_dataloaders
-        loader = loader[0] if isinstance(loader, list | tuple) and len(loader) == 1 else loader
+        key, loader = labeled_loader(pl_module, loader)
         kind = "validation loader" if self.data == "val" else "loader"
         needed = f"a {kind} of an indexed dataset, all of which is used"
         if readable(loader):
             try:
-                self.pool = self._read_pool(trainer, pl_module, loader)
+                self.pool = self._read_pool(trainer, pl_module, loader, key)
                 return
             except (TypeError, NotImplementedError, RuntimeError) as error:  # what copying raises
                 needed = f"a dataset that can be copied ({error})"
@@ -54,12 +56,15 @@ class Source:
             raise ValueError(f"`data={self.data!r}` needs {needed}, got {found}.")
         self.collecting = Collected(len(self._share(trainer, self.max_samples)))
 
-    def _read_pool(self, trainer: Trainer, pl_module: LightningModule, loader: DataLoader) -> tuple[Any, Tensor | None]:
+    def _read_pool(
+        self, trainer: Trainer, pl_module: LightningModule, loader: DataLoader, key: Any | None
+    ) -> tuple[Any, Tensor | None]:
         chosen = choose(len(loader.dataset), self.max_samples, self.seed)  # type: ignore[arg-type]
         mine = self._share(trainer, len(chosen))
         if not mine:
             return torch.empty(0), None
         batch = read_samples(loader, chosen[mine.start : mine.stop], self.seed)
+        batch = batch if key is None else {key: batch}  # as the training step gets it
         return self.reader.read(pl_module, on_device(trainer, pl_module, batch))
 
     def see(self, pl_module: LightningModule, batch: Any, *, last: bool) -> None:
@@ -95,6 +100,31 @@ def share(total: int, rank: int, world_size: int) -> range:
     size, more = divmod(total, world_size)
     start = rank * size + min(rank, more)
     return range(start, start + size + (rank < more))
+
+
+def labeled_loader(pl_module: LightningModule, loader: Any) -> tuple[Any | None, Any]:
+    """Return the loader of labelled samples among those of a Trainer, and its key in their batches if it has one.
+
+    Args:
+        pl_module: The module that is trained.
+        loader: What the Trainer has: a loader, several of them, or a ``CombinedLoader``.
+    """
+    parts = getattr(loader, "iterables", loader)
+    if isinstance(parts, list | tuple) and len(parts) == 1:
+        return None, parts[0]
+    if not isinstance(parts, Mapping):
+        return None, loader
+    with observing(pl_module):
+        key = labeled_key(parts, _has_labels)
+    return (None, loader) if key is None else (key, parts[key])
+
+
+def _has_labels(loader: Any) -> bool:
+    """Whether the first sample of a loader has targets; call it inside ``observing``."""
+    if not readable(loader) or not len(loader.dataset):
+        return False
+    batch = read_samples(loader, torch.zeros(1, dtype=torch.long), seed=0)
+    return is_labeled(batch)
 
 
 def readable(loader: Any) -> bool:

@@ -66,8 +66,9 @@ class Probe(Schedule, Callback, metaclass=ArgumentsByName):
         per_layer: Whether to log a value for each layer as well.
         name: Prefix of the logged names, and identity in checkpoints; give two probes of one class different names.
         seed: Seed of the probe's own draws and of its subset.
-        batch_fn: Picks ``(inputs, targets)`` out of a batch; needed where the batch does not say it plainly.
-        forward_fn: How to get the outputs, ``forward_fn(module, inputs)``; ``module(inputs)`` by default.
+        batch_fn: Picks ``(inputs, targets)`` out of a batch, targets where the outputs predict them; needed where the
+            batch does not say it plainly. Batches of Hugging Face do.
+        forward_fn: How to get the outputs, ``forward_fn(module, inputs)``; found out by default.
 
     Raises:
         ValueError: If an argument is out of its range.

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_taskinfo._batches import sample_count, size
+from lightning_taskinfo._batches import size
 from lightning_taskinfo._lightning import LightningModule, Trainer
 from lightning_taskinfo._observe import trainable_parameters
 from lightning_taskinfo.callbacks._pool import Source, share
@@ -107,7 +107,7 @@ class FisherTrace(Probe):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         if self._unread:  # before the first step, whenever the first measurement is due
-            sample_count(self.reader.read(pl_module, batch)[0])
+            self.reader.count(pl_module, batch)
             self._unread = False
         self._temperature = math.nan
         if self._unforeseen(pl_module) or self._due_next(trainer):
@@ -120,7 +120,7 @@ class FisherTrace(Probe):
     def _begin(self, trainer: Trainer, batch: Any) -> None:
         """Note what the start of a batch shows: its size, and the rate, which a scheduler may change before its end."""
         try:
-            samples = sample_count(self.reader.read(trainer.lightning_module, batch)[0])
+            samples = self.reader.count(trainer.lightning_module, batch)
         except Exception as error:  # a batch that cannot be read is reported where it is measured
             if self._recorder is not None:
                 self._recorder.skip(str(error))

@@ -17,7 +17,7 @@ from lightning_taskinfo._ranges import check_finite_tensors, check_positive
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.callbacks._checks import check_plain
 from lightning_taskinfo.callbacks._loss import LossOnTheWay, mean_loss
-from lightning_taskinfo.callbacks._pool import readable
+from lightning_taskinfo.callbacks._pool import labeled_loader, readable
 from lightning_taskinfo.callbacks._probe import Probe
 from lightning_taskinfo.callbacks._processes import summed
 from lightning_taskinfo.callbacks._samples import Samples
@@ -133,7 +133,10 @@ class InformationInWeights(Probe):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        self._samples, self._sum = self.num_samples or _length(trainer.train_dataloader), partial(summed, trainer)
+        self._samples, self._sum = (
+            self.num_samples or _length(labeled_loader(pl_module, trainer.train_dataloader)[1]),
+            partial(summed, trainer),
+        )
         weights = {name: p.detach() for name, p in pl_module.named_parameters()}
         if {name: w.shape for name, w in weights.items()} == {name: w.shape for name, w in self._center.items()}:
             return  # from a checkpoint, or an earlier fit of this model

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from lightning_taskinfo._batches import first_samples
 from lightning_taskinfo._lightning import LightningModule, Trainer
+from lightning_taskinfo._model_calls import NoLogitsError
 from lightning_taskinfo._observe import observing
 from lightning_taskinfo._ranges import check_positive
 from lightning_taskinfo._warn import warn
@@ -147,6 +148,8 @@ class PACBayesCertificate(Probe):
         otherwise = "set `forward_fn` to a function of (module, inputs) that returns them"
         try:
             outputs = self.reader.outputs(pl_module, few)
+        except NoLogitsError as error:
+            raise ValueError(f"{needed}: {error}") from error
         except Exception as error:
             failed = f"which failed ({type(error).__name__}: {error})"
             raise ValueError(f"{needed} for the inputs of a batch, {failed}; {otherwise}.") from error

@@ -194,7 +194,7 @@ def test_refuses_samples_that_are_repeated_or_left_out(tmp_path):
         (
             lambda y: (y, y),
             torch.int64,
-            r"logits \[N, C\] of at least 2 classes, got tuple; set `forward_fn` to a func",
+            r"got tuple of Tensor, Tensor; set `forward_fn`",
         ),
         (
             lambda y: y[:, 0],

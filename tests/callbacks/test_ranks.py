@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from lightning_taskinfo._batches import Reader
 from lightning_taskinfo.callbacks import FisherTrace, InformationInWeights, LocalMinimum
 from tests.callbacks.runs import Classifier, Noisy, digits, fit
 
@@ -129,14 +130,13 @@ class FailsOnOne(FisherTrace):
     def on_train_start(self, trainer, pl_module):
         super().on_train_start(trainer, pl_module)
         self.rank = trainer.global_rank
-        pick = self.batch_fn
 
         def broken(batch):
             if self.where == "batch" and self.rank == 1 and trainer.global_step == 1:
                 raise RuntimeError("no")
-            return pick(batch)
+            return batch
 
-        self._source.batch_fn = broken
+        self._source.reader = Reader(broken)
 
     def observe(self, model, samples):
         self.steps += 1

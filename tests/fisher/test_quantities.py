@@ -177,7 +177,7 @@ def test_a_tuple_and_a_dict_go_through_forward_fn():
         expected.append(torch.cat([p.grad.flatten() for p in model.parameters()]).square().sum())
     norms = per_sample_squared_norms(model, batch, targets, labels="empirical", forward_fn=lambda m, b: m(b)[1])
     torch.testing.assert_close(norms, torch.stack(expected))
-    with pytest.raises(ValueError, match="`model` must return a tensor of outputs, got tuple; set `forward_fn`"):
+    with pytest.raises(ValueError, match=r"got tuple of .*`forward_fn`"):
         fisher_trace(model, batch)
 
 
