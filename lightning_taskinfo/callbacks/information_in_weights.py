@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_taskinfo._batches import first_samples, size
+from lightning_taskinfo._batches import size
 from lightning_taskinfo._lightning import LightningModule, Trainer
 from lightning_taskinfo._observe import ParamDict, trainable_parameters
 from lightning_taskinfo._ranges import check_finite_tensors, check_positive
@@ -22,7 +22,6 @@ from lightning_taskinfo.callbacks._probe import Probe
 from lightning_taskinfo.callbacks._processes import summed
 from lightning_taskinfo.callbacks._samples import Samples
 from lightning_taskinfo.fisher.engine import Request, measure
-from lightning_taskinfo.fisher.kron import check_request
 from lightning_taskinfo.fisher.kron_metric import KroneckerFisher
 from lightning_taskinfo.fisher.sinks import Diagonal
 from lightning_taskinfo.functional.information import added, information_sweep
@@ -62,10 +61,10 @@ class InformationInWeights(Probe):
         prior_center: Centre :math:`w_0` of the pre-distribution: ``"initial"`` for the weights at the start of
             training, which are kept in checkpoints, so that a resumed run measures from the same ones; ``"zero"``; or
             the path of a checkpoint, or a state dict, for the information that fine-tuning adds.
-        structure: ``"diagonal"``, or ``"kron"`` for BackPACK's Kronecker factors of each weight, whose correlations
-            then count: :math:`N F_{ii}` becomes the eigenvalues of :math:`N B \otimes A`. It needs BackPACK, and a
-            network of linear, convolution, activation and pooling layers; anything else is refused by name before
-            training starts. Drawn labels then differ with the number of processes.
+        structure: ``"diagonal"``, or ``"kron"`` for Kronecker factors of each parameter, whose correlations then
+            count: :math:`N F_{ii}` becomes the eigenvalues of :math:`N B \otimes A`; see
+            :func:`~lightning_taskinfo.fisher.kronecker_factors`. It needs memory for a matrix as wide as a layer has
+            inputs, and one as wide as it has outputs.
         num_samples: :math:`N`; the length of the training set unless given.
         max_samples: At most this many samples are measured.
         data: As for every probe; a fixed subset of the training set by default.
@@ -115,8 +114,6 @@ class InformationInWeights(Probe):
                 )
         if structure not in STRUCTURES:
             raise ValueError(f"`structure` must be one of {', '.join(STRUCTURES)}, got {structure!r}.")
-        if structure == "kron":
-            check_request(self.labels, self.likelihood)
         self.prior_std, self.beta, self.prior_center, self.num_samples = prior_std, beta, prior_center, num_samples
         self.structure = structure
         self.headline = ("information_nats",)
@@ -166,25 +163,16 @@ class InformationInWeights(Probe):
             )
         return found
 
-    def _check(self, pl_module: LightningModule, inputs: Any, targets: Tensor | None) -> None:
-        super()._check(pl_module, inputs, targets)
-        if self.structure == "kron" and size(inputs):
-            self._kronecker(seed=0).update(pl_module, first_samples(inputs, None, 2)[0])
-
-    def _kronecker(self, seed: int) -> KroneckerFisher:
-        return KroneckerFisher(
-            labels=self.labels,  # type: ignore[arg-type]
-            likelihood=self.likelihood,
-            mc_samples=self.mc_samples,
-            seed=seed,
-            forward_fn=self.forward_fn,
-        )
-
     def observe(self, model: nn.Module, samples: Samples) -> _Observed:
         n, moved = size(samples.inputs), self._displacement(model)
         if self.structure == "kron":
-            kron = self._kronecker(seed=hash((samples.seed, samples.first))).to(next(model.parameters()).device)
-            kron.update(model, samples.inputs)
+            kron = KroneckerFisher(
+                labels=self.labels,
+                likelihood=samples.draws(self.likelihood, self.mc_samples),
+                mc_samples=self.mc_samples,
+                forward_fn=self.forward_fn,
+            ).to(next(model.parameters()).device)
+            kron.update(model, samples.inputs, samples.targets)
             loss = mean_loss(model, samples.inputs, samples.targets, self.likelihood, self.forward_fn)
             return _Observed(kron, n, n * loss, moved)
         draws, parameters = samples.draws(self.likelihood, self.mc_samples, LossOnTheWay), trainable_parameters(model)
@@ -229,7 +217,7 @@ class InformationInWeights(Probe):
         sums = self._sum([observed.samples, observed.loss if known else 0.0, observed.samples if known else 0])
         samples, loss, counted = sums.tolist()
         loss = self._samples * loss / counted if counted else math.nan
-        if isinstance(observed.fisher, KroneckerFisher):  # which gives a single number without its shape
+        if isinstance(observed.fisher, KroneckerFisher):
             means = observed.fisher.compute()
             return loss, {name: self._samples * means[name].view_as(w) for name, w in observed.displacement.items()}
         return loss, {name: self._sum(part) * (self._samples / samples) for name, part in observed.fisher.items()}

@@ -19,13 +19,12 @@ from lightning_taskinfo.distributions import (
     diagonal_curvature,
     kronecker_curvature,
     layer_input_matrices,
-    layer_kronecker_factors,
     neuron_curvature,
     post_distribution,
     pre_distribution,
     with_diagonal,
 )
-from lightning_taskinfo.fisher import fisher_diagonal
+from lightning_taskinfo.fisher import KroneckerFactors, fisher_diagonal, kronecker_factors
 from lightning_taskinfo.fisher.per_sample import Forward
 from lightning_taskinfo.functional.pac_bayes import catoni_bound, kl_bound, mcallester_bound, union_bound_price
 from lightning_taskinfo.variational import noisy_weights
@@ -150,6 +149,9 @@ def curvature_of(task: Task, structure: Structure, samples: int) -> list[Curvatu
     """
     model, n, g, how = task.model, task.n, task.generator, task.forward_fn
     inputs = task.some(torch.randperm(n, generator=g, device=g.device)[:samples])
+    if structure == "kron":
+        factors = kronecker_factors(model, inputs, labels="sampled", generator=g, forward_fn=how)
+        return kronecker_curvature(factors, scale=n)
     fisher = fisher_diagonal(model, inputs, labels="sampled", generator=g, forward_fn=how)
     diagonal = {name: n * h for name, h in fisher.items()}
     if structure == "diagonal":
@@ -157,17 +159,20 @@ def curvature_of(task: Task, structure: Structure, samples: int) -> list[Curvatu
     if structure == "isotropic":
         mean = torch.cat([h.flatten() for h in diagonal.values()]).mean().item()
         return diagonal_curvature({name: torch.full_like(h, mean) for name, h in diagonal.items()})
-    if structure == "layer_inputs":
-        matrices = {layer: n * A for layer, A in layer_input_matrices(model, inputs, forward_fn=how).items()}
-        return with_diagonal(neuron_curvature(model, matrices), diagonal)
-    means = layer_kronecker_factors(model, inputs, generator=g, forward_fn=how)
-    factors = {layer: (n * A, B) for layer, (A, B) in means.items()}
-    if structure == "kron":
-        return with_diagonal(kronecker_curvature(model, factors), diagonal)
-    scales = {layer: B.diagonal() for layer, (_, B) in factors.items()}
-    return with_diagonal(
-        neuron_curvature(model, {layer: A for layer, (A, _) in factors.items()}, scales=scales), diagonal
-    )
+    matrices = layer_input_matrices(model, inputs, forward_fn=how)
+    scales = None
+    if structure == "neuron":
+        factors = kronecker_factors(model, inputs, labels="sampled", generator=g, forward_fn=how)
+        scales = {layer: _felt(factors[f"{layer}.weight".lstrip(".")], A) for layer, A in matrices.items()}
+    blocks = neuron_curvature(model, {layer: n * A for layer, A in matrices.items()}, scales=scales)
+    return with_diagonal(blocks, diagonal)
+
+
+def _felt(weight: KroneckerFactors, A: Tensor) -> Tensor:
+    """Return how strongly the loss feels each neuron: with it, ``A`` has the trace of the neuron's own block."""
+    of_neurons, of_inputs = weight.diagonals()
+    same = A.diagonal()[: len(of_inputs)].sum()  # without the bias
+    return of_neurons * (of_inputs.sum() / same)
 
 
 def choose_scales(

@@ -15,7 +15,7 @@ from lightning_taskinfo.distributions.curvature import (
     neuron_curvature,
     with_diagonal,
 )
-from lightning_taskinfo.distributions.factors import layer_input_matrices, layer_kronecker_factors
+from lightning_taskinfo.distributions.factors import layer_input_matrices
 from lightning_taskinfo.distributions.gaussian import (
     BlockGaussian,
     IsotropicGaussian,
@@ -36,7 +36,6 @@ __all__ = [
     "kronecker_curvature",
     "layer_curvature",
     "layer_input_matrices",
-    "layer_kronecker_factors",
     "neuron_curvature",
     "post_distribution",
     "pre_distribution",

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from lightning_taskinfo._arguments import checked_arguments
 from lightning_taskinfo._observe import ParamDict, trainable_parameters
+from lightning_taskinfo.fisher import KroneckerFactors
 
 
 @dataclass(frozen=True)
@@ -138,24 +139,27 @@ def neuron_curvature(
 
 
 @checked_arguments
-def kronecker_curvature(model: nn.Module, factors: Mapping[str, tuple[Tensor, Tensor]]) -> list[CurvatureBlock]:
-    r"""Give each layer a Kronecker product, :math:`H_l = A_l \otimes B_l`.
+def kronecker_curvature(factors: Mapping[str, KroneckerFactors], *, scale: float = 1.0) -> list[CurvatureBlock]:
+    r"""Give each parameter a Kronecker product, :math:`H = s\,\mathrm{rows} \otimes \mathrm{columns}`.
 
     Args:
-        model: The network.
-        factors: By layer ``(A, B)``: of the inputs, shape ``[D, D]`` with the bias last, and of the outputs, shape
-            ``[R, R]``; their product belongs to the sum of the loss.
+        factors: By parameter name, see :func:`~lightning_taskinfo.fisher.kronecker_factors`.
+        scale: The :math:`s`; the number of samples turns factors that are means into those of the sum of the loss.
 
     Example:
-        >>> factors = {"": (torch.diag(torch.tensor([1.0, 2.0])), torch.diag(torch.tensor([3.0, 5.0])))}
-        >>> (block,) = kronecker_curvature(nn.Linear(2, 2, bias=False), factors)
+        >>> factors = KroneckerFactors(torch.diag(torch.tensor([3.0, 5.0])), torch.tensor([1.0, 2.0]))
+        >>> (block,) = kronecker_curvature({"weight": factors}, scale=10.0)
         >>> block.eigenvalues.tolist()
-        [[3.0, 6.0], [5.0, 10.0]]
+        [[30.0, 60.0], [50.0, 100.0]]
     """
     blocks = []
-    for layer, (A, B) in factors.items():
-        (a, right), (b, left) = _eigh(layer, A), _eigh(layer, B)
-        blocks.append(CurvatureBlock(parameter_names(model, layer), b[:, None] * a, left, right))
+    for name, block in factors.items():
+        of_rows, left = _factor(name, block.rows)
+        of_columns, right = of_rows.new_ones(1), None
+        if block.columns is not None:
+            of_columns, right = _factor(name, block.columns)
+        eigenvalues = scale * of_rows[:, None] * of_columns
+        blocks.append(CurvatureBlock((name,), eigenvalues, left, right))
     return blocks
 
 
@@ -190,6 +194,13 @@ def _non_negative(name: str, values: Tensor) -> Tensor:
     if not bool((values >= 0).all()):
         raise ValueError(f"The curvature of `{name}` must be non-negative, got {values.min().item()}.")
     return values
+
+
+def _factor(name: str, factor: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return eigenvalues and basis of a factor; no basis for one that is a diagonal."""
+    if factor.dim() == 1:
+        return _non_negative(name, factor), None
+    return _eigh(name, factor)
 
 
 def _eigh(layer: str, matrix: Tensor) -> tuple[Tensor, Tensor]:

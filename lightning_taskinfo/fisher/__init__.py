@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from lightning_taskinfo.fisher.kron import kronecker_factors
+from lightning_taskinfo.fisher.kron import KroneckerFactors, kronecker_factors
 from lightning_taskinfo.fisher.quantities import (
     engines_used,
     fisher_diagonal,
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = [
     "FisherEstimate",
     "FisherInformation",
+    "KroneckerFactors",
     "engines_used",
     "fisher_diagonal",
     "fisher_trace",

@@ -14,9 +14,9 @@ from lightning_taskinfo._arguments import check_counts
 from lightning_taskinfo._batches import call_on, outputs_of, sample_count, take
 from lightning_taskinfo._observe import ParamDict, full_precision, observing_parts, parts
 from lightning_taskinfo._warn import warn
+from lightning_taskinfo.fisher.backpack import backpack_gradients
 from lightning_taskinfo.fisher.findings import Findings, by_name, differ, disjoint, proofs, recall, remember, sizes_of
 from lightning_taskinfo.fisher.hooks import Captured, capture, find_layouts, moves_rows
-from lightning_taskinfo.fisher.kron import backpack_gradients
 from lightning_taskinfo.fisher.layers import BLOCK, Layout, Use
 from lightning_taskinfo.fisher.per_sample import Forward, looped_gradients, vmapped_gradients
 from lightning_taskinfo.fisher.sharded import gathered_parameters, resharding, sharded

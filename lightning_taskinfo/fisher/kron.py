@@ -1,205 +1,228 @@
-"""BackPACK: per-sample gradients for comparison, and Kronecker factors of the Fisher."""
+"""Kronecker factors of the Fisher information of any network: one interface, and two ways to compute them."""
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from operator import itemgetter
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Generator, Tensor, nn
 
-from lightning_taskinfo._arguments import checked_arguments
+from lightning_taskinfo._arguments import check_counts, checked_arguments
 from lightning_taskinfo._batches import sample_count, take
-from lightning_taskinfo._observe import ParamDict, observing, trainable_parameters
+from lightning_taskinfo._observe import at_least_float32, full_precision, observing, parts
+from lightning_taskinfo.fisher.backpack import ChainFactors, NotCoveredError
+from lightning_taskinfo.fisher.engine import SCORES, Request, measure
+from lightning_taskinfo.fisher.kron_sums import MAX_SIDE, KroneckerSums
 from lightning_taskinfo.fisher.per_sample import Forward
-from lightning_taskinfo.functional.likelihood import Categorical, Gaussian, Likelihood, as_likelihood
+from lightning_taskinfo.functional.likelihood import Labels, Likelihood
+
+KroneckerEngine: TypeAlias = Literal["auto", "backpack", "own"]
+ENGINES = ("auto", "backpack", "own")
 
 
-def backpack_gradients(
-    model: nn.Module, forward: Forward, inputs: Any, score: Tensor, names: set[str]
-) -> Iterator[tuple[int, ParamDict]]:
-    """Yield the per-sample gradients ``[N, *shape]`` of the named parameters, by BackPACK's ``BatchGrad``.
+@dataclass(frozen=True)
+class KroneckerFactors:
+    r"""The block :math:`F_W \approx \mathrm{rows} \otimes \mathrm{columns}` of one parameter, seen as a matrix.
 
-    BackPACK's hooks stay on a module, so it works on a copy.
+    The first axis of a parameter counts its rows, all others its columns; of a parameter that is no kernel of a
+    convolution, leading axes of length 1 are dropped before. A vector has rows alone, and its block is exact.
 
-    Raises:
-        ValueError: If BackPACK does not know a layer, or its gradients do not add up to the gradient of the batch.
+    Attributes:
+        rows: Shape ``[R, R]``; its diagonal ``[R]`` where no more of it is kept.
+        columns: Shape ``[D, D]``, or ``[D]`` in the same way; None for a vector.
+
+    Example:
+        >>> factors = KroneckerFactors(torch.diag(torch.tensor([1.0, 2.0])), torch.tensor([3.0]))
+        >>> factors.eigenvalues().tolist(), factors.trace().item()
+        ([[3.0], [6.0]], 9.0)
     """
-    backpack, extend, extensions = _backpack()
-    extended = extend(copy.deepcopy(model))
-    with _refusing("`engine='backpack'` cannot run this model; use `engine='auto'`"), backpack(extensions.BatchGrad()):
-        (forward(extended, take(inputs, _with_gradient)) * score).sum().backward()
-    gradients: dict[str, Any] = {
-        name: getattr(p, "grad_batch", None) for name, p in extended.named_parameters() if name in names
-    }
-    for name, g in gradients.items():
-        if g is None or not torch.allclose(g.sum(0), extended.get_parameter(name).grad, rtol=1e-3, atol=1e-5):
-            raise ValueError(f"`engine='backpack'` does not cover {name}; use `engine='auto'`.")
-    yield 0, gradients
+
+    rows: Tensor
+    columns: Tensor | None = None
+
+    def eigenvalues(self) -> Tensor:
+        """Return the eigenvalues of the block, ``[R, D]`` in float64; one column for a vector."""
+        of_rows = _eigenvalues(self.rows)
+        if self.columns is None:
+            return of_rows[:, None]
+        return of_rows.outer(_eigenvalues(self.columns))
+
+    def diagonals(self) -> tuple[Tensor, Tensor]:
+        """Return the diagonals of both factors, ``[R]`` and ``[D]``; a single 1 for the columns of a vector."""
+        of_rows = _diagonal(self.rows)
+        of_columns = of_rows.new_ones(1) if self.columns is None else _diagonal(self.columns)
+        return of_rows, of_columns
+
+    def trace(self) -> Tensor:
+        """Return the trace of the block, a scalar."""
+        of_rows, of_columns = self.diagonals()
+        return of_rows.sum() * of_columns.sum()
 
 
 @checked_arguments
 def kronecker_factors(
     model: nn.Module,
     inputs: Any,
+    targets: Tensor | None = None,
     *,
-    labels: Literal["sampled", "exact"] = "sampled",
+    labels: Labels = "sampled",
     likelihood: str | Likelihood = "categorical",
     mc_samples: int = 1,
     generator: Generator | None = None,
-    chunk_size: int = 128,
+    engine: KroneckerEngine = "auto",
+    chunk_size: int | None = None,
+    max_side: int = MAX_SIDE,
     forward_fn: Forward | None = None,
-) -> dict[str, tuple[Tensor, ...]]:
-    r"""Kronecker factors of the Fisher information by parameter name, means over samples, by BackPACK.
+) -> dict[str, KroneckerFactors]:
+    r"""Kronecker factors of the Fisher information for every trainable parameter, means over samples.
 
     .. math:: F_W \approx B \otimes A, \qquad A = \frac1N \sum_n \sum_t a_{nt} a_{nt}^\top, \qquad
         B = \frac{1}{NT} \sum_n \sum_t \mathbb{E}_y\, b_{nt} b_{nt}^\top
 
-    with a layer's inputs :math:`a_{nt}` and the score's gradients :math:`b_{nt}` by its outputs at the :math:`T` output
-    positions of a convolution (KFC); a linear layer has one position. The block of a bias is exact, :math:`F_c =
-    \frac1N \sum_n \mathbb{E}_y (\sum_t b_{nt})(\sum_t b_{nt})^\top`.
+    for a linear layer or a convolution. It is applied at :math:`T` places of a sample, such as tokens or output
+    positions; :math:`a_{nt}` is its input there (of a convolution, the patch) and :math:`b_{nt}` the score's gradient
+    by its output. This is KFAC, KFC for convolutions and KFAC-expand for sequences. It equals :math:`F_W` where inputs,
+    gradients and places are independent, e.g. for one sample with one place.
+
+    Other parameters:
+
+    - A vector, such as a bias or a scale, has its exact block :math:`\mathbb{E}[g g^\top]`.
+    - A table of embeddings has the counts of its rows in place of :math:`A`, a diagonal.
+    - Any other matrix gets :math:`\mathbb{E}[GG^\top] \otimes \mathbb{E}[G^\top G] / \mathbb{E}\|G\|^2` from the
+      gradients :math:`G` of single samples, which has the trace of :math:`F_W`: a weight that is tied or used twice, a
+      position embedding, a kernel of a grouped convolution, or a weight that only the slower engines serve.
 
     Args:
-        model: A network of layers that BackPACK knows (linear, convolution, activation and pooling layers), each of
-            which hands its output on to the next one as it is; a copy of it is run.
-        inputs: A batch of ``N`` inputs.
-        labels: ``"sampled"`` from the model (KFAC) or ``"exact"`` (KFLR).
-        likelihood: ``"categorical"`` or ``"gaussian"``.
+        model: Any module; its parameters with ``requires_grad=True`` are measured.
+        inputs: A batch of ``N`` inputs: a tensor ``[N, ...]``, or tuples, lists and dicts of them.
+        targets: The dataset's labels; needed for ``labels="empirical"``, otherwise they only say what to ignore.
+        labels: Whose labels: ``"sampled"`` from the model (KFAC), ``"exact"`` expectation over them (KFLR), or the
+            dataset's (``"empirical"``, which is not the Fisher).
+        likelihood: What the outputs mean, as for :func:`~lightning_taskinfo.fisher.fisher_trace`.
         mc_samples: Number of labels drawn for each sample, for ``labels="sampled"``.
-        generator: Source of the draws.
+        generator: Source of the draws, on the device of the outputs.
+        engine: ``"backpack"`` for BackPACK, which serves chains of linear, convolution, activation and pooling layers;
+            ``"own"`` for any network; ``"auto"`` takes BackPACK where it is installed and serves the network. Both give
+            the same factors.
         chunk_size: Samples of one forward pass.
+        max_side: Of a factor with a longer side than this, such as that of a vocabulary, only the diagonal is kept.
         forward_fn: How to get the outputs, ``forward_fn(model, inputs)``; ``model(inputs)`` by default.
 
     Returns:
-        ``(B, A)`` for each weight, ``(B,)`` for each bias.
+        The factors by parameter name.
 
     Raises:
-        ValueError: If BackPACK cannot serve the likelihood or a layer; by name.
-        ModuleNotFoundError: If BackPACK is not installed.
+        ValueError: If an argument is out of its range, or BackPACK is asked for and does not serve the network.
+        ModuleNotFoundError: If BackPACK is asked for and is not installed.
+
+    Example:
+        >>> x = torch.tensor([[1.0, 0.0], [3.0, 0.0]])
+        >>> weight = kronecker_factors(nn.Linear(2, 1), x, labels="exact", likelihood="gaussian")["weight"]
+        >>> weight.rows, weight.columns  # 1, and the mean of xxᵀ
+        (tensor([[1.]]), tensor([[5., 0.],
+                [0., 0.]]))
 
     References:
         Martens, Grosse, *Optimizing neural networks with Kronecker-factored approximate curvature*, ICML 2015; Grosse,
-        Martens, *A Kronecker-factored approximate Fisher matrix for convolution layers*, ICML 2016.
+        Martens, *A Kronecker-factored approximate Fisher matrix for convolution layers*, ICML 2016; Eschenhagen et al.,
+        *Kronecker-factored approximate curvature for modern neural network architectures*, NeurIPS 2023.
     """
-    backpack, extend, extensions = _backpack()
-    check_request(labels, likelihood)
-    kind = as_likelihood(likelihood)
-    loss_fn, scale = _loss(kind)
-    check_layers(model)
-    extension = _with_kfc(extensions.KFAC(mc_samples=mc_samples) if labels == "sampled" else extensions.KFLR())
-    n, factors = sample_count(inputs), dict[str, list[Tensor]]()
-    with observing(model):
-        extended, loss = copy.deepcopy(model).eval(), extend(loss_fn)
-        for layer in (module for module in extended.modules() if not list(module.children())):
-            extend(layer)  # and no container, of which BackPACK would have to know the class
-        called = _called_once(extended)
-        if generator is not None:  # BackPACK draws from the global generator, which `observing` puts back
-            torch.manual_seed(int(torch.randint(2**62, (), generator=generator, device=generator.device)))
-        for start in range(0, n, chunk_size):
-            chunk = take(inputs, itemgetter(slice(start, start + chunk_size)))
-            called.clear()
-            outputs = (forward_fn or nn.Module.__call__)(extended, take(chunk, _with_gradient))
-            kind.check(outputs, None)
-            targets = outputs.detach().argmax(-1) if isinstance(kind, Categorical) else outputs.detach()
-            with _refusing("BackPACK has no Kronecker factors for this model"), backpack(extension):
-                loss(outputs, targets).backward()
-            _add_factors(factors, extended, extension.savefield, sample_count(chunk) / n, scale(outputs))
-    return {name: tuple(factors[name]) for name in trainable_parameters(model)}
+    request = Request(labels, likelihood, mc_samples, generator, "auto", chunk_size, forward_fn)
+    sums = kronecker_sums(model, inputs, targets, request, engine=engine, max_side=max_side)
+    return as_factors(sums, sample_count(inputs))
 
 
-def check_request(labels: str, likelihood: str | Likelihood) -> None:
-    """Raise an error if there are no such Kronecker factors, or BackPACK is not there to make them."""
-    if labels not in ("sampled", "exact"):
-        raise ValueError(f"`labels` must be 'sampled' or 'exact' for Kronecker factors, got {labels!r}.")
-    _loss(as_likelihood(likelihood))
-    _backpack()
+def kronecker_sums(
+    model: nn.Module,
+    inputs: Any,
+    targets: Tensor | None,
+    request: Request,
+    *,
+    engine: KroneckerEngine = "auto",
+    max_side: int = MAX_SIDE,
+) -> KroneckerSums:
+    """Return the sums over samples that factors are made of; those of several batches add up.
 
-
-def check_layers(model: nn.Module) -> None:
-    """Raise a ``ValueError`` that names a trainable parameter of which there are no Kronecker factors."""
-    owners: dict[int, str] = {}
-    for layer, module in model.named_modules():
-        for key, p in module.named_parameters(recurse=False):
-            name = f"{layer}.{key}".lstrip(".")
-            if p.requires_grad and not isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
-                kind = type(module).__name__
-                raise ValueError(f"Only linear and convolution layers have Kronecker factors, got {name!r} of {kind}.")
-            if p.requires_grad and owners.setdefault(id(p), name) != name:
-                raise ValueError(f"Kronecker factors need weights of one layer each, got {name!r} tied.")
-
-
-def _called_once(model: nn.Module) -> set[str]:
-    """Return where calls of layers are noted; a second one, whose factors would replace the first's, is an error."""
-    called: set[str] = set()
-
-    def note(name: str) -> Any:
-        def hook(module: nn.Module, args: Any) -> None:
-            if name in called:
-                raise ValueError(f"Kronecker factors need layers that are called once, got a second call of {name!r}.")
-            called.add(name)
-
-        return hook
-
-    for name, module in model.named_modules():
-        if any(p.requires_grad for p in module.parameters(recurse=False)):
-            module.register_forward_pre_hook(note(name))
-    return called
-
-
-def _add_factors(factors: dict[str, list[Tensor]], model: nn.Module, field: str, share: float, scale: float) -> None:
-    for name, p in trainable_parameters(model).items():
-        parts = getattr(p, field, None)
-        if parts is None:
-            raise ValueError(f"BackPACK has no Kronecker factors for {name}.")
-        weighted = [share * (scale if i == 0 else 1.0) * part.detach() for i, part in enumerate(parts)]
-        known = factors.get(name)
-        factors[name] = weighted if known is None else [a + b for a, b in zip(known, weighted, strict=True)]
-
-
-def _with_kfc(extension: Any) -> Any:
-    """Let a BackPACK extension average the output gradients of a convolution over positions, as KFC does.
-
-    BackPACK takes the block of the bias for this factor, in which positions are summed before they are squared.
+    Args:
+        model: The network.
+        inputs: A batch of inputs.
+        targets: The dataset's labels, or None.
+        request: How to measure.
+        engine: Who computes them.
+        max_side: The longest side of a factor that is kept as a whole.
     """
-    from backpack.extensions.secondorder.hbp.convnd import HBPConvNd
+    if engine not in ENGINES:
+        raise ValueError(f"`engine` must be one of {', '.join(ENGINES)}, got {engine!r}.")
+    check_counts(max_side=max_side)
+    if engine != "own":
+        try:
+            return _from_backpack(model, inputs, targets, _once_more(request), max_side)
+        except NotCoveredError as error:
+            if engine == "backpack":
+                raise ValueError(f"`engine='backpack'` does not serve this model: {error}; use 'auto'.") from error
+        except ModuleNotFoundError:
+            if engine == "backpack":
+                raise
+    sums = KroneckerSums.zeros(model, max_side)
+    measure(model, inputs, targets, _once_more(request), sums)
+    if mixed := sums.mixed():
+        # Some samples had to take a slower engine, which only knows whole gradients: take those of all samples.
+        sums = KroneckerSums.zeros(model, max_side, whole=mixed)
+        measure(model, inputs, targets, _once_more(request), sums)
+    return sums
 
-    class KFC(HBPConvNd):
-        def weight(self, ext: Any, module: nn.Module, g_inp: Any, g_out: Any, backproped: Tensor) -> list[Tensor]:
-            _, A = super().weight(ext, module, g_inp, g_out, backproped)
-            b = backproped.flatten(3)  # [scores, N, channels, positions]
-            return [torch.einsum("snit,snjt->ij", b, b) / b.shape[3], A]
 
-    for dims, kind in enumerate((nn.Conv1d, nn.Conv2d, nn.Conv3d), start=1):
-        extension.set_module_extension(kind, KFC(dims), overwrite=True)
-    return extension
+def _once_more(request: Request) -> Request:
+    """Return the same request, with a likelihood that starts its draws from the same place again."""
+    return replace(request, likelihood=copy.copy(request.likelihood))
 
 
-def _loss(likelihood: Likelihood) -> tuple[nn.Module, Any]:
-    """Return BackPACK's loss and what turns its mean's curvature into that of the negative log-likelihood."""
-    if isinstance(likelihood, Categorical):
-        return nn.CrossEntropyLoss(), lambda outputs: 1.0
-    if isinstance(likelihood, Gaussian):  # the mean over N·C squares has curvature 2/C a sample
-        return nn.MSELoss(), lambda outputs: outputs[0].numel() / (2 * likelihood.std**2)
-    raise ValueError(f"`likelihood` must be categorical or gaussian for Kronecker factors, got {likelihood}.")
+def as_factors(sums: KroneckerSums, n: float) -> dict[str, KroneckerFactors]:
+    """Return the factors by parameter name, from sums over ``n`` samples.
+
+    Raises:
+        ValueError: If the samples of a parameter were served in different ways on different processes.
+    """
+    if mixed := sums.mixed():
+        raise ValueError(
+            f"Kronecker factors of {min(mixed)!r} are of different kinds in different batches, as where only some of "
+            "them are sorted or routed; measure the diagonal instead."
+        )
+    return {name: KroneckerFactors(*sums.means(name, n)) for name in sums.sides}
 
 
-@contextmanager
-def _refusing(message: str) -> Iterator[None]:
+def _from_backpack(
+    model: nn.Module, inputs: Any, targets: Tensor | None, request: Request, max_side: int
+) -> KroneckerSums:
+    """Let BackPACK pass the output scores backwards, chunk by chunk."""
+    sums = KroneckerSums.zeros(model, max_side)
+    generator = request.generator
+    state = None if generator is None else generator.get_state()
+    step = request.chunk_size or 128
     try:
-        yield
-    except (AssertionError, AttributeError, NotImplementedError, RuntimeError) as error:
-        raise ValueError(f"{message}: {error}") from error
+        with observing(model), full_precision(parts(model)):
+            chain = ChainFactors(model, request.forward)
+            for start in range(0, sample_count(inputs), step):
+                chunk = slice(start, start + step)
+                outputs = chain.outputs(take(take(inputs, itemgetter(chunk)), at_least_float32))
+                scores = [*request.scores(outputs, None if targets is None else targets[chunk])]
+                for i in range(0, len(scores), SCORES):
+                    last = i + SCORES >= len(scores)
+                    for found in chain.factors(outputs, scores[i : i + SCORES], retain_graph=not last):
+                        sums.add_sums(*found, inputs_too=i == 0)
+    except NotCoveredError:
+        if generator is not None and state is not None:
+            generator.set_state(state)  # so that the labels of the first chunks are drawn again
+        raise
+    return sums
 
 
-def _with_gradient(x: Tensor) -> Tensor:
-    """BackPACK's hooks warn about inputs without a gradient."""
-    return x.detach().requires_grad_() if x.is_floating_point() else x
+def _diagonal(factor: Tensor) -> Tensor:
+    return factor if factor.dim() == 1 else factor.diagonal()
 
 
-def _backpack() -> tuple[Any, Any, Any]:
-    try:
-        from backpack import backpack, extend, extensions
-    except ImportError as error:
-        raise ModuleNotFoundError("Install BackPACK for this: `pip install lightning-taskinfo[backpack]`.") from error
-    return backpack, extend, extensions
+def _eigenvalues(factor: Tensor) -> Tensor:
+    factor = factor.double()
+    values = factor if factor.dim() == 1 else torch.linalg.eigvalsh(factor)
+    return values.clamp_min(0)  # rounding makes some negative

@@ -75,7 +75,7 @@ def test_two_processes_log_what_one_logs(tmp_path, kind):
             FisherTrace(every_n_steps=1, data="train", max_samples=1, labels="exact", name="one"),
             InformationInWeights(every_n_steps=1, max_samples=13),
             InformationInWeights(every_n_steps=1, max_samples=1, name="information from one"),
-            InformationInWeights(every_n_steps=1, max_samples=13, labels="exact", structure="kron", name="kron"),
+            InformationInWeights(every_n_steps=1, max_samples=13, structure="kron", name="kron"),
             LocalMinimum(every_n_steps=1, max_samples=13),
         ]
         if ranks == 2:

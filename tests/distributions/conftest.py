@@ -17,6 +17,7 @@ from lightning_taskinfo.distributions import (
     neuron_curvature,
     with_diagonal,
 )
+from lightning_taskinfo.fisher import KroneckerFactors
 
 
 class Case(NamedTuple):
@@ -65,8 +66,19 @@ def layer_case(net: nn.Module) -> Case:
 
 
 def kronecker_case(net: nn.Module) -> Case:
-    factors = {"0": (psd(4, 4), psd(4, 5)), "2": (psd(5, 6), psd(2, 7))}
-    return Case(net, kronecker_curvature(net, factors), dense_kronecker(net, factors))
+    """Matrices on both sides, a diagonal on either, and vectors."""
+    factors = {
+        "0.weight": KroneckerFactors(psd(4, 4), psd(3, 5)),
+        "0.bias": KroneckerFactors(psd(4, 6)),
+        "2.weight": KroneckerFactors(psd(2, 7).diagonal(), psd(4, 8)),
+        "2.bias": KroneckerFactors(psd(2, 9).diagonal()),
+    }
+    one = torch.ones(1).double()
+    whole = [
+        torch.kron(rows if rows.dim() == 2 else rows.diag(), columns.reshape(len(columns), -1))
+        for rows, columns in ((f.rows, one if f.columns is None else f.columns) for f in factors.values())
+    ]
+    return Case(net, kronecker_curvature(factors, scale=3.0), 3 * torch.block_diag(*whole))
 
 
 def neuron_case(net: nn.Module) -> Case:
@@ -74,7 +86,7 @@ def neuron_case(net: nn.Module) -> Case:
     values, dense = diagonal(net)
     scale = torch.tensor([0.5, 2.0, 0.0, 1.0], dtype=torch.float64)
     blocks = with_diagonal(neuron_curvature(net, {"0": psd(4, 4)}, scales={"0": scale}), values)
-    first = dense_kronecker(net, {"0": (psd(4, 4), torch.diag(scale))})
+    first = dense_layers(net, {"0": (psd(4, 4), torch.diag(scale))})
     dense[:16, :16] = first[:16, :16]
     return Case(net, blocks, dense)
 
@@ -87,7 +99,7 @@ def low_rank_case(net: nn.Module) -> Case:
     return Case(net, LowRankCurvature(values, factor, scales), dense + U @ torch.diag(scales) @ U.T)
 
 
-def dense_kronecker(net: nn.Module, factors: dict[str, tuple[Tensor, Tensor]]) -> Tensor:
+def dense_layers(net: nn.Module, factors: dict[str, tuple[Tensor, Tensor]]) -> Tensor:
     k = sum(p.numel() for p in net.parameters())
     dense = torch.zeros(k, k, dtype=torch.float64)
     for layer, (A, B) in factors.items():

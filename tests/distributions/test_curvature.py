@@ -13,6 +13,7 @@ from lightning_taskinfo.distributions import (
     post_distribution,
     pre_distribution,
 )
+from lightning_taskinfo.fisher import KroneckerFactors
 
 
 @pytest.mark.parametrize("build", [layer_curvature, neuron_curvature])
@@ -25,12 +26,14 @@ def test_refuses_a_matrix_that_is_not_positive(net, build):
 def test_refuses_a_negative_diagonal(net):
     with pytest.raises(ValueError, match=r"The curvature of `w` must be non-negative, got -2\.0"):
         diagonal_curvature({"w": torch.tensor([1.0, -2.0])})
+    with pytest.raises(ValueError, match=r"`w` must be non-negative, got -2\.0"):
+        kronecker_curvature({"w": KroneckerFactors(torch.eye(2), torch.tensor([1.0, -2.0]))})
     with pytest.raises(ValueError, match=r"The curvature of `0` must be non-negative, got -1\.0"):
         neuron_curvature(net, {"0": torch.eye(4)}, scales={"0": -torch.ones(4)})
 
 
 def test_weights_that_share_a_block_need_one_prior_width(net):
-    blocks = kronecker_curvature(net, {"0": (torch.eye(4), torch.eye(4)), "2": (torch.eye(5), torch.eye(2))})
+    blocks = neuron_curvature(net, {"0": torch.eye(4), "2": torch.eye(5)})
     std = {name: 1.0 + name.endswith("bias") for name, _ in net.named_parameters()}
     with pytest.raises(ValueError, match=r"`prior_std` must be the same for \('0.weight', '0.bias'\).*\[1.0, 2.0\]"):
         post_distribution(net, pre_distribution(net, prior_std=std), blocks)
@@ -50,7 +53,7 @@ def test_a_layer_with_a_frozen_bias_gives_a_block_of_its_weight(net):
 
 
 def test_a_single_layer_is_its_own_root():
-    (block,) = kronecker_curvature(nn.Linear(2, 3), {"": (torch.eye(3), torch.eye(3))})
+    (block,) = neuron_curvature(nn.Linear(2, 3), {"": torch.eye(3)})
     assert block.names == ("weight", "bias")
 
 

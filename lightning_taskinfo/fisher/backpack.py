@@ -1,0 +1,248 @@
+"""What BackPACK computes for us: per-sample gradients for comparison, and Kronecker factors of chains of layers."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_taskinfo._batches import take
+from lightning_taskinfo._observe import ParamDict, trainable_parameters
+from lightning_taskinfo.fisher.per_sample import Forward
+
+# Layers whose Kronecker factors BackPACK has, or through which it can pass them on.
+KNOWN = (
+    nn.Linear,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ReLU,
+    nn.Sigmoid,
+    nn.Tanh,
+    nn.MaxPool2d,
+    nn.AvgPool2d,
+    nn.ZeroPad2d,
+    nn.Flatten,
+    nn.Dropout,
+    nn.Identity,
+)
+
+
+class NotCoveredError(Exception):
+    """BackPACK cannot serve this network; the text says why."""
+
+
+def backpack_gradients(
+    model: nn.Module, forward: Forward, inputs: Any, score: Tensor, names: set[str]
+) -> Iterator[tuple[int, ParamDict]]:
+    """Yield the per-sample gradients ``[N, *shape]`` of the named parameters, by BackPACK's ``BatchGrad``.
+
+    BackPACK's hooks stay on a module, so it works on a copy.
+
+    Raises:
+        ValueError: If BackPACK does not know a layer, or its gradients do not add up to the gradient of the batch.
+    """
+    backpack, extend, extensions = _backpack()
+    extended = extend(copy.deepcopy(model))
+    try:
+        with backpack(extensions.BatchGrad()):
+            (forward(extended, take(inputs, _with_gradient)) * score).sum().backward()
+    except (AssertionError, AttributeError, NotImplementedError, RuntimeError) as error:
+        raise ValueError(f"`engine='backpack'` cannot run this model; use `engine='auto'`: {error}") from error
+    gradients: dict[str, Any] = {
+        name: getattr(p, "grad_batch", None) for name, p in extended.named_parameters() if name in names
+    }
+    for name, g in gradients.items():
+        if g is None or not torch.allclose(g.sum(0), extended.get_parameter(name).grad, rtol=1e-3, atol=1e-5):
+            raise ValueError(f"`engine='backpack'` does not cover {name}; use `engine='auto'`.")
+    yield 0, gradients
+
+
+class ChainFactors:
+    r"""Kronecker factors of a chain of layers, by BackPACK.
+
+    BackPACK finds what it passes backwards by the memory address of tensors, and would not notice an operation in
+    place, or a view, between two layers. So it is only asked where every layer was seen to get the very tensor that
+    the layer before it returned.
+
+    Two parts of BackPACK are replaced. The square root of the loss's curvature, which its backward pass starts from, is
+    made of **our** output scores: so labels, likelihood and random numbers are the caller's. And the output factor of a
+    convolution is that of KFC, :math:`\sum_t b_t b_t^\top`; BackPACK takes the block of the bias there, in which
+    positions are summed before they are squared.
+
+    Args:
+        model: The network, in eval mode; a copy of it is run.
+        forward: How to get the outputs.
+
+    Raises:
+        NotCoveredError: If a layer is not one of those that BackPACK knows.
+        ModuleNotFoundError: If BackPACK is not installed.
+    """
+
+    def __init__(self, model: nn.Module, forward: Forward) -> None:
+        _, extend, _ = _backpack()
+        _check_layers(model)
+        self.model = copy.deepcopy(model)
+        self.forward = forward
+        for layer in _leaves(self.model).values():
+            extend(layer)  # and no container, of which BackPACK would have to know the class
+        self.loss = extend(nn.MSELoss(reduction="sum"))
+
+    def outputs(self, inputs: Any) -> Tensor:
+        """Run the copy, and return its outputs.
+
+        Raises:
+            NotCoveredError: If it is no plain chain of layers.
+        """
+        self.places: dict[str, int] = {}
+        with _watching(self.model, self.places) as chain:
+            try:
+                outputs = self.forward(self.model, take(inputs, _with_gradient))
+            except RuntimeError as error:  # an operation in place on what BackPACK's hooks hand on
+                raise NotCoveredError(str(error)) from error
+        if not chain or not chain[-1].holds(outputs):
+            raise NotCoveredError("the outputs are not those of the last layer as they are")
+        return outputs
+
+    def factors(
+        self, outputs: Tensor, scores: list[Tensor], *, retain_graph: bool
+    ) -> Iterator[tuple[str, list[Tensor], int]]:
+        """Yield each parameter's name, BackPACK's factors as sums over samples, and the number of places.
+
+        Args:
+            outputs: What :meth:`outputs` returned, ``N`` samples.
+            scores: Scores of these outputs.
+            retain_graph: Whether more scores of them will follow.
+
+        Raises:
+            NotCoveredError: If BackPACK fails.
+        """
+        backpack, _, _ = _backpack()
+        extension = _factors_from(torch.stack(scores))  # a new one: it keeps what it has passed backwards
+        try:
+            with backpack(extension, retain_graph=retain_graph):
+                self.loss(outputs, torch.zeros_like(outputs)).backward(retain_graph=retain_graph)
+        except (AssertionError, AttributeError, IndexError, NotImplementedError, RuntimeError) as error:
+            raise NotCoveredError(str(error)) from error
+        n = len(outputs)
+        for name, p in trainable_parameters(self.model).items():
+            parts = getattr(p, extension.savefield, None)
+            if parts is None:
+                raise NotCoveredError(f"there are no factors of {name!r}")
+            delattr(p, extension.savefield)
+            p.grad = None
+            sums = [parts[0].detach(), *(n * part.detach() for part in parts[1:])]  # it has the mean of inputs
+            yield name, sums, self.places[name.rpartition(".")[0]]
+
+
+class Link(NamedTuple):
+    """A tensor at a moment: an operation in place makes another link of it."""
+
+    tensor: Tensor
+    version: int
+
+    @classmethod
+    def of(cls, x: Tensor) -> "Link":
+        """Return the tensor as it is now."""
+        return cls(x, x._version)
+
+    def holds(self, x: Any) -> bool:
+        """Whether ``x`` has the same memory and shape, unchanged; hooks hand on aliases of tensors."""
+        if not isinstance(x, Tensor) or x.data_ptr() != self.tensor.data_ptr():
+            return False
+        same_shape = x.shape == self.tensor.shape and x.stride() == self.tensor.stride()
+        return same_shape and x._version == self.version
+
+
+def _check_layers(model: nn.Module) -> None:
+    owned = [id(p) for module in model.modules() for p in module.parameters(recurse=False)]
+    if len(set(owned)) < len(owned):
+        raise NotCoveredError("weights are tied")
+    for name, layer in model.named_modules():
+        children = any(True for _ in layer.children())
+        if children and any(True for _ in layer.parameters(recurse=False)):
+            raise NotCoveredError(f"{name!r} has parameters beside its layers")
+        if children or isinstance(layer, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+            continue
+        has_weights = any(True for _ in layer.parameters())
+        if type(layer) not in KNOWN and has_weights:
+            raise NotCoveredError(f"{name!r} is a {type(layer).__name__}")
+        plain = getattr(layer, "padding_mode", "zeros") == "zeros" and not isinstance(getattr(layer, "padding", 0), str)
+        if getattr(layer, "groups", 1) != 1 or getattr(layer, "inplace", False) or not plain:
+            raise NotCoveredError(f"{name!r} is {layer}")
+
+
+def _leaves(model: nn.Module) -> dict[str, nn.Module]:
+    return {name: layer for name, layer in model.named_modules() if type(layer) in KNOWN}
+
+
+@contextmanager
+def _watching(model: nn.Module, places: dict[str, int]) -> Iterator[list[Link]]:
+    """Note what each layer returns, and at how many places of a sample it is applied; raise where the chain breaks."""
+    chain: list[Link] = []
+
+    def before(layer: nn.Module, args: tuple[Any, ...]) -> None:
+        if len(args) != 1 or (chain and not chain[-1].holds(args[0])):
+            raise NotCoveredError(f"{layer} does not get the output of the layer before it as it is")
+
+    def after(name: str) -> Any:
+        def hook(layer: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
+            if name in places:
+                raise NotCoveredError(f"{name!r} is called twice")
+            if isinstance(layer, nn.Linear) and output.dim() != 2:
+                raise NotCoveredError(f"{name!r} is applied to sequences")
+            places[name] = len(output) * output.shape[2:].numel()
+            chain.append(Link.of(output))
+
+        return hook
+
+    handles = []
+    for name, layer in _leaves(model).items():
+        handles += [layer.register_forward_pre_hook(before), layer.register_forward_hook(after(name))]
+    try:
+        yield chain
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _factors_from(scores: Tensor) -> Any:
+    """Return BackPACK's extension for Kronecker factors, with the two parts replaced.
+
+    Args:
+        scores: What its backward pass starts from, ``[scores, N, C]``.
+    """
+    from backpack.extensions import KFLR
+    from backpack.extensions.secondorder.hbp.convnd import HBPConvNd
+    from backpack.extensions.secondorder.hbp.losses import HBPMSELoss
+
+    class Scores(HBPMSELoss):
+        def backpropagate(self, ext: Any, module: nn.Module, g_inp: Any, g_out: Any, backproped: Any) -> Tensor:
+            return scores
+
+    class KFC(HBPConvNd):
+        def weight(self, ext: Any, module: nn.Module, g_inp: Any, g_out: Any, backproped: Tensor) -> list[Tensor]:
+            _, A = super().weight(ext, module, g_inp, g_out, backproped)
+            b = backproped.flatten(3)  # [scores, N, channels, positions]
+            return [torch.einsum("snit,snjt->ij", b, b), A]
+
+    extension = KFLR()
+    extension.set_module_extension(nn.MSELoss, Scores(), overwrite=True)
+    for dims, kind in enumerate((nn.Conv1d, nn.Conv2d, nn.Conv3d), start=1):
+        extension.set_module_extension(kind, KFC(dims), overwrite=True)
+    return extension
+
+
+def _with_gradient(x: Tensor) -> Tensor:
+    """BackPACK's hooks warn about inputs without a gradient."""
+    return x.detach().requires_grad_() if x.is_floating_point() else x
+
+
+def _backpack() -> tuple[Any, Any, Any]:
+    try:
+        from backpack import backpack, extend, extensions
+    except ImportError as error:
+        raise ModuleNotFoundError("Install BackPACK for this: `pip install lightning-taskinfo[backpack]`.") from error
+    return backpack, extend, extensions
