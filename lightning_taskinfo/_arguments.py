@@ -90,7 +90,7 @@ class Parameters(NamedTuple):
     takes_others: bool
 
     def check(self, args: Iterable[Any], arguments: Mapping[str, Any]) -> None:
-        """Raise an error that names the first argument of another kind, or that is NaN or infinite."""
+        """Raise an error that names the first argument of another kind, NaN or infinite, or too large a seed."""
         for name, value in [*zip(self.positional, args, strict=False), *arguments.items()]:
             rule = self.rules.get(name)
             if rule is None:
@@ -99,6 +99,8 @@ class Parameters(NamedTuple):
                 raise TypeError(f"`{name}` must be {rule.words}, got {shown(value)}.")
             if not finite(value):
                 raise ValueError(f"`{name}` must be finite, got {shown(value)}.")
+            if name == "seed" and value is not None and not -(2**63) <= int(value) < 2**64:
+                raise ValueError(f"`seed` must be at least -2**63 and less than 2**64, as for torch, got {value}.")
 
 
 @functools.cache

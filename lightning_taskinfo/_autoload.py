@@ -3,12 +3,15 @@
 ``TASKINFO_CALLBACKS=FisherTrace python train.py`` watches a run whose code stays as it is.
 """
 
+import functools
 import inspect
 import os
+from collections.abc import Callable
 from typing import Any
 
 import lightning_taskinfo
 from lightning_taskinfo._lightning import Callback, LightningModule, Trainer
+from lightning_taskinfo._warn import warn
 
 VARIABLE = "TASKINFO_CALLBACKS"
 
@@ -16,7 +19,8 @@ VARIABLE = "TASKINFO_CALLBACKS"
 def callbacks_factory() -> list[Callback]:
     """Return the callbacks that ``TASKINFO_CALLBACKS`` names, each with its defaults; none where it is unset.
 
-    Lightning calls this entry point whenever a Trainer is made.
+    Lightning calls this entry point whenever a Trainer is made. A callback that cannot work with a script's module or
+    batches warns and steps back: the script runs as it does without.
 
     Raises:
         ValueError: If a name is not a callback of this package, or one that needs arguments.
@@ -43,11 +47,15 @@ def _autoloaded(name: str) -> type[Callback]:
         )
 
     class Autoloaded(base):
+        stepped_back = False
+        checked = False  # a batch was read: what fails from now on is a gap in the history
+
         @property
         def state_key(self) -> str:
             return f"{super().state_key} of {VARIABLE}"
 
         def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+            self.stepped_back = self.checked = False
             callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
             if any(isinstance(callback, base) and callback is not self for callback in callbacks):
                 # A new list: Lightning is iterating over the old one.
@@ -56,4 +64,31 @@ def _autoloaded(name: str) -> type[Callback]:
                 super().setup(trainer, pl_module, stage)
 
     Autoloaded.__name__ = Autoloaded.__qualname__ = base.__name__
+    for hook in dir(base):
+        if hook.startswith("on_") and getattr(base, hook) is not getattr(Callback, hook, None):
+            setattr(Autoloaded, hook, _stepping_back(getattr(base, hook)))
     return Autoloaded
+
+
+def _stepping_back(hook: Callable[..., None]) -> Callable[..., None]:
+    """Return a callback's hook after whose failure the callback does nothing any more, on all processes."""
+
+    @functools.wraps(hook)
+    def safe(self: Any, trainer: Trainer, *arguments: Any, **named: Any) -> None:
+        if self.stepped_back:
+            return
+        error: Exception | None = None
+        try:
+            hook(self, trainer, *arguments, **named)
+        except Exception as caught:
+            error = caught
+        failed = error is not None
+        if not self.checked and trainer.world_size > 1:  # nobody waits for one that has stepped back
+            failed = not trainer.strategy.reduce_boolean_decision(not failed)
+        self.checked = self.checked or hook.__name__ == "on_train_batch_start"
+        if failed:
+            self.stepped_back = True
+            reason = "another process failed" if error is None else f"{type(error).__name__}: {error}"
+            warn(f"{self.state_key} cannot watch this training and steps back ({reason})")
+
+    return safe

@@ -71,6 +71,7 @@ class PenaltyMixin(Base):
     gradient_ratio_every_n_steps: int = 100
     """Optimizer steps between two measurements of the gradient-norm ratios; 0 turns them off."""
     _ratio_step: int = -1
+    _likelihood_loss: Tensor | None = None  # of the last step, without penalties: what callbacks compare theirs with
     _acting: frozenset[str] = frozenset()  # penalties whose ratio was measured
 
     def penalised(self, loss: Tensor, *unnamed: NoReturn, **penalties: Tensor) -> Tensor:
@@ -97,6 +98,7 @@ class PenaltyMixin(Base):
             raise TypeError(f"Penalties must have names, `penalised(loss, name=penalty)`, got {len(unnamed)} without.")
         for name, term in {"loss": loss, **penalties}.items():
             check_scalar(name, term)
+        self._likelihood_loss = loss.detach()
         if _trainer(self) is not None:
             self._log_penalties(loss, penalties)
         return loss + sum(penalties.values())

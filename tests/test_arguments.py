@@ -243,3 +243,10 @@ def test_nan_and_infinity_are_refused_wherever_a_number_is_asked_for():
 def test_settings_that_are_no_numbers_are_refused_at_once(make, argument, bad):
     with pytest.raises((ValueError, TypeError), match=f"`{argument}` must be"):
         make(**{argument: bad})
+
+
+@pytest.mark.parametrize("seed", [2**70, -(2**64)])
+def test_a_seed_that_torch_does_not_take_is_refused(seed):
+    with pytest.raises(ValueError, match=f"`seed` must .*, got {seed}"):
+        lt.FisherTrace(seed=seed)
+    lt.FisherTrace(seed=2**64 - 1)

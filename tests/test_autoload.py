@@ -2,13 +2,16 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, default_collate
 
-from lightning_taskinfo import FisherTrace
+from lightning_taskinfo import FisherTrace, TaskInfoWarning
 from lightning_taskinfo._autoload import callbacks_factory
 from lightning_taskinfo._lightning import NAMESPACES
+from tests.callbacks.runs import digits
 from tests.test_lightning import make_module, namespaces, quiet
 
 PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
@@ -66,6 +69,32 @@ def test_switches_itself_off_beside_one_of_its_class(tmp_path, namespace, monkey
     trainer.fit(make_module(namespace)())
     assert ours(trainer) == [mine]
     assert len(mine.history) == 2
+
+
+@namespaces
+def test_steps_back_where_batches_are_not_understood(tmp_path, namespace, monkeypatch):
+    class Odd(make_module(namespace)):
+        def train_dataloader(self):
+            return DataLoader(digits(), batch_size=8, collate_fn=lambda samples: [default_collate(samples)])
+
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch[0], batch_idx)
+
+    monkeypatch.setenv("TASKINFO_CALLBACKS", "FisherTrace, InformationInWeights")
+    trainer = make_trainer(namespace, tmp_path)
+    with pytest.warns(TaskInfoWarning, match="steps back") as caught:
+        trainer.fit(Odd())
+    assert trainer.global_step == 4
+    assert len([w for w in caught if "steps back" in str(w.message)]) == 2
+    assert all(callback.history == [] for callback in ours(trainer))
+
+
+def test_what_fails_later_does_not_stop_a_script(monkeypatch):
+    monkeypatch.setenv("TASKINFO_CALLBACKS", "FisherTrace")
+    (callback,) = callbacks_factory()
+    with pytest.warns(TaskInfoWarning, match="FisherTrace.* steps back"):
+        callback.on_train_end(SimpleNamespace(world_size=1), None)
+    callback.on_train_end(SimpleNamespace(world_size=1), None)  # and does nothing more
 
 
 @pytest.mark.parametrize("name", ["FisherTraces", "observing", "FisherInformation", "PACBayesCertificate"])

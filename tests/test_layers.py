@@ -35,7 +35,7 @@ ALLOWED = {  # layer -> the layers and frameworks it may import
     "certificates": STATE,
     "callbacks": GLUE | {"wandb"},
     "mixins": GLUE,
-    "_autoload": {"_lightning"},
+    "_autoload": {"_lightning", "_warn"},
     "transfer": TOP | {"matplotlib", "rich", "wandb"},
     "tasks": TOP | {"matplotlib", "rich", "wandb"},
     "cli": TOP | {"cli", "jsonargparse", "rich", "wandb"},

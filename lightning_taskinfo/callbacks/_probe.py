@@ -22,6 +22,7 @@ from lightning_taskinfo.callbacks._checks import (
     kind_of_shards,
     warn_nothing,
 )
+from lightning_taskinfo.callbacks._comparison import LossComparison
 from lightning_taskinfo.callbacks._pool import Source
 from lightning_taskinfo.callbacks._processes import on_every_process
 from lightning_taskinfo.callbacks._report import has_matplotlib, measured, report, summary, thinned, without_layers
@@ -127,6 +128,7 @@ class Probe(Schedule, Callback, metaclass=ArgumentsByName):
         self.history: list[dict[str, float]] = []
         self._last_step, self._measured_at = 0, -1  # after the last batch; at the last measurement of this fit
         self._source: Source | None = None
+        self._comparison: LossComparison | None = None  # until the first batch was trained on
         self._checked = self._warned = self._resumed = self._extra = self._sharded = False
         self._module: ref[LightningModule] | None = None  # of the last fit
 
@@ -156,6 +158,8 @@ class Probe(Schedule, Callback, metaclass=ArgumentsByName):
                 self.state_key, pl_module, kind, self.needs_whole_weights, self.max_samples, trainer.world_size
             )
         self._sharded = kind is not None
+        if self.data != "train_step" and not self._sharded:
+            self._comparison = LossComparison(self.state_key, self.reader, self.likelihood)
         self._meet(pl_module)
 
     def _meet(self, pl_module: LightningModule) -> None:
@@ -187,10 +191,15 @@ class Probe(Schedule, Callback, metaclass=ArgumentsByName):
         if not self._checked:
             with observing(pl_module):
                 self._check(pl_module, *self.reader.read(pl_module, batch))
+        if self._comparison is not None:
+            self._comparison.before_the_step(trainer, pl_module, batch)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        if self._comparison is not None:
+            self._comparison.after_the_step(trainer, pl_module, outputs)
+            self._comparison = None  # once
         source = self._source
         if source is not None and source.collecting is not None and source.pool is None:
             try:

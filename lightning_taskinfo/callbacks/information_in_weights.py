@@ -15,6 +15,7 @@ from lightning_taskinfo._lightning import LightningModule, Trainer
 from lightning_taskinfo._observe import ParamDict, trainable_parameters
 from lightning_taskinfo._ranges import check_finite_tensors, check_positive
 from lightning_taskinfo._warn import warn
+from lightning_taskinfo.callbacks._center import Center
 from lightning_taskinfo.callbacks._checks import check_plain
 from lightning_taskinfo.callbacks._loss import LossOnTheWay, mean_loss
 from lightning_taskinfo.callbacks._pool import labeled_loader, readable
@@ -58,9 +59,10 @@ class InformationInWeights(Probe):
         prior_std: :math:`\lambda`, the standard deviation of the pre-distribution.
         beta: :math:`\beta` beside the **sum** of the loss; 1 is the evidence lower bound. For a weight of the KL beside
             the mean loss, give that times :math:`N`.
-        prior_center: Centre :math:`w_0` of the pre-distribution: ``"initial"`` for the weights at the start of
-            training, which are kept in checkpoints, so that a resumed run measures from the same ones; ``"zero"``; or
-            the path of a checkpoint, or a state dict, for the information that fine-tuning adds.
+        prior_center: Centre :math:`w_0` of the pre-distribution: ``"initial"`` for each weight as it was when it first
+            became trainable, which is kept in checkpoints, so that a resumed run measures from the same ones;
+            ``"zero"``; or the path of a checkpoint, or a state dict, for the information that fine-tuning adds. Of
+            weights that stay frozen nothing is kept.
         structure: ``"diagonal"``, or ``"kron"`` for Kronecker factors of each parameter, whose correlations then
             count: :math:`N F_{ii}` becomes the eigenvalues of :math:`N B \otimes A`; see
             :func:`~lightning_taskinfo.fisher.kronecker_factors`. It needs memory for a matrix as wide as a layer has
@@ -103,8 +105,9 @@ class InformationInWeights(Probe):
         if num_samples is not None and num_samples < 1:
             raise ValueError(f"`num_samples` must be at least 1, got {num_samples}.")
         if isinstance(prior_center, Mapping):
-            center: Any = prior_center.get("state_dict", prior_center)
-            check_finite_tensors("prior_center", center)
+            nested: Any = prior_center.get("state_dict", prior_center)
+            prior_center = dict(nested)
+            check_finite_tensors("prior_center", prior_center)
         else:
             prior_center = os.fspath(prior_center)
             if prior_center not in ("initial", "zero") and not Path(prior_center).is_file():
@@ -117,7 +120,7 @@ class InformationInWeights(Probe):
         self.prior_std, self.beta, self.prior_center, self.num_samples = prior_std, beta, prior_center, num_samples
         self.structure = structure
         self.headline = ("information_nats",)
-        self._center: ParamDict = {}
+        self._center = Center(self.state_key, prior_center)
         self._samples = 0
         self._sum: Callable[[Any], Tensor] = torch.as_tensor  # over processes
 
@@ -126,7 +129,7 @@ class InformationInWeights(Probe):
         super().on_fit_start(trainer, pl_module)
 
     def _forget(self) -> None:
-        self._center = {}
+        self._center.kept = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
@@ -134,37 +137,17 @@ class InformationInWeights(Probe):
             self.num_samples or _length(labeled_loader(pl_module, trainer.train_dataloader)[1]),
             partial(summed, trainer),
         )
-        weights = {name: p.detach() for name, p in pl_module.named_parameters()}
-        if {name: w.shape for name, w in weights.items()} == {name: w.shape for name, w in self._center.items()}:
-            return  # from a checkpoint, or an earlier fit of this model
-        if self.prior_center == "initial" and trainer.ckpt_path is not None:
+        known = self._center.begin(pl_module)
+        if self.prior_center == "initial" and not known and trainer.ckpt_path is not None:
             warn(
                 f"{self.state_key} found no prior centre in the checkpoint and measures from the resumed weights.",
             )
-        self._center = {name: w.clone() for name, w in weights.items()}
-        if self.prior_center == "zero":
-            self._center = {name: torch.zeros_like(w) for name, w in weights.items()}
-        elif self.prior_center != "initial":
-            self._center |= self._stored(weights)
 
-    def _stored(self, weights: ParamDict) -> ParamDict:
-        """Return the checkpoint's weights; those that it does not have, e.g. of a new head, count from the start."""
-        stored: Any = self.prior_center
-        if isinstance(stored, str):
-            stored = torch.load(stored, map_location="cpu", weights_only=True)
-        stored = stored.get("state_dict", stored)
-        found = {n: stored[n].to(w) for n, w in weights.items() if n in stored and stored[n].shape == w.shape}
-        if not found:
-            raise ValueError(f"`prior_center` must hold weights of the module, got none of {', '.join(weights)}.")
-        check_finite_tensors("prior_center", found)
-        if left := [name for name in weights if name not in found]:
-            warn(
-                f"{self.state_key} did not find {', '.join(left)} in `prior_center` and measures them from the start.",
-            )
-        return found
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        self._center.before_a_step(pl_module)
 
     def observe(self, model: nn.Module, samples: Samples) -> _Observed:
-        n, moved = size(samples.inputs), self._displacement(model)
+        n, moved = size(samples.inputs), self._center.displacement(model)
         if self.structure == "kron":
             kron = KroneckerFisher(
                 labels=self.labels,
@@ -182,11 +165,6 @@ class InformationInWeights(Probe):
             measure(model, samples.inputs, samples.targets, request, sink)
         diagonal = {name: sink.total(name, p).detach() for name, p in parameters.items()}
         return _Observed(diagonal, n, draws.loss if n else math.nan, moved)
-
-    def _displacement(self, model: nn.Module) -> ParamDict:
-        weights = {name: p.detach() for name, p in trainable_parameters(model).items()}
-        full = {name: w.to(torch.promote_types(w.dtype, torch.float32)) for name, w in weights.items()}
-        return {name: w - self._center[name].to(w.device) for name, w in full.items()}
 
     def summarise(self, observed: _Observed) -> dict[str, float]:
         stds = [self.prior_std, *(self.prior_std * factor for factor in OTHER_STDS)]
@@ -223,12 +201,12 @@ class InformationInWeights(Probe):
         return loss, {name: self._sum(part) * (self._samples / samples) for name, part in observed.fisher.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        center = {name: w.cpu() for name, w in self._center.items()}
+        center = {name: w.cpu() for name, w in self._center.kept.items()}
         return {**super().state_dict(), "prior_center": center, "prior_std": self.prior_std, "beta": self.beta}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self._center = dict(state_dict["prior_center"])
+        self._center.kept = dict(state_dict["prior_center"])
         before, now = ((get("prior_std"), get("beta")) for get in (state_dict.get, vars(self).get))
         if before != now and before != (None, None):
             warn(

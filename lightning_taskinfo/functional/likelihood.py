@@ -126,7 +126,7 @@ class Categorical:
                 f"{list(outputs.shape[:-1])} for outputs {list(outputs.shape)}, "
                 f"got {targets.dtype} of shape {list(targets.shape)}{f'; {MOVE}' if second else end}"
             )
-        if second and outputs.dim() > 3:
+        if second:  # axes of classes and positions that are equally long
             warn(f"Outputs {list(outputs.shape)} are read with the classes last; if they are on axis 1, {MOVE}")
         low, high = (int(end) for end in targets.aminmax()) if targets.numel() else (0, 0)
         if low >= 0 and high < outputs.shape[-1]:
@@ -217,6 +217,7 @@ class Gaussian:
         check_same_shape(outputs, targets)
 
 
+METHODS = ("log_prob", "score", "sample", "roots", "counted", "check")
 LIKELIHOODS: dict[str, Likelihood] = {"categorical": Categorical(), "bernoulli": Bernoulli(), "gaussian": Gaussian()}
 
 
@@ -227,13 +228,19 @@ def as_likelihood(likelihood: str | Likelihood) -> Likelihood:
         likelihood: ``"categorical"``, ``"bernoulli"`` or ``"gaussian"``, or a likelihood.
 
     Raises:
-        ValueError: If the name is unknown.
+        ValueError: If the name is unknown, or the object no likelihood, such as a loss.
 
     Example:
         >>> as_likelihood("gaussian")
         Gaussian(std=1.0)
     """
     if not isinstance(likelihood, str):
+        missing = [name for name in METHODS if not callable(getattr(likelihood, name, None))]
+        if missing:
+            raise ValueError(
+                f"`likelihood` must be one of {', '.join(LIKELIHOODS)}, or an object with {', '.join(METHODS)}, got "
+                f"{type(likelihood).__name__} without {', '.join(missing)}."
+            )
         return likelihood
     if likelihood not in LIKELIHOODS:
         raise ValueError(f"`likelihood` must be one of {', '.join(LIKELIHOODS)}, got {likelihood!r}.")

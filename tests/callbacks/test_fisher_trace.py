@@ -145,7 +145,7 @@ def test_batches_that_are_not_measured_are_not_looked_into(tmp_path):
     callback = FisherTrace(every_n_steps=4, batch_fn=batch_fn)
     fit(tmp_path, callback)
     assert [row["step"] for row in callback.history] == [4, 8]
-    assert len(looked) == 1 + 2 * 2, "the first batch is checked; then one for the size, and one for the samples"
+    assert len(looked) == 2 + 2 * 2, "the first batch is checked and compared; then size and samples"
 
 
 def test_plot(tmp_path):

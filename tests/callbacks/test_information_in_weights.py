@@ -146,7 +146,7 @@ def test_a_new_head_counts_from_the_start(tmp_path, loader):
     ):
         fit(tmp_path, callback, model=Other, loader=loader)
     torch.save({"something.else": torch.zeros(3)}, tmp_path / "weights.pt")
-    with pytest.raises(ValueError, match=r"`prior_center` must hold weights of the module, got none of net\.0\.weight"):
+    with pytest.raises(ValueError, match=r"`prior_center` .* got none of net\.0\.weight"):
         fit(tmp_path, callback.__class__(prior_center=str(tmp_path / "weights.pt")), loader=loader)
 
 

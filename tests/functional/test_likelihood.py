@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch import Tensor, distributions
+from torch import Tensor, distributions, nn
 
 from lightning_taskinfo import TaskInfoWarning
 from lightning_taskinfo.functional.likelihood import (
@@ -144,11 +144,16 @@ def test_mc_samples_share_the_weight():
     torch.testing.assert_close(scores[0] * 3**0.5, one)
 
 
-def test_images_whose_classes_may_be_on_either_axis_are_warned_about():
-    with pytest.warns(TaskInfoWarning, match=r"Outputs \[2, 4, 4, 4\] .* classes last; .*movedim\(1, -1\)"):
-        Categorical().check(torch.zeros(2, 4, 4, 4), torch.zeros(2, 4, 4).long())
-    Categorical().check(torch.zeros(2, 4, 4, 3), torch.zeros(2, 4, 4).long())
-    Categorical().check(torch.zeros(2, 4, 4), torch.zeros(2, 4).long())  # a sequence has them last
+@pytest.mark.parametrize("shape", [(2, 4, 4, 4), (2, 4, 4)], ids=["images", "sequences"])
+def test_classes_that_may_be_on_either_axis_are_warned_about(shape):
+    with pytest.warns(TaskInfoWarning, match=r"Outputs \[2, 4, .* classes last; .*movedim\(1, -1\)"):
+        Categorical().check(torch.zeros(shape), torch.zeros(shape[:-1]).long())
+    Categorical().check(torch.zeros(*shape[:-1], 3), torch.zeros(shape[:-1]).long())
+
+
+def test_a_loss_is_no_likelihood():
+    with pytest.raises(ValueError, match=r"`likelihood` must be .* got CrossEntropyLoss without log_prob"):
+        as_likelihood(nn.CrossEntropyLoss())
 
 
 @pytest.mark.parametrize(

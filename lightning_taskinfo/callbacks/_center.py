@@ -1,0 +1,119 @@
+"""The weights from which information is measured: those that are trained, as they were before."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_taskinfo._observe import ParamDict, trainable_parameters
+from lightning_taskinfo._ranges import check_finite_tensors
+from lightning_taskinfo._warn import warn
+
+NAMED = 5  # parameters that a message names
+
+
+class Center:
+    """Keeps each weight as it was when it first became trainable, and nothing of those that never do.
+
+    A frozen base of billions of weights costs neither memory nor a place in checkpoints.
+
+    Args:
+        who: The callback, for messages.
+        start: ``"initial"``; ``"zero"``, which keeps nothing; or a state dict, or the path of a checkpoint, whose
+            weights are taken where it has them.
+
+    Attributes:
+        kept: The weights by name.
+    """
+
+    def __init__(self, who: str, start: str | Mapping[str, Tensor] = "initial") -> None:
+        self.who = who
+        self.start = start
+        self.kept: ParamDict = {}
+        self._frozen: list[nn.Parameter] = []
+
+    def begin(self, model: nn.Module) -> bool:
+        """Keep what is trainable now and not kept yet; return whether anything was kept before.
+
+        What was kept in an earlier fit, or came from a checkpoint, stays, unless it has another shape.
+
+        Raises:
+            ValueError: If a checkpoint of the user's cannot be read, or has no weight of the model.
+        """
+        shapes = {name: p.shape for name, p in model.named_parameters()}
+        self.kept = {name: w for name, w in self.kept.items() if shapes.get(name) == w.shape}
+        known = bool(self.kept)
+        self._keep(model)
+        return known
+
+    def before_a_step(self, model: nn.Module) -> None:
+        """Keep what has become trainable, before an optimizer moves it."""
+        if any(p.requires_grad for p in self._frozen):  # the same objects: this runs at every step
+            self._keep(model)
+
+    def _keep(self, model: nn.Module) -> None:
+        self._frozen = [p for p in model.parameters() if not p.requires_grad]
+        new = {name: p.detach() for name, p in trainable_parameters(model).items() if name not in self.kept}
+        if self.start == "zero" or not new:
+            return
+        stored = {} if self.start == "initial" else self._stored(new)
+        self.kept |= {name: stored[name] if name in stored else w.clone() for name, w in new.items()}
+
+    def _stored(self, weights: ParamDict) -> ParamDict:
+        """Return the checkpoint's weights; those that it does not have, e.g. of a new head, count from the start."""
+        stored = self.start
+        if isinstance(stored, str):
+            stored = read_weights(stored)
+            check_finite_tensors("prior_center", {name: stored[name] for name in weights if name in stored})
+        found = {
+            name: stored[name].to(w, copy=True)
+            for name, w in weights.items()
+            if name in stored and stored[name].shape == w.shape
+        }
+        if not found and not self.kept:
+            raise ValueError(
+                f"`prior_center` must hold trainable weights of the module, got none of {_some(weights)}; it has "
+                f"{_some(stored)}. Give a state dict with the names of `module.state_dict()`."
+            )
+        if left := [name for name in weights if name not in found]:
+            warn(
+                f"{self.who} did not find {_some(left)} in `prior_center` and measures them from the start of their "
+                "training; a state dict with the names of `module.state_dict()` would hold them."
+            )
+        return found
+
+    def displacement(self, model: nn.Module) -> ParamDict:
+        """Return how far each trainable weight is from the centre, in float32 or better."""
+        self.before_a_step(model)
+        weights = {name: p.detach() for name, p in trainable_parameters(model).items()}
+        full = {name: w.to(torch.promote_types(w.dtype, torch.float32)) for name, w in weights.items()}
+        if self.start == "zero":
+            return {name: w.clone() for name, w in full.items()}
+        return {name: w - self.kept[name].to(w.device) for name, w in full.items()}
+
+
+def read_weights(path: str) -> Mapping[str, Tensor]:
+    """Return the weights in a checkpoint, or in a state dict that was saved by itself.
+
+    Raises:
+        ValueError: If the file is neither, or holds objects that are not read for safety.
+    """
+    needed = "`prior_center` must be the path of a checkpoint or of a saved state dict"
+    try:
+        stored: Any = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        # Not torch's own words: they recommend to run whatever the file says.
+        raise ValueError(f"{needed}, got {path!r}, which holds no tensors that can be read safely.") from error
+    if isinstance(stored, Mapping):
+        stored = stored.get("state_dict", stored)
+    if not isinstance(stored, Mapping) or not any(isinstance(w, Tensor) for w in stored.values()):
+        raise ValueError(f"{needed}, got {path!r} with a {type(stored).__name__} without tensors.")
+    return {str(name): w for name, w in stored.items() if isinstance(w, Tensor)}
+
+
+def _some(names: Iterable[str]) -> str:
+    """Return the first names, and how many more there are."""
+    every = [*names]
+    more = f" and {len(every) - NAMED} more" if len(every) > NAMED else ""
+    return ", ".join(every[:NAMED]) + more
