@@ -222,7 +222,7 @@ class Reading:
     def inputs_of(self, parts: Parts) -> Any:
         """Return what the model is called with."""
         if self.call is not None and self.call.names is not None:
-            return self.call.inputs_of(parts.named)
+            return self.call.inputs_of(parts.fields)
         return (parts.inputs, parts.targets) if self.takes_targets else parts.inputs
 
     def aligned(self, targets: Tensor | None) -> Tensor | None:

@@ -1,7 +1,7 @@
 """What is special about models of transformers and peft, without importing either."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
 def inner_model(model: nn.Module) -> nn.Module | None:
-    """Return the Hugging Face model in a module, adapters included; none if there is no one, or several.
+    """Return the Hugging Face model in a module, adapters included; none if there is no one, or several are trained.
 
     Args:
         model: Any module, e.g. a LightningModule that holds the model as an attribute.
@@ -25,11 +25,14 @@ def inner_model(model: nn.Module) -> nn.Module | None:
         for package, name in (("transformers", "PreTrainedModel"), ("peft", "PeftModel"))
         if package in sys.modules  # otherwise nothing can be one
     )
-    found = list(_outermost(model, kinds)) if kinds else []
-    return found[0] if len({id(each) for each in found}) == 1 else None
+    found = {id(each): each for each in _outermost(model, kinds)} if kinds else {}
+    models = [*found.values()]
+    if len(models) > 1:  # beside a teacher, say
+        models = [each for each in models if any(p.requires_grad for p in each.parameters())]
+    return models[0] if len(models) == 1 else None
 
 
-def _outermost(module: nn.Module, kinds: tuple[type, ...]) -> Any:
+def _outermost(module: nn.Module, kinds: tuple[type, ...]) -> Iterator[nn.Module]:
     """Yield the modules of some kinds that are not inside another one of them."""
     if isinstance(module, kinds):
         yield module

@@ -1,12 +1,28 @@
-"""Batches of any structure are joined as they are taken apart."""
+"""Batches of any structure are taken apart and joined; modules as people write them are called as they call them."""
 
 from collections import namedtuple
+from dataclasses import dataclass
 from operator import itemgetter
+from types import SimpleNamespace
 
 import pytest
+import pytorch_lightning as pl
 import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import default_collate
 
-from lightning_taskinfo._batches import joined, sample_count, take, tensors
+from lightning_taskinfo._batches import (
+    Reader,
+    joined,
+    labeled_part,
+    outputs_of,
+    read_batch,
+    sample_count,
+    take,
+    tensors,
+)
+from tests.callbacks.hugging_face import MODELS, Sentences, gpt2
 
 Pair = namedtuple("Pair", ["x", "y"])
 X, Y = torch.arange(6.0).view(6, 1), torch.arange(6)
@@ -19,3 +35,256 @@ def test_the_parts_of_a_batch_make_the_batch(batch):
     assert type(whole) is type(batch)
     assert sample_count(whole) == 6
     assert all(torch.equal(a, b) for a, b in zip(tensors(whole), tensors(batch), strict=True))
+
+
+# Modules as people write them, around a model that has its own loss
+
+
+def module(forward=None, model=gpt2):
+    """A LightningModule with a model and this ``forward``, or none."""
+
+    class Plain(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = model()
+
+    class Calling(Plain):
+        pass
+
+    if forward is not None:
+        Calling.forward = forward
+    torch.manual_seed(0)
+    return Calling().eval()
+
+
+def takes_keywords(self, **batch):
+    return self.net(**batch)
+
+
+def takes_the_batch(self, batch):
+    return self.net(**batch)
+
+
+def takes_attributes(self, batch):
+    return self.net(input_ids=batch.input_ids, attention_mask=batch.attention_mask)
+
+
+def returns_the_loss(self, batch):
+    return self.net(**batch).loss
+
+
+def returns_loss_and_logits(self, input_ids, attention_mask, labels=None):
+    outputs = self.net(input_ids, attention_mask=attention_mask, labels=labels)
+    return outputs.loss, outputs.logits
+
+
+def needs_labels(self, input_ids, attention_mask, labels):
+    outputs = self.net(input_ids, attention_mask=attention_mask, labels=labels)
+    return outputs.loss, outputs.logits
+
+
+def returns_a_dict(self, input_ids, attention_mask):
+    return {"logits": self.net(input_ids, attention_mask=attention_mask).logits}
+
+
+def returns_an_object(self, input_ids, attention_mask):
+    return SimpleNamespace(logits=self.net(input_ids, attention_mask=attention_mask).logits, loss=None)
+
+
+def returns_a_tuple(self, **batch):
+    return self.net(**batch, return_dict=False)
+
+
+def generates(self, input_ids, **options):
+    return self.net.generate(input_ids, max_new_tokens=2, pad_token_id=0)
+
+
+def takes_text(self, text):
+    return self.net(self.tokenizer(text))
+
+
+STYLES = [
+    None,
+    takes_keywords,
+    takes_the_batch,
+    takes_attributes,
+    returns_the_loss,
+    returns_loss_and_logits,
+    needs_labels,
+    returns_a_dict,
+    returns_an_object,
+    returns_a_tuple,
+    generates,
+    takes_text,
+]
+
+
+def own_loss(net, batch):
+    with torch.no_grad():
+        return net(**batch).loss
+
+
+def our_loss(model, batch, reader=None):
+    reader = reader or Reader()
+    inputs, targets = reader.read(model, batch)
+    with torch.no_grad():
+        outputs = reader.outputs(model, inputs)
+    return cross_entropy(outputs.flatten(0, -2), targets.flatten())
+
+
+@pytest.mark.parametrize("forward", STYLES, ids=lambda style: getattr(style, "__name__", "no forward"))
+@pytest.mark.parametrize("kind", ["GPT-2", "T5", "token classifier"])
+def test_a_module_is_called_as_its_author_calls_it(kind, forward):
+    model, batch = module(forward, MODELS[kind]), default_collate([*Sentences(kind, 5)])
+    if kind == "T5" and forward in (takes_attributes, returns_a_dict, returns_an_object):
+        pytest.skip("an encoder–decoder model needs labels, or inputs of its decoder")
+    torch.testing.assert_close(our_loss(model, batch), own_loss(model.net, batch))
+
+
+@dataclass
+class Batch:
+    input_ids: Tensor
+    attention_mask: Tensor
+    labels: Tensor
+    texts: list[str]
+
+
+def batches():
+    """One batch in every form, by name."""
+    from transformers import BatchEncoding
+
+    batch = default_collate([*Sentences("GPT-2", 5)])
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    number = torch.arange(5)
+    return {
+        "dict": batch,
+        "BatchEncoding": BatchEncoding(batch),
+        "dataclass": Batch(**batch, texts=["a"] * 5),
+        "named tuple": namedtuple("Tokens", batch)(**batch),
+        "tuple": tuple(batch.values()),
+        "pair of dict and labels": (inputs, batch["labels"]),
+        "with numbers of samples": (batch, number),
+        "with more than the model takes": {**batch, "index": number, "text": ["a"] * 5},
+        "labelled part": {"labeled": batch, "unlabeled": inputs},
+        "part with labels": {"a": inputs, "b": batch},
+    }
+
+
+@pytest.mark.parametrize("name", batches())
+@pytest.mark.parametrize("forward", [takes_keywords, returns_loss_and_logits, needs_labels, None])
+def test_a_batch_may_have_any_form(name, forward):
+    if name == "tuple" and forward in (takes_keywords, None):
+        pytest.skip("which has no names")
+    if name == "pair of dict and labels" and forward is needs_labels:
+        pytest.skip("which has no name for its labels")
+    model = module(forward)
+    expected = own_loss(model.net, default_collate([*Sentences("GPT-2", 5)]))
+    torch.testing.assert_close(our_loss(model, batches()[name]), expected)
+
+
+@pytest.mark.parametrize("forward", [lambda self, ids, labels=None: self.net(ids, labels=labels), needs_labels])
+def test_pairs_of_tokens_and_labels_are_shifted_as_the_model_does_it(forward):
+    if forward is needs_labels:
+
+        def forward(self, ids, labels):
+            return self.net(ids, labels=labels)
+
+    model, tokens = module(forward), torch.randint(3, 20, (5, 6))
+    expected = own_loss(model.net, {"input_ids": tokens, "labels": tokens})
+    torch.testing.assert_close(our_loss(model, (tokens, tokens)), expected)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_labels_that_are_shifted_already_stay(named):
+    model = module(lambda self, input_ids: self.net(input_ids).logits)
+    tokens = torch.randint(3, 20, (5, 6))
+    x, y = tokens[:, :-1], tokens[:, 1:]
+    batch = {"input_ids": x, "labels": y} if named else (x, y)
+    assert torch.equal(Reader().read(model, batch)[1], y)
+
+
+def test_a_causal_model_of_ones_own_has_labels_of_the_next_token():
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(20, 4), nn.Linear(4, 20)
+
+        def forward(self, input_ids):
+            return self.head(self.embedding(input_ids))
+
+    tokens = torch.randint(20, (5, 6))
+    _, targets = Reader().read(Own(), {"input_ids": tokens, "labels": tokens})
+    assert torch.equal(targets[:, :-1], tokens[:, 1:])
+    assert (targets[:, -1] == -100).all()
+    classes = torch.randint(20, (5, 6))
+    assert torch.equal(Reader().read(Own(), {"input_ids": tokens, "labels": classes})[1], classes)
+    assert torch.equal(Reader().read(Own(), (tokens, tokens))[1], tokens), "a pair says what it means"
+
+
+@pytest.mark.parametrize("kind", ["PromptTuning", "PrefixTuning"])
+def test_learned_prompts_are_in_front_of_the_labels(kind):
+    import peft
+
+    config = getattr(peft, f"{kind}Config")(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model = module(takes_keywords, lambda: peft.get_peft_model(gpt2(), config))
+    batch = default_collate([*Sentences("GPT-2", 5)])
+    torch.testing.assert_close(our_loss(model, batch), own_loss(model.net, batch))
+
+
+def test_of_two_models_the_trained_one_is_called():
+    class Student(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.teacher, self.student = gpt2().requires_grad_(False), gpt2()
+
+    model, batch = Student().eval(), default_collate([*Sentences("GPT-2", 5)])
+    torch.testing.assert_close(our_loss(model, batch), own_loss(model.student, batch))
+
+
+def test_a_forward_fn_gets_labels_that_are_shifted_too():
+    model, batch = module(), default_collate([*Sentences("GPT-2", 5)])
+    reader = Reader(forward_fn=lambda module, inputs: module.net(**inputs))
+    torch.testing.assert_close(our_loss(model, batch, reader), own_loss(model.net, batch))
+
+
+def test_a_batch_fn_says_everything_itself():
+    model, batch = module(takes_keywords), default_collate([*Sentences("GPT-2", 5)])
+    pick = Reader(batch_fn=lambda batch: ({"input_ids": batch["input_ids"]}, batch["labels"]))
+    inputs, targets = pick.read(model, batch)
+    assert torch.equal(targets, batch["labels"])
+    assert outputs_of(model, inputs).shape == (5, 6, 20)
+
+
+def test_several_inputs_are_taken_by_name_or_place():
+    class Two(nn.Module):
+        def forward(self, left, right):
+            return left + 2 * right
+
+    a, b = torch.ones(3, 2), torch.zeros(3, 2)
+    for batch in ({"right": b, "left": a, "y": Y[:3]}, ((a, b), Y[:3])):
+        inputs, _ = Reader().read(Two(), batch)
+        assert torch.equal(outputs_of(Two(), inputs), a)
+
+
+@pytest.mark.parametrize(
+    ("forward", "message"),
+    [
+        (lambda self, x: x.argmax(-1), "int64.*`forward_fn`"),
+        (lambda self, x: (x, x), "tuple of Tensor, Tensor; set `forward_fn`"),
+        (lambda self, x: x.sum(), r"shape \[\]; set `forward_fn`"),
+        (lambda self, x: {"scores": x}, "dict with scores; set `forward_fn`"),
+        (lambda self, x: None, "NoneType; set `forward_fn`"),
+        (lambda self, x: x.missing, "AttributeError.*`forward_fn`.*`batch_fn`"),
+    ],
+)
+def test_a_model_without_logits_is_told_in_one_sentence(forward, message):
+    with pytest.raises(ValueError, match=message) as refused:
+        Reader().read(module(forward, nn.Identity), (X, Y))
+    assert "\n" not in str(refused.value)
+
+
+def test_the_labelled_part_is_the_only_one_with_labels_or_the_one_that_is_called_so():
+    assert labeled_part({"labeled": (X, Y), "other": (X, Y)}) == (X, Y)
+    assert labeled_part({"a": X, "b": (X, Y)}) == (X, Y)
+    with pytest.raises(ValueError, match="got dict with a, b; set `batch_fn`"):
+        read_batch({"a": (X, Y), "b": (X, Y)})
