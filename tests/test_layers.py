@@ -7,7 +7,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "lightning_taskinfo"
 READER = {"_batches", "_hugging_face", "_model_calls"}
-MATHS = READER | {"torch", "_observe", "_warn", "_arguments", "_ranges", "functional"}
+MATHS = READER | {"torch", "_layers", "_observe", "_warn", "_arguments", "_ranges", "functional"}
 FILES = {"_files", "_cells"}
 DATASETS = {"matplotlib", "mlxtend", "sklearn", "torchvision"}
 STATE = MATHS | {"_progress", "torchmetrics", "backpack"}
@@ -20,6 +20,7 @@ ALLOWED = {  # layer -> the layers and frameworks it may import
     "_hugging_face": {"torch", "_observe"},
     "_model_calls": {"torch", "_hugging_face", "_observe"},
     "_warn": set(),
+    "_layers": set(),
     "_arguments": {"_rules"},
     "_rules": set(),
     "_ranges": set(),

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_taskinfo._arguments import ArgumentsByName, check_counts
 from lightning_taskinfo._batches import Reader, filled_up, size
+from lightning_taskinfo._layers import layer_of
 from lightning_taskinfo._lightning import Callback, LightningModule, Trainer
 from lightning_taskinfo._observe import observing
 from lightning_taskinfo._warn import warn
@@ -70,6 +71,8 @@ class Probe(Schedule, Callback, metaclass=ArgumentsByName):
         batch_fn: Picks ``(inputs, targets)`` out of a batch, targets where the outputs predict them; needed where the
             batch does not say it plainly. Batches of Hugging Face do.
         forward_fn: How to get the outputs, ``forward_fn(module, inputs)``; found out by default.
+        group_fn: The layer that a parameter counts for, by its name in ``named_parameters()``. By default that is the
+            module that owns it; all parts of an adapter (LoRA's A and B) count for the layer that it adapts.
 
     Raises:
         ValueError: If an argument is out of its range.
@@ -111,6 +114,7 @@ class Probe(Schedule, Callback, metaclass=ArgumentsByName):
         seed: int = 0,
         batch_fn: Callable[[Any], Any] | None = None,
         forward_fn: Callable[[Any, Any], Any] | None = None,
+        group_fn: Callable[[str], str] | None = None,
     ) -> None:
         if every_n_steps is not None and every_n_epochs is not None:
             raise ValueError(f"`every_n_epochs` must be left out beside `every_n_steps`, got {every_n_epochs}.")
@@ -125,6 +129,7 @@ class Probe(Schedule, Callback, metaclass=ArgumentsByName):
         self.per_layer, self.name, self.seed = per_layer, name, seed
         self.forward_fn = forward_fn
         self.reader = Reader(batch_fn, forward_fn)
+        self.group_fn = group_fn or layer_of
         self.history: list[dict[str, float]] = []
         self._last_step, self._measured_at = 0, -1  # after the last batch; at the last measurement of this fit
         self._source: Source | None = None

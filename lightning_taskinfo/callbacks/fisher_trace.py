@@ -202,7 +202,7 @@ class FisherTrace(Probe):
     def summarise(self, observed: TraceSums) -> dict[str, float]:
         if self._reduce is not None:
             observed = observed._replace(sums=self._reduce(observed.sums).tolist())
-        trace, error, layers = observed.compute()
+        trace, error, layers = observed.compute(self.group_fn)
         (name,) = self.headline
         values = {name: trace, f"{name}_standard_error": error}
         if self.per_layer:

@@ -185,7 +185,7 @@ class InformationInWeights(Probe):
         for std, other in zip(stds[1:], others, strict=True):
             values[f"information_nats_at_prior_std/{std:g}"] = other.kl.item()
         for name, part in parts.items() if self.per_layer else ():
-            key = f"information_nats/{name.rpartition('.')[0] or 'module'}"
+            key = f"information_nats/{self.group_fn(name) or 'module'}"
             values[key] = values.get(key, 0.0) + part[0].kl.item()
         return values
 

@@ -12,6 +12,7 @@ from torchmetrics import Metric
 
 from lightning_taskinfo._arguments import ArgumentsByName
 from lightning_taskinfo._batches import sample_count, tensors
+from lightning_taskinfo._layers import layer_of
 from lightning_taskinfo._observe import ParamDict, observing, trainable_parameters
 from lightning_taskinfo.fisher.engine import Engine, Request, measure
 from lightning_taskinfo.fisher.per_sample import Forward
@@ -163,7 +164,7 @@ class FisherInformation(Metric, metaclass=ArgumentsByName):
         parts = {k: v.sum() for k, v in diagonal.items()} or dict(zip(self.shapes, mean, strict=True))
         layers: dict[str, Tensor] = {}
         for name, part in parts.items():
-            owner = name.rpartition(".")[0]
+            owner = layer_of(name)
             layers[owner] = layers.get(owner, torch.zeros_like(part)) + part
         trace = mean.sum()
         variance = (self.squares - n * trace.square()).clamp(min=0) / (n - 1)  # 0/0 = NaN for one sample

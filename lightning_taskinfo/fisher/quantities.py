@@ -8,6 +8,7 @@ from torch import Generator, Tensor, nn
 
 from lightning_taskinfo._arguments import checked_arguments
 from lightning_taskinfo._batches import sample_count
+from lightning_taskinfo._layers import layer_of
 from lightning_taskinfo._observe import ParamDict, trainable_parameters
 from lightning_taskinfo.fisher.engine import Engine, Request, measure
 from lightning_taskinfo.fisher.layers import BLOCK
@@ -118,7 +119,8 @@ def layer_traces(
 ) -> dict[str, Tensor]:
     """Trace of the Fisher information by the module that owns the parameters; they add up to :func:`fisher_trace`.
 
-    Takes the arguments of :func:`fisher_trace`. A tied parameter counts for the module that is named first.
+    Takes the arguments of :func:`fisher_trace`. A tied parameter counts for the module that is named first, and all
+    parts of an adapter for the layer that it adapts.
 
     Example:
         >>> from torch import nn, ones
@@ -130,7 +132,7 @@ def layer_traces(
     norms = _norms(model, inputs, targets, request)[1]
     traces: dict[str, Tensor] = {}
     for name, of_samples in norms.items():
-        owner = name.rpartition(".")[0]
+        owner = layer_of(name)
         traces[owner] = traces.get(owner, 0) + of_samples.mean()
     return traces
 

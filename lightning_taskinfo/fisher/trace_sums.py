@@ -1,10 +1,12 @@
 """The trace of the Fisher information from squared gradient norms, over samples and processes."""
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
+from lightning_taskinfo._layers import layer_of
 from lightning_taskinfo._observe import ParamDict
 
 
@@ -43,12 +45,16 @@ class TraceSums(NamedTuple):
             totals, squares = [sum(row) for row in rows], sum(total * total for total in samples)
         return cls([*norms], [*(scale * total for total in totals), scale * scale * squares, stacked.shape[1]])
 
-    def compute(self) -> tuple[float, float, dict[str, float]]:
-        """Return the trace, its standard error over samples, and the trace by layer."""
+    def compute(self, group_fn: Callable[[str], str] = layer_of) -> tuple[float, float, dict[str, float]]:
+        """Return the trace, its standard error over samples, and the trace by layer.
+
+        Args:
+            group_fn: The layer that a parameter of this name counts for.
+        """
         *totals, squares, n = self.sums
         trace, layers = sum(totals) / n, dict[str, float]()
         for name, part in zip(self.names, totals, strict=True):
-            owner = name.rpartition(".")[0]
+            owner = group_fn(name)
             layers[owner] = layers.get(owner, 0.0) + part / n
         error = (max(squares - n * trace * trace, 0.0) / (n - 1) / n) ** 0.5 if n > 1 else math.nan
         return trace, error, layers
