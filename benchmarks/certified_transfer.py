@@ -33,7 +33,7 @@ from lightning_taskinfo._files import write_json
 from lightning_taskinfo.certificates import Certificate, Prior, certify, zero_one_loss
 from lightning_taskinfo.certificates.reading import round_up
 from lightning_taskinfo.data import load_dataset
-from lightning_taskinfo.transfer.backbones import small_cnn
+from lightning_taskinfo.transfer.ready.backbones import small_cnn
 
 Split = tuple[Tensor, Tensor]
 LABELS, HELD_OUT, PRETRAINED = 2_000, 400, 20_000

@@ -44,16 +44,16 @@ if TYPE_CHECKING:  # what type checkers see; `tests/test_import.py` keeps it equ
     from lightning_taskinfo.tasks.structure import StructureFunction as StructureFunction
     from lightning_taskinfo.tasks.task2vec import Task2Vec as Task2Vec
     from lightning_taskinfo.tasks.training import Training as Training
-    from lightning_taskinfo.transfer.data import TransferDataModule as TransferDataModule
-    from lightning_taskinfo.transfer.module import TransferClassifier as TransferClassifier
+    from lightning_taskinfo.transfer.logs import log_to_wandb as log_to_wandb
     from lightning_taskinfo.transfer.overlap import FeatureOverlap as FeatureOverlap
     from lightning_taskinfo.transfer.overlap import feature_overlap as feature_overlap
     from lightning_taskinfo.transfer.rank import FineTuning as FineTuning
     from lightning_taskinfo.transfer.rank import rank_starts as rank_starts
     from lightning_taskinfo.transfer.ranking import StartRanking as StartRanking
+    from lightning_taskinfo.transfer.ready.data import TransferDataModule as TransferDataModule
+    from lightning_taskinfo.transfer.ready.module import TransferClassifier as TransferClassifier
+    from lightning_taskinfo.transfer.ready.stages import Stages as Stages
     from lightning_taskinfo.transfer.report import TransferReport as TransferReport
-    from lightning_taskinfo.transfer.stages import Stages as Stages
-    from lightning_taskinfo.transfer.wandb_report import log_to_wandb as log_to_wandb
     from lightning_taskinfo.variational import add_weight_noise as add_weight_noise
     from lightning_taskinfo.variational import plain_state_dict as plain_state_dict
     from lightning_taskinfo.variational import remove_weight_noise as remove_weight_noise
@@ -81,7 +81,7 @@ _EXPORTS = {  # public name -> the module that defines it, imported when the nam
     "PACBayesCertificate": "callbacks.pac_bayes_certificate",
     "PenaltyMixin": "mixins",
     "Prior": "certificates",
-    "Stages": "transfer.stages",
+    "Stages": "transfer.ready.stages",
     "StartRanking": "transfer.ranking",
     "StructureFunction": "tasks.structure",
     "Task2Vec": "tasks.task2vec",
@@ -90,8 +90,8 @@ _EXPORTS = {  # public name -> the module that defines it, imported when the nam
     "TemporalEnsembling": "regularizers",
     "TemporalEnsemblingMixin": "mixins",
     "Training": "tasks.training",
-    "TransferClassifier": "transfer.module",
-    "TransferDataModule": "transfer.data",
+    "TransferClassifier": "transfer.ready.module",
+    "TransferDataModule": "transfer.ready.data",
     "TransferReport": "transfer.report",
     "WeightInformation": "regularizers",
     "WeightSchedule": "regularizers",
@@ -101,7 +101,7 @@ _EXPORTS = {  # public name -> the module that defines it, imported when the nam
     "estimate_mutual_information": "regularizers",
     "feature_overlap": "transfer.overlap",
     "frozen_batchnorm_statistics": "regularizers",
-    "log_to_wandb": "transfer.wandb_report",
+    "log_to_wandb": "transfer.logs",
     "nearest_source": "tasks.embedding",
     "observing": "_observe",
     "plain_state_dict": "variational",

@@ -1,20 +1,26 @@
-"""Pretrain on a source beside unlabelled target inputs, fine-tune on a few target labels, compare, report."""
+"""Starts × ways to adapt × numbers of labels × seeds, compared with scratch and reported.
+
+:func:`transfer` in ``run.py`` reads the call, plans the runs and collects their results. One run is a cell: of the
+user's own module in ``own.py``, of the ready parts in ``ready/stages.py``. ``training.py`` trains it so that a killed
+one goes on. ``report.py`` compares the results, which ``render.py``, ``figures.py`` and ``logs.py`` show.
+"""
 
 import sys
 from types import ModuleType
 from typing import Any
 
-from lightning_taskinfo.transfer.backbones import BACKBONES, large_cnn, mlp, resnet20, small_cnn
-from lightning_taskinfo.transfer.data import TransferDataModule
-from lightning_taskinfo.transfer.methods import PENALTIES, WEIGHTS
-from lightning_taskinfo.transfer.module import CLASSES, TransferClassifier
+from lightning_taskinfo.transfer.logs import log_to_wandb
 from lightning_taskinfo.transfer.overlap import FeatureOverlap, feature_overlap
 from lightning_taskinfo.transfer.rank import FineTuning, rank_starts
 from lightning_taskinfo.transfer.ranking import LayerReadout, Start, StartRanking
+from lightning_taskinfo.transfer.ready.backbones import BACKBONES, large_cnn, mlp, resnet20, small_cnn
+from lightning_taskinfo.transfer.ready.data import TransferDataModule
+from lightning_taskinfo.transfer.ready.methods import PENALTIES, WEIGHTS
+from lightning_taskinfo.transfer.ready.module import CLASSES, TransferClassifier
+from lightning_taskinfo.transfer.ready.stages import Stages
 from lightning_taskinfo.transfer.report import TransferReport
+from lightning_taskinfo.transfer.results import Result
 from lightning_taskinfo.transfer.run import group_name, transfer
-from lightning_taskinfo.transfer.stages import Stages
-from lightning_taskinfo.transfer.wandb_report import log_to_wandb
 
 
 class _Transfer(ModuleType):
@@ -34,6 +40,7 @@ __all__ = [
     "FeatureOverlap",
     "FineTuning",
     "LayerReadout",
+    "Result",
     "Stages",
     "Start",
     "StartRanking",
