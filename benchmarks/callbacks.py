@@ -26,7 +26,7 @@ from environment import environment
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_taskinfo import FisherTrace, InformationInWeights, LocalMinimum
+from lightning_taskinfo import FisherTrace, InformationInWeights, LocalMinimum, TrainStepNorms
 
 warnings.filterwarnings("ignore")
 for namespace in ("lightning.pytorch", "pytorch_lightning"):
@@ -63,7 +63,7 @@ def cnn() -> nn.Module:
 
 
 def train_step(**arguments):
-    return FisherTrace(data="train_step", labels="empirical", every_n_steps=1, **arguments)
+    return TrainStepNorms(every_n_steps=50, **arguments)
 
 
 NETWORKS = {"MLP 784-300-300-10": mlp, "CNN 16-32-64": cnn}

@@ -13,6 +13,8 @@ if TYPE_CHECKING:  # what type checkers see; `tests/test_import.py` keeps it equ
     from lightning_taskinfo.callbacks.information_in_weights import InformationInWeights as InformationInWeights
     from lightning_taskinfo.callbacks.local_minimum import LocalMinimum as LocalMinimum
     from lightning_taskinfo.callbacks.pac_bayes_certificate import PACBayesCertificate as PACBayesCertificate
+    from lightning_taskinfo.callbacks.sample_scores import SampleScores as SampleScores
+    from lightning_taskinfo.callbacks.train_step_norms import TrainStepNorms as TrainStepNorms
     from lightning_taskinfo.certificates import Certificate as Certificate
     from lightning_taskinfo.certificates import Prior as Prior
     from lightning_taskinfo.certificates import certify as certify
@@ -81,6 +83,7 @@ _EXPORTS = {  # public name -> the module that defines it, imported when the nam
     "PACBayesCertificate": "callbacks.pac_bayes_certificate",
     "PenaltyMixin": "mixins",
     "Prior": "certificates",
+    "SampleScores": "callbacks.sample_scores",
     "Stages": "transfer.ready.stages",
     "StartRanking": "transfer.ranking",
     "StructureFunction": "tasks.structure",
@@ -89,6 +92,7 @@ _EXPORTS = {  # public name -> the module that defines it, imported when the nam
     "TaskInfoWarning": "_warn",
     "TemporalEnsembling": "regularizers",
     "TemporalEnsemblingMixin": "mixins",
+    "TrainStepNorms": "callbacks.train_step_norms",
     "Training": "tasks.training",
     "TransferClassifier": "transfer.ready.module",
     "TransferDataModule": "transfer.ready.data",

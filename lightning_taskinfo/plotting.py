@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["figure_pixels", "plot_curves", "plot_pareto"]
+__all__ = ["figure_pixels", "plot_curves", "plot_pareto", "plot_ranking"]
 
 
 class Tradeoff(Protocol):
@@ -122,6 +122,35 @@ def _draw_bounds(ax: "Axes", chance: float) -> None:
         ax.annotate(f"≤ {bound:g}", (complexity[0], 1.0), fontsize=7, color="0.4", ha="center", va="bottom")
         if bound == chance:
             ax.fill_betweenx(1 - risk, ax.get_xlim()[0], complexity, color="0.95", zorder=-1)
+
+
+def plot_ranking(
+    scores: Sequence[float], *, k: int = 50, ylabel: str = "", ax: "Axes | None" = None
+) -> tuple["Figure", "Axes"]:
+    """Draw the scores of samples by rank, with the first ``k`` marked.
+
+    Args:
+        scores: The largest first.
+        k: How many are marked.
+        ylabel: Label of the vertical axis.
+        ax: Draw here instead of in a new figure.
+
+    Returns:
+        The figure and its axes.
+
+    Example:
+        >>> fig, ax = plot_ranking([3.0, 1.0, 0.5], k=1, ylabel="loss")
+        >>> [line.get_label() for line in ax.get_lines()]
+        ['all samples', 'first 1']
+    """
+    ax = _axes() if ax is None else ax
+    ranks = range(1, len(scores) + 1)
+    ax.plot(ranks, scores, color="0.6", label="all samples")
+    ax.plot(ranks[:k], scores[:k], color="C3", linewidth=3, label=f"first {min(k, len(scores))}")
+    ax.set(xlabel="rank of the sample", ylabel=ylabel)
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.legend(frameon=False)
+    return ax.figure, ax  # type: ignore[return-value]
 
 
 def figure_pixels(figure: "Figure") -> Tensor:

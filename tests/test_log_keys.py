@@ -22,6 +22,7 @@ from lightning_taskinfo import (
     LocalMinimum,
     PACBayesCertificate,
     TaskEmbedding,
+    TrainStepNorms,
     log_to_wandb,
 )
 from lightning_taskinfo.tasks.embedding_plots import log_embeddings
@@ -36,7 +37,7 @@ from tests.transfer.tiny import STAGES, tiny_data, tiny_net
 PAGE = Path(__file__).parents[1] / "docs" / "wandb.md"
 OF_LIGHTNING = {"epoch", "step", "trainer/global_step"}
 HEADLINES = (
-    "fisher_trace", "fisher_trace_train_step", "information_nats", "local_minimum/gamma", "certificate_bound",
+    "fisher_trace", "squared_gradient_norm", "information_nats", "local_minimum/gamma", "certificate_bound",
     "certificate_risk",
 )  # fmt: skip
 PLACES = {  # what may stand for a name in angle brackets
@@ -112,7 +113,7 @@ class Classifier(pl.LightningModule):
 def test_callbacks():
     callbacks = [
         FisherTrace(every_n_steps=2),
-        FisherTrace(every_n_steps=2, data="train_step", labels="empirical", name="every_step"),
+        TrainStepNorms(every_n_steps=2, name="every_step"),
         InformationInWeights(),
         LocalMinimum(max_samples=20, draws=3),
         PACBayesCertificate(prior_origin="random initialisation", draws=10, betas=(1.0,), pareto=True),

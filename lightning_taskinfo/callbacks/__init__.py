@@ -5,5 +5,15 @@ from lightning_taskinfo.callbacks.fisher_trace import FisherTrace
 from lightning_taskinfo.callbacks.information_in_weights import InformationInWeights
 from lightning_taskinfo.callbacks.local_minimum import LocalMinimum
 from lightning_taskinfo.callbacks.pac_bayes_certificate import PACBayesCertificate
+from lightning_taskinfo.callbacks.sample_scores import SampleScores
+from lightning_taskinfo.callbacks.train_step_norms import TrainStepNorms
 
-__all__ = ["FisherTrace", "InformationInWeights", "LocalMinimum", "PACBayesCertificate", "Probe"]
+__all__ = [
+    "FisherTrace",
+    "InformationInWeights",
+    "LocalMinimum",
+    "PACBayesCertificate",
+    "Probe",
+    "SampleScores",
+    "TrainStepNorms",
+]

@@ -77,7 +77,7 @@ class Source:
     @property
     def ready(self) -> bool:
         """Whether there is something to look at."""
-        return self.data in ("train_batch", "train_step") or self.pool is not None
+        return self.data == "train_batch" or self.pool is not None
 
     def read(self, trainer: Trainer, batch: Any) -> tuple[Any, Tensor | None]:
         """Return this process's inputs and targets."""

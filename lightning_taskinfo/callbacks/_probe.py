@@ -163,7 +163,7 @@ class Probe(Schedule, Callback, metaclass=ArgumentsByName):
                 self.state_key, pl_module, kind, self.needs_whole_weights, self.max_samples, trainer.world_size
             )
         self._sharded = kind is not None
-        if self.data != "train_step" and not self._sharded:
+        if not self._sharded:
             self._comparison = LossComparison(self.state_key, self.reader, self.likelihood)
         self._meet(pl_module)
 
@@ -211,7 +211,7 @@ class Probe(Schedule, Callback, metaclass=ArgumentsByName):
                 source.see(pl_module, batch, last=trainer.is_last_batch)
             except Exception as error:
                 self._failed(trainer, error)
-        if self._due(trainer) and self._measure(trainer, pl_module, batch) and self._shown(trainer):
+        if self._due(trainer) and self._measure(trainer, pl_module, batch):
             values = {**dict.fromkeys(self.headline, math.nan), **without_layers(self.history[-1])}
             monitored = {self._logged(name): value for name, value in values.items() if name != "step"}
             pl_module.log_dict(monitored, logger=False, on_step=True, on_epoch=False)
@@ -237,7 +237,7 @@ class Probe(Schedule, Callback, metaclass=ArgumentsByName):
         """Measure, keep and log; return whether it succeeded."""
         if self._source is None or not self._source.ready:
             return False
-        with observing(pl_module) if self.data != "train_step" else nullcontext():  # which runs nothing
+        with observing(pl_module):
             values = self._observed(trainer, pl_module, self._source, batch)
         if values is None:
             return False
@@ -254,8 +254,7 @@ class Probe(Schedule, Callback, metaclass=ArgumentsByName):
         error: Exception | None = None
         mine, observed = -1, None
         try:
-            if self.data != "train_step":
-                check_finite(pl_module)
+            check_finite(pl_module)
             inputs, targets = source.read(trainer, batch)
             mine = size(inputs)
         except Exception as caught:
@@ -279,7 +278,7 @@ class Probe(Schedule, Callback, metaclass=ArgumentsByName):
     def _prepared(self, trainer: Trainer, inputs: Any, targets: Tensor | None, sizes: list[int]) -> Samples:
         mine = size(inputs)
         first, total = (sum(sizes[: trainer.global_rank]), sum(sizes)) if self.split_over_ranks else (0, mine)
-        if self._sharded and self.data != "train_step":  # whose weights are gathered by all processes together
+        if self._sharded:  # whose weights are gathered by all processes together
             if min(sizes) == 0:
                 raise ValueError(f"sharded weights need a sample on every process, got {sizes}")
             inputs, targets = filled_up(inputs, targets, max(sizes))

@@ -23,11 +23,6 @@ class Schedule:
         every = self.every_n_epochs  # first: this is asked at every batch, and looking anything up counts
         return every is not None and trainer.is_last_batch and (trainer.current_epoch + 1) % every == 0
 
-    def _shown(self, trainer: Trainer) -> bool:
-        """Whether to fill ``callback_metrics``, which at every step would cost more than reading off the step."""
-        every = max(1, trainer.log_every_n_steps)  # type: ignore[attr-defined]
-        return self.data != "train_step" or trainer.is_last_batch or self._measured_at % every == 0
-
     def _due_next(self, trainer: Trainer) -> bool:
         """Whether the batch that begins may be one to look at, where a batch is one optimizer step at most."""
         every = self.every_n_steps

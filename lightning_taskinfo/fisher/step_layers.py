@@ -1,12 +1,10 @@
-"""Which layers a training step can be read off, and whether its graph uses their parameters in no other way."""
+"""Which layers a training step can be read off."""
 
-from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.modules.instancenorm import _InstanceNorm
@@ -46,26 +44,47 @@ def reader(module: nn.Module) -> Callable[[Any, Tensor], calls.Call | None]:
     return next(read for kind, read in READERS.items() if isinstance(module, kind))
 
 
-def trained_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the layers that own all trainable parameters, or say which one is in the way."""
+class Trained(NamedTuple):
+    """What a model trains: layers by name, and by name the parameters that belong to no such layer."""
+
+    layers: dict[str, nn.Module]
+    raw: dict[str, nn.Parameter]
+
+
+def trained_layers(model: nn.Module) -> Trained:
+    """Return the layers that own trainable parameters, and parameters of modules that are not torch's.
+
+    Raises:
+        ValueError: If a parameter cannot be read, is tied, or belongs to a compiled module; by name.
+    """
     compiled = [name for name, module in model.named_modules() if _compiled(module)]
     if compiled:
-        raise ValueError(f"`data='train_step'` cannot look into compiled modules, got {compiled[0] or 'the model'!r}.")
+        raise ValueError(f"The training step of a compiled module cannot be read, got {compiled[0] or 'the model'!r}.")
     owners: dict[int, str] = {}
-    layers: dict[str, nn.Module] = {}
+    found = Trained({}, {})
+    readable: tuple[type[nn.Module], ...] = tuple(READERS)
     for name, module in model.named_modules():
         for key, p in module.named_parameters(recurse=False):
             if not p.requires_grad:
                 continue
-            if (odd := _odd(module, key)) is not None:
-                kind = f"{name}.{key}".lstrip(".") + f" of {type(module).__name__}"
-                raise ValueError(f"`data='train_step'` reads {', '.join(_NAMES)}, got {kind!r}{odd}.")
+            full_name = f"{name}.{key}".lstrip(".")
+            odd = _odd(module, key)
+            if odd is not None:
+                kinds = ", ".join(_NAMES)
+                raise ValueError(
+                    f"The training step is read at layers of the kinds {kinds}, got "
+                    f"'{full_name} of {type(module).__name__}'{odd}."
+                )
             if owners.setdefault(id(p), name) != name:
                 raise ValueError(
-                    f"`data='train_step'` needs weights of one layer each, got {owners[id(p)]!r} and {name!r} tied."
+                    f"The training step is read where each weight has one layer, got {owners[id(p)]!r} and {name!r} "
+                    "tied."
                 )
-            layers[name] = module
-    return layers
+            if isinstance(module, readable):
+                found.layers[name] = module
+            else:
+                found.raw[full_name] = p
+    return found
 
 
 def _compiled(module: nn.Module) -> bool:
@@ -75,6 +94,8 @@ def _compiled(module: nn.Module) -> bool:
 
 def _odd(module: nn.Module, parameter: str) -> str | None:
     """Return what keeps a layer's parameter from being read, in words that may be none; None where it can be."""
+    if not isinstance(module, tuple(READERS)) and not _from_torch(type(module)):
+        return None  # a parameter that is used as it is, where the graph shows how
     if not isinstance(module, tuple(READERS)) or isinstance(module, _ConvTransposeNd):
         return ""
     if getattr(module, "padding_mode", "zeros") != "zeros":
@@ -88,25 +109,3 @@ def _odd(module: nn.Module, parameter: str) -> str | None:
 
 def _from_torch(method: Any) -> bool:
     return str(method.__module__).startswith("torch.nn.modules.")
-
-
-def used_elsewhere(loss: Tensor, parameters: dict[str, nn.Parameter]) -> str | None:
-    """Return which parameter the graph uses other than once, which its layer's hook alone would not show."""
-    consumers: dict[Node, list[Node]] = defaultdict(list)
-    stack, visited = [loss.grad_fn], {loss.grad_fn}
-    while stack:
-        node = stack.pop()
-        for following, _ in node.next_functions if node is not None else ():
-            if following is not None:
-                consumers[following].append(node)  # type: ignore[arg-type]
-                if following not in visited:
-                    visited.add(following)
-                    stack.append(following)
-    leaves = {id(node.variable): node for node in consumers if hasattr(node, "variable")}
-    for name, p in parameters.items():
-        users = consumers[leaves[id(p)]] if id(p) in leaves else []
-        while len(users) == 1 and users[0].name() == "ToCopyBackward0":  # autocast
-            users = consumers[users[0]]
-        if len(users) != 1:
-            return f"parameter {name!r} was used {len(users)} times in the training step"
-    return None

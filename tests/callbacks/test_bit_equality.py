@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_taskinfo.callbacks import FisherTrace
+from lightning_taskinfo.callbacks import TrainStepNorms
 from tests.callbacks.runs import PROBES, Classifier, Noisy, fit, random_states, same
 
 
@@ -27,7 +27,7 @@ def outcome(folder, *callbacks, **arguments):
 
 def every_step(data):
     if data == "train_step":
-        return [FisherTrace(every_n_steps=1, data=data, labels="empirical", max_samples=n, name=f"{n}") for n in (3, 8)]
+        return [TrainStepNorms(every_n_steps=1, max_samples=n, name=f"{n}") for n in (3, 8)]
     return [probe(every_n_steps=1, data=data, max_samples=12) for probe in PROBES.values()]
 
 
@@ -56,7 +56,7 @@ def test_checkpoint_and_random_states(tmp_path, variant, data):
 @pytest.mark.parametrize("first", [True, False])
 def test_a_probe_of_the_training_step_beside_the_others_in_any_order(tmp_path, first):
     def step():
-        return FisherTrace(every_n_steps=1, data="train_step", labels="empirical", name="step")
+        return TrainStepNorms(every_n_steps=1, name="step")
 
     alone, by_itself, beside = outcome(tmp_path), step(), step()
     outcome(tmp_path, by_itself)
@@ -81,7 +81,14 @@ def test_with_workers_and_validation(tmp_path):
     torch.manual_seed(0)
     alone = run()
     torch.manual_seed(0)
-    same(alone, run(*every_step("train"), *(p(every_n_steps=1, data="val", name="v") for p in PROBES.values())))
+    same(
+        alone,
+        run(
+            *every_step("train"),
+            *every_step("train_step"),
+            *(p(every_n_steps=1, data="val", name="v") for p in PROBES.values()),
+        ),
+    )
 
 
 def test_a_compiled_module(tmp_path):

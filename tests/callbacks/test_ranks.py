@@ -1,5 +1,6 @@
 """Two processes log what one logs on the same samples, and a failing one hangs nobody."""
 
+import copy
 import json
 import os
 import warnings
@@ -7,11 +8,12 @@ import warnings
 import pytest
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_taskinfo._batches import Reader
-from lightning_taskinfo.callbacks import FisherTrace, InformationInWeights, LocalMinimum
+from lightning_taskinfo.callbacks import FisherTrace, InformationInWeights, LocalMinimum, TrainStepNorms
 from tests.callbacks.runs import Classifier, Noisy, digits, fit
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
@@ -105,7 +107,7 @@ class Batch(FisherTrace):
 
 def test_the_batches_of_two_processes_are_one_batch(tmp_path):
     probe = Batch(every_n_steps=1, max_samples=9, labels="sampled")
-    step = FisherTrace(every_n_steps=1, data="train_step", labels="empirical", name="step", max_samples=24)
+    step = TrainStepNorms(every_n_steps=1, name="step")
     first, second = on_two_ranks(tmp_path, probe, step, loader=DataLoader(digits(24), batch_size=12))
     assert [(row["first"], row["total"]) for row in first[0]] == [(0.0, 9.0)]
     assert [(row["first"], row["total"]) for row in second[0]] == [(5.0, 9.0)]
@@ -117,7 +119,54 @@ def test_the_batches_of_two_processes_are_one_batch(tmp_path):
     for n in range(24):
         loss = nn.functional.cross_entropy(model(x[n : n + 1]), y[n : n + 1])
         total.append(sum(g.square().sum() for g in torch.autograd.grad(loss, [*model.parameters()])).item())
-    assert first[1][0]["fisher_trace_train_step"] == pytest.approx(sum(total) / 24, rel=1e-5)
+    assert first[1][0]["squared_gradient_norm"] == pytest.approx(sum(total) / 24, rel=1e-5)
+
+
+class Scores(pl.Callback):
+    """Writes what every process knows of the samples, and what a loop over each step's samples gives."""
+
+    def __init__(self, folder, norms):
+        self.folder, self.norms, self.steps = folder, norms, []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        x, y = batch
+        net = copy.deepcopy(pl_module.net)
+        for n in range(len(x)):
+            loss = nn.functional.cross_entropy(net(x[n : n + 1]), y[n : n + 1])
+            norm = sum(g.square().sum() for g in torch.autograd.grad(loss, [*net.parameters()]))
+            index = (digits(26).tensors[0] == x[n]).all(1).nonzero().item()
+            self.steps.append((index, loss.item(), norm.item()))
+
+    def on_train_end(self, trainer, pl_module):
+        samples = self.norms.samples
+        known = [samples.loss.tolist(), samples.squared_norm.tolist(), samples.seen.tolist()]
+        (self.folder / f"{trainer.global_rank}.json").write_text(json.dumps({"known": known, "steps": self.steps}))
+
+
+def test_two_processes_know_all_samples_and_so_does_a_checkpoint(tmp_path):
+    """Shuffled, 26 samples in batches of 5: processes repeat samples where they come to an end."""
+
+    def run(max_epochs, ckpt_path=None):
+        norms = TrainStepNorms()
+        checkpoints = ModelCheckpoint(tmp_path, save_last=True)
+        loader = DataLoader(digits(26), batch_size=5, shuffle=True)
+        arguments = {"strategy": "ddp_fork", "devices": 2, "enable_checkpointing": True, "ckpt_path": ckpt_path}
+        callbacks = (norms, Scores(tmp_path, norms), checkpoints)
+        fit(tmp_path, *callbacks, model=Plain, loader=loader, max_epochs=max_epochs, **arguments)
+        return [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+
+    halves = run(2), run(3, tmp_path / "last.ckpt")
+    steps = []
+    for first, second in halves:
+        assert first["known"] == second["known"]
+        steps += first["steps"] + second["steps"]
+        losses, norms, seen = first["known"]
+        assert sum(seen) == len(steps)
+        for index in range(26):
+            rows = [step for step in steps if step[0] == index]
+            assert seen[index] == len(rows)
+            assert losses[index] == pytest.approx(sum(loss for _, loss, _ in rows) / len(rows), rel=1e-4)
+            assert norms[index] == pytest.approx(sum(norm for *_, norm in rows) / len(rows), rel=1e-4)
 
 
 class FailsOnOne(FisherTrace):

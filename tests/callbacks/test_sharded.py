@@ -9,7 +9,13 @@ from pytorch_lightning.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_taskinfo.callbacks import FisherTrace, InformationInWeights, LocalMinimum, PACBayesCertificate
+from lightning_taskinfo.callbacks import (
+    FisherTrace,
+    InformationInWeights,
+    LocalMinimum,
+    PACBayesCertificate,
+    TrainStepNorms,
+)
 from lightning_taskinfo.fisher.engine import _Measurement
 from tests.callbacks.runs import Classifier, digits, fit
 from tests.ranks import on_ranks
@@ -47,7 +53,7 @@ def probes():
         FisherTrace(every_n_steps=1, data="train", max_samples=13, labels="exact", name="uneven"),
         FisherTrace(every_n_steps=1, data="train", max_samples=13, mc_samples=2, name="sampled"),
         FisherTrace(every_n_steps=1, data="train", max_samples=2, labels="exact", name="one each"),
-        FisherTrace(every_n_steps=1, data="train_step", labels="empirical", max_samples=24, name="step"),
+        TrainStepNorms(every_n_steps=1, max_samples=24, name="step"),
         LocalMinimum(every_n_steps=1, max_samples=13),
     ]
 

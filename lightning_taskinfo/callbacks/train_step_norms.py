@@ -1,0 +1,354 @@
+"""Read each sample's loss and gradient norm off the training step, and find the samples that are learned by heart."""
+
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lightning_taskinfo._batches import read_batch, read_by, sample_count
+from lightning_taskinfo._lightning import LightningModule, Trainer
+from lightning_taskinfo._warn import warn
+from lightning_taskinfo.callbacks._indices import BatchIndices
+from lightning_taskinfo.callbacks._pool import Source
+from lightning_taskinfo.callbacks._probe import Probe
+from lightning_taskinfo.callbacks._processes import on_every_process, summed
+from lightning_taskinfo.callbacks._report import has_matplotlib, report
+from lightning_taskinfo.callbacks._samples import Samples
+from lightning_taskinfo.callbacks.sample_scores import SampleScores, SampleSums, Score
+from lightning_taskinfo.fisher.step_graph import StepGraph
+from lightning_taskinfo.fisher.trace_sums import TraceSums
+from lightning_taskinfo.fisher.train_step import StepRecorder
+
+
+class TrainStepNorms(Probe):
+    r"""Find the samples that are learned by heart, from the training step as it is.
+
+    Each sample's loss, and the squared norm of its gradient, are read off the training step's own forward and backward
+    pass, with its dropout masks and precision. Both are averaged over the steps in which the sample was trained on.
+    ``callback.samples`` ranks the samples, ``print`` shows the first of them, and the loggers get table and figure at
+    the end of training. Samples are numbered as in the training loader's dataset: ``loader.dataset[index]``. The
+    module and its batches stay as they are: the callback notes the numbers that the loader's sampler draws.
+
+    ``squared_gradient_norm``, the mean over the measured samples of a batch, is logged with its standard error and
+    its layers. With the dataset's labels it is the trace of the empirical Fisher information, times what the training
+    adds: penalties of the outputs are part of it, and so is a mean over tokens or pixels. A BatchNorm in train mode
+    mixes the samples of a batch; norms are then those of each sample's contribution to the batch's gradient, times the
+    batch size. Lightning's division by ``accumulate_grad_batches`` and the gradient scaler's scale are undone.
+
+    Losses can be read for cross-entropy, binary cross-entropy and squared errors of torch, which Hugging Face models
+    use, too. Norms can be read where all trainable weights belong to linear, convolution, embedding and normalisation
+    layers that are called once, or are added to the samples, as in BERT and ViT. They are read with gradient
+    checkpointing, too, unless it is reentrant; the inputs of layers are then kept in memory until they have been read.
+    What cannot be read is said at the first step.
+
+    Args:
+        every_n_steps: Optimizer steps between two values that are logged; samples are followed in all steps.
+        max_samples: Norms of at most this many samples of a batch are read in a step, on each process; other ones in
+            the next epoch. Losses are read of all.
+        norms: Whether gradient norms are read at all. Without them, losses of any network can be followed.
+        top_k: How many samples the table of the loggers has.
+        rank_by: What ranks the samples: ``"loss"`` or ``"squared_norm"``.
+        loss_reduction: Whether the loss of a training step is the ``"mean"`` or the ``"sum"`` over the samples of its
+            batch.
+        per_layer: Whether to log a value for each layer as well.
+        group_fn: The layer that a parameter counts for, by its name in ``named_parameters()``; its module by default.
+        name: Prefix of the logged names, and identity in checkpoints; give two callbacks different names.
+        batch_fn: Picks ``(inputs, targets)`` out of a batch; needed where the batch does not say it plainly. Targets
+            are what the loss sees, in its order.
+        index_fn: Picks the numbers of the samples out of a batch; needed where the loader does not know them, as with
+            an iterable dataset, or where ``collate_fn`` or a hook changes the order of samples.
+
+    Raises:
+        ValueError: If an argument is out of its range.
+
+    Example::
+
+        callback = TrainStepNorms()
+        Trainer(callbacks=[callback]).fit(module, loader)
+        print(callback.samples)  # the ten most suspicious samples
+    """
+
+    default_every_n_steps: ClassVar[int | None] = 50
+    ylabel: ClassVar[str] = "mean squared gradient norm"
+
+    def __init__(
+        self,
+        *,
+        every_n_steps: int | None = None,
+        max_samples: int = 16,
+        norms: bool = True,
+        top_k: int = 100,
+        rank_by: Score = "loss",
+        loss_reduction: Literal["mean", "sum"] = "mean",
+        per_layer: bool = True,
+        group_fn: Callable[[str], str] | None = None,
+        name: str | None = None,
+        batch_fn: Callable[[Any], Any] | None = None,
+        index_fn: Callable[[Any], Any] | None = None,
+    ) -> None:
+        super().__init__(
+            every_n_steps=every_n_steps,
+            max_samples=max_samples,
+            per_layer=per_layer,
+            group_fn=group_fn,
+            name=name,
+            batch_fn=batch_fn,
+        )
+        for argument, value, options in (
+            ("rank_by", rank_by, ("loss", "squared_norm")),
+            ("loss_reduction", loss_reduction, ("mean", "sum")),
+        ):
+            if value not in options:
+                raise ValueError(f"`{argument}` must be one of {', '.join(options)}, got {value!r}.")
+        if top_k < 1:
+            raise ValueError(f"`top_k` must be at least 1, got {top_k}.")
+        if rank_by == "squared_norm" and not norms:
+            raise ValueError(f"`rank_by` must be 'loss' with `norms=False`, got {rank_by!r}.")
+        self.norms = norms
+        self.top_k = top_k
+        self.rank_by: Score = rank_by
+        self.loss_reduction = loss_reduction
+        self.headline = ("squared_gradient_norm",) if norms else ("sample_loss",)
+        self._indices = BatchIndices(index_fn)
+        self._sums = SampleSums()
+        self._merged: SampleSums | None = None  # of all processes, after training
+        self._trainer: Trainer | None = None  # while it trains
+        self._recorder: StepRecorder | None = None
+        self._follow = True  # whether samples are known by number
+        self._first_step = True
+        self._reset()
+
+    def _reset(self) -> None:
+        """Forget the step before."""
+        self._index: Tensor | None = None
+        self._targets: Any = None
+        self._losses: Tensor | None = None
+        self._problem: str | None = None
+        self._scale = math.nan
+        self._size = 0
+        self._backward = False
+
+    @property
+    def samples(self) -> SampleScores:
+        """What is known of the samples; while several processes train, what this process has seen of them."""
+        return (self._merged or self._sums).scores(self.rank_by)
+
+    # Before the first step
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_fit_start(trainer, pl_module)
+        if not pl_module.automatic_optimization:
+            raise ValueError(f"{self.state_key} needs automatic optimization, got a module that does its own.")
+        if self.norms:
+            self._recorder = self._refusing(lambda: StepRecorder(pl_module, self.max_samples))
+        self._checked = True  # the module is not called by us,
+        self._comparison = None  # and its own loss is read
+        self._follow = True
+        self._first_step = True
+        self._trainer = trainer
+        self._indices.attach(trainer)
+
+    def _refusing(self, make: Callable[[], StepRecorder]) -> StepRecorder:
+        try:
+            return make()
+        except ValueError as error:
+            raise ValueError(f"{error} {self.state_key} follows losses alone with `norms=False`.") from error
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        before = (self._merged or self._sums).table  # of a checkpoint or an earlier fit, which counts once
+        self._merged = None
+        self._sums = SampleSums(torch.zeros(5, 0) if trainer.global_rank else before)
+        self._sums.table = self._sums.table.to(pl_module.device)
+        reason = self._indices.unknown(trainer)
+        if reason is not None:
+            self._follow = False
+            warn(
+                f"{self.state_key} does not know which samples a batch holds, and ranks none: {reason}. Set `index_fn` "
+                "to a function of the batch that returns their numbers."
+            )
+        elif name := self._indices.reordering(trainer):
+            warn(
+                f"{self.state_key} takes the samples of a batch in the order in which {name!r} gets them; where it "
+                "changes the order, set `index_fn` to a function of the batch that returns their numbers."
+            )
+
+    # The training step
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._reset()
+        try:
+            batch_fn = self.reader.batch_fn
+            inputs, self._targets = read_batch(batch) if batch_fn is None else read_by(batch_fn, batch)
+            self._size = sample_count(inputs)
+            if self._follow:
+                self._index = self._indices.of(trainer, batch, self._size)
+        except Exception as error:
+            if self._first_step:
+                raise
+            self._problem = str(error)
+        if self._recorder is None:
+            return
+        if self._problem is not None:
+            self._recorder.skip(self._problem)
+            return
+        blocks = math.ceil(self._size / self.max_samples)
+        turn = (trainer.current_epoch + batch_idx) % blocks  # others in the next epoch, in whichever order they come
+        self._recorder.start(self._size, turn * self.max_samples)
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        if self._problem is not None or not self._size:
+            return
+        graph = StepGraph(loss)
+        try:
+            self._losses = graph.sample_losses(self._size, self._targets)
+        except Exception as error:
+            self._without_losses(error)
+        if self._recorder is not None:
+            self._recorder.before_backward(graph)
+            if self._first_step and self._recorder.problem:
+                raise ValueError(
+                    f"{self.state_key} cannot read gradients off this training step: {self._recorder.problem}. It "
+                    "follows losses alone with `norms=False`."
+                )
+            scaler = getattr(trainer.precision_plugin, "scaler", None)
+            self._scale = trainer.accumulate_grad_batches / (1.0 if scaler is None else scaler.get_scale())
+            if self.loss_reduction == "mean":
+                self._scale *= self._size
+        self._first_step = False
+        self._backward = True
+
+    def _without_losses(self, error: Exception) -> None:
+        """Go on with norms alone, if they can rank the samples."""
+        if self._first_step and (self.rank_by == "loss" or self._recorder is None):
+            raise ValueError(
+                f"{self.state_key} cannot read the losses of samples: {error}. Set `batch_fn` to a function of the "
+                "batch that returns inputs and the targets of the loss, or rank_by='squared_norm'."
+            ) from error
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._recorder is not None:
+            self._recorder.listening = False  # where the step had no backward pass
+            if trainer.is_last_batch:
+                self._recorder.stop()
+        self._add_samples()
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+    def _add_samples(self) -> None:
+        """Add what this step has shown of its samples."""
+        if self._index is None or not self._backward:
+            return
+        norms, first = None, 0
+        recorder = self._recorder
+        shown = recorder is not None and recorder.may_run_passes  # which row belongs to which sample
+        if recorder is not None and shown and recorder.norms and not recorder.problem:
+            norms = self._scale**2 * torch.stack([*recorder.norms.values()]).sum(0)
+            first = recorder.first
+        if norms is not None or self._losses is not None:
+            self._sums.add(self._index, self._losses, norms, first)
+
+    # What is logged
+
+    def _observed(
+        self, trainer: Trainer, pl_module: LightningModule, source: Source, batch: Any
+    ) -> dict[str, float] | None:
+        """Read this process's part, and agree that all succeeded before anybody waits for another."""
+        error: Exception | None = None
+        observed = None
+        try:
+            observed = self._read_off()
+        except Exception as caught:
+            error = caught
+        together = trainer.strategy.reduce_boolean_decision(error is None)
+        if observed is None or not together:
+            self._failed(trainer, error or RuntimeError("another process failed"))
+            return None
+        return self.summarise(observed)
+
+    def _read_off(self) -> tuple[list[str], list[float]]:
+        """Return the names of parameters, and sums over samples: of norms, if they are read, and of losses."""
+        if self._problem is not None or not self._backward:
+            raise RuntimeError(self._problem or "the training step had no backward pass")
+        losses = torch.zeros(0) if self._losses is None else self._losses[self._losses.isfinite()]
+        of_losses = [losses.double().sum().item(), float(len(losses))]
+        if self._recorder is None:
+            return [], of_losses
+        if self._recorder.problem or not self._recorder.norms:
+            raise RuntimeError(self._recorder.problem or "the training step had no backward pass")
+        names, of_norms = TraceSums.of(self._recorder.norms, self._scale**2)
+        if not all(map(math.isfinite, of_norms)):
+            raise RuntimeError("the gradients of the training step are not finite")
+        return names, [*of_norms, *of_losses]
+
+    def observe(self, model: nn.Module, samples: Samples) -> Any:
+        raise NotImplementedError("nothing is run: the training step is read")
+
+    def summarise(self, observed: tuple[list[str], list[float]]) -> dict[str, float]:
+        names, sums = observed
+        if self._trainer is not None:
+            sums = summed(self._trainer, sums).tolist()
+        *of_norms, loss, count = sums
+        values = {"sample_loss": loss / count if count else math.nan}
+        if not of_norms:
+            return values
+        mean, error, layers = TraceSums(names, of_norms).compute(self.group_fn)
+        values |= {"squared_gradient_norm": mean, "squared_gradient_norm_standard_error": error}
+        if self.per_layer:
+            values |= {f"squared_gradient_norm/{layer or 'module'}": part for layer, part in layers.items()}
+        return values
+
+    # The end, checkpoints and processes
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._merged = SampleSums(self._table_of_all())
+        if not self.history and self._backward:  # the training was shorter than `every_n_steps`
+            self._extra = self._measure(trainer, pl_module, None)
+        super().on_train_end(trainer, pl_module)
+        self.teardown(trainer, pl_module, "fit")
+
+    def _report(self, trainer: Trainer) -> None:
+        super()._report(trainer)
+        samples = self.samples
+        if not samples.seen.any():
+            return
+        try:
+            figure = samples.plot(k=self.top_k)[0] if has_matplotlib() else None
+            rows = samples.top(self.top_k)
+            report(trainer.loggers, self._logged("suspicious_samples"), figure, rows, trainer.global_step)
+        except Exception as error:
+            self._failed(trainer, error)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self.teardown(trainer, pl_module, "fit")
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self._recorder is not None:
+            self._recorder.stop()
+        self._recorder = None
+        self._trainer = None
+        self._indices.detach()
+        self._reset()
+
+    def _forget(self) -> None:
+        self._sums = SampleSums()
+        self._merged = None
+
+    def _table_of_all(self) -> Tensor:
+        """Return the sums over all processes, which all have to ask for them, or those of this one after training."""
+        table = (self._merged or self._sums).table
+        if self._trainer is None or self._trainer.world_size == 1:
+            return table
+        missing = max(on_every_process(self._trainer, table.shape[1])) - table.shape[1]
+        return summed(self._trainer, torch.nn.functional.pad(table, (0, missing))).to(table)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "samples": self._table_of_all().cpu()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._sums = SampleSums(state_dict["samples"].clone())
+        self._merged = None

@@ -1,0 +1,520 @@
+"""``TrainStepNorms`` against a loop over the samples of the very training step, with its dropout masks."""
+
+import copy
+import itertools
+import math
+import warnings
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import pytorch_lightning as pl
+import torch
+import torch.nn.functional as F
+from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.loggers import CSVLogger
+from pytorch_lightning.plugins import MixedPrecision
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_taskinfo import FisherTrace, TaskInfoWarning, TrainStepNorms
+from tests.callbacks.runs import Classifier, digits, fit, read_csv
+
+
+class Dropping(Classifier):
+    """Dropout, and no batch norm: a sample's gradient is its own. Keeps what a loop over each step's samples gives."""
+
+    reduction = "mean"
+
+    def __init__(self, dropout=0.5):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 3))
+        self.expected = []  # a batch: numbers of samples, losses, squared norms
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        twin, state = copy.deepcopy(self.net), torch.get_rng_state()
+        loss = F.cross_entropy(self(x), y, reduction=self.reduction)
+        after = torch.get_rng_state()
+        losses, norms = zip(*(self.loop(twin, x, y, n, state) for n in range(len(x))), strict=True)
+        torch.set_rng_state(after)
+        self.expected.append((numbers(x), torch.stack(losses), torch.stack(norms)))
+        return loss
+
+    @staticmethod
+    def loop(net, x, y, n, state):
+        torch.set_rng_state(state)
+        loss = F.cross_entropy(net(x), y, reduction="none")[n]
+        gradients = torch.autograd.grad(loss, [*net.parameters()])
+        return loss.detach().float(), sum(g.float().square().sum() for g in gradients)
+
+
+class Summed(Dropping):
+    reduction = "sum"
+
+
+class Plain(Dropping):
+    def __init__(self):
+        super().__init__(dropout=0.0)
+
+
+def numbers(x):
+    """Return which of all samples these are, by comparing them."""
+    return [(digits().tensors[0] == row).all(1).nonzero().item() for row in x]
+
+
+def means(batches, part):
+    """Return the mean of losses (1) or norms (2) by sample over batches."""
+    sums, counts = torch.zeros(32), torch.zeros(32)
+    for batch in batches:
+        for n, value in zip(batch[0], batch[part], strict=True):
+            sums[n] += value
+            counts[n] += 1
+    return sums / counts
+
+
+def scaled():
+    return MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=2.0**10))
+
+
+def loader(**arguments):
+    return DataLoader(digits(), **{"batch_size": 8, "shuffle": True, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("model", "callback", "loaded", "trainer", "rtol"),
+    [
+        (Dropping, {}, {}, {}, 1e-4),
+        (Dropping, {}, {"num_workers": 2, "persistent_workers": True}, {}, 1e-4),
+        (Dropping, {}, {"batch_size": 5, "drop_last": True}, {"limit_train_batches": 4}, 1e-4),
+        (Summed, {"loss_reduction": "sum"}, {}, {}, 1e-4),
+        (Dropping, {}, {}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}, 1e-4),
+        (Dropping, {}, {}, {"plugins": [scaled]}, 0.03),
+        (Dropping, {}, {}, {"precision": "bf16-mixed"}, 0.06),
+    ],
+    ids=["mean", "workers", "parts of epochs", "sum", "accumulation", "gradient scaler", "bf16"],
+)
+def test_samples_have_the_losses_and_norms_of_a_loop(tmp_path, model, callback, loaded, trainer, rtol):
+    trainer = {key: [make() for make in value] if key == "plugins" else value for key, value in trainer.items()}
+    callback = TrainStepNorms(every_n_steps=1, **callback)
+    module = model()
+    fit(tmp_path, callback, model=module, loader=loader(**loaded), max_epochs=3, **trainer)
+    samples = callback.samples
+    known = len(samples.seen)
+    close = {"rtol": rtol, "atol": rtol, "equal_nan": True}
+    torch.testing.assert_close(samples.loss, means(module.expected, 1)[:known], **close)
+    torch.testing.assert_close(samples.squared_norm, means(module.expected, 2)[:known], **close)
+    assert samples.seen.tolist() == [sum(n in batch[0] for batch in module.expected) for n in range(known)]
+    assert (
+        samples.ranking().tolist()
+        == samples.loss.nan_to_num(-1).argsort(descending=True)[: (samples.seen > 0).sum()].tolist()
+    )
+
+
+def test_norms_of_some_samples_are_of_others_in_the_next_epoch(tmp_path):
+    module, callback = Dropping(), TrainStepNorms(max_samples=3)
+    fit(tmp_path, callback, model=module, loader=loader(shuffle=False), max_epochs=3)
+    assert callback.samples.squared_norm.isfinite().all()
+    read = [
+        (batch[0][first : first + 3], None, batch[2][first : first + 3])
+        for step, batch in enumerate(module.expected)
+        for first in [3 * ((step // 4 + step % 4) % 3)]
+    ]
+    torch.testing.assert_close(callback.samples.squared_norm, means(read, 2), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(callback.samples.loss, means(module.expected, 1))
+
+
+@pytest.mark.parametrize(("every", "accumulate"), [(1, 1), (3, 1), (1, 2)])
+def test_logs_the_mean_over_the_samples_of_a_step(tmp_path, every, accumulate):
+    module, callback, logger = Dropping(), TrainStepNorms(every_n_steps=every), CSVLogger(tmp_path)
+    fit(tmp_path, callback, model=module, logger=logger, accumulate_grad_batches=accumulate)
+    expected = module.expected[every * accumulate - 1 :: every * accumulate]
+    assert [row["step"] for row in callback.history] == [every * (i + 1) for i in range(len(expected))]
+    for row, (_, losses, norms) in zip(callback.history, expected, strict=True):
+        assert row["sample_loss"] == pytest.approx(losses.mean().item(), rel=1e-5)
+        assert row["squared_gradient_norm"] == pytest.approx(norms.mean().item(), rel=1e-5)
+        error = (norms.std() / len(norms) ** 0.5).item()
+        assert row["squared_gradient_norm_standard_error"] == pytest.approx(error, rel=1e-4)
+        layers = row["squared_gradient_norm/net.0"] + row["squared_gradient_norm/net.3"]
+        assert layers == pytest.approx(row["squared_gradient_norm"])
+    key = next(key for key in read_csv(logger)[0] if key.endswith("squared_gradient_norm"))
+    assert [row[key] for row in read_csv(logger) if key in row] == [
+        r["squared_gradient_norm"] for r in callback.history
+    ]
+
+
+def test_a_training_shorter_than_the_schedule_is_measured_at_its_end(tmp_path):
+    callback = TrainStepNorms(every_n_steps=100)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", TaskInfoWarning)
+        fit(tmp_path, callback, model=Plain)
+    assert [row["step"] for row in callback.history] == [8]
+    assert callback.samples.seen.tolist() == [2] * 32
+
+
+def test_the_network_is_run_by_the_training_alone(tmp_path):
+    """But for two backward passes over the first step, which show which row belongs to which sample."""
+
+    def passes(*callbacks):
+        counts = Counter()
+
+        class Counted(Classifier):
+            def forward(self, x):
+                counts["forward"] += 1
+                out = super().forward(x)
+                if out.requires_grad:
+                    out.register_hook(lambda _: counts.update(["backward"]))
+                return out
+
+        fit(tmp_path, *callbacks, model=Counted)
+        return counts
+
+    assert passes() == {"forward": 8, "backward": 8}
+    assert passes(TrainStepNorms()) == {"forward": 8, "backward": 10}
+    assert passes(TrainStepNorms(norms=False)) == {"forward": 8, "backward": 8}
+
+
+# Which samples
+
+
+def test_somebody_else_may_read_the_loader_in_between(tmp_path):
+    class Reads(pl.Callback):
+        def on_train_batch_end(self, trainer, *_):
+            state = torch.get_rng_state()
+            for _ in itertools.islice(trainer.train_dataloader, 1 + trainer.global_step % 3):
+                pass
+            torch.set_rng_state(state)
+
+    module, callback = Plain(), TrainStepNorms()
+    fit(tmp_path, callback, Reads(), model=module, max_epochs=3)
+    torch.testing.assert_close(callback.samples.loss, means(module.expected, 1), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_loader_and_strategy_are_left_as_they_were(tmp_path, breaks):
+    class Broken(Plain):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 2 and breaks:
+                raise ArithmeticError("no")
+            return super().training_step(batch, batch_idx)
+
+    class Look(pl.Callback):
+        def on_train_batch_start(self, trainer, *_):
+            found.append((type(trainer.train_dataloader), trainer.strategy))
+
+    found, own, module = [], loader(), Broken()
+    before = {**vars(own)}
+    try:
+        fit(tmp_path, TrainStepNorms(), TrainStepNorms(name="second"), Look(), model=module, loader=own)
+    except ArithmeticError:
+        assert breaks
+    assert found[0][0] is not DataLoader
+    assert type(own) is DataLoader
+    assert vars(own).keys() == before.keys()
+    assert "process_dataloader" not in vars(found[0][1])
+    assert all(not m._forward_hooks for m in module.modules())
+
+
+def test_loaders_that_are_made_anew_are_followed(tmp_path):
+    class Reloading(pl.LightningDataModule):
+        def train_dataloader(self):
+            return loader()
+
+    module, callback = Plain(), TrainStepNorms()
+    fit(tmp_path, callback, model=module, loader=Reloading(), max_epochs=3, reload_dataloaders_every_n_epochs=1)
+    torch.testing.assert_close(callback.samples.loss, means(module.expected, 1), rtol=1e-4, atol=1e-5)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        for n, (x, y) in enumerate(digits()):
+            yield {"x": x, "target": y, "number": n}
+
+
+class Batches:
+    def __iter__(self):
+        return iter(DataLoader(digits(), batch_size=8))
+
+    def __len__(self):
+        return 4
+
+
+class Named(Plain):
+    def training_step(self, batch, batch_idx):
+        return super().training_step((batch["x"], batch["target"]), batch_idx)
+
+
+def named(batch):
+    return batch["x"], batch["target"]
+
+
+def test_a_stream_has_numbers_where_the_batch_says_so(tmp_path):
+    module, callback = Named(), TrainStepNorms(batch_fn=named, index_fn=lambda batch: batch["number"])
+    fit(tmp_path, callback, model=module, loader=DataLoader(Stream(), batch_size=8))
+    torch.testing.assert_close(callback.samples.loss, means(module.expected, 1), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("make", "model"),
+    [
+        (lambda: DataLoader(Stream(), batch_size=8), Named),
+        (lambda: Batches(), Plain),
+        (lambda: loader(num_workers=1, in_order=False), Plain),
+    ],
+    ids=["stream", "batches", "out of order"],
+)
+def test_samples_without_numbers_are_not_ranked(tmp_path, make, model):
+    callback = TrainStepNorms(every_n_steps=1, batch_fn=named if model is Named else None)
+    with pytest.warns(TaskInfoWarning, match="`index_fn`"):
+        fit(tmp_path, callback, model=model, loader=make(), max_epochs=1)
+    assert not len(callback.samples.seen)
+    assert callback.history
+
+
+def sorted_by_first(samples):
+    return [torch.stack(part) for part in zip(*sorted(samples, key=lambda s: s[0][0]), strict=True)]
+
+
+def test_a_collating_function_of_ones_own_is_asked_about(tmp_path):
+    with pytest.warns(TaskInfoWarning, match="'sorted_by_first'.*`index_fn`"):
+        fit(tmp_path, TrainStepNorms(), model=Plain, loader=loader(collate_fn=sorted_by_first), max_epochs=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", TaskInfoWarning)
+        fit(tmp_path, TrainStepNorms(), model=Plain, max_epochs=1)
+
+
+@pytest.mark.parametrize("found", [[0.5] * 8, [1] * 7, None, [-1] * 8, [10**12] * 8])
+def test_numbers_that_are_none_of_samples_are_refused(tmp_path, found):
+    with pytest.raises(ValueError, match=r"`index_fn`|numbers of samples"):
+        fit(tmp_path, TrainStepNorms(index_fn=lambda batch: found), model=Plain)
+
+
+class Shuffled(Plain):
+    """The training step has the samples in another order than the batch."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        order = x[:, 0].argsort()
+        return F.cross_entropy(self(x[order]), y[order])
+
+
+class Sorted(Plain):
+    """The first layer has them in another order, and those behind it do not."""
+
+    def forward(self, x):
+        order = x[:, 0].argsort()
+        hidden = self.net[0](x[order])
+        return self.net[1:](hidden[order.argsort()])
+
+
+class Rolled(Plain):
+    """Without a number in the graph."""
+
+    def forward(self, x):
+        hidden = self.net[0](torch.cat([x[1:], x[:1]]))
+        return self.net[1:](torch.cat([hidden[-1:], hidden[:-1]]))
+
+
+@pytest.mark.parametrize(("model", "message"), [(Shuffled, "targets"), (Sorted, "order"), (Rolled, "order")])
+def test_samples_in_another_order_are_refused(tmp_path, model, message):
+    with pytest.raises(ValueError, match=message):
+        fit(tmp_path, TrainStepNorms(), model=model)
+
+
+# What can be read
+
+
+class Smoothed(Plain):
+    def training_step(self, batch, batch_idx):
+        super().training_step(batch, batch_idx)
+        weight = torch.tensor([1.0, 2.0, 3.0])
+        return F.cross_entropy(self.net(batch[0]), batch[1], label_smoothing=0.1, weight=weight)
+
+
+def test_losses_are_without_smoothing_and_weights(tmp_path):
+    module, callback = Smoothed(), TrainStepNorms(norms=False)
+    fit(tmp_path, callback, model=module)
+    torch.testing.assert_close(callback.samples.loss, means(module.expected, 1), rtol=1e-4, atol=1e-5)
+    assert callback.samples.squared_norm.isnan().all()
+
+
+class Own(Plain):
+    def training_step(self, batch, batch_idx):
+        out = self(batch[0])
+        return (out.exp().sum(1).log() - (out * F.one_hot(batch[1], 3)).sum(1)).mean()
+
+
+def test_a_loss_that_is_not_known_is_refused_or_done_without(tmp_path):
+    with pytest.raises(ValueError, match="rank_by='squared_norm'"):
+        fit(tmp_path, TrainStepNorms(), model=Own)
+    callback, usual = TrainStepNorms(rank_by="squared_norm"), TrainStepNorms()
+    fit(tmp_path, callback, model=Own)
+    fit(tmp_path, usual, model=Plain)
+    torch.testing.assert_close(callback.samples.squared_norm, usual.samples.squared_norm, rtol=1e-3, atol=1e-4)
+    assert callback.samples.loss.isnan().all()
+    assert math.isnan(callback.history[0]["sample_loss"])
+
+
+class Twice(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x + super().forward(x).sum(1, keepdim=True))
+
+
+class Reused(Plain):
+    def __init__(self):
+        super().__init__()
+        self.net = Twice(*self.net)
+
+
+class Manual(Plain):
+    automatic_optimization = False
+
+
+class Recurrent(Plain):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.LSTM(4, 3), _First())
+
+
+class _First(nn.Module):
+    def forward(self, outputs):
+        return outputs[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (Reused, "'net.0' was called more than once.*norms=False"),
+        (Manual, "automatic optimization"),
+        (lambda: torch.compile(Plain(), backend="eager"), "compiled.*norms=False"),
+        (Recurrent, "net.0.weight_ih_l0 of LSTM.*norms=False"),
+    ],
+)
+def test_refuses_by_name_before_the_first_step(tmp_path, model, message):
+    model = model()
+    with pytest.raises(ValueError, match=message):
+        fit(tmp_path, TrainStepNorms(), model=model)
+    assert model.global_step == 0
+
+
+@pytest.mark.parametrize("model", [Reused, Recurrent])
+def test_losses_alone_can_be_followed_of_any_network(tmp_path, model):
+    module, callback = model(), TrainStepNorms(norms=False, every_n_steps=2)
+    fit(tmp_path, callback, model=module)
+    torch.testing.assert_close(callback.samples.loss, means(module.expected, 1), rtol=1e-4, atol=1e-5)
+    assert callback.headline == ("sample_loss",)
+    assert len(callback.history) == 4
+
+
+def test_a_skipped_step_leaves_a_gap(tmp_path):
+    class Skipping(Plain):
+        def training_step(self, batch, batch_idx):
+            return None if batch_idx == 1 else super().training_step(batch, batch_idx)
+
+    module, callback = Skipping(), TrainStepNorms(every_n_steps=1)
+    with pytest.warns(UserWarning, match="could not measure at step 2 .*the training step had no backward pass"):
+        fit(tmp_path, callback, model=module, max_epochs=1)
+    assert [row["step"] for row in callback.history] == [1, 3, 4]
+    assert callback.samples.seen.sum() == 24
+
+
+def test_a_batch_that_cannot_be_read_is_refused_first_and_a_gap_later(tmp_path):
+    seen = []
+
+    def some(batch):
+        seen.append(batch)
+        if len(seen) == fails_at:
+            raise LookupError("no images in this batch")
+        return batch
+
+    fails_at = 1
+    with pytest.raises((LookupError, ValueError), match="no images in this batch"):
+        fit(tmp_path, TrainStepNorms(batch_fn=some), model=Plain)
+    fails_at = len(seen) + 2
+    callback = TrainStepNorms(every_n_steps=1, batch_fn=some)
+    with pytest.warns(UserWarning, match="could not measure at step 2 .*no images in this batch"):
+        fit(tmp_path, callback, model=Plain, max_epochs=1)
+    assert [row["step"] for row in callback.history] == [1, 3, 4]
+
+
+def test_what_is_not_finite_does_not_count(tmp_path):
+    class Diverging(Plain):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) * (math.nan if self.global_step >= 2 else 1.0)
+
+    module, callback = Diverging(), TrainStepNorms(every_n_steps=1)
+    with pytest.warns(UserWarning, match="could not measure at step 3 .*not finite"):
+        fit(tmp_path, callback, model=module, max_epochs=1)
+    assert [row["step"] for row in callback.history] == [1, 2]
+    assert callback.samples.squared_norm.isfinite().sum() == 16
+
+
+# Beside others, in checkpoints
+
+
+def test_callback_metrics_have_it(tmp_path):
+    callback = TrainStepNorms(every_n_steps=2)
+    key = callback._logged("squared_gradient_norm")
+    saved = ModelCheckpoint(tmp_path, monitor=key, save_top_k=2)
+    fit(tmp_path, callback, saved, model=Plain, enable_checkpointing=True)
+    values = {row["step"]: row["squared_gradient_norm"] for row in callback.history}
+    assert sorted(map(float, saved.best_k_models.values())) == pytest.approx(sorted([values[4], values[8]]))
+
+
+def test_a_resumed_training_goes_on_with_its_samples(tmp_path):
+    def run(callback, **arguments):
+        trainer = fit(tmp_path, callback, model=Plain, loader=loader(shuffle=False), **arguments)
+        trainer.save_checkpoint(tmp_path / "end.ckpt")
+        return callback.samples
+
+    whole = run(TrainStepNorms(), max_epochs=4)
+    half = run(TrainStepNorms(), max_epochs=2)
+    resumed = run(TrainStepNorms(), max_epochs=4, ckpt_path=tmp_path / "end.ckpt")
+    assert half.seen.tolist() == [2] * 32
+    assert resumed.seen.tolist() == [4] * 32
+    torch.testing.assert_close((resumed.loss, resumed.squared_norm), (whole.loss, whole.squared_norm))
+    stored = torch.load(tmp_path / "end.ckpt", weights_only=True)["callbacks"]["TrainStepNorms"]["samples"]
+    assert stored.numel() * stored.element_size() <= 5 * 4 * 48  # five numbers a sample, and room to grow
+
+
+def test_a_second_fit_goes_on_and_another_module_begins_anew(tmp_path):
+    module, callback = Plain(), TrainStepNorms()
+    fit(tmp_path, callback, model=module)
+    fit(tmp_path, callback, model=module)
+    assert callback.samples.seen.tolist() == [4] * 32
+    with pytest.warns(TaskInfoWarning, match="another module"):
+        fit(tmp_path, callback, model=Plain)
+    assert callback.samples.seen.tolist() == [2] * 32
+
+
+def test_loggers_get_table_and_figure(tmp_path):
+    logger, callback = CSVLogger(tmp_path), TrainStepNorms(top_k=5)
+    fit(tmp_path, callback, model=Plain, logger=logger)
+    (stored,) = Path(logger.log_dir).glob("*samples_table.csv")
+    lines = [line.split(",") for line in stored.read_text().split()]
+    assert lines[0] == ["rank", "index", "loss", "squared_norm", "seen"]
+    assert [int(line[1]) for line in lines[1:]] == callback.samples.ranking()[:5].tolist()
+    assert len([*Path(logger.log_dir).glob("*samples_figure.png")]) == 1
+
+
+def test_beside_itself_and_another_callback(tmp_path):
+    alone, beside, second = (TrainStepNorms(name=name, every_n_steps=1) for name in "abc")
+    fit(tmp_path, alone)
+    fit(tmp_path, beside, FisherTrace(every_n_steps=1), second)
+    assert alone.history == beside.history == second.history
+    torch.testing.assert_close(alone.samples.loss, second.samples.loss)
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [{"rank_by": "size"}, {"loss_reduction": "none"}, {"top_k": 0}, {"max_samples": 0}, {"every_n_steps": 0}],
+)
+def test_refuses_wrong_arguments(argument):
+    (name,) = argument
+    with pytest.raises((ValueError, TypeError), match=f"`{name}`.*{argument[name]}"):
+        TrainStepNorms(**argument)
+
+
+def test_norms_cannot_rank_where_they_are_not_read():
+    with pytest.raises(ValueError, match=r"`rank_by`.*squared_norm"):
+        TrainStepNorms(norms=False, rank_by="squared_norm")
