@@ -4,19 +4,19 @@
 
 Written down before the first run:
 
-- **Runs.** 1,000 digits of 14x14 pixels; a share of 0, 25, 50, 75 or 100 % of the labels is drawn anew, from ten
-  classes; five seeds (samples, labels, initial weights, batches), the redrawn samples of a smaller share being among
-  those of a larger one; an MLP (35,000 weights) and a CNN (24,000); Adam, rate 1e-3, batches of 64, no weight decay,
-  no augmentation. One training of 10,000 steps is measured after 2,000, 4,000 and 10,000: 1x, 2x and 5x the length.
+- **Runs.** 1,000 digits of 14x14 pixels; a share of 0, 25, 50 or 100 % of the labels is drawn anew, from ten classes;
+  five seeds (samples, labels, initial weights, batches), the redrawn samples of a smaller share being among those of a
+  larger one; an MLP (34,000 weights) and a CNN (18,000); Adam, rate 1e-3, batches of 64, no weight decay, no
+  augmentation. One training of 10,000 steps is measured after 2,000, 4,000 and 10,000: 1x, 2x and 5x the length.
 - **Measures.** All on the 1,000 training samples, with the diagonal of the Fisher information in expectation over the
   model's labels and the start of training as centre, beta = 1:
   ``displacement`` |w - w0|^2; ``curvature_0.1`` and ``curvature_1``, the curvature part of the KL in nats at a prior
   standard deviation of 0.1 and 1; ``measured_c1``, the smallest E_Q[L] + KL + log J over J = 17 standard deviations
   from 0.001 to 10, with E_Q[L] measured on 16 draws of Q; ``measured_c1_0.1``, the same at 0.1 alone;
   ``evidence_std``, the standard deviation at which the quadratic C_1 is smallest; ``fisher_trace``;
-  ``largest_fisher_trace``, the largest of those taken every 50 steps so far (on 250 of the samples).
+  ``largest_fisher_trace``, the largest of those taken every 200 steps so far (on 250 of the samples).
 - **Ordered** is a measure that, in both networks and at each of the three lengths, rises strictly with the share of
-  random labels (all five in order) in at least four of the five seeds.
+  random labels (all four in order) in at least four of the five seeds.
 - **Stable** is one whose mean over seeds differs by at most a factor of 2 between the three lengths, at each share in
   both networks.
 - **What passes both becomes the headline** of ``InformationInWeights`` and the first picture; of several, the one
@@ -25,6 +25,9 @@ Written down before the first run:
 - Reported beside it: whether the largest value of clean labels over lengths is below the smallest of random ones
   (``separated``), accuracies, the ratio of measured to quadratic E_Q[L] - L at the evidence's standard deviation, and
   by how much the mean ``measured_c1`` of random labels is above N log 10, which theory asks to be positive.
+
+The plan was changed once, for its cost and before any measure was looked at: the CNN was larger, there was a
+share of 75 %, and Fisher traces were taken every 50 steps.
 
 A unit is one training. Finished ones are kept in UNITS with their weights, and not run again.
 """
@@ -42,14 +45,14 @@ from lightning_taskinfo._files import atomic_write, claim_folder
 from lightning_taskinfo.data import load_dataset
 from lightning_taskinfo.fisher import fisher_trace
 
-SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+SHARES = (0.0, 0.25, 0.5, 1.0)
 LENGTHS = (2000, 4000, 10_000)
 SAMPLES = 1000
 SIDE = 14
 CLASSES = 10
 BATCH = 64
 RATE = 1e-3
-FISHER_EVERY = 50
+FISHER_EVERY = 200
 FISHER_SAMPLES = 250
 
 
@@ -66,14 +69,12 @@ def mlp() -> nn.Module:
 
 def cnn() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1),
+        nn.Conv2d(1, 8, 3, stride=2, padding=1),
         nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(16, 32, 3, padding=1),
+        nn.Conv2d(8, 16, 3, stride=2, padding=1),
         nn.ReLU(),
-        nn.MaxPool2d(2),
         nn.Flatten(),
-        nn.Linear(32 * 9, 64),
+        nn.Linear(16 * 16, 64),
         nn.ReLU(),
         nn.Linear(64, CLASSES),
     )
@@ -105,7 +106,7 @@ def train(network: str, seed: int, share: float, lengths: tuple[int, ...]) -> di
     inputs, targets, *_ = data(seed, share)
     torch.manual_seed(seed)
     model = NETWORKS[network]()
-    optimizer = torch.optim.Adam(model.parameters(), RATE)
+    optimizer = torch.optim.Adam(model.parameters(), RATE, fused=True)
     batches = Generator().manual_seed(2000 + seed)
     weights = {0: copied(model)}
     traces = {}

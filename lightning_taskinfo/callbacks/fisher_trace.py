@@ -104,6 +104,10 @@ class FisherTrace(Probe):
             self._recorder = StepRecorder(pl_module, len(mine))
             self._checked = self._unread = True  # the module is not called by us
 
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._note_temperature(trainer, getattr(trainer.train_dataloader, "batch_size", None))
+        super().on_train_epoch_start(trainer, pl_module)
+
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         if self._unread:  # before the first step, whenever the first measurement is due
@@ -125,11 +129,15 @@ class FisherTrace(Probe):
             if self._recorder is not None:
                 self._recorder.skip(str(error))
             return
-        together = samples * trainer.world_size * trainer.accumulate_grad_batches
-        with suppress(LookupError, TypeError):  # optimizers without a rate of their own
-            self._temperature = float(trainer.optimizers[0].param_groups[0]["lr"]) / together
+        self._note_temperature(trainer, samples)
         if self._recorder is not None:
             self._recorder.start(samples)
+
+    def _note_temperature(self, trainer: Trainer, samples: int | None) -> None:
+        self._temperature = math.nan
+        with suppress(LookupError, TypeError):  # optimizers without a rate of their own, loaders without a batch size
+            together = samples * trainer.world_size * trainer.accumulate_grad_batches  # type: ignore[operator]
+            self._temperature = float(trainer.optimizers[0].param_groups[0]["lr"]) / together
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         if self._recorder is not None and self._recorder.listening:

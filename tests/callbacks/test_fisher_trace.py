@@ -248,11 +248,11 @@ def test_callback_metrics_have_it_now_and_then(tmp_path, log_every_n_steps, expe
 
     class Look(pl.Callback):
         def on_train_batch_end(self, trainer, *_):
-            if (value := trainer.callback_metrics.get("fisher_trace_train_step")) is not None:
+            if (value := trainer.callback_metrics.get("taskinfo/fisher_trace_train_step")) is not None:
                 seen.setdefault(value.item(), trainer.global_step)
 
     callback = FisherTrace(every_n_steps=1, data="train_step", labels="empirical")
-    saved = ModelCheckpoint(tmp_path, monitor="fisher_trace_train_step", save_top_k=2)
+    saved = ModelCheckpoint(tmp_path, monitor="taskinfo/fisher_trace_train_step", save_top_k=2)
     arguments = {"enable_checkpointing": True, "log_every_n_steps": log_every_n_steps}
     fit(tmp_path, callback, Look(), saved, model=Plain, **arguments)
     assert list(seen.values()) == expected
