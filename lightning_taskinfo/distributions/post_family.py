@@ -44,15 +44,24 @@ class PostFamily:
         }
 
         def shape(name: str, noise: Tensor) -> Tensor:
-            turned = stds[name].to(noise.dtype) * noise
-            rows, columns = self.bases.get(name, (None, None))
-            if rows is not None:
-                turned = rows.to(turned) @ turned.view(len(rows), -1)
-            if columns is not None:
-                turned = turned.view(-1, len(columns)) @ columns.to(turned).T
-            return turned.view(noise.shape)
+            # Into the eigenvectors' basis and back: this root is symmetric, and so the same for any choice of them.
+            std = stds[name].to(noise.dtype)
+            bases = [None if basis is None else basis.to(noise) for basis in self.bases.get(name, (None, None))]
+            rows, columns = bases
+            turned = _turned(noise, None if rows is None else rows.T, None if columns is None else columns.T)
+            return _turned(std * turned, rows, columns)
 
         return shape
+
+
+def _turned(tensor: Tensor, rows: Tensor | None, columns: Tensor | None) -> Tensor:
+    """Return ``rows @ tensor @ columns.T``, the tensor seen as a matrix."""
+    turned = tensor
+    if rows is not None:
+        turned = rows @ turned.reshape(len(rows), -1)
+    if columns is not None:
+        turned = turned.reshape(-1, len(columns)) @ columns.T
+    return turned.reshape(tensor.shape)
 
 
 @torch.no_grad()

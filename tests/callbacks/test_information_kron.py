@@ -165,7 +165,7 @@ def test_the_information_of_a_convolution_does_not_grow_with_its_positions(tmp_p
     def penalty(structure):
         callback = InformationInWeights(structure=structure, labels="exact", prior_std=1e-3)
         fit(tmp_path, callback, model=Images, loader=DataLoader(data, batch_size=8))
-        return callback.history[-1]["curvature_penalty"]
+        return callback.history[-1]["effective_parameters"]
 
     assert penalty("kron") == pytest.approx(penalty("diagonal"), rel=0.1)
 
@@ -219,7 +219,7 @@ def test_transformers(tmp_path, kind):
     model = fit(tmp_path, *callbacks, model=Wrapped, loader=DataLoader(data, batch_size=6)).lightning_module.eval()
     diagonal, kron = (callback.history[-1] for callback in callbacks)
     assert kron["information_nats"] > 0
-    assert kron["curvature_penalty"] == pytest.approx(diagonal["curvature_penalty"], rel=0.3)
+    assert kron["effective_parameters"] == pytest.approx(diagonal["effective_parameters"], rel=0.3)
     factors = kronecker_factors(model, inputs, labels="exact")
     exact = fisher_diagonal(model, inputs, labels="exact")
     assert factors.keys() == exact.keys()
