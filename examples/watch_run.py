@@ -46,7 +46,7 @@ def train(epochs: int) -> tuple[FisherTrace, InformationInWeights]:
 def draw(fisher: FisherTrace, information: InformationInWeights, path: Path) -> None:
     figure = Figure(figsize=(12, 3.5), layout="constrained")
     left, middle, right = figure.subplots(1, 3)
-    terms = ["c_beta", "expected_loss", "curvature_penalty", "information_nats"]
+    terms = ["c_beta", "expected_loss_nats", "displacement_nats", "curvature_nats"]
     plot_curves(information.history, terms, ylabel="nats", ax=left)
     rows = [{key.removeprefix("information_nats/"): value for key, value in row.items()} for row in information.history]
     layers = [key for key in rows[-1] if key not in information.history[-1]]
@@ -66,7 +66,7 @@ def main() -> None:
     for row in information.history:
         print(
             f"step {row['step']:4.0f}: {row['information_nats']:6.0f} nats in the weights, "
-            f"{row['effective_parameters']:5.0f} weights decided by the data, loss {row['expected_loss']:7.1f} nats"
+            f"{row['effective_parameters']:5.0f} weights decided by the data, loss {row['loss_nats']:7.1f} nats"
         )
     draw(fisher, information, arguments.folder / "watch_run.png")
     print(f"\nFigure: {arguments.folder / 'watch_run.png'}")

@@ -74,6 +74,11 @@ class ArgumentsByName(ABCMeta):
             return whole.replace(parameters=[*whole.parameters.values()][1:], return_annotation=inspect.Signature.empty)
 
 
+def argument_names(cls: type) -> list[str]:
+    """Return the names of all arguments that a class takes, those of its bases too."""
+    return list(_parameters_of_class(cls).names)
+
+
 class Parameters(NamedTuple):
     """The arguments that a function or class takes.
 

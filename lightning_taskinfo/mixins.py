@@ -62,6 +62,7 @@ __all__ = [
     "TemporalEnsemblingMixin",
 ]
 
+PREFIX = "taskinfo"  # of everything that is logged
 R = TypeVar("R", bound=Regularizer)
 
 
@@ -77,10 +78,15 @@ class PenaltyMixin(Base):
     def penalised(self, loss: Tensor, *unnamed: NoReturn, **penalties: Tensor) -> Tensor:
         """Return the loss plus all penalties, and log what each is made of.
 
-        Logged are ``loss/likelihood``, and for every penalty by name: ``<name>/penalty`` as it is added,
-        ``<name>/value`` and ``<name>/weight`` where ``self.<name>`` is a regularizer; and in the first step in
-        which a penalty acts, and every :attr:`gradient_ratio_every_n_steps`, ``<name>/gradient_ratio``, the norm of
-        its gradient over the loss's own. That costs a backward pass for each, and leaves ``.grad`` alone.
+        Logged are, all behind ``taskinfo/``, ``loss_without_penalties``, and for every penalty by name:
+
+        - ``<name>/added_to_loss``, the objective that training descends, weight and sign included;
+        - ``<name>/quantity``, what the penalty is about, e.g. an information in nats, and ``<name>/weight``, where
+          ``self.<name>`` is a regularizer. The quantity may be another function than the objective: the mutual
+          information is read with one estimator and trained with another;
+        - in the first step in which a penalty acts, and every :attr:`gradient_ratio_every_n_steps`,
+          ``<name>/gradient_ratio``, the norm of its gradient over the loss's own. That costs a backward pass for each,
+          and leaves ``.grad`` alone.
 
         Args:
             loss: The loss itself, a scalar.
@@ -104,12 +110,13 @@ class PenaltyMixin(Base):
         return loss + sum(penalties.values())
 
     def _log_penalties(self, loss: Tensor, penalties: dict[str, Tensor]) -> None:
-        values: dict[str, Any] = {"loss/likelihood": loss.detach()}
+        values: dict[str, Any] = {f"{PREFIX}/loss_without_penalties": loss.detach()}
         for name, penalty in penalties.items():
-            values[f"{name}/penalty"] = penalty.detach()
+            values[f"{PREFIX}/{name}/added_to_loss"] = penalty.detach()
             regularizer = getattr(self, name, None)
             if isinstance(regularizer, Regularizer) and regularizer.value is not None:
-                values |= {f"{name}/value": regularizer.value, f"{name}/weight": regularizer.weight}
+                values[f"{PREFIX}/{name}/quantity"] = regularizer.value
+                values[f"{PREFIX}/{name}/weight"] = regularizer.weight
         self.log_dict(values, on_step=True, on_epoch=False)
         every, step = self.gradient_ratio_every_n_steps, self.global_step
         if not every or step == self._ratio_step or not (self.training and torch.is_grad_enabled()):
@@ -129,7 +136,7 @@ class PenaltyMixin(Base):
         try:
             whole = gradient_norms({"loss": loss}, parameters)["loss"]
             norms = gradient_norms(penalties, parameters)
-            return {f"{name}/gradient_ratio": norm / max(whole, 1e-30) for name, norm in norms.items()}
+            return {f"{PREFIX}/{name}/gradient_ratio": norm / max(whole, 1e-30) for name, norm in norms.items()}
         except RuntimeError as error:
             if "donated" not in str(error):  # a compiled backward pass that gives its buffers away runs only once
                 raise

@@ -187,10 +187,10 @@ def test_leet_shows_the_run_of_train_py(reader):
     )
     seen, end = b"", time.monotonic() + 120
     try:
-        while b"c_beta" not in seen and time.monotonic() < end and running.poll() is None:
+        while b"taskinf" not in seen and time.monotonic() < end and running.poll() is None:
             if select.select([leader], [], [], 1.0)[0]:
                 seen += os.read(leader, 65536)
     finally:
         os.killpg(running.pid, signal.SIGKILL)
         running.wait()
-    assert b"c_beta" in seen, seen[-2000:]
+    assert b"taskinf" in seen, seen[-2000:]

@@ -65,7 +65,7 @@ def check(folder, callback, logger):
     assert torch.load(path, weights_only=False)["callbacks"]["FisherTrace"]["history"] == callback.history
     stored = [row["fisher_trace"] for row in read_csv(logger) if "fisher_trace" in row]
     assert stored == pytest.approx([row["fisher_trace"] for row in callback.history])
-    assert len(stored) == 2
+    assert len(stored) == 3
 
 
 def test_both_namespaces_are_tested():

@@ -63,6 +63,19 @@ def check(heading, logged, *others):
     assert {key for key, p in patterns.items() if not any(map(p.fullmatch, logged))} == set()
 
 
+class FakeSummary:
+    """A run of W&B whose summary only keeps the keys that it is given."""
+
+    def __init__(self, keys):
+        self.keys, self.summary = keys, self
+
+    def update(self, values):
+        self.keys |= set(values)
+
+    def define_metric(self, name, step_metric):
+        assert (name, step_metric) == ("taskinfo/*", "trainer/global_step")
+
+
 class Recorder(Logger):
     """Keeps the keys of all that a W&B logger is given: numbers, pictures and tables."""
 
@@ -71,6 +84,11 @@ class Recorder(Logger):
     def __init__(self):
         super().__init__()
         self.keys = set()
+        self.run = FakeSummary(self.keys)
+
+    @property
+    def experiment(self):
+        return self.run
 
     def log_metrics(self, metrics, step=None):
         self.keys |= set(metrics) - OF_LIGHTNING
@@ -124,16 +142,16 @@ def test_callbacks():
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(Classifier(), DataLoader(TensorDataset(torch.randn(32, 4), torch.arange(32) % 3), batch_size=8))
-    named = {key for key in logger.keys if key.startswith("every_step/")}
+    named = {key for key in logger.keys if key.startswith("taskinfo/every_step/")}
     assert named  # a callback with a name puts it in front
-    check("Callbacks", {key.removeprefix("every_step/") for key in logger.keys})
+    check("Callbacks", {key.replace("taskinfo/every_step/", "taskinfo/") for key in logger.keys})
 
 
 def test_penalties():
     logger = Recorder()
     fit_penalised(Net(WEIGHTS), logger=logger, max_epochs=1, log_every_n_steps=1)
     check("Penalties", logger.keys)
-    assert {key.split("/")[0] for key in logger.keys} == {"loss", *PENALTIES}
+    assert {key.split("/")[1] for key in logger.keys} == {"loss_without_penalties", *PENALTIES}
 
 
 def keys_of(run):
@@ -158,7 +176,9 @@ def test_transfer(tmp_path):
     runs = list((tmp_path / "logs" / "wandb").glob("offline-run-*"))
     logged = set().union(*map(keys_of, runs)) - OF_LIGHTNING
     check("Transfer", logged, "Penalties")
-    assert {f"{name}/penalty" for name in ("temporal_ensembling", "information", "local_minimum")} <= logged
+    assert {
+        f"taskinfo/{name}/added_to_loss" for name in ("temporal_ensembling", "information", "local_minimum")
+    } <= logged
 
 
 @pytest.mark.slow

@@ -141,12 +141,12 @@ def test_values_weights_and_gradient_ratios_are_logged(tmp_path, accumulate, exp
     fit(model, logger=logger, log_every_n_steps=2, accumulate_grad_batches=accumulate)
     stored = rows(tmp_path)
     for name, weight in WEIGHTS.items():
-        last = [row for row in stored if row[f"{name}/weight"]][-1]
-        assert float(last[f"{name}/weight"]) == pytest.approx(weight)
-        assert float(last[f"{name}/value"]) != 0.0
-        assert last[f"{name}/penalty"]
-        assert last["loss/likelihood"]
-        key = f"{name}/gradient_ratio"
+        last = [row for row in stored if row[f"taskinfo/{name}/weight"]][-1]
+        assert float(last[f"taskinfo/{name}/weight"]) == pytest.approx(weight)
+        assert float(last[f"taskinfo/{name}/quantity"]) != 0.0
+        assert last[f"taskinfo/{name}/added_to_loss"]
+        assert last["taskinfo/loss_without_penalties"]
+        key = f"taskinfo/{name}/gradient_ratio"
         ratios = [(int(row["step"]), float(row[key])) for row in stored if row[key]]
         begun = 0 if name != "temporal_ensembling" else len(loader()) // accumulate  # which has nothing to average yet
         assert [step for step, _ in ratios] == sorted({begun, *(step for step in expected if step >= begun)})
@@ -158,7 +158,7 @@ def test_the_gradient_ratio_is_the_ratio_of_the_gradients():
     x = torch.randn(5, 4)
     loss = model(x).square().mean()
     ratios = model._gradient_ratios(loss, {"triple": 3 * loss, "none": torch.zeros((), requires_grad=True)})
-    assert ratios == pytest.approx({"triple/gradient_ratio": 3.0, "none/gradient_ratio": 0.0})
+    assert ratios == pytest.approx({"taskinfo/triple/gradient_ratio": 3.0, "taskinfo/none/gradient_ratio": 0.0})
     assert all(p.grad is None for p in model.parameters())
 
 

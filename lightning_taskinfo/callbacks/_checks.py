@@ -88,7 +88,7 @@ def check_plain(who: str, model: nn.Module) -> None:
     if any(noisy_weights(model)):
         raise ValueError(
             f"{who} measures plain weights, got noisy ones: the information in them is `weight_kl(module)`, which "
-            "`penalised` logs as information/value."
+            "`penalised` logs as taskinfo/information/quantity."
         )
 
 

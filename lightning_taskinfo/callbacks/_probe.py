@@ -9,7 +9,7 @@ from weakref import ref
 
 from torch import Tensor, nn
 
-from lightning_taskinfo._arguments import ArgumentsByName, check_counts
+from lightning_taskinfo._arguments import ArgumentsByName, argument_names, check_counts
 from lightning_taskinfo._batches import Reader, filled_up, size
 from lightning_taskinfo._layers import layer_of
 from lightning_taskinfo._lightning import Callback, LightningModule, Trainer
@@ -26,7 +26,18 @@ from lightning_taskinfo.callbacks._checks import (
 from lightning_taskinfo.callbacks._comparison import LossComparison
 from lightning_taskinfo.callbacks._pool import Source
 from lightning_taskinfo.callbacks._processes import on_every_process
-from lightning_taskinfo.callbacks._report import has_matplotlib, measured, report, summary, thinned, without_layers
+from lightning_taskinfo.callbacks._report import (
+    PREFIX,
+    has_matplotlib,
+    log_settings,
+    log_summary,
+    measured,
+    report,
+    summary,
+    thinned,
+    with_few_layers,
+    without_layers,
+)
 from lightning_taskinfo.callbacks._samples import Samples
 from lightning_taskinfo.callbacks._schedule import Schedule
 from lightning_taskinfo.fisher.engine import Request
@@ -45,17 +56,23 @@ class Probe(Schedule, Callback, metaclass=ArgumentsByName):
     """Measure scalars while a network trains, and change nothing.
 
     A probe runs the model in eval mode, draws from its own generators and touches neither ``.grad`` nor the data
-    loader, so that a run ends with the same bits with and without it. Each measurement goes to every logger at
-    once, whatever ``log_every_n_steps`` is, into ``history``, and without its layers into
-    ``trainer.callback_metrics``, where checkpointing and early stopping find it. At the end of training the loggers
-    get a figure, a table and a summary. A measurement that fails leaves a gap, and one warning. The same object in
-    a second ``fit`` of the same module goes on with its history, and with the weights it has taken for the start; a
-    training of its own has a callback of its own. A checkpoint keeps a long history thinned, with its extremes.
+    loader, so that a run ends with the same bits with and without it.
+
+    Each measurement goes to every logger at once, whatever ``log_every_n_steps`` is, and without its layers into
+    ``trainer.callback_metrics``, where checkpointing and early stopping find it. Names begin with ``taskinfo/`` in both
+    places; in the attribute ``history`` they do not. The run's configuration gets the settings of the callback. At the
+    end of training the loggers get a figure, a table and a summary. A measurement that fails leaves a gap, and one
+    warning.
+
+    The same object in a second ``fit`` of the same module goes on with its history, and with the weights it has taken
+    for the start; a training of its own has a callback of its own. A checkpoint keeps a long history thinned, with its
+    extremes.
 
     Args:
         every_n_steps: Optimizer steps between two measurements.
         every_n_epochs: Epochs between two measurements, each after the last batch of an epoch. With neither of the
             two, the class decides.
+        at_start: Whether to measure before the first step of a training, too. The class decides where it is not given.
         max_samples: At most this many samples are measured, over all processes together.
         data: ``"train_batch"`` looks at the batch just trained on; ``"train"`` and ``"val"`` at a fixed subset, chosen
             by ``seed``, that is read once at the start from a copy of the dataset and kept in memory. Where the
@@ -65,7 +82,8 @@ class Probe(Schedule, Callback, metaclass=ArgumentsByName):
             (``"empirical"``, which is not the Fisher).
         likelihood: What the outputs mean: ``"categorical"``, ``"bernoulli"`` or ``"gaussian"``, or an object.
         mc_samples: Number of labels drawn for each sample, for ``labels="sampled"``.
-        per_layer: Whether to log a value for each layer as well.
+        per_layer: Whether to measure a value for each layer as well; the table at the end has all of them.
+        max_layers: At most this many layers are logged as series, spread evenly from the first to the last.
         name: Prefix of the logged names, and identity in checkpoints; give two probes of one class different names.
         seed: Seed of the probe's own draws and of its subset.
         batch_fn: Picks ``(inputs, targets)`` out of a batch, targets where the outputs predict them; needed where the
@@ -92,6 +110,7 @@ class Probe(Schedule, Callback, metaclass=ArgumentsByName):
 
     default_every_n_steps: ClassVar[int | None] = None
     default_every_n_epochs: ClassVar[int | None] = None
+    default_at_start: ClassVar[bool] = True
     ylabel: ClassVar[str] = ""
     data_options: ClassVar[tuple[str, ...]] = ("train_batch", "train", "val")
     split_over_ranks: ClassVar[bool] = True  # otherwise every process measures all samples
@@ -104,12 +123,14 @@ class Probe(Schedule, Callback, metaclass=ArgumentsByName):
         *,
         every_n_steps: int | None = None,
         every_n_epochs: int | None = None,
+        at_start: bool | None = None,
         max_samples: int = 128,
         data: Literal["train_batch", "train", "val"] = "train_batch",
         labels: Labels = "sampled",
         likelihood: str | Likelihood = "categorical",
         mc_samples: int = 1,
         per_layer: bool = True,
+        max_layers: int = 8,
         name: str | None = None,
         seed: int = 0,
         batch_fn: Callable[[Any], Any] | None = None,
@@ -124,9 +145,20 @@ class Probe(Schedule, Callback, metaclass=ArgumentsByName):
         Request(labels=labels, likelihood=likelihood, mc_samples=mc_samples)  # refuses what it does not know
         if every_n_steps is None and every_n_epochs is None:
             every_n_steps, every_n_epochs = self.default_every_n_steps, self.default_every_n_epochs
-        self.every_n_steps, self.every_n_epochs, self.max_samples = every_n_steps, every_n_epochs, max_samples
-        self.data, self.labels, self.likelihood, self.mc_samples = data, labels, likelihood, mc_samples
-        self.per_layer, self.name, self.seed = per_layer, name, seed
+        if max_layers < 0:
+            raise ValueError(f"`max_layers` must not be negative, got {max_layers}.")
+        self.every_n_steps = every_n_steps
+        self.every_n_epochs = every_n_epochs
+        self.at_start = self.default_at_start if at_start is None else at_start
+        self.max_samples = max_samples
+        self.data = data
+        self.labels = labels
+        self.likelihood = likelihood
+        self.mc_samples = mc_samples
+        self.per_layer = per_layer
+        self.max_layers = max_layers
+        self.name = name
+        self.seed = seed
         self.forward_fn = forward_fn
         self.reader = Reader(batch_fn, forward_fn)
         self.group_fn = group_fn or layer_of
@@ -135,6 +167,7 @@ class Probe(Schedule, Callback, metaclass=ArgumentsByName):
         self._source: Source | None = None
         self._comparison: LossComparison | None = None  # until the first batch was trained on
         self._checked = self._warned = self._resumed = self._extra = self._sharded = False
+        self._begins = False  # the first step is still to come, and wanted
         self._module: ref[LightningModule] | None = None  # of the last fit
 
     @abstractmethod
@@ -185,6 +218,7 @@ class Probe(Schedule, Callback, metaclass=ArgumentsByName):
             self.history.pop()
         self._last_step, self._resumed, self._extra = trainer.global_step, False, False
         self._measured_at = -1
+        self._begins = self.at_start and trainer.global_step == 0
         self._source = Source(self.data, self.max_samples, self.seed, self.reader, split=self.split_over_ranks)
         if self.data in ("train", "val"):
             with observing(pl_module):
@@ -192,12 +226,28 @@ class Probe(Schedule, Callback, metaclass=ArgumentsByName):
                 if self._source.pool is not None:
                     self._check(pl_module, *self._source.pool)
 
+        if not trainer.fast_dev_run and trainer.is_global_zero:  # type: ignore[attr-defined]
+            with observing(pl_module):  # a logger may begin its run here
+                log_settings(trainer.loggers, PREFIX, self.state_key, self._settings())
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.data in ("train", "val"):
+            self._measure_at_start(trainer, pl_module, None)
+
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if not self._checked:
             with observing(pl_module):
                 self._check(pl_module, *self.reader.read(pl_module, batch))
         if self._comparison is not None:
             self._comparison.before_the_step(trainer, pl_module, batch)
+        if self.data == "train_batch":
+            self._measure_at_start(trainer, pl_module, batch)
+
+    def _measure_at_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> None:
+        """Measure weights that no step has moved; once, and not in a training that goes on from a checkpoint."""
+        if self._begins:
+            self._begins = False
+            self._measure(trainer, pl_module, batch)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -222,7 +272,8 @@ class Probe(Schedule, Callback, metaclass=ArgumentsByName):
         if self.history and trainer.loggers and trainer.is_global_zero:  # drawing takes a while
             with observing(pl_module):
                 self._report(trainer)
-        if not (self.history or self._warned or trainer.fast_dev_run) and trainer.global_step:  # type: ignore[attr-defined]
+        measured = any(row["step"] for row in self.history)  # beyond the start
+        if not (measured or self._warned or trainer.fast_dev_run) and trainer.global_step:  # type: ignore[attr-defined]
             warn_nothing(self.state_key, trainer.global_step, self.data, self.every_n_steps, self.every_n_epochs)
         self._source = None
 
@@ -243,8 +294,9 @@ class Probe(Schedule, Callback, metaclass=ArgumentsByName):
             return False
         step = self._measured_at = trainer.global_step  # once: at every step, looking it up counts
         self.history.append({"step": step, **values})
+        series = {self._logged(name): value for name, value in with_few_layers(values, self.max_layers).items()}
         for logger in trainer.loggers:
-            logger.log_metrics({self._logged(name): value for name, value in values.items()}, step=step)
+            logger.log_metrics(series, step=step)
         return True
 
     def _observed(
@@ -293,17 +345,22 @@ class Probe(Schedule, Callback, metaclass=ArgumentsByName):
         self._warned = True
 
     def _report(self, trainer: Trainer) -> None:
+        loggers = [] if trainer.fast_dev_run else trainer.loggers  # type: ignore[attr-defined]
         ends = {self._logged(name): value for name, value in summary(self.history, self.headline).items()}
-        for logger in trainer.loggers:
-            logger.log_metrics(ends, step=trainer.global_step)
+        key = self._logged(self.headline[0])
         try:
             figure = self.plot()[0] if has_matplotlib() else None
-            report(trainer.loggers, self._logged(self.headline[0]), figure, self.history, trainer.global_step)
+            report(loggers, key, figure, self.history, trainer.global_step)
+            log_summary(loggers, key, ends, trainer.global_step)
         except Exception as error:
             self._failed(trainer, error)
 
+    def _settings(self) -> dict[str, Any]:
+        """Return the arguments that this callback was made with, and its defaults for the others."""
+        return {name: getattr(self, name) for name in argument_names(type(self)) if hasattr(self, name)}
+
     def _logged(self, name: str) -> str:
-        return f"{self.name}/{name}" if self.name else name
+        return f"{PREFIX}/{self.name}/{name}" if self.name else f"{PREFIX}/{name}"
 
     @property
     def state_key(self) -> str:  # the schedule is no part of it: a resumed run may change it

@@ -13,6 +13,7 @@ from lightning_taskinfo.plotting import figure_pixels
 if TYPE_CHECKING:
     from lightning_taskinfo.plotting import Figure
 
+PREFIX = "taskinfo"  # of everything that is logged
 Row = dict[str, float]
 Cell = float | str
 
@@ -90,6 +91,71 @@ def without_layers(row: Row) -> Row:
     return {name: value for name, value in row.items() if name.rpartition("/")[0] not in row}
 
 
+def with_few_layers(row: Row, limit: int) -> Row:
+    """Return a measurement with at most ``limit`` of its layers, evenly from the first to the last.
+
+    Example:
+        >>> row = {"nats": 3.0, "nats/a": 1.0, "nats/b": 0.5, "nats/c": 1.5}
+        >>> with_few_layers(row, 2)
+        {'nats': 3.0, 'nats/a': 1.0, 'nats/c': 1.5}
+    """
+    whole = without_layers(row)
+    layers = [name for name in row if name not in whole]
+    if len(layers) > limit:
+        spread = [round(i * (len(layers) - 1) / max(1, limit - 1)) for i in range(limit)]
+        layers = [layers[i] for i in spread]
+    return whole | {name: row[name] for name in layers}
+
+
+def log_settings(loggers: Sequence[Any], prefix: str, who: str, settings: Mapping[str, Any]) -> None:
+    """Give a callback's settings to the configuration of each run, and tell W&B which axis its values have.
+
+    Args:
+        loggers: Lightning's loggers.
+        prefix: What all keys begin with.
+        who: The callback.
+        settings: Its arguments; functions and tensors are named, not stored.
+    """
+    known = {f"{prefix}/{who}/{name}": _plain(value) for name, value in settings.items()}
+    for logger in loggers:
+        if hasattr(logger.experiment, "define_metric"):  # W&B
+            logger.experiment.define_metric(f"{prefix}/*", step_metric="trainer/global_step")
+        if hasattr(
+            logger.experiment, "add_text"
+        ):  # TensorBoard, whose hyperparameters would bring a metric of their own
+            cells = [[name, str(value)] for name, value in known.items()]
+            logger.experiment.add_text(f"{prefix}/{who}/settings", _markdown(["setting", "value"], cells), 0)
+        else:
+            logger.log_hyperparams(known)
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple) and all(isinstance(part, int | float | str) for part in value):
+        return list(value)
+    return getattr(value, "__qualname__", type(value).__name__)
+
+
+def log_summary(loggers: Sequence[Any], key: str, ends: Row, step: int) -> None:
+    """Give first, last, smallest and largest values to the summary of each run, not to its series.
+
+    Args:
+        loggers: Lightning's loggers.
+        key: What the summary is called where it becomes a text or a file, with ``_summary`` behind.
+        ends: The values by name.
+        step: The optimizer step at the end of training.
+    """
+    for logger in loggers:
+        if hasattr(logger.experiment, "summary"):  # W&B
+            logger.experiment.summary.update(ends)
+        elif hasattr(logger.experiment, "add_text"):  # TensorBoard
+            cells = [[name, _text(value)] for name, value in ends.items()]
+            logger.experiment.add_text(f"{key}_summary", _markdown(["value", "of the run"], cells), step)
+        elif isinstance(getattr(logger, "log_dir", None), str):  # CSV, and others that write to a folder
+            _write_rows(Path(logger.log_dir), f"{key}_summary", ["value", "of the run"], [*ends.items()])
+
+
 def report(
     loggers: Sequence[Any], key: str, figure: "Figure | None", history: Sequence[Mapping[str, Cell]], step: int
 ) -> None:
@@ -121,7 +187,7 @@ def has_matplotlib() -> bool:
     return find_spec("matplotlib") is not None
 
 
-def _markdown(columns: list[str], rows: list[list[Cell | None]]) -> str:
+def _markdown(columns: list[str], rows: Sequence[Sequence[Cell | None]]) -> str:
     lines = [columns, ["---"] * len(columns), *([_text(cell) for cell in row] for row in rows)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
@@ -133,10 +199,17 @@ def _text(cell: Cell | None) -> str:
 
 
 def _write(folder: Path, key: str, figure: "Figure | None", columns: list[str], rows: list[list[Cell | None]]) -> None:
+    _write_rows(folder, f"{key}_table", columns, rows)
+    if figure is not None:
+        figure.savefig(folder / f"{_file_name(key)}_figure.png", dpi=150)
+
+
+def _write_rows(folder: Path, key: str, columns: list[str], rows: Sequence[Sequence[Cell | None]]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    name = key.replace("/", "_")
     text = io.StringIO()
     csv.writer(text).writerows([columns, *rows])
-    (folder / f"{name}_table.csv").write_text(text.getvalue())
-    if figure is not None:
-        figure.savefig(folder / f"{name}_figure.png", dpi=150)
+    (folder / f"{_file_name(key)}.csv").write_text(text.getvalue())
+
+
+def _file_name(key: str) -> str:
+    return key.removeprefix(f"{PREFIX}/").replace("/", "_")

@@ -59,6 +59,10 @@ class FisherTrace(Probe):
         super().on_fit_start(trainer, pl_module)
         self._reduce = partial(summed, trainer) if trainer.world_size > 1 else None
 
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._note_temperature(trainer, getattr(trainer.train_dataloader, "batch_size", None))
+        super().on_train_epoch_start(trainer, pl_module)
+
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         self._temperature = math.nan
@@ -75,8 +79,12 @@ class FisherTrace(Probe):
             samples = self.reader.count(trainer.lightning_module, batch)
         except Exception:  # a batch that cannot be read is reported where it is measured
             return
-        together = samples * trainer.world_size * trainer.accumulate_grad_batches
-        with suppress(LookupError, TypeError):  # optimizers without a rate of their own
+        self._note_temperature(trainer, samples)
+
+    def _note_temperature(self, trainer: Trainer, samples: int | None) -> None:
+        self._temperature = math.nan
+        with suppress(LookupError, TypeError):  # optimizers without a rate of their own, loaders without a batch size
+            together = samples * trainer.world_size * trainer.accumulate_grad_batches  # type: ignore[operator]
             self._temperature = float(trainer.optimizers[0].param_groups[0]["lr"]) / together
 
     def observe(self, model: nn.Module, samples: Samples) -> TraceSums:

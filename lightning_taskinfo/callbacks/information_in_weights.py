@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -20,43 +20,61 @@ from lightning_taskinfo.callbacks._checks import check_plain
 from lightning_taskinfo.callbacks._loss import LossOnTheWay, mean_loss
 from lightning_taskinfo.callbacks._pool import labeled_loader, readable
 from lightning_taskinfo.callbacks._probe import Probe
-from lightning_taskinfo.callbacks._processes import summed
+from lightning_taskinfo.callbacks._processes import on_every_process, summed
 from lightning_taskinfo.callbacks._samples import Samples
+from lightning_taskinfo.distributions.post_family import PostFamily, losses_with_noise, standard_noises
 from lightning_taskinfo.fisher.engine import Request, measure
 from lightning_taskinfo.fisher.kron_metric import KroneckerFisher
 from lightning_taskinfo.fisher.sinks import Diagonal
-from lightning_taskinfo.functional.information import added, information_sweep
+from lightning_taskinfo.functional.information import InformationTerms, added, label_entropy
+from lightning_taskinfo.functional.likelihood import Categorical, as_likelihood
 
-OTHER_STDS = (0.1, 10.0, 100.0)  # times `prior_std`: the same curvature gives their KL too
 STRUCTURES = ("diagonal", "kron")
+AUTO_STDS = tuple(10 ** (j / 4) for j in range(-12, 5))  # 0.001 to 10
+TRUSTED = (0.5, 2.0)  # measured over quadratic expected loss
 
 
 class _Observed(NamedTuple):
+    model: nn.Module
+    samples: Samples
     fisher: ParamDict | KroneckerFisher  # the former summed over samples
-    samples: int
     loss: float  # summed over samples, NaN where it is not known
     displacement: ParamDict
 
 
 class InformationInWeights(Probe):
-    r"""Log ``information_nats``, how much the weights know about the data they are trained on.
+    r"""Log ``information_nats``, how much the weights know about the data, and what that is worth.
 
     .. math::
-        \mathrm{KL}(Q\,\|\,P) = \tfrac12 \sum_i \Big[ \frac{(w_i - w_{0,i})^2}{\lambda^2} + v_i - 1 - \log v_i \Big],
+        \mathrm{KL}(Q\,\|\,P) = \underbrace{\frac{\|w - w_0\|^2}{2\lambda^2}}_{\text{displacement}}
+        + \underbrace{\tfrac12 \sum_i \big[ v_i - 1 - \log v_i \big]}_{\text{curvature}},
         \qquad v_i = \frac{1}{1 + \lambda^2 N F_{ii}/\beta}
 
     for the pre-distribution :math:`P = N(w_0, \lambda^2 I)` and the Gaussian post-distribution :math:`Q` around the
-    weights :math:`w` that minimises :math:`C_\beta = \mathbb{E}_Q[L_D] + \beta\,\mathrm{KL}(Q\|P)`, with :math:`L_D`
-    the **sum** of the loss over all :math:`N` training samples and a diagonal curvature :math:`N F_{ii}`. Beside it go
-    the terms of :math:`C_\beta` (``expected_loss``, the loss :math:`L_D(w)` in nats; ``curvature_penalty``, what the
-    noise of :math:`Q` adds to it; and ``c_beta`` itself), ``effective_parameters``,
-    ``information_nats_per_parameter``, ``information_nats/<layer>``, and the KL for three other ``prior_std``. After
-    every epoch unless told otherwise.
+    weights :math:`w` that minimises the quadratic :math:`C_\beta`, with a diagonal curvature :math:`N F_{ii}` of the
+    **sum** :math:`L_D` of the loss over all :math:`N` training samples. Weights that have not moved have learned
+    nothing: they count 0 nats and get no noise, so that an untrained network has 0 nats.
 
-    The Fisher information and the loss are estimates from ``max_samples`` of the samples, multiplied by :math:`N`.
+    Logged beside it:
+
+    - ``displacement_nats`` and ``curvature_nats``, its two parts at ``prior_std``, and ``squared_displacement``,
+      :math:`\|w - w_0\|^2`, which depends on no setting.
+    - ``loss_nats``, :math:`L_D(w)`; ``expected_loss_nats``, :math:`\mathbb{E}_Q[L_D]` **measured** on draws of
+      :math:`Q`, with its standard error; and ``quadratic_loss_nats``, what the curvature says it should be.
+    - ``gaussian_misfit``, the measured over the quadratic one: 1 where :math:`Q` describes the network, and far above 1
+      where it destroys the network, so that the other numbers say little about it. That is warned about once.
+    - ``c_beta``, :math:`\mathbb{E}_Q[L_D] + \beta\,\mathrm{KL}` with the measured loss, a code length at
+      :math:`\beta = 1`; ``c_beta_per_label_nat``, the same over :math:`N\,H(y)`, what the labels need without a
+      network: above 1 nothing was compressed.
+    - ``effective_parameters``, and ``information_nats/<layer>``.
+
+    Before training and after every epoch unless told otherwise. All are estimates from ``max_samples`` of the samples,
+    multiplied by :math:`N`.
 
     Args:
-        prior_std: :math:`\lambda`, the standard deviation of the pre-distribution.
+        prior_std: :math:`\lambda`, the standard deviation of the pre-distribution; or ``"auto"`` for the one of 17
+            between 0.001 and 10 with the smallest measured ``c_beta``, which then pays :math:`\log 17` nats for the
+            choice. From one measurement to the next only its neighbours are tried.
         beta: :math:`\beta` beside the **sum** of the loss; 1 is the evidence lower bound. For a weight of the KL beside
             the mean loss, give that times :math:`N`.
         prior_center: Centre :math:`w_0` of the pre-distribution: ``"initial"`` for each weight as it was when it first
@@ -67,6 +85,7 @@ class InformationInWeights(Probe):
             count: :math:`N F_{ii}` becomes the eigenvalues of :math:`N B \otimes A`; see
             :func:`~lightning_taskinfo.fisher.kronecker_factors`. It needs memory for a matrix as wide as a layer has
             inputs, and one as wide as it has outputs.
+        draws: Networks drawn from :math:`Q` for the measured loss, an even number: noise is used with both signs.
         num_samples: :math:`N`; the length of the training set unless given.
         max_samples: At most this many samples are measured.
         data: As for every probe; a fixed subset of the training set by default.
@@ -91,17 +110,25 @@ class InformationInWeights(Probe):
     def __init__(
         self,
         *,
-        prior_std: float = 0.1,
+        prior_std: float | Literal["auto"] = 0.1,
         beta: float = 1.0,
         prior_center: str | os.PathLike[str] | Mapping[str, Tensor] = "initial",
         structure: Literal["diagonal", "kron"] = "diagonal",
+        draws: int = 4,
         num_samples: int | None = None,
         max_samples: int = 128,
         data: Literal["train_batch", "train", "val"] = "train",
         **probe: Any,
     ) -> None:
         super().__init__(max_samples=max_samples, data=data, **probe)
-        check_positive(prior_std=prior_std, beta=beta)
+        check_positive(beta=beta)
+        if isinstance(prior_std, str):
+            if prior_std != "auto":
+                raise ValueError(f"`prior_std` must be a positive number or 'auto', got {prior_std!r}.")
+        else:
+            check_positive(prior_std=prior_std)
+        if draws < 2 or draws % 2:
+            raise ValueError(f"`draws` must be an even number, at least 2, got {draws}.")
         if num_samples is not None and num_samples < 1:
             raise ValueError(f"`num_samples` must be at least 1, got {num_samples}.")
         if isinstance(prior_center, Mapping):
@@ -117,12 +144,19 @@ class InformationInWeights(Probe):
                 )
         if structure not in STRUCTURES:
             raise ValueError(f"`structure` must be one of {', '.join(STRUCTURES)}, got {structure!r}.")
-        self.prior_std, self.beta, self.prior_center, self.num_samples = prior_std, beta, prior_center, num_samples
+        self.prior_std = prior_std
+        self.beta = beta
+        self.prior_center = prior_center
         self.structure = structure
+        self.draws = draws
+        self.num_samples = num_samples
         self.headline = ("information_nats",)
         self._center = Center(self.state_key, prior_center)
+        self._chosen: int | None = None  # of AUTO_STDS, at the last measurement
+        self._distrusted = False
         self._samples = 0
         self._sum: Callable[[Any], Tensor] = torch.as_tensor  # over processes
+        self._gather: Callable[[int], list[int]] = _alone
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         check_plain(self.state_key, pl_module)
@@ -130,13 +164,13 @@ class InformationInWeights(Probe):
 
     def _forget(self) -> None:
         self._center.kept = {}
+        self._chosen = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        self._samples, self._sum = (
-            self.num_samples or _length(labeled_loader(pl_module, trainer.train_dataloader)[1]),
-            partial(summed, trainer),
-        )
+        self._samples = self.num_samples or _length(labeled_loader(pl_module, trainer.train_dataloader)[1])
+        self._sum = partial(summed, trainer)
+        self._gather = partial(on_every_process, trainer)
         known = self._center.begin(pl_module)
         if self.prior_center == "initial" and not known and trainer.ckpt_path is not None:
             warn(
@@ -147,7 +181,9 @@ class InformationInWeights(Probe):
         self._center.before_a_step(pl_module)
 
     def observe(self, model: nn.Module, samples: Samples) -> _Observed:
-        n, moved = size(samples.inputs), self._center.displacement(model)
+        """Measure this process's part of the Fisher information and of the loss."""
+        n = size(samples.inputs)
+        moved = self._center.displacement(model)
         if self.structure == "kron":
             kron = KroneckerFisher(
                 labels=self.labels,
@@ -156,63 +192,181 @@ class InformationInWeights(Probe):
                 forward_fn=self.forward_fn,
             ).to(next(model.parameters()).device)
             kron.update(model, samples.inputs, samples.targets)
-            loss = mean_loss(model, samples.inputs, samples.targets, self.likelihood, self.forward_fn)
-            return _Observed(kron, n, n * loss, moved)
-        draws, parameters = samples.draws(self.likelihood, self.mc_samples, LossOnTheWay), trainable_parameters(model)
+            return _Observed(model, samples, kron, n * self._mean_loss(model, samples), moved)
+        draws = samples.draws(self.likelihood, self.mc_samples, LossOnTheWay)
+        parameters = trainable_parameters(model)
         sink = Diagonal(parameters)
         if n:
             request = Request(self.labels, draws, self.mc_samples, forward_fn=self.forward_fn)
             measure(model, samples.inputs, samples.targets, request, sink)
         diagonal = {name: sink.total(name, p).detach() for name, p in parameters.items()}
-        return _Observed(diagonal, n, draws.loss if n else math.nan, moved)
+        return _Observed(model, samples, diagonal, draws.loss if n else math.nan, moved)
+
+    def _mean_loss(self, model: nn.Module, samples: Samples) -> float:
+        return mean_loss(model, samples.inputs, samples.targets, self.likelihood, self.forward_fn)
 
     def summarise(self, observed: _Observed) -> dict[str, float]:
-        stds = [self.prior_std, *(self.prior_std * factor for factor in OTHER_STDS)]
-        loss, curvature = self._over_processes(observed)
-        parts = {
-            name: information_sweep(curvature[name], moved, prior_stds=stds, beta=self.beta)
-            for name, moved in observed.displacement.items()
-        }
-        whole, *others = (added(part[i] for part in parts.values()) for i in range(len(stds)))
+        """Put the parts of all processes together, and measure the loss under the Gaussian that they give."""
+        samples = observed.samples
+        loss = self._of_training_set(samples, torch.tensor([observed.loss], dtype=torch.float64)).item()
+        moved = {name: part for name, part in observed.displacement.items() if bool(part.any())}
+        measured = self._measured(observed, self._family(observed, moved)) if moved else self._unmoved(loss)
+        std, parts, expected, error = measured
+        terms = added(parts.values())
+        quadratic = loss + terms.curvature_penalty.item()
+        choices = len(AUTO_STDS) if moved and self.prior_std == "auto" else 1
+        c_beta = terms.code_length(expected, choices=choices).item()
         values = {
-            "information_nats": whole.kl.item(),
-            "expected_loss": loss,
-            "curvature_penalty": whole.curvature_penalty.item(),
-            "c_beta": whole.objective(loss).item(),
-            "effective_parameters": whole.effective_parameters.item(),
-            "information_nats_per_parameter": whole.kl.item() / sum(p.numel() for p in observed.displacement.values()),
+            "information_nats": terms.kl.item(),
+            "displacement_nats": terms.displacement.item(),
+            "curvature_nats": terms.curvature.item(),
+            "squared_displacement": math.fsum(part.double().square().sum().item() for part in moved.values()),
+            "prior_std": std,
+            "loss_nats": loss,
+            "expected_loss_nats": expected,
+            "expected_loss_nats_standard_error": error,
+            "quadratic_loss_nats": quadratic,
+            "gaussian_misfit": _ratio(expected, quadratic),
+            "c_beta": c_beta,
+            "c_beta_per_label_nat": _ratio(c_beta, self._label_nats(samples)),
+            "effective_parameters": terms.effective_parameters.item(),
         }
-        for std, other in zip(stds[1:], others, strict=True):
-            values[f"information_nats_at_prior_std/{std:g}"] = other.kl.item()
-        for name, part in parts.items() if self.per_layer else ():
-            key = f"information_nats/{self.group_fn(name) or 'module'}"
-            values[key] = values.get(key, 0.0) + part[0].kl.item()
+        self._warn_of_misfit(values)
+        if self.per_layer:
+            values |= self._by_group(observed.displacement, parts)
         return values
 
-    def _over_processes(self, observed: _Observed) -> tuple[float, ParamDict]:
-        """Return loss and curvature of the whole training set, as all processes' samples have them."""
-        known = not math.isnan(observed.loss)  # on no process: NaN
-        sums = self._sum([observed.samples, observed.loss if known else 0.0, observed.samples if known else 0])
-        samples, loss, counted = sums.tolist()
-        loss = self._samples * loss / counted if counted else math.nan
+    def _by_group(self, weights: ParamDict, parts: Mapping[str, InformationTerms]) -> dict[str, float]:
+        """Return the nats of each layer, or other group of weights; one that has not moved has none."""
+        values: dict[str, float] = {}
+        for name in weights:
+            key = f"information_nats/{self.group_fn(name) or 'module'}"
+            values[key] = values.get(key, 0.0) + (parts[name].kl.item() if name in parts else 0.0)
+        return values
+
+    def _of_training_set(self, samples: Samples, losses: Tensor) -> Tensor:
+        """Return losses of the whole training set, from sums over this process's samples."""
+        mine = losses.double() if size(samples.inputs) else torch.zeros(losses.shape)
+        return self._sum(mine).cpu() * (self._samples / samples.total)
+
+    def _family(self, observed: _Observed, moved: ParamDict) -> PostFamily:
+        """Return the Gaussians around the network, from the Fisher information of all processes' samples."""
         if isinstance(observed.fisher, KroneckerFisher):
-            means = observed.fisher.compute()
-            return loss, {name: self._samples * means[name].view_as(w) for name, w in observed.displacement.items()}
-        return loss, {name: self._sum(part) * (self._samples / samples) for name, part in observed.fisher.items()}
+            eigen = observed.fisher.eigen()
+            values = {name: self._samples * eigen[name][0].view_as(part) for name, part in moved.items()}
+            bases = {name: eigen[name][1:] for name in moved}
+            return PostFamily(values, moved, self.beta, bases)
+        scale = self._samples / observed.samples.total
+        diagonal = {name: self._sum(observed.fisher[name]).view_as(part) * scale for name, part in moved.items()}
+        return PostFamily(diagonal, moved, self.beta)
+
+    def _unmoved(self, loss: float) -> "_Measured":
+        """Without a distance from the centre there is nothing to know: no noise, no nats, the network itself."""
+        zero = torch.zeros((), dtype=torch.float64)
+        nothing = InformationTerms(zero, zero, zero, zero, self.beta)
+        std = math.nan if isinstance(self.prior_std, str) else self.prior_std
+        return _Measured(std, {"": nothing}, loss, 0.0)
+
+    def _measured(self, observed: _Observed, family: PostFamily) -> "_Measured":
+        """Measure the loss under the Gaussian of ``prior_std``, or of the best of the grid."""
+        noises = standard_noises(family.displacement, self.draws // 2, self.seed)
+        if not isinstance(self.prior_std, str):
+            return self._at(self.prior_std, observed, family, noises)
+        tried: dict[int, _Measured] = {}
+
+        def best_of(indices: Iterable[int]) -> int:
+            for index in indices:
+                if 0 <= index < len(AUTO_STDS) and index not in tried:
+                    tried[index] = self._at(AUTO_STDS[index], observed, family, noises)
+            return min(tried, key=lambda index: tried[index].code_length())
+
+        if self._chosen is None:  # the whole grid, from coarse to fine
+            best = best_of(range(0, len(AUTO_STDS), 4))
+            best = best_of((best - 2, best + 2))
+        else:
+            best = self._chosen
+        self._chosen = best_of((best, best - 1, best + 1))
+        return tried[self._chosen]
+
+    def _at(self, std: float, observed: _Observed, family: PostFamily, noises: list[ParamDict]) -> "_Measured":
+        """Measure the loss under one Gaussian. Every process gets to the sum over processes, also one that fails."""
+        samples = observed.samples
+
+        def loss() -> float:
+            n = size(samples.inputs)
+            return n * self._mean_loss(observed.model, samples) if n else 0.0
+
+        try:
+            losses = losses_with_noise(observed.model, loss, family.shaped(std), noises)
+        except Exception:  # e.g. out of memory: then NaN, on all processes
+            losses = torch.full((len(noises), 2), math.nan)
+        pairs = self._of_training_set(samples, losses).mean(1)
+        error = pairs.std().item() / math.sqrt(len(pairs)) if len(pairs) > 1 else math.nan
+        return _Measured(std, family.terms(std), pairs.mean().item(), error)
+
+    def _label_nats(self, samples: Samples) -> float:
+        """Return what a code for the labels of the training set needs without a network; NaN if not class labels."""
+        targets = samples.targets
+        if not isinstance(as_likelihood(self.likelihood), Categorical):
+            return math.nan
+        mine = torch.zeros(0, dtype=torch.long)
+        if targets is not None and not targets.is_floating_point():
+            mine = targets[targets >= 0].cpu()  # below 0: labels that do not count
+        classes = max(self._gather(int(mine.max()) + 1 if len(mine) else 0))
+        counts = self._sum(mine.bincount(minlength=classes)).cpu()
+        return label_entropy(counts) * counts.sum().item() * (self._samples / samples.total)
+
+    def _warn_of_misfit(self, values: dict[str, float]) -> None:
+        low, high = TRUSTED
+        misfit = values["gaussian_misfit"]
+        if self._distrusted or math.isnan(misfit) or low <= misfit <= high:
+            return
+        self._distrusted = True
+        warn(
+            f"{self.state_key}: networks drawn from the Gaussian at `prior_std` {values['prior_std']:.3g} have a loss "
+            f"of {values['expected_loss_nats']:.4g} nats where the curvature says {values['quadratic_loss_nats']:.4g} "
+            f"(gaussian_misfit {misfit:.3g}). curvature_nats and effective_parameters describe that Gaussian, not "
+            "this network; c_beta is measured."
+        )
 
     def state_dict(self) -> dict[str, Any]:
         center = {name: w.cpu() for name, w in self._center.kept.items()}
-        return {**super().state_dict(), "prior_center": center, "prior_std": self.prior_std, "beta": self.beta}
+        settings = {"prior_std": self.prior_std, "beta": self.beta}
+        return {**super().state_dict(), "prior_center": center, "chosen": self._chosen, **settings}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         self._center.kept = dict(state_dict["prior_center"])
+        self._chosen = state_dict.get("chosen")
         before, now = ((get("prior_std"), get("beta")) for get in (state_dict.get, vars(self).get))
         if before != now and before != (None, None):
             warn(
                 f"{self.state_key} goes on with `prior_std` and `beta` {now}, and its history was measured with "
                 f"{before}: the two parts do not compare.",
             )
+
+
+class _Measured(NamedTuple):
+    """One Gaussian, the information in each weight, and its expected loss with a standard error."""
+
+    prior_std: float
+    parts: dict[str, InformationTerms]
+    expected_loss: float
+    error: float
+
+    def code_length(self) -> float:
+        """Return what to compare Gaussians by; one that could not be measured is the worst."""
+        length = added(self.parts.values()).code_length(self.expected_loss).item()
+        return math.inf if math.isnan(length) else length
+
+
+def _ratio(value: float, whole: float) -> float:
+    return value / whole if whole else math.nan
+
+
+def _alone(number: int) -> list[int]:
+    """Return the number that each process has, where there is one process."""
+    return [number]
 
 
 def _length(loader: Any) -> int:

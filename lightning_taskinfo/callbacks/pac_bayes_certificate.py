@@ -68,6 +68,7 @@ class PACBayesCertificate(Probe):
     """
 
     ylabel: ClassVar[str] = "error"
+    default_at_start: ClassVar[bool] = False  # nothing is learned yet, and it takes a thousand networks to say so
     data_options: ClassVar[tuple[str, ...]] = ("train",)
     split_over_ranks: ClassVar[bool] = False
     needs_whole_weights: ClassVar[str] = "draws whole networks on every process"

@@ -48,6 +48,14 @@ class KroneckerFactors:
             return of_rows[:, None]
         return of_rows.outer(_eigenvalues(self.columns))
 
+    def eigen(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return the eigenvalues ``[R, D]``, and the eigenvectors of rows and columns; None where there are none."""
+        of_rows, rows = _eigen(self.rows)
+        if self.columns is None:
+            return of_rows[:, None], rows, None
+        of_columns, columns = _eigen(self.columns)
+        return of_rows.outer(of_columns), rows, columns
+
     def diagonals(self) -> tuple[Tensor, Tensor]:
         """Return the diagonals of both factors, ``[R]`` and ``[D]``; a single 1 for the columns of a vector."""
         of_rows = _diagonal(self.rows)
@@ -220,6 +228,13 @@ def _from_backpack(
 
 def _diagonal(factor: Tensor) -> Tensor:
     return factor if factor.dim() == 1 else factor.diagonal()
+
+
+def _eigen(factor: Tensor) -> tuple[Tensor, Tensor | None]:
+    if factor.dim() == 1:
+        return _eigenvalues(factor), None
+    values, vectors = torch.linalg.eigh(factor.double())
+    return values.clamp_min(0), vectors
 
 
 def _eigenvalues(factor: Tensor) -> Tensor:

@@ -113,3 +113,8 @@ class KroneckerFisher(Metric):
     def compute(self) -> ParamDict:
         """Return the eigenvalues by parameter name, each shaped like the parameter."""
         return {name: block.eigenvalues().view(self.shapes[name]) for name, block in self.factors().items()}
+
+    def eigen(self) -> dict[str, tuple[Tensor, Tensor | None, Tensor | None]]:
+        """Return eigenvalues and eigenvectors of each parameter's factors, of all processes together."""
+        with self.sync_context():
+            return {name: block.eigen() for name, block in self.factors().items()}

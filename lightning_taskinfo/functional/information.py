@@ -1,5 +1,6 @@
 """Information in the weights of a trained network, from a diagonal curvature."""
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -17,24 +18,47 @@ class InformationTerms(NamedTuple):
     r"""What :func:`information_in_weights` returns; float64 scalars.
 
     Attributes:
-        kl: Information in the weights, :math:`\mathrm{KL}(Q\,\|\,P)`, in nats.
+        displacement: :math:`\tfrac12\|\Delta\|^2/\lambda^2`, what the distance from the centre adds to the KL, in nats.
+        curvature: The rest of the KL, in nats: what it costs that :math:`Q` is narrower than :math:`P`.
         effective_parameters: How many weights the data, rather than the pre-distribution, determine.
-        curvature_penalty: :math:`\tfrac12\mathrm{tr}(H\Sigma^*)`, by how much noise in the weights raises the loss.
+        curvature_penalty: :math:`\tfrac12\mathrm{tr}(H\Sigma^*)`, by how much noise in the weights raises the loss,
+            to second order.
         beta: Weight of the KL beside the sum of the loss.
     """
 
-    kl: Tensor
+    displacement: Tensor
+    curvature: Tensor
     effective_parameters: Tensor
     curvature_penalty: Tensor
     beta: float
 
+    @property
+    def kl(self) -> Tensor:
+        r"""Information in the weights, :math:`\mathrm{KL}(Q\,\|\,P)`, in nats."""
+        return self.displacement + self.curvature
+
     def objective(self, loss: float | Tensor = 0.0) -> Tensor:
-        r"""Return :math:`C_\beta \approx L_D(w^*) + \tfrac12\mathrm{tr}(H\Sigma^*) + \beta\,\mathrm{KL}`.
+        r"""Return the quadratic :math:`C_\beta \approx L_D(w^*) + \tfrac12\mathrm{tr}(H\Sigma^*) + \beta\,\mathrm{KL}`.
+
+        It says nothing about :math:`Q` where the loss is not quadratic over the width of :math:`Q`; see
+        :meth:`code_length`.
 
         Args:
             loss: :math:`L_D(w^*)`, the **sum** of the loss over the dataset.
         """
         return loss + self.curvature_penalty + self.beta * self.kl
+
+    def code_length(self, expected_loss: float | Tensor, *, choices: int = 1) -> Tensor:
+        r"""Return :math:`C_\beta = \mathbb{E}_Q[L_D] + \beta\,(\mathrm{KL} + \log J)`.
+
+        With an expected loss that was **measured** on draws of :math:`Q`, and at :math:`\beta = 1`, this is the length
+        of a code for the labels.
+
+        Args:
+            expected_loss: :math:`\mathbb{E}_Q[L_D]`, a sum over the dataset.
+            choices: :math:`J`, from how many widths of the pre-distribution this one was chosen.
+        """
+        return expected_loss + self.beta * (self.kl + math.log(choices))
 
 
 def added(parts: Iterable[InformationTerms]) -> InformationTerms:
@@ -44,14 +68,19 @@ def added(parts: Iterable[InformationTerms]) -> InformationTerms:
         parts: At least one group's.
 
     Example:
-        >>> from torch import ones, tensor
-        >>> part = InformationTerms(tensor(1.0), tensor(2.0), tensor(3.0), beta=0.5)
-        >>> added([part, part])
-        InformationTerms(kl=tensor(2.), effective_parameters=tensor(4.), curvature_penalty=tensor(6.), beta=0.5)
+        >>> from torch import tensor
+        >>> part = InformationTerms(tensor(1.0), tensor(2.0), tensor(3.0), tensor(4.0), beta=0.5)
+        >>> added([part, part]).kl
+        tensor(6.)
     """
     parts = list(parts)
-    kl, effective, penalty = (torch.stack([part[i] for part in parts]).sum() for i in range(3))  # type: ignore[misc]
-    return InformationTerms(kl, effective, penalty, parts[0].beta)
+    return InformationTerms(
+        displacement=torch.stack([part.displacement for part in parts]).sum(),
+        curvature=torch.stack([part.curvature for part in parts]).sum(),
+        effective_parameters=torch.stack([part.effective_parameters for part in parts]).sum(),
+        curvature_penalty=torch.stack([part.curvature_penalty for part in parts]).sum(),
+        beta=parts[0].beta,
+    )
 
 
 def post_variance(curvature: Tensor, *, prior_std: float, beta: float = 1.0) -> Tensor:
@@ -105,8 +134,8 @@ def information_in_weights(
         beta: Weight of the KL beside the sum of the loss; 1 is the evidence lower bound.
 
     Returns:
-        KL, effective number of parameters and curvature penalty, each summed over all weights. Parts of a network
-        that share ``beta`` add up.
+        Both parts of the KL, effective number of parameters and curvature penalty, each summed over all weights. Parts
+        of a network that share ``beta`` add up.
 
     Example:
         >>> from torch import tensor
@@ -158,10 +187,88 @@ def information_sweep(
         distance += moved.dot(moved)
         determined += known
         logarithms += logarithm
-    spread = (logarithms - determined).clamp_min(0)
-    kls = 0.5 * (distance / scales.new_tensor([std**2 for std in prior_stds]) + spread)
+    displacements = 0.5 * distance / scales.new_tensor([std**2 for std in prior_stds])
+    curvatures = 0.5 * (logarithms - determined).clamp_min(0)
     penalties = 0.5 * beta * determined
-    return [InformationTerms(*terms, beta) for terms in zip(kls, determined, penalties, strict=True)]
+    columns = (displacements, curvatures, determined, penalties)
+    return [InformationTerms(*terms, beta) for terms in zip(*columns, strict=True)]
+
+
+def evidence_prior_std(curvature: Tensor, displacement: Tensor, *, beta: float = 1.0) -> float:
+    r"""Width of the pre-distribution with the smallest quadratic :math:`C_\beta`.
+
+    .. math:: \lambda^2\,k_{eff}(\lambda) = \|\Delta\|^2,
+        \qquad k_{eff}(\lambda) = \sum_i \frac{\lambda^2 h_i}{\lambda^2 h_i + \beta}
+
+    The left side grows with :math:`\lambda`, so that there is one root; it is found by bisection in
+    :math:`\log\lambda`. **A diagnostic**: the Gaussian that belongs to it may destroy the network that it stands for,
+    see :meth:`InformationTerms.code_length`.
+
+    Args:
+        curvature: Diagonal :math:`h_i` of the curvature of the **sum** of the loss, non-negative.
+        displacement: :math:`\Delta = w^* - w_0`, the same shape.
+        beta: Weight of the KL beside the sum of the loss.
+
+    Returns:
+        :math:`\lambda`; 0 where nothing has moved, and NaN (not estimable) where there is no curvature.
+
+    Example:
+        >>> from torch import tensor
+        >>> round(evidence_prior_std(tensor([2.0]), tensor([1.0])), 4)  # λ⁴h = (λ²h + 1)Δ²
+        1.1688
+    """
+    check_positive(beta=beta)
+    h = _non_negative(curvature).flatten()
+    h = h[h > 0]
+    distance = displacement.double().square().sum().item()
+    if not distance:
+        return 0.0
+    if not len(h):
+        return math.nan
+
+    def excess(log_std: float) -> float:
+        """Logarithm of the left side over the right."""
+        gain = h * (math.exp(2 * log_std) / beta)
+        effective = (gain / (gain + 1)).sum().item()
+        return 2 * log_std + math.log(effective / distance) if effective else -math.inf
+
+    low = 0.5 * math.log(distance / len(h))  # k_eff is at most the number of weights
+    high, step = low, 1.0
+    while excess(high) < 0:
+        high += step
+        step *= 2
+    while high - low > 1e-12 * max(1.0, abs(high)):
+        middle = 0.5 * (low + high)
+        if middle in (low, high):
+            break
+        low, high = (low, middle) if excess(middle) > 0 else (middle, high)
+    return math.exp(0.5 * (low + high))
+
+
+def label_entropy(counts: Tensor) -> float:
+    r"""Entropy of class labels in nats, from how often each occurs among few.
+
+    .. math:: \hat H = \log n - \frac1n\sum_c n_c\log n_c + \frac{m - 1}{2n}
+
+    for :math:`m` classes that occur among :math:`n` labels. The last term is Miller and Madow's: observed frequencies
+    are less even than the true ones. Times the number of labels this is what a code for them needs without a model.
+
+    Args:
+        counts: How often each class occurs, shape ``[C]``.
+
+    Returns:
+        Nats per label; NaN without labels.
+
+    Example:
+        >>> from torch import tensor
+        >>> round(label_entropy(tensor([50_000, 50_000])), 4)  # log 2
+        0.6932
+    """
+    counts = counts[counts > 0].double()
+    if not len(counts):
+        return math.nan
+    n = counts.sum()
+    return (n.log() - (counts * counts.log()).sum() / n + (len(counts) - 1) / (2 * n)).item()
 
 
 def _sums(h: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:

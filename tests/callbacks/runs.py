@@ -128,9 +128,10 @@ def digits(n: int = 32) -> TensorDataset:
 
 
 def read_csv(logger: CSVLogger) -> list[dict[str, float]]:
-    """Return what a CSV logger stored."""
+    """Return what a CSV logger stored; the names of ours without what all of them begin with."""
     with open(Path(logger.log_dir, "metrics.csv"), newline="") as file:
-        return [{key: float(value) for key, value in row.items() if value} for row in csv.DictReader(file)]
+        rows = [{key: float(value) for key, value in row.items() if value} for row in csv.DictReader(file)]
+    return [{key.removeprefix("taskinfo/"): value for key, value in row.items()} for row in rows]
 
 
 def same(a: Any, b: Any, where: str = "") -> None:

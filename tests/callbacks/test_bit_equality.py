@@ -9,6 +9,8 @@ from torch.utils.data import DataLoader
 from lightning_taskinfo.callbacks import TrainStepNorms
 from tests.callbacks.runs import PROBES, Classifier, Noisy, fit, random_states, same
 
+MEASURED_AT_START = True
+
 
 def outcome(folder, *callbacks, **arguments):
     """Return the checkpoint after fit, without the callbacks' own entries, modes, gradients and random states."""
@@ -50,7 +52,8 @@ def test_checkpoint_and_random_states(tmp_path, variant, data):
     watched = outcome(tmp_path, *probes, loader=noisy_loader(), **VARIANTS[variant])
     same(alone, watched)
     assert all(gradient is not None for gradient in alone[2])
-    assert all(len(probe.history) == watched[0]["global_step"] for probe in probes)
+    start = data != "train_step"
+    assert all(len(probe.history) == watched[0]["global_step"] + start for probe in probes)
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -66,7 +69,8 @@ def test_a_probe_of_the_training_step_beside_the_others_in_any_order(tmp_path, f
     ]
     same(alone, outcome(tmp_path, *([beside, *others] if first else [*others, beside])))
     assert beside.history == by_itself.history
-    assert all(len(probe.history) == 8 for probe in (beside, *others))
+    assert len(beside.history) == 8
+    assert all(len(probe.history) == 9 for probe in others)
 
 
 def test_with_workers_and_validation(tmp_path):
@@ -99,7 +103,7 @@ def test_a_compiled_module(tmp_path):
 
     alone, probes = run(), every_step("train_batch")
     same(alone, run(*probes))
-    assert all(len(probe.history) == 4 for probe in probes)
+    assert all(len(probe.history) == 5 for probe in probes)
 
 
 class Failing(RuntimeError):
@@ -127,5 +131,5 @@ def test_a_failing_measurement(tmp_path, probe):
     same(alone, watched)
     about = [str(w.message) for w in caught if "could not measure" in str(w.message)]
     assert len(about) == 1
-    assert f"{broken.state_key} could not measure at step 1 (Failing: no); training goes on" in about[0]
-    assert [row["step"] for row in broken.history] == [3]
+    assert f"{broken.state_key} could not measure at step 0 (Failing: no); training goes on" in about[0]
+    assert [row["step"] for row in broken.history] == [2]

@@ -43,7 +43,7 @@ def test_trace_and_loss_are_those_of_the_models_own_loss(tmp_path, name):
     norm, _ = loop(module.model, name, everything[-4:])
     _, loss = loop(module.model, name, everything)
     assert trace.history[-1]["fisher_trace"] == pytest.approx(norm, rel=1e-3)
-    assert information.history[-1]["expected_loss"] == pytest.approx(16 * loss, rel=1e-4)
+    assert information.history[-1]["loss_nats"] == pytest.approx(16 * loss, rel=1e-4)
 
 
 @models

@@ -1,6 +1,7 @@
 """``InformationInWeights`` against the formula on the same samples, and its center through checkpoints."""
 
 import math
+import warnings
 from copy import deepcopy
 from pathlib import Path
 
@@ -8,11 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_taskinfo import TaskInfoWarning, add_weight_noise
 from lightning_taskinfo.callbacks import InformationInWeights
+from lightning_taskinfo.callbacks.information_in_weights import AUTO_STDS
 from lightning_taskinfo.fisher import fisher_diagonal
+from lightning_taskinfo.functional.information import label_entropy
 from tests.callbacks.runs import Classifier, digits, fit
 
 
@@ -30,13 +33,14 @@ def expected(model, center, *, prior_std, beta, n=32):
     x, y = digits().tensors
     model.eval()
     diagonal = fisher_diagonal(model, x, labels="exact")
-    kl, penalty, effective, layers = 0.0, 0.0, 0.0, {}
+    kl, curvature, penalty, effective, layers = 0.0, 0.0, 0.0, 0.0, {}
     for name, p in model.named_parameters():
         part = 0.0
         moved = (p - center[name]).flatten().tolist()
         for h, delta in zip((n * diagonal[name]).flatten().tolist(), moved, strict=True):
             v = 1 / (1 + prior_std**2 * h / beta)
             part += 0.5 * (delta**2 / prior_std**2 + v - 1 - math.log(v))
+            curvature += 0.5 * (v - 1 - math.log(v))
             penalty += 0.5 * h * v * prior_std**2
             effective += prior_std**2 * h / (prior_std**2 * h + beta)
         layer = name.rpartition(".")[0]
@@ -45,11 +49,13 @@ def expected(model, center, *, prior_std, beta, n=32):
     loss = F.cross_entropy(model(x), y, reduction="sum").item()
     return {
         "information_nats": kl,
-        "expected_loss": loss,
-        "curvature_penalty": penalty,
-        "c_beta": loss + penalty + beta * kl,
+        "curvature_nats": curvature,
+        "displacement_nats": kl - curvature,
+        "squared_displacement": 2 * prior_std**2 * (kl - curvature),
+        "prior_std": prior_std,
+        "loss_nats": loss,
+        "quadratic_loss_nats": loss + penalty,
         "effective_parameters": effective,
-        "information_nats_per_parameter": kl / sum(p.numel() for p in model.parameters()),
         **{f"information_nats/{layer}": part for layer, part in layers.items()},
     }
 
@@ -70,21 +76,156 @@ def test_equals_the_formula_on_the_whole_training_set(tmp_path, loader, prior_st
     row, reference = callback.history[-1], expected(model, start, prior_std=prior_std, beta=beta)
     assert [entry["step"] for entry in callback.history] == [4, 8]
     assert {name: row[name] for name in reference} == pytest.approx(reference, rel=1e-5)
-    assert row["c_beta"] == pytest.approx(
-        row["expected_loss"] + row["curvature_penalty"] + beta * row["information_nats"]
-    )
+    assert row["c_beta"] == pytest.approx(row["expected_loss_nats"] + beta * row["information_nats"])
+    assert row["gaussian_misfit"] == pytest.approx(row["expected_loss_nats"] / row["quadratic_loss_nats"])
 
 
-def test_other_prior_stds_come_free(tmp_path, loader):
+def test_the_measured_loss_is_that_of_brute_force(tmp_path, loader):
+    callback = InformationInWeights(prior_std=0.3, beta=2.0, labels="exact", draws=600)
+    model = fit(tmp_path, callback, model=steady, loader=loader).lightning_module.eval()
+    row = callback.history[-1]
+    x, y = digits().tensors
+    fisher = fisher_diagonal(model, x, labels="exact")
+    means = {name: p.detach().clone() for name, p in model.named_parameters()}
+    losses, generator = [], torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for _ in range(3000):
+            for name, p in model.named_parameters():
+                std = (2.0 / (32 * fisher[name] + 2.0 / 0.3**2)).sqrt()
+                p.copy_(means[name] + std * torch.randn(p.shape, generator=generator))
+            losses.append(F.cross_entropy(model(x), y, reduction="sum"))
+    brute = torch.stack(losses)
+    error = math.hypot(row["expected_loss_nats_standard_error"], brute.std().item() / 3000**0.5)
+    assert abs(row["expected_loss_nats"] - brute.mean().item()) < 3 * error
+    assert row["expected_loss_nats_standard_error"] < 0.03 * row["expected_loss_nats"]
+    assert row["expected_loss_nats"] - row["loss_nats"] > 10 * error, "which is more than the network's own loss"
+
+
+def test_draws_repeat_from_measurement_to_measurement(tmp_path, loader):
+    """With the same noise each time, a training that stands still reads the same numbers."""
+
+    class Still(Classifier):
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    callback = InformationInWeights(prior_center="zero", labels="exact", every_n_steps=1)
+    model = Still(dropout=0.0)
+    model.net[1] = nn.Identity()  # whose statistics would move
+    fit(tmp_path, callback, model=model, loader=loader)
+    rows = [{name: value for name, value in row.items() if name != "step"} for row in callback.history]
+    assert all(row == rows[0] for row in rows)
+
+
+@pytest.mark.parametrize("prior_std", [0.1, "auto"])
+def test_an_untrained_network_has_learned_nothing(tmp_path, loader, prior_std):
+    callback = InformationInWeights(prior_std=prior_std, at_start=True)
+    fit(tmp_path, callback, loader=loader)
+    start, *later = callback.history
+    assert start["step"] == 0
+    for name in ("information_nats", "displacement_nats", "curvature_nats", "squared_displacement"):
+        assert start[name] == 0.0
+        assert all(row[name] > 0 for row in later)
+    assert start["c_beta"] == start["expected_loss_nats"] == start["loss_nats"] > 0
+    assert start["gaussian_misfit"] == 1.0
+    assert start.keys() == later[0].keys(), "the same keys at any time"
+    assert {start[name] for name in start if name.startswith("information_nats/")} == {0.0}
+    if prior_std == "auto":
+        assert math.isnan(start["prior_std"])
+    else:
+        assert start["prior_std"] == 0.1
+
+
+def test_a_layer_that_has_not_moved_has_learned_nothing(tmp_path, loader):
+    class Half(Classifier):
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.net[7].parameters(), lr=0.1)
+
+    callback = InformationInWeights()
+    fit(tmp_path, callback, model=Half, loader=loader)
+    nats = {name: value for name, value in callback.history[-1].items() if name.startswith("information_nats/")}
+    assert [name for name, value in nats.items() if value > 0] == ["information_nats/net.7"]
+    assert sum(nats.values()) == pytest.approx(callback.history[-1]["information_nats"])
+
+
+def test_the_keys_are_the_same_whatever_the_settings(tmp_path, loader):
+    keys = []
+    for settings in ({}, {"prior_std": "auto"}, {"prior_std": 3.0, "beta": 7.0}, {"labels": "exact", "draws": 2}):
+        callback = InformationInWeights(**settings)
+        fit(tmp_path, callback, loader=loader, max_epochs=1)
+        keys.append(list(callback.history[-1]))
+    assert all(other == keys[0] for other in keys)
+
+
+def test_auto_takes_the_width_with_the_smallest_measured_code_length(tmp_path, loader):
     def last(prior_std):
         callback = InformationInWeights(prior_std=prior_std, labels="exact")
-        fit(tmp_path, callback, loader=loader)
+        fit(tmp_path, callback, model=steady, loader=loader)
         return callback.history[-1]
 
-    row = last(0.1)
-    for std in (0.01, 1.0, 10.0):
-        measured = row[f"information_nats_at_prior_std/{std:g}"]
-        assert measured == pytest.approx(last(std)["information_nats"])
+    auto = last("auto")
+    lengths = {std: last(std)["c_beta"] + math.log(len(AUTO_STDS)) for std in AUTO_STDS}
+    assert auto["c_beta"] == pytest.approx(min(lengths.values()))
+    assert auto["prior_std"] == min(lengths, key=lengths.get)
+    assert AUTO_STDS[0] < auto["prior_std"] < AUTO_STDS[-1]
+
+
+def test_auto_tries_neighbours_only_and_goes_on_after_a_checkpoint(tmp_path, loader, monkeypatch):
+    widths = []
+    original = InformationInWeights._at
+
+    def counted(self, std, *others):
+        widths.append(std)
+        return original(self, std, *others)
+
+    monkeypatch.setattr(InformationInWeights, "_at", counted)
+    first = InformationInWeights(prior_std="auto", every_n_steps=1)
+    fit(tmp_path, first, model=steady, loader=loader, max_epochs=1).save_checkpoint(tmp_path / "one.ckpt")
+    assert len(widths) <= 9 + 3 * 3
+    widths.clear()
+    resumed = InformationInWeights(prior_std="auto", every_n_steps=1)
+    fit(tmp_path, resumed, model=steady, loader=loader, max_steps=5, max_epochs=2, ckpt_path=tmp_path / "one.ckpt")
+    before, after = (AUTO_STDS.index(row["prior_std"]) for row in resumed.history[-2:])
+    assert sorted(widths) == sorted(AUTO_STDS[before + j] for j in (-1, 0, 1))
+    assert abs(after - before) <= 1
+
+
+def test_a_gaussian_that_destroys_the_network_is_warned_about_once(tmp_path, loader):
+    class Fitted(Classifier):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 3))
+
+    callback = InformationInWeights(prior_std=1.0, every_n_epochs=20)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(tmp_path, callback, model=Fitted, loader=loader, max_epochs=80)  # until the loss has gone to 0
+    assert len([w for w in caught if "gaussian_misfit" in str(w.message)]) == 1
+    assert callback.history[-1]["gaussian_misfit"] > 2
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*gaussian_misfit")
+        fit(tmp_path, InformationInWeights(prior_std=0.01), loader=loader)
+
+
+def test_the_share_of_the_labels(tmp_path, loader):
+    callback = InformationInWeights()
+    fit(tmp_path, callback, loader=loader)
+    counts = digits().tensors[1].bincount()
+    row = callback.history[-1]
+    assert row["c_beta_per_label_nat"] == pytest.approx(row["c_beta"] / (32 * label_entropy(counts)))
+
+
+def test_random_labels_are_not_compressed():
+    """On average over labelings no code for random labels is shorter than N log C."""
+    lengths = []
+    for seed in range(12):
+        generator = torch.Generator().manual_seed(seed)
+        data = TensorDataset(digits().tensors[0], torch.randint(3, (32,), generator=generator))
+        callback = InformationInWeights(prior_std="auto", labels="exact", draws=16, every_n_epochs=40)
+        model = Classifier(dropout=0.0)
+        fit(Path(), callback, model=model, loader=DataLoader(data, batch_size=8), max_epochs=40)
+        lengths.append(callback.history[-1]["c_beta"])
+    lengths = torch.tensor(lengths)
+    assert lengths.mean() > 32 * math.log(3) - 2 * lengths.std() / len(lengths) ** 0.5
 
 
 def test_a_subset_stands_for_the_whole_set(tmp_path, loader):
@@ -94,9 +235,9 @@ def test_a_subset_stands_for_the_whole_set(tmp_path, loader):
         return callback.history[-1]
 
     whole, part = last(), last(max_samples=16)
-    assert part["expected_loss"] == pytest.approx(whole["expected_loss"], rel=0.5)
-    assert part["expected_loss"] != whole["expected_loss"]
-    assert last(num_samples=64)["expected_loss"] == pytest.approx(2 * whole["expected_loss"])
+    assert part["loss_nats"] == pytest.approx(whole["loss_nats"], rel=0.5)
+    assert part["loss_nats"] != whole["loss_nats"]
+    assert last(num_samples=64)["loss_nats"] == pytest.approx(2 * whole["loss_nats"])
     assert not any(name.startswith("information_nats/") for name in whole)
 
 
@@ -168,6 +309,9 @@ def test_an_unknown_size_has_to_be_given(tmp_path):
     [
         ({"prior_std": 0.0}, r"`prior_std` must be positive, got 0\.0"),
         ({"beta": -1.0}, r"`beta` must be positive, got -1\.0"),
+        ({"prior_std": "wide"}, "`prior_std` must be .*'auto', got 'wide'"),
+        ({"draws": 3}, "`draws` must be an even number, .*got 3"),
+        ({"draws": 0}, "`draws` must be an even number, .*got 0"),
         ({"num_samples": 0}, "`num_samples` must be at least 1, got 0"),
         (
             {"prior_center": "here.ckpt"},
@@ -188,9 +332,9 @@ def test_all_but_the_layers_can_be_monitored(tmp_path, loader):
     assert "c_beta" in row
     layers = {name for name in row if name.startswith("information_nats/")}
     assert layers
-    assert "information_nats_at_prior_std/1" in row
-    expected = {f"mine/{name}": pytest.approx(value) for name, value in row.items() if name not in layers}
-    assert {name: v.item() for name, v in trainer.callback_metrics.items() if name.startswith("mine/")} == expected
+    expected = {f"taskinfo/mine/{name}": pytest.approx(value) for name, value in row.items() if name not in layers}
+    monitored = {name: v.item() for name, v in trainer.callback_metrics.items() if name.startswith("taskinfo/")}
+    assert monitored == expected
 
 
 def test_noisy_weights_are_refused(tmp_path, loader):

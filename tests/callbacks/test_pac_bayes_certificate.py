@@ -16,7 +16,8 @@ from lightning_taskinfo import TaskInfoWarning
 from lightning_taskinfo.callbacks.pac_bayes_certificate import PACBayesCertificate
 from lightning_taskinfo.certificates import Prior, certify, pareto_front
 from tests.callbacks.runs import Classifier, fit, read_csv, seed_everything
-from tests.callbacks.test_loggers import wandb_histories
+from tests.callbacks.test_loggers import items as items_of
+from tests.callbacks.test_loggers import wandb_records
 from tests.certificates.conftest import blobs
 
 QUICK = {"draws": 20, "betas": (1.0,), "prior_origin": "random initialisation"}
@@ -125,13 +126,14 @@ def test_the_tradeoff_reaches_an_offline_wandb_run(tmp_path, loader, monkeypatch
     logger.experiment.finish()
     prior = Prior(start(), origin="random initialisation")
     assert callback.tradeoff == pareto_front(model, blobs(64, seed=0), prior, betas=(1.0,))
-    ((run, items),) = wandb_histories(tmp_path)
+    ((run, records),) = wandb_records(tmp_path)
+    items = items_of(records, "history")
     stored = {key: value for item in items for key, value in item.items()}
     for row in callback.tradeoff:
-        assert stored[f"certificate_pareto_{row.structure}"] == pytest.approx(row.bound)
-    (image,) = stored["certificate_pareto_figure.filenames"]
+        assert stored[f"taskinfo/certificate_pareto_{row.structure}"] == pytest.approx(row.bound)
+    (image,) = stored["taskinfo/certificate_pareto_figure.filenames"]
     assert (run / "files" / image).read_bytes().startswith(b"\x89PNG")
-    table = json.loads((run / "files" / stored["certificate_pareto_table.path"]).read_text())
+    table = json.loads((run / "files" / stored["taskinfo/certificate_pareto_table.path"]).read_text())
     assert table["columns"] == ["structure", "beta", "risk", "kl", "price", "bound", "disagreement"]
     assert [row[0] for row in table["data"]] == ["isotropic", "diagonal", "neuron", "oracle"]
     assert [row[3] for row in table["data"]] == pytest.approx([row.kl for row in callback.tradeoff])
@@ -153,7 +155,7 @@ def test_the_tradeoff_reaches_other_loggers_as_files_and_text(tmp_path, loader):
     stored = {key: value for row in read_csv(csv_logger) for key, value in row.items()}
     assert stored["mine/certificate_pareto_neuron"] == pytest.approx(smallest)
     events = EventAccumulator(board.log_dir).Reload()
-    assert events.Images("mine/certificate_pareto_figure")
+    assert events.Images("taskinfo/mine/certificate_pareto_figure")
     assert any("mine/certificate_pareto_table" in tag for tag in events.Tags()["tensors"])
 
 

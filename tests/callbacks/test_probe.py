@@ -72,7 +72,7 @@ def test_limited_batches_and_iterable_data_have_a_last_batch_too(tmp_path):
 @all_probes
 def test_checkpointing_and_early_stopping_see_it(tmp_path, probe):
     callback = probe(every_n_steps=4, data="train_batch", name="mine")
-    monitor = f"mine/{callback.headline[0]}"
+    monitor = f"taskinfo/mine/{callback.headline[0]}"
     saved = ModelCheckpoint(tmp_path, monitor=monitor, save_top_k=2, filename="{step}")
     stopping = EarlyStopping(monitor, patience=0, min_delta=1e9, check_on_train_epoch_end=True)
     trainer = fit(tmp_path, callback, saved, stopping, enable_checkpointing=True, max_epochs=9)

@@ -5,11 +5,17 @@ from fractions import Fraction
 
 import pytest
 import torch
-from scipy import optimize
+from scipy import optimize, stats
 from torch.distributions import Normal, kl_divergence
 
 from lightning_taskinfo.functional import information
-from lightning_taskinfo.functional.information import information_in_weights, information_sweep, post_variance
+from lightning_taskinfo.functional.information import (
+    evidence_prior_std,
+    information_in_weights,
+    information_sweep,
+    label_entropy,
+    post_variance,
+)
 
 
 @pytest.fixture
@@ -125,3 +131,59 @@ def test_refuses_other_shapes_and_negative_curvature():
         information_in_weights(torch.ones(2), torch.ones(3), prior_std=1.0)
     with pytest.raises(ValueError, match=r"`curvature` must be non-negative, got -1\.0"):
         post_variance(-torch.ones(2), prior_std=1.0)
+
+
+def test_the_two_parts_of_the_kl_add_up(weights):
+    h, delta = weights
+    for std in (0.01, 0.3, 5.0):
+        terms = information_in_weights(h, delta, prior_std=std, beta=0.7)
+        assert terms.displacement.item() == pytest.approx(delta.square().sum().item() / (2 * std**2))
+        v = 1 / (1 + std**2 * h / 0.7)
+        assert terms.curvature.item() == pytest.approx(0.5 * (v - 1 - v.log()).sum().item(), rel=1e-6)
+        assert terms.kl.item() == pytest.approx((terms.displacement + terms.curvature).item())
+
+
+def test_a_code_length_pays_for_the_choice(weights):
+    h, delta = weights
+    terms = information_in_weights(h, delta, prior_std=1.0, beta=0.5)
+    assert terms.code_length(3.0).item() == pytest.approx(3.0 + 0.5 * terms.kl.item())
+    assert terms.code_length(3.0, choices=17).item() == pytest.approx(3.0 + 0.5 * (terms.kl.item() + math.log(17)))
+
+
+@pytest.mark.parametrize("beta", [0.01, 1.0, 30.0])
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+def test_the_evidence_root_has_the_smallest_quadratic_objective(weights, beta, scale):
+    h, delta = weights
+    root = evidence_prior_std(scale * h, delta, beta=beta)
+    near = [root * 1.01**j for j in range(-300, 301)]
+    objectives = [terms.objective().item() for terms in information_sweep(scale * h, delta, prior_stds=near, beta=beta)]
+    assert near[min(range(len(near)), key=objectives.__getitem__)] == pytest.approx(root, rel=0.011)
+    effective = information_in_weights(scale * h, delta, prior_std=root, beta=beta).effective_parameters.item()
+    assert root**2 * effective == pytest.approx(delta.square().sum().item(), rel=1e-9)
+
+
+def test_the_evidence_root_where_plain_iteration_oscillates():
+    h, delta = torch.tensor([1e-8, 1e8]).double(), torch.tensor([1e-4, 30.0]).double()
+    root = evidence_prior_std(h, delta)
+    effective = information_in_weights(h, delta, prior_std=root).effective_parameters.item()
+    assert root**2 * effective == pytest.approx(delta.square().sum().item(), rel=1e-6)
+
+
+def test_the_evidence_root_in_its_limits(weights):
+    h, delta = weights
+    assert evidence_prior_std(h, torch.zeros_like(delta)) == 0.0, "nothing has moved"
+    assert math.isnan(evidence_prior_std(torch.zeros_like(h), delta)), "no curvature"
+    assert math.isnan(evidence_prior_std(h[:0], torch.ones(1)))
+    tiny = evidence_prior_std(torch.tensor([1e-200], dtype=torch.float64), torch.tensor([1e-110], dtype=torch.float64))
+    assert tiny == pytest.approx(1e-5, rel=1e-6), "λ⁴h = βΔ² where λ²h is small"
+    with pytest.raises(ValueError, match="`beta` must"):
+        evidence_prior_std(h, delta, beta=math.nan)
+
+
+def test_label_entropy_against_scipy_and_its_bias():
+    generator = torch.Generator().manual_seed(0)
+    counts = [row.bincount(minlength=12) for row in torch.randint(10, (400, 100), generator=generator)]
+    assert label_entropy(counts[0]) == pytest.approx(stats.entropy(counts[0].numpy()) + 9 / 200)
+    mean = sum(map(label_entropy, counts)) / len(counts)
+    assert mean == pytest.approx(math.log(10), abs=0.005), "without the correction it is 0.045 too small"
+    assert math.isnan(label_entropy(torch.zeros(3)))

@@ -47,7 +47,7 @@ def test_every_method_changes_the_training_of_its_stages(method, stage):
     plain, penalised = classifier(stage=stage)[0], classifier(method, stage)[0]
     metrics = fit(penalised, classifier(stage=stage)[1]).callback_metrics
     fit(plain, classifier(stage=stage)[1])
-    assert f"{method}/penalty" in metrics
+    assert f"taskinfo/{method}/added_to_loss" in metrics
     plain_weight = plain.backbone[1].weight
     penalised_weight = penalised.backbone[1].weight
     assert not torch.equal(plain_weight, penalised_weight)

@@ -1,0 +1,137 @@
+"""The Gaussians of every width around one network, and the losses that their draws have."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Generator, Tensor, nn
+
+from lightning_taskinfo._observe import ParamDict
+from lightning_taskinfo.functional.information import InformationTerms, information_in_weights, post_variance
+
+
+@dataclass(frozen=True)
+class PostFamily:
+    r"""For each width of the pre-distribution, the best Gaussian post-distribution around the same weights.
+
+    Attributes:
+        curvature: :math:`h = N F` of the **sum** of the loss by name of the weight: its diagonal, or its eigenvalues
+            where ``bases`` has their eigenvectors; each shaped like the weight.
+        displacement: :math:`\Delta = w - w_0` by name of the weight.
+        beta: Weight of the KL beside the sum of the loss.
+        bases: Eigenvectors of the Kronecker factors of a weight's rows and columns; None for a factor that is a
+            diagonal, or that there is not.
+    """
+
+    curvature: ParamDict
+    displacement: ParamDict
+    beta: float
+    bases: Mapping[str, tuple[Tensor | None, Tensor | None]] = field(default_factory=dict)
+
+    def terms(self, prior_std: float) -> dict[str, InformationTerms]:
+        """Return the information in each weight for one width of the pre-distribution."""
+        return {
+            name: information_in_weights(self.curvature[name], moved, prior_std=prior_std, beta=self.beta)
+            for name, moved in self.displacement.items()
+        }
+
+    def shaped(self, prior_std: float) -> Callable[[str, Tensor], Tensor]:
+        r"""Return the function that makes :math:`\Sigma^{1/2}\varepsilon` of a weight's name and its noise."""
+        stds = {
+            name: post_variance(self.curvature[name], prior_std=prior_std, beta=self.beta).sqrt().float()
+            for name in self.displacement
+        }
+
+        def shape(name: str, noise: Tensor) -> Tensor:
+            # Into the eigenvectors' basis and back: this root is symmetric, and so the same for any choice of them.
+            std = stds[name].to(noise.dtype)
+            bases = [None if basis is None else basis.to(noise) for basis in self.bases.get(name, (None, None))]
+            rows, columns = bases
+            turned = _turned(noise, None if rows is None else rows.T, None if columns is None else columns.T)
+            return _turned(std * turned, rows, columns)
+
+        return shape
+
+
+def _turned(tensor: Tensor, rows: Tensor | None, columns: Tensor | None) -> Tensor:
+    """Return ``rows @ tensor @ columns.T``, the tensor seen as a matrix."""
+    turned = tensor
+    if rows is not None:
+        turned = rows @ turned.reshape(len(rows), -1)
+    if columns is not None:
+        turned = turned.reshape(-1, len(columns)) @ columns.T
+    return turned.reshape(tensor.shape)
+
+
+@torch.no_grad()
+def losses_with_noise(
+    model: nn.Module,
+    loss: Callable[[], float],
+    shaped: Callable[[str, Tensor], Tensor],
+    noises: Sequence[ParamDict],
+) -> Tensor:
+    r"""Losses of the network with weights :math:`w + \Sigma^{1/2}\varepsilon` and :math:`w - \Sigma^{1/2}\varepsilon`.
+
+    Both signs of each noise are tried. Both are draws from the same Gaussian, and what is linear in the noise cancels
+    in their mean. The same noises for several Gaussians make their losses comparable (common random numbers).
+
+    Args:
+        model: The network; its own weights come back, bit for bit.
+        loss: Returns the loss under the network's present weights.
+        shaped: Returns :math:`\Sigma^{1/2}\varepsilon` from the name of a weight and its :math:`\varepsilon`.
+        noises: Standard normal :math:`\varepsilon` by name, from :func:`standard_noises`; other weights keep their
+            values.
+
+    Returns:
+        One row per noise, the losses of both signs beside each other, float64, shape ``[len(noises), 2]``.
+    """
+    parameters = dict(model.named_parameters())
+    rows = []
+    for noise in noises:
+        weights = {name: parameters[name] for name in noise}
+        shifts = {name: shaped(name, part) for name, part in noise.items()}
+        pair = []
+        for sign in (1.0, -1.0):
+            drawn = {name: torch.add(p, shifts[name], alpha=sign).to(p.dtype) for name, p in weights.items()}
+            with _holding(weights, drawn):
+                pair.append(loss())
+        rows.append(pair)
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def standard_noises(weights: Mapping[str, Tensor], count: int, seed: int) -> list[ParamDict]:
+    """Return ``count`` standard normal noises for each of the weights, float32 at least, on their device.
+
+    Args:
+        weights: Tensors by name, whose shapes and devices count.
+        count: Number of noises.
+        seed: The same seed gives the same noises.
+
+    Example:
+        >>> first, again = (standard_noises({"w": torch.zeros(2, 3)}, 1, seed=0) for _ in range(2))
+        >>> first[0]["w"].shape, torch.equal(first[0]["w"], again[0]["w"])
+        (torch.Size([2, 3]), True)
+    """
+    generators = {w.device: Generator(w.device).manual_seed(seed) for w in weights.values()}
+    noises: list[ParamDict] = []
+    for _ in range(count):
+        noise = {}
+        for name, w in weights.items():
+            dtype = torch.promote_types(w.dtype, torch.float32)
+            noise[name] = torch.randn(w.shape, generator=generators[w.device], dtype=dtype, device=w.device)
+        noises.append(noise)
+    return noises
+
+
+@contextmanager
+def _holding(parameters: Mapping[str, nn.Parameter], values: ParamDict) -> Iterator[None]:
+    """Let parameters hold other values, and their own tensors again afterwards, also on an exception."""
+    kept = {name: p.data for name, p in parameters.items()}
+    try:
+        for name, p in parameters.items():
+            p.data = values[name]
+        yield
+    finally:
+        for name, p in parameters.items():
+            p.data = kept[name]

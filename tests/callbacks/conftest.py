@@ -1,0 +1,12 @@
+"""Most tests are about the schedule of measurements: they leave the one before training to those that ask for it."""
+
+import pytest
+
+from lightning_taskinfo.callbacks._probe import Probe
+
+
+@pytest.fixture(autouse=True)
+def schedule_only(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure at the start only in modules that say ``MEASURED_AT_START = True``."""
+    if not getattr(request.module, "MEASURED_AT_START", False):
+        monkeypatch.setattr(Probe, "default_at_start", False)

@@ -1,0 +1,106 @@
+"""Gaussians around a network: their draws, and their expected loss against brute force."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from lightning_taskinfo.distributions.post_family import PostFamily, losses_with_noise, standard_noises
+from lightning_taskinfo.fisher import fisher_diagonal
+from lightning_taskinfo.fisher.kron import KroneckerFactors
+from lightning_taskinfo.fisher.kron_metric import KroneckerFisher
+
+
+@pytest.fixture
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+@pytest.fixture
+def data():
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(24, 4, generator=generator), torch.randint(3, (24,), generator=generator)
+
+
+def loss_of(net, data):
+    x, y = data
+    return lambda: cross_entropy(net(x), y, reduction="sum").item()
+
+
+def family_of(net, data, beta=1.0):
+    h = {name: 24 * part for name, part in fisher_diagonal(net, data[0], labels="exact").items()}
+    return PostFamily(h, {name: p.detach() for name, p in net.named_parameters()}, beta)
+
+
+@pytest.mark.parametrize("prior_std", [0.1, 1.0])
+def test_the_measured_loss_is_that_of_brute_force(net, data, prior_std):
+    family = family_of(net, data)
+    noises = standard_noises(family.displacement, 400, seed=3)
+    pairs = losses_with_noise(net, loss_of(net, data), family.shaped(prior_std), noises).mean(1)
+
+    brute, start = [], {name: p.detach().clone() for name, p in net.named_parameters()}
+    generator = torch.Generator().manual_seed(9)
+    for _ in range(4000):  # Σ = β (h + β/λ²)⁻¹, weight by weight
+        for name, p in net.named_parameters():
+            std = (1 / (family.curvature[name] + 1 / prior_std**2)).sqrt()
+            p.data = start[name] + std * torch.randn(p.shape, generator=generator)
+        brute.append(loss_of(net, data)())
+    brute = torch.tensor(brute)
+    error = math.hypot(pairs.std().item() / 400**0.5, brute.std().item() / 4000**0.5)
+    assert abs(pairs.mean().item() - brute.mean().item()) < 3 * error
+    assert error < 0.05 * brute.mean().item()
+
+
+def test_both_signs_cancel_what_is_linear_in_the_noise(net, data):
+    family = family_of(net, data)
+    rows = losses_with_noise(
+        net, loss_of(net, data), family.shaped(0.1), standard_noises(family.displacement, 50, seed=0)
+    )
+    assert rows.shape == (50, 2)
+    assert rows.mean(1).var() < 0.2 * rows.flatten().var()
+
+
+def test_the_weights_come_back_bit_for_bit_even_after_an_error(net, data):
+    family = family_of(net, data)
+    before = {name: (p.data_ptr(), p.detach().clone()) for name, p in net.named_parameters()}
+    noises = standard_noises(family.displacement, 1, seed=0)
+
+    def fails():
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        losses_with_noise(net, fails, family.shaped(1.0), noises)
+    losses_with_noise(net, loss_of(net, data), family.shaped(1.0), noises)
+    for name, p in net.named_parameters():
+        assert p.data_ptr() == before[name][0]
+        assert torch.equal(p, before[name][1])
+        assert p.grad is None
+
+
+def test_noise_with_kronecker_factors_has_their_covariance(net, data):
+    metric = KroneckerFisher(labels="exact")
+    metric.update(net, data[0])
+    eigen = metric.eigen()
+    weights = {name: p.detach() for name, p in net.named_parameters()}
+    curvature = {name: 24 * eigen[name][0].view_as(w) for name, w in weights.items()}
+    shaped = PostFamily(curvature, weights, 0.5, {name: eigen[name][1:] for name in weights}).shaped(0.7)
+    for name, block in metric.factors().items():
+        H = 24 * (block.rows if block.columns is None else torch.kron(block.rows, block.columns)).double()
+        wanted = 0.5 * torch.linalg.inv(H + 0.5 / 0.7**2 * torch.eye(len(H), dtype=H.dtype))
+        size = weights[name].numel()
+        root = torch.stack([shaped(name, e.view_as(weights[name])).flatten() for e in torch.eye(size)], 1)
+        torch.testing.assert_close(root @ root.T, wanted.float(), rtol=1e-4, atol=1e-5)
+
+
+def test_factors_that_are_diagonals_need_no_basis():
+    values, rows, columns = KroneckerFactors(torch.tensor([1.0, 2.0]), torch.tensor([[2.0, 1.0], [1.0, 2.0]])).eigen()
+    assert rows is None
+    whole = columns @ torch.diag(values[0]) @ columns.T
+    torch.testing.assert_close(whole.float(), torch.tensor([[2.0, 1.0], [1.0, 2.0]]))
+    shaped = PostFamily({"w": values}, {"w": torch.ones(2, 2)}, 1.0, {"w": (rows, columns)}).shaped(1e6)
+    H = torch.kron(torch.diag(torch.tensor([1.0, 2.0])), torch.tensor([[2.0, 1.0], [1.0, 2.0]]))
+    root = torch.stack([shaped("w", e.view(2, 2)).flatten() for e in torch.eye(4)], 1)
+    torch.testing.assert_close(root @ root.T, torch.linalg.inv(H), rtol=1e-4, atol=1e-4)
