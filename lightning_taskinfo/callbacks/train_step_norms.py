@@ -71,6 +71,7 @@ class TrainStepNorms(Probe):
     """
 
     default_every_n_steps: ClassVar[int | None] = 50
+    default_at_start: ClassVar[bool] = False  # there is no step to read yet
     ylabel: ClassVar[str] = "mean squared gradient norm"
 
     def __init__(
