@@ -24,7 +24,7 @@ from torch.nn.functional import mse_loss, one_hot
 
 from lightning_taskinfo import __version__, feature_overlap
 from lightning_taskinfo.functional.features import fit_power_law
-from lightning_taskinfo.transfer.overlap import _ridge
+from lightning_taskinfo.functional.readout import ridge
 
 NUMBERS = (20, 40, 80, 160, 320)
 SIZES = {"source": 600, "overlap": 300, "target": 400, "test": 497}
@@ -78,7 +78,7 @@ def read_out(model, parts, n):
         hidden, hidden_test = (model[:4](t).double() for t in (x[:n], x_test))
     targets = one_hot(y[:n], 10).double()
     mean_x, mean_y = hidden.mean(0), targets.mean(0)
-    return missed(mean_y + _ridge(hidden - mean_x, targets - mean_y, hidden_test - mean_x), y_test)
+    return missed(mean_y + ridge(hidden - mean_x, targets - mean_y, hidden_test - mean_x), y_test)
 
 
 def one_seed(seed):

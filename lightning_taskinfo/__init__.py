@@ -50,6 +50,9 @@ if TYPE_CHECKING:  # what type checkers see; `tests/test_import.py` keeps it equ
     from lightning_taskinfo.transfer.module import TransferClassifier as TransferClassifier
     from lightning_taskinfo.transfer.overlap import FeatureOverlap as FeatureOverlap
     from lightning_taskinfo.transfer.overlap import feature_overlap as feature_overlap
+    from lightning_taskinfo.transfer.rank import FineTuning as FineTuning
+    from lightning_taskinfo.transfer.rank import rank_starts as rank_starts
+    from lightning_taskinfo.transfer.ranking import StartRanking as StartRanking
     from lightning_taskinfo.transfer.report import TransferReport as TransferReport
     from lightning_taskinfo.transfer.stages import Stages as Stages
     from lightning_taskinfo.transfer.wandb_report import log_to_wandb as log_to_wandb
@@ -63,6 +66,7 @@ _EXPORTS = {  # public name -> the module that defines it, imported when the nam
     "Certificate": "certificates",
     "DistanceMatrix": "tasks.matrix",
     "FeatureOverlap": "transfer.overlap",
+    "FineTuning": "transfer.rank",
     "FisherInformation": "fisher.metric",
     "FisherTrace": "callbacks.fisher_trace",
     "InformationInWeights": "callbacks.information_in_weights",
@@ -81,6 +85,7 @@ _EXPORTS = {  # public name -> the module that defines it, imported when the nam
     "Prior": "certificates",
     "SampleScores": "callbacks.sample_scores",
     "Stages": "transfer.stages",
+    "StartRanking": "transfer.ranking",
     "StructureFunction": "tasks.structure",
     "Task2Vec": "tasks.task2vec",
     "TaskEmbedding": "tasks.embedding",
@@ -106,6 +111,7 @@ _EXPORTS = {  # public name -> the module that defines it, imported when the nam
     "plain_state_dict": "variational",
     "post_distribution": "distributions",
     "pre_distribution": "distributions",
+    "rank_starts": "transfer.rank",
     "remove_weight_noise": "variational",
     "sampling": "variational",
     "structure_function": "tasks.complexity",

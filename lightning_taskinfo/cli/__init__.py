@@ -22,6 +22,9 @@ COMMANDS = {  # name -> what its docstring begins with; `tests/test_cli.py` keep
     "phase-diagram": (
         "Draw when transfer hurts a deep linear network: surface, signed map, and slices with simulated points."
     ),
+    "rank": (
+        "Rank checkpoints as starts for a target task by linear read-outs of their frozen features; nothing is trained."
+    ),
     "transfer": (
         "Pretrain on a source, fine-tune on a few target labels, compare with training from scratch, and report."
     ),

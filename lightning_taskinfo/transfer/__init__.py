@@ -9,6 +9,8 @@ from lightning_taskinfo.transfer.data import TransferDataModule
 from lightning_taskinfo.transfer.methods import PENALTIES, WEIGHTS
 from lightning_taskinfo.transfer.module import CLASSES, TransferClassifier
 from lightning_taskinfo.transfer.overlap import FeatureOverlap, feature_overlap
+from lightning_taskinfo.transfer.rank import FineTuning, rank_starts
+from lightning_taskinfo.transfer.ranking import LayerReadout, Start, StartRanking
 from lightning_taskinfo.transfer.report import TransferReport
 from lightning_taskinfo.transfer.run import group_name, transfer
 from lightning_taskinfo.transfer.stages import Stages
@@ -30,7 +32,11 @@ __all__ = [
     "PENALTIES",
     "WEIGHTS",
     "FeatureOverlap",
+    "FineTuning",
+    "LayerReadout",
     "Stages",
+    "Start",
+    "StartRanking",
     "TransferClassifier",
     "TransferDataModule",
     "TransferReport",
@@ -39,6 +45,7 @@ __all__ = [
     "large_cnn",
     "log_to_wandb",
     "mlp",
+    "rank_starts",
     "resnet20",
     "small_cnn",
     "transfer",

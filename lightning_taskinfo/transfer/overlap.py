@@ -1,23 +1,22 @@
 """Before fine-tuning: how much of a target task lies outside the span of a network's frozen features?"""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_taskinfo._arguments import checked_arguments
-from lightning_taskinfo._batches import described, sample_count, tensors
-from lightning_taskinfo._observe import observing
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.functional.features import fit_power_law, transfer_onset
+from lightning_taskinfo.functional.readout import HeldOut, held_out_readout
+from lightning_taskinfo.transfer._features import collect
 
-Batches: TypeAlias = Iterable[tuple[Tensor, Tensor]]
 REACH = 10  # times the measured numbers of labels to which a learning curve is followed without a word
 LARGEST_SHARE = 4.0  # that of always being sure of the wrong one of two classes; a larger one is no share
-RIDGES = 10.0 ** torch.arange(-6, 3, dtype=torch.float64)  # relative to the mean squared feature
+MAX_FEATURES = 1024  # of a layer, after pooling
 
 
 @dataclass(frozen=True)
@@ -117,24 +116,34 @@ def is_far(onset: float, measured: Sequence[float]) -> bool:
 @checked_arguments
 def feature_overlap(
     model: nn.Module,
-    data: Batches | tuple[Tensor, Tensor],
+    data: Iterable[Any] | Mapping[str, Any],
     *,
     layers: Sequence[str] | None = None,
     folds: int = 5,
+    max_features: int | None = MAX_FEATURES,
+    forward_fn: Callable[[nn.Module, Any], Any] | None = None,
+    batch_fn: Callable[[Any], tuple[Any, Tensor]] | None = None,
 ) -> FeatureOverlap:
     """Measure, by cross-validation, what share of the labels' variance the features of each layer leave unexplained.
 
     Ridge regression on the features of one layer predicts the labels (one-hot for classes) of a fold from the others;
     its penalty is picked by the exact leave-one-out error within those, so that no held-out label takes part in it. The
-    share is the squared error over that of the mean label. The model is only observed.
+    share is the squared error over that of the mean label. The model is only observed. What is kept of a sample is at
+    most ``4 * max_features`` bytes for each layer.
 
     Args:
         model: The pretrained network.
-        data: Batches ``(inputs, labels)`` of the target task, or one, labels as class indices or as real values; their
-            features are kept in memory. Shuffled: folds are taken in turns, sample by sample.
+        data: Batches ``(inputs, labels)`` of the target task, or one, labels as class indices or as real values; a
+            mapping has them in its field ``labels``, ``label``, ``targets``, ``target`` or ``y``. Shuffled: folds are
+            taken in turns, sample by sample.
         layers: Names of modules that run once a pass and put out one tensor; if not given, all modules without children
             that run and put out a tensor.
         folds: Number of folds.
+        max_features: Most features of a layer: larger ones are averaged over neighbouring pixels or over tokens, see
+            :func:`~lightning_taskinfo.functional.readout.pooled`. ``None`` keeps all of them.
+        forward_fn: How to call the model, ``forward_fn(model, inputs)``; otherwise on the inputs, those of a mapping by
+            name.
+        batch_fn: Picks ``(inputs, labels)`` out of a batch.
 
     Returns:
         The shares, with standard errors.
@@ -150,116 +159,46 @@ def feature_overlap(
         >>> bool(feature_overlap(net, [(x, x.sum(1))], layers=["0"]).outside < 1e-6)
         True
     """
-    if isinstance(data, list | tuple) and any(isinstance(part, Tensor) for part in data):
-        if len(data) != 2:
-            raise ValueError(f"`data` must be a batch (inputs, labels), or yield such, got {described(data)}.")
-        data = cast(Batches, [data])
-    features, labels = _collect(model, cast(Batches, data), layers)
-    if folds < 2:
-        raise ValueError(f"`folds` must be at least 2, got {folds}.")
-    if len(labels) < 4 * folds:
-        raise ValueError(f"`data` must have at least 4 samples a fold, got {len(labels)} for {folds} folds.")
-    if not (labels != labels[0]).any():
-        raise ValueError(
-            f"`data` must have labels that differ (of two classes at least), got {len(labels)} equal ones."
-        )
+    frozen = collect(model, data, layers, max_features=max_features, forward_fn=forward_fn, batch_fn=batch_fn)
+    columns = as_columns(frozen.labels)
+    check_folds(columns, folds)
+    fold = torch.arange(len(columns)) % folds
     missed, errors = [], []
-    for values in features.values():
-        residual, baseline = _held_out(values, labels, folds)  # [N] each
+    for values in frozen.features.values():
+        residual, baseline = squared_errors(held_out_readout(values, columns, fold), columns)  # [N] each
         share = residual.sum() / baseline.sum()
         missed.append(share)
-        errors.append((residual - share * baseline).std() / baseline.mean() / len(labels) ** 0.5)
-    return FeatureOverlap(tuple(features), torch.stack(missed), torch.stack(errors), len(labels))
+        errors.append(share_error(residual, baseline))
+    return FeatureOverlap(tuple(frozen.features), torch.stack(missed), torch.stack(errors), len(columns))
 
 
-def _collect(
-    model: nn.Module, data: Iterable[tuple[Tensor, Tensor]], layers: Sequence[str] | None
-) -> tuple[dict[str, Tensor], Tensor]:
-    """Features ``[N, D]`` by layer and labels ``[N, C]``, in float64 on the CPU."""
-    modules = dict(model.named_modules())
-    names = [name for name, m in modules.items() if not any(m.children())] if layers is None else list(layers)
-    if unknown := [name for name in names if name not in modules]:
-        raise ValueError(f"`layers` must name modules of the model, got {unknown[0]!r}; there are {list(modules)}.")
-    features: dict[str, list[Tensor]] = {}
-    targets = []
-
-    def keep(name: str, output: object) -> None:
-        if isinstance(output, Tensor):
-            features.setdefault(name, []).append(output.detach().flatten(1).double().cpu())
-
-    handles = [modules[n].register_forward_hook(lambda _m, _i, out, n=n: keep(n, out)) for n in names]
-    try:
-        with observing(model), torch.no_grad():
-            for batch in data:
-                inputs, labels = _checked(batch)
-                model(inputs)
-                targets.append(labels.detach().cpu())
-    finally:
-        for handle in handles:
-            handle.remove()
-    if not targets:
-        raise ValueError("`data` must yield batches (inputs, labels), got none.")
-    for name in names if layers is not None else features:
-        if len(features.get(name, [])) != len(targets):
-            raise ValueError(f"`layers` must have one tensor as output and run once a pass, got {name!r}.")
-    if not features:
-        raise ValueError("`layers` must name at least one module, got none.")
-    found = {name: torch.cat(features[name]) for name in names if name in features}
-    for name, values in found.items():
-        if count := int((~values.isfinite()).sum()):
-            raise ValueError(f"`model` must have finite features, got {count} values that are not in layer {name!r}.")
-    return found, _as_columns(torch.cat(targets))
-
-
-def _checked(batch: Any) -> tuple[Any, Tensor]:
-    """Return the two parts of a batch, with a label for each input."""
-    if not (isinstance(batch, list | tuple) and len(batch) == 2 and isinstance(batch[1], Tensor)):
-        raise ValueError(f"`data` must yield batches (inputs, labels), got {described(batch)}.")
-    inputs, labels = batch
-    n = sample_count(inputs)
-    if not labels.ndim or len(labels) != n or (labels.ndim > 1 and not labels.is_floating_point()):
+def check_folds(columns: Tensor, folds: int) -> None:
+    """Raise a ``ValueError`` where labels cannot be predicted fold by fold."""
+    if folds < 2:
+        raise ValueError(f"`folds` must be at least 2, got {folds}.")
+    if len(columns) < 4 * folds:
+        raise ValueError(f"`data` must have at least 4 samples a fold, got {len(columns)} for {folds} folds.")
+    if not (columns != columns[0]).any():
         raise ValueError(
-            f"`data` must yield batches with a class index or real values for each input, got labels of shape "
-            f"{list(labels.shape)} for {n} inputs; a dataset of single samples goes into a DataLoader first."
+            f"`data` must have labels that differ (of two classes at least), got {len(columns)} equal ones."
         )
-    if count := sum(int((~x.isfinite()).sum()) for x in tensors((inputs, labels))):
-        raise ValueError(f"`data` must be finite, got {count} values that are not.")
-    return inputs, labels
 
 
-def _as_columns(labels: Tensor) -> Tensor:
-    """Real labels as columns, classes as indicators."""
+def as_columns(labels: Tensor) -> Tensor:
+    """Return real labels as columns, classes as indicators of those that occur."""
     if labels.is_floating_point():
         return labels.double().reshape(len(labels), -1)
-    return nn.functional.one_hot(labels.flatten()).double()
+    return nn.functional.one_hot(labels.flatten().unique(return_inverse=True)[1]).double()
 
 
-def _held_out(features: Tensor, labels: Tensor, folds: int) -> tuple[Tensor, Tensor]:
-    """Squared held-out errors of the read-out and of the mean label, ``[N]`` each."""
-    residual, baseline = torch.empty(len(labels)).double(), torch.empty(len(labels)).double()
-    fold = torch.arange(len(labels)) % folds
-    for k in range(folds):
-        train, test = fold != k, fold == k
-        mean_x, mean_y = features[train].mean(0), labels[train].mean(0)
-        x, y = features[train] - mean_x, labels[train] - mean_y
-        predicted = mean_y + _ridge(x, y, features[test] - mean_x)
-        residual[test] = (labels[test] - predicted).square().sum(-1)
-        baseline[test] = (labels[test] - mean_y).square().sum(-1)
+def squared_errors(held_out: HeldOut, columns: Tensor) -> tuple[Tensor, Tensor]:
+    """Return squared held-out errors of the read-out and of the mean label, shape ``[N]`` each."""
+    residual = (columns - held_out.predicted).square().sum(-1)
+    baseline = (columns - held_out.baseline).square().sum(-1)
     return residual, baseline
 
 
-def _ridge(x: Tensor, y: Tensor, new: Tensor) -> Tensor:
-    """Predict at ``new`` by ridge regression without intercept, its penalty picked by leave-one-out errors.
-
-    One singular value decomposition serves all penalties; centring costs the ``1/n`` in the leverages.
-    """
-    U, s, Vh = torch.linalg.svd(x, full_matrices=False)
-    penalties = RIDGES * x.square().sum() / x.shape[1]  # n times the mean squared feature, times each ridge
-    shrink = s.square() / (s.square() + penalties.clamp(min=torch.finfo(s.dtype).tiny)[:, None])  # [P, rank]
-    projected = U.T @ y  # [rank, C]
-    fitted = torch.einsum("nr,pr,rc->pnc", U, shrink, projected)
-    leverage = torch.einsum("nr,pr->pn", U.square(), shrink) + 1 / len(x)
-    errors = ((y - fitted) / (1 - leverage).clamp(min=1e-9).unsqueeze(-1)).square().sum((1, 2))
-    best = errors.argmin()
-    weights = torch.where(s > 0, shrink[best] / s.clamp(min=torch.finfo(s.dtype).tiny), 0.0)
-    return new @ Vh.T @ (weights[:, None] * projected)
+def share_error(residual: Tensor, baseline: Tensor) -> Tensor:
+    """Return the standard error of a ratio of sums over samples, to first order."""
+    share = residual.sum() / baseline.sum()
+    return (residual - share * baseline).std() / baseline.mean() / len(baseline) ** 0.5

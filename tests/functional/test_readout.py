@@ -1,0 +1,101 @@
+"""Read-outs against a plain loop over folds, penalties and left-out samples; pooling against plain averages."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_taskinfo.functional.readout import RIDGES, held_out_readout, pooled, ridge, stratified_folds
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def fitted(x, y, penalty):
+    """Ridge regression with an intercept, by the normal equations."""
+    mean_x, mean_y = x.mean(0), y.mean(0)
+    gram = (x - mean_x).T @ (x - mean_x) + penalty * torch.eye(x.shape[1], dtype=torch.float64)
+    weights = torch.linalg.solve(gram, (x - mean_x).T @ (y - mean_y))
+    return lambda new: mean_y + (new - mean_x) @ weights
+
+
+@pytest.mark.parametrize("width", [3, 40], ids=["n>d", "n<d"])
+def test_predictions_are_those_of_a_loop_over_folds_and_left_out_samples(width):
+    features, folds = randn(30, width) + 1, 3
+    labels = features[:, :2] @ randn(2, 2, seed=1) + 0.5 * randn(30, 2, seed=2)
+    fold = torch.arange(30) % folds
+    predicted, baseline = held_out_readout(features, labels, fold)
+    for k in range(folds):
+        x, y = features[fold != k], labels[fold != k]
+        penalties = RIDGES * (x - x.mean(0)).square().sum() / width
+        left_out = []
+        for penalty in penalties:
+            others = [torch.arange(20) != i for i in range(20)]
+            errors = [y[i] - fitted(x[kept], y[kept], penalty)(x[i]) for i, kept in enumerate(others)]
+            left_out.append(torch.stack(errors).square().sum())
+        model = fitted(x, y, penalties[int(torch.stack(left_out).argmin())])
+        torch.testing.assert_close(predicted[fold == k], model(features[fold == k]), rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(baseline[fold == k], y.mean(0).expand(10, -1))
+
+
+@pytest.mark.parametrize("shape", [(20, 3), (4, 30)], ids=["n>d", "n<d"])
+def test_features_that_repeat_or_are_constant_predict_as_without(shape):
+    x, y = randn(*shape), randn(shape[0], 1, seed=1)
+    x, y = x - x.mean(0), y - y.mean(0)
+    zeros = torch.zeros(shape[0], shape[1]).double()
+    with_zeros = ridge(torch.cat([x, zeros], 1), y, torch.cat([x, zeros], 1))
+    assert with_zeros.isfinite().all()
+    torch.testing.assert_close(ridge(zeros, y, zeros), torch.zeros_like(y))
+
+
+def test_folds_have_equal_shares_of_each_class():
+    labels = torch.tensor([0] * 10 + [1] * 5 + [2] * 5)[torch.randperm(20, generator=torch.Generator().manual_seed(0))]
+    fold = stratified_folds(labels, 5)
+    for k in range(5):
+        assert labels[fold == k].bincount().tolist() == [2, 1, 1]
+    assert stratified_folds(torch.rand(7), 3).tolist() == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_small_features_are_only_flattened():
+    for shape in ((2, 6), (2, 3, 2), (2, 3, 4, 5), (2,)):
+        features = randn(*shape)
+        assert torch.equal(pooled(features, 60), features.reshape(2, -1))
+    features = randn(2, 3, 40, 40)
+    assert torch.equal(pooled(features, None), features.flatten(1))
+
+
+def test_images_are_averaged_over_the_finest_grid_that_fits():
+    features = randn(2, 3, 8, 8)
+    rows = pooled(features, 50)
+    assert torch.allclose(rows, nn.functional.adaptive_avg_pool2d(features, 4).flatten(1))
+    assert torch.allclose(pooled(features, 11), features.mean((2, 3)))
+    last = features.movedim(1, -1)
+    assert torch.allclose(pooled(last, 50), rows)
+    volume = randn(2, 3, 4, 4, 4)
+    assert torch.allclose(pooled(volume, 24), nn.functional.adaptive_avg_pool3d(volume, 2).flatten(1))
+
+
+def test_sequences_are_averaged_over_positions_that_count():
+    features = randn(2, 7, 5)
+    torch.testing.assert_close(pooled(features, 12), torch.cat([features.mean(1), features.mean(2)], 1))
+    mask = torch.tensor([[1, 1, 1, 0, 0, 0, 0], [1] * 7])
+    masked = pooled(features, 1000, mask=mask)
+    torch.testing.assert_close(masked, torch.stack([features[0, :3].mean(0), features[1].mean(0)]))
+
+
+@pytest.mark.parametrize("shape", [(50, 300), (50, 300, 2, 2)], ids=["rows", "channels"])
+def test_what_does_not_fit_is_sketched_with_inner_products_kept_on_average(shape):
+    features = randn(*shape)
+    rows = pooled(features, 100)
+    assert rows.shape == (50, 100)
+    exact = features.flatten(2).mean(2) if features.ndim == 4 else features
+    norms = exact.square().sum(1)
+    off = (rows @ rows.T - exact @ exact.T)[~torch.eye(50).bool()]
+    assert off.mean().abs() < 3 * off.std() / 50  # pairs
+    assert (rows.square().sum(1) / norms).mean().item() == pytest.approx(1, abs=0.1)
+    assert torch.equal(pooled(features[:1], 100), rows[:1])
+
+
+def test_refuses_no_features():
+    with pytest.raises(ValueError, match="`max_features` .*0"):
+        pooled(torch.ones(2, 3), 0)

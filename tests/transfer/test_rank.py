@@ -1,0 +1,359 @@
+"""Ranking starts: what is known to be better comes first, any network goes, and nothing is left behind."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_taskinfo import FineTuning, StartRanking, feature_overlap, rank_starts
+from lightning_taskinfo.functional.transferability import h_score, leep, logme, nce
+from lightning_taskinfo.transfer import small_cnn
+from lightning_taskinfo.transfer._features import spread_layers
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Body(nn.Module):
+    """Two layers and a head; the first layer keeps some of the coordinates that the label needs, and adds noise."""
+
+    def __init__(self, kept, classes=4, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = nn.Linear(6, 8)
+        self.act = nn.Tanh()
+        self.drop = nn.Dropout(0.5)
+        self.head = nn.Linear(8, classes)
+        with torch.no_grad():
+            self.first.weight[:, kept:] = 0
+
+    def forward(self, x):
+        return self.head(self.drop(self.act(self.first(x))))
+
+
+def target(n=120, seed=0):
+    x = randn(n, 6, seed=seed)
+    return x, (x[:, :4].sum(1) > 0).long() + 2 * (x[:, 0] > 0).long()
+
+
+@pytest.fixture(scope="module")
+def ranking():
+    starts = {f"keeps {kept}": Body(kept) for kept in (0, 2, 4)}
+    return rank_starts(starts, target(), scratch="keeps 0", curve={20: 0.5, 80: 0.4}, progress=False)
+
+
+def test_starts_are_ordered_by_what_their_features_know(ranking):
+    assert [start.name for start in ranking.starts] == ["keeps 4", "keeps 2", "keeps 0"]
+    assert ranking.tied == ("keeps 4",)
+    assert ranking.samples == 120
+    assert ranking.classes == 4
+    assert ranking["keeps 4"].call == "helps"
+    assert ranking["keeps 0"].call is None
+    for start in ranking.starts:
+        low, high = start.interval
+        assert low <= start.error <= high
+        assert start.error == min(layer.error for layer in start.layers)
+        assert start.behind[1] == pytest.approx(start.error - ranking.best.error)
+    with pytest.raises(KeyError, match="nobody"):
+        ranking["nobody"]
+
+
+def test_scores_are_those_of_the_functions(ranking):
+    model, (x, y) = Body(4).eval(), target()
+    features, logits = model.act(model.first(x)).detach(), model(x).detach()
+    start = ranking["keeps 4"]
+    assert [layer.name for layer in start.layers] == ["first", "drop"]  # which hands on what "act" puts out
+    assert start.logme == pytest.approx(logme(features, y).item())
+    assert start.h_score == pytest.approx(h_score(features, y).item())
+    assert start.leep == pytest.approx(leep(logits.double().softmax(1), y).item(), rel=1e-5)
+    assert start.nce == pytest.approx(nce(logits.argmax(1), y).item())
+    assert start.parameters == sum(p.numel() for p in model.parameters())
+
+
+def test_missed_share_is_that_of_feature_overlap_on_the_same_folds():
+    x, y = target()
+    order = y.argsort(stable=True)  # in this order, folds by turns are those with equal shares of classes
+    start = rank_starts({"a": Body(4)}, (x[order], y[order]), layers=["act"], progress=False).best
+    overlap = feature_overlap(Body(4), (x[order], y[order]), layers=["act"])
+    assert start.missed == pytest.approx(overlap.outside.item())
+
+
+def test_starts_that_cannot_be_told_apart_are_said_to_be_so():
+    ranking = rank_starts({"a": Body(4), "b": Body(4, seed=1), "c": Body(0)}, target(), progress=False)
+    assert set(ranking.tied) == {"a", "b"}
+    assert "cannot tell" in ranking.advice()
+    assert str(ranking).count("= ") == 3  # the two, and what the sign means
+
+
+def test_onset_is_where_the_curve_of_scratch_crosses_the_error(ranking):
+    lower, middle, upper = ranking.best.onset
+    exponent = math.log(0.5 / 0.4) / math.log(4)
+    assert 0.5 * (middle / 20) ** -exponent == pytest.approx(ranking.best.error)
+    assert lower < middle < upper
+
+
+def test_freezes_up_to_the_deepest_layer_that_is_as_good():
+    class Ruined(Body):
+        def forward(self, x):
+            return self.head(self.drop(0 * self.act(self.first(x))))
+
+    assert rank_starts({"a": Ruined(4)}, target(), progress=False).best.freeze == "act"
+    assert rank_starts({"a": Body(4)}, target(), progress=False).best.freeze == "drop"
+
+
+def test_real_labels():
+    x = randn(80, 6)
+    starts = {"good": Body(4, classes=1), "poor": Body(1, classes=1)}
+    ranking = rank_starts(starts, (x, x[:, :4].sum(1)), progress=False)
+    assert ranking.best.name == "good"
+    assert ranking.classes is None
+    assert ranking.best.h_score is ranking.best.leep is None
+    assert ranking.best.error == ranking.best.missed < 0.3
+    assert "missed share" in str(ranking)
+
+
+def test_fine_tuning_orders_where_it_is_asked_for():
+    how = FineTuning(steps=40, learning_rate=0.02)
+    starts = {"poor": Body(0), "good": Body(4)}
+    with torch.no_grad():
+        starts["poor"].first.bias.fill_(30.0)  # saturated: no gradient gets through
+    state = torch.get_rng_state()
+    before = {k: v.clone() for k, v in starts["good"].state_dict().items()}
+    ranking = rank_starts(starts, target(), fine_tune=how, progress=False)
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(value, before[name]) for name, value in starts["good"].state_dict().items())
+    assert ranking.ordered_by == "fine-tuning"
+    assert ranking.best.name == "good"
+    assert ranking.best.fine_tuned < ranking["poor"].fine_tuned
+    again = rank_starts(starts, target(), fine_tune=how, progress=False)
+    assert again.best.fine_tuned == ranking.best.fine_tuned
+    x = randn(60, 6)
+    real = rank_starts({"a": Body(6, classes=1)}, (x, x[:, :1]), fine_tune=FineTuning(200, 0.02), progress=False)
+    assert real.best.fine_tuned < 0.3
+
+
+def test_batches_loaders_functions_and_fields_are_the_same(ranking):
+    x, y = target()
+    loader = DataLoader(TensorDataset(x, y), batch_size=50)
+    fields = [{"x": x, "label": y}]
+    for data in (loader, fields, [(x[:70], y[:70]), (x[70:], y[70:])]):
+        again = rank_starts({"keeps 4": lambda: Body(4)}, data, progress=False).best
+        assert again.error == ranking["keeps 4"].error
+    swapped = rank_starts({"a": Body(4)}, [(y, x)], batch_fn=lambda batch: batch[::-1], progress=False).best
+    assert swapped.error == ranking["keeps 4"].error
+
+
+def test_a_forward_function_says_how_to_call():
+    x, y = target()
+    inputs = {"left": x[:, :3], "right": x[:, 3:]}
+    both = lambda model, parts: model(torch.cat([parts["left"], parts["right"]], 1))  # noqa: E731
+    found = rank_starts({"a": Body(4)}, [(inputs, y)], forward_fn=both, progress=False).best
+    assert found.error == rank_starts({"a": Body(4)}, (x, y), progress=False).best.error
+
+
+def test_the_networks_are_only_observed():
+    model = Body(4).train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    rank_starts({"a": model}, target(), progress=False)
+    assert model.training
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(state, torch.get_rng_state())
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def bert():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        vocab_size=50, hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=32, num_labels=3
+    )
+    torch.manual_seed(0)
+    model = transformers.BertForSequenceClassification(config)
+    ids = torch.randint(1, 50, (48, 9), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[::2, 5:] = 0
+    return model, {"input_ids": ids, "attention_mask": mask, "labels": ids[:, 0] % 3}
+
+
+def vit():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ViTConfig(
+        hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=32, image_size=16, patch_size=4
+    )
+    torch.manual_seed(0)
+    pixels = randn(48, 3, 16, 16)
+    labels = (pixels.mean((1, 2, 3)) > 0).long()
+    return transformers.ViTForImageClassification(config), {"pixel_values": pixels, "labels": labels}
+
+
+def cnn():
+    torch.manual_seed(0)
+    images = randn(48, 1, 12, 12)
+    return nn.Sequential(small_cnn((1, 12, 12)), nn.Linear(64, 5)), (images, (images.mean((1, 2, 3)) > 0).long())
+
+
+def mlp():
+    return Body(4), target(48)
+
+
+@pytest.mark.parametrize("make", [bert, vit, cnn, mlp])
+def test_any_network(make):
+    model, data = make()
+    ranking = rank_starts({"a": model}, data, layers=2, progress=False)
+    assert len(ranking.best.layers) == 2
+    assert ranking.best.leep is not None
+    assert ranking.samples == 48
+    tuned = rank_starts({"a": model}, data, layers=1, fine_tune=FineTuning(2, folds=2), progress=False)
+    assert 0 <= tuned.best.fine_tuned <= 1
+
+
+def test_layers_of_transformers_are_their_blocks():
+    model, data = bert()
+    inputs = {name: value[:2] for name, value in data.items() if name != "labels"}
+    blocks = [f"bert.encoder.layer.{k}" for k in range(3)]
+    assert spread_layers(model, inputs, None, 5) == ["bert.embeddings", *blocks, "dropout"]
+    assert spread_layers(model, inputs, None, 3) == ["bert.embeddings", blocks[1], "dropout"]
+    assert spread_layers(model, inputs, None, 1) == ["dropout"]
+
+
+def test_layers_of_a_network_without_a_head_end_in_its_last():
+    model = nn.Sequential(nn.Linear(6, 5), nn.ReLU())
+    assert spread_layers(model, randn(2, 6), None, 5) == ["0", "1"]
+    start = rank_starts({"a": model}, target(), progress=False).best
+    assert start.leep is start.nce is None
+
+
+def test_padding_does_not_count():
+    model, data = bert()
+    padded = dict(data)
+    padded["input_ids"] = data["input_ids"].masked_fill(data["attention_mask"] == 0, 7)
+    layers = ["bert.encoder.layer.1"]
+    one, other = (rank_starts({"a": model}, d, layers=layers, progress=False).best for d in (data, padded))
+    assert one.missed == pytest.approx(other.missed, rel=1e-4)
+
+
+def test_layers_by_name_and_by_start():
+    starts = {"body": Body(4), "cnn-like": nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2))}
+    layers = {"body": ["act"], "cnn-like": ["0", "1"]}
+    ranking = rank_starts(starts, target(), layers=layers, progress=False)
+    assert {s.name: [layer.name for layer in s.layers] for s in ranking.starts} == layers
+
+
+def test_saves_loads_draws_prints_and_shows_a_page(ranking, tmp_path):
+    ranking.save(tmp_path / "ranking.json")
+    assert StartRanking.load(tmp_path / "ranking.json") == ranking
+    json.loads((tmp_path / "ranking.json").read_text(), parse_constant=lambda word: pytest.fail(word))
+    figure, ax = ranking.plot()
+    assert [label.get_text() for label in ax.get_yticklabels()] == [start.name for start in ranking.starts]
+    figure.savefig(tmp_path / "ranking.png")
+    page = ranking._repr_html_()
+    text = str(ranking)
+    for start in ranking.starts:
+        assert start.name in text
+        assert start.name in page
+    assert text.endswith(ranking.advice())
+    columns, rows = ranking.table()
+    assert all(len(row) == len(columns) for row in rows)
+
+
+def test_an_onset_that_is_never_reached_survives_the_file(tmp_path):
+    x = randn(60, 6)
+    y = (x[:, 0] > 0).long()
+    perfect = nn.Sequential(nn.Linear(6, 2), nn.Linear(2, 2))
+    with torch.no_grad():
+        perfect[0].weight.zero_()
+        perfect[0].weight[0, 0] = 1e3
+        perfect[0].bias.zero_()
+    ranking = rank_starts({"a": nn.Sequential(perfect[0], nn.Hardtanh(), perfect[1])}, (x, y), curve={10: 0.5, 50: 0.2})
+    assert ranking.best.error == 0
+    assert ranking.best.onset[1] == math.inf
+    ranking.save(tmp_path / "ranking.json")
+    assert StartRanking.load(tmp_path / "ranking.json") == ranking
+
+
+def test_logs_a_table_a_figure_and_errors(ranking):
+    pytest.importorskip("wandb")
+    logged = {}
+
+    class Run:
+        log = logged.update
+
+    ranking.log(Run())
+    assert {f"rank_starts/error/{start.name}" for start in ranking.starts} <= set(logged)
+    assert len(logged["rank_starts/table"].data) == 3
+    assert type(logged["rank_starts/figure"]).__name__ == "Image"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"models": {}}, "`models` .*none"),
+        ({"models": {"a": lambda: 3}}, "`models` .*int for 'a'"),
+        ({"scratch": "nobody"}, r"`scratch` .*\['a'\], got 'nobody'"),
+        ({"curve": {20: 0.5}}, "`curve` .*two or more"),
+        ({"curve": {20: 0.5, 40: 0.6}}, "`curve` must fall"),
+        ({"curve": {20: 0.5, 40: 0.0}}, "`curve` .*positive"),
+        ({"layers": 0}, "`layers` .*0"),
+        ({"layers": {"b": ["act"]}}, "`layers` .*'a'"),
+        ({"layers": ["nowhere"]}, "`layers` .*'nowhere'"),
+        ({"folds": 1}, "`folds` .*1"),
+        ({"folds": 40}, "`data` .*120 for 40 folds"),
+        ({"confidence": 1.0}, "`confidence` .*1.0"),
+        ({"max_features": 0}, "`max_features` .*0"),
+        ({"data": []}, "`data` .*none"),
+        ({"data": (randn(40, 6), torch.zeros(40).long())}, "`data` .*40 equal ones"),
+        ({"data": (randn(40, 6), torch.zeros(39).long())}, r"\[39\] for 40 inputs"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_refuses(arguments, match):
+    with pytest.raises(ValueError, match=match):
+        rank_starts(**{"models": {"a": Body(4)}, "data": target(), "progress": False, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"steps": 0}, "`steps` .*0"),
+        ({"batch_size": 0}, "`batch_size` .*0"),
+        ({"folds": 1}, "`folds` .*1"),
+        ({"learning_rate": 0.0}, "`learning_rate` .*0.0"),
+    ],
+)
+def test_fine_tuning_refuses(arguments, match):
+    with pytest.raises(ValueError, match=match):
+        FineTuning(**arguments)
+
+
+def test_refuses_to_fine_tune_what_has_no_head():
+    headless = nn.Sequential(nn.Linear(6, 5), nn.ReLU())
+    with pytest.raises(ValueError, match="`fine_tune` .*Linear"):
+        rank_starts({"a": headless}, target(), fine_tune=FineTuning(1), progress=False)
+
+
+MEMORY = """
+import resource, torch
+from torch import nn
+from lightning_taskinfo import feature_overlap
+torch.set_num_threads(1)
+net = nn.Sequential(nn.Conv2d(3, 64, 3, padding=1), *[nn.Sequential(nn.ReLU(), nn.Conv2d(64, 64, 1)) for _ in range(6)])
+x, y = torch.randn(4, 3, 64, 64), torch.tensor([0, 1, 0, 1])
+feature_overlap(net, [(x, y)] * 2, folds=2)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+feature_overlap(net, ((x, y) for _ in range(30)), folds=2)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+"""
+
+
+def test_memory_does_not_grow_with_the_size_of_feature_maps():
+    """120 samples of 13 layers with 262,144 entries would be 3.3 GB in float64."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True, env=environment)
+    assert float(done.stdout) < 150  # MB
