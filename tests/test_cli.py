@@ -175,6 +175,7 @@ FUNCTIONS = {  # command -> what it calls, and the defaults that are its own: wh
     "distance": (lightning_taskinfo.task_distance, {"beta", "folder", "tasks", "workers"}),
     "embed": (lightning_taskinfo.nearest_source, set()),
     "phase-diagram": (simulate_phase_diagram, {"mode", "sigma"}),
+    "rank": (lightning_taskinfo.rank_starts, {"scratch"}),
     "transfer": (
         lightning_taskinfo.transfer.transfer,
         {"folder", "labels", "logger", "methods", "model", "stages", "workers"},

@@ -16,8 +16,10 @@ import sys
 import termios
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from lightning_taskinfo.cli import main
 from lightning_taskinfo.data import save_npz
@@ -37,6 +39,8 @@ QUICK = {  # command -> what makes it short
     """taskinfo complexity --tasks '[digits,"digits:random-labels"]' --folder complexity""": f"{TASKS} --betas [1]",
     "taskinfo distance --tasks '[digits,letters]' --folder distance": f"{TASKS} --seeds 1 --workers 0",
     """taskinfo transfer --pair "photos.npz→sketches.npz" --labels '[9]' --folder runs/sketches""": SMALL,
+    "taskinfo rank --model my_package.nets.classifier --starts '{photos: photos.pt}' "
+    "--data sketches.npz --labels 60": "--confidence 0.9",
 }
 SLOW = {
     """taskinfo complexity --tasks '[digits, "digits:random-labels"]' --folder runs/complexity""": (
@@ -99,12 +103,17 @@ def test_examples_in_the_documentation_are_run_by_test_examples():
 
 @pytest.fixture
 def reader(tmp_path, monkeypatch):
-    """A folder with what readers of the pages have: their own images, a backbone, a script, and the examples."""
+    """A folder with what readers of the pages have: their own images, networks, a script, and the examples."""
     for seed, name in enumerate(("photos", "sketches")):
         save_npz(tmp_path / f"{name}.npz", tiny_task(seed, name=name, samples=120))
     (tmp_path / "my_package").mkdir()
     (backbone, *_) = blocks(ROOT / "docs" / "how-to" / "own-backbone.md", {"python"})
-    (tmp_path / "my_package" / "nets.py").write_text(backbone["text"].split("\nnet = ")[0])
+    nets = backbone["text"].split("\nnet = ")[0]
+    classifier = "\n\ndef classifier():\n    return nn.Sequential(backbone((1, 8, 8)), nn.Linear(32, 3))\n"
+    (tmp_path / "my_package" / "nets.py").write_text(nets + classifier)
+    made: dict[str, Any] = {}
+    exec(nets + classifier, made)
+    torch.save(made["classifier"]().state_dict(), tmp_path / "photos.pt")
     (tmp_path / "train.py").write_text(
         f"{PRELUDE}\nfrom pytorch_lightning.loggers import CSVLogger, WandbLogger\n{TRAIN}"
     )
@@ -156,6 +165,7 @@ WRITTEN = {  # part of a command -> a file that it leaves
     "complexity": "*complexity.json",
     "distance": "*distance.json",
     "embed": "*embeddings.json",
+    "taskinfo rank": "ranking.json",
     "transfer": "*report.html",
     "WANDB_MODE": "wandb/offline-run-*/run-*.wandb",  # where the page looks for it
     "TASKINFO_CALLBACKS": "*information_nats_table.csv",

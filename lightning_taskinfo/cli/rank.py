@@ -22,7 +22,7 @@ def rank(
     data: str,
     model_args: dict[str, Any] | None = None,
     labels: int = 200,
-    layers: int | list[str] = 5,
+    layers: int | list[str | int] = 5,
     scratch: bool = True,
     curve: dict[int, float] | None = None,
     fine_tune_steps: int = 0,
@@ -90,7 +90,7 @@ def rank(
     ranking = rank_starts(
         models,
         (inputs, targets),
-        layers=layers,
+        layers=layers if isinstance(layers, int) else [str(name) for name in layers],
         scratch=SCRATCH if scratch else None,
         curve=curve,
         fine_tune=FineTuning(fine_tune_steps, learning_rate, seed=seed) if fine_tune_steps else None,
@@ -126,12 +126,12 @@ def _standardised(images: Tensor, mean: list[float] | None, std: list[float] | N
 
 
 def _start(model: str, arguments: dict[str, Any] | None, path: Path) -> nn.Module:
-    state, kept = read_checkpoint("starts", path)
-    return filled(build(model, kept if arguments is None else arguments), state, "starts", path)
+    kept = read_checkpoint("starts", path)
+    return filled(build(model, kept.arguments if arguments is None else arguments), kept.state, "starts", path)
 
 
 def _fresh(model: str, arguments: dict[str, Any] | None, path: Path, seed: int) -> nn.Module:
-    kept = read_checkpoint("starts", path)[1]
+    kept = read_checkpoint("starts", path)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return build(model, kept if arguments is None else arguments)
+        return build(model, kept.arguments if arguments is None else arguments)

@@ -37,8 +37,8 @@ def wilson_interval(share: Tensor | float, n: int, confidence: float = 0.95) -> 
 def paired_interval(first: Tensor, second: Tensor, confidence: float = 0.95) -> tuple[float, float, float]:
     r"""Mean difference of two losses on the same samples, with its interval.
 
-    Of losses that are 0 or 1, ``b`` samples where only the first is 1 and ``c`` where only the second is, the interval is
-    that of Agresti and Min, which adds half a sample to each of the four cells:
+    Of losses that are 0 or 1, with ``b`` samples where only the first is 1 and ``c`` where only the second is, the
+    interval is that of Agresti and Min, which adds half a sample to each of the four cells:
 
     .. math:: \frac{b - c}{n + 2} \pm \frac{z}{n + 2} \sqrt{(b + c + 1) - \frac{(b - c)^2}{n + 2}}
 

@@ -1,13 +1,12 @@
-r"""Linear read-outs of frozen features: pooled to a bounded size, fitted by ridge regression, judged on held-out labels."""
+"""Linear read-outs of frozen features: pooled to a bounded size, fitted by ridge regression, judged held out."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Generator, Tensor
 from torch.nn.functional import adaptive_avg_pool2d, adaptive_avg_pool3d
 
 RIDGES = 10.0 ** torch.arange(-6, 3, dtype=torch.float64)  # relative to the mean squared feature
-POOLS = {2: adaptive_avg_pool2d, 3: adaptive_avg_pool3d}  # by the number of axes of space
 
 
 class HeldOut(NamedTuple):
@@ -76,7 +75,8 @@ def _averaged_over_cells(features: Tensor, max_features: int) -> Tensor:
         if channels * torch.Size(finer).numel() > max_features:
             break
         grid = finer
-    return POOLS[len(space)](features, grid).flatten(1)  # type: ignore[operator]
+    pool: Any = adaptive_avg_pool2d if len(space) == 2 else adaptive_avg_pool3d
+    return pool(features, grid).flatten(1)
 
 
 def _sketched(rows: Tensor, size: int) -> Tensor:

@@ -3,17 +3,26 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from itertools import chain
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from lightning_taskinfo._batches import described, sample_count, take, tensors
+from lightning_taskinfo._batches import (
+    BatchFn,
+    Forward,
+    call_on,
+    described,
+    read_batch,
+    read_by,
+    sample_count,
+    take,
+    tensors,
+)
+from lightning_taskinfo._model_calls import NoLogitsError
 from lightning_taskinfo._observe import observing
 from lightning_taskinfo.functional.readout import pooled
-
-Forward: TypeAlias = Callable[[nn.Module, Any], Any]
-BatchFn: TypeAlias = Callable[[Any], tuple[Any, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -63,24 +72,27 @@ def collect(
         values = first_tensor(output)
         if values is not None and values.ndim:
             rows = pooled(values.detach(), max_features, mask=mask[0] if mask else None)
+            if name in kept and rows.shape[1] != kept[name].width:
+                raise ValueError(f"`layers` must have one tensor as output and run once a pass, got {name!r}.")
             kept.setdefault(name, Rows()).append(rows)
 
     linear = {name: m for name, m in modules.items() if isinstance(m, nn.Linear)}
-    watched = [(modules[name], lambda _m, _i, out, name=name: keep(name, out)) for name in names]
+    watched: list[tuple[nn.Module, Any]] = []
+    watched += [(modules[name], lambda _m, _i, out, name=name: keep(name, out)) for name in names]
     watched += [(module, lambda _m, _i, out: ends.append(out)) for module in linear.values()]
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    parts = (read(batch, batch_fn) for batch in batches(data))
+    first = next(parts, None)
+    if first is None:
+        raise ValueError("`data` must yield batches (inputs, labels), got none.")
+    run = caller(model, first[0], forward_fn)  # before the hooks, which would see it being tried
     with _hooked(watched), observing(model), torch.no_grad():
-        for batch in batches(data):
-            inputs, labels = read(batch, batch_fn)
-            inputs = take(inputs, lambda x: x.to(device))
+        for inputs, labels in chain([first], parts):
             mask[:] = _mask(inputs)
             ends.clear()
-            outputs = first_tensor(call(model, inputs, forward_fn))
+            outputs = first_tensor(run(inputs))
             targets.append(labels.detach().cpu())
             if outputs is not None and outputs.ndim == 2 and any(outputs is end for end in ends):
                 logits.append(outputs.double().cpu())
-    if not targets:
-        raise ValueError("`data` must yield batches (inputs, labels), got none.")
     for name in names if layers is not None else kept:
         if name not in kept or kept[name].parts != len(targets):
             raise ValueError(f"`layers` must have one tensor as output and run once a pass, got {name!r}.")
@@ -103,6 +115,11 @@ class Rows:
         self.parts = 0
         self._size = 0
         self._held = torch.empty(0, 0)
+
+    @property
+    def width(self) -> int:
+        """Number of columns."""
+        return self._held.shape[1]
 
     def append(self, rows: Tensor) -> None:
         """Copy rows ``[n, D]`` behind those that are there."""
@@ -166,7 +183,8 @@ def spread_layers(model: nn.Module, inputs: Any, forward_fn: Forward | None, num
 
     The tree of modules is opened from the top, always the module with the most weights, until enough of them run once
     and put out a tensor with a row for each sample; of these, evenly spaced ones are taken. The head, a linear layer
-    whose output is the network's, is left out, and so is a module whose output the next one hands on.
+    whose output is the network's, is left out, and so are modules whose output the next one hands on, and those that
+    run before all weights.
 
     Args:
         model: The network.
@@ -178,6 +196,10 @@ def spread_layers(model: nn.Module, inputs: Any, forward_fn: Forward | None, num
     samples = sample_count(inputs)
     output, seen = _one_pass(model, inputs, forward_fn)
     usable = {name: values[0] for name, values in seen.items() if len(values) == 1 and _has_rows(values[0], samples)}
+    for name in seen:  # what runs before the first weights shows the inputs, not the network
+        if _weights(modules[name]):
+            break
+        usable.pop(name, None)
     with_head = any(isinstance(modules[name], nn.Linear) and values is output for name, values in usable.items())
     if with_head:  # and with it every module that does nothing but return its output
         usable = {name: values for name, values in usable.items() if values is not output}
@@ -205,8 +227,9 @@ def _one_pass(model: nn.Module, inputs: Any, forward_fn: Forward | None) -> tupl
     watched = [
         (module, lambda _m, _i, out, name=name: note(name, out)) for name, module in model.named_modules() if name
     ]
+    run = caller(model, inputs, forward_fn)
     with _hooked(watched), observing(model), torch.no_grad():
-        return first_tensor(call(model, inputs, forward_fn)), seen
+        return first_tensor(run(inputs)), seen
 
 
 def _has_rows(values: Any, samples: int) -> bool:
@@ -252,16 +275,16 @@ def batches(data: Any) -> Iterator[Any]:
 
 
 def read(batch: Any, batch_fn: BatchFn | None) -> tuple[Any, Tensor]:
-    """Return inputs and labels of a batch, checked."""
+    """Return inputs and labels of a batch, checked; the same ones for all networks."""
     if batch_fn is not None:
-        batch = batch_fn(batch)
-    elif isinstance(batch, Mapping):
-        found = [key for key in ("labels", "label", "targets", "target", "y") if key in batch]
-        if len(found) == 1 and len(batch) > 1:
-            batch = ({key: value for key, value in batch.items() if key != found[0]}, batch[found[0]])
-    if not (isinstance(batch, list | tuple) and len(batch) == 2 and isinstance(batch[1], Tensor)):
-        raise ValueError(f"`data` must yield batches (inputs, labels), got {described(batch)}.")
-    inputs, labels = batch
+        inputs, labels = read_by(batch_fn, batch)
+    else:
+        try:
+            inputs, labels = read_batch(batch)
+        except ValueError as error:
+            raise ValueError(f"`data` must yield batches (inputs, labels), got {described(batch)}: {error}") from error
+    if labels is None:
+        raise ValueError(f"`data` must yield batches (inputs, labels), got {described(batch)} without labels.")
     n = sample_count(inputs)
     if not labels.ndim or len(labels) != n or (labels.ndim > 1 and not labels.is_floating_point()):
         raise ValueError(
@@ -273,15 +296,46 @@ def read(batch: Any, batch_fn: BatchFn | None) -> tuple[Any, Tensor]:
     return inputs, labels
 
 
-def call(model: nn.Module, inputs: Any, forward_fn: Forward | None) -> Any:
-    """Call a network on inputs: the fields of a mapping by name, those of a tuple in their order."""
+def caller(model: nn.Module, inputs: Any, forward_fn: Forward | None) -> Callable[[Any], Any]:
+    """Find out how a network is called on inputs like these; return a function of inputs that returns its outputs.
+
+    Inputs go to the network's device. A network without logits, such as an encoder, only has to run.
+
+    Raises:
+        ValueError: If it cannot be called on them.
+    """
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+
+    def moved(inputs: Any) -> Any:
+        return take(inputs, lambda x: x.to(device))
+
     if forward_fn is not None:
-        return forward_fn(model, inputs)
+        return lambda inputs: forward_fn(model, moved(inputs))
+    few = take(moved(inputs), lambda x: x[:2])
+    try:
+        with torch.no_grad():
+            found = call_on(model, few)
+    except NoLogitsError:
+        return lambda inputs: _plainly(model, moved(inputs))
+    except Exception as error:
+        raise ValueError(
+            f"`forward_fn` must say how to call a {type(model).__name__} on {described(few)}; by itself that failed "
+            f"({type(error).__name__}: {error})."
+        ) from error
+
+    def run(inputs: Any) -> Any:
+        try:
+            return found(model, moved(inputs))
+        except NoLogitsError:  # it ran, and its layers were seen
+            return None
+
+    return run
+
+
+def _plainly(model: nn.Module, inputs: Any) -> Any:
     if isinstance(inputs, Mapping):
         return model(**inputs)
-    if isinstance(inputs, list | tuple):
-        return model(*inputs)
-    return model(inputs)
+    return model(*inputs) if isinstance(inputs, list | tuple) else model(inputs)
 
 
 def _mask(inputs: Any) -> list[Tensor]:

@@ -10,22 +10,13 @@ import torch
 from torch import Generator, Tensor, nn
 
 from lightning_taskinfo._arguments import checked_arguments
-from lightning_taskinfo._batches import joined, take
+from lightning_taskinfo._batches import BatchFn, Forward, joined, take
 from lightning_taskinfo._progress import counted, shown
 from lightning_taskinfo.functional.features import fit_power_law, transfer_onset
 from lightning_taskinfo.functional.paired import paired_interval, wilson_interval
 from lightning_taskinfo.functional.readout import held_out_readout, stratified_folds
 from lightning_taskinfo.functional.transferability import h_score, leep, logme, nce
-from lightning_taskinfo.transfer._features import (
-    BatchFn,
-    Forward,
-    batches,
-    call,
-    collect,
-    first_tensor,
-    read,
-    spread_layers,
-)
+from lightning_taskinfo.transfer._features import batches, caller, collect, first_tensor, read, spread_layers
 from lightning_taskinfo.transfer.overlap import MAX_FEATURES, as_columns, check_folds, share_error, squared_errors
 from lightning_taskinfo.transfer.ranking import LayerReadout, Start, StartRanking
 
@@ -179,6 +170,7 @@ class Measured:
     tuned: Tensor | None = None
 
     def with_fine_tuning(self, losses: Tensor) -> "Measured":
+        """Return it with the losses of fine-tuning."""
         start = replace(self.start, fine_tuned=losses.mean().item())
         return replace(self, start=start, tuned=losses)
 
@@ -218,8 +210,7 @@ def measure(
     """Read all layers of one start."""
     begin = time.perf_counter()
     inputs, labels = whole
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    few = take(inputs, lambda x: x[:2].to(device))
+    few = take(inputs, lambda x: x[:2])
     names = how.layers_of(name, model, few)
     frozen = collect(model, chunks(whole), names, max_features=how.max_features, forward_fn=how.forward_fn)
     fold = stratified_folds(labels, how.folds)
@@ -259,7 +250,9 @@ def read_out(
     missed = (residual.sum() / baseline.sum()).item()
     if labels.is_floating_point():
         reach = 1.96 * share_error(residual, baseline).item()
-        return LayerReadout(layer, missed, (max(0.0, missed - reach), missed + reach), missed), residual / baseline.mean()
+        return LayerReadout(
+            layer, missed, (max(0.0, missed - reach), missed + reach), missed
+        ), residual / baseline.mean()
     wrong = (held_out.predicted.argmax(1) != columns.argmax(1)).double()
     error = wrong.mean().item()
     return LayerReadout(layer, error, wilson_interval(error, len(wrong), confidence), missed), wrong
@@ -318,7 +311,7 @@ def called(low: float, high: float) -> str:
 
 def fitted_curve(curve: Mapping[int, float]) -> tuple[Tensor, Tensor]:
     """Fit a falling power law to errors of training from scratch."""
-    if len(curve) < 2 or not all(n > 0 and 0 < error for n, error in curve.items()):
+    if len(curve) < 2 or not all(n > 0 and error > 0 for n, error in curve.items()):
         raise ValueError(f"`curve` must hold positive errors at two or more numbers of labels, got {dict(curve)}.")
     n, errors = (torch.tensor(list(values), dtype=torch.float64) for values in (curve.keys(), curve.values()))
     amplitude, exponent = fit_power_law(n, errors)
@@ -348,7 +341,7 @@ def tuned_losses(
         kept, held = (fold != k).nonzero().flatten(), (fold == k).nonzero().flatten()
         tuned = fine_tuned(model, inputs, columns, kept, how, forward_fn)
         with torch.no_grad():
-            outputs = _outputs(tuned, inputs, held, forward_fn).double().cpu()
+            outputs = _outputs(caller(tuned, inputs, forward_fn), inputs, held).double().cpu()
         if labels.is_floating_point():
             baseline = (columns - columns[kept].mean(0)).square().sum(1).mean()
             losses[held] = (outputs - columns[held]).square().sum(1) / baseline
@@ -363,11 +356,12 @@ def fine_tuned(
     """Return a copy of a start with a fresh head, trained on some of the samples; the start itself is left alone."""
     copy = deepcopy(model)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    few = take(inputs, lambda x: x[:2].to(device))
+    few = take(inputs, lambda x: x[:2])
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(how.seed)
         renew_head(copy, few, columns.shape[1], forward_fn)
         generator = Generator().manual_seed(how.seed)
+        run = caller(copy, few, forward_fn)
         copy.train()
         for parameter in copy.parameters():
             parameter.requires_grad_(True)
@@ -380,7 +374,7 @@ def fine_tuned(
                 if len(order) < min(how.batch_size, len(kept)):
                     order = kept[torch.randperm(len(kept), generator=generator)]
                 picked, order = order[: how.batch_size], order[how.batch_size :]
-                outputs = _outputs(copy, inputs, picked, forward_fn)
+                outputs = _outputs(run, inputs, picked)
                 optimizer.zero_grad()
                 _loss(outputs, targets[picked.to(device)]).backward()
                 optimizer.step()
@@ -395,9 +389,8 @@ def _loss(outputs: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.mse_loss(outputs, targets.to(outputs))
 
 
-def _outputs(model: nn.Module, inputs: Any, picked: Tensor, forward_fn: Forward | None) -> Tensor:
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    outputs = first_tensor(call(model, take(inputs, lambda x: x[picked.to(x.device)].to(device)), forward_fn))
+def _outputs(run: Callable[[Any], Any], inputs: Any, picked: Tensor) -> Tensor:
+    outputs = first_tensor(run(take(inputs, lambda x: x[picked.to(x.device)])))
     if outputs is None or outputs.ndim != 2:
         raise ValueError("`models` must put out one row of scores for each sample to be fine-tuned; set `forward_fn`.")
     return outputs
@@ -411,13 +404,15 @@ def renew_head(model: nn.Module, few: Any, width: int, forward_fn: Forward | Non
     """
     ends: dict[str, Any] = {}
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    run = caller(model, few, forward_fn)
     handles = [
         module.register_forward_hook(lambda _m, _i, out, name=name: ends.update({name: out}))
         for name, module in linear.items()
     ]
     try:
+        model.eval()
         with torch.no_grad():
-            outputs = first_tensor(call(model.eval(), few, forward_fn))
+            outputs = first_tensor(run(few))
     finally:
         for handle in handles:
             handle.remove()

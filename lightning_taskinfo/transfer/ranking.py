@@ -54,7 +54,7 @@ class Start:
         parameters: Number of weights.
         seconds: That reading took.
         fine_tuned: Error of cross-validated fine-tuning, where that was asked for.
-        behind: How much larger its error is than that of the first, with the paired interval: lower end, mean, upper end.
+        behind: How much larger its error is than that of the first, paired: lower end, mean, upper end.
         gain: How much smaller its error is than that of the untrained start, in the same way.
         call: ``"helps"``, ``"hurts"`` or ``"cannot tell"``, compared with the untrained start.
         onset: Number of labels above which training from scratch is predicted to win: lower end, middle, upper end.
@@ -124,9 +124,7 @@ class StartRanking:
             sentence = f"Start from {best.name}, frozen up to {best.freeze} if at all"
         else:
             others = ", ".join(self.tied[1:])
-            sentence = (
-                f"{self.samples} labels cannot tell {best.name} from {others}: try them, or get more labels"
-            )
+            sentence = f"{self.samples} labels cannot tell {best.name} from {others}: try them, or get more labels"
         if best.call == "cannot tell":
             sentence += f"; whether it helps over {self.scratch} cannot be told"
         elif best.call is not None:
@@ -134,7 +132,9 @@ class StartRanking:
         elif self.scratch == best.name:
             sentence += "; no other start is ahead of the untrained one"
         if best.onset is not None and math.isfinite(best.onset[1]):
-            sentence += f"; from about {_count(best.onset[1])} labels on, scratch is predicted to win over frozen features"
+            sentence += (
+                f"; from about {_count(best.onset[1])} labels on, scratch is predicted to win over frozen features"
+            )
         return f"{sentence}."
 
     def table(self) -> tuple[list[str], list[list[Any]]]:
@@ -179,7 +179,9 @@ class StartRanking:
     def __str__(self) -> str:
         columns, rows = self._text_rows()
         widths = [max(len(row[i]) for row in (columns, *rows)) for i in range(len(columns))]
-        lines = ["  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)) for row in (columns, *rows)]
+        lines = [
+            "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)) for row in (columns, *rows)
+        ]
         what = "real labels" if self.classes is None else f"labels of {self.classes} classes"
         title = f"Starts by {self.ordered_by}, {self.samples} {what}, {self.confidence:.0%} intervals"
         if len(self.tied) > 1:
@@ -268,7 +270,7 @@ class StartRanking:
         columns, rows = self.table()
         values: dict[str, Any] = {f"{key}/error/{start.name}": start.error for start in self.starts}
         values[f"{key}/figure"] = wandb.Image(figure_pixels(self.plot()[0]).numpy())
-        values[f"{key}/table"] = wandb.Table(columns=columns, data=rows)
+        values[f"{key}/table"] = wandb.Table(columns=[*columns], data=rows)
         run.log(values)
 
 
@@ -291,7 +293,9 @@ def _finite(value: Any) -> Any:
 
 def _start(values: Mapping[str, Any]) -> Start:
     found = dict(values)
-    found["layers"] = tuple(LayerReadout(**{**layer, "interval": tuple(layer["interval"])}) for layer in found["layers"])
+    found["layers"] = tuple(
+        LayerReadout(**{**layer, "interval": tuple(layer["interval"])}) for layer in found["layers"]
+    )
     for name in ("interval", "behind", "gain", "onset"):
         if found.get(name) is not None:
             found[name] = tuple(math.inf if end is None else end for end in found[name])

@@ -97,5 +97,5 @@ def test_what_does_not_fit_is_sketched_with_inner_products_kept_on_average(shape
 
 
 def test_refuses_no_features():
-    with pytest.raises(ValueError, match="`max_features` .*0"):
+    with pytest.raises(ValueError, match=r"`max_features` .*0"):
         pooled(torch.ones(2, 3), 0)

@@ -230,6 +230,11 @@ def test_layers_of_a_network_without_a_head_end_in_its_last():
     assert start.leep is start.nce is None
 
 
+def test_layers_before_all_weights_are_left_out():
+    model = nn.Sequential(nn.Flatten(), nn.ReLU(), nn.Sequential(nn.Identity(), nn.Linear(6, 5)), nn.Linear(5, 2))
+    assert spread_layers(model, randn(2, 6, 1), None, 5) == ["2.1"]
+
+
 def test_padding_does_not_count():
     model, data = bert()
     padded = dict(data)
@@ -334,7 +339,7 @@ def test_fine_tuning_refuses(arguments, match):
 
 def test_refuses_to_fine_tune_what_has_no_head():
     headless = nn.Sequential(nn.Linear(6, 5), nn.ReLU())
-    with pytest.raises(ValueError, match="`fine_tune` .*Linear"):
+    with pytest.raises(ValueError, match=r"`fine_tune` .*Linear"):
         rank_starts({"a": headless}, target(), fine_tune=FineTuning(1), progress=False)
 
 

@@ -1,0 +1,78 @@
+"""``taskinfo rank``: what it prints and writes, and how it says no."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_taskinfo import StartRanking
+from lightning_taskinfo.cli import main
+from lightning_taskinfo.data import save_npz
+from tests.transfer.tiny import tiny_task
+
+
+def make_net(classes=3):
+    """Read pixels, and have a head."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, classes))
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    save_npz(tmp_path / "target.npz", tiny_task(1, name="target", samples=120))
+    torch.manual_seed(0)
+    torch.save(make_net().state_dict(), tmp_path / "good.pt")
+    broken = make_net()
+    with torch.no_grad():
+        broken[1].weight.zero_()
+    torch.save(broken.state_dict(), tmp_path / "broken.pt")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+BASE = ["rank", "--model=tests.cli.test_rank.make_net", "--data=target.npz", "--labels=60"]
+STARTS = "--starts={good: good.pt, broken: broken.pt}"
+
+
+def test_prints_writes_and_draws(folder, capsys):
+    more = [
+        "--curve={20: 0.5, 80: 0.2}",
+        "--picture=ranking.png",
+        "--fine_tune_steps=3",
+        "--mean=[0.5]",
+        "--std=[0.25]",
+    ]
+    assert main([*BASE, STARTS, *more]) == 0
+    ranking = StartRanking.load(folder / "ranking.json")
+    assert {start.name for start in ranking.starts} == {"good", "broken", "scratch"}
+    assert ranking["good"].error < ranking["broken"].error
+    assert ranking["good"].call is not None
+    assert ranking["good"].onset is not None
+    assert ranking.ordered_by == "fine-tuning"
+    assert (folder / "ranking.png").read_bytes().startswith(b"\x89PNG")
+    assert ranking.advice() in capsys.readouterr().out
+
+
+def test_without_scratch(folder):
+    assert main([*BASE, STARTS, "--scratch=false", "--layers=[1,2]"]) == 0
+    ranking = StartRanking.load(folder / "ranking.json")
+    assert {start.name for start in ranking.starts} == {"good", "broken"}
+    assert [layer.name for layer in ranking.best.layers] == ["1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--starts={}"], "`starts`"),
+        (["--starts={scratch: good.pt}"], "`starts`"),
+        (["--starts={a: nowhere.pt}"], "`starts`"),
+        ([STARTS, "--labels=0"], "`labels`"),
+        ([STARTS, "--labels=1000"], "`labels`"),
+        ([STARTS, "--mean=[0.5,0.5]"], "`mean`"),
+        ([STARTS, "--picture=ranking.txt"], "`picture`"),
+        ([STARTS, "--model_args={classes: 4}"], "`starts`"),
+        ([STARTS, "--data=nowhere.npz"], "`data`"),
+    ],
+)
+def test_says_no_before_anything_is_written(folder, capsys, arguments, named):
+    assert main([*BASE, *arguments]) == 2
+    assert named in capsys.readouterr().err
+    assert not (folder / "ranking.json").exists()
