@@ -27,7 +27,7 @@ def wilson_interval(share: Tensor | float, n: int, confidence: float = 0.95) -> 
     References:
         Wilson, *Probable inference, the law of succession, and statistical inference*, JASA 1927.
     """
-    p, z = float(share), _quantile(confidence)
+    p, z = float(share), normal_quantile(confidence)
     scale = 1 + z**2 / n
     middle = (p + z**2 / (2 * n)) / scale
     reach = z / scale * (p * (1 - p) / n + z**2 / (4 * n**2)) ** 0.5
@@ -61,7 +61,7 @@ def paired_interval(first: Tensor, second: Tensor, confidence: float = 0.95) -> 
         Agresti, Min, *Simple improved confidence intervals for comparing matched proportions*, Stat. Med. 2005.
     """
     difference = (first - second).double()
-    n, mean, z = len(difference), difference.mean().item(), _quantile(confidence)
+    n, mean, z = len(difference), difference.mean().item(), normal_quantile(confidence)
     if bool(((first == 0) | (first == 1)).all()) and bool(((second == 0) | (second == 1)).all()):
         b, c = (difference > 0).sum().item(), (difference < 0).sum().item()
         middle = (b - c) / (n + 2)
@@ -71,7 +71,19 @@ def paired_interval(first: Tensor, second: Tensor, confidence: float = 0.95) -> 
     return mean - reach, mean, mean + reach
 
 
-def _quantile(confidence: float) -> float:
+def normal_quantile(confidence: float) -> float:
+    """Return the number of standard errors that a normal interval reaches to either side.
+
+    Args:
+        confidence: Probability that the interval covers.
+
+    Raises:
+        ValueError: If it is not between 0 and 1.
+
+    Example:
+        >>> round(normal_quantile(0.95), 2)
+        1.96
+    """
     if not 0 < confidence < 1:
         raise ValueError(f"`confidence` must be between 0 and 1, got {confidence}.")
     return torch.special.ndtri(torch.tensor(0.5 + 0.5 * confidence, dtype=torch.float64)).item()

@@ -13,7 +13,7 @@ from lightning_taskinfo._arguments import checked_arguments
 from lightning_taskinfo._batches import BatchFn, Forward, joined, take
 from lightning_taskinfo._progress import counted, shown
 from lightning_taskinfo.functional.features import fit_power_law, transfer_onset
-from lightning_taskinfo.functional.paired import paired_interval, wilson_interval
+from lightning_taskinfo.functional.paired import normal_quantile, paired_interval, wilson_interval
 from lightning_taskinfo.functional.readout import held_out_readout, stratified_folds
 from lightning_taskinfo.functional.transferability import h_score, leep, logme, nce
 from lightning_taskinfo.transfer._features import batches, caller, collect, first_tensor, read, spread_layers
@@ -67,9 +67,10 @@ def rank_starts(
 ) -> StartRanking:
     r"""Rank pretrained networks for a target task by what a linear read-out of their frozen features gets right.
 
-    For each start and layer, ridge regression on pooled features predicts the labels of a fold from the others. A start
-    is worth what its best layer is, and starts are compared in pairs over the samples: which of them cannot be told
-    apart from the first is said. Beside it stand LogME, H-score, LEEP and NCE, see
+    For each start and layer, ridge regression on pooled features predicts the labels of a fold from the others. Starts
+    are ordered by the mean of two ranks, those by the held-out squared error of the last layer and by its LogME: the
+    two did best, and alike, where they were compared with fine-tuning. Which starts cannot be told apart from the first
+    by these errors, in pairs over the samples, is said. H-score, LEEP and NCE stand beside it, see
     :mod:`lightning_taskinfo.functional.transferability`. Nothing is trained, unless ``fine_tune`` asks for it, and the
     networks are only observed.
 
@@ -80,10 +81,11 @@ def rank_starts(
             ``labels``, ``label``, ``targets``, ``target`` or ``y``. Classes, or real values.
         layers: Which layers to read: a number of them, spread over the depth of each network up to the last one before
             its head; names of modules; or names by start.
-        scratch: Name of the start with untrained weights; the others are then said to help, to hurt, or neither.
+        scratch: Name of the start with untrained weights, which the gains of the others are measured from. Whether they
+            help or hurt is said only beside ``fine_tune``: read-outs of trained and untrained features cannot tell.
         curve: Test errors of training from scratch by number of labels, two or more (of real labels: the share of their
             variance that is missed). It gives the number of labels above which scratch is predicted to win over a
-            read-out of the frozen start.
+            read-out of the frozen start, and whether frozen features help or hurt at the labels at hand.
         fine_tune: Also fine-tune every start on the labels, cross-validated, and order by that: seconds to minutes
             each, and the honest rival of everything else here.
         folds: Number of folds of the read-outs, with equal shares of each class.
@@ -161,7 +163,7 @@ class Measured:
 
     Attributes:
         start: What is known of it alone.
-        losses: Of the read-out of its best layer, shape ``[N]``.
+        losses: Squared errors of the read-out of its last layer, over those of the mean label, shape ``[N]``.
         tuned: Of cross-validated fine-tuning, shape ``[N]``.
     """
 
@@ -214,13 +216,14 @@ def measure(
     names = how.layers_of(name, model, few)
     frozen = collect(model, chunks(whole), names, max_features=how.max_features, forward_fn=how.forward_fn)
     fold = stratified_folds(labels, how.folds)
-    rows, losses = [], []
+    rows, losses, squares = [], [], []
     for layer, features in frozen.features.items():
-        row, loss = read_out(layer, features, columns, labels, fold, confidence)
+        row, loss, square = read_out(layer, features, columns, labels, fold, confidence)
         rows.append(row)
         losses.append(loss)
+        squares.append(square)
     best = min(range(len(rows)), key=lambda i: (rows[i].error, rows[i].missed))
-    last = frozen.features[names[-1]]
+    last = frozen.features[rows[-1].name]
     classes = not labels.is_floating_point()
     probabilities = None if frozen.logits is None or not classes else frozen.logits.softmax(1)
     start = Start(
@@ -230,7 +233,7 @@ def measure(
         freeze=rows[deepest_equal(losses, best, confidence)].name,
         error=rows[best].error,
         interval=rows[best].interval,
-        missed=rows[best].missed,
+        missed=rows[-1].missed,
         logme=logme(last, labels).item(),
         h_score=h_score(last, labels).item() if classes else None,
         leep=None if probabilities is None else leep(probabilities, labels).item(),
@@ -238,24 +241,23 @@ def measure(
         parameters=sum(p.numel() for p in model.parameters()),
         seconds=time.perf_counter() - begin,
     )
-    return Measured(start, losses[best])
+    return Measured(start, squares[-1])
 
 
 def read_out(
     layer: str, features: Tensor, columns: Tensor, labels: Tensor, fold: Tensor, confidence: float
-) -> tuple[LayerReadout, Tensor]:
-    """Return what a layer's features predict of held-out labels, and the loss of each sample."""
+) -> tuple[LayerReadout, Tensor, Tensor]:
+    """Return what a layer's features predict of held-out labels, and the error and squared error of each sample."""
     held_out = held_out_readout(features, columns, fold)
     residual, baseline = squared_errors(held_out, columns)
     missed = (residual.sum() / baseline.sum()).item()
+    square = residual / baseline.mean()
     if labels.is_floating_point():
-        reach = 1.96 * share_error(residual, baseline).item()
-        return LayerReadout(
-            layer, missed, (max(0.0, missed - reach), missed + reach), missed
-        ), residual / baseline.mean()
+        reach = normal_quantile(confidence) * share_error(residual, baseline).item()
+        return LayerReadout(layer, missed, (max(0.0, missed - reach), missed + reach), missed), square, square
     wrong = (held_out.predicted.argmax(1) != columns.argmax(1)).double()
     error = wrong.mean().item()
-    return LayerReadout(layer, error, wilson_interval(error, len(wrong), confidence), missed), wrong
+    return LayerReadout(layer, error, wilson_interval(error, len(wrong), confidence), missed), wrong, square
 
 
 def deepest_equal(losses: Sequence[Tensor], best: int, confidence: float) -> int:
@@ -276,18 +278,20 @@ def compared(
 ) -> StartRanking:
     """Order the starts, and say which of them can be told apart."""
     tuned = all(one.tuned is not None for one in found)
-    ordered = sorted(found, key=lambda one: (one.decisive.mean().item(), one.start.missed))
+    ordered = sorted(found, key=(lambda one: one.decisive.mean().item()) if tuned else by_mean_rank(found))
     first = ordered[0]
     base = next((one for one in found if one.start.name == scratch), None)
     starts = []
     for one in ordered:
-        behind = paired_interval(one.decisive, first.decisive, confidence)
-        start = replace(one.start, behind=behind)
+        start = replace(one.start, behind=paired_interval(one.decisive, first.decisive, confidence))
         if base is not None and one is not base:
-            low, gain, high = paired_interval(base.decisive, one.decisive, confidence)
-            start = replace(start, gain=(low, gain, high), call=called(low, high))
+            gain = paired_interval(base.decisive, one.decisive, confidence)
+            start = replace(start, gain=gain, call=called(gain[0], gain[2]) if tuned else None)
         if curve is not None:
             start = replace(start, onset=onset_of(one.start, curve))
+            if not tuned:
+                at_hand = (curve[0] * len(labels) ** -curve[1]).item()
+                start = replace(start, call=called(at_hand - start.interval[1], at_hand - start.interval[0]))
         starts.append(start)
     tied = tuple(start.name for start in starts if start is starts[0] or start.behind[0] <= 0)
     classes = None if labels.is_floating_point() else len(labels.unique())
@@ -298,8 +302,20 @@ def compared(
         classes=classes,
         confidence=confidence,
         scratch=scratch,
-        ordered_by="fine-tuning" if tuned else "read-out",
+        ordered_by="fine-tuning" if tuned else "read-out and LogME",
     )
+
+
+def by_mean_rank(found: Sequence[Measured]) -> Callable[[Measured], tuple[float, float]]:
+    """Return a key to sort by: the mean rank by held-out squared error and by LogME; the first decides where equal."""
+    by_error = sorted(found, key=lambda one: one.start.missed)
+    by_logme = sorted(found, key=lambda one: -one.start.logme)
+
+    def key(one: Measured) -> tuple[float, float]:
+        ranks = [next(i for i, other in enumerate(order) if other is one) for order in (by_error, by_logme)]
+        return sum(ranks) / 2, one.start.missed
+
+    return key
 
 
 def called(low: float, high: float) -> str:

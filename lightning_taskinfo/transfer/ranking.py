@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from html import escape
 from os import PathLike
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 Interval = tuple[float, float]
 MeanInterval = tuple[float, float, float]
-COLUMNS = ("start", "read-out error", "layer", "freeze up to", "LogME", "H-score", "LEEP", "NCE", "seconds")
+COLUMNS = ("start", "missed", "LogME", "error", "layer", "freeze up to", "H-score", "LEEP", "NCE", "seconds")
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,10 @@ class Start:
         layers: Read-outs in the order of depth.
         best: Layer with the smallest error.
         freeze: Layer up to which to freeze: the deepest one that is not seen to be worse than the best.
-        error: Read-out error of the best layer. It was picked among layers, so that it is a little too small.
+        error: Read-out error of the best layer. It was picked among layers, so that it is a little too small, and early
+            layers of untrained networks can be good: it says what freezing is worth, and does not order.
         interval: Its confidence interval.
-        missed: Share of the labels' variance that the best layer misses.
+        missed: Share of the labels' variance that the last layer misses.
         logme: LogME of the last layer.
         h_score: H-score of the last layer; ``None`` for real labels.
         leep: LEEP of the source head; ``None`` without one.
@@ -54,9 +55,11 @@ class Start:
         parameters: Number of weights.
         seconds: That reading took.
         fine_tuned: Error of cross-validated fine-tuning, where that was asked for.
-        behind: How much larger its error is than that of the first, paired: lower end, mean, upper end.
-        gain: How much smaller its error is than that of the untrained start, in the same way.
-        call: ``"helps"``, ``"hurts"`` or ``"cannot tell"``, compared with the untrained start.
+        behind: How much more it misses than the first, paired: lower end, mean, upper end. With fine-tuning, how much
+            larger its error is.
+        gain: How much less than the untrained start, in the same way.
+        call: ``"helps"``, ``"hurts"`` or ``"cannot tell"``: fine-tuning, compared with that of the untrained start; or
+            frozen features, compared with the learning curve of scratch. ``None`` without either.
         onset: Number of labels above which training from scratch is predicted to win: lower end, middle, upper end.
     """
 
@@ -91,7 +94,7 @@ class StartRanking:
         classes: Number of classes; ``None`` for real labels.
         confidence: Of all intervals.
         scratch: Name of the untrained start, if there is one.
-        ordered_by: ``"read-out"`` or ``"fine-tuning"``.
+        ordered_by: ``"read-out and LogME"`` or ``"fine-tuning"``.
     """
 
     starts: tuple[Start, ...]
@@ -100,8 +103,7 @@ class StartRanking:
     classes: int | None
     confidence: float
     scratch: str | None = None
-    ordered_by: str = "read-out"
-    version: int = field(default=1, repr=False)
+    ordered_by: str = "read-out and LogME"
 
     @property
     def best(self) -> Start:
@@ -125,10 +127,11 @@ class StartRanking:
         else:
             others = ", ".join(self.tied[1:])
             sentence = f"{self.samples} labels cannot tell {best.name} from {others}: try them, or get more labels"
+        what = "fine-tuning it" if self.ordered_by == "fine-tuning" else "freezing it"
         if best.call == "cannot tell":
-            sentence += f"; whether it helps over {self.scratch} cannot be told"
+            sentence += f"; whether {what} helps over scratch cannot be told"
         elif best.call is not None:
-            sentence += f"; it {best.call} over {self.scratch}"
+            sentence += f"; {what} {best.call} over scratch"
         elif self.scratch == best.name:
             sentence += "; no other start is ahead of the untrained one"
         if best.onset is not None and math.isfinite(best.onset[1]):
@@ -139,12 +142,22 @@ class StartRanking:
 
     def table(self) -> tuple[list[str], list[list[Any]]]:
         """Return names of columns and one row for each start, numbers as numbers."""
-        columns = ["start", "error", "low", "high", "layer", "freeze", "behind", "behind_low", "behind_high"]
+        columns = ["start", "missed", "error", "low", "high", "layer", "freeze", "behind", "behind_low", "behind_high"]
         columns += ["gain", "call", "onset", "fine_tuned", "logme", "h_score", "leep", "nce", "parameters", "seconds"]
         rows = []
         for start in self.starts:
             low, behind, high = start.behind
-            row: list[Any] = [start.name, start.error, *start.interval, start.best, start.freeze, behind, low, high]
+            row: list[Any] = [
+                start.name,
+                start.missed,
+                start.error,
+                *start.interval,
+                start.best,
+                start.freeze,
+                behind,
+                low,
+                high,
+            ]
             row += [None if start.gain is None else start.gain[1], start.call]
             row += [None if start.onset is None else start.onset[1], start.fine_tuned, start.logme, start.h_score]
             rows.append([*row, start.leep, start.nce, start.parameters, start.seconds])
@@ -160,19 +173,17 @@ class StartRanking:
         }
         asked = {
             "fine-tuned": any(s.fine_tuned is not None for s in self.starts),
-            "scratch": self.scratch is not None,
+            "scratch": any(s.call is not None for s in self.starts),
             "scratch wins from": any(s.onset is not None for s in self.starts),
         }
         extra = [name for name in optional if asked[name]]
-        columns[2:2] = extra
-        if self.classes is None:
-            columns[1] = "missed share"
+        columns[1:1] = extra
         rows = []
         for s in self.starts:
             mark = "= " if s.name in self.tied and len(self.tied) > 1 else ""
-            cells = [f"{mark}{s.name}", f"{s.error:.3f} [{s.interval[0]:.3f}, {s.interval[1]:.3f}]"]
-            cells += [optional[name](s) for name in extra]
-            cells += [s.best, s.freeze, f"{s.logme:.3f}", *map(_number, (s.h_score, s.leep, s.nce)), f"{s.seconds:.1f}"]
+            cells = [f"{mark}{s.name}", *(optional[name](s) for name in extra), f"{s.missed:.3f}", f"{s.logme:.3f}"]
+            cells += [f"{s.error:.3f} [{s.interval[0]:.3f}, {s.interval[1]:.3f}]", s.best, s.freeze]
+            cells += [*map(_number, (s.h_score, s.leep, s.nce)), f"{s.seconds:.1f}"]
             rows.append(cells)
         return columns, rows
 

