@@ -333,7 +333,7 @@ def scores(bench: Bench, network: str, target: str, seed: int) -> list[dict[str,
         models = {name: partial(bench.start, name) for name in starts_for(target, network)}
         if NOTHING in models:
             models[NOTHING] = partial(bench.fresh_head, NOTHING, pool.classes, seed)
-        ranking = rank_starts(models, (pool.x[:labels], pool.y[:labels]), folds=5, progress=False)
+        ranking = rank_starts(models, (pool.x[:labels], pool.y[:labels]), layers=3, max_features=256, progress=False)
         for start in ranking.starts:
             head = start.name != NOTHING
             last = start.layers[-1]

@@ -18,6 +18,7 @@ remembered as long as the model lives.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
+from operator import itemgetter
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -155,6 +156,22 @@ def read_batch(
     if reading is None:
         return parts.inputs, parts.targets
     return reading.inputs_of(parts), reading.aligned(parts.targets)
+
+
+def with_targets(
+    model: nn.Module, inputs: Any, targets: Tensor | None, forward_fn: Forward | None = None
+) -> tuple[Any, Tensor | None]:
+    """Return inputs and targets that were given to a function; ``labels`` of a dict are targets if there are no others.
+
+    Args:
+        model: The model.
+        inputs: Inputs, or a batch of Hugging Face with its labels.
+        targets: The targets, if they are given apart.
+        forward_fn: How the user calls the model.
+    """
+    if targets is None and isinstance(inputs, Mapping) and "labels" in inputs and len(inputs) > 1:
+        return read_batch(inputs, model, forward_fn)
+    return inputs, targets
 
 
 @dataclass(frozen=True)
@@ -414,6 +431,22 @@ def take(inputs: Any, pick: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(inputs, list | tuple):
         return type(inputs)(take(value, pick) for value in inputs)
     return inputs
+
+
+def moved(inputs: Any, device: torch.device) -> Any:
+    """Return inputs on a device."""
+    return take(inputs, lambda x: x.to(device))
+
+
+def split(inputs: Any, size: int) -> Iterator[Any]:
+    """Yield inputs in parts of at most so many samples.
+
+    Example:
+        >>> [part["x"].tolist() for part in split({"x": torch.arange(3)}, 2)]
+        [[0, 1], [2]]
+    """
+    for start in range(0, sample_count(inputs), size):
+        yield take(inputs, itemgetter(slice(start, start + size)))
 
 
 def tensors(inputs: Any) -> Iterator[Tensor]:

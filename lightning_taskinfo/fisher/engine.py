@@ -11,7 +11,7 @@ from torch import Generator, Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_taskinfo._arguments import check_counts
-from lightning_taskinfo._batches import call_on, outputs_of, sample_count, take
+from lightning_taskinfo._batches import call_on, outputs_of, sample_count, take, with_targets
 from lightning_taskinfo._observe import ParamDict, full_precision, observing_parts, parts
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.fisher.backpack import backpack_gradients
@@ -88,6 +88,7 @@ def measure(model: nn.Module, inputs: Any, targets: Tensor | None, request: Requ
             f"BatchNorm {name!r} is in train mode, where it mixes the samples of a batch and none has a "
             "gradient of its own; call `model.eval()` first, or measure inside `observing(model)`."
         )
+    inputs, targets = with_targets(model, inputs, targets, request.forward_fn)
     if targets is not None and not isinstance(targets, Tensor):
         raise ValueError(f"`targets` must be a tensor, got {targets if isinstance(targets, str) else type(targets)!r}.")
     if targets is not None and len(targets) != n:

@@ -56,7 +56,7 @@ class FisherInformation(Metric, metaclass=ArgumentsByName):
         seed: Seed of those draws, which differ from update to update and from process to process.
         engine: See :func:`~lightning_taskinfo.fisher.fisher_trace`.
         chunk_size: Samples of one forward pass.
-        forward_fn: How to get the outputs, ``forward_fn(model, inputs)``; ``model(inputs)`` by default.
+        forward_fn: How to get the outputs, ``forward_fn(model, inputs)``; found out by default.
         **kwargs: Arguments of every ``torchmetrics.Metric``.
 
     Example:
@@ -106,7 +106,7 @@ class FisherInformation(Metric, metaclass=ArgumentsByName):
 
         Args:
             model: The model to measure; its trainable parameters must keep their names and shapes between updates.
-            inputs: A batch of inputs, ``[N, ...]``; ``N = 0`` adds nothing.
+            inputs: A batch of inputs, ``[N, ...]``, or one of Hugging Face with its labels; ``N = 0`` adds nothing.
             targets: The dataset's labels ``[N, ...]``; needed for ``labels="empirical"``.
             counted: Only this many of the samples count, the first ones, for a trace; all by default. The others let
                 processes with sharded weights run passes of one size.

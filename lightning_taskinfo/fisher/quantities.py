@@ -40,7 +40,8 @@ def fisher_trace(
 
     Args:
         model: Any module; its parameters with ``requires_grad=True`` are measured.
-        inputs: A batch of ``N`` inputs: a tensor ``[N, ...]``, or tuples, lists and dicts of them.
+        inputs: A batch of ``N`` inputs: a tensor ``[N, ...]``, or tuples, lists and dicts of them; or a batch of
+            Hugging Face with its ``labels``, which are then the targets, shifted as the model's own loss does it.
         targets: The dataset's labels, ``[N, ...]``. Needed for ``labels="empirical"``; otherwise they only say, by
             ``ignore_index``, which outputs do not count.
         labels: Whose labels: ``"sampled"`` from the model (unbiased), ``"exact"`` expectation over them, or the
@@ -55,7 +56,8 @@ def fisher_trace(
             ``"per_sample"`` uses ``torch.func``, ``"loop"`` takes one sample at a time, ``"backpack"`` uses BackPACK;
             ``"auto"`` takes the hooks where they are right and ``"per_sample"`` (or the loop) for what is left.
         chunk_size: Samples of one forward pass; memory grows with it, not with ``N``.
-        forward_fn: How to get the outputs, ``forward_fn(model, inputs) -> outputs``; ``model(inputs)`` by default.
+        forward_fn: How to get the outputs, ``forward_fn(model, inputs) -> outputs``; found out by default: inputs are
+            handed over as they are, or by name, and outputs may be a tensor or have ``logits``.
 
     Returns:
         The trace, a scalar.

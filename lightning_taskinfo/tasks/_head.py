@@ -1,9 +1,12 @@
 """The head of a probe: found by name, its inputs collected, and a linear one fitted in its place."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from lightning_taskinfo._batches import Forward, call_on, first_samples, moved, outputs_of, sample_count, split
 from lightning_taskinfo._observe import observing
 
 BATCH = 512
@@ -28,22 +31,30 @@ def find_head(probe: nn.Module, head: str | None) -> str:
     return head
 
 
-def collect_features(probe: nn.Module, head: str, inputs: Tensor) -> Tensor:
+def collect_features(probe: nn.Module, head: str, inputs: Any, forward_fn: Forward | None = None) -> Tensor:
     """Return what the head gets as input, ``[N, D]``, in float64 on the CPU; the probe is only observed.
+
+    Args:
+        probe: The network.
+        head: Name of the module that is its head.
+        inputs: A tensor, or tuples, lists and dicts of tensors, ``N`` samples along the first axis.
+        forward_fn: How to call the probe, ``forward_fn(probe, inputs)``; found out where ``None``.
 
     Raises:
         ValueError: If the head does not run once a pass, on one tensor ``[N, D]``.
     """
     seen: list[tuple[object, ...]] = []
+    if forward_fn is None:
+        call_on(probe, first_samples(inputs, None, 2)[0])  # before the hook, which would see it being tried
     handle = probe.get_submodule(head).register_forward_pre_hook(lambda _module, args: seen.append(args))
     device = next(probe.parameters()).device
     parts = []
     try:
         with observing(probe), torch.no_grad():
-            for batch in inputs.split(BATCH):
+            for batch in split(inputs, BATCH):
                 seen.clear()
-                probe(batch.to(device))
-                parts.append(_features(seen, head, len(batch)))
+                outputs_of(probe, moved(batch, device), forward_fn)
+                parts.append(_features(seen, head, sample_count(batch)))
     finally:
         handle.remove()
     return torch.cat(parts)

@@ -8,9 +8,11 @@ import torch
 from torch import Generator, Tensor, nn
 
 from lightning_taskinfo._arguments import ArgumentsByName
+from lightning_taskinfo._batches import Forward, first_samples, moved, outputs_of, sample_count, split, take, tensors
+from lightning_taskinfo._model_calls import NoLogitsError
 from lightning_taskinfo._observe import observing
 from lightning_taskinfo._ranges import check_positive
-from lightning_taskinfo.certificates.samples import Data, read_tensors
+from lightning_taskinfo.certificates.samples import Data, read_samples
 from lightning_taskinfo.data.arrays import ArrayData
 from lightning_taskinfo.fisher import fisher_diagonal
 from lightning_taskinfo.fisher.engine import Engine
@@ -46,6 +48,7 @@ class Task2Vec(metaclass=ArgumentsByName):
             it decides how sure the head gets, and with it the scale of the embedding.
         seed: Seed of the draws.
         engine: Engine of :func:`~lightning_taskinfo.fisher.fisher_diagonal`.
+        forward_fn: How to get the logits, ``forward_fn(probe, inputs)``; found out by default.
 
     Raises:
         ValueError: If an argument is outside its domain, or no weight is left beside the head.
@@ -72,6 +75,7 @@ class Task2Vec(metaclass=ArgumentsByName):
         weight_decay: float = 1e-3,
         seed: int = 0,
         engine: Engine = "auto",
+        forward_fn: Forward | None = None,
     ) -> None:
         if labels not in ("exact", "sampled"):
             raise ValueError(f"`labels` must be 'exact' or 'sampled', got {labels!r}.")
@@ -81,6 +85,7 @@ class Task2Vec(metaclass=ArgumentsByName):
         check_positive(weight_decay=weight_decay)
         self.labels, self.mc_samples, self.max_samples = labels, mc_samples, max_samples
         self.weight_decay, self.seed, self.engine = weight_decay, seed, engine
+        self.forward_fn = forward_fn
         self.probe = deepcopy(default_probe() if probe is None else probe).eval()
         self.head = find_head(self.probe, head)
         self.filters = _filters(self.probe, self.head)  # weight -> how its filters lie in it
@@ -109,17 +114,17 @@ class Task2Vec(metaclass=ArgumentsByName):
             name, test = name or data.name, data.test() if test is None else test
         if not name:
             raise ValueError("`name` must be given for data without a name of its own.")
-        inputs, labels = read_tensors(data.train() if isinstance(data, ArrayData) else data)
+        inputs, labels = read_samples(data.train() if isinstance(data, ArrayData) else data)
         classes, targets = _classes(labels)
         self._check_inputs("data", inputs)
-        tested = None if test is None else read_tensors(test, argument="test")
+        tested = None if test is None else read_samples(test, argument="test")
         if tested is not None:
             self._check_inputs("test", tested[0])
         self._fit(inputs, targets)
-        picked = self._pick(len(inputs))
+        picked = self._pick(len(labels))
         return TaskEmbedding(
             name=name,
-            vector=self._fisher(inputs[picked]),
+            vector=self._fisher(take(inputs, lambda x: x[picked.to(x.device)])),
             layers=tuple(self.filters),
             sizes=tuple(
                 len(filter_means(p, **self.filters[n])) for n, p in self.probe.named_parameters() if n in self.filters
@@ -131,30 +136,40 @@ class Task2Vec(metaclass=ArgumentsByName):
             test_error=float("nan") if tested is None else self._error(*tested, classes),
         )
 
-    def _check_inputs(self, argument: str, inputs: Tensor) -> None:
+    def _outputs(self, inputs: Any) -> Tensor:
+        """Run the probe, on its own device."""
+        return outputs_of(self.probe, moved(inputs, next(self.probe.parameters()).device), self.forward_fn)
+
+    def _check_inputs(self, argument: str, inputs: Any) -> None:
         """See on two inputs that the probe takes them."""
         try:
             with observing(self.probe), torch.no_grad():
-                self.probe(inputs[:2].to(next(self.probe.parameters()).device))
-        except RuntimeError as error:
-            hint = "; bytes of images are divided by 255 first" if inputs.dtype == torch.uint8 else ""
+                self._outputs(first_samples(inputs, None, 2)[0])
+        except NoLogitsError:
+            raise
+        except Exception as error:
+            hint = (
+                ""
+                if all(x.dtype != torch.uint8 for x in tensors(inputs))
+                else "; bytes of images are divided by 255 first"
+            )
+            kinds = ", ".join(f"{x.dtype} {list(x.shape)}" for x in tensors(inputs))
             reason = str(error).partition("\n")[0]
             raise ValueError(
-                f"`{argument}` must hold inputs that the probe takes, got {inputs.dtype} {list(inputs.shape)}{hint} "
-                f"({reason})."
+                f"`{argument}` must hold inputs that the probe takes, got {kinds}{hint} ({reason})."
             ) from error
 
-    def _fit(self, inputs: Tensor, targets: Tensor) -> None:
+    def _fit(self, inputs: Any, targets: Tensor) -> None:
         """Put a fitted head into the probe."""
-        features = collect_features(self.probe, self.head, inputs)
+        features = collect_features(self.probe, self.head, inputs, self.forward_fn)
         fitted = fit_linear_head(features, targets, weight_decay=self.weight_decay)
         like = next(self.probe.parameters())
         head = fitted.to(like).eval().requires_grad_(False)
         self.probe.set_submodule(self.head, head)
-        some = slice(min(len(inputs), 8))
+        some, _ = first_samples(inputs, None, 8)
         with torch.no_grad():
-            logits = head(features[some].to(like))
-            if not _same_answers(self.probe, inputs[some].to(like.device), logits):
+            logits = head(features[:8].to(like))
+            if not self._answers(some, logits):
                 raise ValueError(
                     f"`head` must be the last layer, whose outputs are the probe's logits; {self.head!r} is not."
                 )
@@ -164,29 +179,38 @@ class Task2Vec(metaclass=ArgumentsByName):
             return torch.arange(n)
         return torch.randperm(n, generator=Generator().manual_seed(self.seed))[: self.max_samples].sort().values
 
-    def _fisher(self, inputs: Tensor) -> Tensor:
+    def _answers(self, inputs: Any, logits: Tensor) -> bool:
+        """Whether the probe's outputs mean the same as the logits of its head, whatever the head's outputs are."""
+        try:
+            outputs = self._outputs(inputs)
+        except RuntimeError:  # a layer behind the head wants another number of inputs
+            return False
+        return outputs.shape == logits.shape and torch.allclose(outputs.softmax(-1), logits.softmax(-1), atol=1e-3)
+
+    def _fisher(self, inputs: Any) -> Tensor:
         """Return the filters' mean Fisher information, ``[F]``, float64 on the CPU."""
         device = next(self.probe.parameters()).device
         generator = Generator(device).manual_seed(self.seed)
         total = torch.zeros((), dtype=torch.float64)
-        for batch in inputs.split(BATCH):
+        n = sample_count(inputs)
+        for batch in split(inputs, BATCH):
             diagonal = fisher_diagonal(
                 self.probe,
-                batch.to(device),
+                moved(batch, device),
                 labels=self.labels,
                 mc_samples=self.mc_samples,
                 generator=generator,
                 engine=self.engine,
+                forward_fn=self.forward_fn,
             )
             parts = [filter_means(diagonal[name].double(), **layout) for name, layout in self.filters.items()]
-            total = total + torch.cat(parts).cpu() * len(batch) / len(inputs)
+            total = total + torch.cat(parts).cpu() * sample_count(batch) / n
         return total
 
-    def _error(self, inputs: Tensor, labels: Tensor, classes: Tensor) -> float:
+    def _error(self, inputs: Any, labels: Tensor, classes: Tensor) -> float:
         """Share of wrong answers of the probe with its fitted head; a class that was not fitted is always wrong."""
-        device = next(self.probe.parameters()).device
         with observing(self.probe), torch.no_grad():
-            answers = torch.cat([self.probe(batch.to(device)).argmax(-1).cpu() for batch in inputs.split(BATCH)])
+            answers = torch.cat([self._outputs(batch).argmax(-1).cpu() for batch in split(inputs, BATCH)])
         return (classes[answers] != labels.cpu()).double().mean().item()
 
 
@@ -199,15 +223,6 @@ def _check_kind(**given: Any) -> None:
                 f"`{argument}` must be (inputs, labels), a dataset, a loader or an ArrayData, got {name!r}; "
                 f"`lightning_taskinfo.data.load_task({name!r})` loads it."
             )
-
-
-def _same_answers(probe: nn.Module, inputs: Tensor, logits: Tensor) -> bool:
-    """Whether the probe's outputs mean the same as the logits of its head, whatever the head's number of outputs."""
-    try:
-        outputs = probe(inputs)
-    except RuntimeError:  # a layer behind the head wants another number of inputs
-        return False
-    return outputs.shape == logits.shape and torch.allclose(outputs.softmax(-1), logits.softmax(-1), atol=1e-3)
 
 
 def _filters(probe: nn.Module, head: str) -> dict[str, dict[str, Any]]:

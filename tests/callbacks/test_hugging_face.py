@@ -4,8 +4,10 @@ import copy
 
 import pytest
 import torch
+from torch.utils.data import default_collate
 
 from lightning_taskinfo.callbacks import FisherTrace, InformationInWeights
+from lightning_taskinfo.fisher import FisherInformation, fisher_trace
 from tests.callbacks.hugging_face import MODELS, Module, Sentences, loader
 from tests.callbacks.runs import fit, same, seed_everything
 
@@ -54,3 +56,14 @@ def test_a_watched_training_ends_with_the_same_bits(tmp_path, name):
     fit(tmp_path, probe, InformationInWeights(), model=watched, loader=loader(name))
     assert len(probe.history) == 8
     same(alone.state_dict(), watched.state_dict())
+
+
+@pytest.mark.parametrize("name", ["BERT classifier", "Llama", "T5", "ViT"])
+def test_functions_and_the_metric_take_a_batch_with_its_labels(name):
+    model, samples = make(name).model.eval(), [*Sentences(name, 6)]
+    norm, _ = loop(model, name, samples)
+    assert fisher_trace(model, default_collate(samples), labels="empirical").item() == pytest.approx(norm, rel=1e-3)
+    metric = FisherInformation(labels="empirical")
+    for part in (samples[:4], samples[4:]):
+        metric.update(model, default_collate(part))
+    assert metric.compute().trace.item() == pytest.approx(norm, rel=1e-3)

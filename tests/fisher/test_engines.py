@@ -169,6 +169,7 @@ def total(diagonal: dict[str, Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.filterwarnings("ignore:Outputs .* classes last")
 def test_auto_equals_a_loop_over_samples(case):
     model, inputs, targets = make(case)
     rows = empirical(model, inputs, targets)

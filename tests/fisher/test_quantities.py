@@ -151,6 +151,7 @@ def test_half_precision_weights_are_measured_in_float32(dtype):
     torch.testing.assert_close(trace, total({k: g.square().mean(0) for k, g in expected.items()}), rtol=1e-5, atol=0)
 
 
+@pytest.mark.filterwarnings("ignore:Outputs .* classes last")
 def test_padded_tokens_count_for_nothing():
     model, inputs, targets = make("sequence")
     targets[:, -1] = -100

@@ -291,3 +291,27 @@ def test_refuses_a_head_that_does_not_get_one_row_a_sample(head):
         probe.append(probe[8])  # runs twice
     with pytest.raises(ValueError, match=rf"`head` must run once a pass, on one tensor \[N, D\], .*; '{head}' got"):
         Task2Vec(probe, head=head).embed(task(), name="a")
+
+
+@pytest.mark.filterwarnings("ignore:torch.func cannot run")
+def test_inputs_of_any_structure_and_a_model_with_logits():
+    from tests.callbacks.hugging_face import Sentences, bert_classifier
+
+    torch.manual_seed(0)
+    probe, fields = bert_classifier(), Sentences("BERT classifier", 24).fields
+    labels = fields.pop("labels")
+    found = Task2Vec(probe).embed((fields, labels), name="sentences")
+
+    class Stacked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bert = probe
+
+        def forward(self, both):
+            return self.bert(input_ids=both[:, 0], attention_mask=both[:, 1]).logits
+
+    stacked = torch.stack([fields["input_ids"], fields["attention_mask"]], 1)
+    expected = Task2Vec(Stacked()).embed((stacked, labels), name="sentences")
+    torch.testing.assert_close(found.vector, expected.vector)
+    told = Task2Vec(probe, forward_fn=lambda model, inputs: model(**inputs)).embed((fields, labels), name="sentences")
+    torch.testing.assert_close(told.vector, expected.vector)
