@@ -352,7 +352,7 @@ def main() -> None:
         "cpu_seconds": seconds,
         "verdicts": verdicts(rows),
         "random_labels": of_random_labels(rows),
-        "runs": rows,
+        "runs": [{key: value for key, value in row.items() if key != "widths"} for row in rows],
     }
     write_json(args.output, result)
     with atomic_write(args.output.with_suffix(".md"), "w") as file:

@@ -1,11 +1,14 @@
 """Tell memorising from learning: digits with 0 %, 25 %, 50 % and 100 % random labels.
 
-A network that fits random labels has to store them. The information in its weights grows with every label that it
-memorises, while a network that learns the rule behind the labels needs little; the loss alone does not show it.
+A network that fits random labels has to store them. Its weights move further than those of a network that learns the
+rule behind the labels, and its predictions are more sensitive to them on the way; the loss alone does not show it.
+``--study`` draws the stored results of ``benchmarks/memorised_information.py`` instead: five seeds, two networks and
+three lengths of training.
 """
 
 # %%
 import argparse
+import json
 import logging
 import sys
 import warnings
@@ -16,6 +19,7 @@ import pytorch_lightning as pl
 import torch
 from matplotlib.figure import Figure
 from reference import Classifier
+from scipy.stats import t as student
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_taskinfo import FisherTrace, InformationInWeights
@@ -83,12 +87,46 @@ def side_by_side(runs: dict[str, dict], which: str, name: str) -> list[dict[str,
 def draw(runs: dict[str, dict], path: Path) -> None:
     figure = Figure(figsize=(9, 3.5), layout="constrained")
     left, right = figure.subplots(1, 2)
-    information = side_by_side(runs, "information", "information_nats")
-    plot_curves(information, list(runs), ylabel="information in the weights (nats)", ax=left)
+    moved = side_by_side(runs, "information", "squared_displacement")
+    plot_curves(moved, list(runs), ylabel="squared distance of the weights from their start", ax=left)
     plot_curves(side_by_side(runs, "fisher", "fisher_trace"), list(runs), ylabel="trace of the Fisher", ax=right)
     for ax in (left, right):
         ax.legend(title="random labels", frameon=False)
     figure.savefig(path, dpi=150)
+
+
+# %% The stored study
+PANELS = {
+    "displacement": "squared distance of the weights\nfrom their start",
+    "largest_fisher_trace": "largest Fisher trace so far",
+    "measured_c1": "measured code length C₁ (nats)",
+}
+
+
+def draw_study(study: dict, path: Path) -> None:
+    """Draw mean and 95 % interval over seeds of three measures: panels by measure, a line for each length."""
+    networks = sorted({row["network"] for row in study["runs"]}, reverse=True)
+    figure = Figure(figsize=(11, 3.2 * len(networks)), layout="constrained")
+    grid = figure.subplots(len(networks), len(PANELS), squeeze=False)
+    for axes, network in zip(grid, networks, strict=True):
+        for ax, (name, label) in zip(axes, PANELS.items(), strict=True):
+            for length in study["settings"]["lengths"]:
+                rows = [row for row in study["runs"] if (row["network"], row["step"]) == (network, length)]
+                draw_length(ax, rows, name)
+            ax.set(xlabel="random labels", ylabel=label, title=network.upper(), ylim=(0, None))
+            ax.xaxis.set_major_formatter("{x:.0%}")
+            if name == "measured_c1":
+                samples = study["settings"]["samples"]
+                ax.axhline(samples * np.log(10), color="black", linestyle=":", label="N log 10: the labels themselves")
+            ax.legend(frameon=False, fontsize="small")
+    figure.savefig(path, dpi=150)
+
+
+def draw_length(ax, rows: list[dict], name: str) -> None:
+    shares = sorted({row["share"] for row in rows})
+    values = np.array([[row[name] for row in rows if row["share"] == share] for share in shares])  # [shares, seeds]
+    reach = student.ppf(0.975, values.shape[1] - 1) * values.std(1, ddof=1) / np.sqrt(values.shape[1])
+    ax.errorbar(shares, values.mean(1), reach, capsize=3, marker="o", label=f"{rows[0]['step']:,} steps")
 
 
 # %% All of it
@@ -96,18 +134,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fast", action="store_true", help="fewer samples and epochs, to see that it runs")
     parser.add_argument("--folder", type=Path, default=Path("runs/memorization"), help="folder for the figure")
+    parser.add_argument("--study", type=Path, help="results of the benchmark, to draw instead of training")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
+    if arguments.study:
+        draw_study(json.loads(arguments.study.read_text()), arguments.folder / "memorization.png")
+        return
     n, epochs = (128, 4) if arguments.fast else (1000, 120)
     data = load_dataset("digits", size=8)
     runs = {f"{fraction:.0%}": train(data, fraction, n=n, epochs=epochs) for fraction in FRACTIONS}
-    columns = ["random labels", "information (nats)", "largest tr F", "train accuracy", "test accuracy"]
+    columns = ["random labels", "distance²", "largest tr F", "train accuracy", "test accuracy"]
     if arguments.fast:
         print("Only to see that it runs: so short a training has memorised nothing yet.")
     print(*(f"{column:>18}" for column in columns))
     for label, run in runs.items():
         largest = max(row["fisher_trace"] for row in run["fisher"])
-        values = [run["information"][-1]["information_nats"], largest, run["train_accuracy"], run["test_accuracy"]]
+        values = [run["information"][-1]["squared_displacement"], largest, run["train_accuracy"], run["test_accuracy"]]
         print(f"{label:>18}", *(f"{value:18.3f}" for value in values))
     draw(runs, arguments.folder / "memorization.png")
     print(f"\nFigure: {arguments.folder / 'memorization.png'}")
