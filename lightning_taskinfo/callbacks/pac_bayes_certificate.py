@@ -22,11 +22,10 @@ from lightning_taskinfo.certificates import (
     Candidate,
     Certificate,
     Prior,
-    Structure,
     certify,
     pareto_front,
 )
-from lightning_taskinfo.certificates.search import check_choices, named_structures
+from lightning_taskinfo.certificates.search import Structures, check_choices, named_structures
 from lightning_taskinfo.functional.likelihood import as_likelihood
 from lightning_taskinfo.plotting import plot_pareto
 
@@ -48,8 +47,8 @@ class PACBayesCertificate(Probe):
     Args:
         prior_origin: Where the weights at the start of training come from: ``"random initialisation"``, or a network
             trained on other data. The certificate repeats it.
-        structure: Curvature that shapes the post-distribution, or several to take the best; see
-            :func:`~lightning_taskinfo.certify`.
+        structure: Curvature that shapes the post-distribution, several to take the best, or ``"auto"`` for all that the
+            network's width allows; see :func:`~lightning_taskinfo.certify`.
         prior_stds: Standard deviations of the prior to choose from, in the order in which they are to be cheap.
         betas: Weights of the KL to try.
         draws: Number of fresh networks that the bound rests on.
@@ -77,7 +76,7 @@ class PACBayesCertificate(Probe):
         self,
         *,
         prior_origin: str,
-        structure: Structure | Sequence[Structure] = "diagonal",
+        structure: Structures = "auto",
         prior_stds: Sequence[float] = PRIOR_STDS,
         betas: Sequence[float] = BETAS,
         draws: int = 1000,

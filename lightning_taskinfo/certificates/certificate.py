@@ -1,78 +1,13 @@
-"""The pre-distribution that goes into a certificate, and the certificate with all that makes it one."""
+"""What was proved: the certificate with all that makes it one, and the other two proofs beside it."""
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
-from lightning_taskinfo._arguments import ArgumentsByName
-from lightning_taskinfo._observe import trainable_parameters
-from lightning_taskinfo._ranges import check_finite_tensors, check_positive
+from lightning_taskinfo.certificates.reading import as_html, as_text
 from lightning_taskinfo.distributions import WeightGaussian
-
-PRIOR_STDS = tuple(0.5 * 2 ** (-j / 2) for j in range(24))  # 0.5 … 1.7e-4, whatever the data
-
-
-def round_up(bound: float, digits: int = 4) -> float:
-    """Round a bound to so many digits without promising more than was proved.
-
-    Example:
-        >>> round_up(0.21250582), round_up(0.25)
-        (0.2126, 0.25)
-    """
-    return min(1.0, math.ceil(bound * 10**digits) / 10**digits)
-
-
-@dataclass(frozen=True)
-class Prior(metaclass=ArgumentsByName):
-    """The pre-distribution of a certificate: fixed before the certified data are looked at.
-
-    Args:
-        center: Weights and buffers at the centre: a copy of the module at its start, or of its ``state_dict``; 0 by
-            default.
-        origin: Where the centre comes from, in words, **if it does not depend on the certified data**: ``"random
-            initialisation"``, ``"trained on the other half"``. The certificate repeats it; without it, it is not valid.
-        stds: Standard deviations to choose from, in the order in which they are to be cheap; a single one is free.
-        per_layer: Whether each layer chooses its own, and pays for it.
-    """
-
-    center: nn.Module | Mapping[str, Tensor] | None = None
-    origin: str | None = None
-    stds: Sequence[float] = PRIOR_STDS
-    per_layer: bool = True
-
-    def __post_init__(self) -> None:
-        check_positive(stds=self.stds)
-        check_finite_tensors("center", self.values())
-
-    def values(self) -> dict[str, Tensor]:
-        """Return parameters and buffers of the centre by name; empty for a centre at 0."""
-        if self.center is None:
-            return {}
-        if isinstance(self.center, nn.Module):
-            return {**dict(self.center.named_parameters()), **dict(self.center.named_buffers())}
-        return dict(self.center)
-
-    def center_of(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return the centre of each trainable parameter, on the model's device."""
-        weights = trainable_parameters(model)
-        if self.center is None:
-            return {name: torch.zeros_like(p) for name, p in weights.items()}
-        values = self.values()
-        missing = sorted(weights.keys() - values.keys())
-        if missing:
-            raise ValueError(f"`center` must hold every trainable parameter of the model, got none for {missing}.")
-        for name, p in weights.items():
-            if values[name].shape != p.shape:
-                raise ValueError(
-                    f"`center` must have the shapes of the model's parameters, got {tuple(values[name].shape)} for "
-                    f"{name} of shape {tuple(p.shape)}."
-                )
-        return {name: values[name].detach().to(p) for name, p in weights.items()}
 
 
 @dataclass(frozen=True)
@@ -87,6 +22,8 @@ class Candidate:
         price: Price of choosing the prior's scales, in nats.
         bound: The bound at these numbers.
         prior_std: The chosen standard deviation by layer (``""`` for all).
+        disagreement: How often its draws and the network itself predict differently on the certified samples, roughly;
+            infinite for a loss that knows no disagreement.
     """
 
     structure: str
@@ -96,11 +33,85 @@ class Candidate:
     price: float
     bound: float
     prior_std: Mapping[str, float]
+    disagreement: float = math.inf
+
+    @property
+    def network_bound(self) -> float:
+        """What the same numbers promise for the network itself."""
+        return self.bound + self.disagreement
+
+
+@dataclass(frozen=True)
+class NetworkBound:
+    r"""A bound on the true error of the network itself, by how often it disagrees with its stochastic version.
+
+    .. math:: R(h) \le R(Q) + \Pr_{x,\, w \sim Q}\big[ h_w(x) \ne h(x) \big]
+
+    The second term needs no labels. It is bounded on fresh inputs, in blocks that share one draw of the weights: their
+    means are independent, single inputs of a block are not.
+
+    Attributes:
+        bound: With probability ``confidence``, the true error of the network is at most this.
+        stochastic_bound: Bound on the error of the stochastic classifier, the first term.
+        disagreement: Mean disagreement on the fresh inputs.
+        disagreement_upper: Its upper bound, the second term.
+        inputs: Number of fresh inputs used.
+        blocks: Number of blocks they were put in, one draw of the weights each.
+        risk: Empirical risk of the stochastic classifier.
+        risk_upper: Its upper bound, which went into the first term.
+        kl: ``KL(Q‖P)`` in nats.
+        price: Price of choosing the prior's scales, in nats.
+        structure: The curvature that shaped this post-distribution, which need not be the certificate's own.
+        beta: Its weight of the KL.
+        delta: Probability with which either of the two upper bounds may fail; half of it is for each.
+        confidence: Probability with which the bound holds, if the certificate is valid.
+    """
+
+    bound: float
+    stochastic_bound: float
+    disagreement: float
+    disagreement_upper: float
+    inputs: int
+    blocks: int
+    risk: float
+    risk_upper: float
+    kl: float
+    price: float
+    structure: str
+    beta: float
+    delta: float
+    confidence: float
+
+
+@dataclass(frozen=True)
+class TestSetBound:
+    """What held-out labels prove about the network itself, or would have to show in order to prove more.
+
+    Attributes:
+        n: Number of held-out labels; without any, a fifth of the certified ones, as if they had been held out.
+        risk: The network's error on them; ``None`` without.
+        bound: With probability ``confidence``, the true error of the network is at most this; ``None`` without.
+        break_even: Up to this error on so many labels, the test-set bound is below the certificate's; negative if
+            no error is small enough.
+        confidence: Probability with which the bound holds: the certificate's own.
+    """
+
+    __test__ = False  # a class for users, whatever test runners think of its name
+
+    n: int
+    risk: float | None
+    bound: float | None
+    break_even: float
+    confidence: float
 
 
 @dataclass(frozen=True)
 class Certificate:
     """A bound on the true risk of a **stochastic** classifier: weights drawn afresh from ``post`` for each prediction.
+
+    Beside it, where there was something to prove them with: ``network``, a bound for the network itself, and
+    ``test_set``, what held-out labels prove. Printed, it says which proof is stronger, and what would
+    tighten the other.
 
     Attributes:
         bound: With probability ``confidence`` over the samples and the draws, the true risk is at most this.
@@ -109,7 +120,7 @@ class Certificate:
         assumptions: What was taken on the user's word.
         risk: Empirical risk of the stochastic classifier, mean over the draws.
         risk_interval: Its Monte-Carlo interval; the upper end went into the bound.
-        model_risk: Empirical risk of the network itself, about which nothing is certified.
+        model_risk: Empirical risk of the network itself, on the certified samples.
         kl: ``KL(Q‖P)`` in nats.
         price: Price of choosing the prior's scales by the data, in nats.
         n: Number of samples.
@@ -124,6 +135,9 @@ class Certificate:
         prior_std: The prior's standard deviation by layer (``""`` for all).
         prior_grid: Number of values it was chosen from.
         candidates: The search, one row a post-distribution.
+        error: What is counted: ``"class"``, ``"token"`` or ``"sequence"``; ``"loss"`` for a loss of the user's own.
+        network: The bound for the network itself; ``None`` without fresh unlabelled inputs.
+        test_set: The test-set bound.
         post: The post-distribution.
     """
 
@@ -147,6 +161,9 @@ class Certificate:
     prior_origin: str
     prior_std: Mapping[str, float]
     prior_grid: int
+    error: str
+    network: NetworkBound | None
+    test_set: TestSetBound
     candidates: tuple[Candidate, ...] = field(repr=False)
     post: WeightGaussian = field(repr=False, compare=False)
 
@@ -163,28 +180,23 @@ class Certificate:
     def to_dict(self) -> dict[str, Any]:
         """Return everything but the distribution itself, ready for JSON."""
         values = {part.name: getattr(self, part.name) for part in fields(self) if part.name != "post"}
-        return {**values, "confidence": self.confidence, "candidates": [vars(row) for row in self.candidates]}
+        values["confidence"] = self.confidence
+        values["candidates"] = [_row(row) for row in self.candidates]
+        values["network"] = None if self.network is None else asdict(self.network)
+        values["test_set"] = asdict(self.test_set)
+        return values
 
     def to_json(self, **options: Any) -> str:
         """Return the certificate as JSON; ``options`` go to ``json.dumps``."""
         return json.dumps(self.to_dict(), **options)
 
     def __str__(self) -> str:
-        low, high = self.risk_interval
-        stds = ", ".join(f"{std:.4g} for {layer or 'all layers'}" for layer, std in self.prior_std.items())
-        rows = {
-            "true risk at most": f"{round_up(self.bound):.4f}  ({self.theorem} bound, "
-            f"confidence {self.confidence:.4g})",
-            "of": "the stochastic classifier: weights drawn afresh for each prediction",
-            "valid": "yes" if self.valid else "NO: " + "; ".join(self.reasons),
-            "empirical risk": f"{self.risk:.4f}  in [{1 - round_up(1 - low):.4f}, {round_up(high):.4f}] "
-            f"by {self.draws} fresh networks",
-            "network itself": f"{self.model_risk:.4f}  (empirical, not certified)",
-            "KL(Q‖P)": f"{self.kl:.1f} nats, + {self.price:.1f} for choosing the prior's scale from {self.prior_grid}",
-            "samples": f"{self.n}",
-            "prior": f"centre: {self.prior_origin}; std: {stds}",
-            "post": f"{self.structure} curvature, beta {self.beta:.3g}; the best of {len(self.candidates)} tried "
-            f"({', '.join(self.structures)})",
-            "taken on trust": "; ".join(self.assumptions),
-        }
-        return "\n".join(f"{name:18s} {value}" for name, value in rows.items())
+        return as_text(self)
+
+    def _repr_html_(self) -> str:
+        return as_html(self)
+
+
+def _row(row: Candidate) -> dict[str, Any]:
+    """Return a row of the search for JSON, which knows no infinity."""
+    return {name: None if value == math.inf else value for name, value in vars(row).items()}

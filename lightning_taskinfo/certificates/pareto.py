@@ -1,23 +1,26 @@
 """Risk against complexity of post-distributions, structure by structure, with the oracle that no prior can beat."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
-from typing import Literal
+from typing import Any, cast
 
 from torch import nn
 
 from lightning_taskinfo._arguments import checked_arguments
 from lightning_taskinfo._observe import observing, trainable_parameters
 from lightning_taskinfo._progress import Progress, counted, shown
-from lightning_taskinfo.certificates.certificate import Candidate, Prior
-from lightning_taskinfo.certificates.samples import Data, zero_one_loss
+from lightning_taskinfo.certificates.certificate import Candidate
+from lightning_taskinfo.certificates.errors import ErrorKind
+from lightning_taskinfo.certificates.prior import Prior
+from lightning_taskinfo.certificates.samples import Data, read_samples
 from lightning_taskinfo.certificates.search import (
     BETAS,
+    Curvature,
     Loss,
     Proposal,
     Structure,
-    Task,
-    curvature_of,
+    Subject,
+    curvatures_of,
     named_structures,
     propose,
 )
@@ -35,7 +38,9 @@ def pareto_front(
     structure: Structure | Sequence[Structure] = ("isotropic", "diagonal", "neuron"),
     betas: Sequence[float] = BETAS,
     delta: float = 0.04,
-    loss_fn: Loss = zero_one_loss,
+    error: ErrorKind = "class",
+    loss_fn: Loss | None = None,
+    batch_fn: Callable[[Any], Any] | None = None,
     forward_fn: Forward | None = None,
     curvature_samples: int = 10_000,
     seed: int = 0,
@@ -55,7 +60,9 @@ def pareto_front(
         structure: Which curvatures to compare, one or several.
         betas: Weights of the KL, one row each.
         delta: Probability in the bound's log term.
-        loss_fn: Loss of each sample, in ``[0, 1]``.
+        error: What counts as an error, as for :func:`~lightning_taskinfo.certificates.certify`.
+        loss_fn: Loss of each sample, in ``[0, 1]``, instead of the error.
+        batch_fn: Picks ``(inputs, targets)`` out of a batch of ``data``.
         forward_fn: How to get the outputs, ``forward_fn(model, inputs)``; ``model(inputs)`` by default.
         curvature_samples: How many samples the curvature is estimated from.
         seed: Seed of all draws.
@@ -65,29 +72,34 @@ def pareto_front(
     Returns:
         The rows, structure by structure.
     """
-    prior, structures = prior or Prior(), named_structures(structure)
-    names: tuple[Structure | Literal["oracle"], ...] = (*structures, "oracle")
+    prior = prior or Prior()
+    structures = named_structures(structure)
+    names = (*structures, "oracle")
     total = len(names) * len(betas)
+    samples = read_samples(data, batch_fn=batch_fn)
+    rows = []
     with observing(model), shown(progress, "pareto_front", total) as tell:
-        task = Task.of(model, data, loss_fn, seed, forward_fn)
-        curvatures = {name: curvature_of(task, name, curvature_samples) for name in structures}
-        diagonal = curvatures.get("diagonal") or curvature_of(task, "diagonal", curvature_samples)
-        rows = []
+        subject = Subject.of(model, samples, seed=seed, error=error, loss_fn=loss_fn, forward_fn=forward_fn)
+        wanted = dict.fromkeys((*structures, "diagonal"))  # the oracle needs the diagonal
+        curvatures = curvatures_of(subject, cast(tuple[Structure, ...], tuple(wanted)), curvature_samples)
         for name, beta in counted(product(names, betas), total, tell, "picture"):
             if name == "oracle":
-                proposal = _oracle(task, prior, diagonal, beta)
+                proposal = _oracle(subject, prior, curvatures["diagonal"], beta)
             else:
-                proposal = propose(task, prior, curvatures[name], beta)
-            rows.append(proposal.row(task, name, beta, "kl", delta))
+                proposal = propose(subject, prior, curvatures[name], beta)
+            rows.append(proposal.row(subject, name, beta, "kl", delta))
     return rows
 
 
-def _oracle(task: Task, prior: Prior, diagonal: Sequence[CurvatureBlock], beta: float) -> Proposal:
-    weights, center = trainable_parameters(task.model), prior.center_of(task.model)
-    blocks, kl = [], 0.0
-    for block in diagonal:
+def _oracle(subject: Subject, prior: Prior, diagonal: Curvature, beta: float) -> Proposal:
+    weights = trainable_parameters(subject.model)
+    center = prior.center_of(subject.model)
+    blocks = []
+    kl = 0.0
+    for block in cast(Sequence[CurvatureBlock], diagonal):
         displacement = block.pack(weights).detach() - block.pack(center)
         oracle = oracle_complexity(block.eigenvalues, displacement, beta=beta)
-        blocks.append(CurvatureBlock(block.names, oracle.post_variance.nan_to_num(posinf=0.0)))  # unfelt: left alone
+        variances = oracle.post_variance.nan_to_num(posinf=0.0)  # not felt by the loss: left alone
+        blocks.append(CurvatureBlock(block.names, variances))
         kl += float(oracle.kl)
     return Proposal(BlockGaussian(weights, blocks), kl, price=0.0, prior_std={})

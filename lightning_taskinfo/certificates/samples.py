@@ -1,5 +1,6 @@
 """The samples a certificate is about: all of them, each once, as they are."""
 
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -11,7 +12,11 @@ from lightning_taskinfo.functional._tensors import check_finite
 Data: TypeAlias = tuple[Any, Tensor] | Dataset[Any] | DataLoader[Any]
 
 
-def read_samples(data: Data, *, argument: str = "data") -> tuple[Any, Tensor]:
+BATCH = 256  # samples that are collated at a time
+Pick: TypeAlias = Callable[[Any], Any]
+
+
+def read_samples(data: Data, *, argument: str = "data", batch_fn: Pick | None = None) -> tuple[Any, Tensor]:
     """Return all inputs and targets.
 
     A loader's dataset is read in its own order, without the loader's sampler: repeated, reweighted or dropped samples
@@ -20,6 +25,7 @@ def read_samples(data: Data, *, argument: str = "data") -> tuple[Any, Tensor]:
     Args:
         data: ``(inputs, targets)``, also as a list; or a dataset of such pairs, or a loader of one.
         argument: What the caller calls it, for messages.
+        batch_fn: Picks ``(inputs, targets)`` out of a batch.
 
     Raises:
         ValueError: If it is something else, has fewer than 8 samples, or values that are not finite.
@@ -31,15 +37,15 @@ def read_samples(data: Data, *, argument: str = "data") -> tuple[Any, Tensor]:
         )
     data = _pair_of(data)
     if isinstance(data, tuple) or (isinstance(data, list) and len(data) == 2 and isinstance(data[0], Tensor)):
-        inputs, targets = data
+        inputs, targets = data if batch_fn is None else batch_fn(data)
     else:
-        loader = data if isinstance(data, DataLoader) else DataLoader(data, batch_size=256)
-        batches = list(DataLoader(loader.dataset, batch_size=256, collate_fn=loader.collate_fn))
+        batches = _batches(data)
         if not batches:
             raise ValueError(f"`{argument}` must hold at least 8 samples, got 0.")
-        if not (isinstance(batches[0], list | tuple) and len(batches[0]) == 2):
-            raise ValueError(f"`{argument}` must hold pairs (inputs, targets), got {described(batches[0])}.")
-        inputs, targets = (joined([batch[part] for batch in batches]) for part in (0, 1))
+        pairs = [batch if batch_fn is None else batch_fn(batch) for batch in batches]
+        if not (isinstance(pairs[0], list | tuple) and len(pairs[0]) == 2):
+            raise ValueError(f"`{argument}` must hold pairs (inputs, targets), got {described(pairs[0])}.")
+        inputs, targets = (_joined([pair[part] for pair in pairs], argument) for part in (0, 1))
     if not isinstance(targets, Tensor):
         raise ValueError(f"`{argument}` must hold a tensor of targets, got {type(targets).__name__}.")
     n = sample_count(inputs) if len(targets) else 0
@@ -50,6 +56,46 @@ def read_samples(data: Data, *, argument: str = "data") -> tuple[Any, Tensor]:
     for values in (*tensors(inputs), targets):
         check_finite(argument, values)
     return inputs, targets
+
+
+def read_inputs(data: Any, *, argument: str = "unlabelled", batch_fn: Pick | None = None) -> tuple[Any, Any]:
+    """Return all inputs of data without labels, and their targets where there are some, else ``None``.
+
+    Args:
+        data: Inputs: a tensor, or a dict of tensors; ``(inputs, targets)``; or a dataset or loader of any of these.
+        argument: What the caller calls it, for messages.
+        batch_fn: Picks ``(inputs, targets)`` out of a batch; targets may be ``None``.
+    """
+    data = _pair_of(data)
+    batches = [data] if isinstance(data, Tensor | Mapping | tuple) else _batches(data)
+    if not batches:
+        raise ValueError(f"`{argument}` must hold inputs, got none.")
+    pairs = []
+    for batch in batches:
+        if batch_fn is not None:
+            batch = batch_fn(batch)
+        is_pair = isinstance(batch, list | tuple) and len(batch) == 2
+        pairs.append(tuple(batch) if is_pair else (batch, None))
+    inputs = _joined([pair[0] for pair in pairs], argument)
+    if isinstance(inputs, list | tuple) and len(inputs) == 1:  # a dataset of one tensor
+        (inputs,) = inputs
+    for values in tensors(inputs):
+        check_finite(argument, values)
+    sample_count(inputs)
+    targets = None if pairs[0][1] is None else _joined([pair[1] for pair in pairs], argument)
+    return inputs, targets
+
+
+def _batches(data: Any) -> list[Any]:
+    loader = data if isinstance(data, DataLoader) else DataLoader(data, batch_size=BATCH)
+    return list(DataLoader(loader.dataset, batch_size=BATCH, collate_fn=loader.collate_fn))
+
+
+def _joined(parts: list[Any], argument: str) -> Any:
+    try:
+        return joined(parts)
+    except RuntimeError as error:
+        raise ValueError(f"`{argument}` must hold samples of one shape, got several: {error}") from error
 
 
 def _pair_of(data: Any) -> Any:
@@ -69,34 +115,3 @@ def read_tensors(data: Data, *, argument: str = "data") -> tuple[Tensor, Tensor]
     if not isinstance(inputs, Tensor):
         raise ValueError(f"`{argument}` must hold one tensor of inputs, got {type(inputs).__name__}.")
     return inputs, targets
-
-
-def check_labels(what: str, targets: Tensor) -> None:
-    """Raise a ``ValueError`` for targets that are no class indices."""
-    if targets.is_floating_point() or targets.is_complex():
-        raise ValueError(
-            f"{what} must be class indices (integers) of shape [N], got {targets.dtype} of shape {list(targets.shape)}."
-        )
-
-
-def zero_one_loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return 1 for each wrong class and 0 for each right one.
-
-    Args:
-        outputs: Scores of the classes, shape ``[N, C]``; a sample with a score that is no number is wrong.
-        targets: Indices of the right classes, integers of shape ``[N]``.
-
-    Raises:
-        ValueError: If the shapes do not fit, or the targets are no integers.
-
-    Example:
-        >>> import torch
-        >>> zero_one_loss(torch.tensor([[2.0, 1.0], [2.0, 1.0]]), torch.tensor([0, 1]))
-        tensor([0., 1.])
-    """
-    if outputs.ndim != 2 or targets.shape != outputs.shape[:1]:
-        shapes = f"{list(outputs.shape)} and {list(targets.shape)}"
-        raise ValueError(f"`outputs` and `targets` must have shapes [N, C] and [N], got {shapes}.")
-    check_labels("`targets`", targets)
-    wrong = (outputs.argmax(1) != targets) | outputs.isnan().any(1)
-    return wrong.to(outputs.dtype)

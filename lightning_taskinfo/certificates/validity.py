@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_taskinfo._batches import take
 from lightning_taskinfo._observe import trainable_parameters
-from lightning_taskinfo.certificates.certificate import Prior
+from lightning_taskinfo.certificates.prior import Prior, fixed_tensors, hashes
 
 
 def reasons_against(
@@ -42,8 +42,7 @@ def assumptions(model: nn.Module, prior: Prior) -> list[str]:
     ]
     if prior.center is None:
         return trusted
-    center, weights = prior.center_of(model), trainable_parameters(model)
-    if not _said_to_be_initial(prior) and all(torch.equal(weights[name], center[name]) for name in weights):
+    if not _said_to_be_initial(prior) and _equals(trainable_parameters(model), prior.center_of(model)):
         trusted.insert(0, "the network is the prior's centre itself: it has learned nothing from these samples")
     return [f"the prior's centre does not depend on the samples: {prior.origin}", *trusted] if prior.origin else trusted
 
@@ -65,12 +64,16 @@ def _about_the_center(model: nn.Module, prior: Prior, center: Mapping[str, Tenso
             f"the prior's centre shares memory with the trained weights ({shared[0]}), so it was trained with them: "
             "copy it before training"
         )
-    elif _said_to_be_initial(prior) and all(torch.equal(w, center[n].to(w)) for n, w in weights.items()):
+    elif _said_to_be_initial(prior) and _equals(weights, prior.center_of(model)):
         reasons.append(
             f"the prior's centre, {prior.origin!r}, equals the trained weights: it was copied after training, or "
             "nothing was learned"
         )
     return reasons
+
+
+def _equals(weights: Mapping[str, Tensor], center: Mapping[str, Tensor]) -> bool:
+    return all(torch.equal(weights[name], center[name]) for name in weights)
 
 
 def _said_to_be_initial(prior: Prior) -> bool:
@@ -80,13 +83,19 @@ def _said_to_be_initial(prior: Prior) -> bool:
 def _about_fixed_tensors(model: nn.Module, prior: Prior, center: Mapping[str, Tensor]) -> list[str]:
     """Frozen parameters and buffers are outside the KL: valid only if they are still what they were."""
     norms = {name for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
-    frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+    fixed = fixed_tensors(model)
+    buffers = dict(model.named_buffers())
+    kept = {name: hashes({name: fixed[name]})[name] == kept for name, kept in prior.fixed.items() if name in fixed}
     found: dict[tuple[str, str], list[str]] = {}
-    for name, value in {**frozen, **dict(model.named_buffers())}.items():
-        kind = "frozen parameter" if name in frozen else "buffer"
-        if kind == "buffer" and name.rpartition(".")[0] in norms:
-            kind = "BatchNorm statistic"
-        if name not in center:
+    for name, value in fixed.items():
+        kind = "frozen parameter"
+        if name in buffers:
+            kind = "BatchNorm statistic" if name.rpartition(".")[0] in norms else "buffer"
+        if name in kept:
+            if kept[name]:
+                continue
+            wrong = "is outside the KL and differs from the prior's centre"
+        elif name not in center:
             wrong = "is outside the KL and not part of the prior's centre to compare with"
         elif not torch.equal(center[name].to(value), value):
             wrong = "is outside the KL and differs from the prior's centre"

@@ -39,18 +39,44 @@ def betting_interval(values: Tensor, delta: float) -> tuple[Tensor, Tensor]:
     References:
         Waudby-Smith, Ramdas, *Estimating means of bounded random variables by betting*, JRSS B 2024.
     """
+    x = _checked(values, delta)
+    return 1 - _upper(1 - x, delta / 2), _upper(x, delta / 2)
+
+
+def betting_upper_bound(values: Tensor, delta: float) -> Tensor:
+    r"""Upper bound on the mean of independent draws in ``[0, 1]``: the upper end of :func:`betting_interval` alone.
+
+    .. math::
+        \mu \le \inf\Big\{ m : \prod_{t} \big(1 + \lambda_t (m - x_t)\big) \ge \frac{1}{\delta'} \Big\}
+
+    Args:
+        values: The draws in the order they were made, shape ``[m]``.
+        delta: Probability :math:`\delta'` with which the bound may fail.
+
+    Returns:
+        The bound, float64 scalar.
+
+    Example:
+        >>> bool(betting_upper_bound(torch.full((1_000,), 0.02), delta=0.01) < 0.03)
+        True
+    """
+    return _upper(_checked(values, delta), delta)
+
+
+def _checked(values: Tensor, delta: float) -> Tensor:
     x = values.detach().double()
     if x.ndim != 1 or not len(x):
         raise ValueError(f"`values` must be a vector of draws, got shape {list(values.shape)}.")
-    if not bool(((x >= 0) & (x <= 1)).all()):
-        raise ValueError(f"`values` must be in [0, 1], got {x[~((x >= 0) & (x <= 1))][0].item()}.")
+    inside = (x >= 0) & (x <= 1)
+    if not bool(inside.all()):
+        raise ValueError(f"`values` must be in [0, 1], got {x[~inside][0].item()}.")
     if not 0 < delta < 1:
         raise ValueError(f"`delta` must be in (0, 1), got {delta}.")
-    return 1 - _upper(1 - x, delta), _upper(x, delta)
+    return x
 
 
 def _upper(x: Tensor, delta: float) -> Tensor:
-    goal = math.log(2 / delta)
+    goal = math.log(1 / delta)
     stakes = _stakes(x, goal)
     low, high = x.mean(), torch.ones_like(x[0])
     for _ in range(60):

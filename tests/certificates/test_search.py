@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from lightning_taskinfo.certificates import Prior, zero_one_loss
-from lightning_taskinfo.certificates.search import Task, check_choices, choose_scales, curvature_of
+from lightning_taskinfo.certificates import Prior
+from lightning_taskinfo.certificates.search import Subject, check_choices, choose_scales, curvatures_of
 from lightning_taskinfo.distributions import (
     diagonal_curvature,
     layer_input_matrices,
@@ -28,7 +28,7 @@ def seen(trained, data):
 
 
 def curvature(trained, data, structure):
-    return curvature_of(Task.of(trained, data, zero_one_loss, seed=3), structure, samples=200)
+    return curvatures_of(Subject.of(trained, data, seed=3), [structure], samples=200)[structure]
 
 
 def test_diagonal_and_isotropic(trained, data, seen):
@@ -77,18 +77,18 @@ def test_each_draw_is_a_new_network_on_samples_from_everywhere(trained, data):
     """A loss that is the sample's place shows which samples were looked at; one of the outputs, which network."""
     place = torch.linspace(0, 1, 600)
     post = pre_distribution(trained, prior_std=0.1)
-    looking = Task.of(trained, (data[0], place), lambda _, targets: targets, seed=0)
-    seen = torch.cat([looking.draw_losses(post, 64) for _ in range(50)])
+    looking = Subject.of(trained, (data[0], place), loss_fn=lambda _, targets: targets, seed=0)
+    seen = torch.cat([looking.draw_losses(post, 64)[0] for _ in range(50)])
     assert abs(seen.mean().item() - 0.5) < 4 * place.std().item() / math.sqrt(len(seen))
     assert (seen.min().item(), seen.max().item()) == pytest.approx((0, 1), abs=0.01)
-    task = Task.of(trained, data, lambda outputs, _: outputs.softmax(1)[:, 0], seed=0)
-    one, two = (task.draw_losses(post, 600) for _ in range(2))  # all samples, in their order
+    subject = Subject.of(trained, data, loss_fn=lambda outputs, _: outputs.softmax(1)[:, 0], seed=0)
+    one, two = (subject.draw_losses(post, 600)[0] for _ in range(2))  # all samples, in their order
     assert (one != two).double().mean() > 0.99
 
 
 def test_a_loss_that_is_no_number_is_the_worst(trained, data):
-    task = Task.of(trained, data, lambda outputs, _: outputs[:, 0] * math.nan, seed=0)
-    assert task.losses(slice(None)).eq(1).all()
+    subject = Subject.of(trained, data, loss_fn=lambda outputs, _: outputs[:, 0] * math.nan, seed=0)
+    assert subject.losses(slice(None))[0].eq(1).all()
 
 
 @pytest.mark.parametrize(

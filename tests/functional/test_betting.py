@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lightning_taskinfo.functional.betting import MAX_BET, betting_interval
+from lightning_taskinfo.functional.betting import MAX_BET, betting_interval, betting_upper_bound
 from lightning_taskinfo.functional.pac_bayes import monte_carlo_interval
 
 
@@ -27,6 +27,11 @@ def test_the_ends_are_where_the_capital_reaches_its_goal(delta):
     low, high = (end.item() for end in betting_interval(x, delta))
     assert dumb_capital(x.tolist(), high, delta) == pytest.approx(2 / delta)
     assert dumb_capital((1 - x).tolist(), 1 - low, delta) == pytest.approx(2 / delta)
+
+
+def test_one_end_alone_needs_half_the_doubt():
+    x = torch.rand(40, generator=torch.Generator().manual_seed(0), dtype=torch.float64) ** 2
+    assert betting_upper_bound(x, 0.05) == betting_interval(x, 0.1)[1]
 
 
 @pytest.mark.parametrize("draw", ["coin", "skewed", "rare"])

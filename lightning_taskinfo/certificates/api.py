@@ -1,0 +1,334 @@
+"""``certify(model, data, prior)``: what can be proved about a network that was simply trained."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeAlias, cast, get_args
+
+import torch
+from torch import Tensor, nn
+
+from lightning_taskinfo._arguments import checked_arguments
+from lightning_taskinfo._batches import sample_count
+from lightning_taskinfo._observe import observing
+from lightning_taskinfo._progress import Progress, counted, shown
+from lightning_taskinfo.certificates.certificate import Candidate, Certificate, NetworkBound
+from lightning_taskinfo.certificates.errors import IGNORED, ErrorKind
+from lightning_taskinfo.certificates.fresh import check_fresh
+from lightning_taskinfo.certificates.network import (
+    FEWEST,
+    block_disagreements,
+    held_out_bound,
+    network_bound,
+)
+from lightning_taskinfo.certificates.prior import Prior, half_prior
+from lightning_taskinfo.certificates.samples import Data, read_inputs, read_samples
+from lightning_taskinfo.certificates.search import (
+    BETAS,
+    BOUNDS,
+    Curvature,
+    Loss,
+    Structures,
+    Subject,
+    Theorem,
+    affordable_structures,
+    best_of,
+    check_choices,
+    check_weights,
+    curvatures_of,
+    propose,
+    search,
+)
+from lightning_taskinfo.certificates.validity import assumptions, reasons_against
+from lightning_taskinfo.distributions import CurvatureBlock, LowRankCurvature, WeightGaussian
+from lightning_taskinfo.fisher.per_sample import Forward
+from lightning_taskinfo.functional.betting import betting_interval
+from lightning_taskinfo.functional.pac_bayes import monte_carlo_interval
+
+DRAW_SIZE = 64  # samples per fresh network: many networks on few samples tell more than few on many
+Interval: TypeAlias = Literal["betting", "kl"]
+
+
+@checked_arguments
+def certify(
+    model: nn.Module,
+    data: Data,
+    prior: Prior | None = None,
+    *,
+    unlabelled: Any = None,
+    held_out: Data | None = None,
+    half_fn: Callable[..., Any] | None = None,
+    structure: Structures | Curvature = "auto",
+    betas: Sequence[float] = BETAS,
+    theorem: Theorem = "kl",
+    delta: float = 0.04,
+    delta_draws: float = 0.01,
+    delta_network: float = 0.01,
+    draws: int = 1000,
+    interval: Interval = "betting",
+    error: ErrorKind = "class",
+    loss_fn: Loss | None = None,
+    batch_fn: Callable[[Any], Any] | None = None,
+    forward_fn: Forward | None = None,
+    curvature_samples: int = 10_000,
+    seed: int = 0,
+    progress: Progress | bool = True,
+) -> Certificate:
+    r"""Bound the true risk of a trained network turned stochastic, :math:`Q = N(w^*, \Sigma^*)`, without retraining.
+
+    .. math::
+        e(Q) \le \mathrm{kl}^{-1}\!\Big(\hat e,\ \frac{\mathrm{KL}(Q\|P) + \mathrm{price} + \log(2\sqrt N/\delta)}{N}
+        \Big), \qquad \hat e \text{ the upper end of a Monte-Carlo interval at } \delta'
+
+    For each structure and :math:`\beta`, the curvature at the trained weights gives the post-distribution and the
+    scales of the pre-distribution; a few draws estimate its risk. The best one of all is then tested on fresh draws,
+    so that nothing is owed for having picked it. Of these choices only the prior's scales have a price, since the
+    theorem holds for all :math:`Q` at once. This bound covers the **stochastic** network, whose weights are drawn
+    anew for each prediction.
+
+    **The network itself** is bounded where ``unlabelled`` inputs are given, by how often it disagrees with its
+    stochastic version: :math:`R(h) \le R(Q) + \Pr[h_w(x) \ne h(x)]`. A narrower :math:`Q` disagrees less and costs
+    more KL; the post-distribution that trades the two best is found on the certified samples. ``held_out`` labels
+    give the test-set bound, which is often stronger: the printed certificate compares them.
+
+    Args:
+        model: The trained network; it, or ``forward_fn``, returns scores ``[N, C]`` or ``[N, T, V]``, unless
+            ``loss_fn`` expects something else. It is measured in eval mode and left as it was.
+        data: The samples: ``(inputs, targets)``, a dataset of such pairs, or a loader over one. Inputs are a tensor, or
+            tuples, lists and dicts of tensors. The network may have been trained on them; the prior may not.
+        prior: The pre-distribution; by default centred at 0, which is always valid and seldom informative.
+        unlabelled: Fresh inputs, without labels, for the network's own bound: inputs, a dataset of inputs or of
+            pairs, or a loader. Nothing else may have been done with them: no training, no penalty, no choice.
+        held_out: Samples like ``data`` that neither training nor a choice has seen, for the test-set bound.
+        half_fn: How to train, ``half_fn(network, (inputs, targets))``: if given, a copy of the prior's centre is
+            trained on a random half of the samples and becomes the centre, and the other half is certified on.
+        structure: Curvature that shapes the post-distribution: ``"isotropic"``, ``"diagonal"`` (Fisher),
+            ``"layer_inputs"`` (one matrix of layer inputs per layer), ``"neuron"`` (the same, scaled by how sensitive
+            the loss is to a neuron), ``"kron"``; several of these, to take the best; ``"auto"`` for all that the
+            network's width allows; or a ready one of the sum of the loss.
+        betas: Weights of the KL beside the sum of the loss to try; free.
+        theorem: ``"kl"`` (Maurer–Seeger, the tightest), ``"mcallester"`` or ``"catoni"`` (with its parameter at 1);
+            chosen before looking at the results.
+        delta: Probability with which the theorem may fail.
+        delta_draws: Probability with which the Monte-Carlo interval may fail.
+        delta_network: Probability with which what the network's own bound needs beside the theorem may fail: one half
+            for the draws of its post-distribution, the other for the disagreement.
+        draws: Number of fresh networks for each of these estimates, each tested on a few random samples.
+        interval: ``"betting"``, or ``"kl"``, the classical one, which needs about ten times as many networks; chosen
+            before looking at the results.
+        error: What counts as an error: ``"class"`` for scores ``[N, C]``; for ``[N, T, V]`` the share of wrong
+            ``"token"``\ s of each sequence, or whether a ``"sequence"`` has any. Targets of -100 do not count.
+        loss_fn: Loss of each sample from outputs and targets, in ``[0, 1]``, instead of the error; it knows no
+            disagreement, so it cannot go with ``unlabelled``.
+        batch_fn: Picks ``(inputs, targets)`` out of a batch of ``data``, ``held_out`` or ``unlabelled``.
+        forward_fn: How to get the outputs, ``forward_fn(model, inputs)``; ``model(inputs)`` by default.
+        curvature_samples: How many samples the curvature is estimated from.
+        seed: Seed of all draws, chosen before looking at the results.
+        progress: Whether to draw a bar where standard error is a terminal or a notebook; or a function, called with the
+            number of finished steps, their total and a label.
+
+    Returns:
+        The certificate, with ``valid`` and the reasons why not.
+
+    Raises:
+        ValueError: If an argument does not fit, or ``unlabelled`` or ``held_out`` inputs are among the certified ones.
+
+    Example:
+        >>> model = nn.Linear(2, 2)
+        >>> prior = Prior.of(model, origin="random initialisation")  # before training
+        >>> model.bias.data += torch.tensor([1.0, -1.0])  # what training would do
+        >>> data = torch.randn(100, 2), torch.zeros(100, dtype=torch.long)
+        >>> found = certify(model, data, prior, unlabelled=torch.randn(200, 2), draws=10)
+        >>> found.valid, found.network.bound >= found.network.stochastic_bound
+        (True, True)
+
+    References:
+        Pitas, *On PAC-Bayes bounds for deep neural networks using the loss curvature*; Dziugaite, Roy, *Computing
+        nonvacuous generalization bounds for deep (stochastic) neural networks*, UAI 2017.
+    """
+    prior = Prior() if prior is None else prior
+    _check_words(theorem, interval)
+    check_choices(delta=delta, delta_draws=delta_draws, draws=draws, betas=betas, delta_network=delta_network)
+    if unlabelled is not None and loss_fn is not None:
+        raise ValueError("`unlabelled` must go with an `error`, got a `loss_fn`, which knows no disagreement.")
+
+    # Read everything, and refuse what cannot be used, before the long work begins.
+    check_weights(model)
+    samples = read_samples(data, batch_fn=batch_fn)
+    prior.center_of(model)
+    if half_fn is not None:
+        prior, samples = half_prior(prior, model, samples, half_fn, seed)
+    fresh = None if unlabelled is None else read_inputs(unlabelled, batch_fn=batch_fn)
+    labelled = None if held_out is None else read_samples(held_out, argument="held_out", batch_fn=batch_fn)
+    notes = _check_use(samples, prior, fresh, labelled)
+
+    with observing(model), shown(progress, "certify", len(betas)) as tell:
+        subject = Subject.of(model, samples, seed=seed, error=error, loss_fn=loss_fn, forward_fn=forward_fn)
+        counts = None if fresh is None else _counts(subject, *fresh)
+        reasons = reasons_against(model, prior, subject.some(slice(4)), subject.outputs)
+        curvatures = _curvatures(subject, structure, curvature_samples)
+        rows = search(
+            subject,
+            prior,
+            curvatures,
+            betas,
+            theorem=theorem,
+            delta=delta,
+            network=fresh is not None,
+            progress=tell,
+        )
+        best, *others = best_of(rows, network=fresh is not None)
+        winner = propose(subject, prior, curvatures[best.structure], best.beta)
+        risks, why_not = _fresh_risks(subject, winner.post, draws, tell)
+        low, high = _interval(risks, interval, delta_draws)
+        bound = min(1.0, float(BOUNDS[theorem](high, winner.kl + winner.price, subject.n, delta)))
+
+        network = None
+        for other in others:  # the best one for the network itself, with draws of its own
+            assert fresh is not None
+            network = _about_the_network(
+                subject,
+                prior,
+                curvatures[other.structure],
+                other,
+                (fresh[0], counts),
+                draws=draws,
+                theorem=theorem,
+                delta=delta,
+                delta_network=delta_network,
+                progress=tell,
+            )
+        proved = bound if network is None else network.bound
+        test_set = held_out_bound(subject, labelled, proved, delta + delta_draws)
+        model_risk = subject.mean_loss()
+    return Certificate(
+        bound=bound,
+        valid=not reasons + why_not,
+        reasons=tuple(reasons + why_not),
+        assumptions=(*assumptions(model, prior), *notes),
+        risk=float(risks.mean()),
+        risk_interval=(low, high),
+        model_risk=model_risk,
+        kl=winner.kl,
+        price=winner.price,
+        n=subject.n,
+        delta=delta,
+        delta_draws=delta_draws,
+        draws=draws,
+        interval=interval,
+        theorem=theorem,
+        structure=best.structure,
+        beta=best.beta,
+        prior_origin=(prior.origin or "unknown") if prior.center is not None else "0",
+        prior_std=winner.prior_std,
+        prior_grid=len(prior.stds),
+        error=error if loss_fn is None else "loss",
+        network=network,
+        test_set=test_set,
+        candidates=tuple(rows),
+        post=winner.post,
+    )
+
+
+def _check_use(
+    samples: tuple[Any, Tensor], prior: Prior, fresh: tuple[Any, Any] | None, labelled: tuple[Any, Tensor] | None
+) -> list[str]:
+    """Refuse samples that were used where they may not have been; return what could not be checked."""
+    notes: list[str | None] = []
+    certified = "the certified samples"
+    centre = "those that the prior's centre was trained on"
+    if prior.seen is not None:
+        notes.append(check_fresh("data", samples[0], prior.seen, centre))
+    if fresh is not None:
+        count = sample_count(fresh[0])
+        if count < FEWEST:
+            raise ValueError(f"`unlabelled` must hold at least {FEWEST} inputs, got {count}.")
+        notes.append(
+            "the unlabelled inputs are independent draws from the same distribution, and served no training, penalty, "
+            "prior, preprocessing or choice"
+        )
+    if labelled is not None:
+        notes.append("the held-out samples served no training, prior or choice")
+    for argument, others in (("unlabelled", fresh), ("held_out", labelled)):
+        if others is not None:
+            notes.append(check_fresh(argument, others[0], samples[0], certified))
+            if prior.seen is not None:
+                notes.append(check_fresh(argument, others[0], prior.seen, centre))
+    return [note for note in notes if note is not None]
+
+
+def _counts(subject: Subject, inputs: Any, targets: Any) -> Tensor | None:
+    """Return where predictions on fresh inputs count: where there is no padding, as far as that is known."""
+    if subject.error == "class":
+        return None
+    if isinstance(targets, Tensor):
+        return targets != IGNORED
+    if subject.error == "token" and bool((subject.targets == IGNORED).any()):
+        raise ValueError(
+            "`unlabelled` must come with targets that are -100 in padding and anything else elsewhere, as `data` has "
+            "padding and `error` is 'token', got inputs alone."
+        )
+    return None  # a sequence that agrees everywhere agrees where labels would be
+
+
+def _curvatures(subject: Subject, structure: Structures | Curvature, samples: int) -> dict[str, Curvature]:
+    """Return the curvatures to search by name: those of the named structures, or the given one."""
+    if isinstance(structure, LowRankCurvature) or any(isinstance(part, CurvatureBlock) for part in structure):
+        return {"given": cast(Curvature, structure)}
+    names = affordable_structures(subject, cast(Structures, structure))
+    return curvatures_of(subject, names, samples)
+
+
+def _about_the_network(
+    subject: Subject,
+    prior: Prior,
+    curvature: Curvature,
+    row: Candidate,
+    fresh: tuple[Any, Tensor | None],
+    *,
+    draws: int,
+    theorem: Theorem,
+    delta: float,
+    delta_network: float,
+    progress: Progress | None,
+) -> NetworkBound:
+    """Return the network's own bound; its post-distribution is fixed before the fresh inputs are touched."""
+    proposal = propose(subject, prior, curvature, row.beta)
+    risks, _ = _fresh_risks(subject, proposal.post, draws, progress)
+    inputs, counts = fresh
+    disagreements, size = block_disagreements(subject, proposal.post, inputs, counts, draws, progress)
+    return network_bound(
+        subject,
+        row,
+        proposal,
+        risks,
+        disagreements,
+        block_size=size,
+        theorem=theorem,
+        delta=delta,
+        delta_network=delta_network,
+    )
+
+
+def _fresh_risks(
+    subject: Subject, post: WeightGaussian, draws: int, progress: Progress | None
+) -> tuple[Tensor, list[str]]:
+    """Return the mean loss of each of some networks that nothing was chosen by, and what is wrong with the losses."""
+    turns = counted(range(draws), draws, progress, "draws")
+    losses = torch.stack([subject.draw_losses(post, DRAW_SIZE)[0] for _ in turns])  # [draws, samples]
+    outside = losses[(losses < 0) | (losses > 1)]
+    wrong = [f"the loss must lie in [0, 1], got {outside[0].item()}"] if len(outside) else []
+    return losses.clamp(0, 1).mean(1), wrong
+
+
+def _interval(risks: Tensor, interval: Interval, delta: float) -> tuple[float, float]:
+    if interval == "kl":
+        low, high = monte_carlo_interval(risks.mean(), len(risks), delta)
+    else:
+        low, high = betting_interval(risks, delta)
+    return float(low), float(high)
+
+
+def _check_words(theorem: str, interval: str) -> None:
+    if theorem not in get_args(Theorem):
+        raise ValueError(f"`theorem` must be one of {get_args(Theorem)}, got {theorem!r}.")
+    if interval not in get_args(Interval):
+        raise ValueError(f"`interval` must be one of {get_args(Interval)}, got {interval!r}.")

@@ -1,0 +1,38 @@
+"""Inputs that were used are found by their contents; those that are equal by chance are told apart from them."""
+
+import pytest
+import torch
+
+from lightning_taskinfo.certificates.fresh import check_fresh, fingerprints
+
+
+def test_equal_rows_have_equal_prints_whatever_holds_them():
+    x = torch.randn(20, 3, 4)
+    assert fingerprints(x) == fingerprints(x.double())
+    assert fingerprints(-0.0 * x.abs()) == fingerprints(0.0 * x.abs())
+    assert fingerprints({"a": x}) == fingerprints([x])
+    assert len(set(fingerprints(x))) == 20
+    assert fingerprints(x.bfloat16()) == fingerprints(x.bfloat16().float())
+    assert fingerprints(torch.arange(5)) == fingerprints(torch.arange(5, dtype=torch.int32))
+    moved = [x.clone(), torch.arange(20)]
+    moved[1][3] += 1
+    differs = [a != b for a, b in zip(fingerprints([x, torch.arange(20)]), fingerprints(moved), strict=True)]
+    assert differs == [i == 3 for i in range(20)]
+
+
+def test_one_used_input_among_many_is_refused():
+    used = torch.randn(50, 3)
+    assert check_fresh("unlabelled", torch.randn(100, 3), used, "them") is None
+    with pytest.raises(ValueError, match=r"`unlabelled` .*got 1 of 101"):
+        check_fresh("unlabelled", torch.cat([torch.randn(100, 3), used[7:8]]), used, "them")
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_inputs_that_are_equal_by_chance_are_told_and_not_refused(seed):
+    """Independent draws from a few hundred values, half of which meet again, and a copy of the used ones."""
+    g = torch.Generator().manual_seed(seed)
+    used, fresh = (torch.randint(300, (n, 1), generator=g) for n in (200, 1_000))
+    note = check_fresh("unlabelled", fresh, used, "the certified samples")
+    assert "of 1000 inputs of `unlabelled`" in note
+    with pytest.raises(ValueError, match=r"`unlabelled` .*got 200 of 200"):
+        check_fresh("unlabelled", used.flip(0), used, "the certified samples")
