@@ -55,7 +55,7 @@ SHORTER = {  # by page: what is written -> what is run instead
         '"small_cnn", data, methods=["standard", "lautum"],': (
             '"mlp", data, methods=["standard", "lautum"], stages=Stages(1, 1),'
         ),
-        'structure="neuron"': 'structure="neuron", draws=50',
+        "certify(model, train_set, prior)": "certify(model, train_set, prior, draws=50)",
     },
     "docs/getting-started.md": {
         **FAST_TRANSFER,
