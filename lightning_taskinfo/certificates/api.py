@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_taskinfo._arguments import checked_arguments
-from lightning_taskinfo._batches import sample_count
+from lightning_taskinfo._batches import Reader, sample_count
 from lightning_taskinfo._observe import observing
 from lightning_taskinfo._progress import Progress, counted, shown
 from lightning_taskinfo.certificates.certificate import Candidate, Certificate, NetworkBound
@@ -152,12 +152,13 @@ def certify(
 
     # Read everything, and refuse what cannot be used, before the long work begins.
     check_weights(model)
-    samples = read_samples(data, batch_fn=batch_fn)
+    reader = Reader(batch_fn, forward_fn)
+    samples = read_samples(data, model=model, reader=reader)
     prior.center_of(model)
     if half_fn is not None:
         prior, samples = half_prior(prior, model, samples, half_fn, seed)
-    fresh = None if unlabelled is None else read_inputs(unlabelled, batch_fn=batch_fn)
-    labelled = None if held_out is None else read_samples(held_out, argument="held_out", batch_fn=batch_fn)
+    fresh = None if unlabelled is None else read_inputs(unlabelled, model=model, reader=reader)
+    labelled = None if held_out is None else read_samples(held_out, argument="held_out", model=model, reader=reader)
     notes = _check_use(samples, prior, fresh, labelled)
 
     with observing(model), shown(progress, "certify", len(betas)) as tell:

@@ -15,6 +15,7 @@ def predictions(outputs: Tensor) -> Tensor:
         outputs: Scores, shape ``[..., C]``.
 
     Example:
+        >>> import torch
         >>> predictions(torch.tensor([[2.0, 1.0], [torch.nan, 1.0]]))
         tensor([ 0, -1])
     """
@@ -37,6 +38,7 @@ def differences(predicted: Tensor, reference: Tensor, counted: Tensor, kind: Err
         A value in [0, 1] for each sample, float64, shape ``[N]``.
 
     Example:
+        >>> import torch
         >>> ours, theirs = torch.tensor([[1, 2, 3]]), torch.tensor([[1, 5, -100]])
         >>> differences(ours, theirs, theirs != -100, "token")
         tensor([0.5000], dtype=torch.float64)
@@ -62,6 +64,7 @@ def zero_one_loss(outputs: Tensor, targets: Tensor) -> Tensor:
         ValueError: If the shapes do not fit, or the targets are no integers.
 
     Example:
+        >>> import torch
         >>> zero_one_loss(torch.tensor([[2.0, 1.0], [2.0, 1.0]]), torch.tensor([0, 1]))
         tensor([0., 1.])
     """

@@ -7,6 +7,7 @@ from typing import Any, cast
 from torch import nn
 
 from lightning_taskinfo._arguments import checked_arguments
+from lightning_taskinfo._batches import Reader
 from lightning_taskinfo._observe import observing, trainable_parameters
 from lightning_taskinfo._progress import Progress, counted, shown
 from lightning_taskinfo.certificates.certificate import Candidate
@@ -76,7 +77,7 @@ def pareto_front(
     structures = named_structures(structure)
     names = (*structures, "oracle")
     total = len(names) * len(betas)
-    samples = read_samples(data, batch_fn=batch_fn)
+    samples = read_samples(data, model=model, reader=Reader(batch_fn, forward_fn))
     rows = []
     with observing(model), shown(progress, "pareto_front", total) as tell:
         subject = Subject.of(model, samples, seed=seed, error=error, loss_fn=loss_fn, forward_fn=forward_fn)

@@ -1,22 +1,23 @@
 """The samples a certificate is about: all of them, each once, as they are."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_taskinfo._batches import described, joined, sample_count, tensors
+from lightning_taskinfo._batches import Reader, is_labeled, joined, read_batch, sample_count, take, tensors
+from lightning_taskinfo._model_calls import NoLogitsError
 from lightning_taskinfo.functional._tensors import check_finite
 
 Data: TypeAlias = tuple[Any, Tensor] | Dataset[Any] | DataLoader[Any]
-
-
 BATCH = 256  # samples that are collated at a time
-Pick: TypeAlias = Callable[[Any], Any]
 
 
-def read_samples(data: Data, *, argument: str = "data", batch_fn: Pick | None = None) -> tuple[Any, Tensor]:
+def read_samples(
+    data: Data, *, argument: str = "data", model: nn.Module | None = None, reader: Reader | None = None
+) -> tuple[Any, Tensor]:
     """Return all inputs and targets.
 
     A loader's dataset is read in its own order, without the loader's sampler: repeated, reweighted or dropped samples
@@ -25,7 +26,8 @@ def read_samples(data: Data, *, argument: str = "data", batch_fn: Pick | None = 
     Args:
         data: ``(inputs, targets)``, also as a list; or a dataset of such pairs, or a loader of one.
         argument: What the caller calls it, for messages.
-        batch_fn: Picks ``(inputs, targets)`` out of a batch.
+        model: The network that is trained on it, if there is one: it decides which fields of a batch are its inputs.
+        reader: How batches are read, if the user says so.
 
     Raises:
         ValueError: If it is something else, has fewer than 8 samples, or values that are not finite.
@@ -36,16 +38,11 @@ def read_samples(data: Data, *, argument: str = "data", batch_fn: Pick | None = 
             f"`{argument}` must be {wanted}, got {data!r}; `tasks.prepare_task({data!r}).data` is such a pair."
         )
     data = _pair_of(data)
-    if isinstance(data, tuple) or (isinstance(data, list) and len(data) == 2 and isinstance(data[0], Tensor)):
-        inputs, targets = data if batch_fn is None else batch_fn(data)
-    else:
-        batches = _batches(data)
-        if not batches:
-            raise ValueError(f"`{argument}` must hold at least 8 samples, got 0.")
-        pairs = [batch if batch_fn is None else batch_fn(batch) for batch in batches]
-        if not (isinstance(pairs[0], list | tuple) and len(pairs[0]) == 2):
-            raise ValueError(f"`{argument}` must hold pairs (inputs, targets), got {described(pairs[0])}.")
-        inputs, targets = (_joined([pair[part] for pair in pairs], argument) for part in (0, 1))
+    batches = [data] if _is_one_batch(data) else _batches(data)
+    if not batches:
+        raise ValueError(f"`{argument}` must hold at least 8 samples, got 0.")
+    pairs = [_read(batch, argument, model, reader) for batch in batches]
+    inputs, targets = (_joined([pair[part] for pair in pairs], argument) for part in (0, 1))
     if not isinstance(targets, Tensor):
         raise ValueError(f"`{argument}` must hold a tensor of targets, got {type(targets).__name__}.")
     n = sample_count(inputs) if len(targets) else 0
@@ -58,32 +55,72 @@ def read_samples(data: Data, *, argument: str = "data", batch_fn: Pick | None = 
     return inputs, targets
 
 
-def read_inputs(data: Any, *, argument: str = "unlabelled", batch_fn: Pick | None = None) -> tuple[Any, Any]:
+def read_inputs(
+    data: Any, *, argument: str = "unlabelled", model: nn.Module | None = None, reader: Reader | None = None
+) -> tuple[Any, Any]:
     """Return all inputs of data without labels, and their targets where there are some, else ``None``.
 
     Args:
         data: Inputs: a tensor, or a dict of tensors; ``(inputs, targets)``; or a dataset or loader of any of these.
         argument: What the caller calls it, for messages.
-        batch_fn: Picks ``(inputs, targets)`` out of a batch; targets may be ``None``.
+        model: The network that is called on them.
+        reader: How batches are read, if the user says so.
     """
     data = _pair_of(data)
-    batches = [data] if isinstance(data, Tensor | Mapping | tuple) else _batches(data)
+    batches = [data] if _is_one_batch(data) or isinstance(data, Tensor) else _batches(data)
     if not batches:
         raise ValueError(f"`{argument}` must hold inputs, got none.")
-    pairs = []
-    for batch in batches:
-        if batch_fn is not None:
-            batch = batch_fn(batch)
-        is_pair = isinstance(batch, list | tuple) and len(batch) == 2
-        pairs.append(tuple(batch) if is_pair else (batch, None))
+    pairs = [_read_unlabelled(batch, argument, model, reader) for batch in batches]
     inputs = _joined([pair[0] for pair in pairs], argument)
-    if isinstance(inputs, list | tuple) and len(inputs) == 1:  # a dataset of one tensor
-        (inputs,) = inputs
     for values in tensors(inputs):
         check_finite(argument, values)
     sample_count(inputs)
     targets = None if pairs[0][1] is None else _joined([pair[1] for pair in pairs], argument)
     return inputs, targets
+
+
+def _is_one_batch(data: Any) -> bool:
+    """Whether data are all samples at once, and no dataset or loader."""
+    as_batch = isinstance(data, list) and len(data) == 2 and isinstance(data[0], Tensor) and data[0].ndim > 0
+    same = as_batch and isinstance(data[1], Tensor) and len(data[0]) == len(data[1])
+    return isinstance(data, tuple | Mapping) or bool(same)
+
+
+def _read(batch: Any, argument: str, model: nn.Module | None, reader: Reader | None) -> tuple[Any, Any]:
+    """Read one batch the way that callbacks do."""
+    if reader is None or reader.batch_fn is None:
+        pair = isinstance(batch, list | tuple) and len(batch) == 2
+        if pair and not isinstance(batch[1], Tensor):
+            raise ValueError(f"`{argument}` must hold a tensor of targets, got {type(batch[1]).__name__}.")
+        if pair and len(batch[1]) != sample_count(batch[0]):
+            counts = f"{len(batch[1])} for {sample_count(batch[0])}"
+            raise ValueError(f"`{argument}` must hold a target for each input, got {counts}.")
+    try:
+        if model is None or reader is None:
+            return read_batch(batch)
+        device = next(model.parameters()).device
+        if device.type != "cpu":
+            reader.read(model, take(batch, lambda x: x.to(device)))  # finds out once how the model is called
+        return reader.read(model, batch)
+    except NoLogitsError:  # about the model
+        raise
+    except ValueError as error:
+        raise ValueError(f"`{argument}` cannot be read: {error}") from error
+
+
+def _read_unlabelled(batch: Any, argument: str, model: nn.Module | None, reader: Reader | None) -> tuple[Any, Any]:
+    if reader is not None and reader.batch_fn is not None:
+        return reader.read(model or nn.Identity(), batch)
+    if isinstance(batch, list | tuple) and len(batch) == 1:
+        (batch,) = batch  # a dataset of one tensor
+    if isinstance(batch, Tensor):
+        return batch, None
+    if isinstance(batch, list | tuple) and len(batch) == 2 and batch[1] is None:
+        return batch[0], None
+    if isinstance(batch, Mapping) and not is_labeled(batch):
+        nothing = torch.zeros(sample_count(batch), dtype=torch.long)
+        return _read({**batch, "labels": nothing}, argument, model, reader)[0], None
+    return _read(batch, argument, model, reader)
 
 
 def _batches(data: Any) -> list[Any]:

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias, cast, get_args
 import torch
 from torch import Generator, Tensor, nn
 
-from lightning_taskinfo._batches import sample_count, take
+from lightning_taskinfo._batches import outputs_of, sample_count, take
 from lightning_taskinfo._observe import HALVES, at_least_float32, trainable_parameters
 from lightning_taskinfo._progress import Progress, counted
 from lightning_taskinfo._ranges import check_positive
@@ -136,13 +136,7 @@ class Subject:
         """Run the network the way its user does."""
         if self.float32:
             inputs = take(inputs, at_least_float32)
-        outputs = self.forward_fn(self.model, inputs) if self.forward_fn else self.model(inputs)
-        if not isinstance(outputs, Tensor):
-            raise ValueError(
-                f"`model` must return a tensor of outputs, got {type(outputs).__name__}; "
-                "set `forward_fn` to a function of (model, inputs) that picks it."
-            )
-        return outputs
+        return outputs_of(self.model, inputs, self.forward_fn)
 
     @torch.no_grad()
     def predictions(self, inputs: Any) -> Tensor:
@@ -213,7 +207,10 @@ def curvatures_of(subject: Subject, structures: Sequence[Structure], samples: in
         samples: How many inputs to look at.
     """
     model, n, g = subject.model, subject.n, subject.generator
-    forward = subject.forward_fn
+
+    def forward(model: nn.Module, inputs: Any) -> Tensor:
+        return outputs_of(model, inputs, subject.forward_fn)
+
     index = torch.randperm(n, generator=g, device=g.device)[:samples]
     inputs = subject.some(index)
     padded = subject.error != "class" and subject.loss_fn is None  # labels say where there is padding

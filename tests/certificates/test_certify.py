@@ -290,6 +290,36 @@ def test_a_dataset_of_dicts_through_a_forward_of_its_own(trained, data, prior):
     assert found == certify(trained, data, prior, **QUICK)
 
 
+def test_batches_are_read_as_callbacks_read_them(trained, data, prior):
+    """A dict with a label, inputs as a dict too, and whatever `batch_fn` picks; unlabelled ones without the label."""
+    x, y = data
+    unlabelled = torch.randn(120, 4)
+    named = [{"image": a, "label": b} for a, b in zip(x, y, strict=True)]
+    triples = TensorDataset(x, torch.zeros(600), y)
+    options = {"draws": 5, "betas": (1.0,), "structure": "diagonal"}
+    expected = certify(trained, data, prior, unlabelled=unlabelled, held_out=blobs(20, 3), **options)
+    by_name = certify(
+        trained,
+        named,
+        prior,
+        unlabelled={"image": unlabelled},
+        held_out=dict(zip(("image", "label"), blobs(20, 3), strict=True)),
+        **options,
+    )
+    assert by_name == expected
+    held = (blobs(20, 3)[0], None, blobs(20, 3)[1])
+    picked = certify(
+        trained,
+        triples,
+        prior,
+        unlabelled=(unlabelled, None, None),
+        held_out=held,
+        batch_fn=lambda batch: (batch[0], batch[2]),
+        **options,
+    )
+    assert picked == expected
+
+
 def test_samples_that_influence_each_other_through_a_forward_of_its_own_are_found(trained, data, prior):
     with pytest.warns(UserWarning, match="depend on the others of its batch"):
         mixed = certify(
@@ -328,15 +358,13 @@ def test_refuses_data_that_do_not_fit(trained, data, prior):
         zero_one_loss(x[:, :2], y.double())
     with pytest.raises(ValueError, match="`data` must hold a tensor of targets, got list"):
         certify(trained, (x, y.tolist()), prior)
-    with pytest.raises(ValueError, match=r"`data` must hold pairs \(inputs, targets\), got dict with image, label\."):
-        certify(trained, [{"image": a, "label": b} for a, b in zip(x, y, strict=True)], prior)
-    with pytest.raises(
-        ValueError, match=r"`data` must hold pairs \(inputs, targets\), got list of Tensor, Tensor, Tensor"
-    ):
+    with pytest.raises(ValueError, match=r"`data` .*got dict with image, shade; set `batch_fn`"):
+        certify(trained, [{"image": a, "shade": b} for a, b in zip(x, y, strict=True)], prior)
+    with pytest.raises(ValueError, match=r"`data` .*got list of Tensor, Tensor, Tensor; set `batch_fn`"):
         certify(trained, TensorDataset(x, y, y), prior)
     with pytest.raises(ValueError, match="`data` must be finite, got 600 values that are not"):
         certify(trained, (x, y * math.nan), prior, loss_fn=lambda outputs, y: y)
-    with pytest.raises(ValueError, match="`model` must return a tensor of outputs, got tuple; set `forward_fn` to a"):
+    with pytest.raises(ValueError, match=r"got tuple .*`forward_fn`"):
         certify(trained, data, prior, forward_fn=lambda model, x: (model(x), x))
     with pytest.raises(ValueError, match="`data` must hold one tensor of inputs, got dict"):
         read_tensors(({"x": x}, y))
