@@ -132,7 +132,7 @@ def test_the_tradeoff_reaches_an_offline_wandb_run(tmp_path, loader, monkeypatch
     (image,) = stored["certificate_pareto_figure.filenames"]
     assert (run / "files" / image).read_bytes().startswith(b"\x89PNG")
     table = json.loads((run / "files" / stored["certificate_pareto_table.path"]).read_text())
-    assert table["columns"] == ["structure", "beta", "risk", "kl", "price", "bound"]
+    assert table["columns"] == ["structure", "beta", "risk", "kl", "price", "bound", "disagreement"]
     assert [row[0] for row in table["data"]] == ["isotropic", "diagonal", "neuron", "oracle"]
     assert [row[3] for row in table["data"]] == pytest.approx([row.kl for row in callback.tradeoff])
 
@@ -254,8 +254,8 @@ def test_a_forward_of_its_own_gives_the_certificate_of_the_plain_network(tmp_pat
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"structure": "nueron"}, "`structure` must be one of .*, got 'nueron'"),
-        ({"structure": ["diagonal", "nueron"]}, "`structure` must be one of .*, got 'nueron'"),
+        ({"structure": "nueron"}, "`structure` .*got 'nueron'"),
+        ({"structure": ["diagonal", "nueron"]}, "`structure` .*got 'nueron'"),
         ({"structure": []}, "`structure` must name at least one structure, got none"),
         ({"delta": 2}, r"`delta` must be in \(0, 1\), got 2"),
         ({"draws": 0}, "`draws` must be at least 1, got 0"),
