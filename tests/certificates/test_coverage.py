@@ -63,3 +63,72 @@ def test_violated_at_most_as_often_as_promised():
 
     unprotected = sum(without_log_term(certificate) < error for certificate, error in results)
     assert unprotected > (DELTA + 0.01) * REPEATS  # so this test goes red where the log term is missing
+
+
+def certified_networks() -> list[tuple[Certificate, float]]:
+    """The same, with fresh inputs for the bound on the network itself, and its exact error."""
+    g, results = torch.Generator().manual_seed(1), []
+    for seed in range(REPEATS):
+        start = nn.Linear(3, 2, bias=False)
+        start.weight.data = torch.stack([-TEACHER, TEACHER]) + 0.1 * torch.randn(2, 3, generator=g)
+        inputs, targets = sample(g)
+        model = nn.Linear(3, 2, bias=False)
+        model.load_state_dict(start.state_dict())
+        gradients = torch.autograd.grad(nn.functional.cross_entropy(model(inputs), targets), [model.weight])
+        model.weight.data -= 0.05 * gradients[0]
+        certificate = certify(
+            model,
+            (inputs, targets),
+            Prior(start, origin="drawn before the samples", stds=(0.1,)),
+            unlabelled=torch.randn(100, 3, generator=g),
+            structure="diagonal",
+            betas=(0.01, 1.0),
+            delta=DELTA,
+            draws=100,
+            seed=seed,
+        )
+        assert certificate.valid
+        direction = (model.weight[1] - model.weight[0]).detach()
+        angle = torch.nn.functional.cosine_similarity(direction, TEACHER, dim=0).arccos()
+        results.append((certificate, (NOISE + (1 - 2 * NOISE) * angle / math.pi).item()))
+    return results
+
+
+class Squared(nn.Module):
+    """Right wherever its weight is not 0; the network itself, at 0, says class 0 to everything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        score = self.weight.square() * (x @ TEACHER)
+        return torch.stack([torch.zeros_like(score), score], dim=1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_bound_on_the_network_is_violated_at_most_as_often_as_promised():
+    results = certified_networks()
+    violated = sum(certificate.network.bound < error for certificate, error in results)
+    assert violated <= (DELTA + 0.01) * REPEATS
+
+
+def test_a_network_worse_than_its_stochastic_version_needs_the_disagreement():
+    """Half of all inputs are class 1: the network errs on half of them, its draws on a fifth, the flipped labels."""
+    g = torch.Generator().manual_seed(0)
+    for seed in range(5):
+        inputs = torch.randn(400, 3, generator=g)
+        targets = ((inputs @ TEACHER > 0) ^ (torch.rand(400, generator=g) < NOISE)).long()
+        found = certify(
+            Squared(),
+            (inputs, targets),
+            Prior(Squared(), origin="drawn before the samples", stds=(0.1,)),
+            unlabelled=torch.randn(400, 3, generator=g),
+            structure="diagonal",
+            betas=(1.0,),
+            draws=200,
+            seed=seed,
+        )
+        assert found.network.stochastic_bound < 0.5 < found.network.bound  # without the second term: violated
+        assert found.network.disagreement == pytest.approx(0.5, abs=0.1)
