@@ -1,7 +1,7 @@
 """Certify a network at the end of its training, or every few epochs."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from lightning_taskinfo.certificates import (
     certify,
     pareto_front,
 )
+from lightning_taskinfo.certificates.errors import ErrorKind
 from lightning_taskinfo.certificates.search import Structures, check_choices, named_structures
 from lightning_taskinfo.functional.likelihood import as_likelihood
 from lightning_taskinfo.plotting import plot_pareto
@@ -54,6 +55,8 @@ class PACBayesCertificate(Probe):
         draws: Number of fresh networks that the bound rests on.
         delta: Probability with which the theorem may fail.
         delta_draws: Probability with which the Monte-Carlo interval may fail.
+        error: What counts as an error: ``"class"`` for logits ``[N, C]``; for ``[N, T, V]`` the share of wrong
+            ``"token"`` positions of each sequence, or whether a ``"sequence"`` has any.
         pareto: Whether to draw the trade-off at the end of training; it takes longer than the certificate.
         every_n_epochs: Epochs between two certificates; only at the end by default. Each holds with its own confidence.
         max_samples: At most this many random training samples are certified on; they are kept in memory.
@@ -83,6 +86,7 @@ class PACBayesCertificate(Probe):
         draws: int = 1000,
         delta: float = 0.04,
         delta_draws: float = 0.01,
+        error: ErrorKind = "class",
         pareto: bool = False,
         every_n_epochs: int | None = None,
         max_samples: int = 1_000_000,
@@ -105,6 +109,9 @@ class PACBayesCertificate(Probe):
         check_positive(prior_stds=prior_stds)
         check_choices(delta=delta, delta_draws=delta_draws, draws=draws, betas=betas)
         named_structures(structure)  # refuses what it does not know
+        if error not in get_args(ErrorKind):
+            raise ValueError(f"`error` must be one of {get_args(ErrorKind)}, got {error!r}.")
+        self.error = error
         self.headline = ("certificate_bound", "certificate_risk")
         self.prior_origin, self.structure, self.prior_stds, self.betas = prior_origin, structure, prior_stds, betas
         self.draws, self.delta, self.delta_draws, self.pareto = draws, delta, delta_draws, pareto
@@ -144,7 +151,8 @@ class PACBayesCertificate(Probe):
     def _check(self, pl_module: LightningModule, inputs: Any, targets: Tensor | None) -> None:
         self._checked = True
         few, few_targets = first_samples(inputs, targets, 2)
-        needed = f"{self.state_key} certifies classifiers: the module must return logits [N, C] of at least 2 classes"
+        shape = "[N, C]" if self.error == "class" else "[N, T, V]"
+        needed = f"{self.state_key} certifies classifiers: the module must return logits {shape} of at least 2 classes"
         otherwise = "set `forward_fn` to a function of (module, inputs) that returns them"
         try:
             outputs = self.reader.outputs(pl_module, few)
@@ -153,12 +161,12 @@ class PACBayesCertificate(Probe):
         except Exception as error:
             failed = f"which failed ({type(error).__name__}: {error})"
             raise ValueError(f"{needed} for the inputs of a batch, {failed}; {otherwise}.") from error
-        if outputs.ndim != 2 or outputs.shape[1] < 2:
+        if outputs.ndim != shape.count(",") + 1 or outputs.shape[-1] < 2:
             two = (
                 "; a logit z of yes or no becomes two by torch.cat([0 * z, z], -1)" if outputs.shape[1:] == (1,) else ""
             )
             raise ValueError(f"{needed}, got {list(outputs.shape)}; {otherwise}{two}.")
-        if few_targets is None or few_targets.is_floating_point() or few_targets.shape != outputs.shape[:1]:
+        if few_targets is None or few_targets.is_floating_point() or few_targets.shape != outputs.shape[:-1]:
             given = "none" if few_targets is None else f"{few_targets.dtype} of shape {list(few_targets.shape)}"
             raise ValueError(f"{self.state_key} needs class indices (integers) of shape [N] as targets, got {given}.")
         as_likelihood("categorical").check(outputs, few_targets)
@@ -170,6 +178,8 @@ class PACBayesCertificate(Probe):
             model,
             (samples.inputs, samples.targets),
             self._prior(samples.targets.device),
+            batch_fn=_as_it_is,
+            error=self.error,
             structure=self.structure,
             betas=self.betas,
             draws=self.draws,
@@ -205,7 +215,9 @@ class PACBayesCertificate(Probe):
     def _report_tradeoff(self, trainer: Trainer, model: nn.Module, data: tuple[Any, Tensor]) -> None:
         prior = self._prior(data[1].device)
         options: dict[str, Any] = {"betas": self.betas, "delta": self.delta, "seed": self.seed, "progress": self._bar}
-        self.tradeoff = pareto_front(model, data, prior, forward_fn=self.forward_fn, **options)
+        self.tradeoff = pareto_front(
+            model, data, prior, error=self.error, batch_fn=_as_it_is, forward_fn=self.forward_fn, **options
+        )
         rows = [{key: value for key, value in vars(row).items() if key != "prior_std"} for row in self.tradeoff]
         key, step = self._logged("certificate_pareto"), trainer.global_step
         best: dict[str, float] = {}
@@ -227,3 +239,8 @@ class PACBayesCertificate(Probe):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         self._center, self._late = state_dict["center"], state_dict["late"]
+
+
+def _as_it_is(pair: Any) -> Any:
+    """Samples that the callback has read are not read again: labels of a language model would be shifted twice."""
+    return pair

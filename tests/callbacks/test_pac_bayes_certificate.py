@@ -269,3 +269,33 @@ def test_a_forward_of_its_own_gives_the_certificate_of_the_plain_network(tmp_pat
 def test_wrong_arguments_are_refused_before_training(arguments, message):
     with pytest.raises(ValueError, match=message):
         PACBayesCertificate(**{"prior_origin": "random initialisation", **arguments})
+
+
+def test_what_counts_as_an_error_is_one_of_three():
+    with pytest.raises(ValueError, match=r"`error` .*got 'word'"):
+        PACBayesCertificate(**QUICK, error="word")
+
+
+def test_a_network_of_tokens_is_certified_by_the_share_of_wrong_ones(tmp_path):
+    class Tagger(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.net = nn.Sequential(nn.Embedding(6, 4), nn.Linear(4, 2))
+
+        def forward(self, tokens):
+            return self.net(tokens)
+
+        def training_step(self, batch, batch_idx):
+            return nn.functional.cross_entropy(self(batch[0]).flatten(0, 1), batch[1].flatten())
+
+        def configure_optimizers(self):
+            return torch.optim.Adam(self.parameters(), lr=0.1)
+
+    tokens = torch.randint(6, (64, 3), generator=torch.Generator().manual_seed(0))
+    callback = PACBayesCertificate(**QUICK, error="token")
+    loader = DataLoader(TensorDataset(tokens, tokens % 2), batch_size=16)
+    model = fit(tmp_path, callback, model=Tagger, loader=loader).lightning_module
+    wrong = (model(tokens).argmax(-1) != tokens % 2).double().mean(1)
+    assert callback.certificate.error == "token"
+    assert callback.certificate.model_risk == pytest.approx(wrong.mean().item())
