@@ -529,7 +529,7 @@ def filled_up(inputs: Any, targets: Tensor | None, n: int) -> tuple[Any, Tensor 
     """
     if size(inputs) == n:
         return inputs, targets
-    rows = torch.arange(n) % size(inputs)
+    rows = torch.arange(n, device="cpu") % size(inputs)
     return take(inputs, lambda x: x[rows.to(x.device)]), None if targets is None else targets[rows.to(targets.device)]
 
 

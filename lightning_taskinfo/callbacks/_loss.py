@@ -22,7 +22,7 @@ def mean_loss(
     n = size(inputs)
     if targets is None or not n:
         return math.nan
-    total = torch.zeros((), dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64, device="cpu")
     with torch.no_grad():
         for start in range(0, n, CHUNK):
             part = itemgetter(slice(start, start + CHUNK))

@@ -62,7 +62,7 @@ class Source:
         chosen = choose(len(loader.dataset), self.max_samples, self.seed)  # type: ignore[arg-type]
         mine = self._share(trainer, len(chosen))
         if not mine:
-            return torch.empty(0), None
+            return torch.empty(0, device="cpu"), None
         batch = read_samples(loader, chosen[mine.start : mine.stop], self.seed)
         batch = batch if key is None else {key: batch}  # as the training step gets it
         return self.reader.read(pl_module, on_device(trainer, pl_module, batch))
@@ -123,7 +123,7 @@ def _has_labels(loader: Any) -> bool:
     """Whether the first sample of a loader has targets; call it inside ``observing``."""
     if not readable(loader) or not len(loader.dataset):
         return False
-    batch = read_samples(loader, torch.zeros(1, dtype=torch.long), seed=0)
+    batch = read_samples(loader, torch.zeros(1, dtype=torch.long, device="cpu"), seed=0)
     return is_labeled(batch)
 
 
@@ -153,7 +153,7 @@ def read_samples(loader: DataLoader, chosen: Tensor, seed: int) -> Any:
 
 def choose(total: int, n: int, seed: int) -> Tensor:
     """Return the numbers of ``n`` of ``total`` samples (or of all of them), in order, the same for the same seed."""
-    return torch.randperm(total, generator=torch.Generator().manual_seed(seed))[:n].sort().values
+    return torch.randperm(total, generator=torch.Generator().manual_seed(seed), device="cpu")[:n].sort().values
 
 
 def on_device(trainer: Trainer, pl_module: LightningModule, batch: Any) -> Any:

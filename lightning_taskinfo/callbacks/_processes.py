@@ -9,7 +9,8 @@ from lightning_taskinfo._lightning import Trainer
 def summed(trainer: Trainer, values: Tensor | list[float]) -> Tensor:
     """Return what all processes' values add up to, in float64; the values themselves where there is one process."""
     if trainer.world_size == 1:
-        return torch.as_tensor(values, dtype=torch.float64)
+        device = values.device if isinstance(values, Tensor) else "cpu"
+        return torch.as_tensor(values, dtype=torch.float64, device=device)
     mine = torch.as_tensor(values, dtype=torch.float64, device=trainer.strategy.root_device)
     return trainer.strategy.reduce(mine, reduce_op="sum")
 

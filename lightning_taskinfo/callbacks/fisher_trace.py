@@ -97,7 +97,7 @@ class FisherTrace(Probe):
                 forward_fn=self.forward_fn,
             )
             measure(model, samples.inputs, samples.targets, request, sink)
-        unused = torch.zeros_like(next(iter(sink.values.values()), torch.zeros(0)))
+        unused = torch.zeros_like(next(iter(sink.values.values()), torch.zeros(0, device="cpu")))
         norms = {name: sink.values.get(name, unused)[: samples.counted] for name in trainable_parameters(model)}
         return TraceSums.of(norms)
 

@@ -148,7 +148,7 @@ class Subject:
 
     def mean_loss(self) -> float:
         """Return the mean loss of all samples under the network's present weights."""
-        parts = [self.losses(index)[0] for index in torch.arange(self.n).split(1024)]
+        parts = [self.losses(index)[0] for index in torch.arange(self.n, device="cpu").split(1024)]
         return float(torch.cat(parts).mean())
 
     @torch.no_grad()
@@ -260,7 +260,7 @@ def choose_scales(
     Returns:
         The standard deviations by parameter name, the same by layer, and the price in nats.
     """
-    prices = union_bound_price(torch.arange(1, len(prior.stds) + 1))  # [G]
+    prices = union_bound_price(torch.arange(1, len(prior.stds) + 1, device="cpu"))  # [G]
     prices = prices if len(prior.stds) > 1 else torch.zeros_like(prices)  # nothing to choose, nothing to pay
     costs: dict[str, Tensor] = {}
     members: dict[str, list[str]] = {}
@@ -270,7 +270,7 @@ def choose_scales(
         shift = sum(float(displacement[name].double().square().sum()) for name in block.names)
         gains = [float((std**2 * block.eigenvalues / beta).log1p().sum()) for std in prior.stds]
         cost = [shift / std**2 + gain for std, gain in zip(prior.stds, gains, strict=True)]
-        costs[layer] = costs.get(layer, 2 * prices) + torch.tensor(cost, dtype=torch.float64)
+        costs[layer] = costs.get(layer, 2 * prices) + torch.tensor(cost, dtype=torch.float64, device="cpu")
     chosen = {layer: int(cost.argmin()) for layer, cost in costs.items()}
     by_layer = {layer: prior.stds[j] for layer, j in chosen.items()}
     by_name = {name: by_layer[layer] for layer, names in members.items() for name in names}

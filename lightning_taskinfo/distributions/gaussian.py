@@ -111,14 +111,16 @@ class IsotropicGaussian(WeightGaussian):
         return {name: mean + self.std[name] * self._noise(name, generator) for name, mean in self.mean.items()}
 
     def log_det(self) -> Tensor:  # noqa: D102
-        log_std = torch.tensor(list(self.std.values()), dtype=torch.float64).log()
-        return 2 * (log_std * torch.tensor([mean.numel() for mean in self.mean.values()])).sum()
+        log_std = _on_cpu([self.std[name] for name in self.mean]).log()
+        return 2 * (log_std * self._counts()).sum()
 
     def kl(self, pre: "IsotropicGaussian") -> Tensor:  # noqa: D102
         shift = self._squared_shift(pre)
-        ratio = 2 * torch.tensor([self.std[n] / pre.std[n] for n in self.mean], dtype=torch.float64).log()
-        counts = torch.tensor([mean.numel() for mean in self.mean.values()])
-        return 0.5 * (shift.cpu() + (counts * (ratio.expm1() - ratio)).sum())
+        ratio = 2 * _on_cpu([self.std[name] / pre.std[name] for name in self.mean]).log()
+        return 0.5 * (shift.cpu() + (self._counts() * (ratio.expm1() - ratio)).sum())
+
+    def _counts(self) -> Tensor:
+        return _on_cpu([mean.numel() for mean in self.mean.values()])
 
 
 class BlockGaussian(WeightGaussian):
@@ -210,6 +212,10 @@ def check_cover(mean: Mapping[str, Tensor], blocks: Sequence[CurvatureBlock]) ->
     if sorted(names) != sorted(mean):
         wrong = sorted(set(names) ^ set(mean)) or sorted({name for name in names if names.count(name) > 1})
         raise ValueError(f"`curvature` must cover every parameter once, got none or several for {wrong}.")
+
+
+def _on_cpu(numbers: Sequence[float]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float64, device="cpu")
 
 
 def named_weights(source: nn.Module | Mapping[str, Tensor]) -> Mapping[str, Tensor]:

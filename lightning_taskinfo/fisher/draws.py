@@ -57,10 +57,12 @@ class NumberedDraws:
             shape = (self.mc_samples, self.total, *outputs.shape[1:])
             if isinstance(self.likelihood, Categorical):
                 shape = (*shape[:-1], 1)
-            drawn = torch.rand(shape, generator=Generator().manual_seed(self.seed), dtype=torch.float64)
+            generator = Generator().manual_seed(self.seed)
+            drawn = torch.rand(shape, generator=generator, dtype=torch.float64, device="cpu")
             self._uniform = drawn.clamp(min=2.0**-54)
         start, stop = self.position, self.position + len(outputs)
-        u = self._uniform[self.draw, torch.arange(start, stop) % self.total]  # what fills a batch up draws something
+        rows = torch.arange(start, stop, device="cpu") % self.total  # what fills a batch up draws something
+        u = self._uniform[self.draw, rows]
         self.draw += 1
         if self.draw == self.mc_samples:
             self.draw, self.position = 0, stop

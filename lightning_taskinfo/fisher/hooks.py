@@ -90,8 +90,8 @@ class Captured:
         """
         n = len(self.outputs)
         generator = torch.Generator().manual_seed(n)
-        score = torch.randn(self.outputs.shape, generator=generator, dtype=torch.float64).to(self.outputs)
-        weights = torch.exp2(torch.randperm(n, generator=generator) * (8 / n)).to(self.outputs)
+        score = torch.randn(self.outputs.shape, generator=generator, dtype=torch.float64, device="cpu").to(self.outputs)
+        weights = torch.exp2(torch.randperm(n, generator=generator, device="cpu") * (8 / n)).to(self.outputs)
         weighted = score * weights.view(-1, *[1] * (score.dim() - 1))
         pairs = self.backward([score, weighted], retain_graph=True)
         largest = max((float(pair[0].abs().max()) for pair in pairs if pair and pair[0].numel()), default=0.0)

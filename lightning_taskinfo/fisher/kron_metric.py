@@ -70,7 +70,7 @@ class KroneckerFisher(Metric):
         self.generator: Generator | None = None
         self.shapes: dict[str, torch.Size] = {}
         self.sums: KroneckerSums | None = None  # where the sums of all processes are taken apart again
-        zero = torch.zeros((), dtype=torch.float64)  # becomes a vector with the first update
+        zero = torch.zeros((), dtype=torch.float64, device="cpu")  # becomes a vector with the first update
         self.add_state("total", zero, dist_reduce_fx="sum")  # all sums, one after the other
         self.add_state("count", zero.clone(), dist_reduce_fx="sum")
 
@@ -101,7 +101,7 @@ class KroneckerFisher(Metric):
             self.sums = kronecker_sums(model, inputs, targets, request, engine=self.engine, max_side=self.max_side)
             n = sample_count(inputs)
         self.total = self.total + self.sums.flat().to(self.device)
-        self.count = self.count + n
+        self.count = self.count.to(self.device) + n
 
     def factors(self) -> dict[str, KroneckerFactors]:
         """Return the factors by parameter name, of this process alone before :meth:`compute` and of all inside it."""

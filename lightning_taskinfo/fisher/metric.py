@@ -116,7 +116,7 @@ class FisherInformation(Metric, metaclass=ArgumentsByName):
         """
         self._remember({name: p.shape for name, p in trainable_parameters(model).items()})
         if all(len(x) == 0 for x in tensors(inputs)):
-            self._add(torch.zeros(self._size, dtype=torch.float64))
+            self._add(torch.zeros(self._size, dtype=torch.float64, device=self.device))
             return
         with observing(model):
             if self.quantity == "diagonal":

@@ -38,7 +38,7 @@ class Recycler:
         if storage is None:
             storage = torch.UntypedStorage(size)
             self._kept.append((storage, _use_count(storage._cdata)))
-        return torch.empty(0, dtype=like.dtype).set_(storage, 0, like.shape, like.stride())
+        return torch.empty(0, dtype=like.dtype, device=like.device).set_(storage, 0, like.shape, like.stride())
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return Recycler, ()

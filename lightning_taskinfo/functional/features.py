@@ -225,7 +225,8 @@ def transfer_onset(outside: Tensor, amplitude: Tensor | float, exponent: Tensor 
         >>> transfer_onset(torch.tensor([0.0, 0.5]), 8.0, 0.5)
         tensor([ inf, 256.])
     """
-    amplitude, exponent = (torch.as_tensor(value, dtype=outside.dtype) for value in (amplitude, exponent))
+    amplitude = torch.as_tensor(amplitude, dtype=outside.dtype, device=outside.device)
+    exponent = torch.as_tensor(exponent, dtype=outside.dtype, device=outside.device)
     for name, values in (("amplitude", amplitude), ("exponent", exponent)):
         if not (values > 0).all():
             raise ValueError(f"`{name}` must be positive, got {values.min().item()}.")

@@ -17,7 +17,7 @@ Number: TypeAlias = float | Tensor
 
 
 def _numbers(*values: Number) -> list[Tensor]:
-    device = next((value.device for value in values if isinstance(value, Tensor)), None)
+    device = next((value.device for value in values if isinstance(value, Tensor)), torch.device("cpu"))
     return list(
         torch.broadcast_tensors(*(torch.as_tensor(value, dtype=torch.float64, device=device) for value in values))
     )

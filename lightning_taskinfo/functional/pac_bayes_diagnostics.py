@@ -112,6 +112,8 @@ def local_minimum_bound(
     if not 0 < delta < 1:
         raise ValueError(f"`delta` must be in (0, 1), got {delta}.")
     W = num_parameters
-    exponent = torch.tensor((2 * log_volume + math.log(math.pi) + log_det_fisher) / W, dtype=torch.float64)
+    exponent = torch.tensor(
+        (2 * log_volume + math.log(math.pi) + log_det_fisher) / W, dtype=torch.float64, device="cpu"
+    )
     A = W * exponent.exp() / (4 * math.pi * math.e)
     return loss + A + 2 * ((2 * loss + 2 * A + math.log(2 * n / delta)) / (n - 1)).sqrt()

@@ -48,7 +48,7 @@ def fit_whitening(
             "unlabeled set."
         )
     if size <= _FACTORED:
-        covariance = _scatter(batches(), mean, torch.eye(size, dtype=torch.float64)) / samples
+        covariance = _scatter(batches(), mean, torch.eye(size, dtype=torch.float64, device=mean.device)) / samples
         factored = _cholesky(covariance, ridge) if components == size else _eigen(covariance, components, ridge)
     else:
         factored = _subspace(batches, mean, components, ridge, samples)
@@ -101,7 +101,8 @@ def times_whitener(rows: Tensor, matrix: Tensor, *, transposed: bool = False, bl
 
 
 def _mean(batches: Iterator[Tensor], size: int) -> tuple[Tensor, Tensor]:
-    total, count = torch.zeros(size, dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    total = torch.zeros(size, dtype=torch.float64, device="cpu")
+    count = torch.zeros((), dtype=torch.float64, device="cpu")
     for x in batches:
         total, count = total + x.double().sum(0).cpu(), count + len(x)
     total, count = sum_over_ranks(total, count)
@@ -122,8 +123,8 @@ def _cholesky(covariance: Tensor, ridge: float) -> tuple[Tensor, Tensor, Tensor]
     D = len(covariance)
     floor = ridge * covariance.diagonal().mean()
     if floor == 0:  # constant inputs: nothing to whiten
-        return torch.zeros_like(covariance), torch.zeros(D).double(), torch.zeros(()).double()
-    identity = torch.eye(D, dtype=covariance.dtype)
+        return torch.zeros_like(covariance), covariance.new_zeros(D), covariance.new_zeros(())
+    identity = torch.eye(D, dtype=covariance.dtype, device=covariance.device)
     matrix = torch.linalg.solve_triangular(torch.linalg.cholesky(covariance + floor * identity), identity, upper=False)
     return matrix, matrix.norm(dim=1).reciprocal(), D - floor * matrix.square().sum()
 
@@ -140,7 +141,7 @@ def _subspace(
     batches: Callable[[], Iterator[Tensor]], mean: Tensor, components: int, ridge: float, samples: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    basis = torch.randn(len(mean), components + 10, generator=generator, dtype=torch.float64)
+    basis = torch.randn(len(mean), components + 10, generator=generator, dtype=torch.float64, device="cpu")
     for _ in range(3):
         basis = torch.linalg.qr(basis).Q
         image = _scatter(batches(), mean, basis) / samples  # Σ basis

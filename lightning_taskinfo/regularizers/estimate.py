@@ -102,7 +102,7 @@ def estimate_mutual_information(
     for argument, tensor in (("inputs", inputs), ("features", features)):
         check_finite(argument, tensor)
     generator = Generator().manual_seed(seed)
-    order = torch.randperm(len(inputs), generator=generator)
+    order = torch.randperm(len(inputs), generator=generator, device="cpu")
     cuts = [int(0.6 * len(inputs)), int(0.8 * len(inputs))]
     parts = [(inputs[rows].float(), features[rows].float()) for rows in order.to(inputs.device).tensor_split(cuts)]
     (x, z), *held_out = _standardised(parts)
@@ -145,7 +145,7 @@ def _train(
     optimizer = torch.optim.Adam(critic.parameters(), lr=learning_rate)
     best, best_objective = None, -2 * math.log(2)  # what a zero critic reaches
     for step in range(1, steps + 1):
-        rows = torch.randperm(len(x), generator=generator)[:batch_size].to(x.device)
+        rows = torch.randperm(len(x), generator=generator, device="cpu")[:batch_size].to(x.device)
         loss = -jensen_shannon(critic(x[rows], z[rows]), negatives=negatives)
         optimizer.zero_grad()
         loss.backward()
@@ -164,7 +164,8 @@ def _read(critic: nn.Module | None, x: Tensor, z: Tensor, clip: float) -> Mutual
     x, z = x[:2048], z[:2048]  # all pairs are scored
     if critic is None:
         return MutualInformationEstimate(0.0, 0.0, len(x))
-    groups = [rows for rows in torch.arange(len(x)).tensor_split(max(2, min(8, len(x) // 4))) if len(rows) > 1]
+    parts = torch.arange(len(x), device=x.device).tensor_split(max(2, min(8, len(x) // 4)))
+    groups = [rows for rows in parts if len(rows) > 1]
     estimates = torch.stack([smile(critic(x[rows], z[rows]), clip) for rows in groups])
     standard_error = estimates.std() / len(groups) ** 0.5
     return MutualInformationEstimate(smile(critic(x, z), clip).item(), standard_error.item(), len(x))

@@ -189,7 +189,8 @@ class Lautum(Regularizer):
                 "`inputs` must require a gradient before the forward pass for proxy='jacobian': call "
                 "`inputs.requires_grad_()` first."
             )
-        v = torch.randn(self.num_outputs, generator=Generator().manual_seed(hash((self.seed, epoch)) % 2**63))
+        generator = Generator().manual_seed(hash((self.seed, epoch)) % 2**63)
+        v = torch.randn(self.num_outputs, generator=generator, device="cpu")
         along = (outputs.float() @ (v / v.norm()).to(outputs.device)).sum()
         (gradients,) = torch.autograd.grad(along, inputs, create_graph=torch.is_grad_enabled())
         return gradients.flatten(1).float() @ self.whitener.T * self.scales  # [B, r]

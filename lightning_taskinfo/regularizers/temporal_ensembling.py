@@ -131,7 +131,7 @@ def _checked_index(index: object, rows: int) -> Tensor:
     """Return the numbers of the samples as a tensor of 64-bit integers: torch reads bytes as a mask."""
     rule = f"`index` must be whole numbers, one for each sample, shape [{rows}]"
     try:
-        tensor = index if isinstance(index, Tensor) else torch.tensor(index)
+        tensor = index if isinstance(index, Tensor) else torch.tensor(index, device="cpu")
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(f"{rule}, got {type(index).__name__}.") from None
     if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.is_complex():
