@@ -4,7 +4,6 @@ import glob
 import hashlib
 import json
 import os
-import pickle
 import platform
 import re
 import time
@@ -141,8 +140,6 @@ def write_tensors(path: str | os.PathLike[str], content: Any) -> None:
 def read_tensors(path: str | os.PathLike[str], *, advice: str = "") -> Any:
     """Return tensors and plain values that ``torch.save`` wrote, on the processor; nothing in the file is run.
 
-    Such a file is a zip archive with a checksum of each part. Torch does not look at them, so they are verified here.
-
     Args:
         path: The file.
         advice: What to do about a damaged file, for the message.
@@ -152,16 +149,30 @@ def read_tensors(path: str | os.PathLike[str], *, advice: str = "") -> Any:
     """
     import torch
 
+    check_archive(path, advice=advice)
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch has a different one for everything that it does not expect
+        raise ValueError(f"{path}: it holds something else than tensors and plain values. {advice}".strip()) from error
+
+
+def check_archive(path: str | os.PathLike[str], *, advice: str = "") -> None:
+    """Verify the checksums in a file of ``torch.save``: a zip archive with one for each part, which torch ignores.
+
+    Args:
+        path: The file.
+        advice: What to do about a damaged file, for the message.
+
+    Raises:
+        ValueError: If the file is damaged.
+    """
     try:
         with zipfile.ZipFile(path) as archive:
             if (damaged := archive.testzip()) is not None:
                 raise ValueError(f"the checksum of {damaged} differs")
-        return torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise
-    except pickle.UnpicklingError as error:
-        raise ValueError(f"{path}: it holds something else than tensors and plain values. {advice}".strip()) from error
-    except Exception as error:  # zip, zlib and torch have a different one for every kind of damage
+    except Exception as error:  # zip and zlib have a different one for every kind of damage
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise ValueError(f"{path}: not as it was written ({reason}). {advice}".strip()) from error
 

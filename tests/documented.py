@@ -39,7 +39,22 @@ model, datamodule, loader = Model(), Data(), Data().train_dataloader()
 """
 """A module and data of the reader's own, on every page."""
 
-PRELUDES = {"README.md": "from lightning_taskinfo.transfer import Stages"}
+PRELUDES = {
+    "README.md": """
+from lightning_taskinfo.transfer import Stages
+
+
+class Net(Model):
+    def test_step(self, batch, batch_idx):
+        x, y = batch
+        self.log("test_error", (self(x).argmax(1) != y).float().mean())
+
+
+state_dict = Net().state_dict()
+torch.save({"state_dict": state_dict}, "mnist.ckpt")
+target = {"train": (torch.randn(240, 4), torch.arange(240) % 3), "test": (torch.randn(60, 4), torch.arange(60) % 3)}
+"""
+}
 """More of it, by page."""
 
 FAST_TRANSFER = {
@@ -56,6 +71,7 @@ SHORTER = {  # by page: what is written -> what is run instead
             '"mlp", data, methods=["standard", "lautum"], stages=Stages(1, 1),'
         ),
         'structure="neuron"': 'structure="neuron", draws=50',
+        '"max_steps": 300': '"max_steps": 3',
     },
     "docs/getting-started.md": {
         **FAST_TRANSFER,

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 MANY = 5  # seeds from which more of them narrow an interval slowly
 CAPTIONS = {  # name of the figure's file -> what it shows; `information_50` is that with 50 labels
-    "accuracy": "Accuracy on the target test set, by method and number of target labels",
+    "accuracy": "Results on the target test set, by method and number of target labels",
     "curves": "Learning curves on the target, by method and number of target labels",
     "information": "Information in the weights by layer, before and after fine-tuning",
 }
@@ -35,9 +35,11 @@ def findings(report: "TransferReport", confidence: float) -> list[str]:
         for baseline in dict.fromkeys(gain.baseline for gain in gains):
             group = [gain for gain in gains if (gain.labels, gain.baseline) == (labels, baseline)]
             if group:
-                error, loss = (_words([g for g in group if g.measure == measure]) for measure in ("error", "loss"))
-                also = "by the loss the same" if error == loss else f"by the loss {loss}"
-                lines.append(f"{labels} labels, against {baseline}: by the error {error}; {also}.")
+                words = {m.name: _words([g for g in group if g.measure == m.name]) for m in report.measures}
+                first, *others = words.items()
+                said = [f"by the {first[0]} {first[1]}"]
+                said += [f"by the {name} {'the same' if also == first[1] else also}" for name, also in others]
+                lines.append(f"{labels} labels, against {baseline}: {'; '.join(said)}.")
     few = min((gain.gain.n for gain in gains if gain.verdict == "cannot tell" and not gain.gain.reason), default=MANY)
     if few < MANY:
         reach, later = (student_t_reach(confidence, n - 1) / math.sqrt(n) for n in (few, MANY))
@@ -54,8 +56,10 @@ def notes(report: "TransferReport", confidence: float) -> dict[str, str]:
     """What each number means, by term: only of what the report shows."""
     counts = sorted({len(report.cell(m, n)) for m in report.methods for n in report.labels} - {0})
     seeds = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    values = " and ".join(measure.value for measure in report.measures)
     said = {
-        "Accuracy and loss": "Means over seeds on the target test set; the loss is the mean cross-entropy in nats.",
+        f"{values[0].upper()}{values[1:]}": "Means over seeds on the target test set"
+        + ("; the loss is the mean cross-entropy in nats." if report.measures[-1].unit == "nats" else "."),
         "Seeds": f"{seeds} for each method and number of labels."
         + (" One seed has no interval, and no verdict rests on it." if counts[0] == 1 else ""),
         "Intervals": f"Student's t intervals at {100 * confidence:g} % over seeds, for normally distributed values. "
@@ -70,14 +74,19 @@ def _gain_notes(report: "TransferReport", confidence: float) -> dict[str, str]:
     if not comparisons:
         return {"Gains": "None: there is no baseline among the results to compare with."}
     return {
-        "Gains": "T = R(baseline) − R(method), the risk R as error (in percentage points) or as loss (in nats), from "
-        "differences between runs of the same seed, which share their split. Positive is better. Over scratch: does "
+        "Gains": f"T = R(baseline) − R(method), the risk R {_risks(report)}, from differences "
+        "between runs of the same seed, which share their split. Positive is better. Over scratch: does "
         "transfer help at all? Over standard: does the method add anything to plain fine-tuning?",
         "Helps, hurts, cannot tell": "Where the interval of the gain lies: above 0, below 0, or neither. “Cannot tell” "
         f"does not mean that there is no difference. There are {len(comparisons)} comparisons here, and the intervals "
         "are not corrected for their number: of comparisons without any true difference, about "
         f"{100 * (1 - confidence):.2g} % are still called one way or the other.",
     }
+
+
+def _risks(report: "TransferReport") -> str:
+    shown = {"points": " (in percentage points)", "nats": " (in nats)", "": ""}
+    return " or ".join(f"as {measure.name}{shown[measure.unit]}" for measure in report.measures)
 
 
 def _measurement_notes(report: "TransferReport") -> dict[str, str]:

@@ -8,14 +8,13 @@ from functools import partial
 from typing import Any
 
 from lightning_taskinfo._progress import Progress, bar, visible
-from lightning_taskinfo.transfer.stages import Cell
 from lightning_taskinfo.transfer.training import finished_epochs
 
 
 @contextmanager
 def following(
-    cells: Sequence[Cell], progress: Progress | bool, *, interval: float = 0.5
-) -> Iterator[Callable[[Cell, Any], None]]:
+    cells: Sequence[Any], progress: Progress | bool, *, interval: float = 0.5
+) -> Iterator[Callable[[Any, Any], None]]:
     """Yield what is to be called with each finished cell and its result.
 
     Args:
@@ -25,15 +24,15 @@ def following(
     """
     done: set[str] = set()
     if progress is True and visible():
-        epochs = sum(_epochs(cell) for cell in cells)
+        epochs = sum(cell.epochs for cell in cells)
         with bar("transfer", epochs) as draw, _looking(partial(_look, draw, cells, done, epochs), interval):
             yield lambda cell, result: done.add(cell.name)
         return
     tell = _write if progress is True else progress or _nothing
 
-    def finished(cell: Cell, result: Any) -> None:
+    def finished(cell: Any, result: Any) -> None:
         done.add(cell.name)
-        tell(len(done), len(cells), describe(cell))
+        tell(len(done), len(cells), cell.description)
 
     yield finished
 
@@ -56,14 +55,14 @@ def _looking(look: Callable[[], None], interval: float) -> Iterator[None]:
         thread.join()
 
 
-def _look(draw: Progress, cells: Sequence[Cell], done: set[str], epochs: int) -> None:
+def _look(draw: Progress, cells: Sequence[Any], done: set[str], epochs: int) -> None:
     """Show finished epochs, and what is running."""
     finished, running = 0, []
     for cell in cells:
-        count = _epochs(cell) if cell.name in done else finished_epochs(cell.folder)
+        count = cell.epochs if cell.name in done else finished_epochs(cell.folder)
         finished += count
         if count and cell.name not in done:
-            running.append(describe(cell))
+            running.append(cell.description)
     draw(finished, epochs, " | ".join(running[:2]) or "starting")
 
 
@@ -73,15 +72,3 @@ def _write(done: int, total: int, label: str) -> None:
 
 def _nothing(done: int, total: int, label: str) -> None:
     pass
-
-
-def describe(cell: Cell) -> str:
-    """Return what a cell is, in words."""
-    if cell.stage == "pretrain":
-        return cell.name.replace("-", " ").replace("seed", "seed ")
-    what = "from scratch" if cell.stage == "scratch" else f"fine-tune {cell.method}"
-    return f"{what}, {cell.labels} labels, seed {cell.seed}"
-
-
-def _epochs(cell: Cell) -> int:
-    return cell.experiment.stages.epochs(cell.stage)

@@ -46,6 +46,11 @@ def checked_results(results: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Any
                 f"`results` must hold one result a method, number of labels and seed, got two {_name(row)}."
             )
         seen.add(cell_of(row))
+        if row["test"].keys() != rows[0]["test"].keys():
+            raise ValueError(
+                f"`test` must hold the same numbers in all results, got {', '.join(row['test'])} in {_name(row)} and "
+                f"{', '.join(rows[0]['test'])} in {_name(rows[0])}."
+            )
     return rows
 
 
@@ -86,10 +91,9 @@ def _checked(row: Any) -> dict[str, Any]:
 
 def _check_risk(row: dict[str, Any], part: str) -> None:
     values = row[part] if isinstance(row[part], dict) else {}
-    for key in ("accuracy", "loss"):
-        if not _is(values.get(key), (int, float)):
-            raise ValueError(f"`{part}` must hold a number for {key!r}, got {row[part]!r} in {_name(row)}.")
-    if not 0 <= values["accuracy"] <= 1:
+    if not values or not all(_is(value, (int, float)) for value in values.values()):
+        raise ValueError(f"`{part}` must hold numbers by name, got {row[part]!r} in {_name(row)}.")
+    if not 0 <= values.get("accuracy", 0) <= 1:
         raise ValueError(f"`{part}` must hold an accuracy between 0 and 1, got {values['accuracy']} in {_name(row)}.")
 
 

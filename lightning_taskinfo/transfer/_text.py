@@ -12,7 +12,7 @@ from lightning_taskinfo.transfer._notes import caption, findings, notes
 from lightning_taskinfo.transfer.overlap import is_far
 
 if TYPE_CHECKING:
-    from lightning_taskinfo.transfer.report import TransferReport
+    from lightning_taskinfo.transfer.report import Measure, TransferReport
 
 GAIN = "gain over"  # how the titles of columns with verdicts begin
 COLORS = {"helps": "green", "hurts": "red", "cannot tell": "yellow"}
@@ -25,24 +25,25 @@ class TextTable(NamedTuple):
     rows: list[list[str]]
 
 
-def main_table(report: "TransferReport", confidence: float, measures: Sequence[str] = ("error", "loss")) -> TextTable:
-    """Accuracy, loss and the gains, one row for each number of labels and method."""
+def main_table(report: "TransferReport", confidence: float, measures: Sequence["Measure"] | None = None) -> TextTable:
+    """What was measured and the gains, one row for each number of labels and method."""
     rows = report.table(confidence)
     columns = {
         "labels": [str(row["labels"]) for row in rows],
         "method": [row["method"] for row in rows],
         "seeds": [str(row["seeds"]) for row in rows],
-        "accuracy, %": [_estimate(row, "accuracy", 100, ".1f") for row in rows],
     }
-    if "loss" in measures:
-        columns["loss, nats"] = [_estimate(row, "loss", 1, ".3f") for row in rows]
-    units = {"error": ("points", 100, "+.1f"), "loss": ("nats", 1, "+.3f")}
+    measures = measures or report.measures
+    for measure in measures:
+        form = ".1f" if measure.share else ".3f"
+        columns[measure.title] = [_estimate(row, measure.value, measure.scale, form) for row in rows]
     for baseline in ("scratch", "standard"):
         for measure in measures:
-            unit, scale, form = units[measure]
-            cells = [_estimate(row, f"over_{baseline}_{measure}", scale, form) for row in rows]
+            form = "+.1f" if measure.share else "+.3f"
+            cells = [_estimate(row, f"over_{baseline}_{measure.name}", measure.scale, form) for row in rows]
             if any(cells):
-                columns[f"{GAIN} {baseline}: {measure}, {unit}"] = cells
+                unit = f", {measure.unit}" if measure.unit else ""
+                columns[f"{GAIN} {baseline}: {measure.name}{unit}"] = cells
     return TextTable(list(columns), [list(cells) for cells in zip(*columns.values(), strict=True)])
 
 
@@ -101,8 +102,8 @@ def to_markdown(report: "TransferReport", confidence: float, figures: Iterable[s
 
 
 def to_terminal(report: "TransferReport", confidence: float, width: int | None) -> str:
-    """The gains in error as a table, and the findings, which speak of the loss too."""
-    table = main_table(report, confidence, ("error",))
+    """The gains by the first measure as a table, and the findings, which speak of the others too."""
+    table = main_table(report, confidence, report.measures[:1])
     drawn = _rich(report.name, table, width) if find_spec("rich") else f"{report.name}\n{_columns(table)}\n"
     return drawn + "\n".join(findings(report, confidence))
 

@@ -27,7 +27,7 @@ MOMENTS = {  # of information in the weights: label, colour, marker
 def plot_accuracy(
     report: "TransferReport", *, confidence: float = 0.95, ax: "Axes | None" = None
 ) -> tuple["Figure", "Axes"]:
-    """Draw the target test accuracy of every method: mean and interval, one colour a number of labels.
+    """Draw the target test accuracy, or the metric, of every method: mean and interval, one colour a number of labels.
 
     Short strokes are the seeds; a dotted line continues the mean of training from scratch.
 
@@ -39,19 +39,23 @@ def plot_accuracy(
     Returns:
         The figure and its axes.
     """
-    methods, counts = report.methods, report.labels
+    methods, counts, measure = report.methods, report.labels, report.measures[0]
     ax = _grid(1, 1, 6.4, 1.1 + len(methods) * (0.22 + 0.17 * len(counts)))[0][0] if ax is None else ax
     for index, labels in enumerate(counts):
         color, offset = _shade(index, len(counts)), (index - (len(counts) - 1) / 2) * 0.7 / len(counts)
         for row, method in enumerate(methods):
-            if seeds := [100 * result["test"]["accuracy"] for result in report.cell(method, labels).values()]:
-                _interval(ax, report.summary(method, labels, "accuracy", confidence), seeds, row + offset, color)
+            values = [result["test"][measure.value] for result in report.cell(method, labels).values()]
+            if seeds := [measure.scale * value for value in values]:
+                interval = report.summary(method, labels, measure.value, confidence)
+                _interval(ax, interval, seeds, row + offset, color, measure.scale)
                 if method == "scratch":
                     ax.axvline(sum(seeds) / len(seeds), color=color, linestyle=":", linewidth=1, zorder=0)
         ax.plot([], [], "o", color=color, label=f"{labels}")
     only = f" ({counts[0]} target labels)" if len(counts) == 1 else ""
     ax.set_yticks(range(len(methods)), methods)
-    ax.set(ylim=(len(methods) - 0.5, -0.5), xlabel=f"accuracy on the target test set, %{only}")
+    ax.set(
+        ylim=(len(methods) - 0.5, -0.5), xlabel=f"{measure.value} on the target test set{', %' * measure.share}{only}"
+    )
     single = len({row["seed"] for row in report.results}) == 1
     title = "one seed, no interval" if single else f"mean and {100 * confidence:g} % interval; short strokes: seeds"
     ax.set_title(title, fontsize="small", loc="left")
@@ -85,8 +89,9 @@ def plot_learning_curves(
     if not found:
         raise ValueError(f"`report` must hold curves of the stages {list(stages)}, got none.")
     if values is None:
-        validated = any(point.get("val_loss") is not None for point in found)
-        values = ("val_accuracy", "val_loss") if validated else ("train_loss",)
+        names = list(dict.fromkeys(name for point in found for name in point if name not in ("stage", "epoch")))
+        values = [name for name in ("val_accuracy", "val_loss") if name in names]
+        values = values or ["train_loss" if "train_loss" in names else names[0]]
     width, height = max(5.0, 1.2 + 2.6 * len(counts)), 0.8 + 2.2 * len(values)
     axes = _grid(len(values), len(counts), width, height, sharex=True, sharey="row")
     styles = _styles(report.methods)
@@ -165,7 +170,7 @@ def layer_information(report: "TransferReport", method: str, labels: int) -> dic
 def draw_all(report: "TransferReport", *, confidence: float = 0.95) -> dict[str, "Figure"]:
     """Return every figure for which the report has numbers, by the name of its file."""
     figures = {"accuracy": plot_accuracy(report, confidence=confidence)[0]}
-    if any(point["stage"] in TARGET for row in report.results for point in row["curves"]):
+    if any(point["stage"] in TARGET and len(point) > 2 for row in report.results for point in row["curves"]):
         figures["curves"] = plot_learning_curves(report)[0]
     for labels in report.labels:
         if any(layer_information(report, method, labels) for method in report.methods):
@@ -173,11 +178,11 @@ def draw_all(report: "TransferReport", *, confidence: float = 0.95) -> dict[str,
     return figures
 
 
-def _interval(ax: "Axes", interval: Interval, seeds: list[float], y: float, color: Any) -> None:
+def _interval(ax: "Axes", interval: Interval, seeds: list[float], y: float, color: Any, scale: float) -> None:
     """Mean, interval where there is one, and the seeds."""
     ax.plot(seeds, [y] * len(seeds), "|", color=color, alpha=0.6, markersize=7)
     if interval.low is not None and interval.high is not None:
-        ax.plot([100 * interval.low, 100 * interval.high], [y, y], color=color, linewidth=1.5)
+        ax.plot([scale * interval.low, scale * interval.high], [y, y], color=color, linewidth=1.5)
     ax.plot([sum(seeds) / len(seeds)], [y], "o", color=color, markersize=6)
 
 

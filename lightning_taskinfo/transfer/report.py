@@ -1,11 +1,13 @@
 """The report of a transfer experiment: did it help, by how much, over how many seeds, and what did it cost in nats?"""
 
+import math
 import os
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from lightning_taskinfo._files import atomic_write, make_folder, read_json, write_json
 from lightning_taskinfo.transfer._results import checked_results, plain, without_timings
@@ -14,11 +16,47 @@ from lightning_taskinfo.transfer.statistics import Interval, Verdict, mean_inter
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Measure = Literal["error", "loss"]
 BASELINES = ("scratch", "standard")
-MEASURES: tuple[Measure, ...] = ("error", "loss")
-RANGES = {"accuracy": (0.0, 1.0), "loss": (0.0, float("inf"))}  # what a mean can be
-GAIN_RANGES = {"error": (-1.0, 1.0), "loss": (-float("inf"), float("inf"))}
+SHARES = r"acc|err|auc|auroc|f1|precision|recall"  # metrics between 0 and 1, if all their values are
+HIGHER = r"acc|auc|auroc|f1|precision|recall|r2|score|likelihood"  # metrics of which more is better
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What methods are compared by.
+
+    Attributes:
+        name: Name of the gain: ``"error"``, ``"loss"``, or that of a metric.
+        value: Name of the number that is shown beside it, in ``test``: the accuracy for the error.
+        unit: Unit of the gain.
+        share: Whether it is a share, shown in percent.
+        higher: Whether higher values are better.
+    """
+
+    name: str
+    value: str
+    unit: str
+    share: bool = False
+    higher: bool = False
+
+    @property
+    def scale(self) -> float:
+        """What values are multiplied with where they are shown."""
+        return 100.0 if self.share else 1.0
+
+    @property
+    def title(self) -> str:
+        """Name and unit of the value."""
+        if self.share:
+            return f"{self.value}, %"
+        return f"{self.value}, {self.unit}" if self.unit else self.value
+
+    def risk(self, test: Mapping[str, float]) -> float:
+        """Return a number of which less is better."""
+        return -test[self.value] if self.higher else test[self.value]
+
+
+CLASSIFIED = (Measure("error", "accuracy", "points", share=True, higher=True), Measure("loss", "loss", "nats"))
 
 
 @dataclass(frozen=True)
@@ -29,14 +67,14 @@ class Comparison:
         method: What is compared.
         labels: Number of target labels that both had.
         baseline: ``"scratch"``, or ``"standard"`` (plain fine-tuning).
-        measure: ``"error"`` (a share of the samples) or ``"loss"`` (nats).
+        measure: ``"error"`` (a share of the samples), ``"loss"`` (nats), or the name of a metric.
         gain: Mean over the seeds that both have, with its interval.
     """
 
     method: str
     labels: int
     baseline: str
-    measure: Measure
+    measure: str
     gain: Interval
 
     @property
@@ -51,9 +89,9 @@ class TransferReport:
 
     Args:
         results: One plain dict for each method, number of labels and seed, with the keys ``method`` (``"scratch"`` is
-            the baseline), ``labels``, ``seed`` and ``test`` (``accuracy``, and ``loss`` in nats), and where they are
-            known ``validation``, ``source``, ``curves``, ``information``, ``fisher_trace``, ``overlap``, ``epochs``
-            and ``seconds``.
+            the baseline), ``labels``, ``seed`` and ``test`` (``accuracy``, and ``loss`` in nats; or another metric by
+            its name), and where they are known ``validation``, ``source``, ``curves``, ``information``,
+            ``fisher_trace``, ``overlap``, ``epochs`` and ``seconds``.
         configuration: What decided the results, as JSON-like values.
         name: Title of the experiment.
 
@@ -92,6 +130,20 @@ class TransferReport:
         """The numbers of target labels, from few to many."""
         return sorted({row["labels"] for row in self.results})
 
+    @property
+    def measures(self) -> tuple[Measure, ...]:
+        """What methods are compared by: error and loss of classifiers, or the metric that the results have."""
+        names = list(self.results[0]["test"])
+        if {*names} >= {"accuracy", "loss"}:
+            return CLASSIFIED
+        return tuple(self._measure(name) for name in names)
+
+    def _measure(self, name: str) -> Measure:
+        low, high = (end(row["test"][name] for row in self.results) for end in (min, max))
+        share = bool(re.search(SHARES, name.lower())) and 0 <= low <= high <= 1
+        mode = self.configuration.get("mode") or ("max" if re.search(HIGHER, name.lower()) else "min")
+        return Measure(name, name, "points" if share else "", share, mode == "max")
+
     def cell(self, method: str, labels: int) -> dict[int, dict[str, Any]]:
         """Return the results of one method and number of labels by seed; empty where there are none."""
         rows = [row for row in self.results if (row["method"], row["labels"]) == (method, labels)]
@@ -121,13 +173,15 @@ class TransferReport:
             for labels in self.labels
             for method in self.methods
             if method not in ("scratch", baseline) and self.cell(method, labels)
-            for measure in MEASURES
+            for measure in self.measures
         ]
 
     def summary(self, method: str, labels: int, name: str, confidence: float = 0.95) -> Interval:
-        """Return mean and interval over seeds of the target test ``"accuracy"`` or ``"loss"``."""
+        """Return mean and interval over seeds of a number in ``test``, such as ``"accuracy"``."""
         values = [row["test"][name] for row in self.cell(method, labels).values()]
-        return mean_interval(values, confidence=confidence, bounds=RANGES[name])
+        share = any(measure.share for measure in self.measures if measure.value == name)
+        bounds = (0.0, 1.0) if share else (0.0 if name == "loss" else -math.inf, math.inf)
+        return mean_interval(values, confidence=confidence, bounds=bounds)
 
     def table(self, confidence: float = 0.95) -> list[dict[str, Any]]:
         """Return one row for each number of labels and method, all with the same columns; what is not known is None.
@@ -140,9 +194,9 @@ class TransferReport:
         for labels, method in ((labels, method) for labels in self.labels for method in self.methods):
             if cell := list(self.cell(method, labels).values()):
                 row: dict[str, Any] = {"labels": labels, "method": method, "seeds": len(cell)}
-                for name in ("accuracy", "loss"):
-                    row |= _ends(name, self.summary(method, labels, name, confidence))
-                for key in ((b, m) for b in BASELINES for m in MEASURES):
+                for measure in self.measures:
+                    row |= _ends(measure.value, self.summary(method, labels, measure.value, confidence))
+                for key in ((b, m.name) for b in BASELINES for m in self.measures):
                     row |= _gain("over_{}_{}".format(*key), gains.get((labels, method, *key)))
                 rows.append(row | _means(cell))
         return rows
@@ -234,10 +288,12 @@ class TransferReport:
 
     def _compare(self, method: str, labels: int, baseline: str, measure: Measure, confidence: float) -> Comparison:
         risks = [
-            {seed: _risk(row, measure) for seed, row in self.cell(name, labels).items()} for name in (baseline, method)
+            {seed: measure.risk(row["test"]) for seed, row in self.cell(name, labels).items()}
+            for name in (baseline, method)
         ]
-        gain = paired_gain(*risks, confidence=confidence, bounds=GAIN_RANGES[measure])
-        return Comparison(method, labels, baseline, measure, gain)
+        bounds = (-1.0, 1.0) if measure.share else (-math.inf, math.inf)
+        gain = paired_gain(*risks, confidence=confidence, bounds=bounds)
+        return Comparison(method, labels, baseline, measure.name, gain)
 
 
 def _pictures(folder: Path) -> list[str]:
@@ -246,10 +302,6 @@ def _pictures(folder: Path) -> list[str]:
         return [name for name in read_json(folder / "report.json")["figures"] if Path(name).name == name]
     except (OSError, ValueError, LookupError, TypeError):
         return []
-
-
-def _risk(row: dict[str, Any], measure: Measure) -> float:
-    return 1 - row["test"]["accuracy"] if measure == "error" else row["test"]["loss"]
 
 
 def _ends(name: str, interval: Interval) -> dict[str, float | None]:

@@ -51,7 +51,7 @@ def split_target(
         (2, 6, 14)
     """
     rng = np.random.default_rng(seed)
-    order = _by_turns(y, num_classes, rng)
+    order = by_turns(y, num_classes, rng)
     kept, labeled = _given("validation", validation, len(y)), _given("labels", labels, len(y))
     if kept is None:
         assert isinstance(validation, int)
@@ -79,7 +79,7 @@ def count_or_rows(argument: str, value: Any) -> int | Sequence[int]:
     return rows
 
 
-def _by_turns(y: Rows, num_classes: int, rng: np.random.Generator) -> Rows:
+def by_turns(y: Rows, num_classes: int, rng: np.random.Generator) -> Rows:
     """All rows, shuffled so that every class appears once before any appears twice."""
     shuffled = rng.permutation(len(y))
     ranks = rng.permutation(num_classes)[y[shuffled]]

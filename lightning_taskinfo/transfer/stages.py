@@ -131,11 +131,29 @@ class Cell:
         """Where its files are."""
         return self.experiment.stage_folder(self.name)
 
+    @property
+    def epochs(self) -> int:
+        """How many epochs it trains for."""
+        return self.experiment.stages.epochs(self.stage)
 
-def run_cell(cell: Cell) -> dict[str, Any]:
-    """Run one cell and return its result in JSON-like values; files of a killed run are continued from."""
+    @property
+    def description(self) -> str:
+        """What it is, in words."""
+        if self.stage == "pretrain":
+            return self.name.replace("-", " ").replace("seed", "seed ")
+        what = "from scratch" if self.stage == "scratch" else f"fine-tune {self.method}"
+        return f"{what}, {self.labels} labels, seed {self.seed}"
+
+    def run(self) -> dict[str, Any]:
+        """Run it and return its result in JSON-like values; files of a killed run are continued from."""
+        return _pretrain(self) if self.stage == "pretrain" else _on_target(self)
+
+
+def run_cell(cell: Any) -> dict[str, Any]:
+    """Run one cell, of the ready parts or of the user's own, and leave the global generators as they were."""
     with generators_kept():  # they are the user's where the cell runs in the user's process
-        return _pretrain(cell) if cell.stage == "pretrain" else _on_target(cell)
+        result: dict[str, Any] = cell.run()
+        return result
 
 
 def _pretrain(cell: Cell) -> dict[str, Any]:
@@ -243,15 +261,16 @@ def _module(cell: Cell, data: TransferDataModule, num_classes: int, method: str 
 
 
 def _fit(cell: Cell, module: Any, data: TransferDataModule, logger: Any = None) -> Any:
+    experiment = cell.experiment
+    options = {"max_epochs": cell.epochs, "accelerator": experiment.accelerator, "devices": 1}
     return fit_stage(
         module,
-        data,
         folder=cell.folder,
-        epochs=cell.experiment.stages.epochs(cell.stage),
         seeds=(cell.seed, STREAMS[cell.stage]),
-        namespace=cell.experiment.namespace,
-        logger=logger,
-        accelerator=cell.experiment.accelerator,
+        fit={"datamodule": data},
+        test={"datamodule": data},
+        options={**options, "logger": logger or False, "log_every_n_steps": 10},
+        namespace=experiment.namespace,
     )
 
 

@@ -4,15 +4,16 @@ import json
 import logging
 import signal
 import threading
+import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lightning_taskinfo._files import atomic_path, read_tensors, write_json
+from lightning_taskinfo._files import atomic_path, check_archive, read_tensors, write_json
 from lightning_taskinfo._lightning import NAMESPACES, Callback, LightningModule, Trainer
-from lightning_taskinfo.transfer.data import TransferDataModule
+from lightning_taskinfo.transfer.adapt import frozen_modules
 from lightning_taskinfo.transfer.sampling import reseed
 
 Row = dict[str, float]
@@ -28,19 +29,37 @@ class Fitted(NamedTuple):
 class EpochKeeper(Callback):
     """Seeds every epoch from (seed, stage, epoch), keeps its metrics, and writes a checkpoint after it.
 
+    Writing takes at most a twentieth of the time: after a slow write, epochs go by until the next.
+
     Args:
         folder: Where ``last.ckpt`` and ``progress.json`` go.
         parts: What the random generators are seeded from, before the epoch.
+        lean: Whether parts that are frozen run as in evaluation, and stay out of the checkpoint.
     """
 
-    def __init__(self, folder: Path, parts: tuple[int, ...]) -> None:
-        self.folder, self.parts = folder, parts
+    def __init__(self, folder: Path, parts: tuple[int, ...], *, lean: bool = False) -> None:
+        self.folder = folder
+        self.parts = parts
+        self.lean = lean
         self.curve: list[Row] = []
+        self._frozen: set[str] = set()
+        self._next_write = 0.0
 
     @property
     def state_key(self) -> str:
         """Key in checkpoints, whatever the folder is."""
         return "EpochKeeper"
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Remember what is frozen from the beginning: a start knows those weights."""
+        if self.lean:
+            self._frozen = {name for name, p in pl_module.named_parameters() if not p.requires_grad}
+            pl_module.strict_loading = False
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Let frozen parts run as in evaluation: no dropout, and statistics of batch normalisation that stay."""
+        for part in frozen_modules(pl_module) if self.lean else ():
+            part.eval()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Seed; earlier hooks come before Lightning itself has drawn what it draws."""
@@ -51,8 +70,21 @@ class EpochKeeper(Callback):
         """Keep the epoch's metrics, then everything."""
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         self.curve.append({"epoch": trainer.current_epoch + 1, **metrics})
-        save_checkpoint(trainer, self.folder / "last.ckpt")
-        write_json(self.folder / "progress.json", len(self.curve))
+        begun = time.monotonic()
+        if begun >= self._next_write:
+            save_checkpoint(trainer, self.folder / "last.ckpt")
+            write_json(self.folder / "progress.json", len(self.curve))
+            ended = time.monotonic()
+            self._next_write = ended + 20 * (ended - begun) if self.lean else 0.0
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Leave out what a run knows without it: arguments, of any kind, and weights that were never trained."""
+        if self.lean:
+            for name in ("hyper_parameters", "hparams_name", "hparams_type"):
+                checkpoint.pop(name, None)
+            for name, parameter in pl_module.named_parameters():
+                if name in self._frozen and not parameter.requires_grad:
+                    checkpoint["state_dict"].pop(name, None)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the metrics so far."""
@@ -65,52 +97,48 @@ class EpochKeeper(Callback):
 
 def fit_stage(
     module: LightningModule,
-    data: TransferDataModule,
     *,
     folder: Path,
-    epochs: int,
     seeds: tuple[int, ...],
+    fit: Mapping[str, Any],
+    test: Mapping[str, Any] | None,
+    options: Mapping[str, Any],
     namespace: str,
-    logger: Any = None,
-    accelerator: str = "cpu",
+    lean: bool = False,
 ) -> Fitted:
-    """Train for ``epochs``, from the last finished epoch in ``folder`` if there is one, and test.
+    """Train from the last finished epoch in ``folder`` if there is one, and test.
 
     Args:
         module: What to train; its weights are the trained ones afterwards.
-        data: What to train on, with its stage chosen.
         folder: Of this stage alone.
-        epochs: How many, those before included.
         seeds: What all randomness is drawn from, together with the epoch.
+        fit: What the Trainer's ``fit`` is called with: a data module or loaders.
+        test: What its ``test`` is called with; ``None`` for no test.
+        options: Of the Trainer.
         namespace: Whose Trainer: that of ``module``.
-        logger: Lightning logger.
-        accelerator: Where to train; one device.
+        lean: See :class:`EpochKeeper`.
 
     Raises:
         ValueError: If the checkpoint is damaged. It is left as it is.
     """
     folder.mkdir(parents=True, exist_ok=True)
     last = folder / "last.ckpt"
-    keeper = EpochKeeper(folder, seeds)
+    keeper = EpochKeeper(folder, seeds, lean=lean)
     with quiet():
-        trainer = NAMESPACES[namespace].Trainer(
-            max_epochs=epochs,
-            callbacks=[keeper],
-            logger=logger or False,
-            accelerator=accelerator,
-            devices=1,
-            num_sanity_val_steps=0,
-            log_every_n_steps=10,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
+        trainer = make_trainer(namespace, {**options, "callbacks": [*options.get("callbacks", []), keeper]})
         if last.exists():
-            load_weights(last)  # says so if it is damaged, before Lightning does in other words
+            check_archive(last, advice="Delete it to train that stage again.")  # before Lightning says so
         with interruptible():
-            trainer.fit(module, datamodule=data, ckpt_path=str(last) if last.exists() else None)
-            (test,) = trainer.test(module, datamodule=data, verbose=False)
-    return Fitted(keeper.curve, {name: float(value) for name, value in test.items()})
+            trainer.fit(module, **fit, ckpt_path=str(last) if last.exists() else None)
+            found = trainer.test(module, **test, verbose=False)[0] if test is not None else {}
+    return Fitted(keeper.curve, {name: float(value) for name, value in found.items()})
+
+
+def make_trainer(namespace: str, options: Mapping[str, Any]) -> Trainer:
+    """Return a Trainer that draws and writes nothing by itself."""
+    ours = {"num_sanity_val_steps": 0, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer: Trainer = NAMESPACES[namespace].Trainer(**ours, enable_model_summary=False, **options)
+    return trainer
 
 
 def check_accelerator(accelerator: str, namespace: str) -> None:

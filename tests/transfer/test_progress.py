@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 from lightning_taskinfo.transfer import transfer
-from lightning_taskinfo.transfer._progress import _look, describe, following
+from lightning_taskinfo.transfer._progress import _look, following
 from lightning_taskinfo.transfer.stages import Cell, Experiment
 from tests.transfer.tiny import STAGES, tiny_data, tiny_net
 
@@ -54,8 +54,8 @@ def test_a_function_is_told_of_trainings_and_lines_are_written_elsewhere(cells, 
         with following(cells, progress) as finished:
             for cell in cells:
                 finished(cell, {})
-    assert told == [(1, 2, describe(cells[0])), (2, 2, describe(cells[1]))]
-    assert capsys.readouterr().err == f"[1/2] {describe(cells[0])}\n[2/2] {describe(cells[1])}\n"
+    assert told == [(1, 2, cells[0].description), (2, 2, cells[1].description)]
+    assert capsys.readouterr().err == f"[1/2] {cells[0].description}\n[2/2] {cells[1].description}\n"
 
 
 def test_transfer_tells_of_every_training_those_from_the_disk_too(tmp_path):
@@ -71,4 +71,4 @@ def test_transfer_tells_of_every_training_those_from_the_disk_too(tmp_path):
 
 
 def test_a_cell_in_words(cells):
-    assert describe(cells[0]) == "from scratch, 9 labels, seed 0"
+    assert cells[0].description == "from scratch, 9 labels, seed 0"

@@ -219,10 +219,10 @@ def test_keeps_what_it_was_given():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"test": None}, "`test` must hold a number for 'accuracy', got None in (lautum, 50 labels, seed 0)"),
-        ({"test": {"accuracy": 0.5}}, "`test` must hold a number for 'loss'"),
+        ({"test": None}, "`test` must hold numbers by name, got None in (lautum, 50 labels, seed 0)"),
+        ({"test": {"accuracy": 0.5, "loss": "low"}}, "`test` must hold numbers"),
         ({"test": {"accuracy": 61.0, "loss": 1.0}}, "`test` must hold an accuracy between 0 and 1, got 61.0"),
-        ({"source": {"accuracy": True, "loss": 1.0}}, "`source` must hold a number for 'accuracy'"),
+        ({"source": {"accuracy": True, "loss": 1.0}}, "`source` must hold numbers"),
         ({"labels": 0}, "`labels` must be a whole number of at least 1, got 0"),
         ({"labels": 5.0}, "`labels` must be a whole number of at least 1, got 5.0"),
         ({"seed": -1}, "`seed` must be a whole number of at least 0, got -1"),

@@ -1,0 +1,178 @@
+"""Where a training on the target starts from: a checkpoint, a state dict, a module of another architecture, scratch."""
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from lightning_taskinfo._lightning import NAMESPACES
+from lightning_taskinfo.transfer.sampling import reseed
+
+MakeModule: TypeAlias = Callable[[], Any]
+Given: TypeAlias = str | os.PathLike[str] | Mapping[str, Tensor] | MakeModule
+SCRATCH = "scratch"
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of a transfer.
+
+    Attributes:
+        name: What it is called.
+        make: Makes the module.
+        weights: Weights that replace those of the fresh module, under its names.
+        fresh: Names of weights that stay as they were made: a head of another size.
+    """
+
+    name: str
+    make: MakeModule
+    weights: Mapping[str, Tensor]
+    fresh: tuple[str, ...] = ()
+
+    def module(self, seed: int) -> Any:
+        """Return the module at its start; what is fresh in it depends on the seed alone."""
+        reseed(seed, 3)
+        module = make_module(self.make)
+        if self.weights:
+            module.load_state_dict(dict(self.weights), strict=False)
+        return module
+
+    def digest(self) -> str:
+        """Return what tells this start from others of its name."""
+        return digest(self.module(0).state_dict().items())
+
+
+def read_start(name: str, given: Given, make: MakeModule) -> Start:
+    """Return the start that a user gave.
+
+    Args:
+        name: What it is called.
+        given: A path of a checkpoint or of a state dict, a state dict, or a function that makes a module.
+        make: Makes the user's module, into which weights go.
+
+    Raises:
+        ValueError: If the file cannot be read, or the weights do not fit.
+        TypeError: If it is something else.
+    """
+    argument = f"starts[{name!r}]"
+    if isinstance(given, str | os.PathLike):
+        given = _read(Path(given), argument)
+    if isinstance(given, nn.Module):
+        raise TypeError(
+            f"`{argument}` must be a function that makes a module, got a module; its state_dict() is a start."
+        )
+    if isinstance(given, Mapping):
+        return _fitted(name, given, make, argument)
+    if callable(given):
+        make_module(given, argument=argument)
+        return Start(name, given, {})
+    raise TypeError(f"`{argument}` must be a checkpoint, a state dict or a function, got {type(given).__name__}.")
+
+
+def make_module(make: MakeModule, *, argument: str = "make_module") -> Any:
+    """Return what a function makes, if it is a LightningModule.
+
+    Raises:
+        ValueError: If it is something else, or the function fails.
+    """
+    try:
+        module = make()
+    except Exception as error:  # of the user's own function
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        raise ValueError(f"`{argument}` must make a LightningModule, but it failed ({reason}).") from error
+    if not isinstance(module, tuple(namespace.LightningModule for namespace in NAMESPACES.values())):
+        raise ValueError(f"`{argument}` must make a LightningModule, got {type(module).__name__}.")
+    return module
+
+
+def _read(path: Path, argument: str) -> Mapping[str, Tensor]:
+    """The tensors of a file; nothing in it is run."""
+    if not path.is_file():
+        raise ValueError(f"`{argument}` must be a file, but there is none at {path}.")
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            return load_file(path)
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # of a kind of its own for every kind of damage
+        rule = "a Lightning checkpoint or a whole file of a state dict"
+        raise ValueError(f"`{argument}` must be {rule}, got {path} ({type(error).__name__}).") from error
+    state = content.get("state_dict", content) if isinstance(content, Mapping) else content
+    if not isinstance(state, Mapping):
+        raise ValueError(f"`{argument}` must hold a state dict, got {path} with a {type(state).__name__}.")
+    return state
+
+
+def _fitted(name: str, given: Mapping[str, Any], make: MakeModule, argument: str) -> Start:
+    """Weights under the names of the user's module; those of another size are left out."""
+    if not given or not all(isinstance(tensor, Tensor) for tensor in given.values()):
+        raise ValueError(f"`{argument}` must hold tensors by name, got a mapping without or with other things.")
+    module = make_module(make)
+    own = {key: tensor for key, tensor in module.state_dict().items() if isinstance(tensor, Tensor)}
+    renamed = max(_renamed(given, own), key=lambda state: _shared(state, own))
+    weights = {key: tensor for key, tensor in renamed.items() if key in own and tensor.shape == own[key].shape}
+    parameters = [key for key, _ in module.named_parameters()]
+    fresh = tuple(key for key in parameters if key not in weights)
+    if len(fresh) == len(parameters):
+        raise ValueError(
+            f"`{argument}` must have weights in common with `make_module`, got none: {_first(given)} there, "
+            f"{_first(own)} here."
+        )
+    if 2 * len(fresh) > len(parameters):
+        odd = next((key for key in fresh if key in renamed), fresh[0])
+        shape = f"{list(renamed[odd].shape)} there, {list(own[odd].shape)} here" if odd in renamed else "missing there"
+        raise ValueError(
+            f"`{argument}` must fit `make_module` but for its head, got weights for {len(parameters) - len(fresh)} of "
+            f"{len(parameters)} parameters; {odd}: {shape}."
+        )
+    for key, tensor in weights.items():
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            raise ValueError(f"`{argument}` must hold finite weights, got NaN or infinity in {key}.")
+    return Start(name, make, {key: tensor.detach().cpu().clone() for key, tensor in weights.items()}, fresh)
+
+
+def _renamed(given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    """The given weights under every name that a module inside another may give them."""
+    return [
+        {new + key.removeprefix(old): tensor for key, tensor in given.items() if key.startswith(old)}
+        for old in _prefixes(given)
+        for new in _prefixes(own)
+    ]
+
+
+def _prefixes(names: Iterable[str]) -> list[str]:
+    """What at least half of the names begin with, up to a dot."""
+    names = list(names)
+    starts: dict[str, int] = {"": len(names)}
+    for name in names:
+        parts = name.split(".")[:-1]
+        for depth in range(1, len(parts) + 1):
+            prefix = ".".join(parts[:depth]) + "."
+            starts[prefix] = starts.get(prefix, 0) + 1
+    return [prefix for prefix, count in starts.items() if 2 * count >= len(names)]
+
+
+def _shared(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> int:
+    return sum(tensor.shape == own[key].shape for key, tensor in state.items() if key in own)
+
+
+def _first(state: Mapping[str, Tensor]) -> str:
+    name, tensor = next(iter(state.items()))
+    return f"{name} {list(tensor.shape)}"
+
+
+def digest(named: Iterable[tuple[str, Any]]) -> str:
+    """Return a short fingerprint of tensors and their names."""
+    total = hashlib.sha256()
+    for name, tensor in named:
+        total.update(name.encode())
+        if isinstance(tensor, Tensor):
+            plain = tensor.detach().cpu().contiguous().reshape(-1)
+            total.update(plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b"")
+    return total.hexdigest()[:16]

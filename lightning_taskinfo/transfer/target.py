@@ -1,0 +1,227 @@
+"""Target data of the user's own: a data module, datasets or arrays, of which a few labels are trained on."""
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+
+from lightning_taskinfo._batches import read_batch, tensors
+from lightning_taskinfo.data import ArrayData
+from lightning_taskinfo.transfer.sampling import EpochSampler, seeded, whole_batch
+from lightning_taskinfo.transfer.splits import Rows, by_turns
+
+TRAIN_NAMES = ("train", "test", "validation")
+
+
+@dataclass(frozen=True)
+class Target:
+    """Training, test and validation samples, and how batches are made of them.
+
+    Attributes:
+        train: Training samples; some of their labels are used.
+        test: The test set.
+        validation: Samples to validate on while training; ``None`` for none.
+        batch_size: Samples in a training batch.
+        collate: Makes a batch of a list of training samples.
+        evaluated: Batch size and collate function of test and validation.
+    """
+
+    train: Any
+    test: Any
+    validation: Any
+    batch_size: int
+    collate: Callable[[list[Any]], Any]
+    evaluated: tuple[int, Callable[[list[Any]], Any]]
+
+    def labels(self) -> tuple[Tensor | None, str]:
+        """Return the targets of all training samples where they can be read, and a digest of the samples."""
+        digest = hashlib.sha256()
+        found: list[Tensor] | None = []
+        for batch in self._batches(self.train, self.collate):
+            for tensor in tensors(batch):
+                digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            targets = _targets(batch)
+            if targets is None:
+                found = None
+            elif found is not None:
+                found.append(targets)
+        return (None if found is None else torch.cat(found)), digest.hexdigest()[:16]
+
+    def train_loader(self, rows: Rows, seed: int) -> DataLoader[Any]:
+        """Return a loader of some training samples, in an order that depends on seed and epoch alone."""
+        drawn = Drawn(self.train, rows, self.collate, seed)
+        sampler = EpochSampler(len(rows), seed=seed)
+        # A batch of one sample has no statistics for batch normalisation.
+        drop = len(rows) > self.batch_size and len(rows) % self.batch_size == 1
+        return DataLoader(drawn, self.batch_size, sampler=sampler, collate_fn=whole_batch, drop_last=drop)
+
+    def test_loader(self) -> DataLoader[Any]:
+        """Return the loader of the test set."""
+        return DataLoader(self.test, self.evaluated[0], collate_fn=self.evaluated[1])
+
+    def validation_loader(self) -> DataLoader[Any] | None:
+        """Return the loader to validate with, if there is one."""
+        if self.validation is None:
+            return None
+        return DataLoader(self.validation, self.evaluated[0], collate_fn=self.evaluated[1])
+
+    def _batches(self, samples: Any, collate: Callable[[list[Any]], Any]) -> Iterator[Any]:
+        size = max(self.batch_size, 256)
+        for start in range(0, len(samples), size):
+            with seeded(0, start):
+                batch = collate([samples[row] for row in range(start, min(start + size, len(samples)))])
+            yield batch
+
+
+def _targets(batch: Any) -> Tensor | None:
+    """One target for each sample of a batch, where it has such."""
+    try:
+        targets = read_batch(batch)[1]
+    except ValueError:
+        return None
+    return targets if isinstance(targets, Tensor) and targets.ndim == 1 else None
+
+
+class Drawn(Dataset[Any]):
+    """Some rows of a dataset, a whole batch at a time, whose randomness depends on seed, epoch and place alone.
+
+    Args:
+        samples: The dataset.
+        rows: Which samples of it.
+        collate: Makes a batch of a list of samples.
+        seed: Seed of what samples and batches draw, such as augmentations.
+    """
+
+    def __init__(self, samples: Any, rows: Rows, collate: Callable[[list[Any]], Any], seed: int) -> None:
+        self.samples = samples
+        self.rows = rows
+        self.collate = collate
+        self.seed = seed
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitems__(self, draws: Sequence[tuple[int, int, int]]) -> Any:
+        """Return a batch."""
+        with seeded(self.seed, *draws[0]):
+            return self.collate([self.samples[int(self.rows[index])] for *_, index in draws])
+
+
+def read_target(data: Any, batch_size: int | None) -> Target:
+    """Return the target data of what a user has.
+
+    Args:
+        data: A LightningDataModule; datasets ``{"train": …, "test": …}``, with ``"validation"`` or not, or a pair of
+            them; in place of a dataset, arrays ``(inputs, targets)``; or an
+            :class:`~lightning_taskinfo.data.ArrayData`.
+        batch_size: Samples in a training batch; that of the data module, or 32, where ``None``.
+
+    Raises:
+        TypeError: If it is something else.
+        ValueError: If a part is missing or empty.
+    """
+    if batch_size is not None and batch_size < 1:
+        raise ValueError(f"`batch_size` must be at least 1, got {batch_size}.")
+    if hasattr(data, "train_dataloader"):
+        target = _of_module(data, batch_size)
+    else:
+        parts = {name: _dataset(part, name) for name, part in _parts(data).items()}
+        size = batch_size or 32
+        validation = parts.get("validation")
+        evaluated = (max(size, 256), default_collate)
+        target = Target(parts["train"], parts["test"], validation, size, default_collate, evaluated)
+    for name in TRAIN_NAMES:
+        part = getattr(target, name)
+        if part is not None and (not hasattr(part, "__len__") or not len(part)):
+            raise ValueError(f"`data` must have samples to {name.removesuffix('ation')} on, got none.")
+    return target
+
+
+def _of_module(data: Any, batch_size: int | None) -> Target:
+    """What a data module's loaders hold; their own order is not used."""
+    data.prepare_data()
+    data.setup("fit")
+    data.setup("test")
+    train = _loader(data, "train_dataloader")
+    test = _loader(data, "test_dataloader")
+    try:
+        validation = _loader(data, "val_dataloader").dataset
+    except ValueError:
+        validation = None
+    size = batch_size or train.batch_size or 32
+    evaluated = (test.batch_size or 256, test.collate_fn)
+    return Target(train.dataset, test.dataset, validation, size, train.collate_fn, evaluated)
+
+
+def _loader(data: Any, name: str) -> DataLoader[Any]:
+    try:
+        loader = getattr(data, name)()
+    except Exception as error:  # Lightning's own for a loader that is not there, or the user's
+        raise ValueError(f"`data` must have a {name}, but {type(data).__name__}'s failed ({error}).") from error
+    if isinstance(loader, list | tuple) and len(loader) == 1:
+        loader = loader[0]
+    if not isinstance(loader, DataLoader):
+        raise ValueError(f"`data` must return one DataLoader from {name}, got {type(loader).__name__}.")
+    return loader
+
+
+def _parts(data: Any) -> dict[str, Any]:
+    if isinstance(data, ArrayData):
+        return {"train": data.train(), "test": data.test()}
+    if isinstance(data, Mapping):
+        if not {"train", "test"} <= {*data} <= {*TRAIN_NAMES}:
+            raise ValueError(f"`data` must have the parts train, test and maybe validation, got {', '.join(data)}.")
+        return dict(data)
+    if isinstance(data, list | tuple) and len(data) in (2, 3):
+        return dict(zip(TRAIN_NAMES, data, strict=False))
+    raise TypeError(
+        f"`data` must be a LightningDataModule or datasets {{'train': …, 'test': …}}, got a {type(data).__name__}."
+    )
+
+
+def _dataset(part: Any, name: str) -> Any:
+    """A dataset as it is, and arrays as one."""
+    if isinstance(part, list | tuple) and len(part) == 2 and all(hasattr(array, "shape") for array in part):
+        arrays = [torch.as_tensor(array if isinstance(array, Tensor) else np.asarray(array)) for array in part]
+        if len(arrays[0]) != len(arrays[1]):
+            lengths = " and ".join(str(len(array)) for array in arrays)
+            raise ValueError(f"`data` must have as many targets as inputs to {name} on, got {lengths}.")
+        return TensorDataset(*arrays)
+    if not (hasattr(part, "__getitem__") and hasattr(part, "__len__")):
+        raise TypeError(f"`data` must have a dataset or arrays (inputs, targets) to {name} on, got {type(part)}.")
+    return part
+
+
+def chosen_rows(labels: Tensor | None, length: int, counts: Sequence[int], seed: int) -> Rows:
+    """Return rows of training samples of which the first ``n`` are the ``n`` labelled ones.
+
+    Classes take turns where targets are classes; any order is as good otherwise.
+
+    Args:
+        labels: All training targets; ``None`` where they are not known.
+        length: Number of training samples.
+        counts: Numbers of labels that will be used.
+        seed: Seed of the choice.
+
+    Raises:
+        ValueError: If there are not as many samples, or a class would have no label.
+    """
+    rng = np.random.default_rng(seed)
+    for count in counts:
+        if not 1 <= count <= length:
+            raise ValueError(f"`labels` must be between 1 and the {length} training samples there are, got {count}.")
+    if labels is None or labels.is_floating_point():
+        return rng.permutation(length)
+    classes, y = np.unique(labels.cpu().numpy(), return_inverse=True)
+    if len(classes) < 2:
+        raise ValueError(f"`data` must have training samples of at least two classes, got class {classes[0]} only.")
+    if min(counts) < len(classes):
+        raise ValueError(
+            f"`labels` must give every one of the {len(classes)} classes at least one label, got {min(counts)}."
+        )
+    return by_turns(y.astype(np.int64), len(classes), rng)

@@ -1,0 +1,194 @@
+"""Modules and data of a user's own, at the top of a module for other processes."""
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, mse_loss
+from torch.utils.data import DataLoader, Dataset
+
+
+def clusters(n: int, classes: int, *, seed: int = 0, width: int = 6, noise: float = 2.0) -> tuple[Tensor, Tensor]:
+    """Points around a centre for each class; the centres are the same for all seeds."""
+    centres = 3 * torch.randn(classes, width, generator=torch.Generator().manual_seed(7))
+    labels = torch.arange(n) % classes
+    return centres[labels] + noise * torch.randn(n, width, generator=torch.Generator().manual_seed(seed)), labels
+
+
+class Net(pl.LightningModule):
+    """A body and a head, with dropout and batch normalisation, and its own optimizer and test metric."""
+
+    def __init__(self, classes: int = 3, width: int = 6) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.body = nn.Sequential(
+            nn.Linear(width, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 8)
+        )
+        self.head = nn.Linear(8, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x).relu())
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = cross_entropy(self(x), y)
+        self.log("train_loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def test_step(self, batch, batch_idx):
+        x, y = batch
+        self.log("test_error", (self(x).argmax(1) != y).float().mean())
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.02)
+
+
+class Deep(Net):
+    """Has but one layer in common with :class:`Net`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 20), nn.BatchNorm1d(20), nn.ReLU(), nn.Dropout(0.1), nn.Linear(20, 8))
+
+
+class Other(pl.LightningModule):
+    """Another architecture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.only = nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.only(x)
+
+    training_step = Net.training_step
+    test_step = Net.test_step
+    configure_optimizers = Net.configure_optimizers
+
+
+class Rows(Dataset):
+    """Samples as dicts."""
+
+    def __init__(self, n: int, seed: int = 0) -> None:
+        self.x, self.y = clusters(n, 3, seed=seed)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, row: int):
+        jitter = 0.1 * torch.randn(6)  # an augmentation
+        return {"features": self.x[row] + jitter, "label": self.y[row]}
+
+
+class DictData(pl.LightningDataModule):
+    """A data module with dict batches."""
+
+    def train_dataloader(self):
+        return DataLoader(Rows(90), batch_size=16, shuffle=True)
+
+    def test_dataloader(self):
+        return DataLoader(Rows(60, seed=1), batch_size=20)
+
+
+class DictNet(Net):
+    """Takes dict batches."""
+
+    def training_step(self, batch, batch_idx):
+        loss = cross_entropy(self(batch["features"]), batch["label"])
+        self.log("train_loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def test_step(self, batch, batch_idx):
+        self.log("test_error", (self(batch["features"]).argmax(1) != batch["label"]).float().mean())
+
+
+class Regression(pl.LightningModule):
+    """Predicts a real number, and logs nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 8), nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.head(self.body(x).tanh())[:, 0]
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return mse_loss(self(x), y)
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+WORDS = ("good", "fine", "great", "bad", "poor", "awful", "film", "plot", "the", "a")
+
+
+def reviews(n: int, seed: int) -> tuple[list[str], list[int]]:
+    """Sentences of different lengths with words for or against."""
+    generator = torch.Generator().manual_seed(seed)
+    texts, labels = [], []
+    for number in range(n):
+        label = number % 2
+        count = int(torch.randint(2, 7, (), generator=generator))
+        fill = [WORDS[i] for i in torch.randint(6, 10, (count,), generator=generator).tolist()]
+        said = [WORDS[3 * (1 - label) + i] for i in torch.randint(0, 3, (2,), generator=generator).tolist()]
+        texts.append(" ".join(fill + said))
+        labels.append(label)
+    return texts, labels
+
+
+class Reviews(Dataset):
+    """Texts and their labels."""
+
+    def __init__(self, n: int, seed: int) -> None:
+        self.texts, self.labels = reviews(n, seed)
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, row: int):
+        return self.texts[row], self.labels[row]
+
+
+def padded(samples):
+    """Tokens as a Hugging Face tokenizer pads them."""
+    rows = [[1 + WORDS.index(word) for word in text.split()] for text, _ in samples]
+    longest = max(map(len, rows))
+    tokens = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
+    labels = torch.tensor([label for _, label in samples])
+    return {"input_ids": tokens, "attention_mask": (tokens > 0).long(), "labels": labels}
+
+
+class TextData(pl.LightningDataModule):
+    """Reviews in batches of padded tokens."""
+
+    def train_dataloader(self):
+        return DataLoader(Reviews(60, 0), batch_size=8, collate_fn=padded, shuffle=True)
+
+    def test_dataloader(self):
+        return DataLoader(Reviews(40, 1), batch_size=8, collate_fn=padded)
+
+
+class TextNet(pl.LightningModule):
+    """A bag of words with attention mask, and linear layers that adapters can go into."""
+
+    def __init__(self, classes: int = 2) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(12, 8)
+        self.dense = nn.Linear(8, 8)
+        self.classifier = nn.Linear(8, classes)
+
+    def forward(self, input_ids, attention_mask):
+        mask = attention_mask[..., None].float()
+        pooled = (self.embedding(input_ids) * mask).sum(1) / mask.sum(1)
+        return self.classifier(self.dense(pooled).tanh())
+
+    def training_step(self, batch, batch_idx):
+        return cross_entropy(self(batch["input_ids"], batch["attention_mask"]), batch["labels"])
+
+    def configure_optimizers(self):
+        return torch.optim.Adam((p for p in self.parameters() if p.requires_grad), lr=0.05)
+
+
+def freeze_first(module) -> None:
+    """A way to adapt of one's own."""
+    module.body[0].requires_grad_(False)

@@ -1,0 +1,354 @@
+"""``transfer`` with a user's own module, data and starts."""
+
+import functools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_taskinfo.transfer import TransferReport, transfer
+from tests.transfer.own_nets import (
+    Deep,
+    DictData,
+    DictNet,
+    Net,
+    Other,
+    Regression,
+    TextData,
+    TextNet,
+    clusters,
+    freeze_first,
+)
+
+DATA = {"train": clusters(90, 3), "test": clusters(60, 3, seed=1)}
+TRAINER = {"max_epochs": 4}
+
+
+@functools.cache
+def pretrained(make, steps=60, **options):
+    """The state of a network that was trained on more samples, maybe with other classes."""
+    torch.manual_seed(0)
+    net = make(**options)
+    x, y = clusters(300, options.get("classes", 3), seed=5)
+    optimizer = net.configure_optimizers()
+    for _ in range(steps):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(net(x), y).backward()
+        optimizer.step()
+    return {name: tensor.clone() for name, tensor in net.state_dict().items()}
+
+
+def run(folder=None, *, make=Net, data=DATA, starts=None, **options):
+    starts = {"four": pretrained(Net, classes=4)} if starts is None else starts
+    options = {"labels": 12, "seeds": 2, "trainer": TRAINER, "metric": "test_error", "progress": False, **options}
+    return transfer(make, data, starts=starts, folder=folder, **options)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("own")
+    return run(folder), folder
+
+
+def test_every_start_is_compared_with_scratch_by_the_metric(reference):
+    report, folder = reference
+    assert report.methods == ["scratch", "four"]
+    (gain,) = report.transferability()
+    assert (gain.method, gain.measure, gain.gain.n) == ("four", "test_error", 2)
+    assert sorted(path.stem for path in (folder / "results").iterdir()) == [
+        "four-full-12-seed0", "four-full-12-seed1", "scratch-full-12-seed0", "scratch-full-12-seed1",
+    ]  # fmt: skip
+
+
+def test_the_report_shows_the_metric_and_is_saved_and_read(reference, tmp_path):
+    report, _ = reference
+    files = report.save(tmp_path)
+    assert TransferReport.load(tmp_path).same_as(report)
+    for text in (report.to_terminal(), files["report.md"].read_text(), files["report.html"].read_text()):
+        assert "test_error" in text
+        assert "accuracy" not in text.lower().replace("accuracy.png", "").replace('id="accuracy', "")
+    assert {"accuracy.png", "curves.png"} <= {*files}
+
+
+def test_the_same_seed_gives_the_same_numbers_and_a_finished_run_is_read(reference):
+    report, folder = reference
+    assert run().same_as(report)
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+    assert run(folder).same_as(report)
+    assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+
+
+def test_starts_ways_labels_and_seeds_can_be_added_and_nothing_else_changed(reference, tmp_path):
+    report, folder = reference
+    grown = shutil.copytree(folder, tmp_path / "grown")
+    more = {"four": pretrained(Net, classes=4), "other": Other}
+    wide = run(grown, starts=more, adapt=["full", "linear"], labels=[12, 30], seeds=3)
+    assert wide.methods == ["scratch", "four, full", "four, linear", "other, full", "other, linear"]
+    assert wide.cell("four, full", 12)[0]["test"] == report.cell("four", 12)[0]["test"]
+    assert len(wide.results) == 30
+    with pytest.raises(ValueError, match=r"(?s)trainer.max_epochs: 4 there, 5 now"):
+        run(grown, trainer={"max_epochs": 5})
+    with pytest.raises(ValueError, match=r"(?s)starts/four was begun with another.*weights"):
+        run(grown, starts={"four": pretrained(Net, steps=9, classes=4)})
+    with pytest.raises(ValueError, match=r"(?s)data.training"):
+        run(grown, data={**DATA, "train": clusters(90, 3, seed=3)})
+
+
+def test_all_starts_of_a_seed_have_the_same_labels_in_equal_shares(monkeypatch):
+    from lightning_taskinfo.transfer import own
+
+    seen = []
+
+    def remember(module, *, fit, **rest):
+        seen.append(fit["train_dataloaders"].dataset)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(own, "fit_stage", remember)
+    for seeds in ([0], [1]):
+        with pytest.raises(KeyboardInterrupt):
+            run(seeds=seeds, labels=[12])
+    for drawn in seen:
+        assert torch.bincount(DATA["train"][1][drawn.rows]).tolist() == [4, 4, 4]
+    assert not np.array_equal(seen[0].rows, seen[1].rows)
+
+
+def test_dict_batches_of_a_data_module_with_augmentation():
+    state = pretrained(DictNet, classes=4)
+    reports = [run(make=DictNet, data=DictData(), starts={"four": state}, seeds=1) for _ in range(2)]
+    assert reports[0].same_as(reports[1])
+    error = run(make=DictNet, data=DictData(), starts={"four": state}, seeds=1, metric=None)
+    assert list(error.results[0]["test"]) == ["error"]
+    for ours, theirs in zip(error.results, reports[0].results, strict=True):
+        assert ours["test"]["error"] == pytest.approx(theirs["test"]["test_error"], abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "inner", "file"])
+def test_checkpoints_of_files(tmp_path, reference, kind):
+    state = pretrained(Net, classes=4)
+    content = {
+        "checkpoint": {"state_dict": state, "hyper_parameters": {"classes": 4}},
+        "inner": {"state_dict": {f"model.net.{name}": tensor for name, tensor in state.items()}},
+        "file": state,
+    }[kind]
+    torch.save(content, tmp_path / "four.ckpt")
+    found = run(starts={"four": tmp_path / "four.ckpt"})
+    assert found.cell("four", 12)[0]["test"] == reference[0].cell("four", 12)[0]["test"]
+
+
+def test_a_head_that_fits_is_taken_and_one_that_does_not_is_fresh():
+    report = run(starts={"whole": pretrained(Net), "body": pretrained(Net, classes=4)}, adapt=["linear"], seeds=1)
+    errors = {name: report.cell(name, 12)[0]["test"]["test_error"] for name in report.methods}
+    assert errors["whole"] < min(errors["body"], errors["scratch"])
+
+
+def test_another_architecture_is_compared_too():
+    report = run(starts={"other": Other, "mine": Net}, seeds=1)
+    assert report.methods == ["scratch", "other", "mine"]
+    assert report.cell("mine", 12)[0]["test"] == report.cell("scratch", 12)[0]["test"]  # a start that is scratch
+    assert report.cell("other", 12)[0]["test"] != report.cell("scratch", 12)[0]["test"]
+
+
+def test_ways_to_adapt_train_what_they_say(tmp_path):
+    state = pretrained(Net, classes=4)
+    run(tmp_path, starts={"four": state}, adapt=["full", "linear", "lora", "body.1", freeze_first], seeds=1)
+    kept = {way: torch.load(tmp_path / "stages" / f"four-{way}-12-seed0" / "weights.pt", weights_only=True)
+            for way in ("full", "linear", "lora", "body.1", "freeze_first")}  # fmt: skip
+    head = {"head.weight", "head.bias"}
+    everything = {name for name, _ in Net().named_parameters()}
+    assert {*kept["full"]} == everything
+    assert {*kept["linear"]} == head
+    assert {*kept["body.1"]} == head | {"body.4.weight", "body.4.bias"}
+    assert {*kept["freeze_first"]} == everything - {"body.0.weight", "body.0.bias"}
+    adapters = {*kept["lora"]} - head
+    assert adapters
+    assert all("lora_" in name for name in adapters)
+    assert {name.partition(".lora")[0] for name in adapters} == {"body.0", "body.4"}
+
+
+def test_frozen_parts_keep_their_statistics():
+    from lightning_taskinfo.transfer.adapt import adapted
+    from lightning_taskinfo.transfer.training import EpochKeeper
+
+    net = adapted(Net(), "linear", ["head.weight", "head.bias"])
+    EpochKeeper(None, (0,), lean=True).on_train_epoch_start(None, net)
+    assert not net.body.training
+    assert net.head.training
+
+
+def test_text_with_adapters():
+    torch.manual_seed(1)
+    start = TextNet(classes=5)
+    report = run(
+        make=TextNet, data=TextData(), starts={"wiki": start.state_dict()}, adapt=["full", "lora"], labels=20, seeds=2,
+        metric=None, trainer={"max_steps": 12},
+    )  # fmt: skip
+    assert report.methods == ["scratch", "wiki, full", "wiki, lora"]
+    assert all(0 <= row["test"]["error"] <= 1 for row in report.results)
+
+
+def test_regression_is_compared_by_its_squared_error():
+    x, _ = clusters(90, 3)
+    y = x[:, 0] - x[:, 1]
+    torch.manual_seed(0)
+    report = run(
+        make=Regression, data={"train": (x[:60].numpy(), y[:60].numpy()), "test": (x[60:], y[60:])}, labels=[10, 40],
+        starts={"before": Regression().state_dict()}, metric=None,
+    )  # fmt: skip
+    assert [measure.name for measure in report.measures] == ["squared error"]
+    assert not report.measures[0].higher
+    assert "squared error" in report.to_markdown()
+
+
+def test_a_higher_metric_can_be_better(reference):
+    rows = [{**row, "test": {"test_accuracy": 1 - row["test"]["test_error"]}} for row in reference[0].results]
+    (gain,) = TransferReport(rows, {}).transferability()
+    assert gain.gain.mean == pytest.approx(reference[0].transferability()[0].gain.mean)
+    (other,) = TransferReport(rows, {"mode": "min"}).transferability()
+    assert other.gain.mean == pytest.approx(-gain.gain.mean)
+
+
+CHILD = """
+import sys
+from tests.transfer.test_own import run
+run(sys.argv[1])
+"""
+
+
+def kill_when(folder, ready):
+    """Start the run in another process, and kill it as soon as it is ready."""
+    with subprocess.Popen([sys.executable, "-c", CHILD, str(folder)]) as child:
+        while child.poll() is None and not ready():
+            time.sleep(0.002)
+        if child.poll() is None:
+            os.kill(child.pid, signal.SIGKILL)
+
+
+def test_a_killed_run_ends_with_the_same_report(reference, tmp_path):
+    kill_when(tmp_path, lambda: any(tmp_path.rglob("last.ckpt")))
+    kill_when(tmp_path, lambda: len([*tmp_path.rglob("results/*.json")]) >= 2)
+    assert (tmp_path / "configuration.json").exists()
+    assert run(tmp_path).same_as(reference[0])
+    assert not [*tmp_path.rglob("*.tmp")]
+    assert not [*tmp_path.rglob("last.ckpt")]
+
+
+def test_a_run_goes_on_from_its_last_epoch(tmp_path, monkeypatch):
+    """Bit for bit, with adapters, whose frozen base is not in the checkpoint."""
+    from lightning_taskinfo.transfer import training
+
+    whole = run(adapt=["lora"], seeds=1)
+    written = training.save_checkpoint
+
+    def stop(trainer, path):
+        written(trainer, path)
+        if "four" in str(path):
+            assert not [name for name in torch.load(path, weights_only=True)["state_dict"] if "base_layer" in name]
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(training, "save_checkpoint", stop)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, adapt=["lora"], seeds=1)
+    assert [*tmp_path.rglob("last.ckpt")]
+    monkeypatch.setattr(training, "save_checkpoint", written)
+    assert run(tmp_path, adapt=["lora"], seeds=1).same_as(whole)
+
+
+def test_a_flipped_byte_in_a_checkpoint_is_noticed(tmp_path, monkeypatch):
+    from lightning_taskinfo.transfer import training
+
+    written = training.save_checkpoint
+
+    def stop(trainer, path):
+        written(trainer, path)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(training, "save_checkpoint", stop)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, seeds=1)
+    monkeypatch.undo()
+    (last,) = tmp_path.rglob("last.ckpt")
+    whole = last.read_bytes()
+    weight = torch.load(last, weights_only=True)["state_dict"]["head.weight"].numpy().tobytes()
+    place = whole.index(weight)
+    last.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+    with pytest.raises(RuntimeError, match=r"last\.ckpt: .*checksum.*Delete it"):
+        run(tmp_path, seeds=1)
+    last.unlink()
+    assert run(tmp_path, seeds=1).same_as(run(seeds=1))
+
+
+@pytest.mark.slow
+def test_two_processes_give_the_same_numbers(reference):
+    assert run(workers=2).same_as(reference[0])
+
+
+@pytest.mark.slow
+def test_a_dask_cluster_gives_the_same_numbers(reference, tmp_path):
+    distributed = pytest.importorskip("distributed")
+    with (
+        distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster,
+        distributed.Client(cluster) as client,
+    ):
+        assert run(tmp_path, executor=client.get_executor()).same_as(reference[0])
+
+
+def test_the_number_of_runs_and_the_time_come_first(capsys):
+    run(progress=True, seeds=1)
+    first, *lines = capsys.readouterr().err.splitlines()
+    assert first.startswith("transfer: 2 trainings of about ")
+    assert lines[-1].startswith("[2/2] four, full, 12 labels, seed 0")
+
+
+ONE_CLASS = (torch.randn(20, 6), torch.zeros(20, dtype=torch.long))
+BAD = {
+    "a state dict that does not fit": ({"starts": {"a": Deep().state_dict()}}, r"`starts\['a'\]` must fit"),
+    "no common weights": ({"starts": {"a": Other().state_dict()}}, r"`starts\['a'\]` must have weights in common"),
+    "no tensors": ({"starts": {"a": {"w": 1}}}, r"`starts\['a'\]`"),
+    "not a number": ({"starts": {"a": {k: v * float("nan") for k, v in Net().state_dict().items()}}}, r"finite"),
+    "no file": ({"starts": {"a": "nowhere.ckpt"}}, r"`starts\['a'\]` must be a file.*nowhere.ckpt"),
+    "a module": ({"starts": {"a": Net()}}, r"`starts\['a'\]`"),
+    "no starts": ({"starts": {}}, "`starts` must hold at least one"),
+    "scratch itself": ({"starts": {"scratch": Net}}, "`starts` must have names"),
+    "a path as a name": ({"starts": {"a/b": Net}}, "`starts` must have names"),
+    "an empty target": ({"data": {"train": DATA["train"], "test": (torch.zeros(0, 6), torch.zeros(0))}}, "`data` must"),
+    "no test set": ({"data": {"train": DATA["train"]}}, "`data` must have the parts"),
+    "too many labels": ({"labels": [91]}, "`labels` must be between 1 and the 90"),
+    "too few labels": ({"labels": [2]}, "`labels` must give every one of the 3 classes"),
+    "no labels": ({"labels": []}, "`labels` must not be empty"),
+    "one class": ({"data": {"train": ONE_CLASS, "test": ONE_CLASS}}, "`data` must have .* at least two classes"),
+    "a metric that is not logged": ({"metric": "test_loss"}, "`metric` must .*'test_loss'; it logs test_error"),
+    "an unknown way": ({"adapt": ["linaer"]}, "`adapt` must be .*'linaer'"),
+    "a way that leaves nothing": ({"adapt": ["head"]}, "`adapt` must leave something to train"),
+    "no way": ({"adapt": []}, "`adapt` must be at least one way"),
+    "no module": ({"make": lambda: torch.nn.Linear(1, 1)}, "`model` must make a LightningModule"),
+    "a failing module": ({"make": lambda: 1 / 0}, "`model` must make a LightningModule, but it failed"),
+    "other inputs": ({"data": {"train": (torch.randn(30, 5), torch.arange(30) % 3), "test": DATA["test"]}}, "`data`"),
+    "a logger in trainer": ({"trainer": {"logger": True}}, "`trainer` must leave logger"),
+    "methods": ({"methods": ["lautum"]}, "`methods` must be left out"),
+    "negative seeds": ({"seeds": [-1]}, "`seeds` must be between"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_sentence_before_training(tmp_path, name, monkeypatch):
+    from lightning_taskinfo.transfer import own
+
+    monkeypatch.setattr(own, "fit_stage", None)
+    options, message = BAD[name]
+    with pytest.raises((ValueError, TypeError), match=message) as caught:
+        run(tmp_path / "new", **options)
+    assert len(str(caught.value).splitlines()) == 1
+    assert not (tmp_path / "new").exists()
+
+
+def test_weights_and_biases_have_a_run_for_each(tmp_path):
+    run(tmp_path, seeds=1, logger="wandb_offline")
+    assert len([*(tmp_path / "logs" / "wandb").glob("offline-run-*")]) == 2
+    assert json.loads((tmp_path / "configuration.json").read_text())["metric"] == "test_error"
