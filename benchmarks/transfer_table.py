@@ -22,8 +22,8 @@ import torch
 
 from lightning_taskinfo._cells import run_cells
 from lightning_taskinfo.transfer import Stages, TransferDataModule, TransferReport, transfer
-from lightning_taskinfo.transfer.methods import WEIGHTS
-from lightning_taskinfo.transfer.stages import Cell, Experiment, run_cell
+from lightning_taskinfo.transfer.ready.methods import WEIGHTS
+from lightning_taskinfo.transfer.ready.stages import Cell, Experiment, run_cell
 
 METHODS = (
     "standard", "temporal_ensembling", "mk_mmd", "lautum+mutual_information", "lautum", "lautum+temporal_ensembling",

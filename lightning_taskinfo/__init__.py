@@ -46,16 +46,16 @@ if TYPE_CHECKING:  # what type checkers see; `tests/test_import.py` keeps it equ
     from lightning_taskinfo.tasks.structure import StructureFunction as StructureFunction
     from lightning_taskinfo.tasks.task2vec import Task2Vec as Task2Vec
     from lightning_taskinfo.tasks.training import Training as Training
-    from lightning_taskinfo.transfer.data import TransferDataModule as TransferDataModule
-    from lightning_taskinfo.transfer.module import TransferClassifier as TransferClassifier
+    from lightning_taskinfo.transfer.logs import log_to_wandb as log_to_wandb
     from lightning_taskinfo.transfer.overlap import FeatureOverlap as FeatureOverlap
     from lightning_taskinfo.transfer.overlap import feature_overlap as feature_overlap
     from lightning_taskinfo.transfer.rank import FineTuning as FineTuning
     from lightning_taskinfo.transfer.rank import rank_starts as rank_starts
     from lightning_taskinfo.transfer.ranking import StartRanking as StartRanking
+    from lightning_taskinfo.transfer.ready.data import TransferDataModule as TransferDataModule
+    from lightning_taskinfo.transfer.ready.module import TransferClassifier as TransferClassifier
+    from lightning_taskinfo.transfer.ready.stages import Stages as Stages
     from lightning_taskinfo.transfer.report import TransferReport as TransferReport
-    from lightning_taskinfo.transfer.stages import Stages as Stages
-    from lightning_taskinfo.transfer.wandb_report import log_to_wandb as log_to_wandb
     from lightning_taskinfo.variational import add_weight_noise as add_weight_noise
     from lightning_taskinfo.variational import plain_state_dict as plain_state_dict
     from lightning_taskinfo.variational import remove_weight_noise as remove_weight_noise

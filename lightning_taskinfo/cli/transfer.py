@@ -13,8 +13,8 @@ from typing import Any, Literal
 from lightning_taskinfo.cli._networks import current_folder_imported, find
 from lightning_taskinfo.transfer import BACKBONES, Stages, TransferDataModule, TransferReport
 from lightning_taskinfo.transfer import transfer as run_transfer
+from lightning_taskinfo.transfer.logs import LoggerKind
 from lightning_taskinfo.transfer.run import group_name
-from lightning_taskinfo.transfer.runlog import LoggerKind
 
 
 def transfer(
@@ -108,7 +108,7 @@ def _written(report: TransferReport, folder: Path, logger: LoggerKind, project: 
     files = report.save(folder / "report")
     lines = [report.to_terminal(), "", f"Report:      {files['report.html']}"]
     if logger.startswith("wandb"):
-        from lightning_taskinfo.transfer.wandb_report import log_to_wandb
+        from lightning_taskinfo.transfer.logs import log_to_wandb
 
         mode: Literal["online", "offline"] = "offline" if logger == "wandb_offline" else "online"
         run = log_to_wandb(

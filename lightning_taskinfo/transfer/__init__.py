@@ -4,17 +4,17 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from lightning_taskinfo.transfer.backbones import BACKBONES, large_cnn, mlp, resnet20, small_cnn
-from lightning_taskinfo.transfer.data import TransferDataModule
-from lightning_taskinfo.transfer.methods import PENALTIES, WEIGHTS
-from lightning_taskinfo.transfer.module import CLASSES, TransferClassifier
+from lightning_taskinfo.transfer.logs import log_to_wandb
 from lightning_taskinfo.transfer.overlap import FeatureOverlap, feature_overlap
 from lightning_taskinfo.transfer.rank import FineTuning, rank_starts
 from lightning_taskinfo.transfer.ranking import LayerReadout, Start, StartRanking
+from lightning_taskinfo.transfer.ready.backbones import BACKBONES, large_cnn, mlp, resnet20, small_cnn
+from lightning_taskinfo.transfer.ready.data import TransferDataModule
+from lightning_taskinfo.transfer.ready.methods import PENALTIES, WEIGHTS
+from lightning_taskinfo.transfer.ready.module import CLASSES, TransferClassifier
+from lightning_taskinfo.transfer.ready.stages import Stages
 from lightning_taskinfo.transfer.report import TransferReport
 from lightning_taskinfo.transfer.run import group_name, transfer
-from lightning_taskinfo.transfer.stages import Stages
-from lightning_taskinfo.transfer.wandb_report import log_to_wandb
 
 
 class _Transfer(ModuleType):

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lightning_taskinfo.transfer.statistics import Interval
+from lightning_taskinfo.transfer.results import Interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -19,9 +19,8 @@ from lightning_taskinfo._files import write_tensors
 from lightning_taskinfo._lightning import NAMESPACES
 from lightning_taskinfo._observe import observing
 from lightning_taskinfo.transfer.adapt import Adapt, adapted, check_way, way_name
-from lightning_taskinfo.transfer.runlog import RunLog
-from lightning_taskinfo.transfer.sampling import generators_kept
-from lightning_taskinfo.transfer.splits import Rows
+from lightning_taskinfo.transfer.logs import RunLog
+from lightning_taskinfo.transfer.sampling import Rows, generators_kept
 from lightning_taskinfo.transfer.starts import SCRATCH, Given, MakeModule, Start, make_module, read_start
 from lightning_taskinfo.transfer.target import Target, chosen_rows, read_target
 from lightning_taskinfo.transfer.training import fit_stage, make_trainer, quiet

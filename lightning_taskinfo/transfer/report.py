@@ -10,8 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_taskinfo._files import atomic_write, make_folder, read_json, write_json
-from lightning_taskinfo.transfer._results import checked_results, plain, without_timings
-from lightning_taskinfo.transfer.statistics import Interval, Verdict, mean_interval, paired_gain
+from lightning_taskinfo.transfer.results import (
+    Interval,
+    Verdict,
+    checked_results,
+    mean_interval,
+    paired_gain,
+    plain,
+    without_timings,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -203,19 +210,19 @@ class TransferReport:
 
     def to_markdown(self, confidence: float = 0.95, *, figures: Iterable[str] = ()) -> str:
         """Return the report as Markdown; ``figures`` are names of PNG files beside it, without the suffix."""
-        from lightning_taskinfo.transfer._text import to_markdown
+        from lightning_taskinfo.transfer.render import to_markdown
 
         return to_markdown(self, confidence, figures)
 
     def to_terminal(self, confidence: float = 0.95, *, width: int | None = None) -> str:
         """Return the main table for a terminal of ``width`` columns: drawn by rich where it is installed."""
-        from lightning_taskinfo.transfer._text import to_terminal
+        from lightning_taskinfo.transfer.render import to_terminal
 
         return to_terminal(self, confidence, width)
 
     def to_html(self, confidence: float = 0.95) -> str:
         """Return the report as one page that needs nothing else: no script, no request, figures inside."""
-        from lightning_taskinfo.transfer._html import to_html
+        from lightning_taskinfo.transfer.render import to_html
 
         return to_html(self, confidence, self.figures(confidence))
 
@@ -239,7 +246,7 @@ class TransferReport:
         Raises:
             ValueError: If ``folder`` is a file.
         """
-        from lightning_taskinfo.transfer._html import to_html
+        from lightning_taskinfo.transfer.render import to_html
 
         folder = make_folder(folder)
         figures = self.figures(confidence)

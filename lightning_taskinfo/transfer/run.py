@@ -19,11 +19,7 @@ from lightning_taskinfo._files import claim_folder
 from lightning_taskinfo._lightning import DEFAULT, NAMESPACES
 from lightning_taskinfo._progress import Progress
 from lightning_taskinfo._warn import warn
-from lightning_taskinfo.transfer._progress import following
-from lightning_taskinfo.transfer.backbones import Backbone, backbone_name, feature_dim, make_backbone
-from lightning_taskinfo.transfer.data import TransferDataModule
-from lightning_taskinfo.transfer.measure import onset_of
-from lightning_taskinfo.transfer.methods import PENALTIES, Stage, check_weights, parse_method
+from lightning_taskinfo.transfer.logs import LoggerKind, RunLog, following
 from lightning_taskinfo.transfer.own import (
     OwnOptions,
     Planned,
@@ -33,10 +29,12 @@ from lightning_taskinfo.transfer.own import (
     plan_own,
     whole_numbers,
 )
+from lightning_taskinfo.transfer.ready.backbones import Backbone, backbone_name, feature_dim, make_backbone
+from lightning_taskinfo.transfer.ready.data import TransferDataModule
+from lightning_taskinfo.transfer.ready.methods import PENALTIES, Stage, check_weights, parse_method
+from lightning_taskinfo.transfer.ready.stages import Cell, Experiment, Stages, onset_of, run_cell
 from lightning_taskinfo.transfer.report import TransferReport
-from lightning_taskinfo.transfer.runlog import LoggerKind, RunLog
 from lightning_taskinfo.transfer.sampling import generators_kept
-from lightning_taskinfo.transfer.stages import Cell, Experiment, Stages, run_cell
 from lightning_taskinfo.transfer.starts import MakeModule
 from lightning_taskinfo.transfer.training import check_accelerator
 

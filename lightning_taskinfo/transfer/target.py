@@ -12,8 +12,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from lightning_taskinfo._batches import read_batch, tensors
 from lightning_taskinfo.data import ArrayData
-from lightning_taskinfo.transfer.sampling import EpochSampler, seeded, whole_batch
-from lightning_taskinfo.transfer.splits import Rows, by_turns
+from lightning_taskinfo.transfer.sampling import EpochSampler, Rows, by_turns, seeded, whole_batch
 
 TRAIN_NAMES = ("train", "test", "validation")
 

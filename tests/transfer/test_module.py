@@ -10,8 +10,8 @@ from torch import nn
 
 from lightning_taskinfo._lightning import NAMESPACES, Callback
 from lightning_taskinfo.transfer import BACKBONES, CLASSES, PENALTIES, TransferClassifier
-from lightning_taskinfo.transfer.backbones import backbone_name, feature_dim, make_backbone
-from lightning_taskinfo.transfer.methods import acting, check_weights, parse_method
+from lightning_taskinfo.transfer.ready.backbones import backbone_name, feature_dim, make_backbone
+from lightning_taskinfo.transfer.ready.methods import acting, check_weights, parse_method
 from lightning_taskinfo.transfer.training import quiet
 from tests.transfer.tiny import tiny_data, tiny_net
 

@@ -6,8 +6,8 @@ from functools import partial
 import pytest
 
 from lightning_taskinfo.transfer import transfer
-from lightning_taskinfo.transfer._progress import _look, following
-from lightning_taskinfo.transfer.stages import Cell, Experiment
+from lightning_taskinfo.transfer.logs import _look, following
+from lightning_taskinfo.transfer.ready.stages import Cell, Experiment
 from tests.transfer.tiny import STAGES, tiny_data, tiny_net
 
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 from scipy import stats
 
-from lightning_taskinfo.transfer._notes import findings
-from lightning_taskinfo.transfer._text import overlap_table
+from lightning_taskinfo.transfer.render import findings, overlap_table
 from lightning_taskinfo.transfer.report import TransferReport
 from tests.transfer.results import METHODS, minimal, report, result
 
@@ -145,7 +144,7 @@ def test_markdown_tables_are_rectangular():
 def test_terminal_without_rich_is_the_same_table(monkeypatch):
     experiment = report(METHODS[:3])
     drawn = experiment.to_terminal(width=200)
-    monkeypatch.setattr("lightning_taskinfo.transfer._text.find_spec", lambda name: None)
+    monkeypatch.setattr("lightning_taskinfo.transfer.render.find_spec", lambda name: None)
     plain = experiment.to_terminal()
     cells = [re.split(r"\s{2,}", line.strip()) for line in plain.splitlines()[3:6]]
     assert [row[1] for row in cells] == list(METHODS[:3])

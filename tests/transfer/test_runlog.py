@@ -5,13 +5,13 @@ import sys
 
 import pytest
 
-from lightning_taskinfo.transfer.runlog import RunLog, flatten
+from lightning_taskinfo.transfer.logs import RunLog, flatten
 
 CODE = """
 import os, pathlib, sys, wandb
 folder = pathlib.Path(sys.argv[1])
 wandb.init(mode="offline", dir=folder, project="earlier").finish()  # W&B has read the environment
-from lightning_taskinfo.transfer.runlog import RunLog
+from lightning_taskinfo.transfer.logs import RunLog
 with RunLog("wandb_offline", folder=folder).run("mine", {"seed": 0}, [{"epoch": 1, "train_loss": 2.0}]) as run:
     run.log({"before": {"total": 1.0}})
 """

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from lightning_taskinfo.transfer.splits import count_or_rows, split_target
+from lightning_taskinfo.transfer.sampling import count_or_rows, split_target
 
 Y = np.repeat(np.arange(5), [40, 30, 20, 10, 10])
 

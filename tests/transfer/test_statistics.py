@@ -6,7 +6,7 @@ import pytest
 import torch
 from scipy import stats
 
-from lightning_taskinfo.transfer.statistics import Interval, mean_interval, paired_gain, student_t_reach
+from lightning_taskinfo.transfer.results import Interval, mean_interval, paired_gain, student_t_reach
 
 
 def sample(n, *, seed=0):

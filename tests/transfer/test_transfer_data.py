@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 from lightning_taskinfo.data import save_npz
 from lightning_taskinfo.transfer import TransferDataModule
-from lightning_taskinfo.transfer.images import fit_images
+from lightning_taskinfo.transfer.ready.images import fit_images
 from tests.transfer.tiny import tiny_data, tiny_task
 
 X = torch.zeros(1, 8, 8)

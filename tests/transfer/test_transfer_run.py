@@ -15,9 +15,9 @@ import torch
 
 from lightning_taskinfo import TaskInfoWarning
 from lightning_taskinfo.transfer import TransferReport, transfer
-from lightning_taskinfo.transfer._results import without_timings
+from lightning_taskinfo.transfer.ready.stages import Cell, Experiment, Stages, run_cell
+from lightning_taskinfo.transfer.results import without_timings
 from lightning_taskinfo.transfer.run import _Grid
-from lightning_taskinfo.transfer.stages import Cell, Experiment, Stages, run_cell
 from lightning_taskinfo.transfer.training import load_weights
 from tests.transfer.tiny import STAGES, tiny_data, tiny_net, tiny_task
 
@@ -360,7 +360,7 @@ def test_bad_stages(arguments, message):
 
 def test_the_initial_weights_depend_on_the_seed_alone(reference):
     """Pretraining and scratch start from the same backbone, whatever the method."""
-    from lightning_taskinfo.transfer.stages import _data, _module
+    from lightning_taskinfo.transfer.ready.stages import _data, _module
 
     experiment = Experiment(reference[1], tiny_net, tiny_data().arguments, STAGES)
     starts = [

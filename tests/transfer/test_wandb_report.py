@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
+from lightning_taskinfo.transfer.logs import log_to_wandb
 from lightning_taskinfo.transfer.report import TransferReport
-from lightning_taskinfo.transfer.wandb_report import log_to_wandb
 from tests.transfer.results import METHODS, minimal, report
 
 

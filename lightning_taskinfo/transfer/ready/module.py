@@ -19,8 +19,8 @@ from lightning_taskinfo.mixins import (
     TemporalEnsemblingMixin,
 )
 from lightning_taskinfo.regularizers import frozen_batchnorm_statistics
-from lightning_taskinfo.transfer.backbones import Shape, feature_dim, flat, make_backbone
-from lightning_taskinfo.transfer.methods import Sizes, Stage, acting, check_weights, make_regularizers
+from lightning_taskinfo.transfer.ready.backbones import Shape, feature_dim, flat, make_backbone
+from lightning_taskinfo.transfer.ready.methods import Sizes, Stage, acting, check_weights, make_regularizers
 from lightning_taskinfo.variational import add_weight_noise
 
 FineTune = Literal["full", "linear", "layerwise"]

@@ -14,9 +14,8 @@ from torch.utils.data import DataLoader
 from lightning_taskinfo._arguments import ArgumentsByName
 from lightning_taskinfo._lightning import LightningDataModule
 from lightning_taskinfo.data import ArrayData
-from lightning_taskinfo.transfer.images import Images, Shape, Task, as_inputs, as_task, check_inputs, fit_images
-from lightning_taskinfo.transfer.sampling import EpochSampler, Samples, whole_batch
-from lightning_taskinfo.transfer.splits import Split, count_or_rows, split_target
+from lightning_taskinfo.transfer.ready.images import Images, Shape, Task, as_inputs, as_task, check_inputs, fit_images
+from lightning_taskinfo.transfer.sampling import EpochSampler, Samples, Split, count_or_rows, split_target, whole_batch
 
 DataStage = Literal["pretrain", "fine_tune"]
 

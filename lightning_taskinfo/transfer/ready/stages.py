@@ -1,4 +1,4 @@
-"""The stages of a transfer, each a cell that another process can run: pretrain, fine-tune, and train from scratch."""
+"""The stages of a ready transfer, each a cell that another process can run, and what their networks know."""
 
 import time
 import warnings
@@ -7,19 +7,22 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from lightning_taskinfo._arguments import ArgumentsByName
 from lightning_taskinfo._files import read_result, write_tensors
 from lightning_taskinfo._lightning import DEFAULT
 from lightning_taskinfo._ranges import check_not_negative, check_positive
 from lightning_taskinfo._warn import TaskInfoWarning
-from lightning_taskinfo.transfer.backbones import Backbone, make_backbone
-from lightning_taskinfo.transfer.data import TransferDataModule
-from lightning_taskinfo.transfer.measure import fisher_of, information_by_layer, overlap_of, trace_by_layer
-from lightning_taskinfo.transfer.methods import Stage, acting, check_weights
-from lightning_taskinfo.transfer.module import CLASSES, FineTune
-from lightning_taskinfo.transfer.runlog import RunLog
+from lightning_taskinfo.fisher import fisher_diagonal
+from lightning_taskinfo.functional.information import information_in_weights
+from lightning_taskinfo.transfer.logs import RunLog
+from lightning_taskinfo.transfer.overlap import FeatureOverlap, feature_overlap
+from lightning_taskinfo.transfer.ready.backbones import Backbone, make_backbone
+from lightning_taskinfo.transfer.ready.data import TransferDataModule
+from lightning_taskinfo.transfer.ready.methods import Stage, acting, check_weights
+from lightning_taskinfo.transfer.ready.module import CLASSES, FineTune
 from lightning_taskinfo.transfer.sampling import generators_kept, reseed
 from lightning_taskinfo.transfer.training import fit_stage, load_weights
 from lightning_taskinfo.variational import plain_state_dict
@@ -312,3 +315,112 @@ def _scores(test: Mapping[str, float]) -> dict[str, float]:
 def _describe(cell: Cell) -> dict[str, Any]:
     method, stages = cell.name.split("-")[0], asdict(cell.experiment.stages)
     return {"method": method, "labels": cell.labels, "seed": cell.seed, **stages}
+
+
+MAX_EXACT_CLASSES = 20  # their cost grows with the classes: beyond, labels are sampled
+PRIOR_STD = 0.1
+ByLayer = dict[str, Any]
+"""``{"total": value, "layers": {name: value}}``."""
+
+
+def fisher_of(model: nn.Module, inputs: Tensor, num_classes: int, *, seed: int = 0) -> dict[str, Tensor]:
+    """Return the diagonal Fisher information of a classifier, a mean over ``inputs``."""
+    exact = num_classes <= MAX_EXACT_CLASSES
+    generator = torch.Generator(inputs.device).manual_seed(seed)
+    was_training = model.training
+    try:
+        model.eval()
+        return fisher_diagonal(model, inputs, labels="exact" if exact else "sampled", generator=generator)
+    finally:
+        model.train(was_training)
+
+
+def trace_by_layer(fisher: Mapping[str, Tensor]) -> ByLayer:
+    """Return the trace of the Fisher information, whole and by layer.
+
+    Example:
+        >>> trace_by_layer({"head.weight": torch.ones(2, 2), "head.bias": torch.ones(2)})
+        {'total': 6.0, 'layers': {'head': 6.0}}
+    """
+    return _by_layer({name: float(f.double().sum()) for name, f in fisher.items()})
+
+
+def information_by_layer(
+    fisher: Mapping[str, Tensor], weights: Mapping[str, Tensor], center: Mapping[str, Tensor], num_samples: int
+) -> ByLayer:
+    r"""Return the information in the weights in nats, whole and by layer.
+
+    :math:`\mathrm{KL}(Q \| P)` for :math:`P = N(w_0, 0.1^2 I)`, with :math:`\beta = 1`; see
+    :func:`~lightning_taskinfo.functional.information.information_in_weights`.
+
+    Args:
+        fisher: Diagonal Fisher information, a mean over samples, by parameter.
+        weights: The weights.
+        center: Centre :math:`w_0` of the pre-distribution.
+        num_samples: Number of training samples :math:`N`.
+    """
+    nats = {
+        name: float(
+            information_in_weights(num_samples * f, weights[name] - center[name], prior_std=PRIOR_STD, beta=1.0).kl
+        )
+        for name, f in fisher.items()
+    }
+    return _by_layer(nats)
+
+
+def overlap_of(backbone: nn.Module, inputs: Tensor, labels: Tensor, *, seed: int) -> dict[str, Any] | None:
+    """Return the overlap of a backbone's features with target labels as JSON-like values.
+
+    Args:
+        backbone: The pretrained network, without its head.
+        inputs: Labelled target inputs.
+        labels: Their classes.
+        seed: Of the order in which folds are taken.
+
+    Returns:
+        ``None`` with fewer than 20 labels, which are too few for five folds.
+    """
+    if len(labels) < 20:
+        return None
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
+    found = feature_overlap(backbone, [(inputs[order], labels[order])])
+    return {
+        "layers": list(found.layers),
+        "outside": found.outside.tolist(),
+        "standard_error": found.standard_error.tolist(),
+        "onset": None,
+    }
+
+
+def onset_of(
+    overlap: Mapping[str, Any], labels: int, curve: Mapping[int, float], *, layer: int = -1
+) -> list[float] | None:
+    """Return lower end, middle and upper end of the predicted number of labels at which transfer starts to hurt.
+
+    Args:
+        overlap: As :func:`overlap_of` returns it.
+        labels: Number of labels it was measured with.
+        curve: By number of labels, the share of the labels' variance that training from scratch missed.
+        layer: Which layer's features.
+
+    Returns:
+        ``None`` where scratch was measured at fewer than two numbers of labels, or its error does not fall.
+    """
+    if len(curve) < 2:
+        return None
+    shares, errors = (torch.tensor(overlap[key], dtype=torch.float64) for key in ("outside", "standard_error"))
+    found = FeatureOverlap(tuple(overlap["layers"]), shares, errors, labels)
+    n = torch.tensor(sorted(curve), dtype=torch.float64)
+    try:
+        ends = found.crossings(n, torch.tensor([curve[int(k)] for k in n], dtype=torch.float64), 0.95)
+    except ValueError:
+        return None
+    return [float(end[layer]) for end in ends]
+
+
+def _by_layer(values: Mapping[str, float]) -> ByLayer:
+    layers: dict[str, float] = {}
+    for name, value in values.items():
+        layer = name.rpartition(".")[0] or name
+        layers[layer] = layers.get(layer, 0.0) + value
+    return {"total": sum(layers.values()), "layers": layers}

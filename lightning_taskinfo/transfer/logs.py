@@ -1,0 +1,277 @@
+"""Where the metrics of runs go, and how far a transfer is: Weights & Biases, csv files, a bar."""
+
+import csv
+import hashlib
+import io
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from lightning_taskinfo._arguments import checked_arguments
+from lightning_taskinfo._files import atomic_write
+from lightning_taskinfo._lightning import DEFAULT
+from lightning_taskinfo._progress import Progress, bar, visible
+from lightning_taskinfo.transfer.training import finished_epochs
+
+if TYPE_CHECKING:
+    from lightning_taskinfo.transfer.report import TransferReport
+
+LoggerKind = Literal["none", "csv", "wandb", "wandb_offline"]
+Row = dict[str, float]
+
+
+@dataclass(frozen=True)
+class RunLog:
+    """Which logger the runs of an experiment have.
+
+    Args:
+        kind: ``"none"``; ``"csv"`` for a table of each run's epochs; ``"wandb"`` or ``"wandb_offline"`` for a run of
+            Weights & Biases each, all in one group.
+        project: Project in Weights & Biases.
+        group: Group of the experiment there.
+        folder: Where files go.
+        namespace: Lightning's.
+
+    Raises:
+        ValueError: If ``kind`` is unknown.
+    """
+
+    kind: LoggerKind = "none"
+    project: str = "lightning-taskinfo"
+    group: str = "transfer"
+    folder: Path = Path("runs")
+    namespace: str = DEFAULT
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(LoggerKind):
+            raise ValueError(f"`logger` must be one of {', '.join(get_args(LoggerKind))}, got {self.kind!r}.")
+
+    @contextmanager
+    def run(self, name: str, configuration: Mapping[str, Any], pretraining: Sequence[Row]) -> Iterator["Run"]:
+        """Open a run, with the pretraining's epochs in it, and close it, whatever happens.
+
+        Args:
+            name: Name of the run; the same when a killed one is continued.
+            configuration: What it is run with.
+            pretraining: Rows of the pretraining's epochs.
+        """
+        logger = self._wandb(name, configuration) if self.kind.startswith("wandb") else None
+        run = Run(logger, self.folder / f"{name}.csv" if self.kind == "csv" else None)
+        try:
+            for row in pretraining:
+                run.log({f"pretrain/{key}": value for key, value in row.items()})
+            yield run
+        finally:
+            if logger is not None:
+                logger.experiment.finish()
+
+    def _wandb(self, name: str, configuration: Mapping[str, Any]) -> Any:
+        import wandb
+
+        self.folder.mkdir(parents=True, exist_ok=True)
+        run = wandb.init(  # not by Lightning, whose call W&B answers with a warning about an old argument
+            name=name,
+            dir=self.folder,
+            project=self.project,
+            group=self.group,
+            id=hashlib.sha256(f"{self.folder.absolute()}/{self.group}/{name}".encode()).hexdigest()[:12],
+            resume="allow",
+            mode="offline" if self.kind == "wandb_offline" else None,
+            config=dict(configuration),
+            reinit="create_new",
+            settings=wandb.Settings(silent=True, console="off"),  # many runs share one terminal
+        )
+        run.define_metric("trainer/global_step")  # as Lightning does
+        run.define_metric("*", step_metric="trainer/global_step", step_sync=True)
+        return import_module(f"{self.namespace}.loggers").WandbLogger(
+            name=name, save_dir=self.folder, project=self.project, experiment=run
+        )
+
+
+class Run:
+    """The log of one run.
+
+    Args:
+        logger: The Lightning logger, for the Trainer; ``None`` for none.
+        path: Of the csv file; ``None`` for none.
+    """
+
+    def __init__(self, logger: Any, path: Path | None) -> None:
+        self.logger, self.path = logger, path
+
+    def log(self, values: Mapping[str, Any]) -> None:
+        """Log numbers, nested dicts with ``/`` between the names; what is no number is left out."""
+        if self.logger is not None and (numbers := flatten(values)):
+            self.logger.log_metrics(numbers)
+
+    def table(self, curve: Sequence[Row]) -> None:
+        """Write the epochs as a csv file, where that was asked for."""
+        if self.path is None or not curve:
+            return
+        columns = list(dict.fromkeys(key for row in curve for key in row))
+        text = io.StringIO()
+        writer = csv.DictWriter(text, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(curve)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(self.path, "w") as file:
+            file.write(text.getvalue())
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> Row:
+    """Return the numbers of nested dicts under joined names.
+
+    Example:
+        >>> flatten({"before": {"total": 1.0, "layers": {"head": 1.0}}, "overlap": None})
+        {'before/total': 1.0, 'before/layers/head': 1.0}
+    """
+    found: Row = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            found |= flatten(value, f"{prefix}{key}/")
+        elif isinstance(value, int | float):
+            found[f"{prefix}{key}"] = float(value)
+    return found
+
+
+WORDS = ("labels", "method", "_verdict", "_reason")  # ends of the columns that are no measurements
+
+
+@checked_arguments
+def log_to_wandb(
+    report: "TransferReport",
+    *,
+    project: str = "lightning-taskinfo",
+    group: str | None = None,
+    mode: Literal["online", "offline"] | None = None,
+    folder: str | os.PathLike[str] = ".",
+    confidence: float = 0.95,
+) -> Path:
+    """Make a run that holds the table, the figures as images, and the numbers as scalars ``method/50_labels/accuracy``.
+
+    Another run that is open meanwhile stays as it is.
+
+    Args:
+        report: What to log.
+        project: Project in W&B.
+        group: Group of the experiment's runs; the name of the report by default.
+        mode: ``"online"``, or ``"offline"`` (to look at with ``wandb leet``); what W&B is set to by default.
+        folder: Folder in which W&B makes its folder ``wandb``.
+        confidence: Probability that an interval covers.
+
+    Returns:
+        The run's folder.
+    """
+    import wandb
+
+    Path(folder).mkdir(parents=True, exist_ok=True)  # or W&B writes to a temporary one
+    rows = report.table(confidence)
+    with wandb.init(
+        project=project,
+        group=group or report.name,
+        name=f"{report.name}: summary",
+        job_type="summary",
+        config=report.configuration,
+        dir=folder,
+        mode=mode,
+        reinit="create_new",
+        settings=wandb.Settings(console="off"),
+    ) as run:
+        table = wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+        images = {f"figures/{name}": wandb.Image(pixels) for name, pixels in _pixels(report, confidence).items()}
+        run.log({"results": table, **images, **scalars(rows)})
+        return Path(run.dir).parent
+
+
+def scalars(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Return the numbers of a report's table by name; what is not known is left out.
+
+    Example:
+        >>> scalars([{"labels": 50, "method": "lautum", "accuracy": 0.5, "loss": None, "over_scratch_loss_reason": ""}])
+        {'lautum/50_labels/accuracy': 0.5}
+    """
+    return {
+        f"{row['method']}/{row['labels']}_labels/{name}": value
+        for row in rows
+        for name, value in row.items()
+        if value is not None and not name.endswith(WORDS)
+    }
+
+
+def _pixels(report: "TransferReport", confidence: float) -> dict[str, Any]:
+    from lightning_taskinfo.plotting import figure_pixels
+
+    figures = report.figures(confidence)
+    for figure in figures.values():
+        figure.set_dpi(150)
+    return {name: figure_pixels(figure).numpy() for name, figure in figures.items()}
+
+
+@contextmanager
+def following(
+    cells: Sequence[Any], progress: Progress | bool, *, interval: float = 0.5
+) -> Iterator[Callable[[Any, Any], None]]:
+    """Yield what is to be called with each finished cell and its result.
+
+    Args:
+        cells: All there are.
+        progress: ``True`` for a bar of epochs, or a line a training where nobody sees one; ``False``; or a function.
+        interval: Seconds between two looks at the files, for a bar.
+    """
+    done: set[str] = set()
+    if progress is True and visible():
+        epochs = sum(cell.epochs for cell in cells)
+        with bar("transfer", epochs) as draw, _looking(partial(_look, draw, cells, done, epochs), interval):
+            yield lambda cell, result: done.add(cell.name)
+        return
+    tell = _write if progress is True else progress or _nothing
+
+    def finished(cell: Any, result: Any) -> None:
+        done.add(cell.name)
+        tell(len(done), len(cells), cell.description)
+
+    yield finished
+
+
+@contextmanager
+def _looking(look: Callable[[], None], interval: float) -> Iterator[None]:
+    """Call a function again and again in a thread, until the block is left."""
+    stop = threading.Event()
+
+    def watch() -> None:
+        while not stop.wait(interval):
+            look()
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def _look(draw: Progress, cells: Sequence[Any], done: set[str], epochs: int) -> None:
+    """Show finished epochs, and what is running."""
+    finished, running = 0, []
+    for cell in cells:
+        count = cell.epochs if cell.name in done else finished_epochs(cell.folder)
+        finished += count
+        if count and cell.name not in done:
+            running.append(cell.description)
+    draw(finished, epochs, " | ".join(running[:2]) or "starting")
+
+
+def _write(done: int, total: int, label: str) -> None:
+    sys.stderr.write(f"[{done}/{total}] {label}\n")
+
+
+def _nothing(done: int, total: int, label: str) -> None:
+    pass
