@@ -164,7 +164,7 @@ def store(args: argparse.Namespace, report: TransferReport, found: Any, text: st
         "grid": GRID,
         "searched": found,
         "weights": report.configuration["weights"],
-        "results": [{key: row[key] for key in kept} for row in report.results],
+        "results": [{key: getattr(row, key) for key in kept} for row in report.results],
         "seconds_of_the_last_run": seconds,
     }
     args.store.parent.mkdir(parents=True, exist_ok=True)

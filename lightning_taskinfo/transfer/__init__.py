@@ -1,4 +1,9 @@
-"""Pretrain on a source beside unlabelled target inputs, fine-tune on a few target labels, compare, report."""
+"""Starts × ways to adapt × numbers of labels × seeds, compared with scratch and reported.
+
+:func:`transfer` in ``run.py`` reads the call, plans the runs and collects their results. One run is a cell: of the user's
+own module in ``own.py``, of the ready parts in ``ready/stages.py``. ``training.py`` trains it so that a killed one goes on.
+``report.py`` compares the results, which ``render.py``, ``figures.py`` and ``logs.py`` show.
+"""
 
 import sys
 from types import ModuleType
@@ -14,6 +19,7 @@ from lightning_taskinfo.transfer.ready.methods import PENALTIES, WEIGHTS
 from lightning_taskinfo.transfer.ready.module import CLASSES, TransferClassifier
 from lightning_taskinfo.transfer.ready.stages import Stages
 from lightning_taskinfo.transfer.report import TransferReport
+from lightning_taskinfo.transfer.results import Result
 from lightning_taskinfo.transfer.run import group_name, transfer
 
 
@@ -34,6 +40,7 @@ __all__ = [
     "FeatureOverlap",
     "FineTuning",
     "LayerReadout",
+    "Result",
     "Stages",
     "Start",
     "StartRanking",

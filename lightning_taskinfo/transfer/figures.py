@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lightning_taskinfo.transfer.results import Interval
+from lightning_taskinfo.transfer.results import Interval, Result
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,7 +44,7 @@ def plot_accuracy(
     for index, labels in enumerate(counts):
         color, offset = _shade(index, len(counts)), (index - (len(counts) - 1) / 2) * 0.7 / len(counts)
         for row, method in enumerate(methods):
-            values = [result["test"][measure.value] for result in report.cell(method, labels).values()]
+            values = [result.test[measure.value] for result in report.cell(method, labels).values()]
             if seeds := [measure.scale * value for value in values]:
                 interval = report.summary(method, labels, measure.value, confidence)
                 _interval(ax, interval, seeds, row + offset, color, measure.scale)
@@ -56,7 +56,7 @@ def plot_accuracy(
     ax.set(
         ylim=(len(methods) - 0.5, -0.5), xlabel=f"{measure.value} on the target test set{', %' * measure.share}{only}"
     )
-    single = len({row["seed"] for row in report.results}) == 1
+    single = len({row.seed for row in report.results}) == 1
     title = "one seed, no interval" if single else f"mean and {100 * confidence:g} % interval; short strokes: seeds"
     ax.set_title(title, fontsize="small", loc="left")
     if not only:
@@ -85,7 +85,7 @@ def plot_learning_curves(
     from matplotlib.ticker import MaxNLocator
 
     stages, counts = tuple(stages), report.labels
-    found = [point for row in report.results for point in row["curves"] if point["stage"] in stages]
+    found = [point for row in report.results for point in row.curves if point["stage"] in stages]
     if not found:
         raise ValueError(f"`report` must hold curves of the stages {list(stages)}, got none.")
     if values is None:
@@ -108,7 +108,7 @@ def plot_learning_curves(
     for ax in axes[-1]:
         ax.set_xlabel("epoch")
         ax.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
-    single = len({row["seed"] for row in report.results}) == 1
+    single = len({row.seed for row in report.results}) == 1
     _legend_below(axes, "one seed" if single else "mean over seeds; band: smallest to largest")
     return axes[0][0].figure, axes  # type: ignore[return-value]
 
@@ -158,7 +158,7 @@ def layer_information(report: "TransferReport", method: str, labels: int) -> dic
     found: dict[str, dict[str, list[float]]] = {}
     for row in report.cell(method, labels).values():
         for moment in MOMENTS:
-            measured = (row["information"] or {}).get(moment) or {}
+            measured = (row.information or {}).get(moment) or {}
             for layer, nats in measured.get("layers", {}).items():
                 if nats is not None and math.isfinite(nats):
                     found.setdefault(moment, {}).setdefault(layer, []).append(nats)
@@ -170,7 +170,7 @@ def layer_information(report: "TransferReport", method: str, labels: int) -> dic
 def draw_all(report: "TransferReport", *, confidence: float = 0.95) -> dict[str, "Figure"]:
     """Return every figure for which the report has numbers, by the name of its file."""
     figures = {"accuracy": plot_accuracy(report, confidence=confidence)[0]}
-    if any(point["stage"] in TARGET and len(point) > 2 for row in report.results for point in row["curves"]):
+    if any(point["stage"] in TARGET and len(point) > 2 for row in report.results for point in row.curves):
         figures["curves"] = plot_learning_curves(report)[0]
     for labels in report.labels:
         if any(layer_information(report, method, labels) for method in report.methods):
@@ -186,12 +186,10 @@ def _interval(ax: "Axes", interval: Interval, seeds: list[float], y: float, colo
     ax.plot([sum(seeds) / len(seeds)], [y], "o", color=color, markersize=6)
 
 
-def _by_epoch(
-    rows: Iterable[dict[str, Any]], stages: Sequence[str], value: str, scale: float
-) -> dict[int, list[float]]:
+def _by_epoch(rows: Iterable[Result], stages: Sequence[str], value: str, scale: float) -> dict[int, list[float]]:
     """Values of all seeds by epoch; what is missing or not finite is left out."""
     points: dict[int, list[float]] = {}
-    for point in (point for row in rows for point in row["curves"]):
+    for point in (point for row in rows for point in row.curves):
         if point["stage"] in stages and point.get(value) is not None and math.isfinite(point[value]):
             points.setdefault(point["epoch"], []).append(scale * point[value])
     return dict(sorted(points.items()))

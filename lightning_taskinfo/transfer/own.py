@@ -20,6 +20,7 @@ from lightning_taskinfo._lightning import NAMESPACES
 from lightning_taskinfo._observe import observing
 from lightning_taskinfo.transfer.adapt import Adapt, adapted, check_way, way_name
 from lightning_taskinfo.transfer.logs import RunLog
+from lightning_taskinfo.transfer.results import Result
 from lightning_taskinfo.transfer.sampling import Rows, generators_kept
 from lightning_taskinfo.transfer.starts import SCRATCH, Given, MakeModule, Start, make_module, read_start
 from lightning_taskinfo.transfer.target import Target, chosen_rows, read_target
@@ -160,7 +161,7 @@ class Planned(NamedTuple):
         configuration: What decides the numbers.
         parts: The same of what can be added to: configurations by a folder for each.
         cells: Makes the runs by name for a folder and a log.
-        rows: Makes the rows of a report of runs and results.
+        results: Makes the results of a report of runs and what they returned.
         seconds: Estimate of the time of a run, if there is one.
     """
 
@@ -168,7 +169,7 @@ class Planned(NamedTuple):
     configuration: dict[str, Any]
     parts: dict[str, dict[str, Any]]
     cells: Callable[[Path, RunLog], dict[str, Any]]
-    rows: Callable[[Mapping[str, Any], Mapping[str, Any]], list[dict[str, Any]]]
+    results: Callable[[Mapping[str, Any], Mapping[str, Any]], list[Result]]
     seconds: float | None
 
 
@@ -226,7 +227,7 @@ def plan_own(
         own_log = replace(log, namespace=namespace_of(module))
         return replace(plan, folder=place, log=own_log).cells(counts)
 
-    return Planned(f"{type(module).__name__} from {', '.join(starts)}", configuration, parts, cells, _rows, seconds)
+    return Planned(f"{type(module).__name__} from {', '.join(starts)}", configuration, parts, cells, _results, seconds)
 
 
 def _read_starts(make: MakeModule, starts: Mapping[str, Given]) -> dict[str, Start]:
@@ -254,16 +255,19 @@ def _checked_ways(ways: Sequence[Adapt], starts: Sequence[Start]) -> dict[str, A
     return named
 
 
-def _rows(cells: Mapping[str, OwnCell], results: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One row for every run, as the report takes it."""
-    rows = []
-    for name, cell in cells.items():
-        own = results[name]
-        row = {"method": cell.method, "labels": cell.labels, "seed": cell.seed, "test": own["test"]}
-        row["curves"] = [{"stage": cell.stage, **point} for point in own["curve"]]
-        row["seconds"] = {cell.stage: own["seconds"]}
-        rows.append(row)
-    return rows
+def _results(cells: Mapping[str, OwnCell], found: Mapping[str, Any]) -> list[Result]:
+    """One result for every run."""
+    return [
+        Result(
+            cell.method,
+            cell.labels,
+            cell.seed,
+            found[name]["test"],
+            curves=[{"stage": cell.stage, **point} for point in found[name]["curve"]],
+            seconds={cell.stage: found[name]["seconds"]},
+        )
+        for name, cell in cells.items()
+    ]
 
 
 def whole_numbers(given: Any) -> list[int]:

@@ -76,7 +76,7 @@ def overlap_table(report: "TransferReport") -> TextTable | None:
     """Share of the target labels' variance that the features of each layer miss, mean and range over seeds."""
     rows = []
     for labels, method in ((labels, method) for labels in report.labels for method in report.methods):
-        overlaps = [row["overlap"] for row in report.cell(method, labels).values() if row["overlap"]]
+        overlaps = [row.overlap for row in report.cell(method, labels).values() if row.overlap]
         onset = _onset([overlap["onset"] for overlap in overlaps if overlap.get("onset")], report.labels)
         for layer in dict.fromkeys(layer for overlap in overlaps for layer in overlap["layers"]):
             shares, errors = (
@@ -304,7 +304,7 @@ def _risks(report: "TransferReport") -> str:
 
 def _measurement_notes(report: "TransferReport") -> dict[str, str]:
     said = {}
-    if any(row["information"] for row in report.results):
+    if any(row.information for row in report.results):
         said["Information in the weights"] = (
             "An estimate in nats: the KL divergence of a Gaussian around the trained weights, as wide as the curvature "
             "of the loss allows, from the pre-distribution of the configuration. Before and after are measured from "
@@ -312,12 +312,12 @@ def _measurement_notes(report: "TransferReport") -> dict[str, str]:
             "depends on the width of the pre-distribution and on the data it is measured on: compare it between "
             "networks of one report, not across reports. It certifies nothing."
         )
-    if any(row["fisher_trace"] for row in report.results):
+    if any(row.fisher_trace for row in report.results):
         said["Fisher trace"] = (
             "Mean over samples of the squared gradient norm of the log-likelihood: how sharply the predictions depend "
             "on the weights. It is no measure of quality."
         )
-    if any(row["overlap"] for row in report.results):
+    if any(row.overlap for row in report.results):
         said["What the features miss"] = (
             "Share of the target labels' variance that a linear read-out of the frozen features leaves unexplained on "
             "held-out samples, before fine-tuning: mean over seeds, smallest and largest. The number of labels from "

@@ -4,7 +4,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_taskinfo._files import atomic_write, make_folder, read_json, write_json
 from lightning_taskinfo.transfer.results import (
     Interval,
+    Result,
     Verdict,
     checked_results,
     mean_interval,
@@ -95,10 +96,8 @@ class TransferReport:
     """Results of a transfer experiment, and everything that is said about them.
 
     Args:
-        results: One plain dict for each method, number of labels and seed, with the keys ``method`` (``"scratch"`` is
-            the baseline), ``labels``, ``seed`` and ``test`` (``accuracy``, and ``loss`` in nats; or another metric by
-            its name), and where they are known ``validation``, ``source``, ``curves``, ``information``,
-            ``fisher_trace``, ``overlap``, ``epochs`` and ``seconds``.
+        results: A :class:`~lightning_taskinfo.transfer.results.Result` for each method, number of labels and seed, or a
+            plain dict of its attributes.
         configuration: What decided the results, as JSON-like values.
         name: Title of the experiment.
 
@@ -116,7 +115,7 @@ class TransferReport:
         ('lautum', 0.205, 'helps')
     """
 
-    results: Sequence[dict[str, Any]] = field(repr=False)
+    results: Sequence[Result] = field(repr=False)
     configuration: dict[str, Any] = field(repr=False)
     name: str = "transfer"
 
@@ -129,32 +128,32 @@ class TransferReport:
     @property
     def methods(self) -> list[str]:
         """The methods: the two baselines first where they are there, the others as they came."""
-        names = list(dict.fromkeys(row["method"] for row in self.results))
+        names = list(dict.fromkeys(row.method for row in self.results))
         return [*(name for name in BASELINES if name in names), *(name for name in names if name not in BASELINES)]
 
     @property
     def labels(self) -> list[int]:
         """The numbers of target labels, from few to many."""
-        return sorted({row["labels"] for row in self.results})
+        return sorted({row.labels for row in self.results})
 
     @property
     def measures(self) -> tuple[Measure, ...]:
         """What methods are compared by: error and loss of classifiers, or the metric that the results have."""
-        names = list(self.results[0]["test"])
+        names = list(self.results[0].test)
         if {*names} >= {"accuracy", "loss"}:
             return CLASSIFIED
         return tuple(self._measure(name) for name in names)
 
     def _measure(self, name: str) -> Measure:
-        low, high = (end(row["test"][name] for row in self.results) for end in (min, max))
+        low, high = (end(row.test[name] for row in self.results) for end in (min, max))
         share = bool(re.search(SHARES, name.lower())) and 0 <= low <= high <= 1
         mode = self.configuration.get("mode") or ("max" if re.search(HIGHER, name.lower()) else "min")
         return Measure(name, name, "points" if share else "", share, mode == "max")
 
-    def cell(self, method: str, labels: int) -> dict[int, dict[str, Any]]:
+    def cell(self, method: str, labels: int) -> dict[int, Result]:
         """Return the results of one method and number of labels by seed; empty where there are none."""
-        rows = [row for row in self.results if (row["method"], row["labels"]) == (method, labels)]
-        return {row["seed"]: row for row in sorted(rows, key=lambda row: row["seed"])}
+        rows = [row for row in self.results if (row.method, row.labels) == (method, labels)]
+        return {row.seed: row for row in sorted(rows, key=lambda row: row.seed)}
 
     def transferability(self, confidence: float = 0.95) -> list[Comparison]:
         r"""Return the gain of every method over training from scratch, and over plain fine-tuning.
@@ -185,7 +184,7 @@ class TransferReport:
 
     def summary(self, method: str, labels: int, name: str, confidence: float = 0.95) -> Interval:
         """Return mean and interval over seeds of a number in ``test``, such as ``"accuracy"``."""
-        values = [row["test"][name] for row in self.cell(method, labels).values()]
+        values = [row.test[name] for row in self.cell(method, labels).values()]
         share = any(measure.share for measure in self.measures if measure.value == name)
         bounds = (0.0, 1.0) if share else (0.0 if name == "loss" else -math.inf, math.inf)
         return mean_interval(values, confidence=confidence, bounds=bounds)
@@ -263,7 +262,8 @@ class TransferReport:
                 file.write(text)
         pictures = [f"{name}.png" for name in figures]
         outdated = set(_pictures(folder)) - set(pictures)
-        values = {"name": self.name, "configuration": self.configuration, "results": self.results}
+        rows = [asdict(result) for result in self.results]
+        values = {"name": self.name, "configuration": self.configuration, "results": rows}
         write_json(folder / "report.json", {**values, "figures": pictures})
         for name in outdated:
             (folder / name).unlink(missing_ok=True)
@@ -295,7 +295,7 @@ class TransferReport:
 
     def _compare(self, method: str, labels: int, baseline: str, measure: Measure, confidence: float) -> Comparison:
         risks = [
-            {seed: measure.risk(row["test"]) for seed, row in self.cell(name, labels).items()}
+            {seed: measure.risk(row.test) for seed, row in self.cell(name, labels).items()}
             for name in (baseline, method)
         ]
         bounds = (-1.0, 1.0) if measure.share else (-math.inf, math.inf)
@@ -322,7 +322,7 @@ def _gain(name: str, comparison: Comparison | None) -> dict[str, Any]:
     return {**_ends(name, comparison.gain), **words}
 
 
-def _means(rows: Sequence[dict[str, Any]]) -> dict[str, float | None]:
+def _means(rows: Sequence[Result]) -> dict[str, float | None]:
     """Means over seeds of what is told beside the risks, over those that have it."""
     paths = {
         "validation_accuracy": ("validation", "accuracy"),
@@ -330,8 +330,8 @@ def _means(rows: Sequence[dict[str, Any]]) -> dict[str, float | None]:
         **{f"information_{key}": ("information", key, "total") for key in ("before", "after", "added")},
         **{f"fisher_trace_{key}": ("fisher_trace", key, "total") for key in ("before", "after")},
     }
-    means = {name: _mean(_inside(row, path) for row in rows) for name, path in paths.items()}
-    return {**means, "seconds": _mean(sum(row["seconds"].values()) if row["seconds"] else None for row in rows)}
+    means = {name: _mean(_inside(getattr(row, path[0]), path[1:]) for row in rows) for name, path in paths.items()}
+    return {**means, "seconds": _mean(sum(row.seconds.values()) if row.seconds else None for row in rows)}
 
 
 def _inside(value: Any, path: Iterable[str]) -> Any:

@@ -4,21 +4,51 @@ import json
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
-OPTIONAL: dict[str, Any] = {  # what a result may leave out, and what then stands there
-    "validation": None,
-    "source": None,
-    "curves": [],
-    "information": None,
-    "fisher_trace": None,
-    "overlap": None,
-    "epochs": {},
-    "seconds": {},
-}
-REQUIRED = ("method", "labels", "seed", "test")
 Cell = tuple[str, int, int]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came out for one method, number of labels and seed, in plain values.
+
+    Attributes:
+        method: What was trained; ``"scratch"`` is the baseline.
+        labels: Number of target labels.
+        seed: The seed.
+        test: Numbers on the target test set by name: ``accuracy``, and ``loss`` in nats, or another metric.
+        validation: The same on validation samples.
+        source: The same on the source's test set.
+        curves: One dict an epoch, with its ``stage``.
+        information: Information in the weights, whole and by layer, before and after fine-tuning, and added by it.
+        fisher_trace: Trace of the Fisher information, in the same way.
+        overlap: Share of the target labels that the features of each layer miss.
+        epochs: Epochs by stage.
+        seconds: Seconds by stage.
+    """
+
+    method: str
+    labels: int
+    seed: int
+    test: dict[str, float]
+    validation: dict[str, float] | None = None
+    source: dict[str, float] | None = None
+    curves: list[dict[str, Any]] = field(default_factory=list)
+    information: dict[str, Any] | None = None
+    fisher_trace: dict[str, Any] | None = None
+    overlap: dict[str, Any] | None = None
+    epochs: dict[str, int] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def cell(self) -> Cell:
+        """What it is a result of: method, number of labels, seed."""
+        return self.method, self.labels, self.seed
+
+    def __str__(self) -> str:
+        return f"({self.method}, {self.labels} labels, seed {self.seed})"
 
 
 def plain(value: Any, argument: str) -> Any:
@@ -33,91 +63,83 @@ def plain(value: Any, argument: str) -> Any:
         raise ValueError(f"`{argument}` must hold plain JSON-like values: {error}.") from error
 
 
-def checked_results(results: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """Return plain copies of the results, with every key there.
+def checked_results(results: Iterable[Result | Mapping[str, Any]]) -> tuple[Result, ...]:
+    """Return plain copies of the results.
 
     Raises:
         ValueError: If there is none, two are of the same cell, or one has a key too many, too few or of a wrong kind.
     """
-    rows = tuple(_checked(row) for row in plain(list(results), "results"))
-    if not rows:
+    given = [asdict(result) if isinstance(result, Result) else result for result in results]
+    found = tuple(_checked(row) for row in plain(given, "results"))
+    if not found:
         raise ValueError("`results` must hold at least one result, got none.")
     seen: set[Cell] = set()
-    for row in rows:
-        if cell_of(row) in seen:
+    for result in found:
+        if result.cell in seen:
+            raise ValueError(f"`results` must hold one result a method, number of labels and seed, got two {result}.")
+        seen.add(result.cell)
+        if result.test.keys() != found[0].test.keys():
             raise ValueError(
-                f"`results` must hold one result a method, number of labels and seed, got two {_name(row)}."
+                f"`test` must hold the same numbers in all results, got {', '.join(result.test)} in {result} and "
+                f"{', '.join(found[0].test)} in {found[0]}."
             )
-        seen.add(cell_of(row))
-        if row["test"].keys() != rows[0]["test"].keys():
-            raise ValueError(
-                f"`test` must hold the same numbers in all results, got {', '.join(row['test'])} in {_name(row)} and "
-                f"{', '.join(rows[0]['test'])} in {_name(rows[0])}."
-            )
-    return rows
+    return found
 
 
-def cell_of(row: Mapping[str, Any]) -> Cell:
-    """Return what a result is of: method, number of labels, seed."""
-    return row["method"], row["labels"], row["seed"]
-
-
-def without_timings(results: Iterable[Mapping[str, Any]]) -> dict[Cell, str]:
+def without_timings(results: Iterable[Result]) -> dict[Cell, str]:
     """Return each result without its timings by its cell, as text: NaN equals NaN there, and order plays no part."""
-    return {
-        cell_of(row): json.dumps({k: v for k, v in row.items() if k != "seconds"}, sort_keys=True) for row in results
-    }
+    return {r.cell: json.dumps({**asdict(r), "seconds": None}, sort_keys=True) for r in results}
 
 
-def _checked(row: Any) -> dict[str, Any]:
+def _checked(row: Any) -> Result:
     if not isinstance(row, dict):
         raise ValueError(f"`results` must hold dicts, got {row!r}.")
-    if missing := [key for key in REQUIRED if key not in row]:
-        raise ValueError(f"`results` must have the keys {list(REQUIRED)}, got none for {missing[0]!r}.")
-    if unknown := [key for key in row if key not in REQUIRED and key not in OPTIONAL]:
-        raise ValueError(f"`results` may have the keys {[*REQUIRED, *OPTIONAL]}, got {unknown[0]!r}.")
-    if not isinstance(row["method"], str) or not row["method"]:
-        raise ValueError(f"`method` must be a name, got {row['method']!r}.")
-    for key, least in (("labels", 1), ("seed", 0)):
-        if not _is(row[key], int) or row[key] < least:
-            raise ValueError(f"`{key}` must be a whole number of at least {least}, got {row[key]!r} in {_name(row)}.")
-    row |= {key: plain(value, key) for key, value in OPTIONAL.items() if row.get(key) is None}
+    names = [part.name for part in fields(Result)]
+    if missing := [name for name in ("method", "labels", "seed", "test") if name not in row]:
+        raise ValueError(f"`results` must have method, labels, seed and test, got none for {missing[0]!r}.")
+    if unknown := [name for name in row if name not in names]:
+        raise ValueError(f"`results` may have the keys {names}, got {unknown[0]!r}.")
+    required = ("method", "labels", "seed", "test")
+    result = Result(**{name: value for name, value in row.items() if value is not None or name in required})
+    if not isinstance(result.method, str) or not result.method:
+        raise ValueError(f"`method` must be a name, got {result.method!r}.")
+    for name, least in (("labels", 1), ("seed", 0)):
+        value = getattr(result, name)
+        if not _is(value, int) or value < least:
+            raise ValueError(f"`{name}` must be a whole number of at least {least}, got {value!r} in {result}.")
     for part in ("test", "validation", "source"):
-        if part == "test" or row[part] is not None:
-            _check_risk(row, part)
-    for point in row["curves"]:
+        if part == "test" or getattr(result, part) is not None:
+            _check_risk(result, part)
+    for point in result.curves:
         if not isinstance(point, dict) or not {"stage", "epoch"} <= point.keys():
-            raise ValueError(f"`curves` must have a stage and an epoch at each point, got {point} in {_name(row)}.")
-    _check_measurements(row)
-    return row
+            raise ValueError(f"`curves` must have a stage and an epoch at each point, got {point} in {result}.")
+    _check_measurements(result)
+    return result
 
 
-def _check_risk(row: dict[str, Any], part: str) -> None:
-    values = row[part] if isinstance(row[part], dict) else {}
+def _check_risk(result: Result, part: str) -> None:
+    given = getattr(result, part)
+    values = given if isinstance(given, dict) else {}
     if not values or not all(_is(value, (int, float)) for value in values.values()):
-        raise ValueError(f"`{part}` must hold numbers by name, got {row[part]!r} in {_name(row)}.")
+        raise ValueError(f"`{part}` must hold numbers by name, got {given!r} in {result}.")
     if not 0 <= values.get("accuracy", 0) <= 1:
-        raise ValueError(f"`{part}` must hold an accuracy between 0 and 1, got {values['accuracy']} in {_name(row)}.")
+        raise ValueError(f"`{part}` must hold an accuracy between 0 and 1, got {values['accuracy']} in {result}.")
 
 
-def _check_measurements(row: dict[str, Any]) -> None:
+def _check_measurements(result: Result) -> None:
     for part in ("information", "fisher_trace"):
-        for moment, values in (row[part] or {}).items():
+        for moment, values in (getattr(result, part) or {}).items():
             if values is not None and not (isinstance(values, dict) and {"total", "layers"} <= values.keys()):
-                raise ValueError(f"`{part}` must hold total and layers for {moment!r}, got {values!r} in {_name(row)}.")
-    overlap = row["overlap"]
+                raise ValueError(f"`{part}` must hold total and layers for {moment!r}, got {values!r} in {result}.")
+    overlap = result.overlap
     if overlap and len({len(overlap.get(key, ())) for key in ("layers", "outside", "standard_error")}) != 1:
         raise ValueError(
-            f"`overlap` must hold as many shares and standard errors as layers, got {overlap} in {_name(row)}."
+            f"`overlap` must hold as many shares and standard errors as layers, got {overlap} in {result}."
         )
 
 
 def _is(value: Any, kind: Any) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)
-
-
-def _name(row: Mapping[str, Any]) -> str:
-    return f"({row['method']}, {row['labels']} labels, seed {row['seed']})"
 
 
 Verdict = Literal["helps", "hurts", "cannot tell"]

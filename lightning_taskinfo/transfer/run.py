@@ -34,6 +34,7 @@ from lightning_taskinfo.transfer.ready.data import TransferDataModule
 from lightning_taskinfo.transfer.ready.methods import PENALTIES, Stage, check_weights, parse_method
 from lightning_taskinfo.transfer.ready.stages import Cell, Experiment, Stages, onset_of, run_cell
 from lightning_taskinfo.transfer.report import TransferReport
+from lightning_taskinfo.transfer.results import Result
 from lightning_taskinfo.transfer.sampling import generators_kept
 from lightning_taskinfo.transfer.starts import MakeModule
 from lightning_taskinfo.transfer.training import check_accelerator
@@ -178,7 +179,7 @@ def transfer(
         with following([*cells.values()], progress) as finished:
             told = [finished, on_done] if on_done is not None else [finished]
             results = _run(cells, place, executor, workers, told)
-    return TransferReport(planned.rows(cells, results), planned.configuration, title)
+    return TransferReport(planned.results(cells, results), planned.configuration, title)
 
 
 def announced(runs: int, seconds: float | None, workers: int | None, executor: Executor | None) -> str:
@@ -225,8 +226,8 @@ def _plan_ready(
         arguments = data.settled().arguments
         return grid.cells(Experiment(place, model, arguments, stages, all_weights, log, namespace, accelerator))
 
-    rows = partial(_rows, stages=stages)
-    return Planned(f"{source.name} → {target.name}", configuration, {}, cells, rows, None)
+    results = partial(_results, stages=stages)
+    return Planned(f"{source.name} → {target.name}", configuration, {}, cells, results, None)
 
 
 def group_name(title: str, folder: str | os.PathLike[str]) -> str:
@@ -337,19 +338,19 @@ def _forget_lost(cells: Mapping[str, Any]) -> None:
             cell.experiment.result(cell.source.name).unlink(missing_ok=True)
 
 
-def _rows(cells: Mapping[str, Cell], results: Mapping[str, Any], *, stages: Stages) -> list[dict[str, Any]]:
-    """One row for every method, number of labels and seed, as the report takes it."""
+def _results(cells: Mapping[str, Cell], found: Mapping[str, Any], *, stages: Stages) -> list[Result]:
+    """One result for every method, number of labels and seed."""
     scratch = [cell for cell in cells.values() if cell.stage == "scratch"]
-    rows = []
+    results = []
     for name, cell in cells.items():
         if cell.stage == "pretrain":
             continue
-        curve = {c.labels: results[c.name]["missed_share"] for c in scratch if c.seed == cell.seed}
-        rows.append(_row(cell, results[name], results.get(cell.source.name), curve, stages))
-    return rows
+        curve = {c.labels: found[c.name]["missed_share"] for c in scratch if c.seed == cell.seed}
+        results.append(_result(cell, found[name], found.get(cell.source.name), curve, stages))
+    return results
 
 
-def _row(cell: Cell, own: Any, source: Any, scratch: Mapping[int, float], stages: Stages) -> dict[str, Any]:
+def _result(cell: Cell, own: Any, source: Any, scratch: Mapping[int, float], stages: Stages) -> Result:
     pretrained = cell.stage == "fine_tune"
     parts: list[tuple[Stage, Any]] = [("pretrain", source)] if pretrained else []
     parts.append((cell.stage, own))
@@ -357,20 +358,20 @@ def _row(cell: Cell, own: Any, source: Any, scratch: Mapping[int, float], stages
     if overlap is not None:
         overlap = {**overlap, "onset": onset_of(overlap, cell.labels, scratch)}
     last = own["curve"][-1]
-    return {
-        "method": cell.method,
-        "labels": cell.labels,
-        "seed": cell.seed,
-        "test": own["test"],
-        "validation": {key: last.get(f"val_{key}") for key in ("accuracy", "loss")} if "val_loss" in last else None,
-        "source": source["source"] if pretrained else None,
-        "curves": [_curve_row(stage, row) for stage, result in parts for row in result["curve"]],
-        "information": own["information"],
-        "fisher_trace": own["fisher_trace"],
-        "overlap": overlap,
-        "epochs": {stage: stages.epochs(stage) for stage, _ in parts},
-        "seconds": {stage: result["seconds"] for stage, result in parts},
-    }
+    return Result(
+        cell.method,
+        cell.labels,
+        cell.seed,
+        test=own["test"],
+        validation={key: last[f"val_{key}"] for key in ("accuracy", "loss")} if "val_loss" in last else None,
+        source=source["source"] if pretrained else None,
+        curves=[_curve_row(stage, row) for stage, result in parts for row in result["curve"]],
+        information=own["information"],
+        fisher_trace=own["fisher_trace"],
+        overlap=overlap,
+        epochs={stage: stages.epochs(stage) for stage, _ in parts},
+        seconds={stage: result["seconds"] for stage, result in parts},
+    )
 
 
 def _curve_row(stage: str, row: Mapping[str, float]) -> dict[str, Any]:

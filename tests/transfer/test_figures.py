@@ -1,6 +1,7 @@
 """Figures show the numbers of the report, whatever is missing in it."""
 
 import sys
+from dataclasses import asdict
 
 import pytest
 
@@ -67,7 +68,7 @@ def test_curves_are_means_with_ranges():
     for column, labels in enumerate((50, 100)):
         for line, band, method in zip(axes[0][column].lines, axes[0][column].collections, METHODS, strict=False):
             cell = experiment.cell(method, labels).values()
-            last = [100 * row["curves"][-1]["val_accuracy"] for row in cell]
+            last = [100 * row.curves[-1]["val_accuracy"] for row in cell]
             assert line.get_label() == method
             assert line.get_xdata()[-1] == 8
             assert line.get_ydata()[-1] == pytest.approx(sum(last) / 3)
@@ -100,7 +101,7 @@ def test_information_is_by_layer_and_moment():
     marks = {line.get_label(): line for line in axes[2].lines if line.get_marker() != "None"}
     cell = experiment.cell("lautum", 100).values()
     for moment, label in {"before": "before fine-tuning", "after": "after", "added": "added by fine-tuning"}.items():
-        expected = [sum(row["information"][moment]["layers"][name] for row in cell) / 2 for name in LAYERS]
+        expected = [sum(row.information[moment]["layers"][name] for row in cell) / 2 for name in LAYERS]
         assert list(marks[label].get_xdata()) == pytest.approx(expected)
     low, high = axes[0].get_xlim()
     assert low < min(marks["added by fine-tuning"].get_xdata())
@@ -165,7 +166,7 @@ def test_refuses_what_is_not_there():
 
 
 def test_without_validation_samples_the_training_loss_is_drawn():
-    results = [dict(row) for row in report().results]
+    results = [asdict(row) for row in report().results]
     for row in results:
         row["curves"] = [{k: v for k, v in point.items() if not k.startswith("val_")} for point in row["curves"]]
     _, axes = plot_learning_curves(TransferReport(results, {}, "no validation"))

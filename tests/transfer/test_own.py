@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -91,7 +92,7 @@ def test_starts_ways_labels_and_seeds_can_be_added_and_nothing_else_changed(refe
     more = {"four": pretrained(Net, classes=4), "other": Other}
     wide = run(grown, starts=more, adapt=["full", "linear"], labels=[12, 30], seeds=3)
     assert wide.methods == ["scratch", "four, full", "four, linear", "other, full", "other, linear"]
-    assert wide.cell("four, full", 12)[0]["test"] == report.cell("four", 12)[0]["test"]
+    assert wide.cell("four, full", 12)[0].test == report.cell("four", 12)[0].test
     assert len(wide.results) == 30
     with pytest.raises(ValueError, match=r"(?s)trainer.max_epochs: 4 there, 5 now"):
         run(grown, trainer={"max_epochs": 5})
@@ -124,9 +125,9 @@ def test_dict_batches_of_a_data_module_with_augmentation():
     reports = [run(make=DictNet, data=DictData(), starts={"four": state}, seeds=1) for _ in range(2)]
     assert reports[0].same_as(reports[1])
     error = run(make=DictNet, data=DictData(), starts={"four": state}, seeds=1, metric=None)
-    assert list(error.results[0]["test"]) == ["error"]
+    assert list(error.results[0].test) == ["error"]
     for ours, theirs in zip(error.results, reports[0].results, strict=True):
-        assert ours["test"]["error"] == pytest.approx(theirs["test"]["test_error"], abs=1e-6)
+        assert ours.test["error"] == pytest.approx(theirs.test["test_error"], abs=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "inner", "file"])
@@ -139,20 +140,20 @@ def test_checkpoints_of_files(tmp_path, reference, kind):
     }[kind]
     torch.save(content, tmp_path / "four.ckpt")
     found = run(starts={"four": tmp_path / "four.ckpt"})
-    assert found.cell("four", 12)[0]["test"] == reference[0].cell("four", 12)[0]["test"]
+    assert found.cell("four", 12)[0].test == reference[0].cell("four", 12)[0].test
 
 
 def test_a_head_that_fits_is_taken_and_one_that_does_not_is_fresh():
     report = run(starts={"whole": pretrained(Net), "body": pretrained(Net, classes=4)}, adapt=["linear"], seeds=1)
-    errors = {name: report.cell(name, 12)[0]["test"]["test_error"] for name in report.methods}
+    errors = {name: report.cell(name, 12)[0].test["test_error"] for name in report.methods}
     assert errors["whole"] < min(errors["body"], errors["scratch"])
 
 
 def test_another_architecture_is_compared_too():
     report = run(starts={"other": Other, "mine": Net}, seeds=1)
     assert report.methods == ["scratch", "other", "mine"]
-    assert report.cell("mine", 12)[0]["test"] == report.cell("scratch", 12)[0]["test"]  # a start that is scratch
-    assert report.cell("other", 12)[0]["test"] != report.cell("scratch", 12)[0]["test"]
+    assert report.cell("mine", 12)[0].test == report.cell("scratch", 12)[0].test  # a start that is scratch
+    assert report.cell("other", 12)[0].test != report.cell("scratch", 12)[0].test
 
 
 def test_ways_to_adapt_train_what_they_say(tmp_path):
@@ -190,7 +191,7 @@ def test_text_with_adapters():
         metric=None, trainer={"max_steps": 12},
     )  # fmt: skip
     assert report.methods == ["scratch", "wiki, full", "wiki, lora"]
-    assert all(0 <= row["test"]["error"] <= 1 for row in report.results)
+    assert all(0 <= row.test["error"] <= 1 for row in report.results)
 
 
 def test_regression_is_compared_by_its_squared_error():
@@ -207,7 +208,8 @@ def test_regression_is_compared_by_its_squared_error():
 
 
 def test_a_higher_metric_can_be_better(reference):
-    rows = [{**row, "test": {"test_accuracy": 1 - row["test"]["test_error"]}} for row in reference[0].results]
+    results = reference[0].results
+    rows = [replace(result, test={"test_accuracy": 1 - result.test["test_error"]}) for result in results]
     (gain,) = TransferReport(rows, {}).transferability()
     assert gain.gain.mean == pytest.approx(reference[0].transferability()[0].gain.mean)
     (other,) = TransferReport(rows, {"mode": "min"}).transferability()

@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ def test_gains_are_scipys_paired_tests(confidence):
     assert len(comparisons) == 2 * 2 * (3 + 2)  # labels, measures; three over scratch and two over standard
     for c in comparisons:
         tests = [
-            [row["test"] for row in experiment.results if (row["method"], row["labels"]) == (name, c.labels)]
+            [row.test for row in experiment.results if (row.method, row.labels) == (name, c.labels)]
             for name in (c.baseline, c.method)
         ]
         risks = [[1 - t["accuracy"] if c.measure == "error" else t["loss"] for t in rows] for rows in tests]
@@ -107,12 +108,12 @@ def test_table_has_one_row_a_cell_and_the_same_columns_everywhere():
     assert len({tuple(row) for row in table}) == 1
     row, cell = table[-1], list(experiment.cell("lautum", 200).values())
     for key, value in {
-        "accuracy": lambda r: r["test"]["accuracy"],
-        "source_accuracy": lambda r: r["source"]["accuracy"],
-        "validation_accuracy": lambda r: r["validation"]["accuracy"],
-        "information_added": lambda r: r["information"]["added"]["total"],
-        "fisher_trace_after": lambda r: r["fisher_trace"]["after"]["total"],
-        "seconds": lambda r: r["seconds"]["pretrain"] + r["seconds"]["fine_tune"],
+        "accuracy": lambda r: r.test["accuracy"],
+        "source_accuracy": lambda r: r.source["accuracy"],
+        "validation_accuracy": lambda r: r.validation["accuracy"],
+        "information_added": lambda r: r.information["added"]["total"],
+        "fisher_trace_after": lambda r: r.fisher_trace["after"]["total"],
+        "seconds": lambda r: r.seconds["pretrain"] + r.seconds["fine_tune"],
     }.items():
         assert row[key] == pytest.approx(sum(map(value, cell)) / 2), key
     assert table[0]["information_before"] is None  # from scratch
@@ -190,14 +191,14 @@ def test_a_file_that_is_no_report_takes_nothing_with_it(tmp_path, text):
 
 def test_same_as_forgives_timings_and_order_alone():
     one, other = report(METHODS[:2]), copy.deepcopy(report(METHODS[:2]))
-    other.results[0]["seconds"]["fine_tune"] += 1
+    other.results[0].seconds["fine_tune"] += 1
     assert one != other
     assert one.same_as(other)
     assert one.same_as(TransferReport(one.results[::-1], one.configuration, one.name))
     assert not one.same_as(TransferReport(one.results[1:], one.configuration, one.name))
     assert not one.same_as(TransferReport(one.results, {}, one.name))
     assert not one.same_as(TransferReport(one.results, one.configuration, "another"))
-    other.results[0]["curves"][0]["val_loss"] += 1e-9
+    other.results[0].curves[0]["val_loss"] += 1e-9
     assert not one.same_as(other)
 
 
@@ -205,14 +206,14 @@ def test_what_is_left_out_or_none_is_filled_in():
     bare = minimal("lautum", 50, 0, 0.5)
     filled = TransferReport([{**bare, "curves": None, "seconds": None, "source": None}], {})
     assert filled == TransferReport([bare], {})
-    assert (filled.results[0]["curves"], filled.results[0]["seconds"]) == ([], {})
+    assert (filled.results[0].curves, filled.results[0].seconds) == ([], {})
 
 
 def test_keeps_what_it_was_given():
     rows = [result()]
     experiment = TransferReport(rows, {})
     rows[0]["test"]["accuracy"] = 0.0
-    assert experiment.results[0]["test"]["accuracy"] > 0
+    assert experiment.results[0].test["accuracy"] > 0
 
 
 @pytest.mark.parametrize(
@@ -298,7 +299,7 @@ def test_seeds_that_differ_keep_their_column():
 @pytest.mark.parametrize("onset", [[10.0, 20.0, None], None])
 def test_a_prediction_that_nobody_made_has_no_column(onset):
     overlap = {"layers": ["a"], "outside": [0.5], "standard_error": [0.1], "onset": onset}
-    results = [{**row, "overlap": overlap} for row in report().results]
+    results = [replace(row, overlap=overlap) for row in report().results]
     table = overlap_table(TransferReport(results, {}, "name"))
     assert ("predicted to hurt from, labels" in table.header) == (onset is not None)
     assert {len(row) for row in table.rows} == {len(table.header)}
@@ -309,5 +310,5 @@ def test_a_prediction_far_from_the_labels_is_called_extrapolated(middle, said):
     overlap = {"layers": ["a"], "outside": [0.5], "standard_error": [0.1], "onset": [10.0, middle, None]}
     made = report()
     assert max(made.labels) < 900
-    table = overlap_table(TransferReport([{**row, "overlap": overlap} for row in made.results], {}, "name"))
+    table = overlap_table(TransferReport([replace(row, overlap=overlap) for row in made.results], {}, "name"))
     assert {row[-1] for row in table.rows} == {said}

@@ -40,10 +40,10 @@ def test_every_method_and_seed_is_reported_beside_scratch(reference):
     assert report.methods == ["scratch", *METHODS]
     assert [sorted(report.cell(method, 9)) for method in report.methods] == [[0]] * 4
     row = report.cell("lautum", 9)[0]
-    assert [point["stage"] for point in row["curves"]] == ["pretrain"] * 2 + ["fine_tune"] * 2
-    assert row["curves"][1]["train_loss"] < row["curves"][0]["train_loss"]
-    assert row["source"]["loss"] > 0
-    assert report.cell("scratch", 9)[0]["source"] is None
+    assert [point["stage"] for point in row.curves] == ["pretrain"] * 2 + ["fine_tune"] * 2
+    assert row.curves[1]["train_loss"] < row.curves[0]["train_loss"]
+    assert row.source["loss"] > 0
+    assert report.cell("scratch", 9)[0].source is None
 
 
 def test_the_same_seed_gives_the_same_numbers(reference):
@@ -66,10 +66,10 @@ def test_methods_labels_and_seeds_can_be_added(reference, tmp_path):
     report, folder = reference
     grown = shutil.copytree(folder, tmp_path / "grown")
     more = run(grown, methods=["standard"], seeds=2, labels=[9, 18])
-    assert more.cell("standard", 9)[0]["test"] == report.cell("standard", 9)[0]["test"]
+    assert more.cell("standard", 9)[0].test == report.cell("standard", 9)[0].test
     assert sorted(more.cell("standard", 18)) == [0, 1]
     fresh = run(methods=["standard"], labels=[18])
-    assert more.cell("standard", 18)[0]["test"] == fresh.cell("standard", 18)[0]["test"]
+    assert more.cell("standard", 18)[0].test == fresh.cell("standard", 18)[0].test
 
 
 def test_a_changed_configuration_is_refused_with_what_differs(reference):
@@ -114,7 +114,7 @@ def test_labels_of_the_unlabelled_part_never_reach_the_model():
     y = task.y_train.copy()
     y[:9] = (y[:9] + 1) % 3  # those that are given out do change it
     changed = run(data=tiny_data(target=replace(task, y_train=y), labels=labels, validation=validation), seeds=1)
-    assert not np.isclose(changed.cell("lautum", 9)[0]["test"]["loss"], reports[0].results[0]["test"]["loss"])
+    assert not np.isclose(changed.cell("lautum", 9)[0].test["loss"], reports[0].results[0].test["loss"])
 
 
 CHILD = """
@@ -254,11 +254,11 @@ def test_a_linear_probe_leaves_the_pretrained_backbone_as_it_is(tmp_path):
 def test_information_is_measured_from_the_start_and_from_the_pretrained_weights(reference):
     rows = reference[0].cell("standard", 9)[0], reference[0].cell("scratch", 9)[0]
     for row in rows:
-        information = row["information"]
+        information = row.information
         assert set(information["after"]["layers"]) == {"backbone.1", "head"}
         for part in information.values():
             assert part["total"] == pytest.approx(sum(part["layers"].values()))
-    transferred, scratch = (row["information"] for row in rows)
+    transferred, scratch = (row.information for row in rows)
     assert transferred["before"]["total"] > scratch["before"]["total"]  # pretraining has moved the weights
     assert scratch["added"] == scratch["after"]  # it starts at the origin
     assert transferred["added"]["total"] != transferred["after"]["total"]
@@ -266,7 +266,7 @@ def test_information_is_measured_from_the_start_and_from_the_pretrained_weights(
 
 def test_the_overlap_is_there_with_enough_labels_and_the_onset_with_a_learning_curve():
     report = run(methods=["standard"], labels=[21, 42], seeds=1, stages=Stages(1, 1))
-    overlap = report.cell("standard", 42)[0]["overlap"]
+    overlap = report.cell("standard", 42)[0].overlap
     assert overlap["layers"] == ["0", "1", "2", "3"]
     assert len(overlap["outside"]) == 4
     assert overlap["onset"] is None or len(overlap["onset"]) == 3
@@ -276,7 +276,7 @@ def test_csv_files_hold_the_epochs(tmp_path):
     report = run(tmp_path, methods=["standard"], seeds=1, logger="csv")
     lines = (tmp_path / "logs" / "standard-9-seed0.csv").read_text().splitlines()
     assert len(lines) == 3
-    losses = [point["train_loss"] for point in report.cell("standard", 9)[0]["curves"][2:]]
+    losses = [point["train_loss"] for point in report.cell("standard", 9)[0].curves[2:]]
     column = lines[0].split(",").index("train_loss")
     assert [float(line.split(",")[column]) for line in lines[1:]] == losses
 
