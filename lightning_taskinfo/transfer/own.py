@@ -161,6 +161,7 @@ class Planned(NamedTuple):
         configuration: What decides the numbers.
         parts: The same of what can be added to: configurations by a folder for each.
         cells: Makes the runs by name for a folder and a log.
+        store: Writes what all runs read into a folder.
         results: Makes the results of a report of runs and what they returned.
         seconds: Estimate of the time of a run, if there is one.
     """
@@ -169,6 +170,7 @@ class Planned(NamedTuple):
     configuration: dict[str, Any]
     parts: dict[str, dict[str, Any]]
     cells: Callable[[Path, RunLog], dict[str, Any]]
+    store: Callable[[Path], None]
     results: Callable[[Mapping[str, Any], Mapping[str, Any]], list[Result]]
     seconds: float | None
 
@@ -225,9 +227,18 @@ def plan_own(
 
     def cells(place: Path, log: RunLog) -> dict[str, Any]:
         own_log = replace(log, namespace=namespace_of(module))
-        return replace(plan, folder=place, log=own_log).cells(counts)
+        stored = {name: start.stored(place / "starts" / name) for name, start in read.items()}
+        return replace(plan, folder=place, starts=stored, log=own_log).cells(counts)
 
-    return Planned(f"{type(module).__name__} from {', '.join(starts)}", configuration, parts, cells, _results, seconds)
+    def store(place: Path) -> None:
+        for name, start in read.items():
+            path = place / "starts" / name / "weights.pt"
+            if start.weights and not path.exists():
+                write_tensors(path, start.weights)
+
+    return Planned(
+        f"{type(module).__name__} from {', '.join(starts)}", configuration, parts, cells, store, _results, seconds
+    )
 
 
 def _read_starts(make: MakeModule, starts: Mapping[str, Given]) -> dict[str, Start]:

@@ -176,6 +176,7 @@ def transfer(
         claim_folder(place, planned.configuration, results=["results/*", "stages/*"])
         for part, configuration in planned.parts.items():  # what may be added to, but not changed
             claim_folder(place / part, configuration)
+        planned.store(place)
         with following([*cells.values()], progress) as finished:
             told = [finished, on_done] if on_done is not None else [finished]
             results = _run(cells, place, executor, workers, told)
@@ -198,6 +199,10 @@ def announced(runs: int, seconds: float | None, workers: int | None, executor: E
     minutes = runs * seconds / count / 60
     long = f"{minutes:.0f} min" if minutes >= 1 else f"{60 * minutes:.0f} s"
     return f"{each}, about {long} in {count} process{'es' * (count > 1)}"
+
+
+def _nothing(place: Path) -> None:
+    """The ready parts have nothing to write before their runs."""
 
 
 def _plan_ready(
@@ -227,7 +232,7 @@ def _plan_ready(
         return grid.cells(Experiment(place, model, arguments, stages, all_weights, log, namespace, accelerator))
 
     results = partial(_results, stages=stages)
-    return Planned(f"{source.name} → {target.name}", configuration, {}, cells, results, None)
+    return Planned(f"{source.name} → {target.name}", configuration, {}, cells, _nothing, results, None)
 
 
 def group_name(title: str, folder: str | os.PathLike[str]) -> str:

@@ -3,13 +3,14 @@
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from lightning_taskinfo._files import read_tensors
 from lightning_taskinfo._lightning import NAMESPACES
 from lightning_taskinfo.transfer.sampling import reseed
 
@@ -25,22 +26,29 @@ class Start:
     Attributes:
         name: What it is called.
         make: Makes the module.
-        weights: Weights that replace those of the fresh module, under its names.
+        weights: Weights that replace those of the fresh module, under its names; or the file that holds them.
         fresh: Names of weights that stay as they were made: a head of another size.
     """
 
     name: str
     make: MakeModule
-    weights: Mapping[str, Tensor]
+    weights: Mapping[str, Tensor] | Path
     fresh: tuple[str, ...] = ()
 
     def module(self, seed: int) -> Any:
         """Return the module at its start; what is fresh in it depends on the seed alone."""
         reseed(seed, 3)
         module = make_module(self.make)
-        if self.weights:
-            module.load_state_dict(dict(self.weights), strict=False)
+        weights = self.weights
+        if isinstance(weights, Path):
+            weights = read_tensors(weights, advice="Delete it to have it written again.")
+        if weights:
+            module.load_state_dict(dict(weights), strict=False)
         return module
+
+    def stored(self, folder: Path) -> "Start":
+        """Return this start with its weights in a file: every run reads them there, none carries them."""
+        return replace(self, weights=folder / "weights.pt") if self.weights else self
 
     def digest(self) -> str:
         """Return what tells this start from others of its name."""

@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -260,6 +261,22 @@ def test_a_run_goes_on_from_its_last_epoch(tmp_path, monkeypatch):
     assert [*tmp_path.rglob("last.ckpt")]
     monkeypatch.setattr(training, "save_checkpoint", written)
     assert run(tmp_path, adapt=["lora"], seeds=1).same_as(whole)
+
+
+def test_runs_do_not_carry_the_weights_of_starts(tmp_path):
+    wide = {**pretrained(Net, classes=4), "extra.weight": torch.zeros(10**6)}
+    seen = []
+    run(tmp_path, starts={"four": wide}, seeds=1, on_done=lambda cell, result: seen.append(len(pickle.dumps(cell))))
+    assert len(seen) == 2
+    assert max(seen) < 100_000
+    stored = tmp_path / "starts" / "four" / "weights.pt"
+    assert stored.stat().st_size < 100_000, "what does not fit is not kept"
+    whole = stored.read_bytes()
+    weight = torch.load(stored, weights_only=True)["body.0.weight"].numpy().tobytes()
+    place = whole.index(weight)
+    stored.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+    with pytest.raises(RuntimeError, match=r"weights\.pt: .*checksum.*Delete it"):
+        run(tmp_path, starts={"four": wide}, seeds=2)
 
 
 def test_a_flipped_byte_in_a_checkpoint_is_noticed(tmp_path, monkeypatch):
