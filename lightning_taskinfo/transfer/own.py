@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from lightning_taskinfo._batches import outputs_of, read_batch, take
 from lightning_taskinfo._files import write_tensors
-from lightning_taskinfo._lightning import NAMESPACES
+from lightning_taskinfo._lightning import NAMESPACES, Callback
 from lightning_taskinfo._observe import observing
 from lightning_taskinfo.transfer.adapt import Adapt, adapted, check_way, way_name
 from lightning_taskinfo.transfer.logs import RunLog
@@ -317,12 +317,11 @@ def try_out(plan: OwnPlan, labels: int) -> tuple[str, float]:
         options = _options(plan, logger=False)
         steps, epochs = options.get("max_steps", -1), options.get("max_epochs")
         options |= {"max_steps": TRIED, "max_epochs": -1, "limit_test_batches": 1, "limit_val_batches": 0}
-        trainer = make_trainer(namespace_of(module), options)
+        clock = Clock()
+        trainer = make_trainer(namespace_of(module), {**options, "callbacks": [*options["callbacks"], clock]})
         loader = plan.target.test_loader()
         try:
-            begun = time.perf_counter()
             trainer.fit(module, train_dataloaders=loaders["train_dataloaders"])
-            each = (time.perf_counter() - begun) / TRIED
             begun = time.perf_counter()
             if plan.metric:
                 logged = trainer.test(module, dataloaders=loader, verbose=False)[0]
@@ -333,14 +332,30 @@ def try_out(plan: OwnPlan, labels: int) -> tuple[str, float]:
             raise
         except Exception as error:  # of the user's own module
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            raise ValueError(f"`make_module` must make a module that can be trained on `data`, but {reason}") from error
+            raise ValueError(f"`model` must make a module that can be trained on `data`, but {reason}") from error
         if plan.metric and plan.metric not in logged:
             raise ValueError(
                 f"`metric` must be one that the module logs in its test_step, got {plan.metric!r}; it logs "
                 f"{', '.join(logged) or 'none'}."
             )
     wanted = steps if steps > 0 else (epochs or 1) * math.ceil(labels / plan.target.batch_size)
-    return plan.metric or next(iter(logged)), wanted * each + test
+    return plan.metric or next(iter(logged)), wanted * clock.each + test
+
+
+class Clock(Callback):
+    """Takes the time from one training step to the next."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Look at the clock."""
+        self.ends.append(time.perf_counter())
+
+    @property
+    def each(self) -> float:
+        """Seconds of a step, without those of the first, which prepares."""
+        return (self.ends[-1] - self.ends[0]) / max(1, len(self.ends) - 1)
 
 
 @torch.no_grad()
@@ -403,7 +418,7 @@ def check_travels(cells: Mapping[str, Any]) -> None:
         pickle.dumps(next(iter(cells.values())))
     except Exception as error:  # what cannot be pickled says so in many ways
         raise ValueError(
-            "`workers` must be 0 where `make_module`, a start, `adapt` or `data` cannot be pickled; functions and "
+            "`workers` must be 0 where `model`, a start, `adapt` or `data` cannot be pickled; functions and "
             f"classes at the top of a module can ({str(error).partition(chr(10))[0]})."
         ) from error
 

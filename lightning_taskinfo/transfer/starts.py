@@ -82,7 +82,7 @@ def read_start(name: str, given: Given, make: MakeModule) -> Start:
     raise TypeError(f"`{argument}` must be a checkpoint, a state dict or a function, got {type(given).__name__}.")
 
 
-def make_module(make: MakeModule, *, argument: str = "make_module") -> Any:
+def make_module(make: MakeModule, *, argument: str = "model") -> Any:
     """Return what a function makes, if it is a LightningModule.
 
     Raises:
@@ -129,14 +129,14 @@ def _fitted(name: str, given: Mapping[str, Any], make: MakeModule, argument: str
     fresh = tuple(key for key in parameters if key not in weights)
     if len(fresh) == len(parameters):
         raise ValueError(
-            f"`{argument}` must have weights in common with `make_module`, got none: {_first(given)} there, "
+            f"`{argument}` must have weights in common with `model`, got none: {_first(given)} there, "
             f"{_first(own)} here."
         )
     if 2 * len(fresh) > len(parameters):
         odd = next((key for key in fresh if key in renamed), fresh[0])
         shape = f"{list(renamed[odd].shape)} there, {list(own[odd].shape)} here" if odd in renamed else "missing there"
         raise ValueError(
-            f"`{argument}` must fit `make_module` but for its head, got weights for {len(parameters) - len(fresh)} of "
+            f"`{argument}` must fit `model` but for its head, got weights for {len(parameters) - len(fresh)} of "
             f"{len(parameters)} parameters; {odd}: {shape}."
         )
     for key, tensor in weights.items():
