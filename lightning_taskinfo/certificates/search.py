@@ -142,7 +142,7 @@ class Subject:
     def predictions(self, inputs: Any) -> Tensor:
         """Return the predictions of the network's present weights for many inputs."""
         parts = []
-        for index in torch.arange(sample_count(inputs)).split(1024):
+        for index in torch.arange(sample_count(inputs), device="cpu").split(1024):
             parts.append(predictions(self.outputs(pick(inputs, index, self.device))))
         return torch.cat(parts)
 

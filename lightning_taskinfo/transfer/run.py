@@ -305,8 +305,8 @@ def _seeds(given: Any) -> list[int]:
     if np.ndim(given) == 0 and given < 1:
         raise ValueError(f"`seeds` must be at least 1, got {given}.")
     seeds = list(range(given)) if np.ndim(given) == 0 else whole_numbers(given)
-    if any(not 0 <= seed < 2**32 for seed in seeds):
-        raise ValueError(f"`seeds` must be between 0 and 2**32 - 1, got {min(seeds, key=lambda seed: seed >= 0)}.")
+    if odd := [seed for seed in seeds if not 0 <= seed < 2**32]:
+        raise ValueError(f"`seeds` must be between 0 and 2**32 - 1, got {odd[0]}.")
     check_different("seeds", seeds)
     return seeds
 

@@ -54,7 +54,6 @@ class EpochKeeper(Callback):
         """Remember what is frozen from the beginning: a start knows those weights."""
         if self.lean:
             self._frozen = {name for name, p in pl_module.named_parameters() if not p.requires_grad}
-            pl_module.strict_loading = False
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let frozen parts run as in evaluation: no dropout, and statistics of batch normalisation that stay."""
@@ -124,6 +123,8 @@ def fit_stage(
     folder.mkdir(parents=True, exist_ok=True)
     last = folder / "last.ckpt"
     keeper = EpochKeeper(folder, seeds, lean=lean)
+    if lean:
+        module.strict_loading = False  # what is frozen is not in the checkpoint
     with quiet():
         trainer = make_trainer(namespace, {**options, "callbacks": [*options.get("callbacks", []), keeper]})
         if last.exists():
