@@ -44,13 +44,13 @@ PRELUDES = {
 from lightning_taskinfo.transfer import Stages
 
 
-class Net(Model):
+class Classifier(Model):
     def test_step(self, batch, batch_idx):
         x, y = batch
         self.log("test_error", (self(x).argmax(1) != y).float().mean())
 
 
-state_dict = Net().state_dict()
+state_dict = Classifier().state_dict()
 torch.save({"state_dict": state_dict}, "mnist.ckpt")
 target = {"train": (torch.randn(240, 4), torch.arange(240) % 3), "test": (torch.randn(60, 4), torch.arange(60) % 3)}
 """

@@ -178,7 +178,7 @@ FUNCTIONS = {  # command -> what it calls, and the defaults that are its own: wh
     "rank": (lightning_taskinfo.rank_starts, {"scratch"}),
     "transfer": (
         lightning_taskinfo.transfer.transfer,
-        {"folder", "labels", "logger", "methods", "model", "stages", "workers"},
+        {"batch_size", "folder", "labels", "logger", "methods", "model", "stages", "workers"},
     ),
 }
 

@@ -104,7 +104,7 @@ def test_prints_and_writes_the_certificate_of_the_function(folder, capsys):
     printed = capsys.readouterr().out
     assert printed.startswith(f"{certificate}\n")
     assert printed.endswith("\nnew/certificate.json\n")
-    assert f"{certificate.model_risk:.4f}; --error" in printed
+    assert f"{certificate.model_risk:.4f}; --known_error" in printed
     assert [path.name for path in (folder / "new").iterdir()] == ["certificate.json"]
 
 
@@ -242,15 +242,15 @@ def test_images_of_another_size_than_in_training_are_noticed(resized):
 
 
 def test_an_error_far_from_the_stated_one_is_refused(resized, capsys):
-    assert certify_stripes("--error=0.02") == 2
-    assert "`error` must be near the network's error on these samples" in capsys.readouterr().err
+    assert certify_stripes("--known_error=0.02") == 2
+    assert "`known_error` must be near the network's error on these samples" in capsys.readouterr().err
     assert not (resized / "certificate.json").exists()
     x, y = stripes(200)
     x = interpolate(x.float(), size=(28, 28), mode="bilinear", antialias=True).round().byte().numpy()
     save_npz(resized / "stripes.npz", ArrayData(x, y.numpy(), x, y.numpy(), name="stripes", num_classes=2))
-    assert certify_stripes("--error=0.02") == 0
+    assert certify_stripes("--known_error=0.02") == 0
     written = json.loads((resized / "certificate.json").read_text())
-    assert written["inputs"] == {"shape": [1, 28, 28], "mean": None, "std": None, "stated_error": 0.02}
+    assert written["inputs"] == {"shape": [1, 28, 28], "mean": None, "std": None, "known_error": 0.02}
 
 
 def test_an_error_far_from_that_of_the_checkpoint_is_told(resized):
@@ -365,7 +365,7 @@ def test_a_checkpoint_that_is_not_one(folder, capsys, argument, name, message):
         (["--std=[0]"], "`std` must be positive, got [0.0]."),
         (["--std=[.inf]"], "`std` must be finite, got [inf]."),
         (["--mean=[.nan]"], "`mean` must be finite, got [nan]."),
-        (["--error=1.5"], "`error` must be between 0 and 1, got 1.5."),
+        (["--known_error=1.5"], "`known_error` must be between 0 and 1, got 1.5."),
         (
             ["--model=small_nets.none"],
             "`model` must be the import path of a class or function, got 'small_nets.",

@@ -119,7 +119,7 @@ def test_cli_shows_every_argument(namespace, capsys):
     with pytest.raises(SystemExit):
         cli(make_module(namespace), args=["fit", "--trainer.callbacks.help=lightning_taskinfo.FisherTrace"])
     shown = capsys.readouterr().out
-    for argument in ("every_n_steps", "max_samples", "labels", "loss_reduction", "batch_fn", "seed"):
+    for argument in ("every_n_steps", "max_samples", "labels", "at_start", "batch_fn", "seed"):
         assert f".{argument} " in shown
 
 

@@ -92,6 +92,8 @@ def _read(batch: Any, argument: str, model: nn.Module | None, reader: Reader | N
         pair = isinstance(batch, list | tuple) and len(batch) == 2
         if pair and not isinstance(batch[1], Tensor):
             raise ValueError(f"`{argument}` must hold a tensor of targets, got {type(batch[1]).__name__}.")
+        if pair and not len(batch[1]):
+            raise ValueError(f"`{argument}` must hold at least 8 samples, got 0.")
         if pair and len(batch[1]) != sample_count(batch[0]):
             counts = f"{len(batch[1])} for {sample_count(batch[0])}"
             raise ValueError(f"`{argument}` must hold a target for each input, got {counts}.")

@@ -86,12 +86,12 @@ def check_error(
         ValueError: If ``error`` is not between 0 and 1, or far from what is found here.
     """
     if error is not None and not 0 <= error <= 1:
-        raise ValueError(f"`error` must be between 0 and 1, got {error}.")
+        raise ValueError(f"`known_error` must be between 0 and 1, got {error}.")
     found = _error(model, inputs, targets)
     reach = MARGIN + 4 * _standard_error(found, len(targets))
     if error is not None and abs(found - error) > reach:
         raise ValueError(
-            f"`error` must be near the network's error on these samples, {found:.4f}, got {error}: are images prepared "
+            f"`known_error` must be near the network's error on these samples, {found:.4f}, got {error}: are images prepared "
             "as for training (`size`, `mean`, `std`, `flatten`), and are these the samples?"
         )
     if kept is not None and found - kept[1] > reach:

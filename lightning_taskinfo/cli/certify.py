@@ -35,8 +35,8 @@ def certify(
     flatten: bool = False,
     mean: list[float] | None = None,
     std: list[float] | None = None,
-    error: float | None = None,
-    structure: Structure | list[Structure] = "diagonal",
+    known_error: float | None = None,
+    structure: Literal["auto"] | Structure | list[Structure] = "auto",
     betas: list[float] | None = None,
     draws: int = 1000,
     delta: float = 0.04,
@@ -67,10 +67,10 @@ def certify(
         flatten: Whether the network takes vectors instead of images.
         mean: Subtracted from the images in ``[0, 1]``, for each channel, as in training.
         std: Divides them afterwards, for each channel.
-        error: Error of the network on these samples, as you know it from training. If the error here is far from it,
+        known_error: Error of the network on these samples, as you know it from training. If the error here is far from it,
             images are not prepared as they were then, and nothing is certified.
-        structure: Curvature that shapes the post-distribution, or several to take the best. neuron is often tightest
-            from a random start, and needs a matrix as wide as a layer has inputs.
+        structure: Curvature that shapes the post-distribution, or several to take the tightest under its union price;
+            auto tries all that are affordable.
         betas: Weights of the KL beside the sum of the loss to try; 25 from 0.01 to 10000 where not given.
         draws: Number of fresh networks that the bound rests on.
         delta: Probability with which the theorem may fail.
@@ -94,7 +94,7 @@ def certify(
     inputs = _prepared(inputs, mean, std, flatten=flatten)
     check_size(trained, loaded.arguments, inputs)
     check_outputs(trained, inputs, targets)
-    found = check_error(trained, inputs, targets, error, loaded.error) if len(inputs) else math.nan
+    found = check_error(trained, inputs, targets, known_error, loaded.error) if len(inputs) else math.nan
     prior = Prior(start, origin=prior_origin if start is not None else None)
     for path in filter(None, (out, picture)):
         path.parent.mkdir(parents=True, exist_ok=True)  # before the work: it may fail
@@ -104,13 +104,13 @@ def certify(
     )  # fmt: skip
     asked: dict[str, Any] = {"model": model, "checkpoint": str(checkpoint), "data": data}
     asked |= {"split": split, "samples": samples}
-    asked |= {"inputs": {"shape": list(inputs.shape[1:]), "mean": mean, "std": std, "stated_error": error}}
+    asked |= {"inputs": {"shape": list(inputs.shape[1:]), "mean": mean, "std": std, "known_error": known_error}}
     written = [f"{out}"]
-    if error is None:
+    if known_error is None:
         written.insert(
             0,
             f"Not checked: that inputs of shape {list(inputs.shape[1:])} are prepared as for training. The network's "
-            f"error on them is {found:.4f}; --error compares it with the one you know.",
+            f"error on them is {found:.4f}; --known_error compares it with the one you know.",
         )
     if picture is not None:
         options: dict[str, Any] = {"betas": betas or BETAS, "curvature_samples": curvature_samples, "seed": seed}

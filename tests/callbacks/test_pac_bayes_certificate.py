@@ -100,7 +100,7 @@ def test_a_run_resumed_from_a_checkpoint_without_it_is_not_valid(tmp_path, loade
 
 
 def test_a_second_fit_keeps_the_first_start(tmp_path, loader):
-    callback, model = PACBayesCertificate(**QUICK), start()
+    callback, model = PACBayesCertificate(**QUICK, structure="diagonal"), start()
     fit(tmp_path, callback, model=model, loader=loader, max_epochs=1)
     first = callback.certificate
     fit(tmp_path, callback, model=model, loader=loader, max_epochs=2)
