@@ -2,7 +2,7 @@
 
     python benchmarks/wrong_labels.py --data-dir FOLDER [--seeds 5] [--quick]
 
-Written down before the first run:
+Trainings that are in the stored result are not run again. Written down before the first run:
 
 - **Runs.** 1,000 samples each of handwritten digits, notMNIST letters, CIFAR-10 (the latter two from npz files in
   FOLDER; images are averaged to half their side) and sentences made here (words of four topics, see ``sentences``);
@@ -222,7 +222,7 @@ def summarise(units: list[dict], epochs: tuple[int, ...]) -> dict:
                 for score in SCORES:
                     values = [unit["results"][last][score][measure] for unit in group]
                     mean, error = mean_and_error(values)
-                    row[f"{measure}, {score}"] = f"{mean:.3f} ± {error:.3f}"
+                    row[f"{measure}, {score}"] = f"{mean:.3f}" + (f" ± {error:.3f}" if len(values) > 1 else "")
             for key, label in (("test_accuracy", "test accuracy"), ("wrong_labels_fitted", "wrong labels fitted")):
                 row[label] = round(statistics.fmean(unit[key] for unit in group), 3)
             rows.append(row)
@@ -267,6 +267,11 @@ def draw(units: list[dict], epochs: tuple[int, ...], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
+def store(units: list[dict], epochs: tuple[int, ...], path: Path) -> None:
+    report = {"environment": environment(), **summarise(units, epochs), "units": units}
+    path.write_text(json.dumps(report, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-dir", type=Path)
@@ -289,9 +294,9 @@ def main() -> None:
                 units.append(run(name, share, seed, arguments.data_dir, epochs))
                 last = units[-1]["results"][str(max(epochs))]
                 print(name, share, seed, {score: last[score] for score in SCORES}, flush=True)
-                report = {"environment": environment(), **summarise(units, epochs), "units": units}
-                arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+                store(units, epochs, arguments.out)
     if units:
+        store(units, epochs, arguments.out)
         draw(units, epochs, arguments.out.with_suffix(".png"))
         print(json.dumps(summarise(units, epochs)["overall"], indent=1))
 

@@ -217,7 +217,7 @@ class Shares(nn.Module):
 
     def forward(self, tokens):
         h = torch.cat([self.start.expand(len(tokens), -1, -1), self.words(tokens)], 1)
-        h = (self.places(self.positions(h.shape[1])) + h).tanh()
+        h = torch.add(h, self.places(self.positions(h.shape[1])), alpha=2).tanh()
         return self.head((h - self.shift).tanh().sum(1))
 
 
