@@ -404,6 +404,21 @@ def test_backpack_is_not_asked_for_what_it_would_get_wrong(name):
         torch.testing.assert_close(vars(factors), vars(auto[parameter]))
 
 
+def test_labels_are_drawn_again_where_backpack_stops_after_the_first_chunk():
+    class Later(Between):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) if len(x) == 1 else self.b(self.a(x))
+
+    torch.manual_seed(0)
+    model, inputs = Later(torch.tanh), torch.randn(5, 4)
+    own, auto = (
+        kronecker_factors(model, inputs, engine=engine, generator=torch.Generator().manual_seed(0), chunk_size=4)
+        for engine in ("own", "auto")
+    )
+    for name, factors in own.items():
+        torch.testing.assert_close(vars(factors), vars(auto[name]))
+
+
 def test_without_backpack(monkeypatch):
     model, inputs = prepared(CHAINS["mlp"])
     with_it = kronecker_factors(model, inputs, labels="exact")
