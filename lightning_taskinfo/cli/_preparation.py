@@ -91,8 +91,8 @@ def check_error(
     reach = MARGIN + 4 * _standard_error(found, len(targets))
     if error is not None and abs(found - error) > reach:
         raise ValueError(
-            f"`known_error` must be near the network's error on these samples, {found:.4f}, got {error}: are images prepared "
-            "as for training (`size`, `mean`, `std`, `flatten`), and are these the samples?"
+            f"`known_error` must be near the network's error on these samples, {found:.4f}, got {error}: "
+            "are images prepared as for training (`size`, `mean`, `std`, `flatten`), and are these the samples?"
         )
     if kept is not None and found - kept[1] > reach:
         warn(

@@ -67,8 +67,8 @@ def certify(
         flatten: Whether the network takes vectors instead of images.
         mean: Subtracted from the images in ``[0, 1]``, for each channel, as in training.
         std: Divides them afterwards, for each channel.
-        known_error: Error of the network on these samples, as you know it from training. If the error here is far from it,
-            images are not prepared as they were then, and nothing is certified.
+        known_error: Error of the network on these samples, as you know it from training. If the error here is far from
+            it, images are not prepared as they were then, and nothing is certified.
         structure: Curvature that shapes the post-distribution, or several to take the tightest under its union price;
             auto tries all that are affordable.
         betas: Weights of the KL beside the sum of the loss to try; 25 from 0.01 to 10000 where not given.
