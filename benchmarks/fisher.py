@@ -6,6 +6,8 @@ Usage::
     .venv-bench/bin/python benchmarks/fisher.py --networks mlp --repeats 1
     .venv-bench/bin/python benchmarks/fisher.py --memory-growth  # and LeNet with 128 … 8,192 samples
 
+``fine_tuned.py`` times language models and adapters.
+
 Every number is taken in a fork of a process that has imported everything and computed nothing. Contenders
 take turns with a plain forward and backward pass of the same batch; what counts is the ratio of the two in a round.
 What is wrong on a network is not timed there; what is far behind on 16 samples, or at the smaller batch, is not timed.

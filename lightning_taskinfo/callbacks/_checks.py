@@ -11,9 +11,9 @@ from lightning_taskinfo._batches import Reader, described, first_samples, size, 
 from lightning_taskinfo._model_calls import NoLogitsError
 from lightning_taskinfo._observe import trainable_parameters
 from lightning_taskinfo._warn import warn
-from lightning_taskinfo.fisher.engine import Request, measure
+from lightning_taskinfo.fisher.accumulators import Norms
+from lightning_taskinfo.fisher.measure import Request, measure
 from lightning_taskinfo.fisher.sharded import gathered_parameters, sharded
-from lightning_taskinfo.fisher.sinks import Norms
 from lightning_taskinfo.functional._tensors import look_like_probabilities
 from lightning_taskinfo.functional.likelihood import Categorical, Likelihood, as_likelihood
 from lightning_taskinfo.variational import noisy_weights

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_taskinfo._batches import outputs_of, size, take
 from lightning_taskinfo.fisher.draws import NumberedDraws
-from lightning_taskinfo.fisher.per_sample import Forward
+from lightning_taskinfo.fisher.fallback import Forward
 from lightning_taskinfo.functional.likelihood import Likelihood, as_likelihood
 
 CHUNK = 128  # samples of one forward pass

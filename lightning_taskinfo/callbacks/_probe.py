@@ -40,7 +40,7 @@ from lightning_taskinfo.callbacks._report import (
 )
 from lightning_taskinfo.callbacks._samples import Samples
 from lightning_taskinfo.callbacks._schedule import Schedule
-from lightning_taskinfo.fisher.engine import Request
+from lightning_taskinfo.fisher.measure import Request
 from lightning_taskinfo.fisher.sharded import resharding
 from lightning_taskinfo.functional.likelihood import Labels, Likelihood
 from lightning_taskinfo.plotting import plot_curves

@@ -15,9 +15,8 @@ from lightning_taskinfo._observe import trainable_parameters
 from lightning_taskinfo.callbacks._probe import Probe
 from lightning_taskinfo.callbacks._processes import summed
 from lightning_taskinfo.callbacks._samples import Samples
-from lightning_taskinfo.fisher.engine import Request, measure
-from lightning_taskinfo.fisher.sinks import Norms
-from lightning_taskinfo.fisher.trace_sums import TraceSums
+from lightning_taskinfo.fisher.accumulators import Norms, TraceSums
+from lightning_taskinfo.fisher.measure import Request, measure
 
 
 class FisherTrace(Probe):

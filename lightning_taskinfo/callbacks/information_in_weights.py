@@ -23,9 +23,9 @@ from lightning_taskinfo.callbacks._probe import Probe
 from lightning_taskinfo.callbacks._processes import on_every_process, summed
 from lightning_taskinfo.callbacks._samples import Samples
 from lightning_taskinfo.distributions.post_family import PostFamily, losses_with_noise, standard_noises
-from lightning_taskinfo.fisher.engine import Request, measure
+from lightning_taskinfo.fisher.accumulators import Diagonal
 from lightning_taskinfo.fisher.kron_metric import KroneckerFisher
-from lightning_taskinfo.fisher.sinks import Diagonal
+from lightning_taskinfo.fisher.measure import Request, measure
 from lightning_taskinfo.functional.information import InformationTerms, added, label_entropy
 from lightning_taskinfo.functional.likelihood import Categorical, as_likelihood
 

@@ -17,8 +17,8 @@ from lightning_taskinfo.callbacks._processes import on_every_process, summed
 from lightning_taskinfo.callbacks._report import has_matplotlib, report
 from lightning_taskinfo.callbacks._samples import Samples
 from lightning_taskinfo.callbacks.sample_scores import SampleScores, SampleSums, Score
+from lightning_taskinfo.fisher.accumulators import TraceSums
 from lightning_taskinfo.fisher.step_graph import StepGraph
-from lightning_taskinfo.fisher.trace_sums import TraceSums
 from lightning_taskinfo.fisher.train_step import StepRecorder
 
 

@@ -39,7 +39,7 @@ from lightning_taskinfo.certificates.search import (
 )
 from lightning_taskinfo.certificates.validity import assumptions, reasons_against
 from lightning_taskinfo.distributions import CurvatureBlock, LowRankCurvature, WeightGaussian
-from lightning_taskinfo.fisher.per_sample import Forward
+from lightning_taskinfo.fisher.fallback import Forward
 from lightning_taskinfo.functional.betting import betting_interval
 from lightning_taskinfo.functional.pac_bayes import monte_carlo_interval
 

@@ -26,7 +26,7 @@ from lightning_taskinfo.certificates.search import (
     propose,
 )
 from lightning_taskinfo.distributions import BlockGaussian, CurvatureBlock
-from lightning_taskinfo.fisher.per_sample import Forward
+from lightning_taskinfo.fisher.fallback import Forward
 from lightning_taskinfo.functional.pac_bayes_diagnostics import oracle_complexity
 
 

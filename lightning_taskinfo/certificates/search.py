@@ -34,7 +34,7 @@ from lightning_taskinfo.distributions import (
     with_diagonal,
 )
 from lightning_taskinfo.fisher import KroneckerFactors, fisher_diagonal, kronecker_factors
-from lightning_taskinfo.fisher.per_sample import Forward
+from lightning_taskinfo.fisher.fallback import Forward
 from lightning_taskinfo.functional.pac_bayes import (
     catoni_bound,
     kl_bound,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_taskinfo._arguments import checked_arguments
 from lightning_taskinfo._batches import sample_count, take
 from lightning_taskinfo._observe import at_least_float32, full_precision, observing, parts
-from lightning_taskinfo.fisher.per_sample import Forward
+from lightning_taskinfo.fisher.fallback import Forward
 
 
 @checked_arguments

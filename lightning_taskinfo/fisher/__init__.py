@@ -3,8 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from lightning_taskinfo.fisher.kron import KroneckerFactors, kronecker_factors
-from lightning_taskinfo.fisher.quantities import (
+from lightning_taskinfo.fisher.api import (
     engines_used,
     fisher_diagonal,
     fisher_trace,
@@ -12,6 +11,7 @@ from lightning_taskinfo.fisher.quantities import (
     layer_traces,
     per_sample_squared_norms,
 )
+from lightning_taskinfo.fisher.kron import KroneckerFactors, kronecker_factors
 
 if TYPE_CHECKING:
     from lightning_taskinfo.fisher.metric import FisherEstimate, FisherInformation

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_taskinfo._batches import take
 from lightning_taskinfo._observe import ParamDict, trainable_parameters
-from lightning_taskinfo.fisher.per_sample import Forward
+from lightning_taskinfo.fisher.fallback import Forward
 
 # Layers whose Kronecker factors BackPACK has, or through which it can pass them on.
 KNOWN = (

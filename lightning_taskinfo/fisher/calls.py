@@ -4,12 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_taskinfo.fisher.convolution import Conv
-from lightning_taskinfo.fisher.layers import BatchNorm, Elementwise, Embedding, Linear, Use
+from lightning_taskinfo.fisher.conv import Conv
+from lightning_taskinfo.fisher.ops import BatchNorm, Elementwise, Embedding, Linear, Use
 
 
 @dataclass
@@ -24,7 +23,7 @@ class Call:
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Call:
     """Read ``F.linear``."""
-    return Call(Linear, (input,), {"weight": weight, "bias": bias})
+    return Call(Linear, (input,), {"weight": weight, "bias": bias}, {"axis": 0})
 
 
 def conv(
@@ -136,44 +135,6 @@ def embedding(
     return Call(Embedding, (input,), {"weight": weight}, {"padding_idx": padding_idx})
 
 
-def add(input: Any, other: Any, *, alpha: float = 1) -> Call | None:
-    """Read ``input + other`` with a parameter on one side, e.g. a position embedding."""
-    if alpha != 1:
-        return None
-    return _broadcast(input, other, scales=False)
-
-
-def mul(input: Any, other: Any) -> Call | None:
-    """Read ``input * other`` with a parameter on one side, e.g. a layer scale."""
-    return _broadcast(input, other, scales=True)
-
-
-def expand(input: Tensor, *size: Any, **_: Any) -> Call | None:
-    """Read ``parameter.expand(N, ...)``, e.g. a class token."""
-    sizes = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
-    if not isinstance(input, torch.nn.Parameter):
-        return None
-    aligned = [1] * (len(sizes) - input.dim()) + list(input.shape)
-    return Call(Elementwise, (), {"weight": input}, {"aligned": {"weight": aligned}, "factor": {}})
-
-
-READERS: dict[Callable, Callable[..., Call | None]] = {
-    F.linear: linear,
-    F.conv1d: conv,
-    F.conv2d: conv,
-    F.conv3d: conv,
-    F.batch_norm: batch_norm,
-    F.group_norm: group_norm,
-    F.instance_norm: instance_norm,
-    F.layer_norm: layer_norm,
-    F.rms_norm: rms_norm,
-    F.embedding: embedding,
-    **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, Tensor.add_, Tensor.__iadd__), add),
-    **dict.fromkeys((torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__), mul),
-    Tensor.expand: expand,
-}
-
-
 def _scale_and_shift(
     input: Tensor,
     weight: Tensor | None,
@@ -187,19 +148,6 @@ def _scale_and_shift(
     x = input.detach()
     config = {"aligned": {"weight": aligned, "bias": aligned}, "factor": {"weight": lambda: normalised(x)}}
     return Call(Elementwise, (input,), {"weight": weight, "bias": bias}, config)
-
-
-def _broadcast(input: Any, other: Any, *, scales: bool) -> Call | None:
-    pair = (input, other)
-    parameters = [x for x in pair if isinstance(x, torch.nn.Parameter)]
-    others = [x for x in pair if isinstance(x, Tensor) and not isinstance(x, torch.nn.Parameter)]
-    if len(parameters) != 1 or len(others) != 1:
-        return None
-    (p,), (x,) = parameters, others
-    aligned = [1] * (x.dim() - p.dim()) + list(p.shape)
-    value = x.detach()
-    config = {"aligned": {"weight": aligned}, "factor": {"weight": lambda: value} if scales else {}}
-    return Call(Elementwise, (x,) if scales else (), {"weight": p}, config)
 
 
 def _tuple(value: Any, dims: int) -> list[int]:

@@ -12,9 +12,9 @@ from lightning_taskinfo._arguments import check_counts, checked_arguments
 from lightning_taskinfo._batches import sample_count, take
 from lightning_taskinfo._observe import at_least_float32, full_precision, observing, parts
 from lightning_taskinfo.fisher.backpack import ChainFactors, NotCoveredError
-from lightning_taskinfo.fisher.engine import SCORES, Request, measure
+from lightning_taskinfo.fisher.fallback import Forward
 from lightning_taskinfo.fisher.kron_sums import MAX_SIDE, KroneckerSums
-from lightning_taskinfo.fisher.per_sample import Forward
+from lightning_taskinfo.fisher.measure import SCORES, Request, measure
 from lightning_taskinfo.functional.likelihood import Labels, Likelihood
 
 KroneckerEngine: TypeAlias = Literal["auto", "backpack", "own"]

@@ -8,10 +8,10 @@ from torchmetrics import Metric
 
 from lightning_taskinfo._batches import sample_count, tensors
 from lightning_taskinfo._observe import ParamDict, trainable_parameters
-from lightning_taskinfo.fisher.engine import Request
+from lightning_taskinfo.fisher.fallback import Forward
 from lightning_taskinfo.fisher.kron import KroneckerEngine, KroneckerFactors, as_factors, kronecker_sums
 from lightning_taskinfo.fisher.kron_sums import MAX_SIDE, KroneckerSums
-from lightning_taskinfo.fisher.per_sample import Forward
+from lightning_taskinfo.fisher.measure import Request
 from lightning_taskinfo.functional.likelihood import Labels, Likelihood
 
 

@@ -27,8 +27,9 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from lightning_taskinfo._observe import ParamDict, at_least_float32, trainable_parameters
-from lightning_taskinfo.fisher.convolution import Conv
-from lightning_taskinfo.fisher.layers import BLOCK, Embedding, Linear, Use
+from lightning_taskinfo.fisher.conv import Conv
+from lightning_taskinfo.fisher.ops import BLOCK, Embedding, Linear, Use
+from lightning_taskinfo.fisher.terms import Contribution, Term
 
 MAX_SIDE = 8192  # of a factor that is kept as a whole: half a gigabyte in float64
 
@@ -61,7 +62,7 @@ class KroneckerSums:
         self.columns = {name: zeros(d) for name, (_, d) in sides.items() if d is not None}
         self.places: ParamDict = {name: like.new_zeros(()) for name in self.columns}
         self.squares: ParamDict = {name: like.new_zeros(()) for name in self.columns}
-        self._read: set[tuple[str, int, int]] = set()
+        self._read: set[tuple[str, int]] = set()
 
     @classmethod
     def zeros(cls, model: nn.Module, max_side: int = MAX_SIDE, whole: frozenset[str] = frozenset()) -> "KroneckerSums":
@@ -77,25 +78,26 @@ class KroneckerSums:
         like = at_least_float32(next(iter(parameters.values())).detach())
         return cls(sides, tables, like, max_side, whole)
 
-    def add_use(self, name: str, samples: slice, use: Use, slot: str, gradients: list[Tensor]) -> None:
-        """Add one use of a parameter, with the gradients by its output for each score."""
-        part = use.slots[slot].rows
-        if slot != "weight" or name in self.whole or not self._is_product(name, use):
-            for b in gradients:
-                self._add_gradients(name, use.grads(slot, b), part)
+    def add(self, name: str, samples: slice, contribution: Contribution) -> None:
+        """Add what the uses of a parameter contribute, for some samples and all scores."""
+        term, gradients = contribution.parts[0]
+        whole = name in self.whole or len(contribution.parts) > 1
+        if whole or not self._is_product(name, term):
+            for found in contribution.gradients():
+                self._add_gradients(name, found)
             return
         # Scores come in groups. The inputs are the same for all groups of a chunk, and count once.
-        key = (name, samples.start, 0 if part is None else part.start)
+        key = (name, samples.start)
         unread = key not in self._read
         self._read.add(key)
-        if isinstance(use, Embedding):
-            self._add_lookup(name, use, gradients, inputs_too=unread)
+        if isinstance(term.use, Embedding):
+            self._add_lookup(name, term.use, gradients, inputs_too=unread)
         else:
-            self._add_product(name, use, gradients, inputs_too=unread)
+            self._add_product(name, term, gradients, inputs_too=unread)
 
     def add_gradients(self, name: str, samples: slice, gradients: Tensor) -> None:
         """Add the gradients ``[n, *shape]`` of single samples for one score."""
-        self._add_gradients(name, gradients, None)
+        self._add_gradients(name, gradients)
 
     def add_sums(self, name: str, sums: list[Tensor], places: int, *, inputs_too: bool) -> None:
         """Add sums over samples that are made already: over rows, and over columns where there are any."""
@@ -104,26 +106,37 @@ class KroneckerSums:
             self.columns[name] += _as_kept(sums[1], self.columns[name])
             self.places[name] += places
 
-    def _is_product(self, name: str, use: Use) -> bool:
+    def _is_product(self, name: str, term: Term) -> bool:
         """Whether the gradient of a use's weight is a sum over places of a product of two vectors."""
+        use = term.use
+        if term.slot != "weight" or name not in self.columns:
+            return False
         if isinstance(use, Conv):
             of_rows = self.sides[name][0] == use.slots["weight"].shape[0]
-            return use.config["groups"] == 1 and of_rows
-        return isinstance(use, Linear | Embedding) and name in self.columns
+            plain = use.config["groups"] == 1 and not use.config.get("transposed")
+            return plain and of_rows and term.way == ()
+        if isinstance(use, Linear):
+            return use.config.get("transposed", False) and term.way in ((), ("TBackward0",))
+        return isinstance(use, Embedding) and term.way == ()
 
-    def _add_product(self, name: str, use: Use, gradients: list[Tensor], *, inputs_too: bool) -> None:
-        """For ``G = Σ_t b_t a_tᵀ``, give ``b bᵀ`` of every score to the rows and ``a aᵀ`` to the columns."""
-        rows = _part(self.rows[name], use.slots["weight"].rows)
+    def _add_product(self, name: str, term: Term, gradients: list[Tensor], *, inputs_too: bool) -> None:
+        """For ``G = Σ_t b_t a_tᵀ``, give ``b bᵀ`` of every score to the rows and ``a aᵀ`` to the columns.
+
+        A weight ``[D, C]`` that rows are multiplied by as it is has ``a aᵀ`` in the rows.
+        """
+        of_outputs, of_inputs = self.rows[name], self.columns[name]
+        if isinstance(term.use, Linear) and term.way == ():
+            of_outputs, of_inputs = of_inputs, of_outputs
         for b in gradients:
-            _add_gram(rows, _by_place(use, b))
+            _add_gram(of_outputs, _by_place(term.use, b))
         if inputs_too:
-            for a in _inputs_by_place(use):
-                _add_gram(self.columns[name], a)
+            for a in _inputs_by_place(term.use):
+                _add_gram(of_inputs, a)
                 self.places[name] += len(a)
 
     def _add_lookup(self, name: str, use: Use, gradients: list[Tensor], *, inputs_too: bool) -> None:
         """For ``G = Σ_t e_{x_t} b_tᵀ``, count the indices ``x`` in the rows and give ``b bᵀ`` to the columns."""
-        index = use.saved[0][0].reshape(-1)
+        index = use.saved[0].reshape(-1)
         padding = use.config["padding_idx"]
         counted = torch.ones_like(index, dtype=torch.bool) if padding is None else index != padding
         for b in gradients:
@@ -134,9 +147,9 @@ class KroneckerSums:
             (rows if rows.dim() == 1 else rows.diagonal()).add_(counts)
             self.places[name] += counted.sum()
 
-    def _add_gradients(self, name: str, gradients: Tensor, part: slice | None) -> None:
+    def _add_gradients(self, name: str, gradients: Tensor) -> None:
         """Give ``G Gᵀ`` to the rows and ``Gᵀ G`` to the columns."""
-        rows = _part(self.rows[name], part)
+        rows = self.rows[name]
         G = gradients.reshape(len(gradients), len(rows), -1)  # [n, R, D]
         _add_gram(rows, G.transpose(1, 2).flatten(0, 1))
         if name in self.columns:
@@ -202,7 +215,7 @@ def _by_place(use: Use, b: Tensor) -> Tensor:
 
 def _inputs_by_place(use: Use) -> Iterator[Tensor]:
     """Yield the inputs of a use in blocks, one place a row: ``[places, D]``."""
-    a = use.saved[0][0]
+    a = use.saved[0]
     if not isinstance(use, Conv):
         yield a.flatten(0, -2)
         return
@@ -236,13 +249,6 @@ def _add_gram(total: Tensor, x: Tensor) -> None:
         total += x.square().sum(0)
     else:
         total.addmm_(x.T, x)
-
-
-def _part(total: Tensor, part: slice | None) -> Tensor:
-    """Return the block of a factor that belongs to some rows of the parameter."""
-    if part is None:
-        return total
-    return total[part] if total.dim() == 1 else total[part, part]
 
 
 def _as_kept(matrix: Tensor, kept: Tensor) -> Tensor:

@@ -14,9 +14,9 @@ from lightning_taskinfo._arguments import ArgumentsByName
 from lightning_taskinfo._batches import sample_count, tensors
 from lightning_taskinfo._layers import layer_of
 from lightning_taskinfo._observe import ParamDict, observing, trainable_parameters
-from lightning_taskinfo.fisher.engine import Engine, Request, measure
-from lightning_taskinfo.fisher.per_sample import Forward
-from lightning_taskinfo.fisher.sinks import Diagonal, Norms
+from lightning_taskinfo.fisher.accumulators import Diagonal, Norms
+from lightning_taskinfo.fisher.fallback import Forward
+from lightning_taskinfo.fisher.measure import Engine, Request, measure
 from lightning_taskinfo.functional.likelihood import Labels, Likelihood
 
 
@@ -94,7 +94,7 @@ class FisherInformation(Metric, metaclass=ArgumentsByName):
         self.quantity, self.seed, self.drawn = quantity, seed, 0
         self.request = Request(labels, likelihood, mc_samples, None, engine, chunk_size, forward_fn)
         self.shapes: dict[str, torch.Size] = {}
-        zero = torch.zeros((), dtype=torch.float64)  # becomes a vector with the first update
+        zero = torch.zeros((), dtype=torch.float64, device="cpu")  # becomes a vector with the first update
         self.add_state("total", zero, dist_reduce_fx="sum")  # [parameters], or [weights] for the diagonal
         self.add_state("squares", zero.clone(), dist_reduce_fx="sum")
         self.add_state("count", zero.clone(), dist_reduce_fx="sum")

@@ -16,8 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_taskinfo._observe import ParamDict, is_observing
 from lightning_taskinfo._warn import warn
-from lightning_taskinfo.fisher.hooks import written
-from lightning_taskinfo.fisher.layers import Slot, Use
+from lightning_taskinfo.fisher.ops import Slot, Use
 from lightning_taskinfo.fisher.sharded import gathered_parameters, sharded
 from lightning_taskinfo.fisher.step_graph import Consumer, Root, StepGraph, full_precision, rows_are_samples
 from lightning_taskinfo.fisher.step_layers import reader, trained_layers
@@ -275,7 +274,7 @@ class StepRecorder:
         key = (x.shape, b.shape, *owned)
         if name in self.uses and self.uses[name][0] == key:
             use = self.uses[name][1]
-            use.saved = ((x, 0),)
+            use.saved = (x,)
             return use
         call = self.readers[name](module, x)
         if call is None:
@@ -285,7 +284,7 @@ class StepRecorder:
             first = self.first
             call.config["factor"]["weight"] = lambda: factor().narrow(0, first, len(b))
         slots = {slot: Slot(f"{name}.{slot}", tuple(p.shape)) for slot, p in owned.items()}
-        use = call.kind(slots, None, b.shape, tuple((s, 0) for s in call.saved), call.config)  # type: ignore[arg-type]
+        use = call.kind(slots, b.shape, call.saved, call.config)
         if "factor" not in call.config:  # which is a function of the input
             self.uses[name] = key, use
         return use
@@ -336,3 +335,16 @@ def _for_all_samples(module: nn.Module, shape: torch.Size, batch_size: int) -> b
 
 def _no_autocast(device_type: str) -> AbstractContextManager[Any]:
     return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
+
+
+def written(output: Tensor) -> Tensor | None:
+    """Return the tensor whose gradient is that of an operation's output, whatever happens to the output later.
+
+    An output that is a view of what was computed, as of a linear layer on sequences, loses its place in the graph when
+    it is changed in place; the tensor behind it does not.
+    """
+    base = output._base
+    if base is None or isinstance(base, nn.Parameter):
+        return output
+    whole = base.numel() == output.numel() and base.is_contiguous() and output.is_contiguous()
+    return base if whole else None

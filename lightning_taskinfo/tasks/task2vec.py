@@ -15,7 +15,7 @@ from lightning_taskinfo._ranges import check_positive
 from lightning_taskinfo.certificates.samples import Data, read_samples
 from lightning_taskinfo.data.arrays import ArrayData
 from lightning_taskinfo.fisher import fisher_diagonal
-from lightning_taskinfo.fisher.engine import Engine
+from lightning_taskinfo.fisher.measure import Engine
 from lightning_taskinfo.functional.task_embedding import filter_means
 from lightning_taskinfo.tasks._head import BATCH, collect_features, find_head, fit_linear_head
 from lightning_taskinfo.tasks.embedding import TaskEmbedding, fingerprint

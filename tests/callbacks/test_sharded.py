@@ -16,7 +16,7 @@ from lightning_taskinfo.callbacks import (
     PACBayesCertificate,
     TrainStepNorms,
 )
-from lightning_taskinfo.fisher.engine import _Measurement
+from lightning_taskinfo.fisher.measure import Measurement
 from tests.callbacks.runs import Classifier, digits, fit
 from tests.ranks import on_ranks
 
@@ -86,7 +86,7 @@ def watched(rank, folder):
 
 
 def test_two_processes_log_what_one_logs(tmp_path, monkeypatch):
-    monkeypatch.setattr(_Measurement, "_affordable", lambda self: 6)  # two passes over 7 samples, one over 6
+    monkeypatch.setattr(Measurement, "_affordable", lambda self, sizes: 6)  # two passes over 7 samples, one over 6
     callbacks = probes()
     model = fit(tmp_path, *callbacks, model=Net, loader=DataLoader(digits(24), batch_size=24)).lightning_module
     first, second = on_ranks(watched, tmp_path)

@@ -246,7 +246,6 @@ def test_the_block_of_a_vector_is_exact(name):
 WHOLE = {
     "called_twice": (networks.Twice, lambda: torch.randn(6, 5).double(), "a.weight"),
     "position": (Sequence, lambda: torch.randint(6, (7, 5)), "position"),
-    "raw": (networks.Raw, lambda: torch.randn(6, 5).double(), "matrix"),
     "grouped": (
         lambda: nn.Sequential(nn.Conv2d(2, 4, 3, groups=2), nn.Flatten(), nn.Linear(16, 3)),
         lambda: images(size=4),

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_taskinfo.fisher import FisherInformation, fisher_diagonal, fisher_trace, gradient_gram
-from tests.fisher.test_engines import empirical
+from tests.fisher.test_measure import empirical
 
 pytestmark = pytest.mark.filterwarnings("ignore::lightning_taskinfo.TaskInfoWarning")
 

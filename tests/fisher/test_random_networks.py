@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_taskinfo import TaskInfoWarning
 from lightning_taskinfo.fisher import FisherInformation, fisher_diagonal, gradient_gram
 from tests.fisher.random_networks import CLASSES, LAYERS, MOVES, POSITIONS, WIDTH, RandomNet
-from tests.fisher.test_engines import empirical
+from tests.fisher.test_measure import empirical
 
 steps = st.tuples(st.sampled_from(MOVES), st.sampled_from(LAYERS))
 mixing = st.tuples(st.just("mixed"), st.sampled_from(LAYERS))

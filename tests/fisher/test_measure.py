@@ -107,16 +107,14 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
         WORDS,
     ),
 }  # fmt: skip
-ONE_BY_ONE = {"gru", "lstm", "rnn", "reentrant checkpoint"}  # torch.func cannot run these
+ONE_BY_ONE = {"reentrant checkpoint"}  # torch.func cannot run these
 WARNED = {**dict.fromkeys(ONE_BY_ONE, "torch.func cannot run"), "mixing": "The model's outputs for a sample depend"}
-PARTLY = {  # case -> the parameters that hooks leave to the fallback
-    "raw": {"matrix"}, "raw twice": {"w"}, "one number": {"temperature"}, "weight also elsewhere": {"a.weight"},
-    "parametrized": {"a.parametrizations.weight.original0", "a.parametrizations.weight.original1"},
-    "mixing": {"a.weight", "a.bias", "c.weight", "c.bias"}, "attention with bias_kv": {"attention.bias_k", "attention.bias_v"},
-    "conv2d same, even": {"2.weight", "2.bias"}, "embedding by frequency": {"0.weight"},
-    "reentrant checkpoint": {f"body.{i}.{p}" for i in (0, 2) for p in ("weight", "bias")} | {"first.weight", "first.bias", "c.weight", "c.bias"},
-    **{k: {f"rnn.{p}_l0" for p in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")} for k in ("lstm", "gru", "rnn")},
-}  # fmt: skip
+PARTLY = {  # case -> the parameters that are left to the fallback
+    "mixing": {"a.weight", "a.bias", "c.weight", "c.bias"},
+    "embedding by frequency": {"0.weight"},
+    "reentrant checkpoint": {f"body.{i}.{p}" for i in (0, 2) for p in ("weight", "bias")}
+    | {"first.weight", "first.bias", "c.weight", "c.bias"},
+}
 
 
 def _freeze(model: nn.Module, *names: str) -> nn.Module:
@@ -176,6 +174,7 @@ def test_auto_equals_a_loop_over_samples(case):
     exact = {"rtol": 1e-9, "atol": 1e-12}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=WARNED.get(case, "^$"))
+        warnings.filterwarnings("ignore", message="Outputs .* are read with the classes last")  # as many as positions
         diagonal = fisher_diagonal(model, inputs, targets, labels="empirical", chunk_size=4)
         norms = per_sample_squared_norms(model, inputs, targets, labels="empirical", chunk_size=4)
         gram = gradient_gram(model, inputs, targets, chunk_size=4)

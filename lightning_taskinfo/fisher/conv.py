@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_taskinfo.fisher.layers import BLOCK, Factor, Product, Use, squared_norms, total
+from lightning_taskinfo.fisher.ops import BLOCK, Factor, Product, Use, squared_norms, total
 
 SMALL_MAP = 100  # output positions up to which unfolded rows beat grouped convolutions
 WIDE_MAP, WIDE = 256, 2048  # the same for at least so many pairs of channels, with a stride of 1
@@ -32,7 +32,7 @@ class Conv(Use):
     """``conv1d``, ``conv2d`` and ``conv3d`` with stride, padding, dilation and groups."""
 
     def fits(self) -> bool:
-        return self.layout.axis == 0
+        return self.rows.axis == 0 and self.rows.merged == 1
 
     def grads(self, slot: str, b: Tensor) -> Tensor:
         if slot == "bias":
@@ -40,7 +40,7 @@ class Conv(Use):
         return self._fold(torch.cat([self._join(parts) for _, parts in self._blocks(slot, [b])]))
 
     def norms(self, slot: str, scores: list[Tensor]) -> Tensor:
-        if self.layout.repeat > 1:  # a sample's rows add up before they are squared
+        if not self.rows.in_order:  # a sample's rows add up before they are squared
             return super().norms(slot, scores)
         if slot == "bias":
             return total(squared_norms(b.flatten(2).sum(2)) for b in scores)
@@ -53,7 +53,7 @@ class Conv(Use):
         return norms[0] if len(norms) == 1 else torch.cat(norms)
 
     def diagonal(self, slot: str, scores: list[Tensor]) -> Tensor:
-        if self.layout.repeat > 1 or slot == "bias":
+        if not self.rows.in_order or slot == "bias":
             return super().diagonal(slot, scores)
         squares = ([part.square_().sum(0, keepdim=True) for part in parts] for _, parts in self._blocks(slot, scores))
         first = next(squares)
@@ -63,14 +63,14 @@ class Conv(Use):
         return self._join(first)[0]
 
     def features(self, slot: str, b: Tensor) -> Iterator[list[tuple[Factor, ...]]]:
-        if self.layout.repeat > 1:
+        if not self.rows.in_order:
             yield from super().features(slot, b)
         else:
             for _, parts in self._unformed(slot, [b]):
                 yield [(part if isinstance(part, Product) else part.flatten(1),) for part in parts]
 
     def _fold(self, per_row: Tensor) -> Tensor:
-        return self.layout.samples_first(per_row).sum(1) if self.layout.repeat > 1 else per_row
+        return self.rows.samples_first(per_row).sum(1) if not self.rows.in_order else per_row
 
     def _blocks(self, slot: str, scores: list[Tensor]) -> Iterator[tuple[slice, list[Tensor]]]:
         """Yield the gradients of a few samples at a time, for each score whole or in a part for each kernel row."""
@@ -82,7 +82,7 @@ class Conv(Use):
             for b in scores:
                 yield slice(None), [b.flatten(2).sum(2)]
             return
-        inputs, n, step = self.saved[0][0], self.shape[0], self._samples_at_once
+        inputs, n, step = self.saved[0], self.shape[0], self._samples_at_once
         for i in range(0, n, step):
             samples = slice(i, i + step)
             a = inputs[samples] if step < n else inputs
@@ -103,7 +103,7 @@ class Conv(Use):
             size = max(size, math.prod(weight[1:]) * math.prod(self.shape[2:]))
             step = max(16, BLOCK // 2 // size)
         elif self._way == "rows":
-            size = max(size, weight[1] * weight[3] * self.saved[0][0].shape[2] * self.shape[3])
+            size = max(size, weight[1] * weight[3] * self.saved[0].shape[2] * self.shape[3])
             step = min(128, max(16, BLOCK // 4 // size))
         return min(step, max(1, 4 * BLOCK // size))
 
@@ -129,8 +129,8 @@ class Conv(Use):
             self.config["stride"],
             self.config["padding"],
             self.config["dilation"],
-            False,
-            [0] * (a.dim() - 2),
+            self.config.get("transposed", False),
+            self.config.get("output_padding", [0] * (a.dim() - 2)),
             n * self.config["groups"],
             [False, True, False],
         )[1]
@@ -150,7 +150,8 @@ class Conv(Use):
         return "rows" if patch[0] == 1 or positions <= (WIDE_MAP if wide else SMALL_MAP) else "grouped"
 
     def _plain(self) -> bool:
-        return len(self.shape) == 4 and self.config["groups"] == 1 and set(self.config["dilation"]) == {1}
+        simple = self.config["groups"] == 1 and set(self.config["dilation"]) == {1}
+        return len(self.shape) == 4 and simple and not self.config.get("transposed", False)
 
     @cached_property
     def _channels_last(self) -> bool:
@@ -202,7 +203,7 @@ class Conv(Use):
 
     def _ghost_norms(self, b: Tensor) -> Tensor:
         (rows, width), (height, across) = self.slots["weight"].shape[2:], b.shape[2:]
-        a, norms = self._padded(self.saved[0][0]), []
+        a, norms = self._padded(self.saved[0]), []
         for i in range(0, len(a), 32):
             x, y = a[i : i + 32].flatten(2), b[i : i + 32].flatten(2)
             gram_a = (x.transpose(1, 2) @ x).view(len(x), *a.shape[2:], *a.shape[2:])

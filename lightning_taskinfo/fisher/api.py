@@ -1,7 +1,6 @@
 """Trace, diagonal, layer traces and Gram matrix: what is made of the squared gradients."""
 
-from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
@@ -10,10 +9,10 @@ from lightning_taskinfo._arguments import checked_arguments
 from lightning_taskinfo._batches import sample_count
 from lightning_taskinfo._layers import layer_of
 from lightning_taskinfo._observe import ParamDict, trainable_parameters
-from lightning_taskinfo.fisher.engine import Engine, Request, measure
-from lightning_taskinfo.fisher.layers import BLOCK
-from lightning_taskinfo.fisher.per_sample import Forward
-from lightning_taskinfo.fisher.sinks import Diagonal, Gram, Norms
+from lightning_taskinfo.fisher.accumulators import Diagonal, Gram, Norms
+from lightning_taskinfo.fisher.fallback import Forward
+from lightning_taskinfo.fisher.measure import Engine, Request, measure
+from lightning_taskinfo.fisher.ops import BLOCK
 from lightning_taskinfo.functional.likelihood import Labels, Likelihood
 
 
@@ -212,16 +211,14 @@ def gradient_gram(
     n, wanted = sample_count(inputs), set(trainable_parameters(model))
     gram = torch.zeros(n, n, dtype=torch.float64, device=next(model.parameters()).device)
     seed = None if generator is None else generator.get_state()
+    formed = False
     while wanted:
         if generator is not None and seed is not None:
             generator.set_state(seed)  # the same labels in every pass
-        sink = Gram(gram, wanted, room=128 * BLOCK)
-        engines = measure(model, inputs, targets, request, sink)
-        wanted = sink.postponed
-        if unfinished := sink.unfinished():  # hooks served some chunks, and left others to another engine
-            wanted |= unfinished
-            engine = cast(Engine, engines[next(iter(unfinished))])
-            request = replace(request, engine=engine)
+        sink = Gram(gram, wanted, room=128 * BLOCK, formed=formed)
+        measure(model, inputs, targets, request, sink)
+        wanted = sink.postponed | sink.unfinished()
+        formed = bool(sink.unfinished())
     return gram
 
 

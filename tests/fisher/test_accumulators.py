@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from lightning_taskinfo.fisher.trace_sums import TraceSums
+from lightning_taskinfo.fisher.accumulators import TraceSums
 
 
 def test_trace_sums_have_a_standard_error():

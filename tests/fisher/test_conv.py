@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lightning_taskinfo.fisher.convolution import Conv
-from lightning_taskinfo.fisher.layers import Layout, Product, Slot
+from lightning_taskinfo.fisher.conv import Conv
+from lightning_taskinfo.fisher.ops import Product, Rows, Slot
 
 N = 5
 CASES = {  # channels, outputs, kernel, input, options
@@ -32,7 +32,7 @@ def made(case, way, *, memory_format=torch.contiguous_format):
         torch.stack([torch.autograd.grad((F.conv2d(x[None], w, None, **config) * y).sum(), w)[0] for x, y in pairs])
         for pairs in (list(zip(a, b, strict=True)) for b in scores)
     ]
-    use = Conv({"weight": Slot("w", tuple(w.shape))}, None, scores[0].shape, ((a, 0),), config)
+    use = Conv({"weight": Slot("w", tuple(w.shape))}, scores[0].shape, (a,), config)
     use._way = way
     return use, scores, expected
 
@@ -70,7 +70,7 @@ def test_a_few_samples_at_a_time_give_the_same(way):
 @pytest.mark.parametrize("way", WAYS)
 def test_repeats_of_a_sample_add_up(way):
     use, scores, expected = made("3x3", way)
-    use = Conv(use.slots, None, use.shape, use.saved, use.config, Layout(repeat=N))
+    use = Conv(use.slots, use.shape, use.saved, use.config, Rows(repeat=N))
     use._way = way
     torch.testing.assert_close(use.grads("weight", scores[0]), expected[0].sum(0, keepdim=True))
 
@@ -92,8 +92,8 @@ def test_sizes_choose_the_way(sizes, way):
     outputs = torch.Size((n, out, size // stride, size // stride))
     padding = [kernel // 2] * 2 if stride == 1 else [0, 0]
     config = {"stride": [stride] * 2, "padding": padding, "dilation": [1, 1], "groups": 1}
-    use = Conv({"weight": Slot("w", (out, channels, kernel, kernel))}, None, outputs, (), config)
+    use = Conv({"weight": Slot("w", (out, channels, kernel, kernel))}, outputs, (), config)
     assert use._way == way
     for other in ({"groups": 2}, {"dilation": [2, 1]}):
-        odd = Conv(use.slots, None, outputs, (), {**config, **other})
+        odd = Conv(use.slots, outputs, (), {**config, **other})
         assert odd._way == "grouped"

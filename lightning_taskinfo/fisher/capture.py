@@ -1,0 +1,372 @@
+r"""Which operations use which weights, and which sample each row of them belongs to: found in the autograd graph.
+
+The graph of a forward pass knows every use of every parameter. Going from a parameter towards the outputs, one meets
+operations that know nothing of the samples (a transposed weight, a table looked up at the same positions for all, a
+weight that is normed or computed from two others) and then one whose output has rows of single samples. That one is
+the *use*: what flows into it is a weight, computed from parameters alone, and what flows out belongs to samples.
+
+Which is which is **shown, not guessed**. Let :math:`u_n` be any scores of the outputs of sample :math:`n`.
+
+1. Backpropagate :math:`\sum_n u_n` and :math:`\sum_n \pm u_n` with random signs. Where every entry of a gradient
+   belongs to one sample, the entries change their signs at most, and the norm stays. Where the norm changes,
+   samples are added up: the operation knows nothing of the samples, or mixes them.
+2. Backpropagate :math:`\sum_n a_n u_n` to the uses, with :math:`a_n` that all differ. A row of sample :math:`n` is
+   :math:`a_n` times what it was, which tells :math:`n`: also where a batch was sorted, masked or routed to experts.
+"""
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
+
+from lightning_taskinfo.fisher.ops import Rows
+from lightning_taskinfo.fisher.vjp import Edge, shape_of
+
+# Operations whose output has entries of one input, each once at most: of a weight they make a weight.
+MOVE_ENTRIES = {
+    f"{name}Backward0"
+    for name in (
+        *("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze", "Alias", "Clone"),
+        *("Slice", "Select", "Split", "SplitWithSizes", "UnsafeSplit", "Unbind", "Narrow", "Diagonal", "Unfold"),
+    )
+} | {"SqueezeBackward1", "SqueezeBackward2", "ViewBackward0"}
+MOVE_ENTRIES -= {"UnfoldBackward0"}
+# Operations that move rows to places that depend on data: what was shown for one batch says nothing of another.
+MOVE_ROWS = re.compile("Index|Gather|Scatter|Sort|Topk|Flip|Masked(?!Fill|Softmax)|Take|Put|Unique|Kthvalue|Embedding")
+
+
+class Graph:
+    """The autograd graph of a forward pass: nodes in the order of a walk, and who uses the output of whom."""
+
+    def __init__(self, outputs: Tensor, parameters: dict[str, nn.Parameter]) -> None:
+        self.outputs = outputs
+        names = {id(p): name for name, p in parameters.items()}
+        self.number: dict[Node, int] = {outputs.grad_fn: 0}  # type: ignore[dict-item]
+        self.nodes: list[Node] = [outputs.grad_fn]  # type: ignore[list-item]
+        self.consumers: dict[Node, list[tuple[Node, int, int]]] = defaultdict(list)  # node, place, output number
+        self.leaves: dict[str, Node] = {}
+        self.names: dict[Node, str] = {}
+        self.signature: list[Any] = []  # of the nodes, in their order
+        for node in self.nodes:  # which grows
+            sources = node.next_functions
+            if not sources and hasattr(node, "variable"):
+                name = names.get(id(node.variable))
+                if name is not None:
+                    self.leaves[name] = node
+                    self.names[node] = name
+                self.signature.append((type(node), name))
+                continue
+            self.signature.append((type(node), *[tuple(m.shape) for m in node._input_metadata]))
+            for place, (source, number) in enumerate(sources):
+                if source is None:
+                    continue
+                self.consumers[source].append((node, place, number))
+                if source not in self.number:
+                    self.number[source] = len(self.nodes)
+                    self.nodes.append(source)
+
+    def uses(self, mixed: set[Node]) -> dict[Node, dict[int, Edge]]:
+        """Return the first operations on the ways from parameters that put out rows of samples, with their weights.
+
+        Args:
+            mixed: Operations whose outputs are no such rows.
+        """
+        found: dict[Node, dict[int, Edge]] = {}
+        stack = [*self.leaves.values()]
+        seen = {*stack}
+        while stack:
+            node = stack.pop()
+            for consumer, place, number in self.consumers[node]:
+                if consumer not in mixed and not moves_entries(consumer):
+                    found.setdefault(consumer, {})[place] = Edge(node, number)
+                elif consumer not in seen:
+                    seen.add(consumer)
+                    stack.append(consumer)
+        return found
+
+    def behind(self, nodes: set[Node], blocked: set[Node] = frozenset()) -> set[Node]:  # type: ignore[assignment]
+        """Return the operations between some and the outputs, without those behind ``blocked``."""
+        found: set[Node] = set()
+        stack = [*nodes]
+        while stack:
+            for consumer, _, _ in self.consumers[stack.pop()]:
+                if consumer not in found and consumer not in blocked:
+                    found.add(consumer)
+                    stack.append(consumer)
+        return found
+
+    def roots(self, node: Node) -> set[str]:
+        """Return the names of the parameters that something was computed from."""
+        found: set[str] = set()
+        stack, seen = [node], {node}
+        while stack:
+            current = stack.pop()
+            if current in self.names:
+                found.add(self.names[current])
+            for source, _ in current.next_functions:
+                if source is not None and source not in seen:
+                    seen.add(source)
+                    stack.append(source)
+        return found
+
+    def single_output(self, node: Node) -> bool:
+        """Whether only the first output of an operation is used."""
+        numbers = {number for _, _, number in self.consumers[node]}
+        if node is self.outputs.grad_fn:
+            numbers.add(self.outputs.output_nr)
+        return numbers <= {0}
+
+    def dtypes(self) -> set[torch.dtype]:
+        """Return the types of number that operations put out: rounding is that of the coarsest."""
+        kinds = {like.dtype for node in self.nodes for like in node._input_metadata}
+        return {kind for kind in kinds if kind.is_floating_point}
+
+    @cached_property
+    def checkpointed(self) -> bool:
+        """Whether reentrant checkpointing is used, which allows a backward pass to the parameters only."""
+        return any(kind.__name__ == "CheckpointFunctionBackward" for kind, *_ in self.signature)
+
+
+def moves_entries(node: Node) -> bool:
+    """Whether an operation only moves the entries of its one input, or shifts them by a number."""
+    kind = type(node).__name__
+    if kind in MOVE_ENTRIES:
+        return True
+    if kind != "AddBackward0":
+        return False
+    (first, _), (second, _) = node.next_functions
+    return second is None and first is not None and _same_shape(node, first)
+
+
+def _counts_batch(node: Any) -> bool:
+    """Whether the backward pass of an operation divides by how often an index occurs in the whole batch."""
+    return bool(getattr(node, "_saved_scale_grad_by_freq", False))
+
+
+def _same_shape(node: Any, source: Any) -> bool:
+    return len(source._input_metadata) == 1 and source._input_metadata[0].shape == node._input_metadata[0].shape
+
+
+@dataclass
+class Plan:
+    """What was shown about a graph, good for all graphs like it if it is ``lasting``.
+
+    Attributes:
+        signature: Kinds and shapes of the graph's operations.
+        uses: Number of the operation; number and output of the source of each weight, by place; the rows.
+        left: Parameters whose gradients cannot be told apart by sample, with the reason.
+        lasting: Whether what was shown holds for other data.
+        apart: Parameters with several uses, none of the same entry.
+        seen: Whether a sample's outputs were seen not to depend on the others of its batch.
+    """
+
+    signature: list[Any]
+    uses: list[tuple[int, dict[int, tuple[int, int]], Rows]]
+    left: dict[str, str]
+    lasting: bool
+    apart: set[str] = field(default_factory=set)
+    seen: bool = False
+
+
+def plan_of_one(graph: Graph) -> Plan | None:
+    """Return the plan of a graph of one sample, to whom all rows belong; None where a use is unusual."""
+    uses = graph.uses(set())
+    unusual = any(not graph.single_output(node) or not shape_of(node) for node in uses)
+    if unusual or any(isinstance(node, BackwardCFunction) for node in graph.nodes):
+        return None
+    numbered = [
+        (
+            graph.number[node],
+            {place: (graph.number[edge.node], edge.output_nr) for place, edge in sources.items()},
+            Rows(repeat=shape_of(node)[0]),
+        )
+        for node, sources in uses.items()
+    ]
+    return Plan(graph.signature, numbered, {}, lasting=False)
+
+
+class Prover:
+    """Finds the uses in a graph, and the sample of each row, as the head of this file says."""
+
+    def __init__(self, graph: Graph, samples: int, rounds: int, alone: list[Any] | None = None) -> None:
+        self.graph = graph
+        self.samples = samples
+        self.rounds = rounds
+        self.alone = alone  # the signature of the graph of one sample
+        outputs = graph.outputs
+        generator = torch.Generator().manual_seed(samples)
+        score = torch.randn(outputs.shape[1:], generator=generator, dtype=torch.float64, device="cpu")
+        own = torch.rand(outputs.shape, generator=generator, dtype=torch.float64, device="cpu")
+        self.score = (score * (0.5 + own)).to(outputs)
+        signs = torch.randint(2, (samples,), generator=generator, device="cpu") * 2.0 - 1
+        signs[:2] = torch.tensor([1.0, -1.0], device="cpu")[:samples]
+        order = torch.randperm(samples, generator=generator, device="cpu")
+        self.signs = signs.to(outputs)
+        # Powers of two scale a gradient without rounding, so that even what is left of a sum of zero is told apart.
+        self.weights = torch.exp2((order - samples // 2) * min(1.0, 40 / samples)).to(outputs)
+        self.eps = max(torch.finfo(kind).eps for kind in graph.dtypes() | {outputs.dtype})
+
+    def plan(self) -> Plan:
+        """Return what can be shown."""
+        graph = self.graph
+        mixed, silent = self._mixed([*graph.uses(set())])
+        rows: dict[Node, Rows | None] = {}
+        for _ in range(self.rounds):
+            uses = graph.uses(mixed)
+            rows = self._rows([*uses])
+            failed = {node for node, found in rows.items() if found is None}
+            if not failed:
+                break
+            mixed |= failed
+        left = self._left(uses, rows, mixed, silent)
+        served = [node for node in uses if rows[node] is not None]
+        behind = graph.behind({*served})
+        moving = any(MOVE_ROWS.search(type(node).__name__) for node in behind)
+        lasting = not (moving or behind & mixed or (behind | {*served}) & silent or left)
+        lasting = lasting and self._independent(mixed)
+        numbered = [
+            (
+                graph.number[node],
+                {place: (graph.number[e.node], e.output_nr) for place, e in uses[node].items()},
+                rows[node],
+            )
+            for node in served
+        ]
+        return Plan(graph.signature, numbered, left, lasting)  # type: ignore[arg-type]
+
+    def _independent(self, mixed: set[Node]) -> bool:
+        """Whether what samples are added up in looks the same for one sample, as what knows nothing of samples does."""
+        numbers = [self.graph.number[node] for node in mixed]
+        if not numbers:
+            return True
+        if self.alone is None or len(self.alone) != len(self.graph.signature):
+            return False
+        return all(self.alone[i] == self.graph.signature[i] for i in numbers)
+
+    def _left(
+        self, uses: dict[Node, dict[int, Edge]], rows: dict[Node, Rows | None], mixed: set[Node], silent: set[Node]
+    ) -> dict[str, str]:
+        """Return the parameters that other engines have to serve, each with the operation that is the reason."""
+        graph = self.graph
+        left: dict[str, str] = {}
+        odd = {node for node in uses if rows[node] is None or not graph.single_output(node) or _counts_batch(node)}
+        # What mixes samples, and has rows of samples behind it, would count these rows twice.
+        odd |= graph.behind({*uses} - odd, blocked=silent) & mixed
+        if graph.nodes[0] in mixed:
+            odd.add(graph.nodes[0])
+        for node in odd:
+            for name in graph.roots(node):
+                left.setdefault(name, type(node).__name__)
+        return left
+
+    def _mixed(self, uses: list[Node]) -> tuple[set[Node], set[Node]]:
+        """Return the operations at whose outputs samples are added up, and those that no gradient reaches."""
+        norms = [self._norms(uses, weights) for weights in (None, self.signs)]
+        nodes = [node for node in norms[0] if node in norms[1]]
+        plain, signed = (torch.stack([by_node[node] for node in nodes]) for by_node in norms)
+        largest = torch.maximum(plain, signed)
+        changed = ((plain - signed).abs() > 512 * self.eps * largest).tolist()
+        nothing = (largest == 0).tolist()
+        mixed = {node for node, flag in zip(nodes, changed, strict=True) if flag}
+        return mixed, {node for node, flag in zip(nodes, nothing, strict=True) if flag}
+
+    def _norms(self, uses: list[Node], weights: Tensor | None) -> dict[Node, Tensor]:
+        """Return the squared norm of the gradient at the output of every operation down to ``uses``."""
+        norms: dict[Node, Tensor] = {}
+
+        def note(node: Node) -> Any:
+            def hook(gradients: tuple[Tensor | None, ...]) -> None:
+                if any(g is not None and g.numel() for g in gradients):
+                    norms[node] = self._squared(gradients)
+
+            return hook
+
+        inner = self.graph.behind({*uses})
+        handles = [node.register_prehook(note(node)) for node in inner]
+        try:
+            captured = self._backward(uses, weights)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return norms | {node: self._squared((b,)) for node, b in zip(uses, captured, strict=True)}
+
+    def _squared(self, gradients: tuple[Tensor | None, ...]) -> Tensor:
+        parts = [torch.linalg.vector_norm(g).square().double() for g in gradients if g is not None]
+        return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=self.signs.device)
+
+    def _backward(self, nodes: list[Node], weights: Tensor | None) -> list[Tensor | None]:
+        score = self.score
+        if weights is not None:
+            score = score * weights.view(-1, *[1] * (score.dim() - 1))
+        edges = [Edge(node, 0) for node in nodes]
+        if not edges:
+            return []
+        return [*torch.autograd.grad(self.graph.outputs, edges, score, retain_graph=True, allow_unused=True)]
+
+    def _rows(self, nodes: list[Node]) -> dict[Node, Rows | None]:
+        """Return which sample each row belongs to, by operation; None where a row belongs to several."""
+        plain = self._backward(nodes, None)
+        scaled = self._backward(nodes, self.weights)
+        rows: dict[Node, Rows | None] = {}
+        for node, b, c in zip(nodes, plain, scaled, strict=True):
+            if b is None or c is None:
+                rows[node] = Rows(index=torch.zeros(self.samples, 0, dtype=torch.long, device=self.signs.device))
+            else:
+                rows[node] = self._rows_of(b, c)
+        return rows
+
+    def _rows_of(self, plain: Tensor, scaled: Tensor) -> Rows | None:
+        sizes = plain.shape
+        floor = 16 * self.eps * float(torch.linalg.vector_norm(plain))  # rows below it are rounding
+        axes = sorted(range(len(sizes)), key=lambda axis: axis > 0 and sizes[axis] % self.samples != 0)
+        ways = [(1, axis) for axis in axes] + [(merged, 0) for merged in range(2, len(sizes))]
+        for merged, axis in ways:
+            rows = Rows(axis=axis, merged=merged)
+            samples = self._samples(rows.rows_first(plain), rows.rows_first(scaled), floor)
+            if samples is not None:
+                return self._in_order(samples, axis, merged)
+        return None
+
+    def _samples(self, plain: Tensor, scaled: Tensor, floor: float) -> Tensor | None:
+        """Return the sample of each row, -1 where it has no gradient; None if a row belongs to several samples."""
+        if plain.numel() == 0:
+            return torch.full((len(plain),), -1, device=plain.device)
+        plain, scaled = plain.reshape(len(plain), -1), scaled.reshape(len(scaled), -1)
+        norms = torch.linalg.vector_norm(plain, dim=1)
+        ratio = torch.linalg.vector_norm(scaled, dim=1) / norms
+        known, order = self.weights.sort()
+        middle = (known[1:] * known[:-1]).sqrt()
+        sample = order[torch.bucketize(ratio, middle)]
+        off = torch.linalg.vector_norm(scaled - self.weights[sample].unsqueeze(1) * plain, dim=1)
+        nothing = norms <= floor
+        fits = off <= self.eps**0.5 * self.weights[sample] * norms
+        if not bool((fits | nothing).all()):
+            return None
+        return sample.masked_fill(nothing & ~fits, -1).masked_fill(norms == 0, -1)
+
+    def _in_order(self, samples: Tensor, axis: int, merged: int) -> Rows:
+        """Return rows of a simple order if they have one."""
+        n, count = self.samples, len(samples)
+        numbers = torch.arange(n, device=samples.device)
+        known = samples >= 0
+        if count and count % n == 0:
+            repeat = count // n
+            if bool(((samples == numbers.repeat_interleave(repeat)) | ~known).all()):
+                return Rows(axis, repeat, False, merged)
+            if bool(((samples == numbers.repeat(repeat)) | ~known).all()):
+                return Rows(axis, repeat, True, merged)
+        counts = torch.bincount(samples[known], minlength=n)
+        repeat = int(counts.max()) if count else 0
+        index = torch.full((n, repeat), count, device=samples.device)
+        rows = known.nonzero().squeeze(1)
+        rows = rows[samples[rows].argsort(stable=True)]
+        first = counts.cumsum(0) - counts
+        place = torch.arange(len(rows), device=samples.device) - first[samples[rows]]
+        index[samples[rows], place] = rows
+        return Rows(axis, repeat, False, merged, index)
