@@ -29,14 +29,13 @@ from lightning_taskinfo.fisher.ops import Rows
 from lightning_taskinfo.fisher.vjp import Edge, shape_of
 
 # Operations whose output has entries of one input, each once at most: of a weight they make a weight.
-MOVE_ENTRIES = {
+MOVE_ENTRIES = {"SqueezeBackward1", "SqueezeBackward2"} | {
     f"{name}Backward0"
     for name in (
         *("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze", "Alias", "Clone"),
-        *("Slice", "Select", "Split", "SplitWithSizes", "UnsafeSplit", "Unbind", "Narrow", "Diagonal", "Unfold"),
+        *("Slice", "Select", "Split", "SplitWithSizes", "UnsafeSplit", "Unbind", "Narrow", "Diagonal"),
     )
-} | {"SqueezeBackward1", "SqueezeBackward2", "ViewBackward0"}
-MOVE_ENTRIES -= {"UnfoldBackward0"}
+}
 # Operations that move rows to places that depend on data: what was shown for one batch says nothing of another.
 MOVE_ROWS = re.compile("Index|Gather|Scatter|Sort|Topk|Flip|Masked(?!Fill|Softmax)|Take|Put|Unique|Kthvalue|Embedding")
 
