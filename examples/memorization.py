@@ -99,7 +99,7 @@ def draw(runs: dict[str, dict], path: Path) -> None:
 PANELS = {
     "displacement": "squared distance of the weights\nfrom their start",
     "largest_fisher_trace": "largest Fisher trace so far",
-    "measured_c1": "measured code length C₁ (nats)",
+    "measured_c1_0.1": "measured code length C₁ (nats)",
 }
 
 
@@ -115,7 +115,7 @@ def draw_study(study: dict, path: Path) -> None:
                 draw_length(ax, rows, name)
             ax.set(xlabel="random labels", ylabel=label, title=network.upper(), ylim=(0, None))
             ax.xaxis.set_major_formatter("{x:.0%}")
-            if name == "measured_c1":
+            if name == "measured_c1_0.1":
                 samples = study["settings"]["samples"]
                 ax.axhline(samples * np.log(10), color="black", linestyle=":", label="N log 10: the labels themselves")
             ax.legend(frameon=False, fontsize="small")
