@@ -278,70 +278,60 @@ def pretrain(bench: Bench, name: str) -> dict[str, Any]:
     return {"source_error": error, "seconds": time.perf_counter() - begin}
 
 
-def truth(bench: Bench, network: str, target: str, seed: int) -> list[dict[str, Any]]:
-    """Fine-tune every start on every number of labels, in both ways."""
+def truth(bench: Bench, network: str, target: str, seed: int, labels: int) -> list[dict[str, Any]]:
+    """Fine-tune every start on so many labels, in both ways."""
     recipe = RECIPES[network]
     task = bench.task(target, network)
-    pool, test = task.target[drawn(task.target, seed)], task.test[: recipe.test]
+    pool, test = task.target[drawn(task.target, seed)[:labels]], task.test[: recipe.test]
     rows = []
     for name in starts_for(target, network):
-        frozen = bench.fresh_head(name, pool.classes, seed)
-        body = frozen.body
-        most = max(recipe.steps)
-        features, features_test = (outputs(body, x).double() for x in (pool.x[:most], test.x))
-        for labels in recipe.steps:
-            begin = time.perf_counter()
-            tuned = fine_tuned(bench.fresh_head(name, pool.classes, seed), pool[:labels], recipe, seed, labels)
-            seconds = time.perf_counter() - begin
-            full = error_of(outputs(tuned, test.x), test.y)
-            head = fit_linear_head(features[:labels], pool.y[:labels], weight_decay=0.01, max_iter=100)
-            with torch.no_grad():
-                linear = error_of(head(features_test), test.y)
-            cell = {"start": name, "target": target, "labels": labels, "seed": seed}
-            rows.append(cell | {"full": full, "linear": linear, "seconds": round(seconds, 2)})
+        body = bench.fresh_head(name, pool.classes, seed).body
+        features, features_test = (outputs(body, x).double() for x in (pool.x, test.x))
+        begin = time.perf_counter()
+        tuned = fine_tuned(bench.fresh_head(name, pool.classes, seed), pool, recipe, seed, labels)
+        seconds = time.perf_counter() - begin
+        full = error_of(outputs(tuned, test.x), test.y)
+        head = fit_linear_head(features, pool.y, weight_decay=0.01, max_iter=100)
+        with torch.no_grad():
+            linear = error_of(head(features_test), test.y)
+        rows.append({"start": name, "full": full, "linear": linear, "seconds": round(seconds, 2)})
     return rows
 
 
-def rival(bench: Bench, network: str, target: str, seed: int) -> list[dict[str, Any]]:
+def rival(bench: Bench, network: str, target: str, seed: int, labels: int) -> list[dict[str, Any]]:
     """Cross-validate fine-tuning on the labels at hand."""
     recipe = RECIPES[network]
     task = bench.task(target, network)
-    pool = task.target[drawn(task.target, seed)]
+    pool = task.target[drawn(task.target, seed)[:labels]]
+    fold = (torch.arange(labels) // pool.classes) % RIVAL_FOLDS  # labels come one of each class in turns
     rows = []
     for name in starts_for(target, network):
-        for labels in recipe.steps:
-            begin = time.perf_counter()
-            fold = (torch.arange(labels) // pool.classes) % RIVAL_FOLDS  # labels come one of each class in turns
-            wrong = torch.zeros(labels)
-            for k in fold.unique():
-                kept, held = pool[:labels][fold != k], pool[:labels][fold == k]
-                tuned = fine_tuned(bench.fresh_head(name, pool.classes, seed), kept, recipe, seed, labels)
-                wrong[fold == k] = (outputs(tuned, held.x).argmax(1) != held.y).float()
-            cell = {"start": name, "target": target, "labels": labels, "seed": seed}
-            cell |= {"error": wrong.mean().item(), "wrong": "".join(str(int(w)) for w in wrong)}
-            rows.append(cell | {"seconds": round(time.perf_counter() - begin, 2)})
+        begin = time.perf_counter()
+        wrong = torch.zeros(labels)
+        for k in fold.unique():
+            kept, held = pool[fold != k], pool[fold == k]
+            tuned = fine_tuned(bench.fresh_head(name, pool.classes, seed), kept, recipe, seed, labels)
+            wrong[fold == k] = (outputs(tuned, held.x).argmax(1) != held.y).float()
+        row = {"start": name, "rival": wrong.mean().item(), "wrong": "".join(str(int(w)) for w in wrong)}
+        rows.append(row | {"seconds": round(time.perf_counter() - begin, 2)})
     return rows
 
 
-def scores(bench: Bench, network: str, target: str, seed: int) -> list[dict[str, Any]]:
-    """Score every start on every number of labels, without training."""
-    recipe = RECIPES[network]
+def scores(bench: Bench, network: str, target: str, seed: int, labels: int) -> list[dict[str, Any]]:
+    """Score every start on so many labels, without training."""
     task = bench.task(target, network)
-    pool = task.target[drawn(task.target, seed)]
+    pool = task.target[drawn(task.target, seed)[:labels]]
+    models = {name: partial(bench.start, name) for name in starts_for(target, network)}
+    if NOTHING in models:
+        models[NOTHING] = partial(bench.fresh_head, NOTHING, pool.classes, seed)
     rows = []
-    for labels in recipe.steps:
-        models = {name: partial(bench.start, name) for name in starts_for(target, network)}
-        if NOTHING in models:
-            models[NOTHING] = partial(bench.fresh_head, NOTHING, pool.classes, seed)
-        ranking = rank_starts(models, (pool.x[:labels], pool.y[:labels]), layers=3, max_features=256, progress=False)
-        for start in ranking.starts:
-            head = start.name != NOTHING
-            last = start.layers[-1]
-            row = {"start": start.name, "target": target, "labels": labels, "seed": seed, "missed": start.missed}
-            row |= {"last_error": last.error, "last_interval": last.interval, "best_error": start.error}
-            row |= {"logme": start.logme, "h_score": start.h_score, "leep": start.leep if head else None}
-            row |= {"nce": start.nce if head else None, "parameters": start.parameters}
-            rows.append(row | {"seconds": round(start.seconds, 3)})
+    for start in rank_starts(models, (pool.x, pool.y), layers=3, max_features=256, progress=False).starts:
+        head = start.name != NOTHING
+        last = start.layers[-1]
+        row = {"start": start.name, "missed": start.missed, "logme": start.logme, "h_score": start.h_score}
+        row |= {"leep": start.leep if head else None, "nce": start.nce if head else None}
+        row |= {"last_error": last.error, "last_interval": last.interval, "best_error": start.error}
+        rows.append(row | {"parameters": start.parameters, "seconds": round(start.seconds, 3)})
     return rows
 
 
@@ -382,23 +372,24 @@ def units() -> Iterator[tuple[str, Callable[[Bench], Any]]]:
     """All units in the order in which they are run, each under the name of its file."""
     for name in SOURCES:
         yield f"start {name.replace(':', ' ')}", partial(pretrain, name=name)
-    yield from _cells("truth", "small", truth)
-    yield from _cells("scores", "small", scores)
+    for seed in SEEDS:
+        yield from cells_of("truth", "small", seed)
+        yield from cells_of("scores", "small", seed)
     yield "distances", distances
     yield "embeddings", embeddings
-    for seed in SEEDS:
-        yield from _cells("truth", "large", truth, [seed])
-        yield from _cells("scores", "large", scores, [seed])
-        yield from _cells("rival", "small", rival, [seed])
-    yield from _cells("rival", "large", rival)
+    for kind, network in (("truth", "large"), ("scores", "large"), ("rival", "small"), ("rival", "large")):
+        for seed in SEEDS:
+            yield from cells_of(kind, network, seed)
 
 
-def _cells(
-    kind: str, network: str, compute: Callable[..., Any], seeds: Sequence[int] = SEEDS
-) -> Iterator[tuple[str, Callable[[Bench], Any]]]:
-    for seed in seeds:
+KINDS: dict[str, Callable[..., Any]] = {"truth": truth, "scores": scores, "rival": rival}
+
+
+def cells_of(kind: str, network: str, seed: int) -> Iterator[tuple[str, Callable[[Bench], Any]]]:
+    for labels in RECIPES[network].steps:
         for target in TARGETS:
-            yield f"{kind} {network} {seed} {target}", partial(compute, network=network, target=target, seed=seed)
+            name = f"{kind} {network} {seed} {labels} {target}"
+            yield name, partial(KINDS[kind], network=network, target=target, seed=seed, labels=labels)
 
 
 def run(bench: Bench, minutes: float, only: str) -> None:
@@ -433,15 +424,15 @@ def collected(bench: Bench) -> tuple[dict[Key, dict[str, dict[str, Any]]], list[
         if not path.exists():
             missing.append(name)
             continue
-        found = read_json(path)
-        whole[name] = found
-        kind = name.partition(" ")[0]
-        for row in found if isinstance(found, list) else ():
-            entry = cells[row["target"], row["labels"], row["seed"]][row["start"]]
-            kept = {key: value for key, value in row.items() if key not in ("start", "target", "labels", "seed")}
-            entry |= {"rival": kept.pop("error")} if kind == "rival" else {}
-            entry[f"{kind}_seconds"] = kept.pop("seconds")
-            entry |= kept
+        whole[name] = read_json(path)
+        kind, *place = name.split(" ")
+        if kind not in KINDS:
+            continue
+        _, seed, labels, target = place
+        for row in whole[name]:
+            entry = cells[target, int(labels), int(seed)][row["start"]]
+            entry |= {key: value for key, value in row.items() if key not in ("start", "seconds")}
+            entry[f"{kind}_seconds"] = row["seconds"]
     for (target, *_), starts in cells.items():
         for start, entry in starts.items():
             source = whole.get(f"start {start.replace(':', ' ')}")
