@@ -77,6 +77,7 @@ class Gram:
         self.wanted = wanted
         self.room = room
         self.formed = formed
+        self.whole: ParamDict = {}  # formed gradients of all samples
         self.found: ParamDict = {}  # inner products of parameters that are not complete
         self.postponed: set[str] = set()
         self.reserved: dict[str, int] = {}
@@ -87,8 +88,10 @@ class Gram:
         if not self._has_room(name, tuple(contribution.shape)):
             return
         if self.formed:
+            start = samples.start
             for gradients in contribution.gradients():
-                self._keep((name,), (gradients.reshape(len(gradients), -1),))
+                self._write(name, start, gradients)
+                start += len(gradients)
         else:
             for number, parts in contribution.features():
                 for i, part in enumerate(parts):
@@ -97,9 +100,25 @@ class Gram:
         self._finish(name)
 
     def add_gradients(self, name: str, samples: slice, gradients: Tensor) -> None:
-        if self._has_room(name, tuple(gradients.shape[1:])):
+        if not self._has_room(name, tuple(gradients.shape[1:])):
+            return
+        if self.formed:
+            self._write(name, samples.start, gradients)
+        else:
             self._keep((name,), (gradients.reshape(len(gradients), -1),))
             self._finish(name)
+
+    def _write(self, name: str, start: int, gradients: Tensor) -> None:
+        """Put formed gradients into the rows of their samples; samples that no gradient reaches keep zeros."""
+        flat = gradients.reshape(len(gradients), -1)
+        if name not in self.whole:
+            self.whole[name] = flat.new_zeros(len(self.gram), flat.shape[1])
+        self.whole[name][start : start + len(flat)] = flat
+
+    def close(self) -> None:
+        """Count formed gradients, after the last sample."""
+        for rows in self.whole.values():
+            self.gram += inner_products(rows)
 
     def unfinished(self) -> set[str]:
         """Return the parameters of which features of some samples are missing."""
@@ -112,7 +131,7 @@ class Gram:
 
     def _has_room(self, name: str, shape: tuple[int, ...]) -> bool:
         if name not in self.reserved and name in self.wanted - self.postponed:
-            needed, unfinished = len(self.gram) * math.prod(shape), self.unfinished()
+            needed, unfinished = len(self.gram) * math.prod(shape), self.unfinished() | self.whole.keys()
             if unfinished and needed + sum(self.reserved[other] for other in unfinished) > self.room:
                 self.postponed.add(name)  # one parameter always fits
             else:

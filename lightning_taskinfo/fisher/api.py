@@ -217,8 +217,9 @@ def gradient_gram(
             generator.set_state(seed)  # the same labels in every pass
         sink = Gram(gram, wanted, room=128 * BLOCK, formed=formed)
         measure(model, inputs, targets, request, sink)
+        sink.close()
         wanted = sink.postponed | sink.unfinished()
-        formed = bool(sink.unfinished())
+        formed = formed or bool(sink.unfinished())
     return gram
 
 

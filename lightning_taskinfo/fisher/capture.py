@@ -186,6 +186,7 @@ def plan_of_one(graph: Graph) -> Plan | None:
             Rows(repeat=shape_of(node)[0]),
         )
         for node, sources in uses.items()
+        if shape_of(node).numel()  # as of an expert without a token
     ]
     return Plan(graph.signature, numbered, {}, lasting=False)
 

@@ -89,6 +89,16 @@ def test_trace_error_diagonal_and_gram_matrix(kind, chunk_size):
         torch.testing.assert_close(diagonal[name], g.square().mean(0))
 
 
+@pytest.mark.parametrize("chunk_size", [8, 4, 1])
+def test_chunks_in_which_a_layer_sees_no_sample(chunk_size):
+    torch.manual_seed(0)
+    model = Masked().double()
+    x, y = batch(21)
+    x[8:16, 0] = -x[8:16, 0].abs()
+    flat = torch.cat([g.flatten(1) for g in empirical(model, x, y).values()], 1)
+    torch.testing.assert_close(gradient_gram(model, x, y, chunk_size=chunk_size), flat @ flat.T)
+
+
 def test_more_samples_than_are_taken_at_once():
     torch.manual_seed(0)
     model = Masked().double()
