@@ -12,6 +12,7 @@ from lightning_taskinfo._model_calls import NoLogitsError
 from lightning_taskinfo._observe import observing
 from lightning_taskinfo._ranges import check_positive
 from lightning_taskinfo._warn import warn
+from lightning_taskinfo.callbacks._center import Center
 from lightning_taskinfo.callbacks._checks import check_plain
 from lightning_taskinfo.callbacks._probe import Probe
 from lightning_taskinfo.callbacks._report import has_matplotlib, report
@@ -26,6 +27,7 @@ from lightning_taskinfo.certificates import (
     pareto_front,
 )
 from lightning_taskinfo.certificates.errors import ErrorKind
+from lightning_taskinfo.certificates.prior import fixed_tensors, hashes
 from lightning_taskinfo.certificates.search import Structures, check_choices, named_structures
 from lightning_taskinfo.functional.likelihood import as_likelihood
 from lightning_taskinfo.plotting import plot_pareto
@@ -117,12 +119,14 @@ class PACBayesCertificate(Probe):
         self.draws, self.delta, self.delta_draws, self.pareto = draws, delta, delta_draws, pareto
         self.certificate: Certificate | None = None
         self.tradeoff: list[Candidate] = []
-        self._center: dict[str, Tensor] | None = None
+        self._center = Center(self.state_key)
+        self._fixed: dict[str, bytes] = {}  # hashes of what was frozen, and of buffers, at the start
         self._late = False
         self._bar = False
 
     def _forget(self) -> None:
-        self._center = None
+        self._center.kept = {}
+        self._fixed = {}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         check_plain(self.state_key, pl_module)
@@ -135,10 +139,13 @@ class PACBayesCertificate(Probe):
             )
         self.certificate, self.tradeoff = None, []
         self._bar = trainer.is_global_zero and trainer.progress_bar_callback is not None
-        if self._center is None:  # otherwise from a checkpoint, or an earlier fit: before the data were seen
+        known = self._center.begin(pl_module)
+        if not known:  # otherwise from a checkpoint, or an earlier fit: before the data were seen
             self._late = trainer.ckpt_path is not None
-            tensors = (*pl_module.named_parameters(), *pl_module.named_buffers())
-            self._center = {name: tensor.detach().clone() for name, tensor in tensors}
+            self._fixed = hashes(fixed_tensors(pl_module))
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        self._center.before_a_step(pl_module)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
@@ -230,15 +237,20 @@ class PACBayesCertificate(Probe):
         report(trainer.loggers, key, figure, rows, step)
 
     def _prior(self, device: torch.device) -> Prior:
-        center = {name: tensor.to(device) for name, tensor in (self._center or {}).items()}
-        return Prior(center, origin=None if self._late else self.prior_origin, stds=self.prior_stds)
+        center = {name: tensor.to(device) for name, tensor in self._center.kept.items()}
+        origin = None if self._late else self.prior_origin
+        return Prior(center, origin=origin, stds=self.prior_stds, fixed=self._fixed)
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "center": self._center, "late": self._late}
+        fixed = {name: digest.hex() for name, digest in self._fixed.items()}
+        center = {name: weight.cpu() for name, weight in self._center.kept.items()}
+        return {**super().state_dict(), "center": center, "fixed": fixed, "late": self._late}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self._center, self._late = state_dict["center"], state_dict["late"]
+        self._center.kept = dict(state_dict["center"])
+        self._fixed = {name: bytes.fromhex(digest) for name, digest in state_dict["fixed"].items()}
+        self._late = state_dict["late"]
 
 
 def _as_it_is(pair: Any) -> Any:

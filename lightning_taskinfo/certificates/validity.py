@@ -59,6 +59,12 @@ def _about_the_center(model: nn.Module, prior: Prior, center: Mapping[str, Tenso
         for name, parameter in weights.items()
         if name in center and parameter.numel() and center[name].data_ptr() == parameter.data_ptr()
     ]
+    later = {name: center[name] for name in prior.fixed if name in weights and name in center}
+    changed = [name for name, digest in hashes(later).items() if digest != prior.fixed[name]]
+    if changed:
+        reasons.append(
+            f"the centre of `{changed[0]}`, which was frozen at first, is not the weight that training began with"
+        )
     if shared:
         reasons.append(
             f"the prior's centre shares memory with the trained weights ({shared[0]}), so it was trained with them: "

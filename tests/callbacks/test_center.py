@@ -7,6 +7,7 @@ from torch import nn
 from lightning_taskinfo import TaskInfoWarning
 from lightning_taskinfo.callbacks import FisherTrace, InformationInWeights
 from lightning_taskinfo.callbacks._center import Center
+from lightning_taskinfo.callbacks.pac_bayes_certificate import PACBayesCertificate
 from tests.callbacks.hugging_face import Module, loader, lora
 from tests.callbacks.runs import Classifier, fit, seed_everything
 
@@ -62,7 +63,10 @@ def test_a_checkpoint_with_adapters_is_at_most_twice_as_large(tmp_path):
             trained = {name for name, p in self.named_parameters() if p.requires_grad}
             checkpoint["state_dict"] = {n: w for n, w in checkpoint["state_dict"].items() if n in trained}
 
-    assert size(FisherTrace(every_n_steps=4), InformationInWeights()) <= 2 * size()
+    certificate = PACBayesCertificate(prior_origin="pretrained on other texts", draws=20, betas=(1.0,))
+    alone = size()
+    assert size(FisherTrace(every_n_steps=4), InformationInWeights()) <= 2 * alone
+    assert size(certificate) <= 2 * alone
 
 
 def test_at_most_five_names_of_many(tmp_path):

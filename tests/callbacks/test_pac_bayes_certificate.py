@@ -299,3 +299,47 @@ def test_a_network_of_tokens_is_certified_by_the_share_of_wrong_ones(tmp_path):
     wrong = (model(tokens).argmax(-1) != tokens % 2).double().mean(1)
     assert callback.certificate.error == "token"
     assert callback.certificate.model_risk == pytest.approx(wrong.mean().item())
+
+
+class Frozen(Plain):
+    """Its first layer is frozen; ``thaw`` and ``change`` say what the training does with it."""
+
+    thaw = False
+    change = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].requires_grad_(False)
+
+    def training_step(self, batch, batch_idx):
+        if self.global_step == 2:
+            if self.change:
+                self.net[0].weight.data += 0.1
+            self.net[0].requires_grad_(self.thaw)
+        return super().training_step(batch, batch_idx)
+
+
+class Thawed(Frozen):
+    thaw = True
+
+
+class Changed(Frozen):
+    change = True
+
+
+class ChangedAndThawed(Frozen):
+    change = True
+    thaw = True
+
+
+@pytest.mark.parametrize(
+    ("model", "valid", "kept"),
+    [(Frozen, True, 2), (Thawed, True, 4), (Changed, False, 2), (ChangedAndThawed, False, 4)],
+)
+def test_frozen_weights_are_not_kept_and_still_watched(tmp_path, loader, model, valid, kept):
+    callback = PACBayesCertificate(**QUICK)
+    fit(tmp_path, callback, model=model, loader=loader, max_epochs=2)
+    assert len(callback.state_dict()["center"]) == kept
+    assert callback.certificate.valid == valid
+    if not valid:
+        assert "net.0.weight" in " ".join(callback.certificate.reasons)
