@@ -481,7 +481,7 @@ def described(batch: Any) -> str:
 
 
 def joined(parts: list[Any]) -> Any:
-    """Return batches of the same structure as one.
+    """Return batches of the same structure as one; sequences with an ``attention_mask`` are padded to one length.
 
     Example:
         >>> joined([{"x": torch.zeros(2)}, {"x": torch.ones(1)}])
@@ -490,11 +490,50 @@ def joined(parts: list[Any]) -> Any:
     if isinstance(parts[0], Tensor):
         return torch.cat(parts)
     if isinstance(parts[0], Mapping):
+        parts = _of_one_length(parts)
         return {key: joined([part[key] for part in parts]) for key in parts[0]}
     if isinstance(parts[0], list | tuple):
         groups = [joined(list(group)) for group in zip(*parts, strict=True)]
         return type(parts[0])(*groups) if hasattr(parts[0], "_fields") else type(parts[0])(groups)
     return parts[0]
+
+
+def joined_targets(parts: list[Tensor]) -> Tensor:
+    """Return the targets of batches as one; labels of tokens are padded to one length with -100.
+
+    Example:
+        >>> joined_targets([torch.tensor([[1, 2]]), torch.tensor([[3]])])
+        tensor([[   1,    2],
+                [   3, -100]])
+    """
+    if parts[0].ndim == 2 and not parts[0].is_floating_point():
+        longest = max(part.shape[1] for part in parts)
+        parts = [_longer(part, longest, IGNORED) for part in parts]
+    return torch.cat(parts)
+
+
+def _of_one_length(parts: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return sequences of tokens with more padding, which their mask leaves out; other batches as they are."""
+    masks = [part.get("attention_mask") for part in parts]
+    lengths = [mask.shape[1] for mask in masks if isinstance(mask, Tensor) and mask.ndim == 2]
+    if len(lengths) < len(parts) or len({*lengths}) == 1:
+        return parts
+    longest = max(lengths)
+    return [
+        {
+            name: _longer(x, longest, IGNORED if name in TARGETS else 0)
+            if isinstance(x, Tensor) and x.ndim > 1 and x.shape[1] == length
+            else x
+            for name, x in part.items()
+        }
+        for part, length in zip(parts, lengths, strict=True)
+    ]
+
+
+def _longer(x: Tensor, length: int, value: int) -> Tensor:
+    """Return ``[N, T, ...]`` with so many places on the second axis, the new ones filled with a value."""
+    behind = [0, 0] * (x.ndim - 2)
+    return nn.functional.pad(x, (*behind, 0, length - x.shape[1]), value=value)
 
 
 def sample_count(inputs: Any) -> int:

@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
-from lightning_taskinfo._batches import Reader, first_samples, is_labeled, joined, labeled_key, sample_count, take
+from lightning_taskinfo._batches import (
+    Reader,
+    first_samples,
+    is_labeled,
+    joined,
+    joined_targets,
+    labeled_key,
+    sample_count,
+    take,
+)
 from lightning_taskinfo._lightning import NAMESPACES, LightningModule, Trainer
 from lightning_taskinfo._observe import observing
 
@@ -188,7 +197,7 @@ class Collected:
 
     def joined(self) -> tuple[Any, Tensor | None]:
         """Return all samples as one batch."""
-        return joined(self.inputs), torch.cat(self.targets) if self.targets else None
+        return joined(self.inputs), joined_targets(self.targets) if self.targets else None
 
 
 def _seed_everything(seed: int) -> None:

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from lightning_taskinfo.callbacks import FisherTrace, InformationInWeights
 from lightning_taskinfo.fisher import FisherInformation, fisher_trace
@@ -56,6 +56,31 @@ def test_a_watched_training_ends_with_the_same_bits(tmp_path, name):
     fit(tmp_path, probe, InformationInWeights(), model=watched, loader=loader(name))
     assert len(probe.history) == 8
     same(alone.state_dict(), watched.state_dict())
+
+
+class Stream(IterableDataset):
+    """Sentences that cannot be read by index."""
+
+    def __iter__(self):
+        return iter(Sentences("Llama"))
+
+
+def shortened(samples):
+    """Pad to the longest sentence of a batch only, as collators do."""
+    batch = default_collate(samples)
+    longest = int(batch["attention_mask"].sum(1).max())
+    return {name: values[:, :longest] for name, values in batch.items()}
+
+
+def test_sentences_of_different_lengths_are_one_pool(tmp_path):
+    module = make("Llama")
+    probe = InformationInWeights(num_samples=16, max_samples=16)
+    stream = DataLoader(Stream(), batch_size=2, collate_fn=shortened)
+    fit(tmp_path, probe, model=module, loader=stream, max_epochs=1)
+    assert len({len(next(iter(shortened([sample]).values()))[0]) for sample in Sentences("Llama")}) > 1
+    _, loss = loop(module.model, "Llama", [*Sentences("Llama")])
+    (row,) = probe.history[-1:]
+    assert row.get("expected_loss", row.get("loss_nats")) == pytest.approx(16 * loss, rel=1e-4)
 
 
 @pytest.mark.parametrize("name", ["BERT classifier", "Llama", "T5", "ViT"])

@@ -5,6 +5,7 @@ import random
 import warnings
 from collections import namedtuple
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pytest
@@ -433,3 +434,28 @@ def test_a_checkpoint_of_a_long_training_stays_small_and_keeps_the_extremes(tmp_
     assert steps[-1] == 1999
     assert steps == sorted(steps)
     assert max(b - a for a, b in itertools.pairwise(steps)) <= 8
+
+
+class Combined(Classifier):
+    """Trains on the labelled samples; the others are there for a penalty."""
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch["labeled"], batch_idx)
+
+
+@pytest.mark.parametrize("unlabeled", [lambda x, y: x, lambda x, y: (x, y)], ids=["inputs", "pairs"])
+@pytest.mark.parametrize("batch_fn", [None, lambda batch: batch["labeled"]], ids=["by itself", "batch_fn"])
+def test_the_labelled_part_of_combined_loaders_is_measured(tmp_path, unlabeled, batch_fn):
+    def history(model, loader, **arguments):
+        callbacks = [probe(every_n_steps=2, **arguments) for probe in PROBES.values()]
+        fit(tmp_path, *callbacks, model=model, loader=loader, max_epochs=1)
+        return [callback.history for callback in callbacks]
+
+    def others(samples):
+        return unlabeled(*torch.utils.data.default_collate(samples))
+
+    labeled = DataLoader(digits(), batch_size=8)
+    loaders = {"labeled": labeled, "unlabeled": DataLoader(digits(40), batch_size=10, collate_fn=others)}
+    for data in ("train", "train_batch"):
+        alone = history(partial(Classifier, dropout=0.0), labeled, data=data)  # a second loader draws a seed
+        assert history(partial(Combined, dropout=0.0), loaders, data=data, batch_fn=batch_fn) == alone
