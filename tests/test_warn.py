@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 import lightning_taskinfo
@@ -23,20 +24,20 @@ from tests.callbacks.runs import Classifier, digits, make_trainer
 PACKAGE = Path(lightning_taskinfo.__file__).parent
 
 
-class Recurrent(nn.Module):
-    """``torch.func`` cannot run it, and no hook follows its weights."""
+class Checkpointed(nn.Module):
+    """``torch.func`` cannot run it, and its graph does not show the weights of the cell."""
 
     def __init__(self):
         super().__init__()
-        self.cell, self.head = nn.GRU(2, 3, batch_first=True), nn.Linear(3, 2)
+        self.first, self.cell, self.head = nn.Linear(2, 2), nn.GRU(2, 3, batch_first=True), nn.Linear(3, 2)
 
     def forward(self, x):
-        return self.head(self.cell(x)[0][:, -1])
+        return self.head(checkpoint(self.cell, self.first(x), use_reentrant=True)[0][:, -1])
 
 
 def measured_by_torchmetrics():
     metric = FisherInformation()
-    metric.update(Recurrent(), torch.randn(4, 5, 2))
+    metric.update(Checkpointed(), torch.randn(4, 5, 2))
 
 
 def few_for_lautum():
@@ -55,8 +56,8 @@ def classes_left_out(folder):
 
 
 CALLS = {  # what is called, how the warning begins, and what stands in the line it points to
-    "torch.func": (lambda _: fisher_trace(Recurrent(), torch.randn(4, 5, 2)), "torch.func cannot", " fisher_trace("),
-    "by layer": (lambda _: layer_traces(Recurrent(), torch.randn(4, 5, 2)), "torch.func cannot", " layer_traces("),
+    "torch.func": (lambda _: fisher_trace(Checkpointed(), torch.randn(4, 5, 2)), "torch.func cannot", " fisher_trace("),
+    "by layer": (lambda _: layer_traces(Checkpointed(), torch.randn(4, 5, 2)), "torch.func cannot", " layer_traces("),
     "torchmetrics": (lambda _: measured_by_torchmetrics(), "torch.func cannot run", "metric.update("),
     "Lautum": (lambda _: few_for_lautum(), "10 samples for . directions", ".fit_inputs("),
     "trainer": (lambda _: too_short(), "FisherTrace has measured nothing", "trainer.fit("),

@@ -20,18 +20,18 @@ plain backward pass only has their sum. A measurement goes over the batch in chu
    remains of the gradients.
 
 For a chunk of one sample nothing has to be shown: all rows are its own. Parameters whose uses cannot be told apart
-by sample take a slower engine (:mod:`~lightning_taskinfo.fisher.fallback`), with one warning that names them. Samples
-that depend on the others of their batch are measured alone.
+by sample take a slower engine (:mod:`~lightning_taskinfo.fisher.fallback`); one warning names those that need a
+backward pass for each sample. Samples that depend on the others of their batch are measured alone.
 """
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from operator import itemgetter
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Generator, Tensor, nn
@@ -117,12 +117,25 @@ class Sizes(NamedTuple):
 
 @dataclass
 class Known:
-    """What is known of a model on samples of one shape: sizes, the graph of one sample, and plans."""
+    """What is known of a model on samples of one shape, called in one way: sizes, the graph of one sample, and plans.
+
+    A ``forward_fn`` can mix the samples before they reach the model, where no graph shows it: what was found with one
+    says nothing about another.
+    """
 
     sample: list[tuple[torch.Size, torch.dtype]]
+    forward_fn: Callable[[], Any] | None  # a weak reference
     sizes: Sizes
     alone: list[Any]
     plans: list[Plan]
+
+    def fits(self, inputs: Any, forward_fn: Forward | None) -> bool:
+        """Whether it was found with samples of this shape, and by calling the model in this way."""
+        if self.forward_fn is None or forward_fn is None:
+            same_call = self.forward_fn is forward_fn
+        else:
+            same_call = self.forward_fn() is forward_fn
+        return same_call and self.sample == _sample(inputs)
 
 
 _KNOWN: "WeakKeyDictionary[nn.Module, Known]" = WeakKeyDictionary()
@@ -245,7 +258,7 @@ class Measurement:
         if self.sharded:
             return None  # all processes gather shards in step: what one happens to know must not change its passes
         known = _KNOWN.get(self.model)
-        return known if known is not None and known.sample == _sample(self.inputs) else None
+        return known if known is not None and known.fits(self.inputs, self.request.forward_fn) else None
 
     def _look(self) -> Known:
         """Run the model on the first sample alone, for the sizes, and for what its outputs are without the others."""
@@ -259,7 +272,8 @@ class Measurement:
             graph = Graph(outputs, self.parameters)
             signature = graph.signature
             elements = sum(shape_of(node).numel() for node in graph.uses(set()))
-        known = Known(_sample(self.inputs), Sizes(elements, outputs.numel()), signature, [])
+        sizes = Sizes(elements, outputs.numel())
+        known = Known(_sample(self.inputs), _weakly(self.request.forward_fn), sizes, signature, [])
         if self.from_graph and not self.sharded:
             _KNOWN[self.model] = known
         return known
@@ -407,6 +421,11 @@ def _differ(few: Tensor, many: Tensor) -> bool:
     largest = torch.linalg.vector_norm(many, math.inf)
     difference = torch.linalg.vector_norm(few[:rows] - many[:rows], math.inf)
     return bool(difference > torch.finfo(few.dtype).eps ** 0.5 * largest)
+
+
+def _weakly(forward_fn: Forward | None) -> Callable[[], Any] | None:
+    """Return a reference that keeps neither a function alive nor, through it, a model; of a method it holds nothing."""
+    return None if forward_fn is None else ref(forward_fn)
 
 
 def _sample(inputs: Any) -> list[tuple[torch.Size, torch.dtype]]:

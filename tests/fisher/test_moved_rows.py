@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_taskinfo import TaskInfoWarning
 from lightning_taskinfo.fisher import FisherInformation, fisher_diagonal, fisher_trace, gradient_gram
 from tests.fisher.test_measure import empirical
 
@@ -147,3 +148,15 @@ def test_yes_and_no_as_labels():
     found = fisher_trace(model, x, y, labels="empirical", likelihood="bernoulli")
     expected = fisher_trace(model, x, y.float(), labels="empirical", likelihood="bernoulli")
     torch.testing.assert_close(found, expected)
+
+
+def test_what_was_found_in_one_way_of_calling_says_nothing_about_another():
+    """Inputs that are centred before they reach the model mix the samples, where no graph shows it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    x, y = torch.randn(5, 4, dtype=torch.float64), torch.arange(5) % 3
+    plain = [float(fisher_trace(model, x, y, labels="empirical")) for _ in range(2)]
+    assert plain[0] == plain[1]
+    with pytest.warns(TaskInfoWarning, match="depend on the others of its batch"):
+        fisher_trace(model, x, y, labels="empirical", forward_fn=lambda model, x: model(x - x.mean(0)))
+    assert float(fisher_trace(model, x, y, labels="empirical")) == plain[0]
