@@ -168,7 +168,7 @@ WRITTEN = {  # part of a command -> a file that it leaves
     "taskinfo rank": "ranking.json",
     "transfer": "*report.html",
     "WANDB_MODE": "wandb/offline-run-*/run-*.wandb",  # where the page looks for it
-    "TASKINFO_CALLBACKS": "*information_nats_table.csv",
+    "TASKINFO_CALLBACKS": "*squared_displacement_table.csv",
     "watch.yaml": "*metrics.csv",
     "watch.py": "*version_0",
 }

@@ -37,7 +37,7 @@ from tests.transfer.tiny import STAGES, tiny_data, tiny_net
 PAGE = Path(__file__).parents[1] / "docs" / "wandb.md"
 OF_LIGHTNING = {"epoch", "step", "trainer/global_step"}
 HEADLINES = (
-    "fisher_trace", "squared_gradient_norm", "information_nats", "local_minimum/gamma", "certificate_bound",
+    "fisher_trace", "squared_gradient_norm", "squared_displacement", "local_minimum/gamma", "certificate_bound",
     "certificate_risk",
 )  # fmt: skip
 PLACES = {  # what may stand for a name in angle brackets

@@ -68,6 +68,9 @@ class InformationInWeights(Probe):
       network: above 1 nothing was compressed.
     - ``effective_parameters``, and ``information_nats/<layer>``.
 
+    The figure and the summary show ``squared_displacement``: of these numbers it alone was found to rise with the share
+    of random labels, and to change little with the length of training (``benchmarks/memorised_information.py``).
+
     Before training and after every epoch unless told otherwise. All are estimates from ``max_samples`` of the samples,
     multiplied by :math:`N`.
 
@@ -104,7 +107,7 @@ class InformationInWeights(Probe):
     """
 
     default_every_n_epochs: ClassVar[int | None] = 1
-    ylabel: ClassVar[str] = "information in the weights (nats)"
+    ylabel: ClassVar[str] = "squared distance of the weights from their start"
     needs_whole_weights: ClassVar[str] = "keeps a centre and a curvature of all weights on every process"
 
     def __init__(
@@ -150,7 +153,7 @@ class InformationInWeights(Probe):
         self.structure = structure
         self.draws = draws
         self.num_samples = num_samples
-        self.headline = ("information_nats",)
+        self.headline = ("squared_displacement",)
         self._center = Center(self.state_key, prior_center)
         self._chosen: int | None = None  # of AUTO_STDS, at the last measurement
         self._distrusted = False

@@ -69,7 +69,7 @@ def rank_starts(
 
     For each start and layer, ridge regression on pooled features predicts the labels of a fold from the others. Starts
     are ordered by the mean of two ranks, those by the held-out squared error of the last layer and by its LogME: the
-    two did best, and alike, where they were compared with fine-tuning. Which starts cannot be told apart from the first
+    two did best, and alike, in a small pilot against fine-tuning. Which starts cannot be told apart from the first
     by these errors, in pairs over the samples, is said. H-score, LEEP and NCE stand beside it, see
     :mod:`lightning_taskinfo.functional.transferability`. Nothing is trained, unless ``fine_tune`` asks for it, and the
     networks are only observed.
