@@ -1,5 +1,6 @@
 """Tasks as vectors: what a fixed probe network's filters matter to each."""
 
+from collections.abc import Callable
 from copy import deepcopy
 from os import PathLike
 from typing import Any, Literal
@@ -8,7 +9,17 @@ import torch
 from torch import Generator, Tensor, nn
 
 from lightning_taskinfo._arguments import ArgumentsByName
-from lightning_taskinfo._batches import Forward, first_samples, moved, outputs_of, sample_count, split, take, tensors
+from lightning_taskinfo._batches import (
+    Forward,
+    Reader,
+    first_samples,
+    moved,
+    outputs_of,
+    sample_count,
+    split,
+    take,
+    tensors,
+)
 from lightning_taskinfo._model_calls import NoLogitsError
 from lightning_taskinfo._observe import observing
 from lightning_taskinfo._ranges import check_positive
@@ -49,6 +60,7 @@ class Task2Vec(metaclass=ArgumentsByName):
         seed: Seed of the draws.
         engine: Engine of :func:`~lightning_taskinfo.fisher.fisher_diagonal`.
         forward_fn: How to get the logits, ``forward_fn(probe, inputs)``; found out by default.
+        batch_fn: Picks ``(inputs, labels)`` out of a batch; needed where the batch does not say it plainly.
 
     Raises:
         ValueError: If an argument is outside its domain, or no weight is left beside the head.
@@ -76,6 +88,7 @@ class Task2Vec(metaclass=ArgumentsByName):
         seed: int = 0,
         engine: Engine = "auto",
         forward_fn: Forward | None = None,
+        batch_fn: Callable[[Any], Any] | None = None,
     ) -> None:
         if labels not in ("exact", "sampled"):
             raise ValueError(f"`labels` must be 'exact' or 'sampled', got {labels!r}.")
@@ -86,6 +99,7 @@ class Task2Vec(metaclass=ArgumentsByName):
         self.labels, self.mc_samples, self.max_samples = labels, mc_samples, max_samples
         self.weight_decay, self.seed, self.engine = weight_decay, seed, engine
         self.forward_fn = forward_fn
+        self.batch_fn = batch_fn
         self.probe = deepcopy(default_probe() if probe is None else probe).eval()
         self.head = find_head(self.probe, head)
         self.filters = _filters(self.probe, self.head)  # weight -> how its filters lie in it
@@ -114,10 +128,10 @@ class Task2Vec(metaclass=ArgumentsByName):
             name, test = name or data.name, data.test() if test is None else test
         if not name:
             raise ValueError("`name` must be given for data without a name of its own.")
-        inputs, labels = read_samples(data.train() if isinstance(data, ArrayData) else data)
+        inputs, labels = self._read(data.train() if isinstance(data, ArrayData) else data, "data")
         classes, targets = _classes(labels)
         self._check_inputs("data", inputs)
-        tested = None if test is None else read_samples(test, argument="test")
+        tested = None if test is None else self._read(test, "test")
         if tested is not None:
             self._check_inputs("test", tested[0])
         self._fit(inputs, targets)
@@ -135,6 +149,13 @@ class Task2Vec(metaclass=ArgumentsByName):
             num_classes=len(classes),
             test_error=float("nan") if tested is None else self._error(*tested, classes),
         )
+
+    def _read(self, data: Data, argument: str) -> tuple[Any, Tensor]:
+        """Return all inputs and labels, by the user's own function where there is one."""
+        if self.batch_fn is None:
+            return read_samples(data, argument=argument)
+        reader = Reader(self.batch_fn, self.forward_fn)
+        return read_samples(data, argument=argument, model=self.probe, reader=reader)
 
     def _outputs(self, inputs: Any) -> Tensor:
         """Run the probe, on its own device."""

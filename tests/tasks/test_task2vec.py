@@ -315,3 +315,13 @@ def test_inputs_of_any_structure_and_a_model_with_logits():
     torch.testing.assert_close(found.vector, expected.vector)
     told = Task2Vec(probe, forward_fn=lambda model, inputs: model(**inputs)).embed((fields, labels), name="sentences")
     torch.testing.assert_close(told.vector, expected.vector)
+
+
+def test_batch_fn_picks_inputs_and_labels_out_of_a_batch():
+    x, y = task()
+    test_x, test_y = task(seed=1)
+    plain = Task2Vec(conv_probe()).embed((x, y), name="task", test=(test_x, test_y))
+    named = Task2Vec(conv_probe(), batch_fn=lambda batch: (batch["image"], batch["kind"]))
+    other = named.embed({"image": x, "kind": y}, name="task", test={"image": test_x, "kind": test_y})
+    assert torch.equal(other.vector, plain.vector)
+    assert other.test_error == plain.test_error
