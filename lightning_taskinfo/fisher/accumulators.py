@@ -92,11 +92,17 @@ class Gram:
             for gradients in contribution.gradients():
                 self._write(name, start, gradients)
                 start += len(gradients)
+            return
+        layout = contribution.layout
+        if layout is None and samples.stop - samples.start < len(self.gram):
+            for gradients in contribution.gradients():
+                self._keep((name, "formed"), (gradients.reshape(len(gradients), -1),))
         else:
             for number, parts in contribution.features():
                 for i, part in enumerate(parts):
                     widths = tuple(factor.shape[1] for factor in part)
-                    self._keep((name, number, i, len(parts), widths), part)
+                    key = (name, *(layout or ()), number, i, len(parts), widths)
+                    self._keep((name, "formed") if layout == ("formed",) else key, part)
         self._finish(name)
 
     def add_gradients(self, name: str, samples: slice, gradients: Tensor) -> None:
@@ -105,7 +111,7 @@ class Gram:
         if self.formed:
             self._write(name, samples.start, gradients)
         else:
-            self._keep((name,), (gradients.reshape(len(gradients), -1),))
+            self._keep((name, "formed"), (gradients.reshape(len(gradients), -1),))
             self._finish(name)
 
     def _write(self, name: str, start: int, gradients: Tensor) -> None:

@@ -4,7 +4,7 @@ The gradient of a use's weight is pulled back to the parameter that it was compu
 entries, squares can be pulled back instead of gradients, and norms stay as they are.
 """
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -92,6 +92,21 @@ class Contribution:
             squares = ((term, term.use.diagonal(term.slot, scores)) for term, scores in self.parts)
             return total(s if term.way == () else vjp(term.source, term.leaf, s) for term, s in squares)
         return total(g.square().sum(0) for i in range(self._scores) for g in self._summed(i))
+
+    @property
+    def layout(self) -> tuple[Hashable, ...] | None:
+        """What must be equal for features of different chunks to belong together.
+
+        Features of a use have the order of entries of that use, formed gradients that of the parameter. Where a use
+        sees a part of the parameter, or a moved one, the kind of the use does not say which: then it is None, and
+        gradients of chunks have to be formed.
+        """
+        if not self.separate:
+            return ("formed",)
+        if any(term.way != () for term, _ in self.parts):
+            return None
+        ((term, _),) = self.parts  # of several uses of the whole parameter none is separate
+        return (type(term.use).__name__, bool(term.use.config.get("transposed")), term.slot)
 
     def features(self) -> Iterator[tuple[int, list[tuple[Factor, ...]]]]:
         """Yield numbered parts, for blocks of samples, whose inner products add up to those of the gradients."""

@@ -160,3 +160,46 @@ def test_what_was_found_in_one_way_of_calling_says_nothing_about_another():
     with pytest.warns(TaskInfoWarning, match="depend on the others of its batch"):
         fisher_trace(model, x, y, labels="empirical", forward_fn=lambda model, x: model(x - x.mean(0)))
     assert float(fisher_trace(model, x, y, labels="empirical")) == plain[0]
+
+
+def test_features_of_chunks_with_different_uses_are_not_mixed_up():
+    """One sample uses a matrix once, the others twice: their gradients have another order of entries in between."""
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.matrix = nn.Parameter(torch.randn(4, 4, dtype=torch.float64))
+
+        def forward(self, x):
+            h = x @ self.matrix
+            some = x[:, 0] > 0
+            out = h.tanh().clone()
+            out[some] = out[some] @ self.matrix
+            return out
+
+    torch.manual_seed(0)
+    model = Twice()
+    x, y = torch.randn(5, 4, dtype=torch.float64), torch.arange(5) % 4
+    x[:, 0] = torch.tensor([1.0, -1.0, 1.0, 1.0, -1.0])
+    rows = empirical(model, x, y)["matrix"].reshape(5, -1)
+    for chunk_size in (1, 2, None):
+        torch.testing.assert_close(gradient_gram(model, x, y, chunk_size=chunk_size), rows @ rows.T)
+
+
+def test_slices_of_one_parameter_in_different_chunks_are_not_mixed_up():
+    class Halves(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.matrix = nn.Parameter(torch.randn(6, 4, dtype=torch.float64))
+
+        def forward(self, x):
+            outputs = [row @ (self.matrix[:3] if row[0] > 0 else self.matrix[3:]).t() for row in x]
+            return torch.stack(outputs)
+
+    torch.manual_seed(0)
+    model = Halves()
+    x, y = torch.randn(4, 4, dtype=torch.float64), torch.arange(4) % 3
+    x[:, 0] = torch.tensor([1.0, -1.0, 1.0, -1.0])
+    rows = empirical(model, x, y)["matrix"].reshape(4, -1)
+    for chunk_size in (1, 2, None):
+        torch.testing.assert_close(gradient_gram(model, x, y, chunk_size=chunk_size), rows @ rows.T)
