@@ -176,7 +176,7 @@ def read_checkpoint(path: str | PathLike[str]) -> dict[str, Tensor]:
     except FileNotFoundError:
         raise ValueError(f"`center` must be a file of weights, got {path}, which does not exist.") from None
     except Exception as error:
-        raise ValueError(f"`center` must be a file of weights, got {path}, which cannot be read: {error}") from error
+        raise ValueError(f"`center` must be a file of weights, got {path}, which cannot be read.") from error
     if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):
         content = content["state_dict"]
     if not isinstance(content, Mapping) or not all(isinstance(value, Tensor) for value in content.values()):
