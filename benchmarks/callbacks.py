@@ -50,7 +50,12 @@ class Classifier(pl.LightningModule):
 
 def mlp() -> nn.Module:
     return nn.Sequential(
-        nn.Flatten(), nn.Linear(784, 300), nn.ReLU(), nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 10)
+        nn.Flatten(),
+        nn.Linear(784, 300),
+        nn.ReLU(),
+        nn.Linear(300, 300),
+        nn.ReLU(),
+        nn.Linear(300, 10),
     )
 
 
@@ -180,25 +185,42 @@ def by_steps(make, callback, data, *, batch_size, repeats):
         steps = NowAndThen(callback(), seed)
         fit(make, [steps], data, batch_size)
         if seed:
-            ratios.append(statistics.median(steps.seconds[True]) / statistics.median(steps.seconds[False]))
-            means.append(statistics.fmean(steps.seconds[True]) / statistics.fmean(steps.seconds[False]))
+            ratios.append(
+                statistics.median(steps.seconds[True]) / statistics.median(steps.seconds[False])
+            )
+            means.append(
+                statistics.fmean(steps.seconds[True]) / statistics.fmean(steps.seconds[False])
+            )
     found = {"median": statistics.median(ratios), "range": [min(ratios), max(ratios)]}
-    return found | {"of_means": statistics.median(means), "of_means_range": [min(means), max(means)]}
+    return found | {
+        "of_means": statistics.median(means),
+        "of_means_range": [min(means), max(means)],
+    }
 
 
 def run(make, callbacks, data, batch_size):
     """Train for an epoch; return wall-clock and CPU seconds of it, of the end of training, and inside of callbacks."""
     clock, spent = Clock(), [0.0]
     fit(make, [*(timed(callback, spent) for callback in callbacks), clock], data, batch_size)
-    return {"epoch": clock.seconds("start", "epoch"), "end": clock.seconds("epoch", "end"), "own": spent}
+    return {
+        "epoch": clock.seconds("start", "epoch"),
+        "end": clock.seconds("epoch", "end"),
+        "own": spent,
+    }
 
 
 def measure(make, data, *, batch_size, repeats):
     """Return, by variant, the medians of time relative to the plain epoch of the same round."""
-    parts = {steps: TensorDataset(*(part[: steps * batch_size] for part in data)) for steps in (LONG, SHORT)}
+    parts = {
+        steps: TensorDataset(*(part[: steps * batch_size] for part in data))
+        for steps in (LONG, SHORT)
+    }
     for *_, callbacks in VARIANTS.values():  # everything has been imported and called once
         run(make, callbacks(), parts[SHORT], batch_size)
-    turns = {steps: [name for name, (length, *_) in VARIANTS.items() if length == steps] for steps in parts}
+    turns = {
+        steps: [name for name, (length, *_) in VARIANTS.items() if length == steps]
+        for steps in parts
+    }
     plain = {steps: [] for steps in parts}
     watched = {name: [] for name in VARIANTS}
     order = random.Random(0)
@@ -209,17 +231,23 @@ def measure(make, data, *, batch_size, repeats):
                 callbacks = VARIANTS[name][2]() if name else []
                 (watched[name] if name else twice).append(run(make, callbacks, part, batch_size))
             plain[steps].append(mean(twice))
-    seconds = {steps: statistics.median(each["epoch"][0] for each in runs) for steps, runs in plain.items()}
+    seconds = {
+        steps: statistics.median(each["epoch"][0] for each in runs) for steps, runs in plain.items()
+    }
     ratios = {name: summary(name, runs, plain[VARIANTS[name][0]]) for name, runs in watched.items()}
     for name, callback in EACH_STEP.items():
-        ratios[name]["by_steps"] = by_steps(make, callback, parts[LONG], batch_size=batch_size, repeats=repeats)
+        ratios[name]["by_steps"] = by_steps(
+            make, callback, parts[LONG], batch_size=batch_size, repeats=repeats
+        )
     return {"plain_epoch_seconds": seconds, "ratios": ratios}
 
 
 def mean(runs):
     """Return the mean times of several runs."""
     return {
-        part: [statistics.fmean(times) for times in zip(*(each[part] for each in runs), strict=True)]
+        part: [
+            statistics.fmean(times) for times in zip(*(each[part] for each in runs), strict=True)
+        ]
         for part in runs[0]
     }
 
@@ -238,7 +266,9 @@ def summary(name, watched, plain):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--threads", type=int, default=2)
@@ -259,12 +289,18 @@ def main() -> None:
     }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(report, indent=2) + "\n")
-    print("| network | variant | epoch, wall | epoch, CPU | own methods | by steps | goal | end of fit, seconds |")
+    print(
+        "| network | variant | epoch, wall | epoch, CPU | own methods | by steps | goal | end of fit, seconds |"
+    )
     print("|---|---|---|---|---|---|---|---|")
     for network, result in results.items():
         for name, r in result["ratios"].items():
             goal = "" if r["goal"] is None else f"{r['goal']:.2f}"
-            steps = "{median:.3f} [{range[0]:.3f}, {range[1]:.3f}]".format(**r["by_steps"]) if "by_steps" in r else ""
+            steps = (
+                "{median:.3f} [{range[0]:.3f}, {range[1]:.3f}]".format(**r["by_steps"])
+                if "by_steps" in r
+                else ""
+            )
             times = f"{r['wall']:.3f} | {r['cpu']:.3f} | {r['own']:.3f} | {steps} | {goal}"
             print(f"| {network} | {name} | {times} | {r['end_wall_seconds']:.2f} |")
     print(f"\n{report['seconds']:.0f} s, load average {before['load_average']} before")

@@ -38,7 +38,9 @@ NOTE = (
     "post-distributions at once. Bounds are rounded up."
 )
 Split = tuple[Tensor, Tensor]
-Run = tuple[str, nn.Module, Split, Prior]  # name, trained network, the samples to certify it on, prior
+Run = tuple[
+    str, nn.Module, Split, Prior
+]  # name, trained network, the samples to certify it on, prior
 
 
 def load(data_dir: str | None) -> tuple[Split, Split]:
@@ -50,10 +52,14 @@ def load(data_dir: str | None) -> tuple[Split, Split]:
 
 def network(seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(784, 300), nn.ReLU(), nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 2))
+    return nn.Sequential(
+        nn.Linear(784, 300), nn.ReLU(), nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 2)
+    )
 
 
-def train(model: nn.Module, data: Split, epochs: int, *, lr: float = 0.01, seed: int = 1) -> nn.Module:
+def train(
+    model: nn.Module, data: Split, epochs: int, *, lr: float = 0.01, seed: int = 1
+) -> nn.Module:
     """Plain SGD with momentum 0.9 and batches of 128: nothing here knows of certificates."""
     inputs, targets = data
     g = torch.Generator().manual_seed(seed)
@@ -71,7 +77,9 @@ def error(model: nn.Module, data: Split) -> float:
     return float(zero_one_loss(model(data[0]), data[1]).mean())
 
 
-def stochastic_error(model: nn.Module, certificate: Certificate, data: Split, draws: int = 30) -> float:
+def stochastic_error(
+    model: nn.Module, certificate: Certificate, data: Split, draws: int = 30
+) -> float:
     """Error on ``data`` of ``draws`` networks from the post-distribution."""
     g = torch.Generator().manual_seed(2)
     errors = []
@@ -93,17 +101,26 @@ def from_half(data: Split, seed: int) -> Iterator[Run]:
     halves = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(seed)).chunk(2)
     held_out, certified = ((inputs[half], targets[half]) for half in halves)
     center = train(network(seed), held_out, epochs=20)
-    prior = Prior(center, "trained for 20 epochs on a random half of the images that is not certified")
+    prior = Prior(
+        center, "trained for 20 epochs on a random half of the images that is not certified"
+    )
     yield "half of the data, as it is", deepcopy(center), certified, prior
     for lr in (0.0002, 0.002):
         model = train(deepcopy(center), certified, epochs=1, lr=lr)
         yield f"half of the data, then 1 epoch on the other half at {lr}", model, certified, prior
 
 
-def measure(name: str, model: nn.Module, data: Split, prior: Prior, test: Split, structure: str, draws: int) -> Any:
+def measure(
+    name: str, model: nn.Module, data: Split, prior: Prior, test: Split, structure: str, draws: int
+) -> Any:
     start = time.perf_counter()
     certificate = certify(
-        model, data, prior, structure=structure, draws=draws, delta_draws=DELTA_DRAWS / len(STRUCTURES)
+        model,
+        data,
+        prior,
+        structure=structure,
+        draws=draws,
+        delta_draws=DELTA_DRAWS / len(STRUCTURES),
     )
     seconds = time.perf_counter() - start
     row = certificate.to_dict()
@@ -135,28 +152,44 @@ def table(rows: list[Any]) -> str:
 def picture(model: nn.Module, data: Split, prior: Prior, path: Path) -> None:
     """Draw what each structure trades for what, and keep the rows beside the picture."""
     betas = [10 ** (j / 3) for j in range(-4, 6)]
-    rows = pareto_front(model, data, prior, betas=betas, curvature_samples=30_000)  # rare pixels matter to the oracle
+    rows = pareto_front(
+        model, data, prior, betas=betas, curvature_samples=30_000
+    )  # rare pixels matter to the oracle
     plot_pareto(rows, len(data[0]))[0].savefig(path, dpi=150)
     path.with_suffix(".json").write_text(json.dumps([vars(row) for row in rows], indent=1) + "\n")
 
 
 def save(rows: list[Any], out: Path, threads: int) -> None:
-    environment = {"torch": torch.__version__, "python": platform.python_version(), "threads": threads}
+    environment = {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "threads": threads,
+    }
     out.parent.mkdir(parents=True, exist_ok=True)
     write_json(out, {"environment": environment, "confidence_of_a_run": CONFIDENCE, "rows": rows})
     out.with_suffix(".md").write_text(f"{table(rows)}\n\n{NOTE}\n")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-dir", default=os.environ.get("TASKINFO_DATA_DIR"), help="folder with mnist.npz")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data-dir", default=os.environ.get("TASKINFO_DATA_DIR"), help="folder with mnist.npz"
+    )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/certificate.json"))
-    parser.add_argument("--centers", nargs="*", default=["initialisation", "half"], help="centres of the prior")
-    parser.add_argument("--epochs", type=int, nargs="*", default=[2, 10], help="epochs from the initialisation")
+    parser.add_argument(
+        "--centers", nargs="*", default=["initialisation", "half"], help="centres of the prior"
+    )
+    parser.add_argument(
+        "--epochs", type=int, nargs="*", default=[2, 10], help="epochs from the initialisation"
+    )
     parser.add_argument("--structures", nargs="*", default=STRUCTURES)
     parser.add_argument("--draws", type=int, default=1_000, help="fresh networks a certificate")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--picture", type=Path, help="draw the trade-off of the first run here, and do nothing else")
+    parser.add_argument(
+        "--picture", type=Path, help="draw the trade-off of the first run here, and do nothing else"
+    )
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -171,14 +204,20 @@ def main() -> None:
         picture(model, samples, prior, arguments.picture)
         return
     rows = json.loads(arguments.out.read_text())["rows"] if arguments.out.exists() else []
-    done = {(row["run"], row["structure"]) for row in rows}  # a stopped benchmark goes on where it was
-    for name, model, samples, prior in chain.from_iterable(runs[center] for center in arguments.centers):
+    done = {
+        (row["run"], row["structure"]) for row in rows
+    }  # a stopped benchmark goes on where it was
+    for name, model, samples, prior in chain.from_iterable(
+        runs[center] for center in arguments.centers
+    ):
         for structure in arguments.structures:
             if (name, structure) not in done:
                 rows.append(measure(name, model, samples, prior, test, structure, arguments.draws))
                 print(table(rows[-1:]).splitlines()[-1], flush=True)
                 save(rows, arguments.out, arguments.threads)
-            assert all(row["stochastic_test_error"] <= row["bound"] for row in rows), "a test error above its bound"
+            assert all(row["stochastic_test_error"] <= row["bound"] for row in rows), (
+                "a test error above its bound"
+            )
 
 
 if __name__ == "__main__":

@@ -65,7 +65,9 @@ def error(model: nn.Module, data: Split) -> float:
     return float(zero_one_loss(model(data[0]), data[1]).mean())
 
 
-def stochastic_error(model: nn.Module, certificate: Certificate, data: Split, draws: int = 20) -> float:
+def stochastic_error(
+    model: nn.Module, certificate: Certificate, data: Split, draws: int = 20
+) -> float:
     g = torch.Generator().manual_seed(2)
     errors = []
     for _ in range(draws):
@@ -77,7 +79,12 @@ def stochastic_error(model: nn.Module, certificate: Certificate, data: Split, dr
 def pretrained(data_dir: str | None) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(small_cnn((1, 28, 28)), nn.Linear(64, 10))
-    fit(model, part(load_dataset("mnist", data_dir=data_dir).train().tensors, slice(PRETRAINED)), 2, 1e-3)
+    fit(
+        model,
+        part(load_dataset("mnist", data_dir=data_dir).train().tensors, slice(PRETRAINED)),
+        2,
+        1e-3,
+    )
     torch.manual_seed(1)
     model[1] = nn.Linear(64, 10)  # the fresh head
     return model
@@ -101,7 +108,9 @@ def run(name: str, start: nn.Module, labels: Split) -> tuple[nn.Module, Split, P
     return fit(deepcopy(start), kept, 5, 1e-3), kept, Prior.of(start, origin), held_out
 
 
-def measure(name: str, start: nn.Module, labels: Split, unlabelled: Tensor, test: Split, draws: int) -> dict[str, Any]:
+def measure(
+    name: str, start: nn.Module, labels: Split, unlabelled: Tensor, test: Split, draws: int
+) -> dict[str, Any]:
     began = time.perf_counter()
     model, data, prior, held_out = run(name, start, labels)
     certificate = certify(model, data, prior, unlabelled=unlabelled, held_out=held_out, draws=draws)
@@ -138,17 +147,30 @@ def save(rows: list[dict[str, Any]], out: Path, draws: int) -> None:
     environment = {"torch": torch.__version__, "python": platform.python_version(), "draws": draws}
     best = min((row["bound"] for row in rows if row["run"] in ("head", "all layers")), default=1.0)
     above = all(
-        row["stochastic_test_error"] <= row["bound"] and row["test_error"] <= row["network"]["bound"] for row in rows
+        row["stochastic_test_error"] <= row["bound"]
+        and row["test_error"] <= row["network"]["bound"]
+        for row in rows
     )
-    kept = {"best_with_a_pretrained_centre": best, "goal": GOAL, "below_goal": best < GOAL, "bounds_above": above}
+    kept = {
+        "best_with_a_pretrained_centre": best,
+        "goal": GOAL,
+        "below_goal": best < GOAL,
+        "bounds_above": above,
+    }
     write_json(out, {"environment": environment, **kept, "rows": rows})
     out.with_suffix(".md").write_text(f"{table(rows)}\n")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-dir", default=os.environ.get("TASKINFO_DATA_DIR"), help="mnist.npz and notmnist.npz")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/certified_transfer.json"))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data-dir", default=os.environ.get("TASKINFO_DATA_DIR"), help="mnist.npz and notmnist.npz"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("benchmarks/results/certified_transfer.json")
+    )
     parser.add_argument("--runs", nargs="*", default=["head", "half", "held out", "all layers"])
     parser.add_argument("--draws", type=int, default=1_000, help="fresh networks per estimate")
     arguments = parser.parse_args()

@@ -79,7 +79,9 @@ def vmapped(model: nn.Module, x: Tensor, y: Tensor) -> Callable[[], dict[str, Te
     parameters = {name: p.detach() for name, p in model.named_parameters()}
     buffers = {name: b.detach() for name, b in model.named_buffers()}
 
-    def loss(parameters: dict[str, Tensor], buffers: dict[str, Tensor], sample: Tensor, target: Tensor) -> Tensor:
+    def loss(
+        parameters: dict[str, Tensor], buffers: dict[str, Tensor], sample: Tensor, target: Tensor
+    ) -> Tensor:
         outputs = functional_call(model, (parameters, buffers), (sample.unsqueeze(0),))
         return F.cross_entropy(outputs, target.unsqueeze(0))
 
@@ -113,7 +115,9 @@ def looped(model: nn.Module, x: Tensor, y: Tensor) -> Callable[[], dict[str, Ten
     def call() -> dict[str, Tensor]:
         parameters = dict(model.named_parameters())
         rows = [
-            torch.autograd.grad(F.cross_entropy(model(x[n : n + 1]), y[n : n + 1]), [*parameters.values()])
+            torch.autograd.grad(
+                F.cross_entropy(model(x[n : n + 1]), y[n : n + 1]), [*parameters.values()]
+            )
             for n in range(len(x))
         ]
         return dict(zip(parameters, map(torch.stack, zip(*rows, strict=True)), strict=True))
@@ -121,7 +125,9 @@ def looped(model: nn.Module, x: Tensor, y: Tensor) -> Callable[[], dict[str, Ten
     return call
 
 
-def one_by_one(model: nn.Module, x: Tensor, y: Tensor, square: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+def one_by_one(
+    model: nn.Module, x: Tensor, y: Tensor, square: Callable[[Tensor], Tensor]
+) -> dict[str, Tensor]:
     """Sum ``square(gradient)`` over samples without keeping the gradients."""
     total: dict[str, Tensor] = {}
     for n in range(len(x)):
@@ -131,9 +137,13 @@ def one_by_one(model: nn.Module, x: Tensor, y: Tensor, square: Callable[[Tensor]
 
 
 LOOP: dict[str, Builder] = {
-    "trace": lambda model, x, y: lambda: sum(one_by_one(model, x, y, lambda g: g.square().sum()).values()) / len(x),
+    "trace": lambda model, x, y: (
+        lambda: sum(one_by_one(model, x, y, lambda g: g.square().sum()).values()) / len(x)
+    ),
     "diagonal": lambda model, x, y: (
-        lambda: {name: total / len(x) for name, total in one_by_one(model, x, y, torch.square).items()}
+        lambda: {
+            name: total / len(x) for name, total in one_by_one(model, x, y, torch.square).items()
+        }
     ),
     "exact": over_classes(looped),
     "gram": by_gradients(looped)["gram"],

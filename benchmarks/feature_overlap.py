@@ -52,12 +52,20 @@ def source_labels(kind, inputs, labels, generator):
     return torch.randint(10, labels.shape, generator=generator)
 
 
-KINDS = ("the same digits", "five groups of two", "odd or even", "ink, in five bins", "random labels")
+KINDS = (
+    "the same digits",
+    "five groups of two",
+    "odd or even",
+    "ink, in five bins",
+    "random labels",
+)
 
 
 def train(inputs, targets, seed, steps=300):
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, targets.shape[1]))
+    model = nn.Sequential(
+        nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, targets.shape[1])
+    )
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     for _ in range(steps):
         optimizer.zero_grad()
@@ -69,7 +77,9 @@ def train(inputs, targets, seed, steps=300):
 def missed(predicted, labels):
     """Share of the one-hot labels' variance."""
     targets = one_hot(labels, 10).to(predicted.dtype)
-    return ((predicted - targets).square().sum() / (targets - targets.mean(0)).square().sum()).item()
+    return (
+        (predicted - targets).square().sum() / (targets - targets.mean(0)).square().sum()
+    ).item()
 
 
 def read_out(model, parts, n):
@@ -92,7 +102,9 @@ def one_seed(seed):
         labels = source_labels(kind, *parts["source"], generator)
         model = train(parts["source"][0], one_hot(labels).float(), 1000 + seed)
         result["linear"][kind] = [read_out(model, parts, n) for n in NUMBERS]
-        result["overlap"][kind] = feature_overlap(model, [parts["overlap"]], layers=["3"]).outside.item()
+        result["overlap"][kind] = feature_overlap(
+            model, [parts["overlap"]], layers=["3"]
+        ).outside.item()
     return result
 
 
@@ -105,23 +117,41 @@ def judge(seeds):
         gains = scratch - torch.tensor([seed["linear"][kind] for seed in seeds]).double()
         outside = sum(seed["overlap"][kind] for seed in seeds) / len(seeds)
         for i, n in enumerate(NUMBERS):
-            gain, reach = gains[:, i].mean().item(), quantile * (gains[:, i].std() / len(seeds) ** 0.5).item()
+            gain, reach = (
+                gains[:, i].mean().item(),
+                quantile * (gains[:, i].std() / len(seeds) ** 0.5).item(),
+            )
             curve = (amplitude * n**-exponent).item()
-            row = {"source": kind, "n": n, "gain": gain, "interval": reach, "outside": outside, "scratch_curve": curve}
+            row = {
+                "source": kind,
+                "n": n,
+                "gain": gain,
+                "interval": reach,
+                "outside": outside,
+                "scratch_curve": curve,
+            }
             rows.append(row | {"predicted": curve - outside, "decided": abs(gain) > reach})
     return rows, {"amplitude": amplitude.item(), "exponent": exponent.item()}
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, default=8)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "feature_overlap.json")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent / "results" / "feature_overlap.json"
+    )
     args = parser.parse_args()
     start = time.perf_counter()
     rows, curve = judge([one_seed(seed) for seed in range(args.seeds)])
     print("source                  n     gain ± 95 %      outside  scratch curve  predicted")
     for r in rows:
-        mark = "" if not r["decided"] else ("  agrees" if r["gain"] * r["predicted"] > 0 else "  DISAGREES")
+        mark = (
+            ""
+            if not r["decided"]
+            else ("  agrees" if r["gain"] * r["predicted"] > 0 else "  DISAGREES")
+        )
         print(
             f"{r['source']:20} {r['n']:4} {r['gain']:8.3f} ± {r['interval']:.3f} {r['outside']:10.3f}"
             f" {r['scratch_curve']:12.3f} {'helps' if r['predicted'] > 0 else 'hurts':>10}{mark}"
@@ -135,9 +165,16 @@ def main():
         for predicted in (True, False)
     }
     table["undecided"] = len(rows) - len(decided)
-    environment = {"lightning_taskinfo": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    environment = {
+        "lightning_taskinfo": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
     environment |= {"machine": f"{platform.system()} {platform.machine()}", "cpus": os.cpu_count()}
-    result = {"what": "predicted and measured sign of linear transfer on digits", "seeds": args.seeds}
+    result = {
+        "what": "predicted and measured sign of linear transfer on digits",
+        "seeds": args.seeds,
+    }
     result |= {"environment": environment, "seconds": round(time.perf_counter() - start, 1)}
     result |= {"scratch_curve": curve, "confusion": table, "rows": rows}
     print(json.dumps(table, indent=1))

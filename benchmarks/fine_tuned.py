@@ -136,11 +136,15 @@ def ratios(name: str, rounds: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--networks", nargs="+", choices=CASES, default=[*CASES])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "fine_tuned.json")
+    parser.add_argument(
+        "--output", type=Path, default=Path(__file__).parent / "results" / "fine_tuned.json"
+    )
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     results: dict[str, Any] = {"environment": environment(), "threads": args.threads, "speed": []}
@@ -151,7 +155,9 @@ def main() -> None:
         rows = in_child(ratios, name, args.rounds)
         results["speed"] = kept + rows
         for row in rows:
-            print(f"{name}, {row['quantity']}: {row['ratio']:.2f} (first {row['first']:.2f}), goal {row['goal']}")
+            print(
+                f"{name}, {row['quantity']}: {row['ratio']:.2f} (first {row['first']:.2f}), goal {row['goal']}"
+            )
         args.output.write_text(json.dumps(results, indent=1) + "\n")
 
 

@@ -49,23 +49,40 @@ LOOPS = ("loop engine", "batch-of-one loop")
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--networks", nargs="*", choices=NETWORKS, default=[*NETWORKS])
     parser.add_argument("--samples", nargs="+", type=int, default=[128, 512], help="batch sizes")
     parser.add_argument("--quantities", nargs="+", choices=QUANTITIES, default=QUANTITIES)
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=[*CONTENDERS])
-    parser.add_argument("--repeats", type=int, default=7, help="rounds; at least 7 for figures worth quoting")
-    parser.add_argument("--limit", type=float, default=1.6, help="one trial only beyond this many times the quickest")
-    parser.add_argument("--exact-everywhere", action="store_true", help="time the exact diagonal on all networks")
+    parser.add_argument(
+        "--repeats", type=int, default=7, help="rounds; at least 7 for figures worth quoting"
+    )
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=1.6,
+        help="one trial only beyond this many times the quickest",
+    )
+    parser.add_argument(
+        "--exact-everywhere", action="store_true", help="time the exact diagonal on all networks"
+    )
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--memory-growth", action="store_true", help="also LeNet with 128 … 8,192 samples")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", help="a folder")
+    parser.add_argument(
+        "--memory-growth", action="store_true", help="also LeNet with 128 … 8,192 samples"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path(__file__).parent / "results", help="a folder"
+    )
     return parser.parse_args()
 
 
 def available() -> dict[str, str]:
     """Import every peer and return the reason for each that is not there."""
-    importlib.import_module("torch._dynamo")  # imported at first use otherwise, in every child again
+    importlib.import_module(
+        "torch._dynamo"
+    )  # imported at first use otherwise, in every child again
     missing = {}
     for name, (module, distribution) in PACKAGES.items():
         try:
@@ -90,7 +107,11 @@ def backpack_engine() -> str:
 def environment(threads: int) -> dict[str, Any]:
     """What a reader needs to judge the figures; nothing that tells whose machine it was."""
     versions = {}
-    for distribution in ("torch", "lightning-taskinfo", *(distribution for _, distribution in PACKAGES.values())):
+    for distribution in (
+        "torch",
+        "lightning-taskinfo",
+        *(distribution for _, distribution in PACKAGES.values()),
+    ):
         try:
             versions[distribution] = version(distribution)
         except PackageNotFoundError:
@@ -112,9 +133,15 @@ def environment(threads: int) -> dict[str, Any]:
 
 def check(names: list[str], networks: list[str], quantities: list[str]) -> dict[str, Any]:
     """Compare all contenders with the loop, on the networks and on the small corner cases."""
-    able = {quantity: [name for name in names if quantity in CONTENDERS[name]] for quantity in quantities}
+    able = {
+        quantity: [name for name in names if quantity in CONTENDERS[name]]
+        for quantity in quantities
+    }
     return {
-        network: {quantity: in_child(agreement, network, quantity, able[quantity]) for quantity in quantities}
+        network: {
+            quantity: in_child(agreement, network, quantity, able[quantity])
+            for quantity in quantities
+        }
         for network in [*networks, *CORNERS]
     }
 
@@ -138,7 +165,11 @@ def field(results: dict[str, Any], network: str, quantity: str, limit: float) ->
 
     On the larger networks only `auto` and the quickest peer go on to the larger batch.
     """
-    right = [name for name, r in results["agreement"][network][quantity].items() if r.get("error", 1.0) <= WRONG]
+    right = [
+        name
+        for name, r in results["agreement"][network][quantity].items()
+        if r.get("error", 1.0) <= WRONG
+    ]
     before = [r for r in results["speed"] if (r["network"], r["quantity"]) == (network, quantity)]
     ratios = {r["contender"]: r["ratio"] for r in before if r["contender"] in right}
     if not ratios:
@@ -150,7 +181,9 @@ def field(results: dict[str, Any], network: str, quantity: str, limit: float) ->
     return [name for name in ratios if name == "auto" or name in kept]
 
 
-def run_cell(results: dict[str, Any], cell: tuple[str, int, str], repeats: int, limit: float) -> None:
+def run_cell(
+    results: dict[str, Any], cell: tuple[str, int, str], repeats: int, limit: float
+) -> None:
     """Race one cell and measure the memory of whoever took part; append the rows to ``results``."""
     network, n, quantity = cell
     names = field(results, network, quantity, limit)
@@ -190,7 +223,10 @@ def main() -> None:
 
     def save(done: str) -> None:
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
-        print(f"{time.perf_counter() - start:6.0f} s, CPU {used.ru_utime + used.ru_stime:6.0f} s  {done}", flush=True)
+        print(
+            f"{time.perf_counter() - start:6.0f} s, CPU {used.ru_utime + used.ru_stime:6.0f} s  {done}",
+            flush=True,
+        )
         results["minutes"] = round((time.perf_counter() - start) / 60, 1)
         (args.output / "fisher.json").write_text(json.dumps(results, indent=1) + "\n")
         (args.output / "fisher.md").write_text(markdown(results))

@@ -22,7 +22,12 @@ from torch.nn.functional import cross_entropy
 
 from lightning_taskinfo._files import atomic_write, write_json
 from lightning_taskinfo.data import load_dataset
-from lightning_taskinfo.regularizers import Lautum, MultiKernelMMD, MutualInformation, WeightInformation
+from lightning_taskinfo.regularizers import (
+    Lautum,
+    MultiKernelMMD,
+    MutualInformation,
+    WeightInformation,
+)
 from lightning_taskinfo.regularizers._gradients import gradient_norms
 from lightning_taskinfo.variational import add_weight_noise
 
@@ -87,7 +92,9 @@ def run(penalty: str | None, weight: float, seed: int, steps: int) -> dict:
     }
 
 
-def made(penalty: str | None, weight: float, net: nn.Module, unlabelled: Tensor) -> nn.Module | None:
+def made(
+    penalty: str | None, weight: float, net: nn.Module, unlabelled: Tensor
+) -> nn.Module | None:
     """Return the regulariser; weight noise goes into the network."""
     if penalty == "lautum":
         lautum = Lautum(input_shape=(1, 8, 8), num_outputs=10, weight=weight)
@@ -103,7 +110,9 @@ def made(penalty: str | None, weight: float, net: nn.Module, unlabelled: Tensor)
     return None
 
 
-def added(penalty: str, regulariser: nn.Module, net: Network, labelled: Tensor, unlabelled: Tensor) -> Tensor:
+def added(
+    penalty: str, regulariser: nn.Module, net: Network, labelled: Tensor, unlabelled: Tensor
+) -> Tensor:
     if penalty == "information":
         return regulariser(net)
     features = net.body(unlabelled)
@@ -135,8 +144,13 @@ def rows_of(runs: list[dict]) -> list[dict]:
 
 
 def markdown(result: dict) -> str:
-    lines = [f"Without a penalty: {result['plain_accuracy']:.1f} % over {result['seeds']} seeds.", ""]
-    lines += ["| penalty | weight | ratio, first tenth | ratio, median | accuracy, % | change, points | range |"]
+    lines = [
+        f"Without a penalty: {result['plain_accuracy']:.1f} % over {result['seeds']} seeds.",
+        "",
+    ]
+    lines += [
+        "| penalty | weight | ratio, first tenth | ratio, median | accuracy, % | change, points | range |"
+    ]
     lines += ["|---" * 7 + "|"]
     for row in result["rows"]:
         low, high = row["change_range"]
@@ -148,14 +162,23 @@ def markdown(result: dict) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="one seed and few steps, to see that it runs")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "gradient_ratio.json")
+    parser.add_argument(
+        "--quick", action="store_true", help="one seed and few steps, to see that it runs"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path(__file__).parent / "results" / "gradient_ratio.json"
+    )
     args = parser.parse_args()
     seeds, steps = (1, 40) if args.quick else (args.seeds, STEPS)
     begin = time.process_time()
-    settings = [(None, 0.0), *((name, weight) for name, weights in WEIGHTS.items() for weight in weights)]
+    settings = [
+        (None, 0.0),
+        *((name, weight) for name, weights in WEIGHTS.items() for weight in weights),
+    ]
     runs = []
     for (penalty, weight), seed in itertools.product(settings, range(seeds)):
         runs.append(run(penalty, weight, seed, steps))
@@ -166,7 +189,8 @@ def main() -> None:
         "steps": steps,
         "environment": environment(),
         "cpu_seconds": time.process_time() - begin,
-        "plain_accuracy": 100 * statistics.fmean(row["accuracy"] for row in runs if row["penalty"] is None),
+        "plain_accuracy": 100
+        * statistics.fmean(row["accuracy"] for row in runs if row["penalty"] is None),
         "rows": rows_of(runs),
         "runs": runs,
     }

@@ -24,11 +24,19 @@ LIGHTNING = (
     "for name in ('lightning.pytorch', 'pytorch_lightning'):\n"
     "    if importlib.util.find_spec(name.split('.')[0]): importlib.import_module(name)"
 )
-CALLBACKS = [name for name, module in lightning_taskinfo._EXPORTS.items() if module.startswith("callbacks")]
+CALLBACKS = [
+    name for name, module in lightning_taskinfo._EXPORTS.items() if module.startswith("callbacks")
+]
 PAIRS = {
     "import lightning_taskinfo": ("import torch", "import torch, lightning_taskinfo"),
-    "the callback base": (LIGHTNING, f"{LIGHTNING}\nfrom lightning_taskinfo._lightning import Callback"),
-    **{f"import {name}": (LIGHTNING, f"{LIGHTNING}\nfrom lightning_taskinfo import {name}") for name in CALLBACKS},
+    "the callback base": (
+        LIGHTNING,
+        f"{LIGHTNING}\nfrom lightning_taskinfo._lightning import Callback",
+    ),
+    **{
+        f"import {name}": (LIGHTNING, f"{LIGHTNING}\nfrom lightning_taskinfo import {name}")
+        for name in CALLBACKS
+    },
 }
 
 
@@ -36,7 +44,9 @@ def seconds(code: str) -> float:
     """Time ``code`` inside a new Python; starting that Python is not counted."""
     timed = f"from time import perf_counter\nstart = perf_counter()\n{code}\nprint(perf_counter() - start)"
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", timed], capture_output=True, text=True, check=True, env=env)
+    done = subprocess.run(
+        [sys.executable, "-c", timed], capture_output=True, text=True, check=True, env=env
+    )
     return float(done.stdout.splitlines()[-1])
 
 
@@ -53,7 +63,9 @@ def measure(base: str, ours: str, repeats: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=7, help="turns of each pair")
     parser.add_argument("--output", type=Path, help="also write the JSON there")
     args = parser.parse_args()
@@ -63,7 +75,9 @@ def main() -> None:
         "cores": os.cpu_count(),
         "repeats": args.repeats,
         "goal_extra_seconds": GOAL,
-        "results": {name: measure(base, ours, args.repeats) for name, (base, ours) in PAIRS.items()},
+        "results": {
+            name: measure(base, ours, args.repeats) for name, (base, ours) in PAIRS.items()
+        },
     }
     text = json.dumps(report, indent=2)
     print(text)

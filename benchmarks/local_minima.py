@@ -71,7 +71,11 @@ def cell(settings: dict) -> dict:
     labels = mislabel(y, settings["mislabelled"], Generator().manual_seed(100 + settings["seed"]))
     model, epochs = train(x, labels, settings)
     model.eval()
-    result = {"train_loss": mean_loss(model, x, labels), "test_error": error(model, x_test, y_test), "epochs": epochs}
+    result = {
+        "train_loss": mean_loss(model, x, labels),
+        "test_error": error(model, x_test, y_test),
+        "epochs": epochs,
+    }
     if "drops" not in settings:
         result |= measures(model, x, labels, settings["seed"])
     kept = {key: value for key, value in settings.items() if key != "data_dir"}
@@ -88,11 +92,17 @@ def correlations(runs: list[dict]) -> dict:
     """Rank correlation of each measure with the test error, and by how much gamma's is the larger, with intervals."""
     rng = np.random.default_rng(0)
     names = [prefix + name for prefix in ("", "normalised_") for name in MEASURES]
-    table = np.array([[run[name] for name in names] + [run["test_error"]] for run in runs])  # [runs, measures + 1]
+    table = np.array(
+        [[run[name] for name in names] + [run["test_error"]] for run in runs]
+    )  # [runs, measures + 1]
     whole = spearman(table)
-    drawn = np.array([spearman(table[rng.integers(len(runs), size=len(runs))]) for _ in range(BOOTSTRAPS)])
+    drawn = np.array(
+        [spearman(table[rng.integers(len(runs), size=len(runs))]) for _ in range(BOOTSTRAPS)]
+    )
     low, high = np.nanquantile(drawn, [0.025, 0.975], axis=0)
-    result = {name: {"spearman": whole[i], "interval": [low[i], high[i]]} for i, name in enumerate(names)}
+    result = {
+        name: {"spearman": whole[i], "interval": [low[i], high[i]]} for i, name in enumerate(names)
+    }
     for i, name in enumerate(names):
         first = i - i % len(MEASURES)  # gamma of the same logits
         if i != first:
@@ -104,7 +114,9 @@ def correlations(runs: list[dict]) -> dict:
 
 def gains(runs: list[dict]) -> list[dict]:
     """Test error of each weight of R_alpha, and its paired difference from none."""
-    by_weight = {w: {run["seed"]: run["test_error"] for run in runs if run["weight"] == w} for w in WEIGHTS}
+    by_weight = {
+        w: {run["seed"]: run["test_error"] for run in runs if run["weight"] == w} for w in WEIGHTS
+    }
     rows = []
     for weight, errors in by_weight.items():
         change = np.array([errors[seed] - by_weight[0.0][seed] for seed in errors])
@@ -122,7 +134,11 @@ def gains(runs: list[dict]) -> list[dict]:
 
 def plan(args: argparse.Namespace) -> dict[str, dict]:
     """Every cell by name; the base setting belongs to all scenarios and is trained once."""
-    common = {"data_dir": args.data_dir, "samples": args.samples, "learning_rate": args.learning_rate}
+    common = {
+        "data_dir": args.data_dir,
+        "samples": args.samples,
+        "learning_rate": args.learning_rate,
+    }
     levels = [BASE | {name: level} for name, values in SCENARIOS.items() for level in values]
     cells = {}
     for seed, level in itertools.product(range(args.seeds), levels):
@@ -132,14 +148,22 @@ def plan(args: argparse.Namespace) -> dict[str, dict]:
         cells[f"{name}_seed_{seed}"] = {**common, **level, **extra}
     for seed, weight in itertools.product(range(args.pairs), WEIGHTS):
         drops = {"drops": [args.epochs // 2, 4 * args.epochs // 5], "max_epochs": args.epochs}
-        level = BASE | {"augmentation": "flip, crop" if args.data_dir else "crop", "weight": weight, "seed": seed}
+        level = BASE | {
+            "augmentation": "flip, crop" if args.data_dir else "crop",
+            "weight": weight,
+            "seed": seed,
+        }
         cells[f"regularised_{weight:g}_seed_{seed}"] = {**common, **level, **drops}
     return cells
 
 
 def of_scenario(runs: list[dict], scenario: str) -> list[dict]:
     others = {key: value for key, value in BASE.items() if key != scenario}
-    return [run for run in runs if "drops" not in run and all(run[key] == value for key, value in others.items())]
+    return [
+        run
+        for run in runs
+        if "drops" not in run and all(run[key] == value for key, value in others.items())
+    ]
 
 
 def levels_table(runs: list[dict], scenario: str) -> list[dict]:
@@ -148,20 +172,35 @@ def levels_table(runs: list[dict], scenario: str) -> list[dict]:
     for level in SCENARIOS[scenario]:
         chosen = [run for run in runs if run[scenario] == level]
         keys = ("test_error", "train_loss", "epochs", *MEASURES, "normalised_gamma")
-        rows.append({"level": level, **{key: float(np.mean([run[key] for run in chosen])) for key in keys}})
+        rows.append(
+            {"level": level, **{key: float(np.mean([run[key] for run in chosen])) for key in keys}}
+        )
     return rows
 
 
 def markdown(result: dict) -> str:
-    lines = [f"{result['data']}, {result['settings']['samples']} training images. The paper's claim: {CLAIM}.", ""]
+    lines = [
+        f"{result['data']}, {result['settings']['samples']} training images. The paper's claim: {CLAIM}.",
+        "",
+    ]
     lines += ["Spearman's rank correlation with the test error, with 95 % bootstrap intervals:", ""]
-    lines += ["| scenario | logits | " + " | ".join(MEASURES) + " |", "|---" * (2 + len(MEASURES)) + "|"]
+    lines += [
+        "| scenario | logits | " + " | ".join(MEASURES) + " |",
+        "|---" * (2 + len(MEASURES)) + "|",
+    ]
     for scenario, found in result["correlations"].items():
         for prefix, logits in (("", "as they are"), ("normalised_", "of one norm")):
             cells = [found[prefix + name] for name in MEASURES]
-            texts = [f"{c['spearman']:+.2f} ({c['interval'][0]:+.2f} to {c['interval'][1]:+.2f})" for c in cells]
+            texts = [
+                f"{c['spearman']:+.2f} ({c['interval'][0]:+.2f} to {c['interval'][1]:+.2f})"
+                for c in cells
+            ]
             lines.append(f"| {scenario} | {logits} | " + " | ".join(texts) + " |")
-    lines += ["", "| weight of R_alpha | test error, % | change, points | 95 % interval | pairs |", "|---" * 5 + "|"]
+    lines += [
+        "",
+        "| weight of R_alpha | test error, % | change, points | 95 % interval | pairs |",
+        "|---" * 5 + "|",
+    ]
     for row in result["regularised"]:
         low, high = (100 * bound for bound in row["interval"])
         lines.append(
@@ -171,25 +210,44 @@ def markdown(result: dict) -> str:
     for scenario, rows in result["levels"].items():
         keys = [key for key in rows[0] if key != "level"]
         lines += ["", f"| {scenario} | " + " | ".join(keys) + " |", "|---" * (1 + len(keys)) + "|"]
-        lines += [f"| {row['level']} | " + " | ".join(f"{row[key]:.4g}" for key in keys) + " |" for row in rows]
+        lines += [
+            f"| {row['level']} | " + " | ".join(f"{row[key]:.4g}" for key in keys) + " |"
+            for row in rows
+        ]
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-dir", default=os.environ.get("TASKINFO_DATA_DIR"), help="or TASKINFO_DATA_DIR")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data-dir", default=os.environ.get("TASKINFO_DATA_DIR"), help="or TASKINFO_DATA_DIR"
+    )
     parser.add_argument("--samples", type=int, default=1200, help="training images")
     parser.add_argument("--seeds", type=int, default=3, help="of each level of a scenario")
-    parser.add_argument("--pairs", type=int, default=5, help="seeds with and without the regularizer")
+    parser.add_argument(
+        "--pairs", type=int, default=5, help="seeds with and without the regularizer"
+    )
     parser.add_argument("--target-loss", type=float, default=0.1)
     parser.add_argument("--max-epochs", type=int, default=80)
-    parser.add_argument("--augmented-epochs", type=int, default=30, help="after which images stay as they are")
-    parser.add_argument("--epochs", type=int, default=24, help="of a training with or without the regularizer")
+    parser.add_argument(
+        "--augmented-epochs", type=int, default=30, help="after which images stay as they are"
+    )
+    parser.add_argument(
+        "--epochs", type=int, default=24, help="of a training with or without the regularizer"
+    )
     parser.add_argument("--learning-rate", type=float, default=0.01)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--folder", type=Path, help="where finished cells are kept; a temporary folder by default")
-    parser.add_argument("--quick", action="store_true", help="few images, seeds and epochs, to see that it runs")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "local_minima.json")
+    parser.add_argument(
+        "--folder", type=Path, help="where finished cells are kept; a temporary folder by default"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="few images, seeds and epochs, to see that it runs"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path(__file__).parent / "results" / "local_minima.json"
+    )
     args = parser.parse_args()
     if args.quick:
         args.samples, args.seeds, args.pairs, args.max_epochs, args.epochs = 400, 1, 2, 2, 2
@@ -203,7 +261,8 @@ def main() -> None:
     runs = list(done.values())
     scenarios = {scenario: of_scenario(runs, scenario) for scenario in SCENARIOS}
     reached = {
-        name: [run for run in chosen if run["train_loss"] <= args.target_loss] for name, chosen in scenarios.items()
+        name: [run for run in chosen if run["train_loss"] <= args.target_loss]
+        for name, chosen in scenarios.items()
     }
     result = {
         "claim": CLAIM,
@@ -211,10 +270,14 @@ def main() -> None:
         "settings": {**settings, "seeds": args.seeds, "pairs": args.pairs, "pool": POOL},
         "environment": environment(),
         "cpu_seconds": sum(run["cpu_seconds"] for run in runs),
-        "runs_that_reached_the_loss": {name: [len(reached[name]), len(scenarios[name])] for name in SCENARIOS},
+        "runs_that_reached_the_loss": {
+            name: [len(reached[name]), len(scenarios[name])] for name in SCENARIOS
+        },
         "correlations": {scenario: correlations(chosen) for scenario, chosen in reached.items()},
         "regularised": gains([run for run in runs if "drops" in run]),
-        "levels": {scenario: levels_table(chosen, scenario) for scenario, chosen in scenarios.items()},
+        "levels": {
+            scenario: levels_table(chosen, scenario) for scenario, chosen in scenarios.items()
+        },
         "runs": runs,
     }
     write_json(args.output, result)

@@ -74,7 +74,10 @@ def race(
     model, x, y = make(network, n)
     yardstick = plain(deepcopy(model), x, y)
     builders = {name: CONTENDERS[name][quantity] for name in hopeful(network, quantity, names)}
-    calls = {name: build(deepcopy(model), x.clone(), y) for name, build in {"floor": floor, **builders}.items()}
+    calls = {
+        name: build(deepcopy(model), x.clone(), y)
+        for name, build in {"floor": floor, **builders}.items()
+    }
     yardstick()
     results: dict[str, Result] = {}
 
@@ -83,7 +86,9 @@ def race(
 
     pairs = {name: [trial(name)] for name in calls}
     quickest = min(pairs[name][0][1] for name in builders)
-    repeated = [name for name in calls if pairs[name][0][1] <= limit * quickest or name in ("auto", "floor")]
+    repeated = [
+        name for name in calls if pairs[name][0][1] <= limit * quickest or name in ("auto", "floor")
+    ]
     if repeats > 1:  # the trial does not count where there are others
         pairs |= rounds(yardstick, {name: calls[name] for name in repeated}, repeats)
     found = {name: summary(pairs[name]) for name in calls}

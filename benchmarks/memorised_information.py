@@ -47,7 +47,11 @@ from torch.nn.functional import adaptive_avg_pool2d, cross_entropy
 
 from lightning_taskinfo._files import atomic_write, claim_folder, read_json, write_json
 from lightning_taskinfo.data import load_dataset
-from lightning_taskinfo.distributions.post_family import PostFamily, losses_with_noise, standard_noises
+from lightning_taskinfo.distributions.post_family import (
+    PostFamily,
+    losses_with_noise,
+    standard_noises,
+)
 from lightning_taskinfo.fisher import fisher_diagonal, fisher_trace
 from lightning_taskinfo.functional.information import added, evidence_prior_std
 
@@ -72,7 +76,14 @@ MEASURES = (
     "fisher_trace",
     "largest_fisher_trace",
 )
-BESIDE = ("train_accuracy", "test_accuracy", "loss", "measured_c1_std", "measured_c1_misfit", "evidence_misfit")
+BESIDE = (
+    "train_accuracy",
+    "test_accuracy",
+    "loss",
+    "measured_c1_std",
+    "measured_c1_misfit",
+    "evidence_misfit",
+)
 
 
 def mlp() -> nn.Module:
@@ -178,7 +189,9 @@ def measures(network: str, seed: int, share: float, training: dict) -> list[dict
         widths = [at_width(model, inputs, targets, family, std, seed) for std in STDS]
         best = min(widths, key=lambda row: row["c1"])
         narrow, wide = (added(family.terms(std).values()) for std in (0.1, 1.0))
-        flat_h, flat_moved = (torch.cat([part.flatten() for part in parts.values()]) for parts in (h, moved))
+        flat_h, flat_moved = (
+            torch.cat([part.flatten() for part in parts.values()]) for parts in (h, moved)
+        )
         evidence = evidence_prior_std(flat_h, flat_moved)
         rows.append({
             "network": network,
@@ -216,7 +229,12 @@ def accuracy(model: nn.Module, inputs: Tensor, targets: Tensor) -> float:
 
 
 def at_width(
-    model: nn.Module, inputs: Tensor, targets: Tensor, family: PostFamily, prior_std: float, seed: int
+    model: nn.Module,
+    inputs: Tensor,
+    targets: Tensor,
+    family: PostFamily,
+    prior_std: float,
+    seed: int,
 ) -> dict[str, float]:
     """Return measured and quadratic expected loss for one width of the pre-distribution, and C_1."""
     noises = standard_noises(family.displacement, DRAWS // 2, seed)
@@ -250,18 +268,41 @@ def verdicts(rows: list[dict]) -> dict[str, dict]:
     for name in MEASURES:
         ordered, drifts, separated = [], [], []
         for network in NETWORKS:
-            values = {(row["seed"], row["share"], row["step"]): row[name] for row in rows if row["network"] == network}
+            values = {
+                (row["seed"], row["share"], row["step"]): row[name]
+                for row in rows
+                if row["network"] == network
+            }
             seeds = sorted({seed for seed, *_ in values})
             steps = sorted({step for *_, step in values})
             for step in steps:
                 in_order = [
-                    all(values[seed, a, step] < values[seed, b, step] for a, b in itertools.pairwise(SHARES))
+                    all(
+                        values[seed, a, step] < values[seed, b, step]
+                        for a, b in itertools.pairwise(SHARES)
+                    )
                     for seed in seeds
                 ]
-                ordered.append({"network": network, "step": step, "seeds_in_order": sum(in_order), "seeds": len(seeds)})
+                ordered.append(
+                    {
+                        "network": network,
+                        "step": step,
+                        "seeds_in_order": sum(in_order),
+                        "seeds": len(seeds),
+                    }
+                )
             for share in SHARES:
-                means = [statistics.fmean(values[seed, share, step] for seed in seeds) for step in steps]
-                drifts.append({"network": network, "share": share, "means": means, "factor": max(means) / min(means)})
+                means = [
+                    statistics.fmean(values[seed, share, step] for seed in seeds) for step in steps
+                ]
+                drifts.append(
+                    {
+                        "network": network,
+                        "share": share,
+                        "means": means,
+                        "factor": max(means) / min(means),
+                    }
+                )
             clean = max(values[seed, SHARES[0], step] for seed in seeds for step in steps)
             random = min(values[seed, SHARES[-1], step] for seed in seeds for step in steps)
             separated.append(clean < random)
@@ -269,7 +310,9 @@ def verdicts(rows: list[dict]) -> dict[str, dict]:
             "ordered": all(row["seeds_in_order"] >= 0.8 * row["seeds"] for row in ordered),
             "stable": all(row["factor"] <= 2 for row in drifts),
             "separated": all(separated),
-            "fewest_seeds_in_order": min(f"{row['seeds_in_order']} of {row['seeds']}" for row in ordered),
+            "fewest_seeds_in_order": min(
+                f"{row['seeds_in_order']} of {row['seeds']}" for row in ordered
+            ),
             "largest_factor": max(row["factor"] for row in drifts),
             "order": ordered,
             "drift": drifts,
@@ -286,15 +329,27 @@ def of_random_labels(rows: list[dict]) -> list[dict]:
             for row in rows
             if (row["network"], row["step"], row["share"]) == (network, step, 1.0)
         ]
-        result.append({"network": network, "step": step, "mean": statistics.fmean(values), "smallest": min(values)})
+        result.append(
+            {
+                "network": network,
+                "step": step,
+                "mean": statistics.fmean(values),
+                "smallest": min(values),
+            }
+        )
     return result
 
 
 def markdown(result: dict) -> str:
     """Return the tables: what holds of each measure, and its means."""
     done, planned = result["trainings"]
-    lines = [f"From {done} of {planned} trainings; a seed counts where all its shares are finished.", ""]
-    lines += ["| measure | ordered | fewest seeds in order | stable | largest factor over lengths | separated |"]
+    lines = [
+        f"From {done} of {planned} trainings; a seed counts where all its shares are finished.",
+        "",
+    ]
+    lines += [
+        "| measure | ordered | fewest seeds in order | stable | largest factor over lengths | separated |"
+    ]
     lines += ["|---" * 6 + "|"]
     for name, row in result["verdicts"].items():
         words = ["yes" if row[key] else "no" for key in ("ordered", "stable", "separated")]
@@ -319,17 +374,29 @@ def markdown(result: dict) -> str:
     lines += ["", "Measured C_1 of random labels above N log 10, in nats:", ""]
     lines += ["| network | steps | mean | smallest |", "|---" * 4 + "|"]
     for row in result["random_labels"]:
-        lines.append(f"| {row['network']} | {row['step']} | {row['mean']:.0f} | {row['smallest']:.0f} |")
+        lines.append(
+            f"| {row['network']} | {row['step']} | {row['mean']:.0f} | {row['smallest']:.0f} |"
+        )
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--folder", type=Path, required=True, help="keeps finished trainings")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--units", type=int, help="trainings to do now; all that are missing by default")
-    parser.add_argument("--quick", action="store_true", help="one seed and few steps, to see that it runs")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "memorised_information.json")
+    parser.add_argument(
+        "--units", type=int, help="trainings to do now; all that are missing by default"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="one seed and few steps, to see that it runs"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path(__file__).parent / "results" / "memorised_information.json",
+    )
     args = parser.parse_args()
     lengths = (20, 40, 100) if args.quick else LENGTHS
     seeds = 1 if args.quick else args.seeds
@@ -356,7 +423,13 @@ def main() -> None:
     rows = of_complete_seeds(rows)
     result = {
         "question": "which number shows how much a network has memorised, at any length of training",
-        "settings": {"seeds": seeds, "samples": SAMPLES, "lengths": lengths, "shares": SHARES, "draws": DRAWS},
+        "settings": {
+            "seeds": seeds,
+            "samples": SAMPLES,
+            "lengths": lengths,
+            "shares": SHARES,
+            "draws": DRAWS,
+        },
         "environment": environment(),
         "cpu_seconds": seconds,
         "trainings": [finished, seeds * len(NETWORKS) * len(SHARES)],

@@ -50,7 +50,11 @@ class Product(nn.Module):
     def __init__(self, hidden: int = 128, out: int = 32) -> None:
         super().__init__()
         dense = lambda: nn.Sequential(  # noqa: E731
-            nn.Linear(D, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, out)
+            nn.Linear(D, hidden),
+            nn.ReLU(),
+            nn.Linear(hidden, hidden),
+            nn.ReLU(),
+            nn.Linear(hidden, out),
         )
         self.f, self.g = dense(), dense()
 
@@ -77,7 +81,13 @@ class Gaussians:
 
 def our_estimator(critic: nn.Module, learning_rate: float, negatives: str = "others"):
     regularizer = MutualInformation(
-        (D,), D, critic=critic, critic_steps=1, learning_rate=learning_rate, negatives=negatives, clip=CLIP
+        (D,),
+        D,
+        critic=critic,
+        critic_steps=1,
+        learning_rate=learning_rate,
+        negatives=negatives,
+        clip=CLIP,
     )
 
     def train(x, z):
@@ -147,7 +157,12 @@ def cell(settings: dict) -> dict:
             ours = [smile(critic(*batch), CLIP).item() for batch in batches]
         gaps[name] = max(abs(a - b) for a, b in zip(ours, readings[name], strict=True))
     readings[OPTIMAL] = [smile(test.log_ratio(*batch), CLIP).item() for batch in batches]
-    return {**settings, "readings": readings, "read_out_gap": gaps, "seconds": time.process_time() - begin}
+    return {
+        **settings,
+        "readings": readings,
+        "read_out_gap": gaps,
+        "seconds": time.process_time() - begin,
+    }
 
 
 def summary(cells: list[dict], name: str) -> dict:
@@ -180,12 +195,17 @@ def verdicts(rows: list[dict]) -> dict:
     settings = {key[:2] for key in by_setting}
     for name, rivals in RIVALS.items():
         for rival, (key, value) in itertools.product(rivals, keys.items()):
-            pairs = [(by_setting[(*s, name)], by_setting[(*s, rival)]) for s in settings if (*s, rival) in by_setting]
+            pairs = [
+                (by_setting[(*s, name)], by_setting[(*s, rival)])
+                for s in settings
+                if (*s, rival) in by_setting
+            ]
             better = sum(value(ours) <= value(other) * (1 + ROUNDING) for ours, other in pairs)
             ratios = [value(ours) / value(other) for ours, other in pairs]
-            found[f"{name}: {key}, no worse than {rival}"] = {"settings": better, "of": len(pairs)} | (
-                {"ratio_range": [min(ratios), max(ratios)]} if ratios else {}
-            )
+            found[f"{name}: {key}, no worse than {rival}"] = {
+                "settings": better,
+                "of": len(pairs),
+            } | ({"ratio_range": [min(ratios), max(ratios)]} if ratios else {})
     return found
 
 
@@ -214,35 +234,70 @@ def markdown(rows: list[dict], counted: dict) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--nats", nargs="+", type=float, default=[2, 4, 6, 8, 10])
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[64, 256])
     parser.add_argument("--steps", type=int, default=1000, help="critic steps")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--quick", action="store_true", help="a few steps of two settings, to see that it runs")
-    parser.add_argument("--folder", type=Path, help="where finished cells are kept; a temporary folder by default")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "mutual_information.json")
+    parser.add_argument(
+        "--quick", action="store_true", help="a few steps of two settings, to see that it runs"
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="where finished cells are kept; a temporary folder by default"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path(__file__).parent / "results" / "mutual_information.json"
+    )
     args = parser.parse_args()
     if args.quick:
         args.steps, args.seeds, args.nats, args.batch_sizes = 50, 1, [2.0, 4.0], [64]
     folder = args.folder or Path(tempfile.mkdtemp())
-    claim_folder(folder, {"steps": args.steps, "reads": READS, "clip": CLIP, "dimensions": D}, argument="--folder")
+    claim_folder(
+        folder,
+        {"steps": args.steps, "reads": READS, "clip": CLIP, "dimensions": D},
+        argument="--folder",
+    )
     cells = {
-        f"batch_{B}_nats_{nats:g}_seed_{seed}": {"nats": nats, "batch_size": B, "seed": seed, "steps": args.steps}
+        f"batch_{B}_nats_{nats:g}_seed_{seed}": {
+            "nats": nats,
+            "batch_size": B,
+            "seed": seed,
+            "steps": args.steps,
+        }
         for B, nats, seed in itertools.product(args.batch_sizes, args.nats, range(args.seeds))
     }
-    done = run_cells(cell, cells, folder=folder, workers=args.workers, on_done=lambda name, _: print(name, flush=True))
+    done = run_cells(
+        cell,
+        cells,
+        folder=folder,
+        workers=args.workers,
+        on_done=lambda name, _: print(name, flush=True),
+    )
     rows = []
     for B, nats in itertools.product(args.batch_sizes, args.nats):
         runs = [run for run in done.values() if (run["batch_size"], run["nats"]) == (B, nats)]
         rows += [summary(runs, name) for name in runs[0]["readings"]]
     counted = verdicts(rows)
-    settings = {"steps": args.steps, "seeds": args.seeds, "reads": READS, "clip": CLIP, "dimensions": D}
+    settings = {
+        "steps": args.steps,
+        "seeds": args.seeds,
+        "reads": READS,
+        "clip": CLIP,
+        "dimensions": D,
+    }
     seconds = sum(run["seconds"] for run in done.values())
     write_json(
         args.output,
-        {"settings": settings, "environment": environment(), "cpu_seconds": seconds, "verdicts": counted, "rows": rows},
+        {
+            "settings": settings,
+            "environment": environment(),
+            "cpu_seconds": seconds,
+            "verdicts": counted,
+            "rows": rows,
+        },
     )
     table = markdown(rows, counted)
     with atomic_write(args.output.with_suffix(".md"), "w") as file:

@@ -7,7 +7,9 @@ from torch import Tensor, nn
 
 def mlp() -> nn.Module:
     """784-300-300-10."""
-    return nn.Sequential(nn.Linear(784, 300), nn.ReLU(), nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 10))
+    return nn.Sequential(
+        nn.Linear(784, 300), nn.ReLU(), nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 10)
+    )
 
 
 def lenet() -> nn.Module:
@@ -24,11 +26,17 @@ def vgg() -> nn.Module:
     width = 3
     for out in (32, 32, 0, 64, 64, 0, 128, 128, 0):
         if out:
-            layers += [nn.Conv2d(width, out, 3, padding=1, bias=False), nn.BatchNorm2d(out), nn.ReLU()]
+            layers += [
+                nn.Conv2d(width, out, 3, padding=1, bias=False),
+                nn.BatchNorm2d(out),
+                nn.ReLU(),
+            ]
             width = out
         else:
             layers.append(nn.MaxPool2d(2))
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(128 * 16, 128), nn.ReLU(), nn.Linear(128, 10))
+    return nn.Sequential(
+        *layers, nn.Flatten(), nn.Linear(128 * 16, 128), nn.ReLU(), nn.Linear(128, 10)
+    )
 
 
 class Block(nn.Module):
@@ -47,7 +55,17 @@ def resnet20() -> nn.Module:
     """ResNet-20 for 32×32 images (He et al. 2016)."""
     layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU()]
     width = 16
-    for out, stride in ((16, 1), (16, 1), (16, 1), (32, 2), (32, 1), (32, 1), (64, 2), (64, 1), (64, 1)):
+    for out, stride in (
+        (16, 1),
+        (16, 1),
+        (16, 1),
+        (32, 2),
+        (32, 1),
+        (32, 1),
+        (64, 2),
+        (64, 1),
+        (64, 1),
+    ):
         layers.append(Block(width, out, stride))
         width = out
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
@@ -68,8 +86,14 @@ class Attention(nn.Module):
 class Encoder(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.norm1, self.norm2, self.attention = nn.LayerNorm(width), nn.LayerNorm(width), Attention(width, heads)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.norm1, self.norm2, self.attention = (
+            nn.LayerNorm(width),
+            nn.LayerNorm(width),
+            Attention(width, heads),
+        )
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))
@@ -81,7 +105,10 @@ class ViT(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.patch, self.position = nn.Conv2d(3, 128, 4, 4), nn.Parameter(0.02 * torch.randn(1, 64, 128))
+        self.patch, self.position = (
+            nn.Conv2d(3, 128, 4, 4),
+            nn.Parameter(0.02 * torch.randn(1, 64, 128)),
+        )
         self.body = nn.Sequential(*(Encoder(128, 4) for _ in range(4)))
         self.norm, self.head = nn.LayerNorm(128), nn.Linear(128, 10)
 
@@ -106,7 +133,11 @@ class Raw(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.position, self.body, self.head = nn.Parameter(torch.randn(16)), nn.Linear(16, 16), nn.Linear(16, 10)
+        self.position, self.body, self.head = (
+            nn.Parameter(torch.randn(16)),
+            nn.Linear(16, 16),
+            nn.Linear(16, 10),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.body(x + self.position).tanh())

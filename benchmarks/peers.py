@@ -19,7 +19,9 @@ def backpack_builder(extension: str, attribute: str, *, scale: bool = True) -> B
 
         # Only the second-order extensions follow residual adds and reshapes, through a converter.
         foreign = any(not type(m).__module__.startswith("torch.nn") for m in model.modules())
-        model = extend(deepcopy(model), use_converter=foreign and extension == "DiagGGNExact").eval()
+        model = extend(
+            deepcopy(model), use_converter=foreign and extension == "DiagGGNExact"
+        ).eval()
         loss = extend(nn.CrossEntropyLoss(reduction="sum"))
 
         def call() -> dict[str, Tensor]:
@@ -81,7 +83,9 @@ def nngeometry_builder(quantity: str) -> Builder:
         calls: dict[str, Call] = {
             "trace": lambda: fixed().implicit_trace((x, y)),
             "diagonal": lambda: by_name(PMatDiag(fixed(), examples=(x, y)).get_diag()),
-            "exact": lambda: by_name(FIM(model, (x, y), PMatDiag, layer_collection=layers).get_diag()),
+            "exact": lambda: by_name(
+                FIM(model, (x, y), PMatDiag, layer_collection=layers).get_diag()
+            ),
             "gram": lambda: FMatDense(fixed(), examples=(x, y)).data[0, :, 0],
         }
         return calls[quantity]
@@ -98,7 +102,9 @@ def opacus_gradients(model: nn.Module, x: Tensor, y: Tensor) -> Callable[[], dic
     def call() -> dict[str, Tensor]:
         wrapped.zero_grad(set_to_none=True)
         F.cross_entropy(wrapped(x), y, reduction="sum").backward()
-        return {name.removeprefix("_module."): p.grad_sample for name, p in wrapped.named_parameters()}
+        return {
+            name.removeprefix("_module."): p.grad_sample for name, p in wrapped.named_parameters()
+        }
 
     return call
 
@@ -107,7 +113,9 @@ def opacus_ghost(model: nn.Module, x: Tensor, y: Tensor) -> Call:
     """Opacus' ghost norms, which never form a sample's gradient where a layer has a shorter way."""
     from opacus.grad_sample import GradSampleModuleFastGradientClipping
 
-    wrapped = GradSampleModuleFastGradientClipping(opacus_ready(model), loss_reduction="sum", strict=False)
+    wrapped = GradSampleModuleFastGradientClipping(
+        opacus_ready(model), loss_reduction="sum", strict=False
+    )
 
     def call() -> Tensor:
         wrapped.zero_grad(set_to_none=True)
@@ -137,7 +145,9 @@ def laplace_builder(interface: str) -> Builder:
 
         def call() -> dict[str, Tensor]:
             parts = backend.diag(x, y)[1].split([p.numel() for _, p in named])
-            return {name: part.view_as(p) / len(x) for (name, p), part in zip(named, parts, strict=True)}
+            return {
+                name: part.view_as(p) / len(x) for (name, p), part in zip(named, parts, strict=True)
+            }
 
         return call
 
@@ -153,7 +163,9 @@ def asdl_diagonal(fisher_type: str) -> Builder:
         from asdl.matrices import SHAPE_DIAG
 
         model = deepcopy(model)
-        config = FisherConfig(fisher_type, [SHAPE_DIAG], loss_type=LOSS_CROSS_ENTROPY, data_size=len(x))
+        config = FisherConfig(
+            fisher_type, [SHAPE_DIAG], loss_type=LOSS_CROSS_ENTROPY, data_size=len(x)
+        )
 
         def call() -> dict[str, Tensor]:
             maker = get_fisher_maker(model, config)
@@ -181,7 +193,10 @@ CONTENDERS: dict[str, dict[str, Builder]] = {
     "loop engine": ours("loop"),
     "torch.func": by_gradients(vmapped) | {"exact": over_classes(vmapped)},
     "BackPACK": BACKPACK,
-    "nngeometry": {quantity: nngeometry_builder(quantity) for quantity in ("trace", "diagonal", "exact", "gram")},
+    "nngeometry": {
+        quantity: nngeometry_builder(quantity)
+        for quantity in ("trace", "diagonal", "exact", "gram")
+    },
     "Opacus": by_gradients(opacus_gradients) | {"trace": opacus_ghost},
     "laplace-torch": {
         "trace": summed(laplace_builder("CurvlinopsEF")),

@@ -38,10 +38,19 @@ def cnn() -> nn.Module:
 
 
 def mlp() -> nn.Module:
-    return nn.Sequential(nn.Flatten(), nn.Linear(D, 300), nn.ReLU(), nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, K))
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(D, 300),
+        nn.ReLU(),
+        nn.Linear(300, 300),
+        nn.ReLU(),
+        nn.Linear(300, K),
+    )
 
 
-def in_turns(contenders: dict[str, Callable[[], None]], turns: int, steps: int = STEPS_A_TURN) -> dict:
+def in_turns(
+    contenders: dict[str, Callable[[], None]], turns: int, steps: int = STEPS_A_TURN
+) -> dict:
     """Median CPU milliseconds a step, and the median and range of the ratio to ``plain`` in the same turn."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for turn in range(turns + 1):
@@ -55,7 +64,11 @@ def in_turns(contenders: dict[str, Callable[[], None]], turns: int, steps: int =
     for name, values in times.items():
         ratios = [value / plain for value, plain in zip(values, times["plain"], strict=True)]
         spread = {"low": min(ratios), "high": max(ratios), "turns": turns, "steps_a_turn": steps}
-        result[name] = {"cpu_ms": statistics.median(values), "ratio": statistics.median(ratios), **spread}
+        result[name] = {
+            "cpu_ms": statistics.median(values),
+            "ratio": statistics.median(ratios),
+            **spread,
+        }
     return result
 
 
@@ -106,13 +119,19 @@ def lautum_cost(network, turns: int) -> dict:
     step_with(naive)()
     cpu_ms = 1000 * (time.process_time() - begin)
     plain = step_with(lambda x_u, out_u: 0 * out_u.sum())
-    result = in_turns({"plain": plain, "lautum": step_with(ours), "first fifty steps": step_with(every_step)}, turns)
+    result = in_turns(
+        {"plain": plain, "lautum": step_with(ours), "first fifty steps": step_with(every_step)},
+        turns,
+    )
     return result | {"naive": {"cpu_ms": cpu_ms, "ratio": cpu_ms / result["plain"]["cpu_ms"]}}
 
 
 def information_cost(network, turns: int, batch_size: int = 128) -> dict:
     g = torch.Generator().manual_seed(0)
-    x, y = torch.randn(batch_size, 3, 32, 32, generator=g), torch.randint(K, (batch_size,), generator=g)
+    x, y = (
+        torch.randn(batch_size, 3, 32, 32, generator=g),
+        torch.randint(K, (batch_size,), generator=g),
+    )
     information = WeightInformation(1.0, num_samples=50_000)
 
     def step_with(model, penalty):
@@ -130,7 +149,9 @@ def information_cost(network, turns: int, batch_size: int = 128) -> dict:
     contenders = {
         "plain": step_with(network(), lambda m: 0.0),
         "information": step_with(noisy, information),
-        "noise alone": step_with(network(), lambda m: 0 * noise.normal_().sum()),  # no draw can be cheaper
+        "noise alone": step_with(
+            network(), lambda m: 0 * noise.normal_().sum()
+        ),  # no draw can be cheaper
     }
     return in_turns(contenders, turns) | {"weights": weights}
 
@@ -141,18 +162,24 @@ COSTS = {
     "information": {
         "cnn": information_cost,
         "mlp": information_cost,
-        "mlp, batches of 512": partial(information_cost, batch_size=512),  # a weight is drawn once for more samples
+        "mlp, batches of 512": partial(
+            information_cost, batch_size=512
+        ),  # a weight is drawn once for more samples
     },
 }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--parts", nargs="+", choices=COSTS, default=list(COSTS))
     parser.add_argument("--turns", type=int, default=9, help="of each contender")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="one turn, to see that it runs")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "regularizers.json")
+    parser.add_argument(
+        "--output", type=Path, default=Path(__file__).parent / "results" / "regularizers.json"
+    )
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     results = read_json(args.output) if args.output.exists() else {}
@@ -161,7 +188,10 @@ def main() -> None:
             found = cost(NETWORKS[name.partition(",")[0]], 1 if args.quick else args.turns)
             results.setdefault(part, {})[name] = {**found, "environment": environment()}
             print(
-                part, name, {key: round(row["ratio"], 2) for key, row in found.items() if key != "weights"}, flush=True
+                part,
+                name,
+                {key: round(row["ratio"], 2) for key, row in found.items() if key != "weights"},
+                flush=True,
             )
             args.output.parent.mkdir(parents=True, exist_ok=True)
             write_json(args.output, results)

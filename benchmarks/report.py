@@ -10,7 +10,13 @@ TITLES = {
 }
 OURS = ("auto", "per_sample", "backpack engine", "loop engine")
 GOALS = {  # quantity -> network -> samples, ratio
-    "trace": {"mlp": (512, 0.75), "lenet": (512, 1.3), "vgg": (128, 1.1), "vit": (128, 1.15), "resnet20": (128, 1.2)},
+    "trace": {
+        "mlp": (512, 0.75),
+        "lenet": (512, 1.3),
+        "vgg": (128, 1.1),
+        "vit": (128, 1.15),
+        "resnet20": (128, 1.2),
+    },
     "diagonal": {
         "mlp": (512, 1.1),
         "lenet": (512, 1.35),
@@ -18,7 +24,13 @@ GOALS = {  # quantity -> network -> samples, ratio
         "vit": (128, 1.3),
         "resnet20": (128, 1.2),
     },
-    "gram": {"mlp": (100, 1.0), "lenet": (100, 1.2), "vgg": (100, 1.5), "vit": (100, 1.5), "resnet20": (100, 1.5)},
+    "gram": {
+        "mlp": (100, 1.0),
+        "lenet": (100, 1.2),
+        "vgg": (100, 1.5),
+        "vit": (100, 1.5),
+        "resnet20": (100, 1.5),
+    },
 }
 
 
@@ -35,7 +47,11 @@ def markdown(results: dict[str, Any]) -> str:
         if rows:
             parts += [f"## {title}", speed(results, quantity, rows)]
     if results["speed"]:
-        parts += ["## `auto` beside the best correct peer", ahead(results["speed"]), exact_beside_backpack(results)]
+        parts += [
+            "## `auto` beside the best correct peer",
+            ahead(results["speed"]),
+            exact_beside_backpack(results),
+        ]
         parts += ["## Peak memory", memory(results)]
     if "agreement" in results:
         parts += ["## Agreement", agreement(results)]
@@ -68,13 +84,20 @@ def speed(results: dict[str, Any], quantity: str, rows: list[dict[str, Any]]) ->
     """One row a contender, one column a network and batch size."""
     columns = list(dict.fromkeys((r["network"], r["n"]) for r in rows))
     by_key = {(r["contender"], r["network"], r["n"]): r for r in rows}
-    names = dict.fromkeys(["floor", *(name for cell in results["agreement"].values() for name in cell[quantity])])
+    names = dict.fromkeys(
+        ["floor", *(name for cell in results["agreement"].values() for name in cell[quantity])]
+    )
     body = []
     for name in names:
-        cells = [ratio(by_key.get((name, *column))) or absent(results, column[0], quantity, name) for column in columns]
+        cells = [
+            ratio(by_key.get((name, *column))) or absent(results, column[0], quantity, name)
+            for column in columns
+        ]
         body.append([bold(name), *cells])
     plain = [f"{1e3 * by_key[('floor', *column)]['plain_seconds']:.1f} ms" for column in columns]
-    return table(["", *(f"{network} {n}" for network, n in columns)], [["plain step", *plain], *body])
+    return table(
+        ["", *(f"{network} {n}" for network, n in columns)], [["plain step", *plain], *body]
+    )
 
 
 def bold(name: str) -> str:
@@ -84,7 +107,11 @@ def bold(name: str) -> str:
 def ratio(row: dict[str, Any] | None) -> str:
     if row is None:
         return ""
-    return f"{row['ratio']:.2f} ({row['low']:.2f}–{row['high']:.2f})" if row["repeats"] > 1 else f"~{row['ratio']:.2g}"
+    return (
+        f"{row['ratio']:.2f} ({row['low']:.2f}–{row['high']:.2f})"
+        if row["repeats"] > 1
+        else f"~{row['ratio']:.2g}"
+    )
 
 
 def absent(results: dict[str, Any], network: str, quantity: str, name: str) -> str:
@@ -98,7 +125,11 @@ def ahead(rows: list[dict[str, Any]]) -> str:
     """`auto` beside the quickest peer that is right, and the goal."""
     body = []
     for network, n, quantity in dict.fromkeys((r["network"], r["n"], r["quantity"]) for r in rows):
-        cell = {r["contender"]: r for r in rows if (r["network"], r["n"], r["quantity"]) == (network, n, quantity)}
+        cell = {
+            r["contender"]: r
+            for r in rows
+            if (r["network"], r["n"], r["quantity"]) == (network, n, quantity)
+        }
         peers = [r for name, r in cell.items() if name not in (*OURS, "floor")]
         samples, goal = GOALS.get(quantity, {}).get(network, (None, None))
         if "auto" in cell and peers:
@@ -112,11 +143,19 @@ def ahead(rows: list[dict[str, Any]]) -> str:
 
 def exact_beside_backpack(results: dict[str, Any]) -> str:
     body = []
-    rows = {(r["network"], r["n"], r["contender"]): r for r in results["speed"] if r["quantity"] == "exact"}
+    rows = {
+        (r["network"], r["n"], r["contender"]): r
+        for r in results["speed"]
+        if r["quantity"] == "exact"
+    }
     for (network, n, name), row in rows.items():
         if name == "BackPACK" and (network, n, "auto") in rows:
             quotient = rows[network, n, "auto"]["ratio"] / row["ratio"]
-            goal = f"≤ 0.75: {'yes' if quotient <= 0.75 else 'no'}" if network in ("mlp", "lenet") else ""
+            goal = (
+                f"≤ 0.75: {'yes' if quotient <= 0.75 else 'no'}"
+                if network in ("mlp", "lenet")
+                else ""
+            )
             body.append([f"{network} {n}", f"{quotient:.2f}", goal])
     return table(["exact diagonal", "auto / BackPACK", "goal"], body) if body else ""
 
@@ -135,7 +174,13 @@ def memory(results: dict[str, Any]) -> str:
     for network, n, quantity in columns:
         values = [by_key.get((name, network, n, quantity)) for name in names]
         values.insert(0, results["plain_mb"][f"{network} {n}"])
-        body.append([quantity, f"{network} {n}", *("" if value is None else f"{value:.0f}" for value in values)])
+        body.append(
+            [
+                quantity,
+                f"{network} {n}",
+                *("" if value is None else f"{value:.0f}" for value in values),
+            ]
+        )
     return text + table(["", "", "plain step", *map(bold, names)], body)
 
 
@@ -145,10 +190,16 @@ def agreement(results: dict[str, Any]) -> str:
         "Largest relative error over the quantities, against the batch-of-one loop in float64, on 4 samples; for a "
         "diagonal, that of the worst parameter. A parameter that is passed over counts as zero.\n\n"
     )
-    names = list(dict.fromkeys(name for cell in results["agreement"].values() for q in cell.values() for name in q))
+    names = list(
+        dict.fromkeys(
+            name for cell in results["agreement"].values() for q in cell.values() for name in q
+        )
+    )
     body = []
     for network, cell in results["agreement"].items():
-        body.append([network, *(verdict(cell, name, results["settings"]["wrong_above"]) for name in names)])
+        body.append(
+            [network, *(verdict(cell, name, results["settings"]["wrong_above"]) for name in names)]
+        )
     deviations = [r["deviation"] for r in results["speed"] if "deviation" in r]
     if deviations:
         text += f"At the batch sizes raced, nobody is further than {max(deviations):.1e} from torch.func.\n\n"
@@ -159,13 +210,21 @@ def agreement(results: dict[str, Any]) -> str:
         for name, found in by_name.items()
         if "refused" in found
     )
-    details = "\n<details><summary>What is refused, and with which words</summary>\n\n" + "\n".join(refusals)
-    return text + table(["", *map(bold, names)], body) + (details + "\n\n</details>" if refusals else "")
+    details = "\n<details><summary>What is refused, and with which words</summary>\n\n" + "\n".join(
+        refusals
+    )
+    return (
+        text
+        + table(["", *map(bold, names)], body)
+        + (details + "\n\n</details>" if refusals else "")
+    )
 
 
 def verdict(cell: dict[str, Any], name: str, wrong_above: float) -> str:
     found = {quantity: by_name[name] for quantity, by_name in cell.items() if name in by_name}
-    wrong = {quantity: r["error"] for quantity, r in found.items() if r.get("error", 0.0) > wrong_above}
+    wrong = {
+        quantity: r["error"] for quantity, r in found.items() if r.get("error", 0.0) > wrong_above
+    }
     refused = [quantity for quantity, r in found.items() if "refused" in r]
     right = [r["error"] for quantity, r in found.items() if "error" in r and quantity not in wrong]
     words = []
@@ -180,10 +239,16 @@ def verdict(cell: dict[str, Any], name: str, wrong_above: float) -> str:
 def growth(rows: list[dict[str, Any]]) -> str:
     """Time per sample and peak memory by the number of samples."""
     keys = list(dict.fromkeys((r["contender"], r["quantity"]) for r in rows))
-    names = ["plain step" if name == "plain" else f"**{name}**, {quantity}" for name, quantity in keys]
+    names = [
+        "plain step" if name == "plain" else f"**{name}**, {quantity}" for name, quantity in keys
+    ]
     body = []
     for n in dict.fromkeys(r["n"] for r in rows):
         found = {(r["contender"], r["quantity"]): r for r in rows if r["n"] == n}
-        cells = [f"{found[key]['microseconds']:.0f} µs, {found[key]['peak_mb']:.0f} MB" for key in keys if key in found]
+        cells = [
+            f"{found[key]['microseconds']:.0f} µs, {found[key]['peak_mb']:.0f} MB"
+            for key in keys
+            if key in found
+        ]
         body.append([f"{n:,}", *cells])
     return "Time per sample and peak extra memory.\n\n" + table(["samples", *names], body)

@@ -17,7 +17,11 @@ Split = tuple[Tensor, Tensor]
 @functools.cache
 def load(data_dir: str | None, samples: int) -> tuple[Split, Split, str]:
     """Return training and test images, standardised by the training set, and what they are."""
-    data = load_npz(Path(data_dir) / "cifar10_12k.npz", name="CIFAR-10") if data_dir else load_digits(size=28)
+    data = (
+        load_npz(Path(data_dir) / "cifar10_12k.npz", name="CIFAR-10")
+        if data_dir
+        else load_digits(size=28)
+    )
     (x, y), (x_test, y_test) = data.train()[:samples], data.test()[:]
     mean, std = x.mean((0, 2, 3), keepdim=True), x.std((0, 2, 3), keepdim=True)
     return ((x - mean) / std, y), ((x_test - mean) / std, y_test), data.name
@@ -50,7 +54,9 @@ def cutout(x: Tensor, generator: Generator, size: int = 8) -> Tensor:
     N, _, H, W = x.shape
     top, left = (torch.randint(length - size + 1, (N, 1), generator=generator) for length in (H, W))
     rows, columns = (torch.arange(n)[None] - start for n, start in ((H, top), (W, left)))
-    inside = ((rows >= 0) & (rows < size))[:, :, None] & ((columns >= 0) & (columns < size))[:, None]
+    inside = ((rows >= 0) & (rows < size))[:, :, None] & ((columns >= 0) & (columns < size))[
+        :, None
+    ]
     return x.masked_fill(inside[:, None], 0.0)
 
 
@@ -72,7 +78,9 @@ def network(shape: torch.Size, seed: int) -> nn.Module:
 
 @torch.no_grad()
 def mean_loss(model: nn.Module, x: Tensor, y: Tensor) -> float:
-    return sum(cross_entropy(model(a), b, reduction="sum").item() for a, b in batches(x, y)) / len(y)
+    return sum(cross_entropy(model(a), b, reduction="sum").item() for a, b in batches(x, y)) / len(
+        y
+    )
 
 
 @torch.no_grad()
@@ -103,16 +111,25 @@ def train(x: Tensor, y: Tensor, settings: dict) -> tuple[nn.Module, int]:
     for epoch in range(settings["max_epochs"]):
         augmented = drops or epoch < settings["augmented_epochs"]
         scheme = AUGMENTATIONS[settings["augmentation"]] if augmented else ()
-        for number, rows in enumerate(torch.randperm(len(x), generator=generator).split(settings["batch_size"])):
+        for number, rows in enumerate(
+            torch.randperm(len(x), generator=generator).split(settings["batch_size"])
+        ):
             inputs = functools.reduce(lambda a, f: f(a, generator), scheme, x[rows])
             loss = loss_fn((inputs, y[rows]))
             if weight and len(rows) >= 8:
                 rate = optimizer.param_groups[0]["lr"]
-                loss = loss + regularizer(model, loss_fn, (inputs, y[rows]), epoch=epoch, learning_rate=rate)
+                loss = loss + regularizer(
+                    model, loss_fn, (inputs, y[rows]), epoch=epoch, learning_rate=rate
+                )
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            if near and not scheme and number % 4 == 0 and mean_loss(model, x, y) <= settings["target_loss"]:
+            if (
+                near
+                and not scheme
+                and number % 4 == 0
+                and mean_loss(model, x, y) <= settings["target_loss"]
+            ):
                 return model, epoch + 1
         scheduler.step()
         if not drops:

@@ -40,7 +40,9 @@ def looped(probe: nn.Module, weights: list[str], inputs: Tensor, labels: str) ->
     return torch.cat([total.flatten(1).mean(1) / len(inputs) for total in totals])
 
 
-def fitted(network: str, n: int, labels: str, dtype: torch.dtype) -> tuple[Task2Vec, Tensor, Tensor]:
+def fitted(
+    network: str, n: int, labels: str, dtype: torch.dtype
+) -> tuple[Task2Vec, Tensor, Tensor]:
     """Return an embedder whose probe has a head for the random labels, and inputs and labels."""
     probe, x, y = make(network, n)
     embedder, x = Task2Vec(probe.to(dtype), labels=labels), x.to(dtype)
@@ -67,8 +69,18 @@ def race(network: str, n: int, labels: str, rounds: int) -> dict:
         for name, value in now.items() if turn else ():
             times[name].append(value)
     ratios = [loop / ours for loop, ours in zip(times["loop"], times["ours"], strict=True)]
-    row = {"network": network, "labels": labels, "samples": n, "filters": sum(len(p) for p in _parameters(embedder))}
-    row |= {"loop_over_ours": median(ratios), "low": min(ratios), "high": max(ratios), "rounds": rounds}
+    row = {
+        "network": network,
+        "labels": labels,
+        "samples": n,
+        "filters": sum(len(p) for p in _parameters(embedder)),
+    }
+    row |= {
+        "loop_over_ours": median(ratios),
+        "low": min(ratios),
+        "high": max(ratios),
+        "rounds": rounds,
+    }
     return row | {f"{name}_seconds": median(values) for name, values in times.items()}
 
 
@@ -76,7 +88,11 @@ def disagreement(network: str, n: int) -> float:
     embedder, x, _ = fitted(network, n, "exact", torch.float64)
     reference = looped(embedder.probe, list(embedder.filters), x, "exact")
     found = embedder._fisher(x)
-    return ((found - reference).abs() / reference.clamp(min=torch.finfo(torch.float64).tiny)).max().item()
+    return (
+        ((found - reference).abs() / reference.clamp(min=torch.finfo(torch.float64).tiny))
+        .max()
+        .item()
+    )
 
 
 def _parameters(embedder: Task2Vec) -> list[Tensor]:
@@ -84,15 +100,25 @@ def _parameters(embedder: Task2Vec) -> list[Tensor]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=["mlp", "lenet", "vgg", "resnet20"])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--networks", nargs="+", choices=NETWORKS, default=["mlp", "lenet", "vgg", "resnet20"]
+    )
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "task2vec.json")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent / "results" / "task2vec.json"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    result = {"what": "Task2Vec beside a loop over single samples", "environment": environment(1), "rows": []}
+    result = {
+        "what": "Task2Vec beside a loop over single samples",
+        "environment": environment(1),
+        "rows": [],
+    }
     result["relative_error_float64"] = {name: disagreement(name, 8) for name in args.networks}
     print("network   labels   loop/ours (least to largest)   ours s   loop s   head s")
     for network in args.networks:

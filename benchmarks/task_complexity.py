@@ -39,13 +39,17 @@ def prepared(images: Tensor) -> Tensor:
 
 def one(cell: dict) -> dict:
     """One sweep: its rows and β*."""
-    task = prepare_task(cell["spec"], max_samples=cell["n"], size=28, seed=cell["seed"], data_dir=cell["data_dir"])
+    task = prepare_task(
+        cell["spec"], max_samples=cell["n"], size=28, seed=cell["seed"], data_dir=cell["data_dir"]
+    )
     steps = cell["steps"]
     training = Training(pretrain_steps=steps, steps=steps)
     network = partial(small_network, SIDE * SIDE, task.num_classes, 32)
     data = prepared(task.inputs), task.targets
     curve = structure_function(network, data, BETAS, training=training, seed=cell["seed"])
-    excess = [e + t - curve.samples * math.log(10) for e, t in zip(curve.loss, curve.kl, strict=True)]
+    excess = [
+        e + t - curve.samples * math.log(10) for e, t in zip(curve.loss, curve.kl, strict=True)
+    ]
     rows = {key: getattr(curve, key) for key in ("betas", "kl", "loss", "loss_error")}
     return {"critical_beta": curve.critical_beta(), "least_excess": min(excess), **rows}
 
@@ -63,16 +67,32 @@ def interval(values: list[float | None]) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-dir", default=os.environ.get("TASKINFO_DATA_DIR"), help="holds mnist and cifar10_12k")
-    parser.add_argument("--tasks", nargs="*", default=["mnist", "cifar10_12k", "mnist:random-labels"])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data-dir",
+        default=os.environ.get("TASKINFO_DATA_DIR"),
+        help="holds mnist and cifar10_12k",
+    )
+    parser.add_argument(
+        "--tasks", nargs="*", default=["mnist", "cifar10_12k", "mnist:random-labels"]
+    )
     parser.add_argument("--n", type=int, default=1000)
-    parser.add_argument("--other-n", type=int, nargs="*", default=[250, 500, 2000], help="for the first and last task")
+    parser.add_argument(
+        "--other-n",
+        type=int,
+        nargs="*",
+        default=[250, 500, 2000],
+        help="for the first and last task",
+    )
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--folder", type=Path, help="keeps finished sweeps")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "task_complexity.json")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent / "results" / "task_complexity.json"
+    )
     args = parser.parse_args()
     start = time.perf_counter()
     wanted = [(spec, args.n) for spec in args.tasks]
@@ -90,16 +110,26 @@ def main() -> None:
     )  # fmt: skip
     rows = []
     for spec, n in wanted:
-        sweeps = [found[name] for name, cell in cells.items() if (cell["spec"], cell["n"]) == (spec, n)]
+        sweeps = [
+            found[name] for name, cell in cells.items() if (cell["spec"], cell["n"]) == (spec, n)
+        ]
         row = {"task": spec, "n": n, **interval([sweep["critical_beta"] for sweep in sweeps])}
         if "random" in spec:
             excess = torch.tensor([sweep["least_excess"] for sweep in sweeps], dtype=torch.float64)
             row |= {"least_excess": excess.mean().item()}
         rows.append(row)
         print(json.dumps(row))
-    environment = {"lightning_taskinfo": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    environment = {
+        "lightning_taskinfo": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
     environment |= {"machine": f"{platform.system()} {platform.machine()}", "cpus": os.cpu_count()}
-    result = {"what": "critical β of datasets at equal size", "environment": environment, "steps": args.steps}
+    result = {
+        "what": "critical β of datasets at equal size",
+        "environment": environment,
+        "steps": args.steps,
+    }
     result |= {"seconds": round(time.perf_counter() - start, 1), "rows": rows, "sweeps": found}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(result, indent=1) + "\n")

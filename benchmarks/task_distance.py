@@ -47,7 +47,9 @@ class Absolute(nn.Module):
 
 def even_trunk() -> nn.Module:
     """The small trunk with a first layer that does not see the sign of an image."""
-    return nn.Sequential(Centred(), nn.Linear(64, 32, bias=False), Absolute(), nn.Linear(32, 32), nn.ReLU())
+    return nn.Sequential(
+        Centred(), nn.Linear(64, 32, bias=False), Absolute(), nn.Linear(32, 32), nn.ReLU()
+    )
 
 
 def measure(
@@ -72,25 +74,39 @@ def measure(
     )  # fmt: skip
 
 
-def difference(matrix: DistanceMatrix, less: tuple[str, str], more: tuple[str, str]) -> dict[str, float | bool | str]:
+def difference(
+    matrix: DistanceMatrix, less: tuple[str, str], more: tuple[str, str]
+) -> dict[str, float | bool | str]:
     """Whether one distance is below another, with the standard error of the paired difference over seeds."""
     (a, b), (c, d) = (tuple(matrix.names.index(name) for name in pair) for pair in (less, more))
     gap = matrix.distances[:, c, d] - matrix.distances[:, a, b]
     error = (gap.std() / len(gap) ** 0.5).item()
     claim = f"d({less[0]}→{less[1]}) < d({more[0]}→{more[1]})"
-    return {"claim": claim, "gap": gap.mean().item(), "error": error, "holds": gap.mean().item() > 2 * error}
+    return {
+        "claim": claim,
+        "gap": gap.mean().item(),
+        "error": error,
+        "holds": gap.mean().item() > 2 * error,
+    }
 
 
 def claims(matrix: DistanceMatrix) -> list[dict[str, float | bool | str]]:
     pairs = (("digits", "digits:only-0-1"), ("digits+letters", "digits"))
-    found = [difference(matrix, pair, pair[::-1]) for pair in pairs if set(pair) <= set(matrix.names)]
+    found = [
+        difference(matrix, pair, pair[::-1]) for pair in pairs if set(pair) <= set(matrix.names)
+    ]
     if set(EVEN_TASKS) <= set(matrix.names):
         found.append(difference(matrix, ("digits", "digits:inverted"), ("digits", "letters")))
         found.append(difference(matrix, ("digits:inverted", "digits"), ("letters", "digits")))
     for index, name in enumerate(matrix.names):
         value, error = matrix.mean[index, index].item(), matrix.standard_error[index, index].item()
         information = matrix.information[:, index].mean().item()
-        row = {"claim": f"d({name}→{name}) = 0", "gap": value, "error": error, "holds": abs(value) < 2 * error}
+        row = {
+            "claim": f"d({name}→{name}) = 0",
+            "gap": value,
+            "error": error,
+            "holds": abs(value) < 2 * error,
+        }
         found.append({**row, "information": information})
     return found
 
@@ -99,27 +115,47 @@ def measured(arguments: argparse.Namespace) -> Iterator[tuple[str, DistanceMatri
     """All tasks by each method, then what explains what does not hold."""
     for method in arguments.methods:
         yield method, measure(method, TASKS, arguments)
-        yield f"{method}, even", measure(f"{method}, even", EVEN_TASKS, arguments, trunk_fn=even_trunk)
+        yield (
+            f"{method}, even",
+            measure(f"{method}, even", EVEN_TASKS, arguments, trunk_fn=even_trunk),
+        )
     for task in TASKS if "variational" in arguments.methods else ():
         folder = f"variational, longer, {task.replace(':', '-')}"
         yield "variational, longer", measure(folder, [task], arguments, longer=LONGER, more=MORE)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--methods", nargs="*", default=["laplace", "variational"])
     parser.add_argument("--beta", type=float, default=0.1)
-    parser.add_argument("--n", type=int, default=280, help="samples of each task; there are 288 zeros and ones")
+    parser.add_argument(
+        "--n", type=int, default=280, help="samples of each task; there are 288 zeros and ones"
+    )
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--batch-size", type=int, default=280, help="all samples, so that no noise of batches is left")
+    parser.add_argument(
+        "--batch-size",
+        type=int,
+        default=280,
+        help="all samples, so that no noise of batches is left",
+    )
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--folder", type=Path, help="keeps finished trainings")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "task_distance.json")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent / "results" / "task_distance.json"
+    )
     arguments = parser.parse_args()
-    environment = {"lightning_taskinfo": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    environment = {
+        "lightning_taskinfo": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
     environment |= {"machine": f"{platform.system()} {platform.machine()}", "cpus": os.cpu_count()}
-    settings = {key: getattr(arguments, key) for key in ("beta", "n", "steps", "batch_size", "seeds")}
+    settings = {
+        key: getattr(arguments, key) for key in ("beta", "n", "steps", "batch_size", "seeds")
+    }
     what = "distances between five tasks of 8×8 images"
     result: dict[str, Any] = {"what": what, "environment": environment, "settings": settings}
     rows: list[dict[str, float | bool | str]] = []
@@ -127,8 +163,13 @@ def main() -> None:
         checked = claims(matrix)
         for row in checked:
             verdict = "holds" if row["holds"] else "DOES NOT HOLD"
-            print(f"{name:19} {row['claim']:50} {row['gap']:9.1f} ± {row['error']:.1f}  {verdict}", flush=True)
-        rows += [{"method": name, **{key: row[key] for key in COLUMNS if key in row}} for row in checked]
+            print(
+                f"{name:19} {row['claim']:50} {row['gap']:9.1f} ± {row['error']:.1f}  {verdict}",
+                flush=True,
+            )
+        rows += [
+            {"method": name, **{key: row[key] for key in COLUMNS if key in row}} for row in checked
+        ]
         result.setdefault(name, []).append({"claims": checked, "matrix": matrix.to_dict()})
     result["rows"] = rows
     arguments.out.parent.mkdir(parents=True, exist_ok=True)

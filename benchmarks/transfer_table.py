@@ -48,7 +48,9 @@ def search_cells(args: argparse.Namespace, seed: int) -> list[Cell]:
     for method, weights in GRID.items():
         for weight in weights:
             folder = args.folder / "search" / f"seed{seed}-{method}-{weight}"
-            experiment = Experiment(folder, args.model, search.arguments, stages(args), {**WEIGHTS, method: weight})
+            experiment = Experiment(
+                folder, args.model, search.arguments, stages(args), {**WEIGHTS, method: weight}
+            )
             cells.append(Cell(experiment, "pretrain", method, BUDGET - HELD_OUT, seed))
     return cells
 
@@ -82,9 +84,15 @@ def make_data(args: argparse.Namespace, seed: int) -> TransferDataModule:
 
 def run(args: argparse.Namespace) -> tuple[TransferReport, dict[str, Any]]:
     """Search and train, seed by seed, and return all results in one report."""
-    cells = {cell.experiment.folder.name: cell for seed in range(args.seeds) for cell in search_cells(args, seed)}
+    cells = {
+        cell.experiment.folder.name: cell
+        for seed in range(args.seeds)
+        for cell in search_cells(args, seed)
+    }
     shown = lambda name, result: print(name, json.dumps(result), flush=True)  # noqa: E731
-    found = run_cells(run_pair, cells, folder=args.folder / "searched", workers=args.workers, on_done=shown)
+    found = run_cells(
+        run_pair, cells, folder=args.folder / "searched", workers=args.workers, on_done=shown
+    )
     results, chosen = [], {}
     for seed in range(args.seeds):
         chosen[seed] = choose(found, seed)
@@ -107,33 +115,59 @@ def run(args: argparse.Namespace) -> tuple[TransferReport, dict[str, Any]]:
 
 def table(report: TransferReport, labels: list[int]) -> str:
     """Ours with its interval over seeds, the gain over standard, and the paper's."""
-    compared = [c for c in report.transferability() if c.baseline == "standard" and c.measure == "error"]
+    compared = [
+        c for c in report.transferability() if c.baseline == "standard" and c.measure == "error"
+    ]
     gains = {(c.method, c.labels): c for c in compared}
-    lines = ["| labels | method | accuracy, % | over standard, points | paper, % | paper over standard |"]
+    lines = [
+        "| labels | method | accuracy, % | over standard, points | paper, % | paper over standard |"
+    ]
     lines.append("|---|---|---|---|---|---|")
     for count in labels:
         for method in ("scratch", *METHODS):
             mean = report.summary(method, count, "accuracy")
             gain = gains.get((method, count))
-            paper = PAPER.get(count, ())[METHODS.index(method)] if method in METHODS and count in PAPER else None
-            lines.append("| " + " | ".join(row(count, method, mean, gain, paper, PAPER.get(count, (0,))[0])) + " |")
+            paper = (
+                PAPER.get(count, ())[METHODS.index(method)]
+                if method in METHODS and count in PAPER
+                else None
+            )
+            lines.append(
+                "| "
+                + " | ".join(row(count, method, mean, gain, paper, PAPER.get(count, (0,))[0]))
+                + " |"
+            )
     return "\n".join(lines) + "\n"
 
 
-def row(count: int, method: str, mean: Any, gain: Any, paper: float | None, standard: float) -> list[str]:
-    own = f"{100 * mean.mean:.1f}" + ("" if mean.low is None else f" [{100 * mean.low:.1f}, {100 * mean.high:.1f}]")
+def row(
+    count: int, method: str, mean: Any, gain: Any, paper: float | None, standard: float
+) -> list[str]:
+    own = f"{100 * mean.mean:.1f}" + (
+        "" if mean.low is None else f" [{100 * mean.low:.1f}, {100 * mean.high:.1f}]"
+    )
     over = ""
     if gain is not None:
         ends = gain.gain
         over = f"{100 * ends.mean:+.1f}"
-        over += "" if ends.low is None else f" [{100 * ends.low:+.1f}, {100 * ends.high:+.1f}] {gain.verdict}"
+        over += (
+            ""
+            if ends.low is None
+            else f" [{100 * ends.low:+.1f}, {100 * ends.high:+.1f}] {gain.verdict}"
+        )
     theirs = ["", ""] if paper is None else [f"{paper:.1f}", f"{paper - standard:+.1f}"]
     return [str(count), method, own, over, *theirs]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-dir", type=Path, help="holds mnist.npz and notmnist.npz; TASKINFO_DATA_DIR is not read")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data-dir",
+        type=Path,
+        help="holds mnist.npz and notmnist.npz; TASKINFO_DATA_DIR is not read",
+    )
     parser.add_argument("--folder", type=Path, default=Path("runs/transfer_table"))
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--labels", type=int, nargs="+", default=[50, 100, 200])
@@ -155,12 +189,22 @@ def main() -> None:
         store(args, report, found, text, time.perf_counter() - start)
 
 
-def store(args: argparse.Namespace, report: TransferReport, found: Any, text: str, seconds: float) -> None:
-    environment = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
+def store(
+    args: argparse.Namespace, report: TransferReport, found: Any, text: str, seconds: float
+) -> None:
+    environment = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+    }
     kept = ("method", "labels", "seed", "test", "source")
     values = {
         "environment": environment,
-        "settings": {key: value for key, value in vars(args).items() if key not in ("data_dir", "folder", "store")},
+        "settings": {
+            key: value
+            for key, value in vars(args).items()
+            if key not in ("data_dir", "folder", "store")
+        },
         "grid": GRID,
         "searched": found,
         "weights": report.configuration["weights"],

@@ -142,7 +142,9 @@ def load(name: str, pixels: int, folder: Path) -> Task:
     file = FILES.get(base, base)
     size = 8 if base == "digits" else 28  # at 28 they would be MNIST's
     data = load_task(f"{file}:{variant}" if variant else file, size=size, data_dir=folder)
-    train, test = (_images(x, y, pixels) for x, y in ((data.x_train, data.y_train), (data.x_test, data.y_test)))
+    train, test = (
+        _images(x, y, pixels) for x, y in ((data.x_train, data.y_train), (data.x_test, data.y_test))
+    )
     if base == "digits":  # 1,797 in all: none is needed for pretraining
         return Task(train[:0], train, test[:1000])
     order = torch.randperm(len(train.y), generator=torch.Generator().manual_seed(0))
@@ -153,7 +155,9 @@ def load(name: str, pixels: int, folder: Path) -> Task:
 def _images(x: Any, y: Any, pixels: int) -> Images:
     keep = slice(0, 12_000)
     scaled = torch.from_numpy(x[keep]).float() / 127.5 - 1
-    sized = interpolate(scaled, size=(pixels, pixels), mode="bilinear", antialias=True, align_corners=False)
+    sized = interpolate(
+        scaled, size=(pixels, pixels), mode="bilinear", antialias=True, align_corners=False
+    )
     return Images(sized.expand(-1, 3, -1, -1).contiguous(), torch.from_numpy(y[keep]))
 
 
@@ -161,7 +165,12 @@ def drawn(target: Images, seed: int) -> Tensor:
     """Return indices of a seed's labels: one of each class in turns, so that the first n are balanced for any n."""
     order = torch.randperm(len(target.y), generator=torch.Generator().manual_seed(1000 + seed))
     by_class = [order[target.y[order] == c] for c in range(target.classes)]
-    turns = [indices[k] for k in range(max(map(len, by_class))) for indices in by_class if k < len(indices)]
+    turns = [
+        indices[k]
+        for k in range(max(map(len, by_class)))
+        for indices in by_class
+        if k < len(indices)
+    ]
     return torch.stack(turns)[:POOL]
 
 
@@ -215,7 +224,9 @@ class Bench:
         classes = 10 if name == NOTHING else self.task(name).source.classes
         network = make_small(classes, seed=0)
         if name != NOTHING:
-            network.load_state_dict(torch.load(self.folder / f"start {name.replace(':', ' ')}.pt", weights_only=True))
+            network.load_state_dict(
+                torch.load(self.folder / f"start {name.replace(':', ' ')}.pt", weights_only=True)
+            )
         return network
 
     def fresh_head(self, name: str, classes: int, seed: int) -> Network:
@@ -254,7 +265,9 @@ def error_of(logits: Tensor, labels: Tensor) -> float:
     return (logits.argmax(1) != labels).double().mean().item()
 
 
-def fine_tuned(network: Network, labelled: Images, recipe: Recipe, seed: int, labels: int) -> Network:
+def fine_tuned(
+    network: Network, labelled: Images, recipe: Recipe, seed: int, labels: int
+) -> Network:
     train(network, labelled, recipe, recipe.steps[labels], seed)
     return network
 
@@ -303,16 +316,24 @@ def rival(bench: Bench, network: str, target: str, seed: int, labels: int) -> li
     recipe = RECIPES[network]
     task = bench.task(target, network)
     pool = task.target[drawn(task.target, seed)[:labels]]
-    fold = (torch.arange(labels) // pool.classes) % RIVAL_FOLDS  # labels come one of each class in turns
+    fold = (
+        torch.arange(labels) // pool.classes
+    ) % RIVAL_FOLDS  # labels come one of each class in turns
     rows = []
     for name in starts_for(target, network):
         begin = time.perf_counter()
         wrong = torch.zeros(labels)
         for k in fold.unique():
             kept, held = pool[fold != k], pool[fold == k]
-            tuned = fine_tuned(bench.fresh_head(name, pool.classes, seed), kept, recipe, seed, labels)
+            tuned = fine_tuned(
+                bench.fresh_head(name, pool.classes, seed), kept, recipe, seed, labels
+            )
             wrong[fold == k] = (outputs(tuned, held.x).argmax(1) != held.y).float()
-        row = {"start": name, "rival": wrong.mean().item(), "wrong": "".join(str(int(w)) for w in wrong)}
+        row = {
+            "start": name,
+            "rival": wrong.mean().item(),
+            "wrong": "".join(str(int(w)) for w in wrong),
+        }
         rows.append(row | {"seconds": round(time.perf_counter() - begin, 2)})
     return rows
 
@@ -325,10 +346,17 @@ def scores(bench: Bench, network: str, target: str, seed: int, labels: int) -> l
     if NOTHING in models:
         models[NOTHING] = partial(bench.fresh_head, NOTHING, pool.classes, seed)
     rows = []
-    for start in rank_starts(models, (pool.x, pool.y), layers=3, max_features=256, progress=False).starts:
+    for start in rank_starts(
+        models, (pool.x, pool.y), layers=3, max_features=256, progress=False
+    ).starts:
         head = start.name != NOTHING
         last = start.layers[-1]
-        row = {"start": start.name, "missed": start.missed, "logme": start.logme, "h_score": start.h_score}
+        row = {
+            "start": start.name,
+            "missed": start.missed,
+            "logme": start.logme,
+            "h_score": start.h_score,
+        }
         row |= {"leep": start.leep if head else None, "nce": start.nce if head else None}
         row |= {"last_error": last.error, "last_interval": last.interval, "best_error": start.error}
         rows.append(row | {"parameters": start.parameters, "seconds": round(start.seconds, 3)})
@@ -348,9 +376,11 @@ def distances(bench: Bench) -> dict[str, Any]:
         folder=bench.folder / "distance", progress=False,
     )  # fmt: skip
     seconds = (time.perf_counter() - begin) / len(tasks) ** 2
-    return {"names": matrix.names, "mean": matrix.mean.tolist(), "alone": matrix.information.mean(0).tolist()} | {
-        "seconds": seconds
-    }
+    return {
+        "names": matrix.names,
+        "mean": matrix.mean.tolist(),
+        "alone": matrix.information.mean(0).tolist(),
+    } | {"seconds": seconds}
 
 
 def embeddings(bench: Bench) -> dict[str, Any]:
@@ -361,7 +391,9 @@ def embeddings(bench: Bench) -> dict[str, Any]:
     for name in dict.fromkeys((*SOURCES, *TARGETS)):
         task = load(name, 28, bench.data_dir)
         images = task.target[drawn(task.target, 0)[:200]]
-        found.append(embedder.embed((0.5 * images.x.mean(1, keepdim=True) + 0.5, images.y), name=name))
+        found.append(
+            embedder.embed((0.5 * images.x.mean(1, keepdim=True) + 0.5, images.y), name=name)
+        )
     matrix = embedding_distances(found, alpha=0.15)
     return {"names": [one.name for one in found], "mean": matrix.tolist()} | {
         "seconds": (time.perf_counter() - begin) / len(found)
@@ -377,7 +409,12 @@ def units() -> Iterator[tuple[str, Callable[[Bench], Any]]]:
         yield from cells_of("scores", "small", seed)
     yield "distances", distances
     yield "embeddings", embeddings
-    for kind, network in (("truth", "large"), ("scores", "large"), ("rival", "small"), ("rival", "large")):
+    for kind, network in (
+        ("truth", "large"),
+        ("scores", "large"),
+        ("rival", "small"),
+        ("rival", "large"),
+    ):
         for seed in SEEDS:
             yield from cells_of(kind, network, seed)
 
@@ -389,7 +426,10 @@ def cells_of(kind: str, network: str, seed: int) -> Iterator[tuple[str, Callable
     for labels in RECIPES[network].steps:
         for target in TARGETS:
             name = f"{kind} {network} {seed} {labels} {target}"
-            yield name, partial(KINDS[kind], network=network, target=target, seed=seed, labels=labels)
+            yield (
+                name,
+                partial(KINDS[kind], network=network, target=target, seed=seed, labels=labels),
+            )
 
 
 def run(bench: Bench, minutes: float, only: str) -> None:
@@ -409,7 +449,15 @@ def run(bench: Bench, minutes: float, only: str) -> None:
 
 # The report: rankings against the truth.
 
-LOWER_IS_BETTER = ("missed", "last_error", "best_error", "distance", "embedding", "source_error", "rival")
+LOWER_IS_BETTER = (
+    "missed",
+    "last_error",
+    "best_error",
+    "distance",
+    "embedding",
+    "source_error",
+    "rival",
+)
 RANKINGS = ("default", "missed", "logme", "best_error", "h_score", "leep", "nce", "distance", "embedding", "parameters",
             "source_error", "rival")  # fmt: skip
 Key = tuple[str, int, int]  # target, labels, seed
@@ -451,7 +499,9 @@ def _between(found: dict[str, Any], start: str, target: str) -> float | None:
     return found["mean"][names.index(start)][names.index(target)] if start in names else None
 
 
-def mean_truth(cells: dict[Key, dict[str, dict[str, Any]]], way: str) -> dict[tuple[str, int, str], list[float]]:
+def mean_truth(
+    cells: dict[Key, dict[str, dict[str, Any]]], way: str
+) -> dict[tuple[str, int, str], list[float]]:
     """Test errors of all seeds by target, labels and start."""
     errors = defaultdict(list)
     for (target, labels, _), starts in cells.items():
@@ -464,7 +514,12 @@ def mean_truth(cells: dict[Key, dict[str, dict[str, Any]]], way: str) -> dict[tu
 def goodness(name: str, entries: Sequence[dict[str, Any]]) -> list[float]:
     """Return a ranking's scores, larger for better."""
     if name == "default":
-        return [a + b for a, b in zip(*(rankdata(goodness(k, entries)) for k in ("missed", "logme")), strict=True)]
+        return [
+            a + b
+            for a, b in zip(
+                *(rankdata(goodness(k, entries)) for k in ("missed", "logme")), strict=True
+            )
+        ]
     sign = -1 if name in LOWER_IS_BETTER else 1
     return [sign * entry[name] for entry in entries]
 
@@ -517,7 +572,10 @@ def calls(cells: dict[Key, dict[str, dict[str, Any]]], way: str) -> dict[str, An
             if not called:
                 continue
             gains = [
-                b - a for a, b in zip(errors[target, labels, name], scratch[target, labels, NOTHING], strict=False)
+                b - a
+                for a, b in zip(
+                    errors[target, labels, name], scratch[target, labels, NOTHING], strict=False
+                )
             ]
             counts["confident"] += 1
             counts["true"] += fmean(gains) * called > 0
@@ -533,7 +591,9 @@ def _called(entry: dict[str, Any], base: dict[str, Any], way: str) -> int | None
     if way == "full":
         if "wrong" not in entry:
             return None
-        low, _, high = paired_interval(*(torch.tensor([float(w) for w in e["wrong"]]) for e in (base, entry)))
+        low, _, high = paired_interval(
+            *(torch.tensor([float(w) for w in e["wrong"]]) for e in (base, entry))
+        )
     else:
         if "last_interval" not in entry:
             return None
@@ -561,7 +621,11 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
         shown = [row for row in rows if row["way"] == way and "tau" in row]
         for y, row in enumerate(shown):
             ax.errorbar(
-                row["tau"][0], y, xerr=row["tau"][1], fmt="o", color="C0" if row["ranking"] == "default" else "0.4"
+                row["tau"][0],
+                y,
+                xerr=row["tau"][1],
+                fmt="o",
+                color="C0" if row["ranking"] == "default" else "0.4",
             )
         ax.set_yticks(range(len(shown)), [row["ranking"] for row in shown])
         ax.set(title=f"{way} fine-tuning", xlabel="weighted Kendall τ, 95 % over targets")
@@ -574,13 +638,22 @@ def report(bench: Bench, out: Path) -> None:
     """Judge what is there, and say what is missing."""
     cells, missing = collected(bench)
     rows = [{"way": way, **judged(cells, way, name)} for way in WAYS for name in RANKINGS]
-    result: dict[str, Any] = {"what": "rankings of starts against fine-tuning", "environment": environment()}
-    result |= {"units_missing": missing, "units": sum(1 for _ in units()), "seconds": seconds(cells)}
+    result: dict[str, Any] = {
+        "what": "rankings of starts against fine-tuning",
+        "environment": environment(),
+    }
+    result |= {
+        "units_missing": missing,
+        "units": sum(1 for _ in units()),
+        "seconds": seconds(cells),
+    }
     result |= {"calls": {way: calls(cells, way) for way in WAYS}, "rows": rows}
     for row in rows:
         if "tau" in row:
             numbers = "  ".join(
-                f"{key} {row[key][0]:+.3f} ± {row[key][1]:.3f}" for key in row if isinstance(row[key], list)
+                f"{key} {row[key][0]:+.3f} ± {row[key][1]:.3f}"
+                for key in row
+                if isinstance(row[key], list)
             )
             print(f"{row['way']:6} {row['ranking']:12} {row['targets']} targets  {numbers}")
     print(f"calls: {result['calls']}")
@@ -591,13 +664,25 @@ def report(bench: Bench, out: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-dir", type=Path, required=True, help="folder of mnist.npz, notmnist.npz, …")
-    parser.add_argument("--folder", type=Path, default=Path("runs/which_start"), help="keeps finished units")
-    parser.add_argument("--minutes", type=float, default=1e9, help="stop after the unit that passes this time")
-    parser.add_argument("--only", default="", help="run only units whose name begins so, such as 'truth small'")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data-dir", type=Path, required=True, help="folder of mnist.npz, notmnist.npz, …"
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/which_start"), help="keeps finished units"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=1e9, help="stop after the unit that passes this time"
+    )
+    parser.add_argument(
+        "--only", default="", help="run only units whose name begins so, such as 'truth small'"
+    )
     parser.add_argument("--report", action="store_true", help="run nothing, judge what is there")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "which_start.json")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent / "results" / "which_start.json"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     settings = {"pixels": SIZES, "steps": {str(k): v for k, v in STEPS.items()}, "sources": SOURCES}

@@ -91,7 +91,11 @@ def load(name: str, seed: int, folder: Path | None) -> tuple[TensorDataset, Tens
     generator = Generator().manual_seed(1000 + seed)
     if name == "sentences":
         x, y = sentences(generator, SAMPLES + TEST)
-        return TensorDataset(x[:SAMPLES], y[:SAMPLES]), TensorDataset(x[SAMPLES:], y[SAMPLES:]), TOPICS
+        return (
+            TensorDataset(x[:SAMPLES], y[:SAMPLES]),
+            TensorDataset(x[SAMPLES:], y[SAMPLES:]),
+            TOPICS,
+        )
     x, y, x_test, y_test = images(name, folder)
     chosen = torch.randperm(len(y), generator=generator)[:SAMPLES]
     return TensorDataset(x[chosen], y[chosen]), TensorDataset(x_test[:TEST], y_test[:TEST]), 10
@@ -102,7 +106,9 @@ def mislabelled(y: Tensor, classes: int, share: float, seed: int) -> tuple[Tenso
     generator = Generator().manual_seed(2000 + seed)
     chosen = torch.randperm(len(y), generator=generator)[: round(share * len(y))]
     labels = y.clone()
-    labels[chosen] = (y[chosen] + torch.randint(1, classes, chosen.shape, generator=generator)) % classes
+    labels[chosen] = (
+        y[chosen] + torch.randint(1, classes, chosen.shape, generator=generator)
+    ) % classes
     return labels, labels != y
 
 
@@ -111,15 +117,27 @@ def cnn(shape: torch.Size, classes: int) -> nn.Module:
     return nn.Sequential(
         *(nn.Conv2d(channels, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
         *(nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
-        *(nn.Flatten(), nn.Linear(32 * (height // 4) * (width // 4), 64), nn.ReLU(), nn.Linear(64, classes)),
+        *(
+            nn.Flatten(),
+            nn.Linear(32 * (height // 4) * (width // 4), 64),
+            nn.ReLU(),
+            nn.Linear(64, classes),
+        ),
     )
 
 
 def bert(classes: int) -> nn.Module:
     from transformers import BertConfig, BertForSequenceClassification
 
-    size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-    config = BertConfig(vocab_size=WORDS + 1, max_position_embeddings=LENGTH, num_labels=classes, **size)
+    size = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+    }
+    config = BertConfig(
+        vocab_size=WORDS + 1, max_position_embeddings=LENGTH, num_labels=classes, **size
+    )
     return BertForSequenceClassification(config)
 
 
@@ -199,14 +217,17 @@ def run(name: str, share: float, seed: int, folder: Path | None, epochs: tuple[i
             "last_loss": now.loss * now.seen - before.loss * before.seen,
         }
         results[str(epoch)] = {
-            key: {"area": area(values, wrong), "precision": precision(values, wrong)} for key, values in scores.items()
+            key: {"area": area(values, wrong), "precision": precision(values, wrong)}
+            for key, values in scores.items()
         }
     context = {"test_accuracy": accuracy, "wrong_labels_fitted": fitted, "cpu_seconds": seconds}
     return {"data": name, "share": share, "seed": seed, "results": results, **context}
 
 
 def mean_and_error(values: list[float]) -> tuple[float, float]:
-    return statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values)) if len(
+        values
+    ) > 1 else math.nan
 
 
 def summarise(units: list[dict], epochs: tuple[int, ...]) -> dict:
@@ -223,11 +244,19 @@ def summarise(units: list[dict], epochs: tuple[int, ...]) -> dict:
                 for score in SCORES:
                     values = [unit["results"][last][score][measure] for unit in group]
                     mean, error = mean_and_error(values)
-                    row[f"{measure}, {score}"] = f"{mean:.3f}" + (f" ± {error:.3f}" if len(values) > 1 else "")
-            for key, label in (("test_accuracy", "test accuracy"), ("wrong_labels_fitted", "wrong labels fitted")):
+                    row[f"{measure}, {score}"] = f"{mean:.3f}" + (
+                        f" ± {error:.3f}" if len(values) > 1 else ""
+                    )
+            for key, label in (
+                ("test_accuracy", "test accuracy"),
+                ("wrong_labels_fitted", "wrong labels fitted"),
+            ):
                 row[label] = round(statistics.fmean(unit[key] for unit in group), 3)
             rows.append(row)
-            areas = {s: statistics.fmean(unit["results"][last][s]["area"] for unit in group) for s in SCORES}
+            areas = {
+                s: statistics.fmean(unit["results"][last][s]["area"] for unit in group)
+                for s in SCORES
+            }
             differences.append(areas["squared_norm"] - areas["loss"])
     mean, error = mean_and_error(differences)
     overall = {
@@ -260,8 +289,17 @@ def draw(units: list[dict], epochs: tuple[int, ...], path: Path) -> None:
                 group = [u for u in units if u["data"] == name and u["share"] == share]
                 values = [u["results"][str(max(epochs))][score][measure] for u in group]
                 label_of = score.replace("_", " ") if j == 0 else None
-                ax.plot([j + 0.3 * i - 0.15] * len(values), values, ".", color=f"C{i}", alpha=0.7, label=label_of)
-        ax.set_xticks(range(len(settings)), [f"{name} {share:.0%}" for name, share in settings], rotation=90)
+                ax.plot(
+                    [j + 0.3 * i - 0.15] * len(values),
+                    values,
+                    ".",
+                    color=f"C{i}",
+                    alpha=0.7,
+                    label=label_of,
+                )
+        ax.set_xticks(
+            range(len(settings)), [f"{name} {share:.0%}" for name, share in settings], rotation=90
+        )
         ax.set(ylabel=label, ylim=(None, 1.005))
         ax.spines[["top", "right"]].set_visible(False)
         ax.legend(frameon=False, title="samples ranked by")
@@ -274,7 +312,9 @@ def store(units: list[dict], epochs: tuple[int, ...], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--data", nargs="+", choices=DATA, default=DATA)
     parser.add_argument("--seeds", type=int, default=5)

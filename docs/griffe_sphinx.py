@@ -7,9 +7,13 @@ from typing import Any
 import griffe
 
 ROLE = re.compile(r":(?P<role>[a-z]+):`(?P<text>[^`]+)`")
-DIRECTIVE = re.compile(r"^(?P<indent> *)\.\. math::(?P<inline>.*)\n(?P<body>(?:(?P=indent) +\S.*\n|[ \t]*\n)*)", re.M)
+DIRECTIVE = re.compile(
+    r"^(?P<indent> *)\.\. math::(?P<inline>.*)\n(?P<body>(?:(?P=indent) +\S.*\n|[ \t]*\n)*)", re.M
+)
 CITATION = re.compile(r"(?P<key>\[[^\[\]]+\])_(?!\w)")
-EXAMPLE = re.compile(r"^( *)Example:(?=\n\s+>>>)", re.M)  # by its plural name it is known to hold code
+EXAMPLE = re.compile(
+    r"^( *)Example:(?=\n\s+>>>)", re.M
+)  # by its plural name it is known to hold code
 FOOTNOTE = re.compile(r"^( *)\.\. (\[[^\[\]]+\]) ", re.M)
 
 
@@ -26,7 +30,9 @@ def to_markdown(text: str) -> str:
     More.
     """
     text = EXAMPLE.sub(r"\1Examples:", DIRECTIVE.sub(_equation, text + "\n"))
-    text = ROLE.sub(lambda m: f"`{m['text'] if m['role'] == 'math' else _shortened(m['text'])}`", text)
+    text = ROLE.sub(
+        lambda m: f"`{m['text'] if m['role'] == 'math' else _shortened(m['text'])}`", text
+    )
     return FOOTNOTE.sub(r"\1\2 ", CITATION.sub(r"\g<key>", text)).rstrip("\n")
 
 

@@ -31,7 +31,12 @@ def public_modules(folder: Path = PACKAGE) -> Iterator[str]:
 
 
 def _has_all(path: Path) -> bool:
-    targets = [t for node in ast.parse(path.read_text()).body if isinstance(node, ast.Assign) for t in node.targets]
+    targets = [
+        t
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.Assign)
+        for t in node.targets
+    ]
     return any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets)
 
 
@@ -74,7 +79,10 @@ def rows(stored: dict[str, Any]) -> list[dict[str, Any]]:
         ]
     if "summary" in stored:
         shown = ("cells", "cells_beyond_3", "largest")
-        return [{"compared": name} | {key: row[key] for key in shown} for name, row in stored["summary"].items()]
+        return [
+            {"compared": name} | {key: row[key] for key in shown}
+            for name, row in stored["summary"].items()
+        ]
     return [
         {"penalty": penalty, "network": network, "step over plain step": values[penalty]["ratio"]}
         for penalty, networks in stored.items()
@@ -94,7 +102,9 @@ def table(found: list[dict[str, Any]]) -> str:
     """
     columns = list(dict.fromkeys(column for row in found for column in row))
     cells = [[_shown(row.get(column, "")) for column in columns] for row in found]
-    return "\n".join(f"| {' | '.join(line)} |" for line in [columns, ["---"] * len(columns), *cells])
+    return "\n".join(
+        f"| {' | '.join(line)} |" for line in [columns, ["---"] * len(columns), *cells]
+    )
 
 
 def _shown(value: Any) -> str:

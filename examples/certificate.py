@@ -16,7 +16,14 @@ import wandb
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from lightning_taskinfo.certificates import Candidate, Certificate, Prior, certify, pareto_front, zero_one_loss
+from lightning_taskinfo.certificates import (
+    Candidate,
+    Certificate,
+    Prior,
+    certify,
+    pareto_front,
+    zero_one_loss,
+)
 from lightning_taskinfo.data import load_dataset
 from lightning_taskinfo.plotting import plot_pareto
 
@@ -28,12 +35,21 @@ Split = tuple[Tensor, Tensor]
 def load(*, fast: bool) -> tuple[Split, Split]:
     digits = load_dataset("digits", size=8 if fast else 28)
     train, test = digits.train().tensors, digits.test().tensors
-    return (train[0].flatten(1), (train[1] >= 5).long()), (test[0].flatten(1), (test[1] >= 5).long())
+    return (train[0].flatten(1), (train[1] >= 5).long()), (
+        test[0].flatten(1),
+        (test[1] >= 5).long(),
+    )
 
 
 def network(inputs: int, width: int) -> nn.Module:
     torch.manual_seed(0)
-    layers = [nn.Linear(inputs, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 2)]
+    layers = [
+        nn.Linear(inputs, width),
+        nn.ReLU(),
+        nn.Linear(width, width),
+        nn.ReLU(),
+        nn.Linear(width, 2),
+    ]
     return nn.Sequential(*layers)
 
 
@@ -51,7 +67,9 @@ def train(model: nn.Module, data: Split, epochs: int, lr: float = 0.02) -> nn.Mo
 
 # %% The certificate, and what it is about: the stochastic network, on data nobody has looked at
 @torch.no_grad()
-def stochastic_error(model: nn.Module, certificate: Certificate, data: Split, draws: int = 100) -> float:
+def stochastic_error(
+    model: nn.Module, certificate: Certificate, data: Split, draws: int = 100
+) -> float:
     g, errors = torch.Generator().manual_seed(1), []
     for _ in range(draws):
         with certificate.post.with_weights(model, g):
@@ -61,28 +79,54 @@ def stochastic_error(model: nn.Module, certificate: Certificate, data: Split, dr
 
 def show(title: str, model: nn.Module, certificate: Certificate, test: Split) -> dict[str, float]:
     error = stochastic_error(model, certificate, test)
-    print(f"\n{title}\n{certificate}\ntest error         {error:.4f}  (stochastic, on {len(test[0])} new samples)")
-    return {"bound": certificate.bound, "train_error": certificate.risk, "test_error": error, "kl": certificate.kl}
+    print(
+        f"\n{title}\n{certificate}\ntest error         {error:.4f}  (stochastic, on {len(test[0])} new samples)"
+    )
+    return {
+        "bound": certificate.bound,
+        "train_error": certificate.risk,
+        "test_error": error,
+        "kl": certificate.kl,
+    }
 
 
-def log(folder: Path, numbers: dict[str, dict[str, float]], rows: list[Candidate], figure: Path) -> Path:
+def log(
+    folder: Path, numbers: dict[str, dict[str, float]], rows: list[Candidate], figure: Path
+) -> Path:
     """Scalars, the rows behind the picture as a table, and the picture, in an offline W&B run."""
-    with wandb.init(project="lightning-taskinfo", name="certificate", dir=folder, mode="offline") as run:
+    with wandb.init(
+        project="lightning-taskinfo", name="certificate", dir=folder, mode="offline"
+    ) as run:
         names = ["structure", "beta", "risk", "kl", "price", "bound"]
         table = wandb.Table(names, [[getattr(row, name) for name in names] for row in rows])
-        scalars = {f"{prior}/{name}": value for prior, group in numbers.items() for name, value in group.items()}
+        scalars = {
+            f"{prior}/{name}": value
+            for prior, group in numbers.items()
+            for name, value in group.items()
+        }
         run.log({**scalars, "pareto": wandb.Image(str(figure)), "pareto_table": table})
         return Path(run.dir).parent
 
 
 # %% All of it
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--fast", action="store_true", help="smaller images and fewer draws, to see that it runs")
-    parser.add_argument("--folder", type=Path, default=Path("runs/certificate"), help="folder for everything written")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--fast", action="store_true", help="smaller images and fewer draws, to see that it runs"
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path("runs/certificate"),
+        help="folder for everything written",
+    )
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    draws, betas = (100, (0.1, 1.0)) if arguments.fast else (1000, tuple(10 ** (j / 3) for j in range(-5, 4)))
+    draws, betas = (
+        (100, (0.1, 1.0)) if arguments.fast else (1000, tuple(10 ** (j / 3) for j in range(-5, 4)))
+    )
 
     data, test = load(fast=arguments.fast)
     start = network(data[0].shape[1], width=32 if arguments.fast else 100)
@@ -94,11 +138,17 @@ def main() -> None:
     held_out, certified = (data[0][0::2], data[1][0::2]), (data[0][1::2], data[1][1::2])
     center = train(deepcopy(start), held_out, epochs=20)
     tuned = train(deepcopy(center), certified, epochs=1, lr=0.002)
-    prior = Prior(center, origin="trained on the other half of the digits", stds=(0.03, 0.01), per_layer=False)
+    prior = Prior(
+        center, origin="trained on the other half of the digits", stds=(0.03, 0.01), per_layer=False
+    )
     half = certify(tuned, certified, prior, structure="neuron", draws=draws, betas=betas)
-    numbers["other half"] = show("Prior around a network trained on the other half", tuned, half, test)
+    numbers["other half"] = show(
+        "Prior around a network trained on the other half", tuned, half, test
+    )
 
-    rows = pareto_front(model, data, Prior(start, origin="random initialisation, seed 0"), betas=betas)
+    rows = pareto_front(
+        model, data, Prior(start, origin="random initialisation, seed 0"), betas=betas
+    )
     figure = arguments.folder / "pareto.png"
     plot_pareto(rows, len(data[0]))[0].savefig(figure, dpi=150)
     run = log(arguments.folder, numbers, rows, figure)

@@ -33,7 +33,12 @@ def sentences(n: int, seed: int) -> Batch:
 # %% A tiny BERT whose base is frozen; adapters and the head are trained
 def network() -> nn.Module:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     base = BertForSequenceClassification(BertConfig(vocab_size=WORDS, **sizes))
     adapters = LoraConfig(r=2, target_modules=["query", "value"], modules_to_save=["classifier"])
     return get_peft_model(base, adapters)
@@ -69,9 +74,15 @@ def draw(certificate: Certificate, path: Path) -> None:
 
 # %% All of it
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--fast", action="store_true", help="fewer sentences and draws, to see that it runs")
-    parser.add_argument("--folder", type=Path, default=Path("runs/certified_adapters"), help="where the figure goes")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--fast", action="store_true", help="fewer sentences and draws, to see that it runs"
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/certified_adapters"), help="where the figure goes"
+    )
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
     n, draws, epochs = (200, 20, 1) if arguments.fast else (4_000, 500, 5)
@@ -80,7 +91,9 @@ def main() -> None:
     model = network()
     prior = Prior.of(model, origin="random base, adapters and head")  # before fine-tuning
     train(model, data, epochs)
-    unlabelled = {name: values for name, values in sentences(2 * n, seed=1).items() if name != "labels"}
+    unlabelled = {
+        name: values for name, values in sentences(2 * n, seed=1).items() if name != "labels"
+    }
     certificate = certify(
         model,
         data,

@@ -11,7 +11,14 @@ import sys
 from pathlib import Path
 
 from lightning_taskinfo.data import load_pair
-from lightning_taskinfo.transfer import Stages, TransferDataModule, TransferReport, group_name, log_to_wandb, transfer
+from lightning_taskinfo.transfer import (
+    Stages,
+    TransferDataModule,
+    TransferReport,
+    group_name,
+    log_to_wandb,
+    transfer,
+)
 
 os.environ.setdefault("WANDB_SILENT", "true")
 
@@ -51,9 +58,18 @@ def show(report: TransferReport, folder: Path) -> None:
 
 # %% All of it
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--fast", action="store_true", help="smaller images and one epoch, to see that it runs")
-    parser.add_argument("--folder", type=Path, default=Path("runs/demo"), help="folder for everything that is written")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--fast", action="store_true", help="smaller images and one epoch, to see that it runs"
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path("runs/demo"),
+        help="folder for everything that is written",
+    )
     arguments = parser.parse_args(argv)
     show(run(arguments.folder, fast=arguments.fast), arguments.folder)
 

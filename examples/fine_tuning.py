@@ -29,7 +29,9 @@ for message in ("many workers", "LeafSpec", "logging interval", "validation_step
 
 
 # %% Train, and measure from where the training began
-def train(model: Classifier, data: ArrayData, n: int, epochs: int, *callbacks: pl.Callback) -> Classifier:
+def train(
+    model: Classifier, data: ArrayData, n: int, epochs: int, *callbacks: pl.Callback
+) -> Classifier:
     pl.seed_everything(0, verbose=False)
     trainer = pl.Trainer(
         max_epochs=epochs,
@@ -64,20 +66,25 @@ def accuracy(model: torch.nn.Module, data: ArrayData) -> float:
 def layers_of(information: InformationInWeights) -> dict[str, float]:
     """Return the last measurement's nats by layer."""
     last, prefix = information.history[-1], "information_nats/"
-    return {key.removeprefix(prefix): value for key, value in last.items() if key.startswith(prefix)}
+    return {
+        key.removeprefix(prefix): value for key, value in last.items() if key.startswith(prefix)
+    }
 
 
 def draw(runs: dict[str, InformationInWeights], path: Path) -> None:
     figure = Figure(figsize=(9, 3.5), layout="constrained")
     left, right = figure.subplots(1, 2)
     rows = [
-        {"step": here["step"]} | dict(zip(runs, (here["information_nats"], there["information_nats"]), strict=True))
+        {"step": here["step"]}
+        | dict(zip(runs, (here["information_nats"], there["information_nats"]), strict=True))
         for here, there in zip(*(run.history for run in runs.values()), strict=True)
     ]
     plot_curves(rows, list(runs), ylabel="information added (nats)", ax=left)
     for i, (name, run) in enumerate(runs.items()):
         nats = layers_of(run)
-        right.bar([k + 0.4 * i for k in range(len(nats))], list(nats.values()), width=0.4, label=name)
+        right.bar(
+            [k + 0.4 * i for k in range(len(nats))], list(nats.values()), width=0.4, label=name
+        )
         right.set_xticks([k + 0.2 for k in range(len(nats))], list(nats), rotation=20)
     right.set_ylabel("nats, by layer")
     right.legend(frameon=False)
@@ -86,9 +93,15 @@ def draw(runs: dict[str, InformationInWeights], path: Path) -> None:
 
 # %% All of it
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--fast", action="store_true", help="fewer samples and epochs, to see that it runs")
-    parser.add_argument("--folder", type=Path, default=Path("runs/fine_tuning"), help="folder for the figure")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--fast", action="store_true", help="fewer samples and epochs, to see that it runs"
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/fine_tuning"), help="folder for the figure"
+    )
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
     n, before, after = (128, 1, 2) if arguments.fast else (300, 15, 30)
@@ -96,12 +109,16 @@ def main() -> None:
 
     pretrained = train(new_network(digits), digits, 128 if arguments.fast else 1400, before)
     runs = {"fine-tuning": InformationInWeights(), "from scratch": InformationInWeights()}
-    tuned = train(with_new_head(pretrained, letters.num_classes), letters, n, after, runs["fine-tuning"])
+    tuned = train(
+        with_new_head(pretrained, letters.num_classes), letters, n, after, runs["fine-tuning"]
+    )
     scratch = train(new_network(letters), letters, n, after, runs["from scratch"])
 
     print(f"{'letters':>14} {'added (nats)':>14} {'test accuracy':>14}")
     for (name, run), model in zip(runs.items(), (tuned, scratch), strict=True):
-        print(f"{name:>14} {run.history[-1]['information_nats']:14.0f} {accuracy(model, letters):14.3f}")
+        print(
+            f"{name:>14} {run.history[-1]['information_nats']:14.0f} {accuracy(model, letters):14.3f}"
+        )
     draw(runs, arguments.folder / "fine_tuning.png")
     print(f"\nFigure: {arguments.folder / 'fine_tuning.png'}")
 

@@ -44,7 +44,9 @@ def with_random_labels(data: ArrayData, fraction: float, n: int) -> TensorDatase
 
 
 # %% Train, and watch
-def train(data: ArrayData, fraction: float, *, n: int, epochs: int) -> dict[str, list[dict[str, float]] | float]:
+def train(
+    data: ArrayData, fraction: float, *, n: int, epochs: int
+) -> dict[str, list[dict[str, float]] | float]:
     pl.seed_everything(0, verbose=False)
     model = Classifier(data.image_shape, data.num_classes, width=32, lr=2e-3)
     samples = with_random_labels(data, fraction, n)
@@ -88,8 +90,15 @@ def draw(runs: dict[str, dict], path: Path) -> None:
     figure = Figure(figsize=(9, 3.5), layout="constrained")
     left, right = figure.subplots(1, 2)
     moved = side_by_side(runs, "information", "squared_displacement")
-    plot_curves(moved, list(runs), ylabel="squared distance of the weights from their start", ax=left)
-    plot_curves(side_by_side(runs, "fisher", "fisher_trace"), list(runs), ylabel="trace of the Fisher", ax=right)
+    plot_curves(
+        moved, list(runs), ylabel="squared distance of the weights from their start", ax=left
+    )
+    plot_curves(
+        side_by_side(runs, "fisher", "fisher_trace"),
+        list(runs),
+        ylabel="trace of the Fisher",
+        ax=right,
+    )
     for ax in (left, right):
         ax.legend(title="random labels", frameon=False)
     figure.savefig(path, dpi=150)
@@ -111,30 +120,53 @@ def draw_study(study: dict, path: Path) -> None:
     for axes, network in zip(grid, networks, strict=True):
         for ax, (name, label) in zip(axes, PANELS.items(), strict=True):
             for length in study["settings"]["lengths"]:
-                rows = [row for row in study["runs"] if (row["network"], row["step"]) == (network, length)]
+                rows = [
+                    row
+                    for row in study["runs"]
+                    if (row["network"], row["step"]) == (network, length)
+                ]
                 draw_length(ax, rows, name)
             ax.set(xlabel="random labels", ylabel=label, title=network.upper(), ylim=(0, None))
             ax.xaxis.set_major_formatter("{x:.0%}")
             if name == "measured_c1_0.1":
                 samples = study["settings"]["samples"]
-                ax.axhline(samples * np.log(10), color="black", linestyle=":", label="N log 10: the labels themselves")
+                ax.axhline(
+                    samples * np.log(10),
+                    color="black",
+                    linestyle=":",
+                    label="N log 10: the labels themselves",
+                )
             ax.legend(frameon=False, fontsize="small")
     figure.savefig(path, dpi=150)
 
 
 def draw_length(ax, rows: list[dict], name: str) -> None:
     shares = sorted({row["share"] for row in rows})
-    values = np.array([[row[name] for row in rows if row["share"] == share] for share in shares])  # [shares, seeds]
-    reach = student.ppf(0.975, values.shape[1] - 1) * values.std(1, ddof=1) / np.sqrt(values.shape[1])
-    ax.errorbar(shares, values.mean(1), reach, capsize=3, marker="o", label=f"{rows[0]['step']:,} steps")
+    values = np.array(
+        [[row[name] for row in rows if row["share"] == share] for share in shares]
+    )  # [shares, seeds]
+    reach = (
+        student.ppf(0.975, values.shape[1] - 1) * values.std(1, ddof=1) / np.sqrt(values.shape[1])
+    )
+    ax.errorbar(
+        shares, values.mean(1), reach, capsize=3, marker="o", label=f"{rows[0]['step']:,} steps"
+    )
 
 
 # %% All of it
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--fast", action="store_true", help="fewer samples and epochs, to see that it runs")
-    parser.add_argument("--folder", type=Path, default=Path("runs/memorization"), help="folder for the figure")
-    parser.add_argument("--study", type=Path, help="results of the benchmark, to draw instead of training")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--fast", action="store_true", help="fewer samples and epochs, to see that it runs"
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/memorization"), help="folder for the figure"
+    )
+    parser.add_argument(
+        "--study", type=Path, help="results of the benchmark, to draw instead of training"
+    )
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
     if arguments.study:
@@ -149,7 +181,12 @@ def main() -> None:
     print(*(f"{column:>18}" for column in columns))
     for label, run in runs.items():
         largest = max(row["fisher_trace"] for row in run["fisher"])
-        values = [run["information"][-1]["squared_displacement"], largest, run["train_accuracy"], run["test_accuracy"]]
+        values = [
+            run["information"][-1]["squared_displacement"],
+            largest,
+            run["train_accuracy"],
+            run["test_accuracy"],
+        ]
         print(f"{label:>18}", *(f"{value:18.3f}" for value in values))
     draw(runs, arguments.folder / "memorization.png")
     print(f"\nFigure: {arguments.folder / 'memorization.png'}")

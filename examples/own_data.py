@@ -24,14 +24,19 @@ def write_files(folder: Path, *, size: int) -> tuple[Path, Path]:
     splits = {"x_train": digits.x_train, "x_test": digits.x_test}
     labels = {"y_train": digits.y_train, "y_test": digits.y_test}
     np.savez(paths[0], **splits, **labels)
-    noisy = {name: (255 - x + rng.normal(0, 40, x.shape)).clip(0, 255).astype(np.uint8) for name, x in splits.items()}
+    noisy = {
+        name: (255 - x + rng.normal(0, 40, x.shape)).clip(0, 255).astype(np.uint8)
+        for name, x in splits.items()
+    }
     np.savez(paths[1], **noisy, **labels)
     return paths
 
 
 # %% Pretrain, fine-tune, compare with scratch
 def run(source: Path, target: Path, folder: Path, *, fast: bool) -> TransferReport:
-    data = TransferDataModule(source, target, labels=50, max_unlabeled=200 if fast else 1000, max_source=2000)
+    data = TransferDataModule(
+        source, target, labels=50, max_unlabeled=200 if fast else 1000, max_source=2000
+    )
     return transfer(
         "mlp",
         data,
@@ -45,12 +50,19 @@ def run(source: Path, target: Path, folder: Path, *, fast: bool) -> TransferRepo
 
 # %% All of it
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--source", type=Path, help="npz file of the labelled source")
     parser.add_argument("--target", type=Path, help="npz file of the target")
-    parser.add_argument("--fast", action="store_true", help="smaller images and one epoch, to see that it runs")
     parser.add_argument(
-        "--folder", type=Path, default=Path("runs/own_data"), help="folder for everything that is written"
+        "--fast", action="store_true", help="smaller images and one epoch, to see that it runs"
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path("runs/own_data"),
+        help="folder for everything that is written",
     )
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)

@@ -13,21 +13,36 @@ from pathlib import Path
 import torch
 from matplotlib.figure import Figure
 
-from lightning_taskinfo.functional.deep_linear import fine_tuning_boundary, negative_transfer_interval
+from lightning_taskinfo.functional.deep_linear import (
+    fine_tuning_boundary,
+    negative_transfer_interval,
+)
 from lightning_taskinfo.tasks import plot_phase_map, plot_phase_slices, simulate_phase_diagram
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--fast", action="store_true", help="fewer dimensions and repetitions, a few seconds")
-parser.add_argument("--folder", type=Path, default=Path("runs/phase_diagram"), help="folder of the figure")
+parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+)
+parser.add_argument(
+    "--fast", action="store_true", help="fewer dimensions and repetitions, a few seconds"
+)
+parser.add_argument(
+    "--folder", type=Path, default=Path("runs/phase_diagram"), help="folder of the figure"
+)
 args = parser.parse_args()
 size = {"dimension": 60, "repetitions": 10} if args.fast else {"dimension": 200, "repetitions": 40}
 
 # %% Ask the closed forms: at an angle of 60°, with noise 0.3, where does it hurt?
 lower, upper, onset = negative_transfer_interval(torch.pi / 3, 0.3)
 print(f"Linear transfer hurts for n/d in ({lower:.2f}, {upper:.2f}) and above {onset:.2f}.")
-print("Between them it only seems to help: training from scratch is at its worst where n is near d.")
+print(
+    "Between them it only seems to help: training from scratch is at its worst where n is near d."
+)
 angle = fine_tuning_boundary(torch.tensor([0.1, 0.5, 0.9]), 0.3).rad2deg()
-print("Fine-tuning hurts above", ", ".join(f"{value:.1f}°" for value in angle), "for n/d = 0.1, 0.5, 0.9.")
+print(
+    "Fine-tuning hurts above",
+    ", ".join(f"{value:.1f}°" for value in angle),
+    "for n/d = 0.1, 0.5, 0.9.",
+)
 
 # %% Simulate, and draw everything in one figure
 theta = torch.linspace(0, torch.pi / 2, 4, dtype=torch.float64)
@@ -41,7 +56,9 @@ for mode, row in zip(("linear", "fine_tune"), axes, strict=True):
     simulated = simulate_phase_diagram(mode, theta, gamma, 0.3, **size, generator=generator)
     plot_phase_slices(simulated, printed=True, ax=row[2])
     if mode == "linear":
-        row[2].set_ylim(-1.1, 1.1)  # the points near n = d, where scratch training diverges, leave the picture
+        row[2].set_ylim(
+            -1.1, 1.1
+        )  # the points near n = d, where scratch training diverges, leave the picture
 
 # %% Save
 args.folder.mkdir(parents=True, exist_ok=True)

@@ -19,7 +19,14 @@ class Classifier(pl.LightningModule):
         lr: Learning rate.
     """
 
-    def __init__(self, image_shape: tuple[int, int, int], num_classes: int, *, width: int = 16, lr: float = 1e-3):
+    def __init__(
+        self,
+        image_shape: tuple[int, int, int],
+        num_classes: int,
+        *,
+        width: int = 16,
+        lr: float = 1e-3,
+    ):
         super().__init__()
         self.save_hyperparameters()
         self.lr = lr
@@ -58,7 +65,10 @@ class Classifier(pl.LightningModule):
         x, y = batch
         logits = self(x)
         accuracy = (logits.argmax(-1) == y).float().mean()
-        self.log_dict({f"{split}_loss": cross_entropy(logits, y), f"{split}_accuracy": accuracy}, prog_bar=True)
+        self.log_dict(
+            {f"{split}_loss": cross_entropy(logits, y), f"{split}_accuracy": accuracy},
+            prog_bar=True,
+        )
 
 
 class ArrayDataModule(pl.LightningDataModule):
@@ -71,11 +81,15 @@ class ArrayDataModule(pl.LightningDataModule):
         seed: Seed of that split.
     """
 
-    def __init__(self, data: ArrayData, *, batch_size: int = 64, val_fraction: float = 0.2, seed: int = 0):
+    def __init__(
+        self, data: ArrayData, *, batch_size: int = 64, val_fraction: float = 0.2, seed: int = 0
+    ):
         super().__init__()
         self.batch_size = batch_size
         generator = torch.Generator().manual_seed(seed)
-        self.train, self.val = random_split(data.train(), [1 - val_fraction, val_fraction], generator)
+        self.train, self.val = random_split(
+            data.train(), [1 - val_fraction, val_fraction], generator
+        )
         self.test = data.test()
 
     def train_dataloader(self) -> DataLoader:

@@ -23,10 +23,19 @@ TASKS = {"true labels": "digits", "random labels": "digits:random-labels"}
 # %% One sweep over β, from high to low; a sweep that was interrupted continues in its folder
 def trace(name: str, spec: str, folder: Path, *, fast: bool) -> StructureFunction:
     task = prepare_task(spec, max_samples=200 if fast else 1000)
-    training = Training(pretrain_steps=40, steps=40, draws=8) if fast else Training(pretrain_steps=600, steps=600)
+    training = (
+        Training(pretrain_steps=40, steps=40, draws=8)
+        if fast
+        else Training(pretrain_steps=600, steps=600)
+    )
     betas = (10.0, 1.0, 0.1) if fast else tuple(10 ** (2 - j / 2) for j in range(12))
     return structure_function(
-        network_for(task), task.data, betas, training=training, name=name, folder=folder / spec.replace(":", "_")
+        network_for(task),
+        task.data,
+        betas,
+        training=training,
+        name=name,
+        folder=folder / spec.replace(":", "_"),
     )
 
 
@@ -35,16 +44,25 @@ def show(curve: StructureFunction) -> None:
     critical = curve.critical_beta()
     print(f"\n{curve.name}: {curve.samples} samples, label entropy {curve.label_entropy:.3f} nats")
     for beta, kl, loss in zip(curve.betas, curve.kl, curve.loss, strict=True):
-        print(f"  β = {beta:8.4f}   {kl:8.1f} nats in the weights   loss {loss / curve.samples:.3f}")
+        print(
+            f"  β = {beta:8.4f}   {kl:8.1f} nats in the weights   loss {loss / curve.samples:.3f}"
+        )
     print("  β* =", "below these prices" if critical is None else f"{critical:.3g}")
 
 
 # %% All of it
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--fast", action="store_true", help="fewer samples, prices and steps, to see that it runs")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--folder", type=Path, default=Path("runs/structure_function"), help="folder for everything written"
+        "--fast", action="store_true", help="fewer samples, prices and steps, to see that it runs"
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path("runs/structure_function"),
+        help="folder for everything written",
     )
     arguments = parser.parse_args()
     out = arguments.folder / ("fast" if arguments.fast else "full")
@@ -54,7 +72,10 @@ def main() -> None:
     path = arguments.folder / "structure_function.png"
     plot_structure_functions(curves)[0].savefig(path, dpi=150)
     with wandb.init(
-        project="lightning-taskinfo", name="structure-function", dir=arguments.folder, mode="offline"
+        project="lightning-taskinfo",
+        name="structure-function",
+        dir=arguments.folder,
+        mode="offline",
     ) as run:
         for curve in curves:
             curve.log(run, key=curve.name)

@@ -17,9 +17,15 @@ from lightning_taskinfo import Task2Vec, embedding_distances, nearest_source
 from lightning_taskinfo.data import load_task
 from lightning_taskinfo.tasks import default_probe, plot_difficulty, plot_task_map
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--fast", action="store_true", help="one epoch for the probe and fewer samples, a few seconds")
-parser.add_argument("--folder", type=Path, default=Path("runs/task2vec"), help="folder of the figure")
+parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+)
+parser.add_argument(
+    "--fast", action="store_true", help="one epoch for the probe and fewer samples, a few seconds"
+)
+parser.add_argument(
+    "--folder", type=Path, default=Path("runs/task2vec"), help="folder of the figure"
+)
 args = parser.parse_args()
 
 # %% The tasks
@@ -48,7 +54,9 @@ embeddings = [embedder.embed(load_task(name), name=title) for title, name in nam
 print(f"{'task':20} {'norm':>8} {'test error':>11}   nearest source")
 for embedding in embeddings:
     source, distance = nearest_source(embedding, embeddings)[0]
-    print(f"{embedding.name:20} {embedding.norm:8.3f} {embedding.test_error:11.3f}   {source} ({distance:.3f})")
+    print(
+        f"{embedding.name:20} {embedding.norm:8.3f} {embedding.test_error:11.3f}   {source} ({distance:.3f})"
+    )
 print("\nSymmetric distances")
 for embedding, row in zip(embeddings, embedding_distances(embeddings).tolist(), strict=True):
     print(f"{embedding.name:20}", *(f"{distance:6.3f}" for distance in row))

@@ -28,7 +28,9 @@ TASKS = {
 
 # %% Every ordered pair, by plain training and a closed form; finished trainings are kept in the folder
 def measure(folder: Path, *, fast: bool) -> DistanceMatrix:
-    tasks = {name: prepare_task(spec, max_samples=60 if fast else 1000) for name, spec in TASKS.items()}
+    tasks = {
+        name: prepare_task(spec, max_samples=60 if fast else 1000) for name, spec in TASKS.items()
+    }
     return task_distance(
         {name: task.data for name, task in tasks.items()},
         0.1,
@@ -42,9 +44,18 @@ def measure(folder: Path, *, fast: bool) -> DistanceMatrix:
 
 # %% All of it
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--fast", action="store_true", help="fewer samples, steps and seeds, to see that it runs")
-    parser.add_argument("--folder", type=Path, default=Path("runs/task_distance"), help="folder for everything written")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--fast", action="store_true", help="fewer samples, steps and seeds, to see that it runs"
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path("runs/task_distance"),
+        help="folder for everything written",
+    )
     arguments = parser.parse_args()
     matrix = measure(arguments.folder / ("fast" if arguments.fast else "full"), fast=arguments.fast)
     for source, target, distance, error, _ in matrix.table()[1]:
@@ -52,7 +63,9 @@ def main() -> None:
         print(f"{source:>16} → {target:16} {distance:8.1f}{spread} nats")
     path = arguments.folder / "task_distance.png"
     matrix.plot()[0].savefig(path, dpi=150)
-    with wandb.init(project="lightning-taskinfo", name="task-distance", dir=arguments.folder, mode="offline") as run:
+    with wandb.init(
+        project="lightning-taskinfo", name="task-distance", dir=arguments.folder, mode="offline"
+    ) as run:
         matrix.log(run)
         folder = Path(run.dir).parent
     print(f"\nFigure:       {path}\nOffline run:  {folder}")

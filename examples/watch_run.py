@@ -48,7 +48,10 @@ def draw(fisher: FisherTrace, information: InformationInWeights, path: Path) -> 
     left, middle, right = figure.subplots(1, 3)
     terms = ["c_beta", "expected_loss_nats", "displacement_nats", "curvature_nats"]
     plot_curves(information.history, terms, ylabel="nats", ax=left)
-    rows = [{key.removeprefix("information_nats/"): value for key, value in row.items()} for row in information.history]
+    rows = [
+        {key.removeprefix("information_nats/"): value for key, value in row.items()}
+        for row in information.history
+    ]
     layers = [key for key in rows[-1] if key not in information.history[-1]]
     plot_curves(rows, layers, ylabel="information by layer (nats)", ax=middle)
     fisher.plot(ax=right)
@@ -57,9 +60,13 @@ def draw(fisher: FisherTrace, information: InformationInWeights, path: Path) -> 
 
 # %% All of it
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--fast", action="store_true", help="two epochs, to see that it runs")
-    parser.add_argument("--folder", type=Path, default=Path("runs/watch_run"), help="folder for the figure")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/watch_run"), help="folder for the figure"
+    )
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
     fisher, information = train(2 if arguments.fast else 15)

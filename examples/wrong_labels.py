@@ -32,7 +32,9 @@ def with_wrong_labels(labels: Tensor, classes: int) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     chosen = torch.randperm(len(labels), generator=generator)[: len(labels) // 10]
     wrong = labels.clone()
-    wrong[chosen] = (labels[chosen] + torch.randint(1, classes, chosen.shape, generator=generator)) % classes
+    wrong[chosen] = (
+        labels[chosen] + torch.randint(1, classes, chosen.shape, generator=generator)
+    ) % classes
     return wrong
 
 
@@ -71,9 +73,15 @@ def draw(samples: SampleScores, images: Tensor, given: Tensor, true: Tensor, pat
 
 # %% All of it
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--fast", action="store_true", help="fewer samples and epochs, to see that it runs")
-    parser.add_argument("--folder", type=Path, default=Path("runs/wrong_labels"), help="folder for the figure")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--fast", action="store_true", help="fewer samples and epochs, to see that it runs"
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/wrong_labels"), help="folder for the figure"
+    )
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
     n, epochs = (256, 3) if arguments.fast else (2000, 20)

@@ -10,9 +10,13 @@ if TYPE_CHECKING:  # what type checkers see; `tests/test_import.py` keeps it equ
     from lightning_taskinfo._observe import trainable_parameters as trainable_parameters
     from lightning_taskinfo._warn import TaskInfoWarning as TaskInfoWarning
     from lightning_taskinfo.callbacks.fisher_trace import FisherTrace as FisherTrace
-    from lightning_taskinfo.callbacks.information_in_weights import InformationInWeights as InformationInWeights
+    from lightning_taskinfo.callbacks.information_in_weights import (
+        InformationInWeights as InformationInWeights,
+    )
     from lightning_taskinfo.callbacks.local_minimum import LocalMinimum as LocalMinimum
-    from lightning_taskinfo.callbacks.pac_bayes_certificate import PACBayesCertificate as PACBayesCertificate
+    from lightning_taskinfo.callbacks.pac_bayes_certificate import (
+        PACBayesCertificate as PACBayesCertificate,
+    )
     from lightning_taskinfo.callbacks.sample_scores import SampleScores as SampleScores
     from lightning_taskinfo.callbacks.train_step_norms import TrainStepNorms as TrainStepNorms
     from lightning_taskinfo.certificates import Certificate as Certificate
@@ -35,8 +39,12 @@ if TYPE_CHECKING:  # what type checkers see; `tests/test_import.py` keeps it equ
     from lightning_taskinfo.regularizers import TemporalEnsembling as TemporalEnsembling
     from lightning_taskinfo.regularizers import WeightInformation as WeightInformation
     from lightning_taskinfo.regularizers import WeightSchedule as WeightSchedule
-    from lightning_taskinfo.regularizers import estimate_mutual_information as estimate_mutual_information
-    from lightning_taskinfo.regularizers import frozen_batchnorm_statistics as frozen_batchnorm_statistics
+    from lightning_taskinfo.regularizers import (
+        estimate_mutual_information as estimate_mutual_information,
+    )
+    from lightning_taskinfo.regularizers import (
+        frozen_batchnorm_statistics as frozen_batchnorm_statistics,
+    )
     from lightning_taskinfo.tasks.complexity import structure_function as structure_function
     from lightning_taskinfo.tasks.distance import task_distance as task_distance
     from lightning_taskinfo.tasks.embedding import TaskEmbedding as TaskEmbedding

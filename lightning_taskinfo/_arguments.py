@@ -66,12 +66,17 @@ class ArgumentsByName(ABCMeta):
             except (TypeError, ValueError) as error:
                 if (unknown := _refused(str(error), cls)) not in arguments:
                     raise
-                raise TypeError(_unknown(cls.__name__, unknown, _parameters_of_class(cls).names)) from None
+                raise TypeError(
+                    _unknown(cls.__name__, unknown, _parameters_of_class(cls).names)
+                ) from None
 
         @property
         def __signature__(cls) -> inspect.Signature:
             whole = inspect.signature(cls.__init__)
-            return whole.replace(parameters=[*whole.parameters.values()][1:], return_annotation=inspect.Signature.empty)
+            return whole.replace(
+                parameters=[*whole.parameters.values()][1:],
+                return_annotation=inspect.Signature.empty,
+            )
 
 
 def argument_names(cls: type) -> list[str]:
@@ -105,20 +110,28 @@ class Parameters(NamedTuple):
             if not finite(value):
                 raise ValueError(f"`{name}` must be finite, got {shown(value)}.")
             if name == "seed" and value is not None and not -(2**63) <= int(value) < 2**64:
-                raise ValueError(f"`seed` must be at least -2**63 and less than 2**64, as for torch, got {value}.")
+                raise ValueError(
+                    f"`seed` must be at least -2**63 and less than 2**64, as for torch, got {value}."
+                )
 
 
 @functools.cache
 def _parameters(function: Callable[..., Any], skip: int = 0) -> Parameters:
     parameters = [*inspect.signature(function).parameters.values()][skip:]
-    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    positional = [
+        p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
     names = [p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
     hints = {p.name: p.annotation for p in parameters if p.annotation is not p.empty}
     rules = {name: rule_of(hint) for name, hint in hints.items() if not isinstance(hint, str)}
     return Parameters(
         names,
         positional,
-        {name: rule for name, rule in rules.items() if rule is not None and name in {*names, *positional}},
+        {
+            name: rule
+            for name, rule in rules.items()
+            if rule is not None and name in {*names, *positional}
+        },
         any(p.kind is p.VAR_KEYWORD for p in parameters),
     )
 

@@ -40,7 +40,11 @@ def _goes_alone(what: Any) -> bool:
 def _autoloaded(name: str) -> type[Callback]:
     base: Any = getattr(lightning_taskinfo, name, None)
     if not _goes_alone(base):
-        known = [public for public in lightning_taskinfo.__all__ if _goes_alone(getattr(lightning_taskinfo, public))]
+        known = [
+            public
+            for public in lightning_taskinfo.__all__
+            if _goes_alone(getattr(lightning_taskinfo, public))
+        ]
         raise ValueError(
             f"`{VARIABLE}` must name callbacks of lightning_taskinfo that need no argument ({', '.join(known)}), "
             f"separated by commas; got {name!r}."
@@ -83,12 +87,16 @@ def _stepping_back(hook: Callable[..., None]) -> Callable[..., None]:
         except Exception as caught:
             error = caught
         failed = error is not None
-        if not self.checked and trainer.world_size > 1:  # nobody waits for one that has stepped back
+        if (
+            not self.checked and trainer.world_size > 1
+        ):  # nobody waits for one that has stepped back
             failed = not trainer.strategy.reduce_boolean_decision(not failed)
         self.checked = self.checked or hook.__name__ == "on_train_batch_start"
         if failed:
             self.stepped_back = True
-            reason = "another process failed" if error is None else f"{type(error).__name__}: {error}"
+            reason = (
+                "another process failed" if error is None else f"{type(error).__name__}: {error}"
+            )
             warn(f"{self.state_key} cannot watch this training and steps back ({reason})")
 
     return safe

@@ -288,7 +288,9 @@ def _find_call(
         except TypeError:
             if isinstance(few, Mapping) or len(positional_names(model)) < 2:
                 raise
-            call, outputs = settle_call(model, (few, few_targets))  # a model that returns its loss as well
+            call, outputs = settle_call(
+                model, (few, few_targets)
+            )  # a model that returns its loss as well
             return Reading(call, takes_targets=True), outputs
     except NoLogitsError:
         raise
@@ -325,7 +327,9 @@ def _find_alignment(reading: Reading, model: nn.Module, parts: Parts, outputs: T
 def _tokens(parts: Parts) -> Tensor | None:
     """Return the tokens that labels may be a copy of."""
     inputs = parts.named.get("input_ids", parts.inputs)
-    found = [x for x in tensors(inputs) if x.shape == parts.targets.shape and not x.is_floating_point()]
+    found = [
+        x for x in tensors(inputs) if x.shape == parts.targets.shape and not x.is_floating_point()
+    ]
     return found[0] if len(found) == 1 else None
 
 
@@ -408,7 +412,9 @@ def read_by(batch_fn: BatchFn, batch: Any) -> tuple[Any, Tensor | None]:
             f"{type(error).__name__} ({error}) for {described(batch)}."
         ) from error
     if not isinstance(picked, list | tuple) or len(picked) != 2:
-        raise ValueError(f"`batch_fn` must return (inputs, targets) of every batch, got {described(picked)}.")
+        raise ValueError(
+            f"`batch_fn` must return (inputs, targets) of every batch, got {described(picked)}."
+        )
     return picked[0], picked[1]
 
 
@@ -544,8 +550,12 @@ def sample_count(inputs: Any) -> int:
     """
     lengths = {len(x) if x.dim() else 0 for x in tensors(inputs)}
     if not lengths:
-        found = type(inputs).__name__ + ("" if not isinstance(inputs, list | tuple | Mapping) else " without tensors")
-        raise ValueError(f"`inputs` must be a tensor, or a tuple, list or dict of tensors, got {found}.")
+        found = type(inputs).__name__ + (
+            "" if not isinstance(inputs, list | tuple | Mapping) else " without tensors"
+        )
+        raise ValueError(
+            f"`inputs` must be a tensor, or a tuple, list or dict of tensors, got {found}."
+        )
     if len(lengths) != 1 or 0 in lengths:
         raise ValueError(
             f"`inputs` must hold tensors with the same, positive number of samples along axis 0, got {sorted(lengths)}."
@@ -569,11 +579,15 @@ def filled_up(inputs: Any, targets: Tensor | None, n: int) -> tuple[Any, Tensor 
     if size(inputs) == n:
         return inputs, targets
     rows = torch.arange(n, device="cpu") % size(inputs)
-    return take(inputs, lambda x: x[rows.to(x.device)]), None if targets is None else targets[rows.to(targets.device)]
+    return take(inputs, lambda x: x[rows.to(x.device)]), None if targets is None else targets[
+        rows.to(targets.device)
+    ]
 
 
 def size(inputs: Any) -> int:
     """Return the number of samples, which may be 0."""
     if any(x.ndim == 0 for x in tensors(inputs)):
-        raise ValueError("inputs must have an axis of samples, got a tensor without axes; `batch_fn` can leave it out.")
+        raise ValueError(
+            "inputs must have an axis of samples, got a tensor without axes; `batch_fn` can leave it out."
+        )
     return max(len(x) for x in tensors(inputs))

@@ -5,7 +5,13 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from concurrent.futures import (
+    Executor,
+    Future,
+    ProcessPoolExecutor,
+    ThreadPoolExecutor,
+    as_completed,
+)
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, nullcontext
 from multiprocessing.connection import wait
@@ -64,18 +70,27 @@ def run_cells(
 def check_executor(executor: Executor | None, workers: int | None) -> None:
     """Check the two as :func:`run_cells` does, for callers that write something before."""
     if isinstance(executor, ThreadPoolExecutor):
-        raise ValueError("`executor` must run processes, got a ThreadPoolExecutor: threads share one random state.")
+        raise ValueError(
+            "`executor` must run processes, got a ThreadPoolExecutor: threads share one random state."
+        )
     if workers is not None and workers < 0:
         raise ValueError(f"`workers` must be at least 0, got {workers}.")
 
 
 def _finished(folder: Path, cells: Mapping[str, Any]) -> dict[str, Any]:
     make_folder(folder)
-    return {name: read_result(folder / f"{name}.json") for name in cells if (folder / f"{name}.json").exists()}
+    return {
+        name: read_result(folder / f"{name}.json")
+        for name in cells
+        if (folder / f"{name}.json").exists()
+    }
 
 
 def _computed(
-    function: Callable[[Any], Any], cells: Mapping[str, Any], executor: Executor | None, workers: int | None
+    function: Callable[[Any], Any],
+    cells: Mapping[str, Any],
+    executor: Executor | None,
+    workers: int | None,
 ) -> Iterator[tuple[str, Any]]:
     """Yield name and result of each cell as it is finished; the first failure is raised after the rest is in."""
     if executor is None and workers == 0:
@@ -88,7 +103,9 @@ def _computed(
     failure: RuntimeError | None = None
     with _pool(executor, workers, len(cells)) as pool:
         with nullcontext() if executor is not None else _deaf_children():
-            names: dict[Future[Any], str] = {pool.submit(_one_thread, function, a): name for name, a in cells.items()}
+            names: dict[Future[Any], str] = {
+                pool.submit(_one_thread, function, a): name for name, a in cells.items()
+            }
         for future in as_completed(names):
             if future.cancelled():
                 continue
@@ -171,5 +188,7 @@ def _one_thread(function: Callable[[Any], Any], argument: Any) -> Any:
 
 
 def _failure(name: str, error: BaseException) -> RuntimeError:
-    guard = ' A script that uses processes needs `if __name__ == "__main__":`.' * isinstance(error, BrokenProcessPool)
+    guard = ' A script that uses processes needs `if __name__ == "__main__":`.' * isinstance(
+        error, BrokenProcessPool
+    )
     return RuntimeError(f"{name} failed: {type(error).__name__}: {error}{guard}")

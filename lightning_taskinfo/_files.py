@@ -86,7 +86,9 @@ def _alive(process: int) -> bool:
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
     """Write ``value`` as JSON, atomically; numbers come back bit for bit."""
-    text = json.dumps(value, indent=1, ensure_ascii=False)  # before the file is touched: it may fail
+    text = json.dumps(
+        value, indent=1, ensure_ascii=False
+    )  # before the file is touched: it may fail
     with atomic_write(path, "w") as file:
         file.write(text + "\n")
 
@@ -153,7 +155,9 @@ def read_tensors(path: str | os.PathLike[str], *, advice: str = "") -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch has a different one for everything that it does not expect
-        raise ValueError(f"{path}: it holds something else than tensors and plain values. {advice}".strip()) from error
+        raise ValueError(
+            f"{path}: it holds something else than tensors and plain values. {advice}".strip()
+        ) from error
 
 
 def check_archive(path: str | os.PathLike[str], *, advice: str = "") -> None:
@@ -239,6 +243,8 @@ def _differences(old: Any, new: Any, name: str = "") -> list[str]:
         return [
             line
             for key in keys
-            for line in _differences(old.get(key, "(not set)"), new.get(key, "(not set)"), f"{name}.{key}".lstrip("."))
+            for line in _differences(
+                old.get(key, "(not set)"), new.get(key, "(not set)"), f"{name}.{key}".lstrip(".")
+            )
         ]
     return [] if old == new else [f"{name}: {old} there, {new} now"]

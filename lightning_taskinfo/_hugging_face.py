@@ -74,7 +74,9 @@ def predicts_the_next(model: nn.Module, arguments: Mapping[str, Any], labels: Te
             loss, logits = float(result.loss), result.logits.float()
     except Exception:  # whatever a model does without a loss of its own
         return _named_causal(model)
-    labels = pad(labels, (logits.shape[1] - labels.shape[1], 0), value=IGNORED)  # behind a learned prompt
+    labels = pad(
+        labels, (logits.shape[1] - labels.shape[1], 0), value=IGNORED
+    )  # behind a learned prompt
     same, following = (
         float(cross_entropy(logits.flatten(0, -2), aligned.flatten(), ignore_index=IGNORED))
         for aligned in (labels, shifted(labels))

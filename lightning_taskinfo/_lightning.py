@@ -11,10 +11,14 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 NAMESPACES: dict[str, ModuleType] = {
-    name: import_module(name) for name in ("lightning.pytorch", "pytorch_lightning") if find_spec(name.split(".")[0])
+    name: import_module(name)
+    for name in ("lightning.pytorch", "pytorch_lightning")
+    if find_spec(name.split(".")[0])
 }
 if not NAMESPACES:
-    raise ModuleNotFoundError("Install `pytorch-lightning` or `lightning` to use the Lightning side of this package.")
+    raise ModuleNotFoundError(
+        "Install `pytorch-lightning` or `lightning` to use the Lightning side of this package."
+    )
 
 DEFAULT = [*NAMESPACES][-1]
 
@@ -22,12 +26,16 @@ if TYPE_CHECKING:
     from pytorch_lightning import Callback, LightningDataModule, LightningModule, Trainer
 else:
     # Types to annotate with; a user's own objects come from either namespace.
-    LightningModule, Trainer = (getattr(NAMESPACES[DEFAULT], name) for name in ("LightningModule", "Trainer"))
+    LightningModule, Trainer = (
+        getattr(NAMESPACES[DEFAULT], name) for name in ("LightningModule", "Trainer")
+    )
 
     class Callback(*(namespace.Callback for namespace in NAMESPACES.values())):
         """A callback that the Trainer and the LightningCLI of every installed namespace accept."""
 
-    class LightningDataModule(*(namespace.LightningDataModule for namespace in NAMESPACES.values())):
+    class LightningDataModule(
+        *(namespace.LightningDataModule for namespace in NAMESPACES.values())
+    ):
         """A data module that the Trainer and the LightningCLI of every installed namespace accept."""
 
 
@@ -35,7 +43,9 @@ def module_classes(mixin: type, name: str) -> dict[str, type]:
     """Return a LightningModule of ``mixin`` for each installed namespace; a module cannot have both as bases."""
     return {
         namespace: type(
-            name, (mixin, module.LightningModule), {"__module__": mixin.__module__, "__doc__": mixin.__doc__}
+            name,
+            (mixin, module.LightningModule),
+            {"__module__": mixin.__module__, "__doc__": mixin.__doc__},
         )
         for namespace, module in NAMESPACES.items()
     }

@@ -12,7 +12,11 @@ from torch import Tensor, nn
 from lightning_taskinfo._hugging_face import inner_model, is_encoder_decoder
 from lightning_taskinfo._observe import observing
 
-FRAMEWORKS = ("torch.nn.modules.module", "lightning.pytorch.core.module", "pytorch_lightning.core.module")
+FRAMEWORKS = (
+    "torch.nn.modules.module",
+    "lightning.pytorch.core.module",
+    "pytorch_lightning.core.module",
+)
 """Where a ``forward`` is defined that is none."""
 
 
@@ -91,10 +95,19 @@ def logits_of(result: Any) -> Tensor:
         found = [result.logits]
     elif isinstance(result, list | tuple):
         named = [part for part in result if isinstance(part, Mapping) or hasattr(part, "logits")]
-        found = [logits_of(named[0])] if len(named) == 1 else [p for p in result if isinstance(p, Tensor) and p.ndim]
+        found = (
+            [logits_of(named[0])]
+            if len(named) == 1
+            else [p for p in result if isinstance(p, Tensor) and p.ndim]
+        )
     else:
         found = []
-    if len(found) == 1 and isinstance(found[0], Tensor) and found[0].ndim and found[0].is_floating_point():
+    if (
+        len(found) == 1
+        and isinstance(found[0], Tensor)
+        and found[0].ndim
+        and found[0].is_floating_point()
+    ):
         return found[0]
     raise NoLogitsError(
         f"the model must return a tensor of outputs, or something with `logits`, got {_described(result)}; set "
@@ -153,7 +166,9 @@ def settle_call(model: nn.Module, fields: Any, target: str | None = None) -> tup
             if first_error is None or isinstance(error, NoLogitsError):  # which ran to the end
                 first_error = error
         else:
-            _settled.setdefault(model, {}).update(dict.fromkeys((_kind(fields), _kind(inputs)), call))
+            _settled.setdefault(model, {}).update(
+                dict.fromkeys((_kind(fields), _kind(inputs)), call)
+            )
             return call, outputs
     raise first_error or TypeError(f"{type(model).__name__} has no `forward`")
 
@@ -178,12 +193,15 @@ def _candidates(model: nn.Module, fields: Any, target: str | None) -> Iterator[C
         ways = [others] if target is None else [others, every]
         decoder = {"decoder_input_ids", "decoder_inputs_embeds"}
         if target is not None and (
-            target in forward.required or (is_encoder_decoder(inner) and not decoder & fields.keys())
+            target in forward.required
+            or (is_encoder_decoder(inner) and not decoder & fields.keys())
         ):
             ways = [every]
         for names in ways:
             yield from forward.named(place, names)
-            if forward.takes_others and inner is not None:  # and may hand on what the inner model does not take
+            if (
+                forward.takes_others and inner is not None
+            ):  # and may hand on what the inner model does not take
                 known = _Signature(inner).names
                 yield Call(place, "named", tuple(name for name in names if name in known))
 
@@ -203,7 +221,9 @@ class _Signature:
 
     def __init__(self, module: nn.Module) -> None:
         parameters = inspect.signature(module.forward).parameters.values()
-        by_position = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        by_position = [
+            p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
         by_name = [p for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
         self.positional = [p.name for p in by_position]
         self.names = [p.name for p in by_name]

@@ -48,7 +48,9 @@ def parts(model: nn.Module) -> Parts:
         (3, 4, 3)
     """
     modules = [*model.modules()]
-    parameters = {id(p): p for module in modules for p in module._parameters.values() if p is not None}
+    parameters = {
+        id(p): p for module in modules for p in module._parameters.values() if p is not None
+    }
     buffers = {id(b): b for module in modules for b in module._buffers.values() if b is not None}
     return Parts(modules, [*parameters.values()], [*buffers.values()])
 
@@ -111,7 +113,9 @@ def observing_parts(observed: Parts) -> Iterator[None]:
         for device_type in sorted({device.type for device in devices} - {"meta"}):
             if torch.is_autocast_enabled(device_type):
                 stack.enter_context(torch.autocast(device_type, enabled=False))
-        if "torch._dynamo" in sys.modules:  # otherwise nothing can be compiled, and importing it takes a second
+        if (
+            "torch._dynamo" in sys.modules
+        ):  # otherwise nothing can be compiled, and importing it takes a second
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         for module in modules:
             if module.training:
@@ -209,7 +213,9 @@ def _keep_grads(parameters: list[nn.Parameter]) -> Restore:
 
 def _keep_random_states(devices: set[torch.device]) -> Restore:
     accelerators = [d for d in devices if d.type not in ("cpu", "meta")]
-    modules = [(torch.get_device_module(d), () if d.type == "mps" else (d,)) for d in accelerators]  # one mps only
+    modules = [
+        (torch.get_device_module(d), () if d.type == "mps" else (d,)) for d in accelerators
+    ]  # one mps only
     states = [module.get_rng_state(*device) for module, device in modules]
     cpu_state, python_state = torch.get_rng_state(), random.getstate()
     numpy = sys.modules.get("numpy")  # not loaded: nobody has drawn from it

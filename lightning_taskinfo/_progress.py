@@ -48,7 +48,9 @@ def bar(title: str, total: int) -> Iterator[Progress]:
         def update(done: int, total: int, label: str) -> None:
             if total != drawn.total:
                 drawn.reset(total)
-            if drawn.desc != f"{title} {label}: ":  # a new label is shown at once, however short its work is
+            if (
+                drawn.desc != f"{title} {label}: "
+            ):  # a new label is shown at once, however short its work is
                 drawn.set_description(f"{title} {label}")
             drawn.update(done - drawn.n)
 
@@ -68,7 +70,9 @@ def lines(title: str) -> Progress:
     return write
 
 
-def counted(items: Iterable[Item], total: int, progress: Progress | None, label: str) -> Iterator[Item]:
+def counted(
+    items: Iterable[Item], total: int, progress: Progress | None, label: str
+) -> Iterator[Item]:
     """Yield the items, and tell ``progress`` after each how many are done, of how many, and of what.
 
     Example:

@@ -52,13 +52,22 @@ def rule_of(hint: Any) -> Rule | None:
         return _sequence([rule], f"a sequence of {rule.many}" if rule else "a sequence")
     if kind is Mapping:
         rule = rule_of(parts[1]) if parts else None
-        return Rule(f"a mapping to {rule.many}" if rule else "a mapping", "mappings", _maps_to(rule))
+        return Rule(
+            f"a mapping to {rule.many}" if rule else "a mapping", "mappings", _maps_to(rule)
+        )
     if kind in _ABSTRACT:
         return _ABSTRACT[kind]
-    if not isinstance(kind, type) or kind is object or getattr(kind, "_is_protocol", False) or kind.__name__ in _DUCKS:
+    if (
+        not isinstance(kind, type)
+        or kind is object
+        or getattr(kind, "_is_protocol", False)
+        or kind.__name__ in _DUCKS
+    ):
         return None
     article = "an" if kind.__name__[0] in "AEIOU" else "a"
-    return Rule(f"{article} {kind.__name__}", f"{kind.__name__}s", lambda value: isinstance(value, kind))
+    return Rule(
+        f"{article} {kind.__name__}", f"{kind.__name__}s", lambda value: isinstance(value, kind)
+    )
 
 
 def shown(value: Any) -> str:
@@ -119,7 +128,11 @@ _SIMPLE = {
 _DUCKS = ("Dataset", "DataLoader")  # torch takes anything that walks like one
 _ABSTRACT = {
     Callable: Rule("a function", "functions", callable),
-    Iterable: Rule("iterable", "iterables", lambda value: hasattr(value, "__iter__") or hasattr(value, "__getitem__")),
+    Iterable: Rule(
+        "iterable",
+        "iterables",
+        lambda value: hasattr(value, "__iter__") or hasattr(value, "__getitem__"),
+    ),
 }
 
 
@@ -137,19 +150,27 @@ def _sequence(rules: Sequence[Rule | None], words: str, length: int | None = Non
     def holds(value: Any) -> bool:
         if isinstance(value, str):
             return rules[0] is _SIMPLE[str]
-        if isinstance(value, Mapping) or not (hasattr(value, "__len__") and hasattr(value, "__getitem__")):
+        if isinstance(value, Mapping) or not (
+            hasattr(value, "__len__") and hasattr(value, "__getitem__")
+        ):
             return False
-        if not isinstance(value, list | tuple):  # an array has one kind of values, and a dataset is not gone through
+        if not isinstance(
+            value, list | tuple
+        ):  # an array has one kind of values, and a dataset is not gone through
             return True
         each = rules if length is not None else [rules[0]] * len(value)
-        return len(each) == len(value) and all(r is None or r.holds(v) for r, v in zip(each, value, strict=True))
+        return len(each) == len(value) and all(
+            r is None or r.holds(v) for r, v in zip(each, value, strict=True)
+        )
 
     return Rule(words, "sequences", holds)
 
 
 def _maps_to(rule: Rule | None) -> Callable[[Any], bool]:
     def holds(value: Any) -> bool:
-        return isinstance(value, Mapping) and (rule is None or all(rule.holds(v) for v in value.values()))
+        return isinstance(value, Mapping) and (
+            rule is None or all(rule.holds(v) for v in value.values())
+        )
 
     return holds
 

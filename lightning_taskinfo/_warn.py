@@ -4,7 +4,14 @@ import sys
 import warnings
 
 BETWEEN = {  # packages whose frames are nobody's call
-    *("lightning_taskinfo", "torch", "torchmetrics", "lightning", "pytorch_lightning", "lightning_fabric"),
+    *(
+        "lightning_taskinfo",
+        "torch",
+        "torchmetrics",
+        "lightning",
+        "pytorch_lightning",
+        "lightning_fabric",
+    ),
     *("lightning_utilities", "jsonargparse", "contextlib", "functools", "importlib"),
 }
 
@@ -23,7 +30,9 @@ def warn(message: str) -> None:
     level = 2  # 1 is this function, 2 its caller
     while frame.f_back is not None and _package(frame.f_globals) in BETWEEN:
         frame = frame.f_back
-        if "importlib._bootstrap" not in frame.f_code.co_filename:  # `warnings.warn` does not count those
+        if (
+            "importlib._bootstrap" not in frame.f_code.co_filename
+        ):  # `warnings.warn` does not count those
             level += 1
     warnings.warn(message, TaskInfoWarning, stacklevel=level)
 

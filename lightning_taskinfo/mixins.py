@@ -72,7 +72,9 @@ class PenaltyMixin(Base):
     gradient_ratio_every_n_steps: int = 100
     """Optimizer steps between two measurements of the gradient-norm ratios; 0 turns them off."""
     _ratio_step: int = -1
-    _likelihood_loss: Tensor | None = None  # of the last step, without penalties: what callbacks compare theirs with
+    _likelihood_loss: Tensor | None = (
+        None  # of the last step, without penalties: what callbacks compare theirs with
+    )
     _acting: frozenset[str] = frozenset()  # penalties whose ratio was measured
 
     def penalised(self, loss: Tensor, *unnamed: NoReturn, **penalties: Tensor) -> Tensor:
@@ -101,7 +103,9 @@ class PenaltyMixin(Base):
             ValueError: If the loss or a penalty is not a scalar tensor.
         """
         if unnamed:
-            raise TypeError(f"Penalties must have names, `penalised(loss, name=penalty)`, got {len(unnamed)} without.")
+            raise TypeError(
+                f"Penalties must have names, `penalised(loss, name=penalty)`, got {len(unnamed)} without."
+            )
         for name, term in {"loss": loss, **penalties}.items():
             check_scalar(name, term)
         self._likelihood_loss = loss.detach()
@@ -121,13 +125,21 @@ class PenaltyMixin(Base):
         every, step = self.gradient_ratio_every_n_steps, self.global_step
         if not every or step == self._ratio_step or not (self.training and torch.is_grad_enabled()):
             return
-        acting = {name: term for name, term in penalties.items() if term.requires_grad}  # a weight of 0 leaves no graph
-        due = acting if step % every == 0 else {n: term for n, term in acting.items() if n not in self._acting}
+        acting = {
+            name: term for name, term in penalties.items() if term.requires_grad
+        }  # a weight of 0 leaves no graph
+        due = (
+            acting
+            if step % every == 0
+            else {n: term for n, term in acting.items() if n not in self._acting}
+        )
         if due:
             self._ratio_step = step  # once a step, also where several batches are accumulated in it
             self._acting |= due.keys()
             ratios = self._gradient_ratios(loss, due)
-            for logger in self.loggers:  # not `self.log`, which drops what falls between `log_every_n_steps`
+            for (
+                logger
+            ) in self.loggers:  # not `self.log`, which drops what falls between `log_every_n_steps`
                 logger.log_metrics(ratios, step=step)
             self.log_dict(ratios, on_step=True, on_epoch=False, logger=False)
 
@@ -136,9 +148,14 @@ class PenaltyMixin(Base):
         try:
             whole = gradient_norms({"loss": loss}, parameters)["loss"]
             norms = gradient_norms(penalties, parameters)
-            return {f"{PREFIX}/{name}/gradient_ratio": norm / max(whole, 1e-30) for name, norm in norms.items()}
+            return {
+                f"{PREFIX}/{name}/gradient_ratio": norm / max(whole, 1e-30)
+                for name, norm in norms.items()
+            }
         except RuntimeError as error:
-            if "donated" not in str(error):  # a compiled backward pass that gives its buffers away runs only once
+            if "donated" not in str(
+                error
+            ):  # a compiled backward pass that gives its buffers away runs only once
                 raise
             self.gradient_ratio_every_n_steps = 0
             warn(f"Gradient ratios of the penalties cannot be measured here: {error}")
@@ -225,7 +242,11 @@ class LocalMinimumMixin(PenaltyMixin):
                     "`local_minimum` waits for the learning rate to drop to half, and there is no scheduler to do it: "
                     "the penalty stays 0; set `start` of `LocalMinimumRegularizer` to an epoch."
                 )
-        rate = trainer.optimizers[0].param_groups[0]["lr"] if trainer is not None and trainer.optimizers else None
+        rate = (
+            trainer.optimizers[0].param_groups[0]["lr"]
+            if trainer is not None and trainer.optimizers
+            else None
+        )
         return regularizer(self, loss_fn, batch, epoch=self.current_epoch, learning_rate=rate)
 
 
@@ -241,7 +262,9 @@ class MultiKernelMMDMixin(PenaltyMixin):
             source: Features of source inputs, shape ``[B, D]``.
             target: Features of unlabelled target inputs, shape ``[B', D]``.
         """
-        return _regularizer(self, "mk_mmd", MultiKernelMMD)(source, target, epoch=self.current_epoch)
+        return _regularizer(self, "mk_mmd", MultiKernelMMD)(
+            source, target, epoch=self.current_epoch
+        )
 
 
 class TemporalEnsemblingMixin(PenaltyMixin):
@@ -269,7 +292,9 @@ def labeled_samples(trainer: "Trainer | None") -> int:
     from lightning_taskinfo.callbacks._pool import readable  # late: it loads Lightning
 
     if trainer is None:
-        raise ValueError("`num_samples` must be given to WeightInformation in a module without a Trainer, got None.")
+        raise ValueError(
+            "`num_samples` must be given to WeightInformation in a module without a Trainer, got None."
+        )
     loader: Any = getattr(trainer, "train_dataloader", None)  # Fabric has none
     loader = getattr(loader, "iterables", loader)  # of a CombinedLoader
     if isinstance(loader, dict):
@@ -288,9 +313,17 @@ def labeled_samples(trainer: "Trainer | None") -> int:
 def _sampler(loader: Any) -> Any:
     """What picks the samples of a loader, for all ranks."""
     batches = getattr(loader, "batch_sampler", None)
-    sampler = getattr(loader, "sampler", None) if batches is None else getattr(batches, "sampler", batches)
-    drawn = getattr(sampler, "dataset", None) if isinstance(sampler, DistributedSampler) else sampler
-    return getattr(drawn, "_sampler", drawn)  # Lightning wraps a sampler of the user's so that ranks share it
+    sampler = (
+        getattr(loader, "sampler", None)
+        if batches is None
+        else getattr(batches, "sampler", batches)
+    )
+    drawn = (
+        getattr(sampler, "dataset", None) if isinstance(sampler, DistributedSampler) else sampler
+    )
+    return getattr(
+        drawn, "_sampler", drawn
+    )  # Lightning wraps a sampler of the user's so that ranks share it
 
 
 def _trainer(module: Any) -> "Trainer | None":
@@ -304,5 +337,7 @@ def _regularizer(module: Any, name: str, kind: type[R]) -> R:
     regularizer = getattr(module, name, None)
     if not isinstance(regularizer, kind):
         found = type(regularizer).__name__
-        raise TypeError(f"`self.{name}` must be a {kind.__name__}, got {found}: set it in `__init__`.")
+        raise TypeError(
+            f"`self.{name}` must be a {kind.__name__}, got {found}: set it in `__init__`."
+        )
     return regularizer

@@ -61,7 +61,11 @@ def plot_curves(
         names = [name for name in dict.fromkeys(key for row in rows for key in row) if name != x]
     ax = _axes() if ax is None else ax
     for name in names:
-        points = [(row[x], row[name]) for row in rows if not any(math.isnan(row.get(k, math.nan)) for k in (x, name))]
+        points = [
+            (row[x], row[name])
+            for row in rows
+            if not any(math.isnan(row.get(k, math.nan)) for k in (x, name))
+        ]
         if not points:
             raise ValueError(f"`names` must have been measured together with {x!r}, got {name!r}.")
         ax.plot(*zip(*points, strict=True), marker="." if len(points) < 50 else "", label=name)
@@ -73,7 +77,12 @@ def plot_curves(
 
 
 def plot_pareto(
-    rows: Iterable["Tradeoff"], n: int, *, delta: float = 0.04, chance: float = 0.5, ax: "Axes | None" = None
+    rows: Iterable["Tradeoff"],
+    n: int,
+    *,
+    delta: float = 0.04,
+    chance: float = 0.5,
+    ax: "Axes | None" = None,
 ) -> tuple["Figure", "Axes"]:
     """Draw the accuracy of stochastic networks against their complexity, one line a structure of the curvature.
 
@@ -99,7 +108,11 @@ def plot_pareto(
     for name, members in groups.items():
         points = sorted(((row.kl + row.price + extra) / n, 1 - row.risk) for row in members)
         ax.plot(*zip(*points, strict=True), "k--" if name == "oracle" else ".-", label=name)
-    ax.set(xscale="log", xlabel="complexity: (KL + price + log term) / N", ylabel="accuracy of stochastic networks")
+    ax.set(
+        xscale="log",
+        xlabel="complexity: (KL + price + log term) / N",
+        ylabel="accuracy of stochastic networks",
+    )
     _draw_bounds(ax, chance)
     ax.spines[["top", "right"]].set_visible(False)
     ax.legend(frameon=False, title="curvature")
@@ -119,7 +132,9 @@ def _draw_bounds(ax: "Axes", chance: float) -> None:
         risk = np.linspace(1e-9, bound - 1e-9, 500)
         complexity = risk * np.log(risk / bound) + (1 - risk) * np.log((1 - risk) / (1 - bound))
         ax.plot(complexity, 1 - risk, color="0.7", linewidth=0.8, zorder=0)
-        ax.annotate(f"≤ {bound:g}", (complexity[0], 1.0), fontsize=7, color="0.4", ha="center", va="bottom")
+        ax.annotate(
+            f"≤ {bound:g}", (complexity[0], 1.0), fontsize=7, color="0.4", ha="center", va="bottom"
+        )
         if bound == chance:
             ax.fill_betweenx(1 - risk, ax.get_xlim()[0], complexity, color="0.95", zorder=-1)
 
@@ -169,7 +184,9 @@ def figure_pixels(figure: "Figure") -> Tensor:
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     width, height = canvas.get_width_height()
-    return torch.frombuffer(bytearray(canvas.buffer_rgba()), dtype=torch.uint8).view(height, width, 4)[..., :3]
+    return torch.frombuffer(bytearray(canvas.buffer_rgba()), dtype=torch.uint8).view(
+        height, width, 4
+    )[..., :3]
 
 
 def _axes() -> "Axes":

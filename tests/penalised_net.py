@@ -82,14 +82,20 @@ class PenalisedSteps:
         return nn.functional.cross_entropy(self(labeled[0]), labeled[1])
 
     def penalties(self, batch):
-        x_u, z, z_u = batch["unlabeled"], self.features(batch["labeled"][0]), self.features(batch["unlabeled"])
+        x_u, z, z_u = (
+            batch["unlabeled"],
+            self.features(batch["labeled"][0]),
+            self.features(batch["unlabeled"]),
+        )
         terms = {
             "information": lambda: self.information_penalty(),
             "lautum": lambda: self.lautum_penalty(x_u, self.head(z_u)),
             "mutual_information": lambda: self.mutual_information_penalty(x_u, z_u),
             "local_minimum": lambda: self.local_minimum_penalty(self.likelihood, batch["labeled"]),
             "mk_mmd": lambda: self.mk_mmd_penalty(z, z_u),
-            "temporal_ensembling": lambda: self.temporal_ensembling_penalty(self.head(z), batch["index"]),
+            "temporal_ensembling": lambda: self.temporal_ensembling_penalty(
+                self.head(z), batch["index"]
+            ),
         }
         return {name: terms[name]() for name in self.active}
 
@@ -114,7 +120,13 @@ def fit(model, trainer_class=Trainer, ckpt_path=None, **arguments):
         accelerator="cpu",
         enable_progress_bar=False,
         enable_model_summary=False,
-        **{"max_epochs": 2, "logger": False, "enable_checkpointing": False, "devices": 1, **arguments},
+        **{
+            "max_epochs": 2,
+            "logger": False,
+            "enable_checkpointing": False,
+            "devices": 1,
+            **arguments,
+        },
     )
     trainer.fit(model, loader(), ckpt_path=ckpt_path)
     return trainer

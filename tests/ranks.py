@@ -13,11 +13,17 @@ from torch.multiprocessing import start_processes
 def on_ranks(function: Callable[..., Any], *args: Any, world_size: int = 2) -> list[Any]:
     """Return what ``function(rank, *args)`` returns on each of ``world_size`` forked processes."""
     with tempfile.TemporaryDirectory() as folder:
-        start_processes(_run, (function, args, world_size, folder), nprocs=world_size, start_method="fork")
-        return [torch.load(Path(folder, f"{rank}.pt"), weights_only=True) for rank in range(world_size)]
+        start_processes(
+            _run, (function, args, world_size, folder), nprocs=world_size, start_method="fork"
+        )
+        return [
+            torch.load(Path(folder, f"{rank}.pt"), weights_only=True) for rank in range(world_size)
+        ]
 
 
-def _run(rank: int, function: Callable[..., Any], args: tuple[Any, ...], world_size: int, folder: str) -> None:
+def _run(
+    rank: int, function: Callable[..., Any], args: tuple[Any, ...], world_size: int, folder: str
+) -> None:
     torch.set_num_threads(1)  # the parent's threads do not survive a fork
     store = distributed.FileStore(str(Path(folder, "store")), world_size)
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size)

@@ -23,7 +23,9 @@ all_callbacks = pytest.mark.parametrize("callback", ALL.values(), ids=ALL)
 
 
 @all_callbacks
-@pytest.mark.parametrize(("wrong", "right"), [("every_n_epoch", "every_n_epochs"), ("max_sample", "max_samples")])
+@pytest.mark.parametrize(
+    ("wrong", "right"), [("every_n_epoch", "every_n_epochs"), ("max_sample", "max_samples")]
+)
 def test_names_the_class_the_argument_and_the_nearest(callback, wrong, right):
     message = f"^{callback.__name__} has no argument `{wrong}`; did you mean `{right}`\\?$"
     with pytest.raises(TypeError, match=message):
@@ -32,7 +34,10 @@ def test_names_the_class_the_argument_and_the_nearest(callback, wrong, right):
 
 @all_callbacks
 def test_lists_the_arguments_where_none_is_near(callback):
-    with pytest.raises(TypeError, match=r"has no argument `zzz`; it takes .*max_samples, .*forward_fn(, group_fn)?\.$"):
+    with pytest.raises(
+        TypeError,
+        match=r"has no argument `zzz`; it takes .*max_samples, .*forward_fn(, group_fn)?\.$",
+    ):
         callback(zzz=1)
 
 
@@ -46,7 +51,9 @@ class Mine(FisherTrace):
 
 def test_a_class_of_ones_own_is_named_and_keeps_its_own_arguments():
     assert Mine(mine=3, max_samples=2).mine == 3
-    with pytest.raises(TypeError, match=r"^Mine has no argument `mc_sample`; did you mean `mc_samples`\?"):
+    with pytest.raises(
+        TypeError, match=r"^Mine has no argument `mc_sample`; did you mean `mc_samples`\?"
+    ):
         Mine(mc_sample=2)
 
 
@@ -69,7 +76,9 @@ class Misspelling(FisherTrace):
 def test_other_errors_are_left_alone():
     with pytest.raises(TypeError, match=r"__init__\(\) got an unexpected keyword argument 'sed'"):
         Misspelling(seed=2)  # not what was written here
-    with pytest.raises(TypeError, match=r"^Other.__init__\(\) got an unexpected keyword argument 'every'"):
+    with pytest.raises(
+        TypeError, match=r"^Other.__init__\(\) got an unexpected keyword argument 'every'"
+    ):
         Failing(every=2)
     with pytest.raises(TypeError, match="missing 1 required keyword-only argument: 'prior_origin'"):
         PACBayesCertificate()
@@ -151,31 +160,51 @@ X = torch.zeros(4, 2)
 CALLS = {  # what a user might write, and what is said to it
     "`model` must be a Module, got 'net'": lambda: lt.add_weight_noise("net"),
     "`std` must be a number, got '0.1'": lambda: lt.add_weight_noise(NET, std="0.1"),
-    "add_weight_noise has no argument `stds`; did you mean `std`?": lambda: lt.add_weight_noise(NET, stds=0.1),
+    "add_weight_noise has no argument `stds`; did you mean `std`?": lambda: lt.add_weight_noise(
+        NET, stds=0.1
+    ),
     "`per_layer` must be True or False, got 'no'": lambda: FisherTrace(per_layer="no"),
-    "`every_n_steps` must be a whole number or None, got True": lambda: FisherTrace(every_n_steps=True),
+    "`every_n_steps` must be a whole number or None, got True": lambda: FisherTrace(
+        every_n_steps=True
+    ),
     "`name` must be a string or None, got 3": lambda: FisherTrace(name=3),
-    "`widths` must be a sequence of numbers or None, got 2.0": lambda: lt.MultiKernelMMD(widths=2.0),
+    "`widths` must be a sequence of numbers or None, got 2.0": lambda: lt.MultiKernelMMD(
+        widths=2.0
+    ),
     "`feature_dim` must be a whole number, got '16'": lambda: lt.MutualInformation((1, 8, 8), "16"),
-    "WeightSchedule has no argument `starts`; did you mean `start`?": lambda: lt.WeightSchedule(1.0, starts=1),
-    "fisher_trace has no argument `label`; did you mean `labels`?": lambda: fisher.fisher_trace(NET, X, label="exact"),
-    "`chunk_size` must be a whole number or None, got 2.0": lambda: fisher.fisher_diagonal(NET, X, chunk_size=2.0),
+    "WeightSchedule has no argument `starts`; did you mean `start`?": lambda: lt.WeightSchedule(
+        1.0, starts=1
+    ),
+    "fisher_trace has no argument `label`; did you mean `labels`?": lambda: fisher.fisher_trace(
+        NET, X, label="exact"
+    ),
+    "`chunk_size` must be a whole number or None, got 2.0": lambda: fisher.fisher_diagonal(
+        NET, X, chunk_size=2.0
+    ),
     "`model` must be a Module, got a Tensor of shape (4, 2)": lambda: fisher.gradient_gram(X, NET),
-    "FisherInformation has no argument `quantities`; did you mean `quantity`?": lambda: lt.FisherInformation(
-        quantities="trace"
+    "FisherInformation has no argument `quantities`; did you mean `quantity`?": lambda: (
+        lt.FisherInformation(quantities="trace")
     ),
     "`mc_samples` must be a whole number, got 1.5": lambda: lt.FisherInformation(mc_samples=1.5),
     "`prior` must be a Prior or None, got 0.1": lambda: lt.certify(NET, (X, X), 0.1),
     "`stds` must be a sequence of numbers, got 0.1": lambda: lt.Prior(stds=0.1),
-    "Stages has no argument `pretrain`; did you mean `pretrain_epochs`?": lambda: transfer.Stages(pretrain=1),
-    "`pretrain_epochs` must be a whole number, got 1.5": lambda: transfer.Stages(pretrain_epochs=1.5),
-    "TransferDataModule has no argument `label`; did you mean `labels`?": lambda: TransferDataModule(label=5),
-    "TransferClassifier has no argument `methods`; did you mean `method`?": lambda: lt.TransferClassifier(
-        "mlp", 2, (1, 8, 8), methods="lautum"
+    "Stages has no argument `pretrain`; did you mean `pretrain_epochs`?": lambda: transfer.Stages(
+        pretrain=1
     ),
-    "`image_shape` must be a sequence of 3 whole numbers, got 8": lambda: lt.TransferClassifier("mlp", 2, 8),
-    "`data` must be a TransferDataModule where there are no `starts`, got a str": lambda: transfer.transfer(
-        "small_cnn", "digits"
+    "`pretrain_epochs` must be a whole number, got 1.5": lambda: transfer.Stages(
+        pretrain_epochs=1.5
+    ),
+    "TransferDataModule has no argument `label`; did you mean `labels`?": lambda: (
+        TransferDataModule(label=5)
+    ),
+    "TransferClassifier has no argument `methods`; did you mean `method`?": lambda: (
+        lt.TransferClassifier("mlp", 2, (1, 8, 8), methods="lautum")
+    ),
+    "`image_shape` must be a sequence of 3 whole numbers, got 8": lambda: lt.TransferClassifier(
+        "mlp", 2, 8
+    ),
+    "`data` must be a TransferDataModule where there are no `starts`, got a str": lambda: (
+        transfer.transfer("small_cnn", "digits")
     ),
     "transfer has no argument `method`; did you mean `methods`?": lambda: transfer.transfer(
         "mlp", TransferDataModule(), method="lautum"
@@ -183,8 +212,8 @@ CALLS = {  # what a user might write, and what is said to it
     "`weights` must be a mapping to numbers or None, got 0.1": lambda: transfer.transfer(
         "mlp", TransferDataModule(), weights=0.1
     ),
-    "`seeds` must be a sequence of whole numbers or a whole number, got '3'": lambda: transfer.transfer(
-        "mlp", TransferDataModule(), seeds="3"
+    "`seeds` must be a sequence of whole numbers or a whole number, got '3'": lambda: (
+        transfer.transfer("mlp", TransferDataModule(), seeds="3")
     ),
     "`stages` must be a Stages or None, got {'pretrain_epochs': 1}": lambda: transfer.transfer(
         "mlp", TransferDataModule(), stages={"pretrain_epochs": 1}
@@ -210,19 +239,32 @@ def test_says_what_an_argument_must_be(message):
 
 
 PUBLIC = [getattr(lt, name) for name in lt.__all__ if name != "__version__"]
-ONE_MODEL = {"observing", "trainable_parameters", "weight_kl", "frozen_batchnorm_statistics"}  # nothing to mistype
+ONE_MODEL = {
+    "observing",
+    "trainable_parameters",
+    "weight_kl",
+    "frozen_batchnorm_statistics",
+}  # nothing to mistype
 
 
-@pytest.mark.parametrize("public", [f for f in PUBLIC if inspect.isfunction(f)], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "public", [f for f in PUBLIC if inspect.isfunction(f)], ids=lambda f: f.__name__
+)
 def test_every_public_function_checks_its_arguments(public):
     if public.__name__ not in ONE_MODEL:
-        with pytest.raises(TypeError, match=rf"^{public.__name__} has no argument `zzz`; it takes "):
+        with pytest.raises(
+            TypeError, match=rf"^{public.__name__} has no argument `zzz`; it takes "
+        ):
             public(zzz=1)
 
 
 def test_nan_and_infinity_are_refused_wherever_a_number_is_asked_for():
     @checked_arguments
-    def call(one: float = 0.0, many: Sequence[float] | None = None, named: Mapping[str, float] | None = None): ...
+    def call(
+        one: float = 0.0,
+        many: Sequence[float] | None = None,
+        named: Mapping[str, float] | None = None,
+    ): ...
 
     call(1e300, [0.5, 1], {"a": 2.0})
     for bad in (math.nan, math.inf, -math.inf):
@@ -242,7 +284,10 @@ def test_nan_and_infinity_are_refused_wherever_a_number_is_asked_for():
         (Training, "log_variance_learning_rate"),
         (lt.FisherTrace, "every_n_steps"),
         (lt.InformationInWeights, "prior_std"),
-        (lambda **given: lt.PACBayesCertificate(**{k: [0.1, v] for k, v in given.items()}), "prior_stds"),
+        (
+            lambda **given: lt.PACBayesCertificate(**{k: [0.1, v] for k, v in given.items()}),
+            "prior_stds",
+        ),
         (lt.InformationInWeights, "beta"),
     ],
 )

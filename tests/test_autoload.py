@@ -20,11 +20,17 @@ PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
 @pytest.fixture(autouse=True)
 def _installed(tmp_path_factory, monkeypatch):
     """Lightning finds the entry points of ``pyproject.toml``, also where the package was installed without them."""
-    lines = re.findall(r'^\[project\.entry-points\."(.+)"\]\n(\w+) = "(.+)"', PYPROJECT.read_text(), re.MULTILINE)
-    assert {group for group, *_ in lines} == {f"{namespace}.callbacks_factory" for namespace in NAMESPACES}
+    lines = re.findall(
+        r'^\[project\.entry-points\."(.+)"\]\n(\w+) = "(.+)"', PYPROJECT.read_text(), re.MULTILINE
+    )
+    assert {group for group, *_ in lines} == {
+        f"{namespace}.callbacks_factory" for namespace in NAMESPACES
+    }
     folder = tmp_path_factory.mktemp("site") / "lightning_taskinfo-0.dist-info"
     folder.mkdir()
-    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: lightning-taskinfo\nVersion: 0\n")
+    (folder / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: lightning-taskinfo\nVersion: 0\n"
+    )
     (folder / "entry_points.txt").write_text(
         "".join(f"[{group}]\n{name} = {target}\n" for group, name, target in lines)
     )
@@ -75,7 +81,9 @@ def test_switches_itself_off_beside_one_of_its_class(tmp_path, namespace, monkey
 def test_steps_back_where_batches_are_not_understood(tmp_path, namespace, monkeypatch):
     class Odd(make_module(namespace)):
         def train_dataloader(self):
-            return DataLoader(digits(), batch_size=8, collate_fn=lambda samples: [default_collate(samples)])
+            return DataLoader(
+                digits(), batch_size=8, collate_fn=lambda samples: [default_collate(samples)]
+            )
 
         def training_step(self, batch, batch_idx):
             return super().training_step(batch[0], batch_idx)
@@ -97,16 +105,21 @@ def test_what_fails_later_does_not_stop_a_script(monkeypatch):
     callback.on_train_end(SimpleNamespace(world_size=1), None)  # and does nothing more
 
 
-@pytest.mark.parametrize("name", ["FisherTraces", "observing", "FisherInformation", "PACBayesCertificate"])
+@pytest.mark.parametrize(
+    "name", ["FisherTraces", "observing", "FisherInformation", "PACBayesCertificate"]
+)
 def test_refuses_other_names(monkeypatch, name):
     monkeypatch.setenv("TASKINFO_CALLBACKS", name)
-    with pytest.raises(ValueError, match=rf"must name callbacks .*\(.*FisherTrace, .*\).* got '{name}'"):
+    with pytest.raises(
+        ValueError, match=rf"must name callbacks .*\(.*FisherTrace, .*\).* got '{name}'"
+    ):
         callbacks_factory()
 
 
 def test_names_only_callbacks_that_go_alone(monkeypatch):
     monkeypatch.setenv("TASKINFO_CALLBACKS", "x")
     with pytest.raises(
-        ValueError, match=r"need no argument \(FisherTrace, InformationInWeights, LocalMinimum, TrainStepNorms\)"
+        ValueError,
+        match=r"need no argument \(FisherTrace, InformationInWeights, LocalMinimum, TrainStepNorms\)",
     ):
         callbacks_factory()

@@ -28,7 +28,9 @@ Pair = namedtuple("Pair", ["x", "y"])
 X, Y = torch.arange(6.0).view(6, 1), torch.arange(6)
 
 
-@pytest.mark.parametrize("batch", [X, (X, Y), [X, {"y": Y}], Pair(X, (Y, Y)), {"x": X, "pair": Pair(X, Y)}])
+@pytest.mark.parametrize(
+    "batch", [X, (X, Y), [X, {"y": Y}], Pair(X, (Y, Y)), {"x": X, "pair": Pair(X, Y)}]
+)
 def test_the_parts_of_a_batch_make_the_batch(batch):
     parts = [take(batch, itemgetter(slice(start, start + 4))) for start in (0, 4)]
     whole = joined(parts)
@@ -88,7 +90,9 @@ def returns_a_dict(self, input_ids, attention_mask):
 
 
 def returns_an_object(self, input_ids, attention_mask):
-    return SimpleNamespace(logits=self.net(input_ids, attention_mask=attention_mask).logits, loss=None)
+    return SimpleNamespace(
+        logits=self.net(input_ids, attention_mask=attention_mask).logits, loss=None
+    )
 
 
 def returns_a_tuple(self, **batch):
@@ -132,7 +136,9 @@ def our_loss(model, batch, reader=None):
     return cross_entropy(outputs.flatten(0, -2), targets.flatten())
 
 
-@pytest.mark.parametrize("forward", STYLES, ids=lambda style: getattr(style, "__name__", "no forward"))
+@pytest.mark.parametrize(
+    "forward", STYLES, ids=lambda style: getattr(style, "__name__", "no forward")
+)
 @pytest.mark.parametrize("kind", ["GPT-2", "T5", "token classifier"])
 def test_a_module_is_called_as_its_author_calls_it(kind, forward):
     model, batch = module(forward, MODELS[kind]), default_collate([*Sentences(kind, 5)])
@@ -182,7 +188,9 @@ def test_a_batch_may_have_any_form(name, forward):
     torch.testing.assert_close(our_loss(model, batches()[name]), expected)
 
 
-@pytest.mark.parametrize("forward", [lambda self, ids, labels=None: self.net(ids, labels=labels), needs_labels])
+@pytest.mark.parametrize(
+    "forward", [lambda self, ids, labels=None: self.net(ids, labels=labels), needs_labels]
+)
 def test_pairs_of_tokens_and_labels_are_shifted_as_the_model_does_it(forward):
     if forward is needs_labels:
 
@@ -218,7 +226,9 @@ def test_a_causal_model_of_ones_own_has_labels_of_the_next_token():
     assert (targets[:, -1] == -100).all()
     classes = torch.randint(20, (5, 6))
     assert torch.equal(Reader().read(Own(), {"input_ids": tokens, "labels": classes})[1], classes)
-    assert torch.equal(Reader().read(Own(), (tokens, tokens))[1], tokens), "a pair says what it means"
+    assert torch.equal(Reader().read(Own(), (tokens, tokens))[1], tokens), (
+        "a pair says what it means"
+    )
 
 
 @pytest.mark.parametrize("kind", ["PromptTuning", "PrefixTuning"])

@@ -72,7 +72,13 @@ def test_a_finished_cell_is_read_and_not_run(tmp_path):
     write_result(tmp_path / "seed-1.json", "kept")
     (tmp_path / "seed-3.json").unlink()
     seen = {}
-    again = run_cells(draw, CELLS, workers=0, folder=tmp_path, on_done=lambda name, value: seen.update({name: value}))
+    again = run_cells(
+        draw,
+        CELLS,
+        workers=0,
+        folder=tmp_path,
+        on_done=lambda name, value: seen.update({name: value}),
+    )
     assert again == {**first, "seed-1": "kept"} == seen
 
 
@@ -89,7 +95,9 @@ def die(_):
 
 
 def test_a_pool_that_breaks_names_the_guard_of_scripts():
-    with pytest.raises(RuntimeError, match=r'a failed: BrokenProcessPool: .* needs `if __name__ == "__main__":`'):
+    with pytest.raises(
+        RuntimeError, match=r'a failed: BrokenProcessPool: .* needs `if __name__ == "__main__":`'
+    ):
         run_cells(die, {"a": 1}, workers=1)
 
 
@@ -100,7 +108,9 @@ def test_processes_end_with_a_parent_that_is_killed(tmp_path):
         "import sys; from tests.test_cells import run_cells, write_pid_and_wait\n"
         "if __name__ == '__main__': run_cells(write_pid_and_wait, {'a': sys.argv[1]}, workers=1)"
     )
-    parent = subprocess.Popen([sys.executable, "-c", code, str(path)], env={**os.environ, "PYTHONPATH": os.getcwd()})
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code, str(path)], env={**os.environ, "PYTHONPATH": os.getcwd()}
+    )
     while not (path.exists() and path.read_text()):
         assert parent.poll() is None
         time.sleep(0.01)
@@ -119,8 +129,13 @@ def test_an_interrupt_ends_the_processes_at_once_and_they_print_nothing(tmp_path
         "signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job would ignore\n"
         "if __name__ == '__main__': run_cells(write_pid_and_wait, {'a': sys.argv[1], 'b': 'nowhere'}, workers=2)"
     )
-    command, environment = [sys.executable, "-c", code, str(path)], {**os.environ, "PYTHONPATH": os.getcwd()}
-    parent = subprocess.Popen(command, env=environment, start_new_session=True, stderr=subprocess.PIPE, text=True)
+    command, environment = (
+        [sys.executable, "-c", code, str(path)],
+        {**os.environ, "PYTHONPATH": os.getcwd()},
+    )
+    parent = subprocess.Popen(
+        command, env=environment, start_new_session=True, stderr=subprocess.PIPE, text=True
+    )
     while not (path.exists() and path.read_text()):
         assert parent.poll() is None
         time.sleep(0.01)
@@ -147,19 +162,29 @@ else:
 def test_an_interrupt_does_not_wait_for_processes_that_are_starting(tmp_path):
     path, script = tmp_path / "started", tmp_path / "script.py"
     script.write_text(SLOW_TO_START)
-    command, environment = [sys.executable, str(script), str(path)], {**os.environ, "PYTHONPATH": os.getcwd()}
-    parent = subprocess.Popen(command, env=environment, start_new_session=True, stderr=subprocess.PIPE, text=True)
+    command, environment = (
+        [sys.executable, str(script), str(path)],
+        {**os.environ, "PYTHONPATH": os.getcwd()},
+    )
+    parent = subprocess.Popen(
+        command, env=environment, start_new_session=True, stderr=subprocess.PIPE, text=True
+    )
     while not path.exists():
         assert parent.poll() is None
         time.sleep(0.01)
     os.killpg(parent.pid, signal.SIGINT)
-    _, printed = parent.communicate(timeout=30)  # which also ends when no process writes to the pipe any more
+    _, printed = parent.communicate(
+        timeout=30
+    )  # which also ends when no process writes to the pipe any more
     assert printed.count("Traceback") == 1
     assert printed.endswith("KeyboardInterrupt\n")
 
 
 def test_bad_input():
-    with ThreadPoolExecutor(1) as threads, pytest.raises(ValueError, match="`executor` must run processes"):
+    with (
+        ThreadPoolExecutor(1) as threads,
+        pytest.raises(ValueError, match="`executor` must run processes"),
+    ):
         run_cells(draw, CELLS, executor=threads)
     with pytest.raises(ValueError, match="`workers` must be at least 0, got -1"):
         run_cells(draw, CELLS, workers=-1)

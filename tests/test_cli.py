@@ -31,9 +31,13 @@ def test_phase_diagram_writes_a_figure_and_a_table(tmp_path, capsys):
 def test_the_table_is_that_of_the_simulation_with_the_seed(tmp_path, capsys):
     assert cli.main(["phase-diagram", f"--out={tmp_path / 'a.png'}", "--seed=3", *SMALL]) == 0
     gains = [float(row.split()[2]) for row in capsys.readouterr().out.splitlines()[1:-1]]
-    theta, gamma = (torch.tensor(values, dtype=torch.float64) for values in ([0.0, math.pi / 2], [0.5, 1.5]))
+    theta, gamma = (
+        torch.tensor(values, dtype=torch.float64) for values in ([0.0, math.pi / 2], [0.5, 1.5])
+    )
     generator = torch.Generator().manual_seed(3)
-    direct = simulate_phase_diagram("linear", theta, gamma, 0.2, dimension=20, repetitions=3, generator=generator)
+    direct = simulate_phase_diagram(
+        "linear", theta, gamma, 0.2, dimension=20, repetitions=3, generator=generator
+    )
     assert gains == pytest.approx(direct.mean.flatten().tolist(), abs=1e-4)
 
 
@@ -47,7 +51,9 @@ def test_the_table_is_that_of_the_simulation_with_the_seed(tmp_path, capsys):
         ("--out=figure.nonsense", "`out` must end in .png, .pdf or .svg, got figure.nonsense."),
     ],
 )
-def test_wrong_values_end_with_2_and_their_message(argument, message, tmp_path, monkeypatch, capsys):
+def test_wrong_values_end_with_2_and_their_message(
+    argument, message, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     assert cli.main(["phase-diagram", *SMALL, argument]) == 2
     written = capsys.readouterr()
@@ -79,7 +85,9 @@ def test_unknown_words_end_with_2(arguments, capsys):
         (["certify", "--model=a", "--checkpoint=b", "--data=c", "--betas=1,2"], "betas", "1,2"),
     ],
 )
-def test_a_list_without_brackets_is_told_to_have_them_in_one_sentence(arguments, option, got, capsys):
+def test_a_list_without_brackets_is_told_to_have_them_in_one_sentence(
+    arguments, option, got, capsys
+):
     with pytest.raises(SystemExit) as stopped:
         cli.main(arguments)
     assert stopped.value.code == 2
@@ -90,7 +98,11 @@ def test_a_list_without_brackets_is_told_to_have_them_in_one_sentence(arguments,
 @pytest.mark.parametrize(
     ("arguments", "message", "bracketed"),
     [
-        (["certify", "--model=a", "--checkpoint=b", "--data=c", "--structure=kron,neuron"], "kron,neuron", True),
+        (
+            ["certify", "--model=a", "--checkpoint=b", "--data=c", "--structure=kron,neuron"],
+            "kron,neuron",
+            True,
+        ),
         (["complexity", "--steps=many"], "many", False),
         (["complexity", "--tasks=[digits]", "--betas=[a]"], "Got value: a", False),
     ],
@@ -119,7 +131,10 @@ def test_a_message_that_is_not_of_a_value_in_place_of_a_list_stays(message):
 
 def test_a_value_may_begin_with_a_dash(capsys):
     assert cli.main(["phase-diagram", *SMALL, "--sigma", "-1"]) == 2
-    assert capsys.readouterr().err == "taskinfo: error: `sigma` must be non-negative and finite, got -1.0.\n"
+    assert (
+        capsys.readouterr().err
+        == "taskinfo: error: `sigma` must be non-negative and finite, got -1.0.\n"
+    )
 
 
 def test_an_interrupt_ends_with_130_and_a_sentence(monkeypatch, capsys):
@@ -187,7 +202,9 @@ FUNCTIONS = {  # command -> what it calls, and the defaults that are its own: wh
 def test_a_command_has_the_defaults_of_its_function(name):
     function, own = FUNCTIONS[name]
     here, there = (signature(one).parameters for one in (cli.load_command(name), function))
-    defaults = {key for key in here.keys() & there.keys() if here[key].default is not Parameter.empty}
+    defaults = {
+        key for key in here.keys() & there.keys() if here[key].default is not Parameter.empty
+    }
     assert {key for key in defaults if here[key].default != there[key].default} == own
 
 
@@ -228,7 +245,9 @@ def test_a_missing_package_ends_with_1_and_its_name(tmp_path):
     """In a process of its own, where importing matplotlib fails."""
     words = ["phase-diagram", f"--out={tmp_path / 'a.png'}", *SMALL]
     code = "import sys; sys.modules['matplotlib'] = None; from lightning_taskinfo import cli; sys.exit(cli.main())"
-    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 1
     assert done.stderr.startswith("taskinfo: error: ")
     assert "matplotlib" in done.stderr

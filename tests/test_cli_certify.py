@@ -37,14 +37,22 @@ class Module(pl.LightningModule):
 def number():
     return 3
 """
-QUICK = ["--draws=20", "--betas=[0.1,1]", "--structure=diagonal", "--flatten=true", "--classes=[[0,1],[2]]"]
+QUICK = [
+    "--draws=20",
+    "--betas=[0.1,1]",
+    "--structure=diagonal",
+    "--flatten=true",
+    "--classes=[[0,1],[2]]",
+]
 
 
 def images(n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Three classes of 2×2 images, the third one brighter."""
     g = np.random.default_rng(seed)
     labels = g.integers(3, size=n)
-    return (g.integers(120, size=(n, 1, 2, 2)) + 100 * (labels == 2)[:, None, None, None]).astype(np.uint8), labels
+    return (g.integers(120, size=(n, 1, 2, 2)) + 100 * (labels == 2)[:, None, None, None]).astype(
+        np.uint8
+    ), labels
 
 
 @pytest.fixture
@@ -69,7 +77,10 @@ def folder(tmp_path, monkeypatch):
 
 
 def run(
-    *arguments: str, model: str = "small_nets.net", checkpoint: str = "trained.pt", args: str = '{"width": 6}'
+    *arguments: str,
+    model: str = "small_nets.net",
+    checkpoint: str = "trained.pt",
+    args: str = '{"width": 6}',
 ) -> int:
     given = [f"--model={model}", f"--checkpoint={checkpoint}", "--data=squares.npz", *QUICK]
     return cli.main(["certify", *given, *([f"--model-args={args}"] if args else []), *arguments])
@@ -87,7 +98,13 @@ def expected(folder, structure="diagonal", part=slice(None), **options):
     inputs, targets = torch.from_numpy(x).float().flatten(1) / 255, torch.from_numpy(y == 2).long()
     prior = Prior(start, origin="random initialisation, seed 0")
     return certify(
-        trained, (inputs[part], targets[part]), prior, structure=structure, draws=20, betas=(0.1, 1.0), **options
+        trained,
+        (inputs[part], targets[part]),
+        prior,
+        structure=structure,
+        draws=20,
+        betas=(0.1, 1.0),
+        **options,
     )
 
 
@@ -109,7 +126,13 @@ def test_prints_and_writes_the_certificate_of_the_function(folder, capsys):
 
 
 def test_options_reach_the_certificate(folder):
-    options = ["--samples=1::2", "--structure=[isotropic,diagonal]", "--delta=0.1", "--delta-draws=0.05", "--seed=3"]
+    options = [
+        "--samples=1::2",
+        "--structure=[isotropic,diagonal]",
+        "--delta=0.1",
+        "--delta-draws=0.05",
+        "--seed=3",
+    ]
     assert run(*PRIOR, *options, "--curvature-samples=50", "--out=c.json") == 0
     certificate = expected(
         folder,
@@ -127,7 +150,10 @@ def test_options_reach_the_certificate(folder):
 
 def test_a_centre_without_an_origin_is_not_valid(folder, capsys):
     assert run("--prior-checkpoint=start.pt") == 0
-    assert "valid              NO: the prior's centre is not known to be independent" in capsys.readouterr().out
+    assert (
+        "valid              NO: the prior's centre is not known to be independent"
+        in capsys.readouterr().out
+    )
 
 
 def test_without_a_prior_the_centre_is_zero(folder, capsys):
@@ -142,10 +168,22 @@ def test_a_lightning_checkpoint_brings_its_arguments_and_its_inner_network(folde
 
     for name in ("start", "trained"):
         state = {f"inner.{key}": value for key, value in torch.load(folder / f"{name}.pt").items()}
-        kept = {"state_dict": state, "hyper_parameters": {"width": 6}, "pytorch-lightning_version": pl.__version__}
+        kept = {
+            "state_dict": state,
+            "hyper_parameters": {"width": 6},
+            "pytorch-lightning_version": pl.__version__,
+        }
         torch.save(kept, folder / f"{name}.ckpt")
     options = ["--prior-checkpoint=start.ckpt", PRIOR[1]]
-    assert run(*options, model=model, checkpoint="trained.ckpt", args="" if "Module" in model else '{"width": 6}') == 0
+    assert (
+        run(
+            *options,
+            model=model,
+            checkpoint="trained.ckpt",
+            args="" if "Module" in model else '{"width": 6}',
+        )
+        == 0
+    )
     certificate = json.loads((folder / "certificate.json").read_text())
     assert certificate["bound"] == pytest.approx(expected(folder).bound)
 
@@ -211,7 +249,8 @@ def resized(folder):
     sys.modules.pop("pooled_nets", None)
     x, y = stripes(200)
     save_npz(
-        folder / "stripes.npz", ArrayData(x.numpy(), y.numpy(), x.numpy(), y.numpy(), name="stripes", num_classes=2)
+        folder / "stripes.npz",
+        ArrayData(x.numpy(), y.numpy(), x.numpy(), y.numpy(), name="stripes", num_classes=2),
     )
     sys.path.insert(0, str(folder))
     from pooled_nets import Pooled
@@ -232,7 +271,13 @@ def resized(folder):
 
 
 def certify_stripes(*arguments, model="pooled_nets.Pooled", checkpoint="pooled.pt"):
-    given = [f"--model={model}", f"--checkpoint={checkpoint}", "--data=stripes.npz", "--draws=20", "--betas=[1]"]
+    given = [
+        f"--model={model}",
+        f"--checkpoint={checkpoint}",
+        "--data=stripes.npz",
+        "--draws=20",
+        "--betas=[1]",
+    ]
     return cli.main(["certify", *given, *arguments])
 
 
@@ -243,19 +288,37 @@ def test_images_of_another_size_than_in_training_are_noticed(resized):
 
 def test_an_error_far_from_the_stated_one_is_refused(resized, capsys):
     assert certify_stripes("--known_error=0.02") == 2
-    assert "`known_error` must be near the network's error on these samples" in capsys.readouterr().err
+    assert (
+        "`known_error` must be near the network's error on these samples" in capsys.readouterr().err
+    )
     assert not (resized / "certificate.json").exists()
     x, y = stripes(200)
-    x = interpolate(x.float(), size=(28, 28), mode="bilinear", antialias=True).round().byte().numpy()
-    save_npz(resized / "stripes.npz", ArrayData(x, y.numpy(), x, y.numpy(), name="stripes", num_classes=2))
+    x = (
+        interpolate(x.float(), size=(28, 28), mode="bilinear", antialias=True)
+        .round()
+        .byte()
+        .numpy()
+    )
+    save_npz(
+        resized / "stripes.npz",
+        ArrayData(x, y.numpy(), x, y.numpy(), name="stripes", num_classes=2),
+    )
     assert certify_stripes("--known_error=0.02") == 0
     written = json.loads((resized / "certificate.json").read_text())
-    assert written["inputs"] == {"shape": [1, 28, 28], "mean": None, "std": None, "known_error": 0.02}
+    assert written["inputs"] == {
+        "shape": [1, 28, 28],
+        "mean": None,
+        "std": None,
+        "known_error": 0.02,
+    }
 
 
 def test_an_error_far_from_that_of_the_checkpoint_is_told(resized):
     state = {"monitor": "val_accuracy", "current_score": torch.tensor(0.98)}
-    kept = {"state_dict": torch.load(resized / "pooled.pt"), "callbacks": {"ModelCheckpoint": state}}
+    kept = {
+        "state_dict": torch.load(resized / "pooled.pt"),
+        "callbacks": {"ModelCheckpoint": state},
+    }
     torch.save({**kept, "hyper_parameters": {}}, resized / "pooled.ckpt")
     with (
         pytest.warns(TaskInfoWarning, match=r"0\.0200 in its checkpoint \(val_accuracy\)"),
@@ -266,7 +329,10 @@ def test_an_error_far_from_that_of_the_checkpoint_is_told(resized):
 
 @pytest.mark.parametrize(
     ("model", "arguments"),
-    [("pooled_nets.WithExample", []), ("pooled_nets.Pooled", ['--model-args={"image_shape": [1, 28, 28]}'])],
+    [
+        ("pooled_nets.WithExample", []),
+        ("pooled_nets.Pooled", ['--model-args={"image_shape": [1, 28, 28]}']),
+    ],
 )
 def test_a_network_that_names_its_size_is_taken_at_its_word(resized, capsys, model, arguments):
     assert certify_stripes(*arguments, model=model) == 2
@@ -284,7 +350,16 @@ def test_labels_of_a_file_are_the_outputs_of_the_network(folder):
         "from torch import nn\ndef net(): return nn.Sequential(nn.Flatten(), nn.Linear(4, 4))"
     )
     with pytest.warns(TaskInfoWarning, match="have the labels 0, 3"):
-        assert run("--data=gaps.npz", "--classes=null", model="four_nets.net", checkpoint="four.pt", args="") == 0
+        assert (
+            run(
+                "--data=gaps.npz",
+                "--classes=null",
+                model="four_nets.net",
+                checkpoint="four.pt",
+                args="",
+            )
+            == 0
+        )
     net = nn.Sequential(nn.Flatten(), nn.Linear(4, 4))
     net.load_state_dict(torch.load(folder / "four.pt"))
     wrong = net(torch.from_numpy(x[keep]).float() / 255).argmax(1).numpy() != labels
@@ -295,7 +370,10 @@ def test_labels_of_a_file_are_the_outputs_of_the_network(folder):
 
 
 def test_embedded_data_by_name(folder, capsys):
-    torch.save(nn.Sequential(nn.Linear(64, 4), nn.ReLU(), nn.Linear(4, 10)).state_dict(), folder / "digits.pt")
+    torch.save(
+        nn.Sequential(nn.Linear(64, 4), nn.ReLU(), nn.Linear(4, 10)).state_dict(),
+        folder / "digits.pt",
+    )
     (folder / "wide_nets.py").write_text(
         SOURCE.replace("nn.Linear(4, width)", "nn.Linear(64, width)").replace("2)", "10)")
     )
@@ -316,7 +394,9 @@ def damaged(name: str, folder) -> None:
     elif name == "shape":
         torch.save({**state, "2.bias": torch.zeros(3)}, folder / "bad.pt")
     elif name == "missing":
-        torch.save({key: value for key, value in state.items() if key != "2.bias"}, folder / "bad.pt")
+        torch.save(
+            {key: value for key, value in state.items() if key != "2.bias"}, folder / "bad.pt"
+        )
     elif name == "list":
         torch.save([1, 2], folder / "bad.pt")
     elif name == "module":
@@ -333,13 +413,18 @@ def damaged(name: str, folder) -> None:
         ("list", "must hold a Lightning checkpoint or a state dict, got bad.pt with neither."),
         ("nan", "must hold finite weights, got bad.pt with NaN or infinity in '2.bias'."),
         ("shape", "must hold the weights of the model, got bad.pt: size mismatch for 2.bias"),
-        ("missing", 'must hold the weights of the model, got bad.pt: Missing key(s) in state_dict: "2.bias"'),
+        (
+            "missing",
+            'must hold the weights of the model, got bad.pt: Missing key(s) in state_dict: "2.bias"',
+        ),
     ],
 )
 def test_a_checkpoint_that_is_not_one(folder, capsys, argument, name, message):
     damaged(name, folder)
     files = {"checkpoint": "trained.pt", "prior_checkpoint": "start.pt", argument: "bad.pt"}
-    assert run(f"--prior-checkpoint={files['prior_checkpoint']}", checkpoint=files["checkpoint"]) == 2
+    assert (
+        run(f"--prior-checkpoint={files['prior_checkpoint']}", checkpoint=files["checkpoint"]) == 2
+    )
     written = capsys.readouterr()
     assert written.err.startswith(f"taskinfo: error: `{argument}` {message}")
     assert not written.out
@@ -350,12 +435,18 @@ def test_a_checkpoint_that_is_not_one(folder, capsys, argument, name, message):
     ("arguments", "message"),
     [
         (["--flatten=false"], "`model` must take inputs of shape [2, 1, 2, 2] ("),
-        (["--classes=null"], "`model` must return scores [N, C] for classes up to 2, got [2, 2] for inputs [2, 4]"),
+        (
+            ["--classes=null"],
+            "`model` must return scores [N, C] for classes up to 2, got [2, 2] for inputs [2, 4]",
+        ),
         (
             ["--classes=[[0,1]]"],
             "`classes` must be two or more groups of labels, no label in two of them, got [[0, 1]]",
         ),
-        (["--classes=[[0,1],[1]]"], "`classes` must be two or more groups of labels, no label in two of them, got"),
+        (
+            ["--classes=[[0,1],[1]]"],
+            "`classes` must be two or more groups of labels, no label in two of them, got",
+        ),
         (["--classes=[[0],[7]]"], "`classes` must hold labels from 0 to 2, got 7."),
         (["--samples=a:b"], "`samples` must be start:stop:step with a positive step, got 'a:b'."),
         (["--samples=::-1"], "`samples` must be start:stop:step with a positive step, got '::-1'."),
@@ -375,9 +466,18 @@ def test_a_checkpoint_that_is_not_one(folder, capsys, argument, name, message):
             "`model` must be the import path of a class or function, got 'no_such_mod",
         ),
         (["--model=net"], "`model` must be the import path of a class or function, got 'net' ("),
-        (["--model=small_nets.number", "--model_args={}"], "`model` must make a torch module, got int from"),
-        (["--model-args={depth: 3}"], "`model_args` must be arguments of small_nets.net, got {'depth': 3} ("),
-        (["--data=nothing"], "`data` must be digits or letters or name a file; 'nothing' was not found"),
+        (
+            ["--model=small_nets.number", "--model_args={}"],
+            "`model` must make a torch module, got int from",
+        ),
+        (
+            ["--model-args={depth: 3}"],
+            "`model_args` must be arguments of small_nets.net, got {'depth': 3} (",
+        ),
+        (
+            ["--data=nothing"],
+            "`data` must be digits or letters or name a file; 'nothing' was not found",
+        ),
         (["--draws=0"], "`draws` must be at least 1, got 0."),
         (["--picture=a.nonsense"], "`picture` must end in .png, .pdf or .svg, got a.nonsense."),
     ],
@@ -394,12 +494,18 @@ def test_wrong_values_end_with_2_and_their_message(folder, capsys, arguments, me
     ("arguments", "message", "code"),
     [
         (["--checkpoint=gone.pt"], "`checkpoint` must be a file, but there is none at gone.pt.", 2),
-        (["--prior_checkpoint=gone.pt"], "`prior_checkpoint` must be a file, but there is none at gone.pt.", 2),
+        (
+            ["--prior_checkpoint=gone.pt"],
+            "`prior_checkpoint` must be a file, but there is none at gone.pt.",
+            2,
+        ),
         (["--data=gone.npz"], "`data` must be an npz file, but there is no file at gone.npz.", 2),
         (["--out=squares.npz/c.json"], "squares.npz", 1),
     ],
 )
-def test_a_file_that_is_missing_ends_with_2_and_one_in_the_way_with_1(folder, capsys, arguments, message, code):
+def test_a_file_that_is_missing_ends_with_2_and_one_in_the_way_with_1(
+    folder, capsys, arguments, message, code
+):
     assert run(*arguments) == code
     assert message in capsys.readouterr().err
     assert not list(folder.glob("*.json*"))
@@ -421,4 +527,7 @@ def test_a_bar_on_a_terminal_and_none_elsewhere(folder, monkeypatch):
     assert sys.stderr.getvalue() == ""
     monkeypatch.setattr(sys, "stderr", Terminal())
     assert run("--picture=pareto.png") == 0
-    assert all(label in sys.stderr.getvalue() for label in ("certify search", "certify draws", "pareto_front picture"))
+    assert all(
+        label in sys.stderr.getvalue()
+        for label in ("certify search", "certify draws", "pareto_front picture")
+    )

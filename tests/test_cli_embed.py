@@ -16,7 +16,14 @@ SMALL = ["--size=8", "--max_samples=20", "--probe_epochs=1", "--weight_decay=0.1
 def written(tmp_path_factory):
     out = tmp_path_factory.mktemp("embed") / "new"
     assert (
-        cli.main(["embed", "--tasks=[digits:even-odd,digits:small-large,digits:only-0-1]", f"--folder={out}", *SMALL])
+        cli.main(
+            [
+                "embed",
+                "--tasks=[digits:even-odd,digits:small-large,digits:only-0-1]",
+                f"--folder={out}",
+                *SMALL,
+            ]
+        )
         == 0
     )
     return out
@@ -24,7 +31,11 @@ def written(tmp_path_factory):
 
 def test_writes_embeddings_distances_and_figures(written):
     result = json.loads((written / "embeddings.json").read_text())
-    assert [row["task"] for row in result["tasks"]] == ["digits:even-odd", "digits:small-large", "digits:only-0-1"]
+    assert [row["task"] for row in result["tasks"]] == [
+        "digits:even-odd",
+        "digits:small-large",
+        "digits:only-0-1",
+    ]
     for row in result["tasks"]:
         assert len(row["vector"]) == sum(row["layers"].values()) == 16 + 32 + 48 + 64
         assert sum(row["vector"]) == pytest.approx(row["norm"])
@@ -42,10 +53,15 @@ def test_continues_with_what_is_there_and_takes_new_tasks(written, capsys, monke
     calls = []
     embed = Task2Vec.embed
     monkeypatch.setattr(
-        Task2Vec, "embed", lambda self, data, *, name: calls.append(name) or embed(self, data, name=name)
+        Task2Vec,
+        "embed",
+        lambda self, data, *, name: calls.append(name) or embed(self, data, name=name),
     )
     before = json.loads((written / "embeddings.json").read_text())["tasks"][0]["vector"]
-    assert cli.main(["embed", "--tasks=[digits:even-odd,digits:one-3]", f"--folder={written}", *SMALL]) == 0
+    assert (
+        cli.main(["embed", "--tasks=[digits:even-odd,digits:one-3]", f"--folder={written}", *SMALL])
+        == 0
+    )
     assert calls == ["digits:one-3"]
     header, first, second, folder = capsys.readouterr().out.splitlines()
     assert header.split() == ["task", "classes", "norm", "test_error", "distance", "nearest_source"]
@@ -57,7 +73,13 @@ def test_continues_with_what_is_there_and_takes_new_tasks(written, capsys, monke
 
 def test_takes_npz_files(tmp_path, arrays_of_two_classes):
     save_npz(tmp_path / "mine.npz", arrays_of_two_classes)
-    command = ["embed", "--tasks=[mine]", f"--data_dir={tmp_path}", f"--folder={tmp_path / 'out'}", *SMALL]
+    command = [
+        "embed",
+        "--tasks=[mine]",
+        f"--data_dir={tmp_path}",
+        f"--folder={tmp_path / 'out'}",
+        *SMALL,
+    ]
     assert cli.main(command) == 0
     (row,) = json.loads((tmp_path / "out" / "embeddings.json").read_text())["tasks"]
     assert (row["task"], row["classes"], row["samples"]) == ("mine", 2, 20)
@@ -68,15 +90,23 @@ def test_takes_npz_files(tmp_path, arrays_of_two_classes):
 def arrays_of_two_classes():
     rng = np.random.default_rng(0)
     labels = np.arange(40) % 2
-    images = (rng.integers(0, 100, (40, 3, 9, 8)) + 100 * labels[:, None, None, None]).astype(np.uint8)
+    images = (rng.integers(0, 100, (40, 3, 9, 8)) + 100 * labels[:, None, None, None]).astype(
+        np.uint8
+    )
     return ArrayData(images, labels, images, labels, name="two", num_classes=2)
 
 
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("--tasks=[digits,digits]", "`tasks` must name at least one task, each once, got ['digits', 'digits']."),
-        ("--tasks=[nothing]", "`tasks` must be digits or letters or name a file; 'nothing' was not found"),
+        (
+            "--tasks=[digits,digits]",
+            "`tasks` must name at least one task, each once, got ['digits', 'digits'].",
+        ),
+        (
+            "--tasks=[nothing]",
+            "`tasks` must be digits or letters or name a file; 'nothing' was not found",
+        ),
         ("--tasks=[digits:sideways]", "A variant in `tasks` must be like one of even-odd"),
         ("--weight_decay=0", "`weight_decay` must be positive, got 0.0."),
         ("--probe_epochs=0", "`epochs` must be at least 1, got 0."),
@@ -89,10 +119,14 @@ def test_wrong_values_end_with_2_and_their_message(argument, message, written, c
     error = capsys.readouterr().err
     assert error.startswith("taskinfo: error: ")
     assert message in error
-    assert out is written or not out.exists()  # or the next call, put right, would find another configuration
+    assert (
+        out is written or not out.exists()
+    )  # or the next call, put right, would find another configuration
 
 
 def test_a_wrong_task_is_refused_before_the_probe_is_trained(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("lightning_taskinfo.cli.embed.default_probe", lambda **_: pytest.fail("not needed"))
+    monkeypatch.setattr(
+        "lightning_taskinfo.cli.embed.default_probe", lambda **_: pytest.fail("not needed")
+    )
     assert cli.main(["embed", "--tasks=[digits,nothing]", f"--folder={tmp_path / 'new'}"]) == 2
     assert "'nothing' was not found" in capsys.readouterr().err

@@ -17,7 +17,12 @@ SMALL = ["--max_samples=40", "--width=4", "--steps=3"]
 
 
 def test_complexity_writes_json_and_a_figure_and_continues(tmp_path, capsys):
-    command = ["complexity", "--tasks=[digits:even-odd,digits:random-labels]", f"--folder={tmp_path}", "--betas=[1,10]"]
+    command = [
+        "complexity",
+        "--tasks=[digits:even-odd,digits:random-labels]",
+        f"--folder={tmp_path}",
+        "--betas=[1,10]",
+    ]
     assert cli.main([*command, *SMALL]) == 0
     printed = capsys.readouterr().out
     assert (tmp_path / "complexity.png").read_bytes().startswith(b"\x89PNG")
@@ -27,7 +32,10 @@ def test_complexity_writes_json_and_a_figure_and_continues(tmp_path, capsys):
     assert second["samples"] == 40
     assert f"{first['kl'][0]:.2f}" in printed
     assert "critical beta: not within these prices" in printed
-    assert "not to be trusted: training stopped short of the minimum at beta 10, 1; set more --steps" in printed
+    assert (
+        "not to be trusted: training stopped short of the minimum at beta 10, 1; set more --steps"
+        in printed
+    )
     assert cli.main([*command, *SMALL]) == 0  # from what is there
     assert capsys.readouterr().out == printed
     assert cli.main([*command, *SMALL, "--prior_std=0.2"]) == 2
@@ -36,7 +44,9 @@ def test_complexity_writes_json_and_a_figure_and_continues(tmp_path, capsys):
 
 def test_one_seed_has_no_standard_error():
     rows = [["a", "b", 1.5, math.nan, -0.001]]
-    matrix = SimpleNamespace(names=["a", "b"], table=lambda: ([], rows), unfinished=lambda: ("a", "b"))
+    matrix = SimpleNamespace(
+        names=["a", "b"], table=lambda: ([], rows), unfinished=lambda: ("a", "b")
+    )
     _, row, remark = _text(matrix).splitlines()
     assert row.split() == ["a", "b", "1.50", "-", "0.00"]
     assert remark == "not to be trusted: a, b should be at distance 0 from itself; set more --steps"
@@ -62,15 +72,23 @@ def test_distance_writes_json_and_a_figure(tmp_path, capsys, method):
     assert (tmp_path / "distance.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_complexity_takes_the_path_of_an_npz_file_and_writes_into_its_folder_alone(tmp_path, monkeypatch):
+def test_complexity_takes_the_path_of_an_npz_file_and_writes_into_its_folder_alone(
+    tmp_path, monkeypatch
+):
     images = np.random.default_rng(0).integers(0, 255, (16, 1, 4, 4)).astype(np.uint8)
     save_npz(
-        tmp_path / "mine.npz", ArrayData(images, np.arange(16) % 2, images, np.arange(16) % 2, name="m", num_classes=2)
+        tmp_path / "mine.npz",
+        ArrayData(images, np.arange(16) % 2, images, np.arange(16) % 2, name="m", num_classes=2),
     )
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     for name in ("../mine.npz", str(tmp_path / "mine.npz")):
-        assert cli.main(["complexity", f"--tasks=[{name}]", "--folder=out", "--steps=2", "--betas=[1]"]) == 0
+        assert (
+            cli.main(
+                ["complexity", f"--tasks=[{name}]", "--folder=out", "--steps=2", "--betas=[1]"]
+            )
+            == 0
+        )
     assert {path.name for path in tmp_path.iterdir()} == {"here", "mine.npz"}
     assert {path.name for path in (tmp_path / "here").iterdir()} == {"out"}
 
@@ -88,7 +106,9 @@ def test_complexity_takes_the_path_of_an_npz_file_and_writes_into_its_folder_alo
         (["distance", "--tasks=[digits:upside-down]"], "got 'upside-down'"),
     ],
 )
-def test_wrong_values_end_with_2_and_their_message(arguments, message, tmp_path, capsys, monkeypatch):
+def test_wrong_values_end_with_2_and_their_message(
+    arguments, message, tmp_path, capsys, monkeypatch
+):
     monkeypatch.delenv("TASKINFO_DATA_DIR", raising=False)
     assert cli.main([*arguments[:1], f"--folder={tmp_path}", *arguments[1:]]) == 2
     written = capsys.readouterr()
@@ -103,7 +123,13 @@ def test_the_help_has_every_variant(command):
 
 
 def test_a_folder_that_lost_its_configuration_is_refused(tmp_path, capsys):
-    command = ["distance", "--tasks=[digits:only-0-1]", f"--folder={tmp_path}", "--seeds=1", "--workers=0"]
+    command = [
+        "distance",
+        "--tasks=[digits:only-0-1]",
+        f"--folder={tmp_path}",
+        "--seeds=1",
+        "--workers=0",
+    ]
     assert cli.main([*command, *SMALL]) == 0
     (tmp_path / "laplace" / "configuration.json").unlink()
     capsys.readouterr()
@@ -120,11 +146,17 @@ def test_arguments_are_checked_before_a_folder_is_claimed(tmp_path, capsys, comm
 
 @pytest.mark.parametrize("command", ["complexity", "distance"])
 @pytest.mark.parametrize(
-    "argument", ["width=0", "prior_std=.inf", "prior_std=.nan", "max_samples=0", "beta=.inf", "betas=[.nan]"]
+    "argument",
+    ["width=0", "prior_std=.inf", "prior_std=.nan", "max_samples=0", "beta=.inf", "betas=[.nan]"],
 )
 def test_numbers_out_of_range_leave_no_files(tmp_path, capsys, command, argument):
     if argument.startswith("betas" if command == "distance" else "beta="):
         pytest.skip("the other command's")
-    assert cli.main([command, "--tasks=[digits]", f"--folder={tmp_path / 'new'}", *SMALL, f"--{argument}"]) == 2
+    assert (
+        cli.main(
+            [command, "--tasks=[digits]", f"--folder={tmp_path / 'new'}", *SMALL, f"--{argument}"]
+        )
+        == 2
+    )
     assert f"`{argument.partition('=')[0]}` must be" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()

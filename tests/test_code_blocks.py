@@ -24,12 +24,16 @@ def source(match):
 
 def marked(pages):
     slow = pytest.mark.slow
-    return [pytest.param(p, id=name_of(p), marks=[slow] * (name_of(p) in SLOW_PAGES)) for p in pages]
+    return [
+        pytest.param(p, id=name_of(p), marks=[slow] * (name_of(p) in SLOW_PAGES)) for p in pages
+    ]
 
 
 def test_every_block_has_a_language_that_is_checked():
     for page in PAGES:
-        assert page.read_text().count("\n```") == 2 * len(blocks(page, PYTHON | SHELL | OTHER)), name_of(page)
+        assert page.read_text().count("\n```") == 2 * len(blocks(page, PYTHON | SHELL | OTHER)), (
+            name_of(page)
+        )
 
 
 def test_there_are_no_preludes_for_pages_that_are_gone():
@@ -67,7 +71,12 @@ def check_make(words):
 
 
 def check_pip(words):
-    section = (ROOT / "pyproject.toml").read_text().split("[project.optional-dependencies]\n")[1].split("\n[")[0]
+    section = (
+        (ROOT / "pyproject.toml")
+        .read_text()
+        .split("[project.optional-dependencies]\n")[1]
+        .split("\n[")[0]
+    )
     for word in words[2:]:
         name, _, extras = word.rstrip("]").partition("[")
         assert name == "lightning-taskinfo"
@@ -119,7 +128,9 @@ def yaml_blocks(page):
 def watch(*arguments, folder):
     command = [sys.executable, ROOT / "examples" / "watch.py", "fit", *arguments]
     environment = {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}", "PATH": "", "HOME": str(folder)}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
 
 
 @pytest.mark.slow
@@ -128,14 +139,17 @@ def test_the_yaml_of_the_lightning_cli_is_accepted(tmp_path):
 
     whole, callbacks = yaml_blocks("docs/how-to/lightning-cli.md")
     (tmp_path / "my_package").mkdir()  # the reader's own
-    (tmp_path / "my_package" / "batches.py").write_text("def image_and_label(batch):\n    return batch\n")
+    (tmp_path / "my_package" / "batches.py").write_text(
+        "def image_and_label(batch):\n    return batch\n"
+    )
     for block in (whole, {"trainer": {"callbacks": callbacks}}):
         config = tmp_path / "config.yaml"
         config.write_text(yaml.safe_dump(block))
         done = watch("--config", config, "--print_config", folder=tmp_path)
         assert done.returncode == 0, done.stderr
         read, written = (
-            [c["class_path"] for c in text["trainer"]["callbacks"]] for text in (yaml.safe_load(done.stdout), block)
+            [c["class_path"] for c in text["trainer"]["callbacks"]]
+            for text in (yaml.safe_load(done.stdout), block)
         )
         assert read == written
         assert len(read) == 2

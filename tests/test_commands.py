@@ -27,7 +27,9 @@ from tests.documented import PRELUDE
 from tests.pages import COMMANDS, ROOT, blocks
 from tests.transfer.tiny import tiny_task
 
-TRANSFER = "--seeds 1 --workers 0 --stages.pretrain_epochs 1 --stages.fine_tune_epochs 1 --max_source 90"
+TRANSFER = (
+    "--seeds 1 --workers 0 --stages.pretrain_epochs 1 --stages.fine_tune_epochs 1 --max_source 90"
+)
 SMALL = f"{TRANSFER} --max_unlabeled 100 --methods [standard]"
 TASKS = "--max_samples 40 --steps 2"
 PHASES = "--dimension 20 --repetitions 2 --angles 2 --gammas [0.5]"
@@ -70,7 +72,10 @@ SLOW = {
 }
 ELSEWHERE = {  # command -> the test that runs it
     "wandb leet wandb/latest-run": "test_leet_shows_the_run_of_train_py",
-    **{f"python {path.relative_to(ROOT)}": "tests/test_examples.py" for path in ROOT.glob("examples/*.py")},
+    **{
+        f"python {path.relative_to(ROOT)}": "tests/test_examples.py"
+        for path in ROOT.glob("examples/*.py")
+    },
 }
 NOT_RUN = {  # command -> why no test runs it
     'pip install "lightning-taskinfo[wandb,plot,cli]"': "needs the package index; `make wheel` installs what is built",
@@ -109,7 +114,9 @@ def reader(tmp_path, monkeypatch):
     (tmp_path / "my_package").mkdir()
     (backbone, *_) = blocks(ROOT / "docs" / "how-to" / "own-backbone.md", {"python"})
     nets = backbone["text"].split("\nnet = ")[0]
-    classifier = "\n\ndef classifier():\n    return nn.Sequential(backbone((1, 8, 8)), nn.Linear(32, 3))\n"
+    classifier = (
+        "\n\ndef classifier():\n    return nn.Sequential(backbone((1, 8, 8)), nn.Linear(32, 3))\n"
+    )
     (tmp_path / "my_package" / "nets.py").write_text(nets + classifier)
     made: dict[str, Any] = {}
     exec(nets + classifier, made)
@@ -138,8 +145,18 @@ def shell(command, folder):
     """Run a line as a shell does, with the interpreter of the tests as ``python``."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "WANDB_SILENT": "true"}
-    environment.pop("WANDB_SERVICE", None)  # that of another test, which would write to its own folder
-    done = subprocess.run(command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    environment.pop(
+        "WANDB_SERVICE", None
+    )  # that of another test, which would write to its own folder
+    done = subprocess.run(
+        command,
+        shell=True,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -157,7 +174,9 @@ def test_runs(command, less, reader, capsys):
     else:
         shell(f"{command} {less}", reader)
     written = [str(path.relative_to(reader)) for path in set(reader.rglob("*")) - before]
-    assert fnmatch.filter(written, next(pattern for part, pattern in WRITTEN.items() if part in command))
+    assert fnmatch.filter(
+        written, next(pattern for part, pattern in WRITTEN.items() if part in command)
+    )
 
 
 WRITTEN = {  # part of a command -> a file that it leaves
@@ -183,7 +202,12 @@ def test_leet_shows_the_run_of_train_py(reader):
     command = [Path(sys.executable).with_name("wandb"), "leet", "wandb/latest-run"]
     environment = {**os.environ, "TERM": "xterm-256color"}
     running = subprocess.Popen(  # a group of its own, since it starts another process
-        command, stdin=follower, stdout=follower, stderr=follower, env=environment, start_new_session=True
+        command,
+        stdin=follower,
+        stdout=follower,
+        stderr=follower,
+        env=environment,
+        start_new_session=True,
     )
     seen, end = b"", time.monotonic() + 120
     try:

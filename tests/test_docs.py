@@ -39,7 +39,10 @@ def test_every_stored_benchmark_is_shown_as_a_table():
     hooks = load("hooks")
     page = (DOCS / "benchmarks.md").read_text()
     shown = {name.partition(".")[0] for name in hooks.RESULT.findall(page)}
-    by_others = {"certificate_pareto", "phase_diagram_20"}  # a figure, and the same grid with fewer repetitions
+    by_others = {
+        "certificate_pareto",
+        "phase_diagram_20",
+    }  # a figure, and the same grid with fewer repetitions
     assert {path.stem for path in hooks.RESULTS.iterdir()} == shown | by_others
     for section in hooks.on_page_markdown(page).split("\n## ")[1:]:
         assert len(re.findall(r"^\| .+ \|$", section, re.M)) > 2, section
@@ -52,7 +55,10 @@ def test_every_stored_benchmark_is_shown_as_a_table():
         ("see :func:`~a.b.f` and :class:`C`", "see `f` and `C`"),
         ("as ``x`` is", "as ``x`` is"),
         ("One.\n\n.. math:: x^2\n\nTwo.", "One.\n\n```latex\nx^2\n```\n\nTwo."),
-        ("  .. math::\n      x\n        + y\n\n  Two.", "  ```latex\n  x\n    + y\n  ```\n\n  Two."),
+        (
+            "  .. math::\n      x\n        + y\n\n  Two.",
+            "  ```latex\n  x\n    + y\n  ```\n\n  Two.",
+        ),
         ("in [Tahir, C]_.\n\n.. [Tahir, C] *Features*", "in [Tahir, C].\n\n[Tahir, C] *Features*"),
     ],
 )
@@ -64,7 +70,16 @@ def test_sphinx_becomes_markdown(sphinx, markdown):
 @pytest.mark.slow
 def test_builds_without_a_warning_and_asks_nobody(tmp_path):
     pytest.importorskip("mkdocstrings")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--quiet",
+        "--site-dir",
+        str(tmp_path),
+    ]
     done = subprocess.run(command, cwd=DOCS.parent, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "api.html").read_text()

@@ -21,7 +21,9 @@ def run(script, out):
     """Run an example with ``--fast`` in a process of its own, and return what it printed."""
     environment = {**os.environ, "WANDB_MODE": "offline", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, script, "--fast", "--folder", out]
-    done = subprocess.run(command, cwd=out, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=out, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -31,7 +33,9 @@ def wandb_metrics(run_folder):
     if Version(version("wandb")) < Version("0.31"):
         pytest.skip("`wandb leet inspect --json`, with which the run is read, came with wandb 0.31")
     wandb = Path(sys.executable).with_name("wandb")
-    done = subprocess.run([wandb, "leet", "inspect", "--json", run_folder], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [wandb, "leet", "inspect", "--json", run_folder], capture_output=True, text=True, check=True
+    )
     records = map(json.loads, done.stdout.splitlines())
     items = [record["history"]["item"] for record in records if record["type"] == "history"]
     return {key: value for item in items for key, value in item.items()}
@@ -41,12 +45,20 @@ def test_there_are_examples():
     assert ROOT / "examples" / "demo.py" in SCRIPTS
 
 
-LONG = {"own_data", "structure_function", "task2vec", "task_distance"}  # what they run has quick tests of its own
+LONG = {
+    "own_data",
+    "structure_function",
+    "task2vec",
+    "task_distance",
+}  # what they run has quick tests of its own
 
 
 @pytest.mark.parametrize(
     "script",
-    [pytest.param(path, marks=[pytest.mark.slow] * (path.stem in LONG), id=path.stem) for path in SCRIPTS],
+    [
+        pytest.param(path, marks=[pytest.mark.slow] * (path.stem in LONG), id=path.stem)
+        for path in SCRIPTS
+    ],
 )
 def test_runs_and_draws(script, tmp_path):
     printed = run(script, tmp_path)

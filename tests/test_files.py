@@ -45,7 +45,9 @@ def test_the_old_file_stays_when_the_process_is_killed(tmp_path):
     write_json(tmp_path / "other", 1)
     assert len(os.listdir(tmp_path)) == 3, "of another file"
     write_json(path, "new")
-    assert sorted(os.listdir(tmp_path)) == ["other", "result"], "what the killed process left is gone"
+    assert sorted(os.listdir(tmp_path)) == ["other", "result"], (
+        "what the killed process left is gone"
+    )
 
 
 def test_what_another_process_is_writing_stays_and_old_remains_of_other_machines_go(tmp_path):
@@ -124,7 +126,9 @@ def test_a_result_comes_back(tmp_path, result):
     assert str(read_result(tmp_path / "x.json")) == str(json.loads(json.dumps(result)))
 
 
-@pytest.mark.parametrize("text", ["null", '{"a": [1, 2]}', "[]", '{"result": 1}', '{"result": 1, "sha256": "0"}', "{"])
+@pytest.mark.parametrize(
+    "text", ["null", '{"a": [1, 2]}', "[]", '{"result": 1}', '{"result": 1, "sha256": "0"}', "{"]
+)
 def test_what_is_no_result_is_named_with_true_advice(tmp_path, text):
     (tmp_path / "x.json").write_text(text)
     with pytest.raises(ValueError, match=r"x\.json: .* Delete it"):
@@ -147,7 +151,9 @@ def test_no_flipped_byte_of_a_file_of_tensors_changes_what_is_read(tmp_path):
     whole = path.read_bytes()
     refused = 0
     for place in range(len(whole)):
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ (1 << place % 8)]) + whole[place + 1 :])
+        path.write_bytes(
+            whole[:place] + bytes([whole[place] ^ (1 << place % 8)]) + whole[place + 1 :]
+        )
         try:
             read = read_tensors(path)
         except ValueError:
@@ -179,20 +185,30 @@ def test_results_that_lost_their_configuration_are_refused(tmp_path):
 def test_a_folder_keeps_its_configuration(tmp_path):
     claim_folder(tmp_path / "run", {"seed": 0, "stage": {"epochs": 3, "sizes": (1, 2)}})
     claim_folder(tmp_path / "run", {"seed": 0, "stage": {"epochs": 3, "sizes": (1, 2)}})
-    with pytest.raises(ValueError, match=r"`out` must be new(.|\n)*stage\.epochs: 3 there, 4 now") as caught:
-        claim_folder(tmp_path / "run", {"seed": 0, "stage": {"epochs": 4, "sizes": (1, 2)}, "new": 1}, argument="out")
+    with pytest.raises(
+        ValueError, match=r"`out` must be new(.|\n)*stage\.epochs: 3 there, 4 now"
+    ) as caught:
+        claim_folder(
+            tmp_path / "run",
+            {"seed": 0, "stage": {"epochs": 4, "sizes": (1, 2)}, "new": 1},
+            argument="out",
+        )
     assert "new: (not set) there, 1 now" in str(caught.value)
     assert "seed" not in str(caught.value)
     assert "sizes" not in str(caught.value)
     with pytest.raises(ValueError, match=r"\n  seed: 0 there, \(not set\) now$"):
         claim_folder(tmp_path / "run", {"stage": {"epochs": 3, "sizes": (1, 2)}})
-    claim_folder(tmp_path / "run", {"seed": 0, "stage": {"epochs": 3, "sizes": (1, 2)}})  # nothing was overwritten
+    claim_folder(
+        tmp_path / "run", {"seed": 0, "stage": {"epochs": 3, "sizes": (1, 2)}}
+    )  # nothing was overwritten
 
 
 @pytest.mark.parametrize("below", ["", "run", "run/of/mine"])
 def test_a_file_is_no_folder(tmp_path, below):
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(ValueError, match=rf"^`out` must be a folder, got the file {tmp_path}/file\.$"):
+    with pytest.raises(
+        ValueError, match=rf"^`out` must be a folder, got the file {tmp_path}/file\.$"
+    ):
         claim_folder(tmp_path / "file" / below, {"seed": 0}, argument="out")
     assert (tmp_path / "file").read_text() == "in the way"
     assert make_folder(tmp_path / "new" / below).is_dir()

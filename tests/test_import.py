@@ -14,13 +14,17 @@ from tests.test_layers import LATE, PACKAGE
 
 ROOT = Path(__file__).parents[1]
 FRAMEWORKS = LATE | {"lightning", "pytorch_lightning", "torchmetrics", "torch"}
-BROKEN = "operator torchvision::nms does not exist"  # what it says beside a torch it was not built for
+BROKEN = (
+    "operator torchvision::nms does not exist"  # what it says beside a torch it was not built for
+)
 
 
 def run(code: str, *path: Path) -> str:
     """Run ``code`` in a Python of its own, with the folders of ``path`` before all others."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (*path, ROOT)))}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=env, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=env, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -48,7 +52,10 @@ def test_type_checkers_see_what_users_can_import():
         for node in block.body
         for alias in node.names
     }
-    assert seen == {name: f"lightning_taskinfo.{module}.{name}" for name, module in lightning_taskinfo._EXPORTS.items()}
+    assert seen == {
+        name: f"lightning_taskinfo.{module}.{name}"
+        for name, module in lightning_taskinfo._EXPORTS.items()
+    }
 
 
 @pytest.mark.parametrize("name", sorted(lightning_taskinfo._EXPORTS))
@@ -57,7 +64,10 @@ def test_every_public_name_resolves(name):
 
 
 def test_dir_lists_every_public_name():
-    names = {path.stem for path in PACKAGE.iterdir() if not path.name.startswith("_")} - {"cli", "py"}
+    names = {path.stem for path in PACKAGE.iterdir() if not path.name.startswith("_")} - {
+        "cli",
+        "py",
+    }
     assert names == set(lightning_taskinfo._MODULES)
     assert dir(lightning_taskinfo) == sorted(["__version__", *lightning_taskinfo._EXPORTS, *names])
 
@@ -68,12 +78,17 @@ def test_a_module_needs_no_import_of_its_own(name):
 
 
 def test_an_unknown_name_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="module 'lightning_taskinfo' has no attribute 'Fisherman'"):
+    with pytest.raises(
+        AttributeError, match="module 'lightning_taskinfo' has no attribute 'Fisherman'"
+    ):
         lightning_taskinfo.Fisherman  # noqa: B018
 
 
 def test_importing_the_package_loads_no_framework():
-    assert loaded("import lightning_taskinfo; dir(lightning_taskinfo); lightning_taskinfo.__version__") == set()
+    assert (
+        loaded("import lightning_taskinfo; dir(lightning_taskinfo); lightning_taskinfo.__version__")
+        == set()
+    )
 
 
 def test_the_maths_loads_torch_alone():

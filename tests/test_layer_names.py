@@ -32,7 +32,9 @@ def peft_models():
         "LoRA": peft.LoraConfig(task_type="SEQ_CLS", target_modules=["query"], r=2),
         "DoRA": peft.LoraConfig(task_type="SEQ_CLS", target_modules=["query"], r=2, use_dora=True),
         "AdaLoRA": peft.AdaLoraConfig(task_type="SEQ_CLS", target_modules=["query"], total_step=10),
-        "IA3": peft.IA3Config(task_type="SEQ_CLS", target_modules=["query"], feedforward_modules=[]),
+        "IA3": peft.IA3Config(
+            task_type="SEQ_CLS", target_modules=["query"], feedforward_modules=[]
+        ),
         "LoHa": peft.LoHaConfig(task_type="SEQ_CLS", target_modules=["query"], r=2),
         "LoKr": peft.LoKrConfig(task_type="SEQ_CLS", target_modules=["query"], r=2),
         "OFT": peft.OFTConfig(task_type="SEQ_CLS", target_modules=["query"], oft_block_size=4, r=0),
@@ -50,16 +52,29 @@ def test_all_parts_of_an_adapter_are_one_value(kind):
     assert layers == {*queries, "classifier"}
 
 
-@pytest.mark.parametrize("group_fn", [None, lambda name: name.rpartition(".")[0].split("lora_")[-1][:1]])
+@pytest.mark.parametrize(
+    "group_fn", [None, lambda name: name.rpartition(".")[0].split("lora_")[-1][:1]]
+)
 def test_adapters_have_values_of_their_own(tmp_path, group_fn):
     torch.manual_seed(0)
-    trace, information = FisherTrace(every_n_steps=4, group_fn=group_fn), InformationInWeights(group_fn=group_fn)
+    trace, information = (
+        FisherTrace(every_n_steps=4, group_fn=group_fn),
+        InformationInWeights(group_fn=group_fn),
+    )
     fit(tmp_path, trace, information, model=Module(lora()), loader=loader("LoRA"), max_epochs=1)
     for callback, key in ((trace, "fisher_trace"), (information, "information_nats")):
         row = callback.history[-1]
-        layers = {name.removeprefix(f"{key}/"): value for name, value in row.items() if name.startswith(f"{key}/")}
+        layers = {
+            name.removeprefix(f"{key}/"): value
+            for name, value in row.items()
+            if name.startswith(f"{key}/")
+        }
         if group_fn is None:
-            adapted = [f"bert.encoder.layer.{i}.attention.self.{part}" for i in range(2) for part in ("query", "value")]
+            adapted = [
+                f"bert.encoder.layer.{i}.attention.self.{part}"
+                for i in range(2)
+                for part in ("query", "value")
+            ]
             assert layers.keys() == {f"model.{name}" for name in (*adapted, "classifier")}
         else:
             assert layers.keys() == {"A", "B", "m"}

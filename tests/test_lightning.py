@@ -62,7 +62,10 @@ def quiet(folder):
 def check(folder, callback, logger):
     """The callback's state is in the checkpoint, and its numbers in the logger's file."""
     (path,) = folder.rglob("*.ckpt")
-    assert torch.load(path, weights_only=False)["callbacks"]["FisherTrace"]["history"] == callback.history
+    assert (
+        torch.load(path, weights_only=False)["callbacks"]["FisherTrace"]["history"]
+        == callback.history
+    )
     stored = [row["fisher_trace"] for row in read_csv(logger) if "fisher_trace" in row]
     assert stored == pytest.approx([row["fisher_trace"] for row in callback.history])
     assert len(stored) == 3
@@ -71,15 +74,22 @@ def check(folder, callback, logger):
 def test_both_namespaces_are_tested():
     assert set(NAMESPACES) == {"lightning.pytorch", "pytorch_lightning"}
     assert all(issubclass(Callback, package.Callback) for package in NAMESPACES.values())
-    assert all(issubclass(LightningDataModule, package.LightningDataModule) for package in NAMESPACES.values())
+    assert all(
+        issubclass(LightningDataModule, package.LightningDataModule)
+        for package in NAMESPACES.values()
+    )
 
 
 @namespaces
-@pytest.mark.parametrize("given", [lambda callback: [callback], lambda callback: callback], ids=["list", "bare"])
+@pytest.mark.parametrize(
+    "given", [lambda callback: [callback], lambda callback: callback], ids=["list", "bare"]
+)
 def test_trainer(tmp_path, namespace, given):
     callback = FisherTrace(every_n_steps=2)
     logger = import_module(f"{namespace}.loggers").CSVLogger(tmp_path)
-    trainer = NAMESPACES[namespace].Trainer(callbacks=given(callback), logger=logger, **quiet(tmp_path))
+    trainer = NAMESPACES[namespace].Trainer(
+        callbacks=given(callback), logger=logger, **quiet(tmp_path)
+    )
     trainer.fit(make_module(namespace)())
     check(tmp_path, callback, logger)
 
@@ -92,12 +102,20 @@ def run_cli(namespace, folder, *arguments):
         for key, value in quiet(folder).items()
     ]
     log = [f"--trainer.logger={logger}", f"--trainer.logger.save_dir={folder}"]
-    return cli(make_module(namespace), args=["fit", *options, *log, *arguments], save_config_callback=None).trainer
+    return cli(
+        make_module(namespace), args=["fit", *options, *log, *arguments], save_config_callback=None
+    ).trainer
 
 
 COMMANDS = {
-    "appended": ["--trainer.callbacks+=lightning_taskinfo.FisherTrace", "--trainer.callbacks.every_n_steps=2"],
-    "bare": ["--trainer.callbacks=lightning_taskinfo.FisherTrace", "--trainer.callbacks.every_n_steps=2"],
+    "appended": [
+        "--trainer.callbacks+=lightning_taskinfo.FisherTrace",
+        "--trainer.callbacks.every_n_steps=2",
+    ],
+    "bare": [
+        "--trainer.callbacks=lightning_taskinfo.FisherTrace",
+        "--trainer.callbacks.every_n_steps=2",
+    ],
     "list": [
         '--trainer.callbacks=[{"class_path": "lightning_taskinfo.FisherTrace", "init_args": {"every_n_steps": 2}}]'
     ],
@@ -117,7 +135,10 @@ def test_cli(tmp_path, namespace, command):
 def test_cli_shows_every_argument(namespace, capsys):
     cli = import_module(f"{namespace}.cli").LightningCLI
     with pytest.raises(SystemExit):
-        cli(make_module(namespace), args=["fit", "--trainer.callbacks.help=lightning_taskinfo.FisherTrace"])
+        cli(
+            make_module(namespace),
+            args=["fit", "--trainer.callbacks.help=lightning_taskinfo.FisherTrace"],
+        )
     shown = capsys.readouterr().out
     for argument in ("every_n_steps", "max_samples", "labels", "at_start", "batch_fn", "seed"):
         assert f".{argument} " in shown
@@ -132,4 +153,6 @@ def test_cli_refuses_a_wrong_value(tmp_path, namespace, capsys):
 
 def test_other_modules_do_not_import_lightning():
     package = Path(sys.modules["lightning_taskinfo"].__file__).parent
-    assert [p.name for p in package.rglob("*.py") if "import lightning.pytorch" in p.read_text()] == []
+    assert [
+        p.name for p in package.rglob("*.py") if "import lightning.pytorch" in p.read_text()
+    ] == []

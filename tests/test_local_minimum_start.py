@@ -23,11 +23,17 @@ class Net(LocalMinimumMixin, pl.LightningModule):
         return cross_entropy(self.net(batch[0]), batch[1])
 
     def training_step(self, batch, batch_idx):
-        return self.penalised(self.loss_of(batch), local_minimum=self.local_minimum_penalty(self.loss_of, batch))
+        return self.penalised(
+            self.loss_of(batch), local_minimum=self.local_minimum_penalty(self.loss_of, batch)
+        )
 
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), 0.1)
-        return ([optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]) if self.scheduled else optimizer
+        return (
+            ([optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)])
+            if self.scheduled
+            else optimizer
+        )
 
 
 @pytest.mark.filterwarnings("ignore:.*workers", "ignore:.*LeafSpec", "ignore:.*logging interval")
@@ -38,7 +44,9 @@ class Net(LocalMinimumMixin, pl.LightningModule):
 def test_warns_once_where_nothing_can_start_it(tmp_path, start, scheduled, times):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        make_trainer(tmp_path).fit(Net(start, scheduled=scheduled), DataLoader(digits(), batch_size=8))
+        make_trainer(tmp_path).fit(
+            Net(start, scheduled=scheduled), DataLoader(digits(), batch_size=8)
+        )
     told = [str(w.message) for w in caught if issubclass(w.category, TaskInfoWarning)]
     assert len(told) == times
     assert all("no scheduler" in message and "set `start`" in message for message in told)

@@ -51,8 +51,14 @@ def documented(heading):
     section = PAGE.read_text().split(f"### {heading}\n")[1].split("\n#")[0]
     cells = re.findall(r"^\| (`.+?) \|", section, re.M)
     written = [key for cell in cells for key in re.findall("`([^`]+)`", cell)]
-    keys = [key.replace("<headline>", name) for key in written for name in (HEADLINES if "<headline>" in key else [""])]
-    return {key: re.compile(re.sub("<([^>]+)>", lambda m: f"({PLACES[m[1]]})", key)) for key in keys}
+    keys = [
+        key.replace("<headline>", name)
+        for key in written
+        for name in (HEADLINES if "<headline>" in key else [""])
+    ]
+    return {
+        key: re.compile(re.sub("<([^>]+)>", lambda m: f"({PLACES[m[1]]})", key)) for key in keys
+    }
 
 
 def check(heading, logged, *others):
@@ -134,14 +140,19 @@ def test_callbacks():
         TrainStepNorms(every_n_steps=2, name="every_step"),
         InformationInWeights(),
         LocalMinimum(max_samples=20, draws=3),
-        PACBayesCertificate(prior_origin="random initialisation", draws=10, betas=(1.0,), pareto=True),
+        PACBayesCertificate(
+            prior_origin="random initialisation", draws=10, betas=(1.0,), pareto=True
+        ),
     ]
     logger = Recorder()
     trainer = pl.Trainer(
         max_epochs=1, accelerator="cpu", logger=logger, callbacks=callbacks, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    trainer.fit(Classifier(), DataLoader(TensorDataset(torch.randn(32, 4), torch.arange(32) % 3), batch_size=8))
+    trainer.fit(
+        Classifier(),
+        DataLoader(TensorDataset(torch.randn(32, 4), torch.arange(32) % 3), batch_size=8),
+    )
     named = {key for key in logger.keys if key.startswith("taskinfo/every_step/")}
     assert named  # a callback with a name puts it in front
     check("Callbacks", {key.replace("taskinfo/every_step/", "taskinfo/") for key in logger.keys})
@@ -160,10 +171,16 @@ def keys_of(run):
         pytest.skip("`wandb leet inspect --json`, with which the run is read, came with wandb 0.31")
     command = [Path(sys.executable).with_name("wandb"), "leet", "inspect", "--json", run]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    items = [r["history"]["item"] for r in map(json.loads, printed.splitlines()) if r["type"] == "history"]
+    items = [
+        r["history"]["item"]
+        for r in map(json.loads, printed.splitlines())
+        if r["type"] == "history"
+    ]
     found = {key for item in items for key in item if not key.startswith("_")}
     assert found
-    objects = {key.removesuffix("._type") for key in found if key.endswith("._type")}  # pictures and tables
+    objects = {
+        key.removesuffix("._type") for key in found if key.endswith("._type")
+    }  # pictures and tables
     return {next((name for name in objects if key.startswith(f"{name}.")), key) for key in found}
 
 
@@ -172,12 +189,21 @@ def test_transfer(tmp_path):
     methods = ["standard", "temporal_ensembling+information+local_minimum"]
     data = tiny_data(labels=30, validation=12)
     stages = replace(STAGES, fine_tune_epochs=20)  # steps enough for Lightning to log some
-    transfer(tiny_net, data, methods=methods, seeds=1, stages=stages, folder=tmp_path, logger="wandb_offline")
+    transfer(
+        tiny_net,
+        data,
+        methods=methods,
+        seeds=1,
+        stages=stages,
+        folder=tmp_path,
+        logger="wandb_offline",
+    )
     runs = list((tmp_path / "logs" / "wandb").glob("offline-run-*"))
     logged = set().union(*map(keys_of, runs)) - OF_LIGHTNING
     check("Transfer", logged, "Penalties")
     assert {
-        f"taskinfo/{name}/added_to_loss" for name in ("temporal_ensembling", "information", "local_minimum")
+        f"taskinfo/{name}/added_to_loss"
+        for name in ("temporal_ensembling", "information", "local_minimum")
     } <= logged
 
 
@@ -191,12 +217,30 @@ def test_tasks():
     pytest.importorskip("wandb")
     run = FakeRun()
     curve = {"betas": (2.0, 1.0), "kl": (0.5, 4.0), "loss": (9.9, 6.0), "loss_error": (0.1, 0.2)}
-    StructureFunction(**curve, prior_loss=10.0, prior_loss_error=0.5, samples=5, label_entropy=2.0).log(run)
+    StructureFunction(
+        **curve, prior_loss=10.0, prior_loss_error=0.5, samples=5, label_entropy=2.0
+    ).log(run)
     per_seed, alone = torch.arange(8.0).view(2, 2, 2), torch.ones(2, 2)
-    DistanceMatrix(("a", "b:odd"), "laplace", 1.0, (8, 8), (0, 1), per_seed, per_seed, alone, alone).log(run)
-    about = {"layers": ("0",), "sizes": (2,), "probe": "p", "labels": "exact", "samples": 8, "num_classes": 2}
-    vectors = [torch.tensor([1.0, 2.0], dtype=torch.float64), torch.tensor([3.0, 1.0], dtype=torch.float64)]
+    DistanceMatrix(
+        ("a", "b:odd"), "laplace", 1.0, (8, 8), (0, 1), per_seed, per_seed, alone, alone
+    ).log(run)
+    about = {
+        "layers": ("0",),
+        "sizes": (2,),
+        "probe": "p",
+        "labels": "exact",
+        "samples": 8,
+        "num_classes": 2,
+    }
+    vectors = [
+        torch.tensor([1.0, 2.0], dtype=torch.float64),
+        torch.tensor([3.0, 1.0], dtype=torch.float64),
+    ]
     log_embeddings(
-        run, [TaskEmbedding(name=n, vector=v, test_error=0.1, **about) for n, v in zip("ab", vectors, strict=True)]
+        run,
+        [
+            TaskEmbedding(name=n, vector=v, test_error=0.1, **about)
+            for n, v in zip("ab", vectors, strict=True)
+        ],
     )
     check("Tasks", run.keys)

@@ -7,7 +7,12 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from lightning_taskinfo import TaskInfoWarning, mixins
 from lightning_taskinfo._lightning import NAMESPACES
@@ -21,7 +26,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # few workers, s
 def differences(a: nn.Module, b: nn.Module, parts=("body", "head")) -> list[str]:
     """Names of entries of the state that are not the same, bit for bit."""
     other = b.state_dict()
-    picked = {name: value for name, value in a.state_dict().items() if name.startswith(tuple(parts))}
+    picked = {
+        name: value for name, value in a.state_dict().items() if name.startswith(tuple(parts))
+    }
     return [name for name, value in picked.items() if not same(value, other[name])]
 
 
@@ -54,7 +61,10 @@ def test_a_weight_changes_the_training(name, without):
     weighted = Net({name: WEIGHTS[name]})
     fit(weighted)
     changed = differences(model, weighted)
-    assert {"body.0.parametrizations.weight.original", "body.0.parametrizations.weight.0.log_variance"} <= {*changed}
+    assert {
+        "body.0.parametrizations.weight.original",
+        "body.0.parametrizations.weight.0.log_variance",
+    } <= {*changed}
     assert all(p.isfinite().all() for p in weighted.parameters())
 
 
@@ -122,9 +132,16 @@ def test_both_namespaces(namespace):
 def test_mixins_compose_in_any_order_and_override_no_hook():
     base = NAMESPACES[NAMESPACE].LightningModule
     for pair in itertools.permutations(MIXINS, 2):
-        assert type("Net", (*pair, base), {})().penalised(torch.tensor(1.0), a=torch.tensor(2.0)).item() == 3.0
+        assert (
+            type("Net", (*pair, base), {})()
+            .penalised(torch.tensor(1.0), a=torch.tensor(2.0))
+            .item()
+            == 3.0
+        )
     for mixin in MIXINS:
-        own = {name for cls in mixin.__mro__[:-1] for name in vars(cls) if not name.startswith("__")}
+        own = {
+            name for cls in mixin.__mro__[:-1] for name in vars(cls) if not name.startswith("__")
+        }
         assert not own & set(dir(base)), mixin
 
 
@@ -148,8 +165,12 @@ def test_values_weights_and_gradient_ratios_are_logged(tmp_path, accumulate, exp
         assert last["taskinfo/loss_without_penalties"]
         key = f"taskinfo/{name}/gradient_ratio"
         ratios = [(int(row["step"]), float(row[key])) for row in stored if row[key]]
-        begun = 0 if name != "temporal_ensembling" else len(loader()) // accumulate  # which has nothing to average yet
-        assert [step for step, _ in ratios] == sorted({begun, *(step for step in expected if step >= begun)})
+        begun = (
+            0 if name != "temporal_ensembling" else len(loader()) // accumulate
+        )  # which has nothing to average yet
+        assert [step for step, _ in ratios] == sorted(
+            {begun, *(step for step in expected if step >= begun)}
+        )
         assert all(ratio > 0 for _, ratio in ratios)
 
 
@@ -157,8 +178,12 @@ def test_the_gradient_ratio_is_the_ratio_of_the_gradients():
     model = Net({})
     x = torch.randn(5, 4)
     loss = model(x).square().mean()
-    ratios = model._gradient_ratios(loss, {"triple": 3 * loss, "none": torch.zeros((), requires_grad=True)})
-    assert ratios == pytest.approx({"taskinfo/triple/gradient_ratio": 3.0, "taskinfo/none/gradient_ratio": 0.0})
+    ratios = model._gradient_ratios(
+        loss, {"triple": 3 * loss, "none": torch.zeros((), requires_grad=True)}
+    )
+    assert ratios == pytest.approx(
+        {"taskinfo/triple/gradient_ratio": 3.0, "taskinfo/none/gradient_ratio": 0.0}
+    )
     assert all(p.grad is None for p in model.parameters())
 
 
@@ -196,7 +221,9 @@ class Stream(torch.utils.data.IterableDataset):
         DataLoader(Pairs(), sampler=WeightedRandomSampler([1.0] * N, 2 * N)),
         DataLoader(Pairs(), sampler=DistributedSampler(Pairs(), num_replicas=2, rank=0)),
         DataLoader(Pairs(), batch_size=None, sampler=torch.randperm(N).tolist()),
-        DataLoader(Pairs(), sampler=torch.utils.data.RandomSampler(Pairs(), num_samples=3)),  # others in each epoch
+        DataLoader(
+            Pairs(), sampler=torch.utils.data.RandomSampler(Pairs(), num_samples=3)
+        ),  # others in each epoch
         DataLoader(Stream()),
     ],
 )
@@ -210,10 +237,16 @@ def test_samplers_that_leave_nothing_out_leave_the_number_alone(train_loader):
         ([1, 2], "list"),
         ({"unlabeled": loader()}, "NoneType"),
         (None, "NoneType"),
-        (DataLoader(Pairs(), sampler=SubsetRandomSampler(range(9))), "DataLoader with SubsetRandomSampler"),
+        (
+            DataLoader(Pairs(), sampler=SubsetRandomSampler(range(9))),
+            "DataLoader with SubsetRandomSampler",
+        ),
         (DataLoader(Pairs(), batch_size=None, sampler=range(9)), "DataLoader with range"),
         (DataLoader(Pairs(), batch_sampler=[[0, 1], [2]]), "DataLoader with list"),
-        (DataLoader(Pairs(), sampler=DistributedSampler(range(9), num_replicas=2, rank=0)), "DataLoader with range"),
+        (
+            DataLoader(Pairs(), sampler=DistributedSampler(range(9), num_replicas=2, rank=0)),
+            "DataLoader with range",
+        ),
     ],
 )
 def test_refuses_loaders_that_do_not_say_how_many_samples_there_are(train_loader, found):
@@ -224,8 +257,12 @@ def test_refuses_loaders_that_do_not_say_how_many_samples_there_are(train_loader
 
 
 def test_a_sampler_that_lightning_shares_between_ranks_is_asked_itself():
-    fabric = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}[NAMESPACE]
-    wrapper = __import__(f"{fabric}.utilities.distributed", fromlist=["x"]).DistributedSamplerWrapper
+    fabric = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}[
+        NAMESPACE
+    ]
+    wrapper = __import__(
+        f"{fabric}.utilities.distributed", fromlist=["x"]
+    ).DistributedSamplerWrapper
     for sampler in (SubsetRandomSampler(range(N)), SubsetRandomSampler(range(9))):
         data = DataLoader(Pairs(), sampler=wrapper(sampler, num_replicas=2, rank=0))
         trainer = type("Trainer", (), {"train_dataloader": data})
@@ -237,14 +274,19 @@ def test_a_sampler_that_lightning_shares_between_ranks_is_asked_itself():
 
 
 def test_refuses_to_guess_the_number_of_samples_without_a_trainer():
-    with pytest.raises(ValueError, match="`num_samples` must be given to WeightInformation in a module without a Tra"):
+    with pytest.raises(
+        ValueError,
+        match="`num_samples` must be given to WeightInformation in a module without a Tra",
+    ):
         Net({}).information_penalty()
 
 
 def test_refuses_a_missing_regularizer():
     model = Net({})
     model.lautum = None
-    with pytest.raises(TypeError, match=r"`self.lautum` must be a Lautum, got NoneType: set it in `__init__`"):
+    with pytest.raises(
+        TypeError, match=r"`self.lautum` must be a Lautum, got NoneType: set it in `__init__`"
+    ):
         model.lautum_penalty(torch.zeros(2, 4), torch.zeros(2, 3))
 
 
@@ -257,7 +299,9 @@ def test_refuses_penalties_that_are_no_scalars(penalty, found):
 
 
 def test_refuses_penalties_without_names():
-    with pytest.raises(TypeError, match=r"must have names, `penalised\(loss, name=penalty\)`, got 2 without"):
+    with pytest.raises(
+        TypeError, match=r"must have names, `penalised\(loss, name=penalty\)`, got 2 without"
+    ):
         Net({}).penalised(*torch.zeros(3))
 
 
@@ -279,11 +323,18 @@ class Decaying(Net):
 
     def configure_optimizers(self):
         named = [(name.endswith("log_variance"), p) for name, p in self.named_parameters()]
-        groups = [{"params": [p for is_variance, p in named if is_variance is which]} for which in (False, True)]
-        return torch.optim.AdamW([groups[0], {**groups[1], **({"weight_decay": 0.0} if self.spared else {})}])
+        groups = [
+            {"params": [p for is_variance, p in named if is_variance is which]}
+            for which in (False, True)
+        ]
+        return torch.optim.AdamW(
+            [groups[0], {**groups[1], **({"weight_decay": 0.0} if self.spared else {})}]
+        )
 
 
-@pytest.mark.parametrize(("spared", "frozen", "expected"), [(False, False, 1), (True, False, 0), (False, True, 0)])
+@pytest.mark.parametrize(
+    ("spared", "frozen", "expected"), [(False, False, 1), (True, False, 0), (False, True, 0)]
+)
 def test_weight_decay_on_log_variances_is_warned_about_once(spared, frozen, expected):
     model = Decaying({"information": 1.0})
     model.spared = spared

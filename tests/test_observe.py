@@ -49,7 +49,9 @@ class Restless(nn.Module):
 def net() -> nn.Sequential:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 3)).train()
+        return nn.Sequential(
+            nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 3)
+        ).train()
 
 
 def trace(model: nn.Module) -> dict[str, object]:
@@ -57,9 +59,14 @@ def trace(model: nn.Module) -> dict[str, object]:
     return {
         "modes": [module.training for module in model.modules()],
         "buffers": [(name, id(buffer), buffer.tolist()) for name, buffer in model.named_buffers()],
-        "grads": [p.grad if p.grad is None else (id(p.grad), p.grad.tolist()) for p in model.parameters()],
+        "grads": [
+            p.grad if p.grad is None else (id(p.grad), p.grad.tolist()) for p in model.parameters()
+        ],
         "torch": torch.get_rng_state().tolist(),
-        "numpy": [part.tolist() if isinstance(part, np.ndarray) else part for part in np.random.get_state()],  # noqa: NPY002
+        "numpy": [
+            part.tolist() if isinstance(part, np.ndarray) else part
+            for part in np.random.get_state()
+        ],  # noqa: NPY002
         "python": random.getstate(),
         "grad mode": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
         "autocast": (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
@@ -90,7 +97,9 @@ def test_leaves_no_trace(net, outer, autocast, raises):
 
 
 def test_modes_come_back_one_by_one():
-    net = nn.Sequential(nn.Sequential(nn.Dropout(), nn.BatchNorm1d(2)), Frozen(2), Stubborn(), Stubborn()).train()
+    net = nn.Sequential(
+        nn.Sequential(nn.Dropout(), nn.BatchNorm1d(2)), Frozen(2), Stubborn(), Stubborn()
+    ).train()
     net[0][1].eval()  # frozen by its owner
     net[3].training = False  # `train` cannot say this
     before = [module.training for module in net.modules()]
@@ -115,9 +124,19 @@ def test_buffers_come_back_however_they_were_changed():
         for _ in range(2):
             net(torch.ones(1))
             net.dropped = torch.tensor([0.0])
-        assert [net.in_place.item(), net.through_data.item(), net.reassigned.item()] == [3.0, 3.0, 3.0]
+        assert [net.in_place.item(), net.through_data.item(), net.reassigned.item()] == [
+            3.0,
+            3.0,
+            3.0,
+        ]
     assert all(net._buffers[name] is buffer for name, buffer in buffers.items())
-    assert [b if b is None else b.item() for b in net._buffers.values()] == [1.0, 1.0, 1.0, 1.0, None]
+    assert [b if b is None else b.item() for b in net._buffers.values()] == [
+        1.0,
+        1.0,
+        1.0,
+        1.0,
+        None,
+    ]
     assert list(net.state_dict()) == ["in_place", "through_data", "reassigned", "dropped"]
 
 
@@ -133,7 +152,9 @@ def test_buffers_made_by_a_validation_come_back():
 
 
 def test_a_graph_recorded_before_can_be_differentiated_after(net):
-    loss = net.eval()(torch.randn(8, 4)).sum()  # in eval mode the graph holds the buffers themselves
+    loss = net.eval()(
+        torch.randn(8, 4)
+    ).sum()  # in eval mode the graph holds the buffers themselves
     with observing(net):
         net(torch.randn(8, 4)).sum().backward()
     loss.backward()
@@ -164,7 +185,10 @@ def test_random_states_come_back(net):
 def test_random_states_of_accelerators_come_back(monkeypatch, name, arguments):
     """There may be none here, so their functions stand in; older versions of the one for mps take no device."""
     module, state = getattr(torch, name), torch.tensor([1])
-    read, write = (create_autospec(getattr(module, f"{verb}_rng_state"), return_value=state) for verb in ("get", "set"))
+    read, write = (
+        create_autospec(getattr(module, f"{verb}_rng_state"), return_value=state)
+        for verb in ("get", "set")
+    )
     monkeypatch.setattr(module, "get_rng_state", read)
     monkeypatch.setattr(module, "set_rng_state", write)
     restore = _keep_random_states({torch.device(name, 0), torch.device("cpu")})

@@ -28,7 +28,9 @@ def options_in(module: Any) -> dict[str, list[set[str]]]:
         if getattr(thing, "__module__", None) != module.__name__ or not callable(thing):
             continue
         functions = (
-            [thing.__init__, *filter(inspect.isfunction, vars(thing).values())] if inspect.isclass(thing) else [thing]
+            [thing.__init__, *filter(inspect.isfunction, vars(thing).values())]
+            if inspect.isclass(thing)
+            else [thing]
         )
         for function in functions:
             try:
@@ -45,10 +47,16 @@ def messages_in(path: Path) -> list[tuple[str, set[str]]]:
     """Argument and quoted words of every "`argument` must be … 'word' …, got" in a file, without values."""
     found = []
     for node in ast.walk(ast.parse(path.read_text())):
-        if not isinstance(node, ast.Raise) or not isinstance(node.exc, ast.Call) or not node.exc.args:
+        if (
+            not isinstance(node, ast.Raise)
+            or not isinstance(node.exc, ast.Call)
+            or not node.exc.args
+        ):
             continue
         text = "".join(
-            p.value for p in ast.walk(node.exc.args[0]) if isinstance(p, ast.Constant) and isinstance(p.value, str)
+            p.value
+            for p in ast.walk(node.exc.args[0])
+            if isinstance(p, ast.Constant) and isinstance(p.value, str)
         )
         rule = re.match(r"`(\w+)` must be (.*?)(, got|$)", text, re.DOTALL)
         if rule and (words := set(re.findall(r"'([\w-]+)'", rule[2]))):
@@ -65,8 +73,12 @@ def test_there_are_messages_to_compare():
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_messages_name_the_options_that_the_code_takes(path):
-    name = ".".join(("lightning_taskinfo", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
+    name = ".".join(
+        ("lightning_taskinfo", *path.relative_to(PACKAGE).with_suffix("").parts)
+    ).removesuffix(".__init__")
     taken = options_in(importlib.import_module(name))
     for argument, words in messages_in(path):
         known = taken.get(argument, [words])
-        assert any(words <= options for options in known), f"`{argument}` takes {known}, the message names {words}"
+        assert any(words <= options for options in known), (
+            f"`{argument}` takes {known}, the message names {words}"
+        )

@@ -40,7 +40,9 @@ def test_draws_what_is_named_where_it_is_told():
 
 @pytest.mark.parametrize("name", ["losses", "epoch"])
 def test_refuses_what_was_never_measured(name):
-    with pytest.raises(ValueError, match=f"`names` must have been measured together with 'step', got '{name}'"):
+    with pytest.raises(
+        ValueError, match=f"`names` must have been measured together with 'step', got '{name}'"
+    ):
         plot_curves([*HISTORY, {"epoch": 3.0}], [name])
 
 

@@ -17,7 +17,9 @@ def network() -> nn.Module:
 
 
 def of_certify(progress):
-    return certify(network(), (X, Y), Prior(), structure="diagonal", draws=3, betas=[1, 2], progress=progress)
+    return certify(
+        network(), (X, Y), Prior(), structure="diagonal", draws=3, betas=[1, 2], progress=progress
+    )
 
 
 def of_pareto_front(progress):
@@ -29,11 +31,19 @@ def of_structure_function(progress):
 
 
 def of_task_distance(progress):
-    return task_distance({"a": (X, Y)}, 1.0, trunk_fn=nn.Flatten, training=QUICK, seeds=1, progress=progress)
+    return task_distance(
+        {"a": (X, Y)}, 1.0, trunk_fn=nn.Flatten, training=QUICK, seeds=1, progress=progress
+    )
 
 
 TOLD = {  # the call -> what a function of ours is told
-    of_certify: [(1, 2, "search"), (2, 2, "search"), (1, 3, "draws"), (2, 3, "draws"), (3, 3, "draws")],
+    of_certify: [
+        (1, 2, "search"),
+        (2, 2, "search"),
+        (1, 3, "draws"),
+        (2, 3, "draws"),
+        (3, 3, "draws"),
+    ],
     of_pareto_front: [(1, 2, "picture"), (2, 2, "picture")],
     of_structure_function: [(1, 2, "β = 2"), (2, 2, "β = 1")],
     of_task_distance: [(1, 2, "seed-0_task-0"), (2, 2, "seed-0_task-0-0")],

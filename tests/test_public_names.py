@@ -12,19 +12,32 @@ from lightning_taskinfo.fisher import fisher_trace
 from tests.test_docs import load
 
 ROOT = Path(__file__).parents[1]
-SHOWN = "".join(p.read_text() for p in [*ROOT.glob("examples/*.py"), ROOT / "README.md", *ROOT.glob("docs/**/*.md")])
-SAME = re.compile(r"arguments of\s+:func:`fisher_trace`|:func:`fisher_trace`, which explains the arguments")
+SHOWN = "".join(
+    p.read_text()
+    for p in [*ROOT.glob("examples/*.py"), ROOT / "README.md", *ROOT.glob("docs/**/*.md")]
+)
+SAME = re.compile(
+    r"arguments of\s+:func:`fisher_trace`|:func:`fisher_trace`, which explains the arguments"
+)
 
 
 def public_names():
     """Return the functions and classes that the package and the API page offer, each once, by where they are found."""
     found = {}
-    for module in map(importlib.import_module, ["lightning_taskinfo", *load("hooks").public_modules()]):
-        own = [name for name, thing in vars(module).items() if getattr(thing, "__module__", None) == module.__name__]
+    for module in map(
+        importlib.import_module, ["lightning_taskinfo", *load("hooks").public_modules()]
+    ):
+        own = [
+            name
+            for name, thing in vars(module).items()
+            if getattr(thing, "__module__", None) == module.__name__
+        ]
         for name in getattr(module, "__all__", own):
             thing = getattr(module, name)
             if (inspect.isfunction(thing) or inspect.isclass(thing)) and not name.startswith("_"):
-                found.setdefault(thing, f"{module.__name__}.{name}".removeprefix("lightning_taskinfo."))
+                found.setdefault(
+                    thing, f"{module.__name__}.{name}".removeprefix("lightning_taskinfo.")
+                )
     return {where: thing for thing, where in found.items()}
 
 
@@ -40,13 +53,26 @@ def parameters(thing):
 
 def documented(text):
     """Return the names in the sections of arguments."""
-    sections = re.findall(r"^(?:Args|Attributes):\n((?: {4}.*\n|\n)+)", f"{inspect.cleandoc(text)}\n", re.M)
+    sections = re.findall(
+        r"^(?:Args|Attributes):\n((?: {4}.*\n|\n)+)", f"{inspect.cleandoc(text)}\n", re.M
+    )
     return {name for section in sections for name in re.findall(r"^ {4}\**(\w+):", section, re.M)}
 
 
 def test_the_parts_are_found():
-    some = {"FisherTrace", "certify", "fisher.fisher_trace", "data.load_npz", "Stages", "callbacks.Probe"}
-    some |= {"tasks.simulate_transfer", "functional.gaussian.gaussian_kl_diag", "plotting.plot_pareto"}
+    some = {
+        "FisherTrace",
+        "certify",
+        "fisher.fisher_trace",
+        "data.load_npz",
+        "Stages",
+        "callbacks.Probe",
+    }
+    some |= {
+        "tasks.simulate_transfer",
+        "functional.gaussian.gaussian_kl_diag",
+        "plotting.plot_pareto",
+    }
     assert some <= set(NAMES)
 
 
@@ -58,7 +84,9 @@ def test_has_a_docstring_of_its_own_that_names_every_argument_and_no_other(name)
     if SAME.search(thing.__doc__):
         named |= documented(fisher_trace.__doc__)
     assert taken <= named
-    if inspect.isfunction(thing) and not SAME.search(thing.__doc__):  # classes tell of attributes too
+    if inspect.isfunction(thing) and not SAME.search(
+        thing.__doc__
+    ):  # classes tell of attributes too
         assert named <= taken
 
 
@@ -70,8 +98,17 @@ def shows_itself(thing):
 def returned():
     """Return what functions that are shown, and methods of classes that are, give back."""
     shown = [thing for thing in NAMES.values() if shows_itself(thing)]
-    methods = [f for thing in shown if inspect.isclass(thing) for f in vars(thing).values() if inspect.isfunction(f)]
-    kinds = [inspect.signature(f).return_annotation for f in [*filter(inspect.isfunction, shown), *methods]]
+    methods = [
+        f
+        for thing in shown
+        if inspect.isclass(thing)
+        for f in vars(thing).values()
+        if inspect.isfunction(f)
+    ]
+    kinds = [
+        inspect.signature(f).return_annotation
+        for f in [*filter(inspect.isfunction, shown), *methods]
+    ]
     return [part for kind in kinds for part in (kind, *get_args(kind))]
 
 

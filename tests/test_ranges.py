@@ -29,7 +29,10 @@ NOT_POSITIVE = (0.0, -1.0, math.nan, math.inf)
 SCALARS = {
     "InformationInWeights prior_std": ("prior_std", lambda x: InformationInWeights(prior_std=x)),
     "InformationInWeights beta": ("beta", lambda x: InformationInWeights(beta=x)),
-    "information_in_weights": ("prior_std", lambda x: information_in_weights(ONE, ONE, prior_std=x)),
+    "information_in_weights": (
+        "prior_std",
+        lambda x: information_in_weights(ONE, ONE, prior_std=x),
+    ),
     "post_variance": ("beta", lambda x: post_variance(ONE, prior_std=1.0, beta=x)),
     "pre_distribution": ("prior_std", lambda x: pre_distribution({"w": ONE}, prior_std=x)),
     "Gaussian": ("std", lambda x: Gaussian(std=x)),
@@ -46,8 +49,14 @@ SEVERAL = {
         "prior_stds",
         lambda xs: PACBayesCertificate(prior_origin="random", prior_stds=xs),
     ),
-    "PACBayesCertificate betas": ("betas", lambda xs: PACBayesCertificate(prior_origin="random", betas=xs)),
-    "certify": ("betas", lambda xs: certify(nn.Linear(1, 2), (torch.ones(9, 1), torch.zeros(9).long()), betas=xs)),
+    "PACBayesCertificate betas": (
+        "betas",
+        lambda xs: PACBayesCertificate(prior_origin="random", betas=xs),
+    ),
+    "certify": (
+        "betas",
+        lambda xs: certify(nn.Linear(1, 2), (torch.ones(9, 1), torch.zeros(9).long()), betas=xs),
+    ),
     "Prior": ("stds", lambda xs: Prior(stds=xs)),
     "MultiKernelMMD": ("widths", lambda xs: MultiKernelMMD(widths=xs)),
 }

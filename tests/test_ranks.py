@@ -16,7 +16,9 @@ from tests.test_mixins import same
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     command = [sys.executable, "-m", "tests.ddp_penalised", str(folder)]
-    run = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=200)
+    run = subprocess.run(
+        command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=200
+    )
     assert run.returncode == 0, run.stdout + run.stderr
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
 
@@ -24,7 +26,9 @@ def ranks(tmp_path_factory):
 def test_network_critic_averages_and_ensembles_are_the_same_on_both_ranks(ranks):
     first, second = (rank["state"] for rank in ranks)
     assert any(name.startswith("mutual_information.critic") for name in first)
-    shared = [name for name in first if "running_" not in name]  # batch norm's statistics are each rank's own in DDP
+    shared = [
+        name for name in first if "running_" not in name
+    ]  # batch norm's statistics are each rank's own in DDP
     assert [name for name in shared if not same(first[name], second[name])] == []
 
 
@@ -34,7 +38,9 @@ def test_noise_differs_over_ranks(ranks):
 
 def test_lautum_averages_the_batches_of_both_ranks(ranks):
     first = [rank["first"] for rank in ranks]
-    for a, b, average in zip(first[0]["local"], first[1]["local"], first[0]["average"], strict=True):
+    for a, b, average in zip(
+        first[0]["local"], first[1]["local"], first[0]["average"], strict=True
+    ):
         assert not torch.equal(a, b)
         torch.testing.assert_close(0.1 * (a + b) / 2, average)
 

@@ -35,9 +35,22 @@ class Endless:
 CASES = {  # annotation -> what it takes, what it does not
     int: (
         [3, -1, np.int64(3), torch.tensor(3), OwnNumber()],
-        [True, np.bool_(True), 3.0, "3", None, [3], torch.ones(2), torch.tensor(3, device="meta"), NoNumberYet()],
+        [
+            True,
+            np.bool_(True),
+            3.0,
+            "3",
+            None,
+            [3],
+            torch.ones(2),
+            torch.tensor(3, device="meta"),
+            NoNumberYet(),
+        ],
     ),
-    float: ([0.5, 3, np.float32(0.5), torch.tensor(0.5), OwnNumber()], [False, "0.5", None, [0.5], 1j]),
+    float: (
+        [0.5, 3, np.float32(0.5), torch.tensor(0.5), OwnNumber()],
+        [False, "0.5", None, [0.5], 1j],
+    ),
     bool: ([True, False, np.bool_(True)], [0, 1, "no", None]),
     str: (["a", ""], [3, None, b"a", Path("a")]),
     None: ([None], [0, "None"]),
@@ -75,7 +88,17 @@ def test_takes_what_the_annotation_takes(hint):
 
 @pytest.mark.parametrize(
     "hint",
-    [Any, object, TypeVar("T"), Sized, int | Any, Literal["a"] | Sized, Dataset[Any], DataLoader[Any], "int"],
+    [
+        Any,
+        object,
+        TypeVar("T"),
+        Sized,
+        int | Any,
+        Literal["a"] | Sized,
+        Dataset[Any],
+        DataLoader[Any],
+        "int",
+    ],
     ids=str,
 )
 def test_what_cannot_be_checked_is_not(hint):

@@ -66,7 +66,9 @@ def test_kl_equals_torch_distributions(net):
     expected = 0.0
     for _, mean, noise in noisy_weights(net):
         with torch.no_grad():
-            noise.log_variance.add_(torch.randn(mean.shape, generator=torch.Generator().manual_seed(2)))
+            noise.log_variance.add_(
+                torch.randn(mean.shape, generator=torch.Generator().manual_seed(2))
+            )
         Q = Normal(mean.double(), (0.5 * noise.log_variance.double()).exp())
         expected += kl_divergence(Q, Normal(torch.zeros_like(mean).double(), 0.3)).sum()
     torch.testing.assert_close(weight_kl(net).double(), expected, rtol=1e-6, atol=0)
@@ -76,28 +78,40 @@ def test_kl_equals_torch_distributions(net):
 def test_the_prior_is_centred_where_it_was_asked_to_be(net, prior):
     pretrained = {name: p.detach() + 1 for name, p in net.named_parameters()}
     k = sum(p.numel() for p in net.parameters())
-    squares = {"initial": 0.0, "zero": sum(p.square().sum().item() for p in net.parameters()), "checkpoint": k}
-    add_weight_noise(net, std=0.5, prior_std=0.5, prior_center=pretrained if prior == "checkpoint" else prior)
+    squares = {
+        "initial": 0.0,
+        "zero": sum(p.square().sum().item() for p in net.parameters()),
+        "checkpoint": k,
+    }
+    add_weight_noise(
+        net, std=0.5, prior_std=0.5, prior_center=pretrained if prior == "checkpoint" else prior
+    )
     assert weight_kl(net).item() == pytest.approx(squares[prior] / (2 * 0.25), rel=1e-5)
 
 
 def test_one_draw_a_forward_and_another_in_the_next(net, tokens):
     add_weight_noise(net, std=0.5)
     seen = []
-    net.attention.register_forward_pre_hook(lambda m, args: seen.append((m.in_proj_weight, m.in_proj_weight)))
+    net.attention.register_forward_pre_hook(
+        lambda m, args: seen.append((m.in_proj_weight, m.in_proj_weight))
+    )
     for _ in range(2):
         net(tokens)
     (first, again), (second, _) = seen
     assert torch.equal(first, again)
     assert not torch.equal(first, second)
-    assert not torch.equal(net.head(torch.ones(1, 4)), net.head(torch.ones(1, 4)))  # a layer called by itself
+    assert not torch.equal(
+        net.head(torch.ones(1, 4)), net.head(torch.ones(1, 4))
+    )  # a layer called by itself
 
 
 def test_the_noise_is_released_when_a_forward_fails(net):
     add_weight_noise(net)
     with pytest.raises(IndexError):
         net(torch.tensor([[99]]))
-    assert all(noise._held.depth == 0 and noise._held.seed is None for *_, noise in noisy_weights(net))
+    assert all(
+        noise._held.depth == 0 and noise._held.seed is None for *_, noise in noisy_weights(net)
+    )
 
 
 def test_samples_have_the_mean_and_the_deviation_they_should():
@@ -115,7 +129,9 @@ def test_two_forwards_may_wait_for_one_backward():
     first, second = layer(x), layer(x)
     (first + second).sum().backward()
     ((_, mean, noise),) = noisy_weights(layer)
-    shifts = first.item() + second.item() - 2 * mean.sum().item()  # of both draws, over both weights
+    shifts = (
+        first.item() + second.item() - 2 * mean.sum().item()
+    )  # of both draws, over both weights
     assert first.item() != second.item()
     assert noise.log_variance.grad.sum().item() == pytest.approx(0.5 * shifts, abs=1e-6)
 
@@ -126,7 +142,9 @@ class Reference(nn.Module):
     def __init__(self, layer):
         super().__init__()
         ((_, mean, noise),) = noisy_weights(layer)
-        self.mean, self.log_variance = (nn.Parameter(p.detach().clone()) for p in (mean, noise.log_variance))
+        self.mean, self.log_variance = (
+            nn.Parameter(p.detach().clone()) for p in (mean, noise.log_variance)
+        )
         self.prior, self.noise = mean.detach().clone(), copy.deepcopy(noise)
 
     def forward(self, x):
@@ -153,8 +171,12 @@ def test_memory_that_is_used_again_changes_no_training(set_to_none):
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=set_to_none)
         for x, other in batches:  # accumulated
-            (layer(x).square().mean() + layer(other).sin().mean() + 1e-4 * weight_kl(layer)).backward()
-            (reference(x).square().mean() + reference(other).sin().mean() + 1e-4 * reference.kl()).backward()
+            (
+                layer(x).square().mean() + layer(other).sin().mean() + 1e-4 * weight_kl(layer)
+            ).backward()
+            (
+                reference(x).square().mean() + reference(other).sin().mean() + 1e-4 * reference.kl()
+            ).backward()
         kept += [layer.weight.detach(), mean.grad]
         reference.noise.draws += 1  # for the read in the line before
         copies += [t.clone() for t in kept[-2:]] if set_to_none else []
@@ -189,7 +211,9 @@ def test_the_divergence_may_be_asked_for_at_any_time(net, tokens):
     expected = torch.autograd.grad(weight_kl(net), parameters)
     net(tokens).sum().backward()
     for _ in range(2):
-        for found, plain in zip(torch.autograd.grad(weight_kl(net), parameters), expected, strict=True):
+        for found, plain in zip(
+            torch.autograd.grad(weight_kl(net), parameters), expected, strict=True
+        ):
             torch.testing.assert_close(found, plain)
     with torch.no_grad():
         assert not weight_kl(net).requires_grad
@@ -207,7 +231,9 @@ def test_a_function_transform_sees_the_same_draw():
     layer, x = add_weight_noise(nn.Linear(3, 2), std=0.5), torch.ones(1, 3)
     twin = copy.deepcopy(layer)
     layer(x).sum().backward()
-    gradients = torch.func.grad(lambda p: torch.func.functional_call(twin, p, x).sum())(dict(twin.named_parameters()))
+    gradients = torch.func.grad(lambda p: torch.func.functional_call(twin, p, x).sum())(
+        dict(twin.named_parameters())
+    )
     for name, parameter in layer.named_parameters():
         torch.testing.assert_close(gradients[name], parameter.grad)
 
@@ -260,7 +286,10 @@ def test_plain_checkpoints_go_in_and_come_out(net, tokens):
     noisy = add_weight_noise(Everything(), std=0.3)
     noisy.load_state_dict(other.state_dict())
     assert torch.equal(noisy.eval()(tokens), other.eval()(tokens))
-    assert all(noise.log_variance.allclose(torch.tensor(2 * math.log(0.3))) for *_, noise in noisy_weights(noisy))
+    assert all(
+        noise.log_variance.allclose(torch.tensor(2 * math.log(0.3)))
+        for *_, noise in noisy_weights(noisy)
+    )
     net.load_state_dict(plain_state_dict(noisy))
     assert torch.equal(net.eval()(tokens), other(tokens))
 
@@ -293,7 +322,10 @@ def test_undoing_gives_a_plain_module_back(net, tokens, sample):
     remove_weight_noise(net, sample=sample)
     assert net.state_dict().keys() == plain.state_dict().keys()
     assert all(type(a) is type(b) for a, b in zip(net.modules(), plain.modules(), strict=True))
-    assert not any(m._forward_hooks or m._forward_pre_hooks or m._load_state_dict_pre_hooks for m in net.modules())
+    assert not any(
+        m._forward_hooks or m._forward_pre_hooks or m._load_state_dict_pre_hooks
+        for m in net.modules()
+    )
     assert not any(m._forward_hooks_always_called for m in net.modules())
     assert torch.equal(net.eval()(tokens), plain.eval()(tokens)) is not sample
 
@@ -307,7 +339,9 @@ def test_reaches_the_posterior_of_bayesian_linear_regression(beta):
     y = X @ torch.tensor([1.0, -0.5, 2.0]) + torch.randn(N, generator=g)
     variance = beta / (N * scales.square() + beta)
     mean = variance / beta * (X.T @ y)
-    model = add_weight_noise(nn.Linear(D, 1, bias=False), std=0.05, prior_center="zero", prior_std=1.0)
+    model = add_weight_noise(
+        nn.Linear(D, 1, bias=False), std=0.05, prior_center="zero", prior_std=1.0
+    )
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
     iterates = []
     for _ in range(1000):
@@ -316,9 +350,12 @@ def test_reaches_the_posterior_of_bayesian_linear_regression(beta):
         loss.backward()
         optimizer.step()
         iterates += [
-            (m.detach()[0].clone(), noise.log_variance.detach()[0].exp()) for _, m, noise in noisy_weights(model)
+            (m.detach()[0].clone(), noise.log_variance.detach()[0].exp())
+            for _, m, noise in noisy_weights(model)
         ]
-    learned_mean, learned_variance = (torch.stack(values[-700:]).mean(0) for values in zip(*iterates, strict=True))
+    learned_mean, learned_variance = (
+        torch.stack(values[-700:]).mean(0) for values in zip(*iterates, strict=True)
+    )
     assert ((learned_mean - mean).abs() / variance.sqrt()).max() < 0.05
     torch.testing.assert_close(learned_variance.sqrt(), variance.sqrt(), rtol=0.05, atol=0)
 
@@ -356,7 +393,10 @@ def tied():
     [
         (tied, "must not pick `0.weight`: it is tied to `1.weight`"),
         (lambda: nn.LSTM(2, 2), "must not pick `weight_ih_l0`: it is in a recurrent layer"),
-        (lambda: spectral_norm(nn.Linear(2, 2, bias=False)), "original`: it is already parametrized"),
+        (
+            lambda: spectral_norm(nn.Linear(2, 2, bias=False)),
+            "original`: it is already parametrized",
+        ),
         (
             lambda: add_weight_noise(nn.Linear(2, 2)),
             "`model` must have plain weights, got noisy ones; call `re",
@@ -374,8 +414,14 @@ def test_refuses_models(make, match):
     [
         ({"std": -0.1}, r"`std` must not be negative, got -0\.1\."),
         ({"prior_std": 0.0}, r"`prior_std` must be positive, got 0\.0\."),
-        ({"prior_center": "one"}, "`prior_center` must be 'initial', 'zero' or a state dict, got 'one'"),
-        ({"prior_center": {"weight": torch.zeros(2, 2)}}, r"`prior_center` must hold `bias` with shape \(2,\), got n"),
+        (
+            {"prior_center": "one"},
+            "`prior_center` must be 'initial', 'zero' or a state dict, got 'one'",
+        ),
+        (
+            {"prior_center": {"weight": torch.zeros(2, 2)}},
+            r"`prior_center` must hold `bias` with shape \(2,\), got n",
+        ),
         (
             {"prior_center": {"weight": torch.zeros(3), "bias": torch.zeros(2)}},
             r"`weight` with shape \(2, 2\), got \(3,",

@@ -29,7 +29,11 @@ class Checkpointed(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.cell, self.head = nn.Linear(2, 2), nn.GRU(2, 3, batch_first=True), nn.Linear(3, 2)
+        self.first, self.cell, self.head = (
+            nn.Linear(2, 2),
+            nn.GRU(2, 3, batch_first=True),
+            nn.Linear(3, 2),
+        )
 
     def forward(self, x):
         return self.head(checkpoint(self.cell, self.first(x), use_reentrant=True)[0][:, -1])
@@ -51,22 +55,42 @@ def too_short():
 
 def classes_left_out(folder):
     x = np.zeros((2, 4, 4), dtype=np.uint8)
-    np.savez(folder / "some.npz", x_train=x, y_train=np.array([1, 2]), x_test=x, y_test=np.array([1, 2]))
+    np.savez(
+        folder / "some.npz", x_train=x, y_train=np.array([1, 2]), x_test=x, y_test=np.array([1, 2])
+    )
     load_npz(folder / "some.npz")
 
 
 CALLS = {  # what is called, how the warning begins, and what stands in the line it points to
-    "torch.func": (lambda _: fisher_trace(Checkpointed(), torch.randn(4, 5, 2)), "torch.func cannot", " fisher_trace("),
-    "by layer": (lambda _: layer_traces(Checkpointed(), torch.randn(4, 5, 2)), "torch.func cannot", " layer_traces("),
-    "torchmetrics": (lambda _: measured_by_torchmetrics(), "torch.func cannot run", "metric.update("),
+    "torch.func": (
+        lambda _: fisher_trace(Checkpointed(), torch.randn(4, 5, 2)),
+        "torch.func cannot",
+        " fisher_trace(",
+    ),
+    "by layer": (
+        lambda _: layer_traces(Checkpointed(), torch.randn(4, 5, 2)),
+        "torch.func cannot",
+        " layer_traces(",
+    ),
+    "torchmetrics": (
+        lambda _: measured_by_torchmetrics(),
+        "torch.func cannot run",
+        "metric.update(",
+    ),
     "Lautum": (lambda _: few_for_lautum(), "10 samples for . directions", ".fit_inputs("),
     "trainer": (lambda _: too_short(), "FisherTrace has measured nothing", "trainer.fit("),
-    "Gram": (lambda _: local_minimum_summary(torch.ones(4, 4), subset_size=3), "The gradi", " local_minimum_summary("),
+    "Gram": (
+        lambda _: local_minimum_summary(torch.ones(4, 4), subset_size=3),
+        "The gradi",
+        " local_minimum_summary(",
+    ),
     "data": (classes_left_out, "`y_train` and `y_test` of 'some' have", "    load_npz("),
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*workers", "ignore:.*LeafSpec", "ignore:.*logging interval", "ignore:.*eval mode")
+@pytest.mark.filterwarnings(
+    "ignore:.*workers", "ignore:.*LeafSpec", "ignore:.*logging interval", "ignore:.*eval mode"
+)
 @pytest.mark.parametrize("name", CALLS)
 def test_points_to_the_users_call(tmp_path, name, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -81,7 +105,10 @@ def test_points_to_the_users_call(tmp_path, name, monkeypatch):
 def test_frames_of_the_standard_library_between_are_passed_over():
     ours = {"__name__": "lightning_taskinfo.somewhere", "warn": warn}
     exec("def inside():\n    warn('here')\n    yield", ours)
-    with pytest.warns(TaskInfoWarning, match="here") as caught, contextlib.contextmanager(ours["inside"])():
+    with (
+        pytest.warns(TaskInfoWarning, match="here") as caught,
+        contextlib.contextmanager(ours["inside"])(),
+    ):
         pass
     assert caught[0].filename == __file__
 
@@ -95,7 +122,11 @@ def test_a_second_warning_of_one_line_is_not_shown_by_default():
 
 
 def test_nothing_in_the_package_warns_otherwise():
-    left = [p.name for p in PACKAGE.rglob("*.py") if "warnings.warn" in p.read_text() and p.name != "_warn.py"]
+    left = [
+        p.name
+        for p in PACKAGE.rglob("*.py")
+        if "warnings.warn" in p.read_text() and p.name != "_warn.py"
+    ]
     assert left == []
 
 
@@ -105,7 +136,9 @@ def test_warns_where_there_is_no_file(how):
     code += "local_minimum_summary(torch.ones(4, 4), subset_size=3)\nprint('went on')\n"
     words = {"-c": ["-c", code], "-": ["-"], "interactive": ["-i", "-q"]}[how]
     given = None if how == "-c" else code
-    done = subprocess.run([sys.executable, *words], input=given, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, *words], input=given, capture_output=True, text=True, timeout=120
+    )
     assert "went on" in done.stdout, done.stderr
     assert "TaskInfoWarning" in done.stderr
     assert "Error" not in done.stderr

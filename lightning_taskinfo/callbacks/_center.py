@@ -54,18 +54,26 @@ class Center:
 
     def _keep(self, model: nn.Module) -> None:
         self._frozen = [p for p in model.parameters() if not p.requires_grad]
-        new = {name: p.detach() for name, p in trainable_parameters(model).items() if name not in self.kept}
+        new = {
+            name: p.detach()
+            for name, p in trainable_parameters(model).items()
+            if name not in self.kept
+        }
         if self.start == "zero" or not new:
             return
         stored = {} if self.start == "initial" else self._stored(new)
-        self.kept |= {name: stored[name] if name in stored else w.clone() for name, w in new.items()}
+        self.kept |= {
+            name: stored[name] if name in stored else w.clone() for name, w in new.items()
+        }
 
     def _stored(self, weights: ParamDict) -> ParamDict:
         """Return the checkpoint's weights; those that it does not have, e.g. of a new head, count from the start."""
         stored = self.start
         if isinstance(stored, str):
             stored = read_weights(stored)
-            check_finite_tensors("prior_center", {name: stored[name] for name in weights if name in stored})
+            check_finite_tensors(
+                "prior_center", {name: stored[name] for name in weights if name in stored}
+            )
         found = {
             name: stored[name].to(w, copy=True)
             for name, w in weights.items()
@@ -87,7 +95,9 @@ class Center:
         """Return how far each trainable weight is from the centre, in float32 or better."""
         self.before_a_step(model)
         weights = {name: p.detach() for name, p in trainable_parameters(model).items()}
-        full = {name: w.to(torch.promote_types(w.dtype, torch.float32)) for name, w in weights.items()}
+        full = {
+            name: w.to(torch.promote_types(w.dtype, torch.float32)) for name, w in weights.items()
+        }
         if self.start == "zero":
             return {name: w.clone() for name, w in full.items()}
         return {name: w - self.kept[name].to(w.device) for name, w in full.items()}
@@ -104,7 +114,9 @@ def read_weights(path: str) -> Mapping[str, Tensor]:
         stored: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         # Not torch's own words: they recommend to run whatever the file says.
-        raise ValueError(f"{needed}, got {path!r}, which holds no tensors that can be read safely.") from error
+        raise ValueError(
+            f"{needed}, got {path!r}, which holds no tensors that can be read safely."
+        ) from error
     if isinstance(stored, Mapping):
         stored = stored.get("state_dict", stored)
     if not isinstance(stored, Mapping) or not any(isinstance(w, Tensor) for w in stored.values()):

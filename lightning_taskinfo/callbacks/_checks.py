@@ -56,7 +56,13 @@ def check_batch(
             "e.g. to lambda module, inputs: module(inputs).log()."
         )
     if sharded(model):  # what no hook follows is known now, not at the first measurement
-        measure(model, few, few_targets, Request(likelihood=likelihood, forward_fn=reader.forward_fn), Norms(size(few)))
+        measure(
+            model,
+            few,
+            few_targets,
+            Request(likelihood=likelihood, forward_fn=reader.forward_fn),
+            Norms(size(few)),
+        )
 
 
 def check_weights(who: str, model: nn.Module) -> None:
@@ -69,7 +75,12 @@ def check_weights(who: str, model: nn.Module) -> None:
 
 
 def check_shards(
-    who: str, model: nn.Module, kind: str, needs_whole_weights: str, max_samples: int, processes: int
+    who: str,
+    model: nn.Module,
+    kind: str,
+    needs_whole_weights: str,
+    max_samples: int,
+    processes: int,
 ) -> None:
     """Raise a ``ValueError`` if a probe cannot work with sharded weights of this kind."""
     if reason := needs_whole_weights or ("" if sharded(model) else "follows weights of FSDP2 only"):
@@ -92,13 +103,17 @@ def check_plain(who: str, model: nn.Module) -> None:
         )
 
 
-def warn_nothing(who: str, steps: int, data: str, every_n_steps: int | None, every_n_epochs: int | None) -> None:
+def warn_nothing(
+    who: str, steps: int, data: str, every_n_steps: int | None, every_n_epochs: int | None
+) -> None:
     """Say why a training was not measured at all: it was shorter than the schedule, or there is none."""
     every = {"every_n_steps": every_n_steps, "every_n_epochs": every_n_epochs}
     if data in ("train", "val"):  # measured at the end as well
         reason = "`max_samples` is more than it has seen"
     else:
-        given = [f"`{name}={value}` is longer" for name, value in every.items() if value is not None]
+        given = [
+            f"`{name}={value}` is longer" for name, value in every.items() if value is not None
+        ]
         reason = given[0] if given else f"set one of {', '.join(f'`{name}`' for name in every)}"
     warn(f"{who} has measured nothing: training ended after {steps} steps; {reason}.")
 
@@ -108,7 +123,9 @@ def check_finite(model: nn.Module) -> None:
     weights: dict[str, Any] = trainable_parameters(model)
     weights = {name: p.to_local() if hasattr(p, "to_local") else p for name, p in weights.items()}
     with torch.no_grad():
-        if all(isfinite(total) for total in torch.stack([p.sum() for p in weights.values()]).tolist()):
+        if all(
+            isfinite(total) for total in torch.stack([p.sum() for p in weights.values()]).tolist()
+        ):
             return  # one number a tensor first: this runs at every measurement
         for name, p in weights.items():
             if not bool(p.isfinite().all()):
@@ -118,9 +135,12 @@ def check_finite(model: nn.Module) -> None:
 def kind_of_shards(*models: nn.Module) -> str | None:
     """Return what the weights of a module, or of the strategy's wrapper around it, are sharded as, if they are."""
     modules, parameters = (
-        [x for model in models for x in each(model)] for each in (nn.Module.modules, nn.Module.parameters)
+        [x for model in models for x in each(model)]
+        for each in (nn.Module.modules, nn.Module.parameters)
     )
-    fsdp, tensor = (sys.modules.get(f"torch.distributed.{name}") for name in ("fsdp", "tensor"))  # or nothing is
+    fsdp, tensor = (
+        sys.modules.get(f"torch.distributed.{name}") for name in ("fsdp", "tensor")
+    )  # or nothing is
     if fsdp and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in modules):
         return "FullyShardedDataParallel"  # whose parameters may look like others, only smaller
     if any(hasattr(p, "ds_id") for p in parameters):  # how DeepSpeed tells them itself

@@ -14,11 +14,19 @@ from lightning_taskinfo._lightning import LightningModule, Trainer
 from lightning_taskinfo._observe import observing
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.functional._tensors import look_like_probabilities
-from lightning_taskinfo.functional.likelihood import Bernoulli, Categorical, Likelihood, as_likelihood
+from lightning_taskinfo.functional.likelihood import (
+    Bernoulli,
+    Categorical,
+    Likelihood,
+    as_likelihood,
+)
 from lightning_taskinfo.regularizers import Regularizer
 from lightning_taskinfo.variational import noisy_weights
 
-RELATIVE, ABSOLUTE = 0.1, 0.05  # differences that are clear: beyond both of these, the latter in nats
+RELATIVE, ABSOLUTE = (
+    0.1,
+    0.05,
+)  # differences that are clear: beyond both of these, the latter in nats
 
 _compared: "WeakKeyDictionary[Trainer, set[Any]]" = WeakKeyDictionary()
 

@@ -125,7 +125,9 @@ class BatchIndices:
         if self.index_fn is not None:
             return
         self._strategy = trainer.strategy
-        process = self._strategy.process_dataloader  # Lightning calls it on every loader, before it is opened
+        process = (
+            self._strategy.process_dataloader
+        )  # Lightning calls it on every loader, before it is opened
 
         def process_and_note(loader: Any) -> Any:
             if note(loader):
@@ -166,7 +168,11 @@ class BatchIndices:
         """Return the name of a collating function that may change the order of samples, as far as can be known."""
         collate: Any = getattr(trainer.train_dataloader, "collate_fn", default_collate)
         name = getattr(collate, "__module__", None) or type(collate).__module__
-        if self.index_fn is not None or name.partition(".")[0] in ("torch", "transformers", "lightning_taskinfo"):
+        if self.index_fn is not None or name.partition(".")[0] in (
+            "torch",
+            "transformers",
+            "lightning_taskinfo",
+        ):
             return None
         return getattr(collate, "__qualname__", type(collate).__qualname__)
 
@@ -186,6 +192,12 @@ class BatchIndices:
             index = torch.empty(0)
         whole = not (index.is_floating_point() or index.is_complex() or index.dtype == torch.bool)
         if not whole or index.shape != (samples,) or (samples and int(index.min()) < 0):
-            found = f"{index.dtype} of shape {list(index.shape)}" if index.numel() else type(numbers).__name__
-            raise ValueError(f"{source} must give one number, at least 0, for each of {samples} samples, got {found}")
+            found = (
+                f"{index.dtype} of shape {list(index.shape)}"
+                if index.numel()
+                else type(numbers).__name__
+            )
+            raise ValueError(
+                f"{source} must give one number, at least 0, for each of {samples} samples, got {found}"
+            )
         return index.long()

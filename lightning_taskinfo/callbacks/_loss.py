@@ -16,7 +16,11 @@ CHUNK = 128  # samples of one forward pass
 
 
 def mean_loss(
-    model: nn.Module, inputs: Any, targets: Tensor | None, likelihood: str | Likelihood, forward_fn: Forward | None
+    model: nn.Module,
+    inputs: Any,
+    targets: Tensor | None,
+    likelihood: str | Likelihood,
+    forward_fn: Forward | None,
 ) -> float:
     """Return the mean negative log-likelihood of the targets, in nats a sample; NaN without samples or targets."""
     n = size(inputs)

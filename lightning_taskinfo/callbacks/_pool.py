@@ -8,7 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+)
 
 from lightning_taskinfo._batches import (
     Reader,
@@ -35,7 +41,9 @@ class Source:
         split: Whether processes share the samples; otherwise each has all of them.
     """
 
-    def __init__(self, data: str, max_samples: int, seed: int, reader: Reader, *, split: bool) -> None:
+    def __init__(
+        self, data: str, max_samples: int, seed: int, reader: Reader, *, split: bool
+    ) -> None:
         self.data = data
         self.max_samples = max_samples
         self.seed = seed
@@ -138,7 +146,9 @@ def _has_labels(loader: Any) -> bool:
 
 def readable(loader: Any) -> bool:
     """Whether a pool can be read from the loader's dataset: it is indexed, and all of it is trained on."""
-    if not isinstance(loader, DataLoader) or type(loader.batch_sampler) is not BatchSampler:  # or its items are batches
+    if (
+        not isinstance(loader, DataLoader) or type(loader.batch_sampler) is not BatchSampler
+    ):  # or its items are batches
         return False
     if not (hasattr(loader.dataset, "__getitem__") and hasattr(loader.dataset, "__len__")):
         return False
@@ -162,14 +172,20 @@ def read_samples(loader: DataLoader, chosen: Tensor, seed: int) -> Any:
 
 def choose(total: int, n: int, seed: int) -> Tensor:
     """Return the numbers of ``n`` of ``total`` samples (or of all of them), in order, the same for the same seed."""
-    return torch.randperm(total, generator=torch.Generator().manual_seed(seed), device="cpu")[:n].sort().values
+    return (
+        torch.randperm(total, generator=torch.Generator().manual_seed(seed), device="cpu")[:n]
+        .sort()
+        .values
+    )
 
 
 def on_device(trainer: Trainer, pl_module: LightningModule, batch: Any) -> Any:
     """Send a batch where the training step gets its own, through the same hooks."""
     batch = trainer.precision_plugin.convert_input(batch)
     datamodule = getattr(trainer, "datamodule", None)
-    plain = [namespace.LightningDataModule.on_before_batch_transfer for namespace in NAMESPACES.values()]
+    plain = [
+        namespace.LightningDataModule.on_before_batch_transfer for namespace in NAMESPACES.values()
+    ]
     has_own = datamodule is not None and type(datamodule).on_before_batch_transfer not in plain
     owner: Any = datamodule if has_own else pl_module  # one of the two, as Lightning does it
     batch = owner.on_before_batch_transfer(batch, 0)

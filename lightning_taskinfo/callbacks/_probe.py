@@ -138,11 +138,17 @@ class Probe(Schedule, Callback, metaclass=ArgumentsByName):
         group_fn: Callable[[str], str] | None = None,
     ) -> None:
         if every_n_steps is not None and every_n_epochs is not None:
-            raise ValueError(f"`every_n_epochs` must be left out beside `every_n_steps`, got {every_n_epochs}.")
-        check_counts(every_n_steps=every_n_steps, every_n_epochs=every_n_epochs, max_samples=max_samples)
+            raise ValueError(
+                f"`every_n_epochs` must be left out beside `every_n_steps`, got {every_n_epochs}."
+            )
+        check_counts(
+            every_n_steps=every_n_steps, every_n_epochs=every_n_epochs, max_samples=max_samples
+        )
         if data not in self.data_options:
             raise ValueError(f"`data` must be one of {', '.join(self.data_options)}, got {data!r}.")
-        Request(labels=labels, likelihood=likelihood, mc_samples=mc_samples)  # refuses what it does not know
+        Request(
+            labels=labels, likelihood=likelihood, mc_samples=mc_samples
+        )  # refuses what it does not know
         if every_n_steps is None and every_n_epochs is None:
             every_n_steps, every_n_epochs = self.default_every_n_steps, self.default_every_n_epochs
         if max_layers < 0:
@@ -163,7 +169,10 @@ class Probe(Schedule, Callback, metaclass=ArgumentsByName):
         self.reader = Reader(batch_fn, forward_fn)
         self.group_fn = group_fn or layer_of
         self.history: list[dict[str, float]] = []
-        self._last_step, self._measured_at = 0, -1  # after the last batch; at the last measurement of this fit
+        self._last_step, self._measured_at = (
+            0,
+            -1,
+        )  # after the last batch; at the last measurement of this fit
         self._source: Source | None = None
         self._comparison: LossComparison | None = None  # until the first batch was trained on
         self._checked = self._warned = self._resumed = self._extra = self._sharded = False
@@ -184,7 +193,9 @@ class Probe(Schedule, Callback, metaclass=ArgumentsByName):
         Args:
             ax: Draw here instead of in a new figure.
         """
-        return plot_curves(self.history, measured(self.history, self.headline), ylabel=self.ylabel, ax=ax)
+        return plot_curves(
+            self.history, measured(self.history, self.headline), ylabel=self.ylabel, ax=ax
+        )
 
     # When
 
@@ -193,7 +204,12 @@ class Probe(Schedule, Callback, metaclass=ArgumentsByName):
         check_weights(self.state_key, pl_module)
         if kind := kind_of_shards(pl_module, trainer.strategy.model or pl_module):
             check_shards(
-                self.state_key, pl_module, kind, self.needs_whole_weights, self.max_samples, trainer.world_size
+                self.state_key,
+                pl_module,
+                kind,
+                self.needs_whole_weights,
+                self.max_samples,
+                trainer.world_size,
             )
         self._sharded = kind is not None
         if not self._sharded:
@@ -214,12 +230,16 @@ class Probe(Schedule, Callback, metaclass=ArgumentsByName):
         """Let go of what belongs to the module of an earlier fit."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._resumed and self._extra:  # measured only because the first part of the run had ended
+        if (
+            self._resumed and self._extra
+        ):  # measured only because the first part of the run had ended
             self.history.pop()
         self._last_step, self._resumed, self._extra = trainer.global_step, False, False
         self._measured_at = -1
         self._begins = self.at_start and trainer.global_step == 0
-        self._source = Source(self.data, self.max_samples, self.seed, self.reader, split=self.split_over_ranks)
+        self._source = Source(
+            self.data, self.max_samples, self.seed, self.reader, split=self.split_over_ranks
+        )
         if self.data in ("train", "val"):
             with observing(pl_module):
                 self._source.open(trainer, pl_module)
@@ -234,7 +254,9 @@ class Probe(Schedule, Callback, metaclass=ArgumentsByName):
         if self.data in ("train", "val"):
             self._measure_at_start(trainer, pl_module, None)
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         if not self._checked:
             with observing(pl_module):
                 self._check(pl_module, *self.reader.read(pl_module, batch))
@@ -263,7 +285,9 @@ class Probe(Schedule, Callback, metaclass=ArgumentsByName):
                 self._failed(trainer, error)
         if self._due(trainer) and self._measure(trainer, pl_module, batch):
             values = {**dict.fromkeys(self.headline, math.nan), **without_layers(self.history[-1])}
-            monitored = {self._logged(name): value for name, value in values.items() if name != "step"}
+            monitored = {
+                self._logged(name): value for name, value in values.items() if name != "step"
+            }
             pl_module.log_dict(monitored, logger=False, on_step=True, on_epoch=False)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -274,7 +298,13 @@ class Probe(Schedule, Callback, metaclass=ArgumentsByName):
                 self._report(trainer)
         measured = any(row["step"] for row in self.history)  # beyond the start
         if not (measured or self._warned or trainer.fast_dev_run) and trainer.global_step:  # type: ignore[attr-defined]
-            warn_nothing(self.state_key, trainer.global_step, self.data, self.every_n_steps, self.every_n_epochs)
+            warn_nothing(
+                self.state_key,
+                trainer.global_step,
+                self.data,
+                self.every_n_steps,
+                self.every_n_epochs,
+            )
         self._source = None
 
     def _check(self, pl_module: LightningModule, inputs: Any, targets: Tensor | None) -> None:
@@ -294,7 +324,10 @@ class Probe(Schedule, Callback, metaclass=ArgumentsByName):
             return False
         step = self._measured_at = trainer.global_step  # once: at every step, looking it up counts
         self.history.append({"step": step, **values})
-        series = {self._logged(name): value for name, value in with_few_layers(values, self.max_layers).items()}
+        series = {
+            self._logged(name): value
+            for name, value in with_few_layers(values, self.max_layers).items()
+        }
         for logger in trainer.loggers:
             logger.log_metrics(series, step=step)
         return True
@@ -315,7 +348,9 @@ class Probe(Schedule, Callback, metaclass=ArgumentsByName):
         if min(sizes) >= 0:
             try:
                 with resharding(pl_module) if self._sharded else nullcontext():
-                    observed = self.observe(pl_module, self._prepared(trainer, inputs, targets, sizes))
+                    observed = self.observe(
+                        pl_module, self._prepared(trainer, inputs, targets, sizes)
+                    )
             except Exception as caught:
                 error = caught
         if not trainer.strategy.reduce_boolean_decision(error is None):
@@ -327,9 +362,13 @@ class Probe(Schedule, Callback, metaclass=ArgumentsByName):
             self._failed(trainer, caught)
             return None
 
-    def _prepared(self, trainer: Trainer, inputs: Any, targets: Tensor | None, sizes: list[int]) -> Samples:
+    def _prepared(
+        self, trainer: Trainer, inputs: Any, targets: Tensor | None, sizes: list[int]
+    ) -> Samples:
         mine = size(inputs)
-        first, total = (sum(sizes[: trainer.global_rank]), sum(sizes)) if self.split_over_ranks else (0, mine)
+        first, total = (
+            (sum(sizes[: trainer.global_rank]), sum(sizes)) if self.split_over_ranks else (0, mine)
+        )
         if self._sharded:  # whose weights are gathered by all processes together
             if min(sizes) == 0:
                 raise ValueError(f"sharded weights need a sample on every process, got {sizes}")
@@ -346,7 +385,10 @@ class Probe(Schedule, Callback, metaclass=ArgumentsByName):
 
     def _report(self, trainer: Trainer) -> None:
         loggers = [] if trainer.fast_dev_run else trainer.loggers  # type: ignore[attr-defined]
-        ends = {self._logged(name): value for name, value in summary(self.history, self.headline).items()}
+        ends = {
+            self._logged(name): value
+            for name, value in summary(self.history, self.headline).items()
+        }
         key = self._logged(self.headline[0])
         try:
             figure = self.plot()[0] if has_matplotlib() else None
@@ -357,7 +399,9 @@ class Probe(Schedule, Callback, metaclass=ArgumentsByName):
 
     def _settings(self) -> dict[str, Any]:
         """Return the arguments that this callback was made with, and its defaults for the others."""
-        return {name: getattr(self, name) for name in argument_names(type(self)) if hasattr(self, name)}
+        return {
+            name: getattr(self, name) for name in argument_names(type(self)) if hasattr(self, name)
+        }
 
     def _logged(self, name: str) -> str:
         return f"{PREFIX}/{self.name}/{name}" if self.name else f"{PREFIX}/{name}"
@@ -367,10 +411,17 @@ class Probe(Schedule, Callback, metaclass=ArgumentsByName):
         return f"{type(self).__qualname__}({self.name})" if self.name else type(self).__qualname__
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_module": None}  # for other processes, which know it under another address
+        return {
+            **self.__dict__,
+            "_module": None,
+        }  # for other processes, which know it under another address
 
     def state_dict(self) -> dict[str, Any]:
         return {"history": thinned(self.history, self.headline, KEPT_ROWS), "extra": self._extra}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.history, self._extra, self._resumed = list(state_dict["history"]), state_dict["extra"], True
+        self.history, self._extra, self._resumed = (
+            list(state_dict["history"]),
+            state_dict["extra"],
+            True,
+        )

@@ -19,5 +19,7 @@ def on_every_process(trainer: Trainer, number: int) -> list[int]:
     """Return the number that each process has."""
     if trainer.world_size == 1:
         return [number]
-    gathered = trainer.strategy.all_gather(torch.tensor(number, device=trainer.strategy.root_device))
+    gathered = trainer.strategy.all_gather(
+        torch.tensor(number, device=trainer.strategy.root_device)
+    )
     return gathered.flatten().tolist()

@@ -65,7 +65,11 @@ def thinned(history: Sequence[Row], names: Sequence[str], limit: int) -> list[Ro
         return [dict(row) for row in history]
     kept = {round(last * i / (limit - 1)) for i in range(limit)}
     for name in names:
-        numbered = [(row[name], i) for i, row in enumerate(history) if math.isfinite(row.get(name, math.nan))]
+        numbered = [
+            (row[name], i)
+            for i, row in enumerate(history)
+            if math.isfinite(row.get(name, math.nan))
+        ]
         if numbered:
             kept |= {min(numbered)[1], max(numbered)[1]}
     return [dict(history[i]) for i in sorted(kept)]
@@ -78,7 +82,9 @@ def measured(history: Sequence[Row], names: Sequence[str]) -> list[str]:
         >>> measured([{"a": 2.0, "b": float("nan")}], ["a", "b", "c"])
         ['a']
     """
-    return [name for name in names if any(math.isfinite(row.get(name, math.nan)) for row in history)]
+    return [
+        name for name in names if any(math.isfinite(row.get(name, math.nan)) for row in history)
+    ]
 
 
 def without_layers(row: Row) -> Row:
@@ -107,7 +113,9 @@ def with_few_layers(row: Row, limit: int) -> Row:
     return whole | {name: row[name] for name in layers}
 
 
-def log_settings(loggers: Sequence[Any], prefix: str, who: str, settings: Mapping[str, Any]) -> None:
+def log_settings(
+    loggers: Sequence[Any], prefix: str, who: str, settings: Mapping[str, Any]
+) -> None:
     """Give a callback's settings to the configuration of each run, and tell W&B which axis its values have.
 
     Args:
@@ -124,7 +132,9 @@ def log_settings(loggers: Sequence[Any], prefix: str, who: str, settings: Mappin
             logger.experiment, "add_text"
         ):  # TensorBoard, whose hyperparameters would bring a metric of their own
             cells = [[name, str(value)] for name, value in known.items()]
-            logger.experiment.add_text(f"{prefix}/{who}/settings", _markdown(["setting", "value"], cells), 0)
+            logger.experiment.add_text(
+                f"{prefix}/{who}/settings", _markdown(["setting", "value"], cells), 0
+            )
         else:
             logger.log_hyperparams(known)
 
@@ -132,7 +142,9 @@ def log_settings(loggers: Sequence[Any], prefix: str, who: str, settings: Mappin
 def _plain(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    if isinstance(value, list | tuple) and all(isinstance(part, int | float | str) for part in value):
+    if isinstance(value, list | tuple) and all(
+        isinstance(part, int | float | str) for part in value
+    ):
         return list(value)
     return getattr(value, "__qualname__", type(value).__name__)
 
@@ -151,13 +163,23 @@ def log_summary(loggers: Sequence[Any], key: str, ends: Row, step: int) -> None:
             logger.experiment.summary.update(ends)
         elif hasattr(logger.experiment, "add_text"):  # TensorBoard
             cells = [[name, _text(value)] for name, value in ends.items()]
-            logger.experiment.add_text(f"{key}_summary", _markdown(["value", "of the run"], cells), step)
-        elif isinstance(getattr(logger, "log_dir", None), str):  # CSV, and others that write to a folder
-            _write_rows(Path(logger.log_dir), f"{key}_summary", ["value", "of the run"], [*ends.items()])
+            logger.experiment.add_text(
+                f"{key}_summary", _markdown(["value", "of the run"], cells), step
+            )
+        elif isinstance(
+            getattr(logger, "log_dir", None), str
+        ):  # CSV, and others that write to a folder
+            _write_rows(
+                Path(logger.log_dir), f"{key}_summary", ["value", "of the run"], [*ends.items()]
+            )
 
 
 def report(
-    loggers: Sequence[Any], key: str, figure: "Figure | None", history: Sequence[Mapping[str, Cell]], step: int
+    loggers: Sequence[Any],
+    key: str,
+    figure: "Figure | None",
+    history: Sequence[Mapping[str, Cell]],
+    step: int,
 ) -> None:
     """Give figure and table to each logger in the way it has: as objects, as an image and text, or as files.
 
@@ -177,8 +199,12 @@ def report(
         elif hasattr(logger.experiment, "add_image"):  # TensorBoard
             logger.experiment.add_text(f"{key}_table", _markdown(columns, rows), step)
             if figure is not None:
-                logger.experiment.add_image(f"{key}_figure", figure_pixels(figure), step, dataformats="HWC")
-        elif isinstance(getattr(logger, "log_dir", None), str):  # CSV, and others that write to a folder
+                logger.experiment.add_image(
+                    f"{key}_figure", figure_pixels(figure), step, dataformats="HWC"
+                )
+        elif isinstance(
+            getattr(logger, "log_dir", None), str
+        ):  # CSV, and others that write to a folder
             _write(Path(logger.log_dir), key, figure, columns, rows)
 
 
@@ -198,13 +224,21 @@ def _text(cell: Cell | None) -> str:
     return cell if isinstance(cell, str) else f"{cell:.6g}"
 
 
-def _write(folder: Path, key: str, figure: "Figure | None", columns: list[str], rows: list[list[Cell | None]]) -> None:
+def _write(
+    folder: Path,
+    key: str,
+    figure: "Figure | None",
+    columns: list[str],
+    rows: list[list[Cell | None]],
+) -> None:
     _write_rows(folder, f"{key}_table", columns, rows)
     if figure is not None:
         figure.savefig(folder / f"{_file_name(key)}_figure.png", dpi=150)
 
 
-def _write_rows(folder: Path, key: str, columns: list[str], rows: Sequence[Sequence[Cell | None]]) -> None:
+def _write_rows(
+    folder: Path, key: str, columns: list[str], rows: Sequence[Sequence[Cell | None]]
+) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     text = io.StringIO()
     csv.writer(text).writerows([columns, *rows])

@@ -32,7 +32,11 @@ class Samples:
     seed: int
     counted: int
 
-    def draws(self, likelihood: str | Likelihood, mc_samples: int, kind: type[Draws] = NumberedDraws) -> Draws:  # type: ignore[assignment]
+    def draws(
+        self, likelihood: str | Likelihood, mc_samples: int, kind: type[Draws] = NumberedDraws
+    ) -> Draws:  # type: ignore[assignment]
         """Return the likelihood, with labels that do not depend on how processes share the samples."""
         inner = as_likelihood(likelihood)
-        return kind(inner, seed=self.seed, first=self.first, total=self.total, mc_samples=mc_samples)
+        return kind(
+            inner, seed=self.seed, first=self.first, total=self.total, mc_samples=mc_samples
+        )

@@ -17,11 +17,17 @@ class Schedule:
             return self._ends_an_epoch(trainer)
         step, last = trainer.global_step, self._last_step
         self._last_step = step
-        return step // self.every_n_steps != last // self.every_n_steps  # the same while accumulating
+        return (
+            step // self.every_n_steps != last // self.every_n_steps
+        )  # the same while accumulating
 
     def _ends_an_epoch(self, trainer: Trainer) -> bool:
-        every = self.every_n_epochs  # first: this is asked at every batch, and looking anything up counts
-        return every is not None and trainer.is_last_batch and (trainer.current_epoch + 1) % every == 0
+        every = (
+            self.every_n_epochs
+        )  # first: this is asked at every batch, and looking anything up counts
+        return (
+            every is not None and trainer.is_last_batch and (trainer.current_epoch + 1) % every == 0
+        )
 
     def _due_next(self, trainer: Trainer) -> bool:
         """Whether the batch that begins may be one to look at, where a batch is one optimizer step at most."""

@@ -62,7 +62,9 @@ class FisherTrace(Probe):
         self._note_temperature(trainer, getattr(trainer.train_dataloader, "batch_size", None))
         super().on_train_epoch_start(trainer, pl_module)
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         self._temperature = math.nan
         if self._unforeseen(pl_module) or self._due_next(trainer):
@@ -82,7 +84,9 @@ class FisherTrace(Probe):
 
     def _note_temperature(self, trainer: Trainer, samples: int | None) -> None:
         self._temperature = math.nan
-        with suppress(LookupError, TypeError):  # optimizers without a rate of their own, loaders without a batch size
+        with suppress(
+            LookupError, TypeError
+        ):  # optimizers without a rate of their own, loaders without a batch size
             together = samples * trainer.world_size * trainer.accumulate_grad_batches  # type: ignore[operator]
             self._temperature = float(trainer.optimizers[0].param_groups[0]["lr"]) / together
 
@@ -97,7 +101,10 @@ class FisherTrace(Probe):
             )
             measure(model, samples.inputs, samples.targets, request, sink)
         unused = torch.zeros_like(next(iter(sink.values.values()), torch.zeros(0, device="cpu")))
-        norms = {name: sink.values.get(name, unused)[: samples.counted] for name in trainable_parameters(model)}
+        norms = {
+            name: sink.values.get(name, unused)[: samples.counted]
+            for name in trainable_parameters(model)
+        }
         return TraceSums.of(norms)
 
     def summarise(self, observed: TraceSums) -> dict[str, float]:

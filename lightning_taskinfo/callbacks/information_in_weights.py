@@ -22,7 +22,11 @@ from lightning_taskinfo.callbacks._pool import labeled_loader, readable
 from lightning_taskinfo.callbacks._probe import Probe
 from lightning_taskinfo.callbacks._processes import on_every_process, summed
 from lightning_taskinfo.callbacks._samples import Samples
-from lightning_taskinfo.distributions.post_family import PostFamily, losses_with_noise, standard_noises
+from lightning_taskinfo.distributions.post_family import (
+    PostFamily,
+    losses_with_noise,
+    standard_noises,
+)
 from lightning_taskinfo.fisher.accumulators import Diagonal
 from lightning_taskinfo.fisher.kron_metric import KroneckerFisher
 from lightning_taskinfo.fisher.measure import Request, measure
@@ -108,7 +112,9 @@ class InformationInWeights(Probe):
 
     default_every_n_epochs: ClassVar[int | None] = 1
     ylabel: ClassVar[str] = "squared distance of the weights from their start"
-    needs_whole_weights: ClassVar[str] = "keeps a centre and a curvature of all weights on every process"
+    needs_whole_weights: ClassVar[str] = (
+        "keeps a centre and a curvature of all weights on every process"
+    )
 
     def __init__(
         self,
@@ -127,7 +133,9 @@ class InformationInWeights(Probe):
         check_positive(beta=beta)
         if isinstance(prior_std, str):
             if prior_std != "auto":
-                raise ValueError(f"`prior_std` must be a positive number or 'auto', got {prior_std!r}.")
+                raise ValueError(
+                    f"`prior_std` must be a positive number or 'auto', got {prior_std!r}."
+                )
         else:
             check_positive(prior_std=prior_std)
         if draws < 2 or draws % 2:
@@ -146,7 +154,9 @@ class InformationInWeights(Probe):
                     f"got {prior_center!r}."
                 )
         if structure not in STRUCTURES:
-            raise ValueError(f"`structure` must be one of {', '.join(STRUCTURES)}, got {structure!r}.")
+            raise ValueError(
+                f"`structure` must be one of {', '.join(STRUCTURES)}, got {structure!r}."
+            )
         self.prior_std = prior_std
         self.beta = beta
         self.prior_center = prior_center
@@ -171,7 +181,9 @@ class InformationInWeights(Probe):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        self._samples = self.num_samples or _length(labeled_loader(pl_module, trainer.train_dataloader)[1])
+        self._samples = self.num_samples or _length(
+            labeled_loader(pl_module, trainer.train_dataloader)[1]
+        )
         self._sum = partial(summed, trainer)
         self._gather = partial(on_every_process, trainer)
         known = self._center.begin(pl_module)
@@ -180,7 +192,9 @@ class InformationInWeights(Probe):
                 f"{self.state_key} found no prior centre in the checkpoint and measures from the resumed weights.",
             )
 
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Any
+    ) -> None:
         self._center.before_a_step(pl_module)
 
     def observe(self, model: nn.Module, samples: Samples) -> _Observed:
@@ -211,9 +225,15 @@ class InformationInWeights(Probe):
     def summarise(self, observed: _Observed) -> dict[str, float]:
         """Put the parts of all processes together, and measure the loss under the Gaussian that they give."""
         samples = observed.samples
-        loss = self._of_training_set(samples, torch.tensor([observed.loss], dtype=torch.float64)).item()
+        loss = self._of_training_set(
+            samples, torch.tensor([observed.loss], dtype=torch.float64)
+        ).item()
         moved = {name: part for name, part in observed.displacement.items() if bool(part.any())}
-        measured = self._measured(observed, self._family(observed, moved)) if moved else self._unmoved(loss)
+        measured = (
+            self._measured(observed, self._family(observed, moved))
+            if moved
+            else self._unmoved(loss)
+        )
         std, parts, expected, error = measured
         terms = added(parts.values())
         quadratic = loss + terms.curvature_penalty.item()
@@ -223,7 +243,9 @@ class InformationInWeights(Probe):
             "information_nats": terms.kl.item(),
             "displacement_nats": terms.displacement.item(),
             "curvature_nats": terms.curvature.item(),
-            "squared_displacement": math.fsum(part.double().square().sum().item() for part in moved.values()),
+            "squared_displacement": math.fsum(
+                part.double().square().sum().item() for part in moved.values()
+            ),
             "prior_std": std,
             "loss_nats": loss,
             "expected_loss_nats": expected,
@@ -239,7 +261,9 @@ class InformationInWeights(Probe):
             values |= self._by_group(observed.displacement, parts)
         return values
 
-    def _by_group(self, weights: ParamDict, parts: Mapping[str, InformationTerms]) -> dict[str, float]:
+    def _by_group(
+        self, weights: ParamDict, parts: Mapping[str, InformationTerms]
+    ) -> dict[str, float]:
         """Return the nats of each layer, or other group of weights; one that has not moved has none."""
         values: dict[str, float] = {}
         for name in weights:
@@ -256,11 +280,16 @@ class InformationInWeights(Probe):
         """Return the Gaussians around the network, from the Fisher information of all processes' samples."""
         if isinstance(observed.fisher, KroneckerFisher):
             eigen = observed.fisher.eigen()
-            values = {name: self._samples * eigen[name][0].view_as(part) for name, part in moved.items()}
+            values = {
+                name: self._samples * eigen[name][0].view_as(part) for name, part in moved.items()
+            }
             bases = {name: eigen[name][1:] for name in moved}
             return PostFamily(values, moved, self.beta, bases)
         scale = self._samples / observed.samples.total
-        diagonal = {name: self._sum(observed.fisher[name]).view_as(part) * scale for name, part in moved.items()}
+        diagonal = {
+            name: self._sum(observed.fisher[name]).view_as(part) * scale
+            for name, part in moved.items()
+        }
         return PostFamily(diagonal, moved, self.beta)
 
     def _unmoved(self, loss: float) -> "_Measured":
@@ -291,7 +320,9 @@ class InformationInWeights(Probe):
         self._chosen = best_of((best, best - 1, best + 1))
         return tried[self._chosen]
 
-    def _at(self, std: float, observed: _Observed, family: PostFamily, noises: list[ParamDict]) -> "_Measured":
+    def _at(
+        self, std: float, observed: _Observed, family: PostFamily, noises: list[ParamDict]
+    ) -> "_Measured":
         """Measure the loss under one Gaussian. Every process gets to the sum over processes, also one that fails."""
         samples = observed.samples
 

@@ -62,19 +62,25 @@ class LocalMinimum(Probe):
     ) -> None:
         super().__init__(max_samples=max_samples, data=data, labels=labels, **probe)
         if labels == "exact":
-            raise ValueError("`labels` must be 'empirical' or 'sampled' for a Gram matrix of gradients, got 'exact'.")
+            raise ValueError(
+                "`labels` must be 'empirical' or 'sampled' for a Gram matrix of gradients, got 'exact'."
+            )
         for argument, value in {"draws": draws, "subset_size": subset_size}.items():
             if value is not None and value < 1:
                 raise ValueError(f"`{argument}` must be at least 1, got {value}.")
         if subset_size is not None and subset_size > max_samples:
-            raise ValueError(f"`subset_size` must be at most `max_samples`, {max_samples}, got {subset_size}.")
+            raise ValueError(
+                f"`subset_size` must be at most `max_samples`, {max_samples}, got {subset_size}."
+            )
         self.draws, self.subset_size, self.normalise_logits = draws, subset_size, normalise_logits
         self.headline = ("local_minimum/gamma",)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
         if self.data == "train_batch" and trainer.world_size > 1:
-            raise ValueError("`data` must be 'train' or 'val' with several processes, got 'train_batch'.")
+            raise ValueError(
+                "`data` must be 'train' or 'val' with several processes, got 'train_batch'."
+            )
 
     def _outputs(self, model: nn.Module, inputs: Any) -> Tensor:
         outputs = self.reader.outputs(model, inputs)
@@ -91,9 +97,13 @@ class LocalMinimum(Probe):
         )
         generator = Generator().manual_seed(samples.seed)
         size = None if self.subset_size is None else min(self.subset_size, len(gram))
-        result = local_minimum_summary(gram, subset_size=size, draws=self.draws, generator=generator)
+        result = local_minimum_summary(
+            gram, subset_size=size, draws=self.draws, generator=generator
+        )
         loss = mean_loss(model, samples.inputs, samples.targets, self.likelihood, self.forward_fn)
-        values = {name: value.item() for name, value in result._asdict().items()} | {"mean_loss": loss}
+        values = {name: value.item() for name, value in result._asdict().items()} | {
+            "mean_loss": loss
+        }
         return {f"local_minimum/{name}": value for name, value in values.items()}
 
     def summarise(self, observed: dict[str, float]) -> dict[str, float]:

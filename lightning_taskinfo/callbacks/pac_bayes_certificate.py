@@ -73,7 +73,9 @@ class PACBayesCertificate(Probe):
     """
 
     ylabel: ClassVar[str] = "error"
-    default_at_start: ClassVar[bool] = False  # nothing is learned yet, and it takes a thousand networks to say so
+    default_at_start: ClassVar[bool] = (
+        False  # nothing is learned yet, and it takes a thousand networks to say so
+    )
     data_options: ClassVar[tuple[str, ...]] = ("train",)
     split_over_ranks: ClassVar[bool] = False
     needs_whole_weights: ClassVar[str] = "draws whole networks on every process"
@@ -107,7 +109,9 @@ class PACBayesCertificate(Probe):
             forward_fn=forward_fn,
         )
         if not prior_origin:
-            raise ValueError(f"`prior_origin` must say where the weights come from, got {prior_origin!r}.")
+            raise ValueError(
+                f"`prior_origin` must say where the weights come from, got {prior_origin!r}."
+            )
         check_positive(prior_stds=prior_stds)
         check_choices(delta=delta, delta_draws=delta_draws, draws=draws, betas=betas)
         named_structures(structure)  # refuses what it does not know
@@ -115,12 +119,19 @@ class PACBayesCertificate(Probe):
             raise ValueError(f"`error` must be one of {get_args(ErrorKind)}, got {error!r}.")
         self.error = error
         self.headline = ("certificate_bound", "certificate_risk")
-        self.prior_origin, self.structure, self.prior_stds, self.betas = prior_origin, structure, prior_stds, betas
+        self.prior_origin, self.structure, self.prior_stds, self.betas = (
+            prior_origin,
+            structure,
+            prior_stds,
+            betas,
+        )
         self.draws, self.delta, self.delta_draws, self.pareto = draws, delta, delta_draws, pareto
         self.certificate: Certificate | None = None
         self.tradeoff: list[Candidate] = []
         self._center = Center(self.state_key)
-        self._fixed: dict[str, bytes] = {}  # hashes of what was frozen, and of buffers, at the start
+        self._fixed: dict[
+            str, bytes
+        ] = {}  # hashes of what was frozen, and of buffers, at the start
         self._late = False
         self._bar = False
 
@@ -132,7 +143,9 @@ class PACBayesCertificate(Probe):
         check_plain(self.state_key, pl_module)
         super().on_fit_start(trainer, pl_module)
         layers = ((name, layer) for name, layer in pl_module.named_modules() if layer.training)
-        if norms := [name for name, layer in layers if getattr(layer, "running_mean", None) is not None]:
+        if norms := [
+            name for name, layer in layers if getattr(layer, "running_mean", None) is not None
+        ]:
             warn(
                 f"{self.state_key} will not be valid: running statistics, like those of {norms[0]!r}, learn from the "
                 "data outside of the KL. Use GroupNorm or LayerNorm, or hold such layers still by `.eval()`."
@@ -144,7 +157,9 @@ class PACBayesCertificate(Probe):
             self._late = trainer.ckpt_path is not None
             self._fixed = hashes(fixed_tensors(pl_module))
 
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Any
+    ) -> None:
         self._center.before_a_step(pl_module)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -167,15 +182,29 @@ class PACBayesCertificate(Probe):
             raise ValueError(f"{needed}: {error}") from error
         except Exception as error:
             failed = f"which failed ({type(error).__name__}: {error})"
-            raise ValueError(f"{needed} for the inputs of a batch, {failed}; {otherwise}.") from error
+            raise ValueError(
+                f"{needed} for the inputs of a batch, {failed}; {otherwise}."
+            ) from error
         if outputs.ndim != shape.count(",") + 1 or outputs.shape[-1] < 2:
             two = (
-                "; a logit z of yes or no becomes two by torch.cat([0 * z, z], -1)" if outputs.shape[1:] == (1,) else ""
+                "; a logit z of yes or no becomes two by torch.cat([0 * z, z], -1)"
+                if outputs.shape[1:] == (1,)
+                else ""
             )
             raise ValueError(f"{needed}, got {list(outputs.shape)}; {otherwise}{two}.")
-        if few_targets is None or few_targets.is_floating_point() or few_targets.shape != outputs.shape[:-1]:
-            given = "none" if few_targets is None else f"{few_targets.dtype} of shape {list(few_targets.shape)}"
-            raise ValueError(f"{self.state_key} needs class indices (integers) of shape [N] as targets, got {given}.")
+        if (
+            few_targets is None
+            or few_targets.is_floating_point()
+            or few_targets.shape != outputs.shape[:-1]
+        ):
+            given = (
+                "none"
+                if few_targets is None
+                else f"{few_targets.dtype} of shape {list(few_targets.shape)}"
+            )
+            raise ValueError(
+                f"{self.state_key} needs class indices (integers) of shape [N] as targets, got {given}."
+            )
         as_likelihood("categorical").check(outputs, few_targets)
 
     def observe(self, model: nn.Module, samples: Samples) -> Certificate:
@@ -211,7 +240,12 @@ class PACBayesCertificate(Probe):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         source = self._source
         super().on_train_end(trainer, pl_module)
-        if self.pareto and source is not None and self.certificate is not None and trainer.is_global_zero:
+        if (
+            self.pareto
+            and source is not None
+            and self.certificate is not None
+            and trainer.is_global_zero
+        ):
             try:
                 with observing(pl_module):
                     inputs, targets = source.read(trainer, None)
@@ -219,13 +253,29 @@ class PACBayesCertificate(Probe):
             except Exception as error:
                 self._failed(trainer, error)
 
-    def _report_tradeoff(self, trainer: Trainer, model: nn.Module, data: tuple[Any, Tensor]) -> None:
+    def _report_tradeoff(
+        self, trainer: Trainer, model: nn.Module, data: tuple[Any, Tensor]
+    ) -> None:
         prior = self._prior(data[1].device)
-        options: dict[str, Any] = {"betas": self.betas, "delta": self.delta, "seed": self.seed, "progress": self._bar}
+        options: dict[str, Any] = {
+            "betas": self.betas,
+            "delta": self.delta,
+            "seed": self.seed,
+            "progress": self._bar,
+        }
         self.tradeoff = pareto_front(
-            model, data, prior, error=self.error, batch_fn=_as_it_is, forward_fn=self.forward_fn, **options
+            model,
+            data,
+            prior,
+            error=self.error,
+            batch_fn=_as_it_is,
+            forward_fn=self.forward_fn,
+            **options,
         )
-        rows = [{key: value for key, value in vars(row).items() if key != "prior_std"} for row in self.tradeoff]
+        rows = [
+            {key: value for key, value in vars(row).items() if key != "prior_std"}
+            for row in self.tradeoff
+        ]
         key, step = self._logged("certificate_pareto"), trainer.global_step
         best: dict[str, float] = {}
         for row in self.tradeoff:
@@ -233,7 +283,11 @@ class PACBayesCertificate(Probe):
             best[name] = min(row.bound, best.get(name, 1.0))
         for logger in trainer.loggers:
             logger.log_metrics(best, step=step)
-        figure = plot_pareto(self.tradeoff, len(data[1]), delta=self.delta)[0] if has_matplotlib() else None
+        figure = (
+            plot_pareto(self.tradeoff, len(data[1]), delta=self.delta)[0]
+            if has_matplotlib()
+            else None
+        )
         report(trainer.loggers, key, figure, rows, step)
 
     def _prior(self, device: torch.device) -> Prior:

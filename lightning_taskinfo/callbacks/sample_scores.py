@@ -58,7 +58,11 @@ class SampleScores:
         """
         columns = {"loss": self.loss, "squared_norm": self.squared_norm, "seen": self.seen}
         return [
-            {"rank": rank, "index": index, **{name: values[index].item() for name, values in columns.items()}}
+            {
+                "rank": rank,
+                "index": index,
+                **{name: values[index].item() for name, values in columns.items()},
+            }
             for rank, index in enumerate(self.ranking()[:k].tolist(), start=1)
         ]
 
@@ -80,7 +84,9 @@ class SampleScores:
         from lightning_taskinfo.plotting import plot_ranking
 
         names = {"loss": "mean training loss (nats)", "squared_norm": "mean squared gradient norm"}
-        return plot_ranking(self.scores[self.ranking()].tolist(), k=k, ylabel=names[self.rank_by], ax=ax)
+        return plot_ranking(
+            self.scores[self.ranking()].tolist(), k=k, ylabel=names[self.rank_by], ax=ax
+        )
 
 
 class SampleSums:
@@ -90,7 +96,9 @@ class SampleSums:
         # Rows: sum of losses, their number, sum of squared norms, their number, and how often a sample was seen.
         self.table = torch.zeros(5, 0) if table is None else table
 
-    def add(self, index: Tensor, losses: Tensor | None, norms: Tensor | None, first: int = 0) -> None:
+    def add(
+        self, index: Tensor, losses: Tensor | None, norms: Tensor | None, first: int = 0
+    ) -> None:
         """Add what a batch has shown.
 
         Args:
@@ -131,4 +139,6 @@ class SampleSums:
         """Return the means over steps."""
         losses, read, norms, measured, seen = self.table.cpu()
         known = int(seen.nonzero().amax()) + 1 if seen.any() else 0  # the memory may be larger
-        return SampleScores((losses / read)[:known], (norms / measured)[:known], seen[:known].long(), rank_by)
+        return SampleScores(
+            (losses / read)[:known], (norms / measured)[:known], seen[:known].long(), rank_by
+        )

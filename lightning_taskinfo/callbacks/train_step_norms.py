@@ -102,7 +102,9 @@ class TrainStepNorms(Probe):
             ("loss_reduction", loss_reduction, ("mean", "sum")),
         ):
             if value not in options:
-                raise ValueError(f"`{argument}` must be one of {', '.join(options)}, got {value!r}.")
+                raise ValueError(
+                    f"`{argument}` must be one of {', '.join(options)}, got {value!r}."
+                )
         if top_k < 1:
             raise ValueError(f"`top_k` must be at least 1, got {top_k}.")
         if rank_by == "squared_norm" and not norms:
@@ -141,7 +143,9 @@ class TrainStepNorms(Probe):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
         if not pl_module.automatic_optimization:
-            raise ValueError(f"{self.state_key} needs automatic optimization, got a module that does its own.")
+            raise ValueError(
+                f"{self.state_key} needs automatic optimization, got a module that does its own."
+            )
         if self.norms:
             self._recorder = self._refusing(lambda: StepRecorder(pl_module, self.max_samples))
         self._checked = True  # the module is not called by us,
@@ -155,11 +159,15 @@ class TrainStepNorms(Probe):
         try:
             return make()
         except ValueError as error:
-            raise ValueError(f"{error} {self.state_key} follows losses alone with `norms=False`.") from error
+            raise ValueError(
+                f"{error} {self.state_key} follows losses alone with `norms=False`."
+            ) from error
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        before = (self._merged or self._sums).table  # of a checkpoint or an earlier fit, which counts once
+        before = (
+            self._merged or self._sums
+        ).table  # of a checkpoint or an earlier fit, which counts once
         self._merged = None
         self._sums = SampleSums(torch.zeros(5, 0) if trainer.global_rank else before)
         self._sums.table = self._sums.table.to(pl_module.device)
@@ -178,11 +186,15 @@ class TrainStepNorms(Probe):
 
     # The training step
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         self._reset()
         try:
             batch_fn = self.reader.batch_fn
-            inputs, self._targets = read_batch(batch) if batch_fn is None else read_by(batch_fn, batch)
+            inputs, self._targets = (
+                read_batch(batch) if batch_fn is None else read_by(batch_fn, batch)
+            )
             self._size = sample_count(inputs)
             if self._follow:
                 self._index = self._indices.of(trainer, batch, self._size)
@@ -196,10 +208,14 @@ class TrainStepNorms(Probe):
             self._recorder.skip(self._problem)
             return
         blocks = math.ceil(self._size / self.max_samples)
-        turn = (trainer.current_epoch + batch_idx) % blocks  # others in the next epoch, in whichever order they come
+        turn = (
+            trainer.current_epoch + batch_idx
+        ) % blocks  # others in the next epoch, in whichever order they come
         self._recorder.start(self._size, turn * self.max_samples)
 
-    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+    def on_before_backward(
+        self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
+    ) -> None:
         if self._problem is not None or not self._size:
             return
         graph = StepGraph(loss)
@@ -215,7 +231,9 @@ class TrainStepNorms(Probe):
                     "follows losses alone with `norms=False`."
                 )
             scaler = getattr(trainer.precision_plugin, "scaler", None)
-            self._scale = trainer.accumulate_grad_batches / (1.0 if scaler is None else scaler.get_scale())
+            self._scale = trainer.accumulate_grad_batches / (
+                1.0 if scaler is None else scaler.get_scale()
+            )
             if self.loss_reduction == "mean":
                 self._scale *= self._size
         self._first_step = False
@@ -245,7 +263,9 @@ class TrainStepNorms(Probe):
             return
         norms, first = None, 0
         recorder = self._recorder
-        shown = recorder is not None and recorder.may_run_passes  # which row belongs to which sample
+        shown = (
+            recorder is not None and recorder.may_run_passes
+        )  # which row belongs to which sample
         if recorder is not None and shown and recorder.norms and not recorder.problem:
             norms = self._scale**2 * torch.stack([*recorder.norms.values()]).sum(0)
             first = recorder.first
@@ -299,7 +319,9 @@ class TrainStepNorms(Probe):
         mean, error, layers = TraceSums(names, of_norms).compute(self.group_fn)
         values |= {"squared_gradient_norm": mean, "squared_gradient_norm_standard_error": error}
         if self.per_layer:
-            values |= {f"squared_gradient_norm/{layer or 'module'}": part for layer, part in layers.items()}
+            values |= {
+                f"squared_gradient_norm/{layer or 'module'}": part for layer, part in layers.items()
+            }
         return values
 
     # The end, checkpoints and processes
@@ -319,11 +341,19 @@ class TrainStepNorms(Probe):
         try:
             figure = samples.plot(k=self.top_k)[0] if has_matplotlib() else None
             rows = samples.top(self.top_k)
-            report(trainer.loggers, self._logged("suspicious_samples"), figure, rows, trainer.global_step)
+            report(
+                trainer.loggers,
+                self._logged("suspicious_samples"),
+                figure,
+                rows,
+                trainer.global_step,
+            )
         except Exception as error:
             self._failed(trainer, error)
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
         self.teardown(trainer, pl_module, "fit")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

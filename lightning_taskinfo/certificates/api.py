@@ -146,9 +146,13 @@ def certify(
     """
     prior = Prior() if prior is None else prior
     _check_words(theorem, interval)
-    check_choices(delta=delta, delta_draws=delta_draws, draws=draws, betas=betas, delta_network=delta_network)
+    check_choices(
+        delta=delta, delta_draws=delta_draws, draws=draws, betas=betas, delta_network=delta_network
+    )
     if unlabelled is not None and loss_fn is not None:
-        raise ValueError("`unlabelled` must go with an `error`, got a `loss_fn`, which knows no disagreement.")
+        raise ValueError(
+            "`unlabelled` must go with an `error`, got a `loss_fn`, which knows no disagreement."
+        )
 
     # Read everything, and refuse what cannot be used, before the long work begins.
     check_weights(model)
@@ -158,11 +162,17 @@ def certify(
     if half_fn is not None:
         prior, samples = half_prior(prior, model, samples, half_fn, seed)
     fresh = None if unlabelled is None else read_inputs(unlabelled, model=model, reader=reader)
-    labelled = None if held_out is None else read_samples(held_out, argument="held_out", model=model, reader=reader)
+    labelled = (
+        None
+        if held_out is None
+        else read_samples(held_out, argument="held_out", model=model, reader=reader)
+    )
     notes = _check_use(samples, prior, fresh, labelled)
 
     with observing(model), shown(progress, "certify", len(betas)) as tell:
-        subject = Subject.of(model, samples, seed=seed, error=error, loss_fn=loss_fn, forward_fn=forward_fn)
+        subject = Subject.of(
+            model, samples, seed=seed, error=error, loss_fn=loss_fn, forward_fn=forward_fn
+        )
         counts = None if fresh is None else _counts(subject, *fresh)
         reasons = reasons_against(model, prior, subject.some(slice(4)), subject.outputs)
         curvatures = _curvatures(subject, structure, curvature_samples)
@@ -230,7 +240,10 @@ def certify(
 
 
 def _check_use(
-    samples: tuple[Any, Tensor], prior: Prior, fresh: tuple[Any, Any] | None, labelled: tuple[Any, Tensor] | None
+    samples: tuple[Any, Tensor],
+    prior: Prior,
+    fresh: tuple[Any, Any] | None,
+    labelled: tuple[Any, Tensor] | None,
 ) -> list[str]:
     """Refuse samples that were used where they may not have been; return what could not be checked."""
     notes: list[str | None] = []
@@ -270,9 +283,13 @@ def _counts(subject: Subject, inputs: Any, targets: Any) -> Tensor | None:
     return None  # a sequence that agrees everywhere agrees where labels would be
 
 
-def _curvatures(subject: Subject, structure: Structures | Curvature, samples: int) -> dict[str, Curvature]:
+def _curvatures(
+    subject: Subject, structure: Structures | Curvature, samples: int
+) -> dict[str, Curvature]:
     """Return the curvatures to search by name: those of the named structures, or the given one."""
-    if isinstance(structure, LowRankCurvature) or any(isinstance(part, CurvatureBlock) for part in structure):
+    if isinstance(structure, LowRankCurvature) or any(
+        isinstance(part, CurvatureBlock) for part in structure
+    ):
         return {"given": cast(Curvature, structure)}
     names = affordable_structures(subject, cast(Structures, structure))
     return curvatures_of(subject, names, samples)
@@ -295,7 +312,9 @@ def _about_the_network(
     proposal = propose(subject, prior, curvature, row.beta)
     risks, _ = _fresh_risks(subject, proposal.post, draws, progress)
     inputs, counts = fresh
-    disagreements, size = block_disagreements(subject, proposal.post, inputs, counts, draws, progress)
+    disagreements, size = block_disagreements(
+        subject, proposal.post, inputs, counts, draws, progress
+    )
     return network_bound(
         subject,
         row,
@@ -314,7 +333,9 @@ def _fresh_risks(
 ) -> tuple[Tensor, list[str]]:
     """Return the mean loss of each of some networks that nothing was chosen by, and what is wrong with the losses."""
     turns = counted(range(draws), draws, progress, "draws")
-    losses = torch.stack([subject.draw_losses(post, DRAW_SIZE)[0] for _ in turns])  # [draws, samples]
+    losses = torch.stack(
+        [subject.draw_losses(post, DRAW_SIZE)[0] for _ in turns]
+    )  # [draws, samples]
     outside = losses[(losses < 0) | (losses > 1)]
     wrong = [f"the loss must lie in [0, 1], got {outside[0].item()}"] if len(outside) else []
     return losses.clamp(0, 1).mean(1), wrong

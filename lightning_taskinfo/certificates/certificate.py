@@ -179,7 +179,9 @@ class Certificate:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything but the distribution itself, ready for JSON."""
-        values = {part.name: getattr(self, part.name) for part in fields(self) if part.name != "post"}
+        values = {
+            part.name: getattr(self, part.name) for part in fields(self) if part.name != "post"
+        }
         values["confidence"] = self.confidence
         values["candidates"] = [_row(row) for row in self.candidates]
         values["network"] = None if self.network is None else asdict(self.network)

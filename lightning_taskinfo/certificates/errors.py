@@ -97,7 +97,9 @@ def check_error(kind: ErrorKind, outputs: Tensor, targets: Tensor, all_targets: 
     check_labels("targets of `data`", targets)
     shape = list(outputs.shape)
     if kind == "class" and outputs.ndim == 3 and targets.ndim == 2:
-        raise ValueError(f"`error` must be 'token' or 'sequence' where `model` returns {shape}, got 'class'.")
+        raise ValueError(
+            f"`error` must be 'token' or 'sequence' where `model` returns {shape}, got 'class'."
+        )
     wanted = "[N, C]" if kind == "class" else "[N, T, V]"
     if outputs.ndim != wanted.count(",") + 1 or outputs.shape[-1] < 2:
         raise ValueError(

@@ -39,7 +39,9 @@ def _rows(tensor: Tensor) -> Iterator[bytes]:
         values = torch.view_as_real(values)
     kind = torch.float32 if values.is_floating_point() else torch.int64
     values = values.to(kind) + 0  # -0.0 becomes 0.0
-    for row in values.flatten(1).contiguous().numpy() if values.ndim > 1 else values[:, None].numpy():
+    for row in (
+        values.flatten(1).contiguous().numpy() if values.ndim > 1 else values[:, None].numpy()
+    ):
         yield row.tobytes()
 
 

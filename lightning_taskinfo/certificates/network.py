@@ -104,7 +104,9 @@ def network_bound(
     )
 
 
-def held_out_bound(subject: Subject, held_out: tuple[Any, Tensor] | None, best: float, delta: float) -> TestSetBound:
+def held_out_bound(
+    subject: Subject, held_out: tuple[Any, Tensor] | None, best: float, delta: float
+) -> TestSetBound:
     """Bound the network's error by held-out labels, or say what they would have to show.
 
     Args:
@@ -125,7 +127,9 @@ def held_out_bound(subject: Subject, held_out: tuple[Any, Tensor] | None, best: 
         loss_fn=subject.loss_fn,
         forward_fn=subject.forward_fn,
     )
-    losses = torch.cat([other.losses(index)[0] for index in torch.arange(other.n, device="cpu").split(1024)])
+    losses = torch.cat(
+        [other.losses(index)[0] for index in torch.arange(other.n, device="cpu").split(1024)]
+    )
     if subject.loss_fn is None and subject.error != "token":
         bound = binomial_upper_bound(int(losses.sum()), other.n, delta)
     else:  # a mean of losses between 0 and 1 is not binomial

@@ -80,9 +80,13 @@ def pareto_front(
     samples = read_samples(data, model=model, reader=Reader(batch_fn, forward_fn))
     rows = []
     with observing(model), shown(progress, "pareto_front", total) as tell:
-        subject = Subject.of(model, samples, seed=seed, error=error, loss_fn=loss_fn, forward_fn=forward_fn)
+        subject = Subject.of(
+            model, samples, seed=seed, error=error, loss_fn=loss_fn, forward_fn=forward_fn
+        )
         wanted = dict.fromkeys((*structures, "diagonal"))  # the oracle needs the diagonal
-        curvatures = curvatures_of(subject, cast(tuple[Structure, ...], tuple(wanted)), curvature_samples)
+        curvatures = curvatures_of(
+            subject, cast(tuple[Structure, ...], tuple(wanted)), curvature_samples
+        )
         for name, beta in counted(product(names, betas), total, tell, "picture"):
             if name == "oracle":
                 proposal = _oracle(subject, prior, curvatures["diagonal"], beta)

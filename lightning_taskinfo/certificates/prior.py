@@ -53,7 +53,9 @@ class Prior(metaclass=ArgumentsByName):
     def __post_init__(self) -> None:
         check_positive(stds=self.stds)
         if isinstance(self.fresh, str):
-            raise ValueError(f"`fresh` must be a sequence of beginnings of names, got {self.fresh!r}.")
+            raise ValueError(
+                f"`fresh` must be a sequence of beginnings of names, got {self.fresh!r}."
+            )
         if isinstance(self.center, str | PathLike):
             object.__setattr__(self, "center", read_checkpoint(self.center))
         check_finite_tensors("center", self.values())
@@ -98,7 +100,12 @@ class Prior(metaclass=ArgumentsByName):
             raise ValueError(self._misfit(weights, values, center))
         return center
 
-    def _misfit(self, weights: Mapping[str, Tensor], values: Mapping[str, Tensor], center: Mapping[str, Tensor]) -> str:
+    def _misfit(
+        self,
+        weights: Mapping[str, Tensor],
+        values: Mapping[str, Tensor],
+        center: Mapping[str, Tensor],
+    ) -> str:
         """Say of which parameters the centre knows nothing; of another network's centre that is most of them."""
         wrong = [name for name in weights if name not in center]
         missing = [name for name in wrong if name not in values]
@@ -128,7 +135,9 @@ def half_prior(
         seed: Seed of the split, and of torch's generator while ``half_fn`` runs.
     """
     if prior.center is None:
-        raise ValueError("`half_fn` needs a `prior` with a `center` to train from, got a centre at 0.")
+        raise ValueError(
+            "`half_fn` needs a `prior` with a `center` to train from, got a centre at 0."
+        )
     inputs, targets = data
     order = torch.randperm(len(targets), generator=torch.Generator().manual_seed(seed))
     first, second = order.tensor_split(2)
@@ -143,7 +152,10 @@ def half_prior(
     trained = trainable_parameters(returned if isinstance(returned, nn.Module) else network)
     # Frozen weights and buffers are still compared with the start: those of `model` may have learned from the rest.
     center = {**prior.values(), **{name: p.detach().clone() for name, p in trained.items()}}
-    origin = prior.origin and f"{prior.origin}, then trained on a random half of the samples, which is not certified"
+    origin = (
+        prior.origin
+        and f"{prior.origin}, then trained on a random half of the samples, which is not certified"
+    )
     return replace(prior, center=center, origin=origin, fresh=(), seen=half[0]), rest
 
 
@@ -174,11 +186,19 @@ def read_checkpoint(path: str | PathLike[str]) -> dict[str, Tensor]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
-        raise ValueError(f"`center` must be a file of weights, got {path}, which does not exist.") from None
+        raise ValueError(
+            f"`center` must be a file of weights, got {path}, which does not exist."
+        ) from None
     except Exception as error:
-        raise ValueError(f"`center` must be a file of weights, got {path}, which cannot be read.") from error
+        raise ValueError(
+            f"`center` must be a file of weights, got {path}, which cannot be read."
+        ) from error
     if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):
         content = content["state_dict"]
-    if not isinstance(content, Mapping) or not all(isinstance(value, Tensor) for value in content.values()):
-        raise ValueError(f"`center` must be a file of weights by name, got {path} with something else.")
+    if not isinstance(content, Mapping) or not all(
+        isinstance(value, Tensor) for value in content.values()
+    ):
+        raise ValueError(
+            f"`center` must be a file of weights by name, got {path} with something else."
+        )
     return dict(content)

@@ -58,7 +58,11 @@ def comparison(certificate: Certificate) -> str:
     test_set = certificate.test_set
     network = certificate.network
     ours = certificate.bound if network is None else network.bound
-    whose = "the bound for the stochastic network" if network is None else "the bound for the network itself"
+    whose = (
+        "the bound for the stochastic network"
+        if network is None
+        else "the bound for the network itself"
+    )
     if test_set.bound is None:
         if test_set.break_even < 0:
             return f"{test_set.n} held-out labels would prove less than {whose}, whatever the network's error on them."
@@ -108,7 +112,9 @@ def _about_the_certificate(certificate: Certificate) -> str:
         "draws": "the Monte-Carlo interval: more `draws` narrow it",
     }
     largest = max(parts, key=lambda name: parts[name])
-    return f"The largest part of the certificate is {percent(parts[largest])} for {remedies[largest]}."
+    return (
+        f"The largest part of the certificate is {percent(parts[largest])} for {remedies[largest]}."
+    )
 
 
 def rows(certificate: Certificate) -> dict[str, str]:

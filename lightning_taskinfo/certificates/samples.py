@@ -7,7 +7,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_taskinfo._batches import Reader, is_labeled, joined, read_batch, sample_count, take, tensors
+from lightning_taskinfo._batches import (
+    Reader,
+    is_labeled,
+    joined,
+    read_batch,
+    sample_count,
+    take,
+    tensors,
+)
 from lightning_taskinfo._model_calls import NoLogitsError
 from lightning_taskinfo.functional._tensors import check_finite
 
@@ -16,7 +24,11 @@ BATCH = 256  # samples that are collated at a time
 
 
 def read_samples(
-    data: Data, *, argument: str = "data", model: nn.Module | None = None, reader: Reader | None = None
+    data: Data,
+    *,
+    argument: str = "data",
+    model: nn.Module | None = None,
+    reader: Reader | None = None,
 ) -> tuple[Any, Tensor]:
     """Return all inputs and targets.
 
@@ -44,10 +56,14 @@ def read_samples(
     pairs = [_read(batch, argument, model, reader) for batch in batches]
     inputs, targets = (_joined([pair[part] for pair in pairs], argument) for part in (0, 1))
     if not isinstance(targets, Tensor):
-        raise ValueError(f"`{argument}` must hold a tensor of targets, got {type(targets).__name__}.")
+        raise ValueError(
+            f"`{argument}` must hold a tensor of targets, got {type(targets).__name__}."
+        )
     n = sample_count(inputs) if len(targets) else 0
     if n != len(targets):
-        raise ValueError(f"`{argument}` must hold a target for each input, got {len(targets)} for {n}.")
+        raise ValueError(
+            f"`{argument}` must hold a target for each input, got {len(targets)} for {n}."
+        )
     if n < 8:
         raise ValueError(f"`{argument}` must hold at least 8 samples, got {n}.")
     for values in (*tensors(inputs), targets):
@@ -56,7 +72,11 @@ def read_samples(
 
 
 def read_inputs(
-    data: Any, *, argument: str = "unlabelled", model: nn.Module | None = None, reader: Reader | None = None
+    data: Any,
+    *,
+    argument: str = "unlabelled",
+    model: nn.Module | None = None,
+    reader: Reader | None = None,
 ) -> tuple[Any, Any]:
     """Return all inputs of data without labels, and their targets where there are some, else ``None``.
 
@@ -81,17 +101,26 @@ def read_inputs(
 
 def _is_one_batch(data: Any) -> bool:
     """Whether data are all samples at once, and no dataset or loader."""
-    as_batch = isinstance(data, list) and len(data) == 2 and isinstance(data[0], Tensor) and data[0].ndim > 0
+    as_batch = (
+        isinstance(data, list)
+        and len(data) == 2
+        and isinstance(data[0], Tensor)
+        and data[0].ndim > 0
+    )
     same = as_batch and isinstance(data[1], Tensor) and len(data[0]) == len(data[1])
     return isinstance(data, tuple | Mapping) or bool(same)
 
 
-def _read(batch: Any, argument: str, model: nn.Module | None, reader: Reader | None) -> tuple[Any, Any]:
+def _read(
+    batch: Any, argument: str, model: nn.Module | None, reader: Reader | None
+) -> tuple[Any, Any]:
     """Read one batch the way that callbacks do."""
     if reader is None or reader.batch_fn is None:
         pair = isinstance(batch, list | tuple) and len(batch) == 2
         if pair and not isinstance(batch[1], Tensor):
-            raise ValueError(f"`{argument}` must hold a tensor of targets, got {type(batch[1]).__name__}.")
+            raise ValueError(
+                f"`{argument}` must hold a tensor of targets, got {type(batch[1]).__name__}."
+            )
         if pair and not len(batch[1]):
             raise ValueError(f"`{argument}` must hold at least 8 samples, got 0.")
         if pair and len(batch[1]) != sample_count(batch[0]):
@@ -102,7 +131,9 @@ def _read(batch: Any, argument: str, model: nn.Module | None, reader: Reader | N
             return read_batch(batch)
         device = next(model.parameters()).device
         if device.type != "cpu":
-            reader.read(model, take(batch, lambda x: x.to(device)))  # finds out once how the model is called
+            reader.read(
+                model, take(batch, lambda x: x.to(device))
+            )  # finds out once how the model is called
         return reader.read(model, batch)
     except NoLogitsError:  # about the model
         raise
@@ -110,7 +141,9 @@ def _read(batch: Any, argument: str, model: nn.Module | None, reader: Reader | N
         raise ValueError(f"`{argument}` cannot be read: {error}") from error
 
 
-def _read_unlabelled(batch: Any, argument: str, model: nn.Module | None, reader: Reader | None) -> tuple[Any, Any]:
+def _read_unlabelled(
+    batch: Any, argument: str, model: nn.Module | None, reader: Reader | None
+) -> tuple[Any, Any]:
     if reader is not None and reader.batch_fn is not None:
         return reader.read(model or nn.Identity(), batch)
     if isinstance(batch, list | tuple) and len(batch) == 1:
@@ -134,7 +167,9 @@ def _joined(parts: list[Any], argument: str) -> Any:
     try:
         return joined(parts)
     except RuntimeError as error:
-        raise ValueError(f"`{argument}` must hold samples of one shape, got several: {error}") from error
+        raise ValueError(
+            f"`{argument}` must hold samples of one shape, got several: {error}"
+        ) from error
 
 
 def _pair_of(data: Any) -> Any:
@@ -152,5 +187,7 @@ def read_tensors(data: Data, *, argument: str = "data") -> tuple[Tensor, Tensor]
     """
     inputs, targets = read_samples(data, argument=argument)
     if not isinstance(inputs, Tensor):
-        raise ValueError(f"`{argument}` must hold one tensor of inputs, got {type(inputs).__name__}.")
+        raise ValueError(
+            f"`{argument}` must hold one tensor of inputs, got {type(inputs).__name__}."
+        )
     return inputs, targets

@@ -170,11 +170,17 @@ class Subject:
             raise ValueError(
                 f"`loss_fn` must return a value for each of {len(targets)}, got shape {list(values.shape)}."
             )
-        return torch.nan_to_num(values.double(), nan=1.0), None  # an output that is no number is an error
+        return torch.nan_to_num(
+            values.double(), nan=1.0
+        ), None  # an output that is no number is an error
 
     def counted(self, targets: Tensor) -> Tensor:
         """Return where a label counts: everywhere but in padding."""
-        return torch.ones_like(targets, dtype=torch.bool) if self.error == "class" else targets != IGNORED
+        return (
+            torch.ones_like(targets, dtype=torch.bool)
+            if self.error == "class"
+            else targets != IGNORED
+        )
 
     def draw_losses(self, post: WeightGaussian, size: int) -> tuple[Tensor, Tensor | None]:
         """Draw one network; return its losses and disagreements on ``size`` random samples, or on all there are."""
@@ -188,17 +194,25 @@ class Subject:
 def check_weights(model: nn.Module) -> None:
     """Raise a ``ValueError`` for a network that has no weights to put a Gaussian around, or has one already."""
     if any(noisy_weights(model)):
-        raise ValueError("`model` must have plain weights, got noisy ones: `remove_weight_noise` gives them back.")
+        raise ValueError(
+            "`model` must have plain weights, got noisy ones: `remove_weight_noise` gives them back."
+        )
     if not trainable_parameters(model):
-        raise ValueError("`model` must have trainable weights, got none: frozen ones have nothing to certify.")
+        raise ValueError(
+            "`model` must have trainable weights, got none: frozen ones have nothing to certify."
+        )
 
 
 def pick(values: Any, index: Tensor | slice, device: torch.device) -> Any:
     """Return some of many samples, on a device."""
-    return take(values, lambda x: x[index if isinstance(index, slice) else index.to(x.device)].to(device))
+    return take(
+        values, lambda x: x[index if isinstance(index, slice) else index.to(x.device)].to(device)
+    )
 
 
-def curvatures_of(subject: Subject, structures: Sequence[Structure], samples: int) -> dict[str, Curvature]:
+def curvatures_of(
+    subject: Subject, structures: Sequence[Structure], samples: int
+) -> dict[str, Curvature]:
     """Return curvatures of the **sum** of the loss by name, estimated from one random part of the inputs.
 
     Args:
@@ -213,32 +227,45 @@ def curvatures_of(subject: Subject, structures: Sequence[Structure], samples: in
 
     index = torch.randperm(n, generator=g, device=g.device)[:samples]
     inputs = subject.some(index)
-    padded = subject.error != "class" and subject.loss_fn is None  # labels say where there is padding
+    padded = (
+        subject.error != "class" and subject.loss_fn is None
+    )  # labels say where there is padding
     targets = pick(subject.targets, index, subject.device) if padded else None
     diagonal: dict[str, Tensor] = {}
     if {*structures} != {"kron"}:
-        fisher = fisher_diagonal(model, inputs, targets, labels="sampled", generator=g, forward_fn=forward)
+        fisher = fisher_diagonal(
+            model, inputs, targets, labels="sampled", generator=g, forward_fn=forward
+        )
         diagonal = {name: n * h for name, h in fisher.items()}
     matrices: dict[str, Tensor] = {}
     if {"layer_inputs", "neuron"} & {*structures}:
         matrices = layer_input_matrices(model, inputs, forward_fn=forward)
     factors: Mapping[str, KroneckerFactors] = {}
     if {"neuron", "kron"} & {*structures}:
-        factors = kronecker_factors(model, inputs, labels="sampled", generator=g, forward_fn=forward)
+        factors = kronecker_factors(
+            model, inputs, labels="sampled", generator=g, forward_fn=forward
+        )
     found: dict[str, Curvature] = {}
     for structure in structures:
         if structure == "diagonal":
             found[structure] = diagonal_curvature(diagonal)
         elif structure == "isotropic":
             mean = torch.cat([h.flatten() for h in diagonal.values()]).mean().item()
-            found[structure] = diagonal_curvature({name: torch.full_like(h, mean) for name, h in diagonal.items()})
+            found[structure] = diagonal_curvature(
+                {name: torch.full_like(h, mean) for name, h in diagonal.items()}
+            )
         elif structure == "kron":
             found[structure] = kronecker_curvature(factors, scale=n)
         else:
             scales = None
             if structure == "neuron":
-                scales = {layer: _felt(factors[f"{layer}.weight".lstrip(".")], A) for layer, A in matrices.items()}
-            blocks = neuron_curvature(model, {layer: n * A for layer, A in matrices.items()}, scales=scales)
+                scales = {
+                    layer: _felt(factors[f"{layer}.weight".lstrip(".")], A)
+                    for layer, A in matrices.items()
+                }
+            blocks = neuron_curvature(
+                model, {layer: n * A for layer, A in matrices.items()}, scales=scales
+            )
             found[structure] = with_diagonal(blocks, diagonal)
     return found
 
@@ -261,7 +288,9 @@ def choose_scales(
         The standard deviations by parameter name, the same by layer, and the price in nats.
     """
     prices = union_bound_price(torch.arange(1, len(prior.stds) + 1, device="cpu"))  # [G]
-    prices = prices if len(prior.stds) > 1 else torch.zeros_like(prices)  # nothing to choose, nothing to pay
+    prices = (
+        prices if len(prior.stds) > 1 else torch.zeros_like(prices)
+    )  # nothing to choose, nothing to pay
     costs: dict[str, Tensor] = {}
     members: dict[str, list[str]] = {}
     for block in blocks:
@@ -270,7 +299,9 @@ def choose_scales(
         shift = sum(float(displacement[name].double().square().sum()) for name in block.names)
         gains = [float((std**2 * block.eigenvalues / beta).log1p().sum()) for std in prior.stds]
         cost = [shift / std**2 + gain for std, gain in zip(prior.stds, gains, strict=True)]
-        costs[layer] = costs.get(layer, 2 * prices) + torch.tensor(cost, dtype=torch.float64, device="cpu")
+        costs[layer] = costs.get(layer, 2 * prices) + torch.tensor(
+            cost, dtype=torch.float64, device="cpu"
+        )
     chosen = {layer: int(cost.argmin()) for layer, cost in costs.items()}
     by_layer = {layer: prior.stds[j] for layer, j in chosen.items()}
     by_name = {name: by_layer[layer] for layer, names in members.items() for name in names}
@@ -293,7 +324,9 @@ class Proposal:
     price: float
     prior_std: dict[str, float]
 
-    def row(self, subject: Subject, structure: str, beta: float, theorem: Theorem, delta: float) -> Candidate:
+    def row(
+        self, subject: Subject, structure: str, beta: float, theorem: Theorem, delta: float
+    ) -> Candidate:
         """Try it out on a few draws: good enough to choose by, no certificate."""
         drawn = [subject.draw_losses(self.post, TRY_SIZE) for _ in range(TRY_DRAWS)]
         risk = float(torch.stack([losses.mean() for losses, _ in drawn]).mean().clamp(0, 1))
@@ -308,7 +341,10 @@ class Proposal:
 def propose(subject: Subject, prior: Prior, curvature: Curvature, beta: float) -> Proposal:
     """Return the post-distribution for one ``beta``."""
     center = prior.center_of(subject.model)
-    weights = {name: at_least_float32(p.detach()) for name, p in trainable_parameters(subject.model).items()}
+    weights = {
+        name: at_least_float32(p.detach())
+        for name, p in trainable_parameters(subject.model).items()
+    }
     displacement = {name: w - center[name] for name, w in weights.items()}
     blocks = _diagonal_of(curvature) if isinstance(curvature, LowRankCurvature) else curvature
     by_name, by_layer, price = choose_scales(blocks, displacement, prior, beta)
@@ -374,7 +410,9 @@ def _layer(block: CurvatureBlock) -> str:
     """Return the layer of a block; which weights share a scale is fixed by the architecture, or it would cost too."""
     layers = {name.rpartition(".")[0] for name in block.names}
     if len(layers) > 1:
-        raise ValueError(f"`structure` must keep layers apart where `per_layer` is true, got a block of {block.names}.")
+        raise ValueError(
+            f"`structure` must keep layers apart where `per_layer` is true, got a block of {block.names}."
+        )
     return layers.pop()
 
 
@@ -402,7 +440,9 @@ def named_structures(structure: str | Iterable[str]) -> tuple[Structure, ...]:
         return get_args(Structure)
     for name in names:
         if name not in get_args(Structure):
-            raise ValueError(f"`structure` must be 'auto' or one of {get_args(Structure)}, got {name!r}.")
+            raise ValueError(
+                f"`structure` must be 'auto' or one of {get_args(Structure)}, got {name!r}."
+            )
     return cast(tuple[Structure, ...], names)
 
 
@@ -427,7 +467,12 @@ def affordable_structures(subject: Subject, structure: Structures) -> tuple[Stru
 
 
 def check_choices(
-    *, delta: float, delta_draws: float, draws: int, betas: Sequence[float], delta_network: float = 0.01
+    *,
+    delta: float,
+    delta_draws: float,
+    draws: int,
+    betas: Sequence[float],
+    delta_network: float = 0.01,
 ) -> None:
     """Raise a ``ValueError`` if probabilities, numbers of draws or weights of the KL are out of their range."""
     shares = {"delta": delta, "delta_draws": delta_draws, "delta_network": delta_network}
@@ -436,7 +481,9 @@ def check_choices(
             raise ValueError(f"`{argument}` must be in (0, 1), got {value}.")
     for argument, value in (("delta_draws", delta_draws), ("delta_network", delta_network)):
         if delta + value >= 1:
-            raise ValueError(f"`delta` and `{argument}` must add up to less than 1, got {delta + value}.")
+            raise ValueError(
+                f"`delta` and `{argument}` must add up to less than 1, got {delta + value}."
+            )
     if draws < 1:
         raise ValueError(f"`draws` must be at least 1, got {draws}.")
     check_positive(betas=betas)

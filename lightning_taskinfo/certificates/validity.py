@@ -42,9 +42,17 @@ def assumptions(model: nn.Module, prior: Prior) -> list[str]:
     ]
     if prior.center is None:
         return trusted
-    if not _said_to_be_initial(prior) and _equals(trainable_parameters(model), prior.center_of(model)):
-        trusted.insert(0, "the network is the prior's centre itself: it has learned nothing from these samples")
-    return [f"the prior's centre does not depend on the samples: {prior.origin}", *trusted] if prior.origin else trusted
+    if not _said_to_be_initial(prior) and _equals(
+        trainable_parameters(model), prior.center_of(model)
+    ):
+        trusted.insert(
+            0, "the network is the prior's centre itself: it has learned nothing from these samples"
+        )
+    return (
+        [f"the prior's centre does not depend on the samples: {prior.origin}", *trusted]
+        if prior.origin
+        else trusted
+    )
 
 
 def _about_the_center(model: nn.Module, prior: Prior, center: Mapping[str, Tensor]) -> list[str]:
@@ -91,7 +99,11 @@ def _about_fixed_tensors(model: nn.Module, prior: Prior, center: Mapping[str, Te
     norms = {name for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
     fixed = fixed_tensors(model)
     buffers = dict(model.named_buffers())
-    kept = {name: hashes({name: fixed[name]})[name] == kept for name, kept in prior.fixed.items() if name in fixed}
+    kept = {
+        name: hashes({name: fixed[name]})[name] == kept
+        for name, kept in prior.fixed.items()
+        if name in fixed
+    }
     found: dict[tuple[str, str], list[str]] = {}
     for name, value in fixed.items():
         kind = "frozen parameter"
@@ -119,8 +131,13 @@ def _about_fixed_tensors(model: nn.Module, prior: Prior, center: Mapping[str, Te
 @torch.no_grad()
 def _about_the_batch(forward: Callable[[Any], Tensor], inputs: Any) -> list[str]:
     halves = (slice(0, 2), slice(2, 4))
-    together, apart = forward(inputs), torch.cat([forward(take(inputs, itemgetter(half))) for half in halves])
+    together, apart = (
+        forward(inputs),
+        torch.cat([forward(take(inputs, itemgetter(half))) for half in halves]),
+    )
     scale = float(together.abs().nan_to_num(0.0, 0.0).max())
     if torch.allclose(together, apart, rtol=1e-3, atol=1e-4 * scale, equal_nan=True):
         return []
-    return ["the output for a sample depends on the other samples of its batch, so their losses are not independent"]
+    return [
+        "the output for a sample depends on the other samples of its batch, so their losses are not independent"
+    ]

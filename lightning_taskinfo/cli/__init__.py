@@ -48,7 +48,9 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         from jsonargparse import CLI, ArgumentParser
     except ImportError:
-        return _fail("the command line needs jsonargparse: pip install 'lightning-taskinfo[cli]'", 1)
+        return _fail(
+            "the command line needs jsonargparse: pip install 'lightning-taskinfo[cli]'", 1
+        )
 
     class Parser(ArgumentParser):
         def error(self, message: str, ex: Exception | None = None) -> NoReturn:
@@ -61,14 +63,21 @@ def main(args: Sequence[str] | None = None) -> int:
     words = _underscored(args)
     try:
         text = CLI(
-            _components(words), args=words, as_positional=False, prog="taskinfo", description=HINT, parser_class=Parser
+            _components(words),
+            args=words,
+            as_positional=False,
+            prog="taskinfo",
+            description=HINT,
+            parser_class=Parser,
         )
     except (ValueError, FileNotFoundError) as error:
         return _fail(str(error), 2)
     except (ImportError, OSError, RuntimeError) as error:
         return _fail(str(error), 1)
     except KeyboardInterrupt:
-        sys.stderr.write("taskinfo: interrupted; transfer, complexity and distance go on with the same command.\n")
+        sys.stderr.write(
+            "taskinfo: interrupted; transfer, complexity and distance go on with the same command.\n"
+        )
         return 130
     sys.stdout.write(f"{text}\n")
     return 0
@@ -84,9 +93,14 @@ def load_command(name: str) -> Callable[..., str]:
 def _components(words: list[str]) -> dict[str, Callable[..., str]]:
     """Return the commands, those alone with their arguments that ``words`` can be about."""
     first = words[0] if words else ""
-    if first.startswith("--") and not "--help".startswith(first):  # a configuration may be about any
+    if first.startswith("--") and not "--help".startswith(
+        first
+    ):  # a configuration may be about any
         return {name: load_command(name) for name in COMMANDS}
-    return {name: load_command(name) if name == first else _listed(summary) for name, summary in COMMANDS.items()}
+    return {
+        name: load_command(name) if name == first else _listed(summary)
+        for name, summary in COMMANDS.items()
+    }
 
 
 def _listed(summary: str) -> Callable[..., str]:

@@ -32,7 +32,9 @@ class Networks(NamedTuple):
     error: tuple[str, float] | None
 
 
-def load_networks(path: str, arguments: dict[str, Any] | None, checkpoint: Path, start: Path | None) -> Networks:
+def load_networks(
+    path: str, arguments: dict[str, Any] | None, checkpoint: Path, start: Path | None
+) -> Networks:
     """Return a network with the weights of ``checkpoint``, and one with those of ``start``, if that is a file.
 
     Args:
@@ -86,13 +88,19 @@ def build(path: str, arguments: Mapping[str, Any]) -> nn.Module:
         factory = find(path)
     except (AttributeError, ImportError, ValueError) as error:
         reason = error if "." in path else f"no dot in it: module.{path}"
-        raise ValueError(f"`model` must be the import path of a class or function, got {path!r} ({reason}).") from error
+        raise ValueError(
+            f"`model` must be the import path of a class or function, got {path!r} ({reason})."
+        ) from error
     try:
         model = factory(**arguments)
     except TypeError as error:
-        raise ValueError(f"`model_args` must be arguments of {path}, got {dict(arguments)} ({error}).") from error
+        raise ValueError(
+            f"`model_args` must be arguments of {path}, got {dict(arguments)} ({error})."
+        ) from error
     if not isinstance(model, nn.Module):
-        raise ValueError(f"`model` must make a torch module, got {type(model).__name__} from {path!r}.")
+        raise ValueError(
+            f"`model` must make a torch module, got {type(model).__name__} from {path!r}."
+        )
     return model
 
 
@@ -116,8 +124,12 @@ def read_checkpoint(argument: str, path: Path) -> Checkpoint:
         raise ValueError(f"`{argument}` must be {rule}, got {path} ({reason}).") from error
     kept = content.get("hyper_parameters", {}) if isinstance(content, Mapping) else {}
     state = content.get("state_dict", content) if isinstance(content, Mapping) else content
-    if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
-        raise ValueError(f"`{argument}` must hold a Lightning checkpoint or a state dict, got {path} with neither.")
+    if not isinstance(state, Mapping) or not all(
+        isinstance(value, Tensor) for value in state.values()
+    ):
+        raise ValueError(
+            f"`{argument}` must hold a Lightning checkpoint or a state dict, got {path} with neither."
+        )
     arguments = {key: value for key, value in kept.items() if not key.startswith("_")}
     return Checkpoint(dict(state), arguments, stated_error(content))
 
@@ -125,17 +137,29 @@ def read_checkpoint(argument: str, path: Path) -> Checkpoint:
 def filled(model: nn.Module, state: dict[str, Tensor], argument: str, path: Path) -> nn.Module:
     """Put the weights into the model; the state may be that of a module which holds it."""
     names = list(model.state_dict())
-    prefixes = {key.removesuffix(names[0]) for key in state if key.endswith(names[0])} if names else {""}
-    fitting = [p for p in prefixes if {key for key in state if key.startswith(p)} == {p + name for name in names}]
+    prefixes = (
+        {key.removesuffix(names[0]) for key in state if key.endswith(names[0])} if names else {""}
+    )
+    fitting = [
+        p
+        for p in prefixes
+        if {key for key in state if key.startswith(p)} == {p + name for name in names}
+    ]
     prefix = fitting[0] if len(fitting) == 1 else ""
     try:
-        model.load_state_dict({key.removeprefix(prefix): t for key, t in state.items() if key.startswith(prefix)})
+        model.load_state_dict(
+            {key.removeprefix(prefix): t for key, t in state.items() if key.startswith(prefix)}
+        )
     except RuntimeError as error:
         reason = "; ".join(line.strip() for line in str(error).splitlines()[1:])
-        raise ValueError(f"`{argument}` must hold the weights of the model, got {path}: {reason}") from error
+        raise ValueError(
+            f"`{argument}` must hold the weights of the model, got {path}: {reason}"
+        ) from error
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-            raise ValueError(f"`{argument}` must hold finite weights, got {path} with NaN or infinity in {name!r}.")
+            raise ValueError(
+                f"`{argument}` must hold finite weights, got {path} with NaN or infinity in {name!r}."
+            )
     return model
 
 
@@ -153,7 +177,11 @@ def check_outputs(model: nn.Module, inputs: Tensor, targets: Tensor) -> None:
             f"`model` must take inputs of shape {shape} ({reason}); `flatten` makes vectors of images, and `size` is "
             "that of the embedded ones."
         ) from error
-    if not isinstance(outputs, Tensor) or outputs.ndim != 2 or outputs.shape[1] <= int(targets.max()):
+    if (
+        not isinstance(outputs, Tensor)
+        or outputs.ndim != 2
+        or outputs.shape[1] <= int(targets.max())
+    ):
         got = list(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
         raise ValueError(
             f"`model` must return scores [N, C] for classes up to {int(targets.max())}, got {got} for inputs {shape}; "

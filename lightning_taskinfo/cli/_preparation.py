@@ -14,7 +14,13 @@ from lightning_taskinfo._warn import warn
 MARGIN = 0.05  # beside four standard errors: by how much errors of different samples may differ
 SIDES = (8, 12, 16, 20, 24, 28, 32, 40, 48, 64, 96, 128, 160, 192, 224)
 LOOKED_AT = 256  # samples for each side
-SHAPES = ("image_shape", "input_shape", "image_size", "img_size", "input_size")  # arguments that may name a size
+SHAPES = (
+    "image_shape",
+    "input_shape",
+    "image_size",
+    "img_size",
+    "input_size",
+)  # arguments that may name a size
 
 
 def check_size(model: nn.Module, arguments: Mapping[str, Any], inputs: Tensor) -> None:
@@ -46,7 +52,11 @@ def _sizes(model: nn.Module, arguments: Mapping[str, Any]) -> list[tuple[str, tu
         value = arguments.get(name)
         if isinstance(value, int) and name in ("image_size", "img_size"):
             found.append((name, (value, value)))
-        elif isinstance(value, list | tuple) and len(value) in (2, 3) and all(isinstance(v, int) for v in value):
+        elif (
+            isinstance(value, list | tuple)
+            and len(value) in (2, 3)
+            and all(isinstance(v, int) for v in value)
+        ):
             found.append((name, tuple(value[-2:])))
     return found
 
@@ -60,7 +70,11 @@ def stated_error(content: Any) -> tuple[str, float] | None:
     """
     states = content.get("callbacks", {}) if isinstance(content, Mapping) else {}
     for state in states.values() if isinstance(states, Mapping) else ():
-        name, score = (state.get(key) for key in ("monitor", "current_score")) if isinstance(state, Mapping) else (0, 0)
+        name, score = (
+            (state.get(key) for key in ("monitor", "current_score"))
+            if isinstance(state, Mapping)
+            else (0, 0)
+        )
         if not isinstance(name, str) or score is None or not 0 <= float(score) <= 1:
             continue
         if re.search("acc", name.lower()):
@@ -71,7 +85,11 @@ def stated_error(content: Any) -> tuple[str, float] | None:
 
 
 def check_error(
-    model: nn.Module, inputs: Tensor, targets: Tensor, error: float | None, kept: tuple[str, float] | None
+    model: nn.Module,
+    inputs: Tensor,
+    targets: Tensor,
+    error: float | None,
+    kept: tuple[str, float] | None,
 ) -> float:
     """Compare the network's error on these samples with what is known of it, and return it.
 
@@ -128,7 +146,10 @@ def _better_side(model: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[int
 @torch.no_grad()
 def _error(model: nn.Module, inputs: Tensor, targets: Tensor) -> float:
     model.eval()
-    wrong = [(model(x).argmax(1) != y).float() for x, y in zip(inputs.split(1024), targets.split(1024), strict=True)]
+    wrong = [
+        (model(x).argmax(1) != y).float()
+        for x, y in zip(inputs.split(1024), targets.split(1024), strict=True)
+    ]
     return float(torch.cat(wrong).mean())
 
 

@@ -94,7 +94,11 @@ def certify(
     inputs = _prepared(inputs, mean, std, flatten=flatten)
     check_size(trained, loaded.arguments, inputs)
     check_outputs(trained, inputs, targets)
-    found = check_error(trained, inputs, targets, known_error, loaded.error) if len(inputs) else math.nan
+    found = (
+        check_error(trained, inputs, targets, known_error, loaded.error)
+        if len(inputs)
+        else math.nan
+    )
     prior = Prior(start, origin=prior_origin if start is not None else None)
     for path in filter(None, (out, picture)):
         path.parent.mkdir(parents=True, exist_ok=True)  # before the work: it may fail
@@ -104,7 +108,14 @@ def certify(
     )  # fmt: skip
     asked: dict[str, Any] = {"model": model, "checkpoint": str(checkpoint), "data": data}
     asked |= {"split": split, "samples": samples}
-    asked |= {"inputs": {"shape": list(inputs.shape[1:]), "mean": mean, "std": std, "known_error": known_error}}
+    asked |= {
+        "inputs": {
+            "shape": list(inputs.shape[1:]),
+            "mean": mean,
+            "std": std,
+            "known_error": known_error,
+        }
+    }
     written = [f"{out}"]
     if known_error is None:
         written.insert(
@@ -113,7 +124,11 @@ def certify(
             f"error on them is {found:.4f}; --known_error compares it with the one you know.",
         )
     if picture is not None:
-        options: dict[str, Any] = {"betas": betas or BETAS, "curvature_samples": curvature_samples, "seed": seed}
+        options: dict[str, Any] = {
+            "betas": betas or BETAS,
+            "curvature_samples": curvature_samples,
+            "seed": seed,
+        }
         rows = pareto_front(trained, (inputs, targets), prior, delta=delta, **options)
         _draw(rows, len(inputs), delta, picture)
         written.append(f"{picture}")
@@ -129,7 +144,9 @@ def _load(name: str, data_dir: Path | None, size: int) -> ArrayData:
         return load_idx(path) if path.is_dir() else load_dataset(name, size=size, data_dir=data_dir)
 
 
-def _samples(data: ArrayData, split: Split, samples: str, classes: list[list[int]] | None) -> tuple[Tensor, Tensor]:
+def _samples(
+    data: ArrayData, split: Split, samples: str, classes: list[list[int]] | None
+) -> tuple[Tensor, Tensor]:
     inputs, targets = (data.train() if split == "train" else data.test()).tensors
     if data.labels is not None:  # a network's outputs belong to the labels of the file
         targets = torch.tensor(data.labels)[targets]
@@ -137,26 +154,36 @@ def _samples(data: ArrayData, split: Split, samples: str, classes: list[list[int
         part = slice(*(int(end) if end else None for end in samples.split(":", maxsplit=2)))
         inputs, targets = inputs[part], targets[part]
     except ValueError as error:
-        raise ValueError(f"`samples` must be start:stop:step with a positive step, got {samples!r}.") from error
+        raise ValueError(
+            f"`samples` must be start:stop:step with a positive step, got {samples!r}."
+        ) from error
     if classes is None:
         return inputs, targets
     listed = [label for group in classes for label in group]
     if len(classes) < 2 or len(set(listed)) < len(listed) or not all(classes):
-        raise ValueError(f"`classes` must be two or more groups of labels, no label in two of them, got {classes}.")
+        raise ValueError(
+            f"`classes` must be two or more groups of labels, no label in two of them, got {classes}."
+        )
     known = data.labels or range(data.num_classes)
     if unknown := sorted(set(listed) - set(known)):
-        raise ValueError(f"`classes` must hold labels from {min(known)} to {max(known)}, got {unknown[0]}.")
+        raise ValueError(
+            f"`classes` must hold labels from {min(known)} to {max(known)}, got {unknown[0]}."
+        )
     groups = torch.full_like(targets, -1)
     for number, group in enumerate(classes):
         groups[torch.isin(targets, torch.tensor(group))] = number
     return inputs[groups >= 0], groups[groups >= 0]
 
 
-def _prepared(inputs: Tensor, mean: list[float] | None, std: list[float] | None, *, flatten: bool) -> Tensor:
+def _prepared(
+    inputs: Tensor, mean: list[float] | None, std: list[float] | None, *, flatten: bool
+) -> Tensor:
     channels = inputs.shape[1]
     for argument, values in {"mean": mean, "std": std}.items():
         if values is not None and len(values) not in (1, channels):
-            raise ValueError(f"`{argument}` must hold a value for each of {channels} channels, got {values}.")
+            raise ValueError(
+                f"`{argument}` must hold a value for each of {channels} channels, got {values}."
+            )
         if values is not None and not all(map(math.isfinite, values)):
             raise ValueError(f"`{argument}` must be finite, got {values}.")
     if std is not None and min(std) <= 0:

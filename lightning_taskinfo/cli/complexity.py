@@ -51,7 +51,12 @@ def complexity(
     for argument, value, least in (("steps", steps, 1), ("max_samples", max_samples, 8)):
         if value < least:
             raise ValueError(f"`{argument}` must be at least {least}, got {value}.")
-    source: dict[str, Any] = {"max_samples": max_samples, "size": size, "seed": seed, "data_dir": data_dir}
+    source: dict[str, Any] = {
+        "max_samples": max_samples,
+        "size": size,
+        "seed": seed,
+        "data_dir": data_dir,
+    }
     with told_of("tasks"):
         loaded = [prepare_task(spec, **source) for spec in tasks]
     training = Training(pretrain_steps=steps, steps=steps)
@@ -66,17 +71,28 @@ def complexity(
     figure, _ = plot_structure_functions(curves)
     figure.savefig(folder / "complexity.png", dpi=150)
     write_json(folder / "complexity.json", [json.loads(curve.to_json()) for curve in curves])
-    return "\n".join([*map(_text, curves), str(folder / "complexity.png"), str(folder / "complexity.json")])
+    return "\n".join(
+        [*map(_text, curves), str(folder / "complexity.png"), str(folder / "complexity.json")]
+    )
 
 
 def _text(curve: StructureFunction) -> str:
-    lines = [f"{curve.name}, {curve.samples} samples", "      beta    KL (nats)   loss/sample     error"]
-    for beta, kl, loss, error in zip(curve.betas, curve.kl, curve.loss, curve.loss_error, strict=True):
-        lines.append(f"{beta:10.4g} {kl:12.2f} {loss / curve.samples:13.4f} {error / curve.samples:9.4f}")
+    lines = [
+        f"{curve.name}, {curve.samples} samples",
+        "      beta    KL (nats)   loss/sample     error",
+    ]
+    for beta, kl, loss, error in zip(
+        curve.betas, curve.kl, curve.loss, curve.loss_error, strict=True
+    ):
+        lines.append(
+            f"{beta:10.4g} {kl:12.2f} {loss / curve.samples:13.4f} {error / curve.samples:9.4f}"
+        )
     critical = curve.critical_beta()
     found = "not within these prices" if critical is None else f"{critical:.4g}"
     lines.append(f"critical beta: {found}")
     if short := curve.unfinished():
         prices = ", ".join(f"{beta:.4g}" for beta in short)
-        lines.append(f"not to be trusted: training stopped short of the minimum at beta {prices}; set more --steps")
+        lines.append(
+            f"not to be trusted: training stopped short of the minimum at beta {prices}; set more --steps"
+        )
     return "\n".join([*lines, ""])

@@ -52,11 +52,18 @@ def distance(
     Raises:
         ValueError: If an argument is outside its domain, or the folder holds another measurement.
     """
-    for argument, value, least in (("seeds", seeds, 1), ("steps", steps, 1), ("max_samples", max_samples, 8)):
+    for argument, value, least in (
+        ("seeds", seeds, 1),
+        ("steps", steps, 1),
+        ("max_samples", max_samples, 8),
+    ):
         if value < least:
             raise ValueError(f"`{argument}` must be at least {least}, got {value}.")
     with told_of("tasks"):
-        loaded = {spec: prepare_task(spec, max_samples=max_samples, size=size, data_dir=data_dir) for spec in tasks}
+        loaded = {
+            spec: prepare_task(spec, max_samples=max_samples, size=size, data_dir=data_dir)
+            for spec in tasks
+        }
     shapes = {tuple(task.inputs.shape[1:]) for task in loaded.values()}
     if len(shapes) != 1:
         raise ValueError(f"`tasks` must have images of one shape, got {sorted(shapes)}.")
@@ -75,8 +82,12 @@ def _text(matrix: DistanceMatrix) -> str:
     wide = max(map(len, matrix.names))
     lines = [f"{'from':{wide}} {'to':{wide}}   distance     error  new head"]
     for source, target, *numbers in matrix.table()[1]:
-        shown = ["-" if isnan(x) else f"{round(x, 2) + 0.0:.2f}" for x in map(float, numbers)]  # no "-0.00"
+        shown = [
+            "-" if isnan(x) else f"{round(x, 2) + 0.0:.2f}" for x in map(float, numbers)
+        ]  # no "-0.00"
         lines.append(f"{source:{wide}} {target:{wide}} " + " ".join(f"{x:>9}" for x in shown))
     if short := matrix.unfinished():
-        lines.append(f"not to be trusted: {', '.join(short)} should be at distance 0 from itself; set more --steps")
+        lines.append(
+            f"not to be trusted: {', '.join(short)} should be at distance 0 from itself; set more --steps"
+        )
     return "\n".join(lines)

@@ -53,7 +53,12 @@ def embed(
     Raises:
         ValueError: If an argument is outside its domain, or the folder holds results of another configuration.
     """
-    from lightning_taskinfo.tasks.embedding_plots import embedding_rows, log_embeddings, plot_difficulty, plot_task_map
+    from lightning_taskinfo.tasks.embedding_plots import (
+        embedding_rows,
+        log_embeddings,
+        plot_difficulty,
+        plot_task_map,
+    )
 
     if not tasks or len(set(tasks)) < len(tasks):
         raise ValueError(f"`tasks` must name at least one task, each once, got {list(tasks)}.")
@@ -62,11 +67,23 @@ def embed(
         data = {task: load_task(task, **source) for task in tasks}
     probe = default_probe(epochs=probe_epochs, seed=seed)
     embedder = Task2Vec(
-        probe, head="head", labels=labels, max_samples=max_samples, weight_decay=weight_decay, seed=seed
+        probe,
+        head="head",
+        labels=labels,
+        max_samples=max_samples,
+        weight_decay=weight_decay,
+        seed=seed,
     )
     configuration = {"probe": embedder.fingerprint, "labels": labels, "max_samples": max_samples}
-    configuration |= {"weight_decay": weight_decay, "size": size, "seed": seed, "data_dir": str(data_dir or "")}
-    claim_folder(folder, configuration, results=["embeddings.json", *(_file_name(task) for task in tasks)])
+    configuration |= {
+        "weight_decay": weight_decay,
+        "size": size,
+        "seed": seed,
+        "data_dir": str(data_dir or ""),
+    }
+    claim_folder(
+        folder, configuration, results=["embeddings.json", *(_file_name(task) for task in tasks)]
+    )
     with shown(True, "embed", len(tasks)) as tell:
         turns = counted(tasks, len(tasks), tell, "tasks")
         embeddings = [_embedded(embedder, task, folder, data[task]) for task in turns]
@@ -77,7 +94,9 @@ def embed(
     if project:
         import wandb
 
-        with wandb.init(project=project, config=configuration | {"tasks": list(tasks), "alpha": alpha}) as run:
+        with wandb.init(
+            project=project, config=configuration | {"tasks": list(tasks), "alpha": alpha}
+        ) as run:
             log_embeddings(run, embeddings, alpha=alpha)
     return f"{_table(rows)}\n{folder}"
 
@@ -97,10 +116,17 @@ def _file_name(task: str) -> str:
 
 
 def _as_json(
-    embeddings: list[TaskEmbedding], rows: list[dict[str, Any]], alpha: float, configuration: dict[str, Any]
+    embeddings: list[TaskEmbedding],
+    rows: list[dict[str, Any]],
+    alpha: float,
+    configuration: dict[str, Any],
 ) -> dict[str, Any]:
     vectors = [
-        {"vector": e.vector.tolist(), "layers": dict(zip(e.layers, e.sizes, strict=True)), "layer_norms": e.layer_norms}
+        {
+            "vector": e.vector.tolist(),
+            "layers": dict(zip(e.layers, e.sizes, strict=True)),
+            "layer_norms": e.layer_norms,
+        }
         for e in embeddings
     ]
     return {
@@ -116,7 +142,11 @@ def _table(rows: list[dict[str, Any]]) -> str:
     width = max(len("task"), *(len(row["task"]) for row in rows))
     lines = [f"{'task':{width}} classes       norm  test_error  distance  nearest_source"]
     for row in rows:
-        nearest = f"{row['distance']:9.4f}  {row['nearest_source']}" if "distance" in row else f"{'':9}  (no other)"
+        nearest = (
+            f"{row['distance']:9.4f}  {row['nearest_source']}"
+            if "distance" in row
+            else f"{'':9}  (no other)"
+        )
         numbers = f"{row['classes']:7d} {row['norm']:10.4g} {row['test_error']:11.4f} {nearest}"
         lines.append(f"{row['task']:{width}} {numbers}")
     return "\n".join(lines)

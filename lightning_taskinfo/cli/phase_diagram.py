@@ -64,6 +64,8 @@ def _gain_table(simulated: PhaseDiagram) -> str:
     lines = ["theta_deg   gamma       gain     error    theory"]
     for a, theta in enumerate(simulated.theta.rad2deg().tolist()):
         for g, gamma in enumerate(simulated.gamma.tolist()):
-            mean, error, theory = (t[a, g] for t in (simulated.mean, simulated.standard_error, simulated.theory))
+            mean, error, theory = (
+                t[a, g] for t in (simulated.mean, simulated.standard_error, simulated.theory)
+            )
             lines.append(f"{theta:9.1f} {gamma:7.3f} {mean:10.4f} {error:9.4f} {theory:9.4f}")
     return "\n".join(lines)

@@ -73,7 +73,9 @@ def rank(
         ValueError: If an argument is outside its domain, or a checkpoint does not fit the network.
     """
     if not starts or SCRATCH in starts:
-        raise ValueError(f"`starts` must name at least one checkpoint, and none {SCRATCH!r}, got {list(starts)}.")
+        raise ValueError(
+            f"`starts` must name at least one checkpoint, and none {SCRATCH!r}, got {list(starts)}."
+        )
     if picture is not None:
         check_picture("picture", picture)
     with told_of("data"):
@@ -93,7 +95,9 @@ def rank(
         layers=layers if isinstance(layers, int) else [str(name) for name in layers],
         scratch=SCRATCH if scratch else None,
         curve=curve,
-        fine_tune=FineTuning(fine_tune_steps, learning_rate, seed=seed) if fine_tune_steps else None,
+        fine_tune=FineTuning(fine_tune_steps, learning_rate, seed=seed)
+        if fine_tune_steps
+        else None,
         confidence=confidence,
     )
     ranking.save(out)
@@ -102,7 +106,9 @@ def rank(
     if project:
         import wandb
 
-        with wandb.init(project=project, config={"data": data, "labels": labels, "starts": list(starts)}) as run:
+        with wandb.init(
+            project=project, config={"data": data, "labels": labels, "starts": list(starts)}
+        ) as run:
             ranking.log(run)
     return f"{ranking}\n{out}"
 
@@ -110,7 +116,9 @@ def rank(
 def _drawn(task: ArrayData, labels: int, seed: int) -> tuple[Tensor, Tensor]:
     images, targets = task.train().tensors
     if not 0 < labels <= len(targets):
-        raise ValueError(f"`labels` must be between 1 and {len(targets)}, the training samples, got {labels}.")
+        raise ValueError(
+            f"`labels` must be between 1 and {len(targets)}, the training samples, got {labels}."
+        )
     order = torch.randperm(len(targets), generator=torch.Generator().manual_seed(seed))[:labels]
     return images[order], targets[order]
 
@@ -119,7 +127,9 @@ def _standardised(images: Tensor, mean: list[float] | None, std: list[float] | N
     channels = images.shape[1]
     for name, values in (("mean", mean), ("std", std)):
         if values is not None and len(values) != channels:
-            raise ValueError(f"`{name}` must have a number for each of {channels} channels, got {values}.")
+            raise ValueError(
+                f"`{name}` must have a number for each of {channels} channels, got {values}."
+            )
     shift = torch.tensor(mean or [0.0] * channels).view(-1, 1, 1)
     scale = torch.tensor(std or [1.0] * channels).view(-1, 1, 1)
     return (images - shift) / scale
@@ -127,7 +137,9 @@ def _standardised(images: Tensor, mean: list[float] | None, std: list[float] | N
 
 def _start(model: str, arguments: dict[str, Any] | None, path: Path) -> nn.Module:
     kept = read_checkpoint("starts", path)
-    return filled(build(model, kept.arguments if arguments is None else arguments), kept.state, "starts", path)
+    return filled(
+        build(model, kept.arguments if arguments is None else arguments), kept.state, "starts", path
+    )
 
 
 def _fresh(model: str, arguments: dict[str, Any] | None, path: Path, seed: int) -> nn.Module:

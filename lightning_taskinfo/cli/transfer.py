@@ -112,10 +112,16 @@ def _written(report: TransferReport, folder: Path, logger: LoggerKind, project: 
 
         mode: Literal["online", "offline"] = "offline" if logger == "wandb_offline" else "online"
         run = log_to_wandb(
-            report, project=project, group=group_name(report.name, folder), mode=mode, folder=folder / "logs"
+            report,
+            project=project,
+            group=group_name(report.name, folder),
+            mode=mode,
+            folder=folder / "logs",
         )
         lines += (
-            [f"Offline run: {run}", f"Look at it:  {_wandb()} leet {run}"] if mode == "offline" else [f"Run: {run}"]
+            [f"Offline run: {run}", f"Look at it:  {_wandb()} leet {run}"]
+            if mode == "offline"
+            else [f"Run: {run}"]
         )
     return "\n".join(lines)
 
@@ -125,13 +131,17 @@ def _wandb() -> str:
     if shutil.which("wandb"):
         return "wandb"
     path = str(Path(sys.executable).with_name("wandb"))
-    return min(os.path.join(os.path.relpath(os.path.dirname(path)), "wandb"), path, key=len)  # ./wandb, not a bare name
+    return min(
+        os.path.join(os.path.relpath(os.path.dirname(path)), "wandb"), path, key=len
+    )  # ./wandb, not a bare name
 
 
 def _pair(pair: str) -> tuple[str, str]:
     parts = [part.strip() for part in re.split("→|->", pair)]
     if len(parts) != 2 or not all(parts):
-        raise ValueError(f"`pair` must be a source and a target, like digits→letters, got {pair!r}.")
+        raise ValueError(
+            f"`pair` must be a source and a target, like digits→letters, got {pair!r}."
+        )
     return parts[0], parts[1]
 
 

@@ -7,7 +7,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-CHANNELS = (1, 3, 4)  # of images whose channels may be at the end: grey, colour, colour with opacity
+CHANNELS = (
+    1,
+    3,
+    4,
+)  # of images whose channels may be at the end: grey, colour, colour with opacity
 
 
 def channels_last(shape: Sequence[int]) -> bool:
@@ -37,7 +41,9 @@ def as_images(images: Any, argument: str) -> NDArray[np.uint8]:
     if x.dtype != np.uint8:
         raise ValueError(f"`{argument}` must be {_no_bytes(x)}.")
     if x.ndim not in (3, 4):
-        raise ValueError(f"`{argument}` must have the shape [N, H, W], [N, C, H, W] or [N, H, W, C], got {x.shape}.")
+        raise ValueError(
+            f"`{argument}` must have the shape [N, H, W], [N, C, H, W] or [N, H, W, C], got {x.shape}."
+        )
     if channels_last(x.shape):
         return np.ascontiguousarray(np.moveaxis(x, -1, 1))
     return x[:, None] if x.ndim == 3 else x
@@ -88,11 +94,15 @@ def _no_bytes(x: NDArray[Any]) -> str:
         return f"uint8, got {x.dtype}; x.astype('uint8') makes them of whole numbers from 0 to 255"
     if high > 1:
         return f"uint8, got {x.dtype}; x.round().astype('uint8') makes them of floats from 0 to 255"
-    return f"uint8, got {x.dtype}; (255 * x).round().astype('uint8') makes them of floats from 0 to 1"
+    return (
+        f"uint8, got {x.dtype}; (255 * x).round().astype('uint8') makes them of floats from 0 to 1"
+    )
 
 
 def _no_whole_numbers(y: NDArray[Any]) -> str:
     if y.dtype.kind in "US":
         return f"strings such as {y.flat[0].item()!r}; number the classes from 0"
-    whole = y.dtype == bool or (y.dtype.kind == "f" and bool((np.isfinite(y) & (y == np.round(y))).all()))
+    whole = y.dtype == bool or (
+        y.dtype.kind == "f" and bool((np.isfinite(y) & (y == np.round(y))).all())
+    )
     return f"{y.dtype}; y.astype('int64') makes them" if whole else f"{y.dtype}"

@@ -51,8 +51,12 @@ class ArrayData:
         if self.num_classes < 2:
             raise ValueError(f"`num_classes` must be at least 2, got {self.num_classes}.")
         for split in ("train", "test"):
-            object.__setattr__(self, f"x_{split}", as_images(getattr(self, f"x_{split}"), f"x_{split}"))
-            object.__setattr__(self, f"y_{split}", as_labels(getattr(self, f"y_{split}"), f"y_{split}"))
+            object.__setattr__(
+                self, f"x_{split}", as_images(getattr(self, f"x_{split}"), f"x_{split}")
+            )
+            object.__setattr__(
+                self, f"y_{split}", as_labels(getattr(self, f"y_{split}"), f"y_{split}")
+            )
             self._check(split)
         if self.x_test.shape[1:] != self.image_shape:
             raise ValueError(
@@ -80,7 +84,9 @@ class ArrayData:
                 f"`x_{split}` and `y_{split}` must have the same positive length, got {len(x)} and {len(y)}."
             )
         if y.min() < 0 or y.max() >= self.num_classes:
-            raise ValueError(f"`y_{split}` must lie between 0 and {self.num_classes - 1}, got {y.min()} to {y.max()}.")
+            raise ValueError(
+                f"`y_{split}` must lie between 0 and {self.num_classes - 1}, got {y.min()} to {y.max()}."
+            )
 
 
 def _scaled(images: NDArray[np.uint8], labels: NDArray[np.int64]) -> TensorDataset:
@@ -96,7 +102,9 @@ def from_any(splits: dict[str, Any], *, name: str, num_classes: int | None = Non
         num_classes: Number of classes, for labels that count from 0. Where not given, the classes are the labels that
             occur, in their order.
     """
-    arrays: dict[str, Any] = {key: a if key.startswith("x") else as_labels(a, key) for key, a in splits.items()}
+    arrays: dict[str, Any] = {
+        key: a if key.startswith("x") else as_labels(a, key) for key, a in splits.items()
+    }
     if num_classes is not None:
         return ArrayData(**arrays, name=name, num_classes=num_classes)
     occurring = np.unique(np.concatenate([arrays["y_train"], arrays["y_test"]]))
@@ -104,12 +112,18 @@ def from_any(splits: dict[str, Any], *, name: str, num_classes: int | None = Non
     if not np.array_equal(occurring, np.arange(len(occurring))) and occurring.min() >= 0:
         labels = tuple(occurring.tolist())
         arrays |= {key: np.searchsorted(occurring, arrays[key]) for key in ("y_train", "y_test")}
-        shown = ", ".join(map(str, [*labels[:3], *(["…"] if len(labels) > 4 else []), *labels[3:][-1:]]))
+        shown = ", ".join(
+            map(str, [*labels[:3], *(["…"] if len(labels) > 4 else []), *labels[3:][-1:]])
+        )
         warn(
             f"`y_train` and `y_test` of {name!r} have the labels {shown}, which become the classes 0 to "
             f"{len(labels) - 1}; `num_classes` keeps labels that count from 0 as they are.",
         )
-    data = ArrayData(**arrays, name=name, num_classes=len(occurring) or 2, labels=labels)  # refuses labels below 0
+    data = ArrayData(
+        **arrays, name=name, num_classes=len(occurring) or 2, labels=labels
+    )  # refuses labels below 0
     if len(absent := np.setdiff1d(np.arange(len(occurring)), data.y_train)) and data.y_train.size:
-        warn(f"`y_train` of {name!r} has no sample of {len(absent)} of {len(occurring)} classes: {absent[0]} first.")
+        warn(
+            f"`y_train` of {name!r} has no sample of {len(absent)} of {len(occurring)} classes: {absent[0]} first."
+        )
     return data

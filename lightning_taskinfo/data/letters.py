@@ -20,7 +20,14 @@ TRAIN_FACES = (  # all in matplotlib 3.8; cmti10 came with 3.11, which Python 3.
     "DejaVuSansMono-Oblique", "DejaVuSerif", "DejaVuSerif-Bold", "DejaVuSerif-BoldItalic", "STIXGeneral",
     "STIXGeneralBolIta", "STIXGeneralItalic", "cmb10", "cmr10", "cmss10", "cmsy10",
 )  # fmt: skip
-TEST_FACES = ("DejaVuSans-Oblique", "DejaVuSansMono-Bold", "DejaVuSerif-Italic", "STIXGeneralBol", "cmmi10", "cmtt10")
+TEST_FACES = (
+    "DejaVuSans-Oblique",
+    "DejaVuSansMono-Bold",
+    "DejaVuSerif-Italic",
+    "STIXGeneralBol",
+    "cmmi10",
+    "cmtt10",
+)
 
 
 @dataclass(frozen=True)
@@ -49,7 +56,12 @@ class Jitter(metaclass=ArgumentsByName):
 
 @checked_arguments
 def load_letters(
-    *, size: int = 28, train_size: int = 4000, test_size: int = 1000, jitter: Jitter | None = None, seed: int = 0
+    *,
+    size: int = 28,
+    train_size: int = 4000,
+    test_size: int = 1000,
+    jitter: Jitter | None = None,
+    seed: int = 0,
 ) -> ArrayData:
     """Return the letters A–J (classes 0–9) in 22 faces, white on black, each drawing turned, scaled and shifted anew.
 
@@ -98,7 +110,10 @@ def _draw(
     stroke = size * rng.uniform(*jitter.stroke, count)
     canvas = _Canvas(size)
     images = np.stack(
-        [canvas.draw(outlines[chosen[i]][labels[i]], angle[i], scale[i], centre[i], stroke[i]) for i in range(count)]
+        [
+            canvas.draw(outlines[chosen[i]][labels[i]], angle[i], scale[i], centre[i], stroke[i])
+            for i in range(count)
+        ]
     )  # [N, H, W]
     noisy = images + rng.normal(scale=255 * jitter.noise, size=images.shape)
     return noisy.round().clip(0, 255).astype(np.uint8)[:, None], labels
@@ -115,7 +130,11 @@ def _outline(face: str, letter: str) -> "Outline":
     file = Path(matplotlib.get_data_path(), "fonts", "ttf", f"{face}.ttf")
     path = TextPath((0, 0), letter, size=100, prop=FontProperties(fname=str(file)))
     box = path.get_extents()
-    to_unit = Affine2D().translate(-(box.x0 + box.x1) / 2, -(box.y0 + box.y1) / 2).scale(1 / max(box.width, box.height))
+    to_unit = (
+        Affine2D()
+        .translate(-(box.x0 + box.x1) / 2, -(box.y0 + box.y1) / 2)
+        .scale(1 / max(box.width, box.height))
+    )
     return to_unit.transform_path(path)
 
 
@@ -125,17 +144,26 @@ class _Canvas:
     def __init__(self, size: int) -> None:
         from matplotlib.backends.backend_agg import RendererAgg
 
-        self.renderer = RendererAgg(size, size, 72)  # at 72 dpi a point, the unit of line widths, is a pixel
+        self.renderer = RendererAgg(
+            size, size, 72
+        )  # at 72 dpi a point, the unit of line widths, is a pixel
 
     def draw(
-        self, outline: "Outline", angle: float, scale: float, centre: NDArray[np.float64], stroke: float
+        self,
+        outline: "Outline",
+        angle: float,
+        scale: float,
+        centre: NDArray[np.float64],
+        stroke: float,
     ) -> NDArray[np.uint8]:
         """Return the letter as grey values, shape ``[H, W]``."""
         from matplotlib.transforms import Affine2D
 
         self.renderer.clear()
         context = self.renderer.new_gc()
-        context.set_snap(False)  # straight strokes stay where they are instead of moving to whole pixels
+        context.set_snap(
+            False
+        )  # straight strokes stay where they are instead of moving to whole pixels
         context.set_linewidth(abs(stroke))
         # Half of the line lies inside the outline: white it adds to the letter, black it takes away.
         context.set_foreground("white" if stroke > 0 else "black")

@@ -22,7 +22,11 @@ EMBEDDED: dict[str, Callable[..., ArrayData]] = {"digits": load_digits, "letters
 
 @checked_arguments
 def load_pair(
-    name: str = "digits→letters", *, size: int = 28, seed: int = 0, data_dir: str | os.PathLike[str] | None = None
+    name: str = "digits→letters",
+    *,
+    size: int = 28,
+    seed: int = 0,
+    data_dir: str | os.PathLike[str] | None = None,
 ) -> tuple[ArrayData, ArrayData]:
     """Return the source and the target of a transfer.
 
@@ -42,14 +46,20 @@ def load_pair(
     """
     parts = [part.strip() for part in re.split("→|->", name)]
     if len(parts) != 2 or not all(parts):
-        raise ValueError(f"`name` must be a source and a target, like 'digits→letters', got {name!r}.")
+        raise ValueError(
+            f"`name` must be a source and a target, like 'digits→letters', got {name!r}."
+        )
     source, target = (load_dataset(part, size=size, seed=seed, data_dir=data_dir) for part in parts)
     return source, target
 
 
 @checked_arguments
 def load_dataset(
-    name: str | os.PathLike[str], *, size: int = 28, seed: int = 0, data_dir: str | os.PathLike[str] | None = None
+    name: str | os.PathLike[str],
+    *,
+    size: int = 28,
+    seed: int = 0,
+    data_dir: str | os.PathLike[str] | None = None,
 ) -> ArrayData:
     """Return a dataset by its name.
 
@@ -73,7 +83,9 @@ def load_dataset(
     folder = data_dir or os.environ.get("TASKINFO_DATA_DIR")
     if folder and Path(folder, f"{name}.npz").is_file():
         return load_npz(Path(folder, f"{name}.npz"))
-    path = next((path for path in (Path(folder or "", name), Path(name)) if path.exists()), Path(name))
+    path = next(
+        (path for path in (Path(folder or "", name), Path(name)) if path.exists()), Path(name)
+    )
     if path.suffix == ".npz" and path.is_file():
         return load_npz(path)
     if name and path.is_dir():
@@ -82,7 +94,9 @@ def load_dataset(
     if name.endswith(".npz"):
         where = f"in {folder} nor at this path" if folder else "at this path"
     near = "".join(f" Did you mean {other!r}?" for other in get_close_matches(name, EMBEDDED, n=1))
-    raise ValueError(f"`name` must be {' or '.join(EMBEDDED)} or name a file; {name!r} was not found {where}.{near}")
+    raise ValueError(
+        f"`name` must be {' or '.join(EMBEDDED)} or name a file; {name!r} was not found {where}.{near}"
+    )
 
 
 def cache_dir() -> Path:

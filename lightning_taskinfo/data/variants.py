@@ -19,7 +19,11 @@ VARIANTS = ("even-odd", "small-large", "inverted", "random-labels", "only-0-1-7"
 
 @checked_arguments
 def load_task(
-    name: str | PathLike[str], *, size: int = 28, seed: int = 0, data_dir: str | PathLike[str] | None = None
+    name: str | PathLike[str],
+    *,
+    size: int = 28,
+    seed: int = 0,
+    data_dir: str | PathLike[str] | None = None,
 ) -> ArrayData:
     """Return a task by its name: a dataset or several, and what to make of them.
 
@@ -41,7 +45,9 @@ def load_task(
     """
     name = fspath(name)
     names, *variants = name.split(":")
-    parts = [load_dataset(part, size=size, seed=seed, data_dir=data_dir) for part in names.split("+")]
+    parts = [
+        load_dataset(part, size=size, seed=seed, data_dir=data_dir) for part in names.split("+")
+    ]
     for variant in variants:
         parts = [vary(part, variant, seed=seed) for part in parts]
     return parts[0] if len(parts) == 1 else _together(parts, name)
@@ -89,19 +95,24 @@ def vary(data: ArrayData, variant: str, *, seed: int = 0) -> ArrayData:
 def _random_labels(data: ArrayData, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     generator = torch.Generator().manual_seed(hash((seed, 1)) % 2**63)
     train, test = (
-        torch.randint(data.num_classes, (len(y),), generator=generator).numpy() for y in (data.y_train, data.y_test)
+        torch.randint(data.num_classes, (len(y),), generator=generator).numpy()
+        for y in (data.y_train, data.y_test)
     )
     return train, test
 
 
 def _relabelled(data: ArrayData, rule: Callable[[int], int], name: str) -> ArrayData:
     table = np.array([rule(label) for label in range(data.num_classes)], dtype=np.int64)
-    return replace(data, y_train=table[data.y_train], y_test=table[data.y_test], name=name, num_classes=2)
+    return replace(
+        data, y_train=table[data.y_train], y_test=table[data.y_test], name=name, num_classes=2
+    )
 
 
 def _chosen(data: ArrayData, classes: list[int], name: str) -> ArrayData:
     if len(set(classes)) < max(2, len(classes)):
-        raise ValueError(f"`variant` must name two or more different classes, got {name.rpartition(':')[2]!r}.")
+        raise ValueError(
+            f"`variant` must name two or more different classes, got {name.rpartition(':')[2]!r}."
+        )
     table = np.full(data.num_classes, -1, dtype=np.int64)
     table[classes] = np.arange(len(classes))
     splits: dict[str, Any] = {}
@@ -121,13 +132,20 @@ def _together(parts: list[ArrayData], name: str) -> ArrayData:
     for split in ("train", "test"):
         splits[f"x_{split}"] = np.concatenate([getattr(part, f"x_{split}") for part in parts])
         splits[f"y_{split}"] = np.concatenate(
-            [getattr(part, f"y_{split}") + start for part, start in zip(parts, starts[:-1], strict=True)]
+            [
+                getattr(part, f"y_{split}") + start
+                for part, start in zip(parts, starts[:-1], strict=True)
+            ]
         )
-    return ArrayData(**splits, name="+".join(part.name for part in parts), num_classes=int(starts[-1]))
+    return ArrayData(
+        **splits, name="+".join(part.name for part in parts), num_classes=int(starts[-1])
+    )
 
 
 def _classes(text: str, variant: str, data: ArrayData) -> list[int]:
     classes = [int(part) for part in text.split("-")]
     if max(classes) >= data.num_classes:
-        raise ValueError(f"`variant` must name classes from 0 to {data.num_classes - 1}, got {variant!r}.")
+        raise ValueError(
+            f"`variant` must name classes from 0 to {data.num_classes - 1}, got {variant!r}."
+        )
     return classes

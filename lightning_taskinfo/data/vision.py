@@ -12,7 +12,9 @@ from lightning_taskinfo.data.arrays import ArrayData, from_any
 
 
 @checked_arguments
-def load_torchvision(name: str, data_dir: str | PathLike[str], *, download: bool = False) -> ArrayData:
+def load_torchvision(
+    name: str, data_dir: str | PathLike[str], *, download: bool = False
+) -> ArrayData:
     """Return a labelled image dataset of torchvision that has a training and a test split.
 
     Args:
@@ -38,7 +40,9 @@ def load_torchvision(name: str, data_dir: str | PathLike[str], *, download: bool
     elif "split" in parameters:
         options = [{"split": "train"}, {"split": "test"}]
     else:
-        raise ValueError(f"`name` must be a dataset with a training and a test split, got {name!r}.")
+        raise ValueError(
+            f"`name` must be a dataset with a training and a test split, got {name!r}."
+        )
     arrays: dict[str, Any] = {}
     for split, option in zip(("train", "test"), options, strict=True):
         images, labels = zip(*make(data_dir, download=download, **option), strict=True)
@@ -51,7 +55,9 @@ def _datasets() -> ModuleType:
     try:
         from torchvision import datasets
     except ModuleNotFoundError as error:
-        raise ImportError("`load_torchvision` needs torchvision, which is not installed.") from error
+        raise ImportError(
+            "`load_torchvision` needs torchvision, which is not installed."
+        ) from error
     except (ImportError, RuntimeError, OSError) as error:
         raise ImportError(
             "torchvision is installed but cannot be loaded beside this torch; install the build that belongs to it, "

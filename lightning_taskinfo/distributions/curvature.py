@@ -40,13 +40,17 @@ class CurvatureBlock:
 
     def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return the group's tensors as one matrix ``[R, D]``."""
-        return torch.cat([tensors[name].reshape(len(self.eigenvalues), -1) for name in self.names], dim=1)
+        return torch.cat(
+            [tensors[name].reshape(len(self.eigenvalues), -1) for name in self.names], dim=1
+        )
 
     def unpack(self, matrix: Tensor, shapes: Mapping[str, Sequence[int]]) -> ParamDict:
         """Cut a matrix ``[R, D]`` into tensors of the given shapes."""
         widths = [torch.Size(shapes[name]).numel() // len(matrix) for name in self.names]
         columns = matrix.split(widths, dim=1)
-        return {name: part.reshape(shapes[name]) for name, part in zip(self.names, columns, strict=True)}
+        return {
+            name: part.reshape(shapes[name]) for name, part in zip(self.names, columns, strict=True)
+        }
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,10 @@ def diagonal_curvature(diagonal: Mapping[str, Tensor]) -> list[CurvatureBlock]:
         >>> [block.eigenvalues.shape for block in diagonal_curvature({"weight": torch.ones(3, 2)})]
         [torch.Size([1, 6])]
     """
-    return [CurvatureBlock((name,), _non_negative(name, values).reshape(1, -1)) for name, values in diagonal.items()]
+    return [
+        CurvatureBlock((name,), _non_negative(name, values).reshape(1, -1))
+        for name, values in diagonal.items()
+    ]
 
 
 @checked_arguments
@@ -133,13 +140,19 @@ def neuron_curvature(
         values, basis = _eigh(layer, matrix)
         names = parameter_names(model, layer)
         neurons = len(trainable_parameters(model)[names[0]])
-        scale = torch.ones(neurons, device=values.device) if scales is None else _non_negative(layer, scales[layer])
+        scale = (
+            torch.ones(neurons, device=values.device)
+            if scales is None
+            else _non_negative(layer, scales[layer])
+        )
         blocks.append(CurvatureBlock(names, scale.double()[:, None] * values, right=basis))
     return blocks
 
 
 @checked_arguments
-def kronecker_curvature(factors: Mapping[str, KroneckerFactors], *, scale: float = 1.0) -> list[CurvatureBlock]:
+def kronecker_curvature(
+    factors: Mapping[str, KroneckerFactors], *, scale: float = 1.0
+) -> list[CurvatureBlock]:
     r"""Give each parameter a Kronecker product, :math:`H = s\,\mathrm{rows} \otimes \mathrm{columns}`.
 
     Args:
@@ -164,7 +177,9 @@ def kronecker_curvature(factors: Mapping[str, KroneckerFactors], *, scale: float
 
 
 @checked_arguments
-def with_diagonal(blocks: Iterable[CurvatureBlock], diagonal: Mapping[str, Tensor]) -> list[CurvatureBlock]:
+def with_diagonal(
+    blocks: Iterable[CurvatureBlock], diagonal: Mapping[str, Tensor]
+) -> list[CurvatureBlock]:
     """Add diagonal blocks for the parameters that ``blocks`` leave out.
 
     Args:
@@ -179,7 +194,9 @@ def with_diagonal(blocks: Iterable[CurvatureBlock], diagonal: Mapping[str, Tenso
     """
     blocks = list(blocks)
     covered = {name for block in blocks for name in block.names}
-    return blocks + diagonal_curvature({name: h for name, h in diagonal.items() if name not in covered})
+    return blocks + diagonal_curvature(
+        {name: h for name, h in diagonal.items() if name not in covered}
+    )
 
 
 def parameter_names(model: nn.Module, layer: str) -> tuple[str, ...]:
@@ -192,7 +209,9 @@ def parameter_names(model: nn.Module, layer: str) -> tuple[str, ...]:
 def _non_negative(name: str, values: Tensor) -> Tensor:
     values = values.detach().double()
     if not bool((values >= 0).all()):
-        raise ValueError(f"The curvature of `{name}` must be non-negative, got {values.min().item()}.")
+        raise ValueError(
+            f"The curvature of `{name}` must be non-negative, got {values.min().item()}."
+        )
     return values
 
 
@@ -206,5 +225,7 @@ def _factor(name: str, factor: Tensor) -> tuple[Tensor, Tensor | None]:
 def _eigh(layer: str, matrix: Tensor) -> tuple[Tensor, Tensor]:
     values, basis = torch.linalg.eigh(matrix.detach().double())
     if values[0] < -1e-5 * values[-1].abs():
-        raise ValueError(f"The curvature of `{layer}` must be positive semi-definite, got eigenvalue {values[0]}.")
+        raise ValueError(
+            f"The curvature of `{layer}` must be positive semi-definite, got eigenvalue {values[0]}."
+        )
     return values.clamp_min(0), basis

@@ -43,7 +43,12 @@ def layer_input_matrices(
     """
     matrices: dict[str, Tensor] = {}
     n = sample_count(inputs)
-    with observing(model), full_precision(parts(model)), torch.no_grad(), _capturing(model) as captured:
+    with (
+        observing(model),
+        full_precision(parts(model)),
+        torch.no_grad(),
+        _capturing(model) as captured,
+    ):
         for chunk in _chunks(inputs, chunk_size):
             (forward_fn or nn.Module.__call__)(model, chunk)
             for layer, calls in captured.items():
@@ -92,10 +97,14 @@ def _columns(module: nn.Module, z: Tensor) -> Tensor:
     if isinstance(module, nn.Conv2d):
         if module.padding_mode != "zeros" or isinstance(module.padding, str):
             top = module._reversed_padding_repeated_twice
-            z = nn.functional.pad(z, top, mode="constant" if module.padding_mode == "zeros" else module.padding_mode)
+            z = nn.functional.pad(
+                z, top, mode="constant" if module.padding_mode == "zeros" else module.padding_mode
+            )
             padding: tuple[int, ...] = (0, 0)
         else:
             padding = module.padding
-        z = nn.functional.unfold(z, module.kernel_size, module.dilation, padding, module.stride).transpose(1, 2)
+        z = nn.functional.unfold(
+            z, module.kernel_size, module.dilation, padding, module.stride
+        ).transpose(1, 2)
     z = z.flatten(0, -2)
     return z if module.bias is None else torch.cat([z, z.new_ones(len(z), 1)], dim=1)

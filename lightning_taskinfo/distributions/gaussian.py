@@ -9,7 +9,14 @@ import torch
 from torch import Generator, Tensor, nn
 
 from lightning_taskinfo._arguments import checked_arguments
-from lightning_taskinfo._observe import HALVES, ParamDict, at_least_float32, full_precision, parts, trainable_parameters
+from lightning_taskinfo._observe import (
+    HALVES,
+    ParamDict,
+    at_least_float32,
+    full_precision,
+    parts,
+    trainable_parameters,
+)
 from lightning_taskinfo._ranges import check_positive
 from lightning_taskinfo.distributions.curvature import CurvatureBlock
 
@@ -34,7 +41,9 @@ class WeightGaussian(ABC):
     """
 
     def __init__(self, mean: Mapping[str, Tensor]) -> None:
-        self.mean: ParamDict = {name: at_least_float32(value.detach()).clone() for name, value in mean.items()}
+        self.mean: ParamDict = {
+            name: at_least_float32(value.detach()).clone() for name, value in mean.items()
+        }
 
     @abstractmethod
     def sample(self, generator: Generator | None = None) -> ParamDict:
@@ -49,7 +58,9 @@ class WeightGaussian(ABC):
         """Return ``KL(self‖pre)`` in nats, float64 scalar."""
 
     @contextmanager
-    def with_weights(self, model: nn.Module, generator: Generator | None = None) -> Iterator[nn.Module]:
+    def with_weights(
+        self, model: nn.Module, generator: Generator | None = None
+    ) -> Iterator[nn.Module]:
         """Put one draw into ``model``, and its own weights back afterwards, also on an exception.
 
         The parameters stay the same objects, and what comes back are the very same tensors, bit for bit. Where a drawn
@@ -84,7 +95,10 @@ class WeightGaussian(ABC):
         if self.mean.keys() != pre.mean.keys():
             names = sorted(self.mean.keys() ^ pre.mean.keys())
             raise ValueError(f"`pre` must have the same parameters, got a difference in {names}.")
-        parts = [((self.mean[n].double() - pre.mean[n].double()) / pre.std[n]).square().sum() for n in self.mean]
+        parts = [
+            ((self.mean[n].double() - pre.mean[n].double()) / pre.std[n]).square().sum()
+            for n in self.mean
+        ]
         return torch.stack(parts).sum()
 
 
@@ -108,7 +122,10 @@ class IsotropicGaussian(WeightGaussian):
         self.std = {name: float(std[name]) for name in self.mean}
 
     def sample(self, generator: Generator | None = None) -> ParamDict:  # noqa: D102
-        return {name: mean + self.std[name] * self._noise(name, generator) for name, mean in self.mean.items()}
+        return {
+            name: mean + self.std[name] * self._noise(name, generator)
+            for name, mean in self.mean.items()
+        }
 
     def log_det(self) -> Tensor:  # noqa: D102
         log_std = _on_cpu([self.std[name] for name in self.mean]).log()
@@ -143,7 +160,10 @@ class BlockGaussian(WeightGaussian):
         self._shapes = {name: value.shape for name, value in self.mean.items()}
         dtypes = [self.mean[block.names[0]].dtype for block in self.blocks]
         self._drawing = [  # in the weights' own precision, once: thousands of networks are drawn
-            tuple(None if part is None else part.to(dtype) for part in (b.eigenvalues.sqrt(), b.left, b.right))
+            tuple(
+                None if part is None else part.to(dtype)
+                for part in (b.eigenvalues.sqrt(), b.left, b.right)
+            )
             for b, dtype in zip(self.blocks, dtypes, strict=True)
         ]
 
@@ -151,7 +171,9 @@ class BlockGaussian(WeightGaussian):
         drawn: ParamDict = {}
         for block, (std, left, right) in zip(self.blocks, self._drawing, strict=True):
             assert std is not None  # the other two may be
-            noise = std * torch.randn(std.shape, generator=generator, dtype=std.dtype, device=std.device)
+            noise = std * torch.randn(
+                std.shape, generator=generator, dtype=std.dtype, device=std.device
+            )
             noise = noise if right is None else noise @ right.T
             noise = noise if left is None else left @ noise
             drawn |= block.unpack(noise, self._shapes)
@@ -188,13 +210,18 @@ def pre_distribution(
 
 
 def block_post_distribution(
-    weights: nn.Module | Mapping[str, Tensor], pre: IsotropicGaussian, curvature: Sequence[CurvatureBlock], beta: float
+    weights: nn.Module | Mapping[str, Tensor],
+    pre: IsotropicGaussian,
+    curvature: Sequence[CurvatureBlock],
+    beta: float,
 ) -> BlockGaussian:
     """Return the post-distribution of a block-diagonal curvature; see ``post_distribution``."""
     blocks = []
     for block in curvature:
         variance = block_std(block, pre) ** 2
-        blocks.append(replace(block, eigenvalues=variance / (1 + variance * block.eigenvalues / beta)))
+        blocks.append(
+            replace(block, eigenvalues=variance / (1 + variance * block.eigenvalues / beta))
+        )
     return BlockGaussian(named_weights(weights), blocks)
 
 
@@ -202,7 +229,9 @@ def block_std(block: CurvatureBlock, pre: IsotropicGaussian) -> float:
     """Return the one standard deviation ``pre`` has in a block: a rotated basis needs it to be one."""
     stds = {pre.std[name] for name in block.names}
     if len(stds) > 1:
-        raise ValueError(f"`prior_std` must be the same for {block.names}, which share a block, got {sorted(stds)}.")
+        raise ValueError(
+            f"`prior_std` must be the same for {block.names}, which share a block, got {sorted(stds)}."
+        )
     return stds.pop()
 
 
@@ -210,8 +239,12 @@ def check_cover(mean: Mapping[str, Tensor], blocks: Sequence[CurvatureBlock]) ->
     """Refuse blocks that miss a parameter, or hold one twice."""
     names = [name for block in blocks for name in block.names]
     if sorted(names) != sorted(mean):
-        wrong = sorted(set(names) ^ set(mean)) or sorted({name for name in names if names.count(name) > 1})
-        raise ValueError(f"`curvature` must cover every parameter once, got none or several for {wrong}.")
+        wrong = sorted(set(names) ^ set(mean)) or sorted(
+            {name for name in names if names.count(name) > 1}
+        )
+        raise ValueError(
+            f"`curvature` must cover every parameter once, got none or several for {wrong}."
+        )
 
 
 def _on_cpu(numbers: Sequence[float]) -> Tensor:

@@ -7,7 +7,11 @@ from torch import Generator, Tensor, nn
 
 from lightning_taskinfo._observe import ParamDict
 from lightning_taskinfo.distributions.curvature import LowRankCurvature
-from lightning_taskinfo.distributions.gaussian import IsotropicGaussian, WeightGaussian, named_weights
+from lightning_taskinfo.distributions.gaussian import (
+    IsotropicGaussian,
+    WeightGaussian,
+    named_weights,
+)
 
 
 class LowRankGaussian(WeightGaussian):
@@ -37,17 +41,31 @@ class LowRankGaussian(WeightGaussian):
     """
 
     def __init__(
-        self, mean: Mapping[str, Tensor], pre: IsotropicGaussian, curvature: LowRankCurvature, beta: float
+        self,
+        mean: Mapping[str, Tensor],
+        pre: IsotropicGaussian,
+        curvature: LowRankCurvature,
+        beta: float,
     ) -> None:
         super().__init__(mean)
         for part in (curvature.diagonal, curvature.factor):
             if part.keys() != self.mean.keys():
                 wrong = sorted(part.keys() ^ self.mean.keys())
-                raise ValueError(f"`curvature` must cover every parameter once, got none or several for {wrong}.")
-        self._prior_std = self._flat({name: torch.full_like(m, pre.std[name]) for name, m in self.mean.items()})  # [k]
+                raise ValueError(
+                    f"`curvature` must cover every parameter once, got none or several for {wrong}."
+                )
+        self._prior_std = self._flat(
+            {name: torch.full_like(m, pre.std[name]) for name, m in self.mean.items()}
+        )  # [k]
         self._stretch = 1 + self._prior_std**2 * self._flat(curvature.diagonal) / beta  # E, [k]
-        U = torch.cat([curvature.factor[name].double().flatten(1) for name in self.mean], dim=1).T  # [k, r]
-        V = (self._prior_std / self._stretch.sqrt())[:, None] * U * (curvature.scales.double() / beta).sqrt()
+        U = torch.cat(
+            [curvature.factor[name].double().flatten(1) for name in self.mean], dim=1
+        ).T  # [k, r]
+        V = (
+            (self._prior_std / self._stretch.sqrt())[:, None]
+            * U
+            * (curvature.scales.double() / beta).sqrt()
+        )
         squares, R = torch.linalg.eigh(V.T @ V)
         used = squares > 1e-14 * squares.max().clamp_min(torch.finfo(torch.float64).tiny)
         self._squares = squares[used]  # σ², [r]
@@ -57,15 +75,26 @@ class LowRankGaussian(WeightGaussian):
         z = torch.cat([self._noise(name, generator).flatten() for name in self.mean]).double()
         shrink = 1 - (1 + self._squares).rsqrt()
         z = z - self._directions @ (shrink * (self._directions.T @ z))  # (I + VVᵀ)^{-1/2} z
-        noise = (self._prior_std * self._stretch.rsqrt() * z).split([mean.numel() for mean in self.mean.values()])
-        return {n: m + part.view_as(m).to(m.dtype) for (n, m), part in zip(self.mean.items(), noise, strict=True)}
+        noise = (self._prior_std * self._stretch.rsqrt() * z).split(
+            [mean.numel() for mean in self.mean.values()]
+        )
+        return {
+            n: m + part.view_as(m).to(m.dtype)
+            for (n, m), part in zip(self.mean.items(), noise, strict=True)
+        }
 
     def log_det(self) -> Tensor:  # noqa: D102
-        return 2 * self._prior_std.log().sum() - self._stretch.log().sum() - self._squares.log1p().sum()
+        return (
+            2 * self._prior_std.log().sum()
+            - self._stretch.log().sum()
+            - self._squares.log1p().sum()
+        )
 
     def kl(self, pre: IsotropicGaussian) -> Tensor:  # noqa: D102
         shift = self._squared_shift(pre)
-        std = self._flat({name: torch.full_like(mean, pre.std[name]) for name, mean in self.mean.items()})
+        std = self._flat(
+            {name: torch.full_like(mean, pre.std[name]) for name, mean in self.mean.items()}
+        )
         plain = (self._prior_std / std) ** 2 / self._stretch  # diag(E⁻¹), in units of `pre`
         shrink = self._squares / (1 + self._squares)
         trace = plain.sum() - (shrink * (plain[:, None] * self._directions**2).sum(0)).sum()
@@ -76,7 +105,10 @@ class LowRankGaussian(WeightGaussian):
 
 
 def low_rank_post_distribution(
-    weights: nn.Module | Mapping[str, Tensor], pre: IsotropicGaussian, curvature: LowRankCurvature, beta: float
+    weights: nn.Module | Mapping[str, Tensor],
+    pre: IsotropicGaussian,
+    curvature: LowRankCurvature,
+    beta: float,
 ) -> LowRankGaussian:
     """Return the post-distribution of a low-rank curvature; see ``post_distribution``."""
     return LowRankGaussian(named_weights(weights), pre, curvature, beta)

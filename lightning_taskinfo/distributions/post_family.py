@@ -8,7 +8,11 @@ import torch
 from torch import Generator, Tensor, nn
 
 from lightning_taskinfo._observe import ParamDict
-from lightning_taskinfo.functional.information import InformationTerms, information_in_weights, post_variance
+from lightning_taskinfo.functional.information import (
+    InformationTerms,
+    information_in_weights,
+    post_variance,
+)
 
 
 @dataclass(frozen=True)
@@ -32,23 +36,32 @@ class PostFamily:
     def terms(self, prior_std: float) -> dict[str, InformationTerms]:
         """Return the information in each weight for one width of the pre-distribution."""
         return {
-            name: information_in_weights(self.curvature[name], moved, prior_std=prior_std, beta=self.beta)
+            name: information_in_weights(
+                self.curvature[name], moved, prior_std=prior_std, beta=self.beta
+            )
             for name, moved in self.displacement.items()
         }
 
     def shaped(self, prior_std: float) -> Callable[[str, Tensor], Tensor]:
         r"""Return the function that makes :math:`\Sigma^{1/2}\varepsilon` of a weight's name and its noise."""
         stds = {
-            name: post_variance(self.curvature[name], prior_std=prior_std, beta=self.beta).sqrt().float()
+            name: post_variance(self.curvature[name], prior_std=prior_std, beta=self.beta)
+            .sqrt()
+            .float()
             for name in self.displacement
         }
 
         def shape(name: str, noise: Tensor) -> Tensor:
             # Into the eigenvectors' basis and back: this root is symmetric, and so the same for any choice of them.
             std = stds[name].to(noise.dtype)
-            bases = [None if basis is None else basis.to(noise) for basis in self.bases.get(name, (None, None))]
+            bases = [
+                None if basis is None else basis.to(noise)
+                for basis in self.bases.get(name, (None, None))
+            ]
             rows, columns = bases
-            turned = _turned(noise, None if rows is None else rows.T, None if columns is None else columns.T)
+            turned = _turned(
+                noise, None if rows is None else rows.T, None if columns is None else columns.T
+            )
             return _turned(std * turned, rows, columns)
 
         return shape
@@ -93,7 +106,10 @@ def losses_with_noise(
         shifts = {name: shaped(name, part) for name, part in noise.items()}
         pair = []
         for sign in (1.0, -1.0):
-            drawn = {name: torch.add(p, shifts[name], alpha=sign).to(p.dtype) for name, p in weights.items()}
+            drawn = {
+                name: torch.add(p, shifts[name], alpha=sign).to(p.dtype)
+                for name, p in weights.items()
+            }
             with _holding(weights, drawn):
                 pair.append(loss())
         rows.append(pair)
@@ -119,7 +135,9 @@ def standard_noises(weights: Mapping[str, Tensor], count: int, seed: int) -> lis
         noise = {}
         for name, w in weights.items():
             dtype = torch.promote_types(w.dtype, torch.float32)
-            noise[name] = torch.randn(w.shape, generator=generators[w.device], dtype=dtype, device=w.device)
+            noise[name] = torch.randn(
+                w.shape, generator=generators[w.device], dtype=dtype, device=w.device
+            )
         noises.append(noise)
     return noises
 

@@ -81,8 +81,12 @@ class Gram:
         self.found: ParamDict = {}  # inner products of parameters that are not complete
         self.postponed: set[str] = set()
         self.reserved: dict[str, int] = {}
-        self.kept: dict[tuple[Any, ...], tuple[tuple[Tensor, ...], int]] = {}  # with the number of samples there
-        self.factors: list[tuple[Tensor, Tensor]] = []  # of the last product, with their inner products
+        self.kept: dict[
+            tuple[Any, ...], tuple[tuple[Tensor, ...], int]
+        ] = {}  # with the number of samples there
+        self.factors: list[
+            tuple[Tensor, Tensor]
+        ] = []  # of the last product, with their inner products
 
     def add(self, name: str, samples: slice, contribution: Contribution) -> None:
         if not self._has_room(name, tuple(contribution.shape)):
@@ -137,8 +141,14 @@ class Gram:
 
     def _has_room(self, name: str, shape: tuple[int, ...]) -> bool:
         if name not in self.reserved and name in self.wanted - self.postponed:
-            needed, unfinished = len(self.gram) * math.prod(shape), self.unfinished() | self.whole.keys()
-            if unfinished and needed + sum(self.reserved[other] for other in unfinished) > self.room:
+            needed, unfinished = (
+                len(self.gram) * math.prod(shape),
+                self.unfinished() | self.whole.keys(),
+            )
+            if (
+                unfinished
+                and needed + sum(self.reserved[other] for other in unfinished) > self.room
+            ):
                 self.postponed.add(name)  # one parameter always fits
             else:
                 self.reserved[name] = needed
@@ -211,9 +221,14 @@ class TraceSums(NamedTuple):
             rows = stacked.tolist()
             samples = [sum(column) for column in zip(*rows, strict=True)]
             totals, squares = [sum(row) for row in rows], sum(total * total for total in samples)
-        return cls([*norms], [*(scale * total for total in totals), scale * scale * squares, stacked.shape[1]])
+        return cls(
+            [*norms],
+            [*(scale * total for total in totals), scale * scale * squares, stacked.shape[1]],
+        )
 
-    def compute(self, group_fn: Callable[[str], str] = layer_of) -> tuple[float, float, dict[str, float]]:
+    def compute(
+        self, group_fn: Callable[[str], str] = layer_of
+    ) -> tuple[float, float, dict[str, float]]:
         """Return the trace, its standard error over samples, and the trace by layer.
 
         Args:
@@ -237,6 +252,8 @@ def inner_products(x: Tensor) -> Tensor:
     for start in range(0, whole, step):
         part = x[:, start : min(start + step, whole)].unflatten(1, (-1, COLUMNS)).transpose(0, 1)
         for first, last in ((0, half), (half, n)):
-            gram[first:last, first:] += torch.bmm(part[:, first:last], part[:, first:].mT).sum(0, dtype=torch.float64)
+            gram[first:last, first:] += torch.bmm(part[:, first:last], part[:, first:].mT).sum(
+                0, dtype=torch.float64
+            )
     gram[half:, :half] = gram[:half, half:].T
     return gram

@@ -206,7 +206,9 @@ def gradient_gram(
                 [2., 4.]], dtype=torch.float64)
     """
     if labels == "exact":
-        raise ValueError("`labels` must be 'empirical' or 'sampled' for a Gram matrix of gradients, got 'exact'.")
+        raise ValueError(
+            "`labels` must be 'empirical' or 'sampled' for a Gram matrix of gradients, got 'exact'."
+        )
     request = Request(labels, likelihood, 1, generator, engine, chunk_size, forward_fn)
     n, wanted = sample_count(inputs), set(trainable_parameters(model))
     gram = torch.zeros(n, n, dtype=torch.float64, device=next(model.parameters()).device)
@@ -248,10 +250,14 @@ def engines_used(
     return measure(model, inputs, targets, request, Norms(sample_count(inputs)))
 
 
-def _norms(model: nn.Module, inputs: Any, targets: Tensor | None, request: Request) -> tuple[Tensor, ParamDict]:
+def _norms(
+    model: nn.Module, inputs: Any, targets: Tensor | None, request: Request
+) -> tuple[Tensor, ParamDict]:
     """Return the squared norms ``[N]`` of all weights together, and of each parameter."""
     sink = Norms(sample_count(inputs))
     names = measure(model, inputs, targets, request, sink)
     some = next(iter(sink.values.values()))
-    by_name = {name: sink.values[name] if name in sink.values else torch.zeros_like(some) for name in names}
+    by_name = {
+        name: sink.values[name] if name in sink.values else torch.zeros_like(some) for name in names
+    }
     return torch.stack([*by_name.values()]).sum(0), by_name

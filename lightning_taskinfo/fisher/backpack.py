@@ -50,12 +50,18 @@ def backpack_gradients(
         with backpack(extensions.BatchGrad()):
             (forward(extended, take(inputs, _with_gradient)) * score).sum().backward()
     except (AssertionError, AttributeError, NotImplementedError, RuntimeError) as error:
-        raise ValueError(f"`engine='backpack'` cannot run this model; use `engine='auto'`: {error}") from error
+        raise ValueError(
+            f"`engine='backpack'` cannot run this model; use `engine='auto'`: {error}"
+        ) from error
     gradients: dict[str, Any] = {
-        name: getattr(p, "grad_batch", None) for name, p in extended.named_parameters() if name in names
+        name: getattr(p, "grad_batch", None)
+        for name, p in extended.named_parameters()
+        if name in names
     }
     for name, g in gradients.items():
-        if g is None or not torch.allclose(g.sum(0), extended.get_parameter(name).grad, rtol=1e-3, atol=1e-5):
+        if g is None or not torch.allclose(
+            g.sum(0), extended.get_parameter(name).grad, rtol=1e-3, atol=1e-5
+        ):
             raise ValueError(f"`engine='backpack'` does not cover {name}; use `engine='auto'`.")
     yield 0, gradients
 
@@ -120,11 +126,19 @@ class ChainFactors:
             NotCoveredError: If BackPACK fails.
         """
         backpack, _, _ = _backpack()
-        extension = _factors_from(torch.stack(scores))  # a new one: it keeps what it has passed backwards
+        extension = _factors_from(
+            torch.stack(scores)
+        )  # a new one: it keeps what it has passed backwards
         try:
             with backpack(extension, retain_graph=retain_graph):
                 self.loss(outputs, torch.zeros_like(outputs)).backward(retain_graph=retain_graph)
-        except (AssertionError, AttributeError, IndexError, NotImplementedError, RuntimeError) as error:
+        except (
+            AssertionError,
+            AttributeError,
+            IndexError,
+            NotImplementedError,
+            RuntimeError,
+        ) as error:
             raise NotCoveredError(str(error)) from error
         n = len(outputs)
         for name, p in trainable_parameters(self.model).items():
@@ -133,7 +147,10 @@ class ChainFactors:
                 raise NotCoveredError(f"there are no factors of {name!r}")
             delattr(p, extension.savefield)
             p.grad = None
-            sums = [parts[0].detach(), *(n * part.detach() for part in parts[1:])]  # it has the mean of inputs
+            sums = [
+                parts[0].detach(),
+                *(n * part.detach() for part in parts[1:]),
+            ]  # it has the mean of inputs
             yield name, sums, self.places[name.rpartition(".")[0]]
 
 
@@ -169,7 +186,9 @@ def _check_layers(model: nn.Module) -> None:
         has_weights = any(True for _ in layer.parameters())
         if type(layer) not in KNOWN and has_weights:
             raise NotCoveredError(f"{name!r} is a {type(layer).__name__}")
-        plain = getattr(layer, "padding_mode", "zeros") == "zeros" and not isinstance(getattr(layer, "padding", 0), str)
+        plain = getattr(layer, "padding_mode", "zeros") == "zeros" and not isinstance(
+            getattr(layer, "padding", 0), str
+        )
         if getattr(layer, "groups", 1) != 1 or getattr(layer, "inplace", False) or not plain:
             raise NotCoveredError(f"{name!r} is {layer}")
 
@@ -185,7 +204,9 @@ def _watching(model: nn.Module, places: dict[str, int]) -> Iterator[list[Link]]:
 
     def before(layer: nn.Module, args: tuple[Any, ...]) -> None:
         if len(args) != 1 or (chain and not chain[-1].holds(args[0])):
-            raise NotCoveredError(f"{layer} does not get the output of the layer before it as it is")
+            raise NotCoveredError(
+                f"{layer} does not get the output of the layer before it as it is"
+            )
 
     def after(name: str) -> Any:
         def hook(layer: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
@@ -200,7 +221,10 @@ def _watching(model: nn.Module, places: dict[str, int]) -> Iterator[list[Link]]:
 
     handles = []
     for name, layer in _leaves(model).items():
-        handles += [layer.register_forward_pre_hook(before), layer.register_forward_hook(after(name))]
+        handles += [
+            layer.register_forward_pre_hook(before),
+            layer.register_forward_hook(after(name)),
+        ]
     try:
         yield chain
     finally:
@@ -219,11 +243,15 @@ def _factors_from(scores: Tensor) -> Any:
     from backpack.extensions.secondorder.hbp.losses import HBPMSELoss
 
     class Scores(HBPMSELoss):
-        def backpropagate(self, ext: Any, module: nn.Module, g_inp: Any, g_out: Any, backproped: Any) -> Tensor:
+        def backpropagate(
+            self, ext: Any, module: nn.Module, g_inp: Any, g_out: Any, backproped: Any
+        ) -> Tensor:
             return scores
 
     class KFC(HBPConvNd):
-        def weight(self, ext: Any, module: nn.Module, g_inp: Any, g_out: Any, backproped: Tensor) -> list[Tensor]:
+        def weight(
+            self, ext: Any, module: nn.Module, g_inp: Any, g_out: Any, backproped: Tensor
+        ) -> list[Tensor]:
             _, A = super().weight(ext, module, g_inp, g_out, backproped)
             b = backproped.flatten(3)  # [scores, N, channels, positions]
             return [torch.einsum("snit,snjt->ij", b, b), A]
@@ -244,5 +272,7 @@ def _backpack() -> tuple[Any, Any, Any]:
     try:
         from backpack import backpack, extend, extensions
     except ImportError as error:
-        raise ModuleNotFoundError("Install BackPACK for this: `pip install lightning-taskinfo[backpack]`.") from error
+        raise ModuleNotFoundError(
+            "Install BackPACK for this: `pip install lightning-taskinfo[backpack]`."
+        ) from error
     return backpack, extend, extensions

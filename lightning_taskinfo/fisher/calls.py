@@ -67,17 +67,26 @@ def batch_norm(
             "of its own; use running statistics: `model.eval()` and `track_running_stats=True`."
         )
     call = _scale_and_shift(
-        input, weight, bias, lambda x: F.batch_norm(x, running_mean, running_var, None, None, False, momentum, eps)
+        input,
+        weight,
+        bias,
+        lambda x: F.batch_norm(x, running_mean, running_var, None, None, False, momentum, eps),
     )
     statistics = (running_mean.detach(), running_var.detach(), eps)
     return replace(call, kind=BatchNorm, config={**call.config, "statistics": statistics})
 
 
 def group_norm(
-    input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
 ) -> Call:
     """Read ``F.group_norm``."""
-    return _scale_and_shift(input, weight, bias, lambda x: F.group_norm(x, num_groups, None, None, eps))
+    return _scale_and_shift(
+        input, weight, bias, lambda x: F.group_norm(x, num_groups, None, None, eps)
+    )
 
 
 def instance_norm(
@@ -101,20 +110,34 @@ def instance_norm(
 
 
 def layer_norm(
-    input: Tensor, normalized_shape: Any, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+    input: Tensor,
+    normalized_shape: Any,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
 ) -> Call:
     """Read ``F.layer_norm``."""
     shape = list(normalized_shape)
     return _scale_and_shift(
-        input, weight, bias, lambda x: F.layer_norm(x, shape, None, None, eps), [1] * (input.dim() - len(shape)) + shape
+        input,
+        weight,
+        bias,
+        lambda x: F.layer_norm(x, shape, None, None, eps),
+        [1] * (input.dim() - len(shape)) + shape,
     )
 
 
-def rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Call:
+def rms_norm(
+    input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
+) -> Call:
     """Read ``F.rms_norm``."""
     shape = list(normalized_shape)
     return _scale_and_shift(
-        input, weight, None, lambda x: F.rms_norm(x, shape, None, eps), [1] * (input.dim() - len(shape)) + shape
+        input,
+        weight,
+        None,
+        lambda x: F.rms_norm(x, shape, None, eps),
+        [1] * (input.dim() - len(shape)) + shape,
     )
 
 
@@ -146,7 +169,10 @@ def _scale_and_shift(
     if aligned is None:
         aligned = [1, input.shape[1], *[1] * (input.dim() - 2)]
     x = input.detach()
-    config = {"aligned": {"weight": aligned, "bias": aligned}, "factor": {"weight": lambda: normalised(x)}}
+    config = {
+        "aligned": {"weight": aligned, "bias": aligned},
+        "factor": {"weight": lambda: normalised(x)},
+    }
     return Call(Elementwise, (input,), {"weight": weight, "bias": bias}, config)
 
 

@@ -32,12 +32,34 @@ from lightning_taskinfo.fisher.vjp import Edge, shape_of
 MOVE_ENTRIES = {"SqueezeBackward1", "SqueezeBackward2"} | {
     f"{name}Backward0"
     for name in (
-        *("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze", "Alias", "Clone"),
-        *("Slice", "Select", "Split", "SplitWithSizes", "UnsafeSplit", "Unbind", "Narrow", "Diagonal"),
+        *(
+            "T",
+            "Transpose",
+            "Permute",
+            "View",
+            "UnsafeView",
+            "ReshapeAlias",
+            "Unsqueeze",
+            "Squeeze",
+            "Alias",
+            "Clone",
+        ),
+        *(
+            "Slice",
+            "Select",
+            "Split",
+            "SplitWithSizes",
+            "UnsafeSplit",
+            "Unbind",
+            "Narrow",
+            "Diagonal",
+        ),
     )
 }
 # Operations that move rows to places that depend on data: what was shown for one batch says nothing of another.
-MOVE_ROWS = re.compile("Index|Gather|Scatter|Sort|Topk|Flip|Masked(?!Fill|Softmax)|Take|Put|Unique|Kthvalue|Embedding")
+MOVE_ROWS = re.compile(
+    "Index|Gather|Scatter|Sort|Topk|Flip|Masked(?!Fill|Softmax)|Take|Put|Unique|Kthvalue|Embedding"
+)
 
 
 class Graph:
@@ -48,7 +70,9 @@ class Graph:
         names = {id(p): name for name, p in parameters.items()}
         self.number: dict[Node, int] = {outputs.grad_fn: 0}  # type: ignore[dict-item]
         self.nodes: list[Node] = [outputs.grad_fn]  # type: ignore[list-item]
-        self.consumers: dict[Node, list[tuple[Node, int, int]]] = defaultdict(list)  # node, place, output number
+        self.consumers: dict[Node, list[tuple[Node, int, int]]] = defaultdict(
+            list
+        )  # node, place, output number
         self.leaves: dict[str, Node] = {}
         self.names: dict[Node, str] = {}
         self.signature: list[Any] = []  # of the nodes, in their order
@@ -149,7 +173,10 @@ def _counts_batch(node: Any) -> bool:
 
 
 def _same_shape(node: Any, source: Any) -> bool:
-    return len(source._input_metadata) == 1 and source._input_metadata[0].shape == node._input_metadata[0].shape
+    return (
+        len(source._input_metadata) == 1
+        and source._input_metadata[0].shape == node._input_metadata[0].shape
+    )
 
 
 @dataclass
@@ -194,14 +221,18 @@ def plan_of_one(graph: Graph) -> Plan | None:
 class Prover:
     """Finds the uses in a graph, and the sample of each row, as the head of this file says."""
 
-    def __init__(self, graph: Graph, samples: int, rounds: int, alone: list[Any] | None = None) -> None:
+    def __init__(
+        self, graph: Graph, samples: int, rounds: int, alone: list[Any] | None = None
+    ) -> None:
         self.graph = graph
         self.samples = samples
         self.rounds = rounds
         self.alone = alone  # the signature of the graph of one sample
         outputs = graph.outputs
         generator = torch.Generator().manual_seed(samples)
-        score = torch.randn(outputs.shape[1:], generator=generator, dtype=torch.float64, device="cpu")
+        score = torch.randn(
+            outputs.shape[1:], generator=generator, dtype=torch.float64, device="cpu"
+        )
         own = torch.rand(outputs.shape, generator=generator, dtype=torch.float64, device="cpu")
         self.score = (score * (0.5 + own)).to(outputs)
         signs = torch.randint(2, (samples,), generator=generator, device="cpu") * 2.0 - 1
@@ -250,12 +281,20 @@ class Prover:
         return all(self.alone[i] == self.graph.signature[i] for i in numbers)
 
     def _left(
-        self, uses: dict[Node, dict[int, Edge]], rows: dict[Node, Rows | None], mixed: set[Node], silent: set[Node]
+        self,
+        uses: dict[Node, dict[int, Edge]],
+        rows: dict[Node, Rows | None],
+        mixed: set[Node],
+        silent: set[Node],
     ) -> dict[str, str]:
         """Return the parameters that other engines have to serve, each with the operation that is the reason."""
         graph = self.graph
         left: dict[str, str] = {}
-        odd = {node for node in uses if rows[node] is None or not graph.single_output(node) or _counts_batch(node)}
+        odd = {
+            node
+            for node in uses
+            if rows[node] is None or not graph.single_output(node) or _counts_batch(node)
+        }
         # What mixes samples, and has rows of samples behind it, would count these rows twice.
         odd |= graph.behind({*uses} - odd, blocked=silent) & mixed
         if graph.nodes[0] in mixed:
@@ -298,7 +337,11 @@ class Prover:
 
     def _squared(self, gradients: tuple[Tensor | None, ...]) -> Tensor:
         parts = [torch.linalg.vector_norm(g).square().double() for g in gradients if g is not None]
-        return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=self.signs.device)
+        return (
+            torch.stack(parts).sum()
+            if parts
+            else torch.zeros((), dtype=torch.float64, device=self.signs.device)
+        )
 
     def _backward(self, nodes: list[Node], weights: Tensor | None) -> list[Tensor | None]:
         score = self.score
@@ -307,7 +350,11 @@ class Prover:
         edges = [Edge(node, 0) for node in nodes]
         if not edges:
             return []
-        return [*torch.autograd.grad(self.graph.outputs, edges, score, retain_graph=True, allow_unused=True)]
+        return [
+            *torch.autograd.grad(
+                self.graph.outputs, edges, score, retain_graph=True, allow_unused=True
+            )
+        ]
 
     def _rows(self, nodes: list[Node]) -> dict[Node, Rows | None]:
         """Return which sample each row belongs to, by operation; None where a row belongs to several."""
@@ -316,7 +363,9 @@ class Prover:
         rows: dict[Node, Rows | None] = {}
         for node, b, c in zip(nodes, plain, scaled, strict=True):
             if b is None or c is None:
-                rows[node] = Rows(index=torch.zeros(self.samples, 0, dtype=torch.long, device=self.signs.device))
+                rows[node] = Rows(
+                    index=torch.zeros(self.samples, 0, dtype=torch.long, device=self.signs.device)
+                )
             else:
                 rows[node] = self._rows_of(b, c)
         return rows
@@ -324,7 +373,9 @@ class Prover:
     def _rows_of(self, plain: Tensor, scaled: Tensor) -> Rows | None:
         sizes = plain.shape
         floor = 16 * self.eps * float(torch.linalg.vector_norm(plain))  # rows below it are rounding
-        axes = sorted(range(len(sizes)), key=lambda axis: axis > 0 and sizes[axis] % self.samples != 0)
+        axes = sorted(
+            range(len(sizes)), key=lambda axis: axis > 0 and sizes[axis] % self.samples != 0
+        )
         ways = [(1, axis) for axis in axes] + [(merged, 0) for merged in range(2, len(sizes))]
         for merged, axis in ways:
             rows = Rows(axis=axis, merged=merged)

@@ -25,7 +25,10 @@ from lightning_taskinfo.fisher.ops import BLOCK, Factor, Product, Use, squared_n
 
 SMALL_MAP = 100  # output positions up to which unfolded rows beat grouped convolutions
 WIDE_MAP, WIDE = 256, 2048  # the same for at least so many pairs of channels, with a stride of 1
-FEW_ENTRIES, FEW_CHANNELS = 48, 8  # entries of a patch up to which, and outputs from which on, patches beat all else
+FEW_ENTRIES, FEW_CHANNELS = (
+    48,
+    8,
+)  # entries of a patch up to which, and outputs from which on, patches beat all else
 
 
 class Conv(Use):
@@ -55,7 +58,10 @@ class Conv(Use):
     def diagonal(self, slot: str, scores: list[Tensor]) -> Tensor:
         if not self.rows.in_order or slot == "bias":
             return super().diagonal(slot, scores)
-        squares = ([part.square_().sum(0, keepdim=True) for part in parts] for _, parts in self._blocks(slot, scores))
+        squares = (
+            [part.square_().sum(0, keepdim=True) for part in parts]
+            for _, parts in self._blocks(slot, scores)
+        )
         first = next(squares)
         for following in squares:
             for into, part in zip(first, following, strict=True):
@@ -75,7 +81,10 @@ class Conv(Use):
     def _blocks(self, slot: str, scores: list[Tensor]) -> Iterator[tuple[slice, list[Tensor]]]:
         """Yield the gradients of a few samples at a time, for each score whole or in a part for each kernel row."""
         for samples, parts in self._unformed(slot, scores):
-            yield samples, [part.left @ part.right if isinstance(part, Product) else part for part in parts]
+            yield (
+                samples,
+                [part.left @ part.right if isinstance(part, Product) else part for part in parts],
+            )
 
     def _unformed(self, slot: str, scores: list[Tensor]) -> Iterator[tuple[slice, list[Factor]]]:
         if slot == "bias":
@@ -147,7 +156,9 @@ class Conv(Use):
         if apart or few or entries * positions * self.shape[0] <= BLOCK // 4:
             return "patches"
         wide = out * patch[0] >= WIDE and self.config["stride"] == [1, 1]
-        return "rows" if patch[0] == 1 or positions <= (WIDE_MAP if wide else SMALL_MAP) else "grouped"
+        return (
+            "rows" if patch[0] == 1 or positions <= (WIDE_MAP if wide else SMALL_MAP) else "grouped"
+        )
 
     def _plain(self) -> bool:
         simple = self.config["groups"] == 1 and set(self.config["dilation"]) == {1}
@@ -185,7 +196,9 @@ class Conv(Use):
         padded[:, above : above + high, left : left + wide] = a.permute(0, 2, 3, 1)
         sample, line, pixel, _ = padded.stride()
         strides = (sample, line * down, pixel * right, line, 1)
-        return padded.as_strided((n, height, across, rows, width * channels), strides).reshape(n, height * across, -1)
+        return padded.as_strided((n, height, across, rows, width * channels), strides).reshape(
+            n, height * across, -1
+        )
 
     def _padded(self, a: Tensor) -> Tensor:
         down, right = self.config["padding"]

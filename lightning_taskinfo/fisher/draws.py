@@ -33,8 +33,15 @@ class NumberedDraws:
         True
     """
 
-    def __init__(self, likelihood: Likelihood, *, seed: int, total: int, first: int = 0, mc_samples: int = 1) -> None:
-        self.likelihood, self.seed, self.total, self.mc_samples = likelihood, seed, total, mc_samples
+    def __init__(
+        self, likelihood: Likelihood, *, seed: int, total: int, first: int = 0, mc_samples: int = 1
+    ) -> None:
+        self.likelihood, self.seed, self.total, self.mc_samples = (
+            likelihood,
+            seed,
+            total,
+            mc_samples,
+        )
         self.position, self.draw = first, 0
         self._uniform: Tensor | None = None  # [mc_samples, total, ...]
 
@@ -61,7 +68,9 @@ class NumberedDraws:
             drawn = torch.rand(shape, generator=generator, dtype=torch.float64, device="cpu")
             self._uniform = drawn.clamp(min=2.0**-54)
         start, stop = self.position, self.position + len(outputs)
-        rows = torch.arange(start, stop, device="cpu") % self.total  # what fills a batch up draws something
+        rows = (
+            torch.arange(start, stop, device="cpu") % self.total
+        )  # what fills a batch up draws something
         u = self._uniform[self.draw, rows]
         self.draw += 1
         if self.draw == self.mc_samples:

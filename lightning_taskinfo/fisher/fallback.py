@@ -77,7 +77,10 @@ def looped_gradients(
             p.grad = None
         # `backward`, not `autograd.grad`, which reentrant checkpointing refuses.
         (forward(model, take(inputs, itemgetter(block))) * score[block]).sum().backward()
-        gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in parameters.items()}
+        gradients = {
+            name: torch.zeros_like(p) if p.grad is None else p.grad
+            for name, p in parameters.items()
+        }
         yield n, {name: g.to_dense().unsqueeze(0) for name, g in gradients.items()}
     for p in parameters.values():
         p.grad = None

@@ -168,7 +168,9 @@ def kronecker_sums(
             return _from_backpack(model, inputs, targets, _once_more(request), max_side)
         except NotCoveredError as error:
             if engine == "backpack":
-                raise ValueError(f"`engine='backpack'` does not serve this model: {error}; use 'auto'.") from error
+                raise ValueError(
+                    f"`engine='backpack'` does not serve this model: {error}; use 'auto'."
+                ) from error
         except ModuleNotFoundError:
             if engine == "backpack":
                 raise
@@ -217,7 +219,9 @@ def _from_backpack(
                 scores = [*request.scores(outputs, None if targets is None else targets[chunk])]
                 for i in range(0, len(scores), SCORES):
                     last = i + SCORES >= len(scores)
-                    for found in chain.factors(outputs, scores[i : i + SCORES], retain_graph=not last):
+                    for found in chain.factors(
+                        outputs, scores[i : i + SCORES], retain_graph=not last
+                    ):
                         sums.add_sums(*found, inputs_too=i == 0)
     except NotCoveredError:
         if generator is not None and state is not None:

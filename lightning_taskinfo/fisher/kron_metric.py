@@ -9,7 +9,12 @@ from torchmetrics import Metric
 from lightning_taskinfo._batches import sample_count, tensors
 from lightning_taskinfo._observe import ParamDict, trainable_parameters
 from lightning_taskinfo.fisher.fallback import Forward
-from lightning_taskinfo.fisher.kron import KroneckerEngine, KroneckerFactors, as_factors, kronecker_sums
+from lightning_taskinfo.fisher.kron import (
+    KroneckerEngine,
+    KroneckerFactors,
+    as_factors,
+    kronecker_sums,
+)
 from lightning_taskinfo.fisher.kron_sums import MAX_SIDE, KroneckerSums
 from lightning_taskinfo.fisher.measure import Request
 from lightning_taskinfo.functional.likelihood import Labels, Likelihood
@@ -69,8 +74,12 @@ class KroneckerFisher(Metric):
         self.forward_fn = forward_fn
         self.generator: Generator | None = None
         self.shapes: dict[str, torch.Size] = {}
-        self.sums: KroneckerSums | None = None  # where the sums of all processes are taken apart again
-        zero = torch.zeros((), dtype=torch.float64, device="cpu")  # becomes a vector with the first update
+        self.sums: KroneckerSums | None = (
+            None  # where the sums of all processes are taken apart again
+        )
+        zero = torch.zeros(
+            (), dtype=torch.float64, device="cpu"
+        )  # becomes a vector with the first update
         self.add_state("total", zero, dist_reduce_fx="sum")  # all sums, one after the other
         self.add_state("count", zero.clone(), dist_reduce_fx="sum")
 
@@ -98,7 +107,9 @@ class KroneckerFisher(Metric):
                 generator=self.generator,
                 forward_fn=self.forward_fn,
             )
-            self.sums = kronecker_sums(model, inputs, targets, request, engine=self.engine, max_side=self.max_side)
+            self.sums = kronecker_sums(
+                model, inputs, targets, request, engine=self.engine, max_side=self.max_side
+            )
             n = sample_count(inputs)
         self.total = self.total + self.sums.flat().to(self.device)
         self.count = self.count.to(self.device) + n
@@ -112,7 +123,10 @@ class KroneckerFisher(Metric):
 
     def compute(self) -> ParamDict:
         """Return the eigenvalues by parameter name, each shaped like the parameter."""
-        return {name: block.eigenvalues().view(self.shapes[name]) for name, block in self.factors().items()}
+        return {
+            name: block.eigenvalues().view(self.shapes[name])
+            for name, block in self.factors().items()
+        }
 
     def eigen(self) -> dict[str, tuple[Tensor, Tensor | None, Tensor | None]]:
         """Return eigenvalues and eigenvectors of each parameter's factors, of all processes together."""

@@ -54,7 +54,9 @@ class KroneckerSums:
         whole: frozenset[str] = frozenset(),
     ) -> None:
         def zeros(side: int, diagonal: bool = False) -> Tensor:
-            return like.new_zeros(side) if diagonal or side > max_side else like.new_zeros(side, side)
+            return (
+                like.new_zeros(side) if diagonal or side > max_side else like.new_zeros(side, side)
+            )
 
         self.sides = sides
         self.whole = whole
@@ -65,14 +67,17 @@ class KroneckerSums:
         self._read: set[tuple[str, int]] = set()
 
     @classmethod
-    def zeros(cls, model: nn.Module, max_side: int = MAX_SIDE, whole: frozenset[str] = frozenset()) -> "KroneckerSums":
+    def zeros(
+        cls, model: nn.Module, max_side: int = MAX_SIDE, whole: frozenset[str] = frozenset()
+    ) -> "KroneckerSums":
         """Return the sums of no samples, for the trainable parameters of a model."""
         parameters = trainable_parameters(model)
         if not parameters:
             raise ValueError("`model` must have a parameter with `requires_grad=True`, got none.")
         owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in parameters}
         sides = {
-            name: matrix_shape(p.shape, kernel=isinstance(owners[name], _ConvNd)) for name, p in parameters.items()
+            name: matrix_shape(p.shape, kernel=isinstance(owners[name], _ConvNd))
+            for name, p in parameters.items()
         }
         tables = {name for name, owner in owners.items() if isinstance(owner, nn.Embedding)}
         like = at_least_float32(next(iter(parameters.values())).detach())
@@ -119,7 +124,9 @@ class KroneckerSums:
             return use.config.get("transposed", False) and term.way in ((), ("TBackward0",))
         return isinstance(use, Embedding) and term.way == ()
 
-    def _add_product(self, name: str, term: Term, gradients: list[Tensor], *, inputs_too: bool) -> None:
+    def _add_product(
+        self, name: str, term: Term, gradients: list[Tensor], *, inputs_too: bool
+    ) -> None:
         """For ``G = Σ_t b_t a_tᵀ``, give ``b bᵀ`` of every score to the rows and ``a aᵀ`` to the columns.
 
         A weight ``[D, C]`` that rows are multiplied by as it is has ``a aᵀ`` in the rows.
@@ -134,7 +141,9 @@ class KroneckerSums:
                 _add_gram(of_inputs, a)
                 self.places[name] += len(a)
 
-    def _add_lookup(self, name: str, use: Use, gradients: list[Tensor], *, inputs_too: bool) -> None:
+    def _add_lookup(
+        self, name: str, use: Use, gradients: list[Tensor], *, inputs_too: bool
+    ) -> None:
         """For ``G = Σ_t e_{x_t} b_tᵀ``, count the indices ``x`` in the rows and give ``b bᵀ`` to the columns."""
         index = use.saved[0].reshape(-1)
         padding = use.config["padding_idx"]

@@ -38,7 +38,14 @@ from torch import Generator, Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_taskinfo._arguments import check_counts
-from lightning_taskinfo._batches import call_on, outputs_of, sample_count, take, tensors, with_targets
+from lightning_taskinfo._batches import (
+    call_on,
+    outputs_of,
+    sample_count,
+    take,
+    tensors,
+    with_targets,
+)
 from lightning_taskinfo._observe import ParamDict, full_precision, observing_parts, parts
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.fisher.backpack import backpack_gradients
@@ -48,7 +55,12 @@ from lightning_taskinfo.fisher.ops import BLOCK, Other
 from lightning_taskinfo.fisher.sharded import gathered_parameters, resharding, sharded
 from lightning_taskinfo.fisher.terms import Contribution, Term, apart, terms
 from lightning_taskinfo.fisher.vjp import Edge, shape_of
-from lightning_taskinfo.functional.likelihood import Labels, Likelihood, as_likelihood, output_scores
+from lightning_taskinfo.functional.likelihood import (
+    Labels,
+    Likelihood,
+    as_likelihood,
+    output_scores,
+)
 
 Engine: TypeAlias = Literal["auto", "hooks", "per_sample", "loop", "backpack"]
 OPTIONS = {
@@ -86,7 +98,9 @@ class Request:
     def __post_init__(self) -> None:
         for name, options in OPTIONS.items():
             if getattr(self, name) not in options:
-                raise ValueError(f"`{name}` must be one of {', '.join(options)}, got {getattr(self, name)!r}.")
+                raise ValueError(
+                    f"`{name}` must be one of {', '.join(options)}, got {getattr(self, name)!r}."
+                )
         check_counts(mc_samples=self.mc_samples, chunk_size=self.chunk_size)
         as_likelihood(self.likelihood)
 
@@ -142,19 +156,27 @@ _KNOWN: "WeakKeyDictionary[nn.Module, Known]" = WeakKeyDictionary()
 
 
 def measure(
-    model: nn.Module, inputs: Any, targets: Tensor | None, request: Request, accumulator: Accumulator
+    model: nn.Module,
+    inputs: Any,
+    targets: Tensor | None,
+    request: Request,
+    accumulator: Accumulator,
 ) -> dict[str, str]:
     """Send the gradients of every sample into ``accumulator``; return which engine served which parameter."""
     observed, n = parts(model), sample_count(inputs)
     if any(isinstance(module, _BatchNorm) and module.training for module in observed.modules):
-        name = next(name for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training)
+        name = next(
+            name for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training
+        )
         raise ValueError(
             f"BatchNorm {name!r} is in train mode, where it mixes the samples of a batch and none has a "
             "gradient of its own; call `model.eval()` first, or measure inside `observing(model)`."
         )
     inputs, targets = with_targets(model, inputs, targets, request.forward_fn)
     if targets is not None and not isinstance(targets, Tensor):
-        raise ValueError(f"`targets` must be a tensor, got {targets if isinstance(targets, str) else type(targets)!r}.")
+        raise ValueError(
+            f"`targets` must be a tensor, got {targets if isinstance(targets, str) else type(targets)!r}."
+        )
     if targets is not None and len(targets) != n:
         raise ValueError(f"`targets` must have one entry a sample ({n}), got {len(targets)}.")
     if request.forward_fn is None:
@@ -167,7 +189,12 @@ class Measurement:
     """One measurement: what is asked, and what has been found out about the model."""
 
     def __init__(
-        self, model: nn.Module, inputs: Any, targets: Tensor | None, request: Request, accumulator: Accumulator
+        self,
+        model: nn.Module,
+        inputs: Any,
+        targets: Tensor | None,
+        request: Request,
+        accumulator: Accumulator,
     ) -> None:
         self.model = model
         self.inputs = inputs
@@ -178,8 +205,12 @@ class Measurement:
         if not self.parameters:
             raise ValueError("`model` must have a parameter with `requires_grad=True`, got none.")
         if unreal := [name for name, p in self.parameters.items() if p.is_complex()]:
-            raise ValueError(f"`model` must have real parameters where it is trained, got complex {unreal[0]!r}.")
-        self.fallback: str = request.engine if request.engine in ("loop", "backpack") else "per_sample"
+            raise ValueError(
+                f"`model` must have real parameters where it is trained, got complex {unreal[0]!r}."
+            )
+        self.fallback: str = (
+            request.engine if request.engine in ("loop", "backpack") else "per_sample"
+        )
         self.from_graph = request.engine in ("auto", "hooks")
         self.engines = dict.fromkeys(self.parameters, "hooks" if self.from_graph else self.fallback)
         self.sharded = sharded(model)
@@ -193,7 +224,9 @@ class Measurement:
         if step > 1 and self.known is None:
             self.known = self._look()
         if self.known is not None and self.request.chunk_size is None:
-            step = -(-n // max(1, round(n / self._affordable(self.known.sizes))))  # chunks of about one size
+            step = -(
+                -n // max(1, round(n / self._affordable(self.known.sizes)))
+            )  # chunks of about one size
         for start in range(0, n, step):
             self._chunk(slice(start, min(start + step, n)))
         return self.engines
@@ -249,7 +282,9 @@ class Measurement:
                 f"got {list(outputs.shape)}."
             )
         if self.from_graph and not outputs.requires_grad:
-            raise ValueError("`model` must return outputs that depend on its trainable parameters by autograd.")
+            raise ValueError(
+                "`model` must return outputs that depend on its trainable parameters by autograd."
+            )
 
     # --- What is known of the model, and what has to be found out
 
@@ -258,7 +293,11 @@ class Measurement:
         if self.sharded:
             return None  # all processes gather shards in step: what one happens to know must not change its passes
         known = _KNOWN.get(self.model)
-        return known if known is not None and known.fits(self.inputs, self.request.forward_fn) else None
+        return (
+            known
+            if known is not None and known.fits(self.inputs, self.request.forward_fn)
+            else None
+        )
 
     def _look(self) -> Known:
         """Run the model on the first sample alone, for the sizes, and for what its outputs are without the others."""
@@ -297,7 +336,9 @@ class Measurement:
         rounds = 1 if self.sharded else 4
         plan = Prover(graph, len(outputs), rounds, self.known.alone).plan()
         for name, p in self.parameters.items():
-            if p.grad is not None:  # by a backward pass inside of an operation, where the graph does not show it
+            if (
+                p.grad is not None
+            ):  # by a backward pass inside of an operation, where the graph does not show it
                 p.grad = None
                 plan.left[name] = "a use that autograd does not see"
         uses = terms(graph, plan)[1]
@@ -319,7 +360,9 @@ class Measurement:
                     alone = self._forward(take(inputs, itemgetter(slice(0, 1))))
             self.mixing = _differ(alone, outputs.detach())
             if self.mixing:
-                warn("The model's outputs for a sample depend on the others of its batch; each is measured alone.")
+                warn(
+                    "The model's outputs for a sample depend on the others of its batch; each is measured alone."
+                )
             elif plan is not None:
                 plan.seen = True
         self.alone = None  # it was the first sample of the first chunk
@@ -327,7 +370,9 @@ class Measurement:
 
     def _one_by_one(self, inputs: Any) -> Tensor:
         with torch.no_grad():
-            singles = (take(inputs, itemgetter(slice(n, n + 1))) for n in range(sample_count(inputs)))
+            singles = (
+                take(inputs, itemgetter(slice(n, n + 1))) for n in range(sample_count(inputs))
+            )
             return torch.cat([self._forward(single) for single in singles])
 
     def _left(self, plan: Plan | None, alone: bool) -> set[str]:
@@ -337,20 +382,28 @@ class Measurement:
         left = {*self.parameters} if plan is None else {*plan.left}
         left |= {name for name, engine in self.engines.items() if engine not in ("hooks",)}
         if left and self.request.engine == "hooks":
-            raise ValueError(f"`engine='hooks'` does not cover {', '.join(sorted(left))}; use `engine='auto'`.")
+            raise ValueError(
+                f"`engine='hooks'` does not cover {', '.join(sorted(left))}; use `engine='auto'`."
+            )
         if left and self.sharded:
-            raise ValueError(f"Hooks do not cover {', '.join(sorted(left))}; other engines need unsharded weights.")
+            raise ValueError(
+                f"Hooks do not cover {', '.join(sorted(left))}; other engines need unsharded weights."
+            )
         self.engines.update(dict.fromkeys(left, self.fallback))
         return left
 
     # --- Where gradients come from, if not from the uses
 
-    def _from_one(self, outputs: Tensor, graph: Graph, samples: slice, scores: list[Tensor], last: bool) -> None:
+    def _from_one(
+        self, outputs: Tensor, graph: Graph, samples: slice, scores: list[Tensor], last: bool
+    ) -> None:
         """Take the gradients of a chunk of one sample with unusual uses, which are those of the batch."""
         reached = {name: self.parameters[name] for name in graph.leaves}
         for i, score in enumerate(scores):
             keep = not last or i < len(scores) - 1
-            found = torch.autograd.grad(outputs, [*reached.values()], score, retain_graph=keep, allow_unused=True)
+            found = torch.autograd.grad(
+                outputs, [*reached.values()], score, retain_graph=keep, allow_unused=True
+            )
             gradients = {name: g for name, g in zip(reached, found, strict=True) if g is not None}
             for name, p in self.parameters.items():
                 if p.grad is not None:  # see `_plan`
@@ -365,7 +418,9 @@ class Measurement:
                 some = slice(samples.start + block, samples.start + block + len(g))
                 self.accumulator.add_gradients(name, some, g.detach())
 
-    def _gradients(self, inputs: Any, score: Tensor, names: set[str]) -> Iterator[tuple[int, ParamDict]]:
+    def _gradients(
+        self, inputs: Any, score: Tensor, names: set[str]
+    ) -> Iterator[tuple[int, ParamDict]]:
         """Yield blocks of per-sample gradients, each with the number of its first sample."""
         if self.fallback == "per_sample":
             step = max(1, 8 * BLOCK // sum(self.parameters[name].numel() for name in names))
@@ -378,7 +433,9 @@ class Measurement:
                 self.fallback = "loop"
                 self.engines.update(dict.fromkeys(names, "loop"))
                 reason = str(error).partition("\n")[0][:80]
-                some = ", ".join(sorted(names)[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
+                some = ", ".join(sorted(names)[:3]) + f" and {len(names) - 3} more" * (
+                    len(names) > 3
+                )
                 warn(
                     f"torch.func cannot run this model ({type(error).__name__}: {reason}): {some} take a backward pass "
                     f"for each of {len(score)} samples; measure fewer where that is too slow (`max_samples`).",
@@ -405,11 +462,15 @@ def backward(
 
     if len(scores) > 1:
         try:
-            with warnings.catch_warnings():  # operations that vmap takes one by one are no slower than without it
+            with (
+                warnings.catch_warnings()
+            ):  # operations that vmap takes one by one are no slower than without it
                 warnings.filterwarnings("ignore", message="There is a performance drop")
                 stacked = once(torch.stack(scores), True, batched=True)
             return [None if b is None else [*b.unbind()] for b in stacked]
-        except Exception:  # of any type, in an operation of the user's; if it is no matter of vmap, it comes again
+        except (
+            Exception
+        ):  # of any type, in an operation of the user's; if it is no matter of vmap, it comes again
             pass
     passes = [once(score, retain_graph or i < len(scores) - 1) for i, score in enumerate(scores)]
     return [None if bs[0] is None else [*bs] for bs in zip(*passes, strict=True)]

@@ -94,13 +94,22 @@ class FisherInformation(Metric, metaclass=ArgumentsByName):
         self.quantity, self.seed, self.drawn = quantity, seed, 0
         self.request = Request(labels, likelihood, mc_samples, None, engine, chunk_size, forward_fn)
         self.shapes: dict[str, torch.Size] = {}
-        zero = torch.zeros((), dtype=torch.float64, device="cpu")  # becomes a vector with the first update
-        self.add_state("total", zero, dist_reduce_fx="sum")  # [parameters], or [weights] for the diagonal
+        zero = torch.zeros(
+            (), dtype=torch.float64, device="cpu"
+        )  # becomes a vector with the first update
+        self.add_state(
+            "total", zero, dist_reduce_fx="sum"
+        )  # [parameters], or [weights] for the diagonal
         self.add_state("squares", zero.clone(), dist_reduce_fx="sum")
         self.add_state("count", zero.clone(), dist_reduce_fx="sum")
 
     def update(
-        self, model: nn.Module, inputs: Any, targets: Tensor | None = None, *, counted: int | None = None
+        self,
+        model: nn.Module,
+        inputs: Any,
+        targets: Tensor | None = None,
+        *,
+        counted: int | None = None,
     ) -> None:
         """Add the samples of a batch.
 
@@ -127,12 +136,18 @@ class FisherInformation(Metric, metaclass=ArgumentsByName):
 
     @property
     def _size(self) -> int:
-        return sum(shape.numel() for shape in self.shapes.values()) if self.quantity == "diagonal" else len(self.shapes)
+        return (
+            sum(shape.numel() for shape in self.shapes.values())
+            if self.quantity == "diagonal"
+            else len(self.shapes)
+        )
 
     def _add(self, sums: Tensor) -> None:
         self.total = self.total + sums.to(self.total)
 
-    def _add_norms(self, model: nn.Module, inputs: Any, targets: Tensor | None, counted: int | None) -> None:
+    def _add_norms(
+        self, model: nn.Module, inputs: Any, targets: Tensor | None, counted: int | None
+    ) -> None:
         sink = Norms(sample_count(inputs))
         measure(model, inputs, targets, self._seeded(model), sink)
         some = next(iter(sink.values.values()))
@@ -145,13 +160,19 @@ class FisherInformation(Metric, metaclass=ArgumentsByName):
         parameters = trainable_parameters(model)
         sink = Diagonal(parameters)
         measure(model, inputs, targets, self._seeded(model), sink)
-        self._add(torch.cat([sink.total(name, p).detach().flatten().double() for name, p in parameters.items()]))
+        self._add(
+            torch.cat(
+                [sink.total(name, p).detach().flatten().double() for name, p in parameters.items()]
+            )
+        )
 
     def _seeded(self, model: nn.Module) -> Request:
         """Return the request with a generator for this update on this process."""
         rank = torch.distributed.get_rank() if self.distributed_available_fn() else 0
         self.drawn += 1  # torchmetrics' own count starts again inside `forward`
-        generator = Generator(next(model.parameters()).device).manual_seed(hash((self.seed, rank, self.drawn)))
+        generator = Generator(next(model.parameters()).device).manual_seed(
+            hash((self.seed, rank, self.drawn))
+        )
         return replace(self.request, generator=generator)
 
     def compute(self) -> FisherEstimate:
@@ -161,13 +182,17 @@ class FisherInformation(Metric, metaclass=ArgumentsByName):
             return FisherEstimate(nan, nan, self.count.long(), {}, {})
         mean, n = self.total / self.count, self.count
         diagonal = self._by_name(mean) if self.quantity == "diagonal" else {}
-        parts = {k: v.sum() for k, v in diagonal.items()} or dict(zip(self.shapes, mean, strict=True))
+        parts = {k: v.sum() for k, v in diagonal.items()} or dict(
+            zip(self.shapes, mean, strict=True)
+        )
         layers: dict[str, Tensor] = {}
         for name, part in parts.items():
             owner = layer_of(name)
             layers[owner] = layers.get(owner, torch.zeros_like(part)) + part
         trace = mean.sum()
-        variance = (self.squares - n * trace.square()).clamp(min=0) / (n - 1)  # 0/0 = NaN for one sample
+        variance = (self.squares - n * trace.square()).clamp(min=0) / (
+            n - 1
+        )  # 0/0 = NaN for one sample
         error = torch.full_like(trace, math.nan) if diagonal else (variance / n).sqrt()
         return FisherEstimate(trace, error, n.long(), layers, diagonal)
 
@@ -188,7 +213,9 @@ class FisherInformation(Metric, metaclass=ArgumentsByName):
         @functools.wraps(compute)
         def shaped() -> FisherEstimate:
             estimate = squeezing()
-            diagonal = {name: part.view(self.shapes[name]) for name, part in estimate.diagonal.items()}
+            diagonal = {
+                name: part.view(self.shapes[name]) for name, part in estimate.diagonal.items()
+            }
             return estimate._replace(diagonal=diagonal)
 
         return shaped
@@ -196,9 +223,14 @@ class FisherInformation(Metric, metaclass=ArgumentsByName):
     def _remember(self, shapes: dict[str, torch.Size]) -> None:
         if self.shapes and shapes != self.shapes:
             changed = sorted({name for name, _ in shapes.items() ^ self.shapes.items()})
-            raise ValueError(f"`model` must have the trainable parameters of the first update, got others: {changed}.")
+            raise ValueError(
+                f"`model` must have the trainable parameters of the first update, got others: {changed}."
+            )
         self.shapes = shapes
 
     def _by_name(self, flat: Tensor) -> ParamDict:
         parts = flat.split([shape.numel() for shape in self.shapes.values()])
-        return {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
+        return {
+            name: part.view(shape)
+            for (name, shape), part in zip(self.shapes.items(), parts, strict=True)
+        }

@@ -150,7 +150,9 @@ class Linear(Use):
     of the output the rows must be.
     """
 
-    shared: tuple[list[Tensor], Tensor] | None = None  # scores, and what weight and bias make of them alike
+    shared: tuple[list[Tensor], Tensor] | None = (
+        None  # scores, and what weight and bias make of them alike
+    )
 
     def fits(self) -> bool:
         return self.rows.merged == 1 and self.rows.axis == self.config["axis"]
@@ -220,7 +222,9 @@ class Linear(Use):
         flat = [self.flat(b) for b in scores]
         step = max(1, BLOCK // math.prod(self.slots[slot].shape))
         blocks = [slice(i, i + step) for i in range(0, len(a), step)]
-        return self._turned(total((b[i].transpose(1, 2) @ a[i]).square_().sum(0) for b in flat for i in blocks))
+        return self._turned(
+            total((b[i].transpose(1, 2) @ a[i]).square_().sum(0) for b in flat for i in blocks)
+        )
 
 
 class Grouped(Use):
@@ -257,7 +261,11 @@ class Elementwise(Use):
         for slot in self.slots:
             sizes = self.config["aligned"][slot]
             rows = sizes[:merged] if merged > 1 else sizes[axis : axis + 1]
-            if len(sizes) != len(self.shape) or any(size != 1 for size in rows) or (merged > 1 and axis):
+            if (
+                len(sizes) != len(self.shape)
+                or any(size != 1 for size in rows)
+                or (merged > 1 and axis)
+            ):
                 return False
         return True
 
@@ -283,14 +291,26 @@ class BatchNorm(Elementwise):
 
     def grads(self, slot: str, b: Tensor) -> Tensor:
         a, (mean, variance, eps) = self.saved[0][: len(b)], self.config["statistics"]
-        if slot != "weight" or not self.rows.one_each or b.dim() < 3 or not a.dtype == b.dtype == mean.dtype:
+        if (
+            slot != "weight"
+            or not self.rows.one_each
+            or b.dim() < 3
+            or not a.dtype == b.dtype == mean.dtype
+        ):
             return super().grads(slot, b)
         n, channels = b.shape[:2]
         # Every channel of every sample is a channel of its own, so that the sums are those of single samples.
         shape, mask = (1, n * channels, *b.shape[2:]), [False, True, False]
-        a, b, mean, variance = a.reshape(shape), b.reshape(shape), mean.repeat(n), variance.repeat(n)
+        a, b, mean, variance = (
+            a.reshape(shape),
+            b.reshape(shape),
+            mean.repeat(n),
+            variance.repeat(n),
+        )
         backward = torch.ops.aten.native_batch_norm_backward
-        return backward(b, a, None, mean, variance, None, None, False, eps, mask)[1].view(n, channels)
+        return backward(b, a, None, mean, variance, None, None, False, eps, mask)[1].view(
+            n, channels
+        )
 
 
 class Embedding(Use):
@@ -304,7 +324,11 @@ class Embedding(Use):
         index = self.rows.samples_first(self.saved[0])
         table, width = self.slots["weight"].shape
         b = self.rows.samples_first(b).reshape(-1, width)
-        sample = torch.arange(len(index), device=b.device).view(-1, *[1] * (index.dim() - 1)).expand_as(index)
+        sample = (
+            torch.arange(len(index), device=b.device)
+            .view(-1, *[1] * (index.dim() - 1))
+            .expand_as(index)
+        )
         pairs = (sample * table + index).reshape(-1)
         padding = self.config["padding_idx"]
         if padding is not None:
@@ -363,12 +387,16 @@ class Other(Use):
         rows = self.rows.rows_first(b)
         numbers = self.rows.index  # [N, rows of a sample]
         if numbers is None:
-            numbers = self.rows.samples_first(torch.arange(len(rows), device=b.device).view(self._as_rows(b)))
+            numbers = self.rows.samples_first(
+                torch.arange(len(rows), device=b.device).view(self._as_rows(b))
+            )
             numbers = numbers.reshape(len(numbers), -1)
         step = max(1, 4 * BLOCK // max(1, b.numel(), math.prod(self.slots[slot].shape)))
         for i in range(0, len(numbers), step):
             some = numbers[i : i + step]
-            parts = rows.new_zeros(len(some), len(rows) + 1, *rows.shape[1:])  # one more, for no row
+            parts = rows.new_zeros(
+                len(some), len(rows) + 1, *rows.shape[1:]
+            )  # one more, for no row
             sample = torch.arange(len(some), device=b.device).unsqueeze(1)
             parts[sample, some] = torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])[some]
             parts = parts[:, :-1]

@@ -13,10 +13,22 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from lightning_taskinfo.fisher.conv import Conv
-from lightning_taskinfo.fisher.ops import BatchNorm, Elementwise, Embedding, Grouped, Linear, Other, Rows, Slot, Use
+from lightning_taskinfo.fisher.ops import (
+    BatchNorm,
+    Elementwise,
+    Embedding,
+    Grouped,
+    Linear,
+    Other,
+    Rows,
+    Slot,
+    Use,
+)
 from lightning_taskinfo.fisher.vjp import Edge, shape_of
 
-Inputs = dict[int, torch.Size]  # shapes of the weights, by their places among the operation's inputs
+Inputs = dict[
+    int, torch.Size
+]  # shapes of the weights, by their places among the operation's inputs
 Reading = tuple[type[Use], dict[str, int], tuple[Tensor, ...], dict[str, Any]]
 
 
@@ -29,7 +41,11 @@ def read(node: Node, sources: dict[int, Edge], rows: Rows) -> list[Use]:
         rows: Which sample each row of its output belongs to.
     """
     shape = shape_of(node)
-    if type(node).__name__ == "NativeBatchNormBackward0" and node._saved_training and rows.axis == 0:  # type: ignore[attr-defined]
+    if (
+        type(node).__name__ == "NativeBatchNormBackward0"
+        and node._saved_training
+        and rows.axis == 0
+    ):  # type: ignore[attr-defined]
         raise ValueError(
             "BatchNorm that normalises with the statistics of the batch mixes the samples, so that none has a gradient "
             "of its own; use running statistics: `model.eval()` and `track_running_stats=True`."
@@ -155,7 +171,11 @@ def _index_select(node: Any, inputs: Inputs) -> list[Reading]:
 
 
 def _layer_norm(node: Any, inputs: Inputs) -> list[Reading]:
-    x, mean, scale = node._saved_input.detach(), node._saved_result1.detach(), node._saved_result2.detach()
+    x, mean, scale = (
+        node._saved_input.detach(),
+        node._saved_result1.detach(),
+        node._saved_result2.detach(),
+    )
     size = list(node._saved_normalized_shape)
     aligned = [1] * (x.dim() - len(size)) + size
     return _scale_and_shift(inputs, aligned, lambda: (x - mean).mul_(scale))
@@ -168,11 +188,19 @@ def _rms_norm(node: Any, inputs: Inputs) -> list[Reading]:
 
 
 def _group_norm(node: Any, inputs: Inputs) -> list[Reading]:
-    x, mean, scale = node._saved_input.detach(), node._saved_result1.detach(), node._saved_result2.detach()
+    x, mean, scale = (
+        node._saved_input.detach(),
+        node._saved_result1.detach(),
+        node._saved_result2.detach(),
+    )
     groups = (x.shape[0], node._saved_group, -1)
 
     def normalised() -> Tensor:
-        return (x.reshape(groups) - mean.view(*groups[:2], 1)).mul_(scale.view(*groups[:2], 1)).view(x.shape)
+        return (
+            (x.reshape(groups) - mean.view(*groups[:2], 1))
+            .mul_(scale.view(*groups[:2], 1))
+            .view(x.shape)
+        )
 
     return _scale_and_shift(inputs, _channels(x), normalised)
 
@@ -182,8 +210,14 @@ def _batch_norm(node: Any, inputs: Inputs) -> list[Reading]:
     shape = (1, -1, *[1] * (x.dim() - 2))
     if node._saved_training:
         mean, scale = node._saved_result1.detach(), node._saved_result2.detach()
-        return _scale_and_shift(inputs, aligned, lambda: (x - mean.view(shape)).mul_(scale.view(shape)))
-    mean, variance, eps = node._saved_running_mean.detach(), node._saved_running_var.detach(), node._saved_eps
+        return _scale_and_shift(
+            inputs, aligned, lambda: (x - mean.view(shape)).mul_(scale.view(shape))
+        )
+    mean, variance, eps = (
+        node._saved_running_mean.detach(),
+        node._saved_running_var.detach(),
+        node._saved_eps,
+    )
 
     def normalised() -> Tensor:
         return (x - mean.view(shape)).mul_((variance + eps).rsqrt().view(shape))
@@ -192,7 +226,9 @@ def _batch_norm(node: Any, inputs: Inputs) -> list[Reading]:
     return [(BatchNorm, places, (x,), {**config, "statistics": (mean, variance, eps)})]
 
 
-def _scale_and_shift(inputs: Inputs, aligned: list[int], normalised: Callable[[], Tensor]) -> list[Reading]:
+def _scale_and_shift(
+    inputs: Inputs, aligned: list[int], normalised: Callable[[], Tensor]
+) -> list[Reading]:
     """A normalisation: what its weight scales is computed when it is asked for."""
     if 0 in inputs:
         return []
@@ -229,7 +265,11 @@ def _expand(node: Any, inputs: Inputs) -> list[Reading]:
 
 
 def _broadcast(
-    node: Any, inputs: Inputs, place: int, factor: Callable[[], Tensor] | None = None, scale: float = 1
+    node: Any,
+    inputs: Inputs,
+    place: int,
+    factor: Callable[[], Tensor] | None = None,
+    scale: float = 1,
 ) -> Reading:
     """Read an operation on each entry, with a weight that is broadcast."""
     size, key = inputs[place], str(place)

@@ -45,7 +45,9 @@ def resharding(model: nn.Module) -> Iterator[None]:
 
 
 def _gathered(model: nn.Module, parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    owners: dict[str, Any] = {name: model.get_submodule(name.rpartition(".")[0])._parameters for name in parameters}
+    owners: dict[str, Any] = {
+        name: model.get_submodule(name.rpartition(".")[0])._parameters for name in parameters
+    }
     for shard in _fsdp_modules(model):
         shard.unshard()
         for name, owner in owners.items():
@@ -55,9 +57,13 @@ def _gathered(model: nn.Module, parameters: dict[str, nn.Parameter]) -> dict[str
         shard.reshard()
     for name, p in parameters.items():
         if _is_shard(p):
-            raise ValueError(f"`model` must be sharded by `fully_shard` alone, got {name!r} sharded in another way.")
+            raise ValueError(
+                f"`model` must be sharded by `fully_shard` alone, got {name!r} sharded in another way."
+            )
         if p.dtype in (torch.float16, torch.bfloat16):
-            raise ValueError(f"`model` must gather its shards in float32 or better, got {name!r} in {p.dtype}.")
+            raise ValueError(
+                f"`model` must gather its shards in float32 or better, got {name!r} in {p.dtype}."
+            )
     return parameters
 
 
@@ -67,4 +73,8 @@ def _is_shard(parameter: nn.Parameter) -> bool:
 
 def _fsdp_modules(model: nn.Module) -> list[Any]:
     fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: nothing is sharded by it
-    return [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)] if fsdp else []
+    return (
+        [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
+        if fsdp
+        else []
+    )

@@ -87,14 +87,20 @@ class StepGraph:
         """
         if len(self.losses) != 1:
             known = ", ".join(kind.removesuffix("Backward0") for kind in LOSSES)
-            raise ValueError(f"the training step must compute one loss of {known}, got {len(self.losses)}")
+            raise ValueError(
+                f"the training step must compute one loss of {known}, got {len(self.losses)}"
+            )
         (node,) = self.losses
         with torch.no_grad():
             losses, counted, seen = LOSSES[type(node).__name__](node)
             if losses.dim() == 0 or len(losses) % samples or not losses.numel():
-                raise ValueError(f"the loss must have rows for {samples} samples, got {list(losses.shape)}")
+                raise ValueError(
+                    f"the loss must have rows for {samples} samples, got {list(losses.shape)}"
+                )
             if targets is not None and not _same_order(seen, targets, samples):
-                raise ValueError("the loss must see the targets of the batch in their order, got others")
+                raise ValueError(
+                    "the loss must see the targets of the batch in their order, got others"
+                )
             rows, counted = losses.reshape(samples, -1), counted.reshape(samples, -1)
             return torch.where(counted, rows, 0).sum(1) / counted.sum(1)
 
@@ -131,7 +137,9 @@ def full_precision(x: Tensor) -> Tensor:
 def _nll(node: Any) -> Rows:
     target, ignored = node._saved_target, node._saved_ignore_index
     ignored = ignored - 2**64 if ignored >= 2**63 else ignored  # it is shown without its sign
-    losses = F.nll_loss(full_precision(node._saved_self), target, reduction="none", ignore_index=ignored)
+    losses = F.nll_loss(
+        full_precision(node._saved_self), target, reduction="none", ignore_index=ignored
+    )
     return losses, target != ignored, target
 
 
@@ -192,7 +200,11 @@ def rows_are_samples(root: Root, edges: Sequence[GradientEdge], samples: int) ->
     by_row = factors.repeat_interleave(len(plain) // samples).view(-1, *[1] * (plain.dim() - 1))
     first, second = (
         torch.autograd.grad(
-            [root.edge], edges, [seed.to(root.device, root.dtype)], retain_graph=True, allow_unused=True
+            [root.edge],
+            edges,
+            [seed.to(root.device, root.dtype)],
+            retain_graph=True,
+            allow_unused=True,
         )
         for seed in (plain, by_row * plain)
     )

@@ -15,7 +15,9 @@ from lightning_taskinfo.fisher import calls
 def _batch_norm(m: Any, x: Tensor) -> calls.Call:
     if not (m.training or m.running_mean is None):
         return calls.batch_norm(x, m.running_mean, m.running_var, m.weight, m.bias, eps=m.eps)
-    normalised: Callable[[Tensor], Tensor] = lambda a: F.batch_norm(a, None, None, None, None, True, 0.0, m.eps)  # noqa: E731
+    normalised: Callable[[Tensor], Tensor] = lambda a: F.batch_norm(
+        a, None, None, None, None, True, 0.0, m.eps
+    )  # noqa: E731
     return calls._scale_and_shift(x, m.weight, m.bias, normalised)
 
 
@@ -26,7 +28,9 @@ def _instance_norm(m: Any, x: Tensor) -> calls.Call:
 
 READERS: dict[type[nn.Module], Callable[[Any, Tensor], calls.Call | None]] = {
     nn.Linear: lambda m, x: calls.linear(x, m.weight, m.bias),
-    _ConvNd: lambda m, x: calls.conv(x, m.weight, m.bias, m.stride, m.padding, m.dilation, m.groups),
+    _ConvNd: lambda m, x: calls.conv(
+        x, m.weight, m.bias, m.stride, m.padding, m.dilation, m.groups
+    ),
     _InstanceNorm: _instance_norm,
     _BatchNorm: _batch_norm,
     nn.GroupNorm: lambda m, x: calls.group_norm(x, m.num_groups, m.weight, m.bias, m.eps),
@@ -59,7 +63,9 @@ def trained_layers(model: nn.Module) -> Trained:
     """
     compiled = [name for name, module in model.named_modules() if _compiled(module)]
     if compiled:
-        raise ValueError(f"The training step of a compiled module cannot be read, got {compiled[0] or 'the model'!r}.")
+        raise ValueError(
+            f"The training step of a compiled module cannot be read, got {compiled[0] or 'the model'!r}."
+        )
     owners: dict[int, str] = {}
     found = Trained({}, {})
     readable: tuple[type[nn.Module], ...] = tuple(READERS)
@@ -103,7 +109,9 @@ def _odd(module: nn.Module, parameter: str) -> str | None:
     if parameter not in ("weight", "bias"):
         return ", from which another weight is computed"
     methods = [name for name in ("forward", "_conv_forward") if hasattr(module, name)]
-    own = any(name in vars(module) or not _from_torch(getattr(type(module), name)) for name in methods)
+    own = any(
+        name in vars(module) or not _from_torch(getattr(type(module), name)) for name in methods
+    )
     return " with a `forward` of its own" if own else None
 
 

@@ -60,7 +60,11 @@ class Term:
         use = self.use
         if isinstance(use, Embedding) and self.way == ():
             return use.lookups(b)
-        if not isinstance(use, Linear) or self.slot != "weight" or self.way not in ((), ("TBackward0",)):
+        if (
+            not isinstance(use, Linear)
+            or self.slot != "weight"
+            or self.way not in ((), ("TBackward0",))
+        ):
             return None
         pair = (use.flat(b), use.inputs())
         left, right = (x if x.dim() == 3 else x.unsqueeze(1) for x in pair)
@@ -71,7 +75,9 @@ class Term:
 class Contribution:
     """The gradients of one parameter from all its uses, for some scores."""
 
-    def __init__(self, terms: list[Term], gradients: list[list[Tensor] | None], apart: bool) -> None:
+    def __init__(
+        self, terms: list[Term], gradients: list[list[Tensor] | None], apart: bool
+    ) -> None:
         reached = [(term, gradients[term.operation]) for term in terms]
         self.parts = [(term, scores) for term, scores in reached if scores is not None]
         self.shape = shape_of(terms[0].leaf.node)
@@ -84,13 +90,17 @@ class Contribution:
             return total([term.use.norms(term.slot, scores) for term, scores in self.parts])
         if self._factored:
             return total(self._factored_norms(i) for i in range(self._scores))
-        return total(torch.cat([squared_norms(g) for g in self._summed(i)]) for i in range(self._scores))
+        return total(
+            torch.cat([squared_norms(g) for g in self._summed(i)]) for i in range(self._scores)
+        )
 
     def diagonal(self) -> Tensor:
         """Return the squared gradients, summed over samples and scores."""
         if self.separate:
             squares = ((term, term.use.diagonal(term.slot, scores)) for term, scores in self.parts)
-            return total(s if term.way == () else vjp(term.source, term.leaf, s) for term, s in squares)
+            return total(
+                s if term.way == () else vjp(term.source, term.leaf, s) for term, s in squares
+            )
         return total(g.square().sum(0) for i in range(self._scores) for g in self._summed(i))
 
     @property
@@ -219,9 +229,15 @@ def terms(graph: Graph, plan: Plan) -> tuple[list[Edge], dict[str, list[Term]]]:
     edges: list[Edge] = []
     by_name: dict[str, list[Term]] = {}
     for number, places, rows in plan.uses:
-        sources = {place: Edge(graph.nodes[source], output) for place, (source, output) in places.items()}
+        sources = {
+            place: Edge(graph.nodes[source], output) for place, (source, output) in places.items()
+        }
         node = graph.nodes[number]
-        wanted = {place: edge for place, edge in sources.items() if graph.roots(edge.node) - plan.left.keys()}
+        wanted = {
+            place: edge
+            for place, edge in sources.items()
+            if graph.roots(edge.node) - plan.left.keys()
+        }
         if not wanted:
             continue
         for use in read(node, wanted, rows):
@@ -230,7 +246,9 @@ def terms(graph: Graph, plan: Plan) -> tuple[list[Edge], dict[str, list[Term]]]:
                 way = way_to_leaf(source)
                 for name in graph.roots(source.node):
                     leaf = Edge(graph.leaves[name], 0)
-                    by_name.setdefault(name, []).append(Term(use, slot, len(edges), source, leaf, way))
+                    by_name.setdefault(name, []).append(
+                        Term(use, slot, len(edges), source, leaf, way)
+                    )
         edges.append(Edge(node, 0))
     return edges, {name: found for name, found in by_name.items() if name not in plan.left}
 

@@ -18,11 +18,26 @@ from lightning_taskinfo._observe import ParamDict, is_observing
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.fisher.ops import Slot, Use
 from lightning_taskinfo.fisher.sharded import gathered_parameters, sharded
-from lightning_taskinfo.fisher.step_graph import Consumer, Root, StepGraph, full_precision, rows_are_samples
+from lightning_taskinfo.fisher.step_graph import (
+    Consumer,
+    Root,
+    StepGraph,
+    full_precision,
+    rows_are_samples,
+)
 from lightning_taskinfo.fisher.step_layers import reader, trained_layers
 
-SEQUENCES = (nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Embedding)  # whose outputs may have the samples behind time
-SHARED = {"AddBackward0", "SubBackward0", "ExpandBackward0"}  # what may give all samples the same weight
+SEQUENCES = (
+    nn.Linear,
+    nn.LayerNorm,
+    nn.RMSNorm,
+    nn.Embedding,
+)  # whose outputs may have the samples behind time
+SHARED = {
+    "AddBackward0",
+    "SubBackward0",
+    "ExpandBackward0",
+}  # what may give all samples the same weight
 
 
 class StepRecorder:
@@ -44,7 +59,9 @@ class StepRecorder:
         ValueError: If a parameter cannot be read or belongs to two layers, or a module is compiled; by name.
     """
 
-    proving: ClassVar[bool] = False  # whether a backward pass is one of a recorder's own, which none may read
+    proving: ClassVar[bool] = (
+        False  # whether a backward pass is one of a recorder's own, which none may read
+    )
 
     def __init__(self, model: nn.Module, max_samples: int) -> None:
         self.model = model
@@ -102,7 +119,9 @@ class StepRecorder:
     def _let_go(self) -> None:
         """Hold nothing of the graph."""
         self.edges: dict[str, GradientEdge] = {}  # where gradients of outputs pass by
-        self.lookups: dict[str, tuple[Tensor, torch.Size]] = {}  # made once for all samples: numbers, and the output
+        self.lookups: dict[
+            str, tuple[Tensor, torch.Size]
+        ] = {}  # made once for all samples: numbers, and the output
         self.root: Root | None = None  # the last layer
         self.shapes: list[torch.Size] = []
 
@@ -129,9 +148,16 @@ class StepRecorder:
             self.lookups[name] = x, shape
             return
         self.root = Root(edge, shape, output.dtype, output.device)
-        if len(shape) > 2 and shape[1] == self.batch_size > 1 and isinstance(module, SEQUENCES) and not self.warned:
+        if (
+            len(shape) > 2
+            and shape[1] == self.batch_size > 1
+            and isinstance(module, SEQUENCES)
+            and not self.warned
+        ):
             self.warned = True
-            warn(f"Layer {name!r} has outputs {list(shape)}, with the samples on axis 0 or 1; axis 0 is taken.")
+            warn(
+                f"Layer {name!r} has outputs {list(shape)}, with the samples on axis 0 or 1; axis 0 is taken."
+            )
         held = [x]  # until it was read, so that its memory is free when it would be without us
         number = edge.output_nr
 
@@ -139,7 +165,9 @@ class StepRecorder:
             if StepRecorder.proving:
                 return
             if not held:
-                self.problem = self.problem or f"the backward pass came by layer {name!r} more than once"
+                self.problem = (
+                    self.problem or f"the backward pass came by layer {name!r} more than once"
+                )
                 return
             x, b = held.pop(), gradients[number]
             if x._version != version:
@@ -147,7 +175,9 @@ class StepRecorder:
             elif b is not None:
                 self._add_safely(name, module, x, b if b.shape == shape else b.reshape(shape))
 
-        edge.node.register_prehook(read)  # which has no part of the graph: it would keep itself alive
+        edge.node.register_prehook(
+            read
+        )  # which has no part of the graph: it would keep itself alive
 
     def _once(self, name: str, module: nn.Module, output: Tensor) -> GradientEdge | None:
         """Return where the output's gradient comes by, or note what speaks against reading it."""
@@ -156,8 +186,12 @@ class StepRecorder:
         rows = len(output)
         if name in self.seen:
             self.problem = f"layer {name!r} was called more than once in the training step"
-        elif rows != self.batch_size and not _for_all_samples(module, output.shape, self.batch_size):
-            self.problem = f"layer {name!r} had {rows} rows of outputs for {self.batch_size} samples"
+        elif rows != self.batch_size and not _for_all_samples(
+            module, output.shape, self.batch_size
+        ):
+            self.problem = (
+                f"layer {name!r} had {rows} rows of outputs for {self.batch_size} samples"
+            )
         elif node is None:
             self.problem = f"layer {name!r} had a part of a tensor as output"
         self.seen.add(name)
@@ -191,7 +225,9 @@ class StepRecorder:
             users = graph.users(graph.leaves.get(id(p)))
             self._read_where_met(name, users, p.shape, None)
 
-    def _read_where_met(self, name: str, users: list[Consumer], shape: torch.Size, numbers: Tensor | None) -> None:
+    def _read_where_met(
+        self, name: str, users: list[Consumer], shape: torch.Size, numbers: Tensor | None
+    ) -> None:
         if len(users) != 1 or users[0].node.name() not in SHARED:
             kinds = ", ".join(user.node.name() for user in users) or "nothing"
             self.problem = f"{name!r} must be added to the samples once, got {kinds}"
@@ -211,13 +247,17 @@ class StepRecorder:
             pending.clear()
             aligned = [*[1] * (b.dim() - len(shape)), *shape]
             if b.shape[0] != self.batch_size or aligned[0] != 1:
-                self.problem = f"{name!r} must be added to {self.batch_size} samples, got {list(b.shape)}"
+                self.problem = (
+                    f"{name!r} must be added to {self.batch_size} samples, got {list(b.shape)}"
+                )
                 return
             b = alpha * b
             if numbers is None:
                 self._add_raw(name, b, aligned)
             elif [1, *b.shape[1:]] != aligned:
-                self.problem = f"{name!r} must be added to the samples as it is, got {list(b.shape)}"
+                self.problem = (
+                    f"{name!r} must be added to the samples as it is, got {list(b.shape)}"
+                )
             else:
                 everywhere = numbers.reshape(b.shape[1:-1]).expand(b.shape[:-1])
                 self._add_safely(name, self.layers[name], everywhere, b)
@@ -268,9 +308,13 @@ class StepRecorder:
 
     def _use(self, name: str, module: nn.Module, x: Tensor, b: Tensor) -> Use | None:
         """Return what the layer did; the same as at the step before where only the values of its input are others."""
-        whole = isinstance(module, _BatchNorm) and not isinstance(module, _InstanceNorm)  # needs the whole batch
+        whole = isinstance(module, _BatchNorm) and not isinstance(
+            module, _InstanceNorm
+        )  # needs the whole batch
         x = full_precision(x if whole else x.narrow(0, self.first, self.count))
-        owned = {slot: p for slot, p in module._parameters.items() if p is not None and p.requires_grad}
+        owned = {
+            slot: p for slot, p in module._parameters.items() if p is not None and p.requires_grad
+        }
         key = (x.shape, b.shape, *owned)
         if name in self.uses and self.uses[name][0] == key:
             use = self.uses[name][1]
@@ -291,7 +335,10 @@ class StepRecorder:
 
     def _add_linear(self, name: str, layer: nn.Linear, a: Tensor, b: Tensor) -> None:
         """Use the rank of ``b aᵀ``: its squared norm is the product of two."""
-        weight, bias = layer._parameters["weight"], layer._parameters["bias"]  # quicker than as attributes
+        weight, bias = (
+            layer._parameters["weight"],
+            layer._parameters["bias"],
+        )  # quicker than as attributes
         outputs = torch.linalg.vecdot(b, b)
         if bias is not None and bias.requires_grad:
             self.norms[f"{name}.bias"] = outputs
@@ -323,7 +370,10 @@ class _Hook:
                 recorder.problem = f"layer {self.name!r} was given its input by keyword"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (nullcontext(), "__exit__")  # takes anything, does nothing, and is there without this package
+        return getattr, (
+            nullcontext(),
+            "__exit__",
+        )  # takes anything, does nothing, and is there without this package
 
 
 def _for_all_samples(module: nn.Module, shape: torch.Size, batch_size: int) -> bool:
@@ -334,7 +384,11 @@ def _for_all_samples(module: nn.Module, shape: torch.Size, batch_size: int) -> b
 
 
 def _no_autocast(device_type: str) -> AbstractContextManager[Any]:
-    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
+    return (
+        torch.autocast(device_type, enabled=False)
+        if torch.is_autocast_enabled(device_type)
+        else nullcontext()
+    )
 
 
 def written(output: Tensor) -> Tensor | None:

@@ -25,7 +25,9 @@ def vjp(output: Edge, source: Edge, gradient: Tensor) -> Tensor:
     """Pull one gradient back from ``output`` to ``source``, through whatever lies between the two."""
     if output == source:
         return gradient
-    (pulled,) = torch.autograd.grad([output], [source], [gradient], retain_graph=True, allow_unused=True)
+    (pulled,) = torch.autograd.grad(
+        [output], [source], [gradient], retain_graph=True, allow_unused=True
+    )
     return gradient.new_zeros(shape_of(source.node, source.output_nr)) if pulled is None else pulled
 
 
@@ -34,12 +36,21 @@ def batched_vjp(output: Edge, source: Edge, gradients: Tensor) -> Tensor:
     if output == source:
         return gradients
     try:
-        with warnings.catch_warnings():  # operations that vmap takes one by one are no slower than without it
+        with (
+            warnings.catch_warnings()
+        ):  # operations that vmap takes one by one are no slower than without it
             warnings.filterwarnings("ignore", message="There is a performance drop")
             (pulled,) = torch.autograd.grad(
-                [output], [source], [gradients], retain_graph=True, allow_unused=True, is_grads_batched=True
+                [output],
+                [source],
+                [gradients],
+                retain_graph=True,
+                allow_unused=True,
+                is_grads_batched=True,
             )
-    except Exception:  # of any type, in an operation of the user's; if it is no matter of vmap, it comes again
+    except (
+        Exception
+    ):  # of any type, in an operation of the user's; if it is no matter of vmap, it comes again
         return torch.stack([vjp(output, source, gradient) for gradient in gradients])
     if pulled is None:
         return gradients.new_zeros(len(gradients), *shape_of(source.node, source.output_nr))

@@ -16,12 +16,20 @@ _RULES = {  # argument -> (is it right?, the rule in words)
 
 def checked(**values: Tensor | float) -> list[Tensor]:
     """Return the arguments as tensors of one dtype, broadcast against each other, or say which one is wrong."""
-    floats = [value for value in values.values() if isinstance(value, Tensor) and value.is_floating_point()]
+    floats = [
+        value
+        for value in values.values()
+        if isinstance(value, Tensor) and value.is_floating_point()
+    ]
     dtype = torch.get_default_dtype()
-    for number, value in enumerate(floats):  # numbers take the tensors' dtype, and are never rounded to a smaller one
+    for number, value in enumerate(
+        floats
+    ):  # numbers take the tensors' dtype, and are never rounded to a smaller one
         dtype = value.dtype if number == 0 else torch.promote_types(dtype, value.dtype)
     device = next((value.device for value in values.values() if isinstance(value, Tensor)), None)
-    tensors = {name: torch.as_tensor(value, dtype=dtype, device=device) for name, value in values.items()}
+    tensors = {
+        name: torch.as_tensor(value, dtype=dtype, device=device) for name, value in values.items()
+    }
     for name, tensor in tensors.items():
         is_right, rule = _RULES[name]
         if not (right := is_right(tensor)).all():
@@ -35,7 +43,9 @@ def noise_risk(gamma: Tensor, sigma: Tensor, dimension: int | None = None) -> Te
         raise ValueError(f"`dimension` must be at least 1, got {dimension}.")
     sample = 0.0 if dimension is None else 1 / dimension
     gap = (1 - gamma).abs() - sample
-    gain = torch.where(gap > 1e-3 * sample, gamma.clamp(max=1) / gap, torch.inf)  # gamma·d is whole but for rounding
+    gain = torch.where(
+        gap > 1e-3 * sample, gamma.clamp(max=1) / gap, torch.inf
+    )  # gamma·d is whole but for rounding
     return torch.where(sigma == 0, 0.0, sigma.square() * gain)
 
 
@@ -50,7 +60,9 @@ def layer_product(gamma: Tensor, sigma: Tensor, depth: int, dimension: int | Non
     u = (1 - gamma).clamp(min=0)
     s = gamma.clamp(max=1) + noise_risk(gamma, sigma, dimension)
     x = u + s.pow(1 / depth)
-    for _ in range(60):  # quadratic near the root; far from it a step shrinks the error by at least (L-1)/L
+    for _ in range(
+        60
+    ):  # quadratic near the root; far from it a step shrinks the error by at least (L-1)/L
         value = x.pow(depth - 1) * (x - u) - s
         slope = depth * x.pow(depth - 1) - (depth - 1) * u * x.pow(depth - 2)
         x = torch.where(s.isfinite(), x - value / slope, torch.inf)
@@ -64,7 +76,9 @@ def ridge_moments(n: Tensor, ridge: Tensor) -> tuple[Tensor, Tensor]:
     """
     finite = n.isfinite()
     m, penalty = torch.where(finite, n, 3.0).double(), ridge.double()
-    unit = torch.linspace(0, 1, 1001, dtype=torch.float64, device=n.device).reshape(-1, *[1] * n.dim())
+    unit = torch.linspace(0, 1, 1001, dtype=torch.float64, device=n.device).reshape(
+        -1, *[1] * n.dim()
+    )
     # The density of log q falls off like exp(n t / 2) on the left, and faster than a Gaussian on the right.
     right = 12 * (2 / m).sqrt()
     t = right - unit * (80 / m + 2 * right)  # log(q / n), [points, ...]
@@ -74,4 +88,6 @@ def ridge_moments(n: Tensor, ridge: Tensor) -> tuple[Tensor, Tensor]:
     gain = (weight * q / (q + penalty).square()).sum(0) / m
     gain = torch.where(penalty == 0, 1 / (m - 2), gain)
     limit = (penalty / (1 + penalty)).square()
-    return torch.where(finite, shrunk, limit).to(n.dtype), torch.where(finite, gain, 0.0).to(n.dtype)
+    return torch.where(finite, shrunk, limit).to(n.dtype), torch.where(finite, gain, 0.0).to(
+        n.dtype
+    )

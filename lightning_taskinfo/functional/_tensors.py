@@ -9,7 +9,9 @@ def check_finite(argument: str, tensor: Tensor) -> None:
     # A sum is far cheaper than a look at every value, and finite only where all of them are.
     if not (torch.isfinite(tensor.sum()) or torch.isfinite(tensor).all()):
         count = int((~torch.isfinite(tensor)).sum())
-        raise ValueError(f"`{argument}` must be finite, got {count} values that are not: clean the data.")
+        raise ValueError(
+            f"`{argument}` must be finite, got {count} values that are not: clean the data."
+        )
 
 
 def check_same_shape(outputs: Tensor, targets: Tensor | None) -> None:
@@ -33,4 +35,6 @@ def look_like_probabilities(outputs: Tensor) -> bool:
         (True, False)
     """
     rows = outputs.detach().float()
-    return bool(rows.shape[-1] > 1 and (rows >= 0).all() and ((rows.sum(-1) - 1).abs() < 0.01).all())
+    return bool(
+        rows.shape[-1] > 1 and (rows >= 0).all() and ((rows.sum(-1) - 1).abs() < 0.01).all()
+    )

@@ -18,7 +18,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_taskinfo.functional._deep_linear import checked, layer_product, noise_risk, ridge_moments
+from lightning_taskinfo.functional._deep_linear import (
+    checked,
+    layer_product,
+    noise_risk,
+    ridge_moments,
+)
 
 
 class NegativeTransfer(NamedTuple):
@@ -35,7 +40,9 @@ class NegativeTransfer(NamedTuple):
     onset: Tensor
 
 
-def scratch_risk(gamma: Tensor | float, sigma: Tensor | float, *, dimension: int | None = None) -> Tensor:
+def scratch_risk(
+    gamma: Tensor | float, sigma: Tensor | float, *, dimension: int | None = None
+) -> Tensor:
     r"""Risk of the minimum-norm solution, which is what a deep linear network learns from scratch.
 
     .. math:: R_{sc} = (1-\gamma)_+ + \sigma^2\, \frac{\min(\gamma, 1)}{|1-\gamma|}
@@ -144,7 +151,9 @@ def fine_tuning_risk(
     return scratch_risk(gamma, sigma, dimension=dimension) + shift
 
 
-def fine_tuning_risk_noiseless(theta: Tensor | float, gamma: Tensor | float, sigma: Tensor | float) -> Tensor:
+def fine_tuning_risk_noiseless(
+    theta: Tensor | float, gamma: Tensor | float, sigma: Tensor | float
+) -> Tensor:
     r"""Risk of fine-tuning as [Tahir2024]_ print it, which is right for :math:`\sigma = 0` only.
 
     .. math:: R_{sc} + (1-\gamma)_+ (1 - 2\cos\theta)
@@ -170,7 +179,9 @@ def fine_tuning_risk_noiseless(theta: Tensor | float, gamma: Tensor | float, sig
     return fine_tuning_risk(theta, gamma, sigma, depth=1)
 
 
-def linear_transferability(theta: Tensor | float, gamma: Tensor | float, sigma: Tensor | float) -> Tensor:
+def linear_transferability(
+    theta: Tensor | float, gamma: Tensor | float, sigma: Tensor | float
+) -> Tensor:
     r"""What linear transfer gains over scratch, :math:`T = R_{sc} - R_{lt}`, as :math:`n \to \infty` at fixed gamma.
 
     .. math:: T_{lt} = (1-\gamma)_+ + \sigma^2\,\frac{\min(\gamma, 1)}{|1-\gamma|} - \sin^2\theta
@@ -288,11 +299,17 @@ def negative_transfer_interval(theta: Tensor | float, sigma: Tensor | float) -> 
     cos = theta.cos().abs()
     total = 1 + cos.square() - sigma.square()  # sum of the two roots; their product is cos²
     # (total - 2cos)(total + 2cos), factored so that it is exactly positive up to the interval's vanishing
-    root = (((1 - cos).square() - sigma.square()) * ((1 + cos).square() - sigma.square())).clamp(min=0).sqrt()
+    root = (
+        (((1 - cos).square() - sigma.square()) * ((1 + cos).square() - sigma.square()))
+        .clamp(min=0)
+        .sqrt()
+    )
     upper = 0.5 * (total + root)
     lower = cos.square() / upper  # without the cancellation of total - root
     exists = sigma < 1 - cos
     nan = torch.full_like(upper, torch.nan)
     onset = torch.where(sigma == 0, 1.0, 1 + sigma.square() / theta.sin().square())
     parallel = torch.where(theta.sin().abs() < 1e-7, torch.inf, onset)
-    return NegativeTransfer(torch.where(exists, lower, nan), torch.where(exists, upper, nan), parallel)
+    return NegativeTransfer(
+        torch.where(exists, lower, nan), torch.where(exists, upper, nan), parallel
+    )

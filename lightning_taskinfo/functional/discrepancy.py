@@ -55,7 +55,9 @@ def gaussian_kernel(a: Tensor, b: Tensor, widths: Tensor) -> Tensor:
     return exponents.exp().mean(-1)
 
 
-def mk_mmd(source: Tensor, target: Tensor, *, widths: Sequence[float] | Tensor | None = None) -> Tensor:
+def mk_mmd(
+    source: Tensor, target: Tensor, *, widths: Sequence[float] | Tensor | None = None
+) -> Tensor:
     r"""Unbiased estimate of the squared maximum mean discrepancy under a mean of Gaussian kernels.
 
     .. math::
@@ -86,7 +88,9 @@ def mk_mmd(source: Tensor, target: Tensor, *, widths: Sequence[float] | Tensor |
     """
     for argument, samples in (("source", source), ("target", target)):
         if samples.ndim != 2 or len(samples) < 2:
-            raise ValueError(f"`{argument}` must have shape [N, D] with N of at least 2, got {tuple(samples.shape)}.")
+            raise ValueError(
+                f"`{argument}` must have shape [N, D] with N of at least 2, got {tuple(samples.shape)}."
+            )
     if source.shape[1] != target.shape[1]:
         raise ValueError(
             f"`source` and `target` must have the same width, got {tuple(source.shape)} and {tuple(target.shape)}."

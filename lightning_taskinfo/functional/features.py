@@ -171,8 +171,12 @@ def ablate(weights: Tensor, fraction: float, *, generator: Generator | None = No
     """
     m = weights.shape[-2]
     if not 0 <= fraction < 1 or round(fraction * m) == m:
-        raise ValueError(f"`fraction` must be in [0, 1) and leave a feature of {m}, got {fraction}.")
-    order = torch.randperm(m, generator=generator, device=None if generator is None else generator.device)
+        raise ValueError(
+            f"`fraction` must be in [0, 1) and leave a feature of {m}, got {fraction}."
+        )
+    order = torch.randperm(
+        m, generator=generator, device=None if generator is None else generator.device
+    )
     kept = order[round(fraction * m) :].sort().values
     return weights.index_select(-2, kept.to(weights.device))
 

@@ -177,11 +177,15 @@ def information_sweep(
     check_positive(beta=beta)
     for std in prior_stds:
         check_positive(prior_std=std)
-    scales = torch.tensor([std**2 / beta for std in prior_stds], dtype=torch.float64, device=curvature.device)
+    scales = torch.tensor(
+        [std**2 / beta for std in prior_stds], dtype=torch.float64, device=curvature.device
+    )
     distance = scales.new_zeros(())
     determined, logarithms = torch.zeros_like(scales), torch.zeros_like(scales)
     step = max(1, BLOCK // len(prior_stds))
-    for h, moved in zip(curvature.reshape(-1).split(step), displacement.reshape(-1).split(step), strict=True):
+    for h, moved in zip(
+        curvature.reshape(-1).split(step), displacement.reshape(-1).split(step), strict=True
+    ):
         known, logarithm = _sums(_non_negative(h), scales)
         moved = moved.double()
         distance += moved.dot(moved)

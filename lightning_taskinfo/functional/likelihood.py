@@ -75,12 +75,20 @@ class Categorical:
         return _per_sample(log_p * self.counted(outputs, targets))
 
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:  # noqa: D102
-        return torch.zeros_like(outputs).scatter_(-1, self._index(outputs, targets), 1.0).sub_(outputs.softmax(-1))
+        return (
+            torch.zeros_like(outputs)
+            .scatter_(-1, self._index(outputs, targets), 1.0)
+            .sub_(outputs.softmax(-1))
+        )
 
     def sample(self, outputs: Tensor, generator: Generator | None = None) -> Tensor:  # noqa: D102
         below = outputs.softmax(-1).cumsum(-1)
-        u = torch.rand(below[..., -1:].shape, generator=generator, device=below.device, dtype=below.dtype)
-        drawn = torch.searchsorted(below, u.mul_(below[..., -1:]), right=True)  # the sum may be 1 but for rounding
+        u = torch.rand(
+            below[..., -1:].shape, generator=generator, device=below.device, dtype=below.dtype
+        )
+        drawn = torch.searchsorted(
+            below, u.mul_(below[..., -1:]), right=True
+        )  # the sum may be 1 but for rounding
         return drawn.squeeze(-1).clamp_(max=outputs.shape[-1] - 1)
 
     def roots(self, outputs: Tensor) -> Iterator[Tensor]:
@@ -116,7 +124,9 @@ class Categorical:
             )
         if targets is None:
             return
-        second = outputs.dim() > 2 and targets.shape == outputs.shape[:1] + outputs.shape[2:]  # as for `cross_entropy`
+        second = (
+            outputs.dim() > 2 and targets.shape == outputs.shape[:1] + outputs.shape[2:]
+        )  # as for `cross_entropy`
         if targets.is_floating_point() or targets.shape != outputs.shape[:-1]:
             end = "; a callback's `forward_fn` or `batch_fn` can mend it."
             if targets.is_floating_point():
@@ -127,7 +137,9 @@ class Categorical:
                 f"got {targets.dtype} of shape {list(targets.shape)}{f'; {MOVE}' if second else end}"
             )
         if second:  # axes of classes and positions that are equally long
-            warn(f"Outputs {list(outputs.shape)} are read with the classes last; if they are on axis 1, {MOVE}")
+            warn(
+                f"Outputs {list(outputs.shape)} are read with the classes last; if they are on axis 1, {MOVE}"
+            )
         low, high = (int(end) for end in targets.aminmax()) if targets.numel() else (0, 0)
         if low >= 0 and high < outputs.shape[-1]:
             return
@@ -203,7 +215,9 @@ class Gaussian:
         return (targets - outputs) / self.std**2
 
     def sample(self, outputs: Tensor, generator: Generator | None = None) -> Tensor:  # noqa: D102
-        noise = torch.randn(outputs.shape, generator=generator, device=outputs.device, dtype=outputs.dtype)
+        noise = torch.randn(
+            outputs.shape, generator=generator, device=outputs.device, dtype=outputs.dtype
+        )
         return outputs + self.std * noise
 
     def roots(self, outputs: Tensor) -> Iterator[Tensor]:
@@ -218,7 +232,11 @@ class Gaussian:
 
 
 METHODS = ("log_prob", "score", "sample", "roots", "counted", "check")
-LIKELIHOODS: dict[str, Likelihood] = {"categorical": Categorical(), "bernoulli": Bernoulli(), "gaussian": Gaussian()}
+LIKELIHOODS: dict[str, Likelihood] = {
+    "categorical": Categorical(),
+    "bernoulli": Bernoulli(),
+    "gaussian": Gaussian(),
+}
 
 
 def as_likelihood(likelihood: str | Likelihood) -> Likelihood:
@@ -243,7 +261,9 @@ def as_likelihood(likelihood: str | Likelihood) -> Likelihood:
             )
         return likelihood
     if likelihood not in LIKELIHOODS:
-        raise ValueError(f"`likelihood` must be one of {', '.join(LIKELIHOODS)}, got {likelihood!r}.")
+        raise ValueError(
+            f"`likelihood` must be one of {', '.join(LIKELIHOODS)}, got {likelihood!r}."
+        )
     return LIKELIHOODS[likelihood]
 
 
@@ -278,7 +298,9 @@ def output_scores(
             raise ValueError("`targets` must be given for `labels='empirical'`, got None.")
         yield likelihood.score(outputs, targets) * likelihood.counted(outputs, targets)
         return
-    drawn = (likelihood.score(outputs, likelihood.sample(outputs, generator)) for _ in range(mc_samples))
+    drawn = (
+        likelihood.score(outputs, likelihood.sample(outputs, generator)) for _ in range(mc_samples)
+    )
     scores = likelihood.roots(outputs) if labels == "exact" else drawn
     weight = 1.0 if labels == "exact" else 1 / math.sqrt(mc_samples)
     counted = weight if targets is None else weight * likelihood.counted(outputs, targets)

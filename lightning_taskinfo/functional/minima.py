@@ -56,7 +56,11 @@ def log_determinant(gram: Tensor) -> Tensor:
 
 
 def local_minimum_summary(
-    gram: Tensor, *, subset_size: int | None = None, draws: int = 100, generator: Generator | None = None
+    gram: Tensor,
+    *,
+    subset_size: int | None = None,
+    draws: int = 100,
+    generator: Generator | None = None,
 ) -> LocalMinimumSummary:
     r"""Log-determinant, spectral radius, norm and trace of the gradients of random subsets of samples.
 
@@ -92,10 +96,14 @@ def local_minimum_summary(
     pool = len(gram)
     n = min(100, max(1, pool // 2)) if subset_size is None else subset_size
     if not 1 <= n <= pool:
-        raise ValueError(f"`subset_size` must lie between 1 and the {pool} samples of `gram`, got {n}.")
+        raise ValueError(
+            f"`subset_size` must lie between 1 and the {pool} samples of `gram`, got {n}."
+        )
     if draws < 1:
         raise ValueError(f"`draws` must be at least 1, got {draws}.")
-    keys = torch.rand(draws, pool, generator=generator, device=generator.device if generator else "cpu")
+    keys = torch.rand(
+        draws, pool, generator=generator, device=generator.device if generator else "cpu"
+    )
     chosen = keys.argsort(1)[:, :n].to(gram.device)  # [T, N'], without replacement
     xi = gram.double()[chosen.unsqueeze(2), chosen.unsqueeze(1)]  # [T, N', N']
     gammas = log_determinant(xi)
@@ -106,7 +114,9 @@ def local_minimum_summary(
         )
     return LocalMinimumSummary(
         gamma=gammas.mean(),
-        gamma_standard_error=gammas.std() / math.sqrt(draws) if draws > 1 else torch.full_like(gammas[0], math.nan),
+        gamma_standard_error=gammas.std() / math.sqrt(draws)
+        if draws > 1
+        else torch.full_like(gammas[0], math.nan),
         spectral_radius=torch.linalg.eigvalsh(xi)[:, -1].mean() / n,
         frobenius=xi.square().sum((1, 2)).mean() / n**2,
         trace=xi.diagonal(dim1=1, dim2=2).sum(1).mean() / n,
@@ -134,4 +144,6 @@ def normalise_logits(logits: Tensor, *, scale: float = 0.04) -> Tensor:
         tensor([[2.4000, 3.2000]])
     """
     check_positive(scale=scale)
-    return logits / (scale * torch.linalg.vector_norm(logits, dim=-1, keepdim=True).clamp_min(1e-12))
+    return logits / (
+        scale * torch.linalg.vector_norm(logits, dim=-1, keepdim=True).clamp_min(1e-12)
+    )

@@ -84,7 +84,9 @@ def mine(scores: Tensor, log_average: Tensor, *, negatives: Negatives = "others"
     return joint.mean() - log_mean.detach() - (corrected - corrected.detach())
 
 
-def update_log_average(log_average: Tensor, scores: Tensor, decay: float, *, negatives: Negatives = "others") -> Tensor:
+def update_log_average(
+    log_average: Tensor, scores: Tensor, decay: float, *, negatives: Negatives = "others"
+) -> Tensor:
     r"""Move the logarithm of the average of :math:`e^M` over the product one mini-batch further.
 
     Args:
@@ -221,7 +223,9 @@ def joint_and_product(scores: Tensor, negatives: Negatives = "others") -> tuple[
     """
     check_negatives(negatives)
     if scores.ndim != 2 or scores.shape[0] != scores.shape[1] or len(scores) < 2:
-        raise ValueError(f"`scores` must have shape [B, B] with B of at least 2, got {tuple(scores.shape)}.")
+        raise ValueError(
+            f"`scores` must have shape [B, B] with B of at least 2, got {tuple(scores.shape)}."
+        )
     if negatives == "all":
         return scores.diagonal(), scores.flatten()
     B = len(scores)

@@ -17,9 +17,13 @@ Number: TypeAlias = float | Tensor
 
 
 def _numbers(*values: Number) -> list[Tensor]:
-    device = next((value.device for value in values if isinstance(value, Tensor)), torch.device("cpu"))
+    device = next(
+        (value.device for value in values if isinstance(value, Tensor)), torch.device("cpu")
+    )
     return list(
-        torch.broadcast_tensors(*(torch.as_tensor(value, dtype=torch.float64, device=device) for value in values))
+        torch.broadcast_tensors(
+            *(torch.as_tensor(value, dtype=torch.float64, device=device) for value in values)
+        )
     )
 
 
@@ -146,7 +150,9 @@ def mcallester_bound(risk: Number, kl: Number, n: Number, delta: Number) -> Tens
     return risk + ((kl + (2 * n.sqrt() / delta).log()) / (2 * n)).sqrt()
 
 
-def catoni_bound(risk: Number, kl: Number, n: Number, delta: Number, *, beta: Number = 1.0) -> Tensor:
+def catoni_bound(
+    risk: Number, kl: Number, n: Number, delta: Number, *, beta: Number = 1.0
+) -> Tensor:
     r"""Linear bound on the true risk, the one behind the information in the weights.
 
     .. math:: e(Q) \le \frac{N \hat e(Q) + \beta\,[\mathrm{KL} + \log(1/\delta)]}{N\,(1 - 1/(2\beta))}

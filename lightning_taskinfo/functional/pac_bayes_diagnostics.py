@@ -64,13 +64,21 @@ def oracle_complexity(curvature: Tensor, displacement: Tensor, *, beta: float) -
     ratio = 0.5 * root_u * (root_u + other)  # u/s = λ²h/β
     objective = 0.5 * beta * (shift + ratio.log1p()).sum()
     kl = 0.5 * (shift + ratio.log1p() - ratio / (1 + ratio)).sum()
-    prior = torch.where(h > 0, beta * ratio / h, torch.inf)  # unfelt by the loss: any width costs nothing
+    prior = torch.where(
+        h > 0, beta * ratio / h, torch.inf
+    )  # unfelt by the loss: any width costs nothing
     post = torch.where(h > 0, prior / (1 + ratio), torch.inf)
     return OracleComplexity(objective, kl, prior, post)
 
 
 def local_minimum_bound(
-    loss: float, log_det_fisher: float, num_parameters: int, n: int, delta: float, *, log_volume: float
+    loss: float,
+    log_det_fisher: float,
+    num_parameters: int,
+    n: int,
+    delta: float,
+    *,
+    log_volume: float,
 ) -> Tensor:
     r"""Jia and Su's bound for a local minimum, from the log-determinant of its Fisher information.
 

@@ -34,7 +34,9 @@ def wilson_interval(share: Tensor | float, n: int, confidence: float = 0.95) -> 
     return max(0.0, middle - reach), min(1.0, middle + reach)
 
 
-def paired_interval(first: Tensor, second: Tensor, confidence: float = 0.95) -> tuple[float, float, float]:
+def paired_interval(
+    first: Tensor, second: Tensor, confidence: float = 0.95
+) -> tuple[float, float, float]:
     r"""Mean difference of two losses on the same samples, with its interval.
 
     Of losses that are 0 or 1, with ``b`` samples where only the first is 1 and ``c`` where only the second is, the

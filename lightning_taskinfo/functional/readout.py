@@ -21,7 +21,9 @@ class HeldOut(NamedTuple):
     baseline: Tensor
 
 
-def pooled(features: Tensor, max_features: int | None = 1024, *, mask: Tensor | None = None) -> Tensor:
+def pooled(
+    features: Tensor, max_features: int | None = 1024, *, mask: Tensor | None = None
+) -> Tensor:
     """Return the features of a layer as one row for each sample, with at most ``max_features`` entries.
 
     Features that fit are only flattened. Larger ones are averaged: images ``[N, C, H, W]`` (or with the channels last,
@@ -171,7 +173,9 @@ def ridge(x: Tensor, y: Tensor, new: Tensor) -> Tensor:
         to_new = new @ V * spectrum.clamp(min=0).sqrt()
     known = spectrum > spectrum.max() * max(n, D) * torch.finfo(x.dtype).eps  # the rest is rounding
     spectrum, U, to_new = spectrum[known], U[:, known], to_new[:, known]
-    penalties = RIDGES.to(x) * x.square().sum() / D  # n times the mean squared feature, times each ridge
+    penalties = (
+        RIDGES.to(x) * x.square().sum() / D
+    )  # n times the mean squared feature, times each ridge
     shrink = spectrum / (spectrum + penalties.unsqueeze(-1)).clamp(min=tiny)  # [P, R]
     projected = U.T @ y  # [R, K]
     fitted = torch.einsum("nr,pr,rk->pnk", U, shrink, projected)

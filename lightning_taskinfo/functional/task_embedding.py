@@ -45,7 +45,9 @@ def filter_means(fisher: Tensor, *, transposed: bool = False, groups: int = 1) -
         tensor([2.5000, 3.5000])
     """
     if transposed:
-        fisher = fisher.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)  # [out, in / groups, ...]
+        fisher = (
+            fisher.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)
+        )  # [out, in / groups, ...]
     return fisher.flatten(1).mean(1)
 
 
@@ -152,7 +154,9 @@ def classical_scaling(distances: Tensor, *, dimensions: int = 2) -> PlanarMap:
         Torgerson, *Multidimensional scaling: I. Theory and method*, Psychometrika 1952.
     """
     if distances.ndim != 2 or not torch.equal(distances, distances.T):
-        raise ValueError(f"`distances` must be a symmetric matrix, got the shape {list(distances.shape)}.")
+        raise ValueError(
+            f"`distances` must be a symmetric matrix, got the shape {list(distances.shape)}."
+        )
     if dimensions < 1:
         raise ValueError(f"`dimensions` must be at least 1, got {dimensions}.")
     K = len(distances)
@@ -163,5 +167,7 @@ def classical_scaling(distances: Tensor, *, dimensions: int = 2) -> PlanarMap:
     points[:, : len(kept)] = vectors.flip(1)[:, :dimensions] * kept.sqrt()
     largest = points.gather(0, points.abs().argmax(0, keepdim=True))  # [1, dimensions]
     spread = values.abs().sum()
-    share = torch.where(spread > 0, kept.sum() / spread.clamp(min=torch.finfo(values.dtype).tiny), 1.0)
+    share = torch.where(
+        spread > 0, kept.sum() / spread.clamp(min=torch.finfo(values.dtype).tiny), 1.0
+    )
     return PlanarMap(torch.where(largest < 0, -points, points), share)

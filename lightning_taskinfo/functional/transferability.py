@@ -7,7 +7,9 @@ All are computed from ``N`` labelled target samples, and larger is better. LogME
 import torch
 from torch import Tensor
 
-RATIOS = 10.0 ** torch.linspace(-10, 10, 201, dtype=torch.float64)  # of the two precisions, relative to the features
+RATIOS = 10.0 ** torch.linspace(
+    -10, 10, 201, dtype=torch.float64
+)  # of the two precisions, relative to the features
 COLUMNS = 16  # of labels that are searched at a time
 ROUNDS = 6  # of refinement, each ten times finer: beyond what the flat top of the evidence can tell
 
@@ -78,7 +80,9 @@ def _best_evidence(spectrum: Tensor, projected: Tensor, outside: Tensor, N: int)
     return evidence(best).squeeze(1)
 
 
-def _evidence(ratios: Tensor, spectrum: Tensor, projected: Tensor, outside: Tensor, N: int) -> Tensor:
+def _evidence(
+    ratios: Tensor, spectrum: Tensor, projected: Tensor, outside: Tensor, N: int
+) -> Tensor:
     """Log evidence at ratios ``[K, T]``, one row per column of the labels, with the noise at its best."""
     kept = ratios.unsqueeze(-1) / (spectrum + ratios.unsqueeze(-1))  # [K, T, R]
     Q = (kept * projected.T.unsqueeze(1)).sum(-1) + outside.unsqueeze(-1)  # [K, T]
@@ -245,7 +249,12 @@ def nce(source: Tensor, labels: Tensor) -> Tensor:
 
 def _checked_features(features: Tensor, labels: Tensor, name: str = "features") -> Tensor:
     """Return features in float64."""
-    if features.ndim != 2 or not labels.ndim or len(features) != len(labels) or not features.numel():
+    if (
+        features.ndim != 2
+        or not labels.ndim
+        or len(features) != len(labels)
+        or not features.numel()
+    ):
         raise ValueError(
             f"`{name}` must have the shape [N, D] with a row for each of the labels, got {list(features.shape)} for "
             f"labels of shape {list(labels.shape)}."
@@ -258,10 +267,14 @@ def _checked_features(features: Tensor, labels: Tensor, name: str = "features") 
 def _checked_classes(labels: Tensor) -> Tensor:
     """Return classes numbered from 0, none of them empty."""
     if labels.ndim != 1 or labels.is_floating_point():
-        raise ValueError(f"`labels` must be one class per sample, got {labels.dtype} of shape {list(labels.shape)}.")
+        raise ValueError(
+            f"`labels` must be one class per sample, got {labels.dtype} of shape {list(labels.shape)}."
+        )
     found, classes = labels.unique(return_inverse=True)
     if len(found) < 2:
-        raise ValueError(f"`labels` must be of at least two classes, got {len(labels)} of class {found.tolist()}.")
+        raise ValueError(
+            f"`labels` must be of at least two classes, got {len(labels)} of class {found.tolist()}."
+        )
     return classes
 
 
@@ -271,5 +284,7 @@ def _columns(labels: Tensor) -> Tensor:
         return torch.nn.functional.one_hot(_checked_classes(labels)).double()
     columns = labels.double().reshape(len(labels), -1)
     if not columns.isfinite().all() or not (columns != columns[0]).any():
-        raise ValueError(f"`labels` must be finite and differ, got {len(labels)} values without that.")
+        raise ValueError(
+            f"`labels` must be finite and differ, got {len(labels)} values without that."
+        )
     return columns

@@ -37,7 +37,9 @@ def noisy_weight(mean: Tensor, log_variance: Tensor, noise: Tensor) -> Tensor:
     return NoisyGaussian(mean, log_variance).sample(noise)
 
 
-def isotropic_kl(mean: Tensor, log_variance: Tensor, prior_mean: Tensor, prior_log_variance: Tensor) -> Tensor:
+def isotropic_kl(
+    mean: Tensor, log_variance: Tensor, prior_mean: Tensor, prior_log_variance: Tensor
+) -> Tensor:
     r"""KL divergence of a diagonal Gaussian from one with a single variance, in nats, summed over all entries.
 
     .. math::
@@ -58,7 +60,10 @@ def isotropic_kl(mean: Tensor, log_variance: Tensor, prior_mean: Tensor, prior_l
     """
     if transformed():
         rho = log_variance - prior_log_variance
-        return 0.5 * (rho.expm1() - rho + (mean - prior_mean).square() * (-prior_log_variance).exp()).sum()
+        return (
+            0.5
+            * (rho.expm1() - rho + (mean - prior_mean).square() * (-prior_log_variance).exp()).sum()
+        )
     return NoisyGaussian(mean, log_variance).kl(prior_mean, prior_log_variance)
 
 
@@ -87,7 +92,9 @@ class NoisyGaussian:
         (tensor([2., 2.]), tensor([ 0.5000, -0.5000]))
     """
 
-    def __init__(self, mean: Tensor, log_variance: Tensor, empty_like: Allocate = torch.empty_like) -> None:
+    def __init__(
+        self, mean: Tensor, log_variance: Tensor, empty_like: Allocate = torch.empty_like
+    ) -> None:
         self._inputs = mean, log_variance
         self._state = torch.is_grad_enabled(), *_versions(mean, log_variance)
         self._prior: dict[str, Tensor] = {}  # what the backward pass needs of the divergence
@@ -105,7 +112,9 @@ class NoisyGaussian:
         if self._token is None:
             _, self._token = _Joint.apply(*self._inputs, None, self._prior, self._empty_like)
         with torch.no_grad():
-            value, growth = _kl_and_growth(*self._inputs, prior_mean, prior_log_variance, self._empty_like)
+            value, growth = _kl_and_growth(
+                *self._inputs, prior_mean, prior_log_variance, self._empty_like
+            )
         if self._token.requires_grad:
             self._prior.update(mean=prior_mean, log_variance=prior_log_variance, growth=growth)
         return value + self._token  # a zero, whose gradient is the divergence's
@@ -149,7 +158,9 @@ class _Joint(torch.autograd.Function):
         given, generator = ([noise], None) if isinstance(noise, Tensor) else ([], noise)
         for mu, rho, shift, w, *epsilon in _blocks(mean, log_variance, ctx.shift, weight, *given):
             deviation = _deviation(rho, out=w)
-            torch.mul(epsilon[0] if epsilon else shift.normal_(generator=generator), deviation, out=shift)
+            torch.mul(
+                epsilon[0] if epsilon else shift.normal_(generator=generator), deviation, out=shift
+            )
             torch.add(mu, shift, out=w)
         return weight, token
 
@@ -159,11 +170,19 @@ class _Joint(torch.autograd.Function):
         prior = ctx.prior if kl_gradient is not None else None
         reads_inputs = prior is not None or torch.is_grad_enabled()
         if reads_inputs and ctx.versions != _versions(mean, log_variance):
-            raise RuntimeError("A noisy weight was changed in place between its divergence and the backward pass.")
+            raise RuntimeError(
+                "A noisy weight was changed in place between its divergence and the backward pass."
+            )
         if torch.is_grad_enabled():
-            gradients = _plain_gradients(mean, log_variance, ctx.shift, gradient, kl_gradient, prior)
+            gradients = _plain_gradients(
+                mean, log_variance, ctx.shift, gradient, kl_gradient, prior
+            )
         elif prior is None:
-            scaled = None if gradient is None else torch.mul(gradient, ctx.shift, out=ctx.empty_like(log_variance))
+            scaled = (
+                None
+                if gradient is None
+                else torch.mul(gradient, ctx.shift, out=ctx.empty_like(log_variance))
+            )
             gradients = gradient, None if scaled is None else scaled.mul_(0.5)
         else:
             gradients = _gradients(mean, ctx.shift, gradient, kl_gradient, prior, ctx.empty_like)
@@ -181,7 +200,9 @@ def _plain_gradients(
     """The gradients as formulas that can be differentiated."""
     of_mean, of_log_variance = gradient, None
     if gradient is not None and shift is not None:
-        of_log_variance = 0.5 * gradient * shift * (0.5 * (log_variance - log_variance.detach())).exp()
+        of_log_variance = (
+            0.5 * gradient * shift * (0.5 * (log_variance - log_variance.detach())).exp()
+        )
     if kl_gradient is not None and prior is not None:
         slope = kl_gradient * (-prior["log_variance"]).exp() * (mean - prior["mean"])
         growth = 0.5 * kl_gradient * (log_variance - prior["log_variance"]).expm1()
@@ -214,10 +235,20 @@ def _gradients(
 
 
 def _kl_and_growth(
-    mean: Tensor, log_variance: Tensor, prior_mean: Tensor, prior_log_variance: Tensor, empty_like: Allocate
+    mean: Tensor,
+    log_variance: Tensor,
+    prior_mean: Tensor,
+    prior_log_variance: Tensor,
+    empty_like: Allocate,
 ) -> tuple[Any, Tensor]:
     """Return the divergence, and ``expm1`` of the log-ratio of the variances."""
-    growth, scratch, terms, squares, prior = empty_like(mean), empty_like(mean), 0.0, 0.0, _number(prior_log_variance)
+    growth, scratch, terms, squares, prior = (
+        empty_like(mean),
+        empty_like(mean),
+        0.0,
+        0.0,
+        _number(prior_log_variance),
+    )
     place = next(_blocks(scratch))[0]  # one block, used again and again
     for mu, rho, mu_p, grown in _blocks(mean, log_variance, prior_mean, growth):
         out = place if place.shape == rho.shape else place[: len(rho)]
@@ -236,7 +267,9 @@ def _number(scalar: Tensor) -> Any:
 
 def _deviation(log_variance: Tensor, out: Tensor) -> Tensor:
     """Write the standard deviation into ``out``."""
-    if torch.finfo(log_variance.dtype).bits < 32:  # the exponent of two would be rounded too coarsely
+    if (
+        torch.finfo(log_variance.dtype).bits < 32
+    ):  # the exponent of two would be rounded too coarsely
         return torch.mul(log_variance, 0.5, out=out).exp_()
     return torch.mul(log_variance, 0.5 * _LOG2_E, out=out).exp2_()  # twice as quick as `exp_`
 
@@ -244,14 +277,20 @@ def _deviation(log_variance: Tensor, out: Tensor) -> Tensor:
 def _expm1(rho: Tensor, out: Tensor) -> Tensor:
     """Write ``expm1(rho)`` into ``out``."""
     worth_it = rho.numel() > 1000 and rho.device.type == "cpu" and torch.finfo(rho.dtype).bits >= 32
-    if worth_it and rho.amax() < -0.5:  # nothing cancels here, and a power of two is three times as quick
+    if (
+        worth_it and rho.amax() < -0.5
+    ):  # nothing cancels here, and a power of two is three times as quick
         return torch.mul(rho, _LOG2_E, out=out).exp2_().sub_(1)
     return torch.expm1(rho, out=out)  # accurate also where Q comes close to P
 
 
 def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield equal parts of all tensors, small enough for the processor's cache."""
-    if tensors[0].numel() <= _BLOCK or tensors[0].device.type != "cpu" or not all(t.is_contiguous() for t in tensors):
+    if (
+        tensors[0].numel() <= _BLOCK
+        or tensors[0].device.type != "cpu"
+        or not all(t.is_contiguous() for t in tensors)
+    ):
         return iter([tensors])
     return zip(*(t.view(-1).split(_BLOCK) for t in tensors), strict=True)
 

@@ -2,7 +2,10 @@
 
 from lightning_taskinfo.regularizers._base import Regularizer, WeightSchedule
 from lightning_taskinfo.regularizers.batchnorm import frozen_batchnorm_statistics
-from lightning_taskinfo.regularizers.estimate import MutualInformationEstimate, estimate_mutual_information
+from lightning_taskinfo.regularizers.estimate import (
+    MutualInformationEstimate,
+    estimate_mutual_information,
+)
 from lightning_taskinfo.regularizers.information import WeightInformation
 from lightning_taskinfo.regularizers.lautum import Lautum
 from lightning_taskinfo.regularizers.local_minimum import LocalMinimumRegularizer

@@ -51,13 +51,17 @@ class WeightSchedule(metaclass=ArgumentsByName):
             if value < 0:
                 raise ValueError(f"`{argument}` must not be negative, got {value}.")
         if self.ramp != "constant" and not self.length:
-            raise ValueError(f"`length` must be at least 1 for a {self.ramp} ramp, got {self.length}.")
+            raise ValueError(
+                f"`length` must be at least 1 for a {self.ramp} ramp, got {self.length}."
+            )
 
     def __call__(self, epoch: int) -> float:
         """Return the weight in ``epoch``, counted from 0."""
         if epoch < self.start:
             return 0.0
-        T = min(1.0, (epoch - self.start) / self.length) if self.length else 1.0  # a constant needs no length
+        T = (
+            min(1.0, (epoch - self.start) / self.length) if self.length else 1.0
+        )  # a constant needs no length
         factor = {"constant": 1.0, "linear": T, "sigmoid": math.exp(-5 * (1 - T) ** 2)}[self.ramp]
         return self.weight * factor
 
@@ -88,7 +92,9 @@ class Regularizer(nn.Module, metaclass=ArgumentsByName):
             try:
                 weight = WeightSchedule(float(weight))
             except ValueError:
-                raise ValueError(f"`{argument}` must be finite and not negative, got {weight!r}.") from None
+                raise ValueError(
+                    f"`{argument}` must be finite and not negative, got {weight!r}."
+                ) from None
         self.schedule = weight
         self.value: Tensor | None = None
         """What the last call measured, before the weight; ``None`` before the first, and where nothing was measured."""
@@ -131,7 +137,9 @@ def checked_shape(input_shape: Sequence[int]) -> tuple[int, ...]:
     """Return the shape of one input as a tuple, or say what is wrong with it."""
     sizes = tuple(int(size) for size in input_shape)
     if not sizes or min(sizes) < 1:
-        raise ValueError(f"`input_shape` must be the sizes of one input, such as (1, 28, 28), got {input_shape!r}.")
+        raise ValueError(
+            f"`input_shape` must be the sizes of one input, such as (1, 28, 28), got {input_shape!r}."
+        )
     return sizes
 
 
@@ -150,7 +158,9 @@ def check_rows(
     """
     if not isinstance(tensor, Tensor):
         found = type(tensor).__name__
-        raise ValueError(f"`{argument}` must be a tensor, got {found}: does the batch hold unlabeled inputs?")
+        raise ValueError(
+            f"`{argument}` must be a tensor, got {found}: does the batch hold unlabeled inputs?"
+        )
     shape = tuple(tensor.shape)
     if row_shape is not None and (shape[1:] != row_shape or rows not in (None, len(tensor))):
         expected = ", ".join([str(rows or "B"), *map(str, row_shape)])

@@ -7,7 +7,9 @@ from torch import Tensor, nn
 
 
 @contextmanager
-def swapped(model: nn.Module, parameters: Iterable[nn.Parameter], values: Iterable[Tensor]) -> Iterator[None]:
+def swapped(
+    model: nn.Module, parameters: Iterable[nn.Parameter], values: Iterable[Tensor]
+) -> Iterator[None]:
     """Put ``values`` in the place of ``parameters`` wherever ``model`` holds them, and put them back afterwards.
 
     Unlike ``torch.func.functional_call`` this works for any function that uses the model, and for a model that holds

@@ -48,8 +48,15 @@ def fit_whitening(
             "unlabeled set."
         )
     if size <= _FACTORED:
-        covariance = _scatter(batches(), mean, torch.eye(size, dtype=torch.float64, device=mean.device)) / samples
-        factored = _cholesky(covariance, ridge) if components == size else _eigen(covariance, components, ridge)
+        covariance = (
+            _scatter(batches(), mean, torch.eye(size, dtype=torch.float64, device=mean.device))
+            / samples
+        )
+        factored = (
+            _cholesky(covariance, ridge)
+            if components == size
+            else _eigen(covariance, components, ridge)
+        )
     else:
         factored = _subspace(batches, mean, components, ridge, samples)
     whitening = Whitening(mean, *factored, samples)
@@ -61,7 +68,9 @@ def fit_whitening(
     return whitening
 
 
-def warn_of_scale(whitened: Tensor, effective_dim: Tensor, *, factor: float = 100.0, minimum: int = 8) -> None:
+def warn_of_scale(
+    whitened: Tensor, effective_dim: Tensor, *, factor: float = 100.0, minimum: int = 8
+) -> None:
     """Warn if the variance of a batch is ``factor`` times, or a ``factor``-th of, what the fit expects.
 
     Args:
@@ -82,7 +91,9 @@ def warn_of_scale(whitened: Tensor, effective_dim: Tensor, *, factor: float = 10
         )
 
 
-def times_whitener(rows: Tensor, matrix: Tensor, *, transposed: bool = False, blocks: int = 8) -> Tensor:
+def times_whitener(
+    rows: Tensor, matrix: Tensor, *, transposed: bool = False, blocks: int = 8
+) -> Tensor:
     """Return ``rows @ matrix``, or ``rows @ matrix.T``, without the half of a triangular whitener that is zero.
 
     Args:
@@ -125,7 +136,9 @@ def _cholesky(covariance: Tensor, ridge: float) -> tuple[Tensor, Tensor, Tensor]
     if floor == 0:  # constant inputs: nothing to whiten
         return torch.zeros_like(covariance), covariance.new_zeros(D), covariance.new_zeros(())
     identity = torch.eye(D, dtype=covariance.dtype, device=covariance.device)
-    matrix = torch.linalg.solve_triangular(torch.linalg.cholesky(covariance + floor * identity), identity, upper=False)
+    matrix = torch.linalg.solve_triangular(
+        torch.linalg.cholesky(covariance + floor * identity), identity, upper=False
+    )
     return matrix, matrix.norm(dim=1).reciprocal(), D - floor * matrix.square().sum()
 
 
@@ -138,10 +151,16 @@ def _eigen(covariance: Tensor, components: int, ridge: float) -> tuple[Tensor, T
 
 
 def _subspace(
-    batches: Callable[[], Iterator[Tensor]], mean: Tensor, components: int, ridge: float, samples: Tensor
+    batches: Callable[[], Iterator[Tensor]],
+    mean: Tensor,
+    components: int,
+    ridge: float,
+    samples: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    basis = torch.randn(len(mean), components + 10, generator=generator, dtype=torch.float64, device="cpu")
+    basis = torch.randn(
+        len(mean), components + 10, generator=generator, dtype=torch.float64, device="cpu"
+    )
     for _ in range(3):
         basis = torch.linalg.qr(basis).Q
         image = _scatter(batches(), mean, basis) / samples  # Σ basis
@@ -159,7 +178,9 @@ def flat_inputs(loader: Iterable[Any], shape: tuple[int, ...]) -> Iterator[Tenso
         ValueError: If a batch has another layout or shape, or holds values that are not finite.
     """
     if isinstance(loader, Iterator):
-        raise ValueError(f"`loader` must be readable more than once, got a {type(loader).__name__}: pass a list.")
+        raise ValueError(
+            f"`loader` must be readable more than once, got a {type(loader).__name__}: pass a list."
+        )
     for batch in loader:
         if isinstance(batch, dict):
             batch = batch.get("unlabeled")

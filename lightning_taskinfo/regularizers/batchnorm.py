@@ -25,7 +25,11 @@ def frozen_batchnorm_statistics(model: nn.Module) -> Iterator[None]:
         >>> net.running_mean, net.num_batches_tracked
         (tensor([0., 0.]), tensor(0))
     """
-    tracking = [module for module in model.modules() if isinstance(module, _BatchNorm) and module.track_running_stats]
+    tracking = [
+        module
+        for module in model.modules()
+        if isinstance(module, _BatchNorm) and module.track_running_stats
+    ]
     try:
         for module in tracking:
             module.track_running_stats = False

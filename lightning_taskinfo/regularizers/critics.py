@@ -20,7 +20,9 @@ class SeparableCritic(nn.Module):
         embedding: Width of the space in which the product is taken.
     """
 
-    def __init__(self, input_shape: Sequence[int], feature_dim: int, hidden: int = 256, embedding: int = 32) -> None:
+    def __init__(
+        self, input_shape: Sequence[int], feature_dim: int, hidden: int = 256, embedding: int = 32
+    ) -> None:
         super().__init__()
         self.input_tower = tower(input_shape, hidden, embedding)
         self.feature_tower = tower((feature_dim,), hidden, embedding)
@@ -40,7 +42,9 @@ class BilinearCritic(nn.Module):
         embedding: Width of the inputs' embedding.
     """
 
-    def __init__(self, input_shape: Sequence[int], feature_dim: int, hidden: int = 256, embedding: int = 32) -> None:
+    def __init__(
+        self, input_shape: Sequence[int], feature_dim: int, hidden: int = 256, embedding: int = 32
+    ) -> None:
         super().__init__()
         self.input_tower = tower(input_shape, hidden, embedding)
         self.bilinear = nn.Linear(feature_dim, embedding, bias=False)
@@ -60,14 +64,18 @@ class ConcatenatedCritic(nn.Module):
         embedding: Width of an image's embedding; flat inputs are taken as they are.
     """
 
-    def __init__(self, input_shape: Sequence[int], feature_dim: int, hidden: int = 256, embedding: int = 32) -> None:
+    def __init__(
+        self, input_shape: Sequence[int], feature_dim: int, hidden: int = 256, embedding: int = 32
+    ) -> None:
         super().__init__()
         image = len(input_shape) == 3
         self.input_tower = tower(input_shape, hidden, embedding) if image else nn.Flatten()
         # The first layer of [x, z] is the sum of one of x and one of z: B of each instead of B² of both.
         self.from_input = nn.Linear(embedding if image else math.prod(input_shape), hidden)
         self.from_features = nn.Linear(feature_dim, hidden, bias=False)
-        self.score = nn.Sequential(nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, 1))
+        self.score = nn.Sequential(
+            nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, 1)
+        )
 
     def forward(self, inputs: Tensor, features: Tensor) -> Tensor:
         """Return the scores of all pairs, shape ``[B, B]``."""
@@ -91,7 +99,13 @@ def tower(shape: Sequence[int], hidden: int, out: int) -> nn.Sequential:
             *(nn.Conv2d(16, 32, 3, stride=2, padding=1), nn.ReLU(), nn.Flatten()),
         ]
         width = 32 * math.ceil(math.ceil(height / 2) / 2) * math.ceil(math.ceil(width / 2) / 2)
-    dense = (nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, out))
+    dense = (
+        nn.Linear(width, hidden),
+        nn.ReLU(),
+        nn.Linear(hidden, hidden),
+        nn.ReLU(),
+        nn.Linear(hidden, out),
+    )
     return nn.Sequential(*layers, *dense)
 
 
@@ -115,11 +129,21 @@ def make_critic(
         torch.Size([3, 3])
     """
     if kind not in get_args(CriticKind):
-        raise ValueError(f"`critic` must be a module or one of {get_args(CriticKind)}, got {kind!r}.")
-    for argument, value in {"feature_dim": feature_dim, "hidden": hidden, "embedding": embedding}.items():
+        raise ValueError(
+            f"`critic` must be a module or one of {get_args(CriticKind)}, got {kind!r}."
+        )
+    for argument, value in {
+        "feature_dim": feature_dim,
+        "hidden": hidden,
+        "embedding": embedding,
+    }.items():
         if value < 1:
             raise ValueError(f"`{argument}` must be at least 1, got {value}.")
-    critics = {"separable": SeparableCritic, "bilinear": BilinearCritic, "concatenated": ConcatenatedCritic}
+    critics = {
+        "separable": SeparableCritic,
+        "bilinear": BilinearCritic,
+        "concatenated": ConcatenatedCritic,
+    }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return critics[kind](input_shape, feature_dim, hidden, embedding)

@@ -10,7 +10,12 @@ from torch import Generator, Tensor, nn
 from lightning_taskinfo._arguments import checked_arguments
 from lightning_taskinfo._ranges import check_positive
 from lightning_taskinfo.functional._tensors import check_finite
-from lightning_taskinfo.functional.mutual_information import Negatives, check_negatives, jensen_shannon, smile
+from lightning_taskinfo.functional.mutual_information import (
+    Negatives,
+    check_negatives,
+    jensen_shannon,
+    smile,
+)
 from lightning_taskinfo.regularizers._base import check_rows
 from lightning_taskinfo.regularizers.critics import CriticKind, make_critic
 
@@ -104,7 +109,10 @@ def estimate_mutual_information(
     generator = Generator().manual_seed(seed)
     order = torch.randperm(len(inputs), generator=generator, device="cpu")
     cuts = [int(0.6 * len(inputs)), int(0.8 * len(inputs))]
-    parts = [(inputs[rows].float(), features[rows].float()) for rows in order.to(inputs.device).tensor_split(cuts)]
+    parts = [
+        (inputs[rows].float(), features[rows].float())
+        for rows in order.to(inputs.device).tensor_split(cuts)
+    ]
     (x, z), *held_out = _standardised(parts)
     if isinstance(critic, nn.Module):
         fresh = deepcopy(critic)
@@ -118,7 +126,9 @@ def estimate_mutual_information(
 def _column(argument: str, tensor: Tensor) -> Tensor:
     """Read one number a sample, shape ``[N]``, as ``[N, 1]``."""
     if not tensor.ndim:
-        raise ValueError(f"`{argument}` must hold a row for each sample, got a tensor without a shape.")
+        raise ValueError(
+            f"`{argument}` must hold a row for each sample, got a tensor without a shape."
+        )
     return tensor[:, None] if tensor.ndim == 1 else tensor
 
 
@@ -126,7 +136,10 @@ def _standardised(parts: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tens
     """Shift and scale by the first part's moments; constant columns stay as they are."""
     moments = [(v.mean(0), v.std(0)) for v in parts[0]]
     scale = [(mean, torch.where(std > 0, std, 1.0)) for mean, std in moments]
-    return [tuple((v - mean) / std for v, (mean, std) in zip(part, scale, strict=True)) for part in parts]  # type: ignore[misc]
+    return [
+        tuple((v - mean) / std for v, (mean, std) in zip(part, scale, strict=True))
+        for part in parts
+    ]  # type: ignore[misc]
 
 
 @torch.enable_grad()
@@ -168,4 +181,6 @@ def _read(critic: nn.Module | None, x: Tensor, z: Tensor, clip: float) -> Mutual
     groups = [rows for rows in parts if len(rows) > 1]
     estimates = torch.stack([smile(critic(x[rows], z[rows]), clip) for rows in groups])
     standard_error = estimates.std() / len(groups) ** 0.5
-    return MutualInformationEstimate(smile(critic(x, z), clip).item(), standard_error.item(), len(x))
+    return MutualInformationEstimate(
+        smile(critic(x, z), clip).item(), standard_error.item(), len(x)
+    )

@@ -40,13 +40,17 @@ class WeightInformation(Regularizer):
         distance*, 2019.
     """
 
-    def __init__(self, beta: float | WeightSchedule = 1.0, *, num_samples: int | None = None) -> None:
+    def __init__(
+        self, beta: float | WeightSchedule = 1.0, *, num_samples: int | None = None
+    ) -> None:
         super().__init__(beta, argument="beta")
         if num_samples is not None and num_samples < 1:
             raise ValueError(f"`num_samples` must be at least 1, got {num_samples}.")
         self.num_samples = num_samples
 
-    def forward(self, model: nn.Module, *, num_samples: int | None = None, epoch: int = 0) -> Tensor:
+    def forward(
+        self, model: nn.Module, *, num_samples: int | None = None, epoch: int = 0
+    ) -> Tensor:
         """Return the penalty.
 
         Args:
@@ -62,14 +66,21 @@ class WeightInformation(Regularizer):
         """
         N = self.num_samples if num_samples is None else num_samples
         if N is None:
-            raise ValueError("`num_samples` must be given: the size of the labeled training set over all ranks.")
+            raise ValueError(
+                "`num_samples` must be given: the size of the labeled training set over all ranks."
+            )
         kl = weight_kl(model)
         return self.penalty(kl / N, self.schedule(epoch), value=kl)
 
 
 def warn_of_decay(model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
     """Warn if the weight decay of an optimizer works on log-variances: it pulls standard deviations to 1."""
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups if group.get("weight_decay")]
+    groups = [
+        group
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        if group.get("weight_decay")
+    ]
     decayed = {id(p) for group in groups for p in group["params"] if p.requires_grad}
     names = [name for name, _, noise in noisy_weights(model) if id(noise.log_variance) in decayed]
     if names:

@@ -10,9 +10,19 @@ from torch import Generator, Tensor, nn
 from lightning_taskinfo._observe import observing
 from lightning_taskinfo.functional._tensors import check_finite
 from lightning_taskinfo.functional.gaussian import lautum_from_correlations
-from lightning_taskinfo.regularizers._base import Regularizer, WeightSchedule, check_rows, checked_shape
+from lightning_taskinfo.regularizers._base import (
+    Regularizer,
+    WeightSchedule,
+    check_rows,
+    checked_shape,
+)
 from lightning_taskinfo.regularizers._ranks import mean_over_ranks, world_size
-from lightning_taskinfo.regularizers._whitening import fit_whitening, flat_inputs, times_whitener, warn_of_scale
+from lightning_taskinfo.regularizers._whitening import (
+    fit_whitening,
+    flat_inputs,
+    times_whitener,
+    warn_of_scale,
+)
 
 
 class Lautum(Regularizer):
@@ -110,10 +120,20 @@ class Lautum(Regularizer):
         self.whole = components == D  # then inputs are not projected, and whitening is what costs
         self.lag = lag if self.whole else 0.0
         K = components if proxy == "jacobian" else num_outputs
-        for name, shape in {"mean": (D,), "whitener": (components, D), "scales": (components,)}.items():
+        for name, shape in {
+            "mean": (D,),
+            "whitener": (components, D),
+            "scales": (components,),
+        }.items():
             self.register_buffer(name, torch.zeros(shape))
         small, wide = (K, K), (K, components)
-        averages = {"cov_w": small, "cov_wx": wide, "pulled": wide, "waiting_w": small, "waiting_wx": wide}
+        averages = {
+            "cov_w": small,
+            "cov_wx": wide,
+            "pulled": wide,
+            "waiting_w": small,
+            "waiting_wx": wide,
+        }
         for name, shape in averages.items():
             self.register_buffer(name, torch.zeros(shape, dtype=torch.float64))
         self.register_buffer("effective_dim", torch.zeros(()))
@@ -140,10 +160,19 @@ class Lautum(Regularizer):
             D, K = math.prod(self.input_shape), len(self.cov_w)
             whitening = fit_whitening(batches, D, self.components, self.ridge, outputs=K)
         for buffer, value in zip(
-            (self.mean, self.whitener, self.scales, self.effective_dim, self.samples), whitening, strict=True
+            (self.mean, self.whitener, self.scales, self.effective_dim, self.samples),
+            whitening,
+            strict=True,
         ):
             buffer.copy_(value)
-        for average in (self.cov_w, self.cov_wx, self.steps, self.waiting_w, self.waiting_wx, self.waiting_steps):
+        for average in (
+            self.cov_w,
+            self.cov_wx,
+            self.steps,
+            self.waiting_w,
+            self.waiting_wx,
+            self.waiting_steps,
+        ):
             average.zero_()
         self._looked = False
         return self
@@ -165,20 +194,28 @@ class Lautum(Regularizer):
             RuntimeError: Before :meth:`fit_inputs`.
         """
         if self.samples == 0:
-            raise RuntimeError("Call `fit_inputs(loader)` with the unlabeled inputs before the first penalty.")
+            raise RuntimeError(
+                "Call `fit_inputs(loader)` with the unlabeled inputs before the first penalty."
+            )
         check_rows("inputs", inputs, self.input_shape)
         check_rows("outputs", outputs, (self.num_outputs,), rows=len(inputs))
         check_finite("inputs", inputs)
         with torch.autocast(inputs.device.type, enabled=False):
             x = inputs.detach().flatten(1).float() - self.mean
-            w = self._gradients(inputs, outputs, epoch) if self.proxy == "jacobian" else outputs.float()
+            w = (
+                self._gradients(inputs, outputs, epoch)
+                if self.proxy == "jacobian"
+                else outputs.float()
+            )
             x, w = x if self.whole else x @ self.whitener.T, w - w.mean(0)
             if self._first_look(outputs):
                 warn_of_scale(self._whitened(x[:64]), self.effective_dim)
             local = self._of_batch(x, w.detach())
             averages = self._averages(local)
             if _finite(*local) and averages is not None:
-                value = self._with_gradient(x, w, *averages, self._effective_samples(len(x) * world_size()))
+                value = self._with_gradient(
+                    x, w, *averages, self._effective_samples(len(x) * world_size())
+                )
             else:  # the loss shows it, and a gradient scaler skips the step
                 value = torch.nan * w.sum().double()
         return self.penalty(-value.float(), self.schedule(epoch), value=value.float())
@@ -197,11 +234,17 @@ class Lautum(Regularizer):
 
     def _of_batch(self, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         """Covariance of the centred ``w``, and of ``w`` with the inputs."""
-        return (w.T @ w).double() / (len(x) - 1), (w.T @ x).double() / (len(x) - 1)  # [K, K], [K, r]
+        return (w.T @ w).double() / (len(x) - 1), (w.T @ x).double() / (
+            len(x) - 1
+        )  # [K, K], [K, r]
 
     def _whitened(self, cov_wx: Tensor) -> Tensor:
         # Rows are outputs: a product of [K, D] with the transposed whitener is four times as fast as its transpose.
-        return times_whitener(cov_wx.float(), self.whitener, transposed=True).double() if self.whole else cov_wx
+        return (
+            times_whitener(cov_wx.float(), self.whitener, transposed=True).double()
+            if self.whole
+            else cov_wx
+        )
 
     def _pulled(self, cov_wx: Tensor) -> Tensor:
         """The transposed map of :meth:`_whitened`, which carries gradients back."""
@@ -247,11 +290,15 @@ class Lautum(Regularizer):
         batches = (1 + self.decay) * (1 - forgotten) / ((1 - self.decay) * (1 + forgotten))
         return min(batch_size * batches, int(self.samples))
 
-    def _with_gradient(self, x: Tensor, w: Tensor, cov_w: Tensor, cov_wx: Tensor, pulled: Tensor, n: float) -> Tensor:
+    def _with_gradient(
+        self, x: Tensor, w: Tensor, cov_w: Tensor, cov_wx: Tensor, pulled: Tensor, n: float
+    ) -> Tensor:
         """Information of the averages, with the gradient that the current batch would have as all of them."""
         # Of products over the batch: the gradient never sees a [K, D] matrix, let alone D×D.
         products = (w.T @ w).double(), (w.T @ (x @ pulled.float().T)).double()
-        change_w, cross = ((part - part.detach()) / (len(x) - 1) for part in products)  # zeros that carry a gradient
+        change_w, cross = (
+            (part - part.detach()) / (len(x) - 1) for part in products
+        )  # zeros that carry a gradient
         return self._from_squares(cov_w + change_w, cov_wx @ cov_wx.T + cross + cross.T, n)
 
     def _information(self, cov_w: Tensor, cov_wx: Tensor, n: float) -> Tensor:
@@ -259,10 +306,16 @@ class Lautum(Regularizer):
 
     def _from_squares(self, cov_w: Tensor, squares: Tensor, n: float) -> Tensor:
         floor = self.ridge * cov_w.diagonal().mean().detach() + 1e-12
-        factor = torch.linalg.cholesky(cov_w + floor * torch.eye(len(cov_w), dtype=cov_w.dtype, device=cov_w.device))
+        factor = torch.linalg.cholesky(
+            cov_w + floor * torch.eye(len(cov_w), dtype=cov_w.dtype, device=cov_w.device)
+        )
         half = torch.linalg.solve_triangular(factor, squares, upper=False)
-        whitened = torch.linalg.solve_triangular(factor, half.T, upper=False)  # [K, K], on both sides
-        squared = torch.linalg.eigvalsh((whitened + whitened.T) / 2) * (n / (n + float(self.effective_dim)))
+        whitened = torch.linalg.solve_triangular(
+            factor, half.T, upper=False
+        )  # [K, K], on both sides
+        squared = torch.linalg.eigvalsh((whitened + whitened.T) / 2) * (
+            n / (n + float(self.effective_dim))
+        )
         return lautum_from_correlations(squared.clamp(max=1.0) * (1 - self.shrinkage) ** 2)
 
 
@@ -271,20 +324,30 @@ def _finite(*parts: Tensor) -> bool:
     return all(bool(part.sum().isfinite()) for part in parts)
 
 
-def _accept_without_lag(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+def _accept_without_lag(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any
+) -> None:
     """Read a checkpoint from before batches could wait: none of them does."""
     if prefix + "cov_wx" in state_dict and prefix + "pulled" not in state_dict:
         cov_wx, whitener = state_dict[prefix + "cov_wx"], state_dict[prefix + "whitener"]
         whole = whitener.shape[0] == whitener.shape[1]
-        state_dict[prefix + "pulled"] = (cov_wx.float() @ whitener).double() if whole else cov_wx.clone()
+        state_dict[prefix + "pulled"] = (
+            (cov_wx.float() @ whitener).double() if whole else cov_wx.clone()
+        )
         for name in ("waiting_w", "waiting_wx", "waiting_steps"):
             state_dict[prefix + name] = torch.zeros_like(getattr(module, name))
 
 
-def _check_ranges(D: int, K: int, components: int, decay: float, lag: float, shrinkage: float, ridge: float) -> None:
+def _check_ranges(
+    D: int, K: int, components: int, decay: float, lag: float, shrinkage: float, ridge: float
+) -> None:
     rules = {
         "num_outputs": (K, K >= 1, "at least 1"),
-        "components": (components, 1 <= components <= D, f"between 1 and the number of inputs, {D}"),
+        "components": (
+            components,
+            1 <= components <= D,
+            f"between 1 and the number of inputs, {D}",
+        ),
         "decay": (decay, 0 <= decay < 1, "in [0, 1)"),
         "lag": (lag, 0 <= lag < 1, "in [0, 1)"),
         "shrinkage": (shrinkage, 0 < shrinkage < 1, "in (0, 1)"),

@@ -112,7 +112,9 @@ class LocalMinimumRegularizer(Regularizer):
         if not weight:
             self.value, self.weight = None, 0.0
             return self.nothing(some)
-        value, gradient = self._value_and_gradient(model, loss_fn, split_batch(batch, self.parts), parameters)
+        value, gradient = self._value_and_gradient(
+            model, loss_fn, split_batch(batch, self.parts), parameters
+        )
         # A number whose gradient is the one computed above.
         carried = sum(((p - p.detach()) * gradient[name]).sum() for name, p in parameters.items())
         return self.penalty(value + carried, weight)
@@ -121,18 +123,27 @@ class LocalMinimumRegularizer(Regularizer):
         if self.start != "learning_rate_drop":
             return epoch >= self.start
         if learning_rate is None:
-            raise ValueError("`learning_rate` must be given for start='learning_rate_drop', or `start` be an epoch.")
+            raise ValueError(
+                "`learning_rate` must be given for start='learning_rate_drop', or `start` be an epoch."
+            )
         if self.training:
             self.highest_lr.clamp_(min=learning_rate)
             self.started.logical_or_(learning_rate <= 0.5 * self.highest_lr)
         return bool(self.started)
 
     def _value_and_gradient(
-        self, model: nn.Module, loss_fn: Callable[[Any], Tensor], parts: list[Any], parameters: dict[str, nn.Parameter]
+        self,
+        model: nn.Module,
+        loss_fn: Callable[[Any], Tensor],
+        parts: list[Any],
+        parameters: dict[str, nn.Parameter],
     ) -> tuple[Tensor, ParamDict]:
         some = next(iter(parameters.values()))
         w = {name: p.detach() for name, p in parameters.items()}
-        value, gradient = torch.zeros((), device=some.device), {name: torch.zeros_like(p) for name, p in w.items()}
+        value, gradient = (
+            torch.zeros((), device=some.device),
+            {name: torch.zeros_like(p) for name, p in w.items()},
+        )
         with (
             torch.inference_mode(False),
             torch.enable_grad(),
@@ -144,7 +155,9 @@ class LocalMinimumRegularizer(Regularizer):
                 moved = {name: p - self.step_size * g[name] for name, p in w.items()}
                 loss_moved, g_moved = _loss_and_gradient(model, loss_fn, part, parameters, moved)
                 value = value + (loss - loss_moved) / len(parts)
-                gradient = {name: gradient[name] + (g[name] - g_moved[name]) / len(parts) for name in w}
+                gradient = {
+                    name: gradient[name] + (g[name] - g_moved[name]) / len(parts) for name in w
+                }
         return value, gradient
 
 
@@ -168,9 +181,14 @@ def _loss_and_gradient(
     if not isinstance(loss, Tensor):
         raise TypeError(f"`loss_fn` must return a scalar tensor, got {type(loss).__name__}.")
     if loss.ndim:
-        raise ValueError(f"`loss_fn` must return a scalar, got shape {tuple(loss.shape)}: take the mean.")
+        raise ValueError(
+            f"`loss_fn` must return a scalar, got shape {tuple(loss.shape)}: take the mean."
+        )
     gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-    filled = (torch.zeros_like(w) if g is None else g for g, w in zip(gradients, leaves.values(), strict=True))
+    filled = (
+        torch.zeros_like(w) if g is None else g
+        for g, w in zip(gradients, leaves.values(), strict=True)
+    )
     return loss.detach(), dict(zip(leaves, filled, strict=True))
 
 
@@ -187,10 +205,14 @@ def split_batch(batch: Any, parts: int) -> list[Any]:
     leaves, structure = tree_flatten(batch)
     lengths = {len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim}
     if len(lengths) != 1:
-        raise ValueError(f"`batch` must hold tensors with one number of samples, got {sorted(lengths)}.")
+        raise ValueError(
+            f"`batch` must hold tensors with one number of samples, got {sorted(lengths)}."
+        )
     size = lengths.pop() // parts
     if size == 0:
-        raise ValueError(f"`batch` must hold at least `parts` = {parts} samples, got {max(len(t) for t in leaves)}.")
+        raise ValueError(
+            f"`batch` must hold at least `parts` = {parts} samples, got {max(len(t) for t in leaves)}."
+        )
 
     def cut(leaf: Any, i: int) -> Any:
         return leaf[i * size : (i + 1) * size] if isinstance(leaf, Tensor) and leaf.ndim else leaf
@@ -202,8 +224,14 @@ def _check_kinds(model: object, loss_fn: object, batch: object) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` must be a Module, got {type(model).__name__}.")
     if not callable(loss_fn):
-        hint = ": it comes before `batch`" if callable(batch) else ": pass `lambda part: loss(net(part[0]), part[1])`"
-        raise TypeError(f"`loss_fn` must be a function of a part of the batch, got {type(loss_fn).__name__}{hint}.")
+        hint = (
+            ": it comes before `batch`"
+            if callable(batch)
+            else ": pass `lambda part: loss(net(part[0]), part[1])`"
+        )
+        raise TypeError(
+            f"`loss_fn` must be a function of a part of the batch, got {type(loss_fn).__name__}{hint}."
+        )
 
 
 def _check_precision(parameters: dict[str, nn.Parameter]) -> None:

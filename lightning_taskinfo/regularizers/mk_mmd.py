@@ -31,7 +31,9 @@ class MultiKernelMMD(Regularizer):
         tensor(1.)
     """
 
-    def __init__(self, *, weight: float | WeightSchedule = 1.0, widths: Sequence[float] | None = None) -> None:
+    def __init__(
+        self, *, weight: float | WeightSchedule = 1.0, widths: Sequence[float] | None = None
+    ) -> None:
         super().__init__(weight)
         check_positive(widths=widths)
         self.widths = widths

@@ -20,7 +20,12 @@ from lightning_taskinfo.functional.mutual_information import (
     smile,
     update_log_average,
 )
-from lightning_taskinfo.regularizers._base import Regularizer, WeightSchedule, check_rows, checked_shape
+from lightning_taskinfo.regularizers._base import (
+    Regularizer,
+    WeightSchedule,
+    check_rows,
+    checked_shape,
+)
 from lightning_taskinfo.regularizers._ranks import mean_over_ranks
 from lightning_taskinfo.regularizers._swap import swapped
 from lightning_taskinfo.regularizers.critics import CriticKind, make_critic
@@ -95,7 +100,12 @@ class MutualInformation(Regularizer):
         super().__init__(weight)
         _check(objective, negatives, alternate, clip, critic_steps, learning_rate)
         self.input_shape, self.feature_dim = checked_shape(input_shape), feature_dim
-        self.objective, self.clip, self.alternate, self.critic_steps = objective, clip, alternate, critic_steps
+        self.objective, self.clip, self.alternate, self.critic_steps = (
+            objective,
+            clip,
+            alternate,
+            critic_steps,
+        )
         self.negatives: Negatives = negatives
         self._pairs = {} if objective == "info_nce" else {"negatives": negatives}
         if not isinstance(critic, nn.Module):
@@ -159,11 +169,15 @@ class MutualInformation(Regularizer):
             with swapped(self.critic, parameters, copies):
                 scores = self.critic(x, z)
             if self.objective == "mine":
-                moved = update_log_average(self.log_average, scores, decay=0.99, negatives=self.negatives)
+                moved = update_log_average(
+                    self.log_average, scores, decay=0.99, negatives=self.negatives
+                )
                 (moved,) = mean_over_ranks(moved)
                 self.log_average.copy_(torch.where(moved.isfinite(), moved, self.log_average))
             gradients = mean_over_ranks(*torch.autograd.grad(-self._objective(scores), copies))
-            if not all(g.isfinite().all() for g in gradients):  # e.g. features that overflowed: the next batch is fine
+            if not all(
+                g.isfinite().all() for g in gradients
+            ):  # e.g. features that overflowed: the next batch is fine
                 continue
             for p, g in zip(parameters, gradients, strict=True):
                 p.grad = g
@@ -172,7 +186,9 @@ class MutualInformation(Regularizer):
 
     def _apply(self, fn: Any, recurse: bool = True) -> "MutualInformation":
         super()._apply(fn, recurse)
-        self._optimizer.load_state_dict(self._optimizer.state_dict())  # casts its state to where the critic went
+        self._optimizer.load_state_dict(
+            self._optimizer.state_dict()
+        )  # casts its state to where the critic went
         return self
 
     def get_extra_state(self) -> dict[str, Any]:
@@ -181,15 +197,24 @@ class MutualInformation(Regularizer):
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Take up the state of the critic's optimizer from a checkpoint."""
-        self._optimizer.load_state_dict(deepcopy(state))  # it would share the tensors of a state dict in memory
+        self._optimizer.load_state_dict(
+            deepcopy(state)
+        )  # it would share the tensors of a state dict in memory
 
 
 def _check(
-    objective: str, negatives: str, alternate: str, clip: float, critic_steps: int, learning_rate: float
+    objective: str,
+    negatives: str,
+    alternate: str,
+    clip: float,
+    critic_steps: int,
+    learning_rate: float,
 ) -> None:
     check_negatives(negatives)
     if objective == "info_nce" and negatives == "all":
-        raise ValueError("`negatives` must be 'others' for InfoNCE, whose sum holds the joint pair anyway, got 'all'.")
+        raise ValueError(
+            "`negatives` must be 'others' for InfoNCE, whose sum holds the joint pair anyway, got 'all'."
+        )
     if objective == "smile":
         raise ValueError(
             "`objective` must not be 'smile': a critic that ascends the clipped estimate runs away. Follow "

@@ -60,12 +60,16 @@ class TemporalEnsembling(Regularizer):
             if value < 1:
                 raise ValueError(f"`{argument}` must be at least 1, got {value}.")
         if num_labeled is not None and not 0 <= num_labeled <= num_samples:
-            raise ValueError(f"`num_labeled` must be from 0 to `num_samples`, {num_samples}, got {num_labeled}.")
+            raise ValueError(
+                f"`num_labeled` must be from 0 to `num_samples`, {num_samples}, got {num_labeled}."
+            )
         if ramp_epochs < 1:
             raise ValueError(f"`ramp_epochs` must be at least 1, got {ramp_epochs}.")
         if weight is None:
             if num_labeled is None:
-                raise ValueError("`num_labeled` or `weight` must be given: the default weight depends on the former.")
+                raise ValueError(
+                    "`num_labeled` or `weight` must be given: the default weight depends on the former."
+                )
             weight = WeightSchedule(30 * num_labeled / num_samples, "sigmoid", length=ramp_epochs)
         super().__init__(weight)
         if not 0 <= decay < 1:
@@ -78,7 +82,9 @@ class TemporalEnsembling(Regularizer):
         self.register_buffer("count", torch.zeros(num_samples, dtype=torch.int32))
         self.register_buffer("last_epoch", torch.full((num_samples,), -1, dtype=torch.int32))
 
-    def forward(self, outputs: Tensor, index: Tensor | Sequence[int], *, epoch: int | None = None) -> Tensor:
+    def forward(
+        self, outputs: Tensor, index: Tensor | Sequence[int], *, epoch: int | None = None
+    ) -> Tensor:
         """Return the penalty, and in train mode move the averages of these samples.
 
         Args:
@@ -95,7 +101,9 @@ class TemporalEnsembling(Regularizer):
             ValueError: If shapes are wrong, or an index is out of range.
         """
         if epoch is None:
-            raise TypeError("`epoch` must be given, counted from 0: the averages move once an epoch, got None.")
+            raise TypeError(
+                "`epoch` must be given, counted from 0: the averages move once an epoch, got None."
+            )
         check_rows("outputs", outputs, (self.num_outputs,), minimum=1)
         index = _checked_index(index, len(outputs)).to(self.average.device)
         self._first_look(outputs)
@@ -116,7 +124,9 @@ class TemporalEnsembling(Regularizer):
         """Move the averages of samples that this epoch has not seen yet; of a repeated one, by its first row."""
         unique, inverse = index.unique(return_inverse=True)
         rows = torch.arange(len(index), device=index.device)
-        first = torch.full_like(unique, len(index)).scatter_reduce(0, inverse, rows.to(unique), "amin")
+        first = torch.full_like(unique, len(index)).scatter_reduce(
+            0, inverse, rows.to(unique), "amin"
+        )
         new = self.last_epoch[unique] != epoch
         index, predictions = unique[new], predictions[first[new].long()]
         if not predictions.isfinite().all():

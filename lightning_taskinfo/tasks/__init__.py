@@ -17,7 +17,11 @@ from lightning_taskinfo.tasks.embedding import (
 )
 from lightning_taskinfo.tasks.embedding_plots import log_embeddings, plot_difficulty, plot_task_map
 from lightning_taskinfo.tasks.matrix import DistanceMatrix
-from lightning_taskinfo.tasks.phase_diagram import PhaseDiagram, simulate_phase_diagram, transferability
+from lightning_taskinfo.tasks.phase_diagram import (
+    PhaseDiagram,
+    simulate_phase_diagram,
+    transferability,
+)
 from lightning_taskinfo.tasks.probe import SmallProbe, default_probe
 from lightning_taskinfo.tasks.simulate import TransferRisks, simulate_transfer
 from lightning_taskinfo.tasks.specs import Task, network_for, prepare_task, trunk_for

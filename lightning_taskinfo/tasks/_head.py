@@ -6,7 +6,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from lightning_taskinfo._batches import Forward, call_on, first_samples, moved, outputs_of, sample_count, split
+from lightning_taskinfo._batches import (
+    Forward,
+    call_on,
+    first_samples,
+    moved,
+    outputs_of,
+    sample_count,
+    split,
+)
 from lightning_taskinfo._observe import observing
 
 BATCH = 512
@@ -22,16 +30,22 @@ def find_head(probe: nn.Module, head: str | None) -> str:
     if head is None:
         linear = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
         if not linear:
-            raise ValueError("`head` must name the probe's last layer, as the probe has no nn.Linear.")
+            raise ValueError(
+                "`head` must name the probe's last layer, as the probe has no nn.Linear."
+            )
         head = linear[-1]
     if head not in modules:
-        raise ValueError(f"`head` must name a module of the probe, got {head!r}; there are {list(modules)[1:]}.")
+        raise ValueError(
+            f"`head` must name a module of the probe, got {head!r}; there are {list(modules)[1:]}."
+        )
     if not head:
         raise ValueError("`head` must name a part of the probe, got the whole of it.")
     return head
 
 
-def collect_features(probe: nn.Module, head: str, inputs: Any, forward_fn: Forward | None = None) -> Tensor:
+def collect_features(
+    probe: nn.Module, head: str, inputs: Any, forward_fn: Forward | None = None
+) -> Tensor:
     """Return what the head gets as input, ``[N, D]``, in float64 on the CPU; the probe is only observed.
 
     Args:
@@ -45,8 +59,12 @@ def collect_features(probe: nn.Module, head: str, inputs: Any, forward_fn: Forwa
     """
     seen: list[tuple[object, ...]] = []
     if forward_fn is None:
-        call_on(probe, first_samples(inputs, None, 2)[0])  # before the hook, which would see it being tried
-    handle = probe.get_submodule(head).register_forward_pre_hook(lambda _module, args: seen.append(args))
+        call_on(
+            probe, first_samples(inputs, None, 2)[0]
+        )  # before the hook, which would see it being tried
+    handle = probe.get_submodule(head).register_forward_pre_hook(
+        lambda _module, args: seen.append(args)
+    )
     device = next(probe.parameters()).device
     parts = []
     try:
@@ -65,14 +83,19 @@ def _features(seen: list[tuple[object, ...]], head: str, n: int) -> Tensor:
         (features,) = seen[0]
         if isinstance(features, Tensor) and features.ndim == 2 and len(features) == n:
             return features.detach().double().cpu()
-    got = [[list(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in args] for args in seen]
+    got = [
+        [list(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in args]
+        for args in seen
+    ]
     raise ValueError(
         f"`head` must run once a pass, on one tensor [N, D], and is the last nn.Linear where not given; {head!r} got "
         f"{got} for {n} samples."
     )
 
 
-def fit_linear_head(features: Tensor, labels: Tensor, *, weight_decay: float, max_iter: int = 1000) -> nn.Linear:
+def fit_linear_head(
+    features: Tensor, labels: Tensor, *, weight_decay: float, max_iter: int = 1000
+) -> nn.Linear:
     r"""Fit a linear classifier to frozen features: the one minimum of a strictly convex loss, whatever the order.
 
     .. math:: \frac1N \sum_n -\log \mathrm{softmax}(W z_n + b)_{y_n} + \frac{\lambda}{2} \|W\|^2,
@@ -92,9 +115,16 @@ def fit_linear_head(features: Tensor, labels: Tensor, *, weight_decay: float, ma
     mean, std = features.mean(0), features.std(0, correction=0)
     std = torch.where(std > 1e-12 * features.abs().amax(0), std, 1.0)
     z, C = (features - mean) / std, int(labels.max()) + 1
-    W, b = (torch.zeros(shape, dtype=torch.float64, requires_grad=True) for shape in ((C, z.shape[1]), (C,)))
+    W, b = (
+        torch.zeros(shape, dtype=torch.float64, requires_grad=True)
+        for shape in ((C, z.shape[1]), (C,))
+    )
     optimizer = torch.optim.LBFGS(
-        [W, b], max_iter=max_iter, tolerance_grad=1e-9, tolerance_change=0, line_search_fn="strong_wolfe"
+        [W, b],
+        max_iter=max_iter,
+        tolerance_grad=1e-9,
+        tolerance_change=0,
+        line_search_fn="strong_wolfe",
     )
 
     def loss() -> Tensor:
@@ -105,7 +135,9 @@ def fit_linear_head(features: Tensor, labels: Tensor, *, weight_decay: float, ma
 
     with torch.inference_mode(False), torch.enable_grad():
         optimizer.step(loss)
-    head = nn.utils.skip_init(nn.Linear, z.shape[1], C, dtype=torch.float64)  # no draw from the global generator
+    head = nn.utils.skip_init(
+        nn.Linear, z.shape[1], C, dtype=torch.float64
+    )  # no draw from the global generator
     with torch.no_grad():
         head.weight.copy_(W / std)
         head.bias.copy_(b - (W / std) @ mean)

@@ -99,11 +99,16 @@ class Cell:
         size = round(plan.training.batch_size * sum(len(y) for _, y in data) / len(data[0][1]))
         plan = replace(plan, training=replace(plan.training, batch_size=size))
         inputs, targets = zip(*((x.numpy(), y.numpy()) for x, y in data), strict=True)
-        return cls(plan, inputs, targets, tuple(output_count(y, plan.likelihood) for _, y in data), seed)
+        return cls(
+            plan, inputs, targets, tuple(output_count(y, plan.likelihood) for _, y in data), seed
+        )
 
     def samples(self) -> Samples:
         """All samples, each with the index of its task."""
-        x, y = (torch.cat([torch.from_numpy(a) for a in arrays]) for arrays in (self.inputs, self.targets))
+        x, y = (
+            torch.cat([torch.from_numpy(a) for a in arrays])
+            for arrays in (self.inputs, self.targets)
+        )
         task = torch.cat([torch.full((len(a),), index) for index, a in enumerate(self.inputs)])
         return Samples((x, task), y, self.plan.likelihood)
 
@@ -113,7 +118,11 @@ class Cell:
         with torch.no_grad():
             features = trunk.eval()(torch.from_numpy(self.inputs[0][:2])).shape[1]
         heads = [
-            build(partial(self.plan.head_fn, features, outputs), stage_seed(self.seed, 1), argument="head_fn")
+            build(
+                partial(self.plan.head_fn, features, outputs),
+                stage_seed(self.seed, 1),
+                argument="head_fn",
+            )
             for outputs in self.outputs
         ]
         return MultiHead(trunk, heads)
@@ -131,12 +140,20 @@ def solve(cell: Cell) -> dict[str, Any]:
     samples.check(model)
     start = initial_weights(model)
     centre = center_of(start, cell.plan.prior_center)
-    weights = {name: beta for name in start for part, beta in cell.betas().items() if name.startswith(f"{part}.")}
+    weights = {
+        name: beta
+        for name in start
+        for part, beta in cell.betas().items()
+        if name.startswith(f"{part}.")
+    }
     pull = partial(_map_penalty, centre=centre, weights=weights, prior_std=cell.plan.prior_std)
     train_plain(model, samples, pull, training=cell.plan.training, seed=stage_seed(cell.seed, 2))
     finish = _variational if cell.plan.method == "variational" else _laplace
     kl, loss, error, penalty = finish(cell, model, samples, centre, weights)
-    parts = {part: sum(v for name, v in kl.items() if name.startswith(f"{part}.")) for part in cell.betas()}
+    parts = {
+        part: sum(v for name, v in kl.items() if name.startswith(f"{part}."))
+        for part in cell.betas()
+    }
     objective = loss + penalty + sum(beta * parts[part] for part, beta in cell.betas().items())
     return {"kl": parts, "loss": loss + penalty, "loss_error": error, "objective": objective}
 
@@ -144,11 +161,17 @@ def solve(cell: Cell) -> dict[str, Any]:
 Found: TypeAlias = tuple[dict[str, float], float, float, float]
 
 
-def _variational(cell: Cell, model: nn.Module, samples: Samples, centre: ParamDict, weights: dict[str, float]) -> Found:
+def _variational(
+    cell: Cell, model: nn.Module, samples: Samples, centre: ParamDict, weights: dict[str, float]
+) -> Found:
     """Noisy weights, trained from where the plain ones are."""
     noise = stage_seed(cell.seed, 3)
     add_weight_noise(
-        model, std=START * cell.plan.prior_std, prior_center=centre, prior_std=cell.plan.prior_std, seed=noise
+        model,
+        std=START * cell.plan.prior_std,
+        prior_center=centre,
+        prior_std=cell.plan.prior_std,
+        seed=noise,
     )
     terms = [(weights[name], mean, noise) for name, mean, noise in noisy_weights(model)]
 
@@ -157,14 +180,23 @@ def _variational(cell: Cell, model: nn.Module, samples: Samples, centre: ParamDi
 
     train_noisy(model, samples, penalty, training=cell.plan.training, seed=stage_seed(cell.seed, 4))
     loss, error = expected_loss(model, samples, training=cell.plan.training)
-    return {name: noise.kl(mean).item() for name, mean, noise in noisy_weights(model)}, loss, error, 0.0
+    return (
+        {name: noise.kl(mean).item() for name, mean, noise in noisy_weights(model)},
+        loss,
+        error,
+        0.0,
+    )
 
 
-def _laplace(cell: Cell, model: nn.Module, samples: Samples, centre: ParamDict, weights: dict[str, float]) -> Found:
+def _laplace(
+    cell: Cell, model: nn.Module, samples: Samples, centre: ParamDict, weights: dict[str, float]
+) -> Found:
     """The closed form around the trained weights, with the diagonal of the Fisher information as curvature."""
     model.eval()
     chunk = cell.plan.training.chunk_size
-    F = fisher_diagonal(model, samples.inputs, labels="exact", likelihood=cell.plan.likelihood, chunk_size=chunk)
+    F = fisher_diagonal(
+        model, samples.inputs, labels="exact", likelihood=cell.plan.likelihood, chunk_size=chunk
+    )
     kl, penalty = {}, 0.0
     for name, weight in initial_weights(model).items():
         h, shift = len(samples) * F[name], weight - centre[name]
@@ -174,9 +206,13 @@ def _laplace(cell: Cell, model: nn.Module, samples: Samples, centre: ParamDict, 
     return kl, loss_sum(model, samples, training=cell.plan.training), 0.0, penalty
 
 
-def _map_penalty(model: nn.Module, *, centre: ParamDict, weights: dict[str, float], prior_std: float) -> Tensor:
+def _map_penalty(
+    model: nn.Module, *, centre: ParamDict, weights: dict[str, float], prior_std: float
+) -> Tensor:
     """What weights pay for leaving the centre of the pre-distribution: their means' share of β times the divergence."""
-    terms = [weights[name] * (p - centre[name]).square().sum() for name, p in model.named_parameters()]
+    terms = [
+        weights[name] * (p - centre[name]).square().sum() for name, p in model.named_parameters()
+    ]
     return torch.stack(terms).sum() / (2 * prior_std**2)
 
 

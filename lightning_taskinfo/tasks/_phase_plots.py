@@ -27,7 +27,13 @@ DEGREES = 180 / math.pi
 
 
 def plot_phase_surface(
-    mode: Mode, sigma: float, *, depth: int = 2, max_gamma: float = 2.0, clip: float = 1.0, ax: Any = None
+    mode: Mode,
+    sigma: float,
+    *,
+    depth: int = 2,
+    max_gamma: float = 2.0,
+    clip: float = 1.0,
+    ax: Any = None,
 ) -> "tuple[Figure, Any]":
     """Draw the gain over the plane of angle and sample number as a surface; needs three-dimensional axes.
 
@@ -49,8 +55,19 @@ def plot_phase_surface(
     """
     fig, ax = _axes(ax, projection="3d")
     theta, gamma, gain = _grid(mode, sigma, depth, max_gamma, 60)
-    ax.plot_surface(gamma, theta, gain.clip(-clip, clip), cmap="RdBu", vmin=-clip, vmax=clip, linewidth=0, rcount=60)
-    ax.set(xlabel=r"samples per dimension $\gamma$", ylabel=r"angle $\theta$ (°)", zlabel="gain $T$")
+    ax.plot_surface(
+        gamma,
+        theta,
+        gain.clip(-clip, clip),
+        cmap="RdBu",
+        vmin=-clip,
+        vmax=clip,
+        linewidth=0,
+        rcount=60,
+    )
+    ax.set(
+        xlabel=r"samples per dimension $\gamma$", ylabel=r"angle $\theta$ (°)", zlabel="gain $T$"
+    )
     ax.set_title(rf"{TITLES[mode]}, $\sigma = {sigma:g}$")
     ax.view_init(elev=28, azim=-60)
     ax.set_box_aspect(None, zoom=0.85)  # or the labels leave the figure
@@ -58,7 +75,13 @@ def plot_phase_surface(
 
 
 def plot_phase_map(
-    mode: Mode, sigma: float, *, depth: int = 2, max_gamma: float = 2.0, clip: float = 1.0, ax: "Axes | None" = None
+    mode: Mode,
+    sigma: float,
+    *,
+    depth: int = 2,
+    max_gamma: float = 2.0,
+    clip: float = 1.0,
+    ax: "Axes | None" = None,
 ) -> "tuple[Figure, Axes]":
     """Draw sign and size of the gain as colours, with the closed-form boundaries of negative transfer.
 
@@ -79,7 +102,12 @@ def plot_phase_map(
     fig.colorbar(image, ax=ax, label="gain $T$ over scratch", extend="both")
     for x, y in _boundaries(mode, sigma, depth, max_gamma):
         ax.plot(x, y * DEGREES, color="black", linewidth=1.5)
-    ax.set(xlim=(0, max_gamma), ylim=(0, 90), xlabel=r"samples per dimension $\gamma$", ylabel=r"angle $\theta$ (°)")
+    ax.set(
+        xlim=(0, max_gamma),
+        ylim=(0, 90),
+        xlabel=r"samples per dimension $\gamma$",
+        ylabel=r"angle $\theta$ (°)",
+    )
     ax.set_title(rf"{TITLES[mode]}, $\sigma = {sigma:g}$")
     return fig, ax
 
@@ -105,18 +133,34 @@ def plot_phase_slices(
     for index, theta in enumerate(simulated.theta.tolist()):
         color = colormaps["viridis"](0.9 * index / max(1, len(simulated.theta) - 1))
         ax.plot(
-            gamma, transferability(simulated.mode, theta, gamma, simulated.sigma, depth=simulated.depth), color=color
+            gamma,
+            transferability(simulated.mode, theta, gamma, simulated.sigma, depth=simulated.depth),
+            color=color,
         )
         if printed and simulated.mode == "fine_tune":
-            gain = scratch_risk(gamma, simulated.sigma) - fine_tuning_risk_noiseless(theta, gamma, simulated.sigma)
+            gain = scratch_risk(gamma, simulated.sigma) - fine_tuning_risk_noiseless(
+                theta, gamma, simulated.sigma
+            )
             ax.plot(
-                gamma, gain, color=color, linestyle="--", linewidth=0.8, label=None if index else "noiseless formula"
+                gamma,
+                gain,
+                color=color,
+                linestyle="--",
+                linewidth=0.8,
+                label=None if index else "noiseless formula",
             )
         mean, error = simulated.mean[index], simulated.standard_error[index]
         label = rf"$\theta = {theta * DEGREES:.0f}$°"
-        ax.errorbar(simulated.gamma, mean, error, fmt="o", markersize=4, capsize=2, color=color, label=label)
+        ax.errorbar(
+            simulated.gamma, mean, error, fmt="o", markersize=4, capsize=2, color=color, label=label
+        )
     ax.axhline(0, color="grey", linewidth=0.8)
-    ax.set(xlim=(0, largest), ylim=_limits(simulated), xlabel=r"samples per dimension $\gamma$", ylabel="gain $T$")
+    ax.set(
+        xlim=(0, largest),
+        ylim=_limits(simulated),
+        xlabel=r"samples per dimension $\gamma$",
+        ylabel="gain $T$",
+    )
     ax.set_title(rf"{TITLES[simulated.mode]}, $\sigma = {simulated.sigma:g}$")
     ax.legend(fontsize="small")
     return fig, ax
@@ -139,10 +183,18 @@ def plot_phase_overview(simulated: PhaseDiagram) -> "tuple[Figure, list[Any]]":
     from matplotlib.figure import Figure
 
     fig = Figure(figsize=(15, 4.5), layout="constrained")
-    axes = [fig.add_subplot(1, 3, 1, projection="3d"), fig.add_subplot(1, 3, 2), fig.add_subplot(1, 3, 3)]
+    axes = [
+        fig.add_subplot(1, 3, 1, projection="3d"),
+        fig.add_subplot(1, 3, 2),
+        fig.add_subplot(1, 3, 3),
+    ]
     largest = 1.1 * simulated.gamma.max().item()
-    plot_phase_surface(simulated.mode, simulated.sigma, depth=simulated.depth, max_gamma=largest, ax=axes[0])
-    plot_phase_map(simulated.mode, simulated.sigma, depth=simulated.depth, max_gamma=largest, ax=axes[1])
+    plot_phase_surface(
+        simulated.mode, simulated.sigma, depth=simulated.depth, max_gamma=largest, ax=axes[0]
+    )
+    plot_phase_map(
+        simulated.mode, simulated.sigma, depth=simulated.depth, max_gamma=largest, ax=axes[1]
+    )
     plot_phase_slices(simulated, ax=axes[2])
     return fig, axes
 
@@ -164,7 +216,9 @@ def _grid(mode: Mode, sigma: float, depth: int, max_gamma: float, points: int) -
     return [t.expand_as(gain).numpy() for t in (theta * DEGREES, gamma, gain)]
 
 
-def _boundaries(mode: Mode, sigma: float, depth: int, max_gamma: float) -> list[tuple[Tensor, Tensor]]:
+def _boundaries(
+    mode: Mode, sigma: float, depth: int, max_gamma: float
+) -> list[tuple[Tensor, Tensor]]:
     """Curves ``(gamma, theta)`` on which the gain is 0."""
     if mode == "fine_tune":
         gamma = torch.linspace(1e-3, min(1.0, max_gamma) - 1e-6, 2000, dtype=torch.float64)

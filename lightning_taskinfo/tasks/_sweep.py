@@ -40,10 +40,19 @@ class Sweep:
     """
 
     def __init__(
-        self, model: nn.Module, samples: Samples, centre: ParamDict, *, prior_std: float, training: Training, seed: int
+        self,
+        model: nn.Module,
+        samples: Samples,
+        centre: ParamDict,
+        *,
+        prior_std: float,
+        training: Training,
+        seed: int,
     ) -> None:
         noise, std = stage_seed(seed, 0), START * prior_std
-        self.model = add_weight_noise(model, std=std, prior_center=centre, prior_std=prior_std, seed=noise)
+        self.model = add_weight_noise(
+            model, std=std, prior_center=centre, prior_std=prior_std, seed=noise
+        )
         self.samples, self.centre, self.training, self.seed = samples, centre, training, seed
         self.prior: Row = {}
         self.rows: list[Row] = []
@@ -55,7 +64,13 @@ class Sweep:
         self.prior = self._loss()
         set_gaussian(self.model, start, START)
         with sampling(self.model, enabled=False):
-            train_plain(self.model, self.samples, no_penalty, training=self.training, seed=stage_seed(self.seed, 1))
+            train_plain(
+                self.model,
+                self.samples,
+                no_penalty,
+                training=self.training,
+                seed=stage_seed(self.seed, 1),
+            )
 
     def step(self, beta: float) -> None:
         r"""Minimise :math:`C_\beta` from where the network is, and measure.
@@ -64,12 +79,20 @@ class Sweep:
         """
         for turn in range(1 if self.rows else 2):
             seed = stage_seed(self.seed, 2, len(self.rows), turn)
-            train_noisy(self.model, self.samples, lambda m: beta * weight_kl(m), training=self.training, seed=seed)
+            train_noisy(
+                self.model,
+                self.samples,
+                lambda m: beta * weight_kl(m),
+                training=self.training,
+                seed=seed,
+            )
         self.rows.append({"beta": beta, "kl": weight_kl(self.model).item(), **self._loss()})
 
     def save(self, path: Path) -> None:
         """Write network and rows, atomically."""
-        write_tensors(path, {"prior": self.prior, "rows": self.rows, "model": self.model.state_dict()})
+        write_tensors(
+            path, {"prior": self.prior, "rows": self.rows, "model": self.model.state_dict()}
+        )
 
     def load(self, path: Path) -> None:
         """Take up what :meth:`save` wrote.
@@ -110,7 +133,9 @@ def center_of(start: ParamDict, center: Center) -> ParamDict:
     if center == "zero":
         return {name: torch.zeros_like(value) for name, value in start.items()}
     if isinstance(center, str):
-        raise ValueError(f"`prior_center` must be 'initial', 'zero' or tensors by name, got {center!r}.")
+        raise ValueError(
+            f"`prior_center` must be 'initial', 'zero' or tensors by name, got {center!r}."
+        )
     return dict(center)
 
 

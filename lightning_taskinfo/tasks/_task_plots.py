@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def plot_structure_functions(curves: Sequence[StructureFunction]) -> tuple["Figure", tuple["Axes", "Axes"]]:
+def plot_structure_functions(
+    curves: Sequence[StructureFunction],
+) -> tuple["Figure", tuple["Axes", "Axes"]]:
     r"""Draw the loss against :math:`\beta`, and against the information in the weights; one colour a task.
 
     On the left the loss of noisy weights per sample, the entropy of the labels dashed and :math:`\beta^*` dotted; on
@@ -41,7 +43,10 @@ def plot_structure_functions(curves: Sequence[StructureFunction]) -> tuple["Figu
         _draw_curve(curve, f"C{index}", left, right)
     left.set(xscale="log", xlabel=r"$\beta$, price of a nat", ylabel=r"$E_Q[L_D]/N$ (nats)")
     left.invert_xaxis()
-    right.set(xlabel=r"information in the weights, $\mathrm{KL}(Q\|P)$ (nats)", ylabel=r"$E_Q[L_D]/N$ (nats)")
+    right.set(
+        xlabel=r"information in the weights, $\mathrm{KL}(Q\|P)$ (nats)",
+        ylabel=r"$E_Q[L_D]/N$ (nats)",
+    )
     right.set_xlim(left=0)
     for ax in (left, right):
         ax.set_ylim(bottom=0)
@@ -52,7 +57,9 @@ def plot_structure_functions(curves: Sequence[StructureFunction]) -> tuple["Figu
 
 
 def _draw_curve(curve: StructureFunction, color: str, left: "Axes", right: "Axes") -> None:
-    loss, error = ([value / curve.samples for value in values] for values in (curve.loss, curve.loss_error))
+    loss, error = (
+        [value / curve.samples for value in values] for values in (curve.loss, curve.loss_error)
+    )
     left.errorbar(curve.betas, loss, error, fmt=".-", color=color, label=curve.name or None)
     points = ([0.0, *curve.kl], [curve.prior_loss / curve.samples, *loss])
     right.errorbar(*points, [curve.prior_loss_error / curve.samples, *error], fmt=".", color=color)
@@ -66,7 +73,12 @@ def _draw_curve(curve: StructureFunction, color: str, left: "Axes", right: "Axes
 
 
 def plot_distances(
-    names: Sequence[str], mean: Tensor, error: Tensor | None = None, *, title: str = "", ax: "Axes | None" = None
+    names: Sequence[str],
+    mean: Tensor,
+    error: Tensor | None = None,
+    *,
+    title: str = "",
+    ax: "Axes | None" = None,
 ) -> tuple["Figure", "Axes"]:
     """Draw a matrix of distances as colours with numbers: rows are what a network knows, columns what it learns.
 
@@ -101,7 +113,12 @@ def plot_distances(
 
 
 def log_to_wandb(
-    run: Any, key: str, figure: "Figure", columns: Sequence[str], rows: list[list[Any]], scalars: Mapping[str, float]
+    run: Any,
+    key: str,
+    figure: "Figure",
+    columns: Sequence[str],
+    rows: list[list[Any]],
+    scalars: Mapping[str, float],
 ) -> None:
     """Log a figure as an image, its data as a table and its summary as scalars, all below ``key``."""
     import wandb

@@ -85,20 +85,29 @@ def structure_function(
     start = initial_weights(model)
     centre = center_of(start, prior_center)
     if folder is not None:
-        made = {"betas": betas, "prior_std": prior_std, "likelihood": repr(samples.likelihood), "seed": seed}
+        made = {
+            "betas": betas,
+            "prior_std": prior_std,
+            "likelihood": repr(samples.likelihood),
+            "seed": seed,
+        }
         made |= {"network": network_digest(model, inputs), "prior_center": digest(centre.values())}
         made |= {"data": digest([inputs, targets]), "training": asdict(training)}
         claim_folder(folder, made, results=["sweep.pt"])
     sweep = Sweep(model, samples, centre, prior_std=prior_std, training=training, seed=seed)
     with shown(progress, name or "structure_function", len(betas)) as tell:
         _run(sweep, betas, None if folder is None else Path(folder) / "sweep.pt", tell)
-    kl, loss, error = (tuple(row[key] for row in sweep.rows) for key in ("kl", "loss", "loss_error"))
+    kl, loss, error = (
+        tuple(row[key] for row in sweep.rows) for key in ("kl", "loss", "loss_error")
+    )
     guess = sweep.prior["loss"], sweep.prior["loss_error"]
     entropy = _label_entropy(targets) if isinstance(samples.likelihood, Categorical) else None
     return StructureFunction(betas, kl, loss, error, *guess, len(samples), entropy, name)
 
 
-def _run(sweep: Sweep, betas: Sequence[float], path: Path | None, progress: Progress | None) -> None:
+def _run(
+    sweep: Sweep, betas: Sequence[float], path: Path | None, progress: Progress | None
+) -> None:
     if path is not None and path.exists():
         sweep.load(path)
     else:

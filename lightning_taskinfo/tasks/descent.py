@@ -35,10 +35,20 @@ def pretrained_layers(
     norm = source.norm(dim=-1)[:, None, None]
     repetitions = source.shape[0]
     hidden = torch.randn(
-        depth - 1, repetitions, width, 1, generator=generator, dtype=source.dtype, device=source.device
+        depth - 1,
+        repetitions,
+        width,
+        1,
+        generator=generator,
+        dtype=source.dtype,
+        device=source.device,
     )
     hidden = hidden / hidden.norm(dim=2, keepdim=True)
-    ends = [source.unsqueeze(-1) / norm, *hidden, torch.ones_like(norm)]  # each layer maps one end to the next
+    ends = [
+        source.unsqueeze(-1) / norm,
+        *hidden,
+        torch.ones_like(norm),
+    ]  # each layer maps one end to the next
     return [norm.pow(1 / depth) * left @ right.mT for right, left in pairwise(ends)]
 
 
@@ -60,7 +70,9 @@ def small_layers(
     """
     sizes = [dimension, *[width] * (depth - 1), 1]
     return [
-        scale / math.sqrt(fan_in) * torch.randn(repetitions, fan_out, fan_in, generator=generator, dtype=dtype)
+        scale
+        / math.sqrt(fan_in)
+        * torch.randn(repetitions, fan_out, fan_in, generator=generator, dtype=dtype)
         for fan_in, fan_out in pairwise(sizes)
     ]
 
@@ -106,11 +118,15 @@ def descend(
     layers = [layer.clone() for layer in layers]
     for step in range(max_steps):
         beta = product(layers).unsqueeze(-1)  # [R, d, 1]
-        gradient = (beta if covariance is None else torch.bmm(covariance, beta)) - cross.unsqueeze(-1)
+        gradient = (beta if covariance is None else torch.bmm(covariance, beta)) - cross.unsqueeze(
+            -1
+        )
         if step % 100 == 0:
             size = gradient.abs().max().item()
             if not math.isfinite(size):
-                raise RuntimeError(f"Gradient descent diverged; `learning_rate` must be below {learning_rate} here.")
+                raise RuntimeError(
+                    f"Gradient descent diverged; `learning_rate` must be below {learning_rate} here."
+                )
             if size <= tolerance:
                 break
         for layer, change in zip(layers, _layer_gradients(layers, gradient), strict=True):

@@ -103,7 +103,14 @@ def task_distance(
     if executor is None and workers != 0:  # an executor may have ways of its own, as Dask has
         _check_travels(trunk_fn=trunk_fn, head_fn=head_fn)
     plan = Plan(
-        trunk_fn, head_fn, method, beta, prior_center, prior_std, as_likelihood(likelihood), training or Training()
+        trunk_fn,
+        head_fn,
+        method,
+        beta,
+        prior_center,
+        prior_std,
+        as_likelihood(likelihood),
+        training or Training(),
     )
     for one in data:  # here and now, where an error is seen as it is
         cell = Cell.of(plan, [one], seeds[0])
@@ -112,12 +119,22 @@ def task_distance(
         claim_folder(folder, _configuration(plan, tasks, data), results=["seed-*.json"])
     sizes = [len(targets) for _, targets in data]
     wanted = {(seed, _trained(parts, sizes)) for seed in seeds for parts in _pairs(len(data))}
-    cells = {_name(seed, parts): Cell.of(plan, [data[i] for i in parts], seed) for seed, parts in sorted(wanted)}
+    cells = {
+        _name(seed, parts): Cell.of(plan, [data[i] for i in parts], seed)
+        for seed, parts in sorted(wanted)
+    }
     with shown(progress, "task_distance", len(cells)) as tell:
         counting = _counting(tell, len(cells))
-        found = run_cells(solve, cells, folder=folder, executor=executor, workers=workers, on_done=counting)
-    by_seed = [_distances(sizes, {parts: found[_name(s, parts)] for s, parts in wanted if s == seed}) for seed in seeds]
-    measured = {key: torch.tensor([one[key] for one in by_seed], dtype=torch.float64) for key in by_seed[0]}
+        found = run_cells(
+            solve, cells, folder=folder, executor=executor, workers=workers, on_done=counting
+        )
+    by_seed = [
+        _distances(sizes, {parts: found[_name(s, parts)] for s, parts in wanted if s == seed})
+        for seed in seeds
+    ]
+    measured = {
+        key: torch.tensor([one[key] for one in by_seed], dtype=torch.float64) for key in by_seed[0]
+    }
     return DistanceMatrix(tuple(tasks), method, beta, tuple(sizes), tuple(seeds), **measured)
 
 
@@ -126,7 +143,9 @@ def _read(name: str, task: Data) -> tuple[Tensor, Tensor]:
     inputs, targets = read_tensors(task, argument=f"tasks[{name!r}]")
     found = targets.unique()
     if not targets.is_floating_point() and len(found) and len(found) <= found.max():
-        warn(f"Task {name!r} has no samples of some classes from 0 to {int(found.max())}; do its labels count from 1?")
+        warn(
+            f"Task {name!r} has no samples of some classes from 0 to {int(found.max())}; do its labels count from 1?"
+        )
     return inputs, targets
 
 
@@ -137,7 +156,9 @@ def _check_travels(**functions: Callable[..., Any]) -> None:
             pickle.dumps(function)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             wanted = "a function at the top of a module, or `workers` 0"
-            raise ValueError(f"`{argument}` must be {wanted}, got {function!r}, which does not travel.") from error
+            raise ValueError(
+                f"`{argument}` must be {wanted}, got {function!r}, which does not travel."
+            ) from error
 
 
 def _distances(sizes: list[int], found: Mapping[tuple[int, ...], Any]) -> dict[str, Any]:
@@ -153,7 +174,12 @@ def _distances(sizes: list[int], found: Mapping[tuple[int, ...], Any]) -> dict[s
         distances[i][j] = kl["trunk"] + kl[f"heads.{known}"] - information[i]
         new_head[i][j] = kl[f"heads.{1 - known}"]
     objective = [cell["objective"] for cell in alone]
-    return {"distances": distances, "new_head": new_head, "information": information, "objective": objective}
+    return {
+        "distances": distances,
+        "new_head": new_head,
+        "information": information,
+        "objective": objective,
+    }
 
 
 def _pairs(K: int) -> list[tuple[int, ...]]:
@@ -177,7 +203,9 @@ def _counting(progress: Progress | None, total: int) -> Callable[[str, Any], Non
     return lambda name, _: progress(next(numbers), total, name)
 
 
-def _configuration(plan: Plan, tasks: Mapping[str, Data], data: list[tuple[Tensor, Tensor]]) -> dict[str, Any]:
+def _configuration(
+    plan: Plan, tasks: Mapping[str, Data], data: list[tuple[Tensor, Tensor]]
+) -> dict[str, Any]:
     """What decides the numbers of a cell; not the seeds, so that more of them can be added."""
     values: dict[str, Any] = {
         "method": plan.method,
@@ -192,7 +220,12 @@ def _configuration(plan: Plan, tasks: Mapping[str, Data], data: list[tuple[Tenso
 
 
 def _check(
-    tasks: Mapping[str, Data], beta: float, prior_center: str, prior_std: float, method: str, seeds: Sequence[int]
+    tasks: Mapping[str, Data],
+    beta: float,
+    prior_center: str,
+    prior_std: float,
+    method: str,
+    seeds: Sequence[int],
 ) -> None:
     if not tasks:
         raise ValueError("`tasks` must hold at least one task, got none.")

@@ -65,7 +65,9 @@ class TaskEmbedding:
                 f"`vector` must have the {sum(self.sizes)} filters of `sizes`, got the shape {list(self.vector.shape)}."
             )
         if not ((self.vector >= 0) & self.vector.isfinite()).all():
-            raise ValueError(f"`vector` must be finite and at least 0, got {self.vector.min().item()}.")
+            raise ValueError(
+                f"`vector` must be finite and at least 0, got {self.vector.min().item()}."
+            )
 
     @property
     def norm(self) -> float:
@@ -75,7 +77,10 @@ class TaskEmbedding:
     @property
     def layer_norms(self) -> dict[str, float]:
         """The part of each layer in :attr:`norm`."""
-        return {n: part.sum().item() for n, part in zip(self.layers, self.vector.split(list(self.sizes)), strict=True)}
+        return {
+            n: part.sum().item()
+            for n, part in zip(self.layers, self.vector.split(list(self.sizes)), strict=True)
+        }
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write an npz file of plain arrays, atomically, that :meth:`load` reads.
@@ -83,7 +88,9 @@ class TaskEmbedding:
         Args:
             path: The file to write or replace; its folder must exist.
         """
-        arrays: dict[str, Any] = {name: np.asarray(getattr(self, name)) for name in self.__dataclass_fields__}
+        arrays: dict[str, Any] = {
+            name: np.asarray(getattr(self, name)) for name in self.__dataclass_fields__
+        }
         with atomic_write(path) as file:
             np.savez(file, **arrays)
 
@@ -100,11 +107,18 @@ class TaskEmbedding:
         """
         path = Path(path)
         if not path.is_file():
-            raise FileNotFoundError(f"`path` must be a saved embedding, but there is no file at {path}.")
+            raise FileNotFoundError(
+                f"`path` must be a saved embedding, but there is no file at {path}."
+            )
         try:
             with path.open("rb") as file:
-                arrays = {key: np.asarray(value) for key, value in np.load(file, allow_pickle=False).items()}
-            fields = {key: arrays[key].tolist() for key in cls.__dataclass_fields__ if key != "vector"}
+                arrays = {
+                    key: np.asarray(value)
+                    for key, value in np.load(file, allow_pickle=False).items()
+                }
+            fields = {
+                key: arrays[key].tolist() for key in cls.__dataclass_fields__ if key != "vector"
+            }
             fields |= {key: tuple(fields[key]) for key in ("layers", "sizes")}
             return cls(vector=torch.from_numpy(arrays["vector"]), **fields)
         except Exception as error:  # zip, zlib and numpy each have words of their own for damage
@@ -158,7 +172,11 @@ def embedding_distances(
 
 @checked_arguments
 def nearest_source(
-    target: TaskEmbedding, sources: Sequence[TaskEmbedding], *, alpha: float = ALPHA, trivial: float | None = None
+    target: TaskEmbedding,
+    sources: Sequence[TaskEmbedding],
+    *,
+    alpha: float = ALPHA,
+    trivial: float | None = None,
 ) -> list[Recommendation]:
     """Recommend sources of transfer to a target, the nearest first; the target itself is left out, by its name.
 
@@ -182,7 +200,9 @@ def nearest_source(
     """
     others = [source for source in sources if source.name != target.name]
     if not others:
-        raise ValueError(f"`sources` must hold a task other than the target, got {[s.name for s in sources]}.")
+        raise ValueError(
+            f"`sources` must hold a task other than the target, got {[s.name for s in sources]}."
+        )
     distances = embedding_distances([target, *others], alpha=alpha, trivial=trivial)[1:, 0].tolist()
     found = [Recommendation(source.name, d) for source, d in zip(others, distances, strict=True)]
     return sorted(found, key=lambda recommendation: recommendation.distance)
@@ -213,5 +233,7 @@ def _stacked(embeddings: Sequence[TaskEmbedding]) -> Tensor:
         raise ValueError("`embeddings` must hold at least one embedding, got none.")
     probes = {(embedding.probe, embedding.layers) for embedding in embeddings}
     if len(probes) > 1:
-        raise ValueError(f"`embeddings` must be of one probe, got {sorted(probe for probe, _ in probes)}.")
+        raise ValueError(
+            f"`embeddings` must be of one probe, got {sorted(probe for probe, _ in probes)}."
+        )
     return torch.stack([embedding.vector for embedding in embeddings])

@@ -9,14 +9,22 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning_taskinfo.plotting import figure_pixels
-from lightning_taskinfo.tasks.embedding import ALPHA, TaskEmbedding, embedding_distances, nearest_source, task_map
+from lightning_taskinfo.tasks.embedding import (
+    ALPHA,
+    TaskEmbedding,
+    embedding_distances,
+    nearest_source,
+    task_map,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
-def plot_task_map(embeddings: Sequence[TaskEmbedding], *, ax: "Axes | None" = None) -> "tuple[Figure, Axes]":
+def plot_task_map(
+    embeddings: Sequence[TaskEmbedding], *, ax: "Axes | None" = None
+) -> "tuple[Figure, Axes]":
     """Draw tasks as points of a plane whose distances come near their symmetric distances.
 
     The area of a point goes with the logarithm of the embedding's norm; the title says how much of the distances'
@@ -31,9 +39,13 @@ def plot_task_map(embeddings: Sequence[TaskEmbedding], *, ax: "Axes | None" = No
     """
     fig, ax = _axes(ax)
     points, share = task_map(embeddings)
-    logs = [math.log(embedding.norm) if embedding.norm > 0 else -math.inf for embedding in embeddings]
+    logs = [
+        math.log(embedding.norm) if embedding.norm > 0 else -math.inf for embedding in embeddings
+    ]
     low, high = min(logs), max(logs)
-    areas = [30 + 150 * ((log - low) / (high - low) if -math.inf < low < high else 0.5) for log in logs]
+    areas = [
+        30 + 150 * ((log - low) / (high - low) if -math.inf < low < high else 0.5) for log in logs
+    ]
     _scatter(ax, embeddings, points.tolist(), areas)
     ax.set_title(f"tasks by their Fisher information ({share:.0%} of the spread)", fontsize=10)
     ax.set_aspect("equal", adjustable="datalim")
@@ -41,7 +53,9 @@ def plot_task_map(embeddings: Sequence[TaskEmbedding], *, ax: "Axes | None" = No
     return fig, ax
 
 
-def plot_difficulty(embeddings: Sequence[TaskEmbedding], *, ax: "Axes | None" = None) -> "tuple[Figure, Axes]":
+def plot_difficulty(
+    embeddings: Sequence[TaskEmbedding], *, ax: "Axes | None" = None
+) -> "tuple[Figure, Axes]":
     """Draw the test error of each task's fitted head against the norm of its embedding.
 
     Args:
@@ -58,14 +72,21 @@ def plot_difficulty(embeddings: Sequence[TaskEmbedding], *, ax: "Axes | None" = 
     if not tested:
         raise ValueError("`embeddings` must have a test error, got none that has.")
     fig, ax = _axes(ax)
-    _scatter(ax, tested, [(embedding.norm, 100 * embedding.test_error) for embedding in tested], [40.0] * len(tested))
+    _scatter(
+        ax,
+        tested,
+        [(embedding.norm, 100 * embedding.test_error) for embedding in tested],
+        [40.0] * len(tested),
+    )
     ax.set(xscale="log", xlabel="norm of the embedding", ylabel="test error of the head (%)")
     ax.margins(0.15)
     ax.spines[["top", "right"]].set_visible(False)
     return fig, ax
 
 
-def embedding_rows(embeddings: Sequence[TaskEmbedding], *, alpha: float = ALPHA) -> list[dict[str, Any]]:
+def embedding_rows(
+    embeddings: Sequence[TaskEmbedding], *, alpha: float = ALPHA
+) -> list[dict[str, Any]]:
     """Return one row a task: size, norm, test error, place on the map, and the nearest source among the others.
 
     Args:
@@ -75,7 +96,11 @@ def embedding_rows(embeddings: Sequence[TaskEmbedding], *, alpha: float = ALPHA)
     """
     rows = []
     for embedding, (x, y) in zip(embeddings, task_map(embeddings).points.tolist(), strict=True):
-        row: dict[str, Any] = {"task": embedding.name, "classes": embedding.num_classes, "samples": embedding.samples}
+        row: dict[str, Any] = {
+            "task": embedding.name,
+            "classes": embedding.num_classes,
+            "samples": embedding.samples,
+        }
         row |= {"norm": embedding.norm, "test_error": embedding.test_error, "x": x, "y": y}
         if len(embeddings) > 1:
             best = nearest_source(embedding, embeddings, alpha=alpha)[0]
@@ -102,10 +127,17 @@ def log_embeddings(
     """
     import wandb
 
-    rows, names = embedding_rows(embeddings, alpha=alpha), [embedding.name for embedding in embeddings]
-    values: dict[str, Any] = {f"{key}/map": wandb.Image(figure_pixels(plot_task_map(embeddings)[0]).numpy())}
+    rows, names = (
+        embedding_rows(embeddings, alpha=alpha),
+        [embedding.name for embedding in embeddings],
+    )
+    values: dict[str, Any] = {
+        f"{key}/map": wandb.Image(figure_pixels(plot_task_map(embeddings)[0]).numpy())
+    }
     if any(not math.isnan(embedding.test_error) for embedding in embeddings):
-        values[f"{key}/difficulty"] = wandb.Image(figure_pixels(plot_difficulty(embeddings)[0]).numpy())
+        values[f"{key}/difficulty"] = wandb.Image(
+            figure_pixels(plot_difficulty(embeddings)[0]).numpy()
+        )
     values[f"{key}/tasks"] = wandb.Table(columns=[*rows[0]], data=[[*row.values()] for row in rows])
     distances = embedding_distances(embeddings, alpha=alpha).tolist()
     cells = [[name, *row] for name, row in zip(names, distances, strict=True)]
@@ -118,13 +150,18 @@ def log_embeddings(
 
 
 def _scatter(
-    ax: "Axes", embeddings: Sequence[TaskEmbedding], places: Sequence[Sequence[float]], areas: Sequence[float]
+    ax: "Axes",
+    embeddings: Sequence[TaskEmbedding],
+    places: Sequence[Sequence[float]],
+    areas: Sequence[float],
 ) -> None:
     """Draw a point a task, named in the legend: names beside the points would cover each other where tasks are near."""
     from matplotlib import colormaps
 
     for i, (embedding, (x, y), area) in enumerate(zip(embeddings, places, areas, strict=True)):
-        ax.scatter([x], [y], s=area, color=colormaps["tab20"](i % 20), alpha=0.9, label=embedding.name)
+        ax.scatter(
+            [x], [y], s=area, color=colormaps["tab20"](i % 20), alpha=0.9, label=embedding.name
+        )
     legend = ax.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     for handle in legend.legend_handles:
         handle.set_sizes([40])  # type: ignore[union-attr]

@@ -74,14 +74,22 @@ class DistanceMatrix:
         columns = ["from", "to", "distance", "standard_error", "new_head"]
         values = [t.tolist() for t in (self.mean, self.standard_error, self.new_head.mean(0))]
         K = range(len(self.names))
-        return columns, [[self.names[i], self.names[j], *(v[i][j] for v in values)] for i in K for j in K]
+        return columns, [
+            [self.names[i], self.names[j], *(v[i][j] for v in values)] for i in K for j in K
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything, ready for JSON; an error that a single seed cannot give is ``None``."""
-        values = {key: getattr(self, key) for key in ("names", "method", "beta", "samples", "seeds")}
+        values = {
+            key: getattr(self, key) for key in ("names", "method", "beta", "samples", "seeds")
+        }
         measured = ("mean", "distances", "new_head", "information", "objective")
         error = self.standard_error.tolist() if len(self.seeds) > 1 else None
-        return {**values, "standard_error": error, **{key: getattr(self, key).tolist() for key in measured}}
+        return {
+            **values,
+            "standard_error": error,
+            **{key: getattr(self, key).tolist() for key in measured},
+        }
 
     def to_json(self, **options: Any) -> str:
         """Return everything as JSON; ``options`` go to ``json.dumps``."""

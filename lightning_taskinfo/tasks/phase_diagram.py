@@ -7,7 +7,10 @@ import torch
 from torch import Generator, Tensor
 
 from lightning_taskinfo._arguments import checked_arguments
-from lightning_taskinfo.functional.deep_linear import fine_tuning_transferability, linear_transferability
+from lightning_taskinfo.functional.deep_linear import (
+    fine_tuning_transferability,
+    linear_transferability,
+)
 from lightning_taskinfo.tasks.simulate import TransferRisks, simulate_transfer
 
 Mode = Literal["linear", "fine_tune"]
@@ -38,12 +41,19 @@ class PhaseDiagram:
     @property
     def theory(self) -> Tensor:
         """Gains in the limit of many dimensions, shape ``[A, G]``."""
-        return transferability(self.mode, self.theta[:, None], self.gamma, self.sigma, depth=self.depth)
+        return transferability(
+            self.mode, self.theta[:, None], self.gamma, self.sigma, depth=self.depth
+        )
 
 
 @checked_arguments
 def transferability(
-    mode: Mode, theta: Tensor | float, gamma: Tensor | float, sigma: Tensor | float, *, depth: int = 2
+    mode: Mode,
+    theta: Tensor | float,
+    gamma: Tensor | float,
+    sigma: Tensor | float,
+    *,
+    depth: int = 2,
 ) -> Tensor:
     """Gain of a mode of transfer over training from scratch, in the limit of many dimensions.
 
@@ -106,9 +116,13 @@ def simulate_phase_diagram(
         >>> simulate_phase_diagram("linear", angles, numbers, 0.1, dimension=10).mean.shape
         torch.Size([2, 3])
     """
-    transferability(mode, theta[:, None], gamma, sigma, depth=depth)  # refuses what is outside the domain
+    transferability(
+        mode, theta[:, None], gamma, sigma, depth=depth
+    )  # refuses what is outside the domain
     if repetitions < 2:
-        raise ValueError(f"`repetitions` must be at least 2 for a standard error, got {repetitions}.")
+        raise ValueError(
+            f"`repetitions` must be at least 2 for a standard error, got {repetitions}."
+        )
     draws = [
         _gain(
             mode,

@@ -70,13 +70,17 @@ def default_probe(*, epochs: int = 4, seed: int = 0) -> SmallProbe:
     try:
         with path.open("rb") as file:  # numpy leaves a broken file open
             arrays = np.load(file, allow_pickle=False)
-            probe.load_state_dict({name: torch.from_numpy(arrays[name]) for name in probe.state_dict()})
+            probe.load_state_dict(
+                {name: torch.from_numpy(arrays[name]) for name in probe.state_dict()}
+            )
     except Exception:  # not there, not readable, or damaged: zip, numpy and torch each have words of their own for it
         _train(probe, epochs, seed)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with atomic_write(path) as file:
-                np.savez(file, **{name: value.numpy() for name, value in probe.state_dict().items()})
+                np.savez(
+                    file, **{name: value.numpy() for name, value in probe.state_dict().items()}
+                )
         except OSError as error:
             warn(f"The probe is not cached: {error}")
     return probe.eval()
@@ -102,7 +106,9 @@ def _train(probe: SmallProbe, epochs: int, seed: int) -> None:
 
 def _images_of_all_classes() -> tuple[Tensor, Tensor]:
     """Digits as classes 0 to 9, letters as 10 to 19."""
-    (digits, y), (letters, z) = (load_dataset(name).train().tensors for name in ("digits", "letters"))
+    (digits, y), (letters, z) = (
+        load_dataset(name).train().tensors for name in ("digits", "letters")
+    )
     return torch.cat([digits, letters]), torch.cat([y, z + 10])
 
 

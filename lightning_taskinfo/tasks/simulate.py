@@ -73,7 +73,11 @@ def draw_samples(
         >>> draw_samples(torch.tensor([0.0, 1.0]), 3, 0.1, dimension=5, repetitions=7).labels.shape
         torch.Size([7, 3, 2])
     """
-    for name, value, least in (("n", n, 1), ("dimension", dimension, 2), ("repetitions", repetitions, 1)):
+    for name, value, least in (
+        ("n", n, 1),
+        ("dimension", dimension, 2),
+        ("repetitions", repetitions, 1),
+    ):
         if value < least:
             raise ValueError(f"`{name}` must be at least {least}, got {value}.")
 
@@ -127,13 +131,20 @@ def simulate_transfer(
         >>> risks.fine_tune.shape, bool((risks.fine_tune < 1e-6).all())
         (torch.Size([3]), True)
     """
-    theta = torch.as_tensor(theta, dtype=None if isinstance(theta, Tensor) else torch.get_default_dtype())
+    theta = torch.as_tensor(
+        theta, dtype=None if isinstance(theta, Tensor) else torch.get_default_dtype()
+    )
     n = round(gamma * dimension)
-    draws = draw_samples(theta.flatten(), n, sigma, dimension=dimension, repetitions=repetitions, generator=generator)
+    draws = draw_samples(
+        theta.flatten(), n, sigma, dimension=dimension, repetitions=repetitions, generator=generator
+    )
     scratch, unseen = minimum_norm(draws)
     tuned = scratch + _layer_product(scratch, unseen, depth).unsqueeze(-1) * unseen.unsqueeze(1)
     linear = _ridge_on_feature(draws, ridge).unsqueeze(-1) * draws.source.unsqueeze(1)
-    risks = [(beta - draws.target).square().sum(-1).mT.reshape(*theta.shape, -1) for beta in (scratch, linear, tuned)]
+    risks = [
+        (beta - draws.target).square().sum(-1).mT.reshape(*theta.shape, -1)
+        for beta in (scratch, linear, tuned)
+    ]
     return TransferRisks(*risks)
 
 

@@ -61,7 +61,9 @@ class StructureFunction:
     @property
     def objective(self) -> tuple[float, ...]:
         r"""The sweep's own :math:`E_Q[L_D] + \beta\,\mathrm{KL}` at each :math:`\beta`."""
-        return tuple(e + beta * t for beta, t, e in zip(self.betas, self.kl, self.loss, strict=True))
+        return tuple(
+            e + beta * t for beta, t, e in zip(self.betas, self.kl, self.loss, strict=True)
+        )
 
     def complexity(self, beta: float) -> Estimate:
         r"""Return the information complexity :math:`C_\beta`: the least :math:`E_Q[L_D] + \beta\,\mathrm{KL}` found.
@@ -85,7 +87,9 @@ class StructureFunction:
         for t, e, _ in sorted(self._points()):
             if corners and e >= corners[-1][1]:
                 continue
-            while len(corners) > 1 and _slope(corners[-2], corners[-1]) >= _slope(corners[-1], (t, e)):
+            while len(corners) > 1 and _slope(corners[-2], corners[-1]) >= _slope(
+                corners[-1], (t, e)
+            ):
                 corners.pop()
             corners.append((t, e))
         return tuple(corners)
@@ -94,7 +98,9 @@ class StructureFunction:
         r"""Return minus the slope between neighbours of the sweep; a minimiser has it between two :math:`\beta`."""
         rows = list(zip(self.kl, self.loss, self.loss_error, strict=True))
         return tuple(
-            Estimate((e - f) / (u - t), math.hypot(a, b) / abs(u - t)) if u != t else Estimate(math.nan, math.nan)
+            Estimate((e - f) / (u - t), math.hypot(a, b) / abs(u - t))
+            if u != t
+            else Estimate(math.nan, math.nan)
             for (t, e, a), (u, f, b) in pairwise(rows)
         )
 
@@ -140,15 +146,28 @@ class StructureFunction:
 
     def table(self) -> tuple[list[str], list[list[float]]]:
         """Return column names and one row for each β."""
-        columns = {"beta": self.betas, "kl": self.kl, "loss": self.loss, "loss_error": self.loss_error}
-        columns |= {"objective": self.objective, "mean_loss": tuple(e / self.samples for e in self.loss)}
+        columns = {
+            "beta": self.betas,
+            "kl": self.kl,
+            "loss": self.loss,
+            "loss_error": self.loss_error,
+        }
+        columns |= {
+            "objective": self.objective,
+            "mean_loss": tuple(e / self.samples for e in self.loss),
+        }
         return list(columns), [list(row) for row in zip(*columns.values(), strict=True)]
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything, ready for JSON."""
         values = {part.name: getattr(self, part.name) for part in fields(self)}
         critical = None if self.label_entropy is None else self.critical_beta()
-        return {**values, "objective": self.objective, "hull": self.hull(), "critical_beta": critical}
+        return {
+            **values,
+            "objective": self.objective,
+            "hull": self.hull(),
+            "critical_beta": critical,
+        }
 
     def to_json(self, **options: Any) -> str:
         """Return everything as JSON; ``options`` go to ``json.dumps``."""

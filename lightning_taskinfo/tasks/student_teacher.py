@@ -32,7 +32,10 @@ class ReLUNetworks:
 
     def __call__(self, inputs: Tensor) -> Tensor:
         """Return the outputs, ``[R, n]``, on inputs ``[R, n, d]``."""
-        return torch.bmm(self.features(inputs), self.coefficients.unsqueeze(-1)).squeeze(-1) / self.weights.shape[1]
+        return (
+            torch.bmm(self.features(inputs), self.coefficients.unsqueeze(-1)).squeeze(-1)
+            / self.weights.shape[1]
+        )
 
     def features(self, inputs: Tensor) -> Tensor:
         """Return the hidden layer, ``[R, n, m]``."""
@@ -85,7 +88,10 @@ def squared_distance(networks: ReLUNetworks, others: ReLUNetworks) -> Tensor:
         True
     """
     weights = torch.cat([networks.weights, others.weights], 1)
-    parts = (networks.coefficients / networks.weights.shape[1], -others.coefficients / others.weights.shape[1])
+    parts = (
+        networks.coefficients / networks.weights.shape[1],
+        -others.coefficients / others.weights.shape[1],
+    )
     c = torch.cat(parts, 1).unsqueeze(-1)
     return (c.mT @ relu_kernel(weights, weights) @ c).flatten().clamp(min=0)
 
@@ -126,7 +132,9 @@ def train_networks(
     return ReLUNetworks(weights, coefficients)
 
 
-def fit_last_layer(networks: ReLUNetworks, inputs: Tensor, labels: Tensor, *, ridge: float = 1e-4) -> ReLUNetworks:
+def fit_last_layer(
+    networks: ReLUNetworks, inputs: Tensor, labels: Tensor, *, ridge: float = 1e-4
+) -> ReLUNetworks:
     """Linear transfer: ridge regression of the labels on the frozen features.
 
     Args:
@@ -188,24 +196,36 @@ def simulate_student_teacher(
         torch.Size([2])
     """
     target = random_networks(repetitions, teacher_width, dimension, generator=generator)
-    kept = ablate(torch.cat([target.weights, target.coefficients.unsqueeze(-1)], -1), fraction, generator=generator)
+    kept = ablate(
+        torch.cat([target.weights, target.coefficients.unsqueeze(-1)], -1),
+        fraction,
+        generator=generator,
+    )
     source = ReLUNetworks(kept[..., :-1].contiguous(), kept[..., -1].contiguous())
     student = random_networks(repetitions, student_width, dimension, generator=generator)
     pretrained = train_networks(student, _stream(source, steps, generator))
     inputs = torch.randn(repetitions, n, dimension, generator=generator, dtype=torch.float64)
-    labels = target(inputs) + sigma * torch.randn(repetitions, n, generator=generator, dtype=torch.float64)
+    labels = target(inputs) + sigma * torch.randn(
+        repetitions, n, generator=generator, dtype=torch.float64
+    )
     return StudentTeacherRisks(
         scratch=squared_distance(train_networks(student, repeat((inputs, labels), steps)), target),
         linear=squared_distance(fit_last_layer(pretrained, inputs, labels, ridge=ridge), target),
-        fine_tune=squared_distance(train_networks(pretrained, repeat((inputs, labels), steps)), target),
+        fine_tune=squared_distance(
+            train_networks(pretrained, repeat((inputs, labels), steps)), target
+        ),
         outside=span_norms(pretrained.weights, target.weights, target.coefficients).outside,
         outside_source=span_norms(source.weights, target.weights, target.coefficients).outside,
     )
 
 
-def _stream(teacher: ReLUNetworks, steps: int, generator: Generator | None) -> Iterable[tuple[Tensor, Tensor]]:
+def _stream(
+    teacher: ReLUNetworks, steps: int, generator: Generator | None
+) -> Iterable[tuple[Tensor, Tensor]]:
     """Fresh samples of a teacher, a batch of 256 a step: the population loss, as far as a step can see it."""
     repetitions, _, dimension = teacher.weights.shape
     for _ in range(steps):
-        inputs = torch.randn(repetitions, 256, dimension, generator=generator, dtype=teacher.weights.dtype)
+        inputs = torch.randn(
+            repetitions, 256, dimension, generator=generator, dtype=teacher.weights.dtype
+        )
         yield inputs, teacher(inputs)

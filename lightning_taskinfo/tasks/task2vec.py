@@ -107,7 +107,9 @@ class Task2Vec(metaclass=ArgumentsByName):
             parameter.requires_grad_(name in self.filters)
         self.fingerprint = fingerprint(self.probe, self.head)
 
-    def embed(self, data: ArrayData | Data, *, name: str | None = None, test: Data | None = None) -> TaskEmbedding:
+    def embed(
+        self, data: ArrayData | Data, *, name: str | None = None, test: Data | None = None
+    ) -> TaskEmbedding:
         """Fit a head to the task and return the embedding.
 
         Args:
@@ -141,7 +143,9 @@ class Task2Vec(metaclass=ArgumentsByName):
             vector=self._fisher(take(inputs, lambda x: x[picked.to(x.device)])),
             layers=tuple(self.filters),
             sizes=tuple(
-                len(filter_means(p, **self.filters[n])) for n, p in self.probe.named_parameters() if n in self.filters
+                len(filter_means(p, **self.filters[n]))
+                for n, p in self.probe.named_parameters()
+                if n in self.filters
             ),
             probe=self.fingerprint,
             labels=self.labels,
@@ -159,7 +163,9 @@ class Task2Vec(metaclass=ArgumentsByName):
 
     def _outputs(self, inputs: Any) -> Tensor:
         """Run the probe, on its own device."""
-        return outputs_of(self.probe, moved(inputs, next(self.probe.parameters()).device), self.forward_fn)
+        return outputs_of(
+            self.probe, moved(inputs, next(self.probe.parameters()).device), self.forward_fn
+        )
 
     def _check_inputs(self, argument: str, inputs: Any) -> None:
         """See on two inputs that the probe takes them."""
@@ -198,7 +204,11 @@ class Task2Vec(metaclass=ArgumentsByName):
     def _pick(self, n: int) -> Tensor:
         if n <= self.max_samples:
             return torch.arange(n)
-        return torch.randperm(n, generator=Generator().manual_seed(self.seed))[: self.max_samples].sort().values
+        return (
+            torch.randperm(n, generator=Generator().manual_seed(self.seed))[: self.max_samples]
+            .sort()
+            .values
+        )
 
     def _answers(self, inputs: Any, logits: Tensor) -> bool:
         """Whether the probe's outputs mean the same as the logits of its head, whatever the head's outputs are."""
@@ -206,7 +216,9 @@ class Task2Vec(metaclass=ArgumentsByName):
             outputs = self._outputs(inputs)
         except RuntimeError:  # a layer behind the head wants another number of inputs
             return False
-        return outputs.shape == logits.shape and torch.allclose(outputs.softmax(-1), logits.softmax(-1), atol=1e-3)
+        return outputs.shape == logits.shape and torch.allclose(
+            outputs.softmax(-1), logits.softmax(-1), atol=1e-3
+        )
 
     def _fisher(self, inputs: Any) -> Tensor:
         """Return the filters' mean Fisher information, ``[F]``, float64 on the CPU."""
@@ -224,14 +236,19 @@ class Task2Vec(metaclass=ArgumentsByName):
                 engine=self.engine,
                 forward_fn=self.forward_fn,
             )
-            parts = [filter_means(diagonal[name].double(), **layout) for name, layout in self.filters.items()]
+            parts = [
+                filter_means(diagonal[name].double(), **layout)
+                for name, layout in self.filters.items()
+            ]
             total = total + torch.cat(parts).cpu() * sample_count(batch) / n
         return total
 
     def _error(self, inputs: Any, labels: Tensor, classes: Tensor) -> float:
         """Share of wrong answers of the probe with its fitted head; a class that was not fitted is always wrong."""
         with observing(self.probe), torch.no_grad():
-            answers = torch.cat([self._outputs(batch).argmax(-1).cpu() for batch in split(inputs, BATCH)])
+            answers = torch.cat(
+                [self._outputs(batch).argmax(-1).cpu() for batch in split(inputs, BATCH)]
+            )
         return (classes[answers] != labels.cpu()).double().mean().item()
 
 
@@ -249,21 +266,29 @@ def _check_kind(**given: Any) -> None:
 def _filters(probe: nn.Module, head: str) -> dict[str, dict[str, Any]]:
     """Return how filters lie in each weight of two or more axes outside the head, by the weight's name."""
     found: dict[str, dict[str, Any]] = {}
-    owners = {id(p): m for m in reversed([*probe.modules()]) for p in m.parameters(recurse=False)}  # the first owns it
+    owners = {
+        id(p): m for m in reversed([*probe.modules()]) for p in m.parameters(recurse=False)
+    }  # the first owns it
     for name, parameter in probe.named_parameters():
         if parameter.ndim < 2 or not parameter.is_floating_point() or name.startswith(f"{head}."):
             continue
         module = owners[id(parameter)]
-        found[name] = {"transposed": True, "groups": module.groups} if isinstance(module, TRANSPOSED) else {}
+        found[name] = (
+            {"transposed": True, "groups": module.groups} if isinstance(module, TRANSPOSED) else {}
+        )
     if not found:
-        raise ValueError(f"`probe` must have a weight with filters beside its head {head!r}, got none.")
+        raise ValueError(
+            f"`probe` must have a weight with filters beside its head {head!r}, got none."
+        )
     return found
 
 
 def _classes(labels: Tensor) -> tuple[Tensor, Tensor]:
     """Return the classes that occur, ``[C]``, and each sample's place among them, ``[N]``."""
     if labels.ndim != 1 or labels.is_floating_point():
-        raise ValueError(f"`data` must have class indices as labels, [N], got {labels.dtype} {list(labels.shape)}.")
+        raise ValueError(
+            f"`data` must have class indices as labels, [N], got {labels.dtype} {list(labels.shape)}."
+        )
     classes, targets = labels.cpu().unique(return_inverse=True)
     if len(classes) < 2:
         raise ValueError(f"`data` must hold at least two classes, got {len(classes)}.")

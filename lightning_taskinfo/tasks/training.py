@@ -55,7 +55,14 @@ class Training(metaclass=ArgumentsByName):
 
     def __post_init__(self) -> None:
         check_not_negative(pretrain_steps=self.pretrain_steps)
-        for argument in ("steps", "batch_size", "noises", "learning_rate", "log_variance_learning_rate", "chunk_size"):
+        for argument in (
+            "steps",
+            "batch_size",
+            "noises",
+            "learning_rate",
+            "log_variance_learning_rate",
+            "chunk_size",
+        ):
             check_positive(**{argument: getattr(self, argument)})
         if self.draws < 2:
             raise ValueError(f"`draws` must be at least 2 for a standard error, got {self.draws}.")
@@ -83,8 +90,12 @@ class Samples:
         with observing(model), torch.no_grad():
             outputs = model(take(self.inputs, lambda x: x[:2]))
         if not isinstance(outputs, Tensor):
-            raise ValueError(f"The network must return a tensor of outputs, got {type(outputs).__name__}.")
-        self.likelihood.check(outputs[:1].expand(len(self.targets), *outputs.shape[1:]), self.targets)
+            raise ValueError(
+                f"The network must return a tensor of outputs, got {type(outputs).__name__}."
+            )
+        self.likelihood.check(
+            outputs[:1].expand(len(self.targets), *outputs.shape[1:]), self.targets
+        )
 
     def losses(self, model: nn.Module, index: Tensor | slice) -> Tensor:
         """Return the negative log-likelihood of the picked samples in nats, shape ``[B]``."""
@@ -112,13 +123,17 @@ def own_randomness(seed: int) -> Iterator[None]:
         yield
 
 
-def train_plain(model: nn.Module, samples: Samples, penalty: Penalty, *, training: Training, seed: int) -> None:
+def train_plain(
+    model: nn.Module, samples: Samples, penalty: Penalty, *, training: Training, seed: int
+) -> None:
     """Minimise the sum of the loss plus ``penalty``, for ``training.pretrain_steps``."""
     groups = [{"params": list(trainable_parameters(model).values()), "lr": training.learning_rate}]
     _descend(model, samples, penalty, groups, training, training.pretrain_steps, 1, seed)
 
 
-def train_noisy(model: nn.Module, samples: Samples, penalty: Penalty, *, training: Training, seed: int) -> None:
+def train_noisy(
+    model: nn.Module, samples: Samples, penalty: Penalty, *, training: Training, seed: int
+) -> None:
     """Minimise the expected sum of the loss plus ``penalty``, for ``training.steps``."""
     variances = [noise.log_variance for *_, noise in noisy_weights(model)]
     known = {id(v) for v in variances}
@@ -177,7 +192,9 @@ def expected_loss(model: nn.Module, samples: Samples, *, training: Training) -> 
     """
     model.eval()
     with sampling(model):
-        sums = torch.stack([_loss_sum(model, samples, training.chunk_size) for _ in range(training.draws)])
+        sums = torch.stack(
+            [_loss_sum(model, samples, training.chunk_size) for _ in range(training.draws)]
+        )
     return sums.mean().item(), (sums.std() / math.sqrt(training.draws)).item()
 
 
@@ -190,7 +207,9 @@ def loss_sum(model: nn.Module, samples: Samples, *, training: Training) -> float
 
 def _loss_sum(model: nn.Module, samples: Samples, chunk_size: int) -> Tensor:
     starts = range(0, len(samples), chunk_size)
-    return torch.stack([samples.losses(model, slice(s, s + chunk_size)).double().sum() for s in starts]).sum()
+    return torch.stack(
+        [samples.losses(model, slice(s, s + chunk_size)).double().sum() for s in starts]
+    ).sum()
 
 
 def initial_weights(model: nn.Module) -> ParamDict:

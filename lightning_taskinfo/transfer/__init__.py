@@ -13,7 +13,13 @@ from lightning_taskinfo.transfer.logs import log_to_wandb
 from lightning_taskinfo.transfer.overlap import FeatureOverlap, feature_overlap
 from lightning_taskinfo.transfer.rank import FineTuning, rank_starts
 from lightning_taskinfo.transfer.ranking import LayerReadout, Start, StartRanking
-from lightning_taskinfo.transfer.ready.backbones import BACKBONES, large_cnn, mlp, resnet20, small_cnn
+from lightning_taskinfo.transfer.ready.backbones import (
+    BACKBONES,
+    large_cnn,
+    mlp,
+    resnet20,
+    small_cnn,
+)
 from lightning_taskinfo.transfer.ready.data import TransferDataModule
 from lightning_taskinfo.transfer.ready.methods import PENALTIES, WEIGHTS
 from lightning_taskinfo.transfer.ready.module import CLASSES, TransferClassifier

@@ -60,9 +60,15 @@ def collect(
         batch_fn: Picks inputs and labels out of a batch.
     """
     modules = dict(model.named_modules())
-    names = [name for name, m in modules.items() if not any(m.children())] if layers is None else list(layers)
+    names = (
+        [name for name, m in modules.items() if not any(m.children())]
+        if layers is None
+        else list(layers)
+    )
     if unknown := [name for name in names if name not in modules]:
-        raise ValueError(f"`layers` must name modules of the model, got {unknown[0]!r}; there are {list(modules)}.")
+        raise ValueError(
+            f"`layers` must name modules of the model, got {unknown[0]!r}; there are {list(modules)}."
+        )
     kept: dict[str, Rows] = {}
     targets, logits = [], []
     ends: list[Tensor] = []  # what linear layers put out in one pass
@@ -73,7 +79,9 @@ def collect(
         if values is not None and values.ndim:
             rows = pooled(values.detach(), max_features, mask=mask[0] if mask else None)
             if name in kept and rows.shape[1] != kept[name].width:
-                raise ValueError(f"`layers` must have one tensor as output and run once a pass, got {name!r}.")
+                raise ValueError(
+                    f"`layers` must have one tensor as output and run once a pass, got {name!r}."
+                )
             kept.setdefault(name, Rows()).append(rows)
 
     linear = {name: m for name, m in modules.items() if isinstance(m, nn.Linear)}
@@ -95,7 +103,9 @@ def collect(
                 logits.append(outputs.double().cpu())
     for name in names if layers is not None else kept:
         if name not in kept or kept[name].parts != len(targets):
-            raise ValueError(f"`layers` must have one tensor as output and run once a pass, got {name!r}.")
+            raise ValueError(
+                f"`layers` must have one tensor as output and run once a pass, got {name!r}."
+            )
     if not kept:
         raise ValueError("`layers` must name at least one module, got none.")
     features = {name: kept[name].whole() for name in names if name in kept}
@@ -147,7 +157,9 @@ def _check_rows(features: Mapping[str, Tensor], samples: int) -> None:
                 f"{name!r}."
             )
         if count := int((~values.isfinite()).sum()):
-            raise ValueError(f"`model` must have finite features, got {count} values that are not in layer {name!r}.")
+            raise ValueError(
+                f"`model` must have finite features, got {count} values that are not in layer {name!r}."
+            )
 
 
 @contextmanager
@@ -178,7 +190,9 @@ def first_tensor(output: Any) -> Tensor | None:
 # Which layers to look at, where nobody says: the ends of the largest blocks that are enough of them.
 
 
-def spread_layers(model: nn.Module, inputs: Any, forward_fn: Forward | None, number: int) -> list[str]:
+def spread_layers(
+    model: nn.Module, inputs: Any, forward_fn: Forward | None, number: int
+) -> list[str]:
     """Return names of up to ``number`` layers over the depth of a network, the last one before its head among them.
 
     The tree of modules is opened from the top, always the module with the most weights, until enough of them run once
@@ -195,12 +209,18 @@ def spread_layers(model: nn.Module, inputs: Any, forward_fn: Forward | None, num
     modules = dict(model.named_modules())
     samples = sample_count(inputs)
     output, seen = _one_pass(model, inputs, forward_fn)
-    usable = {name: values[0] for name, values in seen.items() if len(values) == 1 and _has_rows(values[0], samples)}
+    usable = {
+        name: values[0]
+        for name, values in seen.items()
+        if len(values) == 1 and _has_rows(values[0], samples)
+    }
     for name in seen:  # what runs before the first weights shows the inputs, not the network
         if _weights(modules[name]):
             break
         usable.pop(name, None)
-    with_head = any(isinstance(modules[name], nn.Linear) and values is output for name, values in usable.items())
+    with_head = any(
+        isinstance(modules[name], nn.Linear) and values is output for name, values in usable.items()
+    )
     if with_head:  # and with it every module that does nothing but return its output
         usable = {name: values for name, values in usable.items() if values is not output}
     frontier = _opened_until(modules, usable, number)
@@ -208,7 +228,9 @@ def spread_layers(model: nn.Module, inputs: Any, forward_fn: Forward | None, num
     last = {usable[name].data_ptr(): name for name in sorted(frontier, key=order.__getitem__)}
     names = sorted(last.values(), key=order.__getitem__)
     if not names:
-        raise ValueError("`layers` must be given: no module of the model runs once and has a row for each sample.")
+        raise ValueError(
+            "`layers` must be given: no module of the model runs once and has a row for each sample."
+        )
     if len(names) <= number:
         return names
     if number == 1:
@@ -216,16 +238,22 @@ def spread_layers(model: nn.Module, inputs: Any, forward_fn: Forward | None, num
     return [names[round(i * (len(names) - 1) / (number - 1))] for i in range(number)]
 
 
-def _one_pass(model: nn.Module, inputs: Any, forward_fn: Forward | None) -> tuple[Any, dict[str, list[Any]]]:
+def _one_pass(
+    model: nn.Module, inputs: Any, forward_fn: Forward | None
+) -> tuple[Any, dict[str, list[Any]]]:
     """Return the output of a network, and those of all its modules in the order in which they finished."""
     seen: dict[str, list[Any]] = {}
 
     def note(name: str, output: Any) -> None:
-        values = first_tensor(output) if isinstance(output, Tensor | tuple) else None  # blocks, not whole models
+        values = (
+            first_tensor(output) if isinstance(output, Tensor | tuple) else None
+        )  # blocks, not whole models
         seen.setdefault(name, []).append(values)
 
     watched = [
-        (module, lambda _m, _i, out, name=name: note(name, out)) for name, module in model.named_modules() if name
+        (module, lambda _m, _i, out, name=name: note(name, out))
+        for name, module in model.named_modules()
+        if name
     ]
     run = caller(model, inputs, forward_fn)
     with _hooked(watched), observing(model), torch.no_grad():
@@ -236,7 +264,9 @@ def _has_rows(values: Any, samples: int) -> bool:
     return isinstance(values, Tensor) and values.ndim > 1 and len(values) == samples
 
 
-def _opened_until(modules: Mapping[str, nn.Module], usable: Mapping[str, Tensor], number: int) -> list[str]:
+def _opened_until(
+    modules: Mapping[str, nn.Module], usable: Mapping[str, Tensor], number: int
+) -> list[str]:
     """Open modules from the top until ``number`` usable ones are found, or all are open."""
     frontier = [""]
     while True:
@@ -244,7 +274,10 @@ def _opened_until(modules: Mapping[str, nn.Module], usable: Mapping[str, Tensor]
         closed = [name for name in frontier if name not in usable and _children(modules, name)]
         found = [name for name in frontier if name in usable]
         if not closed and len(found) < number:
-            closed = sorted((name for name in found if _children(modules, name)), key=lambda n: -_weights(modules[n]))
+            closed = sorted(
+                (name for name in found if _children(modules, name)),
+                key=lambda n: -_weights(modules[n]),
+            )
         if not closed:
             return found
         at = frontier.index(closed[0])
@@ -267,7 +300,9 @@ def batches(data: Any) -> Iterator[Any]:
     """Yield batches: those of an iterable, or one that is given as it is."""
     if isinstance(data, list | tuple) and any(isinstance(part, Tensor) for part in data):
         if len(data) != 2:
-            raise ValueError(f"`data` must be a batch (inputs, labels), or yield such, got {described(data)}.")
+            raise ValueError(
+                f"`data` must be a batch (inputs, labels), or yield such, got {described(data)}."
+            )
         data = [data]
     elif isinstance(data, Mapping):
         data = [data]
@@ -282,9 +317,13 @@ def read(batch: Any, batch_fn: BatchFn | None) -> tuple[Any, Tensor]:
         try:
             inputs, labels = read_batch(batch)
         except ValueError as error:
-            raise ValueError(f"`data` must yield batches (inputs, labels), got {described(batch)}: {error}") from error
+            raise ValueError(
+                f"`data` must yield batches (inputs, labels), got {described(batch)}: {error}"
+            ) from error
     if labels is None:
-        raise ValueError(f"`data` must yield batches (inputs, labels), got {described(batch)} without labels.")
+        raise ValueError(
+            f"`data` must yield batches (inputs, labels), got {described(batch)} without labels."
+        )
     n = sample_count(inputs)
     if not labels.ndim or len(labels) != n or (labels.ndim > 1 and not labels.is_floating_point()):
         raise ValueError(

@@ -21,7 +21,9 @@ def check_way(way: Adapt, module: nn.Module) -> None:
     if not isinstance(way, str):
         return
     if way == "lora" and find_spec("peft") is None:
-        raise ValueError("`adapt` must be a way that is installed, got 'lora', which needs peft: pip install peft.")
+        raise ValueError(
+            "`adapt` must be a way that is installed, got 'lora', which needs peft: pip install peft."
+        )
     if way not in WAYS and way not in dict(module.named_modules()):
         raise ValueError(
             f"`adapt` must be 'full', 'linear', 'lora', a function, or a layer's name to freeze up to, got {way!r}."
@@ -51,7 +53,9 @@ def adapted(module: Any, way: Adapt, fresh: Sequence[str]) -> Any:
     elif way != "full":
         _freeze_up_to(module, way)
     if not any(parameter.requires_grad for parameter in module.parameters()):
-        raise ValueError(f"`adapt` must leave something to train, got {way_name(way)!r} which freezes everything.")
+        raise ValueError(
+            f"`adapt` must leave something to train, got {way_name(way)!r} which freezes everything."
+        )
     return module
 
 
@@ -96,10 +100,14 @@ def _add_adapters(module: nn.Module, head: set[str]) -> None:
     from peft import LoraConfig, inject_adapter_in_model
 
     layers = [
-        name for name, part in module.named_modules() if isinstance(part, nn.Linear) and f"{name}.weight" not in head
+        name
+        for name, part in module.named_modules()
+        if isinstance(part, nn.Linear) and f"{name}.weight" not in head
     ]
     if not layers:
-        raise ValueError("`adapt` must suit the network, got 'lora' for one without linear layers before its head.")
+        raise ValueError(
+            "`adapt` must suit the network, got 'lora' for one without linear layers before its head."
+        )
     inject_adapter_in_model(LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=layers), module)
     for name, parameter in module.named_parameters():
         if name in head:

@@ -40,24 +40,38 @@ def plot_accuracy(
         The figure and its axes.
     """
     methods, counts, measure = report.methods, report.labels, report.measures[0]
-    ax = _grid(1, 1, 6.4, 1.1 + len(methods) * (0.22 + 0.17 * len(counts)))[0][0] if ax is None else ax
+    ax = (
+        _grid(1, 1, 6.4, 1.1 + len(methods) * (0.22 + 0.17 * len(counts)))[0][0]
+        if ax is None
+        else ax
+    )
     for index, labels in enumerate(counts):
-        color, offset = _shade(index, len(counts)), (index - (len(counts) - 1) / 2) * 0.7 / len(counts)
+        color, offset = (
+            _shade(index, len(counts)),
+            (index - (len(counts) - 1) / 2) * 0.7 / len(counts),
+        )
         for row, method in enumerate(methods):
             values = [result.test[measure.value] for result in report.cell(method, labels).values()]
             if seeds := [measure.scale * value for value in values]:
                 interval = report.summary(method, labels, measure.value, confidence)
                 _interval(ax, interval, seeds, row + offset, color, measure.scale)
                 if method == "scratch":
-                    ax.axvline(sum(seeds) / len(seeds), color=color, linestyle=":", linewidth=1, zorder=0)
+                    ax.axvline(
+                        sum(seeds) / len(seeds), color=color, linestyle=":", linewidth=1, zorder=0
+                    )
         ax.plot([], [], "o", color=color, label=f"{labels}")
     only = f" ({counts[0]} target labels)" if len(counts) == 1 else ""
     ax.set_yticks(range(len(methods)), methods)
     ax.set(
-        ylim=(len(methods) - 0.5, -0.5), xlabel=f"{measure.value} on the target test set{', %' * measure.share}{only}"
+        ylim=(len(methods) - 0.5, -0.5),
+        xlabel=f"{measure.value} on the target test set{', %' * measure.share}{only}",
     )
     single = len({row.seed for row in report.results}) == 1
-    title = "one seed, no interval" if single else f"mean and {100 * confidence:g} % interval; short strokes: seeds"
+    title = (
+        "one seed, no interval"
+        if single
+        else f"mean and {100 * confidence:g} % interval; short strokes: seeds"
+    )
     ax.set_title(title, fontsize="small", loc="left")
     if not only:
         ax.legend(frameon=False, title="target labels", loc="center left", bbox_to_anchor=(1, 0.5))
@@ -89,7 +103,11 @@ def plot_learning_curves(
     if not found:
         raise ValueError(f"`report` must hold curves of the stages {list(stages)}, got none.")
     if values is None:
-        names = list(dict.fromkeys(name for point in found for name in point if name not in ("stage", "epoch")))
+        names = list(
+            dict.fromkeys(
+                name for point in found for name in point if name not in ("stage", "epoch")
+            )
+        )
         values = [name for name in ("val_accuracy", "val_loss") if name in names]
         values = values or ["train_loss" if "train_loss" in names else names[0]]
     width, height = max(5.0, 1.2 + 2.6 * len(counts)), 0.8 + 2.2 * len(values)
@@ -113,7 +131,9 @@ def plot_learning_curves(
     return axes[0][0].figure, axes  # type: ignore[return-value]
 
 
-def plot_information(report: "TransferReport", labels: int | None = None) -> tuple["Figure", list["Axes"]]:
+def plot_information(
+    report: "TransferReport", labels: int | None = None
+) -> tuple["Figure", list["Axes"]]:
     """Draw the information in the weights of each layer before and after fine-tuning, and what it added.
 
     Means over seeds, one panel a method. The scale is logarithmic above 1 nat and linear below.
@@ -132,11 +152,24 @@ def plot_information(report: "TransferReport", labels: int | None = None) -> tup
     means = {method: layer_information(report, method, labels) for method in report.methods}
     means = {method: moments for method, moments in means.items() if moments}
     if not means:
-        raise ValueError(f"`labels` must be a number of labels at which information was measured, got {labels}.")
-    layers = list(dict.fromkeys(name for moments in means.values() for values in moments.values() for name in values))
+        raise ValueError(
+            f"`labels` must be a number of labels at which information was measured, got {labels}."
+        )
+    layers = list(
+        dict.fromkeys(
+            name for moments in means.values() for values in moments.values() for name in values
+        )
+    )
     rows = math.ceil(len(means) / 4)
     columns = math.ceil(len(means) / rows)
-    grid = _grid(rows, columns, 2.2 + 2.0 * columns, 0.9 + rows * (0.6 + 0.24 * len(layers)), sharex=True, sharey=True)
+    grid = _grid(
+        rows,
+        columns,
+        2.2 + 2.0 * columns,
+        0.9 + rows * (0.6 + 0.24 * len(layers)),
+        sharex=True,
+        sharey=True,
+    )
     axes = [ax for axes_row in grid for ax in axes_row]
     for ax in axes[len(means) :]:
         ax.remove()
@@ -144,16 +177,26 @@ def plot_information(report: "TransferReport", labels: int | None = None) -> tup
         _dumbbells(ax, layers, moments)
         ax.set_title(method, fontsize="small")
         ax.tick_params(labelbottom=index + columns >= len(means), labelsize="small")
-    nats = [value for moments in means.values() for values in moments.values() for value in values.values()]
+    nats = [
+        value
+        for moments in means.values()
+        for values in moments.values()
+        for value in values.values()
+    ]
     axes[0].set_yticks(range(len(layers)), layers)
-    axes[0].set(xlim=(0.6 * min(nats) if min(nats) >= 1 else 0, 1.7 * max(nats)), ylim=(len(layers) - 0.5, -0.5))
+    axes[0].set(
+        xlim=(0.6 * min(nats) if min(nats) >= 1 else 0, 1.7 * max(nats)),
+        ylim=(len(layers) - 0.5, -0.5),
+    )
     title = f"information in the weights by layer, nats ({labels} target labels)"
     axes[0].figure.suptitle(title, fontsize="medium")
     _legend_below(grid, "")
     return axes[0].figure, axes[: len(means)]  # type: ignore[return-value]
 
 
-def layer_information(report: "TransferReport", method: str, labels: int) -> dict[str, dict[str, float]]:
+def layer_information(
+    report: "TransferReport", method: str, labels: int
+) -> dict[str, dict[str, float]]:
     """Return nats by layer, mean over seeds, for those of before, after and added that were measured."""
     found: dict[str, dict[str, list[float]]] = {}
     for row in report.cell(method, labels).values():
@@ -163,14 +206,19 @@ def layer_information(report: "TransferReport", method: str, labels: int) -> dic
                 if nats is not None and math.isfinite(nats):
                     found.setdefault(moment, {}).setdefault(layer, []).append(nats)
     return {
-        moment: {layer: sum(nats) / len(nats) for layer, nats in layers.items()} for moment, layers in found.items()
+        moment: {layer: sum(nats) / len(nats) for layer, nats in layers.items()}
+        for moment, layers in found.items()
     }
 
 
 def draw_all(report: "TransferReport", *, confidence: float = 0.95) -> dict[str, "Figure"]:
     """Return every figure for which the report has numbers, by the name of its file."""
     figures = {"accuracy": plot_accuracy(report, confidence=confidence)[0]}
-    if any(point["stage"] in TARGET and len(point) > 2 for row in report.results for point in row.curves):
+    if any(
+        point["stage"] in TARGET and len(point) > 2
+        for row in report.results
+        for point in row.curves
+    ):
         figures["curves"] = plot_learning_curves(report)[0]
     for labels in report.labels:
         if any(layer_information(report, method, labels) for method in report.methods):
@@ -178,7 +226,9 @@ def draw_all(report: "TransferReport", *, confidence: float = 0.95) -> dict[str,
     return figures
 
 
-def _interval(ax: "Axes", interval: Interval, seeds: list[float], y: float, color: Any, scale: float) -> None:
+def _interval(
+    ax: "Axes", interval: Interval, seeds: list[float], y: float, color: Any, scale: float
+) -> None:
     """Mean, interval where there is one, and the seeds."""
     ax.plot(seeds, [y] * len(seeds), "|", color=color, alpha=0.6, markersize=7)
     if interval.low is not None and interval.high is not None:
@@ -186,11 +236,17 @@ def _interval(ax: "Axes", interval: Interval, seeds: list[float], y: float, colo
     ax.plot([sum(seeds) / len(seeds)], [y], "o", color=color, markersize=6)
 
 
-def _by_epoch(rows: Iterable[Result], stages: Sequence[str], value: str, scale: float) -> dict[int, list[float]]:
+def _by_epoch(
+    rows: Iterable[Result], stages: Sequence[str], value: str, scale: float
+) -> dict[int, list[float]]:
     """Values of all seeds by epoch; what is missing or not finite is left out."""
     points: dict[int, list[float]] = {}
     for point in (point for row in rows for point in row.curves):
-        if point["stage"] in stages and point.get(value) is not None and math.isfinite(point[value]):
+        if (
+            point["stage"] in stages
+            and point.get(value) is not None
+            and math.isfinite(point[value])
+        ):
             points.setdefault(point["epoch"], []).append(scale * point[value])
     return dict(sorted(points.items()))
 
@@ -198,7 +254,9 @@ def _by_epoch(rows: Iterable[Result], stages: Sequence[str], value: str, scale: 
 def _band(ax: "Axes", points: dict[int, list[float]], label: str, style: dict[str, Any]) -> None:
     """Mean over seeds by epoch, and the range."""
     epochs, seeds = list(points), points.values()
-    ax.plot(epochs, [sum(values) / len(values) for values in seeds], label=label, linewidth=1.5, **style)
+    ax.plot(
+        epochs, [sum(values) / len(values) for values in seeds], label=label, linewidth=1.5, **style
+    )
     low, high = [min(values) for values in seeds], [max(values) for values in seeds]
     ax.fill_between(epochs, low, high, color=style["color"], alpha=0.12, linewidth=0)
 
@@ -212,7 +270,14 @@ def _dumbbells(ax: "Axes", layers: Sequence[str], moments: dict[str, dict[str, f
     for moment, (label, color, marker) in MOMENTS.items():
         values = moments.get(moment, {})
         known = [(values[layer], row) for row, layer in enumerate(layers) if layer in values]
-        ax.plot([x for x, _ in known], [y for _, y in known], marker, color=color, markersize=5, label=label)
+        ax.plot(
+            [x for x, _ in known],
+            [y for _, y in known],
+            marker,
+            color=color,
+            markersize=5,
+            label=label,
+        )
     ax.set_xscale("symlog", linthresh=1)
     ax.grid(axis="y", color="0.5", alpha=0.2, linewidth=0.6)
     _tidy(ax)

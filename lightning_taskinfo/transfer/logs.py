@@ -51,10 +51,14 @@ class RunLog:
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(LoggerKind):
-            raise ValueError(f"`logger` must be one of {', '.join(get_args(LoggerKind))}, got {self.kind!r}.")
+            raise ValueError(
+                f"`logger` must be one of {', '.join(get_args(LoggerKind))}, got {self.kind!r}."
+            )
 
     @contextmanager
-    def run(self, name: str, configuration: Mapping[str, Any], pretraining: Sequence[Row]) -> Iterator["Run"]:
+    def run(
+        self, name: str, configuration: Mapping[str, Any], pretraining: Sequence[Row]
+    ) -> Iterator["Run"]:
         """Open a run, with the pretraining's epochs in it, and close it, whatever happens.
 
         Args:
@@ -81,7 +85,9 @@ class RunLog:
             dir=self.folder,
             project=self.project,
             group=self.group,
-            id=hashlib.sha256(f"{self.folder.absolute()}/{self.group}/{name}".encode()).hexdigest()[:12],
+            id=hashlib.sha256(f"{self.folder.absolute()}/{self.group}/{name}".encode()).hexdigest()[
+                :12
+            ],
             resume="allow",
             mode="offline" if self.kind == "wandb_offline" else None,
             config=dict(configuration),
@@ -185,7 +191,10 @@ def log_to_wandb(
         settings=wandb.Settings(console="off"),
     ) as run:
         table = wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
-        images = {f"figures/{name}": wandb.Image(pixels) for name, pixels in _pixels(report, confidence).items()}
+        images = {
+            f"figures/{name}": wandb.Image(pixels)
+            for name, pixels in _pixels(report, confidence).items()
+        }
         run.log({"results": table, **images, **scalars(rows)})
         return Path(run.dir).parent
 
@@ -228,7 +237,10 @@ def following(
     done: set[str] = set()
     if progress is True and visible():
         epochs = sum(cell.epochs for cell in cells)
-        with bar("transfer", epochs) as draw, _looking(partial(_look, draw, cells, done, epochs), interval):
+        with (
+            bar("transfer", epochs) as draw,
+            _looking(partial(_look, draw, cells, done, epochs), interval),
+        ):
             yield lambda cell, result: done.add(cell.name)
         return
     tell = _write if progress is True else progress or _nothing

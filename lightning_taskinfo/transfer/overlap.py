@@ -14,8 +14,12 @@ from lightning_taskinfo.functional.features import fit_power_law, transfer_onset
 from lightning_taskinfo.functional.readout import HeldOut, held_out_readout
 from lightning_taskinfo.transfer._features import collect
 
-REACH = 10  # times the measured numbers of labels to which a learning curve is followed without a word
-LARGEST_SHARE = 4.0  # that of always being sure of the wrong one of two classes; a larger one is no share
+REACH = (
+    10  # times the measured numbers of labels to which a learning curve is followed without a word
+)
+LARGEST_SHARE = (
+    4.0  # that of always being sure of the wrong one of two classes; a larger one is no share
+)
 MAX_FEATURES = 1024  # of a layer, after pooling
 
 
@@ -49,11 +53,17 @@ class FeatureOverlap:
         """
         if not 0 < confidence < 1:
             raise ValueError(f"`confidence` must be between 0 and 1, got {confidence}.")
-        reach = torch.special.ndtri(torch.tensor(0.5 + 0.5 * confidence).double()) * self.standard_error
+        reach = (
+            torch.special.ndtri(torch.tensor(0.5 + 0.5 * confidence).double()) * self.standard_error
+        )
         return (self.outside - reach).clamp(min=0), self.outside + reach
 
     def onset(
-        self, n: Tensor | Sequence[int], scratch: Tensor | Sequence[float], *, confidence: float = 0.95
+        self,
+        n: Tensor | Sequence[int],
+        scratch: Tensor | Sequence[float],
+        *,
+        confidence: float = 0.95,
     ) -> tuple[Tensor, Tensor, Tensor]:
         r"""Predicted number of target labels above which linear transfer hurts, per layer, with its interval.
 
@@ -75,7 +85,9 @@ class FeatureOverlap:
         ends = self.crossings(n, scratch, confidence)
         measured = torch.as_tensor(n).tolist()
         onsets = dict(zip(self.layers, ends[1].tolist(), strict=True))
-        if far := [f"{layer} ({onset:.2g})" for layer, onset in onsets.items() if is_far(onset, measured)]:
+        if far := [
+            f"{layer} ({onset:.2g})" for layer, onset in onsets.items() if is_far(onset, measured)
+        ]:
             warn(
                 f"The onset of {', '.join(far)} is far from the numbers of labels that were measured, "
                 f"{min(measured):g} to {max(measured):g}: measure `scratch` nearer to it before you rely on it."
@@ -94,12 +106,18 @@ class FeatureOverlap:
             )
         if not ((scratch > 0) & (scratch <= LARGEST_SHARE)).all():
             worst = next(value for value in scratch.tolist() if not 0 < value <= LARGEST_SHARE)
-            raise ValueError(f"`scratch` must be positive shares of the labels' variance, got {worst:g}.")
+            raise ValueError(
+                f"`scratch` must be positive shares of the labels' variance, got {worst:g}."
+            )
         amplitude, exponent = fit_power_law(n, scratch.double())
         if exponent <= 0:
-            raise ValueError(f"`scratch` must fall with `n`, got a fitted exponent of {exponent.item():.3g}.")
+            raise ValueError(
+                f"`scratch` must fall with `n`, got a fitted exponent of {exponent.item():.3g}."
+            )
         low, high = self.interval(confidence)
-        lower, middle, upper = (transfer_onset(share, amplitude, exponent) for share in (high, self.outside, low))
+        lower, middle, upper = (
+            transfer_onset(share, amplitude, exponent) for share in (high, self.outside, low)
+        )
         return lower, middle, upper
 
 
@@ -159,17 +177,23 @@ def feature_overlap(
         >>> bool(feature_overlap(net, [(x, x.sum(1))], layers=["0"]).outside < 1e-6)
         True
     """
-    frozen = collect(model, data, layers, max_features=max_features, forward_fn=forward_fn, batch_fn=batch_fn)
+    frozen = collect(
+        model, data, layers, max_features=max_features, forward_fn=forward_fn, batch_fn=batch_fn
+    )
     columns = as_columns(frozen.labels)
     check_folds(columns, folds)
     fold = torch.arange(len(columns)) % folds
     missed, errors = [], []
     for values in frozen.features.values():
-        residual, baseline = squared_errors(held_out_readout(values, columns, fold), columns)  # [N] each
+        residual, baseline = squared_errors(
+            held_out_readout(values, columns, fold), columns
+        )  # [N] each
         share = residual.sum() / baseline.sum()
         missed.append(share)
         errors.append(share_error(residual, baseline))
-    return FeatureOverlap(tuple(frozen.features), torch.stack(missed), torch.stack(errors), len(columns))
+    return FeatureOverlap(
+        tuple(frozen.features), torch.stack(missed), torch.stack(errors), len(columns)
+    )
 
 
 def check_folds(columns: Tensor, folds: int) -> None:
@@ -177,7 +201,9 @@ def check_folds(columns: Tensor, folds: int) -> None:
     if folds < 2:
         raise ValueError(f"`folds` must be at least 2, got {folds}.")
     if len(columns) < 4 * folds:
-        raise ValueError(f"`data` must have at least 4 samples a fold, got {len(columns)} for {folds} folds.")
+        raise ValueError(
+            f"`data` must have at least 4 samples a fold, got {len(columns)} for {folds} folds."
+        )
     if not (columns != columns[0]).any():
         raise ValueError(
             f"`data` must have labels that differ (of two classes at least), got {len(columns)} equal ones."

@@ -22,15 +22,30 @@ from lightning_taskinfo.transfer.adapt import Adapt, adapted, check_way, way_nam
 from lightning_taskinfo.transfer.logs import RunLog
 from lightning_taskinfo.transfer.results import Result
 from lightning_taskinfo.transfer.sampling import Rows, generators_kept
-from lightning_taskinfo.transfer.starts import SCRATCH, Given, MakeModule, Start, make_module, read_start
+from lightning_taskinfo.transfer.starts import (
+    SCRATCH,
+    Given,
+    MakeModule,
+    Start,
+    make_module,
+    read_start,
+)
 from lightning_taskinfo.transfer.target import Target, chosen_rows, read_target
 from lightning_taskinfo.transfer.training import fit_stage, make_trainer, quiet
 
-VERSION = 1  # of the files in a folder: raise it when the same configuration would give other numbers
+VERSION = (
+    1  # of the files in a folder: raise it when the same configuration would give other numbers
+)
 STREAM = 5  # of random numbers
 OWN_METRICS = {False: "error", True: "squared error"}  # by whether targets are real numbers
 TRIED = 3  # training steps to estimate a time from
-RESERVED = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "default_root_dir")
+RESERVED = (
+    "logger",
+    "enable_checkpointing",
+    "enable_progress_bar",
+    "enable_model_summary",
+    "default_root_dir",
+)
 
 
 @dataclass(frozen=True)
@@ -127,7 +142,12 @@ class OwnCell:
         """Train, test, and return the result in JSON-like values; files of a killed run are continued from."""
         begun = time.perf_counter()
         module = self.module()
-        settings = {"start": self.start, "adapt": self.way, "labels": self.labels, "seed": self.seed}
+        settings = {
+            "start": self.start,
+            "adapt": self.way,
+            "labels": self.labels,
+            "seed": self.seed,
+        }
         loader = self.plan.target.test_loader()
         with self.plan.log.run(self.name, settings, ()) as run:
             fitted = fit_stage(
@@ -140,10 +160,16 @@ class OwnCell:
                 namespace=namespace_of(module),
                 lean=True,
             )
-            test = {self.plan.metric: fitted.test[self.plan.metric]} if self.plan.metric else own_error(module, loader)
+            test = (
+                {self.plan.metric: fitted.test[self.plan.metric]}
+                if self.plan.metric
+                else own_error(module, loader)
+            )
             run.log({f"target/{name}": value for name, value in test.items()})
             run.table(fitted.curve)
-        trained = {name: p.detach().cpu() for name, p in module.named_parameters() if p.requires_grad}
+        trained = {
+            name: p.detach().cpu() for name, p in module.named_parameters() if p.requires_grad
+        }
         write_tensors(self.folder / "weights.pt", trained)
         return {
             "test": test,
@@ -201,7 +227,9 @@ def plan_own(
         ValueError: If something does not fit.
     """
     if isinstance(make, str) or not callable(make):
-        raise TypeError(f"`model` must be a function that makes your LightningModule beside `starts`, got {make!r}.")
+        raise TypeError(
+            f"`model` must be a function that makes your LightningModule beside `starts`, got {make!r}."
+        )
     target = read_target(data, options.batch_size)
     counts = whole_numbers(len(target.train) if labels is None else labels)
     check_different("labels", counts)
@@ -237,7 +265,13 @@ def plan_own(
                 write_tensors(path, start.weights)
 
     return Planned(
-        f"{type(module).__name__} from {', '.join(starts)}", configuration, parts, cells, store, _results, seconds
+        f"{type(module).__name__} from {', '.join(starts)}",
+        configuration,
+        parts,
+        cells,
+        store,
+        _results,
+        seconds,
     )
 
 
@@ -250,14 +284,19 @@ def _read_starts(make: MakeModule, starts: Mapping[str, Given]) -> dict[str, Sta
             rule = "names of letters, digits, dots, dashes and underscores other than 'scratch'"
             raise ValueError(f"`starts` must have {rule}, got {name!r}.")
     make_module(make, argument="model")
-    return {SCRATCH: Start(SCRATCH, make, {}), **{name: read_start(name, starts[name], make) for name in starts}}
+    return {
+        SCRATCH: Start(SCRATCH, make, {}),
+        **{name: read_start(name, starts[name], make) for name in starts},
+    }
 
 
 def _checked_ways(ways: Sequence[Adapt], starts: Sequence[Start]) -> dict[str, Adapt]:
     """Ways to adapt by name, each tried on each start."""
     named = {way_name(way): way for way in ways}
     if not named or len(named) < len(ways):
-        raise ValueError(f"`adapt` must be at least one way, each once, got {[way_name(way) for way in ways]}.")
+        raise ValueError(
+            f"`adapt` must be at least one way, each once, got {[way_name(way) for way in ways]}."
+        )
     for start in starts:
         for way in named.values():
             module = start.module(0)
@@ -289,13 +328,17 @@ def whole_numbers(given: Any) -> list[int]:
 def check_different(argument: str, values: Sequence[Any]) -> None:
     """Raise a ``ValueError`` for an empty list, or one that repeats a value."""
     if not values:
-        raise ValueError(f"`{argument}` must not be empty{' beside scratch' * (argument == 'methods')}.")
+        raise ValueError(
+            f"`{argument}` must not be empty{' beside scratch' * (argument == 'methods')}."
+        )
     if len({*values}) < len(values):
         raise ValueError(f"`{argument}` must not repeat a value, got {list(values)}.")
 
 
 def _plain(value: Any) -> Any:
-    return value if isinstance(value, str | int | float | bool) or value is None else repr(type(value))
+    return (
+        value if isinstance(value, str | int | float | bool) or value is None else repr(type(value))
+    )
 
 
 _PLAIN = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")
@@ -316,9 +359,16 @@ def try_out(plan: OwnPlan, labels: int) -> tuple[str, float]:
         loaders = cell.loaders()
         options = _options(plan, logger=False)
         steps, epochs = options.get("max_steps", -1), options.get("max_epochs")
-        options |= {"max_steps": TRIED, "max_epochs": -1, "limit_test_batches": 1, "limit_val_batches": 0}
+        options |= {
+            "max_steps": TRIED,
+            "max_epochs": -1,
+            "limit_test_batches": 1,
+            "limit_val_batches": 0,
+        }
         clock = Clock()
-        trainer = make_trainer(namespace_of(module), {**options, "callbacks": [*options["callbacks"], clock]})
+        trainer = make_trainer(
+            namespace_of(module), {**options, "callbacks": [*options["callbacks"], clock]}
+        )
         loader = plan.target.test_loader()
         try:
             trainer.fit(module, train_dataloaders=loaders["train_dataloaders"])
@@ -332,7 +382,9 @@ def try_out(plan: OwnPlan, labels: int) -> tuple[str, float]:
             raise
         except Exception as error:  # of the user's own module
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            raise ValueError(f"`model` must make a module that can be trained on `data`, but {reason}") from error
+            raise ValueError(
+                f"`model` must make a module that can be trained on `data`, but {reason}"
+            ) from error
         if plan.metric and plan.metric not in logged:
             raise ValueError(
                 f"`metric` must be one that the module logs in its test_step, got {plan.metric!r}; it logs "
@@ -374,7 +426,9 @@ def own_error(module: Any, loader: DataLoader[Any], batches: int | None = None) 
             batch = take(batch, lambda tensor: tensor.to(module.device))
             inputs, targets = read_batch(batch, module)
             if targets is None:
-                raise ValueError("`metric` must be given where the targets of a test batch are not plain.")
+                raise ValueError(
+                    "`metric` must be given where the targets of a test batch are not plain."
+                )
             outputs = outputs_of(module, inputs)
             real = targets.is_floating_point()
             losses = _losses(outputs, targets, real=real)
@@ -397,7 +451,9 @@ def _losses(outputs: Tensor, targets: Tensor, *, real: bool) -> Tensor:
 
 def namespace_of(module: Any) -> str:
     """Return whose LightningModule it is."""
-    return next(name for name, space in NAMESPACES.items() if isinstance(module, space.LightningModule))
+    return next(
+        name for name, space in NAMESPACES.items() if isinstance(module, space.LightningModule)
+    )
 
 
 def check_trainer(trainer: Mapping[str, Any]) -> dict[str, Any]:
@@ -424,7 +480,12 @@ def check_travels(cells: Mapping[str, Any]) -> None:
 
 
 def _options(plan: OwnPlan, *, logger: Any) -> dict[str, Any]:
-    options = {"accelerator": plan.accelerator, "devices": 1, "log_every_n_steps": 10, **plan.trainer}
+    options = {
+        "accelerator": plan.accelerator,
+        "devices": 1,
+        "log_every_n_steps": 10,
+        **plan.trainer,
+    }
     if "max_steps" in options:
         options.setdefault("max_epochs", -1)
     options["callbacks"] = deepcopy(list(options.get("callbacks", [])))

@@ -16,8 +16,21 @@ from lightning_taskinfo.functional.features import fit_power_law, transfer_onset
 from lightning_taskinfo.functional.paired import normal_quantile, paired_interval, wilson_interval
 from lightning_taskinfo.functional.readout import held_out_readout, stratified_folds
 from lightning_taskinfo.functional.transferability import h_score, leep, logme, nce
-from lightning_taskinfo.transfer._features import batches, caller, collect, first_tensor, read, spread_layers
-from lightning_taskinfo.transfer.overlap import MAX_FEATURES, as_columns, check_folds, share_error, squared_errors
+from lightning_taskinfo.transfer._features import (
+    batches,
+    caller,
+    collect,
+    first_tensor,
+    read,
+    spread_layers,
+)
+from lightning_taskinfo.transfer.overlap import (
+    MAX_FEATURES,
+    as_columns,
+    check_folds,
+    share_error,
+    squared_errors,
+)
 from lightning_taskinfo.transfer.ranking import LayerReadout, Start, StartRanking
 
 Model: TypeAlias = nn.Module | Callable[[], nn.Module]
@@ -152,7 +165,9 @@ class Reading:
             return spread_layers(model, inputs, self.forward_fn, self.layers)
         if isinstance(self.layers, Mapping):
             if name not in self.layers:
-                raise ValueError(f"`layers` must name layers of every start, got none for {name!r}.")
+                raise ValueError(
+                    f"`layers` must name layers of every start, got none for {name!r}."
+                )
             return list(self.layers[name])
         return list(self.layers)
 
@@ -195,7 +210,9 @@ def opened(model: Model, name: str) -> nn.Module:
     if not isinstance(model, nn.Module):
         model = model()
     if not isinstance(model, nn.Module):
-        raise ValueError(f"`models` must be or make torch modules, got {type(model).__name__} for {name!r}.")
+        raise ValueError(
+            f"`models` must be or make torch modules, got {type(model).__name__} for {name!r}."
+        )
     return model
 
 
@@ -203,18 +220,28 @@ def chunks(whole: tuple[Any, Tensor], size: int = 64) -> Iterator[tuple[Any, Ten
     """Cut samples into batches."""
     inputs, labels = whole
     for begin in range(0, len(labels), size):
-        yield take(inputs, lambda x, begin=begin: x[begin : begin + size]), labels[begin : begin + size]  # type: ignore[misc]
+        yield (
+            take(inputs, lambda x, begin=begin: x[begin : begin + size]),
+            labels[begin : begin + size],
+        )  # type: ignore[misc]
 
 
 def measure(
-    name: str, model: nn.Module, whole: tuple[Any, Tensor], columns: Tensor, how: Reading, confidence: float
+    name: str,
+    model: nn.Module,
+    whole: tuple[Any, Tensor],
+    columns: Tensor,
+    how: Reading,
+    confidence: float,
 ) -> Measured:
     """Read all layers of one start."""
     begin = time.perf_counter()
     inputs, labels = whole
     few = take(inputs, lambda x: x[:2])
     names = how.layers_of(name, model, few)
-    frozen = collect(model, chunks(whole), names, max_features=how.max_features, forward_fn=how.forward_fn)
+    frozen = collect(
+        model, chunks(whole), names, max_features=how.max_features, forward_fn=how.forward_fn
+    )
     fold = stratified_folds(labels, how.folds)
     rows, losses, squares = [], [], []
     for layer, features in frozen.features.items():
@@ -254,15 +281,27 @@ def read_out(
     square = residual / baseline.mean()
     if labels.is_floating_point():
         reach = normal_quantile(confidence) * share_error(residual, baseline).item()
-        return LayerReadout(layer, missed, (max(0.0, missed - reach), missed + reach), missed), square, square
+        return (
+            LayerReadout(layer, missed, (max(0.0, missed - reach), missed + reach), missed),
+            square,
+            square,
+        )
     wrong = (held_out.predicted.argmax(1) != columns.argmax(1)).double()
     error = wrong.mean().item()
-    return LayerReadout(layer, error, wilson_interval(error, len(wrong), confidence), missed), wrong, square
+    return (
+        LayerReadout(layer, error, wilson_interval(error, len(wrong), confidence), missed),
+        wrong,
+        square,
+    )
 
 
 def deepest_equal(losses: Sequence[Tensor], best: int, confidence: float) -> int:
     """Return the deepest layer whose read-out is not seen to be worse than the best one."""
-    equal = [i for i, loss in enumerate(losses) if i == best or paired_interval(loss, losses[best], confidence)[0] <= 0]
+    equal = [
+        i
+        for i, loss in enumerate(losses)
+        if i == best or paired_interval(loss, losses[best], confidence)[0] <= 0
+    ]
     return max(equal)
 
 
@@ -278,7 +317,9 @@ def compared(
 ) -> StartRanking:
     """Order the starts, and say which of them can be told apart."""
     tuned = all(one.tuned is not None for one in found)
-    ordered = sorted(found, key=(lambda one: one.decisive.mean().item()) if tuned else by_mean_rank(found))
+    ordered = sorted(
+        found, key=(lambda one: one.decisive.mean().item()) if tuned else by_mean_rank(found)
+    )
     first = ordered[0]
     base = next((one for one in found if one.start.name == scratch), None)
     starts = []
@@ -291,7 +332,9 @@ def compared(
             start = replace(start, onset=onset_of(one.start, curve))
             if not tuned:
                 at_hand = (curve[0] * len(labels) ** -curve[1]).item()
-                start = replace(start, call=called(at_hand - start.interval[1], at_hand - start.interval[0]))
+                start = replace(
+                    start, call=called(at_hand - start.interval[1], at_hand - start.interval[0])
+                )
         starts.append(start)
     tied = tuple(start.name for start in starts if start is starts[0] or start.behind[0] <= 0)
     classes = None if labels.is_floating_point() else len(labels.unique())
@@ -312,7 +355,10 @@ def by_mean_rank(found: Sequence[Measured]) -> Callable[[Measured], tuple[float,
     by_logme = sorted(found, key=lambda one: -one.start.logme)
 
     def key(one: Measured) -> tuple[float, float]:
-        ranks = [next(i for i, other in enumerate(order) if other is one) for order in (by_error, by_logme)]
+        ranks = [
+            next(i for i, other in enumerate(order) if other is one)
+            for order in (by_error, by_logme)
+        ]
         return sum(ranks) / 2, one.start.missed
 
     return key
@@ -328,8 +374,12 @@ def called(low: float, high: float) -> str:
 def fitted_curve(curve: Mapping[int, float]) -> tuple[Tensor, Tensor]:
     """Fit a falling power law to errors of training from scratch."""
     if len(curve) < 2 or not all(n > 0 and error > 0 for n, error in curve.items()):
-        raise ValueError(f"`curve` must hold positive errors at two or more numbers of labels, got {dict(curve)}.")
-    n, errors = (torch.tensor(list(values), dtype=torch.float64) for values in (curve.keys(), curve.values()))
+        raise ValueError(
+            f"`curve` must hold positive errors at two or more numbers of labels, got {dict(curve)}."
+        )
+    n, errors = (
+        torch.tensor(list(values), dtype=torch.float64) for values in (curve.keys(), curve.values())
+    )
     amplitude, exponent = fit_power_law(n, errors)
     if exponent <= 0:
         raise ValueError(f"`curve` must fall with the number of labels, got {dict(curve)}.")
@@ -339,7 +389,9 @@ def fitted_curve(curve: Mapping[int, float]) -> tuple[Tensor, Tensor]:
 def onset_of(start: Start, curve: tuple[Tensor, Tensor]) -> tuple[float, float, float]:
     """Return the number of labels at which the curve of scratch falls below a start's read-out, with its interval."""
     low, high = start.interval
-    lower, middle, upper = transfer_onset(torch.tensor([high, start.error, low], dtype=torch.float64), *curve).tolist()
+    lower, middle, upper = transfer_onset(
+        torch.tensor([high, start.error, low], dtype=torch.float64), *curve
+    ).tolist()
     return lower, middle, upper
 
 
@@ -347,7 +399,11 @@ def onset_of(start: Start, curve: tuple[Tensor, Tensor]) -> tuple[float, float, 
 
 
 def tuned_losses(
-    model: nn.Module, whole: tuple[Any, Tensor], columns: Tensor, how: FineTuning, forward_fn: Forward | None
+    model: nn.Module,
+    whole: tuple[Any, Tensor],
+    columns: Tensor,
+    how: FineTuning,
+    forward_fn: Forward | None,
 ) -> Tensor:
     """Fine-tune copies of a start on all folds but one, and return the loss of each sample in the fold left out."""
     inputs, labels = whole
@@ -367,7 +423,12 @@ def tuned_losses(
 
 
 def fine_tuned(
-    model: nn.Module, inputs: Any, columns: Tensor, kept: Tensor, how: FineTuning, forward_fn: Forward | None
+    model: nn.Module,
+    inputs: Any,
+    columns: Tensor,
+    kept: Tensor,
+    how: FineTuning,
+    forward_fn: Forward | None,
 ) -> nn.Module:
     """Return a copy of a start with a fresh head, trained on some of the samples; the start itself is left alone."""
     copy = deepcopy(model)
@@ -382,7 +443,9 @@ def fine_tuned(
         for parameter in copy.parameters():
             parameter.requires_grad_(True)
         optimizer = torch.optim.Adam(copy.parameters(), lr=how.learning_rate)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, how.learning_rate, total_steps=max(how.steps, 2))
+        schedule = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, how.learning_rate, total_steps=max(how.steps, 2)
+        )
         targets = columns.to(device)
         order = torch.empty(0, dtype=torch.long)
         with torch.inference_mode(False), torch.enable_grad():
@@ -408,7 +471,9 @@ def _loss(outputs: Tensor, targets: Tensor) -> Tensor:
 def _outputs(run: Callable[[Any], Any], inputs: Any, picked: Tensor) -> Tensor:
     outputs = first_tensor(run(take(inputs, lambda x: x[picked.to(x.device)])))
     if outputs is None or outputs.ndim != 2:
-        raise ValueError("`models` must put out one row of scores for each sample to be fine-tuned; set `forward_fn`.")
+        raise ValueError(
+            "`models` must put out one row of scores for each sample to be fine-tuned; set `forward_fn`."
+        )
     return outputs
 
 
@@ -419,7 +484,9 @@ def renew_head(model: nn.Module, few: Any, width: int, forward_fn: Forward | Non
         ValueError: If it does not end in one.
     """
     ends: dict[str, Any] = {}
-    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    linear = {
+        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)
+    }
     run = caller(model, few, forward_fn)
     handles = [
         module.register_forward_hook(lambda _m, _i, out, name=name: ends.update({name: out}))

@@ -15,7 +15,18 @@ if TYPE_CHECKING:
 
 Interval = tuple[float, float]
 MeanInterval = tuple[float, float, float]
-COLUMNS = ("start", "missed", "LogME", "error", "layer", "freeze up to", "H-score", "LEEP", "NCE", "seconds")
+COLUMNS = (
+    "start",
+    "missed",
+    "LogME",
+    "error",
+    "layer",
+    "freeze up to",
+    "H-score",
+    "LEEP",
+    "NCE",
+    "seconds",
+)
 
 
 @dataclass(frozen=True)
@@ -135,15 +146,35 @@ class StartRanking:
         elif self.scratch == best.name:
             sentence += "; no other start is ahead of the untrained one"
         if best.onset is not None and math.isfinite(best.onset[1]):
-            sentence += (
-                f"; from about {_count(best.onset[1])} labels on, scratch is predicted to win over frozen features"
-            )
+            sentence += f"; from about {_count(best.onset[1])} labels on, scratch is predicted to win over frozen features"
         return f"{sentence}."
 
     def table(self) -> tuple[list[str], list[list[Any]]]:
         """Return names of columns and one row for each start, numbers as numbers."""
-        columns = ["start", "missed", "error", "low", "high", "layer", "freeze", "behind", "behind_low", "behind_high"]
-        columns += ["gain", "call", "onset", "fine_tuned", "logme", "h_score", "leep", "nce", "parameters", "seconds"]
+        columns = [
+            "start",
+            "missed",
+            "error",
+            "low",
+            "high",
+            "layer",
+            "freeze",
+            "behind",
+            "behind_low",
+            "behind_high",
+        ]
+        columns += [
+            "gain",
+            "call",
+            "onset",
+            "fine_tuned",
+            "logme",
+            "h_score",
+            "leep",
+            "nce",
+            "parameters",
+            "seconds",
+        ]
         rows = []
         for start in self.starts:
             low, behind, high = start.behind
@@ -159,7 +190,12 @@ class StartRanking:
                 high,
             ]
             row += [None if start.gain is None else start.gain[1], start.call]
-            row += [None if start.onset is None else start.onset[1], start.fine_tuned, start.logme, start.h_score]
+            row += [
+                None if start.onset is None else start.onset[1],
+                start.fine_tuned,
+                start.logme,
+                start.h_score,
+            ]
             rows.append([*row, start.leep, start.nce, start.parameters, start.seconds])
         return columns, rows
 
@@ -181,7 +217,12 @@ class StartRanking:
         rows = []
         for s in self.starts:
             mark = "= " if s.name in self.tied and len(self.tied) > 1 else ""
-            cells = [f"{mark}{s.name}", *(optional[name](s) for name in extra), f"{s.missed:.3f}", f"{s.logme:.3f}"]
+            cells = [
+                f"{mark}{s.name}",
+                *(optional[name](s) for name in extra),
+                f"{s.missed:.3f}",
+                f"{s.logme:.3f}",
+            ]
             cells += [f"{s.error:.3f} [{s.interval[0]:.3f}, {s.interval[1]:.3f}]", s.best, s.freeze]
             cells += [*map(_number, (s.h_score, s.leep, s.nce)), f"{s.seconds:.1f}"]
             rows.append(cells)
@@ -191,10 +232,13 @@ class StartRanking:
         columns, rows = self._text_rows()
         widths = [max(len(row[i]) for row in (columns, *rows)) for i in range(len(columns))]
         lines = [
-            "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)) for row in (columns, *rows)
+            "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True))
+            for row in (columns, *rows)
         ]
         what = "real labels" if self.classes is None else f"labels of {self.classes} classes"
-        title = f"Starts by {self.ordered_by}, {self.samples} {what}, {self.confidence:.0%} intervals"
+        title = (
+            f"Starts by {self.ordered_by}, {self.samples} {what}, {self.confidence:.0%} intervals"
+        )
         if len(self.tied) > 1:
             title += "; = cannot be told apart from the first"
         return "\n".join([title, *(line.rstrip() for line in lines), self.advice()])
@@ -202,7 +246,9 @@ class StartRanking:
     def _repr_html_(self) -> str:
         columns, rows = self._text_rows()
         head = "".join(f"<th>{escape(name)}</th>" for name in columns)
-        body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+        body = "".join(
+            "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
+        )
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{escape(self.advice())}</p>"
 
     def to_dict(self) -> dict[str, Any]:
@@ -254,7 +300,13 @@ class StartRanking:
             ax = Figure(figsize=(6, 1.2 + 0.35 * len(self.starts)), layout="constrained").subplots()
         for row, start in enumerate(self.starts):
             color = "C0" if start.name in self.tied else "0.55"
-            ax.scatter([layer.error for layer in start.layers], [row] * len(start.layers), s=10, color=color, alpha=0.4)
+            ax.scatter(
+                [layer.error for layer in start.layers],
+                [row] * len(start.layers),
+                s=10,
+                color=color,
+                alpha=0.4,
+            )
             low, high = start.interval
             ax.plot([low, high], [row, row], color=color, linewidth=1.5)
             ax.plot([start.error], [row], "o", color=color)
@@ -262,7 +314,11 @@ class StartRanking:
                 ax.plot([start.fine_tuned], [row], "x", color="black")
         ax.set_yticks(range(len(self.starts)), [start.name for start in self.starts])
         ax.invert_yaxis()
-        what = "share of the labels' variance missed" if self.classes is None else "error of a linear read-out"
+        what = (
+            "share of the labels' variance missed"
+            if self.classes is None
+            else "error of a linear read-out"
+        )
         ax.set_xlabel(f"{what}, held out, {self.samples} labels")
         ax.spines[["top", "right"]].set_visible(False)
         return ax.figure, ax  # type: ignore[return-value]
@@ -290,7 +346,13 @@ def _number(value: float | None) -> str:
 
 
 def _count(value: float) -> str:
-    return "never" if math.isinf(value) else f"{value:.2g}" if value < 10 else f"{float(f'{value:.2g}'):,.0f}"
+    return (
+        "never"
+        if math.isinf(value)
+        else f"{value:.2g}"
+        if value < 10
+        else f"{float(f'{value:.2g}'):,.0f}"
+    )
 
 
 def _finite(value: Any) -> Any:

@@ -31,7 +31,9 @@ class TextTable(NamedTuple):
     rows: list[list[str]]
 
 
-def main_table(report: "TransferReport", confidence: float, measures: Sequence["Measure"] | None = None) -> TextTable:
+def main_table(
+    report: "TransferReport", confidence: float, measures: Sequence["Measure"] | None = None
+) -> TextTable:
     """What was measured and the gains, one row for each number of labels and method."""
     rows = report.table(confidence)
     columns = {
@@ -42,11 +44,16 @@ def main_table(report: "TransferReport", confidence: float, measures: Sequence["
     measures = measures or report.measures
     for measure in measures:
         form = ".1f" if measure.share else ".3f"
-        columns[measure.title] = [_estimate(row, measure.value, measure.scale, form) for row in rows]
+        columns[measure.title] = [
+            _estimate(row, measure.value, measure.scale, form) for row in rows
+        ]
     for baseline in ("scratch", "standard"):
         for measure in measures:
             form = "+.1f" if measure.share else "+.3f"
-            cells = [_estimate(row, f"over_{baseline}_{measure.name}", measure.scale, form) for row in rows]
+            cells = [
+                _estimate(row, f"over_{baseline}_{measure.name}", measure.scale, form)
+                for row in rows
+            ]
             if any(cells):
                 unit = f", {measure.unit}" if measure.unit else ""
                 columns[f"{GAIN} {baseline}: {measure.name}{unit}"] = cells
@@ -64,34 +71,64 @@ def information_table(report: "TransferReport") -> TextTable | None:
         "Fisher trace after": ("fisher_trace_after", 1, ".4g"),
     }
     rows = report.table()
-    columns = {title: column for title, column in columns.items() if any(row[column[0]] is not None for row in rows)}
+    columns = {
+        title: column
+        for title, column in columns.items()
+        if any(row[column[0]] is not None for row in rows)
+    }
     if not columns:
         return None
-    cells = [[_number(row[key], scale, form) for key, scale, form in columns.values()] for row in rows]
+    cells = [
+        [_number(row[key], scale, form) for key, scale, form in columns.values()] for row in rows
+    ]
     ids = [[str(row["labels"]), row["method"]] for row in rows]
-    return TextTable(["labels", "method", *columns], [[*i, *c] for i, c in zip(ids, cells, strict=True)])
+    return TextTable(
+        ["labels", "method", *columns], [[*i, *c] for i, c in zip(ids, cells, strict=True)]
+    )
 
 
 def overlap_table(report: "TransferReport") -> TextTable | None:
     """Share of the target labels' variance that the features of each layer miss, mean and range over seeds."""
     rows = []
-    for labels, method in ((labels, method) for labels in report.labels for method in report.methods):
+    for labels, method in (
+        (labels, method) for labels in report.labels for method in report.methods
+    ):
         overlaps = [row.overlap for row in report.cell(method, labels).values() if row.overlap]
-        onset = _onset([overlap["onset"] for overlap in overlaps if overlap.get("onset")], report.labels)
+        onset = _onset(
+            [overlap["onset"] for overlap in overlaps if overlap.get("onset")], report.labels
+        )
         for layer in dict.fromkeys(layer for overlap in overlaps for layer in overlap["layers"]):
             shares, errors = (
-                [dict(zip(overlap["layers"], overlap[key], strict=True)).get(layer) for overlap in overlaps]
+                [
+                    dict(zip(overlap["layers"], overlap[key], strict=True)).get(layer)
+                    for overlap in overlaps
+                ]
                 for key in ("outside", "standard_error")
             )
             rows.append([str(labels), method, layer, _range(shares), _range(errors), onset])
-    header = ["labels", "method", "layer", "outside, %", "standard error, %", "predicted to hurt from, labels"]
+    header = [
+        "labels",
+        "method",
+        "layer",
+        "outside, %",
+        "standard error, %",
+        "predicted to hurt from, labels",
+    ]
     known = any(row[-1] for row in rows)  # a prediction needs two numbers of labels
-    return TextTable(header if known else header[:-1], rows if known else [row[:-1] for row in rows]) if rows else None
+    return (
+        TextTable(header if known else header[:-1], rows if known else [row[:-1] for row in rows])
+        if rows
+        else None
+    )
 
 
 def to_markdown(report: "TransferReport", confidence: float, figures: Iterable[str]) -> str:
     """The whole report, with the figures as PNG files beside it."""
-    main, information, overlap = main_table(report, confidence), information_table(report), overlap_table(report)
+    main, information, overlap = (
+        main_table(report, confidence),
+        information_table(report),
+        overlap_table(report),
+    )
     parts = [
         f"# {_escaped(report.name)}",
         "\n".join(f"- {_escaped(line)}" for line in findings(report, confidence)),
@@ -100,7 +137,9 @@ def to_markdown(report: "TransferReport", confidence: float, figures: Iterable[s
         *(["## What the networks hold", _markdown(information)] if information else []),
         *(["## Before fine-tuning: what the features miss", _markdown(overlap)] if overlap else []),
         "## What the numbers mean, and what not",
-        "\n".join(f"- **{term}.** {_escaped(text)}" for term, text in notes(report, confidence).items()),
+        "\n".join(
+            f"- **{term}.** {_escaped(text)}" for term, text in notes(report, confidence).items()
+        ),
         "## Configuration",
         f"```json\n{json.dumps(report.configuration, indent=1, ensure_ascii=False)}\n```",
     ]
@@ -110,7 +149,11 @@ def to_markdown(report: "TransferReport", confidence: float, figures: Iterable[s
 def to_terminal(report: "TransferReport", confidence: float, width: int | None) -> str:
     """The gains by the first measure as a table, and the findings, which speak of the others too."""
     table = main_table(report, confidence, report.measures[:1])
-    drawn = _rich(report.name, table, width) if find_spec("rich") else f"{report.name}\n{_columns(table)}\n"
+    drawn = (
+        _rich(report.name, table, width)
+        if find_spec("rich")
+        else f"{report.name}\n{_columns(table)}\n"
+    )
     return drawn + "\n".join(findings(report, confidence))
 
 
@@ -118,7 +161,11 @@ def _estimate(row: dict[str, Any], key: str, scale: float, form: str) -> str:
     """Mean and interval, and of a gain the verdict, with the reason where there is no interval."""
     words = [_number(row[key], scale, form)]
     if row[f"{key}_low"] is not None:
-        words.append("[{}, {}]".format(*(_number(row[f"{key}_{end}"], scale, form) for end in ("low", "high"))))
+        words.append(
+            "[{}, {}]".format(
+                *(_number(row[f"{key}_{end}"], scale, form) for end in ("low", "high"))
+            )
+        )
     if verdict := row.get(f"{key}_verdict"):
         words.append(f"{verdict} ({reason})" if (reason := row[f"{key}_reason"]) else verdict)
     return " ".join(words).strip()
@@ -139,7 +186,9 @@ def _onset(onsets: Sequence[Sequence[float | None]], measured: Sequence[int]) ->
     """Median over seeds, from the lowest lower to the highest upper end, and a word if it is far from all labels."""
     if not onsets:
         return ""
-    lows, middles, highs = ([math.inf if end is None else end for end in ends] for ends in zip(*onsets, strict=True))
+    lows, middles, highs = (
+        [math.inf if end is None else end for end in ends] for ends in zip(*onsets, strict=True)
+    )
     ends = (min(lows), median(middles), max(highs))
     low, middle, high = (f"{value:,.0f}".replace("inf", "∞") for value in ends)
     return f"{middle} [{low}, {high}]" + (", extrapolated far" if is_far(ends[1], measured) else "")
@@ -151,7 +200,11 @@ def _escaped(text: str) -> str:
 
 
 def _markdown(table: TextTable) -> str:
-    lines = [table.header, ["---"] * len(table.header), *([_escaped(cell) for cell in row] for row in table.rows)]
+    lines = [
+        table.header,
+        ["---"] * len(table.header),
+        *([_escaped(cell) for cell in row] for row in table.rows),
+    ]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
@@ -170,7 +223,10 @@ def _rich(title: str, table: TextTable, width: int | None) -> str:
     if (tight := _width(table) > console.width) and (seeds := _same_seeds(table)):
         title, table = f"{title}, {seeds}", _without(table, "seeds")
     if tight:
-        table = TextTable([_in_lines(name) for name in table.header], [list(map(_in_lines, r)) for r in table.rows])
+        table = TextTable(
+            [_in_lines(name) for name in table.header],
+            [list(map(_in_lines, r)) for r in table.rows],
+        )
     drawn = Table(title=Text(title), pad_edge=not tight)
     for name in table.header:
         drawn.add_column(Text(name), overflow="fold")
@@ -188,7 +244,9 @@ def _rich(title: str, table: TextTable, width: int | None) -> str:
 def _width(table: TextTable) -> int:
     """Columns of the terminal that a table with frames takes if no line is broken."""
     columns = zip(table.header, *table.rows, strict=True)
-    return 1 + sum(3 + max(len(line) for cell in column for line in cell.split("\n")) for column in columns)
+    return 1 + sum(
+        3 + max(len(line) for cell in column for line in cell.split("\n")) for column in columns
+    )
 
 
 def _same_seeds(table: TextTable) -> str:
@@ -248,12 +306,21 @@ def findings(report: "TransferReport", confidence: float) -> list[str]:
         for baseline in dict.fromkeys(gain.baseline for gain in gains):
             group = [gain for gain in gains if (gain.labels, gain.baseline) == (labels, baseline)]
             if group:
-                words = {m.name: _words([g for g in group if g.measure == m.name]) for m in report.measures}
+                words = {
+                    m.name: _words([g for g in group if g.measure == m.name])
+                    for m in report.measures
+                }
                 first, *others = words.items()
                 said = [f"by the {first[0]} {first[1]}"]
-                said += [f"by the {name} {'the same' if also == first[1] else also}" for name, also in others]
+                said += [
+                    f"by the {name} {'the same' if also == first[1] else also}"
+                    for name, also in others
+                ]
                 lines.append(f"{labels} labels, against {baseline}: {'; '.join(said)}.")
-    few = min((gain.gain.n for gain in gains if gain.verdict == "cannot tell" and not gain.gain.reason), default=MANY)
+    few = min(
+        (gain.gain.n for gain in gains if gain.verdict == "cannot tell" and not gain.gain.reason),
+        default=MANY,
+    )
     if few < MANY:
         reach, later = (student_t_reach(confidence, n - 1) / math.sqrt(n) for n in (few, MANY))
         lines.append(
@@ -261,7 +328,9 @@ def findings(report: "TransferReport", confidence: float) -> list[str]:
             f"{MANY} it is {later:.1f}: where it cannot tell, add seeds; a `folder` keeps those that are done."
         )
     if "scratch" not in report.methods:
-        lines.append("No run from scratch is among the results: whether transfer helps cannot be said.")
+        lines.append(
+            "No run from scratch is among the results: whether transfer helps cannot be said."
+        )
     return lines
 
 
@@ -272,7 +341,11 @@ def notes(report: "TransferReport", confidence: float) -> dict[str, str]:
     values = " and ".join(measure.value for measure in report.measures)
     said = {
         f"{values[0].upper()}{values[1:]}": "Means over seeds on the target test set"
-        + ("; the loss is the mean cross-entropy in nats." if report.measures[-1].unit == "nats" else "."),
+        + (
+            "; the loss is the mean cross-entropy in nats."
+            if report.measures[-1].unit == "nats"
+            else "."
+        ),
         "Seeds": f"{seeds} for each method and number of labels."
         + (" One seed has no interval, and no verdict rests on it." if counts[0] == 1 else ""),
         "Intervals": f"Student's t intervals at {100 * confidence:g} % over seeds, for normally distributed values. "
@@ -335,7 +408,9 @@ def _words(group: "list[Comparison]") -> str:
         if members:
             names = ", ".join(gain.method for gain in members)
             reasons = sorted({gain.gain.reason for gain in members} - {""})
-            parts.append(f"“{verdict}” for {names}" + (f" ({'; '.join(reasons)})" if reasons else ""))
+            parts.append(
+                f"“{verdict}” for {names}" + (f" ({'; '.join(reasons)})" if reasons else "")
+            )
     return ", ".join(parts)
 
 
@@ -399,17 +474,30 @@ def to_html(report: "TransferReport", confidence: float, figures: Mapping[str, "
 """
 
 
-def _sections(report: "TransferReport", confidence: float, figures: Mapping[str, "Figure"]) -> Iterator[str]:
-    yield "<ul>" + "".join(f"<li>{escape(line)}</li>" for line in findings(report, confidence)) + "</ul>"
+def _sections(
+    report: "TransferReport", confidence: float, figures: Mapping[str, "Figure"]
+) -> Iterator[str]:
+    yield (
+        "<ul>"
+        + "".join(f"<li>{escape(line)}</li>" for line in findings(report, confidence))
+        + "</ul>"
+    )
     about = f"Means over seeds [{100 * confidence:g} % interval]"
     yield _section("Did it help?", _table(main_table(report, confidence), about))
     if figures:
-        yield _section("Figures", "\n".join(_figure(report, name, figure) for name, figure in figures.items()))
+        yield _section(
+            "Figures", "\n".join(_figure(report, name, figure) for name, figure in figures.items())
+        )
     if information := information_table(report):
         yield _section("What the networks hold", _table(information, "Estimates, means over seeds"))
     if overlap := overlap_table(report):
-        yield _section("Before fine-tuning: what the features miss", _table(overlap, "Mean (range) over seeds"))
-    terms = (f"<dt>{escape(term)}</dt><dd>{escape(text)}</dd>" for term, text in notes(report, confidence).items())
+        yield _section(
+            "Before fine-tuning: what the features miss", _table(overlap, "Mean (range) over seeds")
+        )
+    terms = (
+        f"<dt>{escape(term)}</dt><dd>{escape(text)}</dd>"
+        for term, text in notes(report, confidence).items()
+    )
     yield _section("What the numbers mean, and what not", f"<dl>{''.join(terms)}</dl>")
     configuration = escape(json.dumps(report.configuration, indent=2, ensure_ascii=False))
     yield _section("Configuration", _scrolled(f"<pre>{configuration}</pre>", "Configuration"))
@@ -451,7 +539,9 @@ def _cell(title: str, cell: str) -> str:
 
 def _figure(report: "TransferReport", name: str, figure: "Figure") -> str:
     """A figure in black on nothing; the style inverts it where the reader prefers the dark."""
-    width = 7 * figure.get_figwidth()  # in rem; a phone scrolls rather than shrink the text beyond reading
+    width = (
+        7 * figure.get_figwidth()
+    )  # in rem; a phone scrolls rather than shrink the text beyond reading
     size = f"min-width: {min(width, 34):.0f}rem; max-width: {width:.0f}rem"
     image = f'<img src="{_data_url(figure)}" alt="{escape(_alternative(report, name))}" style="{size}" />'
     return f"<figure>{_scrolled(image, caption(name))}<figcaption>{escape(caption(name))}</figcaption></figure>"

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 BASELINES = ("scratch", "standard")
-SHARES = r"acc|err|auc|auroc|f1|precision|recall"  # metrics between 0 and 1, if all their values are
+SHARES = (
+    r"acc|err|auc|auroc|f1|precision|recall"  # metrics between 0 and 1, if all their values are
+)
 HIGHER = r"acc|auc|auroc|f1|precision|recall|r2|score|likelihood"  # metrics of which more is better
 
 
@@ -64,7 +66,10 @@ class Measure:
         return -test[self.value] if self.higher else test[self.value]
 
 
-CLASSIFIED = (Measure("error", "accuracy", "points", share=True, higher=True), Measure("loss", "loss", "nats"))
+CLASSIFIED = (
+    Measure("error", "accuracy", "points", share=True, higher=True),
+    Measure("loss", "loss", "nats"),
+)
 
 
 @dataclass(frozen=True)
@@ -129,7 +134,10 @@ class TransferReport:
     def methods(self) -> list[str]:
         """The methods: the two baselines first where they are there, the others as they came."""
         names = list(dict.fromkeys(row.method for row in self.results))
-        return [*(name for name in BASELINES if name in names), *(name for name in names if name not in BASELINES)]
+        return [
+            *(name for name in BASELINES if name in names),
+            *(name for name in names if name not in BASELINES),
+        ]
 
     @property
     def labels(self) -> list[int]:
@@ -147,7 +155,9 @@ class TransferReport:
     def _measure(self, name: str) -> Measure:
         low, high = (end(row.test[name] for row in self.results) for end in (min, max))
         share = bool(re.search(SHARES, name.lower())) and 0 <= low <= high <= 1
-        mode = self.configuration.get("mode") or ("max" if re.search(HIGHER, name.lower()) else "min")
+        mode = self.configuration.get("mode") or (
+            "max" if re.search(HIGHER, name.lower()) else "min"
+        )
         return Measure(name, name, "points" if share else "", share, mode == "max")
 
     def cell(self, method: str, labels: int) -> dict[int, Result]:
@@ -195,13 +205,19 @@ class TransferReport:
         Means over seeds, with ``_low`` and ``_high`` for the ends of their intervals; gains with ``_verdict`` and the
         ``_reason`` why there is no interval. Accuracies and errors are shares, losses and information nats.
         """
-        gains = {(c.labels, c.method, c.baseline, c.measure): c for c in self.transferability(confidence)}
+        gains = {
+            (c.labels, c.method, c.baseline, c.measure): c for c in self.transferability(confidence)
+        }
         rows = []
-        for labels, method in ((labels, method) for labels in self.labels for method in self.methods):
+        for labels, method in (
+            (labels, method) for labels in self.labels for method in self.methods
+        ):
             if cell := list(self.cell(method, labels).values()):
                 row: dict[str, Any] = {"labels": labels, "method": method, "seeds": len(cell)}
                 for measure in self.measures:
-                    row |= _ends(measure.value, self.summary(method, labels, measure.value, confidence))
+                    row |= _ends(
+                        measure.value, self.summary(method, labels, measure.value, confidence)
+                    )
                 for key in ((b, m.name) for b in BASELINES for m in self.measures):
                     row |= _gain("over_{}_{}".format(*key), gains.get((labels, method, *key)))
                 rows.append(row | _means(cell))
@@ -281,7 +297,11 @@ class TransferReport:
         """
         path = Path(path) / "report.json" if Path(path).is_dir() else Path(path)
         values = read_json(path)
-        if not isinstance(values, dict) or values.keys() - {"figures"} != {"name", "configuration", "results"}:
+        if not isinstance(values, dict) or values.keys() - {"figures"} != {
+            "name",
+            "configuration",
+            "results",
+        }:
             raise ValueError(f"{path}: not a report of a transfer experiment.")
         return cls(**{key: value for key, value in values.items() if key != "figures"})
 
@@ -293,7 +313,9 @@ class TransferReport:
             and without_timings(self.results) == without_timings(other.results)
         )
 
-    def _compare(self, method: str, labels: int, baseline: str, measure: Measure, confidence: float) -> Comparison:
+    def _compare(
+        self, method: str, labels: int, baseline: str, measure: Measure, confidence: float
+    ) -> Comparison:
         risks = [
             {seed: measure.risk(row.test) for seed, row in self.cell(name, labels).items()}
             for name in (baseline, method)
@@ -306,7 +328,9 @@ class TransferReport:
 def _pictures(folder: Path) -> list[str]:
     """Return the names of the figures that the report in ``folder`` has, if there is one."""
     try:
-        return [name for name in read_json(folder / "report.json")["figures"] if Path(name).name == name]
+        return [
+            name for name in read_json(folder / "report.json")["figures"] if Path(name).name == name
+        ]
     except (OSError, ValueError, LookupError, TypeError):
         return []
 
@@ -317,7 +341,11 @@ def _ends(name: str, interval: Interval) -> dict[str, float | None]:
 
 def _gain(name: str, comparison: Comparison | None) -> dict[str, Any]:
     if comparison is None:
-        return {**_ends(name, Interval(None, None, None, 0)), f"{name}_verdict": None, f"{name}_reason": None}
+        return {
+            **_ends(name, Interval(None, None, None, 0)),
+            f"{name}_verdict": None,
+            f"{name}_reason": None,
+        }
     words = {f"{name}_verdict": comparison.verdict, f"{name}_reason": comparison.gain.reason}
     return {**_ends(name, comparison.gain), **words}
 
@@ -327,11 +355,20 @@ def _means(rows: Sequence[Result]) -> dict[str, float | None]:
     paths = {
         "validation_accuracy": ("validation", "accuracy"),
         "source_accuracy": ("source", "accuracy"),
-        **{f"information_{key}": ("information", key, "total") for key in ("before", "after", "added")},
+        **{
+            f"information_{key}": ("information", key, "total")
+            for key in ("before", "after", "added")
+        },
         **{f"fisher_trace_{key}": ("fisher_trace", key, "total") for key in ("before", "after")},
     }
-    means = {name: _mean(_inside(getattr(row, path[0]), path[1:]) for row in rows) for name, path in paths.items()}
-    return {**means, "seconds": _mean(sum(row.seconds.values()) if row.seconds else None for row in rows)}
+    means = {
+        name: _mean(_inside(getattr(row, path[0]), path[1:]) for row in rows)
+        for name, path in paths.items()
+    }
+    return {
+        **means,
+        "seconds": _mean(sum(row.seconds.values()) if row.seconds else None for row in rows),
+    }
 
 
 def _inside(value: Any, path: Iterable[str]) -> Any:

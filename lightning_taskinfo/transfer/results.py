@@ -76,7 +76,9 @@ def checked_results(results: Iterable[Result | Mapping[str, Any]]) -> tuple[Resu
     seen: set[Cell] = set()
     for result in found:
         if result.cell in seen:
-            raise ValueError(f"`results` must hold one result a method, number of labels and seed, got two {result}.")
+            raise ValueError(
+                f"`results` must hold one result a method, number of labels and seed, got two {result}."
+            )
         seen.add(result.cell)
         if result.test.keys() != found[0].test.keys():
             raise ValueError(
@@ -96,23 +98,31 @@ def _checked(row: Any) -> Result:
         raise ValueError(f"`results` must hold dicts, got {row!r}.")
     names = [part.name for part in fields(Result)]
     if missing := [name for name in ("method", "labels", "seed", "test") if name not in row]:
-        raise ValueError(f"`results` must have method, labels, seed and test, got none for {missing[0]!r}.")
+        raise ValueError(
+            f"`results` must have method, labels, seed and test, got none for {missing[0]!r}."
+        )
     if unknown := [name for name in row if name not in names]:
         raise ValueError(f"`results` may have the keys {names}, got {unknown[0]!r}.")
     required = ("method", "labels", "seed", "test")
-    result = Result(**{name: value for name, value in row.items() if value is not None or name in required})
+    result = Result(
+        **{name: value for name, value in row.items() if value is not None or name in required}
+    )
     if not isinstance(result.method, str) or not result.method:
         raise ValueError(f"`method` must be a name, got {result.method!r}.")
     for name, least in (("labels", 1), ("seed", 0)):
         value = getattr(result, name)
         if not _is(value, int) or value < least:
-            raise ValueError(f"`{name}` must be a whole number of at least {least}, got {value!r} in {result}.")
+            raise ValueError(
+                f"`{name}` must be a whole number of at least {least}, got {value!r} in {result}."
+            )
     for part in ("test", "validation", "source"):
         if part == "test" or getattr(result, part) is not None:
             _check_risk(result, part)
     for point in result.curves:
         if not isinstance(point, dict) or not {"stage", "epoch"} <= point.keys():
-            raise ValueError(f"`curves` must have a stage and an epoch at each point, got {point} in {result}.")
+            raise ValueError(
+                f"`curves` must have a stage and an epoch at each point, got {point} in {result}."
+            )
     _check_measurements(result)
     return result
 
@@ -123,16 +133,25 @@ def _check_risk(result: Result, part: str) -> None:
     if not values or not all(_is(value, (int, float)) for value in values.values()):
         raise ValueError(f"`{part}` must hold numbers by name, got {given!r} in {result}.")
     if not 0 <= values.get("accuracy", 0) <= 1:
-        raise ValueError(f"`{part}` must hold an accuracy between 0 and 1, got {values['accuracy']} in {result}.")
+        raise ValueError(
+            f"`{part}` must hold an accuracy between 0 and 1, got {values['accuracy']} in {result}."
+        )
 
 
 def _check_measurements(result: Result) -> None:
     for part in ("information", "fisher_trace"):
         for moment, values in (getattr(result, part) or {}).items():
-            if values is not None and not (isinstance(values, dict) and {"total", "layers"} <= values.keys()):
-                raise ValueError(f"`{part}` must hold total and layers for {moment!r}, got {values!r} in {result}.")
+            if values is not None and not (
+                isinstance(values, dict) and {"total", "layers"} <= values.keys()
+            ):
+                raise ValueError(
+                    f"`{part}` must hold total and layers for {moment!r}, got {values!r} in {result}."
+                )
     overlap = result.overlap
-    if overlap and len({len(overlap.get(key, ())) for key in ("layers", "outside", "standard_error")}) != 1:
+    if (
+        overlap
+        and len({len(overlap.get(key, ())) for key in ("layers", "outside", "standard_error")}) != 1
+    ):
         raise ValueError(
             f"`overlap` must hold as many shares and standard errors as layers, got {overlap} in {result}."
         )
@@ -198,7 +217,9 @@ def student_t_reach(confidence: float, degrees: int) -> float:
         raise ValueError(f"`degrees` must be at least 1, got {degrees}.")
     low, high = 0.0, math.pi / 2
     while low < (middle := 0.5 * (low + high)) < high:
-        low, high = (middle, high) if _central_probability(middle, degrees) < confidence else (low, middle)
+        low, high = (
+            (middle, high) if _central_probability(middle, degrees) < confidence else (low, middle)
+        )
     return math.sqrt(degrees) * math.tan(low)
 
 

@@ -29,7 +29,12 @@ from lightning_taskinfo.transfer.own import (
     plan_own,
     whole_numbers,
 )
-from lightning_taskinfo.transfer.ready.backbones import Backbone, backbone_name, feature_dim, make_backbone
+from lightning_taskinfo.transfer.ready.backbones import (
+    Backbone,
+    backbone_name,
+    feature_dim,
+    make_backbone,
+)
 from lightning_taskinfo.transfer.ready.data import TransferDataModule
 from lightning_taskinfo.transfer.ready.methods import PENALTIES, Stage, check_weights, parse_method
 from lightning_taskinfo.transfer.ready.stages import Cell, Experiment, Stages, onset_of, run_cell
@@ -40,7 +45,9 @@ from lightning_taskinfo.transfer.starts import MakeModule
 from lightning_taskinfo.transfer.training import check_accelerator
 
 Done = Callable[[Any, Mapping[str, Any]], None]
-VERSION = 2  # of the files in a folder: raise it when the same configuration would give other numbers
+VERSION = (
+    2  # of the files in a folder: raise it when the same configuration would give other numbers
+)
 
 
 @checked_arguments
@@ -147,7 +154,9 @@ def transfer(
     if namespace not in NAMESPACES:
         raise ValueError(f"`namespace` must be one of {', '.join(NAMESPACES)}, got {namespace!r}.")
     check_executor(executor, workers)
-    if executor is None:  # whose machines may have others; before a file is read, whose warnings are told once
+    if (
+        executor is None
+    ):  # whose machines may have others; before a file is read, whose warnings are told once
         check_accelerator(accelerator, namespace)
     if folder is None and logger in ("csv", "wandb_offline"):
         raise ValueError(f"`folder` must be given for the files of `logger` {logger!r}, got None.")
@@ -155,24 +164,36 @@ def transfer(
     own = {"metric": metric, "mode": mode, "trainer": trainer, "batch_size": batch_size}
     other, given = ("with", ready) if starts is not None else ("without", own)
     if unused := [argument for argument, value in given.items() if value is not None]:
-        raise ValueError(f"`{unused[0]}` must be left out {other} `starts`, got {given[unused[0]]!r}.")
+        raise ValueError(
+            f"`{unused[0]}` must be left out {other} `starts`, got {given[unused[0]]!r}."
+        )
     if starts is None:
         grid = _Grid(("standard",) if methods is None else methods, labels, seeds, data)
-        planned = _plan_ready(model, data, grid, stages or Stages(), weights or {}, namespace, accelerator)
+        planned = _plan_ready(
+            model, data, grid, stages or Stages(), weights or {}, namespace, accelerator
+        )
     else:
         ways = [adapt] if isinstance(adapt, str) else list(adapt)
         options = OwnOptions(metric, mode, check_trainer(trainer or {}), batch_size, accelerator)
-        planned = plan_own(cast(MakeModule, model), data, starts, ways, labels, _seeds(seeds), options)
+        planned = plan_own(
+            cast(MakeModule, model), data, starts, ways, labels, _seeds(seeds), options
+        )
     title = name or planned.title
     with TemporaryDirectory() as temporary:
-        place = Path(temporary if folder is None else folder).absolute()  # a worker's current folder is another
-        group = group_name(title, folder) if folder is not None else f"{title} {uuid.uuid4().hex[:6]}"
+        place = Path(
+            temporary if folder is None else folder
+        ).absolute()  # a worker's current folder is another
+        group = (
+            group_name(title, folder) if folder is not None else f"{title} {uuid.uuid4().hex[:6]}"
+        )
         log = RunLog(logger, project, group, place / "logs", namespace)
         cells = planned.cells(place, log)
         if workers != 0 and executor is None:
             check_travels(cells)
         if progress is True:
-            sys.stderr.write(f"transfer: {announced(len(cells), planned.seconds, workers, executor)}\n")
+            sys.stderr.write(
+                f"transfer: {announced(len(cells), planned.seconds, workers, executor)}\n"
+            )
         claim_folder(place, planned.configuration, results=["results/*", "stages/*"])
         for part, configuration in planned.parts.items():  # what may be added to, but not changed
             claim_folder(place / part, configuration)
@@ -183,7 +204,9 @@ def transfer(
     return TransferReport(planned.results(cells, results), planned.configuration, title)
 
 
-def announced(runs: int, seconds: float | None, workers: int | None, executor: Executor | None) -> str:
+def announced(
+    runs: int, seconds: float | None, workers: int | None, executor: Executor | None
+) -> str:
     """Return how many runs there are, and how long they may take.
 
     Example:
@@ -229,10 +252,14 @@ def _plan_ready(
 
     def cells(place: Path, log: RunLog) -> dict[str, Any]:
         arguments = data.settled().arguments
-        return grid.cells(Experiment(place, model, arguments, stages, all_weights, log, namespace, accelerator))
+        return grid.cells(
+            Experiment(place, model, arguments, stages, all_weights, log, namespace, accelerator)
+        )
 
     results = partial(_results, stages=stages)
-    return Planned(f"{source.name} → {target.name}", configuration, {}, cells, _nothing, results, None)
+    return Planned(
+        f"{source.name} → {target.name}", configuration, {}, cells, _nothing, results, None
+    )
 
 
 def group_name(title: str, folder: str | os.PathLike[str]) -> str:
@@ -252,14 +279,18 @@ def group_name(title: str, folder: str | os.PathLike[str]) -> str:
 class _Grid:
     """Methods, numbers of labels and seeds, checked."""
 
-    def __init__(self, methods: Sequence[str], labels: Any, seeds: Any, data: TransferDataModule) -> None:
+    def __init__(
+        self, methods: Sequence[str], labels: Any, seeds: Any, data: TransferDataModule
+    ) -> None:
         if not isinstance(data, TransferDataModule):
             raise TypeError(
                 f"`data` must be a TransferDataModule where there are no `starts`, got a {type(data).__name__}; "
                 "`starts` takes your own module, data and checkpoints."
             )
         if isinstance(methods, str):
-            raise ValueError(f"`methods` must be a list of methods, got {methods!r}; one alone is [{methods!r}].")
+            raise ValueError(
+                f"`methods` must be a list of methods, got {methods!r}; one alone is [{methods!r}]."
+            )
         self.methods = [method for method in dict.fromkeys(methods) if method != "scratch"]
         for method in self.methods:
             parse_method(method, argument="methods")
@@ -277,8 +308,12 @@ class _Grid:
     def check_used(self, weights: Mapping[str, float]) -> None:
         """Warn of weights that no method has a use for."""
         used = {penalty for method in self.methods for penalty in parse_method(method)}
-        if unused := [penalty for penalty in weights if penalty in PENALTIES and penalty not in used]:
-            warn(f"`weights` of {', '.join(unused)} are not used by `methods` {', '.join(self.methods)}.")
+        if unused := [
+            penalty for penalty in weights if penalty in PENALTIES and penalty not in used
+        ]:
+            warn(
+                f"`weights` of {', '.join(unused)} are not used by `methods` {', '.join(self.methods)}."
+            )
 
     def check(self, data: TransferDataModule, model: Backbone) -> None:
         """Split for every number of labels and make a network, so that what cannot be is said before a file is made."""
@@ -293,10 +328,18 @@ class _Grid:
     def cells(self, experiment: Experiment) -> dict[str, Cell]:
         """All cells by name, pretraining and scratch first."""
         most = max(self.labels)
-        cells = [Cell(experiment, "pretrain", method, most, seed) for seed in self.seeds for method in self.methods]
+        cells = [
+            Cell(experiment, "pretrain", method, most, seed)
+            for seed in self.seeds
+            for method in self.methods
+        ]
         pairs = [(count, seed) for seed in self.seeds for count in self.labels]
         cells += [Cell(experiment, "scratch", "scratch", count, seed) for count, seed in pairs]
-        cells += [Cell(experiment, "fine_tune", method, n, seed) for n, seed in pairs for method in self.methods]
+        cells += [
+            Cell(experiment, "fine_tune", method, n, seed)
+            for n, seed in pairs
+            for method in self.methods
+        ]
         return {cell.name: cell for cell in cells}
 
 
@@ -312,7 +355,11 @@ def _seeds(given: Any) -> list[int]:
 
 
 def _run(
-    cells: Mapping[str, Any], place: Path, executor: Executor | None, workers: int | None, told: Sequence[Done]
+    cells: Mapping[str, Any],
+    place: Path,
+    executor: Executor | None,
+    workers: int | None,
+    told: Sequence[Done],
 ) -> dict[str, Any]:
     """Run what needs nothing first, then what starts from it; a finished stage's checkpoints are not needed."""
 
@@ -328,7 +375,11 @@ def _run(
         wave = {name: cell for name, cell in cells.items() if cell.stage in stages}
         if not wave:
             continue
-        options: dict[str, Any] = {"folder": place / "results", "executor": executor, "workers": workers}
+        options: dict[str, Any] = {
+            "folder": place / "results",
+            "executor": executor,
+            "workers": workers,
+        }
         results |= run_cells(run_cell, wave, on_done=done, **options)
     return results
 
@@ -343,7 +394,9 @@ def _forget_lost(cells: Mapping[str, Any]) -> None:
             cell.experiment.result(cell.source.name).unlink(missing_ok=True)
 
 
-def _results(cells: Mapping[str, Cell], found: Mapping[str, Any], *, stages: Stages) -> list[Result]:
+def _results(
+    cells: Mapping[str, Cell], found: Mapping[str, Any], *, stages: Stages
+) -> list[Result]:
     """One result for every method, number of labels and seed."""
     scratch = [cell for cell in cells.values() if cell.stage == "scratch"]
     results = []
@@ -355,7 +408,9 @@ def _results(cells: Mapping[str, Cell], found: Mapping[str, Any], *, stages: Sta
     return results
 
 
-def _result(cell: Cell, own: Any, source: Any, scratch: Mapping[int, float], stages: Stages) -> Result:
+def _result(
+    cell: Cell, own: Any, source: Any, scratch: Mapping[int, float], stages: Stages
+) -> Result:
     pretrained = cell.stage == "fine_tune"
     parts: list[tuple[Stage, Any]] = [("pretrain", source)] if pretrained else []
     parts.append((cell.stage, own))
@@ -368,7 +423,9 @@ def _result(cell: Cell, own: Any, source: Any, scratch: Mapping[int, float], sta
         cell.labels,
         cell.seed,
         test=own["test"],
-        validation={key: last[f"val_{key}"] for key in ("accuracy", "loss")} if "val_loss" in last else None,
+        validation={key: last[f"val_{key}"] for key in ("accuracy", "loss")}
+        if "val_loss" in last
+        else None,
         source=source["source"] if pretrained else None,
         curves=[_curve_row(stage, row) for stage, result in parts for row in result["curve"]],
         information=own["information"],
@@ -380,5 +437,7 @@ def _result(cell: Cell, own: Any, source: Any, scratch: Mapping[int, float], sta
 
 
 def _curve_row(stage: str, row: Mapping[str, float]) -> dict[str, Any]:
-    kept = {key: row[key] for key in ("epoch", "train_loss", "val_loss", "val_accuracy") if key in row}
+    kept = {
+        key: row[key] for key in ("epoch", "train_loss", "val_loss", "val_accuracy") if key in row
+    }
     return {"stage": stage, **kept}

@@ -96,7 +96,9 @@ class Samples(Dataset[Any]):
         x = self.x[rows]
         x = x.float() / 255 if x.dtype == torch.uint8 else x
         if self.augment is not None:
-            x = torch.stack([self._augmented(image, draw) for image, draw in zip(x, plain, strict=True)])
+            x = torch.stack(
+                [self._augmented(image, draw) for image, draw in zip(x, plain, strict=True)]
+            )
         return (x if self.y is None else (x, self.y[rows])), self.index[rows]
 
     def _augmented(self, image: Tensor, draw: Draw) -> Tensor:
@@ -166,7 +168,12 @@ class Split:
 
 
 def split_target(
-    y: Rows, num_classes: int, *, labels: int | Sequence[int], validation: int | Sequence[int], seed: int
+    y: Rows,
+    num_classes: int,
+    *,
+    labels: int | Sequence[int],
+    validation: int | Sequence[int],
+    seed: int,
 ) -> Split:
     """Choose validation and labelled rows, each class in turn, without regard to the number of the other.
 
@@ -195,10 +202,14 @@ def split_target(
     kept, labeled = _given("validation", validation, len(y)), _given("labels", labels, len(y))
     if kept is None:
         assert isinstance(validation, int)
-        kept = _first("validation", order if labeled is None else _without(order, labeled, y), validation)
+        kept = _first(
+            "validation", order if labeled is None else _without(order, labeled, y), validation
+        )
     if labeled is None:
         assert isinstance(labels, int)
-        labeled = _first("labels", _without(order, kept, y), labels, f" beside {len(kept)} for validation")
+        labeled = _first(
+            "labels", _without(order, kept, y), labels, f" beside {len(kept)} for validation"
+        )
     _check_classes(y, labeled, num_classes, given=not isinstance(labels, int))
     if both := np.intersect1d(labeled, kept).tolist():
         raise ValueError(f"`labels` and `validation` must not share rows, got {both[:5]} in both.")
@@ -243,7 +254,9 @@ def _without(order: Rows, taken: Rows, y: Rows) -> Rows:
 
 def _first(argument: str, order: Rows, count: int, beside: str = "") -> Rows:
     if count < 0 or count > len(order):
-        raise ValueError(f"`{argument}` must be between 0 and the {len(order)} samples there are{beside}, got {count}.")
+        raise ValueError(
+            f"`{argument}` must be between 0 and the {len(order)} samples there are{beside}, got {count}."
+        )
     return order[:count]
 
 
@@ -252,16 +265,22 @@ def _given(argument: str, rows: int | Sequence[int], length: int) -> Rows | None
         return None
     array = np.asarray(rows, dtype=np.int64)
     if array.size and (array.min() < 0 or array.max() >= length):
-        raise ValueError(f"`{argument}` must hold rows from 0 to {length - 1}, got {array.min()} to {array.max()}.")
+        raise ValueError(
+            f"`{argument}` must hold rows from 0 to {length - 1}, got {array.min()} to {array.max()}."
+        )
     if len(np.unique(array)) != len(array):
-        raise ValueError(f"`{argument}` must not repeat a row, got {len(array) - len(np.unique(array))} repetitions.")
+        raise ValueError(
+            f"`{argument}` must not repeat a row, got {len(array) - len(np.unique(array))} repetitions."
+        )
     return array
 
 
 def _check_classes(y: Rows, labeled: Rows, num_classes: int, *, given: bool) -> None:
     present = np.unique(y)
     if len(present) < 2:
-        raise ValueError(f"`target` must have samples of at least two classes, got class {present.tolist()} only.")
+        raise ValueError(
+            f"`target` must have samples of at least two classes, got class {present.tolist()} only."
+        )
     if absent := sorted(set(range(num_classes)) - set(present.tolist())):
         raise ValueError(
             f"`target` must have training samples of every one of its {num_classes} classes, got none of class "

@@ -79,7 +79,9 @@ def read_start(name: str, given: Given, make: MakeModule) -> Start:
     if callable(given):
         make_module(given, argument=argument)
         return Start(name, given, {})
-    raise TypeError(f"`{argument}` must be a checkpoint, a state dict or a function, got {type(given).__name__}.")
+    raise TypeError(
+        f"`{argument}` must be a checkpoint, a state dict or a function, got {type(given).__name__}."
+    )
 
 
 def make_module(make: MakeModule, *, argument: str = "model") -> Any:
@@ -92,8 +94,12 @@ def make_module(make: MakeModule, *, argument: str = "model") -> Any:
         module = make()
     except Exception as error:  # of the user's own function
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        raise ValueError(f"`{argument}` must make a LightningModule, but it failed ({reason}).") from error
-    if not isinstance(module, tuple(namespace.LightningModule for namespace in NAMESPACES.values())):
+        raise ValueError(
+            f"`{argument}` must make a LightningModule, but it failed ({reason})."
+        ) from error
+    if not isinstance(
+        module, tuple(namespace.LightningModule for namespace in NAMESPACES.values())
+    ):
         raise ValueError(f"`{argument}` must make a LightningModule, got {type(module).__name__}.")
     return module
 
@@ -110,21 +116,31 @@ def _read(path: Path, argument: str) -> Mapping[str, Tensor]:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # of a kind of its own for every kind of damage
         rule = "a Lightning checkpoint or a whole file of a state dict"
-        raise ValueError(f"`{argument}` must be {rule}, got {path} ({type(error).__name__}).") from error
+        raise ValueError(
+            f"`{argument}` must be {rule}, got {path} ({type(error).__name__})."
+        ) from error
     state = content.get("state_dict", content) if isinstance(content, Mapping) else content
     if not isinstance(state, Mapping):
-        raise ValueError(f"`{argument}` must hold a state dict, got {path} with a {type(state).__name__}.")
+        raise ValueError(
+            f"`{argument}` must hold a state dict, got {path} with a {type(state).__name__}."
+        )
     return state
 
 
 def _fitted(name: str, given: Mapping[str, Any], make: MakeModule, argument: str) -> Start:
     """Weights under the names of the user's module; those of another size are left out."""
     if not given or not all(isinstance(tensor, Tensor) for tensor in given.values()):
-        raise ValueError(f"`{argument}` must hold tensors by name, got a mapping without or with other things.")
+        raise ValueError(
+            f"`{argument}` must hold tensors by name, got a mapping without or with other things."
+        )
     module = make_module(make)
     own = {key: tensor for key, tensor in module.state_dict().items() if isinstance(tensor, Tensor)}
     renamed = max(_renamed(given, own), key=lambda state: _shared(state, own))
-    weights = {key: tensor for key, tensor in renamed.items() if key in own and tensor.shape == own[key].shape}
+    weights = {
+        key: tensor
+        for key, tensor in renamed.items()
+        if key in own and tensor.shape == own[key].shape
+    }
     parameters = [key for key, _ in module.named_parameters()]
     fresh = tuple(key for key in parameters if key not in weights)
     if len(fresh) == len(parameters):
@@ -134,21 +150,33 @@ def _fitted(name: str, given: Mapping[str, Any], make: MakeModule, argument: str
         )
     if 2 * len(fresh) > len(parameters):
         odd = next((key for key in fresh if key in renamed), fresh[0])
-        shape = f"{list(renamed[odd].shape)} there, {list(own[odd].shape)} here" if odd in renamed else "missing there"
+        shape = (
+            f"{list(renamed[odd].shape)} there, {list(own[odd].shape)} here"
+            if odd in renamed
+            else "missing there"
+        )
         raise ValueError(
             f"`{argument}` must fit `model` but for its head, got weights for {len(parameters) - len(fresh)} of "
             f"{len(parameters)} parameters; {odd}: {shape}."
         )
     for key, tensor in weights.items():
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-            raise ValueError(f"`{argument}` must hold finite weights, got NaN or infinity in {key}.")
-    return Start(name, make, {key: tensor.detach().cpu().clone() for key, tensor in weights.items()}, fresh)
+            raise ValueError(
+                f"`{argument}` must hold finite weights, got NaN or infinity in {key}."
+            )
+    return Start(
+        name, make, {key: tensor.detach().cpu().clone() for key, tensor in weights.items()}, fresh
+    )
 
 
 def _renamed(given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
     """The given weights under every name that a module inside another may give them."""
     return [
-        {new + key.removeprefix(old): tensor for key, tensor in given.items() if key.startswith(old)}
+        {
+            new + key.removeprefix(old): tensor
+            for key, tensor in given.items()
+            if key.startswith(old)
+        }
         for old in _prefixes(given)
         for new in _prefixes(own)
     ]

@@ -43,7 +43,15 @@ class Target:
         found: list[Tensor] | None = []
         for batch in self._batches(self.train, self.collate):
             for tensor in tensors(batch):
-                digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+                digest.update(
+                    tensor.detach()
+                    .cpu()
+                    .contiguous()
+                    .reshape(-1)
+                    .view(torch.uint8)
+                    .numpy()
+                    .tobytes()
+                )
             targets = _targets(batch)
             if targets is None:
                 found = None
@@ -57,7 +65,9 @@ class Target:
         sampler = EpochSampler(len(rows), seed=seed)
         # A batch of one sample has no statistics for batch normalisation.
         drop = len(rows) > self.batch_size and len(rows) % self.batch_size == 1
-        return DataLoader(drawn, self.batch_size, sampler=sampler, collate_fn=whole_batch, drop_last=drop)
+        return DataLoader(
+            drawn, self.batch_size, sampler=sampler, collate_fn=whole_batch, drop_last=drop
+        )
 
     def test_loader(self) -> DataLoader[Any]:
         """Return the loader of the test set."""
@@ -73,7 +83,9 @@ class Target:
         size = max(self.batch_size, 256)
         for start in range(0, len(samples), size):
             with seeded(0, start):
-                batch = collate([samples[row] for row in range(start, min(start + size, len(samples)))])
+                batch = collate(
+                    [samples[row] for row in range(start, min(start + size, len(samples)))]
+                )
             yield batch
 
 
@@ -96,7 +108,9 @@ class Drawn(Dataset[Any]):
         seed: Seed of what samples and batches draw, such as augmentations.
     """
 
-    def __init__(self, samples: Any, rows: Rows, collate: Callable[[list[Any]], Any], seed: int) -> None:
+    def __init__(
+        self, samples: Any, rows: Rows, collate: Callable[[list[Any]], Any], seed: int
+    ) -> None:
         self.samples = samples
         self.rows = rows
         self.collate = collate
@@ -137,7 +151,9 @@ def read_target(data: Any, batch_size: int | None) -> Target:
     for name in TRAIN_NAMES:
         part = getattr(target, name)
         if part is not None and (not hasattr(part, "__len__") or not len(part)):
-            raise ValueError(f"`data` must have samples to {name.removesuffix('ation')} on, got none.")
+            raise ValueError(
+                f"`data` must have samples to {name.removesuffix('ation')} on, got none."
+            )
     return target
 
 
@@ -161,11 +177,15 @@ def _loader(data: Any, name: str) -> DataLoader[Any]:
     try:
         loader = getattr(data, name)()
     except Exception as error:  # Lightning's own for a loader that is not there, or the user's
-        raise ValueError(f"`data` must have a {name}, but {type(data).__name__}'s failed ({error}).") from error
+        raise ValueError(
+            f"`data` must have a {name}, but {type(data).__name__}'s failed ({error})."
+        ) from error
     if isinstance(loader, list | tuple) and len(loader) == 1:
         loader = loader[0]
     if not isinstance(loader, DataLoader):
-        raise ValueError(f"`data` must return one DataLoader from {name}, got {type(loader).__name__}.")
+        raise ValueError(
+            f"`data` must return one DataLoader from {name}, got {type(loader).__name__}."
+        )
     return loader
 
 
@@ -174,7 +194,9 @@ def _parts(data: Any) -> dict[str, Any]:
         return {"train": data.train(), "test": data.test()}
     if isinstance(data, Mapping):
         if not {"train", "test"} <= {*data} <= {*TRAIN_NAMES}:
-            raise ValueError(f"`data` must have the parts train, test and maybe validation, got {', '.join(data)}.")
+            raise ValueError(
+                f"`data` must have the parts train, test and maybe validation, got {', '.join(data)}."
+            )
         return dict(data)
     if isinstance(data, list | tuple) and len(data) in (2, 3):
         return dict(zip(TRAIN_NAMES, data, strict=False))
@@ -185,14 +207,25 @@ def _parts(data: Any) -> dict[str, Any]:
 
 def _dataset(part: Any, name: str) -> Any:
     """A dataset as it is, and arrays as one."""
-    if isinstance(part, list | tuple) and len(part) == 2 and all(hasattr(array, "shape") for array in part):
-        arrays = [torch.as_tensor(array if isinstance(array, Tensor) else np.asarray(array)) for array in part]
+    if (
+        isinstance(part, list | tuple)
+        and len(part) == 2
+        and all(hasattr(array, "shape") for array in part)
+    ):
+        arrays = [
+            torch.as_tensor(array if isinstance(array, Tensor) else np.asarray(array))
+            for array in part
+        ]
         if len(arrays[0]) != len(arrays[1]):
             lengths = " and ".join(str(len(array)) for array in arrays)
-            raise ValueError(f"`data` must have as many targets as inputs to {name} on, got {lengths}.")
+            raise ValueError(
+                f"`data` must have as many targets as inputs to {name} on, got {lengths}."
+            )
         return TensorDataset(*arrays)
     if not (hasattr(part, "__getitem__") and hasattr(part, "__len__")):
-        raise TypeError(f"`data` must have a dataset or arrays (inputs, targets) to {name} on, got {type(part)}.")
+        raise TypeError(
+            f"`data` must have a dataset or arrays (inputs, targets) to {name} on, got {type(part)}."
+        )
     return part
 
 
@@ -213,12 +246,16 @@ def chosen_rows(labels: Tensor | None, length: int, counts: Sequence[int], seed:
     rng = np.random.default_rng(seed)
     for count in counts:
         if not 1 <= count <= length:
-            raise ValueError(f"`labels` must be between 1 and the {length} training samples there are, got {count}.")
+            raise ValueError(
+                f"`labels` must be between 1 and the {length} training samples there are, got {count}."
+            )
     if labels is None or labels.is_floating_point():
         return rng.permutation(length)
     classes, y = np.unique(labels.cpu().numpy(), return_inverse=True)
     if len(classes) < 2:
-        raise ValueError(f"`data` must have training samples of at least two classes, got class {classes[0]} only.")
+        raise ValueError(
+            f"`data` must have training samples of at least two classes, got class {classes[0]} only."
+        )
     if min(counts) < len(classes):
         raise ValueError(
             f"`labels` must give every one of the {len(classes)} classes at least one label, got {min(counts)}."

@@ -60,7 +60,9 @@ class EpochKeeper(Callback):
         for part in frozen_modules(pl_module) if self.lean else ():
             part.eval()
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         """Seed; earlier hooks come before Lightning itself has drawn what it draws."""
         if batch_idx == 0:
             reseed(*self.parts, trainer.current_epoch)
@@ -76,7 +78,9 @@ class EpochKeeper(Callback):
             ended = time.monotonic()
             self._next_write = ended + 20 * (ended - begun) if self.lean else 0.0
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
         """Leave out what a run knows without it: arguments, of any kind, and weights that were never trained."""
         if self.lean:
             for name in ("hyper_parameters", "hparams_name", "hparams_type"):
@@ -126,9 +130,13 @@ def fit_stage(
     if lean:
         module.strict_loading = False  # what is frozen is not in the checkpoint
     with quiet():
-        trainer = make_trainer(namespace, {**options, "callbacks": [*options.get("callbacks", []), keeper]})
+        trainer = make_trainer(
+            namespace, {**options, "callbacks": [*options.get("callbacks", []), keeper]}
+        )
         if last.exists():
-            check_archive(last, advice="Delete it to train that stage again.")  # before Lightning says so
+            check_archive(
+                last, advice="Delete it to train that stage again."
+            )  # before Lightning says so
         with interruptible():
             trainer.fit(module, **fit, ckpt_path=str(last) if last.exists() else None)
             found = trainer.test(module, **test, verbose=False)[0] if test is not None else {}
@@ -146,7 +154,9 @@ def check_accelerator(accelerator: str, namespace: str) -> None:
     """Raise a ``ValueError`` if Lightning finds no such accelerator on this machine."""
     try:
         with quiet():
-            NAMESPACES[namespace].Trainer(accelerator=accelerator, devices=1, logger=False, enable_checkpointing=False)
+            NAMESPACES[namespace].Trainer(
+                accelerator=accelerator, devices=1, logger=False, enable_checkpointing=False
+            )
     except Exception as error:  # of a kind of its own for each
         reason = str(error).partition("\n")[0]
         raise ValueError(
@@ -198,12 +208,22 @@ def finished_epochs(folder: Path) -> int:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Keep Lightning from telling what a run of many small trainings need not hear."""
-    loggers = [logging.getLogger(name) for name in ("pytorch_lightning", "lightning.pytorch", "lightning.fabric")]
+    loggers = [
+        logging.getLogger(name)
+        for name in ("pytorch_lightning", "lightning.pytorch", "lightning.fabric")
+    ]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings():
-        for message in (".*does not have many workers.*", ".*LeafSpec.*", ".*No .*dataloader.*", ".*in eval mode.*"):
+        for message in (
+            ".*does not have many workers.*",
+            ".*LeafSpec.*",
+            ".*No .*dataloader.*",
+            ".*in eval mode.*",
+        ):
             warnings.filterwarnings("ignore", message=message)
-        warnings.filterwarnings("ignore", category=UserWarning, module="pytorch_lightning|lightning")
+        warnings.filterwarnings(
+            "ignore", category=UserWarning, module="pytorch_lightning|lightning"
+        )
         try:
             for logger in loggers:
                 logger.setLevel(logging.WARNING)

@@ -17,7 +17,12 @@ from torch.nn.utils import parametrize
 
 from lightning_taskinfo._arguments import checked_arguments
 from lightning_taskinfo._ranges import check_not_negative, check_positive
-from lightning_taskinfo.variational.noisy_weight import NoisyWeight, attach_hooks, detach_hooks, noisy_weights
+from lightning_taskinfo.variational.noisy_weight import (
+    NoisyWeight,
+    attach_hooks,
+    detach_hooks,
+    noisy_weights,
+)
 
 __all__ = [
     "NoisyWeight",
@@ -77,7 +82,11 @@ def add_weight_noise(
         path, _, attribute = name.rpartition(".")
         owner = model.get_submodule(path)
         noise = NoisyWeight(
-            mean, std=std, prior_mean=centres[name], prior_std=prior_std, seed=hash((seed, index)) % 2**63
+            mean,
+            std=std,
+            prior_mean=centres[name],
+            prior_std=prior_std,
+            seed=hash((seed, index)) % 2**63,
         )
         parametrize.register_parametrization(owner, attribute, noise)
         owners[owner] = None
@@ -86,11 +95,17 @@ def add_weight_noise(
     return model
 
 
-def _pick(model: nn.Module, parameters: Callable[[str, nn.Parameter], bool] | None) -> dict[str, nn.Parameter]:
-    named = [(name, p) for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad]
+def _pick(
+    model: nn.Module, parameters: Callable[[str, nn.Parameter], bool] | None
+) -> dict[str, nn.Parameter]:
+    named = [
+        (name, p) for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad
+    ]
     picked = {name: p for name, p in named if parameters is None or parameters(name, p)}
     if not picked:
-        raise ValueError("`parameters` must pick at least one trainable parameter of `model`, got none.")
+        raise ValueError(
+            "`parameters` must pick at least one trainable parameter of `model`, got none."
+        )
     for name, p in picked.items():
         owner = model.get_submodule(name.rpartition(".")[0])
         inner = owner[0] if isinstance(owner, parametrize.ParametrizationList) else owner
@@ -111,17 +126,23 @@ def _pick(model: nn.Module, parameters: Callable[[str, nn.Parameter], bool] | No
     return picked
 
 
-def _prior_means(center: str | Mapping[str, Tensor], picked: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def _prior_means(
+    center: str | Mapping[str, Tensor], picked: Mapping[str, Tensor]
+) -> Mapping[str, Tensor]:
     if center == "initial":
         return picked
     if center == "zero":
         return {name: torch.zeros_like(p) for name, p in picked.items()}
     if isinstance(center, str):
-        raise ValueError(f"`prior_center` must be 'initial', 'zero' or a state dict, got {center!r}.")
+        raise ValueError(
+            f"`prior_center` must be 'initial', 'zero' or a state dict, got {center!r}."
+        )
     for name, p in picked.items():
         if name not in center or center[name].shape != p.shape:
             found = tuple(center[name].shape) if name in center else "nothing"
-            raise ValueError(f"`prior_center` must hold `{name}` with shape {tuple(p.shape)}, got {found}.")
+            raise ValueError(
+                f"`prior_center` must hold `{name}` with shape {tuple(p.shape)}, got {found}."
+            )
     return center
 
 
@@ -140,7 +161,9 @@ def weight_kl(model: nn.Module) -> Tensor:
         >>> weight_kl(net).item()
         0.0
     """
-    if not isinstance(model, nn.Module):  # not `checked_arguments`: a compiled training step would warn of its cache
+    if not isinstance(
+        model, nn.Module
+    ):  # not `checked_arguments`: a compiled training step would warn of its cache
         raise TypeError(f"`model` must be a Module, got {type(model).__name__}.")
     terms = [noise.kl(mean) for _, mean, noise in noisy_weights(model)]
     if not terms:
@@ -208,7 +231,9 @@ def plain_state_dict(model: nn.Module) -> dict[str, Tensor]:
         ['bias', 'weight']
     """
     noisy = {name: mean.detach() for name, mean, _ in noisy_weights(model)}
-    plain = {name: value for name, value in model.state_dict().items() if "parametrizations." not in name}
+    plain = {
+        name: value for name, value in model.state_dict().items() if "parametrizations." not in name
+    }
     return dict(sorted({**plain, **noisy}.items()))
 
 
@@ -231,7 +256,9 @@ def remove_weight_noise(model: nn.Module, *, sample: bool = False) -> nn.Module:
         if sample:
             with torch.no_grad(), sampling(model):
                 mean.copy_(noise(mean))
-        parametrize.remove_parametrizations(model.get_submodule(path), attribute, leave_parametrized=False)
+        parametrize.remove_parametrizations(
+            model.get_submodule(path), attribute, leave_parametrized=False
+        )
     for module in model.modules():
         detach_hooks(module)
     return model

@@ -55,7 +55,9 @@ class NoisyWeight(nn.Module):
     prior_mean: Tensor
     prior_log_variance: Tensor
 
-    def __init__(self, mean: Tensor, *, std: float, prior_mean: Tensor, prior_std: float, seed: int) -> None:
+    def __init__(
+        self, mean: Tensor, *, std: float, prior_mean: Tensor, prior_std: float, seed: int
+    ) -> None:
         super().__init__()
         log_variance = 2 * math.log(std) if std > 0 else -math.inf
         self.log_variance = nn.Parameter(torch.full_like(mean, log_variance))
@@ -72,7 +74,11 @@ class NoisyWeight(nn.Module):
         if not (self.training if self.sampled is None else self.sampled):
             return mean
         held, rho = self._held, self.log_variance
-        if held.weight is not None and held.gaussian is not None and held.gaussian.serves(mean, rho):
+        if (
+            held.weight is not None
+            and held.gaussian is not None
+            and held.gaussian.serves(mean, rho)
+        ):
             return held.weight
         seed = held.seed if held.seed is not None else self._next_seed()
         generator = Generator(mean.device).manual_seed(seed)
@@ -95,7 +101,10 @@ class NoisyWeight(nn.Module):
         prior, held = (self.prior_mean, self.prior_log_variance), self._held
         if transformed():
             return isotropic_kl(mean, self.log_variance, *prior)
-        gaussian, held.gaussian = held.gaussian, None  # each joins one divergence: later ones go by themselves
+        gaussian, held.gaussian = (
+            held.gaussian,
+            None,
+        )  # each joins one divergence: later ones go by themselves
         if gaussian is None or not gaussian.serves(mean, self.log_variance):
             gaussian = NoisyGaussian(mean, self.log_variance, held.memory.empty_like)
         return gaussian.kl(*prior)
@@ -132,7 +141,9 @@ def noisy_weights(model: nn.Module) -> Iterator[tuple[str, Tensor, NoisyWeight]]
         ['weight', 'bias']
     """
     for path, module in model.named_modules():
-        if isinstance(module, parametrize.ParametrizationList) and isinstance(module[0], NoisyWeight):
+        if isinstance(module, parametrize.ParametrizationList) and isinstance(
+            module[0], NoisyWeight
+        ):
             owner, _, attribute = path.rpartition("parametrizations.")
             yield owner + attribute, module.original, module[0]
 
@@ -146,7 +157,11 @@ def attach_hooks(module: nn.Module) -> None:
 
 def detach_hooks(module: nn.Module) -> None:
     """Remove by function: handles would point to the original after a ``deepcopy``."""
-    for hooks in (module._forward_pre_hooks, module._forward_hooks, module._load_state_dict_pre_hooks):
+    for hooks in (
+        module._forward_pre_hooks,
+        module._forward_hooks,
+        module._load_state_dict_pre_hooks,
+    ):
         for key, hook in list(hooks.items()):
             if getattr(hook, "hook", hook) in (_keep_noise, _release_noise, _accept_plain):
                 del hooks[key]
@@ -187,5 +202,7 @@ def _accept_plain(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_
             continue
         inner = f"parametrizations.{attribute}."
         own = module.state_dict()
-        state_dict.update({prefix + key: value for key, value in own.items() if key.startswith(inner)})
+        state_dict.update(
+            {prefix + key: value for key, value in own.items() if key.startswith(inner)}
+        )
         state_dict[f"{prefix}{inner}original"] = state_dict.pop(prefix + attribute)

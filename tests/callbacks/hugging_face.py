@@ -46,7 +46,9 @@ def _bert(**arguments: Any) -> Any:
 def gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=8, n_layer=2, n_head=2, n_positions=16))
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=VOCABULARY, n_embd=8, n_layer=2, n_head=2, n_positions=16)
+    )
 
 
 def llama() -> nn.Module:
@@ -117,7 +119,9 @@ def lora() -> nn.Module:
 def lora_gpt2() -> nn.Module:
     from peft import LoraConfig, TaskType, get_peft_model
 
-    config = LoraConfig(task_type=TaskType.CAUSAL_LM, r=2, target_modules=["c_attn"], fan_in_fan_out=True)
+    config = LoraConfig(
+        task_type=TaskType.CAUSAL_LM, r=2, target_modules=["c_attn"], fan_in_fan_out=True
+    )
     return get_peft_model(gpt2(), config)
 
 
@@ -150,7 +154,9 @@ class Sentences(Dataset[dict[str, Tensor]]):
         if name in ("BERT classifier", "LoRA", "ViT"):
             labels = torch.randint(CLASSES, (n,), generator=generator)
         elif name == "token classifier":
-            labels = torch.randint(CLASSES, (n, LENGTH), generator=generator).masked_fill(~kept, -100)
+            labels = torch.randint(CLASSES, (n, LENGTH), generator=generator).masked_fill(
+                ~kept, -100
+            )
         elif name == "masked":
             masked = torch.rand(n, LENGTH, generator=generator) < 0.5
             masked[:, 0] = True

@@ -16,7 +16,11 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_taskinfo.callbacks import FisherTrace, InformationInWeights, LocalMinimum
 
-PROBES = {"FisherTrace": FisherTrace, "InformationInWeights": InformationInWeights, "LocalMinimum": LocalMinimum}
+PROBES = {
+    "FisherTrace": FisherTrace,
+    "InformationInWeights": InformationInWeights,
+    "LocalMinimum": LocalMinimum,
+}
 """Every probe, for the tests that all of them have to pass."""
 
 
@@ -57,7 +61,10 @@ class Classifier(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.Adam(self.parameters(), lr=0.05)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 3)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
 
 
 class Noisy(Dataset):
@@ -65,7 +72,10 @@ class Noisy(Dataset):
 
     def __init__(self, n: int = 32) -> None:
         generator = torch.Generator().manual_seed(0)
-        self.x, self.y = torch.randn(n, 4, generator=generator), torch.randint(3, (n,), generator=generator)
+        self.x, self.y = (
+            torch.randn(n, 4, generator=generator),
+            torch.randint(3, (n,), generator=generator),
+        )
         self.read = 0
 
     def __len__(self) -> int:
@@ -88,7 +98,12 @@ def random_states() -> list[Any]:
 
 
 def make_trainer(folder: Path, *callbacks: Any, **arguments: Any) -> pl.Trainer:
-    defaults = {"max_epochs": 2, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    defaults = {
+        "max_epochs": 2,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return pl.Trainer(
@@ -115,7 +130,13 @@ def fit(
     loader = DataLoader(digits(), batch_size=8, shuffle=True) if loader is None else loader
     trainer = make_trainer(folder, *callbacks, **arguments)
     with warnings.catch_warnings():
-        for message in ("many workers", "in eval mode", "LeafSpec", "No positive class", "no `val_dataloader`"):
+        for message in (
+            "many workers",
+            "in eval mode",
+            "LeafSpec",
+            "No positive class",
+            "no `val_dataloader`",
+        ):
             warnings.filterwarnings("ignore", f".*{message}")
         warnings.filterwarnings("ignore", ".*logging interval|.*smaller than the logging")
         trainer.fit(model, loader, val, ckpt_path=ckpt_path)
@@ -124,13 +145,18 @@ def fit(
 
 def digits(n: int = 32) -> TensorDataset:
     generator = torch.Generator().manual_seed(1)
-    return TensorDataset(torch.randn(n, 4, generator=generator), torch.randint(3, (n,), generator=generator))
+    return TensorDataset(
+        torch.randn(n, 4, generator=generator), torch.randint(3, (n,), generator=generator)
+    )
 
 
 def read_csv(logger: CSVLogger) -> list[dict[str, float]]:
     """Return what a CSV logger stored; the names of ours without what all of them begin with."""
     with open(Path(logger.log_dir, "metrics.csv"), newline="") as file:
-        rows = [{key: float(value) for key, value in row.items() if value} for row in csv.DictReader(file)]
+        rows = [
+            {key: float(value) for key, value in row.items() if value}
+            for row in csv.DictReader(file)
+        ]
     return [{key.removeprefix("taskinfo/"): value for key, value in row.items()} for row in rows]
 
 

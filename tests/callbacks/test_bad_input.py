@@ -21,7 +21,9 @@ all_probes = pytest.mark.parametrize("probe", PROBES.values(), ids=PROBES)
 
 
 @all_probes
-@pytest.mark.parametrize("argument", ["every_n_steps", "every_n_epochs", "max_samples", "mc_samples"])
+@pytest.mark.parametrize(
+    "argument", ["every_n_steps", "every_n_epochs", "max_samples", "mc_samples"]
+)
 def test_refuses_non_positive(probe, argument):
     with pytest.raises(ValueError, match=f"`{argument}` must be at least 1, got 0"):
         probe(**{argument: 0})
@@ -42,7 +44,10 @@ def test_refuses_what_is_no_whole_number(probe, argument, value):
         ({"labels": "true"}, "`labels` must be one of .*, got 'true'"),
         ({"likelihood": "poisson"}, "`likelihood` must be one of .*, got 'poisson'"),
         ({"data": "test"}, "`data` must be one of train_batch, train, val.*, got 'test'"),
-        ({"every_n_steps": 1, "every_n_epochs": 2}, "`every_n_epochs` must be left out beside `every_n_steps`, got 2"),
+        (
+            {"every_n_steps": 1, "every_n_epochs": 2},
+            "`every_n_epochs` must be left out beside `every_n_steps`, got 2",
+        ),
     ],
     ids=str,
 )
@@ -73,7 +78,9 @@ def test_refuses_a_likelihood_that_does_not_fit_before_the_first_step(tmp_path, 
     real = TensorDataset(torch.randn(16, 4), torch.randn(16, 3))
     model = Regression()
     before = [p.clone() for p in model.parameters()]
-    with pytest.raises(ValueError, match=r"`targets` must be class indices .* got torch.float32 of shape \[2, 3\]"):
+    with pytest.raises(
+        ValueError, match=r"`targets` must be class indices .* got torch.float32 of shape \[2, 3\]"
+    ):
         fit(tmp_path, probe(data=data), model=model, loader=DataLoader(real, batch_size=8))
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
@@ -86,7 +93,9 @@ def test_weights_that_are_not_finite_leave_a_gap_and_one_warning(tmp_path, probe
                 nn.init.constant_(self.net[4].weight, torch.nan)
 
     callback = probe(every_n_steps=1, data="train_batch")
-    with pytest.warns(UserWarning, match="could not measure at step 3 .*weights of 'net.0.weight' are not finite"):
+    with pytest.warns(
+        UserWarning, match="could not measure at step 3 .*weights of 'net.0.weight' are not finite"
+    ):
         fit(tmp_path, callback, model=Diverging())
     assert [row["step"] for row in callback.history] == [1, 2]
 
@@ -103,7 +112,9 @@ def test_a_training_too_short_to_be_measured_says_so(tmp_path, probe, schedule):
 
 
 def test_a_probe_of_batches_without_a_schedule_says_so(tmp_path):
-    with pytest.warns(UserWarning, match="measured nothing: .*; set one of `every_n_steps`, `every_n_epochs`"):
+    with pytest.warns(
+        UserWarning, match="measured nothing: .*; set one of `every_n_steps`, `every_n_epochs`"
+    ):
         fit(tmp_path, LocalMinimum(data="train_batch"))
 
 
@@ -112,8 +123,16 @@ def test_a_subset_that_was_never_full_is_named(tmp_path):
         def __iter__(self):
             return iter(digits())
 
-    with pytest.warns(UserWarning, match="measured nothing: .* after 1 steps; `max_samples` is more than it has seen"):
-        fit(tmp_path, FisherTrace(data="train", max_samples=20), loader=DataLoader(Stream(), batch_size=8), max_steps=1)
+    with pytest.warns(
+        UserWarning,
+        match="measured nothing: .* after 1 steps; `max_samples` is more than it has seen",
+    ):
+        fit(
+            tmp_path,
+            FisherTrace(data="train", max_samples=20),
+            loader=DataLoader(Stream(), batch_size=8),
+            max_steps=1,
+        )
 
 
 def test_a_trial_run_of_one_step_is_no_reason_to_warn(tmp_path):
@@ -163,7 +182,10 @@ def test_more_samples_than_there_are(tmp_path, probe, data):
 
 @all_probes
 def test_an_empty_dataset_measures_nothing(tmp_path, probe):
-    callback, nothing = probe(every_n_steps=1), TensorDataset(torch.zeros(0, 4), torch.zeros(0, dtype=torch.long))
+    callback, nothing = (
+        probe(every_n_steps=1),
+        TensorDataset(torch.zeros(0, 4), torch.zeros(0, dtype=torch.long)),
+    )
     fit(tmp_path, callback, loader=DataLoader(nothing))
     assert callback.history == []
 
@@ -195,7 +217,9 @@ def test_a_batch_that_cannot_be_collected_is_a_warning(tmp_path):
         return read_batch(batch if len(seen) < 5 else None)
 
     callback = FisherTrace(every_n_steps=1, data="train", max_samples=30, batch_fn=fails_later)
-    with pytest.warns(UserWarning, match="could not measure at step .*got NoneType; set `batch_fn`"):
+    with pytest.warns(
+        UserWarning, match="could not measure at step .*got NoneType; set `batch_fn`"
+    ):
         trainer = fit(tmp_path, callback, loader=DataLoader(Stream(), batch_size=8))
     assert trainer.global_step == 8
 
@@ -214,7 +238,9 @@ def test_a_module_without_forward_is_told_to_set_forward_fn(tmp_path):
 
     with pytest.raises(ValueError, match=r"failed .*set `forward_fn`"):
         fit(tmp_path, FisherTrace(), model=NoForward())
-    callback = FisherTrace(every_n_steps=8, forward_fn=lambda module, x: module.layer(x), labels="exact")
+    callback = FisherTrace(
+        every_n_steps=8, forward_fn=lambda module, x: module.layer(x), labels="exact"
+    )
     model = NoForward()
     fit(tmp_path, callback, model=model, loader=DataLoader(digits(), batch_size=8))
     expected = fisher_trace(model.layer, digits().tensors[0][-8:], labels="exact")
@@ -260,8 +286,12 @@ def test_inputs_without_an_axis_of_samples_are_refused(tmp_path, probe):
     def with_a_number(batch):
         return (batch[0], torch.tensor(2.0)), batch[1]
 
-    callback = probe(every_n_steps=1, batch_fn=with_a_number, forward_fn=lambda module, inputs: module(inputs[0]))
-    with pytest.raises(ValueError, match="must have an axis of samples, got a tensor without axes; `batch_fn` can"):
+    callback = probe(
+        every_n_steps=1, batch_fn=with_a_number, forward_fn=lambda module, inputs: module(inputs[0])
+    )
+    with pytest.raises(
+        ValueError, match="must have an axis of samples, got a tensor without axes; `batch_fn` can"
+    ):
         fit(tmp_path, callback)
 
 
@@ -271,9 +301,13 @@ def test_a_forward_that_fails_in_any_way_is_told_to_set_forward_fn(tmp_path, pro
         def forward(self, batch):
             return super().forward(batch.past)
 
-    with pytest.raises(ValueError, match=r"failed \(AttributeError: .*'past'\); set `forward_fn`") as caught:
+    with pytest.raises(
+        ValueError, match=r"failed \(AttributeError: .*'past'\); set `forward_fn`"
+    ) as caught:
         fit(tmp_path, probe(), model=Net)
-    assert isinstance(caught.value.__cause__, AttributeError)  # whose traceback leads into the forward
+    assert isinstance(
+        caught.value.__cause__, AttributeError
+    )  # whose traceback leads into the forward
 
 
 @all_probes
@@ -285,7 +319,9 @@ def test_probabilities_in_place_of_logits_are_warned_about(tmp_path, probe):
         def training_step(self, batch, batch_idx):
             return nn.functional.nll_loss(self(batch[0]).log(), batch[1])
 
-    with pytest.warns(TaskInfoWarning, match=r"takes outputs for logits, .* are probabilities: set `forward_fn`"):
+    with pytest.warns(
+        TaskInfoWarning, match=r"takes outputs for logits, .* are probabilities: set `forward_fn`"
+    ):
         fit(tmp_path, probe(every_n_steps=4), model=Net)
     fit(tmp_path, probe(every_n_steps=4, forward_fn=lambda module, x: module(x).log()), model=Net)
 
@@ -300,7 +336,9 @@ def test_shares_that_add_up_to_1_are_no_probabilities_where_outputs_are_real_val
 
     real = TensorDataset(torch.randn(16, 4), torch.rand(16, 3))
     callback = FisherTrace(every_n_steps=2, likelihood="gaussian")
-    fit(tmp_path, callback, model=Shares, loader=DataLoader(real, batch_size=8), max_epochs=1)  # warnings are errors
+    fit(
+        tmp_path, callback, model=Shares, loader=DataLoader(real, batch_size=8), max_epochs=1
+    )  # warnings are errors
     assert len(callback.history) == 1
 
 
@@ -319,6 +357,9 @@ def test_another_module_is_told_and_the_same_one_is_not(tmp_path, probe):
     callback, model = probe(data="train_batch", every_n_steps=4), Classifier()
     fit(tmp_path, callback, model=model)
     fit(tmp_path, callback, model=model)
-    with pytest.warns(TaskInfoWarning, match="was used for another module before: its history goes on with this one"):
+    with pytest.warns(
+        TaskInfoWarning,
+        match="was used for another module before: its history goes on with this one",
+    ):
         fit(tmp_path, callback)
     pickle.dumps(callback)  # other processes get it

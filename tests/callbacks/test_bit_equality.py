@@ -99,7 +99,9 @@ def test_a_compiled_module(tmp_path):
     def run(*probes):
         torch.manual_seed(0)
         torch._dynamo.reset()
-        return outcome(tmp_path, *probes, model=torch.compile(Classifier(), backend="eager"), max_epochs=1)
+        return outcome(
+            tmp_path, *probes, model=torch.compile(Classifier(), backend="eager"), max_epochs=1
+        )
 
     alone, probes = run(), every_step("train_batch")
     same(alone, run(*probes))
@@ -131,5 +133,8 @@ def test_a_failing_measurement(tmp_path, probe):
     same(alone, watched)
     about = [str(w.message) for w in caught if "could not measure" in str(w.message)]
     assert len(about) == 1
-    assert f"{broken.state_key} could not measure at step 0 (Failing: no); training goes on" in about[0]
+    assert (
+        f"{broken.state_key} could not measure at step 0 (Failing: no); training goes on"
+        in about[0]
+    )
     assert [row["step"] for row in broken.history] == [2]

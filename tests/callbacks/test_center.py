@@ -61,9 +61,13 @@ def test_a_checkpoint_with_adapters_is_at_most_twice_as_large(tmp_path):
     class Adapters(Module):
         def on_save_checkpoint(self, checkpoint):
             trained = {name for name, p in self.named_parameters() if p.requires_grad}
-            checkpoint["state_dict"] = {n: w for n, w in checkpoint["state_dict"].items() if n in trained}
+            checkpoint["state_dict"] = {
+                n: w for n, w in checkpoint["state_dict"].items() if n in trained
+            }
 
-    certificate = PACBayesCertificate(prior_origin="pretrained on other texts", draws=20, betas=(1.0,))
+    certificate = PACBayesCertificate(
+        prior_origin="pretrained on other texts", draws=20, betas=(1.0,)
+    )
     alone = size()
     assert size(FisherTrace(every_n_steps=4), InformationInWeights()) <= 2 * alone
     assert size(certificate) <= 2 * alone
@@ -71,7 +75,9 @@ def test_a_checkpoint_with_adapters_is_at_most_twice_as_large(tmp_path):
 
 def test_at_most_five_names_of_many(tmp_path):
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
-    with pytest.raises(ValueError, match=r"`prior_center` .*0\.weight, 0\.bias, .*2\.weight and 3 more") as refused:
+    with pytest.raises(
+        ValueError, match=r"`prior_center` .*0\.weight, 0\.bias, .*2\.weight and 3 more"
+    ) as refused:
         Center("it", {"else": torch.zeros(1)}).begin(model)
     assert "3.bias" not in str(refused.value)
     half = {name: w for name, w in model.state_dict().items() if name == "0.weight"}

@@ -20,7 +20,9 @@ class Scaled(Classifier):
 
 def test_another_loss_is_told_once_and_stops_nothing(tmp_path):
     callbacks = FisherTrace(every_n_steps=1), InformationInWeights()
-    with pytest.warns(TaskInfoWarning, match="`training_step`.*`batch_fn`, `forward_fn` and `likelihood`") as caught:
+    with pytest.warns(
+        TaskInfoWarning, match="`training_step`.*`batch_fn`, `forward_fn` and `likelihood`"
+    ) as caught:
         trainer = fit(tmp_path, *callbacks, model=Scaled)
     assert trainer.global_step == 8
     assert len([w for w in caught if "training_step" in str(w.message)]) == 1
@@ -46,7 +48,13 @@ def test_a_mean_over_tokens_is_the_same_loss(tmp_path):
             return self.net[0](x)
 
     data = TensorDataset(torch.randn(16, 5, 4), torch.randint(8, (16, 5)))
-    fit(tmp_path, FisherTrace(every_n_steps=2), model=Tokens, loader=DataLoader(data, batch_size=8), max_epochs=1)
+    fit(
+        tmp_path,
+        FisherTrace(every_n_steps=2),
+        model=Tokens,
+        loader=DataLoader(data, batch_size=8),
+        max_epochs=1,
+    )
 
 
 class Penalised(MultiKernelMMDMixin, Classifier):

@@ -55,7 +55,9 @@ def test_every_measurement_draws_labels_of_its_own(tmp_path):
 
 def test_more_draws_come_closer_to_the_exact_value(tmp_path):
     def run(**arguments):
-        callback = FisherTrace(every_n_steps=8, data="train", max_samples=4, per_layer=False, **arguments)
+        callback = FisherTrace(
+            every_n_steps=8, data="train", max_samples=4, per_layer=False, **arguments
+        )
         fit(tmp_path, callback, loader=DataLoader(digits(), batch_size=8), model=Plain)
         return callback.history[-1]["fisher_trace"]
 
@@ -70,11 +72,18 @@ def test_the_likelihood_is_the_one_asked_for(tmp_path, labels):
         def training_step(self, batch, batch_idx):
             return F.mse_loss(self(batch[0]), batch[1])
 
-    data = TensorDataset(digits().tensors[0], torch.randn(32, 3, generator=torch.Generator().manual_seed(2)))
+    data = TensorDataset(
+        digits().tensors[0], torch.randn(32, 3, generator=torch.Generator().manual_seed(2))
+    )
     callback = FisherTrace(every_n_steps=8, data="train", labels=labels, likelihood="gaussian")
-    model = fit(tmp_path, callback, loader=DataLoader(data, batch_size=8), model=Regression).lightning_module
+    model = fit(
+        tmp_path, callback, loader=DataLoader(data, batch_size=8), model=Regression
+    ).lightning_module
     total = 0.0
-    for x, y in data:  # F of N(f, 1): the sum over outputs of |∇f|²; by the data's labels |∇(f - y)²/2|²
+    for (
+        x,
+        y,
+    ) in data:  # F of N(f, 1): the sum over outputs of |∇f|²; by the data's labels |∇(f - y)²/2|²
         outputs = model(x.unsqueeze(0)).squeeze(0)
         scalars = [*outputs] if labels == "exact" else [0.5 * (outputs - y).square().sum()]
         for scalar in scalars:
@@ -86,7 +95,12 @@ def test_the_likelihood_is_the_one_asked_for(tmp_path, labels):
 def test_layers_can_be_left_out(tmp_path):
     callback = FisherTrace(every_n_steps=8, per_layer=False)
     fit(tmp_path, callback)
-    assert callback.history[0].keys() == {"step", "fisher_trace", "fisher_trace_standard_error", "sgd_temperature"}
+    assert callback.history[0].keys() == {
+        "step",
+        "fisher_trace",
+        "fisher_trace_standard_error",
+        "sgd_temperature",
+    }
 
 
 def test_the_temperature_is_the_rate_that_the_step_used(tmp_path):
@@ -94,11 +108,16 @@ def test_the_temperature_is_the_rate_that_the_step_used(tmp_path):
         def configure_optimizers(self):
             optimizer = torch.optim.SGD(self.parameters(), 0.8)
             scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+            }
 
     callback = FisherTrace(every_n_steps=1)
     fit(tmp_path, callback, model=Decaying, max_epochs=1)
-    assert [row["sgd_temperature"] for row in callback.history] == pytest.approx([0.1, 0.05, 0.025, 0.0125])
+    assert [row["sgd_temperature"] for row in callback.history] == pytest.approx(
+        [0.1, 0.05, 0.025, 0.0125]
+    )
     callback = FisherTrace(every_n_steps=1)
     fit(tmp_path, callback, model=Decaying, max_epochs=1, accumulate_grad_batches=2)
     assert callback.history[0]["sgd_temperature"] == pytest.approx(0.05)
@@ -119,13 +138,18 @@ def test_the_temperature_is_that_of_the_batch_of_every_measurement(tmp_path):
                 self.optimizers().step()
 
     def run(model=Constant, **schedule):
-        callback, loader = FisherTrace(**schedule), DataLoader(digits(), batch_size=12)  # 12, 12 and 8
+        callback, loader = (
+            FisherTrace(**schedule),
+            DataLoader(digits(), batch_size=12),
+        )  # 12, 12 and 8
         fit(tmp_path, callback, loader=loader, model=model)
         return {row["step"]: row["sgd_temperature"] for row in callback.history}
 
     assert run(every_n_steps=2) == pytest.approx({2: 0.05, 4: 0.05, 6: 0.075})
     assert run(every_n_epochs=1) == pytest.approx({3: 0.075, 6: 0.075})
-    assert run(data="train") == pytest.approx({6: 0.075}), "at the end of training, wherever that is"
+    assert run(data="train") == pytest.approx({6: 0.075}), (
+        "at the end of training, wherever that is"
+    )
     assert run(Manual, every_n_steps=5) == pytest.approx({6: 0.075, 10: 0.05}), "two steps a batch"
 
 
@@ -139,7 +163,9 @@ def test_batches_that_are_not_measured_are_not_looked_into(tmp_path):
     callback = FisherTrace(every_n_steps=4, batch_fn=batch_fn)
     fit(tmp_path, callback)
     assert [row["step"] for row in callback.history] == [4, 8]
-    assert len(looked) == 2 + 2 * 2, "the first batch is checked and compared; then size and samples"
+    assert len(looked) == 2 + 2 * 2, (
+        "the first batch is checked and compared; then size and samples"
+    )
 
 
 def test_plot(tmp_path):

@@ -77,7 +77,9 @@ def test_sentences_of_different_lengths_are_one_pool(tmp_path):
     probe = InformationInWeights(num_samples=16, max_samples=16)
     stream = DataLoader(Stream(), batch_size=2, collate_fn=shortened)
     fit(tmp_path, probe, model=module, loader=stream, max_epochs=1)
-    assert len({len(next(iter(shortened([sample]).values()))[0]) for sample in Sentences("Llama")}) > 1
+    assert (
+        len({len(next(iter(shortened([sample]).values()))[0]) for sample in Sentences("Llama")}) > 1
+    )
     _, loss = loop(module.model, "Llama", [*Sentences("Llama")])
     (row,) = probe.history[-1:]
     assert row.get("expected_loss", row.get("loss_nats")) == pytest.approx(16 * loss, rel=1e-4)
@@ -87,7 +89,9 @@ def test_sentences_of_different_lengths_are_one_pool(tmp_path):
 def test_functions_and_the_metric_take_a_batch_with_its_labels(name):
     model, samples = make(name).model.eval(), [*Sentences(name, 6)]
     norm, _ = loop(model, name, samples)
-    assert fisher_trace(model, default_collate(samples), labels="empirical").item() == pytest.approx(norm, rel=1e-3)
+    assert fisher_trace(
+        model, default_collate(samples), labels="empirical"
+    ).item() == pytest.approx(norm, rel=1e-3)
     metric = FisherInformation(labels="empirical")
     for part in (samples[:4], samples[4:]):
         metric.update(model, default_collate(part))

@@ -69,15 +69,21 @@ def test_equals_the_formula_on_the_whole_training_set(tmp_path, loader, prior_st
         def on_train_start(self):
             start.update({n: p.detach().clone() for n, p in self.named_parameters()})
 
-    callback = InformationInWeights(prior_std=prior_std, beta=beta, prior_center=center, labels="exact")
+    callback = InformationInWeights(
+        prior_std=prior_std, beta=beta, prior_center=center, labels="exact"
+    )
     model = fit(tmp_path, callback, model=Kept, loader=loader).lightning_module
     if center == "zero":
         start = {name: torch.zeros_like(w) for name, w in start.items()}
     row, reference = callback.history[-1], expected(model, start, prior_std=prior_std, beta=beta)
     assert [entry["step"] for entry in callback.history] == [4, 8]
     assert {name: row[name] for name in reference} == pytest.approx(reference, rel=1e-5)
-    assert row["c_beta"] == pytest.approx(row["expected_loss_nats"] + beta * row["information_nats"])
-    assert row["gaussian_misfit"] == pytest.approx(row["expected_loss_nats"] / row["quadratic_loss_nats"])
+    assert row["c_beta"] == pytest.approx(
+        row["expected_loss_nats"] + beta * row["information_nats"]
+    )
+    assert row["gaussian_misfit"] == pytest.approx(
+        row["expected_loss_nats"] / row["quadratic_loss_nats"]
+    )
 
 
 def test_the_measured_loss_is_that_of_brute_force(tmp_path, loader):
@@ -98,7 +104,9 @@ def test_the_measured_loss_is_that_of_brute_force(tmp_path, loader):
     error = math.hypot(row["expected_loss_nats_standard_error"], brute.std().item() / 3000**0.5)
     assert abs(row["expected_loss_nats"] - brute.mean().item()) < 3 * error
     assert row["expected_loss_nats_standard_error"] < 0.03 * row["expected_loss_nats"]
-    assert row["expected_loss_nats"] - row["loss_nats"] > 10 * error, "which is more than the network's own loss"
+    assert row["expected_loss_nats"] - row["loss_nats"] > 10 * error, (
+        "which is more than the network's own loss"
+    )
 
 
 def test_draws_repeat_from_measurement_to_measurement(tmp_path, loader):
@@ -112,7 +120,9 @@ def test_draws_repeat_from_measurement_to_measurement(tmp_path, loader):
     model = Still(dropout=0.0)
     model.net[1] = nn.Identity()  # whose statistics would move
     fit(tmp_path, callback, model=model, loader=loader)
-    rows = [{name: value for name, value in row.items() if name != "step"} for row in callback.history]
+    rows = [
+        {name: value for name, value in row.items() if name != "step"} for row in callback.history
+    ]
     assert all(row == rows[0] for row in rows)
 
 
@@ -142,14 +152,23 @@ def test_a_layer_that_has_not_moved_has_learned_nothing(tmp_path, loader):
 
     callback = InformationInWeights()
     fit(tmp_path, callback, model=Half, loader=loader)
-    nats = {name: value for name, value in callback.history[-1].items() if name.startswith("information_nats/")}
+    nats = {
+        name: value
+        for name, value in callback.history[-1].items()
+        if name.startswith("information_nats/")
+    }
     assert [name for name, value in nats.items() if value > 0] == ["information_nats/net.7"]
     assert sum(nats.values()) == pytest.approx(callback.history[-1]["information_nats"])
 
 
 def test_the_keys_are_the_same_whatever_the_settings(tmp_path, loader):
     keys = []
-    for settings in ({}, {"prior_std": "auto"}, {"prior_std": 3.0, "beta": 7.0}, {"labels": "exact", "draws": 2}):
+    for settings in (
+        {},
+        {"prior_std": "auto"},
+        {"prior_std": 3.0, "beta": 7.0},
+        {"labels": "exact", "draws": 2},
+    ):
         callback = InformationInWeights(**settings)
         fit(tmp_path, callback, loader=loader, max_epochs=1)
         keys.append(list(callback.history[-1]))
@@ -179,11 +198,21 @@ def test_auto_tries_neighbours_only_and_goes_on_after_a_checkpoint(tmp_path, loa
 
     monkeypatch.setattr(InformationInWeights, "_at", counted)
     first = InformationInWeights(prior_std="auto", every_n_steps=1)
-    fit(tmp_path, first, model=steady, loader=loader, max_epochs=1).save_checkpoint(tmp_path / "one.ckpt")
+    fit(tmp_path, first, model=steady, loader=loader, max_epochs=1).save_checkpoint(
+        tmp_path / "one.ckpt"
+    )
     assert len(widths) <= 9 + 3 * 3
     widths.clear()
     resumed = InformationInWeights(prior_std="auto", every_n_steps=1)
-    fit(tmp_path, resumed, model=steady, loader=loader, max_steps=5, max_epochs=2, ckpt_path=tmp_path / "one.ckpt")
+    fit(
+        tmp_path,
+        resumed,
+        model=steady,
+        loader=loader,
+        max_steps=5,
+        max_epochs=2,
+        ckpt_path=tmp_path / "one.ckpt",
+    )
     before, after = (AUTO_STDS.index(row["prior_std"]) for row in resumed.history[-2:])
     assert sorted(widths) == sorted(AUTO_STDS[before + j] for j in (-1, 0, 1))
     assert abs(after - before) <= 1
@@ -198,7 +227,9 @@ def test_a_gaussian_that_destroys_the_network_is_warned_about_once(tmp_path, loa
     callback = InformationInWeights(prior_std=1.0, every_n_epochs=20)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        fit(tmp_path, callback, model=Fitted, loader=loader, max_epochs=80)  # until the loss has gone to 0
+        fit(
+            tmp_path, callback, model=Fitted, loader=loader, max_epochs=80
+        )  # until the loss has gone to 0
     assert len([w for w in caught if "gaussian_misfit" in str(w.message)]) == 1
     assert callback.history[-1]["gaussian_misfit"] > 2
     with warnings.catch_warnings():
@@ -211,7 +242,9 @@ def test_the_share_of_the_labels(tmp_path, loader):
     fit(tmp_path, callback, loader=loader)
     counts = digits().tensors[1].bincount()
     row = callback.history[-1]
-    assert row["c_beta_per_label_nat"] == pytest.approx(row["c_beta"] / (32 * label_entropy(counts)))
+    assert row["c_beta_per_label_nat"] == pytest.approx(
+        row["c_beta"] / (32 * label_entropy(counts))
+    )
 
 
 def test_random_labels_are_not_compressed():
@@ -220,7 +253,9 @@ def test_random_labels_are_not_compressed():
     for seed in range(12):
         generator = torch.Generator().manual_seed(seed)
         data = TensorDataset(digits().tensors[0], torch.randint(3, (32,), generator=generator))
-        callback = InformationInWeights(prior_std="auto", labels="exact", draws=16, every_n_epochs=40)
+        callback = InformationInWeights(
+            prior_std="auto", labels="exact", draws=16, every_n_epochs=40
+        )
         model = Classifier(dropout=0.0)
         fit(Path(), callback, model=model, loader=DataLoader(data, batch_size=8), max_epochs=40)
         lengths.append(callback.history[-1]["c_beta"])
@@ -244,11 +279,22 @@ def test_a_subset_stands_for_the_whole_set(tmp_path, loader):
 def test_a_resumed_run_measures_from_the_first_center(tmp_path, loader):
     whole = InformationInWeights()
     fit(tmp_path, whole, model=steady, loader=loader, max_epochs=4)
-    fit(tmp_path, InformationInWeights(), model=steady, loader=loader).save_checkpoint(tmp_path / "half.ckpt")
+    fit(tmp_path, InformationInWeights(), model=steady, loader=loader).save_checkpoint(
+        tmp_path / "half.ckpt"
+    )
     resumed = InformationInWeights()
-    fit(tmp_path, resumed, model=steady, loader=loader, max_epochs=4, ckpt_path=tmp_path / "half.ckpt")
+    fit(
+        tmp_path,
+        resumed,
+        model=steady,
+        loader=loader,
+        max_epochs=4,
+        ckpt_path=tmp_path / "half.ckpt",
+    )
     assert resumed.history == whole.history
-    stored = torch.load(tmp_path / "half.ckpt", weights_only=True)["callbacks"]["InformationInWeights"]
+    stored = torch.load(tmp_path / "half.ckpt", weights_only=True)["callbacks"][
+        "InformationInWeights"
+    ]
     assert stored["prior_center"].keys() == {name for name, _ in steady().named_parameters()}
 
 
@@ -256,9 +302,17 @@ def test_a_resumed_run_without_a_center_says_so(tmp_path, loader):
     fit(tmp_path, model=steady, loader=loader).save_checkpoint(tmp_path / "half.ckpt")
     callback = InformationInWeights()
     with pytest.warns(
-        UserWarning, match="found no prior centre in the checkpoint and measures from the resumed weights"
+        UserWarning,
+        match="found no prior centre in the checkpoint and measures from the resumed weights",
     ):
-        fit(tmp_path, callback, model=steady, loader=loader, max_epochs=3, ckpt_path=tmp_path / "half.ckpt")
+        fit(
+            tmp_path,
+            callback,
+            model=steady,
+            loader=loader,
+            max_epochs=3,
+            ckpt_path=tmp_path / "half.ckpt",
+        )
     assert [row["step"] for row in callback.history] == [12]
 
 
@@ -271,7 +325,9 @@ def test_information_added_by_fine_tuning(tmp_path, loader, kind):
     callback = InformationInWeights(prior_center=center, labels="exact")
     model = fit(tmp_path, callback, model=steady, loader=loader, max_epochs=1).lightning_module
     reference = expected(model, pretrained, prior_std=0.1, beta=1.0)
-    assert callback.history[-1]["information_nats"] == pytest.approx(reference["information_nats"], rel=1e-5)
+    assert callback.history[-1]["information_nats"] == pytest.approx(
+        reference["information_nats"], rel=1e-5
+    )
 
 
 def test_a_new_head_counts_from_the_start(tmp_path, loader):
@@ -283,7 +339,8 @@ def test_a_new_head_counts_from_the_start(tmp_path, loader):
     torch.save(steady().state_dict(), tmp_path / "weights.pt")
     callback = InformationInWeights(prior_center=str(tmp_path / "weights.pt"))
     with pytest.warns(
-        UserWarning, match=r"did not find net\.7\.weight, net\.7\.bias in .* measures them from the start"
+        UserWarning,
+        match=r"did not find net\.7\.weight, net\.7\.bias in .* measures them from the start",
     ):
         fit(tmp_path, callback, model=Other, loader=loader)
     torch.save({"something.else": torch.zeros(3)}, tmp_path / "weights.pt")
@@ -332,13 +389,23 @@ def test_all_but_the_layers_can_be_monitored(tmp_path, loader):
     assert "c_beta" in row
     layers = {name for name in row if name.startswith("information_nats/")}
     assert layers
-    expected = {f"taskinfo/mine/{name}": pytest.approx(value) for name, value in row.items() if name not in layers}
-    monitored = {name: v.item() for name, v in trainer.callback_metrics.items() if name.startswith("taskinfo/")}
+    expected = {
+        f"taskinfo/mine/{name}": pytest.approx(value)
+        for name, value in row.items()
+        if name not in layers
+    }
+    monitored = {
+        name: v.item()
+        for name, v in trainer.callback_metrics.items()
+        if name.startswith("taskinfo/")
+    }
     assert monitored == expected
 
 
 def test_noisy_weights_are_refused(tmp_path, loader):
-    with pytest.raises(ValueError, match=r"measures plain weights, got noisy ones: .* `weight_kl\(module\)`"):
+    with pytest.raises(
+        ValueError, match=r"measures plain weights, got noisy ones: .* `weight_kl\(module\)`"
+    ):
         fit(tmp_path, InformationInWeights(), model=add_weight_noise(Classifier()), loader=loader)
 
 
@@ -356,5 +423,7 @@ def test_another_module_is_measured_from_its_own_start(tmp_path, loader):
 def test_a_history_of_another_prior_is_told(tmp_path):
     states = InformationInWeights(prior_std=0.1).state_dict()
     InformationInWeights(prior_std=0.1).load_state_dict(states)
-    with pytest.warns(TaskInfoWarning, match=r"goes on with .* \(0.5, 1.0\), .* measured with \(0.1, 1.0\)"):
+    with pytest.warns(
+        TaskInfoWarning, match=r"goes on with .* \(0.5, 1.0\), .* measured with \(0.1, 1.0\)"
+    ):
         InformationInWeights(prior_std=0.5).load_state_dict(states)

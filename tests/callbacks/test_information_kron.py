@@ -25,16 +25,27 @@ def loader():
 def dense_blocks(model, n=32):
     """The curvature ``N·B⊗A`` of each parameter as a matrix, one sample at a time by the definition of the factors."""
     first, _, second = model.net
-    factors = {key: torch.zeros(size, size).double() for key, size in {"B0": 5, "A0": 4, "B2": 3, "A2": 5}.items()}
+    factors = {
+        key: torch.zeros(size, size).double()
+        for key, size in {"B0": 5, "A0": 4, "B2": 3, "A2": 5}.items()
+    }
     for x in digits().tensors[0].double():
         hidden = first(x).tanh()
         p = second(hidden).softmax(-1)
         fisher = p.diag() - p.outer(p)
         jacobian = second.weight * (1 - hidden**2)
-        seen = {"B0": jacobian.T @ fisher @ jacobian, "A0": x.outer(x), "B2": fisher, "A2": hidden.outer(hidden)}
+        seen = {
+            "B0": jacobian.T @ fisher @ jacobian,
+            "A0": x.outer(x),
+            "B2": fisher,
+            "A2": hidden.outer(hidden),
+        }
         factors = {key: value + seen[key].detach() / n for key, value in factors.items()}
     layers = {"net.0": "0", "net.2": "2"}
-    weights = {f"{name}.weight": n * torch.kron(factors[f"B{i}"], factors[f"A{i}"]) for name, i in layers.items()}
+    weights = {
+        f"{name}.weight": n * torch.kron(factors[f"B{i}"], factors[f"A{i}"])
+        for name, i in layers.items()
+    }
     return weights | {f"{name}.bias": n * factors[f"B{i}"] for name, i in layers.items()}
 
 
@@ -69,8 +80,12 @@ def test_equals_dense_linear_algebra(tmp_path, loader, prior_std, beta):
         def on_train_start(self):
             start.update({n: p.detach().clone() for n, p in self.named_parameters()})
 
-    callback = InformationInWeights(structure="kron", labels="exact", prior_std=prior_std, beta=beta)
-    model = fit(tmp_path, callback, model=Kept, loader=loader, precision="64-true").lightning_module.eval()
+    callback = InformationInWeights(
+        structure="kron", labels="exact", prior_std=prior_std, beta=beta
+    )
+    model = fit(
+        tmp_path, callback, model=Kept, loader=loader, precision="64-true"
+    ).lightning_module.eval()
     row, reference = callback.history[-1], expected(model, start, prior_std=prior_std, beta=beta)
     assert [entry["step"] for entry in callback.history] == [4, 8]
     assert {name: row[name] for name in reference} == pytest.approx(reference, rel=1e-8)
@@ -92,7 +107,9 @@ def test_training_is_not_changed(tmp_path, loader):
     callback = InformationInWeights(structure="kron", every_n_steps=1)
     watched = fit(tmp_path, callback, model=Net, loader=loader).lightning_module
     assert all(torch.equal(alone[name], value) for name, value in watched.state_dict().items())
-    assert not any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in watched.modules())
+    assert not any(
+        m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in watched.modules()
+    )
     assert len(callback.history) == 8
 
 
@@ -123,8 +140,12 @@ def test_a_single_output(tmp_path, structure):
             return F.mse_loss(self(batch[0]), batch[1])
 
     data = TensorDataset(digits().tensors[0], torch.randn(32, 1))
-    callback = InformationInWeights(structure=structure, labels="exact", likelihood="gaussian", prior_center="zero")
-    model = fit(tmp_path, callback, model=Regression, loader=DataLoader(data, batch_size=8)).lightning_module
+    callback = InformationInWeights(
+        structure=structure, labels="exact", likelihood="gaussian", prior_center="zero"
+    )
+    model = fit(
+        tmp_path, callback, model=Regression, loader=DataLoader(data, batch_size=8)
+    ).lightning_module
     x = data.tensors[0].double()
     H = x.T @ x if structure == "kron" else (x.T @ x).diag().diag()
     kl = 0.0
@@ -160,7 +181,9 @@ class Images(Classifier):
 def test_the_information_of_a_convolution_does_not_grow_with_its_positions(tmp_path):
     """Each structure sees the same trace; before, nine positions made it nine times too large."""
     g = torch.Generator().manual_seed(0)
-    data = TensorDataset(torch.randn(32, 2, 5, 5, generator=g), torch.randint(3, (32,), generator=g))
+    data = TensorDataset(
+        torch.randn(32, 2, 5, 5, generator=g), torch.randint(3, (32,), generator=g)
+    )
 
     def penalty(structure):
         callback = InformationInWeights(structure=structure, labels="exact", prior_std=1e-3)
@@ -173,9 +196,16 @@ def test_the_information_of_a_convolution_does_not_grow_with_its_positions(tmp_p
 def hugging_face(kind):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    small = {
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+    }
     if kind == "bert":
-        config = transformers.BertConfig(vocab_size=20, max_position_embeddings=12, num_labels=3, **small)
+        config = transformers.BertConfig(
+            vocab_size=20, max_position_embeddings=12, num_labels=3, **small
+        )
         return transformers.BertForSequenceClassification(config), torch.randint(20, (12, 6))
     if kind == "gpt2":
         config = transformers.GPT2Config(
@@ -190,7 +220,9 @@ def hugging_face(kind):
             eos_token_id=0,
         )
         return transformers.GPT2ForSequenceClassification(config), torch.randint(1, 20, (12, 6))
-    config = transformers.ViTConfig(image_size=8, patch_size=4, num_channels=2, num_labels=3, **small)
+    config = transformers.ViTConfig(
+        image_size=8, patch_size=4, num_channels=2, num_labels=3, **small
+    )
     return transformers.ViTForImageClassification(config), torch.randn(12, 2, 8, 8)
 
 
@@ -216,7 +248,9 @@ def test_transformers(tmp_path, kind):
         InformationInWeights(structure=structure, labels="exact", prior_std=1e-3, name=structure)
         for structure in ("diagonal", "kron")
     ]
-    model = fit(tmp_path, *callbacks, model=Wrapped, loader=DataLoader(data, batch_size=6)).lightning_module.eval()
+    model = fit(
+        tmp_path, *callbacks, model=Wrapped, loader=DataLoader(data, batch_size=6)
+    ).lightning_module.eval()
     diagonal, kron = (callback.history[-1] for callback in callbacks)
     assert kron["information_nats"] > 0
     assert kron["effective_parameters"] == pytest.approx(diagonal["effective_parameters"], rel=0.3)
@@ -225,7 +259,9 @@ def test_transformers(tmp_path, kind):
     assert factors.keys() == exact.keys()
     for name, of_parameter in factors.items():
         if of_parameter.columns is None:
-            torch.testing.assert_close(of_parameter.diagonals()[0], exact[name].flatten(), rtol=1e-3, atol=1e-7)
+            torch.testing.assert_close(
+                of_parameter.diagonals()[0], exact[name].flatten(), rtol=1e-3, atol=1e-7
+            )
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,9 @@ def jacobian(model, *, normalised=False):
     for x, y in digits():
         logits = model(x.double().unsqueeze(0))
         loss = F.cross_entropy(normalise_logits(logits) if normalised else logits, y.unsqueeze(0))
-        rows.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, [*model.parameters()])]))
+        rows.append(
+            torch.cat([g.flatten() for g in torch.autograd.grad(loss, [*model.parameters()])])
+        )
     return torch.stack(rows)
 
 
@@ -33,11 +35,17 @@ def test_equals_a_loop_at_the_end_of_training(tmp_path, normalised):
     xi = j @ j.T
     assert row["step"] == 8
     assert row["local_minimum/gamma"] == pytest.approx(xi.logdet().item(), rel=1e-6)
-    assert row["local_minimum/spectral_radius"] == pytest.approx(torch.linalg.matrix_norm(xi, 2).item() / 32, rel=1e-6)
-    assert row["local_minimum/frobenius"] == pytest.approx(xi.square().sum().item() / 32**2, rel=1e-6)
+    assert row["local_minimum/spectral_radius"] == pytest.approx(
+        torch.linalg.matrix_norm(xi, 2).item() / 32, rel=1e-6
+    )
+    assert row["local_minimum/frobenius"] == pytest.approx(
+        xi.square().sum().item() / 32**2, rel=1e-6
+    )
     assert row["local_minimum/trace"] == pytest.approx(xi.trace().item() / 32, rel=1e-6)
     x, y = digits().tensors
-    assert row["local_minimum/mean_loss"] == pytest.approx(F.cross_entropy(model(x.double()), y).item(), rel=1e-6)
+    assert row["local_minimum/mean_loss"] == pytest.approx(
+        F.cross_entropy(model(x.double()), y).item(), rel=1e-6
+    )
 
 
 def test_draws_have_a_standard_error_and_repeat(tmp_path):
@@ -78,5 +86,7 @@ def test_refuses_subsets_larger_than_the_whole():
 
 
 def test_refuses_several_gradients_a_sample():
-    with pytest.raises(ValueError, match=r"`labels` must be 'empirical' or 'sampled' .*, got 'exact'"):
+    with pytest.raises(
+        ValueError, match=r"`labels` must be 'empirical' or 'sampled' .*, got 'exact'"
+    ):
         LocalMinimum(labels="exact")

@@ -69,7 +69,9 @@ def test_an_offline_wandb_run_has_numbers_image_and_table(tmp_path):
     logger.experiment.finish()
     ((run, records),) = wandb_records(tmp_path)
     history, summaries = items(records, "history"), updates(records, "summary")
-    ours = {key for item in history for key in item if not key.startswith(("_", "trainer/", "epoch"))}
+    ours = {
+        key for item in history for key in item if not key.startswith(("_", "trainer/", "epoch"))
+    }
     assert all(key.startswith("taskinfo/") for key in ours)
     for probe in probes:
         name = probe.headline[0]
@@ -117,7 +119,15 @@ def test_a_resumed_wandb_run_goes_on_where_it_stopped(tmp_path):
         callback = FisherTrace(every_n_steps=2)
         logger = WandbLogger(save_dir=tmp_path, project="test", id="watched", resume="allow")
         loader = DataLoader(digits(), batch_size=8)
-        trainer = fit(tmp_path, callback, model=steady, loader=loader, logger=logger, max_epochs=epochs, **arguments)
+        trainer = fit(
+            tmp_path,
+            callback,
+            model=steady,
+            loader=loader,
+            logger=logger,
+            max_epochs=epochs,
+            **arguments,
+        )
         trainer.save_checkpoint(tmp_path / "end.ckpt")
         logger.experiment.finish()
         return callback.history
@@ -137,7 +147,9 @@ def test_a_resumed_wandb_run_goes_on_where_it_stopped(tmp_path):
     table = json.loads((run / "files" / last[f"{key}_table.path"]).read_text())
     assert [row[0] for row in table["data"]] == [2, 4, 6, 8]
     assert updates(records, "summary")[f"{key}_first"] == pytest.approx(history[0]["fisher_trace"])
-    assert len([item for item in items(records, "history") if f"{key}_figure.filenames" in item]) == 1
+    assert (
+        len([item for item in items(records, "history") if f"{key}_figure.filenames" in item]) == 1
+    )
 
 
 def test_csv_gets_files_beside_its_metrics(tmp_path):
@@ -171,8 +183,13 @@ def test_tensorboard_gets_image_and_text(tmp_path):
     columns = [name for name in callback.history[0] if name != "step"]
     for name in columns:
         stored = [(event.step, event.value) for event in events.Scalars(f"taskinfo/mine/{name}")]
-        assert stored == [(row["step"], pytest.approx(row[name], rel=1e-6)) for row in callback.history]
-    assert {tag for tag in events.Tags()["scalars"] if not tag.startswith("taskinfo/mine/")} <= {"epoch", "hp_metric"}
+        assert stored == [
+            (row["step"], pytest.approx(row[name], rel=1e-6)) for row in callback.history
+        ]
+    assert {tag for tag in events.Tags()["scalars"] if not tag.startswith("taskinfo/mine/")} <= {
+        "epoch",
+        "hp_metric",
+    }
     assert "hp_metric" not in events.Tags()["scalars"], "settings are no metric"
 
     def text(tag):
@@ -180,7 +197,9 @@ def test_tensorboard_gets_image_and_text(tmp_path):
         return event.tensor_proto.string_val[0].decode().splitlines()
 
     ends = [line.split(" | ")[0] for line in text("mine/fisher_trace_summary")[2:]]
-    assert ends == [f"| taskinfo/mine/{name}" for name in summary(callback.history, ["fisher_trace"])]
+    assert ends == [
+        f"| taskinfo/mine/{name}" for name in summary(callback.history, ["fisher_trace"])
+    ]
     assert "| taskinfo/FisherTrace(mine)/every_n_steps | 2 |" in text("FisherTrace(mine)/settings")
     (image,) = events.Images("taskinfo/mine/fisher_trace_figure")
     assert image.step == 8
@@ -203,7 +222,10 @@ def test_few_layers_are_series_and_all_are_in_the_table(tmp_path):
 
 
 def test_several_loggers_and_none(tmp_path):
-    callback, loggers = FisherTrace(every_n_steps=4), [CSVLogger(tmp_path / "a"), CSVLogger(tmp_path / "b")]
+    callback, loggers = (
+        FisherTrace(every_n_steps=4),
+        [CSVLogger(tmp_path / "a"), CSVLogger(tmp_path / "b")],
+    )
     fit(tmp_path, callback, logger=loggers)
     for logger in loggers:
         assert [row["step"] for row in read_csv(logger) if "fisher_trace" in row] == [4, 8]

@@ -51,7 +51,13 @@ def start() -> Plain:
 @pytest.mark.parametrize("bar", [True, False])
 def test_draws_a_bar_where_lightning_does(tmp_path, loader, bar, monkeypatch, capsys):
     monkeypatch.setattr("lightning_taskinfo._progress.visible", lambda: True)
-    fit(tmp_path, PACBayesCertificate(**QUICK, pareto=True), model=Plain, loader=loader, enable_progress_bar=bar)
+    fit(
+        tmp_path,
+        PACBayesCertificate(**QUICK, pareto=True),
+        model=Plain,
+        loader=loader,
+        enable_progress_bar=bar,
+    )
     drawn = capsys.readouterr().err
     assert ("certify draws" in drawn) == ("pareto_front picture" in drawn) == bar
 
@@ -76,8 +82,12 @@ def test_every_epoch(tmp_path, loader):
 
 def test_training_does_not_notice(tmp_path, loader):
     alone = fit(tmp_path, model=Plain, loader=loader).lightning_module
-    watched = fit(tmp_path, PACBayesCertificate(**QUICK, every_n_epochs=1), model=Plain, loader=loader).lightning_module
-    assert all(torch.equal(a, b) for a, b in zip(alone.parameters(), watched.parameters(), strict=True))
+    watched = fit(
+        tmp_path, PACBayesCertificate(**QUICK, every_n_epochs=1), model=Plain, loader=loader
+    ).lightning_module
+    assert all(
+        torch.equal(a, b) for a, b in zip(alone.parameters(), watched.parameters(), strict=True)
+    )
 
 
 def test_a_resumed_run_remembers_the_start(tmp_path, loader):
@@ -85,7 +95,9 @@ def test_a_resumed_run_remembers_the_start(tmp_path, loader):
     fit(tmp_path, whole, model=Plain, loader=loader, max_epochs=2)
     trainer = fit(tmp_path, first, model=Plain, loader=loader, max_epochs=1)
     trainer.save_checkpoint(tmp_path / "half.ckpt")
-    fit(tmp_path, second, model=Plain, loader=loader, max_epochs=2, ckpt_path=tmp_path / "half.ckpt")
+    fit(
+        tmp_path, second, model=Plain, loader=loader, max_epochs=2, ckpt_path=tmp_path / "half.ckpt"
+    )
     assert second.certificate == whole.certificate
     assert second.certificate.valid
 
@@ -111,8 +123,15 @@ def test_a_second_fit_keeps_the_first_start(tmp_path, loader):
 def test_batch_norm_is_named(tmp_path):
     callback = PACBayesCertificate(**QUICK)
     x, y = blobs(64, seed=0)
-    with pytest.warns(TaskInfoWarning, match="will not be valid: running statistics, like those of 'net.1', learn"):
-        fit(tmp_path, callback, model=Classifier, loader=DataLoader(TensorDataset(x, y), batch_size=16))
+    with pytest.warns(
+        TaskInfoWarning, match="will not be valid: running statistics, like those of 'net.1', learn"
+    ):
+        fit(
+            tmp_path,
+            callback,
+            model=Classifier,
+            loader=DataLoader(TensorDataset(x, y), batch_size=16),
+        )
     assert callback.history[-1]["certificate_valid"] == 0.0
     assert "BatchNorm statistic `net.1.running_mean`" in callback.certificate.reasons[0]
 
@@ -133,7 +152,9 @@ def test_the_tradeoff_reaches_an_offline_wandb_run(tmp_path, loader, monkeypatch
         assert stored[f"taskinfo/certificate_pareto_{row.structure}"] == pytest.approx(row.bound)
     (image,) = stored["taskinfo/certificate_pareto_figure.filenames"]
     assert (run / "files" / image).read_bytes().startswith(b"\x89PNG")
-    table = json.loads((run / "files" / stored["taskinfo/certificate_pareto_table.path"]).read_text())
+    table = json.loads(
+        (run / "files" / stored["taskinfo/certificate_pareto_table.path"]).read_text()
+    )
     assert table["columns"] == ["structure", "beta", "risk", "kl", "price", "bound", "disagreement"]
     assert [row[0] for row in table["data"]] == ["isotropic", "diagonal", "neuron", "oracle"]
     assert [row[3] for row in table["data"]] == pytest.approx([row.kl for row in callback.tradeoff])
@@ -172,7 +193,9 @@ def test_a_tradeoff_that_fails_leaves_the_certificate(tmp_path, loader, monkeypa
 
     monkeypatch.setattr("lightning_taskinfo.callbacks.pac_bayes_certificate.pareto_front", fails)
     callback = PACBayesCertificate(**QUICK, pareto=True)
-    with pytest.warns(UserWarning, match="could not measure at step 8 .RuntimeError: out of memory"):
+    with pytest.warns(
+        UserWarning, match="could not measure at step 8 .RuntimeError: out of memory"
+    ):
         fit(tmp_path, callback, model=Plain, loader=loader)
     assert callback.certificate.valid
 
@@ -186,7 +209,9 @@ def test_several_structures_through_the_callback(tmp_path, loader):
 def test_refuses_samples_that_are_repeated_or_left_out(tmp_path):
     dataset = TensorDataset(*blobs(64, seed=0))
     skewed = DataLoader(dataset, batch_size=16, sampler=WeightedRandomSampler(torch.rand(64), 64))
-    with pytest.raises(ValueError, match=r"PACBayesCertificate needs a training set that can be read by index"):
+    with pytest.raises(
+        ValueError, match=r"PACBayesCertificate needs a training set that can be read by index"
+    ):
         fit(tmp_path, PACBayesCertificate(**QUICK), model=Plain, loader=skewed)
 
 
@@ -204,7 +229,11 @@ def test_refuses_samples_that_are_repeated_or_left_out(tmp_path):
             r"must return logits \[N, C\] of at least 2 classes, got \[2\]; set `forward_fn`",
         ),
         (lambda y: y[:, None].expand(-1, 3, -1), torch.int64, r"got \[2, 3, 2\]; set"),
-        (lambda y: y, torch.float32, r"needs class indices \(integers\) .*, got torch\.float32 of shape \[2\]\."),
+        (
+            lambda y: y,
+            torch.float32,
+            r"needs class indices \(integers\) .*, got torch\.float32 of shape \[2\]\.",
+        ),
     ],
     ids=["tuple", "regression", "sequence", "real targets"],
 )
@@ -232,11 +261,15 @@ class TwoOutputs(Plain):
         return {"features": left, "logits": self.net(torch.cat([left, right], 1))}
 
     def training_step(self, batch, batch_idx):
-        return cross_entropy(self(left=batch["left"], right=batch["right"])["logits"], batch["class"])
+        return cross_entropy(
+            self(left=batch["left"], right=batch["right"])["logits"], batch["class"]
+        )
 
 
 @pytest.mark.parametrize("structure", ["diagonal", "layer_inputs", "neuron"])
-def test_a_forward_of_its_own_gives_the_certificate_of_the_plain_network(tmp_path, loader, structure):
+def test_a_forward_of_its_own_gives_the_certificate_of_the_plain_network(
+    tmp_path, loader, structure
+):
     x, y = blobs(64, seed=0)
     rows = [{"left": x[i, :1], "right": x[i, 1:], "class": y[i]} for i in range(64)]
     callback = PACBayesCertificate(

@@ -43,7 +43,9 @@ def stored_steps(logger, name):
     ],
     ids=str,
 )
-def test_the_logger_stores_every_due_measurement_once(tmp_path, probe, schedule, accumulate, expected):
+def test_the_logger_stores_every_due_measurement_once(
+    tmp_path, probe, schedule, accumulate, expected
+):
     callback, logger = probe(**schedule, data="train_batch"), CSVLogger(tmp_path)
     fit(tmp_path, callback, logger=logger, log_every_n_steps=3, accumulate_grad_batches=accumulate)
     assert stored_steps(logger, callback.headline[0]) == expected
@@ -89,8 +91,12 @@ def test_resuming_gives_the_history_of_the_uninterrupted_run(tmp_path, probe):
     arguments = {"loader": DataLoader(digits(), batch_size=8), "max_epochs": 4}
 
     def run(**more):
-        callbacks = [probe(every_n_steps=3, data=data, name=data) for data in ("train_batch", "train")]
-        trainer = fit(tmp_path, *callbacks, model=lambda: Classifier(dropout=0.0), **{**arguments, **more})
+        callbacks = [
+            probe(every_n_steps=3, data=data, name=data) for data in ("train_batch", "train")
+        ]
+        trainer = fit(
+            tmp_path, *callbacks, model=lambda: Classifier(dropout=0.0), **{**arguments, **more}
+        )
         trainer.save_checkpoint(tmp_path / "end.ckpt")
         return callbacks
 
@@ -205,20 +211,37 @@ class Stream(IterableDataset):
 
 @pytest.mark.parametrize(
     "kind",
-    ["a lock", "not implemented", "a graph", "iterable", "sampler", "batch sampler", "sampler of a part", "batches"],
+    [
+        "a lock",
+        "not implemented",
+        "a graph",
+        "iterable",
+        "sampler",
+        "batch sampler",
+        "sampler of a part",
+        "batches",
+    ],
 )
 def test_otherwise_the_first_batches_are_collected(tmp_path, kind):
     loader = {
         "a lock": lambda: DataLoader(Locked(), batch_size=8),
         "not implemented": lambda: DataLoader(Locked(NotImplementedError), batch_size=8),
-        "a graph": lambda: DataLoader(Locked(RuntimeError), batch_size=8),  # what torch raises for other than leaves
+        "a graph": lambda: DataLoader(
+            Locked(RuntimeError), batch_size=8
+        ),  # what torch raises for other than leaves
         "iterable": lambda: DataLoader(Stream(), batch_size=8),
-        "sampler": lambda: DataLoader(digits(), batch_size=8, sampler=SubsetRandomSampler(range(20))),
-        "batch sampler": lambda: DataLoader(digits(), batch_sampler=[[*range(8)], [*range(8, 16)], [*range(16, 20)]]),
+        "sampler": lambda: DataLoader(
+            digits(), batch_size=8, sampler=SubsetRandomSampler(range(20))
+        ),
+        "batch sampler": lambda: DataLoader(
+            digits(), batch_sampler=[[*range(8)], [*range(8, 16)], [*range(16, 20)]]
+        ),
         "sampler of a part": lambda: DataLoader(
             digits(), batch_size=8, sampler=DistributedSampler(range(20), num_replicas=1, rank=0)
         ),
-        "batches": lambda: DataLoader([digits()[i : i + 8] for i in range(0, 32, 8)], batch_size=None),
+        "batches": lambda: DataLoader(
+            [digits()[i : i + 8] for i in range(0, 32, 8)], batch_size=None
+        ),
     }[kind]()
     callback = Recording(every_n_steps=1, data="train", max_samples=12)
     fit(tmp_path, callback, loader=loader)
@@ -236,7 +259,11 @@ def test_a_probe_that_needs_all_samples_in_each_process_collects_where_there_is_
 
 
 def test_what_is_collected_stays_when_a_loader_fills_the_same_tensors_again():
-    pool, x, y = Collected(3), torch.zeros(2, 1, requires_grad=True), torch.zeros(2, dtype=torch.long)
+    pool, x, y = (
+        Collected(3),
+        torch.zeros(2, 1, requires_grad=True),
+        torch.zeros(2, dtype=torch.long),
+    )
     for step in range(2):
         with torch.no_grad():
             x.fill_(step), y.fill_(step)
@@ -259,7 +286,9 @@ def test_val_looks_at_validation_data(tmp_path):
         callback = Recording(every_n_epochs=1, data="val")
         fit(tmp_path, callback, model=Validated(), val=val)
         assert torch.equal(callback.seen[0], held_out.tensors[0])
-    with pytest.raises(ValueError, match=r"`data='val'` needs a validation loader of an indexed dataset.*got none"):
+    with pytest.raises(
+        ValueError, match=r"`data='val'` needs a validation loader of an indexed dataset.*got none"
+    ):
         fit(tmp_path, Recording(data="val"))
 
 
@@ -329,7 +358,14 @@ X, Y = torch.ones(2, 4), torch.zeros(2, dtype=torch.long)
 
 @pytest.mark.parametrize(
     "batch",
-    [(X, Y), [X, Y], Pair(X, Y), {"x": X, "y": Y}, {"image": X, "labels": Y, "id": 3}, Batch(X, Y, "a")],
+    [
+        (X, Y),
+        [X, Y],
+        Pair(X, Y),
+        {"x": X, "y": Y},
+        {"image": X, "labels": Y, "id": 3},
+        Batch(X, Y, "a"),
+    ],
     ids=str,
 )
 def test_plain_batches_need_no_batch_fn(batch):
@@ -385,14 +421,19 @@ def test_other_batches_are_described(tmp_path, batch, found):
     [
         (lambda batch: batch[0], "got Tensor"),
         (lambda batch: (*batch, 3), "got tuple of Tensor, Tensor, int"),
-        (lambda batch: (batch["x"], batch["y"]), r"got TypeError \(.*\) for list of Tensor, Tensor"),
+        (
+            lambda batch: (batch["x"], batch["y"]),
+            r"got TypeError \(.*\) for list of Tensor, Tensor",
+        ),
     ],
     ids=["one tensor", "three", "fails"],
 )
 @pytest.mark.parametrize("data", ["train_batch", "train"])
 def test_a_batch_fn_that_picks_no_pair_is_named(tmp_path, batch_fn, found, data):
     callback = FisherTrace(every_n_steps=2, data=data, batch_fn=batch_fn)
-    with pytest.raises(ValueError, match=rf"`batch_fn` must return \(inputs, targets\) of every batch, {found}"):
+    with pytest.raises(
+        ValueError, match=rf"`batch_fn` must return \(inputs, targets\) of every batch, {found}"
+    ):
         fit(tmp_path, callback, max_epochs=1)
 
 
@@ -410,7 +451,12 @@ def test_batch_fn_and_forward_fn(tmp_path):
 
     def run(**arguments):
         callback = FisherTrace(every_n_epochs=1, **arguments)
-        fit(tmp_path, callback, model=Odd(), loader=DataLoader(digits(), batch_size=8, collate_fn=collate))
+        fit(
+            tmp_path,
+            callback,
+            model=Odd(),
+            loader=DataLoader(digits(), batch_size=8, collate_fn=collate),
+        )
         return callback.history
 
     with pytest.raises(ValueError, match="`batch_fn`"):
@@ -443,8 +489,12 @@ class Combined(Classifier):
         return super().training_step(batch["labeled"], batch_idx)
 
 
-@pytest.mark.parametrize("unlabeled", [lambda x, y: x, lambda x, y: (x, y)], ids=["inputs", "pairs"])
-@pytest.mark.parametrize("batch_fn", [None, lambda batch: batch["labeled"]], ids=["by itself", "batch_fn"])
+@pytest.mark.parametrize(
+    "unlabeled", [lambda x, y: x, lambda x, y: (x, y)], ids=["inputs", "pairs"]
+)
+@pytest.mark.parametrize(
+    "batch_fn", [None, lambda batch: batch["labeled"]], ids=["by itself", "batch_fn"]
+)
 def test_the_labelled_part_of_combined_loaders_is_measured(tmp_path, unlabeled, batch_fn):
     def history(model, loader, **arguments):
         callbacks = [probe(every_n_steps=2, **arguments) for probe in PROBES.values()]
@@ -455,7 +505,14 @@ def test_the_labelled_part_of_combined_loaders_is_measured(tmp_path, unlabeled, 
         return unlabeled(*torch.utils.data.default_collate(samples))
 
     labeled = DataLoader(digits(), batch_size=8)
-    loaders = {"labeled": labeled, "unlabeled": DataLoader(digits(40), batch_size=10, collate_fn=others)}
+    loaders = {
+        "labeled": labeled,
+        "unlabeled": DataLoader(digits(40), batch_size=10, collate_fn=others),
+    }
     for data in ("train", "train_batch"):
-        alone = history(partial(Classifier, dropout=0.0), labeled, data=data)  # a second loader draws a seed
-        assert history(partial(Combined, dropout=0.0), loaders, data=data, batch_fn=batch_fn) == alone
+        alone = history(
+            partial(Classifier, dropout=0.0), labeled, data=data
+        )  # a second loader draws a seed
+        assert (
+            history(partial(Combined, dropout=0.0), loaders, data=data, batch_fn=batch_fn) == alone
+        )

@@ -13,7 +13,12 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_taskinfo._batches import Reader
-from lightning_taskinfo.callbacks import FisherTrace, InformationInWeights, LocalMinimum, TrainStepNorms
+from lightning_taskinfo.callbacks import (
+    FisherTrace,
+    InformationInWeights,
+    LocalMinimum,
+    TrainStepNorms,
+)
 from tests.callbacks.runs import Classifier, Noisy, digits, fit
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
@@ -72,8 +77,12 @@ def test_two_processes_log_what_one_logs(tmp_path, kind):
     def run(ranks):
         data = digits(24) if kind == "tensors" else Noisy(24)
         probes = [
-            FisherTrace(every_n_steps=1, data="train", max_samples=13, mc_samples=2, name="sampled"),
-            FisherTrace(every_n_steps=1, data="train", max_samples=13, labels="exact", name="exact"),
+            FisherTrace(
+                every_n_steps=1, data="train", max_samples=13, mc_samples=2, name="sampled"
+            ),
+            FisherTrace(
+                every_n_steps=1, data="train", max_samples=13, labels="exact", name="exact"
+            ),
             FisherTrace(every_n_steps=1, data="train", max_samples=1, labels="exact", name="one"),
             InformationInWeights(every_n_steps=1, max_samples=13),
             InformationInWeights(every_n_steps=1, max_samples=1, name="information from one"),
@@ -81,7 +90,9 @@ def test_two_processes_log_what_one_logs(tmp_path, kind):
             LocalMinimum(every_n_steps=1, max_samples=13),
         ]
         if ranks == 2:
-            return on_two_ranks(tmp_path, *probes, loader=DataLoader(data, batch_size=12), max_steps=1)
+            return on_two_ranks(
+                tmp_path, *probes, loader=DataLoader(data, batch_size=12), max_steps=1
+            )
         fit(tmp_path, *probes, model=Plain, loader=DataLoader(data, batch_size=24), max_epochs=1)
         return [probe.history for probe in probes]
 
@@ -102,13 +113,19 @@ class Batch(FisherTrace):
         return super().observe(model, samples)
 
     def summarise(self, observed):
-        return {**super().summarise(observed), "first": float(self.share[1]), "total": float(self.share[2])}
+        return {
+            **super().summarise(observed),
+            "first": float(self.share[1]),
+            "total": float(self.share[2]),
+        }
 
 
 def test_the_batches_of_two_processes_are_one_batch(tmp_path):
     probe = Batch(every_n_steps=1, max_samples=9, labels="sampled")
     step = TrainStepNorms(every_n_steps=1, name="step")
-    first, second = on_two_ranks(tmp_path, probe, step, loader=DataLoader(digits(24), batch_size=12))
+    first, second = on_two_ranks(
+        tmp_path, probe, step, loader=DataLoader(digits(24), batch_size=12)
+    )
     assert [(row["first"], row["total"]) for row in first[0]] == [(0.0, 9.0)]
     assert [(row["first"], row["total"]) for row in second[0]] == [(5.0, 9.0)]
     for name in ("fisher_trace", "fisher_trace_standard_error", "sgd_temperature"):
@@ -118,7 +135,9 @@ def test_the_batches_of_two_processes_are_one_batch(tmp_path):
     model, total = Plain(), []
     for n in range(24):
         loss = nn.functional.cross_entropy(model(x[n : n + 1]), y[n : n + 1])
-        total.append(sum(g.square().sum() for g in torch.autograd.grad(loss, [*model.parameters()])).item())
+        total.append(
+            sum(g.square().sum() for g in torch.autograd.grad(loss, [*model.parameters()])).item()
+        )
     assert first[1][0]["squared_gradient_norm"] == pytest.approx(sum(total) / 24, rel=1e-5)
 
 
@@ -140,7 +159,9 @@ class Scores(pl.Callback):
     def on_train_end(self, trainer, pl_module):
         samples = self.norms.samples
         known = [samples.loss.tolist(), samples.squared_norm.tolist(), samples.seen.tolist()]
-        (self.folder / f"{trainer.global_rank}.json").write_text(json.dumps({"known": known, "steps": self.steps}))
+        (self.folder / f"{trainer.global_rank}.json").write_text(
+            json.dumps({"known": known, "steps": self.steps})
+        )
 
 
 def test_two_processes_know_all_samples_and_so_does_a_checkpoint(tmp_path):
@@ -150,7 +171,12 @@ def test_two_processes_know_all_samples_and_so_does_a_checkpoint(tmp_path):
         norms = TrainStepNorms()
         checkpoints = ModelCheckpoint(tmp_path, save_last=True)
         loader = DataLoader(digits(26), batch_size=5, shuffle=True)
-        arguments = {"strategy": "ddp_fork", "devices": 2, "enable_checkpointing": True, "ckpt_path": ckpt_path}
+        arguments = {
+            "strategy": "ddp_fork",
+            "devices": 2,
+            "enable_checkpointing": True,
+            "ckpt_path": ckpt_path,
+        }
         callbacks = (norms, Scores(tmp_path, norms), checkpoints)
         fit(tmp_path, *callbacks, model=Plain, loader=loader, max_epochs=max_epochs, **arguments)
         return [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
@@ -165,8 +191,12 @@ def test_two_processes_know_all_samples_and_so_does_a_checkpoint(tmp_path):
         for index in range(26):
             rows = [step for step in steps if step[0] == index]
             assert seen[index] == len(rows)
-            assert losses[index] == pytest.approx(sum(loss for _, loss, _ in rows) / len(rows), rel=1e-4)
-            assert norms[index] == pytest.approx(sum(norm for *_, norm in rows) / len(rows), rel=1e-4)
+            assert losses[index] == pytest.approx(
+                sum(loss for _, loss, _ in rows) / len(rows), rel=1e-4
+            )
+            assert norms[index] == pytest.approx(
+                sum(norm for *_, norm in rows) / len(rows), rel=1e-4
+            )
 
 
 class FailsOnOne(FisherTrace):
@@ -206,7 +236,9 @@ def test_one_failing_process_hangs_nobody(tmp_path, where):
 
 def test_local_minimum_does_not_share_batches(tmp_path):
     probe = LocalMinimum(data="train_batch", every_n_steps=1)
-    with pytest.raises(Exception, match="`data` must be 'train' or 'val' with several processes, got 'train_batch'"):
+    with pytest.raises(
+        Exception, match="`data` must be 'train' or 'val' with several processes, got 'train_batch'"
+    ):
         on_two_ranks(tmp_path, probe, loader=DataLoader(digits(24), batch_size=4))
 
 
@@ -215,5 +247,7 @@ def test_local_minimum_does_not_share_what_it_collects(tmp_path):
         def __deepcopy__(self, memo):
             raise TypeError("cannot copy a lock")
 
-    with pytest.raises(Exception, match=r"`data='train'` needs a dataset that can be copied \(cannot copy a lock\)"):
+    with pytest.raises(
+        Exception, match=r"`data='train'` needs a dataset that can be copied \(cannot copy a lock\)"
+    ):
         on_two_ranks(tmp_path, LocalMinimum(), loader=DataLoader(Locked(24), batch_size=4))

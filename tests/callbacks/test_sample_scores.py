@@ -13,7 +13,9 @@ def filled(generator):
     """Return sums of twenty batches, and the same by a loop."""
     sums, losses, norms, seen = SampleSums(), {}, {}, {}
     for step in range(20):
-        index = torch.randint(30 if step < 10 else 90, (8,), generator=generator)  # some of them twice
+        index = torch.randint(
+            30 if step < 10 else 90, (8,), generator=generator
+        )  # some of them twice
         loss, norm = torch.rand(8, generator=generator), torch.rand(3, generator=generator)
         loss[step % 8] = math.nan if step % 3 else math.inf
         sums.add(index, loss if step != 5 else None, norm if step != 6 else None, first=2)

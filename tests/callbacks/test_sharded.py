@@ -30,7 +30,12 @@ class Net(Classifier):
         super().__init__()
         torch.manual_seed(0)
         self.net = nn.Sequential(
-            nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 3, 2), nn.Flatten(), nn.LayerNorm(9), nn.Tanh(), nn.Linear(9, 3)
+            nn.Unflatten(1, (1, 4)),
+            nn.Conv1d(1, 3, 2),
+            nn.Flatten(),
+            nn.LayerNorm(9),
+            nn.Tanh(),
+            nn.Linear(9, 3),
         )
 
     def configure_optimizers(self):
@@ -59,7 +64,13 @@ def probes():
 
 
 def environment(rank):
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 0}
+    names = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": 2,
+        "LOCAL_WORLD_SIZE": 2,
+        "GROUP_RANK": 0,
+    }
     names |= {"MASTER_ADDR": "localhost", "MASTER_PORT": 0, "TORCHELASTIC_RUN_ID": "test"}
     os.environ |= {name: str(value) for name, value in names.items()}
 
@@ -68,27 +79,40 @@ def sharded_fit(rank, folder, *callbacks, model=Sharded, strategy=None, **argume
     environment(rank)
     strategy = strategy or ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
     loader = DataLoader(digits(24), batch_size=12)  # both together: all samples in each step
-    return fit(folder, *callbacks, model=model, loader=loader, strategy=strategy, devices=2, **arguments)
+    return fit(
+        folder, *callbacks, model=model, loader=loader, strategy=strategy, devices=2, **arguments
+    )
 
 
 def weights(model):
-    return {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach() for n, p in model.named_parameters()}
+    return {
+        n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach()
+        for n, p in model.named_parameters()
+    }
 
 
 def watched(rank, folder):
     callbacks = probes()
     model = sharded_fit(rank, folder, *callbacks).lightning_module
-    assert all(hasattr(p, "full_tensor") for p in model.parameters()), "a measurement left weights gathered"
+    assert all(hasattr(p, "full_tensor") for p in model.parameters()), (
+        "a measurement left weights gathered"
+    )
     trained = weights(model)
     alone = weights(sharded_fit(rank, folder).lightning_module)
-    assert all(torch.equal(trained[name], alone[name]) for name in alone), "watching changed the training"
+    assert all(torch.equal(trained[name], alone[name]) for name in alone), (
+        "watching changed the training"
+    )
     return {"weights": trained, "histories": [probe.history for probe in callbacks]}
 
 
 def test_two_processes_log_what_one_logs(tmp_path, monkeypatch):
-    monkeypatch.setattr(Measurement, "_affordable", lambda self, sizes: 6)  # two passes over 7 samples, one over 6
+    monkeypatch.setattr(
+        Measurement, "_affordable", lambda self, sizes: 6
+    )  # two passes over 7 samples, one over 6
     callbacks = probes()
-    model = fit(tmp_path, *callbacks, model=Net, loader=DataLoader(digits(24), batch_size=24)).lightning_module
+    model = fit(
+        tmp_path, *callbacks, model=Net, loader=DataLoader(digits(24), batch_size=24)
+    ).lightning_module
     first, second = on_ranks(watched, tmp_path)
     for name, weight in weights(model).items():
         torch.testing.assert_close(first["weights"][name], weight)
@@ -121,13 +145,21 @@ class Half(Sharded):
 
 
 REFUSED = [
-    (InformationInWeights, Sharded, "InformationInWeights keeps a centre and a curvature of all weights on every"),
+    (
+        InformationInWeights,
+        Sharded,
+        "InformationInWeights keeps a centre and a curvature of all weights on every",
+    ),
     (
         lambda: PACBayesCertificate(prior_origin="x"),
         Sharded,
         "PACBayesCertificate draws whole networks on every process and",
     ),
-    (lambda: FisherTrace(max_samples=1), Sharded, "`max_samples` must be at least 1 for each of 2 processes with sha"),
+    (
+        lambda: FisherTrace(max_samples=1),
+        Sharded,
+        "`max_samples` must be at least 1 for each of 2 processes with sha",
+    ),
     (FisherTrace, extra, r"Hooks do not cover net\.extra; other engines need unsharded weights"),
     (
         FisherTrace,
@@ -176,13 +208,28 @@ def tensor_parallel():
 FOLLOWS = "follows weights of FSDP2 only and cannot work with sharded weights, got"
 ORIGIN = "keeps a centre and a curvature of all weights on every process and cannot work with sharded weights, got"
 OTHER_SHARDS = [
-    (FisherTrace, Net, FSDP1, f"FisherTrace {FOLLOWS} FullyShardedDataParallel; use a strategy that keeps them whole"),
-    (FisherTrace, Net, lambda: FSDP1(use_orig_params=False), f"FisherTrace {FOLLOWS} FullyShardedDataParallel"),
+    (
+        FisherTrace,
+        Net,
+        FSDP1,
+        f"FisherTrace {FOLLOWS} FullyShardedDataParallel; use a strategy that keeps them whole",
+    ),
+    (
+        FisherTrace,
+        Net,
+        lambda: FSDP1(use_orig_params=False),
+        f"FisherTrace {FOLLOWS} FullyShardedDataParallel",
+    ),
     (LocalMinimum, Net, FSDP1, f"LocalMinimum {FOLLOWS} FullyShardedDataParallel"),
     (InformationInWeights, Net, FSDP1, f"InformationInWeights {ORIGIN} FullyShardedDataParallel"),
     (FisherTrace, TensorParallel, tensor_parallel, f"FisherTrace {FOLLOWS} DTensor"),
     (LocalMinimum, TensorParallel, tensor_parallel, f"LocalMinimum {FOLLOWS} DTensor"),
-    (InformationInWeights, TensorParallel, tensor_parallel, f"InformationInWeights {ORIGIN} DTensor"),
+    (
+        InformationInWeights,
+        TensorParallel,
+        tensor_parallel,
+        f"InformationInWeights {ORIGIN} DTensor",
+    ),
     (
         FisherTrace,
         BothParallel,

@@ -11,7 +11,12 @@ from tests.callbacks.runs import fit
 
 transformers = pytest.importorskip("transformers")
 SAMPLES, LENGTH, CLASSES = 12, 7, 3
-SIZE = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+SIZE = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+}
 
 
 def bert(kind="Bert", **options):
@@ -28,19 +33,25 @@ def vit():
 
 def checkpointed(use_reentrant):
     model = bert()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+    model.gradient_checkpointing_enable(
+        gradient_checkpointing_kwargs={"use_reentrant": use_reentrant}
+    )
     return model
 
 
 def lora():
     peft = pytest.importorskip("peft")
-    return peft.get_peft_model(bert(), peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query", "value"]))
+    return peft.get_peft_model(
+        bert(), peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query", "value"])
+    )
 
 
 def samples():
     generator = torch.Generator().manual_seed(0)
     words = torch.randint(5, 50, (SAMPLES, LENGTH), generator=generator)
-    mask = (torch.arange(LENGTH) < torch.randint(3, LENGTH + 1, (SAMPLES, 1), generator=generator)).long()
+    mask = (
+        torch.arange(LENGTH) < torch.randint(3, LENGTH + 1, (SAMPLES, 1), generator=generator)
+    ).long()
     images = torch.randn(SAMPLES, 3, 8, 8, generator=generator)
     return words, mask, images, torch.randint(CLASSES, (SAMPLES,), generator=generator)
 
@@ -49,7 +60,10 @@ def data(kind):
     words, mask, images, labels = samples()
     if kind == "images":
         return [{"pixel_values": x, "labels": y} for x, y in zip(images, labels, strict=True)]
-    return [{"input_ids": x, "attention_mask": m, "labels": y} for x, m, y in zip(words, mask, labels, strict=True)]
+    return [
+        {"input_ids": x, "attention_mask": m, "labels": y}
+        for x, m, y in zip(words, mask, labels, strict=True)
+    ]
 
 
 class Module(pl.LightningModule):
@@ -63,7 +77,9 @@ class Module(pl.LightningModule):
     def training_step(self, batch, batch_idx):
         state = torch.get_rng_state()
         loss = self.model(**batch).loss
-        self.rows.append((state, {name: part.clone() for name, part in batch.items()}, weights(self.model)))
+        self.rows.append(
+            (state, {name: part.clone() for name, part in batch.items()}, weights(self.model))
+        )
         return loss
 
     def configure_optimizers(self):

@@ -94,8 +94,13 @@ def loader(**arguments):
     ],
     ids=["mean", "workers", "parts of epochs", "sum", "accumulation", "gradient scaler", "bf16"],
 )
-def test_samples_have_the_losses_and_norms_of_a_loop(tmp_path, model, callback, loaded, trainer, rtol):
-    trainer = {key: [make() for make in value] if key == "plugins" else value for key, value in trainer.items()}
+def test_samples_have_the_losses_and_norms_of_a_loop(
+    tmp_path, model, callback, loaded, trainer, rtol
+):
+    trainer = {
+        key: [make() for make in value] if key == "plugins" else value
+        for key, value in trainer.items()
+    }
     callback = TrainStepNorms(every_n_steps=1, **callback)
     module = model()
     fit(tmp_path, callback, model=module, loader=loader(**loaded), max_epochs=3, **trainer)
@@ -104,7 +109,9 @@ def test_samples_have_the_losses_and_norms_of_a_loop(tmp_path, model, callback, 
     close = {"rtol": rtol, "atol": rtol, "equal_nan": True}
     torch.testing.assert_close(samples.loss, means(module.expected, 1)[:known], **close)
     torch.testing.assert_close(samples.squared_norm, means(module.expected, 2)[:known], **close)
-    assert samples.seen.tolist() == [sum(n in batch[0] for batch in module.expected) for n in range(known)]
+    assert samples.seen.tolist() == [
+        sum(n in batch[0] for batch in module.expected) for n in range(known)
+    ]
     assert (
         samples.ranking().tolist()
         == samples.loss.nan_to_num(-1).argsort(descending=True)[: (samples.seen > 0).sum()].tolist()
@@ -129,7 +136,9 @@ def test_logs_the_mean_over_the_samples_of_a_step(tmp_path, every, accumulate):
     module, callback, logger = Dropping(), TrainStepNorms(every_n_steps=every), CSVLogger(tmp_path)
     fit(tmp_path, callback, model=module, logger=logger, accumulate_grad_batches=accumulate)
     expected = module.expected[every * accumulate - 1 :: every * accumulate]
-    assert [row["step"] for row in callback.history] == [every * (i + 1) for i in range(len(expected))]
+    assert [row["step"] for row in callback.history] == [
+        every * (i + 1) for i in range(len(expected))
+    ]
     for row, (_, losses, norms) in zip(callback.history, expected, strict=True):
         assert row["sample_loss"] == pytest.approx(losses.mean().item(), rel=1e-5)
         assert row["squared_gradient_norm"] == pytest.approx(norms.mean().item(), rel=1e-5)
@@ -187,7 +196,9 @@ def test_somebody_else_may_read_the_loader_in_between(tmp_path):
 
     module, callback = Plain(), TrainStepNorms()
     fit(tmp_path, callback, Reads(), model=module, max_epochs=3)
-    torch.testing.assert_close(callback.samples.loss, means(module.expected, 1), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        callback.samples.loss, means(module.expected, 1), rtol=1e-4, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("breaks", [False, True])
@@ -205,7 +216,14 @@ def test_loader_and_strategy_are_left_as_they_were(tmp_path, breaks):
     found, own, module = [], loader(), Broken()
     before = {**vars(own)}
     try:
-        fit(tmp_path, TrainStepNorms(), TrainStepNorms(name="second"), Look(), model=module, loader=own)
+        fit(
+            tmp_path,
+            TrainStepNorms(),
+            TrainStepNorms(name="second"),
+            Look(),
+            model=module,
+            loader=own,
+        )
     except ArithmeticError:
         assert breaks
     assert found[0][0] is not DataLoader
@@ -221,8 +239,17 @@ def test_loaders_that_are_made_anew_are_followed(tmp_path):
             return loader()
 
     module, callback = Plain(), TrainStepNorms()
-    fit(tmp_path, callback, model=module, loader=Reloading(), max_epochs=3, reload_dataloaders_every_n_epochs=1)
-    torch.testing.assert_close(callback.samples.loss, means(module.expected, 1), rtol=1e-4, atol=1e-5)
+    fit(
+        tmp_path,
+        callback,
+        model=module,
+        loader=Reloading(),
+        max_epochs=3,
+        reload_dataloaders_every_n_epochs=1,
+    )
+    torch.testing.assert_close(
+        callback.samples.loss, means(module.expected, 1), rtol=1e-4, atol=1e-5
+    )
 
 
 class Stream(IterableDataset):
@@ -249,9 +276,14 @@ def named(batch):
 
 
 def test_a_stream_has_numbers_where_the_batch_says_so(tmp_path):
-    module, callback = Named(), TrainStepNorms(batch_fn=named, index_fn=lambda batch: batch["number"])
+    module, callback = (
+        Named(),
+        TrainStepNorms(batch_fn=named, index_fn=lambda batch: batch["number"]),
+    )
     fit(tmp_path, callback, model=module, loader=DataLoader(Stream(), batch_size=8))
-    torch.testing.assert_close(callback.samples.loss, means(module.expected, 1), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        callback.samples.loss, means(module.expected, 1), rtol=1e-4, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize(
@@ -277,7 +309,13 @@ def sorted_by_first(samples):
 
 def test_a_collating_function_of_ones_own_is_asked_about(tmp_path):
     with pytest.warns(TaskInfoWarning, match="'sorted_by_first'.*`index_fn`"):
-        fit(tmp_path, TrainStepNorms(), model=Plain, loader=loader(collate_fn=sorted_by_first), max_epochs=1)
+        fit(
+            tmp_path,
+            TrainStepNorms(),
+            model=Plain,
+            loader=loader(collate_fn=sorted_by_first),
+            max_epochs=1,
+        )
     with warnings.catch_warnings():
         warnings.simplefilter("error", TaskInfoWarning)
         fit(tmp_path, TrainStepNorms(), model=Plain, max_epochs=1)
@@ -315,7 +353,9 @@ class Rolled(Plain):
         return self.net[1:](torch.cat([hidden[-1:], hidden[:-1]]))
 
 
-@pytest.mark.parametrize(("model", "message"), [(Shuffled, "targets"), (Sorted, "order"), (Rolled, "order")])
+@pytest.mark.parametrize(
+    ("model", "message"), [(Shuffled, "targets"), (Sorted, "order"), (Rolled, "order")]
+)
 def test_samples_in_another_order_are_refused(tmp_path, model, message):
     with pytest.raises(ValueError, match=message):
         fit(tmp_path, TrainStepNorms(), model=model)
@@ -334,7 +374,9 @@ class Smoothed(Plain):
 def test_losses_are_without_smoothing_and_weights(tmp_path):
     module, callback = Smoothed(), TrainStepNorms(norms=False)
     fit(tmp_path, callback, model=module)
-    torch.testing.assert_close(callback.samples.loss, means(module.expected, 1), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        callback.samples.loss, means(module.expected, 1), rtol=1e-4, atol=1e-5
+    )
     assert callback.samples.squared_norm.isnan().all()
 
 
@@ -350,7 +392,9 @@ def test_a_loss_that_is_not_known_is_refused_or_done_without(tmp_path):
     callback, usual = TrainStepNorms(rank_by="squared_norm"), TrainStepNorms()
     fit(tmp_path, callback, model=Own)
     fit(tmp_path, usual, model=Plain)
-    torch.testing.assert_close(callback.samples.squared_norm, usual.samples.squared_norm, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(
+        callback.samples.squared_norm, usual.samples.squared_norm, rtol=1e-3, atol=1e-4
+    )
     assert callback.samples.loss.isnan().all()
     assert math.isnan(callback.history[0]["sample_loss"])
 
@@ -401,7 +445,9 @@ def test_refuses_by_name_before_the_first_step(tmp_path, model, message):
 def test_losses_alone_can_be_followed_of_any_network(tmp_path, model):
     module, callback = model(), TrainStepNorms(norms=False, every_n_steps=2)
     fit(tmp_path, callback, model=module)
-    torch.testing.assert_close(callback.samples.loss, means(module.expected, 1), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        callback.samples.loss, means(module.expected, 1), rtol=1e-4, atol=1e-5
+    )
     assert callback.headline == ("sample_loss",)
     assert len(callback.history) == 4
 
@@ -412,7 +458,9 @@ def test_a_skipped_step_leaves_a_gap(tmp_path):
             return None if batch_idx == 1 else super().training_step(batch, batch_idx)
 
     module, callback = Skipping(), TrainStepNorms(every_n_steps=1)
-    with pytest.warns(UserWarning, match="could not measure at step 2 .*the training step had no backward pass"):
+    with pytest.warns(
+        UserWarning, match="could not measure at step 2 .*the training step had no backward pass"
+    ):
         fit(tmp_path, callback, model=module, max_epochs=1)
     assert [row["step"] for row in callback.history] == [1, 3, 4]
     assert callback.samples.seen.sum() == 24
@@ -440,7 +488,9 @@ def test_a_batch_that_cannot_be_read_is_refused_first_and_a_gap_later(tmp_path):
 def test_what_is_not_finite_does_not_count(tmp_path):
     class Diverging(Plain):
         def training_step(self, batch, batch_idx):
-            return super().training_step(batch, batch_idx) * (math.nan if self.global_step >= 2 else 1.0)
+            return super().training_step(batch, batch_idx) * (
+                math.nan if self.global_step >= 2 else 1.0
+            )
 
     module, callback = Diverging(), TrainStepNorms(every_n_steps=1)
     with pytest.warns(UserWarning, match="could not measure at step 3 .*not finite"):
@@ -458,7 +508,9 @@ def test_callback_metrics_have_it(tmp_path):
     saved = ModelCheckpoint(tmp_path, monitor=key, save_top_k=2)
     fit(tmp_path, callback, saved, model=Plain, enable_checkpointing=True)
     values = {row["step"]: row["squared_gradient_norm"] for row in callback.history}
-    assert sorted(map(float, saved.best_k_models.values())) == pytest.approx(sorted([values[4], values[8]]))
+    assert sorted(map(float, saved.best_k_models.values())) == pytest.approx(
+        sorted([values[4], values[8]])
+    )
 
 
 def test_a_resumed_training_goes_on_with_its_samples(tmp_path):
@@ -472,9 +524,15 @@ def test_a_resumed_training_goes_on_with_its_samples(tmp_path):
     resumed = run(TrainStepNorms(), max_epochs=4, ckpt_path=tmp_path / "end.ckpt")
     assert half.seen.tolist() == [2] * 32
     assert resumed.seen.tolist() == [4] * 32
-    torch.testing.assert_close((resumed.loss, resumed.squared_norm), (whole.loss, whole.squared_norm))
-    stored = torch.load(tmp_path / "end.ckpt", weights_only=True)["callbacks"]["TrainStepNorms"]["samples"]
-    assert stored.numel() * stored.element_size() <= 5 * 4 * 48  # five numbers a sample, and room to grow
+    torch.testing.assert_close(
+        (resumed.loss, resumed.squared_norm), (whole.loss, whole.squared_norm)
+    )
+    stored = torch.load(tmp_path / "end.ckpt", weights_only=True)["callbacks"]["TrainStepNorms"][
+        "samples"
+    ]
+    assert (
+        stored.numel() * stored.element_size() <= 5 * 4 * 48
+    )  # five numbers a sample, and room to grow
 
 
 def test_a_second_fit_goes_on_and_another_module_begins_anew(tmp_path):
@@ -507,7 +565,13 @@ def test_beside_itself_and_another_callback(tmp_path):
 
 @pytest.mark.parametrize(
     "argument",
-    [{"rank_by": "size"}, {"loss_reduction": "none"}, {"top_k": 0}, {"max_samples": 0}, {"every_n_steps": 0}],
+    [
+        {"rank_by": "size"},
+        {"loss_reduction": "none"},
+        {"top_k": 0},
+        {"max_samples": 0},
+        {"every_n_steps": 0},
+    ],
 )
 def test_refuses_wrong_arguments(argument):
     (name,) = argument

@@ -18,7 +18,9 @@ def blobs(n: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def fit(model: nn.Module, data: tuple[torch.Tensor, torch.Tensor], steps: int = 60) -> nn.Module:
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(
+        [p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9
+    )
     for _ in range(steps):
         optimizer.zero_grad()
         cross_entropy(model(data[0]), data[1]).backward()

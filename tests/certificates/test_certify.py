@@ -12,7 +12,12 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 from lightning_taskinfo.certificates import PRIOR_STDS, Prior, certify, zero_one_loss
 from lightning_taskinfo.certificates.reading import round_up
 from lightning_taskinfo.certificates.samples import read_samples, read_tensors
-from lightning_taskinfo.distributions import CurvatureBlock, LowRankCurvature, diagonal_curvature, pre_distribution
+from lightning_taskinfo.distributions import (
+    CurvatureBlock,
+    LowRankCurvature,
+    diagonal_curvature,
+    pre_distribution,
+)
 from lightning_taskinfo.functional.pac_bayes import kl_bound, mcallester_bound, monte_carlo_interval
 from lightning_taskinfo.variational import add_weight_noise
 from tests.certificates.conftest import blobs, fit
@@ -39,7 +44,9 @@ def test_it_adds_up_and_holds_on_new_samples(trained, data, prior, structure):
 
 
 def test_the_classical_interval_is_that_of_the_mean(trained, data, prior):
-    betting, classical = (certify(trained, data, prior, interval=name, **QUICK) for name in ("betting", "kl"))
+    betting, classical = (
+        certify(trained, data, prior, interval=name, **QUICK) for name in ("betting", "kl")
+    )
     expected = tuple(end.item() for end in monte_carlo_interval(classical.risk, 100, 0.01))
     assert classical.risk_interval == pytest.approx(expected, abs=1e-12)
     assert classical.risk == betting.risk  # the same networks
@@ -49,12 +56,19 @@ def test_the_classical_interval_is_that_of_the_mean(trained, data, prior):
 def test_the_betting_interval_is_that_of_the_networks(trained, data, prior):
     """Two certificates that differ in their confidence only rest on the same networks: wider for the surer one."""
     sure, unsure = (certify(trained, data, prior, delta_draws=d, **QUICK) for d in (0.001, 0.5))
-    assert sure.risk_interval[0] < unsure.risk_interval[0] < unsure.risk_interval[1] < sure.risk_interval[1]
+    assert (
+        sure.risk_interval[0]
+        < unsure.risk_interval[0]
+        < unsure.risk_interval[1]
+        < sure.risk_interval[1]
+    )
 
 
 def test_kl_and_price_are_those_of_the_prior_it_names(trained, data, start, prior):
     certificate = certify(trained, data, prior, **QUICK)
-    std = {name: certificate.prior_std[name.rpartition(".")[0]] for name, _ in start.named_parameters()}
+    std = {
+        name: certificate.prior_std[name.rpartition(".")[0]] for name, _ in start.named_parameters()
+    }
     assert certificate.kl == certificate.post.kl(pre_distribution(start, prior_std=std)).item()
     places = [PRIOR_STDS.index(value) + 1 for value in certificate.prior_std.values()]
     assert len(places) == 2
@@ -62,14 +76,20 @@ def test_kl_and_price_are_those_of_the_prior_it_names(trained, data, start, prio
 
 
 def test_one_scale_for_all_layers_is_paid_once(trained, data, start):
-    certificate = certify(trained, data, Prior(start, "random initialisation", per_layer=False), **QUICK)
+    certificate = certify(
+        trained, data, Prior(start, "random initialisation", per_layer=False), **QUICK
+    )
     ((layer, std),) = certificate.prior_std.items()
     assert layer == ""
-    assert certificate.price == pytest.approx(math.log(math.pi**2 * (PRIOR_STDS.index(std) + 1) ** 2 / 6))
+    assert certificate.price == pytest.approx(
+        math.log(math.pi**2 * (PRIOR_STDS.index(std) + 1) ** 2 / 6)
+    )
 
 
 def test_a_scale_that_was_not_chosen_is_not_paid(trained, data, start):
-    certificate = certify(trained, data, Prior(start, "random initialisation", stds=(0.2,)), **QUICK)
+    certificate = certify(
+        trained, data, Prior(start, "random initialisation", stds=(0.2,)), **QUICK
+    )
     assert certificate.price == 0.0
     assert set(certificate.prior_std.values()) == {0.2}
 
@@ -77,8 +97,12 @@ def test_a_scale_that_was_not_chosen_is_not_paid(trained, data, start):
 def test_a_block_over_several_layers_needs_one_scale(trained, data, start):
     size = sum(p.numel() for p in start.parameters())
     whole = [CurvatureBlock(tuple(trained.state_dict()), torch.ones(1, size, dtype=torch.float64))]
-    assert certify(trained, data, Prior(start, "start", per_layer=False), structure=whole, **SHORT).valid
-    with pytest.raises(ValueError, match=r"must keep layers apart where `per_layer` is true, got a block of \('0.w"):
+    assert certify(
+        trained, data, Prior(start, "start", per_layer=False), structure=whole, **SHORT
+    ).valid
+    with pytest.raises(
+        ValueError, match=r"must keep layers apart where `per_layer` is true, got a block of \('0.w"
+    ):
         certify(trained, data, Prior(start, "start"), structure=whole, **SHORT)
 
 
@@ -103,7 +127,10 @@ def test_several_structures_are_searched_together(trained, data, prior):
     assert several.structures == ("isotropic", "kron")
     best = min(several.candidates, key=lambda row: row.bound)
     assert (several.structure, several.beta, several.kl) == (best.structure, best.beta, best.kl)
-    one, listed = (certify(trained, data, prior, structure=name, **SHORT) for name in ("diagonal", ("diagonal",)))
+    one, listed = (
+        certify(trained, data, prior, structure=name, **SHORT)
+        for name in ("diagonal", ("diagonal",))
+    )
     assert one == listed
 
 
@@ -121,9 +148,14 @@ def test_a_layer_too_wide_for_matrices_is_left_to_the_cheap_structures(trained, 
 def test_a_long_grid_is_searched_from_far_to_near(trained, data, prior):
     grid = [10 ** (j / 4) for j in range(-8, 9)]
     found = certify(trained, data, prior, structure=("isotropic", "diagonal"), betas=grid, draws=5)
-    tried = {name: [row.beta for row in found.candidates if row.structure == name] for name in found.structures}
+    tried = {
+        name: [row.beta for row in found.candidates if row.structure == name]
+        for name in found.structures
+    }
     assert all(set(grid[::4]) <= set(betas) for betas in tried.values())
-    place = grid.index(min((row for row in found.candidates if row.beta in grid[::4]), key=lambda r: r.bound).beta)
+    place = grid.index(
+        min((row for row in found.candidates if row.beta in grid[::4]), key=lambda r: r.bound).beta
+    )
     near = set(grid[max(0, place - 3) : place + 4])
     assert sum(near <= set(betas) for betas in tried.values()) == 1
     assert len(found.candidates) < len(grid) + 7
@@ -137,8 +169,13 @@ def test_a_picked_winner_does_not_look_better_than_it_is(trained, data, prior):
     for _ in range(300):
         with torch.no_grad(), certificate.post.with_weights(trained, g):
             risks.append(zero_one_loss(trained(data[0]), data[1]).mean())
-    truth, error = torch.stack(risks).mean().item(), torch.stack(risks).std().item() / math.sqrt(300)
-    lucky = min(row.risk for row in certificate.candidates if row.structure == certificate.structure)
+    truth, error = (
+        torch.stack(risks).mean().item(),
+        torch.stack(risks).std().item() / math.sqrt(300),
+    )
+    lucky = min(
+        row.risk for row in certificate.candidates if row.structure == certificate.structure
+    )
     low, high = certificate.risk_interval
     assert lucky < truth - 3 * error
     assert low < truth < high
@@ -152,22 +189,35 @@ def test_no_structure_is_refused(trained, data, prior, structure):
 
 
 def test_a_bound_is_rounded_up():
-    assert [round_up(value) for value in (0.20001, 0.2, 0.99999, 1.0, 0.0)] == [0.2001, 0.2, 1.0, 1.0, 0.0]
+    assert [round_up(value) for value in (0.20001, 0.2, 0.99999, 1.0, 0.0)] == [
+        0.2001,
+        0.2,
+        1.0,
+        1.0,
+        0.0,
+    ]
 
 
 def test_other_theorems_are_looser(trained, data, prior):
-    tight, loose = (certify(trained, data, prior, theorem=t, draws=100, betas=(1.0,)) for t in ("kl", "mcallester"))
+    tight, loose = (
+        certify(trained, data, prior, theorem=t, draws=100, betas=(1.0,))
+        for t in ("kl", "mcallester")
+    )
     assert tight.bound < loose.bound
     expected = mcallester_bound(loose.risk_interval[1], loose.kl + loose.price, 600, 0.04).item()
     assert loose.bound == min(1.0, expected)
-    assert certify(trained, data, prior, theorem="catoni", draws=100, betas=(1.0,)).theorem == "catoni"
+    assert (
+        certify(trained, data, prior, theorem="catoni", draws=100, betas=(1.0,)).theorem == "catoni"
+    )
 
 
 def test_a_given_curvature(trained, data, prior):
     diagonal = {name: torch.ones_like(p) for name, p in trained.named_parameters()}
     factor = {name: torch.zeros(1, *p.shape) for name, p in trained.named_parameters()}
     blocks = certify(trained, data, prior, structure=diagonal_curvature(diagonal), **SHORT)
-    low_rank = certify(trained, data, prior, structure=LowRankCurvature(diagonal, factor, torch.ones(1)), **SHORT)
+    low_rank = certify(
+        trained, data, prior, structure=LowRankCurvature(diagonal, factor, torch.ones(1)), **SHORT
+    )
     assert blocks.structure == "given"
     assert low_rank.kl == pytest.approx(blocks.kl)
 
@@ -188,7 +238,9 @@ def test_leaves_no_trace_and_repeats_itself(trained, data, prior):
 
 def test_a_loader_is_read_whole_and_in_order(data):
     dataset = TensorDataset(*data)
-    skewed = DataLoader(dataset, batch_size=7, drop_last=True, sampler=WeightedRandomSampler([1.0] * 600, 50))
+    skewed = DataLoader(
+        dataset, batch_size=7, drop_last=True, sampler=WeightedRandomSampler([1.0] * 600, 50)
+    )
     for source in (dataset, skewed, data):
         inputs, targets = read_samples(source)
         assert torch.equal(inputs, data[0])
@@ -199,7 +251,9 @@ def test_a_loader_collates_as_it_does_in_training(data):
     rows = [{"image": x, "label": y} for x, y in zip(*data, strict=True)]
 
     def pairs(samples):
-        return torch.stack([s["image"] for s in samples]), torch.stack([s["label"] for s in samples])
+        return torch.stack([s["image"] for s in samples]), torch.stack(
+            [s["label"] for s in samples]
+        )
 
     inputs, targets = read_samples(DataLoader(rows, batch_size=7, collate_fn=pairs))
     assert torch.equal(inputs, data[0])
@@ -222,7 +276,9 @@ def test_more_samples_certify_more(start, prior):
     bounds = []
     for n in (100, 1000):
         data = blobs(n, seed=1)
-        bounds.append(certify(fit(deepcopy(start), data), data, prior, structure="neuron", **SHORT).bound)
+        bounds.append(
+            certify(fit(deepcopy(start), data), data, prior, structure="neuron", **SHORT).bound
+        )
     assert bounds[0] > bounds[1]
 
 
@@ -250,23 +306,36 @@ def test_outputs_that_are_no_numbers_are_errors():
 
 
 def test_scores_without_an_axis_of_classes_and_complex_labels_are_refused():
-    with pytest.raises(ValueError, match=r"must have shapes \[N, C\] and \[N\], got \[3\] and \[3\]"):
+    with pytest.raises(
+        ValueError, match=r"must have shapes \[N, C\] and \[N\], got \[3\] and \[3\]"
+    ):
         zero_one_loss(torch.zeros(3), torch.zeros(3).long())
-    with pytest.raises(ValueError, match=r"`targets` must be class indices \(integers\) .*, got torch.complex64"):
+    with pytest.raises(
+        ValueError, match=r"`targets` must be class indices \(integers\) .*, got torch.complex64"
+    ):
         zero_one_loss(torch.zeros(3, 2), torch.zeros(3, dtype=torch.cfloat))
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"theorem": "hoeffding"}, r"`theorem` must be one of \('kl', 'mcallester', 'catoni'\), got 'hoeffding'"),
+        (
+            {"theorem": "hoeffding"},
+            r"`theorem` must be one of \('kl', 'mcallester', 'catoni'\), got 'hoeffding'",
+        ),
         ({"structure": "dense"}, "`structure` .*got 'dense'"),
         ({"structure": ("kron", "dense")}, "`structure` .*got 'dense'"),
         ({"interval": "normal"}, r"`interval` must be one of \('betting', 'kl'\), got 'normal'"),
         ({"delta": 0.0}, r"`delta` must be in \(0, 1\), got 0\.0"),
         ({"delta_draws": 1.0}, r"`delta_draws` must be in \(0, 1\), got 1\.0"),
-        ({"delta": 0.75, "delta_draws": 0.5}, r"`delta` and `delta_draws` must add up to less than 1, got 1\.25"),
-        ({"loss_fn": nn.functional.cross_entropy}, r"`loss_fn` must return a value for each of 256, got shape \[\]"),
+        (
+            {"delta": 0.75, "delta_draws": 0.5},
+            r"`delta` and `delta_draws` must add up to less than 1, got 1\.25",
+        ),
+        (
+            {"loss_fn": nn.functional.cross_entropy},
+            r"`loss_fn` must return a value for each of 256, got shape \[\]",
+        ),
         ({"draws": 0}, "`draws` must be at least 1, got 0"),
         ({"betas": ()}, r"`betas` must be positive numbers, got \[\]"),
         ({"betas": (1.0, -1.0)}, r"`betas` must be positive numbers, got \[1\.0, -1\.0\]"),
@@ -278,15 +347,17 @@ def test_messages(trained, data, prior, arguments, message):
 
 
 def test_a_batch_of_a_loader_is_data(trained, data, prior):
-    assert certify(trained, list(data), prior, draws=5, betas=(1.0,), structure="diagonal") == certify(
-        trained, data, prior, draws=5, betas=(1.0,), structure="diagonal"
-    )
+    assert certify(
+        trained, list(data), prior, draws=5, betas=(1.0,), structure="diagonal"
+    ) == certify(trained, data, prior, draws=5, betas=(1.0,), structure="diagonal")
 
 
 def test_a_dataset_of_dicts_through_a_forward_of_its_own(trained, data, prior):
     x, y = data
     rows = [({"image": x[i]}, y[i]) for i in range(len(y))]
-    found = certify(trained, rows, prior, forward_fn=lambda model, inputs: model(inputs["image"]), **QUICK)
+    found = certify(
+        trained, rows, prior, forward_fn=lambda model, inputs: model(inputs["image"]), **QUICK
+    )
     assert found == certify(trained, data, prior, **QUICK)
 
 
@@ -297,7 +368,9 @@ def test_batches_are_read_as_callbacks_read_them(trained, data, prior):
     named = [{"image": a, "label": b} for a, b in zip(x, y, strict=True)]
     triples = TensorDataset(x, torch.zeros(600), y)
     options = {"draws": 5, "betas": (1.0,), "structure": "diagonal"}
-    expected = certify(trained, data, prior, unlabelled=unlabelled, held_out=blobs(20, 3), **options)
+    expected = certify(
+        trained, data, prior, unlabelled=unlabelled, held_out=blobs(20, 3), **options
+    )
     by_name = certify(
         trained,
         named,
@@ -320,7 +393,9 @@ def test_batches_are_read_as_callbacks_read_them(trained, data, prior):
     assert picked == expected
 
 
-def test_samples_that_influence_each_other_through_a_forward_of_its_own_are_found(trained, data, prior):
+def test_samples_that_influence_each_other_through_a_forward_of_its_own_are_found(
+    trained, data, prior
+):
     with pytest.warns(UserWarning, match="depend on the others of its batch"):
         mixed = certify(
             trained,
@@ -338,10 +413,18 @@ def test_refuses_data_that_do_not_fit(trained, data, prior):
     x, y = data
     with pytest.raises(TypeError, match="`prior` must be a Prior or None, got a Sequential"):
         certify(trained, data, deepcopy(trained))
-    wide = nn.Sequential(*[nn.Linear(x.shape[1], 99) if i == 0 else part for i, part in enumerate(trained)])
-    with pytest.raises(ValueError, match=r"`center` must have the shapes .* got \(99, \d+\) for 0.weight of shape \("):
+    wide = nn.Sequential(
+        *[nn.Linear(x.shape[1], 99) if i == 0 else part for i, part in enumerate(trained)]
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"`center` must have the shapes .* got \(99, \d+\) for 0.weight of shape \(",
+    ):
         certify(trained, data, Prior(wide, "random"))
-    with pytest.raises(ValueError, match=r"`data` must be \(inputs, targets\), .* got 'digits'; `tasks.prepare_task\("):
+    with pytest.raises(
+        ValueError,
+        match=r"`data` must be \(inputs, targets\), .* got 'digits'; `tasks.prepare_task\(",
+    ):
         certify(trained, "digits", prior)
     with pytest.raises(ValueError, match="`data` must hold at least 8 samples, got 7"):
         certify(trained, (x[:7], y[:7]), prior)
@@ -349,18 +432,26 @@ def test_refuses_data_that_do_not_fit(trained, data, prior):
         with pytest.raises(ValueError, match="`data` must hold at least 8 samples, got 0"):
             certify(trained, nothing, prior)
     with pytest.raises(ValueError, match="`data` must hold at least 8 samples, got 2"):
-        certify(trained, [(x[0], y[0]), (x[1], y[1])], prior)  # a dataset of two samples, and no pair
-    with pytest.raises(ValueError, match=r"targets of `data` must be class indices .*, got torch.float32 of shape \[2"):
+        certify(
+            trained, [(x[0], y[0]), (x[1], y[1])], prior
+        )  # a dataset of two samples, and no pair
+    with pytest.raises(
+        ValueError,
+        match=r"targets of `data` must be class indices .*, got torch.float32 of shape \[2",
+    ):
         certify(trained, (x, y.float()), prior)
     with pytest.raises(
-        ValueError, match=r"^`targets` must be class indices \(integers\) .*, got torch.float64 of shape"
+        ValueError,
+        match=r"^`targets` must be class indices \(integers\) .*, got torch.float64 of shape",
     ):
         zero_one_loss(x[:, :2], y.double())
     with pytest.raises(ValueError, match="`data` must hold a tensor of targets, got list"):
         certify(trained, (x, y.tolist()), prior)
     with pytest.raises(ValueError, match=r"`data` .*got dict with image, shade; set `batch_fn`"):
         certify(trained, [{"image": a, "shade": b} for a, b in zip(x, y, strict=True)], prior)
-    with pytest.raises(ValueError, match=r"`data` .*got list of Tensor, Tensor, Tensor; set `batch_fn`"):
+    with pytest.raises(
+        ValueError, match=r"`data` .*got list of Tensor, Tensor, Tensor; set `batch_fn`"
+    ):
         certify(trained, TensorDataset(x, y, y), prior)
     with pytest.raises(ValueError, match="`data` must be finite, got 600 values that are not"):
         certify(trained, (x, y * math.nan), prior, loss_fn=lambda outputs, y: y)
@@ -375,9 +466,14 @@ def test_refuses_data_that_do_not_fit(trained, data, prior):
     with pytest.raises(ValueError, match=r"`stds` must be positive numbers, got \[0\.0\]"):
         Prior(stds=(0.0,))
     with pytest.raises(
-        ValueError, match=r"must hold every trainable parameter of the model, got none for \['2.bias'\]"
+        ValueError,
+        match=r"must hold every trainable parameter of the model, got none for \['2.bias'\]",
     ):
-        certify(trained, data, Prior({n: p for n, p in trained.state_dict().items() if n != "2.bias"}, "no"))
+        certify(
+            trained,
+            data,
+            Prior({n: p for n, p in trained.state_dict().items() if n != "2.bias"}, "no"),
+        )
 
 
 def test_real_targets_are_fine_for_a_loss_that_expects_them(trained, data, prior):
@@ -402,7 +498,10 @@ def test_a_single_layer_is_a_model_too(data):
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        (lambda x, y: (x, y + 1), "targets of `data` must be classes from 0 to 1, as `model` returns 2 scores, got 2"),
+        (
+            lambda x, y: (x, y + 1),
+            "targets of `data` must be classes from 0 to 1, as `model` returns 2 scores, got 2",
+        ),
         (lambda x, y: (x, y - 1), "got -1"),
         (lambda x, y: (x * math.nan, y), "`data` must be finite, got .* values that are not"),
     ],
@@ -417,19 +516,33 @@ def test_refuses_one_score_and_noisy_weights(trained, data, prior):
         certify(trained, data, prior, forward_fn=lambda model, x: model(x)[:, :1])
     with pytest.raises(ValueError, match=r"`model` .*\[N, C\].*got \[2, 1, 2\]"):
         certify(trained, data, prior, forward_fn=lambda model, x: model(x)[:, None])
-    with pytest.raises(ValueError, match="`model` must have plain weights, got noisy ones: `remove_weight_noise`"):
+    with pytest.raises(
+        ValueError, match="`model` must have plain weights, got noisy ones: `remove_weight_noise`"
+    ):
         certify(add_weight_noise(deepcopy(trained)), data, prior)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_networks_drawn_around_half_precision_weights_are_not_rounded(trained, data, start, structure):
+def test_networks_drawn_around_half_precision_weights_are_not_rounded(
+    trained, data, start, structure
+):
     """The certificate of a bfloat16 network is that of the float32 network with the same weights."""
     inputs, targets = data[0].bfloat16(), data[1]
     halves = [deepcopy(net).bfloat16() for net in (trained, start)]
     model, center = halves
-    half = certify(model, (inputs, targets), Prior(center, origin="random"), structure=structure, **SHORT)
+    half = certify(
+        model, (inputs, targets), Prior(center, origin="random"), structure=structure, **SHORT
+    )
     model, center = (deepcopy(net).float() for net in halves)
-    full = certify(model, (inputs.float(), targets), Prior(center, origin="random"), structure=structure, **SHORT)
+    full = certify(
+        model,
+        (inputs.float(), targets),
+        Prior(center, origin="random"),
+        structure=structure,
+        **SHORT,
+    )
     assert (half.valid, full.valid) == (True, True)
-    assert (half.bound, half.kl, half.risk) == pytest.approx((full.bound, full.kl, full.risk), rel=1e-6)
+    assert (half.bound, half.kl, half.risk) == pytest.approx(
+        (full.bound, full.kl, full.risk), rel=1e-6
+    )
     assert all(p.dtype == torch.bfloat16 for p in halves[0].parameters())

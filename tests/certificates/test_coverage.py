@@ -23,7 +23,9 @@ def sample(g: torch.Generator) -> tuple[Tensor, Tensor]:
 def true_error(certificate: Certificate, g: torch.Generator) -> float:
     """Mean over weights of the exact error: noise + (1 − 2·noise)·angle/π for a linear classifier without bias."""
     weights = torch.stack([certificate.post.sample(g)["weight"] for _ in range(200)])
-    angles = torch.nn.functional.cosine_similarity(weights[:, 1] - weights[:, 0], TEACHER[None]).arccos()
+    angles = torch.nn.functional.cosine_similarity(
+        weights[:, 1] - weights[:, 0], TEACHER[None]
+    ).arccos()
     return (NOISE + (1 - 2 * NOISE) * angles / math.pi).mean().item()
 
 
@@ -40,11 +42,20 @@ def certificates() -> list[tuple[Certificate, float]]:
         inputs, targets = sample(g)
         model = nn.Linear(3, 2, bias=False)
         model.load_state_dict(start.state_dict())
-        gradients = torch.autograd.grad(nn.functional.cross_entropy(model(inputs), targets), [model.weight])
+        gradients = torch.autograd.grad(
+            nn.functional.cross_entropy(model(inputs), targets), [model.weight]
+        )
         model.weight.data -= 0.05 * gradients[0]
         prior = Prior(start, origin="drawn before the samples", stds=(0.1,))
         certificate = certify(
-            model, (inputs, targets), prior, betas=(1.0,), delta=DELTA, delta_draws=0.01, draws=200, seed=seed
+            model,
+            (inputs, targets),
+            prior,
+            betas=(1.0,),
+            delta=DELTA,
+            delta_draws=0.01,
+            draws=200,
+            seed=seed,
         )
         assert certificate.valid
         results.append((certificate, true_error(certificate, g)))
@@ -59,10 +70,14 @@ def test_violated_at_most_as_often_as_promised():
     assert violated <= (DELTA + 0.01) * REPEATS
 
     def without_log_term(certificate: Certificate) -> float:
-        return binary_kl_inverse(certificate.risk_interval[1], (certificate.kl + certificate.price) / N).item()
+        return binary_kl_inverse(
+            certificate.risk_interval[1], (certificate.kl + certificate.price) / N
+        ).item()
 
     unprotected = sum(without_log_term(certificate) < error for certificate, error in results)
-    assert unprotected > (DELTA + 0.01) * REPEATS  # so this test goes red where the log term is missing
+    assert (
+        unprotected > (DELTA + 0.01) * REPEATS
+    )  # so this test goes red where the log term is missing
 
 
 def certified_networks() -> list[tuple[Certificate, float]]:
@@ -74,7 +89,9 @@ def certified_networks() -> list[tuple[Certificate, float]]:
         inputs, targets = sample(g)
         model = nn.Linear(3, 2, bias=False)
         model.load_state_dict(start.state_dict())
-        gradients = torch.autograd.grad(nn.functional.cross_entropy(model(inputs), targets), [model.weight])
+        gradients = torch.autograd.grad(
+            nn.functional.cross_entropy(model(inputs), targets), [model.weight]
+        )
         model.weight.data -= 0.05 * gradients[0]
         certificate = certify(
             model,
@@ -130,5 +147,7 @@ def test_a_network_worse_than_its_stochastic_version_needs_the_disagreement():
             draws=200,
             seed=seed,
         )
-        assert found.network.stochastic_bound < 0.5 < found.network.bound  # without the second term: violated
+        assert (
+            found.network.stochastic_bound < 0.5 < found.network.bound
+        )  # without the second term: violated
         assert found.network.disagreement == pytest.approx(0.5, abs=0.1)

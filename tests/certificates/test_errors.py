@@ -84,7 +84,9 @@ def test_a_network_of_tokens_is_certified(tagged, error):
     model, data, prior = tagged
     held_out = sequences(200, 2, padded=True)
     unlabelled = sequences(400, 1, padded=True)
-    found = certify(model, data, prior, error=error, unlabelled=unlabelled, held_out=held_out, **QUICK)
+    found = certify(
+        model, data, prior, error=error, unlabelled=unlabelled, held_out=held_out, **QUICK
+    )
     assert found.valid
     assert (found.n, found.error, found.test_set.n) == (300, error, 200)
     with torch.no_grad():
@@ -105,7 +107,9 @@ def test_tokens_need_to_know_where_padding_is(tagged):
     with pytest.raises(ValueError, match=r"`unlabelled` .*-100"):
         certify(model, data, prior, error="token", unlabelled=inputs, **QUICK)
     whole = certify(model, data, prior, error="sequence", unlabelled=inputs, **QUICK)
-    known = certify(model, data, prior, error="sequence", unlabelled=sequences(400, 1, padded=True), **QUICK)
+    known = certify(
+        model, data, prior, error="sequence", unlabelled=sequences(400, 1, padded=True), **QUICK
+    )
     assert whole.network.disagreement >= known.network.disagreement
 
 
@@ -115,7 +119,10 @@ def test_tokens_need_to_know_where_padding_is(tagged):
         ({}, "`error` must be 'token' or 'sequence' .*got 'class'"),
         ({"error": "word"}, "`error` .*got 'word'"),
         ({"error": "token", "structure": "kron"}, "`structure` .*got 'kron'"),
-        ({"error": "token", "forward_fn": lambda model, x: model(x)[:, 0]}, r"`model` .*\[N, T, V\].*got \[2, 2\]"),
+        (
+            {"error": "token", "forward_fn": lambda model, x: model(x)[:, 0]},
+            r"`model` .*\[N, T, V\].*got \[2, 2\]",
+        ),
     ],
 )
 def test_refusals(tagged, change, match):

@@ -16,7 +16,10 @@ def test_equal_rows_have_equal_prints_whatever_holds_them():
     assert fingerprints(torch.arange(5)) == fingerprints(torch.arange(5, dtype=torch.int32))
     moved = [x.clone(), torch.arange(20)]
     moved[1][3] += 1
-    differs = [a != b for a, b in zip(fingerprints([x, torch.arange(20)]), fingerprints(moved), strict=True)]
+    differs = [
+        a != b
+        for a, b in zip(fingerprints([x, torch.arange(20)]), fingerprints(moved), strict=True)
+    ]
     assert differs == [i == 3 for i in range(20)]
 
 

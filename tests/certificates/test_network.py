@@ -59,13 +59,21 @@ def test_the_best_rows_differ_where_disagreement_decides():
     assert best_of([wide, narrow], network=False) == [wide]
 
 
-def test_nothing_of_the_certificate_changes_with_unlabelled_inputs(certificate, trained, data, start):
+def test_nothing_of_the_certificate_changes_with_unlabelled_inputs(
+    certificate, trained, data, start
+):
     alone = certify(trained, data, Prior(start, "random initialisation"), **QUICK)
-    assert (alone.bound, alone.risk, alone.candidates) == (certificate.bound, certificate.risk, certificate.candidates)
+    assert (alone.bound, alone.risk, alone.candidates) == (
+        certificate.bound,
+        certificate.risk,
+        certificate.candidates,
+    )
     assert alone.network is None
 
 
-@pytest.mark.parametrize(("m", "draws", "blocks", "size"), [(1_000, 100, 100, 10), (250, 100, 83, 3), (90, 100, 90, 1)])
+@pytest.mark.parametrize(
+    ("m", "draws", "blocks", "size"), [(1_000, 100, 100, 10), (250, 100, 83, 3), (90, 100, 90, 1)]
+)
 def test_every_block_has_inputs_and_a_draw_of_its_own(trained, data, m, draws, blocks, size):
     """A network whose draws say which draw they are, on inputs that say which input they are."""
 
@@ -83,7 +91,9 @@ def test_every_block_has_inputs_and_a_draw_of_its_own(trained, data, m, draws, b
     inputs = torch.arange(m)[:, None].float()
     subject = Subject.of(model, (inputs, torch.zeros(m).long()), seed=0)
     model.calls.clear()
-    means, found = block_disagreements(subject, pre_distribution(model, prior_std=1.0), inputs, None, draws)
+    means, found = block_disagreements(
+        subject, pre_distribution(model, prior_std=1.0), inputs, None, draws
+    )
     (own, *drawn) = [call for call in model.calls if len(call[1]) <= m]
     assert own[0] == 0.0
     assert (len(means), found) == (blocks, size)
@@ -92,7 +102,9 @@ def test_every_block_has_inputs_and_a_draw_of_its_own(trained, data, m, draws, b
     rows = [row for _, block in drawn for row in block]
     assert len(set(rows)) == len(rows)
     assert rows != sorted(rows)  # at random: the inputs' order may mean something
-    expected = [float(weight > 0) for weight, _ in drawn]  # ties go to class 0, which the network says
+    expected = [
+        float(weight > 0) for weight, _ in drawn
+    ]  # ties go to class 0, which the network says
     assert means.tolist() == expected
 
 
@@ -159,9 +171,15 @@ def test_unlabelled_inputs_of_any_form(trained, data, prior, certificate, form):
     ("change", "match"),
     [
         ({"unlabelled": UNLABELLED[:99]}, "`unlabelled` .*100.*got 99"),
-        ({"unlabelled": torch.cat([UNLABELLED, blobs(600, 0)[0][:3]])}, "`unlabelled` .*got 3 of 1003"),
+        (
+            {"unlabelled": torch.cat([UNLABELLED, blobs(600, 0)[0][:3]])},
+            "`unlabelled` .*got 3 of 1003",
+        ),
         ({"unlabelled": blobs(600, 0)}, "`unlabelled` .*got 600 of 600"),
-        ({"unlabelled": UNLABELLED, "loss_fn": lambda outputs, targets: targets * 0.5}, "`unlabelled` .*`loss_fn`"),
+        (
+            {"unlabelled": UNLABELLED, "loss_fn": lambda outputs, targets: targets * 0.5},
+            "`unlabelled` .*`loss_fn`",
+        ),
         ({"unlabelled": UNLABELLED * torch.nan}, "`unlabelled` must be finite"),
         ({"held_out": tuple(part[:20] for part in blobs(600, 0))}, "`held_out` .*got 20 of 20"),
         ({"held_out": (UNLABELLED, UNLABELLED)}, "`held_out`|targets"),

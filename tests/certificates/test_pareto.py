@@ -40,7 +40,9 @@ def test_the_oracle_is_lemma_4_2_of_the_diagonal_curvature(trained, data, start)
     diagonal = curvatures_of(subject, ["diagonal"], 600)["diagonal"]
     diagonal[0].eigenvalues[0, 0] = 0.0  # a weight that the loss does not feel
     h = torch.cat([block.eigenvalues.flatten() for block in diagonal])
-    delta = torch.cat([(p - start.state_dict()[n]).detach().flatten() for n, p in trained.named_parameters()])
+    delta = torch.cat(
+        [(p - start.state_dict()[n]).detach().flatten() for n, p in trained.named_parameters()]
+    )
     expected = oracle_complexity(h, delta, beta=2.0)
     proposal = _oracle(subject, Prior(start), diagonal, 2.0)
     assert proposal.kl == pytest.approx(expected.kl.item())
@@ -57,7 +59,10 @@ def test_one_structure_goes_by_its_name(trained, data, prior):
 
 @pytest.mark.parametrize(
     ("structure", "message"),
-    [("nueron", "`structure` .*got 'nueron'"), ((), "`structure` must name at least one structure")],
+    [
+        ("nueron", "`structure` .*got 'nueron'"),
+        ((), "`structure` must name at least one structure"),
+    ],
 )
 def test_refuses_what_is_no_structure(trained, data, structure, message):
     with pytest.raises(ValueError, match=message):
@@ -70,7 +75,11 @@ def test_the_picture_shows_the_rows(rows, tmp_path):
     row = min((row for row in rows if row.structure == "diagonal"), key=lambda row: row.kl)
     x = (row.kl + row.price + math.log(2 * math.sqrt(600) / 0.04)) / 600
     assert lines["diagonal"][0].tolist() == pytest.approx([x, 1 - row.risk])
-    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["isotropic", "diagonal", "oracle"]
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == [
+        "isotropic",
+        "diagonal",
+        "oracle",
+    ]
     figure.savefig(tmp_path / "pareto.png")
     assert (tmp_path / "pareto.png").read_bytes().startswith(b"\x89PNG")
 
@@ -81,6 +90,7 @@ def test_a_point_on_a_grey_line_has_that_bound():
     plot_pareto([Candidate("diagonal", 1.0, 0.1, 50.0, 1.0, 0.4, {})], 1000, ax=ax)
     grey = [line.get_xydata() for line in ax.get_lines() if line.get_label().startswith("_")]
     bounds = [
-        kl_bound(1 - y, 1000 * x - math.log(2 * math.sqrt(1000) / 0.04), 1000, 0.04) for x, y in (g[9] for g in grey)
+        kl_bound(1 - y, 1000 * x - math.log(2 * math.sqrt(1000) / 0.04), 1000, 0.04)
+        for x, y in (g[9] for g in grey)
     ]
     assert [bound.item() for bound in bounds] == pytest.approx([0.05, 0.1, 0.2, 0.3, 0.5], abs=1e-6)

@@ -47,7 +47,10 @@ def test_hashes_know_values_and_shapes():
     assert one == hashes({"x": x.clone()})["x"]
     assert one != hashes({"x": x.view(2, 3)})["x"]
     assert one != hashes({"x": x + 1})["x"]
-    assert hashes({"x": torch.empty(0), "y": torch.tensor(1.0, dtype=torch.bfloat16)}).keys() == {"x", "y"}
+    assert hashes({"x": torch.empty(0), "y": torch.tensor(1.0, dtype=torch.bfloat16)}).keys() == {
+        "x",
+        "y",
+    }
 
 
 @pytest.mark.parametrize("kind", ["state_dict", "lightning"])
@@ -72,7 +75,9 @@ def test_a_fresh_head_is_centred_at_zero(trained, start, data):
 
 def test_a_prior_of_another_network_is_refused(trained, data):
     other = nn.ModuleDict({"trunk": nn.Linear(4, 8), "head": nn.Linear(8, 2)})
-    with pytest.raises(ValueError, match=r"`center` .*got none for \['0.weight', '0.bias', '2.weight'\] and 1 more"):
+    with pytest.raises(
+        ValueError, match=r"`center` .*got none for \['0.weight', '0.bias', '2.weight'\] and 1 more"
+    ):
         certify(trained, data, Prior(other, "another network"), **QUICK)
 
 
@@ -93,7 +98,13 @@ def test_samples_that_the_centre_was_trained_on_are_refused(trained, start, data
         certify(trained, data, Prior(start, "pretrained", seen=seen), **QUICK)
     unlabelled = blobs(200, 5)[0]
     with pytest.raises(ValueError, match=r"`unlabelled` .*got 9 of 200"):
-        certify(trained, data, Prior(start, "pretrained", seen=unlabelled[:9]), unlabelled=unlabelled, **QUICK)
+        certify(
+            trained,
+            data,
+            Prior(start, "pretrained", seen=unlabelled[:9]),
+            unlabelled=unlabelled,
+            **QUICK,
+        )
 
 
 def test_half_of_the_labels_train_the_centre_and_the_others_certify(trained, start, data, prior):

@@ -52,7 +52,10 @@ def test_the_stronger_proof_is_named_and_the_weaker_one_gets_the_advice(certific
         ({"stochastic_bound": 0.9, "risk_upper": 0.1}, "half_fn"),
         ({"disagreement": 0.9, "disagreement_upper": 0.91}, "narrower"),
         ({"disagreement": 0.0, "disagreement_upper": 0.9}, "unlabelled inputs"),
-        ({"risk": 0.9, "risk_upper": 0.91, "stochastic_bound": 0.92}, "error of the stochastic network"),
+        (
+            {"risk": 0.9, "risk_upper": 0.91, "stochastic_bound": 0.92},
+            "error of the stochastic network",
+        ),
         ({"risk": 0.0, "risk_upper": 0.9, "stochastic_bound": 0.91}, "`draws`"),
     ],
 )

@@ -6,7 +6,12 @@ import pytest
 import torch
 
 from lightning_taskinfo.certificates import Prior
-from lightning_taskinfo.certificates.search import Subject, check_choices, choose_scales, curvatures_of
+from lightning_taskinfo.certificates.search import (
+    Subject,
+    check_choices,
+    choose_scales,
+    curvatures_of,
+)
 from lightning_taskinfo.distributions import (
     diagonal_curvature,
     layer_input_matrices,
@@ -24,7 +29,12 @@ def seen(trained, data):
     state = g.get_state()
     alone = kronecker_factors(trained, inputs, generator=g)
     diagonal = fisher_diagonal(trained, inputs, generator=g.set_state(state))
-    return diagonal, layer_input_matrices(trained, inputs), kronecker_factors(trained, inputs, generator=g), alone
+    return (
+        diagonal,
+        layer_input_matrices(trained, inputs),
+        kronecker_factors(trained, inputs, generator=g),
+        alone,
+    )
 
 
 def curvature(trained, data, structure):
@@ -36,7 +46,9 @@ def test_diagonal_and_isotropic(trained, data, seen):
     mean = torch.cat([h.flatten() for h in diagonal.values()]).mean().double()
     for block in curvature(trained, data, "diagonal"):
         (name,) = block.names
-        torch.testing.assert_close(block.eigenvalues.flatten(), 600 * diagonal[name].flatten().double())
+        torch.testing.assert_close(
+            block.eigenvalues.flatten(), 600 * diagonal[name].flatten().double()
+        )
     for block in curvature(trained, data, "isotropic"):
         torch.testing.assert_close(block.eigenvalues, (600 * mean).expand_as(block.eigenvalues))
 
@@ -97,7 +109,10 @@ def test_a_loss_that_is_no_number_is_the_worst(trained, data):
         ({"delta": 0.0}, r"`delta` must be in \(0, 1\), got 0\.0"),
         ({"delta": 1.0}, r"`delta` must be in \(0, 1\), got 1\.0"),
         ({"delta_draws": 0.0}, r"`delta_draws` must be in \(0, 1\), got 0\.0"),
-        ({"delta": 0.5, "delta_draws": 0.5}, r"`delta` and `delta_draws` must add up to less than 1, got 1\.0"),
+        (
+            {"delta": 0.5, "delta_draws": 0.5},
+            r"`delta` and `delta_draws` must add up to less than 1, got 1\.0",
+        ),
         ({"betas": [1.0, 0.0]}, r"`betas` must be positive numbers, got \[1\.0, 0\.0\]"),
     ],
 )
@@ -116,15 +131,22 @@ def test_scales_are_the_best_of_the_grid(trained, start, size):
     """
     g = torch.Generator().manual_seed(3)
     h = {name: size * torch.rand(p.shape, generator=g) for name, p in start.named_parameters()}
-    delta = {n: (size > 1) * (value - start.state_dict()[n]) for n, value in trained.state_dict().items()}
+    delta = {
+        n: (size > 1) * (value - start.state_dict()[n]) for n, value in trained.state_dict().items()
+    }
     grid, beta = (0.3, 0.01, 1.0, 0.1), 2.0
     _, by_layer, price = choose_scales(diagonal_curvature(h), delta, Prior(start, stds=grid), beta)
 
     def objective(layer, j):
         names = [name for name in h if name.startswith(layer)]
-        parts = [information_in_weights(h[n], delta[n], prior_std=grid[j], beta=beta).objective() for n in names]
+        parts = [
+            information_in_weights(h[n], delta[n], prior_std=grid[j], beta=beta).objective()
+            for n in names
+        ]
         return sum(parts) + beta * math.log(math.pi**2 * (j + 1) ** 2 / 6)
 
     best = {layer: min(range(4), key=lambda j: objective(layer, j)) for layer in ("0", "2")}
     assert by_layer == {layer: grid[j] for layer, j in best.items()}
-    assert price == pytest.approx(sum(math.log(math.pi**2 * (j + 1) ** 2 / 6) for j in best.values()))
+    assert price == pytest.approx(
+        sum(math.log(math.pi**2 * (j + 1) ** 2 / 6) for j in best.values())
+    )

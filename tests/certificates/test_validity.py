@@ -24,7 +24,9 @@ def test_a_centre_of_unknown_origin(trained, data, start):
     assert not certificate.valid
     assert "the prior's centre is not known to be independent of the data" in certificate.reasons[0]
     assert "NO: the prior's centre" in str(certificate)
-    assert not [line for line in certificate.assumptions if "centre" in line]  # nobody has given a word to trust
+    assert not [
+        line for line in certificate.assumptions if "centre" in line
+    ]  # nobody has given a word to trust
 
 
 @pytest.mark.parametrize("origin", [None, "random initialisation"])
@@ -41,7 +43,9 @@ def test_the_origin_is_repeated(trained, data, start):
     assert "trained on other people's digits" in str(certificate)
 
 
-@pytest.mark.parametrize("alias", [lambda m: m, lambda m: m.state_dict(), lambda m: dict(m.named_parameters())])
+@pytest.mark.parametrize(
+    "alias", [lambda m: m, lambda m: m.state_dict(), lambda m: dict(m.named_parameters())]
+)
 def test_a_centre_that_was_trained_along(start, data, alias):
     """``w0 = model.state_dict()`` before training is not a copy: afterwards it is the trained network."""
     model = deepcopy(start)
@@ -52,15 +56,24 @@ def test_a_centre_that_was_trained_along(start, data, alias):
 
 
 def test_a_centre_equal_to_the_network_but_trained_elsewhere(start, data):
-    certificate = certified(deepcopy(start), data, Prior(deepcopy(start), origin="trained on the other half"))
+    certificate = certified(
+        deepcopy(start), data, Prior(deepcopy(start), origin="trained on the other half")
+    )
     assert certificate.valid
-    assert "the network is the prior's centre itself: it has learned nothing" in certificate.assumptions[1]
+    assert (
+        "the network is the prior's centre itself: it has learned nothing"
+        in certificate.assumptions[1]
+    )
 
 
 def test_a_parametrized_layer(data):
     torch.manual_seed(0)
-    start = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 8)), nn.ReLU(), nn.Linear(8, 2))
-    certificate = certified(fit(deepcopy(start), data), data, Prior(start, "random initialisation"), structure="neuron")
+    start = nn.Sequential(
+        nn.utils.parametrizations.weight_norm(nn.Linear(4, 8)), nn.ReLU(), nn.Linear(8, 2)
+    )
+    certificate = certified(
+        fit(deepcopy(start), data), data, Prior(start, "random initialisation"), structure="neuron"
+    )
     assert certificate.valid
     assert "0.parametrizations.weight" in certificate.prior_std
 
@@ -83,9 +96,14 @@ def test_batch_norm_statistics_that_moved(data):
 def test_statistics_that_are_not_a_copy(data):
     """Where only the weights were copied, equal statistics say nothing: they are the same tensor."""
     model = normalised()
-    center = {**model.state_dict(), **{name: p.detach().clone() for name, p in model.named_parameters()}}
+    center = {
+        **model.state_dict(),
+        **{name: p.detach().clone() for name, p in model.named_parameters()},
+    }
     certificate = certified(fit(model, data), data, Prior(center, origin="random initialisation"))
-    assert certificate.reasons[0].startswith("BatchNorm statistic `1.running_mean`, like 2 more, shares memory")
+    assert certificate.reasons[0].startswith(
+        "BatchNorm statistic `1.running_mean`, like 2 more, shares memory"
+    )
 
 
 def test_batch_norm_statistics_that_stayed(data):
@@ -98,9 +116,13 @@ def test_batch_norm_statistics_that_stayed(data):
 
 def test_batch_norm_without_statistics_lets_samples_influence_each_other(data):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8, track_running_stats=False), nn.ReLU(), nn.Linear(8, 2))
+    model = nn.Sequential(
+        nn.Linear(4, 8), nn.BatchNorm1d(8, track_running_stats=False), nn.ReLU(), nn.Linear(8, 2)
+    )
     start = deepcopy(model)
-    curvature = diagonal_curvature({name: torch.ones_like(p) for name, p in model.named_parameters()})
+    curvature = diagonal_curvature(
+        {name: torch.ones_like(p) for name, p in model.named_parameters()}
+    )
     certificate = certified(model, data, Prior(start, origin="other data"), structure=curvature)
     assert certificate.reasons == (
         "the output for a sample depends on the other samples of its batch, so their losses are not independent",
@@ -108,13 +130,19 @@ def test_batch_norm_without_statistics_lets_samples_influence_each_other(data):
 
 
 @pytest.mark.parametrize(
-    ("origin", "valid"), [("random initialisation", False), ("Initial weights", False), ("the other half", True)]
+    ("origin", "valid"),
+    [("random initialisation", False), ("Initial weights", False), ("the other half", True)],
 )
 def test_an_initialisation_that_is_the_trained_network(start, data, origin, valid):
     certificate = certified(start, data, Prior(deepcopy(start), origin=origin))
     assert certificate.valid == valid
-    assert valid or "equals the trained weights: it was copied after training" in certificate.reasons[0]
-    assert valid == any("it has learned nothing from these samples" in line for line in certificate.assumptions)
+    assert (
+        valid
+        or "equals the trained weights: it was copied after training" in certificate.reasons[0]
+    )
+    assert valid == any(
+        "it has learned nothing from these samples" in line for line in certificate.assumptions
+    )
 
 
 def test_a_buffer_that_moved_is_called_a_buffer(start, data):
@@ -139,13 +167,19 @@ def test_outputs_that_differ_by_rounding_are_no_influence(start, data, share, in
         return start(x) * (1 + share * len(x))  # a little like sums in another order
 
     found = reasons_against(start, Prior(deepcopy(start), "other data"), data[0][:4], outputs)
-    assert ["depends on the other samples of its batch" in reason for reason in found] == [True] * influenced
+    assert ["depends on the other samples of its batch" in reason for reason in found] == [
+        True
+    ] * influenced
 
 
-def test_what_is_taken_on_trust_is_told_with_the_number_of_scales_and_where_the_centre_is_from(start):
+def test_what_is_taken_on_trust_is_told_with_the_number_of_scales_and_where_the_centre_is_from(
+    start,
+):
     trusted = assumptions(start, Prior(stds=(0.1, 0.2)))
     assert len(trusted) == 2
-    assert trusted[0].startswith("architecture, preprocessing and the 2 prior scales were fixed before")
+    assert trusted[0].startswith(
+        "architecture, preprocessing and the 2 prior scales were fixed before"
+    )
     model = deepcopy(start)
     nn.init.ones_(model[0].bias)  # one of several
     assert assumptions(model, Prior(start, "random", stds=(0.1, 0.2))) == [
@@ -157,17 +191,24 @@ def test_what_is_taken_on_trust_is_told_with_the_number_of_scales_and_where_the_
 def test_a_frozen_layer_that_stayed_costs_nothing(start, data):
     start = deepcopy(start)
     start[0].requires_grad_(False)
-    certificate = certified(fit(deepcopy(start), data), data, Prior(start, origin="random initialisation"))
+    certificate = certified(
+        fit(deepcopy(start), data), data, Prior(start, origin="random initialisation")
+    )
     assert certificate.valid
     assert list(certificate.post.mean) == ["2.weight", "2.bias"]
 
 
 def test_a_frozen_layer_that_moved(trained, start, data):
     model = deepcopy(trained)
-    model[0].requires_grad_(False)  # trained first, frozen for the certificate: its information is not paid for
+    model[0].requires_grad_(
+        False
+    )  # trained first, frozen for the certificate: its information is not paid for
     certificate = certified(model, data, Prior(start, origin="random initialisation"))
     assert not certificate.valid
-    assert "frozen parameter `0.weight`, like 1 more, is outside the KL and differs" in certificate.reasons[0]
+    assert (
+        "frozen parameter `0.weight`, like 1 more, is outside the KL and differs"
+        in certificate.reasons[0]
+    )
 
 
 def test_a_frozen_layer_that_the_centre_does_not_hold(trained, start, data):
@@ -191,7 +232,9 @@ def test_tied_weights_count_once(data):
     start[2].weight = start[0].weight
     model = fit(deepcopy(start), data)
     for structure in ("diagonal", "neuron"):
-        certificate = certified(model, data, Prior(start, origin="random initialisation"), structure=structure)
+        certificate = certified(
+            model, data, Prior(start, origin="random initialisation"), structure=structure
+        )
         assert certificate.valid
         assert sum(mean.numel() for mean in certificate.post.mean.values()) == 16 + 4 + 4 + 8 + 2
 
@@ -215,7 +258,9 @@ def test_a_bounded_loss_of_ones_own(trained, data, prior):
 def test_dropout_is_measured_in_eval_mode(data):
     torch.manual_seed(0)
     start = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.9), nn.Linear(8, 2))
-    assert certified(fit(deepcopy(start), data), data, Prior(start, origin="random initialisation")).valid
+    assert certified(
+        fit(deepcopy(start), data), data, Prior(start, origin="random initialisation")
+    ).valid
 
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf])
@@ -226,4 +271,6 @@ def test_outputs_that_are_not_finite_hide_no_influence(start, data, odd, influen
         return y.index_fill(1, torch.tensor([0]), odd)
 
     found = reasons_against(start, Prior(deepcopy(start), "other data"), data[0][:4], outputs)
-    assert ["depends on the other samples of its batch" in reason for reason in found] == [True] * influenced
+    assert ["depends on the other samples of its batch" in reason for reason in found] == [
+        True
+    ] * influenced

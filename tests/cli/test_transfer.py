@@ -44,18 +44,34 @@ def test_an_experiment_in_weights_and_biases(pair, tmp_path, capsys):
     assert len(runs) == 3
     wandb = Path(sys.executable).with_name("wandb")
     shown = [
-        subprocess.run([wandb, "leet", "inspect", "--json", run], capture_output=True, text=True, check=True).stdout
+        subprocess.run(
+            [wandb, "leet", "inspect", "--json", run], capture_output=True, text=True, check=True
+        ).stdout
         for run in runs
     ]
     (tuned,) = (text for text in shown if '"lautum-9-seed0"' in text)
-    for key in ("pretrain/train_loss", "train_loss", "before/information/total", "added/total", "test_accuracy"):
+    for key in (
+        "pretrain/train_loss",
+        "train_loss",
+        "before/information/total",
+        "added/total",
+        "test_accuracy",
+    ):
         assert key in tuned
-    assert sum("source → target (out)" in text or "source \\u2192 target (out)" in text for text in shown) == 3
+    assert (
+        sum(
+            "source → target (out)" in text or "source \\u2192 target (out)" in text
+            for text in shown
+        )
+        == 3
+    )
 
 
 def test_a_yaml_file_and_a_second_run_that_has_nothing_to_do(pair, tmp_path, capsys):
     config = tmp_path / "config.yaml"
-    config.write_text("labels: [9]\nstages:\n  pretrain_epochs: 1\n  fine_tune_epochs: 1\nlogger: none\n")
+    config.write_text(
+        "labels: [9]\nstages:\n  pretrain_epochs: 1\n  fine_tune_epochs: 1\nlogger: none\n"
+    )
     arguments = ["transfer", f"--config={config}", pair, f"--folder={tmp_path / 'out'}", *SMALL]
     assert cli.main(arguments) == 0
     first = json.loads((tmp_path / "out" / "report" / "report.json").read_text())
@@ -71,7 +87,10 @@ def test_a_yaml_file_and_a_second_run_that_has_nothing_to_do(pair, tmp_path, cap
     [
         ("--pair=digits", "`pair` must be a source and a target"),
         ("--model=vgg", "`model` must be one of mlp"),
-        ("--model=torch.nn.Linear", "`model` must make a network for an image shape, but Linear((1, 8, 8)) failed"),
+        (
+            "--model=torch.nn.Linear",
+            "`model` must make a network for an image shape, but Linear((1, 8, 8)) failed",
+        ),
         ("--model=torch.nn.Flatten", "`model` must "),
         ("--model=examples.reference.Classifier", "`model` must "),
         ("--stages.learning_rate=.inf", "learning_rate"),

@@ -37,8 +37,14 @@ def test_is_frozen(arrays):
             {"x_test": np.zeros((10, 1, 3, 8, 9), np.uint8)},
             "`x_test` must have the shape [N, H, W], [N, C, H, W] or [N, H, W, C], got (10, 1, 3, 8, 9).",
         ),
-        ({"y_train": np.zeros((12, 1), np.int64)}, "`y_train` must have the shape [N], got (12, 1)."),
-        ({"y_train": np.arange(9)}, "`x_train` and `y_train` must have the same positive length, got 12 and 9."),
+        (
+            {"y_train": np.zeros((12, 1), np.int64)},
+            "`y_train` must have the shape [N], got (12, 1).",
+        ),
+        (
+            {"y_train": np.arange(9)},
+            "`x_train` and `y_train` must have the same positive length, got 12 and 9.",
+        ),
         (
             {"x_test": np.zeros((0, 3, 8, 9), np.uint8), "y_test": np.zeros(0, np.int64)},
             "`x_test` and `y_test` must have the same positive length, got 0 and 0.",
@@ -102,16 +108,24 @@ def test_labels_that_are_no_whole_numbers_are_refused(arrays, labels, got):
 
 
 def test_classes_are_those_of_both_splits_and_training_samples_are_missed(arrays):
-    with pytest.warns(TaskInfoWarning, match="`y_train` of 'some' has no sample of 1 of 11 classes"):
+    with pytest.warns(
+        TaskInfoWarning, match="`y_train` of 'some' has no sample of 1 of 11 classes"
+    ):
         assert from_any({**arrays, "y_test": np.arange(1, 11)}, name="some").num_classes == 11
-    assert from_any({**arrays, "y_test": np.zeros(10, int)}, name="some").num_classes == 10  # warnings are errors
+    assert (
+        from_any({**arrays, "y_test": np.zeros(10, int)}, name="some").num_classes == 10
+    )  # warnings are errors
 
 
-@pytest.mark.parametrize("labels", [[0, 10**9, 2 * 10**9, 3 * 10**9], [1, 2, 3, 4], [0, 1, 3, 7]], ids=str)
+@pytest.mark.parametrize(
+    "labels", [[0, 10**9, 2 * 10**9, 3 * 10**9], [1, 2, 3, 4], [0, 1, 3, 7]], ids=str
+)
 def test_classes_are_the_labels_that_occur(arrays, labels):
     """Not all numbers up to the largest, which nobody has memory for."""
     given = {key: np.resize(labels, len(arrays[key])) for key in ("y_train", "y_test")}
-    with pytest.warns(TaskInfoWarning, match=f"`y_train` and `y_test` of 'some' have the labels {labels[0]}"):
+    with pytest.warns(
+        TaskInfoWarning, match=f"`y_train` and `y_test` of 'some' have the labels {labels[0]}"
+    ):
         data = from_any({**arrays, **given}, name="some")
     assert (data.num_classes, data.labels) == (4, tuple(labels))
     assert np.array_equal(np.array(labels)[data.y_train], given["y_train"])
@@ -141,7 +155,9 @@ def test_lists_of_different_lengths_are_no_images(arrays):
 
 
 def test_tensors_are_arrays_too(arrays):
-    data = ArrayData(**{k: torch.from_numpy(a) for k, a in arrays.items()}, name="some", num_classes=10)
+    data = ArrayData(
+        **{k: torch.from_numpy(a) for k, a in arrays.items()}, name="some", num_classes=10
+    )
     assert all(np.array_equal(getattr(data, key), array) for key, array in arrays.items())
     assert isinstance(data.x_train, np.ndarray)
 
@@ -152,7 +168,9 @@ def test_takes_channels_first_last_or_none_and_any_whole_numbers(arrays, dtype):
     some = {"name": "some", "num_classes": 10}
     assert from_any({**arrays, **labels}, name="some").num_classes == 10
     first = ArrayData(**{**arrays, **labels}, **some)
-    last = ArrayData(**labels, **{k: np.moveaxis(arrays[k], 1, -1) for k in ("x_train", "x_test")}, **some)
+    last = ArrayData(
+        **labels, **{k: np.moveaxis(arrays[k], 1, -1) for k in ("x_train", "x_test")}, **some
+    )
     none = ArrayData(**labels, **{k: arrays[k][:, 0] for k in ("x_train", "x_test")}, **some)
     assert first.y_train.dtype == np.int64
     assert np.array_equal(first.x_train, arrays["x_train"])
@@ -163,4 +181,9 @@ def test_takes_channels_first_last_or_none_and_any_whole_numbers(arrays, dtype):
 @pytest.mark.parametrize("shape", [(3, 8, 4), (8, 9, 2)], ids=["both ends", "neither end"])
 def test_where_both_ends_may_be_channels_or_neither_they_are_first(arrays, shape):
     x = np.zeros((12, *shape), np.uint8)
-    assert ArrayData(x, arrays["y_train"], x, arrays["y_train"], name="some", num_classes=10).image_shape == shape
+    assert (
+        ArrayData(
+            x, arrays["y_train"], x, arrays["y_train"], name="some", num_classes=10
+        ).image_shape
+        == shape
+    )

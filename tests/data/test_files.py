@@ -26,7 +26,9 @@ def test_npz_by_numpy(tmp_path, arrays):
 
 
 def test_labels_that_count_from_one_are_a_warning(tmp_path, arrays):
-    counted_from_one = {key: value + 1 if key.startswith("y") else value for key, value in arrays.items()}
+    counted_from_one = {
+        key: value + 1 if key.startswith("y") else value for key, value in arrays.items()
+    }
     np.savez(tmp_path / "some.npz", **counted_from_one)
     with pytest.warns(UserWarning, match="of 'some' have the labels 1, 2"):
         data = load_npz(tmp_path / "some.npz")
@@ -40,7 +42,9 @@ def test_save_and_load(tmp_path, arrays):
     assert same(data, arrays)
     assert (data.name, data.num_classes) == ("letters → α", 12)
     assert [file.name for file in tmp_path.iterdir()] == ["file.npz"]
-    named = load_npz(tmp_path / "file.npz", name="other", num_classes=13)  # what is given comes first
+    named = load_npz(
+        tmp_path / "file.npz", name="other", num_classes=13
+    )  # what is given comes first
     assert (named.name, named.num_classes) == ("other", 13)
 
 
@@ -54,17 +58,27 @@ def test_a_failed_save_leaves_the_old_file_and_nothing_else(tmp_path, arrays, mo
 
 
 def test_no_npz_file(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"`path` must be an npz file, but there is no file at .*none.npz"):
+    with pytest.raises(
+        FileNotFoundError, match=r"`path` must be an npz file, but there is no file at .*none.npz"
+    ):
         load_npz(tmp_path / "none.npz")
-    with pytest.raises(FileNotFoundError, match="`path` must be an npz file, but there is no file at "):
+    with pytest.raises(
+        FileNotFoundError, match="`path` must be an npz file, but there is no file at "
+    ):
         load_npz(tmp_path)  # a folder
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"y_test": None}, "some.npz: the arrays y_test are missing; there are x_train, y_train, x_test"),
-        ({"x_train": np.zeros((12, 3, 8, 9), np.float32)}, "some.npz: `x_train` must be uint8, got float32"),
+        (
+            {"y_test": None},
+            "some.npz: the arrays y_test are missing; there are x_train, y_train, x_test",
+        ),
+        (
+            {"x_train": np.zeros((12, 3, 8, 9), np.float32)},
+            "some.npz: `x_train` must be uint8, got float32",
+        ),
         ({"y_train": np.zeros(12, bool)}, "some.npz: `y_train` must be whole numbers, got bool"),
         (
             {"y_train": np.array(["cat", "dog"] * 6)},
@@ -74,11 +88,16 @@ def test_no_npz_file(tmp_path):
             {"y_train": np.arange(9)},
             "some.npz: `x_train` and `y_train` must have the same positive length, got 12 and 9",
         ),
-        ({"y_train": np.array([None] * 12)}, "some.npz: not a readable npz file of plain arrays .*allow_pickle=False"),
+        (
+            {"y_train": np.array([None] * 12)},
+            "some.npz: not a readable npz file of plain arrays .*allow_pickle=False",
+        ),
     ],
 )
 def test_npz_refuses(tmp_path, arrays, change, message):
-    np.savez(tmp_path / "some.npz", **{k: v for k, v in {**arrays, **change}.items() if v is not None})
+    np.savez(
+        tmp_path / "some.npz", **{k: v for k, v in {**arrays, **change}.items() if v is not None}
+    )
     with pytest.raises(ValueError, match=message):
         load_npz(tmp_path / "some.npz")
 
@@ -88,7 +107,9 @@ def test_npz_refuses_other_files(tmp_path):
     (tmp_path / "text.npz").write_text("not a zip file")
     (tmp_path / "empty.npz").touch()
     for file in tmp_path.iterdir():
-        with pytest.raises(ValueError, match=f"{file.name}: not a readable npz file of plain arrays"):
+        with pytest.raises(
+            ValueError, match=f"{file.name}: not a readable npz file of plain arrays"
+        ):
             load_npz(file)
 
 
@@ -102,7 +123,11 @@ def test_an_npz_without_arrays_has_none_of_them(tmp_path):
 @pytest.mark.parametrize(
     ("where", "damage", "message"),
     [
-        (b"PK\x01\x02", (10, b"\x61"), "compression"),  # a method that nobody knows, in the list of arrays
+        (
+            b"PK\x01\x02",
+            (10, b"\x61"),
+            "compression",
+        ),  # a method that nobody knows, in the list of arrays
         (b"PK\x03\x04", (80, b"\xff" * 40), "decompressing"),
     ],
     ids=["method", "values"],
@@ -113,7 +138,9 @@ def test_a_damaged_compressed_npz_is_refused(tmp_path, arrays, where, damage, me
     raw, (offset, new) = path.read_bytes(), damage
     start = raw.index(where) + offset
     path.write_bytes(raw[:start] + new + raw[start + len(new) :])
-    with pytest.raises(ValueError, match=rf"some.npz: not a readable npz file of plain arrays \(.*{message}"):
+    with pytest.raises(
+        ValueError, match=rf"some.npz: not a readable npz file of plain arrays \(.*{message}"
+    ):
         load_npz(path)
 
 
@@ -136,7 +163,10 @@ def test_a_damaged_npz_is_refused_or_still_right(tmp_path, arrays):
 
 
 def idx(array, code=0x08):
-    return struct.pack(f">BBBB{array.ndim}I", 0, 0, code, array.ndim, *array.shape) + array.astype(np.uint8).tobytes()
+    return (
+        struct.pack(f">BBBB{array.ndim}I", 0, 0, code, array.ndim, *array.shape)
+        + array.astype(np.uint8).tobytes()
+    )
 
 
 @pytest.fixture
@@ -161,7 +191,9 @@ def write(folder, files, gzipped=False, dotted=False):
 def test_idx(tmp_path, arrays, idx_files, gzipped, dotted):
     write(tmp_path, idx_files, gzipped, dotted)
     data = load_idx(tmp_path)
-    assert same(data, {**arrays, "x_train": arrays["x_train"][:, :1], "x_test": arrays["x_test"][:, :1]})
+    assert same(
+        data, {**arrays, "x_train": arrays["x_train"][:, :1], "x_test": arrays["x_test"][:, :1]}
+    )
     assert (data.name, data.num_classes) == (tmp_path.name, 10)
     assert len(data.train()) == 12
 
@@ -170,7 +202,8 @@ def test_idx_file_missing(tmp_path, idx_files):
     del idx_files["t10k-images-idx3-ubyte"]
     write(tmp_path, idx_files, gzipped=True)
     with pytest.raises(
-        FileNotFoundError, match="`folder` must hold the idx file t10k-images-idx3-ubyte, gzipped or not"
+        FileNotFoundError,
+        match="`folder` must hold the idx file t10k-images-idx3-ubyte, gzipped or not",
     ):
         load_idx(tmp_path)
 
@@ -178,7 +211,10 @@ def test_idx_file_missing(tmp_path, idx_files):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda raw: idx(np.zeros((12, 8, 9)), code=0x0D), "the values must be unsigned bytes .*, got type code 0x0d"),
+        (
+            lambda raw: idx(np.zeros((12, 8, 9)), code=0x0D),
+            "the values must be unsigned bytes .*, got type code 0x0d",
+        ),
         (lambda raw: raw[:-1], r"the shape \(12, 8, 9\) does not fit the file's 863 values"),
         (lambda raw: raw + b"\0", r"the shape \(12, 8, 9\) does not fit the file's 865 values"),
         (
@@ -186,7 +222,9 @@ def test_idx_file_missing(tmp_path, idx_files):
             r"the shape \(4294967295, .*\) does not fit the file's 864 values",
         ),
         (
-            lambda raw: raw[:4] + struct.pack(">3I", 2**31, 2**31, 4),  # 2⁶⁴, which is 0 in as many bits
+            lambda raw: (
+                raw[:4] + struct.pack(">3I", 2**31, 2**31, 4)
+            ),  # 2⁶⁴, which is 0 in as many bits
             r"the shape \(2147483648, 2147483648, 4\) does not fit the file's 0 values",
         ),
         (lambda raw: raw[:9], "not an idx file"),
@@ -195,7 +233,10 @@ def test_idx_file_missing(tmp_path, idx_files):
         (lambda raw: b"", "not an idx file"),
         (lambda raw: gzip.compress(raw)[:-20], "not a readable gzip file"),
         (lambda raw: gzip.compress(raw)[:-8] + bytes(8), "not a readable gzip file .*CRC"),
-        (lambda raw: gzip.compress(raw)[:10] + b"\xff" * 20, "not a readable gzip file .*invalid block type"),
+        (
+            lambda raw: gzip.compress(raw)[:10] + b"\xff" * 20,
+            "not a readable gzip file .*invalid block type",
+        ),
         (
             lambda raw: idx(np.zeros((11, 8, 9))),
             "`x_train` and `y_train` must have the same positive length, got 11 and 12",

@@ -54,7 +54,10 @@ def test_no_two_drawings_are_alike(letters):
 
 def test_without_jitter_a_face_draws_a_letter_in_one_way():
     still = load_letters(train_size=400, test_size=400, jitter=STILL)
-    for x, y, faces in ((still.x_train, still.y_train, TRAIN_FACES), (still.x_test, still.y_test, TEST_FACES)):
+    for x, y, faces in (
+        (still.x_train, still.y_train, TRAIN_FACES),
+        (still.x_test, still.y_test, TEST_FACES),
+    ):
         for label in range(10):
             assert len(np.unique(x[y == label].reshape(40, -1), axis=0)) <= len(faces)
 
@@ -70,7 +73,12 @@ def test_a_letter_lies_centred_in_a_box_of_its_scale(size):
 
 def test_stands_upright_and_reads_from_left_to_right():
     still = load_letters(train_size=400, test_size=10, jitter=STILL)
-    for letter, heavier in {"F": np.s_[:14, :], "E": np.s_[:, :14], "C": np.s_[:, :14], "J": np.s_[14:, :]}.items():
+    for letter, heavier in {
+        "F": np.s_[:14, :],
+        "E": np.s_[:, :14],
+        "C": np.s_[:, :14],
+        "J": np.s_[14:, :],
+    }.items():
         mean = still.x_train[still.y_train == LETTERS.index(letter), 0].mean(0)
         assert mean[heavier].sum() > 0.5 * mean.sum(), letter
 
@@ -78,13 +86,19 @@ def test_stands_upright_and_reads_from_left_to_right():
 @pytest.mark.parametrize(("stroke", "sign"), [(0.04, 1), (-0.02, -1)])
 def test_stroke_thickens_and_thins(stroke, sign):
     jitter = Jitter(rotation=0, scale=(0.7, 0.7), shift=0, stroke=(stroke, stroke), noise=0)
-    grey = [load_letters(train_size=100, test_size=10, jitter=j).x_train.astype(float) for j in (STILL, jitter)]
+    grey = [
+        load_letters(train_size=100, test_size=10, jitter=j).x_train.astype(float)
+        for j in (STILL, jitter)
+    ]
     assert (sign * (grey[1] - grey[0]).sum((1, 2, 3)) > 0).all()
 
 
 def test_noise_has_the_given_standard_deviation():
     jitter = Jitter(rotation=0, scale=(0.7, 0.7), shift=0, stroke=(0, 0), noise=0.05)
-    quiet, noisy = (load_letters(train_size=100, test_size=10, jitter=j).x_train.astype(float) for j in (STILL, jitter))
+    quiet, noisy = (
+        load_letters(train_size=100, test_size=10, jitter=j).x_train.astype(float)
+        for j in (STILL, jitter)
+    )
     grey = (quiet > 60) & (quiet < 195)  # far from the ends, where nothing is clipped
     deviation = (noisy - quiet)[grey] / 255
     assert abs(deviation.std() - 0.05) < 4 * 0.05 / np.sqrt(2 * grey.sum())
@@ -93,21 +107,28 @@ def test_noise_has_the_given_standard_deviation():
 def test_rotation_and_shift_stay_within_their_bounds():
     shifted = Jitter(rotation=0, scale=(0.5, 0.5), shift=0.1, stroke=(0, 0), noise=0)
     centres = np.array(
-        [moments(image)[1] for image in load_letters(train_size=300, test_size=10, jitter=shifted).x_train]
+        [
+            moments(image)[1]
+            for image in load_letters(train_size=300, test_size=10, jitter=shifted).x_train
+        ]
     )
     assert np.abs(centres - 13.5).max() < 2.8 + 1  # 0.1 · 28, and a pixel covered in part
     assert (centres.min(0) < 11.5).all()
     assert (centres.max(0) > 15.5).all()
     turned = Jitter(rotation=90, scale=(0.5, 0.5), shift=0, stroke=(0, 0), noise=0)
     data = load_letters(train_size=300, test_size=10, jitter=turned)
-    heights, widths = np.array([moments(x)[2] for x in data.x_train[data.y_train == LETTERS.index("I")]]).T
+    heights, widths = np.array(
+        [moments(x)[2] for x in data.x_train[data.y_train == LETTERS.index("I")]]
+    ).T
     assert (heights > widths + 3).any()
     assert (widths > heights + 3).any()
 
 
 def test_faces_never_seen_can_be_read(letters):
     """Nearest neighbours among 600 letters, no training: chance is 0.1."""
-    neighbours = KNeighborsClassifier(3).fit(letters.x_train.reshape(600, -1) / 255.0, letters.y_train)
+    neighbours = KNeighborsClassifier(3).fit(
+        letters.x_train.reshape(600, -1) / 255.0, letters.y_train
+    )
     assert neighbours.score(letters.x_test.reshape(200, -1) / 255.0, letters.y_test) > 0.6
 
 

@@ -11,7 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_taskinfo.data import ArrayData, load_dataset, load_letters, load_pair, load_task, pairs, save_npz
+from lightning_taskinfo.data import (
+    ArrayData,
+    load_dataset,
+    load_letters,
+    load_pair,
+    load_task,
+    pairs,
+    save_npz,
+)
 from lightning_taskinfo.data.pairs import cache_dir, cached
 
 WRITER = """
@@ -50,7 +58,10 @@ def test_source_and_target(name):
 
 
 def test_letters_to_digits():
-    assert [data.name for data in load_pair("letters→digits", size=8)] == ["letters 8×8", "digits 8×8"]
+    assert [data.name for data in load_pair("letters→digits", size=8)] == [
+        "letters 8×8",
+        "digits 8×8",
+    ]
 
 
 @pytest.mark.parametrize("data_dir", [None, "elsewhere", "."])
@@ -78,22 +89,34 @@ def test_names_of_files(tmp_path, arrays, monkeypatch, variable):
     assert (source.name, target.name) == ("my own", "digits 8×8")
 
 
-@pytest.mark.parametrize("name", ["digits", "digits→", "→", "digits→letters→digits", "digits=>letters"])
+@pytest.mark.parametrize(
+    "name", ["digits", "digits→", "→", "digits→letters→digits", "digits=>letters"]
+)
 def test_refuses_what_is_no_pair(name):
-    with pytest.raises(ValueError, match="`name` must be a source and a target, like 'digits→letters', got '"):
+    with pytest.raises(
+        ValueError, match="`name` must be a source and a target, like 'digits→letters', got '"
+    ):
         load_pair(name)
 
 
 def test_refuses_unknown_names(tmp_path, monkeypatch):
     monkeypatch.delenv("TASKINFO_DATA_DIR", raising=False)
-    with pytest.raises(ValueError, match="digits or letters or name a file; 'words' was not found as `data_dir` and"):
+    with pytest.raises(
+        ValueError,
+        match="digits or letters or name a file; 'words' was not found as `data_dir` and",
+    ):
         load_pair("words→digits", size=8)
     with pytest.raises(ValueError, match=f"'words' was not found in {tmp_path}"):
         load_pair("digits→words", size=8, data_dir=tmp_path)
 
 
 def test_built_once_for_each_name_arguments_and_version(folder, build, monkeypatch):
-    for name, arguments in [("a", {"seed": 0}), ("a", {"seed": 0}), ("a", {"seed": 1}), ("b", {"seed": 0})]:
+    for name, arguments in [
+        ("a", {"seed": 0}),
+        ("a", {"seed": 0}),
+        ("a", {"seed": 1}),
+        ("b", {"seed": 0}),
+    ]:
         cached(name, arguments, build)
     assert build.calls == 3
     monkeypatch.setattr(pairs, "VERSION", pairs.VERSION + 1)
@@ -110,7 +133,9 @@ def test_the_cache_returns_what_was_built(folder, build, arrays):
         assert np.array_equal(getattr(read, key), array)
 
 
-@pytest.mark.parametrize("damage", [lambda raw: raw[: len(raw) // 2], lambda raw: b"", lambda raw: raw[::-1]])
+@pytest.mark.parametrize(
+    "damage", [lambda raw: raw[: len(raw) // 2], lambda raw: b"", lambda raw: raw[::-1]]
+)
 def test_a_corrupt_file_is_rebuilt(folder, build, damage):
     cached("a", {}, build)
     (file,) = folder.iterdir()
@@ -163,7 +188,11 @@ def test_a_folder_that_cannot_be_made_costs_a_warning(tmp_path, build, monkeypat
 
 @pytest.mark.parametrize(
     ("own", "xdg", "expected"),
-    [("/own", "/xdg", "/own"), ("", "/xdg", "/xdg/lightning_taskinfo"), ("", "", "/home/.cache/lightning_taskinfo")],
+    [
+        ("/own", "/xdg", "/own"),
+        ("", "/xdg", "/xdg/lightning_taskinfo"),
+        ("", "", "/home/.cache/lightning_taskinfo"),
+    ],
 )
 def test_cache_folder(monkeypatch, own, xdg, expected):
     for name, value in {"TASKINFO_CACHE_DIR": own, "XDG_CACHE_HOME": xdg, "HOME": "/home"}.items():

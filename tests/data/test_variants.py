@@ -13,7 +13,11 @@ def data(arrays):
 
 @pytest.mark.parametrize(
     ("variant", "rule"),
-    [("even-odd", lambda y: y % 2), ("small-large", lambda y: y // 5), ("one-3", lambda y: (y == 3).astype(int))],
+    [
+        ("even-odd", lambda y: y % 2),
+        ("small-large", lambda y: y // 5),
+        ("one-3", lambda y: (y == 3).astype(int)),
+    ],
 )
 def test_other_labels_for_the_same_images(data, variant, rule):
     varied = vary(data, variant)
@@ -31,7 +35,9 @@ def test_the_class_in_the_middle_belongs_to_the_upper_half(data):
 
 def test_inverted_images_under_the_same_labels(data):
     varied = vary(data, "inverted")
-    assert np.array_equal(varied.x_train.astype(int) + data.x_train, np.full(data.x_train.shape, 255))
+    assert np.array_equal(
+        varied.x_train.astype(int) + data.x_train, np.full(data.x_train.shape, 255)
+    )
     assert np.array_equal(varied.y_test, data.y_test)
     assert varied.num_classes == 10
 
@@ -61,7 +67,10 @@ def test_tasks_by_name():
 
 
 def test_datasets_together_have_classes_of_their_own_and_variants_apply_to_each():
-    both, digits = load_task("digits+letters:only-1-2", size=8), load_task("digits:only-1-2", size=8)
+    both, digits = (
+        load_task("digits+letters:only-1-2", size=8),
+        load_task("digits:only-1-2", size=8),
+    )
     assert both.num_classes == 4
     assert np.array_equal(both.x_test[both.y_test < 2], digits.x_test)
     assert np.array_equal(load_task("digits:only-1-2:inverted", size=8).x_test, 255 - digits.x_test)
@@ -69,17 +78,23 @@ def test_datasets_together_have_classes_of_their_own_and_variants_apply_to_each(
 
 @pytest.mark.parametrize("variant", ["sideways", "only-", "one-", "one-x", "only-1-"])
 def test_refuses_unknown_variants(data, variant):
-    with pytest.raises(ValueError, match=f"`variant` must be like one of even-odd, .* got '{variant}'"):
+    with pytest.raises(
+        ValueError, match=f"`variant` must be like one of even-odd, .* got '{variant}'"
+    ):
         vary(data, variant)
 
 
 @pytest.mark.parametrize("variant", ["only-11-2", "one-10"])
 def test_refuses_classes_that_there_are_not(data, variant):
-    with pytest.raises(ValueError, match=f"`variant` must name classes from 0 to 9, got '{variant}'"):
+    with pytest.raises(
+        ValueError, match=f"`variant` must name classes from 0 to 9, got '{variant}'"
+    ):
         vary(data, variant)
 
 
 @pytest.mark.parametrize("variant", ["only-3", "only-3-3"])
 def test_refuses_less_than_two_classes(data, variant):
-    with pytest.raises(ValueError, match=f"`variant` must name two or more different classes, got '{variant}'"):
+    with pytest.raises(
+        ValueError, match=f"`variant` must name two or more different classes, got '{variant}'"
+    ):
         vary(data, variant)

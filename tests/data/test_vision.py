@@ -54,15 +54,20 @@ def torchvision(tmp_path, monkeypatch):
 
 def test_not_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchvision", None)
-    with pytest.raises(ImportError, match="`load_torchvision` needs torchvision, which is not installed"):
+    with pytest.raises(
+        ImportError, match="`load_torchvision` needs torchvision, which is not installed"
+    ):
         load_torchvision("MNIST", "root")
 
 
 @pytest.mark.parametrize("error", ["RuntimeError", "ImportError", "OSError"])
 def test_installed_but_cannot_be_loaded(torchvision, error):
-    (torchvision / "__init__.py").write_text(f"raise {error}('operator torchvision::nms does not exist')")
+    (torchvision / "__init__.py").write_text(
+        f"raise {error}('operator torchvision::nms does not exist')"
+    )
     with pytest.raises(
-        ImportError, match=r"installed but cannot be loaded .* operator torchvision::nms does not exist"
+        ImportError,
+        match=r"installed but cannot be loaded .* operator torchvision::nms does not exist",
     ):
         load_torchvision("MNIST", "root")
 
@@ -83,5 +88,7 @@ def test_refuses_unknown_datasets(torchvision, name):
 
 
 def test_refuses_datasets_without_splits(torchvision):
-    with pytest.raises(ValueError, match="`name` must be a dataset with a training and a test split, got 'Heap'"):
+    with pytest.raises(
+        ValueError, match="`name` must be a dataset with a training and a test split, got 'Heap'"
+    ):
         load_torchvision("Heap", "root")

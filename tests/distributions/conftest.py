@@ -33,7 +33,9 @@ def net() -> nn.Module:
 
 
 def psd(size: int, seed: int) -> Tensor:
-    root = torch.randn(size, size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    root = torch.randn(
+        size, size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
     return root @ root.T
 
 
@@ -51,7 +53,10 @@ def places(net: nn.Module, layer: str) -> list[list[int]]:
 
 def diagonal(net: nn.Module) -> tuple[ParamDict, Tensor]:
     g = torch.Generator().manual_seed(1)
-    values = {n: 5 * torch.rand(p.shape, generator=g, dtype=torch.float64) for n, p in net.named_parameters()}
+    values = {
+        n: 5 * torch.rand(p.shape, generator=g, dtype=torch.float64)
+        for n, p in net.named_parameters()
+    }
     return values, torch.diag(torch.cat([v.flatten() for v in values.values()]))
 
 
@@ -76,7 +81,9 @@ def kronecker_case(net: nn.Module) -> Case:
     one = torch.ones(1).double()
     whole = [
         torch.kron(rows if rows.dim() == 2 else rows.diag(), columns.reshape(len(columns), -1))
-        for rows, columns in ((f.rows, one if f.columns is None else f.columns) for f in factors.values())
+        for rows, columns in (
+            (f.rows, one if f.columns is None else f.columns) for f in factors.values()
+        )
     ]
     return Case(net, kronecker_curvature(factors, scale=3.0), 3 * torch.block_diag(*whole))
 
@@ -94,7 +101,10 @@ def neuron_case(net: nn.Module) -> Case:
 def low_rank_case(net: nn.Module) -> Case:
     values, dense = diagonal(net)
     g, scales = torch.Generator().manual_seed(8), torch.tensor([3.0, 0.1, 0.0], dtype=torch.float64)
-    factor = {n: torch.randn(3, *p.shape, generator=g, dtype=torch.float64) for n, p in net.named_parameters()}
+    factor = {
+        n: torch.randn(3, *p.shape, generator=g, dtype=torch.float64)
+        for n, p in net.named_parameters()
+    }
     U = torch.cat([part.flatten(1) for part in factor.values()], 1).T
     return Case(net, LowRankCurvature(values, factor, scales), dense + U @ torch.diag(scales) @ U.T)
 

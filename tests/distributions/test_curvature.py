@@ -19,7 +19,9 @@ from lightning_taskinfo.fisher import KroneckerFactors
 @pytest.mark.parametrize("build", [layer_curvature, neuron_curvature])
 def test_refuses_a_matrix_that_is_not_positive(net, build):
     matrix = torch.diag(torch.tensor([1.0, 1.0, 1.0, -0.5]))
-    with pytest.raises(ValueError, match=r"curvature of `0` must be positive semi-definite, got eigenvalue -0\.5"):
+    with pytest.raises(
+        ValueError, match=r"curvature of `0` must be positive semi-definite, got eigenvalue -0\.5"
+    ):
         build(net, {"0": matrix})
 
 
@@ -35,15 +37,23 @@ def test_refuses_a_negative_diagonal(net):
 def test_weights_that_share_a_block_need_one_prior_width(net):
     blocks = neuron_curvature(net, {"0": torch.eye(4), "2": torch.eye(5)})
     std = {name: 1.0 + name.endswith("bias") for name, _ in net.named_parameters()}
-    with pytest.raises(ValueError, match=r"`prior_std` must be the same for \('0.weight', '0.bias'\).*\[1.0, 2.0\]"):
+    with pytest.raises(
+        ValueError, match=r"`prior_std` must be the same for \('0.weight', '0.bias'\).*\[1.0, 2.0\]"
+    ):
         post_distribution(net, pre_distribution(net, prior_std=std), blocks)
 
 
 def test_a_low_rank_curvature_must_cover_every_parameter(net):
     h = {name: torch.ones_like(p) for name, p in net.named_parameters()}
-    factor = {name: torch.ones(1, *p.shape) for name, p in net.named_parameters() if name != "0.bias"}
-    with pytest.raises(ValueError, match=r"must cover every parameter once, got none or several for \['0.bias'\]"):
-        post_distribution(net, pre_distribution(net, prior_std=1.0), LowRankCurvature(h, factor, torch.ones(1)))
+    factor = {
+        name: torch.ones(1, *p.shape) for name, p in net.named_parameters() if name != "0.bias"
+    }
+    with pytest.raises(
+        ValueError, match=r"must cover every parameter once, got none or several for \['0.bias'\]"
+    ):
+        post_distribution(
+            net, pre_distribution(net, prior_std=1.0), LowRankCurvature(h, factor, torch.ones(1))
+        )
 
 
 def test_a_layer_with_a_frozen_bias_gives_a_block_of_its_weight(net):

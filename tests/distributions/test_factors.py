@@ -18,7 +18,10 @@ CONVOLUTIONS = {
 
 @pytest.mark.parametrize("arguments", CONVOLUTIONS.values(), ids=CONVOLUTIONS)
 def test_columns_times_weights_are_the_output_of_a_convolution(arguments):
-    layer, x = nn.Conv2d(2, 3, 3, **arguments).double(), torch.randn(4, 2, 7, 6, dtype=torch.float64)
+    layer, x = (
+        nn.Conv2d(2, 3, 3, **arguments).double(),
+        torch.randn(4, 2, 7, 6, dtype=torch.float64),
+    )
     matrix = layer.weight.flatten(1)
     if layer.bias is not None:
         matrix = torch.cat([matrix, layer.bias[:, None]], 1)
@@ -63,12 +66,16 @@ def model_and_inputs(request):
     torch.manual_seed(0)
     if request.param == "reused":
         return Reused().double(), torch.randn(6, 5, 3, dtype=torch.float64)
-    return nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 4)).double(), torch.randn(6, 3, dtype=torch.float64)
+    return nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 4)).double(), torch.randn(
+        6, 3, dtype=torch.float64
+    )
 
 
 def test_matrices_match_loops(model_and_inputs):
     model, inputs = model_and_inputs
-    torch.testing.assert_close(layer_input_matrices(model, inputs, chunk_size=4), naive(model, inputs))
+    torch.testing.assert_close(
+        layer_input_matrices(model, inputs, chunk_size=4), naive(model, inputs)
+    )
 
 
 def test_leaves_out_what_it_cannot_represent():

@@ -26,7 +26,9 @@ def flat(tensors):
 def start(net, std=0.4):
     """A pre-distribution elsewhere, with another width in each layer."""
     center = {name: 0.1 * torch.ones_like(p) for name, p in net.named_parameters()}
-    return pre_distribution(center, prior_std={n: std * (1 + 2 * n.startswith("2")) for n in center})
+    return pre_distribution(
+        center, prior_std={n: std * (1 + 2 * n.startswith("2")) for n in center}
+    )
 
 
 def dense_normal(gaussian, covariance):
@@ -34,7 +36,9 @@ def dense_normal(gaussian, covariance):
 
 
 def dense_prior(pre):
-    return dense_normal(pre, torch.diag(flat({n: torch.full_like(m, pre.std[n]) for n, m in pre.mean.items()}) ** 2))
+    return dense_normal(
+        pre, torch.diag(flat({n: torch.full_like(m, pre.std[n]) for n, m in pre.mean.items()}) ** 2)
+    )
 
 
 def dense_posterior(case, pre):
@@ -44,7 +48,10 @@ def dense_posterior(case, pre):
 
 def test_log_det_and_kl_match_dense_linear_algebra(case):
     pre = start(case.net)
-    post, dense = post_distribution(case.net, pre, case.curvature, beta=BETA), dense_posterior(case, pre)
+    post, dense = (
+        post_distribution(case.net, pre, case.curvature, beta=BETA),
+        dense_posterior(case, pre),
+    )
     exact = {"rtol": 1e-8, "atol": 1e-8}
     torch.testing.assert_close(post.log_det(), torch.logdet(dense.covariance_matrix), **exact)
     torch.testing.assert_close(post.kl(pre), kl_divergence(dense, dense_prior(pre)), **exact)
@@ -52,13 +59,21 @@ def test_log_det_and_kl_match_dense_linear_algebra(case):
 
 def test_kl_to_another_pre_distribution_than_its_own(case):
     pre, other = start(case.net), start(case.net, std=1.5)
-    post, dense = post_distribution(case.net, pre, case.curvature, beta=BETA), dense_posterior(case, pre)
-    torch.testing.assert_close(post.kl(other), kl_divergence(dense, dense_prior(other)), rtol=1e-8, atol=1e-8)
+    post, dense = (
+        post_distribution(case.net, pre, case.curvature, beta=BETA),
+        dense_posterior(case, pre),
+    )
+    torch.testing.assert_close(
+        post.kl(other), kl_divergence(dense, dense_prior(other)), rtol=1e-8, atol=1e-8
+    )
 
 
 def test_draws_have_the_dense_mean_and_covariance(case):
     pre = start(case.net)
-    post, dense = post_distribution(case.net, pre, case.curvature, beta=BETA), dense_posterior(case, pre)
+    post, dense = (
+        post_distribution(case.net, pre, case.curvature, beta=BETA),
+        dense_posterior(case, pre),
+    )
     g, n = torch.Generator().manual_seed(0), 4000
     draws = torch.stack([flat(post.sample(g)) for _ in range(n)])
     covariance = dense.covariance_matrix
@@ -67,7 +82,9 @@ def test_draws_have_the_dense_mean_and_covariance(case):
     variances = covariance.diagonal()
     standard_error = ((variances[:, None] * variances + covariance**2) / n).sqrt()
     assert ((draws.T.cov() - covariance) / standard_error).abs().max() < 5
-    white = (draws - dense.mean) @ torch.linalg.cholesky(dense.precision_matrix)  # no direction is hidden by others
+    white = (draws - dense.mean) @ torch.linalg.cholesky(
+        dense.precision_matrix
+    )  # no direction is hidden by others
     edge = (1 + (white.shape[1] / n) ** 0.5) ** 2 - 1  # of the eigenvalues, by Marchenko and Pastur
     assert (torch.linalg.eigvalsh(white.T.cov()) - 1).abs().max() < 1.5 * edge
 
@@ -76,8 +93,12 @@ def test_the_covariance_minimises_penalty_plus_information():
     """½tr(HΣ) + β·KL over all Cholesky factors, by BFGS, for one layer of six weights."""
     net = nn.Linear(3, 2, bias=False).double()
     A, B = torch.eye(3).double() + 0.5, torch.tensor([[2.0, 0.6], [0.6, 1.0]]).double()
-    pre = pre_distribution({n: torch.zeros_like(p) for n, p in net.named_parameters()}, prior_std=0.8)
-    post = post_distribution(net, pre, kronecker_curvature({"weight": KroneckerFactors(B, A)}), beta=BETA)
+    pre = pre_distribution(
+        {n: torch.zeros_like(p) for n, p in net.named_parameters()}, prior_std=0.8
+    )
+    post = post_distribution(
+        net, pre, kronecker_curvature({"weight": KroneckerFactors(B, A)}), beta=BETA
+    )
     H = torch.kron(B, A)
     shift = flat(dict(net.named_parameters())).square().sum() / 0.8**2
     lower = torch.tril_indices(6, 6)
@@ -86,13 +107,23 @@ def test_the_covariance_minimises_penalty_plus_information():
         L = torch.zeros(6, 6, dtype=torch.float64)
         values = torch.tensor(entries, requires_grad=True)
         S = (factor := L.index_put(tuple(lower), values)) @ factor.T
-        kl = 0.5 * (S.trace() / 0.8**2 - 6 + shift - 2 * factor.diagonal().abs().log().sum() + 12 * np.log(0.8))
+        kl = 0.5 * (
+            S.trace() / 0.8**2
+            - 6
+            + shift
+            - 2 * factor.diagonal().abs().log().sum()
+            + 12 * np.log(0.8)
+        )
         value = 0.5 * (H @ S).trace() + BETA * kl
         value.backward()
         return value.item(), values.grad.numpy()
 
-    found = optimize.minimize(objective, torch.eye(6)[tuple(lower)].double().numpy(), jac=True, tol=1e-12)
-    assert 0.5 * (H @ dense(post)).trace() + BETA * post.kl(pre) == pytest.approx(found.fun, abs=1e-8)
+    found = optimize.minimize(
+        objective, torch.eye(6)[tuple(lower)].double().numpy(), jac=True, tol=1e-12
+    )
+    assert 0.5 * (H @ dense(post)).trace() + BETA * post.kl(pre) == pytest.approx(
+        found.fun, abs=1e-8
+    )
 
 
 def dense(post):
@@ -131,7 +162,9 @@ def test_the_same_seed_draws_the_same_network(case):
 
 def test_weights_come_back_even_after_an_exception(case):
     post = post_distribution(case.net, start(case.net), case.curvature)
-    before = {name: (p, p.data_ptr(), p.detach().clone()) for name, p in case.net.named_parameters()}
+    before = {
+        name: (p, p.data_ptr(), p.detach().clone()) for name, p in case.net.named_parameters()
+    }
 
     def fail():
         with post.with_weights(case.net, torch.Generator().manual_seed(0)) as drawn:
@@ -159,7 +192,9 @@ def test_a_tied_weight_is_drawn_once():
 def test_draws_keep_dtype_and_the_mean_does_not_follow_the_module(net):
     net = net.float()
     pre = pre_distribution(net, prior_std=1.0)
-    post = post_distribution(net, pre, diagonal_curvature({n: torch.ones_like(p) for n, p in net.named_parameters()}))
+    post = post_distribution(
+        net, pre, diagonal_curvature({n: torch.ones_like(p) for n, p in net.named_parameters()})
+    )
     mean = pre.mean["0.weight"].clone()
     with torch.no_grad():
         net[0].weight.zero_()
@@ -176,12 +211,22 @@ def test_messages(net):
     with pytest.raises(ValueError, match=r"`prior_std` must be positive, got -1\.0"):
         pre_distribution(net, prior_std=-1.0)
     blocks = diagonal_curvature(h)
-    with pytest.raises(ValueError, match=r"must cover every parameter once, got none or several for \['2.bias'\]"):
+    with pytest.raises(
+        ValueError, match=r"must cover every parameter once, got none or several for \['2.bias'\]"
+    ):
         post_distribution(net, pre, blocks[:-1])
-    with pytest.raises(ValueError, match=r"must cover every parameter once, got none or several for \['0.weight'\]"):
+    with pytest.raises(
+        ValueError, match=r"must cover every parameter once, got none or several for \['0.weight'\]"
+    ):
         post_distribution(net, pre, [*blocks, blocks[0]])
-    with pytest.raises(ValueError, match=r"`pre` must have the same parameters, got a difference in \['0.bias'\]"):
-        pre.kl(pre_distribution({n: p for n, p in net.named_parameters() if n != "0.bias"}, prior_std=1.0))
+    with pytest.raises(
+        ValueError, match=r"`pre` must have the same parameters, got a difference in \['0.bias'\]"
+    ):
+        pre.kl(
+            pre_distribution(
+                {n: p for n, p in net.named_parameters() if n != "0.bias"}, prior_std=1.0
+            )
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -195,15 +240,21 @@ def test_draws_around_half_precision_weights_are_not_rounded(kind, dtype):
         gaussian = post_distribution(mean, gaussian, diagonal_curvature(zeros))
     elif kind == "low_rank":
         direction = {"w": torch.zeros(1, n).index_fill(1, torch.tensor([0]), 1.0)}
-        gaussian = post_distribution(mean, gaussian, LowRankCurvature(zeros, direction, torch.zeros(1)))
+        gaussian = post_distribution(
+            mean, gaussian, LowRankCurvature(zeros, direction, torch.zeros(1))
+        )
     drawn = gaussian.sample(torch.Generator().manual_seed(0))["w"].double() - 1
     assert drawn.std().item() == pytest.approx(1e-3, rel=4 / (2 * n) ** 0.5)
 
 
 def test_a_half_precision_network_is_float32_while_it_holds_a_draw():
-    net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)).to(torch.bfloat16).eval()
+    net = (
+        nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)).to(torch.bfloat16).eval()
+    )
     net[2].requires_grad_(False)
-    before = {name: (value, value.clone()) for name, value in net.state_dict(keep_vars=True).items()}
+    before = {
+        name: (value, value.clone()) for name, value in net.state_dict(keep_vars=True).items()
+    }
     post = pre_distribution(net, prior_std=1e-3)
     with post.with_weights(net, torch.Generator().manual_seed(0)):
         assert net(torch.ones(2, 3)).dtype == torch.float32

@@ -7,7 +7,11 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from lightning_taskinfo.distributions.post_family import PostFamily, losses_with_noise, standard_noises
+from lightning_taskinfo.distributions.post_family import (
+    PostFamily,
+    losses_with_noise,
+    standard_noises,
+)
 from lightning_taskinfo.fisher import fisher_diagonal
 from lightning_taskinfo.fisher.kron import KroneckerFactors
 from lightning_taskinfo.fisher.kron_metric import KroneckerFisher
@@ -57,7 +61,10 @@ def test_the_measured_loss_is_that_of_brute_force(net, data, prior_std):
 def test_both_signs_cancel_what_is_linear_in_the_noise(net, data):
     family = family_of(net, data)
     rows = losses_with_noise(
-        net, loss_of(net, data), family.shaped(0.1), standard_noises(family.displacement, 50, seed=0)
+        net,
+        loss_of(net, data),
+        family.shaped(0.1),
+        standard_noises(family.displacement, 50, seed=0),
     )
     assert rows.shape == (50, 2)
     assert rows.mean(1).var() < 0.2 * rows.flatten().var()
@@ -86,21 +93,34 @@ def test_noise_with_kronecker_factors_has_their_covariance(net, data):
     eigen = metric.eigen()
     weights = {name: p.detach() for name, p in net.named_parameters()}
     curvature = {name: 24 * eigen[name][0].view_as(w) for name, w in weights.items()}
-    shaped = PostFamily(curvature, weights, 0.5, {name: eigen[name][1:] for name in weights}).shaped(0.7)
+    shaped = PostFamily(
+        curvature, weights, 0.5, {name: eigen[name][1:] for name in weights}
+    ).shaped(0.7)
     for name, block in metric.factors().items():
-        H = 24 * (block.rows if block.columns is None else torch.kron(block.rows, block.columns)).double()
+        H = (
+            24
+            * (
+                block.rows if block.columns is None else torch.kron(block.rows, block.columns)
+            ).double()
+        )
         wanted = 0.5 * torch.linalg.inv(H + 0.5 / 0.7**2 * torch.eye(len(H), dtype=H.dtype))
         size = weights[name].numel()
-        root = torch.stack([shaped(name, e.view_as(weights[name])).flatten() for e in torch.eye(size)], 1)
+        root = torch.stack(
+            [shaped(name, e.view_as(weights[name])).flatten() for e in torch.eye(size)], 1
+        )
         torch.testing.assert_close(root @ root.T, wanted.float(), rtol=1e-4, atol=1e-5)
 
 
 def test_factors_that_are_diagonals_need_no_basis():
-    values, rows, columns = KroneckerFactors(torch.tensor([1.0, 2.0]), torch.tensor([[2.0, 1.0], [1.0, 2.0]])).eigen()
+    values, rows, columns = KroneckerFactors(
+        torch.tensor([1.0, 2.0]), torch.tensor([[2.0, 1.0], [1.0, 2.0]])
+    ).eigen()
     assert rows is None
     whole = columns @ torch.diag(values[0]) @ columns.T
     torch.testing.assert_close(whole.float(), torch.tensor([[2.0, 1.0], [1.0, 2.0]]))
-    shaped = PostFamily({"w": values}, {"w": torch.ones(2, 2)}, 1.0, {"w": (rows, columns)}).shaped(1e6)
+    shaped = PostFamily({"w": values}, {"w": torch.ones(2, 2)}, 1.0, {"w": (rows, columns)}).shaped(
+        1e6
+    )
     H = torch.kron(torch.diag(torch.tensor([1.0, 2.0])), torch.tensor([[2.0, 1.0], [1.0, 2.0]]))
     root = torch.stack([shaped("w", e.view(2, 2)).flatten() for e in torch.eye(4)], 1)
     torch.testing.assert_close(root @ root.T, torch.linalg.inv(H), rtol=1e-4, atol=1e-4)

@@ -31,7 +31,11 @@ class Twice(nn.Module):
 class TwiceConv(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.n, self.c = nn.Conv2d(2, 2, 3, padding=1), nn.GroupNorm(1, 2), nn.Linear(2 * 36, 3)
+        self.a, self.n, self.c = (
+            nn.Conv2d(2, 2, 3, padding=1),
+            nn.GroupNorm(1, 2),
+            nn.Linear(2 * 36, 3),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.c(self.n(self.a(self.n(self.a(x)).tanh())).flatten(1))
@@ -112,7 +116,10 @@ class Attention(nn.Module):
 
     def __init__(self, batch_first: bool = True, cross: bool = False, **arguments: object) -> None:
         super().__init__()
-        self.token, self.position = nn.Parameter(torch.randn(1, 1, 4)), nn.Parameter(torch.randn(1, 4, 4))
+        self.token, self.position = (
+            nn.Parameter(torch.randn(1, 1, 4)),
+            nn.Parameter(torch.randn(1, 4, 4)),
+        )
         self.attention = nn.MultiheadAttention(4, 2, batch_first=batch_first, **arguments)
         self.c, self.batch_first, self.cross = nn.Linear(4, 3), batch_first, cross
 
@@ -236,7 +243,9 @@ class Frames(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         n, t = x.shape[:2]
-        return self.c(self.norm(self.conv(x.flatten(0, 1))).tanh().mean((2, 3)).view(n, t, -1).sum(1))
+        return self.c(
+            self.norm(self.conv(x.flatten(0, 1))).tanh().mean((2, 3)).view(n, t, -1).sum(1)
+        )
 
 
 class Mixing(nn.Module):
@@ -276,7 +285,11 @@ def conv(dims: int, **arguments: object) -> nn.Sequential:
     """A convolution over ``dims`` axes between two others, then a linear head."""
     kind = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
     return nn.Sequential(
-        kind(4, 4, 1), nn.Tanh(), kind(4, 8, **{"kernel_size": 3, **arguments}), nn.Flatten(), nn.LazyLinear(3)
+        kind(4, 4, 1),
+        nn.Tanh(),
+        kind(4, 8, **{"kernel_size": 3, **arguments}),
+        nn.Flatten(),
+        nn.LazyLinear(3),
     )
 
 

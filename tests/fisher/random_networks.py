@@ -123,7 +123,10 @@ class RandomNet(nn.Module):
     def route(self, x: Tensor, h: Tensor, layer: Layer) -> Tensor:
         flat, key = h.flatten(0, 1), x[..., 0].flatten()
         out = torch.zeros_like(flat)
-        for expert, rows in ((layer, (key > 0).nonzero()[:, 0]), (self.use_no_bias, (key <= 0).nonzero()[:, 0])):
+        for expert, rows in (
+            (layer, (key > 0).nonzero()[:, 0]),
+            (self.use_no_bias, (key <= 0).nonzero()[:, 0]),
+        ):
             out.index_add_(0, rows, expert(flat[rows]) * key[rows, None])
         return out.view_as(h)
 
@@ -158,4 +161,8 @@ class RandomNet(nn.Module):
 
 
 LAYERS = [name.removeprefix("use_") for name in vars(RandomNet) if name.startswith("use_")]
-MOVES = [name for name in vars(RandomNet) if not name.startswith(("_", "use_")) and name not in ("forward", "mixed")]
+MOVES = [
+    name
+    for name in vars(RandomNet)
+    if not name.startswith(("_", "use_")) and name not in ("forward", "mixed")
+]

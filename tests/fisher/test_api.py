@@ -24,8 +24,13 @@ from tests.fisher.test_measure import empirical, loop, make, total
 def jacobian(model: nn.Module, inputs: Tensor) -> Tensor:
     """``[N, outputs, P]``, by forward calls of single samples."""
     weights = dict(model.named_parameters())
-    rows = [jacrev(lambda w, x=x: functional_call(model, w, (x[None],))[0].flatten())(weights) for x in inputs]
-    return torch.stack([torch.cat([part.flatten(1) for part in row.values()], 1) for row in rows]).detach()
+    rows = [
+        jacrev(lambda w, x=x: functional_call(model, w, (x[None],))[0].flatten())(weights)
+        for x in inputs
+    ]
+    return torch.stack(
+        [torch.cat([part.flatten(1) for part in row.values()], 1) for row in rows]
+    ).detach()
 
 
 def exact(model: nn.Module, inputs: Tensor, output_fisher: Tensor) -> Tensor:
@@ -43,7 +48,9 @@ def test_exact_categorical_is_the_expectation_over_classes(case):
     model, inputs, _ = make(case)
     p = model(inputs).softmax(-1).detach()
     expected = exact(model, inputs, p.diag_embed() - p.unsqueeze(2) * p.unsqueeze(1))
-    torch.testing.assert_close(flat(fisher_diagonal(model, inputs, labels="exact", chunk_size=3)), expected)
+    torch.testing.assert_close(
+        flat(fisher_diagonal(model, inputs, labels="exact", chunk_size=3)), expected
+    )
 
 
 def test_exact_tokens_add_up():
@@ -58,7 +65,8 @@ def test_gaussian_is_the_jacobian_squared_over_the_variance():
     model, inputs, _ = make("functional")
     expected = jacobian(model, inputs).square().sum(1).mean(0) / 0.2
     torch.testing.assert_close(
-        flat(fisher_diagonal(model, inputs, labels="exact", likelihood=Gaussian(std=0.2**0.5))), expected
+        flat(fisher_diagonal(model, inputs, labels="exact", likelihood=Gaussian(std=0.2**0.5))),
+        expected,
     )
 
 
@@ -66,7 +74,9 @@ def test_bernoulli():
     model, inputs, _ = make("functional")
     p = model(inputs).sigmoid().detach()
     expected = exact(model, inputs, (p * (1 - p)).diag_embed())
-    torch.testing.assert_close(flat(fisher_diagonal(model, inputs, labels="exact", likelihood="bernoulli")), expected)
+    torch.testing.assert_close(
+        flat(fisher_diagonal(model, inputs, labels="exact", likelihood="bernoulli")), expected
+    )
 
 
 def test_softmax_regression_in_closed_form():
@@ -82,7 +92,10 @@ def test_sampled_labels_are_unbiased(likelihood):
     model, inputs, _ = make("functional")
     g = torch.Generator().manual_seed(0)
     draws = torch.stack(
-        [per_sample_squared_norms(model, inputs, likelihood=likelihood, generator=g).mean() for _ in range(400)]
+        [
+            per_sample_squared_norms(model, inputs, likelihood=likelihood, generator=g).mean()
+            for _ in range(400)
+        ]
     )
     expected = fisher_trace(model, inputs, labels="exact", likelihood=likelihood)
     assert (draws.mean() - expected).abs() < 4 * draws.std() / len(draws) ** 0.5
@@ -90,9 +103,13 @@ def test_sampled_labels_are_unbiased(likelihood):
 
 def test_mc_samples_divide_the_variance():
     model, inputs, _ = make("functional")
-    inputs = inputs[:1].expand(3000, -1)  # one sample many times: independent draws of the same quantity
+    inputs = inputs[:1].expand(
+        3000, -1
+    )  # one sample many times: independent draws of the same quantity
     one, four = (
-        per_sample_squared_norms(model, inputs, mc_samples=m, generator=torch.Generator().manual_seed(0)).var()
+        per_sample_squared_norms(
+            model, inputs, mc_samples=m, generator=torch.Generator().manual_seed(0)
+        ).var()
         for m in (1, 4)
     )
     # An estimated variance has a relative standard error of about √(2/N) or a little more: 4 of them on each side.
@@ -102,7 +119,8 @@ def test_mc_samples_divide_the_variance():
 def test_draws_follow_the_generator_alone():
     model, inputs, _ = make("functional")
     first, again, other = (
-        per_sample_squared_norms(model, inputs, generator=torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)
+        per_sample_squared_norms(model, inputs, generator=torch.Generator().manual_seed(seed))
+        for seed in (1, 1, 2)
     )
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
@@ -116,14 +134,18 @@ def test_engines_agree(case, engine):
     diagonal = fisher_diagonal(model, inputs, targets, labels="empirical", engine=engine)
     for name, g in expected.items():
         torch.testing.assert_close(diagonal[name], g.square().mean(0), rtol=1e-9, atol=1e-12)
-    assert set(engines_used(model, inputs, targets, labels="empirical", engine=engine).values()) == {engine}
+    assert set(
+        engines_used(model, inputs, targets, labels="empirical", engine=engine).values()
+    ) == {engine}
 
 
 @pytest.mark.parametrize("case", ["linear", "conv2d stride"])
 def test_backpack_agrees(case):
     model, inputs, targets = make(case)
     before = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
-    diagonal = fisher_diagonal(model, inputs, targets, labels="empirical", engine="backpack", chunk_size=4)
+    diagonal = fisher_diagonal(
+        model, inputs, targets, labels="empirical", engine="backpack", chunk_size=4
+    )
     for name, g in empirical(model, inputs, targets).items():
         torch.testing.assert_close(diagonal[name], g.square().mean(0), rtol=1e-9, atol=1e-12)
     assert sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()) == before
@@ -144,11 +166,16 @@ def test_half_precision_weights_are_measured_in_float32(dtype):
     halves = inputs.to(dtype)
     diagonal = fisher_diagonal(model, halves, targets, labels="empirical")
     trace = fisher_trace(model, halves, targets, labels="empirical")
-    assert all(torch.equal(t, before[name]) and t.dtype == before[name].dtype for name, t in model.state_dict().items())
+    assert all(
+        torch.equal(t, before[name]) and t.dtype == before[name].dtype
+        for name, t in model.state_dict().items()
+    )
     expected = empirical(model.float(), halves.float(), targets)
     for name, g in expected.items():
         torch.testing.assert_close(diagonal[name], g.square().mean(0), rtol=1e-5, atol=1e-7)
-    torch.testing.assert_close(trace, total({k: g.square().mean(0) for k, g in expected.items()}), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        trace, total({k: g.square().mean(0) for k, g in expected.items()}), rtol=1e-5, atol=0
+    )
 
 
 @pytest.mark.filterwarnings("ignore:Outputs .* are read with the classes last")
@@ -158,13 +185,19 @@ def test_padded_tokens_count_for_nothing():
     rows = loop(
         model,
         inputs,
-        lambda out, n: nn.functional.cross_entropy(out[0], targets[n], ignore_index=-100, reduction="sum"),
+        lambda out, n: nn.functional.cross_entropy(
+            out[0], targets[n], ignore_index=-100, reduction="sum"
+        ),
     )
     diagonal = fisher_diagonal(model, inputs, targets, labels="empirical")
     for name, g in rows.items():
         torch.testing.assert_close(diagonal[name], g.square().mean(0), rtol=1e-9, atol=1e-12)
-    shorter = fisher_diagonal(model, inputs[:, :-1], labels="exact")  # tokens do not see each other here
-    torch.testing.assert_close(flat(fisher_diagonal(model, inputs, targets, labels="exact")), flat(shorter))
+    shorter = fisher_diagonal(
+        model, inputs[:, :-1], labels="exact"
+    )  # tokens do not see each other here
+    torch.testing.assert_close(
+        flat(fisher_diagonal(model, inputs, targets, labels="exact")), flat(shorter)
+    )
 
 
 def test_a_tuple_and_a_dict_go_through_forward_fn():
@@ -174,9 +207,13 @@ def test_a_tuple_and_a_dict_go_through_forward_fn():
     expected = []
     for n in range(6):
         model.zero_grad()
-        nn.functional.cross_entropy(model({"x": batch["x"][n : n + 1]})[1], targets[n : n + 1]).backward()
+        nn.functional.cross_entropy(
+            model({"x": batch["x"][n : n + 1]})[1], targets[n : n + 1]
+        ).backward()
         expected.append(torch.cat([p.grad.flatten() for p in model.parameters()]).square().sum())
-    norms = per_sample_squared_norms(model, batch, targets, labels="empirical", forward_fn=lambda m, b: m(b)[1])
+    norms = per_sample_squared_norms(
+        model, batch, targets, labels="empirical", forward_fn=lambda m, b: m(b)[1]
+    )
     torch.testing.assert_close(norms, torch.stack(expected))
     with pytest.raises(ValueError, match=r"got tuple of .*`forward_fn`"):
         fisher_trace(model, batch)
@@ -206,8 +243,12 @@ def test_many_inner_products_add_up_in_float64():
     assert (inner_products(x) / expected - 1).abs().max() < 2e-6
 
 
-@pytest.mark.parametrize("width", [10, 1024, 5000])  # parts of a block of columns, one block, several
-@pytest.mark.parametrize("rows", [3, 1500])  # products of several blocks at once, of one block at a time
+@pytest.mark.parametrize(
+    "width", [10, 1024, 5000]
+)  # parts of a block of columns, one block, several
+@pytest.mark.parametrize(
+    "rows", [3, 1500]
+)  # products of several blocks at once, of one block at a time
 def test_inner_products_of_any_width(rows, width):
     x = torch.randn(rows, width)
     expected = x.double() @ x.double().T
@@ -229,7 +270,9 @@ def test_the_model_comes_back_as_it_was():
     model[0].weight.grad = kept = torch.ones_like(model[0].weight)
     state, rng = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
     fisher_trace(model, inputs, targets, generator=torch.Generator().manual_seed(0))
-    fisher_diagonal(model, inputs, targets, engine="loop", generator=torch.Generator().manual_seed(0))
+    fisher_diagonal(
+        model, inputs, targets, engine="loop", generator=torch.Generator().manual_seed(0)
+    )
     assert all(module.training for module in model.modules())
     assert model[0].weight.grad is kept
     assert (kept == 1).all()
@@ -241,7 +284,9 @@ def test_works_inside_inference_mode():
     model, inputs, targets = make("functional")
     expected = fisher_trace(model, inputs, targets, labels="empirical")
     with torch.inference_mode():
-        torch.testing.assert_close(fisher_trace(model, inputs.clone(), targets.clone(), labels="empirical"), expected)
+        torch.testing.assert_close(
+            fisher_trace(model, inputs.clone(), targets.clone(), labels="empirical"), expected
+        )
 
 
 def test_batch_norm_in_train_mode_is_refused():
@@ -263,12 +308,21 @@ def test_an_input_changed_in_place_gives_no_number():
     ("arguments", "message"),
     [
         ({"labels": "true"}, "`labels` must be one of sampled, exact, empirical, got 'true'"),
-        ({"engine": "fast"}, "`engine` must be one of auto, hooks, per_sample, loop, backpack, got 'fast'"),
-        ({"likelihood": "poisson"}, "`likelihood` must be one of categorical, bernoulli, gaussian, got 'poisson'"),
+        (
+            {"engine": "fast"},
+            "`engine` must be one of auto, hooks, per_sample, loop, backpack, got 'fast'",
+        ),
+        (
+            {"likelihood": "poisson"},
+            "`likelihood` must be one of categorical, bernoulli, gaussian, got 'poisson'",
+        ),
         ({"mc_samples": 0}, "`mc_samples` must be at least 1, got 0"),
         ({"chunk_size": 0}, "`chunk_size` must be at least 1, got 0"),
         ({"labels": "empirical"}, "`targets` must be given for `labels='empirical'`, got None"),
-        ({"targets": torch.zeros(3, dtype=torch.long)}, r"`targets` must have one entry a sample \(7\), got 3"),
+        (
+            {"targets": torch.zeros(3, dtype=torch.long)},
+            r"`targets` must have one entry a sample \(7\), got 3",
+        ),
     ],
 )
 def test_bad_arguments_are_named(arguments, message):
@@ -280,7 +334,9 @@ def test_bad_arguments_are_named(arguments, message):
 def test_bad_models_and_inputs_are_named():
     model, inputs, _ = make("functional")
     for found, nothing in {"list without tensors": [], "ndarray": inputs.numpy()}.items():
-        with pytest.raises(ValueError, match=f"`inputs` must be a tensor, or a tuple, .* of tensors, got {found}"):
+        with pytest.raises(
+            ValueError, match=f"`inputs` must be a tensor, or a tuple, .* of tensors, got {found}"
+        ):
             fisher_trace(model, nothing)
     with pytest.raises(TypeError, match="`targets` must be a Tensor or None, got 'exact'"):
         fisher_trace(model, inputs, "exact")
@@ -288,19 +344,33 @@ def test_bad_models_and_inputs_are_named():
         FisherInformation().update(model, inputs, "exact")
     with pytest.raises(ValueError, match=r"got \[3, 7\]"):
         fisher_trace(model, [inputs, inputs[:3]])
-    with pytest.raises(ValueError, match=r"`model` must return one row of outputs a sample: expected \[7, ...\] for 7"):
+    with pytest.raises(
+        ValueError,
+        match=r"`model` must return one row of outputs a sample: expected \[7, ...\] for 7",
+    ):
         fisher_trace(model, inputs, forward_fn=lambda m, x: m(x).mean(0, keepdim=True))
-    with pytest.raises(ValueError, match=r"`engine='hooks'` does not cover .*c.weight.*; use `engine='auto'`"):
+    with pytest.raises(
+        ValueError, match=r"`engine='hooks'` does not cover .*c.weight.*; use `engine='auto'`"
+    ):
         fisher_trace(nets.Checkpointed(use_reentrant=True).double(), inputs, engine="hooks")
-    with pytest.raises(ValueError, match="`labels` must be 'empirical' or 'sampled' for a Gram matrix"):
+    with pytest.raises(
+        ValueError, match="`labels` must be 'empirical' or 'sampled' for a Gram matrix"
+    ):
         gradient_gram(model, inputs, labels="exact")
-    with pytest.raises(ValueError, match="`model` must return outputs that depend on its trainable parameters"):
+    with pytest.raises(
+        ValueError, match="`model` must return outputs that depend on its trainable parameters"
+    ):
         fisher_trace(model, inputs, forward_fn=lambda m, x: m(x).detach())
     sharded = nets.Functional().double()
     sharded.a.weight.full_tensor = lambda: None  # what a parameter of `fully_shard` has
-    with pytest.raises(ValueError, match=r"must be sharded by `fully_shard` alone, got 'a.weight' sharded in another"):
+    with pytest.raises(
+        ValueError,
+        match=r"must be sharded by `fully_shard` alone, got 'a.weight' sharded in another",
+    ):
         fisher_trace(sharded, inputs)
-    with pytest.raises(ValueError, match="`model` must have a parameter with `requires_grad=True`, got none"):
+    with pytest.raises(
+        ValueError, match="`model` must have a parameter with `requires_grad=True`, got none"
+    ):
         fisher_trace(model.requires_grad_(False), inputs)
 
 
@@ -344,5 +414,7 @@ def test_several_scores_at_once(case):
     model, inputs, _ = make("functional" if case == "cubic" else case)
     model = Cubic().double() if case == "cubic" else model
     for quantity in (fisher_diagonal, per_sample_squared_norms):
-        at_once, one_by_one = (quantity(model, inputs, labels="exact", engine=engine) for engine in ("hooks", "loop"))
+        at_once, one_by_one = (
+            quantity(model, inputs, labels="exact", engine=engine) for engine in ("hooks", "loop")
+        )
         torch.testing.assert_close(at_once, one_by_one, rtol=1e-9, atol=1e-12)

@@ -60,7 +60,9 @@ def test_other_numbers_of_samples(model, n):
     check(model, n)
 
 
-@pytest.mark.parametrize("n", [6, 7])  # as many as there are positions, where shapes do not tell, and not
+@pytest.mark.parametrize(
+    "n", [6, 7]
+)  # as many as there are positions, where shapes do not tell, and not
 @pytest.mark.parametrize("way", ["twice", "raw", "time first"])
 def test_another_way_through_the_same_modules(model, way, n):
     check(model, n)

@@ -25,11 +25,18 @@ def made(case, way, *, memory_format=torch.contiguous_format):
     channels, out, kernel, size, options = CASES[case]
     torch.manual_seed(0)
     config = {"stride": [1, 1], "padding": [0, 0], "dilation": [1, 1], "groups": 1, **options}
-    a = torch.randn(N + 2, channels, *size, dtype=torch.float64).to(memory_format=memory_format)[1:-1]
+    a = torch.randn(N + 2, channels, *size, dtype=torch.float64).to(memory_format=memory_format)[
+        1:-1
+    ]
     w = torch.randn(out, channels, *kernel, dtype=torch.float64, requires_grad=True)
     scores = [torch.randn_like(F.conv2d(a, w, None, **config)) for _ in range(2)]
     expected = [
-        torch.stack([torch.autograd.grad((F.conv2d(x[None], w, None, **config) * y).sum(), w)[0] for x, y in pairs])
+        torch.stack(
+            [
+                torch.autograd.grad((F.conv2d(x[None], w, None, **config) * y).sum(), w)[0]
+                for x, y in pairs
+            ]
+        )
         for pairs in (list(zip(a, b, strict=True)) for b in scores)
     ]
     use = Conv({"weight": Slot("w", tuple(w.shape))}, scores[0].shape, (a,), config)
@@ -42,8 +49,12 @@ def made(case, way, *, memory_format=torch.contiguous_format):
 def test_every_way_gives_the_gradients_of_a_loop(case, way):
     use, scores, expected = made(case, way)
     torch.testing.assert_close(use.grads("weight", scores[0]), expected[0])
-    torch.testing.assert_close(use.norms("weight", scores), sum(g.flatten(1).square().sum(1) for g in expected))
-    torch.testing.assert_close(use.diagonal("weight", scores), sum(g.square().sum(0) for g in expected))
+    torch.testing.assert_close(
+        use.norms("weight", scores), sum(g.flatten(1).square().sum(1) for g in expected)
+    )
+    torch.testing.assert_close(
+        use.diagonal("weight", scores), sum(g.square().sum(0) for g in expected)
+    )
     gram = 0
     for parts in use.features("weight", scores[0]):
         for (part,) in parts:
@@ -62,9 +73,13 @@ def test_inputs_may_lie_in_memory_as_they_like(way):
 def test_a_few_samples_at_a_time_give_the_same(way):
     use, scores, expected = made("3x3", way)
     use._samples_at_once = 2
-    torch.testing.assert_close(use.norms("weight", scores), sum(g.flatten(1).square().sum(1) for g in expected))
+    torch.testing.assert_close(
+        use.norms("weight", scores), sum(g.flatten(1).square().sum(1) for g in expected)
+    )
     torch.testing.assert_close(use.grads("weight", scores[1]), expected[1])
-    torch.testing.assert_close(use.diagonal("weight", scores), sum(g.square().sum(0) for g in expected))
+    torch.testing.assert_close(
+        use.diagonal("weight", scores), sum(g.square().sum(0) for g in expected)
+    )
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -36,7 +36,9 @@ class Net(nn.Module):
 @pytest.fixture
 def batch():
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(7, (6, 3), generator=generator), torch.randint(7, (6,), generator=generator)
+    return torch.randint(7, (6, 3), generator=generator), torch.randint(
+        7, (6,), generator=generator
+    )
 
 
 @pytest.mark.parametrize("labels", ["sampled", "exact", "empirical"])

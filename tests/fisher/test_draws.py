@@ -27,7 +27,9 @@ def test_classes_come_with_their_probabilities(outputs):
 def test_each_token_draws_for_itself():
     drawn = NumberedDraws(Categorical(), seed=0, total=N).sample(torch.zeros(N, 2, 2))
     assert drawn.shape == (N, 2)
-    assert (drawn[:, 0] == drawn[:, 1]).float().mean().item() == pytest.approx(0.5, abs=4 * 0.5 / math.sqrt(N))
+    assert (drawn[:, 0] == drawn[:, 1]).float().mean().item() == pytest.approx(
+        0.5, abs=4 * 0.5 / math.sqrt(N)
+    )
 
 
 def test_bits_come_with_their_probabilities(outputs):
@@ -49,33 +51,44 @@ class Own(Categorical):
     __class__ = property(lambda self: object)
 
 
-@pytest.mark.parametrize("likelihood", [Categorical(), Bernoulli(), Gaussian()], ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize(
+    "likelihood", [Categorical(), Bernoulli(), Gaussian()], ids=lambda x: type(x).__name__
+)
 @pytest.mark.parametrize("mc_samples", [1, 3])
 def test_parts_and_chunks_draw_as_the_whole_does(likelihood, mc_samples):
     net, x = torch.nn.Linear(4, 3).double(), torch.randn(10, 4, dtype=torch.float64)
 
     def norms(samples, first, chunk_size=None):
         draws = NumberedDraws(likelihood, seed=3, first=first, total=10, mc_samples=mc_samples)
-        return per_sample_squared_norms(net, samples, likelihood=draws, mc_samples=mc_samples, chunk_size=chunk_size)
+        return per_sample_squared_norms(
+            net, samples, likelihood=draws, mc_samples=mc_samples, chunk_size=chunk_size
+        )
 
     whole = norms(x, 0)
     torch.testing.assert_close(torch.cat([norms(x[:7], 0, chunk_size=2), norms(x[7:], 7)]), whole)
 
 
 def test_another_seed_draws_others():
-    first, second = (NumberedDraws(Categorical(), seed=s, total=50).sample(torch.zeros(50, 9)) for s in (0, 1))
+    first, second = (
+        NumberedDraws(Categorical(), seed=s, total=50).sample(torch.zeros(50, 9)) for s in (0, 1)
+    )
     assert not torch.equal(first, second)
 
 
 def test_a_likelihood_of_another_kind_draws_by_itself():
-    drawn = NumberedDraws(Own(), seed=0, total=N).sample(torch.tensor([0.0, math.log(3)]).expand(N, 2))
+    drawn = NumberedDraws(Own(), seed=0, total=N).sample(
+        torch.tensor([0.0, math.log(3)]).expand(N, 2)
+    )
     assert drawn.double().mean().item() == pytest.approx(0.75, abs=4 * math.sqrt(0.75 * 0.25 / N))
 
 
 def test_unbiased_for_the_exact_trace():
     net, x = torch.nn.Linear(4, 3), torch.randn(4, 4)
     runs = torch.stack(
-        [fisher_trace(net, x, likelihood=NumberedDraws(Categorical(), seed=s, total=4)) for s in range(300)]
+        [
+            fisher_trace(net, x, likelihood=NumberedDraws(Categorical(), seed=s, total=4))
+            for s in range(300)
+        ]
     )
     error = runs.std() / math.sqrt(len(runs))
     assert (runs.mean() - fisher_trace(net, x, labels="exact")).abs() < 4 * error

@@ -50,16 +50,24 @@ def test_the_gradient_of_a_hidden_use_counts(batch):
     hidden, plain = (fisher_diagonal(Net(hide), x, y, labels="empirical") for hide in (True, False))
     for name, diagonal in plain.items():
         assert diagonal.sum() > 0
-        torch.testing.assert_close(hidden[name], diagonal, msg=lambda text, name=name: f"{name}: {text}")
-    norms = [per_sample_squared_norms(Net(hide), x, y, labels="empirical") for hide in (True, False)]
+        torch.testing.assert_close(
+            hidden[name], diagonal, msg=lambda text, name=name: f"{name}: {text}"
+        )
+    norms = [
+        per_sample_squared_norms(Net(hide), x, y, labels="empirical") for hide in (True, False)
+    ]
     torch.testing.assert_close(*norms)
 
 
 def test_only_what_is_hidden_is_left_to_another_engine(batch):
-    with pytest.warns(UserWarning, match=r"torch.func cannot run .*middle.bias, middle.weight take a backward"):
+    with pytest.warns(
+        UserWarning, match=r"torch.func cannot run .*middle.bias, middle.weight take a backward"
+    ):
         engines = engines_used(Net(hide=True), *batch, labels="empirical")
     assert {name for name, engine in engines.items() if engine == "hooks"} == {
         f"{layer}.{slot}" for layer in ("first", "last") for slot in ("weight", "bias")
     }
-    with pytest.raises(ValueError, match=r"`engine='hooks'` does not cover middle.bias, middle.weight"):
+    with pytest.raises(
+        ValueError, match=r"`engine='hooks'` does not cover middle.bias, middle.weight"
+    ):
         engines_used(Net(hide=True), *batch, labels="empirical", engine="hooks")

@@ -23,13 +23,19 @@ def weighted_scores(outputs: Tensor) -> Iterator[tuple[float, Tensor]]:
         yield p[c].item(), F.one_hot(torch.tensor([c]), len(p)).double() - p
 
 
-def by_place(model: nn.Module, inputs: Any, scores: Callable = weighted_scores) -> dict[str, list[Tensor]]:
+def by_place(
+    model: nn.Module, inputs: Any, scores: Callable = weighted_scores
+) -> dict[str, list[Tensor]]:
     """``[rows, columns]`` of every layer's weight, sample by sample, label by label and place by place.
 
     The gradient at a layer's output is that of zeros that are added to it.
     """
     rows, columns, places = defaultdict(float), defaultdict(float), defaultdict(int)
-    layers = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear | nn.Conv2d | nn.Embedding)}
+    layers = {
+        n: m
+        for n, m in model.named_modules()
+        if isinstance(m, nn.Linear | nn.Conv2d | nn.Embedding)
+    }
     for x in inputs:
         seen: dict[str, tuple[Tensor, Tensor]] = {}
 
@@ -46,13 +52,20 @@ def by_place(model: nn.Module, inputs: Any, scores: Callable = weighted_scores) 
         for handle in handles:
             handle.remove()
         gradients = [
-            (p, torch.autograd.grad(outputs, [zeros for _, zeros in seen.values()], score, retain_graph=True))
+            (
+                p,
+                torch.autograd.grad(
+                    outputs, [zeros for _, zeros in seen.values()], score, retain_graph=True
+                ),
+            )
             for p, score in scores(outputs)
         ]
         for i, (name, (a, _)) in enumerate(seen.items()):
             module = layers[name]
             if isinstance(module, nn.Conv2d):
-                (a,) = F.unfold(a, module.kernel_size, module.dilation, module.padding, module.stride)
+                (a,) = F.unfold(
+                    a, module.kernel_size, module.dilation, module.padding, module.stride
+                )
                 a = a.T
             elif isinstance(module, nn.Embedding):
                 a = F.one_hot(a.flatten(), module.num_embeddings).double()
@@ -61,12 +74,18 @@ def by_place(model: nn.Module, inputs: Any, scores: Callable = weighted_scores) 
                 places[name] += 1
             for p, by_layer in gradients:
                 b = by_layer[i]
-                b = b[0].flatten(1).T if isinstance(module, nn.Conv2d) else b.reshape(-1, b.shape[-1])
+                b = (
+                    b[0].flatten(1).T
+                    if isinstance(module, nn.Conv2d)
+                    else b.reshape(-1, b.shape[-1])
+                )
                 for output_row in b:
                     rows[name] += p * output_row.outer(output_row)
     factors = {name: [rows[name] / places[name], columns[name] / len(inputs)] for name in rows}
     for name in factors:
-        if isinstance(layers[name], nn.Embedding):  # a table is the transposed weight of a layer on one-hot inputs
+        if isinstance(
+            layers[name], nn.Embedding
+        ):  # a table is the transposed weight of a layer on one-hot inputs
             factors[name].reverse()
     return {f"{name}.weight".lstrip("."): parts for name, parts in factors.items()}
 
@@ -77,17 +96,23 @@ def sample_gradients(model: nn.Module, inputs: Any, name: str) -> Iterator[tuple
     for x in inputs:
         outputs = model(x[None])
         for p, score in weighted_scores(outputs):
-            (g,) = torch.autograd.grad(outputs, [parameter], score, retain_graph=True, allow_unused=True)
+            (g,) = torch.autograd.grad(
+                outputs, [parameter], score, retain_graph=True, allow_unused=True
+            )
             yield p, torch.zeros_like(parameter) if g is None else g
 
 
 def block(model: nn.Module, inputs: Any, name: str) -> Tensor:
     """The parameter's block of the Fisher information, a whole matrix."""
-    return sum(p * g.flatten().outer(g.flatten()) for p, g in sample_gradients(model, inputs, name)) / len(inputs)
+    return sum(
+        p * g.flatten().outer(g.flatten()) for p, g in sample_gradients(model, inputs, name)
+    ) / len(inputs)
 
 
 def dense(factors: KroneckerFactors) -> Tensor:
-    rows, columns = (f if f is None or f.dim() == 2 else f.diag() for f in (factors.rows, factors.columns))
+    rows, columns = (
+        f if f is None or f.dim() == 2 else f.diag() for f in (factors.rows, factors.columns)
+    )
     return rows if columns is None else torch.kron(rows, columns)
 
 
@@ -113,7 +138,12 @@ class Sequence(nn.Module):
 
 def convolution(**arguments: Any) -> nn.Sequential:
     return nn.Sequential(
-        nn.Conv2d(2, 4, 3, **arguments), nn.Tanh(), nn.MaxPool2d(2), nn.Flatten(), nn.Dropout(), nn.LazyLinear(3)
+        nn.Conv2d(2, 4, 3, **arguments),
+        nn.Tanh(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Dropout(),
+        nn.LazyLinear(3),
     )
 
 
@@ -123,13 +153,18 @@ def images(n: int = 5, size: int = 8) -> Tensor:
 
 CHAINS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
     "mlp": lambda: (
-        nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 20), nn.Sigmoid(), nn.Linear(20, 20)),
+        nn.Sequential(
+            nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 20), nn.Sigmoid(), nn.Linear(20, 20)
+        ),
         torch.randn(7, 5, dtype=torch.float64),
     ),
     "convolution": lambda: (convolution(), images()),
     "strided": lambda: (convolution(stride=2, padding=1, bias=False), images()),
     "dilated": lambda: (convolution(dilation=2, padding=(2, 1)), images()),
-    "one_output": lambda: (nn.Sequential(nn.Conv2d(2, 1, 3), nn.ReLU(), nn.Flatten(), nn.Linear(36, 3)), images()),
+    "one_output": lambda: (
+        nn.Sequential(nn.Conv2d(2, 1, 3), nn.ReLU(), nn.Flatten(), nn.Linear(36, 3)),
+        images(),
+    ),
 }
 OTHERS = {
     "sequence": lambda: (Sequence(), torch.randint(6, (7, 5))),
@@ -153,7 +188,9 @@ def test_factors_are_the_sums_that_define_them(name, chunk_size):
     expected = by_place(model, inputs)
     engines = ["own", "backpack"] if name in CHAINS else ["own", "auto"]
     for engine in engines:
-        factors = kronecker_factors(model, inputs, labels="exact", engine=engine, chunk_size=chunk_size)
+        factors = kronecker_factors(
+            model, inputs, labels="exact", engine=engine, chunk_size=chunk_size
+        )
         assert factors.keys() == dict(model.named_parameters()).keys()
         for parameter, (rows, columns) in expected.items():
             if name == "padded" and parameter == "table.weight":
@@ -206,7 +243,10 @@ def likelihood_targets(outputs: Tensor, likelihood: Any) -> Tensor:
 
 EXACT = {
     "mlp": CHAINS["mlp"],
-    "one_position": lambda: (nn.Sequential(nn.Conv2d(2, 3, 4), nn.Flatten(), nn.Linear(3, 3)), images(size=4)),
+    "one_position": lambda: (
+        nn.Sequential(nn.Conv2d(2, 3, 4), nn.Flatten(), nn.Linear(3, 3)),
+        images(size=4),
+    ),
     "one_token": lambda: (
         nn.Sequential(nn.Embedding(6, 4), nn.Flatten(), nn.LayerNorm(4), nn.Linear(4, 3)),
         torch.randint(6, (5, 1)),
@@ -230,7 +270,9 @@ def test_the_block_of_a_vector_is_exact(name):
         **CHAINS,
         **OTHERS,
         "batch_norm": lambda: (
-            nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(108, 3)),
+            nn.Sequential(
+                nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(108, 3)
+            ),
             images(),
         ),
     }
@@ -261,7 +303,11 @@ def test_any_other_matrix_has_the_factors_of_its_whole_gradients(make, inputs, n
     rows, columns, squares = 0.0, 0.0, 0.0
     for p, g in sample_gradients(model, inputs, name):
         g = g.squeeze(0).flatten(1)
-        rows, columns, squares = rows + p * g @ g.T, columns + p * g.T @ g, squares + p * g.square().sum()
+        rows, columns, squares = (
+            rows + p * g @ g.T,
+            columns + p * g.T @ g,
+            squares + p * g.square().sum(),
+        )
     assert_same(factors, rows / len(inputs), columns / squares)
     torch.testing.assert_close(factors.trace(), squares / len(inputs))
 
@@ -306,7 +352,10 @@ def test_samples_of_another_kind_are_measured_by_their_whole_gradients():
     inputs[:, 0] = inputs[:, 0].abs() * torch.tensor([1.0] * 6 + [-1.0] * 6)
     factors = kronecker_factors(model, inputs, labels="exact", engine="own", chunk_size=6)
     torch.testing.assert_close(factors["a.bias"].rows, block(model, inputs, "a.bias"))
-    kinds = [block(model, inputs, "a.weight").trace(), torch.kron(*by_place(model, inputs)["a.weight"]).trace()]
+    kinds = [
+        block(model, inputs, "a.weight").trace(),
+        torch.kron(*by_place(model, inputs)["a.weight"]).trace(),
+    ]
     assert any(torch.isclose(factors["a.weight"].trace(), kind) for kind in kinds)
 
 
@@ -324,10 +373,14 @@ def test_long_sides_keep_their_diagonal(engine):
 def test_sampled_factors_are_unbiased_and_follow_the_generator():
     model, inputs = prepared(CHAINS["mlp"])
     g, state = torch.Generator().manual_seed(0), torch.get_rng_state()
-    draws = torch.stack([kronecker_factors(model, inputs, generator=g)["4.weight"].trace() for _ in range(100)])
+    draws = torch.stack(
+        [kronecker_factors(model, inputs, generator=g)["4.weight"].trace() for _ in range(100)]
+    )
     expected = kronecker_factors(model, inputs, labels="exact")["4.weight"].trace()
     assert (draws.mean() - expected).abs() < 4 * draws.std() / len(draws) ** 0.5
-    again = kronecker_factors(model, inputs, generator=torch.Generator().manual_seed(0))["4.weight"].trace()
+    again = kronecker_factors(model, inputs, generator=torch.Generator().manual_seed(0))[
+        "4.weight"
+    ].trace()
     assert draws[0] == again
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -343,7 +396,9 @@ def test_the_model_is_left_alone(engine):
 
 
 def test_frozen_weights_and_unused_ones():
-    model = nn.ModuleDict({"used": nn.Linear(3, 3), "frozen": nn.Linear(3, 3), "unused": nn.Linear(2, 2)})
+    model = nn.ModuleDict(
+        {"used": nn.Linear(3, 3), "frozen": nn.Linear(3, 3), "unused": nn.Linear(2, 2)}
+    )
     model["frozen"].requires_grad_(False)
     factors = kronecker_factors(
         model, torch.randn(4, 3), forward_fn=lambda m, x: m["frozen"](m["used"](x)), labels="exact"
@@ -404,7 +459,9 @@ def test_backpack_is_not_asked_for_what_it_would_get_wrong(name):
 
 
 def test_labels_are_drawn_again_where_backpack_stops_after_the_first_chunk():
-    class Later(Between):  # the same numbers, by a layer that BackPACK sees or by a function that it does not
+    class Later(
+        Between
+    ):  # the same numbers, by a layer that BackPACK sees or by a function that it does not
         def __init__(self, how: Callable[[Tensor], Tensor]) -> None:
             super().__init__(how)
             self.seen = nn.Tanh()
@@ -415,7 +472,9 @@ def test_labels_are_drawn_again_where_backpack_stops_after_the_first_chunk():
     torch.manual_seed(0)
     model, inputs = Later(torch.tanh), torch.randn(5, 4)
     own, auto = (
-        kronecker_factors(model, inputs, engine=engine, generator=torch.Generator().manual_seed(0), chunk_size=4)
+        kronecker_factors(
+            model, inputs, engine=engine, generator=torch.Generator().manual_seed(0), chunk_size=4
+        )
         for engine in ("own", "auto")
     )
     for name, factors in own.items():
@@ -459,5 +518,7 @@ def test_factors_of_several_batches_are_those_of_all_samples(name):
     for parameter, factors in whole.items():
         torch.testing.assert_close(vars(parts.factors()[parameter]), vars(factors))
         expected = torch.linalg.eigvalsh(dense(factors))
-        torch.testing.assert_close(eigenvalues[parameter].flatten().sort().values, expected, atol=1e-10, rtol=1e-6)
+        torch.testing.assert_close(
+            eigenvalues[parameter].flatten().sort().values, expected, atol=1e-10, rtol=1e-6
+        )
         assert eigenvalues[parameter].shape == dict(model.named_parameters())[parameter].shape

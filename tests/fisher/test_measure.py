@@ -108,7 +108,10 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     ),
 }  # fmt: skip
 ONE_BY_ONE = {"reentrant checkpoint"}  # torch.func cannot run these
-WARNED = {**dict.fromkeys(ONE_BY_ONE, "torch.func cannot run"), "mixing": "The model's outputs for a sample depend"}
+WARNED = {
+    **dict.fromkeys(ONE_BY_ONE, "torch.func cannot run"),
+    "mixing": "The model's outputs for a sample depend",
+}
 PARTLY = {  # case -> the parameters that are left to the fallback
     "mixing": {"a.weight", "a.bias", "c.weight", "c.bias"},
     "embedding by frequency": {"0.weight"},
@@ -125,7 +128,9 @@ def _freeze(model: nn.Module, *names: str) -> nn.Module:
 
 def _encoder() -> nn.Module:
     layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, norm_first=True)
-    return nn.Sequential(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Flatten(1), nn.LazyLinear(3))
+    return nn.Sequential(
+        nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Flatten(1), nn.LazyLinear(3)
+    )
 
 
 def make(case: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Tensor, Tensor]:
@@ -133,15 +138,21 @@ def make(case: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Tens
     build, shape = CASES[case]
     torch.manual_seed(0)
     model = build()
-    inputs = torch.randint(7, (N, 3)) if shape == WORDS else torch.randn(N, *shape, dtype=torch.float64)
+    inputs = (
+        torch.randint(7, (N, 3)) if shape == WORDS else torch.randn(N, *shape, dtype=torch.float64)
+    )
     model = nets.trained_statistics(model)
     with torch.no_grad():
-        outputs = model.float().eval()(inputs.float() if inputs.is_floating_point() else inputs)  # fills lazy layers
+        outputs = model.float().eval()(
+            inputs.float() if inputs.is_floating_point() else inputs
+        )  # fills lazy layers
     targets = torch.randint(outputs.shape[-1], outputs.shape[:-1])
     return model.to(dtype).eval(), inputs if shape == WORDS else inputs.to(dtype), targets
 
 
-def loop(model: nn.Module, inputs: Tensor, loss: Callable[[Tensor, int], Tensor]) -> dict[str, Tensor]:
+def loop(
+    model: nn.Module, inputs: Tensor, loss: Callable[[Tensor, int], Tensor]
+) -> dict[str, Tensor]:
     """Gradients ``[N, *shape]`` by parameter name, one sample and one backward pass at a time."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     rows: dict[str, list[Tensor]] = {name: [] for name in parameters}
@@ -158,7 +169,9 @@ def empirical(model: nn.Module, inputs: Tensor, targets: Tensor) -> dict[str, Te
     return loop(
         model,
         inputs,
-        lambda out, n: nn.functional.cross_entropy(out.flatten(0, -2), targets[n : n + 1].flatten(), reduction="sum"),
+        lambda out, n: nn.functional.cross_entropy(
+            out.flatten(0, -2), targets[n : n + 1].flatten(), reduction="sum"
+        ),
     )
 
 
@@ -174,7 +187,9 @@ def test_auto_equals_a_loop_over_samples(case):
     exact = {"rtol": 1e-9, "atol": 1e-12}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=WARNED.get(case, "^$"))
-        warnings.filterwarnings("ignore", message="Outputs .* are read with the classes last")  # as many as positions
+        warnings.filterwarnings(
+            "ignore", message="Outputs .* are read with the classes last"
+        )  # as many as positions
         diagonal = fisher_diagonal(model, inputs, targets, labels="empirical", chunk_size=4)
         norms = per_sample_squared_norms(model, inputs, targets, labels="empirical", chunk_size=4)
         gram = gradient_gram(model, inputs, targets, chunk_size=4)
@@ -192,5 +207,7 @@ def test_auto_equals_a_loop_over_samples(case):
     for owner, value in traces.items():
         own = [g for name, g in rows.items() if name.rpartition(".")[0] == owner]
         torch.testing.assert_close(value, sum(g.square().sum() / len(g) for g in own), **exact)
-    assert {name for name, engine in engines.items() if engine != "hooks"} == PARTLY.get(case, set())
+    assert {name for name, engine in engines.items() if engine != "hooks"} == PARTLY.get(
+        case, set()
+    )
     assert ("loop" in engines.values()) == (case in ONE_BY_ONE)

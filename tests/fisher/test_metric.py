@@ -24,7 +24,9 @@ class Net(nn.Sequential):
     """Small, with the two layers an observer could disturb."""
 
     def __init__(self) -> None:
-        super().__init__(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Dropout(0.5), nn.Linear(6, 3))
+        super().__init__(
+            nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Dropout(0.5), nn.Linear(6, 3)
+        )
 
 
 @pytest.fixture
@@ -106,7 +108,9 @@ def test_parameters_of_one_number_keep_their_shapes(problem):
     expected = fisher_diagonal(net, x, labels="exact", likelihood="gaussian")
     assert {name: tuple(part.shape) for name, part in expected.items()} == SHAPES
     for metric in (whole, again, copy.deepcopy(whole), fresh):
-        torch.testing.assert_close(metric.compute().diagonal, {name: expected[name] for name in SHAPES})
+        torch.testing.assert_close(
+            metric.compute().diagonal, {name: expected[name] for name in SHAPES}
+        )
         assert shapes_of(metric.compute()) == SHAPES, "kept, the second time"
     for diagonal in on_ranks(of_singles, net, x):
         torch.testing.assert_close(diagonal, expected)
@@ -129,7 +133,9 @@ def test_does_not_merge_another_model(problem):
     first, second = (FisherInformation(labels="exact") for _ in range(2))
     first.update(net, x)
     second.update(nn.Linear(4, 3).double(), x)
-    with pytest.raises(ValueError, match=r"must have the trainable parameters of the first update, got others: \["):
+    with pytest.raises(
+        ValueError, match=r"must have the trainable parameters of the first update, got others: \["
+    ):
         first.merge_state(second)
 
 
@@ -172,7 +178,9 @@ def test_leaves_no_trace(problem):
     metric = FisherInformation()
     metric.update(net, x, y)
     assert not list(metric.modules())[1:], "the model became a part of the metric"
-    assert all(torch.equal(a, b) for a, b in zip(before.values(), net.state_dict().values(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(before.values(), net.state_dict().values(), strict=True)
+    )
     assert [m.training for m in net.modules()] == modes
     assert all(torch.equal(p.grad, g) for p, g in zip(net.parameters(), grads, strict=True))
     assert torch.equal(torch.get_rng_state(), state)
@@ -210,7 +218,10 @@ def test_refuses_another_model(problem):
     net, x, _ = problem
     metric = FisherInformation()
     metric.update(net, x)
-    with pytest.raises(ValueError, match=r"`model` must have the trainable parameters of the first update, got others"):
+    with pytest.raises(
+        ValueError,
+        match=r"`model` must have the trainable parameters of the first update, got others",
+    ):
         metric.update(nn.Linear(4, 3).double(), x)
 
 

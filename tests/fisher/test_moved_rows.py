@@ -7,7 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_taskinfo import TaskInfoWarning
-from lightning_taskinfo.fisher import FisherInformation, fisher_diagonal, fisher_trace, gradient_gram
+from lightning_taskinfo.fisher import (
+    FisherInformation,
+    fisher_diagonal,
+    fisher_trace,
+    gradient_gram,
+)
 from tests.fisher.test_measure import empirical
 
 pytestmark = pytest.mark.filterwarnings("ignore::lightning_taskinfo.TaskInfoWarning")
@@ -158,7 +163,9 @@ def test_what_was_found_in_one_way_of_calling_says_nothing_about_another():
     plain = [float(fisher_trace(model, x, y, labels="empirical")) for _ in range(2)]
     assert plain[0] == plain[1]
     with pytest.warns(TaskInfoWarning, match="depend on the others of its batch"):
-        fisher_trace(model, x, y, labels="empirical", forward_fn=lambda model, x: model(x - x.mean(0)))
+        fisher_trace(
+            model, x, y, labels="empirical", forward_fn=lambda model, x: model(x - x.mean(0))
+        )
     assert float(fisher_trace(model, x, y, labels="empirical")) == plain[0]
 
 

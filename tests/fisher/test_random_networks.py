@@ -23,7 +23,9 @@ networks = st.fixed_dictionaries(
         "pooled": st.booleans(),
     }
 )
-batches = st.fixed_dictionaries({"n": st.integers(1, 9), "chunk_size": st.none() | st.integers(1, 9)})
+batches = st.fixed_dictionaries(
+    {"n": st.integers(1, 9), "chunk_size": st.none() | st.integers(1, 9)}
+)
 
 
 def close(found: Tensor, expected: Tensor) -> None:
@@ -44,13 +46,17 @@ def check(network: dict, batch: dict) -> None:
         warnings.simplefilter("ignore", TaskInfoWarning)
         metric = FisherInformation(labels="empirical", chunk_size=chunk_size)
         metric.update(model, inputs, targets)
-        diagonal = fisher_diagonal(model, inputs, targets, labels="empirical", chunk_size=chunk_size)
+        diagonal = fisher_diagonal(
+            model, inputs, targets, labels="empirical", chunk_size=chunk_size
+        )
         gram = gradient_gram(model, inputs, targets, chunk_size=chunk_size)
     norms = flat.square().sum(1)
     estimate = metric.compute()
     close(estimate.trace, norms.mean())
     if n > 1:
-        torch.testing.assert_close(estimate.standard_error, norms.std() / math.sqrt(n), rtol=1e-5, atol=1e-8)
+        torch.testing.assert_close(
+            estimate.standard_error, norms.std() / math.sqrt(n), rtol=1e-5, atol=1e-8
+        )
     for name, g in rows.items():
         close(diagonal[name], g.square().mean(0))
     close(gram, flat @ flat.T)

@@ -23,7 +23,9 @@ def outputs(*shape, generator):
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize(
-    "options", [{}, {"label_smoothing": 0.1}, {"weight": torch.arange(1.0, C + 1)}, {"ignore_index": 2}], ids=str
+    "options",
+    [{}, {"label_smoothing": 0.1}, {"weight": torch.arange(1.0, C + 1)}, {"ignore_index": 2}],
+    ids=str,
 )
 def test_cross_entropy(options, reduction, generator):
     out, y = outputs(N, C, generator=generator), torch.arange(N) % C
@@ -42,7 +44,10 @@ def test_tokens_are_averaged_over_those_that_count(generator):
     y[1] = -100
     rows = F.cross_entropy(out.flatten(0, 1), y.flatten(), reduction="none").view(N, T)
     expected = rows.sum(1) / (y != -100).sum(1)
-    for loss in (F.cross_entropy(out.flatten(0, 1), y.flatten()), F.cross_entropy(out.transpose(1, 2), y)):
+    for loss in (
+        F.cross_entropy(out.flatten(0, 1), y.flatten()),
+        F.cross_entropy(out.transpose(1, 2), y),
+    ):
         torch.testing.assert_close(StepGraph(loss).sample_losses(N, y), expected, equal_nan=True)
 
 
@@ -52,13 +57,19 @@ def test_labels_of_a_language_model_may_be_shifted(padded, generator):
     shifted = F.pad(y, (0, 1), value=-100)[:, 1:] if padded else y[:, 1:]
     logits = out if padded else out[:, :-1]
     loss = F.cross_entropy(logits.reshape(-1, C), shifted.reshape(-1))
-    rows = F.cross_entropy(out[:, :-1].reshape(-1, C), y[:, 1:].reshape(-1), reduction="none").view(N, T - 1)
+    rows = F.cross_entropy(out[:, :-1].reshape(-1, C), y[:, 1:].reshape(-1), reduction="none").view(
+        N, T - 1
+    )
     torch.testing.assert_close(StepGraph(loss).sample_losses(N, y), rows.mean(1))
 
 
 @pytest.mark.parametrize(
     "loss",
-    [F.mse_loss, F.binary_cross_entropy_with_logits, lambda x, y, **k: F.binary_cross_entropy(x.sigmoid(), y, **k)],
+    [
+        F.mse_loss,
+        F.binary_cross_entropy_with_logits,
+        lambda x, y, **k: F.binary_cross_entropy(x.sigmoid(), y, **k),
+    ],
 )
 def test_other_losses_are_means_over_outputs(loss, generator):
     out, y = outputs(N, 3, generator=generator), torch.rand(N, 3, generator=generator)
@@ -70,7 +81,9 @@ def test_half_precision_is_read_in_single_precision(generator):
     out, y = outputs(N, C, generator=generator), torch.arange(N) % C
     found = StepGraph(F.cross_entropy(out.bfloat16(), y)).sample_losses(N, y)
     assert found.dtype == torch.float32
-    torch.testing.assert_close(found, F.cross_entropy(out, y, reduction="none"), rtol=0.02, atol=0.02)
+    torch.testing.assert_close(
+        found, F.cross_entropy(out, y, reduction="none"), rtol=0.02, atol=0.02
+    )
 
 
 def permuted(out, y):
@@ -90,7 +103,8 @@ def repeated(out, y):
 
 
 @pytest.mark.parametrize(
-    ("loss", "message"), [(permuted, "targets"), (two, "got 2"), (soft, "got 0"), (repeated, r"got \[4\]")]
+    ("loss", "message"),
+    [(permuted, "targets"), (two, "got 2"), (soft, "got 0"), (repeated, r"got \[4\]")],
 )
 def test_losses_that_are_not_those_of_the_batch_are_refused(loss, message, generator):
     out, y = outputs(N, C, generator=generator), torch.arange(N) % C
@@ -107,7 +121,9 @@ def test_unknown_targets_are_not_compared(generator):
 def test_a_checkpointed_loss_is_read_and_the_backward_pass_goes_on(generator):
     out, y = outputs(N, C, generator=generator), torch.arange(N) % C
     loss = checkpoint(F.cross_entropy, 2 * out, y, use_reentrant=False)
-    torch.testing.assert_close(StepGraph(loss).sample_losses(N, y), F.cross_entropy(2 * out, y, reduction="none"))
+    torch.testing.assert_close(
+        StepGraph(loss).sample_losses(N, y), F.cross_entropy(2 * out, y, reduction="none")
+    )
     (expected,) = torch.autograd.grad(F.cross_entropy(2 * out, y), out)
     loss.backward()
     torch.testing.assert_close(out.grad, expected)
@@ -223,7 +239,8 @@ class Shares(nn.Module):
 
 @pytest.mark.parametrize("first", [0, 2])
 @pytest.mark.parametrize(
-    "positions", [lambda t: torch.arange(t)[None], torch.arange, lambda t: torch.tensor([[0, 1, 1, 2, 0]])]
+    "positions",
+    [lambda t: torch.arange(t)[None], torch.arange, lambda t: torch.tensor([[0, 1, 1, 2, 0]])],
 )
 def test_weights_that_all_samples_share(positions, first, generator):
     torch.manual_seed(0)
@@ -238,8 +255,12 @@ def test_weights_that_all_samples_share(positions, first, generator):
     assert recorder.norms.keys() == {name for name, _ in net.named_parameters()}
     for i, n in enumerate(range(first, first + 3)):
         loss = F.cross_entropy(net(tokens), y, reduction="none")[n]
-        for (name, _), g in zip(net.named_parameters(), torch.autograd.grad(loss, [*net.parameters()]), strict=True):
-            assert recorder.norms[name][i] * N**2 == pytest.approx(g.square().sum().item(), rel=1e-4), name
+        for (name, _), g in zip(
+            net.named_parameters(), torch.autograd.grad(loss, [*net.parameters()]), strict=True
+        ):
+            assert recorder.norms[name][i] * N**2 == pytest.approx(
+                g.square().sum().item(), rel=1e-4
+            ), name
 
 
 class Scales(nn.Module):

@@ -24,7 +24,11 @@ N = 6
 class Words(nn.Module):
     def __init__(self):
         super().__init__()
-        self.table, self.norm, self.mix = nn.Embedding(7, 4, padding_idx=0), nn.LayerNorm(4), nn.Linear(4, 4)
+        self.table, self.norm, self.mix = (
+            nn.Embedding(7, 4, padding_idx=0),
+            nn.LayerNorm(4),
+            nn.Linear(4, 4),
+        )
         self.scale, self.head = nn.RMSNorm(4), nn.Linear(4, 3)
 
     def forward(self, tokens):
@@ -48,10 +52,15 @@ NETWORKS = {
     "mlp": (lambda: nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3, bias=False)), (N, 5)),
     "images": (image_net, (N, 2, 6, 6)),
     "sequence, in place": (
-        lambda: nn.Sequential(nn.Linear(4, 6), nn.ReLU(inplace=True), nn.Linear(6, 2), nn.Flatten(), nn.Linear(6, 3)),
+        lambda: nn.Sequential(
+            nn.Linear(4, 6), nn.ReLU(inplace=True), nn.Linear(6, 2), nn.Flatten(), nn.Linear(6, 3)
+        ),
         (N, 3, 4),
     ),
-    "series": (lambda: nn.Sequential(nn.Conv1d(2, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3)), (N, 2, 5)),
+    "series": (
+        lambda: nn.Sequential(nn.Conv1d(2, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3)),
+        (N, 2, 5),
+    ),
     "words": (Words, None),
 }
 
@@ -80,7 +89,11 @@ def step(net, x, y, max_samples=N, recorder=None):
 
 
 def looped(net, x, y):
-    norms = {name: torch.zeros(len(x), dtype=torch.float64) for name, p in net.named_parameters() if p.requires_grad}
+    norms = {
+        name: torch.zeros(len(x), dtype=torch.float64)
+        for name, p in net.named_parameters()
+        if p.requires_grad
+    }
     for n in range(len(x)):
         net.zero_grad()
         F.cross_entropy(net(x[n : n + 1]), y[n : n + 1]).backward()
@@ -108,20 +121,28 @@ def test_every_step_has_its_own_norms(name):
     for i, count in enumerate((N, N, N - 2)):
         x, y = x.flip(0), y.roll(1)
         if i == 1:
-            next(m.bias for m in net.modules() if getattr(m, "bias", None) is not None).requires_grad_(False)
+            next(
+                m.bias for m in net.modules() if getattr(m, "bias", None) is not None
+            ).requires_grad_(False)
         measured = step(net, x[:count], y[:count], recorder=recorder).norms
         expected = looped(net, x[:count], y[:count])
-        torch.testing.assert_close({key: norms * count**2 for key, norms in measured.items()}, expected)
+        torch.testing.assert_close(
+            {key: norms * count**2 for key, norms in measured.items()}, expected
+        )
 
 
 def test_images_may_change_their_size():
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Conv2d(2, 4, 3), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 3)).double()
+    net = nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 3)
+    ).double()
     recorder, y = StepRecorder(net, N), torch.randint(3, (N,))
     for size in (6, 8, 5):
         x = torch.randn(N, 2, size, size, dtype=torch.float64)
         measured = step(net, x, y, recorder=recorder).norms
-        torch.testing.assert_close({key: norms * N**2 for key, norms in measured.items()}, looped(net, x, y))
+        torch.testing.assert_close(
+            {key: norms * N**2 for key, norms in measured.items()}, looped(net, x, y)
+        )
 
 
 @pytest.mark.parametrize(("name", "layer"), [("mlp", 2), ("images", 3), ("images", -1)])
@@ -160,13 +181,18 @@ def test_batch_norm_in_train_mode_gives_the_contributions_to_the_batch_gradient(
     net = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3)).double()
     nn.init.normal_(net[1].weight)
     x, y = torch.randn(N, 5, dtype=torch.float64), torch.randint(3, (N,))
-    own = {k: p.detach().expand(N, *p.shape).clone().requires_grad_() for k, p in net.named_parameters()}
+    own = {
+        k: p.detach().expand(N, *p.shape).clone().requires_grad_()
+        for k, p in net.named_parameters()
+    }
     h = torch.einsum("noi,ni->no", own["0.weight"], x) + own["0.bias"]
     h = F.batch_norm(h, None, None, training=True) * own["1.weight"] + own["1.bias"]
     out = torch.einsum("noi,ni->no", own["3.weight"], h.relu()) + own["3.bias"]
     F.cross_entropy(out, y).backward()
     expected = {name: w.grad.flatten(1).square().sum(1) for name, w in own.items()}
-    torch.testing.assert_close(step(net, x, y, max_samples=4).norms, {k: v[:4] for k, v in expected.items()})
+    torch.testing.assert_close(
+        step(net, x, y, max_samples=4).norms, {k: v[:4] for k, v in expected.items()}
+    )
 
 
 def test_gradients_are_the_same_and_no_hook_stays():
@@ -175,7 +201,10 @@ def test_gradients_are_the_same_and_no_hook_stays():
     F.cross_entropy(twin(x), y).backward()
     step(net, x, y).stop()
     assert all(not m._forward_hooks for m in net.modules())
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(net.parameters(), twin.parameters(), strict=True))
+    assert all(
+        torch.equal(a.grad, b.grad)
+        for a, b in zip(net.parameters(), twin.parameters(), strict=True)
+    )
 
 
 def test_a_hooked_model_is_heard_in_a_step_alone_and_can_be_copied():
@@ -205,7 +234,9 @@ def test_what_others_run_inside_observing_is_no_part_of_the_step():
         net(2 * x).sum().backward()
     recorder.before_backward(StepGraph(loss))
     loss.backward()
-    torch.testing.assert_close({key: norms * N**2 for key, norms in recorder.norms.items()}, looped(net, x, y))
+    torch.testing.assert_close(
+        {key: norms * N**2 for key, norms in recorder.norms.items()}, looped(net, x, y)
+    )
 
 
 @pytest.mark.parametrize("change", ["gradient", "input"])
@@ -237,7 +268,9 @@ def test_layers_that_are_unfrozen_or_frozen_later_are_followed():
         measured = step(net, x, y, recorder=recorder)
         assert measured.problem is None
         expected = looped(net, x, y)
-        torch.testing.assert_close({key: norms * N**2 for key, norms in measured.norms.items()}, expected)
+        torch.testing.assert_close(
+            {key: norms * N**2 for key, norms in measured.norms.items()}, expected
+        )
 
 
 def test_what_is_unfrozen_and_cannot_be_read_is_no_measurement_until_it_is_frozen_again():
@@ -301,7 +334,10 @@ def test_what_fails_while_it_is_read_does_not_end_the_training(monkeypatch):
     F.cross_entropy(twin(x), y).backward()
     monkeypatch.setattr(StepRecorder, "_use", fail)
     assert step(net, x, y).problem == "layer '0' could not be read (MemoryError: no more)"
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(net.parameters(), twin.parameters(), strict=True))
+    assert all(
+        torch.equal(a.grad, b.grad)
+        for a, b in zip(net.parameters(), twin.parameters(), strict=True)
+    )
 
 
 def test_a_second_backward_pass_is_no_measurement():
@@ -454,9 +490,18 @@ def compiled():
     [
         (lambda: nn.Sequential(nn.LSTM(2, 2)), "got '0.weight_ih_l0 of LSTM'"),
         (lambda: nn.Sequential(nn.ConvTranspose1d(2, 2, 1)), "got '0.weight of ConvTranspose1d'"),
-        (lambda: nn.Conv1d(2, 2, 3, padding=1, padding_mode="circular"), "of Conv1d' with padding_mode='circular'"),
-        (lambda: nn.Sequential(Scaled(2, 2)), "got '0.weight of Scaled' with a `forward` of its own"),
-        (lambda: nn.Sequential(ScaledConvolution(2, 2, 1)), "got '0.weight of ScaledConvolution' with a `forward`"),
+        (
+            lambda: nn.Conv1d(2, 2, 3, padding=1, padding_mode="circular"),
+            "of Conv1d' with padding_mode='circular'",
+        ),
+        (
+            lambda: nn.Sequential(Scaled(2, 2)),
+            "got '0.weight of Scaled' with a `forward` of its own",
+        ),
+        (
+            lambda: nn.Sequential(ScaledConvolution(2, 2, 1)),
+            "got '0.weight of ScaledConvolution' with a `forward`",
+        ),
         (patched, "got 'weight of Linear' with a `forward` of its own"),
         (pruned, "got 'weight_orig of Linear', from which another weight is computed"),
         (tied, "got '0' and '1' tied"),

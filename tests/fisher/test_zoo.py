@@ -4,7 +4,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_taskinfo.fisher import engines_used, fisher_diagonal, gradient_gram, per_sample_squared_norms
+from lightning_taskinfo.fisher import (
+    engines_used,
+    fisher_diagonal,
+    gradient_gram,
+    per_sample_squared_norms,
+)
 from tests.fisher.zoo import CASES, Case
 
 N = 5
@@ -44,8 +49,12 @@ def test_no_parameter_takes_a_slower_engine_and_all_are_right(name):
     largest = max(float(part.max()) for part in diagonal.values())
     for key, g in rows.items():
         expected = g.square().mean(0)
-        noise = 1e-10 * largest + 1e-5 * float(expected.max())  # some gradients are zero but for rounding
-        torch.testing.assert_close(diagonal[key], expected, rtol=1e-5, atol=noise, msg=lambda m, key=key: f"{key}: {m}")
+        noise = 1e-10 * largest + 1e-5 * float(
+            expected.max()
+        )  # some gradients are zero but for rounding
+        torch.testing.assert_close(
+            diagonal[key], expected, rtol=1e-5, atol=noise, msg=lambda m, key=key: f"{key}: {m}"
+        )
     gram = gradient_gram(model, x, y, **options)
     torch.testing.assert_close(gram, flat @ flat.T, rtol=1e-5, atol=1e-5 * float(gram.abs().max()))
     engines = engines_used(model, x, y, **options)

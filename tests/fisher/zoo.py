@@ -159,8 +159,12 @@ CASES: dict[str, Case] = {
         words,
         of_two_texts,
     ),
-    "Gemma 3": text("Gemma3ForCausalLM", "Gemma3TextConfig", head_dim=8, sliding_window=4, **GROUPED),
-    "Mixtral": language_model("Mixtral", num_local_experts=4, num_experts_per_tok=2)._replace(dtype=torch.float32),
+    "Gemma 3": text(
+        "Gemma3ForCausalLM", "Gemma3TextConfig", head_dim=8, sliding_window=4, **GROUPED
+    ),
+    "Mixtral": language_model("Mixtral", num_local_experts=4, num_experts_per_tok=2)._replace(
+        dtype=torch.float32
+    ),
     "Mamba": text(
         "MambaForCausalLM",
         "MambaConfig",
@@ -172,7 +176,15 @@ CASES: dict[str, Case] = {
     "Llama": language_model("Llama"),
     "Qwen 3": language_model("Qwen3", head_dim=8),
     "OPT": text("OPTForCausalLM", "OPTConfig", ffn_dim=24, word_embed_proj_dim=WIDTH, **TEXT),
-    "BLOOM": text("BloomForCausalLM", "BloomConfig", vocab_size=WORDS, hidden_size=WIDTH, n_layer=2, n_head=2, **ENDS),
+    "BLOOM": text(
+        "BloomForCausalLM",
+        "BloomConfig",
+        vocab_size=WORDS,
+        hidden_size=WIDTH,
+        n_layer=2,
+        n_head=2,
+        **ENDS,
+    ),
     "GPT-NeoX": text("GPTNeoXForCausalLM", "GPTNeoXConfig", **TEXT),
     "Phi-3": language_model("Phi3"),
     "ViT": image("ViTForImageClassification", "ViTConfig", **IMAGE),
@@ -187,16 +199,26 @@ CASES: dict[str, Case] = {
         num_heads=[2, 2],
         window_size=4,
     ),
-    "BEiT": image("BeitForImageClassification", "BeitConfig", use_relative_position_bias=True, **IMAGE),
+    "BEiT": image(
+        "BeitForImageClassification", "BeitConfig", use_relative_position_bias=True, **IMAGE
+    ),
     "ConvNeXt": image(
-        "ConvNextForImageClassification", "ConvNextConfig", hidden_sizes=[4, 8], depths=[1, 1], num_stages=2
+        "ConvNextForImageClassification",
+        "ConvNextConfig",
+        hidden_sizes=[4, 8],
+        depths=[1, 1],
+        num_stages=2,
     ),
     "ResNet": image(
-        "ResNetForImageClassification", "ResNetConfig", embedding_size=4, hidden_sizes=[8, 8], depths=[1, 1]
+        "ResNetForImageClassification",
+        "ResNetConfig",
+        embedding_size=4,
+        hidden_sizes=[8, 8],
+        depths=[1, 1],
     )._replace(inputs=large_images),
-    "MobileNetV2": image("MobileNetV2ForImageClassification", "MobileNetV2Config", depth_multiplier=0.1)._replace(
-        inputs=large_images
-    ),
+    "MobileNetV2": image(
+        "MobileNetV2ForImageClassification", "MobileNetV2Config", depth_multiplier=0.1
+    )._replace(inputs=large_images),
     "SegFormer": image(
         "SegformerForImageClassification",
         "SegformerConfig",
@@ -205,7 +227,13 @@ CASES: dict[str, Case] = {
         num_attention_heads=[1, 1, 2, 2],
         decoder_hidden_size=8,
     )._replace(inputs=large_images),
-    "CLIP": image("CLIPForImageClassification", "CLIPConfig", text_config=TEXT, vision_config=IMAGE, projection_dim=8),
+    "CLIP": image(
+        "CLIPForImageClassification",
+        "CLIPConfig",
+        text_config=TEXT,
+        vision_config=IMAGE,
+        projection_dim=8,
+    ),
     "wav2vec 2.0": Case(
         made(
             "Wav2Vec2ForSequenceClassification",
@@ -244,11 +272,22 @@ def adapted(base: str, config: peft.PeftConfig) -> Case:
 
 
 CASES |= {
-    "LoRA on GPT-2": adapted("GPT-2", peft.LoraConfig(r=2, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True)),
+    "LoRA on GPT-2": adapted(
+        "GPT-2", peft.LoraConfig(r=2, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True)
+    ),
     "LoRA on BERT": adapted("BERT", peft.LoraConfig(r=2, target_modules=["query", "value"])),
     "LoRA on Llama": adapted("Llama", peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"])),
-    "DoRA": adapted("Llama", peft.LoraConfig(r=2, use_dora=True, target_modules=["q_proj", "down_proj"])),
-    "IA3": adapted("Llama", peft.IA3Config(target_modules=["v_proj", "down_proj"], feedforward_modules=["down_proj"])),
-    "prompt tuning": adapted("Llama", peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)),
-    "prefix tuning": adapted("Llama", peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)),
+    "DoRA": adapted(
+        "Llama", peft.LoraConfig(r=2, use_dora=True, target_modules=["q_proj", "down_proj"])
+    ),
+    "IA3": adapted(
+        "Llama",
+        peft.IA3Config(target_modules=["v_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    ),
+    "prompt tuning": adapted(
+        "Llama", peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    ),
+    "prefix tuning": adapted(
+        "Llama", peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    ),
 }

@@ -14,7 +14,9 @@ def dumb_capital(x, mean, delta):
     capital, seen = 1.0, []
     for value in x:
         averages = [(0.5 + sum(seen[: t + 1])) / (t + 2) for t in range(len(seen))]
-        variance = (0.25 + sum((s - a) ** 2 for s, a in zip(seen, averages, strict=True))) / (len(seen) + 1)
+        variance = (0.25 + sum((s - a) ** 2 for s, a in zip(seen, averages, strict=True))) / (
+            len(seen) + 1
+        )
         stake = min(MAX_BET, math.sqrt(2 * math.log(2 / delta) / (len(x) * variance)))
         capital *= 1 + stake * (mean - value)
         seen.append(value)
@@ -40,7 +42,11 @@ def test_misses_the_mean_at_most_as_often_as_promised(draw):
     misses = 0
     for _ in range(repeats):
         u = torch.rand(80, generator=g, dtype=torch.float64)
-        x, mean = {"coin": ((u < 0.3).double(), 0.3), "skewed": (u**3, 0.25), "rare": ((u < 0.03).double(), 0.03)}[draw]
+        x, mean = {
+            "coin": ((u < 0.3).double(), 0.3),
+            "skewed": (u**3, 0.25),
+            "rare": ((u < 0.03).double(), 0.03),
+        }[draw]
         low, high = betting_interval(x, delta)
         misses += not low <= mean <= high
     assert misses <= delta * repeats
@@ -65,7 +71,9 @@ def test_draws_that_are_all_alike(value):
 
 
 def test_one_draw_says_nothing():
-    assert [end.item() for end in betting_interval(torch.tensor([0.3]), 0.01)] == pytest.approx([0, 1], abs=1e-15)
+    assert [end.item() for end in betting_interval(torch.tensor([0.3]), 0.01)] == pytest.approx(
+        [0, 1], abs=1e-15
+    )
 
 
 def test_messages():

@@ -52,9 +52,13 @@ def test_scratch_risk_is_the_mean_over_minimum_norm_solutions(n, d, sigma):
 
 def test_scratch_risk_tends_to_the_printed_formula():
     for gamma in GAMMAS.tolist():
-        printed = ((1 - gamma) ** 2 + gamma * 0.25) / (1 - gamma) if gamma < 1 else 0.25 / (gamma - 1)
+        printed = (
+            ((1 - gamma) ** 2 + gamma * 0.25) / (1 - gamma) if gamma < 1 else 0.25 / (gamma - 1)
+        )
         assert scratch_risk(f64(gamma), 0.5).item() == pytest.approx(printed)
-        assert scratch_risk(f64(gamma), 0.5, dimension=10**9).item() == pytest.approx(printed, rel=1e-7)
+        assert scratch_risk(f64(gamma), 0.5, dimension=10**9).item() == pytest.approx(
+            printed, rel=1e-7
+        )
 
 
 def test_scratch_risk_at_the_threshold():
@@ -65,9 +69,13 @@ def test_scratch_risk_at_the_threshold():
 
 @pytest.mark.parametrize("ridge", [0.0, 0.3])
 @pytest.mark.parametrize(("theta", "sigma", "n"), [(0.0, 0.5, 5), (1.0, 0.0, 8), (2.5, 1.0, 30)])
-def test_linear_transfer_risk_is_the_mean_over_regressions_on_the_source_feature(theta, sigma, n, ridge):
+def test_linear_transfer_risk_is_the_mean_over_regressions_on_the_source_feature(
+    theta, sigma, n, ridge
+):
     source, target, inputs, labels = draw(theta, n, 3, sigma, repetitions=20_000)
-    rows = torch.full((len(labels), 1), math.sqrt(n * ridge), dtype=torch.float64)  # ridge as one more sample
+    rows = torch.full(
+        (len(labels), 1), math.sqrt(n * ridge), dtype=torch.float64
+    )  # ridge as one more sample
     feature = torch.cat([inputs @ source, rows], 1).unsqueeze(-1)
     right = torch.cat([labels, torch.zeros_like(rows)], 1).unsqueeze(-1)
     last = torch.linalg.lstsq(feature, right).solution.squeeze(-1)  # [R, 1]
@@ -89,8 +97,12 @@ def test_ridge_agrees_with_quadrature(n, ridge):
         shrunk, gain = (n * ridge / (q + n * ridge)) ** 2, q / (q + n * ridge) ** 2
         return (inside * shrunk + (sigma**2 + outside) * gain) * chi2.pdf(q, n) * q
 
-    mean = quad(integrand, -60, math.log(40 * n + 200), points=[math.log(n)], limit=1000, epsabs=1e-12)[0]
-    assert linear_transfer_risk(f64(theta), sigma, n, ridge=ridge).item() == pytest.approx(outside + mean, abs=1e-9)
+    mean = quad(
+        integrand, -60, math.log(40 * n + 200), points=[math.log(n)], limit=1000, epsabs=1e-12
+    )[0]
+    assert linear_transfer_risk(f64(theta), sigma, n, ridge=ridge).item() == pytest.approx(
+        outside + mean, abs=1e-9
+    )
 
 
 def test_ridge_only_hurts_with_many_samples_and_helps_a_little_with_few():
@@ -100,7 +112,9 @@ def test_ridge_only_hurts_with_many_samples_and_helps_a_little_with_few():
         risks = linear_transfer_risk(theta, 1.0, math.inf, ridge=ridges)
         torch.testing.assert_close(risks, printed)
         assert (risks.diff() > 0).all()
-        torch.testing.assert_close(linear_transfer_risk(theta, 1.0, 1e9, ridge=ridges), risks, rtol=0, atol=1e-7)
+        torch.testing.assert_close(
+            linear_transfer_risk(theta, 1.0, 1e9, ridge=ridges), risks, rtol=0, atol=1e-7
+        )
     few = linear_transfer_risk(f64(0.5), 1.0, 10.0, ridge=torch.tensor([0.0, 0.05]))
     assert few[1] < few[0]
 
@@ -108,7 +122,9 @@ def test_ridge_only_hurts_with_many_samples_and_helps_a_little_with_few():
 @pytest.mark.parametrize("depth", [1, 2, 3, 6])
 def test_layers_balance(depth):
     gamma, sigma = torch.meshgrid(GAMMAS[:3], SIGMAS, indexing="ij")
-    b = layer_product(gamma, sigma, depth + 1).pow(1 / depth)  # depth + 1 layers, so that the root can be undone
+    b = layer_product(gamma, sigma, depth + 1).pow(
+        1 / depth
+    )  # depth + 1 layers, so that the root can be undone
     norm = gamma + gamma * sigma.square() / (1 - gamma)
     torch.testing.assert_close(b.square(), norm * b.pow(-2 * depth) + 1 - gamma)
 
@@ -128,7 +144,9 @@ def test_fine_tuning_is_the_printed_formula_without_noise_only(depth):
     printed = scratch_risk(gamma, 0.0) + (1 - gamma).clamp(min=0) * (1 - 2 * theta.cos())
     torch.testing.assert_close(fine_tuning_risk_noiseless(theta, gamma, 0.0), printed)
     torch.testing.assert_close(fine_tuning_risk(theta, gamma, 0.0, depth=depth), printed)
-    gap = fine_tuning_risk(theta, gamma, 1.0, depth=depth) - fine_tuning_risk_noiseless(theta, gamma, 1.0)
+    gap = fine_tuning_risk(theta, gamma, 1.0, depth=depth) - fine_tuning_risk_noiseless(
+        theta, gamma, 1.0
+    )
     assert (gap[:, gamma < 1].abs() > 1e-3).all()
     assert (gap[:, gamma > 1] == 0).all()
 
@@ -147,8 +165,12 @@ def test_fine_tuning_turns_negative_at_sixty_degrees_without_noise_and_earlier_w
 def test_interval_holds_the_signs_of_linear_transfer(sigma):
     gamma = torch.linspace(0.0101, 5, 997, dtype=torch.float64)
     lower, upper, onset = (edge.unsqueeze(-1) for edge in negative_transfer_interval(ANGLES, sigma))
-    predicted = ((gamma > lower) & (gamma < upper)) | (gamma > onset)  # comparisons with NaN are false
-    torch.testing.assert_close(predicted, linear_transferability(ANGLES[:, None], gamma, sigma) < -1e-12)
+    predicted = ((gamma > lower) & (gamma < upper)) | (
+        gamma > onset
+    )  # comparisons with NaN are false
+    torch.testing.assert_close(
+        predicted, linear_transferability(ANGLES[:, None], gamma, sigma) < -1e-12
+    )
     exists = sigma < 1 - ANGLES.cos().abs()
     assert torch.equal(lower.squeeze(-1).isfinite(), exists)
     assert torch.equal(upper.squeeze(-1).isfinite(), exists)
@@ -181,23 +203,36 @@ def test_numbers_take_the_dtype_of_tensors_without_rounding():
 
 
 def test_gradients():
-    theta, gamma, sigma = (f64([a, b]).requires_grad_() for a, b in ((0.3, 1.2), (0.3, 0.7), (0.2, 0.9)))
+    theta, gamma, sigma = (
+        f64([a, b]).requires_grad_() for a, b in ((0.3, 1.2), (0.3, 0.7), (0.2, 0.9))
+    )
     assert torch.autograd.gradcheck(lambda *a: fine_tuning_risk(*a, depth=3), (theta, gamma, sigma))
     assert torch.autograd.gradcheck(linear_transferability, (theta, gamma, sigma))
-    assert torch.autograd.gradcheck(lambda t, s: linear_transfer_risk(t, s, 9.0, ridge=0.1), (theta, sigma))
+    assert torch.autograd.gradcheck(
+        lambda t, s: linear_transfer_risk(t, s, 9.0, ridge=0.1), (theta, sigma)
+    )
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda: scratch_risk(0.0, 1.0), r"`gamma` must be positive and finite, got 0.0"),
-        (lambda: scratch_risk(torch.tensor([1.0, math.inf]), 1.0), r"`gamma` must be positive and finite, got inf"),
+        (
+            lambda: scratch_risk(torch.tensor([1.0, math.inf]), 1.0),
+            r"`gamma` must be positive and finite, got inf",
+        ),
         (lambda: scratch_risk(1.0, -1.0), r"`sigma` must be non-negative and finite, got -1.0"),
         (lambda: scratch_risk(1.0, 1.0, dimension=0), r"`dimension` must be at least 1, got 0"),
         (lambda: linear_transfer_risk(4.0, 0.0, 9), r"`theta` must be in \[0, pi\], got 4.0"),
         (lambda: linear_transfer_risk(1.0, 0.0, 2), r"`n` must be greater than 2, got 2.0"),
-        (lambda: linear_transfer_risk(1.0, 0.0, 9, ridge=-1.0), r"`ridge` must be non-negative and finite, got -1.0"),
-        (lambda: fine_tuning_risk(1.0, 0.5, math.nan), r"`sigma` must be non-negative and finite, got nan"),
+        (
+            lambda: linear_transfer_risk(1.0, 0.0, 9, ridge=-1.0),
+            r"`ridge` must be non-negative and finite, got -1.0",
+        ),
+        (
+            lambda: fine_tuning_risk(1.0, 0.5, math.nan),
+            r"`sigma` must be non-negative and finite, got nan",
+        ),
         (lambda: fine_tuning_risk(1.0, 0.5, 0.0, depth=0), r"`depth` must be at least 1, got 0"),
         (lambda: negative_transfer_interval(-0.1, 0.0), r"`theta` must be in \[0, pi\], got -0.1"),
     ],

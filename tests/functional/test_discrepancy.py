@@ -6,7 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_taskinfo.functional.discrepancy import ensemble_targets, gaussian_kernel, median_distance, mk_mmd
+from lightning_taskinfo.functional.discrepancy import (
+    ensemble_targets,
+    gaussian_kernel,
+    median_distance,
+    mk_mmd,
+)
 
 
 def samples(N: int, D: int = 3, seed: int = 0) -> Tensor:
@@ -18,8 +23,12 @@ def loop(source: Tensor, target: Tensor, widths: list[float]) -> float:
         return sum(math.exp(-(a - b).square().sum() / (2 * s**2)) for s in widths) / len(widths)
 
     N, M = len(source), len(target)
-    ss = sum(kernel(source[i], source[j]) for i in range(N) for j in range(N) if i != j) / (N * (N - 1))
-    tt = sum(kernel(target[i], target[j]) for i in range(M) for j in range(M) if i != j) / (M * (M - 1))
+    ss = sum(kernel(source[i], source[j]) for i in range(N) for j in range(N) if i != j) / (
+        N * (N - 1)
+    )
+    tt = sum(kernel(target[i], target[j]) for i in range(M) for j in range(M) if i != j) / (
+        M * (M - 1)
+    )
     st = sum(kernel(a, b) for a in source for b in target) / (N * M)
     return ss + tt - 2 * st
 
@@ -27,17 +36,23 @@ def loop(source: Tensor, target: Tensor, widths: list[float]) -> float:
 @pytest.mark.parametrize(("N", "M"), [(5, 5), (4, 7), (7, 2)])
 def test_equals_the_sum_over_pairs(N, M):
     source, target, widths = samples(N), samples(M, seed=1) + 0.5, [0.3, 1.0, 5.0]
-    assert mk_mmd(source, target, widths=widths).item() == pytest.approx(loop(source, target, widths), rel=1e-10)
+    assert mk_mmd(source, target, widths=widths).item() == pytest.approx(
+        loop(source, target, widths), rel=1e-10
+    )
 
 
 def test_is_zero_on_average_where_both_are_the_same_distribution():
-    estimates = torch.stack([mk_mmd(samples(8, seed=2 * i), samples(12, seed=2 * i + 1)) for i in range(400)])
+    estimates = torch.stack(
+        [mk_mmd(samples(8, seed=2 * i), samples(12, seed=2 * i + 1)) for i in range(400)]
+    )
     assert estimates.mean().abs() < 3 * estimates.std() / math.sqrt(len(estimates))
     assert estimates.min() < 0
 
 
 def test_grows_with_the_shift():
-    shifts = [mk_mmd(samples(50), samples(60, seed=1) + shift).item() for shift in (0.0, 0.5, 1.0, 2.0)]
+    shifts = [
+        mk_mmd(samples(50), samples(60, seed=1) + shift).item() for shift in (0.0, 0.5, 1.0, 2.0)
+    ]
     assert shifts == sorted(shifts)
 
 
@@ -51,7 +66,9 @@ def test_float32_keeps_its_digits_beside_an_offset(common, apart):
     source = (samples(40) + common).float()
     target = (samples(50, seed=1) + common + apart).float()
     exact = mk_mmd(source.double(), target.double(), widths=[0.5, 2.0])
-    torch.testing.assert_close(mk_mmd(source, target, widths=[0.5, 2.0]).double(), exact, rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        mk_mmd(source, target, widths=[0.5, 2.0]).double(), exact, rtol=0, atol=1e-6
+    )
 
 
 def test_gradients():
@@ -79,7 +96,10 @@ def test_median_distance_of_coinciding_samples_is_one():
 @pytest.mark.parametrize("argument", ["source", "target"])
 def test_refuses_a_single_sample(argument):
     arguments = {"source": samples(4), "target": samples(4), argument: samples(1)}
-    with pytest.raises(ValueError, match=rf"`{argument}` must have shape \[N, D\] with N of at least 2, got \(1, 3\)"):
+    with pytest.raises(
+        ValueError,
+        match=rf"`{argument}` must have shape \[N, D\] with N of at least 2, got \(1, 3\)",
+    ):
         mk_mmd(**arguments)
 
 
@@ -96,8 +116,14 @@ def test_refuses_kernel_widths_that_are_not_positive(widths):
 
 def test_ensemble_targets_undo_the_start_at_zero():
     """A constant prediction must come out as it is, however often it was averaged; a new sample stays zero."""
-    prediction, average, decay = torch.tensor([[0.2, 0.8]]).double(), torch.zeros(1, 2).double(), 0.6
+    prediction, average, decay = (
+        torch.tensor([[0.2, 0.8]]).double(),
+        torch.zeros(1, 2).double(),
+        0.6,
+    )
     for t in range(1, 5):
         average = decay * average + (1 - decay) * prediction
         torch.testing.assert_close(ensemble_targets(average, torch.tensor([t]), decay), prediction)
-    assert torch.equal(ensemble_targets(torch.zeros(1, 2), torch.tensor([0]), decay), torch.zeros(1, 2))
+    assert torch.equal(
+        ensemble_targets(torch.zeros(1, 2), torch.tensor([0]), decay), torch.zeros(1, 2)
+    )

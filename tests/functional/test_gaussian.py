@@ -14,7 +14,10 @@ from lightning_taskinfo.functional.gaussian import (
 
 
 def reference(mean_q: Tensor, logvar_q: Tensor, mean_p: Tensor, logvar_p: Tensor) -> Tensor:
-    q, p = (Independent(Normal(m, (0.5 * s).exp()), 1) for m, s in ((mean_q, logvar_q), (mean_p, logvar_p)))
+    q, p = (
+        Independent(Normal(m, (0.5 * s).exp()), 1)
+        for m, s in ((mean_q, logvar_q), (mean_p, logvar_p))
+    )
     return kl_divergence(q, p)
 
 
@@ -54,7 +57,9 @@ def test_accurate_in_float32_when_q_is_close_to_p(rho):
     """The leading term is rho^2/4; the textbook form loses it to cancellation, ``expm1`` does not."""
     zero = torch.zeros(1)
     exact = gaussian_kl_diag(*(t.double() for t in (zero, zero + rho, zero, zero)))
-    torch.testing.assert_close(gaussian_kl_diag(zero, zero + rho, zero, zero).double(), exact, rtol=1e-3, atol=0)
+    torch.testing.assert_close(
+        gaussian_kl_diag(zero, zero + rho, zero, zero).double(), exact, rtol=1e-3, atol=0
+    )
 
 
 @pytest.mark.parametrize("moments", [(4,)], indirect=True)
@@ -75,7 +80,9 @@ def blocks(D: int, K: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     return joint[:D, :D], joint[D:, D:], joint[:D, D:]
 
 
-def joint_and_product(cov_x: Tensor, cov_w: Tensor, cov_xw: Tensor) -> tuple[MultivariateNormal, MultivariateNormal]:
+def joint_and_product(
+    cov_x: Tensor, cov_w: Tensor, cov_xw: Tensor
+) -> tuple[MultivariateNormal, MultivariateNormal]:
     mean = torch.zeros(cov_x.shape[-1] + cov_w.shape[-1], dtype=cov_x.dtype)
     joint = torch.cat([torch.cat([cov_x, cov_xw], 1), torch.cat([cov_xw.T, cov_w], 1)])
     return MultivariateNormal(mean, joint), MultivariateNormal(mean, torch.block_diag(cov_x, cov_w))
@@ -85,14 +92,18 @@ def joint_and_product(cov_x: Tensor, cov_w: Tensor, cov_xw: Tensor) -> tuple[Mul
 def test_lautum_is_the_kl_of_product_to_joint(D, K):
     joint, product = joint_and_product(*blocks(D, K))
     expected = kl_divergence(product, joint)
-    torch.testing.assert_close(gaussian_lautum_information(*blocks(D, K)), expected, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(
+        gaussian_lautum_information(*blocks(D, K)), expected, rtol=1e-8, atol=1e-8
+    )
 
 
 @pytest.mark.parametrize(("D", "K"), [(1, 1), (5, 2), (2, 5), (4, 4)])
 def test_mutual_information_is_the_kl_of_joint_to_product(D, K):
     joint, product = joint_and_product(*blocks(D, K))
     expected = kl_divergence(joint, product)
-    torch.testing.assert_close(gaussian_mutual_information(*blocks(D, K)), expected, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(
+        gaussian_mutual_information(*blocks(D, K)), expected, rtol=1e-8, atol=1e-8
+    )
 
 
 def test_correlations_ignore_a_change_of_basis():
@@ -122,7 +133,9 @@ def test_independent_parts_share_nothing_and_have_a_gradient(information):
 @pytest.mark.parametrize("information", [gaussian_lautum_information, gaussian_mutual_information])
 def test_gradient_of_the_cross_covariance(information):
     cov_x, cov_w, cov_xw = blocks(4, 2)
-    assert torch.autograd.gradcheck(lambda c: information(cov_x, cov_w, c), (cov_xw.clone().requires_grad_(),))
+    assert torch.autograd.gradcheck(
+        lambda c: information(cov_x, cov_w, c), (cov_xw.clone().requires_grad_(),)
+    )
 
 
 @pytest.mark.parametrize(("argument", "position"), [("cov_x", 0), ("cov_w", 1)])

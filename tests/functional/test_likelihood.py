@@ -15,7 +15,11 @@ from lightning_taskinfo.functional.likelihood import (
 )
 
 VARIANCE = 0.3
-CASES = {"categorical": Categorical(), "bernoulli": Bernoulli(), "gaussian": Gaussian(std=VARIANCE**0.5)}
+CASES = {
+    "categorical": Categorical(),
+    "bernoulli": Bernoulli(),
+    "gaussian": Gaussian(std=VARIANCE**0.5),
+}
 SHAPES = [(4, 3), (4, 2, 3)]
 
 
@@ -75,7 +79,9 @@ def test_the_score_is_the_gradient_of_log_prob(name, shape):
 def test_roots_make_the_fisher_of_the_outputs(name, shape):
     outputs = some_outputs(shape)
     roots = torch.stack([root.flatten(1) for root in CASES[name].roots(outputs)])  # [R, N, T·C]
-    torch.testing.assert_close(torch.einsum("rni,rnj->nij", roots, roots), output_fisher(name, outputs))
+    torch.testing.assert_close(
+        torch.einsum("rni,rnj->nij", roots, roots), output_fisher(name, outputs)
+    )
 
 
 def test_a_softmax_needs_one_root_less_than_it_has_classes():
@@ -112,10 +118,14 @@ def test_ignored_targets_have_no_score(labels):
 def test_draws_count_where_they_equal_the_ignored_class(ignored):
     outputs = some_outputs((1, 4)).expand(20_000, 4)
     arguments = {"labels": "sampled", "likelihood": Categorical(ignore_index=ignored)}
-    (scores,) = output_scores(outputs, None, generator=torch.Generator().manual_seed(0), **arguments)
+    (scores,) = output_scores(
+        outputs, None, generator=torch.Generator().manual_seed(0), **arguments
+    )
     squares = torch.einsum("ni,nj->nij", scores, scores)
     error = squares.std(0) / len(squares) ** 0.5
-    assert ((squares.mean(0) - output_fisher("categorical", outputs[:1])[0]).abs() < 4 * error).all()
+    assert (
+        (squares.mean(0) - output_fisher("categorical", outputs[:1])[0]).abs() < 4 * error
+    ).all()
 
 
 def test_no_class_without_probability_is_drawn():
@@ -137,7 +147,11 @@ def test_mc_samples_share_the_weight():
     )
     one = next(
         output_scores(
-            outputs, None, labels="sampled", likelihood=Categorical(), generator=torch.Generator().manual_seed(0)
+            outputs,
+            None,
+            labels="sampled",
+            likelihood=Categorical(),
+            generator=torch.Generator().manual_seed(0),
         )
     )
     assert len(scores) == 3
@@ -146,13 +160,17 @@ def test_mc_samples_share_the_weight():
 
 @pytest.mark.parametrize("shape", [(2, 4, 4, 4), (2, 4, 4)], ids=["images", "sequences"])
 def test_classes_that_may_be_on_either_axis_are_warned_about(shape):
-    with pytest.warns(TaskInfoWarning, match=r"Outputs \[2, 4, .* classes last; .*movedim\(1, -1\)"):
+    with pytest.warns(
+        TaskInfoWarning, match=r"Outputs \[2, 4, .* classes last; .*movedim\(1, -1\)"
+    ):
         Categorical().check(torch.zeros(shape), torch.zeros(shape[:-1]).long())
     Categorical().check(torch.zeros(*shape[:-1], 3), torch.zeros(shape[:-1]).long())
 
 
 def test_a_loss_is_no_likelihood():
-    with pytest.raises(ValueError, match=r"`likelihood` must be .* got CrossEntropyLoss without log_prob"):
+    with pytest.raises(
+        ValueError, match=r"`likelihood` must be .* got CrossEntropyLoss without log_prob"
+    ):
         as_likelihood(nn.CrossEntropyLoss())
 
 
@@ -186,7 +204,12 @@ def test_outputs_fit_where_there_are_no_targets(likelihood: Likelihood):
 def test_bad_arguments_are_named():
     with pytest.raises(ValueError, match=r"`std` must be positive, got 0.0"):
         Gaussian(std=0.0)
-    with pytest.raises(ValueError, match="`likelihood` must be one of categorical, bernoulli, gaussian, got 'poisson'"):
+    with pytest.raises(
+        ValueError,
+        match="`likelihood` must be one of categorical, bernoulli, gaussian, got 'poisson'",
+    ):
         as_likelihood("poisson")
-    with pytest.raises(ValueError, match="`targets` must be given for `labels='empirical'`, got None"):
+    with pytest.raises(
+        ValueError, match="`targets` must be given for `labels='empirical'`, got None"
+    ):
         next(output_scores(torch.zeros(2, 3), None, labels="empirical", likelihood=Categorical()))

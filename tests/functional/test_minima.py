@@ -6,7 +6,11 @@ import math
 import pytest
 import torch
 
-from lightning_taskinfo.functional.minima import local_minimum_summary, log_determinant, normalise_logits
+from lightning_taskinfo.functional.minima import (
+    local_minimum_summary,
+    log_determinant,
+    normalise_logits,
+)
 
 
 @pytest.fixture
@@ -24,13 +28,17 @@ def test_log_determinant_is_the_logarithm_of_the_determinant(gram):
 def test_log_determinant_is_accurate_where_determinants_overflow(gram):
     diagonal = torch.logspace(-9, 3, 200, dtype=torch.float64)
     torch.testing.assert_close(log_determinant(diagonal.diag()), diagonal.log().sum())
-    assert log_determinant(1e80 * gram).item() == pytest.approx(log_determinant(gram).item() + 7 * 80 * math.log(10))
+    assert log_determinant(1e80 * gram).item() == pytest.approx(
+        log_determinant(gram).item() + 7 * 80 * math.log(10)
+    )
 
 
 def test_gradients_of_very_different_length_are_not_dependent(gram):
     scale = torch.logspace(-15, 0, 7, dtype=torch.float64)
     scaled = gram * scale.unsqueeze(1) * scale
-    assert log_determinant(scaled).item() == pytest.approx(log_determinant(gram).item() + 2 * scale.log().sum().item())
+    assert log_determinant(scaled).item() == pytest.approx(
+        log_determinant(gram).item() + 2 * scale.log().sum().item()
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -42,17 +50,25 @@ def test_dependent_gradients_give_minus_infinity(dtype):
 
 def test_all_subsets_by_a_loop(gram):
     """With every subset drawn many times, the mean tends to that over all subsets."""
-    result = local_minimum_summary(gram, subset_size=3, draws=4000, generator=torch.Generator().manual_seed(0))
+    result = local_minimum_summary(
+        gram, subset_size=3, draws=4000, generator=torch.Generator().manual_seed(0)
+    )
     subsets = [gram[list(s)][:, list(s)] for s in itertools.combinations(range(7), 3)]
     gammas = torch.stack([xi.det().log() for xi in subsets])
     expected = {
         "gamma": gammas.mean(),
-        "spectral_radius": torch.stack([torch.linalg.matrix_norm(xi, 2) / 3 for xi in subsets]).mean(),
-        "frobenius": torch.stack([torch.linalg.matrix_norm(xi).square() / 9 for xi in subsets]).mean(),
+        "spectral_radius": torch.stack(
+            [torch.linalg.matrix_norm(xi, 2) / 3 for xi in subsets]
+        ).mean(),
+        "frobenius": torch.stack(
+            [torch.linalg.matrix_norm(xi).square() / 9 for xi in subsets]
+        ).mean(),
         "trace": gram.trace() / 7,
     }
     assert (result.gamma - expected["gamma"]).abs() < 4 * result.gamma_standard_error
-    assert result.gamma_standard_error.item() == pytest.approx(gammas.std().item() / math.sqrt(4000), rel=0.1)
+    assert result.gamma_standard_error.item() == pytest.approx(
+        gammas.std().item() / math.sqrt(4000), rel=0.1
+    )
     for name in ("spectral_radius", "frobenius", "trace"):
         assert getattr(result, name).item() == pytest.approx(expected[name].item(), rel=0.03), name
 
@@ -73,13 +89,17 @@ def test_default_subsets_are_half_the_pool_and_at_most_100():
 
 def test_draws_repeat_with_the_generator(gram):
     def gamma(seed):
-        return local_minimum_summary(gram, subset_size=3, generator=torch.Generator().manual_seed(seed)).gamma.item()
+        return local_minimum_summary(
+            gram, subset_size=3, generator=torch.Generator().manual_seed(seed)
+        ).gamma.item()
 
     assert gamma(0) == gamma(0) != gamma(1)
 
 
 def test_a_singular_subset_warns():
-    with pytest.warns(UserWarning, match="The gradients of 3 samples span 1 directions only.* set `subset_size`"):
+    with pytest.warns(
+        UserWarning, match="The gradients of 3 samples span 1 directions only.* set `subset_size`"
+    ):
         result = local_minimum_summary(torch.ones(6, 6))
     assert result.gamma.item() == -math.inf
     assert result.spectral_radius.item() == pytest.approx(1.0)
@@ -93,7 +113,9 @@ def test_refuses_what_is_not_a_square_matrix(shape):
 
 def test_refuses_numbers_out_of_range(gram):
     for size in (0, 8):
-        with pytest.raises(ValueError, match=f"`subset_size` must lie between 1 and the 7 samples .*, got {size}"):
+        with pytest.raises(
+            ValueError, match=f"`subset_size` must lie between 1 and the 7 samples .*, got {size}"
+        ):
             local_minimum_summary(gram, subset_size=size)
     with pytest.raises(ValueError, match="`draws` must be at least 1, got 0"):
         local_minimum_summary(gram, draws=0)

@@ -13,7 +13,9 @@ WITH_NEGATIVES = [f for f in ESTIMATES if f is not mi.info_nce]
 
 
 def random_scores(B: int = 6, scale: float = 1.0) -> Tensor:
-    return scale * torch.randn(B, B, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return scale * torch.randn(
+        B, B, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
 
 
 def loop(name: str, scores: Tensor, negatives: str = "others") -> float:
@@ -48,13 +50,19 @@ def test_equals_the_formula_for_either_kind_of_negatives(estimate, negatives, sc
     value = estimate(scores, negatives=negatives)
     assert value.item() == pytest.approx(loop(estimate.__name__, scores, negatives), rel=1e-12)
     if scale == 1:
-        assert torch.autograd.gradcheck(lambda scores: estimate(scores, negatives=negatives), (scores,))
+        assert torch.autograd.gradcheck(
+            lambda scores: estimate(scores, negatives=negatives), (scores,)
+        )
 
 
 def test_mine_with_all_pairs_as_negatives():
     scores, B = random_scores().requires_grad_(), 6
-    log_average = mi.update_log_average(torch.tensor(-torch.inf), scores, decay=0.9, negatives="all")
-    assert log_average.exp().item() == pytest.approx(sum(math.exp(m) for row in scores.tolist() for m in row) / B**2)
+    log_average = mi.update_log_average(
+        torch.tensor(-torch.inf), scores, decay=0.9, negatives="all"
+    )
+    assert log_average.exp().item() == pytest.approx(
+        sum(math.exp(m) for row in scores.tolist() for m in row) / B**2
+    )
     value = mi.mine(scores, log_average + 0.3, negatives="all")
     torch.testing.assert_close(value, mi.donsker_varadhan(scores, negatives="all"))
     (gradient,) = torch.autograd.grad(value, scores)
@@ -80,7 +88,9 @@ def optimal_scores(information: float, B: int, d: int = 20) -> Tensor:
     return 0.5 * (z.square().sum(-1)[None] - squares) - 0.5 * d * math.log(1 - rho**2)
 
 
-@pytest.mark.parametrize(("estimate", "shift"), [(mi.donsker_varadhan, 0), (mi.nwj, 1), (mi.smile, 0)])
+@pytest.mark.parametrize(
+    ("estimate", "shift"), [(mi.donsker_varadhan, 0), (mi.nwj, 1), (mi.smile, 0)]
+)
 def test_recovers_two_nats_with_the_optimal_critic(estimate, shift):
     scores = optimal_scores(2.0, B=800) + shift
     standard_error = scores.diagonal().std() / math.sqrt(len(scores))
@@ -92,7 +102,10 @@ def test_smile_is_biased_upwards_at_ten_nats_even_with_the_optimal_critic():
     """The joint term alone is unbiased; the clipped product term, which should be log 1, takes nats away."""
     scores = optimal_scores(10.0, B=1000)
     assert mi.smile(scores) - scores.diagonal().mean() > 1.5
-    assert abs(mi.smile(optimal_scores(2.0, B=1000)) - optimal_scores(2.0, B=1000).diagonal().mean()) < 0.1
+    assert (
+        abs(mi.smile(optimal_scores(2.0, B=1000)) - optimal_scores(2.0, B=1000).diagonal().mean())
+        < 0.1
+    )
 
 
 @pytest.mark.parametrize("B", [2, 16])
@@ -136,7 +149,9 @@ def test_the_log_average_is_the_logarithm_of_a_moving_average():
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 4), (3,)])
 def test_refuses_what_is_no_score_matrix(shape):
-    with pytest.raises(ValueError, match=r"`scores` must have shape \[B, B\] with B of at least 2, got \("):
+    with pytest.raises(
+        ValueError, match=r"`scores` must have shape \[B, B\] with B of at least 2, got \("
+    ):
         mi.donsker_varadhan(torch.zeros(shape))
 
 

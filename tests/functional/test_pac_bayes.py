@@ -50,7 +50,9 @@ def test_the_inverse_is_the_inverse():
 @pytest.mark.parametrize("bound", [1e-8, 1e-3, 0.1, 0.3])
 def test_the_inverse_matches_a_root_finder(q, bound):
     root = optimize.brentq(lambda p: dumb_kl(q, p) - bound, q, 1 - 1e-16, xtol=1e-15)
-    assert binary_kl_inverse(q, bound).item() == pytest.approx(root, abs=1e-8)  # the textbook form loses the rest
+    assert binary_kl_inverse(q, bound).item() == pytest.approx(
+        root, abs=1e-8
+    )  # the textbook form loses the rest
 
 
 def test_the_inverse_never_falls_short():
@@ -61,7 +63,9 @@ def test_the_inverse_never_falls_short():
 
 
 def test_the_inverse_at_the_ends():
-    torch.testing.assert_close(binary_kl_inverse(0.0, 0.3), torch.tensor(-math.expm1(-0.3), dtype=torch.float64))
+    torch.testing.assert_close(
+        binary_kl_inverse(0.0, 0.3), torch.tensor(-math.expm1(-0.3), dtype=torch.float64)
+    )
     assert binary_kl_inverse(0.2, 0.0).item() == pytest.approx(0.2, abs=1e-15)
     assert binary_kl_inverse(1.0, 0.1).item() == binary_kl_inverse(0.5, 1e8).item() == 1.0
 
@@ -74,7 +78,9 @@ def test_bounds_are_finite_and_ordered(risk, kl, n):
     assert risk <= kl_ <= 1
     assert kl_ <= mcallester + 1e-12  # Pinsker
     # P2's equation 3 follows from McAllester's for n >= 8
-    assert mcallester <= risk + math.sqrt((kl + math.log(2 * (n - 1) / 0.05)) / (2 * (n - 1))) + 1e-12
+    assert (
+        mcallester <= risk + math.sqrt((kl + math.log(2 * (n - 1) / 0.05)) / (2 * (n - 1))) + 1e-12
+    )
     assert all(math.isfinite(bound(risk, kl, n, 0.05)) for bound in BOUNDS)
 
 
@@ -85,7 +91,9 @@ def test_bounds_grow_with_risk_kl_and_confidence_and_shrink_with_n(bound):
     assert bound(0.1, 60.0, 1000, 0.05) > base
     assert bound(0.1, 50.0, 1000, 0.01) > base
     assert bound(0.1, 50.0, 2000, 0.05) < base
-    assert bound(0.1, 50.0, 10**9, 0.05).item() == pytest.approx(0.2 if bound is catoni_bound else 0.1, abs=1e-3)
+    assert bound(0.1, 50.0, 10**9, 0.05).item() == pytest.approx(
+        0.2 if bound is catoni_bound else 0.1, abs=1e-3
+    )
 
 
 def test_the_kl_bound_by_its_definition():
@@ -97,10 +105,16 @@ def test_the_kl_bound_by_its_definition():
 
 def test_the_catoni_bound_by_hand_and_its_best_parameter():
     """At the best β the linear bound is McAllester's square root in another dress, up to the log term."""
-    assert catoni_bound(0.5, 0.0, 8, math.exp(-1), beta=1.0).item() == pytest.approx((8 * 0.5 + 1) / 4)
+    assert catoni_bound(0.5, 0.0, 8, math.exp(-1), beta=1.0).item() == pytest.approx(
+        (8 * 0.5 + 1) / 4
+    )
     betas = torch.logspace(-0.2, 3, 400)
     best = catoni_bound(0.2, 100.0, 10_000, 0.05, beta=betas).min().item()
-    assert kl_bound(0.2, 100.0, 10_000, 0.05).item() < best < 0.2 + 2 * math.sqrt(2 * 0.2 * 103 / 10_000)
+    assert (
+        kl_bound(0.2, 100.0, 10_000, 0.05).item()
+        < best
+        < 0.2 + 2 * math.sqrt(2 * 0.2 * 103 / 10_000)
+    )
 
 
 @pytest.mark.parametrize("bound", BOUNDS)
@@ -130,7 +144,9 @@ def test_monte_carlo_interval_contains_the_exact_binomial_one(risk, draws):
     """Clopper–Pearson is exact for coin tosses; Chernoff's interval must be wider, but not by much."""
     lower, upper = (end.item() for end in monte_carlo_interval(risk, draws, 0.05))
     exact = stats.binomtest(round(risk * draws), draws).proportion_ci(0.95)
-    assert lower - 1e-12 <= exact.low <= exact.high <= upper + 1e-12  # equal where no toss, or every toss, fails
+    assert (
+        lower - 1e-12 <= exact.low <= exact.high <= upper + 1e-12
+    )  # equal where no toss, or every toss, fails
     assert upper - lower < 1.6 * (exact.high - exact.low)
 
 

@@ -7,7 +7,10 @@ import torch
 from scipy import integrate, optimize, special
 
 from lightning_taskinfo.functional.pac_bayes import mcallester_bound
-from lightning_taskinfo.functional.pac_bayes_diagnostics import local_minimum_bound, oracle_complexity
+from lightning_taskinfo.functional.pac_bayes_diagnostics import (
+    local_minimum_bound,
+    oracle_complexity,
+)
 
 
 def dumb_objective(log_variances, h, delta, beta):
@@ -34,7 +37,9 @@ def test_matches_a_numerical_minimisation(h, delta, beta):
     assert dumb_objective([math.log(v) for v in variances], h, delta, beta) == pytest.approx(
         oracle.objective.item(), rel=1e-12
     )
-    assert oracle.kl.item() == pytest.approx((oracle.objective.item() - 0.5 * h * variances[1]) / beta, rel=1e-9)
+    assert oracle.kl.item() == pytest.approx(
+        (oracle.objective.item() - 0.5 * h * variances[1]) / beta, rel=1e-9
+    )
 
 
 @pytest.mark.parametrize(("h", "delta"), [(0.0, 1.0), (1.0, 0.0), (0.0, 0.0), (1e-300, 1e-300)])
@@ -46,10 +51,16 @@ def test_what_did_not_move_or_is_not_felt_costs_nothing(h, delta):
 
 def test_small_and_large_limits():
     """β√u per weight as u → 0, (β/2)(1 + log u) as u → ∞; finite at the ends of float64."""
-    small, large = (oracle_complexity(torch.tensor(u).double(), torch.ones(1), beta=2.0) for u in (2e-12, 2e12))
+    small, large = (
+        oracle_complexity(torch.tensor(u).double(), torch.ones(1), beta=2.0) for u in (2e-12, 2e12)
+    )
     assert small.objective.item() == pytest.approx(2.0 * 1e-6, rel=1e-5)
     assert large.objective.item() == pytest.approx(1 + math.log(1e12), rel=1e-9)
-    assert math.isfinite(oracle_complexity(torch.tensor(1e300, dtype=torch.float64), torch.ones(1), beta=1.0).objective)
+    assert math.isfinite(
+        oracle_complexity(
+            torch.tensor(1e300, dtype=torch.float64), torch.ones(1), beta=1.0
+        ).objective
+    )
 
 
 def test_it_adds_up_over_weights_and_scales_with_the_loss():
@@ -57,7 +68,9 @@ def test_it_adds_up_over_weights_and_scales_with_the_loss():
     whole = oracle_complexity(h, delta, beta=0.3).objective
     parts = sum(oracle_complexity(a, b, beta=0.3).objective for a, b in zip(h, delta, strict=True))
     torch.testing.assert_close(whole, parts)
-    torch.testing.assert_close(oracle_complexity(100 * h.double(), delta, beta=30.0).objective, 100 * whole)
+    torch.testing.assert_close(
+        oracle_complexity(100 * h.double(), delta, beta=30.0).objective, 100 * whole
+    )
 
 
 def test_no_isotropic_prior_does_better():
@@ -72,11 +85,15 @@ def test_no_isotropic_prior_does_better():
 def test_jia_and_su_height_is_that_of_an_ellipsoid():
     """An ellipsoid ½wᵀFw ≤ A of volume V has log V = (W/2)log(2πA) − ½log|F| − log Γ(W/2 + 1)."""
     W, log_det, height, n, delta = 100_000, -4_000.0, 0.2, 50_000, 0.05
-    log_volume = 0.5 * W * math.log(2 * math.pi * height) - 0.5 * log_det - special.gammaln(W / 2 + 1)
-    expected = 0.1 + height + 2 * math.sqrt((2 * 0.1 + 2 * height + math.log(2 * n / delta)) / (n - 1))
-    assert local_minimum_bound(0.1, log_det, W, n, delta, log_volume=log_volume).item() == pytest.approx(
-        expected, rel=2e-4
+    log_volume = (
+        0.5 * W * math.log(2 * math.pi * height) - 0.5 * log_det - special.gammaln(W / 2 + 1)
     )
+    expected = (
+        0.1 + height + 2 * math.sqrt((2 * 0.1 + 2 * height + math.log(2 * n / delta)) / (n - 1))
+    )
+    assert local_minimum_bound(
+        0.1, log_det, W, n, delta, log_volume=log_volume
+    ).item() == pytest.approx(expected, rel=2e-4)
 
 
 @pytest.mark.parametrize("W", [1, 2, 10, 1_000])
@@ -85,11 +102,16 @@ def test_jia_and_su_height_is_that_of_an_ellipsoid():
 def test_jia_and_su_is_implied_by_mcallester(W, loss, height, n, delta):
     """P uniform on the ellipsoid, Q ∝ exp(−L): with v uniform on [0, 1] the loss is L₀ + A·v^(2/W)."""
     Z = integrate.quad(lambda v: math.exp(-height * v ** (2 / W)), 0, 1)[0]
-    excess = integrate.quad(lambda v: height * v ** (2 / W) * math.exp(-height * v ** (2 / W)), 0, 1)[0] / Z
+    excess = (
+        integrate.quad(lambda v: height * v ** (2 / W) * math.exp(-height * v ** (2 / W)), 0, 1)[0]
+        / Z
+    )
     kl = max(0.0, -excess - math.log(Z))
     assert kl <= height
     assert excess <= height
-    log_volume = 0.5 * (W * math.log(4 * math.pi * math.e * height / W) - math.log(math.pi))  # with log|F| = 0
+    log_volume = 0.5 * (
+        W * math.log(4 * math.pi * math.e * height / W) - math.log(math.pi)
+    )  # with log|F| = 0
     value = local_minimum_bound(loss, 0.0, W, n, delta, log_volume=log_volume).item()
     valid = mcallester_bound(loss + excess, kl, n, delta).item()
     assert valid <= mcallester_bound(loss + height, height, n, delta).item() <= value
@@ -104,15 +126,30 @@ def test_jia_and_su_by_hand():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: oracle_complexity(torch.ones(1), torch.ones(1), beta=0.0), "`beta` must be positive, got 0.0"),
+        (
+            lambda: oracle_complexity(torch.ones(1), torch.ones(1), beta=0.0),
+            "`beta` must be positive, got 0.0",
+        ),
         (
             lambda: oracle_complexity(-torch.ones(1), torch.ones(1), beta=1.0),
             "`curvature` must be non-negative, got -1",
         ),
-        (lambda: local_minimum_bound(2.0, 0, 1, 9, 0.1, log_volume=0), r"`loss` must be in \[0, 1\], got 2.0"),
-        (lambda: local_minimum_bound(0.5, 0, 0, 9, 0.1, log_volume=0), "`num_parameters` must be at least 1, got 0"),
-        (lambda: local_minimum_bound(0.5, 0, 1, 1, 0.1, log_volume=0), "`n` must be at least 2, got 1"),
-        (lambda: local_minimum_bound(0.5, 0, 1, 9, 1.1, log_volume=0), r"`delta` must be in \(0, 1\), got 1.1"),
+        (
+            lambda: local_minimum_bound(2.0, 0, 1, 9, 0.1, log_volume=0),
+            r"`loss` must be in \[0, 1\], got 2.0",
+        ),
+        (
+            lambda: local_minimum_bound(0.5, 0, 0, 9, 0.1, log_volume=0),
+            "`num_parameters` must be at least 1, got 0",
+        ),
+        (
+            lambda: local_minimum_bound(0.5, 0, 1, 1, 0.1, log_volume=0),
+            "`n` must be at least 2, got 1",
+        ),
+        (
+            lambda: local_minimum_bound(0.5, 0, 1, 9, 1.1, log_volume=0),
+            r"`delta` must be in \(0, 1\), got 1.1",
+        ),
     ],
 )
 def test_messages(call, message):

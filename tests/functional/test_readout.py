@@ -4,7 +4,13 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_taskinfo.functional.readout import RIDGES, held_out_readout, pooled, ridge, stratified_folds
+from lightning_taskinfo.functional.readout import (
+    RIDGES,
+    held_out_readout,
+    pooled,
+    ridge,
+    stratified_folds,
+)
 
 
 def randn(*shape, seed=0):
@@ -31,10 +37,14 @@ def test_predictions_are_those_of_a_loop_over_folds_and_left_out_samples(width):
         left_out = []
         for penalty in penalties:
             others = [torch.arange(20) != i for i in range(20)]
-            errors = [y[i] - fitted(x[kept], y[kept], penalty)(x[i]) for i, kept in enumerate(others)]
+            errors = [
+                y[i] - fitted(x[kept], y[kept], penalty)(x[i]) for i, kept in enumerate(others)
+            ]
             left_out.append(torch.stack(errors).square().sum())
         model = fitted(x, y, penalties[int(torch.stack(left_out).argmin())])
-        torch.testing.assert_close(predicted[fold == k], model(features[fold == k]), rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(
+            predicted[fold == k], model(features[fold == k]), rtol=1e-6, atol=1e-8
+        )
         torch.testing.assert_close(baseline[fold == k], y.mean(0).expand(10, -1))
 
 
@@ -49,7 +59,9 @@ def test_features_that_repeat_or_are_constant_predict_as_without(shape):
 
 
 def test_folds_have_equal_shares_of_each_class():
-    labels = torch.tensor([0] * 10 + [1] * 5 + [2] * 5)[torch.randperm(20, generator=torch.Generator().manual_seed(0))]
+    labels = torch.tensor([0] * 10 + [1] * 5 + [2] * 5)[
+        torch.randperm(20, generator=torch.Generator().manual_seed(0))
+    ]
     fold = stratified_folds(labels, 5)
     for k in range(5):
         assert labels[fold == k].bincount().tolist() == [2, 1, 1]
@@ -72,12 +84,16 @@ def test_images_are_averaged_over_the_finest_grid_that_fits():
     last = features.movedim(1, -1)
     assert torch.allclose(pooled(last, 50), rows)
     volume = randn(2, 3, 4, 4, 4)
-    assert torch.allclose(pooled(volume, 24), nn.functional.adaptive_avg_pool3d(volume, 2).flatten(1))
+    assert torch.allclose(
+        pooled(volume, 24), nn.functional.adaptive_avg_pool3d(volume, 2).flatten(1)
+    )
 
 
 def test_sequences_are_averaged_over_positions_that_count():
     features = randn(2, 7, 5)
-    torch.testing.assert_close(pooled(features, 12), torch.cat([features.mean(1), features.mean(2)], 1))
+    torch.testing.assert_close(
+        pooled(features, 12), torch.cat([features.mean(1), features.mean(2)], 1)
+    )
     mask = torch.tensor([[1, 1, 1, 0, 0, 0, 0], [1] * 7])
     masked = pooled(features, 1000, mask=mask)
     torch.testing.assert_close(masked, torch.stack([features[0, :3].mean(0), features[1].mean(0)]))

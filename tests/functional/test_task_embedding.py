@@ -73,11 +73,16 @@ def test_the_asymmetric_distance_is_the_formula(embeddings):
 def test_the_correction_belongs_to_the_source_and_grows_with_its_information(embeddings):
     small, large = 1e-3 * embeddings[0], embeddings[0]
     gains = [
-        (embedding_distance(e, embeddings[1]) - asymmetric_embedding_distance(e, embeddings[1], trivial=1.0)).item()
+        (
+            embedding_distance(e, embeddings[1])
+            - asymmetric_embedding_distance(e, embeddings[1], trivial=1.0)
+        ).item()
         for e in (small, large)
     ]
     assert 0 < gains[0] < gains[1]
-    both = asymmetric_embedding_distance(embeddings[:, None], embeddings[None], trivial=1.0, alpha=1.0)
+    both = asymmetric_embedding_distance(
+        embeddings[:, None], embeddings[None], trivial=1.0, alpha=1.0
+    )
     rows = embedding_distance(embeddings[:, None], embeddings[None]) - both
     torch.testing.assert_close(rows, rows[:, :1].expand_as(rows))
 
@@ -105,13 +110,17 @@ def test_filter_means_are_means_over_rows(shape):
 def test_the_filters_of_a_transposed_convolution_are_its_output_channels(groups):
     """A channel of the output depends on those weights that its mean is over, and on no others."""
     weight = torch.rand(4, 3, 2, 2, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    output = conv_transpose2d(torch.ones(1, 4, 1, 1), weight, groups=groups)  # every weight reaches one pixel
+    output = conv_transpose2d(
+        torch.ones(1, 4, 1, 1), weight, groups=groups
+    )  # every weight reaches one pixel
     means = filter_means(weight, transposed=True, groups=groups)
     torch.testing.assert_close(means, output[0].flatten(1).sum(1) / (4 // groups) / 4)
 
 
 def test_scaling_finds_points_again():
-    points = torch.randn(6, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * torch.tensor([3.0, 1])
+    points = torch.randn(
+        6, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    ) * torch.tensor([3.0, 1])
     distances = torch.from_numpy(squareform(pdist(points.numpy())))
     found, share = classical_scaling(distances)
     torch.testing.assert_close(torch.from_numpy(squareform(pdist(found.numpy()))), distances)
@@ -126,12 +135,16 @@ def test_one_axis_is_less_than_two():
     distances = torch.from_numpy(squareform(pdist(square.numpy())))
     found, share = classical_scaling(distances, dimensions=1)
     torch.testing.assert_close(found.squeeze(1).abs(), torch.ones(4).double())
-    assert share.item() == pytest.approx(4 / 5)  # 4 · 1² along the long side, 4 · ½² along the short one
+    assert share.item() == pytest.approx(
+        4 / 5
+    )  # 4 · 1² along the long side, 4 · ½² along the short one
 
 
 @pytest.mark.parametrize("k", [1, 2])
 def test_more_axes_than_points_are_zero(k):
-    found, share = classical_scaling(torch.ones(k, k).double() - torch.eye(k).double(), dimensions=3)
+    found, share = classical_scaling(
+        torch.ones(k, k).double() - torch.eye(k).double(), dimensions=3
+    )
     assert found.shape == (k, 3)
     assert torch.equal(found[:, k - 1 :].abs() < 1e-7, torch.ones(k, 4 - k).bool())
     assert share.item() == pytest.approx(1)
@@ -140,7 +153,11 @@ def test_more_axes_than_points_are_zero(k):
 @pytest.mark.parametrize(
     ("distances", "dimensions", "message"),
     [
-        (torch.tensor([[0.0, 1.0], [2.0, 0.0]]), 2, "`distances` must be a symmetric matrix, got the shape"),
+        (
+            torch.tensor([[0.0, 1.0], [2.0, 0.0]]),
+            2,
+            "`distances` must be a symmetric matrix, got the shape",
+        ),
         (torch.zeros(2, 3), 2, "`distances` must be a symmetric matrix, got the shape"),
         (torch.zeros(2, 2), 0, "`dimensions` must be at least 1, got 0"),
     ],

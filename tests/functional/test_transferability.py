@@ -9,7 +9,13 @@ from scipy.optimize import minimize
 from scipy.stats import multivariate_normal
 from sklearn.covariance import ledoit_wolf
 
-from lightning_taskinfo.functional.transferability import h_score, ledoit_wolf_shrinkage, leep, logme, nce
+from lightning_taskinfo.functional.transferability import (
+    h_score,
+    ledoit_wolf_shrinkage,
+    leep,
+    logme,
+    nce,
+)
 
 SHAPES = [(24, 5), (24, 24), (12, 60)]
 IDS = ["n>d", "n=d", "n<d"]
@@ -35,7 +41,10 @@ def best_evidence(features, column):
 
     starts = [(0, 1), (3, 3)]
     options = {"xatol": 1e-8, "fatol": 1e-10, "maxiter": 2000}
-    found = [minimize(minus_log_density, start, method="Nelder-Mead", options=options) for start in starts]
+    found = [
+        minimize(minus_log_density, start, method="Nelder-Mead", options=options)
+        for start in starts
+    ]
     return -min(result.fun for result in found)
 
 
@@ -43,7 +52,9 @@ def best_evidence(features, column):
 def test_logme_is_the_best_evidence_that_scipy_finds(n, d):
     features, labels = task(n, d)
     columns = torch.nn.functional.one_hot(labels).double()
-    expected = np.mean([best_evidence(features.numpy(), column) for column in columns.T.numpy()]) / n
+    expected = (
+        np.mean([best_evidence(features.numpy(), column) for column in columns.T.numpy()]) / n
+    )
     assert logme(features, labels).item() == pytest.approx(expected, abs=1e-7)
 
 
@@ -57,7 +68,9 @@ def test_logme_of_many_classes_is_that_of_their_columns():
 def test_logme_of_real_labels():
     features, _ = task(30, 4)
     labels = features @ torch.tensor([[1.0, 0], [0, 2], [0, 0], [0, 0]]).double() + 0.3
-    expected = np.mean([best_evidence(features.numpy(), column) for column in labels.T.numpy()]) / 30
+    expected = (
+        np.mean([best_evidence(features.numpy(), column) for column in labels.T.numpy()]) / 30
+    )
     assert logme(features, labels).item() == pytest.approx(expected, abs=1e-7)
     assert logme(features, labels[:, 0]).item() == pytest.approx(
         best_evidence(features.numpy(), labels[:, 0].numpy()) / 30, abs=1e-7
@@ -67,9 +80,13 @@ def test_logme_of_real_labels():
 @pytest.mark.parametrize(("n", "d"), SHAPES, ids=IDS)
 def test_scores_of_features_know_nothing_of_rotations_and_of_scale(n, d):
     features, labels = task(n, d)
-    rotation = torch.linalg.qr(torch.randn(d, d, generator=torch.Generator().manual_seed(1)).double())[0]
+    rotation = torch.linalg.qr(
+        torch.randn(d, d, generator=torch.Generator().manual_seed(1)).double()
+    )[0]
     for score in (logme, h_score):
-        torch.testing.assert_close(score(3.0 * features @ rotation, labels), score(features, labels))
+        torch.testing.assert_close(
+            score(3.0 * features @ rotation, labels), score(features, labels)
+        )
 
 
 def test_logme_stays_finite_where_features_fit_exactly_or_do_not_vary():
@@ -105,7 +122,9 @@ def test_h_score_is_its_definition():
 def test_shrunk_h_score_has_the_covariance_of_scikit_learn(n, d):
     features, labels = task(n, d)
     shrunk, delta = ledoit_wolf(features.numpy())
-    expected = torch.trace(torch.linalg.inv(torch.from_numpy(shrunk)) @ covariances(features, labels)[1])
+    expected = torch.trace(
+        torch.linalg.inv(torch.from_numpy(shrunk)) @ covariances(features, labels)[1]
+    )
     assert ledoit_wolf_shrinkage(features).item() == pytest.approx(delta, rel=1e-9)
     torch.testing.assert_close(h_score(features, labels, shrink=True), expected)
 
@@ -132,7 +151,9 @@ def test_h_score_is_at_most_classes_less_one():
 
 def source_head(n=60, z=4, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(n, z, generator=generator).softmax(1), torch.randint(3, (n,), generator=generator)
+    return torch.randn(n, z, generator=generator).softmax(1), torch.randint(
+        3, (n,), generator=generator
+    )
 
 
 def test_leep_is_its_loop():

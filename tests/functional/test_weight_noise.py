@@ -6,14 +6,21 @@ from torch import Tensor
 
 from lightning_taskinfo.functional import weight_noise
 from lightning_taskinfo.functional.gaussian import gaussian_kl_diag
-from lightning_taskinfo.functional.weight_noise import NoisyGaussian, isotropic_kl, noisy_weight, standard_normal_
+from lightning_taskinfo.functional.weight_noise import (
+    NoisyGaussian,
+    isotropic_kl,
+    noisy_weight,
+    standard_normal_,
+)
 
 
 @pytest.fixture
 def moments() -> list[Tensor]:
     """Mean, log-variance and a third tensor, in float64."""
     g = torch.Generator().manual_seed(0)
-    return [torch.randn(3, 4, generator=g, dtype=torch.float64).requires_grad_(i < 2) for i in range(3)]
+    return [
+        torch.randn(3, 4, generator=g, dtype=torch.float64).requires_grad_(i < 2) for i in range(3)
+    ]
 
 
 def test_a_sample_is_mean_plus_deviation_times_noise(moments):
@@ -47,7 +54,9 @@ def test_the_divergence_is_zero_exactly_at_the_prior_and_accurate_near_it():
     assert isotropic_kl(zero, zero - 3, zero, torch.tensor(-3.0)).item() == 0.0
     exact = isotropic_kl(*(t.double() for t in (zero, zero + 1e-3, zero, torch.tensor(0.0))))
     near = isotropic_kl(zero, zero + 1e-3, zero, torch.tensor(0.0))
-    torch.testing.assert_close(near.double(), exact, rtol=1e-3, atol=0)  # the leading term is rho²/4
+    torch.testing.assert_close(
+        near.double(), exact, rtol=1e-3, atol=0
+    )  # the leading term is rho²/4
 
 
 def test_many_float32_entries_are_summed_accurately():
@@ -55,18 +64,26 @@ def test_many_float32_entries_are_summed_accurately():
     mean, log_variance, prior_mean = (torch.randn(200_000, generator=g) for _ in range(3))
     prior = torch.tensor(-1.0)
     exact = gaussian_kl_diag(*(t.double() for t in (mean, log_variance, prior_mean, prior)))
-    torch.testing.assert_close(isotropic_kl(mean, log_variance, prior_mean, prior).double(), exact, rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        isotropic_kl(mean, log_variance, prior_mean, prior).double(), exact, rtol=1e-6, atol=0
+    )
 
 
-@pytest.mark.parametrize("function", [noisy_weight, lambda *m: isotropic_kl(*m, torch.tensor(0.5).double())])
+@pytest.mark.parametrize(
+    "function", [noisy_weight, lambda *m: isotropic_kl(*m, torch.tensor(0.5).double())]
+)
 def test_second_derivatives(moments, function):
     assert torch.autograd.gradgradcheck(function, moments)
 
 
-@pytest.mark.parametrize("function", [noisy_weight, lambda *m: isotropic_kl(*m, torch.tensor(0.5).double())])
+@pytest.mark.parametrize(
+    "function", [noisy_weight, lambda *m: isotropic_kl(*m, torch.tensor(0.5).double())]
+)
 def test_works_under_function_transforms(moments, function):
     mean, log_variance, third = (m.detach() for m in moments)
-    slope = torch.func.grad(lambda mean, log_variance: function(mean, log_variance, third).sum(), argnums=(0, 1))
+    slope = torch.func.grad(
+        lambda mean, log_variance: function(mean, log_variance, third).sum(), argnums=(0, 1)
+    )
     means = torch.stack([mean, mean + 1])
     mapped = torch.func.vmap(slope, in_dims=(0, None))(means, log_variance)
     expected = [slope(m, log_variance) for m in means]
@@ -96,7 +113,9 @@ def test_a_sample_and_its_divergence_share_a_backward_pass(moments, monkeypatch,
     moments = [m.detach().mT if transposed else m.detach() for m in moments]
     moments = [m.requires_grad_(i < 2) for i, m in enumerate(moments)]
     torch.testing.assert_close(together(*moments), apart(*moments))
-    for one, other in zip(*(torch.autograd.grad(f(*moments), moments[:2]) for f in (together, apart)), strict=True):
+    for one, other in zip(
+        *(torch.autograd.grad(f(*moments), moments[:2]) for f in (together, apart)), strict=True
+    ):
         torch.testing.assert_close(one, other)
     assert torch.autograd.gradcheck(together, moments)
     assert torch.autograd.gradgradcheck(together, moments)
@@ -112,7 +131,9 @@ def test_the_two_may_run_backward_one_after_the_other(moments, order):
     weight = mean + (0.5 * log_variance).exp() * noise
     flat = [m.flatten() for m in (mean, log_variance, noise)]
     plain = weight.sum() * order.count(0) + gaussian_kl_diag(*flat, PRIOR) * order.count(1)
-    for parameter, expected in zip((mean, log_variance), torch.autograd.grad(plain, moments[:2]), strict=True):
+    for parameter, expected in zip(
+        (mean, log_variance), torch.autograd.grad(plain, moments[:2]), strict=True
+    ):
         torch.testing.assert_close(parameter.grad, expected)
 
 
@@ -122,7 +143,9 @@ def test_a_mean_that_changed_before_the_backward_pass_is_refused_where_it_is_nee
     loss, sample = together(*moments), noisy_weight(*moments)
     with torch.no_grad():
         mean.add_(1)
-    with pytest.raises(RuntimeError, match="changed in place between its divergence and the backward pass"):
+    with pytest.raises(
+        RuntimeError, match="changed in place between its divergence and the backward pass"
+    ):
         loss.backward()
     for found, before in zip(torch.autograd.grad(sample.sum(), moments[:2]), expected, strict=True):
         assert torch.equal(found, before)
@@ -150,12 +173,17 @@ def test_the_quick_way_loses_no_accuracy(low, dtype):
     exact = rho.double().expm1()
     resolution = 8 * torch.finfo(dtype).eps
     torch.testing.assert_close(
-        value.double(), 0.5 * (exact - rho.double()).sum(), rtol=resolution + 1e-3 * (low > -0.5), atol=0
+        value.double(),
+        0.5 * (exact - rho.double()).sum(),
+        rtol=resolution + 1e-3 * (low > -0.5),
+        atol=0,
     )
     slope = torch.autograd.grad(value, parameters)[1]
     torch.testing.assert_close(slope.double(), 0.5 * exact, rtol=resolution, atol=0)
     deviation = noisy_weight(mean, rho, torch.ones_like(mean))
-    torch.testing.assert_close(deviation.double(), (0.5 * rho.double()).exp(), rtol=8 * resolution, atol=0)
+    torch.testing.assert_close(
+        deviation.double(), (0.5 * rho.double()).exp(), rtol=8 * resolution, atol=0
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -163,7 +191,9 @@ def test_half_precision_keeps_its_resolution(dtype):
     rho = torch.linspace(-12, -0.5, 5000).to(dtype)
     mean = torch.zeros_like(rho)
     deviation = noisy_weight(mean, rho, torch.ones_like(rho))
-    torch.testing.assert_close(deviation.double(), (0.5 * rho.double()).exp(), rtol=2 * torch.finfo(dtype).eps, atol=0)
+    torch.testing.assert_close(
+        deviation.double(), (0.5 * rho.double()).exp(), rtol=2 * torch.finfo(dtype).eps, atol=0
+    )
 
 
 @pytest.mark.parametrize("shape", [(3,), (30, 7), (7, 50)])
@@ -180,6 +210,8 @@ def test_draws_are_standard_normal():
     for power, expected in ((1, 0), (2, 1), (3, 0), (4, 3)):
         powers = noise**power
         assert abs(powers.mean() - expected) < 4 * powers.std() / 400_000**0.5
-    edge = noise[2**17 - 1 : -1 : 2**17] * noise[2**17 :: 2**17]  # a block does not begin as the one before ended
+    edge = (
+        noise[2**17 - 1 : -1 : 2**17] * noise[2**17 :: 2**17]
+    )  # a block does not begin as the one before ended
     assert edge.abs().max() < 16
     assert len(set(noise[:: 2**17].tolist())) == 4

@@ -38,7 +38,10 @@ def test_a_constant_weight_begins_at_its_start():
     [
         ({"weight": -1.0}, r"`weight` must be finite and not negative, got -1\.0"),
         ({"weight": math.nan}, "`weight` must be finite"),
-        ({"weight": 1.0, "ramp": "cosine"}, r"`ramp` must be one of \('constant', 'linear', 'sigmoid'\), got 'cosine'"),
+        (
+            {"weight": 1.0, "ramp": "cosine"},
+            r"`ramp` must be one of \('constant', 'linear', 'sigmoid'\), got 'cosine'",
+        ),
         ({"weight": 1.0, "start": -1}, "`start` must not be negative, got -1"),
         ({"weight": 1.0, "length": -1}, "`length` must not be negative, got -1"),
         ({"weight": 1.0, "ramp": "linear"}, "`length` must be at least 1 for a linear ramp, got 0"),
@@ -56,7 +59,10 @@ def test_refuses_a_negative_weight_by_name(make):
 
 
 def test_the_penalty_is_weight_times_objective_and_both_are_remembered():
-    regularizer, x = Square(WeightSchedule(2.0, "linear", length=2)), torch.ones(3, requires_grad=True)
+    regularizer, x = (
+        Square(WeightSchedule(2.0, "linear", length=2)),
+        torch.ones(3, requires_grad=True),
+    )
     regularizer(x, epoch=1).backward()
     assert torch.equal(x.grad, torch.full((3,), 2.0))
     assert (regularizer.value.item(), regularizer.weight) == (3.0, 1.0)
@@ -71,7 +77,11 @@ def test_a_zero_weight_leaves_no_graph_even_where_the_objective_is_not_finite():
 
 def test_a_regularizer_keeps_its_precision_inside_a_half_precision_model():
     model = nn.ModuleList([nn.Linear(2, 2), MutualInformation((2,), 2), Lautum((2,), 2)])
-    before = {name: (t.dtype, t.clone()) for name, t in model[1:].state_dict().items() if isinstance(t, torch.Tensor)}
+    before = {
+        name: (t.dtype, t.clone())
+        for name, t in model[1:].state_dict().items()
+        if isinstance(t, torch.Tensor)
+    }
     model.bfloat16()
     assert model[0].weight.dtype == torch.bfloat16
     for name, (dtype, value) in before.items():
@@ -100,7 +110,10 @@ def test_frozen_statistics_are_used_in_eval_mode():
 
 def test_statistics_are_released_on_errors():
     net = nn.BatchNorm1d(3)
-    with pytest.raises(ValueError, match="expected 2D or 3D input"), frozen_batchnorm_statistics(net):
+    with (
+        pytest.raises(ValueError, match="expected 2D or 3D input"),
+        frozen_batchnorm_statistics(net),
+    ):
         net(torch.zeros(()))
     assert net.track_running_stats
 

@@ -56,7 +56,9 @@ def test_the_optimal_critic_is_read_as_the_density_ratio_says(nats):
     """Its reading, without training, is SMILE of the known log-ratio on the same test samples."""
     x, z = gaussians(nats, N=2000, d=4)
     train, test = split(x, z)
-    estimate = estimate_mutual_information(x, z, critic=Exact(*train, nats), steps=1, learning_rate=1e-12)
+    estimate = estimate_mutual_information(
+        x, z, critic=Exact(*train, nats), steps=1, learning_rate=1e-12
+    )
     assert estimate.nats == pytest.approx(smile(log_ratio(*test, nats)).item(), abs=1e-4)
     assert estimate.samples == 400
     assert abs(estimate.nats - nats) < 4 * estimate.standard_error
@@ -74,7 +76,9 @@ class Quadratic(nn.Module):
         self.constant = nn.Parameter(torch.zeros(()))
 
     def forward(self, x, z):
-        rows, columns = (v.square() @ weights for v, weights in zip((x, z), self.squares, strict=True))
+        rows, columns = (
+            v.square() @ weights for v, weights in zip((x, z), self.squares, strict=True)
+        )
         return x @ self.product @ z.T + rows[:, None] + columns[None] + self.constant
 
 
@@ -109,7 +113,9 @@ def test_scale_and_shift_do_not_matter():
 
 def test_constant_features_share_nothing():
     x, _ = gaussians(0.0, N=200, d=2)
-    assert estimate_mutual_information(x, torch.ones(200, 3), steps=50).nats == pytest.approx(0.0, abs=0.05)
+    assert estimate_mutual_information(x, torch.ones(200, 3), steps=50).nats == pytest.approx(
+        0.0, abs=0.05
+    )
 
 
 def test_the_same_seed_gives_the_same_number_and_leaves_generator_and_critic_alone():
@@ -126,16 +132,36 @@ def test_the_same_seed_gives_the_same_number_and_leaves_generator_and_critic_alo
 @pytest.mark.parametrize(
     ("x", "z", "match"),
     [
-        (torch.zeros(39, 2), torch.zeros(39, 2), r"`inputs` must hold at least 40 samples, got 39\.$"),
-        (torch.zeros(50, 2), torch.zeros(49, 2), r"`features` must have shape \[50, 2\], got \(49, 2\)"),
-        (torch.zeros(50, 2), torch.full((50, 2), torch.nan), "`features` must be finite, got 100 values"),
-        (torch.zeros(50, 2), torch.zeros(50, 2, 2), r"`features` must have shape \[N, F\], got \(50, 2, 2\)"),
+        (
+            torch.zeros(39, 2),
+            torch.zeros(39, 2),
+            r"`inputs` must hold at least 40 samples, got 39\.$",
+        ),
+        (
+            torch.zeros(50, 2),
+            torch.zeros(49, 2),
+            r"`features` must have shape \[50, 2\], got \(49, 2\)",
+        ),
+        (
+            torch.zeros(50, 2),
+            torch.full((50, 2), torch.nan),
+            "`features` must be finite, got 100 values",
+        ),
+        (
+            torch.zeros(50, 2),
+            torch.zeros(50, 2, 2),
+            r"`features` must have shape \[N, F\], got \(50, 2, 2\)",
+        ),
         (
             torch.zeros(50, 2),
             torch.tensor(0.0),
             "`features` must hold a row for each sample, got a tensor without",
         ),
-        (torch.tensor(0.0), torch.zeros(50, 2), "`inputs` must hold a row for each sample, got a tensor without"),
+        (
+            torch.tensor(0.0),
+            torch.zeros(50, 2),
+            "`inputs` must hold a row for each sample, got a tensor without",
+        ),
     ],
 )
 def test_refuses(x, z, match):

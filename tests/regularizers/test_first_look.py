@@ -16,7 +16,9 @@ LOGITS = "`outputs` should be logits, got what looks like probabilities"
 
 def images(N: int = 64) -> Tensor:
     """Bytes, as a dataset stores them."""
-    return torch.randint(256, (N, 1, 4, 4), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    return torch.randint(
+        256, (N, 1, 4, 4), generator=torch.Generator().manual_seed(0), dtype=torch.uint8
+    )
 
 
 def outputs(N: int = 64) -> Tensor:
@@ -49,7 +51,9 @@ def test_a_moderate_scale_and_any_shift_are_not_warned_about(factor):
     assert warned(regularizer, factor * images() + 1e4, outputs()) == []
 
 
-@pytest.mark.parametrize("x", [images(7) / 255, (images(1) / 255).expand(64, -1, -1, -1)], ids=["few", "copies"])
+@pytest.mark.parametrize(
+    "x", [images(7) / 255, (images(1) / 255).expand(64, -1, -1, -1)], ids=["few", "copies"]
+)
 def test_a_batch_that_says_nothing_of_the_scale_is_not_warned_about(x):
     assert warned(Lautum((1, 4, 4), 3).fit_inputs([images()]), x, outputs(len(x))) == []
 
@@ -84,19 +88,26 @@ def test_later_steps_do_not_look_and_checkpoints_do_not_know(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_probabilities_in_place_of_logits_are_warned_about_once(dtype):
     p = outputs().softmax(-1).to(dtype)
-    ensembling, regularizer = TemporalEnsembling(64, 3, weight=1.0), Lautum((1, 4, 4), 3).fit_inputs([images()])
+    ensembling, regularizer = (
+        TemporalEnsembling(64, 3, weight=1.0),
+        Lautum((1, 4, 4), 3).fit_inputs([images()]),
+    )
     with pytest.warns(TaskInfoWarning, match=LOGITS):
         ensembling(p, torch.arange(64), epoch=0)
     with pytest.warns(TaskInfoWarning, match=LOGITS):
         regularizer(images(), p)
-    assert warned(ensembling, p, torch.arange(64), epoch=1) == warned(regularizer, images(), p) == []
+    assert (
+        warned(ensembling, p, torch.arange(64), epoch=1) == warned(regularizer, images(), p) == []
+    )
 
 
 @pytest.mark.parametrize(
     "logits",
     [
         outputs().log_softmax(-1),
-        outputs() - outputs().mean(1, keepdim=True) + 1 / 3,  # rows sum to 1, and some values are negative
+        outputs()
+        - outputs().mean(1, keepdim=True)
+        + 1 / 3,  # rows sum to 1, and some values are negative
         outputs().abs() + 1,
         torch.zeros(64, 3),
         torch.full((64, 3), torch.nan),
@@ -108,4 +119,7 @@ def test_logits_are_not_taken_for_probabilities(logits):
 
 
 def test_a_single_logit_is_no_probability():
-    assert warned(TemporalEnsembling(64, 1, weight=1.0), torch.ones(64, 1), torch.arange(64), epoch=0) == []
+    assert (
+        warned(TemporalEnsembling(64, 1, weight=1.0), torch.ones(64, 1), torch.arange(64), epoch=0)
+        == []
+    )

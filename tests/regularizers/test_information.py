@@ -15,14 +15,19 @@ def test_the_penalty_is_beta_times_kl_over_the_number_of_samples():
     assert penalty.item() == pytest.approx(2 / 50 * weight_kl(net).item())
     assert information.value.item() == pytest.approx(weight_kl(net).item())
     assert information.weight == 2.0
-    assert information(net, num_samples=10, epoch=2).item() == pytest.approx(4 / 10 * weight_kl(net).item())
+    assert information(net, num_samples=10, epoch=2).item() == pytest.approx(
+        4 / 10 * weight_kl(net).item()
+    )
 
 
 def test_a_hundred_steps_lower_the_kl():
     def train(beta: float) -> float:
         torch.manual_seed(0)
         net = add_weight_noise(nn.Linear(4, 3), prior_center="zero", std=0.05)
-        information, optimizer = WeightInformation(beta, num_samples=64), torch.optim.SGD(net.parameters(), lr=0.05)
+        information, optimizer = (
+            WeightInformation(beta, num_samples=64),
+            torch.optim.SGD(net.parameters(), lr=0.05),
+        )
         x = torch.randn(64, 4)
         for _ in range(100):
             loss = nn.functional.cross_entropy(net(x), x[:, :3].argmax(1)) + information(net)
@@ -47,7 +52,9 @@ def test_refuses_arguments(arguments, match):
 
 
 def test_refuses_an_unknown_number_of_samples():
-    with pytest.raises(ValueError, match="`num_samples` must be given: the size of the labeled training set"):
+    with pytest.raises(
+        ValueError, match="`num_samples` must be given: the size of the labeled training set"
+    ):
         WeightInformation()(add_weight_noise(nn.Linear(2, 2)))
 
 

@@ -19,18 +19,28 @@ D, K = 6, 3
 def correlated(N: int = 200, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Inputs with unequal, dependent columns, and outputs that follow them in part."""
     g = torch.Generator().manual_seed(seed)
-    x = torch.randn(N, D, generator=g) @ torch.randn(D, D, generator=torch.Generator().manual_seed(9)) + 3
+    x = (
+        torch.randn(N, D, generator=g)
+        @ torch.randn(D, D, generator=torch.Generator().manual_seed(9))
+        + 3
+    )
     w = x[:, :K] * torch.tensor([1.0, 10.0, 0.1]) + 2 * torch.randn(N, K, generator=g) - 5
     return x, w
 
 
-def dense(x: Tensor, cov_w: Tensor, cov_xw: Tensor, n: float, ridge: float = 1e-3, shrinkage: float = 0.05) -> Tensor:
+def dense(
+    x: Tensor, cov_w: Tensor, cov_xw: Tensor, n: float, ridge: float = 1e-3, shrinkage: float = 0.05
+) -> Tensor:
     """The definition: ridges, full inverses, the factor n/(n+r), the cut, the shrinkage."""
     cov_x = torch.cov(x.double().T, correction=0)
     floored = cov_x + ridge * cov_x.diagonal().mean() * torch.eye(len(cov_x))
     effective = torch.trace(cov_x @ torch.linalg.inv(floored))
-    rho = canonical_correlations(floored, cov_w + ridge * cov_w.diagonal().mean() * torch.eye(len(cov_w)), cov_xw)
-    return lautum_from_correlations((rho.square() * n / (n + effective)).clamp(max=1) * (1 - shrinkage) ** 2)
+    rho = canonical_correlations(
+        floored, cov_w + ridge * cov_w.diagonal().mean() * torch.eye(len(cov_w)), cov_xw
+    )
+    return lautum_from_correlations(
+        (rho.square() * n / (n + effective)).clamp(max=1) * (1 - shrinkage) ** 2
+    )
 
 
 def covariances(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
@@ -54,7 +64,10 @@ def test_moving_averages_equal_a_loop():
     for step in range(4):
         batch = correlated(50, seed=step)
         lautum(*batch)
-        totals = [decay * old + (1 - decay) * new for old, new in zip(totals, covariances(*batch), strict=True)]
+        totals = [
+            decay * old + (1 - decay) * new
+            for old, new in zip(totals, covariances(*batch), strict=True)
+        ]
         weights = decay * weights + (1 - decay)
         share = [(1 - decay) * decay**k / weights for k in range(step + 1)]
         n = min(50 / sum(s**2 for s in share), 400)
@@ -74,12 +87,16 @@ def test_the_averages_own_factor_on_the_gradient_is_divided_out(decay):
     (gradient,) = torch.autograd.grad(lautum(x, w), w)
     averages = [
         (decay * old + (1 - decay) * new) / (1 - decay**2)
-        for old, new in zip((through.cov_w, through.cov_wx), through._covariances(x - through.mean, w), strict=True)
+        for old, new in zip(
+            (through.cov_w, through.cov_wx), through._covariances(x - through.mean, w), strict=True
+        )
     ]
     through.steps.fill_(2)
     value = -through._information(*averages, through._effective_samples(len(x)))
     (damped,) = torch.autograd.grad(value, w)
-    torch.testing.assert_close(gradient, damped * (1 - decay**2) / (1 - decay), rtol=1e-3, atol=1e-7)
+    torch.testing.assert_close(
+        gradient, damped * (1 - decay**2) / (1 - decay), rtol=1e-3, atol=1e-7
+    )
 
 
 def test_batches_that_wait_for_whitening_count_when_their_share_is_above_the_lag():
@@ -91,7 +108,10 @@ def test_batches_that_wait_for_whitening_count_when_their_share_is_above_the_lag
     for step in range(1, 13):
         batch = correlated(50, seed=step)
         lautum(*batch)
-        totals = [decay * old + (1 - decay) * new for old, new in zip(totals, covariances(*batch), strict=True)]
+        totals = [
+            decay * old + (1 - decay) * new
+            for old, new in zip(totals, covariances(*batch), strict=True)
+        ]
         if (1 - decay ** (step - kept_steps)) / (1 - decay**step) > lag:
             kept, kept_steps = [total / (1 - decay**step) for total in totals], step
             flushes.append(step)
@@ -111,8 +131,13 @@ def test_the_gradient_of_a_waiting_batch_is_that_of_whitening_it():
     (gradient,) = torch.autograd.grad(lautum(x, w), w)
     assert lautum.waiting_steps == 1
     parts = lautum._covariances(x - lautum.mean, w)  # whitened, with autograd through the whitening
-    averages = [a / 0.1 + part - part.detach() for a, part in zip((lautum.cov_w, lautum.cov_wx), parts, strict=True)]
-    (expected,) = torch.autograd.grad(-lautum._information(*averages, lautum._effective_samples(50)), w)
+    averages = [
+        a / 0.1 + part - part.detach()
+        for a, part in zip((lautum.cov_w, lautum.cov_wx), parts, strict=True)
+    ]
+    (expected,) = torch.autograd.grad(
+        -lautum._information(*averages, lautum._effective_samples(50)), w
+    )
     torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-7)
     assert gradient.abs().max() > 1e-4
 
@@ -136,10 +161,17 @@ def test_a_checkpoint_from_before_batches_could_wait_loads():
     old, new = (Lautum((D,), K, weight=1.0) for _ in range(2))
     old.fit_inputs([x])
     old(x, w)
-    state = {name: v for name, v in old.state_dict().items() if not name.startswith("waiting") and name != "pulled"}
+    state = {
+        name: v
+        for name, v in old.state_dict().items()
+        if not name.startswith("waiting") and name != "pulled"
+    }
     new.load_state_dict(state)
     w.requires_grad_()
-    for read in (nn.Module.eval, nn.Module.train):  # the first reads what was loaded, the second moves it
+    for read in (
+        nn.Module.eval,
+        nn.Module.train,
+    ):  # the first reads what was loaded, the second moves it
         gradients = [torch.autograd.grad(read(lautum)(x, w), w)[0] for lautum in (old, new)]
         assert torch.equal(*gradients)
 
@@ -182,7 +214,9 @@ def test_jacobian_proxy_is_the_input_gradient_along_one_direction():
     assert net[0].weight.grad.abs().sum() > 0
     lautum.steps.zero_()
     lautum(x, net(x), epoch=5)
-    assert lautum.value.item() != pytest.approx(expected.item(), rel=1e-3)  # another epoch, another direction
+    assert lautum.value.item() != pytest.approx(
+        expected.item(), rel=1e-3
+    )  # another epoch, another direction
 
 
 @pytest.mark.parametrize("proxy", ["logits", "jacobian"])
@@ -191,7 +225,9 @@ def test_a_hundred_steps_raise_it(proxy):
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(D, 16), nn.Tanh(), nn.Linear(16, K))
         optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-        lautum = Lautum((D,), K, weight=weight, proxy=proxy, components=3, decay=0.9).fit_inputs([correlated(500)[0]])
+        lautum = Lautum((D,), K, weight=weight, proxy=proxy, components=3, decay=0.9).fit_inputs(
+            [correlated(500)[0]]
+        )
         for step in range(100):
             x = correlated(64, seed=step)[0].requires_grad_()
             outputs = net(x)
@@ -218,7 +254,9 @@ DEGENERATE = {
 def climb(lautum: Lautum, batches, steps: int) -> None:
     """Maximise nothing but the Lautum information, as hard as possible."""
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Flatten(), nn.Linear(math.prod(lautum.input_shape), 16), nn.ReLU(), nn.Linear(16, K))
+    net = nn.Sequential(
+        nn.Flatten(), nn.Linear(math.prod(lautum.input_shape), 16), nn.ReLU(), nn.Linear(16, K)
+    )
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for step in range(steps):
         x = batches(step)
@@ -264,8 +302,12 @@ def test_the_value_stays_below_its_cap_when_outputs_copy_the_inputs():
 def test_covariances_that_do_not_belong_together_give_the_cap():
     """Estimated correlations of 5: without the cut the logarithm would be of a negative number."""
     lautum = Lautum((D,), K).fit_inputs([correlated()[0]])
-    value = lautum._information(torch.eye(K).double(), 5 * torch.eye(K, D).double(), torch.tensor(1e9).double())
-    assert value.item() == pytest.approx(K * lautum_from_correlations(torch.tensor([0.95**2])).item(), rel=1e-5)
+    value = lautum._information(
+        torch.eye(K).double(), 5 * torch.eye(K, D).double(), torch.tensor(1e9).double()
+    )
+    assert value.item() == pytest.approx(
+        K * lautum_from_correlations(torch.tensor([0.95**2])).item(), rel=1e-5
+    )
 
 
 def test_outputs_that_overflow_once_do_not_stay_in_the_averages():
@@ -328,13 +370,22 @@ def test_refuses_arguments(arguments, match):
 @pytest.mark.parametrize(
     ("batch", "match"),
     [
-        (lambda x, w: (x[:1], w[:1]), "`inputs` must hold at least 2 samples, got 1: use a larger batch"),
+        (
+            lambda x, w: (x[:1], w[:1]),
+            "`inputs` must hold at least 2 samples, got 1: use a larger batch",
+        ),
         (lambda x, w: (x[:0], w[:0]), "`inputs` must hold at least 2 samples, got 0"),
-        (lambda x, w: (None, w), "`inputs` must be a tensor, got NoneType: does the batch hold unlabeled inputs"),
+        (
+            lambda x, w: (None, w),
+            "`inputs` must be a tensor, got NoneType: does the batch hold unlabeled inputs",
+        ),
         (lambda x, w: (x[:, 1:], w), r"`inputs` must have shape \[B, 6\], got \(200, 5\)"),
         (lambda x, w: (x, w[:, 1:]), r"`outputs` must have shape \[200, 3\], got \(200, 2\)"),
         (lambda x, w: (x, w[1:]), r"`outputs` must have shape \[200, 3\], got \(199, 3\)"),
-        (lambda x, w: (x / torch.zeros(D), w), "`inputs` must be finite, got 1200 values that are not"),
+        (
+            lambda x, w: (x / torch.zeros(D), w),
+            "`inputs` must be finite, got 1200 values that are not",
+        ),
     ],
 )
 def test_refuses_batches(batch, match):
@@ -345,22 +396,32 @@ def test_refuses_batches(batch, match):
 
 
 def test_refuses_to_begin_without_the_inputs():
-    with pytest.raises(RuntimeError, match=r"Call `fit_inputs\(loader\)` with the unlabeled inputs"):
+    with pytest.raises(
+        RuntimeError, match=r"Call `fit_inputs\(loader\)` with the unlabeled inputs"
+    ):
         Lautum((D,), K)(*correlated())
 
 
 def test_refuses_inputs_without_a_gradient_for_the_jacobian():
     x, w = correlated()
     lautum = Lautum((D,), K, proxy="jacobian").fit_inputs([x])
-    with pytest.raises(ValueError, match="`inputs` must require a gradient before the forward pass"):
+    with pytest.raises(
+        ValueError, match="`inputs` must require a gradient before the forward pass"
+    ):
         lautum(x, w)
 
 
 @pytest.mark.parametrize(
     ("loader", "match"),
     [
-        ([torch.zeros(3, D)], r"`loader` must hold more samples than there are outputs \(3\), got 3"),
-        (iter([torch.zeros(9, D)]), "`loader` must be readable more than once, got a list_iterator"),
+        (
+            [torch.zeros(3, D)],
+            r"`loader` must hold more samples than there are outputs \(3\), got 3",
+        ),
+        (
+            iter([torch.zeros(9, D)]),
+            "`loader` must be readable more than once, got a list_iterator",
+        ),
         ([], r"must hold more samples than there are outputs \(3\), got 0"),
         ([torch.zeros(9, 2)], r"`loader` must yield inputs of shape \[B, 6\], .* got \(9, 2\)"),
         ([{"labeled": torch.zeros(9, D)}], "dicts that hold them as 'unlabeled'; got NoneType"),

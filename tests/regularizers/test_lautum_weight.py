@@ -34,7 +34,9 @@ def trained_error(lautum: Lautum | None) -> tuple[float, int]:
 def test_small_images_are_learned_with_the_default_weight():
     alone, n = trained_error(None)
     together, _ = trained_error(Lautum((1, 8, 8), 10))
-    assert together - alone < 2 * math.sqrt(2 * alone * (1 - alone) / n)  # two standard errors of the difference
+    assert together - alone < 2 * math.sqrt(
+        2 * alone * (1 - alone) / n
+    )  # two standard errors of the difference
 
 
 def test_a_weight_ten_times_as_large_takes_over():

@@ -36,7 +36,9 @@ def brute_force(net, loss_fn, batch, parts):
         moved, g_moved = loss_fn(part).item(), gradients(net, loss_fn, part)
         net.load_state_dict(kept)
         value += (loss - moved) / parts
-        gradient = [total + (a - b) / parts for total, a, b in zip(gradient, g, g_moved, strict=True)]
+        gradient = [
+            total + (a - b) / parts for total, a, b in zip(gradient, g, g_moved, strict=True)
+        ]
     return value, gradient
 
 
@@ -54,7 +56,8 @@ def test_value_and_gradient_equal_the_definition(parts):
 def test_over_alpha_it_tends_to_the_mean_squared_gradient_norm():
     net, batch, loss_fn = problem()
     expected = sum(
-        sum(g.square().sum() for g in gradients(net, loss_fn, part)) / 3 for part in split_batch(batch, 3)
+        sum(g.square().sum() for g in gradients(net, loss_fn, part)) / 3
+        for part in split_batch(batch, 3)
     ).item()
     errors = []
     for alpha in (1e-2, 1e-3, 1e-4):
@@ -121,13 +124,18 @@ def test_a_submodule_under_two_names_and_a_tied_weight_are_moved_and_put_back():
     inner, batch, _ = problem()
     net = nn.ModuleDict({"inner": inner, "again": inner[0], "tied": nn.Linear(4, 6).double()})
     net["tied"].weight = inner[0].weight
-    loss_fn = lambda part: nn.functional.cross_entropy(inner(part[0]) + net["tied"](part[0])[:, :3], part[1])  # noqa: E731
+    loss_fn = lambda part: nn.functional.cross_entropy(
+        inner(part[0]) + net["tied"](part[0])[:, :3], part[1]
+    )  # noqa: E731
     held = [inner[0].weight, inner[0].bias, inner[2].weight]
     value, gradient = brute_force(net, loss_fn, batch, 3)
     regularizer = LocalMinimumRegularizer(weight=1.0, step_size=ALPHA, parts=3, start=0)
     regularizer(net, loss_fn, batch).backward()
     assert regularizer.value.item() == pytest.approx(value, rel=1e-8)
-    assert all(a is b for a, b in zip(held, (net["tied"].weight, net["again"].bias, inner[2].weight), strict=True))
+    assert all(
+        a is b
+        for a, b in zip(held, (net["tied"].weight, net["again"].bias, inner[2].weight), strict=True)
+    )
     for p, expected in zip(net.parameters(), gradient, strict=True):
         torch.testing.assert_close(p.grad, expected, rtol=1e-6, atol=1e-12)
 
@@ -173,7 +181,9 @@ def test_it_may_use_a_compiled_model():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_refuses_half_precision_weights(dtype):
     net, batch, loss_fn = problem(dtype)
-    with pytest.raises(ValueError, match=f"must keep its weights in float32 or float64, got {dtype} for `0.weight`"):
+    with pytest.raises(
+        ValueError, match=f"must keep its weights in float32 or float64, got {dtype} for `0.weight`"
+    ):
         LocalMinimumRegularizer(start=0)(net, loss_fn, batch)
 
 
@@ -193,7 +203,9 @@ def test_refuses_arguments(arguments, match):
 
 def test_refuses_a_missing_learning_rate():
     net, batch, loss_fn = problem()
-    with pytest.raises(ValueError, match="`learning_rate` must be given for start='learning_rate_drop'"):
+    with pytest.raises(
+        ValueError, match="`learning_rate` must be given for start='learning_rate_drop'"
+    ):
         LocalMinimumRegularizer()(net, loss_fn, batch)
 
 
@@ -206,7 +218,10 @@ def test_refuses_a_model_without_trainable_parameters():
     ("batch", "match"),
     [
         (torch.zeros(3, 2), "`batch` must hold at least `parts` = 4 samples, got 3"),
-        ((torch.zeros(8), torch.zeros(9)), r"`batch` must hold tensors with one number of samples, got \[8, 9\]"),
+        (
+            (torch.zeros(8), torch.zeros(9)),
+            r"`batch` must hold tensors with one number of samples, got \[8, 9\]",
+        ),
         ({"name": "x"}, r"`batch` must hold tensors with one number of samples, got \[\]"),
     ],
 )
@@ -218,7 +233,9 @@ def test_refuses_batches(batch, match):
 def test_parts_are_equal_and_keep_the_structure():
     parts = split_batch({"x": torch.arange(11), "pair": [torch.arange(11), "name"]}, 3)
     assert [part["x"].tolist() for part in parts] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
-    assert all(part["pair"][1] == "name" and torch.equal(part["pair"][0], part["x"]) for part in parts)
+    assert all(
+        part["pair"][1] == "name" and torch.equal(part["pair"][0], part["x"]) for part in parts
+    )
 
 
 @pytest.mark.parametrize("start", [0, 5])  # also where the penalty is not due yet
@@ -232,7 +249,9 @@ def test_refuses_a_loss_in_place_of_its_function(start):
 def test_refuses_swapped_arguments():
     net, batch, loss_fn = problem()
     regularizer = LocalMinimumRegularizer(start=0)
-    with pytest.raises(TypeError, match=r"`loss_fn` must be a function .* got tuple: it comes before `batch`"):
+    with pytest.raises(
+        TypeError, match=r"`loss_fn` must be a function .* got tuple: it comes before `batch`"
+    ):
         regularizer(net, batch, loss_fn)
     with pytest.raises(TypeError, match="`model` must be a Module, got function"):
         regularizer(loss_fn, net, batch)

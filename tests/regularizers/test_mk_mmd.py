@@ -45,7 +45,11 @@ def test_autocast_does_not_reach_it():
         (torch.zeros(4, 3), torch.zeros(0, 3), "`target` must hold at least 2 samples, got 0"),
         (torch.zeros(4, 3), None, "`target` must be a tensor, got NoneType"),
         (torch.zeros(4, 3), torch.zeros(4, 2), r"`target` must have shape \[B, 3\], got \(4, 2\)"),
-        (torch.zeros(4, 3), torch.full((4, 3), torch.nan), "`target` must be finite, got 12 values"),
+        (
+            torch.zeros(4, 3),
+            torch.full((4, 3), torch.nan),
+            "`target` must be finite, got 12 values",
+        ),
     ],
 )
 def test_refuses_features(source, target, match):

@@ -30,7 +30,12 @@ def small_critic(kind: str = "separable", seed: int = 0) -> nn.Module:
 @pytest.mark.parametrize("critic", ["separable", "bilinear", "concatenated"])
 def test_the_critic_climbs_whatever_it_follows(critic, objective):
     regularizer = MutualInformation(
-        (D,), F, critic=small_critic(critic), objective=objective, learning_rate=3e-3, critic_steps=1
+        (D,),
+        F,
+        critic=small_critic(critic),
+        objective=objective,
+        learning_rate=3e-3,
+        critic_steps=1,
     )
     readings = []
     for step in range(100):
@@ -42,7 +47,9 @@ def test_the_critic_climbs_whatever_it_follows(critic, objective):
 
 @pytest.mark.parametrize("negatives", ["others", "all"])
 def test_one_critic_step_is_one_adam_step_on_the_objective(negatives):
-    regularizer = MutualInformation((D,), F, negatives=negatives, learning_rate=1e-3, critic_steps=1)
+    regularizer = MutualInformation(
+        (D,), F, negatives=negatives, learning_rate=1e-3, critic_steps=1
+    )
     critic = copy.deepcopy(regularizer.critic).requires_grad_()
     optimizer = torch.optim.Adam(critic.parameters(), lr=1e-3)
     for step in range(3):
@@ -52,7 +59,9 @@ def test_one_critic_step_is_one_adam_step_on_the_objective(negatives):
         optimizer.step()
         penalty = regularizer(x, z)
         expected = critic(x, z)
-        torch.testing.assert_close(regularizer.value, smile(expected).detach())  # on the others in either case
+        torch.testing.assert_close(
+            regularizer.value, smile(expected).detach()
+        )  # on the others in either case
         objective = jensen_shannon(expected, negatives=negatives)
         assert penalty.item() == pytest.approx(0.1 * objective.item(), rel=1e-5)
     for p, q in zip(regularizer.critic.parameters(), critic.parameters(), strict=True):
@@ -61,7 +70,9 @@ def test_one_critic_step_is_one_adam_step_on_the_objective(negatives):
 
 @pytest.mark.parametrize("objective", ["donsker_varadhan", "mine", "nwj"])
 def test_all_pairs_are_negatives_for_every_objective_that_has_a_choice(objective):
-    regularizer = MutualInformation((D,), F, objective=objective, negatives="all", critic_steps=1, weight=1.0)
+    regularizer = MutualInformation(
+        (D,), F, objective=objective, negatives="all", critic_steps=1, weight=1.0
+    )
     x, z = pairs()
     for _ in range(2):
         penalty = regularizer(x, z)
@@ -86,7 +97,9 @@ def test_nobody_else_sees_the_critic():
 
 def test_the_gradient_pushes_the_estimate_down():
     x, z = pairs()
-    regularizer = MutualInformation((D,), F, weight=1.0, critic=small_critic(), critic_steps=2, learning_rate=3e-3)
+    regularizer = MutualInformation(
+        (D,), F, weight=1.0, critic=small_critic(), critic_steps=2, learning_rate=3e-3
+    )
     for step in range(100):
         regularizer(*pairs(seed=step))
     regularizer.eval()
@@ -106,18 +119,28 @@ def test_a_hundred_steps_lower_the_information(alternate):
         net, head = nn.Linear(D, F), nn.Linear(F, 2)
         optimizer = torch.optim.Adam([*net.parameters(), *head.parameters()], lr=0.02)
         regularizer = MutualInformation(
-            (D,), F, weight=weight, critic=small_critic(), alternate=alternate, critic_steps=10, learning_rate=3e-3
+            (D,),
+            F,
+            weight=weight,
+            critic=small_critic(),
+            alternate=alternate,
+            critic_steps=10,
+            learning_rate=3e-3,
         )
         noise = torch.Generator().manual_seed(1)
         noisy = lambda x: net(x) + 0.3 * torch.randn(len(x), F, generator=noise)  # noqa: E731
         for step in range(100):
             x, _ = pairs(seed=step)
             z = noisy(x)
-            loss = nn.functional.cross_entropy(head(z), (x[:, 0] > 0).long()) + regularizer(x, z, epoch=step // 10)
+            loss = nn.functional.cross_entropy(head(z), (x[:, 0] > 0).long()) + regularizer(
+                x, z, epoch=step // 10
+            )
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        reader = MutualInformation((D,), F, critic=small_critic(seed=7), critic_steps=4, learning_rate=5e-3)
+        reader = MutualInformation(
+            (D,), F, critic=small_critic(seed=7), critic_steps=4, learning_rate=5e-3
+        )
         values = []
         for step in range(80):
             x, _ = pairs(seed=1000 + step)
@@ -163,7 +186,9 @@ def test_a_checkpoint_of_it_is_read_safely(tmp_path):
     regularizer = MutualInformation((D,), F)
     regularizer(*pairs())
     torch.save(regularizer.state_dict(), tmp_path / "critic.pt")
-    MutualInformation((D,), F).load_state_dict(torch.load(tmp_path / "critic.pt", weights_only=True))
+    MutualInformation((D,), F).load_state_dict(
+        torch.load(tmp_path / "critic.pt", weights_only=True)
+    )
 
 
 def test_a_deep_copy_has_a_critic_and_an_optimizer_of_its_own():
@@ -196,7 +221,10 @@ def test_autocast_does_not_reach_it():
 
 
 def test_features_that_overflow_once_do_not_spoil_the_critic():
-    regularizer, clean = MutualInformation((D,), F, objective="mine"), MutualInformation((D,), F, objective="mine")
+    regularizer, clean = (
+        MutualInformation((D,), F, objective="mine"),
+        MutualInformation((D,), F, objective="mine"),
+    )
     x, z = pairs()
     regularizer(x, z), clean(x, z)
     assert not regularizer(x, torch.full_like(z, torch.inf)).isfinite()
@@ -243,7 +271,10 @@ def test_a_critic_of_ones_own():
         ({"critic": "linear"}, "`critic` must be a module or one of .* got 'linear'"),
         ({"alternate": "never"}, "`alternate` must be 'step' or 'epoch', got 'never'"),
         ({"negatives": "none"}, "`negatives` must be 'others' or 'all', got 'none'"),
-        ({"objective": "info_nce", "negatives": "all"}, "`negatives` must be 'others' for InfoNCE, .* got 'all'"),
+        (
+            {"objective": "info_nce", "negatives": "all"},
+            "`negatives` must be 'others' for InfoNCE, .* got 'all'",
+        ),
         ({"clip": 0.0}, r"`clip` must be positive, got 0\.0"),
         ({"learning_rate": -1.0}, r"`learning_rate` must be positive, got -1\.0"),
         ({"critic_steps": 0}, "`critic_steps` must be at least 1, got 0"),
@@ -259,7 +290,10 @@ def test_refuses_arguments(arguments, match):
     ("batch", "match"),
     [
         (lambda x, z: (x[:1], z[:1]), "`inputs` must hold at least 2 samples, got 1"),
-        (lambda x, z: (None, z), "`inputs` must be a tensor, got NoneType: does the batch hold unlabeled inputs"),
+        (
+            lambda x, z: (None, z),
+            "`inputs` must be a tensor, got NoneType: does the batch hold unlabeled inputs",
+        ),
         (lambda x, z: (x, z[:, 1:]), r"`features` must have shape \[64, 3\], got \(64, 2\)"),
         (lambda x, z: (x * torch.nan, z), "`inputs` must be finite, got 256 values"),
     ],

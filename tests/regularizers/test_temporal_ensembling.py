@@ -59,7 +59,9 @@ def test_a_hundred_steps_bring_predictions_nearer_to_their_average():
         for epoch in range(100):  # noisy inputs push the predictions about; the penalty holds them
             labels = torch.randint(3, (32,), generator=noise)
             outputs = net(x + 0.5 * torch.randn(32, 4, generator=noise))
-            loss = nn.functional.cross_entropy(outputs, labels) + ensembling(outputs, torch.arange(32), epoch=epoch)
+            loss = nn.functional.cross_entropy(outputs, labels) + ensembling(
+                outputs, torch.arange(32), epoch=epoch
+            )
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -87,7 +89,9 @@ def test_memory_is_samples_times_classes_in_the_chosen_dtype():
     assert ensembling.average.dtype == torch.bfloat16
     assert ensembling.average.shape == (100, 7)
     ensembling(torch.zeros(2, 7), torch.tensor([1, 99]), epoch=0)
-    assert ensembling(torch.zeros(2, 7), torch.tensor([1, 99]), epoch=1).item() == pytest.approx(0.0, abs=1e-5)
+    assert ensembling(torch.zeros(2, 7), torch.tensor([1, 99]), epoch=1).item() == pytest.approx(
+        0.0, abs=1e-5
+    )
 
 
 def test_outputs_that_diverge_once_do_not_stay():
@@ -131,7 +135,11 @@ RULE = r"`index` must be whole numbers, one for each sample, shape \[2\]"
         (torch.zeros(2, 3), torch.arange(3), rf"{RULE}, got shape \(3,\)"),
         (torch.zeros(2, 3), 1, rf"{RULE}, got shape \(\)"),
         (torch.zeros(2, 3), [[0], [1]], rf"{RULE}, got shape \(2, 1\)"),
-        (torch.zeros(2, 3), torch.tensor([1, 10]), r"`index` must be in \[0, 10\), got 1 to 10: is `num_samples`"),
+        (
+            torch.zeros(2, 3),
+            torch.tensor([1, 10]),
+            r"`index` must be in \[0, 10\), got 1 to 10: is `num_samples`",
+        ),
         (torch.zeros(2, 3), torch.tensor([-1, 1]), r"`index` must be in \[0, 10\), got -1 to 1"),
     ],
 )
@@ -157,7 +165,9 @@ def test_refuses_an_index_of_another_kind(index, found):
         TemporalEnsembling(10, 3, weight=1.0)(torch.zeros(2, 3), index, epoch=1)
 
 
-@pytest.mark.parametrize("index", [[7, 3], (7, 3), np.array([7, 3]), torch.tensor([7, 3], dtype=torch.uint8)])
+@pytest.mark.parametrize(
+    "index", [[7, 3], (7, 3), np.array([7, 3]), torch.tensor([7, 3], dtype=torch.uint8)]
+)
 def test_whole_numbers_of_any_kind_are_an_index(index):
     ensembling, expected = (TemporalEnsembling(10, 3, weight=1.0) for _ in range(2))
     for epoch in range(2):
@@ -168,5 +178,7 @@ def test_whole_numbers_of_any_kind_are_an_index(index):
 
 def test_refuses_to_be_called_without_the_epoch():
     """With 0 by default every call would be one of epoch 0, where the penalty is nothing."""
-    with pytest.raises(TypeError, match="`epoch` must be given, counted from 0: the averages move once an epoch"):
+    with pytest.raises(
+        TypeError, match="`epoch` must be given, counted from 0: the averages move once an epoch"
+    ):
         TemporalEnsembling(10, 3, weight=1.0)(torch.zeros(2, 3), torch.arange(2))

@@ -31,7 +31,12 @@ def test_equals_the_closed_form_of_bayesian_linear_regression():
     """Mean over trainings against the exact posterior, in standard errors over trainings."""
     X, y = regression.data(0)
     training = Training(
-        pretrain_steps=100, steps=300, batch_size=40, learning_rate=0.03, log_variance_learning_rate=0.15, draws=200
+        pretrain_steps=100,
+        steps=300,
+        batch_size=40,
+        learning_rate=0.03,
+        log_variance_learning_rate=0.15,
+        draws=200,
     )
     curves = [
         structure_function(
@@ -49,7 +54,11 @@ def test_equals_the_closed_form_of_bayesian_linear_regression():
             ([c.objective[index] for c in curves], loss + beta * kl),
         ):
             values = torch.tensor(found, dtype=torch.float64)
-            assert (values.mean() - exact).abs() < 4 * values.std() / math.sqrt(4), (beta, exact, found)
+            assert (values.mean() - exact).abs() < 4 * values.std() / math.sqrt(4), (
+                beta,
+                exact,
+                found,
+            )
             assert (values.mean() - exact).abs() < 0.03 * exact
 
 
@@ -57,7 +66,13 @@ def test_the_prior_point_is_the_loss_of_weights_without_information():
     X, y = regression.data(0)
     training = Training(pretrain_steps=1, steps=1, draws=1000)
     curve = structure_function(
-        regression.line, (X, y), (1.0,), prior_center="zero", prior_std=1.0, likelihood="gaussian", training=training
+        regression.line,
+        (X, y),
+        (1.0,),
+        prior_center="zero",
+        prior_std=1.0,
+        likelihood="gaussian",
+        training=training,
     )
     exact = 0.5 * y.square().sum() + 0.5 * X.square().sum() + 0.5 * len(X) * math.log(2 * math.pi)
     assert abs(curve.prior_loss - exact.item()) < 3 * curve.prior_loss_error
@@ -65,7 +80,9 @@ def test_the_prior_point_is_the_loss_of_weights_without_information():
 
 
 def test_information_rises_and_loss_falls_as_information_gets_cheaper():
-    curve = structure_function(network, classes(), BETAS, training=Training(pretrain_steps=100, steps=150))
+    curve = structure_function(
+        network, classes(), BETAS, training=Training(pretrain_steps=100, steps=150)
+    )
     assert list(curve.kl) == sorted(curve.kl)
     assert list(curve.loss) == sorted(curve.loss, reverse=True)
     shares = torch.bincount(classes()[1]) / 60
@@ -78,7 +95,9 @@ def test_the_penalty_is_divided_by_the_samples_and_not_by_the_batch():
     """Ten times the penalty, or a tenth, would leave another amount of information."""
     training = Training(pretrain_steps=0, steps=200, batch_size=10)
     quarter = structure_function(network, classes(), (1.0,), training=training).kl[0]
-    whole = structure_function(network, classes(), (1.0,), training=Training(pretrain_steps=0, steps=200)).kl[0]
+    whole = structure_function(
+        network, classes(), (1.0,), training=Training(pretrain_steps=0, steps=200)
+    ).kl[0]
     assert quarter == pytest.approx(whole, rel=0.3)
 
 
@@ -103,7 +122,9 @@ def test_an_interrupted_sweep_continues_with_the_same_bits(tmp_path, after):
 
     whole = structure_function(network, classes(), BETAS, training=QUICK)
     with pytest.raises(Interrupted):
-        structure_function(network, classes(), BETAS, training=QUICK, folder=tmp_path, progress=stop)
+        structure_function(
+            network, classes(), BETAS, training=QUICK, folder=tmp_path, progress=stop
+        )
     seen, calls = [], []
 
     def counted():
@@ -112,7 +133,12 @@ def test_an_interrupted_sweep_continues_with_the_same_bits(tmp_path, after):
         return model
 
     resumed = structure_function(
-        counted, classes(), BETAS, training=QUICK, folder=tmp_path, progress=lambda *progress: seen.append(progress)
+        counted,
+        classes(),
+        BETAS,
+        training=QUICK,
+        folder=tmp_path,
+        progress=lambda *progress: seen.append(progress),
     )
     assert resumed == whole
     assert seen == [(1, 3, "β = 10"), (2, 3, "β = 1"), (3, 3, "β = 0.1")]
@@ -122,17 +148,29 @@ def test_an_interrupted_sweep_continues_with_the_same_bits(tmp_path, after):
 def test_a_folder_belongs_to_one_sweep(tmp_path):
     structure_function(network, classes(), (1.0,), training=QUICK, folder=tmp_path)
     x, y = classes()
-    for changed in ({"prior_std": 0.2}, {"seed": 1}, {"data": (x, 2 - y)}, {"prior_center": "zero"}):
+    for changed in (
+        {"prior_std": 0.2},
+        {"seed": 1},
+        {"data": (x, 2 - y)},
+        {"prior_center": "zero"},
+    ):
         arguments = {"data": (x, y), **changed}
         with pytest.raises(
-            ValueError, match=f"`folder` must be new or of the same configuration.*\n.*{next(iter(changed))}"
+            ValueError,
+            match=f"`folder` must be new or of the same configuration.*\n.*{next(iter(changed))}",
         ):
-            structure_function(network, arguments.pop("data"), (1.0,), training=QUICK, folder=tmp_path, **arguments)
+            structure_function(
+                network, arguments.pop("data"), (1.0,), training=QUICK, folder=tmp_path, **arguments
+            )
     moved = torch.cat([x[:5], x[5:] + 1])  # the network answers to the first ones
     with pytest.raises(ValueError, match=r"same configuration.*\n  data: "):
         structure_function(network, (moved, y), (1.0,), training=QUICK, folder=tmp_path)
-    with pytest.raises(ValueError, match=r"same configuration.*\n  training\.steps: 20 there, 21 now"):
-        structure_function(network, (x, y), (1.0,), training=replace(QUICK, steps=21), folder=tmp_path)
+    with pytest.raises(
+        ValueError, match=r"same configuration.*\n  training\.steps: 20 there, 21 now"
+    ):
+        structure_function(
+            network, (x, y), (1.0,), training=replace(QUICK, steps=21), folder=tmp_path
+        )
 
 
 def sweep():
@@ -185,7 +223,9 @@ def sweep_weights(path):
     return next(iter(torch.load(path, weights_only=True)["model"].values())).numpy().tobytes()
 
 
-@pytest.mark.parametrize("content", [None, [1], {"a": [1, 2]}, {"prior": 1, "rows": 2, "model": {}}], ids=str)
+@pytest.mark.parametrize(
+    "content", [None, [1], {"a": [1, 2]}, {"prior": 1, "rows": 2, "model": {}}], ids=str
+)
 def test_a_sweep_of_another_shape_is_named(tmp_path, content):
     torch.save(content, tmp_path / "sweep.pt")
     with pytest.raises(ValueError, match=r"sweep\.pt: .*Delete it"):
@@ -211,9 +251,16 @@ def test_a_network_is_known_by_its_weights_its_modules_and_what_it_answers_to_tw
 
 
 def test_a_fingerprint_knows_values_shapes_and_kinds():
-    tensors = torch.zeros(2, 3), torch.ones(2, 3), torch.zeros(3, 2), torch.zeros(2, 3, dtype=torch.int32)
+    tensors = (
+        torch.zeros(2, 3),
+        torch.ones(2, 3),
+        torch.zeros(3, 2),
+        torch.zeros(2, 3, dtype=torch.int32),
+    )
     assert len({digest([tensor]) for tensor in tensors}) == 4
-    assert digest([torch.arange(6).view(2, 3).T]) == digest([torch.tensor([[0, 3], [1, 4], [2, 5]])])
+    assert digest([torch.arange(6).view(2, 3).T]) == digest(
+        [torch.tensor([[0, 3], [1, 4], [2, 5]])]
+    )
 
 
 @pytest.mark.parametrize(
@@ -222,8 +269,14 @@ def test_a_fingerprint_knows_values_shapes_and_kinds():
         ({"betas": (1.0, 0.0)}, r"`betas` must be positive numbers, got \[1\.0, 0\.0\]\."),
         ({"betas": ()}, r"`betas` must be positive numbers, got \[\]\."),
         ({"prior_std": 0.0}, r"`prior_std` must be positive, got 0\.0\."),
-        ({"prior_center": "one"}, "`prior_center` must be 'initial', 'zero' or tensors by name, got 'one'"),
-        ({"likelihood": "poisson"}, "`likelihood` must be one of categorical, bernoulli, gaussian, got 'poisson'"),
+        (
+            {"prior_center": "one"},
+            "`prior_center` must be 'initial', 'zero' or tensors by name, got 'one'",
+        ),
+        (
+            {"likelihood": "poisson"},
+            "`likelihood` must be one of categorical, bernoulli, gaussian, got 'poisson'",
+        ),
     ],
 )
 def test_refuses_arguments(arguments, match):
@@ -239,7 +292,12 @@ class Two(nn.Linear):
 @pytest.mark.parametrize(
     ("model_fn", "targets", "likelihood", "match"),
     [
-        (lambda: nn.Linear(4, 1), torch.zeros(16), "gaussian", r"must have the outputs' shape \[16, 1\], got \[16\]"),
+        (
+            lambda: nn.Linear(4, 1),
+            torch.zeros(16),
+            "gaussian",
+            r"must have the outputs' shape \[16, 1\], got \[16\]",
+        ),
         (
             lambda: nn.Linear(4, 3),
             torch.arange(16) // 4,
@@ -252,13 +310,20 @@ class Two(nn.Linear):
             "categorical",
             "must be class indices .*got torch.float32",
         ),
-        (lambda: Two(4, 2), torch.zeros(16).long(), "categorical", "must return a tensor of outputs, got tuple"),
+        (
+            lambda: Two(4, 2),
+            torch.zeros(16).long(),
+            "categorical",
+            "must return a tensor of outputs, got tuple",
+        ),
     ],
     ids=["broadcast", "too few outputs", "real targets", "tuple"],
 )
 def test_refuses_outputs_that_do_not_fit_the_targets(model_fn, targets, likelihood, match):
     with pytest.raises(ValueError, match=match):
-        structure_function(model_fn, (torch.zeros(16, 4), targets), (1.0,), training=QUICK, likelihood=likelihood)
+        structure_function(
+            model_fn, (torch.zeros(16, 4), targets), (1.0,), training=QUICK, likelihood=likelihood
+        )
 
 
 @pytest.mark.parametrize(
@@ -303,7 +368,9 @@ def test_a_folder_belongs_to_one_network(tmp_path, other):
 def test_the_callers_own_network_is_left_alone():
     mine = network()
     structure_function(lambda: mine, classes(), [1.0], training=QUICK)
-    assert not any(isinstance(module, nn.utils.parametrize.ParametrizationList) for module in mine.modules())
+    assert not any(
+        isinstance(module, nn.utils.parametrize.ParametrizationList) for module in mine.modules()
+    )
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,14 @@ from lightning_taskinfo.tasks.specs import network_for, prepare_task, trunk_for
 from lightning_taskinfo.tasks.training import Training
 
 pytestmark = pytest.mark.slow
-BETAS = (10.0, 3.0, 1.0, 0.3, 0.1, 0.03)  # below, 200 steps are too few for random labels: slope 0.039 at 0.01 to 0.03
+BETAS = (
+    10.0,
+    3.0,
+    1.0,
+    0.3,
+    0.1,
+    0.03,
+)  # below, 200 steps are too few for random labels: slope 0.039 at 0.01 to 0.03
 
 
 def trace(spec, n=300, seed=0):
@@ -34,8 +41,12 @@ def true_labels():
 @pytest.mark.timeout(900)
 def test_random_labels_are_paid_for_in_full(random_labels):
     """On average over labelings, E_Q[L] + KL is at least N log|Y|: nothing about them can be known before."""
-    total = torch.tensor([[e + t for e, t in zip(c.loss, c.kl, strict=True)] for c in random_labels]).double()
-    error = torch.tensor([c.loss_error for c in random_labels]).double().square().mean(0).sqrt() / math.sqrt(3)
+    total = torch.tensor(
+        [[e + t for e, t in zip(c.loss, c.kl, strict=True)] for c in random_labels]
+    ).double()
+    error = torch.tensor([c.loss_error for c in random_labels]).double().square().mean(
+        0
+    ).sqrt() / math.sqrt(3)
     assert (total.mean(0) + 2 * error >= 300 * math.log(10)).all()
 
 

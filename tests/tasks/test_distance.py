@@ -37,14 +37,27 @@ def some_tasks(sizes=(40, 40, 24)):
     return {name: (x[:n], y[:n]) for (name, y), n in zip(labels.items(), sizes, strict=True)}
 
 
-measure = partial(task_distance, some_tasks(), 1.0, trunk_fn=trunk, method="variational", training=QUICK, seeds=(0, 1))
+measure = partial(
+    task_distance,
+    some_tasks(),
+    1.0,
+    trunk_fn=trunk,
+    method="variational",
+    training=QUICK,
+    seeds=(0, 1),
+)
 
 
 def union(first, second):
     return torch.cat([first[0], second[0]]), torch.cat([first[1], second[1]])
 
 
-REGRESSION = {"trunk_fn": regression.line, "head_fn": regression.no_head, "prior_center": "zero", "prior_std": 1.0}
+REGRESSION = {
+    "trunk_fn": regression.line,
+    "head_fn": regression.no_head,
+    "prior_center": "zero",
+    "prior_std": 1.0,
+}
 FIRST, SECOND = regression.data(0), regression.data(0, weights=(1.5, -0.5, 1.0))
 
 
@@ -64,7 +77,9 @@ def test_laplace_is_exact_for_linear_regression():
         {"first": FIRST, "second": SECOND}, 2.0, method="laplace", likelihood="gaussian", training=training, seeds=(0,),
         workers=0, **REGRESSION,
     )  # fmt: skip
-    found = torch.stack([matrix.information[0, 0], matrix.objective[0, 0], matrix.distances[0, 0, 1]])
+    found = torch.stack(
+        [matrix.information[0, 0], matrix.objective[0, 0], matrix.distances[0, 0, 1]]
+    )
     torch.testing.assert_close(found, torch.tensor(exact_distance()).double(), rtol=1e-3, atol=1e-3)
     assert matrix.distances[0].diagonal().abs().max() < 1e-3
 
@@ -72,7 +87,12 @@ def test_laplace_is_exact_for_linear_regression():
 def test_variational_agrees_with_the_exact_posterior_of_linear_regression():
     """In standard errors over trainings."""
     training = Training(
-        pretrain_steps=100, steps=250, batch_size=40, learning_rate=0.03, log_variance_learning_rate=0.15, draws=20
+        pretrain_steps=100,
+        steps=250,
+        batch_size=40,
+        learning_rate=0.03,
+        log_variance_learning_rate=0.15,
+        draws=20,
     )
     settings = plan(method="variational", likelihood=Gaussian(), training=training, **REGRESSION)
     alone, both, itself = (
@@ -81,20 +101,37 @@ def test_variational_agrees_with_the_exact_posterior_of_linear_regression():
     )
     information = torch.tensor([cell["kl"]["trunk"] for cell in alone], dtype=torch.float64)
     objective = torch.tensor([cell["objective"] for cell in alone], dtype=torch.float64)
-    d, zero = (torch.tensor([cell["kl"]["trunk"] for cell in cells]) - information for cells in (both, itself))
-    for values, exact in zip((information, objective, d, zero), (*exact_distance(), 0.0), strict=True):
-        assert (values.mean() - exact).abs() <= 4 * values.std() / math.sqrt(4), (values, exact)  # d(D→D): 0 = 0
+    d, zero = (
+        torch.tensor([cell["kl"]["trunk"] for cell in cells]) - information
+        for cells in (both, itself)
+    )
+    for values, exact in zip(
+        (information, objective, d, zero), (*exact_distance(), 0.0), strict=True
+    ):
+        assert (values.mean() - exact).abs() <= 4 * values.std() / math.sqrt(4), (
+            values,
+            exact,
+        )  # d(D→D): 0 = 0
         assert (values.mean() - exact).abs() < max(0.2, 0.02 * exact), (values, exact)
 
 
 def test_a_fixed_beta_would_call_twice_the_data_a_distance():
     """What the scaling is for: at fixed β, d(D→D) is ½ log 2 for every weight that the data determine."""
-    fixed = regression.closed_form(*union(FIRST, FIRST), 1e-3)[0] - regression.closed_form(*FIRST, 1e-3)[0]
+    fixed = (
+        regression.closed_form(*union(FIRST, FIRST), 1e-3)[0]
+        - regression.closed_form(*FIRST, 1e-3)[0]
+    )
     assert fixed == pytest.approx(1.5 * math.log(2), rel=1e-3)
 
 
 def plan(**changes):
-    values = {"trunk_fn": trunk, "head_fn": nn.Linear, "method": "laplace", "beta": 2.0, "prior_center": "initial"}
+    values = {
+        "trunk_fn": trunk,
+        "head_fn": nn.Linear,
+        "method": "laplace",
+        "beta": 2.0,
+        "prior_center": "initial",
+    }
     values |= {"prior_std": 0.1, "likelihood": Categorical(), "training": QUICK}
     return Plan(**{**values, **changes})
 
@@ -184,14 +221,17 @@ def test_an_interrupted_matrix_continues_and_takes_more_seeds(here, tmp_path):
     resumed = measure(workers=0, folder=tmp_path, progress=lambda *progress: seen.append(progress))
     assert resumed.to_dict() == here.to_dict()
     assert {path: path.stat().st_mtime_ns for path in times} == times
-    assert [(done, total) for done, total, _ in seen] == [(n, 22) for n in range(1, 23)]  # 3 + 9 - 1 shared, twice
+    assert [(done, total) for done, total, _ in seen] == [
+        (n, 22) for n in range(1, 23)
+    ]  # 3 + 9 - 1 shared, twice
 
 
 def test_a_folder_belongs_to_one_matrix(here, tmp_path):
     measure(workers=0, folder=tmp_path, seeds=(0,))
     for changed in ({"prior_std": 0.2}, {"method": "laplace"}, {"prior_center": "zero"}):
         with pytest.raises(
-            ValueError, match=f"`folder` must be new or of the same configuration.*\n.*{next(iter(changed))}"
+            ValueError,
+            match=f"`folder` must be new or of the same configuration.*\n.*{next(iter(changed))}",
         ):
             measure(workers=0, folder=tmp_path, **changed)
     x, y = some_tasks()["two"]
@@ -203,7 +243,15 @@ def test_a_folder_belongs_to_one_matrix(here, tmp_path):
 def matrix(seeds=2):
     values = torch.arange(4.0 * seeds, dtype=torch.float64).reshape(seeds, 2, 2)
     return DistanceMatrix(
-        ("a", "b"), "laplace", 1.0, (8, 8), tuple(range(seeds)), values, values + 1, values[:, 0], values[:, 1]
+        ("a", "b"),
+        "laplace",
+        1.0,
+        (8, 8),
+        tuple(range(seeds)),
+        values,
+        values + 1,
+        values[:, 0],
+        values[:, 1],
     )
 
 
@@ -251,7 +299,14 @@ def test_wandb_gets_image_table_and_scalars(tmp_path, monkeypatch):
 def test_refuses_arguments(arguments, match):
     values = {"tasks": some_tasks(), "beta": 1.0, **arguments}
     with pytest.raises(ValueError, match=match):
-        task_distance(values.pop("tasks"), values.pop("beta"), trunk_fn=trunk, workers=0, training=QUICK, **values)
+        task_distance(
+            values.pop("tasks"),
+            values.pop("beta"),
+            trunk_fn=trunk,
+            workers=0,
+            training=QUICK,
+            **values,
+        )
 
 
 def test_numbers_of_numpy_are_seeds():
@@ -276,7 +331,9 @@ def test_refuses_what_makes_no_network_by_the_name_of_its_argument(argument, tmp
 
 
 def test_refuses_a_network_for_a_trunk():
-    with pytest.raises(ValueError, match="`trunk_fn` must be a function that makes a network, got a Sequential"):
+    with pytest.raises(
+        ValueError, match="`trunk_fn` must be a function that makes a network, got a Sequential"
+    ):
         task_distance(some_tasks(), 1.0, trunk_fn=trunk(), training=QUICK)
 
 
@@ -287,27 +344,38 @@ def test_a_task_far_from_itself_is_named(here):
     matrix = replace(here, distances=distances, information=torch.full((2, 3), 200.0).double())
     assert matrix.unfinished() == (here.names[1],)
     assert replace(matrix, information=10 * matrix.information).unfinished() == ()
-    assert replace(matrix, distances=distances[:1]).unfinished() == (here.names[1], here.names[2])  # without an error
+    assert replace(matrix, distances=distances[:1]).unfinished() == (
+        here.names[1],
+        here.names[2],
+    )  # without an error
 
 
 def test_a_folder_belongs_to_one_network(tmp_path):
     measure(workers=0, folder=tmp_path)
     with pytest.raises(ValueError, match="network"):
-        measure(workers=0, folder=tmp_path, trunk_fn=lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh()))
+        measure(
+            workers=0, folder=tmp_path, trunk_fn=lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh())
+        )
 
 
 def test_a_function_that_does_not_travel_is_refused_before_anything_is_trained():
-    with pytest.raises(ValueError, match="`trunk_fn` must be a function at the top of a module, or `workers` 0, got <"):
+    with pytest.raises(
+        ValueError,
+        match="`trunk_fn` must be a function at the top of a module, or `workers` 0, got <",
+    ):
         measure(trunk_fn=lambda: nn.Flatten(), workers=2)
 
 
 @pytest.mark.parametrize("argument", ["trunk_fn", "head_fn"])
 @pytest.mark.parametrize(
-    "function", [lambda *sizes: nn.Flatten(), partial(nn.Flatten, Lock())], ids=["without a name", "with a lock"]
+    "function",
+    [lambda *sizes: nn.Flatten(), partial(nn.Flatten, Lock())],
+    ids=["without a name", "with a lock"],
 )
 def test_a_function_that_does_not_travel_for_other_reasons_is_named_too(argument, function):
     with pytest.raises(
-        ValueError, match=f"`{argument}` must be a function at the top of a module, or `workers` 0, got "
+        ValueError,
+        match=f"`{argument}` must be a function at the top of a module, or `workers` 0, got ",
     ):
         measure(**{argument: function}, workers=2)
 
@@ -332,5 +400,7 @@ def test_names_the_task_whose_data_are_wrong(tasks, match):
 
 def test_warns_of_classes_without_samples():
     x, y = some_tasks()["one"]
-    with pytest.warns(TaskInfoWarning, match="Task 'a' has no samples of some classes from 0 to .*count from 1"):
+    with pytest.warns(
+        TaskInfoWarning, match="Task 'a' has no samples of some classes from 0 to .*count from 1"
+    ):
         task_distance({"a": (x, y + 1)}, 1.0, trunk_fn=trunk, training=QUICK, seeds=1)

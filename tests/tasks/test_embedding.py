@@ -10,14 +10,27 @@ from matplotlib.figure import Figure
 from torch import Generator, nn
 
 from lightning_taskinfo import TaskEmbedding, embedding_distances, nearest_source
-from lightning_taskinfo.functional.task_embedding import asymmetric_embedding_distance, embedding_distance
+from lightning_taskinfo.functional.task_embedding import (
+    asymmetric_embedding_distance,
+    embedding_distance,
+)
 from lightning_taskinfo.tasks.embedding import fingerprint, task_map
-from lightning_taskinfo.tasks.embedding_plots import embedding_rows, log_embeddings, plot_difficulty, plot_task_map
+from lightning_taskinfo.tasks.embedding_plots import (
+    embedding_rows,
+    log_embeddings,
+    plot_difficulty,
+    plot_task_map,
+)
 
 
 def make(name, vector, **changes):
     vector = torch.as_tensor(vector, dtype=torch.float64)
-    fields = {"layers": ("a.weight", "b.weight"), "sizes": (1, len(vector) - 1), "probe": "0123", "labels": "exact"}
+    fields = {
+        "layers": ("a.weight", "b.weight"),
+        "sizes": (1, len(vector) - 1),
+        "probe": "0123",
+        "labels": "exact",
+    }
     fields |= {"samples": 100, "num_classes": 3, "test_error": 0.25}
     return TaskEmbedding(name=name, vector=vector, **fields | changes)
 
@@ -72,7 +85,9 @@ def test_refuses_files_that_are_not_embeddings(tmp_path, damage):
 
 
 def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match="`path` must be a saved embedding, but there is no file at"):
+    with pytest.raises(
+        FileNotFoundError, match="`path` must be a saved embedding, but there is no file at"
+    ):
         TaskEmbedding.load(tmp_path / "none.npz")
 
 
@@ -89,7 +104,9 @@ def test_refuses_vectors(vector, message):
 
 
 def test_refuses_sizes_that_do_not_fit():
-    with pytest.raises(ValueError, match=r"`vector` must have the 3 filters of `sizes`, got the shape \[2\]"):
+    with pytest.raises(
+        ValueError, match=r"`vector` must have the 3 filters of `sizes`, got the shape \[2\]"
+    ):
         make("a", [1.0, 2.0], sizes=(1, 2))
 
 
@@ -99,7 +116,9 @@ def test_distances_are_those_of_all_pairs(tasks):
     for i, source in enumerate(tasks):
         for j, target in enumerate(tasks):
             assert symmetric[i, j] == embedding_distance(source.vector, target.vector)
-            expected = asymmetric_embedding_distance(source.vector, target.vector, trivial=0.1, alpha=0.5)
+            expected = asymmetric_embedding_distance(
+                source.vector, target.vector, trivial=0.1, alpha=0.5
+            )
             assert corrected[i, j] == expected
     assert torch.equal(symmetric, symmetric.T)
     assert torch.equal(symmetric.diagonal(), torch.zeros(4, dtype=torch.float64))
@@ -108,7 +127,9 @@ def test_distances_are_those_of_all_pairs(tasks):
 def test_a_common_scale_changes_no_distance(tasks):
     scaled = [make(e.name, 1e-6 * e.vector) for e in tasks]
     for alpha in (0.0, 0.5):
-        torch.testing.assert_close(embedding_distances(scaled, alpha=alpha), embedding_distances(tasks, alpha=alpha))
+        torch.testing.assert_close(
+            embedding_distances(scaled, alpha=alpha), embedding_distances(tasks, alpha=alpha)
+        )
 
 
 def test_the_nearest_source_is_first_and_never_the_target(tasks):
@@ -125,11 +146,15 @@ def test_complexity_speaks_for_a_source(tasks):
 
 
 def test_distances_need_one_probe(tasks):
-    with pytest.raises(ValueError, match=r"`embeddings` must be of one probe, got \['0123', '4567'\]"):
+    with pytest.raises(
+        ValueError, match=r"`embeddings` must be of one probe, got \['0123', '4567'\]"
+    ):
         embedding_distances([tasks[0], make("e", tasks[0].vector, probe="4567")])
     with pytest.raises(ValueError, match="`embeddings` must hold at least one embedding, got none"):
         embedding_distances([])
-    with pytest.raises(ValueError, match=r"`sources` must hold a task other than the target, got \['a'\]"):
+    with pytest.raises(
+        ValueError, match=r"`sources` must hold a task other than the target, got \['a'\]"
+    ):
         nearest_source(tasks[0], tasks[:1])
 
 
@@ -148,7 +173,9 @@ def test_the_fingerprint_is_of_weights_and_buffers_outside_the_head():
 def test_the_map_shows_the_tasks_where_they_are(tasks):
     fig, ax = plot_task_map(tasks)
     assert [point.get_label() for point in ax.collections] == ["a", "b", "near a", "d"]
-    assert np.array_equal([point.get_offsets()[0] for point in ax.collections], task_map(tasks).points.numpy())
+    assert np.array_equal(
+        [point.get_offsets()[0] for point in ax.collections], task_map(tasks).points.numpy()
+    )
     areas = [point.get_sizes()[0] for point in ax.collections]
     assert np.array_equal(np.argsort(areas), np.argsort([e.norm for e in tasks]))
     assert [text.get_text() for text in ax.get_legend().get_texts()] == ["a", "b", "near a", "d"]

@@ -5,7 +5,11 @@ import math
 import pytest
 import torch
 
-from lightning_taskinfo.tasks._phase_plots import plot_phase_map, plot_phase_slices, plot_phase_surface
+from lightning_taskinfo.tasks._phase_plots import (
+    plot_phase_map,
+    plot_phase_slices,
+    plot_phase_surface,
+)
 from lightning_taskinfo.tasks.phase_diagram import simulate_phase_diagram, transferability
 from lightning_taskinfo.tasks.simulate import simulate_transfer
 
@@ -46,12 +50,22 @@ def test_map_has_the_boundaries_of_the_signs():
         _, ax = plot_phase_map(mode, 0.2)
         assert len(ax.lines) == {"linear": 3, "fine_tune": 1}[mode]
         for line in ax.lines:
-            gamma, theta = (torch.as_tensor(values, dtype=torch.float64) for values in line.get_data())
+            gamma, theta = (
+                torch.as_tensor(values, dtype=torch.float64) for values in line.get_data()
+            )
             theta = theta / 180 * math.pi
-            inside = (gamma > 0.05) & (gamma < 2) & (theta > 0.01) & (theta < 1.55) & ((gamma - 1).abs() > 1e-3)
+            inside = (
+                (gamma > 0.05)
+                & (gamma < 2)
+                & (theta > 0.01)
+                & (theta < 1.55)
+                & ((gamma - 1).abs() > 1e-3)
+            )
             gamma, theta = gamma[inside], theta[inside]
             assert len(gamma) > 10
-            below, above = (transferability(mode, theta + step, gamma, 0.2) for step in (-5e-3, 5e-3))
+            below, above = (
+                transferability(mode, theta + step, gamma, 0.2) for step in (-5e-3, 5e-3)
+            )
             assert (below * above < 0).all()
 
 
@@ -69,7 +83,9 @@ def test_slices_have_points_errors_and_lines(simulated):
         points, _, (bars,) = container
         assert points.get_ydata() == pytest.approx(simulated.mean[index].tolist())
         low, high = bars.get_segments()[0][:, 1]
-        assert (high - low) / 2 == pytest.approx(simulated.standard_error[index, 0].item(), abs=1e-12)
+        assert (high - low) / 2 == pytest.approx(
+            simulated.standard_error[index, 0].item(), abs=1e-12
+        )
     dashed = [line for line in ax.lines if line.get_linestyle() == "--"]
     assert len(dashed) == (len(ANGLES) if simulated.mode == "fine_tune" else 0)
 
@@ -79,7 +95,9 @@ def test_surface_is_clipped_and_needs_no_pyplot(mode):
     fig, ax = plot_phase_surface(mode, 0.2, clip=0.5)
     assert ax.name == "3d"
     assert max(abs(limit) for limit in ax.get_zlim()) < 0.6
-    assert fig.canvas.manager is None  # pyplot, which would keep the figure for good, does not know it
+    assert (
+        fig.canvas.manager is None
+    )  # pyplot, which would keep the figure for good, does not know it
 
 
 def test_draws_on_given_axes():
@@ -93,7 +111,9 @@ def test_draws_on_given_axes():
 def test_refuses():
     with pytest.raises(ValueError, match=r"`mode` must be .* got 'frozen'"):
         transferability("frozen", 0.0, 0.5, 0.0)
-    with pytest.raises(ValueError, match="`repetitions` must be at least 2 for a standard error, got 1"):
+    with pytest.raises(
+        ValueError, match="`repetitions` must be at least 2 for a standard error, got 1"
+    ):
         simulate_phase_diagram("linear", ANGLES, GAMMAS, 0.0, repetitions=1)
     with pytest.raises(ValueError, match=r"`sigma` must be non-negative and finite, got -1\.0"):
         simulate_phase_diagram("linear", ANGLES, GAMMAS, -1.0)

@@ -105,7 +105,9 @@ def test_the_norm_grows_with_the_number_of_classes(probe):
     images, labels = images[:1500], labels[:1500]
     embeddings = [
         embedder.embed(
-            (images[labels < c], labels[labels < c]), name=f"{c}", test=(x_test[y_test < c], y_test[y_test < c])
+            (images[labels < c], labels[labels < c]),
+            name=f"{c}",
+            test=(x_test[y_test < c], y_test[y_test < c]),
         )
         for c in (2, 5, 10)
     ]

@@ -5,7 +5,11 @@ import math
 import pytest
 import torch
 
-from lightning_taskinfo.functional.deep_linear import fine_tuning_risk, linear_transfer_risk, scratch_risk
+from lightning_taskinfo.functional.deep_linear import (
+    fine_tuning_risk,
+    linear_transfer_risk,
+    scratch_risk,
+)
 from lightning_taskinfo.tasks.descent import descend, pretrained_layers, product, small_layers
 from lightning_taskinfo.tasks.simulate import draw_samples, minimum_norm, simulate_transfer
 
@@ -33,14 +37,18 @@ def test_solutions_are_those_of_the_pseudo_inverse(draws):
     inverse = torch.linalg.pinv(draws.inputs)
     torch.testing.assert_close(solution, (inverse @ draws.labels).mT)
     projection = inverse @ draws.inputs
-    torch.testing.assert_close(unseen, draws.source - (projection @ draws.source.unsqueeze(-1)).squeeze(-1))
+    torch.testing.assert_close(
+        unseen, draws.source - (projection @ draws.source.unsqueeze(-1)).squeeze(-1)
+    )
 
 
 @pytest.mark.parametrize("sigma", [0.0, 1.0])
 @pytest.mark.parametrize("gamma", [0.3, 0.7, 2.0])
 def test_means_agree_with_theory(gamma, sigma):
     d, repetitions = 100, 100
-    risks = simulate_transfer(ANGLES, gamma, sigma, dimension=d, repetitions=repetitions, generator=seeded(1))
+    risks = simulate_transfer(
+        ANGLES, gamma, sigma, dimension=d, repetitions=repetitions, generator=seeded(1)
+    )
     theory = {
         "scratch": scratch_risk(torch.tensor(gamma, dtype=torch.float64), sigma, dimension=d),
         "linear": linear_transfer_risk(ANGLES, sigma, gamma * d),
@@ -59,12 +67,19 @@ def test_gradient_descent_ends_where_fine_tuning_is_said_to_end(depth):
     theta, n, d = torch.tensor([1.0], dtype=torch.float64), 10, 20
     setup = {"dimension": d, "repetitions": 5}
     draws = draw_samples(theta, n, 0.7, **setup, generator=seeded())
-    said = simulate_transfer(theta, n / d, 0.7, **setup, depth=depth, generator=seeded()).fine_tune[0]
-    covariance, cross = draws.inputs.mT @ draws.inputs / n, (draws.inputs.mT @ draws.labels).squeeze(-1) / n
+    said = simulate_transfer(theta, n / d, 0.7, **setup, depth=depth, generator=seeded()).fine_tune[
+        0
+    ]
+    covariance, cross = (
+        draws.inputs.mT @ draws.inputs / n,
+        (draws.inputs.mT @ draws.labels).squeeze(-1) / n,
+    )
     start = pretrained_layers(draws.source, depth, width=3, generator=seeded())
     gaps = []
     for rate in (0.02, 0.01):
-        layers = descend(start, cross, covariance, learning_rate=rate, max_steps=30_000, tolerance=1e-6)
+        layers = descend(
+            start, cross, covariance, learning_rate=rate, max_steps=30_000, tolerance=1e-6
+        )
         risk = (product(layers) - draws.target[:, 0]).square().sum(-1)
         gaps.append((risk - said).abs().max().item())
     if depth == 1:  # linear: no rate moves the part that the samples do not see
@@ -83,18 +98,25 @@ def test_pretraining_from_a_small_start_ends_in_balanced_layers_of_rank_one():
     )
     torch.testing.assert_close(product(layers), source)
     for layer, known in zip(layers, pretrained_layers(source, 2, width=4), strict=True):
-        torch.testing.assert_close(torch.linalg.svdvals(layer), torch.linalg.svdvals(known), rtol=0, atol=1e-3)
+        torch.testing.assert_close(
+            torch.linalg.svdvals(layer), torch.linalg.svdvals(known), rtol=0, atol=1e-3
+        )
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
 def test_a_step_of_descent_is_that_of_autograd(depth):
     layers = small_layers(2, 5, depth, width=3, scale=1.0, generator=seeded(), dtype=torch.float64)
-    inputs, cross = (torch.randn(2, *s, generator=seeded(1), dtype=torch.float64) for s in ((5, 5), (5,)))
+    inputs, cross = (
+        torch.randn(2, *s, generator=seeded(1), dtype=torch.float64) for s in ((5, 5), (5,))
+    )
     covariance = inputs @ inputs.mT
     leaves = [layer.clone().requires_grad_() for layer in layers]
     beta = product(leaves)
     loss = 0.5 * torch.einsum("rd,rde,re->", beta, covariance, beta) - (beta * cross).sum()
-    expected = [leaf - 0.01 * grad for leaf, grad in zip(leaves, torch.autograd.grad(loss, leaves), strict=True)]
+    expected = [
+        leaf - 0.01 * grad
+        for leaf, grad in zip(leaves, torch.autograd.grad(loss, leaves), strict=True)
+    ]
     after = descend(layers, cross, covariance, learning_rate=0.01, max_steps=1)
     for got, want in zip(after, expected, strict=True):
         torch.testing.assert_close(got, want.detach())
@@ -103,13 +125,19 @@ def test_a_step_of_descent_is_that_of_autograd(depth):
 def test_ridge_shrinks_linear_transfer_towards_nothing():
     risks = simulate_transfer(ANGLES, 2.0, 0.0, dimension=20, ridge=1e9, generator=seeded())
     torch.testing.assert_close(risks.linear, torch.ones_like(risks.linear))
-    plain, shrunk = (simulate_transfer(ANGLES[0], 2.0, 0.0, ridge=r, generator=seeded()).linear for r in (0.0, 0.1))
+    plain, shrunk = (
+        simulate_transfer(ANGLES[0], 2.0, 0.0, ridge=r, generator=seeded()).linear
+        for r in (0.0, 0.1)
+    )
     assert plain.max() < 1e-12 < shrunk.min()
 
 
 def test_a_generator_repeats_draws_and_leaves_the_global_one_alone():
     state = torch.get_rng_state()
-    first, again = (simulate_transfer(0.3, 0.5, 0.1, dimension=8, generator=seeded()).fine_tune for _ in range(2))
+    first, again = (
+        simulate_transfer(0.3, 0.5, 0.1, dimension=8, generator=seeded()).fine_tune
+        for _ in range(2)
+    )
     assert torch.equal(first, again)
     assert torch.equal(state, torch.get_rng_state())
     assert first.dtype == torch.float32

@@ -20,11 +20,14 @@ def test_a_dataset_alone_is_its_training_split_shuffled(digits):
     assert torch.bincount(digits.targets).tolist() == torch.bincount(y).tolist()
     assert not torch.equal(digits.targets, y)
     assert torch.equal(prepare_task("digits", max_samples=50).inputs, digits.inputs[:50])
-    assert not torch.equal(prepare_task("digits", max_samples=50, seed=1).targets, digits.targets[:50])
+    assert not torch.equal(
+        prepare_task("digits", max_samples=50, seed=1).targets, digits.targets[:50]
+    )
 
 
 @pytest.mark.parametrize(
-    ("change", "expected"), [("even-odd", lambda y: y % 2), ("small-large", lambda y: (y > 4).long())]
+    ("change", "expected"),
+    [("even-odd", lambda y: y % 2), ("small-large", lambda y: (y > 4).long())],
 )
 def test_labels_of_two_classes(digits, change, expected):
     task = prepare_task(f"digits:{change}")
@@ -68,7 +71,9 @@ def test_files_are_tasks_too(tmp_path):
     task = prepare_task("mine:only-0-2", data_dir=tmp_path)
     assert task.inputs.shape == (6, 1, 4, 4)
     assert prepare_task(tmp_path / "mine.npz").name == str(tmp_path / "mine.npz")
-    with pytest.raises(ValueError, match=r"images of one shape together, got \(1, 8, 8\), \(1, 4, 4\)"):
+    with pytest.raises(
+        ValueError, match=r"images of one shape together, got \(1, 8, 8\), \(1, 4, 4\)"
+    ):
         prepare_task("digits+mine", data_dir=tmp_path)
 
 
@@ -92,7 +97,9 @@ def test_refuses_arguments():
         prepare_task("digits", max_samples=0)
     with pytest.raises(TypeError, match=r"`max_samples` must be a whole number or None, got 10\.0"):
         prepare_task("digits", max_samples=10.0)
-    with pytest.raises(TypeError, match=r"prepare_task has no argument `samples`; did you mean `max_samples`\?"):
+    with pytest.raises(
+        TypeError, match=r"prepare_task has no argument `samples`; did you mean `max_samples`\?"
+    ):
         prepare_task("digits", samples=10)
 
 

@@ -11,19 +11,35 @@ from lightning_taskinfo.tasks.structure import Estimate, StructureFunction
 
 def curve(**changes):
     """S(t) = 10 - t until t = 4, then 6 - (t - 4)/2; one point above it."""
-    values = {"betas": (2.0, 1.0, 0.7, 0.5), "kl": (0.5, 4.0, 6.0, 8.0), "loss": (9.9, 6.0, 5.8, 4.0)}
-    values |= {"loss_error": (0.1, 0.2, 0.3, 0.4), "prior_loss": 10.0, "prior_loss_error": 0.5, "samples": 5}
+    values = {
+        "betas": (2.0, 1.0, 0.7, 0.5),
+        "kl": (0.5, 4.0, 6.0, 8.0),
+        "loss": (9.9, 6.0, 5.8, 4.0),
+    }
+    values |= {
+        "loss_error": (0.1, 0.2, 0.3, 0.4),
+        "prior_loss": 10.0,
+        "prior_loss_error": 0.5,
+        "samples": 5,
+    }
     return StructureFunction(**{**values, "label_entropy": 2.0, "name": "toy", **changes})
 
 
 def test_the_hull_is_convex_falling_and_below_all_points():
     assert curve().hull() == ((0.0, 10.0), (4.0, 6.0), (8.0, 4.0))
-    assert curve(loss=(9.9, 6.0, 5.8, 7.0)).hull()[-1] == (6.0, 5.8)  # what comes after costs more and gains nothing
+    assert curve(loss=(9.9, 6.0, 5.8, 7.0)).hull()[-1] == (
+        6.0,
+        5.8,
+    )  # what comes after costs more and gains nothing
     generator = torch.Generator().manual_seed(0)
     t, S = torch.rand(2, 40, generator=generator, dtype=torch.float64)
-    random = curve(betas=(1.0,) * 40, kl=tuple(t.tolist()), loss=tuple(S.tolist()), loss_error=(0.0,) * 40)
+    random = curve(
+        betas=(1.0,) * 40, kl=tuple(t.tolist()), loss=tuple(S.tolist()), loss_error=(0.0,) * 40
+    )
     for beta in (0.0, 0.1, 1.0, 10.0, 100.0):  # hull and points have the same Legendre transform
-        assert random.complexity(beta).value == min(value + beta * at for at, value in random.hull())
+        assert random.complexity(beta).value == min(
+            value + beta * at for at, value in random.hull()
+        )
 
 
 def test_complexity_is_the_best_point_and_has_its_error():
@@ -44,14 +60,19 @@ def test_slopes_have_the_error_of_both_ends():
 def test_a_point_that_another_undercuts_is_no_minimiser():
     assert curve().unfinished() == (0.7,)  # 10.0 ± 0.3 where the second has 8.8 ± 0.2
     assert curve(loss_error=(0.1, 0.3, 0.3, 0.4)).unfinished() == ()  # which may be chance
-    assert curve(loss_error=(0.0,) * 4, prior_loss_error=0.0).unfinished() == (2.0, 0.7)  # the prior has 10.0, not 10.9
+    assert curve(loss_error=(0.0,) * 4, prior_loss_error=0.0).unfinished() == (
+        2.0,
+        0.7,
+    )  # the prior has 10.0, not 10.9
 
 
 def test_the_critical_beta_is_where_the_loss_leaves_the_entropy():
     # The threshold is 0.9 · 2 · 5 = 9, between 9.9 at β = 2 and 6 at β = 1.
     share = 0.9 / 3.9
     assert curve().critical_beta(0.1) == pytest.approx(2.0 ** (1 - share))
-    assert curve(label_entropy=1.0, loss=(9.0, 8.0, 7.0, 6.0)).critical_beta() is None  # never below
+    assert (
+        curve(label_entropy=1.0, loss=(9.0, 8.0, 7.0, 6.0)).critical_beta() is None
+    )  # never below
     assert curve(label_entropy=3.0).critical_beta() is None  # below already at the highest
     with pytest.raises(ValueError, match=r"`margin` must be between 0 and 1, got 1\.0\."):
         curve().critical_beta(1.0)
@@ -83,7 +104,9 @@ def test_the_picture_has_both_panels():
 def test_no_curves_no_picture():
     from lightning_taskinfo.tasks._task_plots import plot_structure_functions
 
-    with pytest.raises(ValueError, match="`curves` must hold at least one structure function, got none"):
+    with pytest.raises(
+        ValueError, match="`curves` must hold at least one structure function, got none"
+    ):
         plot_structure_functions([])
 
 

@@ -19,7 +19,9 @@ def seeded(seed=0):
 
 @pytest.fixture
 def pair():
-    return random_networks(3, 6, 4, generator=seeded()), random_networks(3, 5, 4, generator=seeded(1))
+    return random_networks(3, 6, 4, generator=seeded()), random_networks(
+        3, 5, 4, generator=seeded(1)
+    )
 
 
 def samples(networks, n, seed=2):
@@ -63,14 +65,20 @@ def test_last_layer_is_ridge_regression(pair):
     networks, others = pair
     inputs, labels = samples(others, 9)
     fitted = fit_last_layer(networks, inputs, labels, ridge=0.1)
-    rows = (9 * 0.1) ** 0.5 * torch.eye(6, dtype=torch.float64).expand(3, 6, 6)  # ridge as more samples
+    rows = (9 * 0.1) ** 0.5 * torch.eye(6, dtype=torch.float64).expand(
+        3, 6, 6
+    )  # ridge as more samples
     design = torch.cat([networks.features(inputs), rows], 1)
     right = torch.cat([labels, torch.zeros(3, 6, dtype=torch.float64)], 1).unsqueeze(-1)
-    torch.testing.assert_close(fitted.coefficients / 6, torch.linalg.lstsq(design, right).solution.squeeze(-1))
+    torch.testing.assert_close(
+        fitted.coefficients / 6, torch.linalg.lstsq(design, right).solution.squeeze(-1)
+    )
     assert fitted.weights is networks.weights
 
 
-@pytest.mark.parametrize(("fraction", "n", "helps"), [(0.0, 40, True), (0.75, 40, False), (0.0, 150, True)])
+@pytest.mark.parametrize(
+    ("fraction", "n", "helps"), [(0.0, 40, True), (0.75, 40, False), (0.0, 150, True)]
+)
 def test_linear_transfer_helps_iff_scratch_is_above_the_out_of_span_norm(fraction, n, helps):
     sizes = {"dimension": 6, "teacher_width": 4, "student_width": 20, "repetitions": 8}
     risks = simulate_student_teacher(fraction, n, **sizes, steps=500, generator=seeded())
@@ -78,7 +86,9 @@ def test_linear_transfer_helps_iff_scratch_is_above_the_out_of_span_norm(fractio
     assert (gain.mean() > 2 * gain.std() / 8**0.5).item() is helps
     assert (-gain.mean() > 2 * gain.std() / 8**0.5).item() is not helps
     assert (risks.scratch.mean() > risks.outside.mean()).item() is helps
-    assert (risks.linear >= risks.outside).all()  # the projection is the best that the features can do
+    assert (
+        risks.linear >= risks.outside
+    ).all()  # the projection is the best that the features can do
 
 
 def test_a_source_with_all_features_leaves_nothing_outside():
@@ -88,7 +98,9 @@ def test_a_source_with_all_features_leaves_nothing_outside():
 
 def test_a_generator_repeats_draws_and_leaves_the_global_one_alone():
     state = torch.get_rng_state()
-    first, again = (simulate_student_teacher(0.5, 5, sigma=0.1, steps=3, generator=seeded()) for _ in range(2))
+    first, again = (
+        simulate_student_teacher(0.5, 5, sigma=0.1, steps=3, generator=seeded()) for _ in range(2)
+    )
     assert torch.equal(first.fine_tune, again.fine_tune)
     assert torch.equal(state, torch.get_rng_state())
 

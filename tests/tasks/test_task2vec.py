@@ -36,12 +36,16 @@ def looped_embedding(model, weights, inputs):
     for x in inputs:
         log_p = model(x[None]).log_softmax(-1)[0]
         for c in range(len(log_p)):
-            grads = torch.autograd.grad(log_p[c], [parameters[name] for name in weights], retain_graph=True)
+            grads = torch.autograd.grad(
+                log_p[c], [parameters[name] for name in weights], retain_graph=True
+            )
             for name, g in zip(weights, grads, strict=True):
                 totals[name] += log_p[c].exp().detach() * g.square() / len(inputs)
     conv, transposed, matrix = totals.values()
     entries = [conv[f].mean() for f in range(4)]
-    entries += [transposed[2 * (f // 3) : 2 * (f // 3) + 2, f % 3].mean() for f in range(6)]  # two groups of three
+    entries += [
+        transposed[2 * (f // 3) : 2 * (f // 3) + 2, f % 3].mean() for f in range(6)
+    ]  # two groups of three
     entries += [matrix[f].mean() for f in range(5)]
     return torch.stack(entries)
 
@@ -79,20 +83,30 @@ def test_sampled_labels_agree_with_exact_ones_within_their_error():
         ]
     )
     error = draws.std(0) / 8**0.5
-    assert ((draws.mean(0) - exact) / error).abs().max() < 5  # fifteen entries, Student's t with 7 degrees of freedom
+    assert (
+        (draws.mean(0) - exact) / error
+    ).abs().max() < 5  # fifteen entries, Student's t with 7 degrees of freedom
     assert (error < 0.2 * exact).all()
 
 
 def test_the_head_is_the_logistic_regression_of_scikit_learn():
     g = Generator().manual_seed(0)
-    features = torch.randn(200, 5, generator=g, dtype=torch.float64) * torch.tensor([1.0, 5, 0.1, 1, 1]) + 3
+    features = (
+        torch.randn(200, 5, generator=g, dtype=torch.float64) * torch.tensor([1.0, 5, 0.1, 1, 1])
+        + 3
+    )
     features[:, 4] = 2.0  # never varies
-    labels = (features[:, 0] + torch.randn(200, generator=g, dtype=torch.float64)).gt(3).long() + (features[:, 1] > 6)
+    labels = (features[:, 0] + torch.randn(200, generator=g, dtype=torch.float64)).gt(3).long() + (
+        features[:, 1] > 6
+    )
     head = fit_linear_head(features, labels, weight_decay=0.02)
     z = ((features - features.mean(0)) / features.std(0, correction=0).clamp(min=1e-9)).numpy()
     peer = LogisticRegression(C=1 / (0.02 * 200), tol=1e-12, max_iter=10_000).fit(z, labels.numpy())
     torch.testing.assert_close(
-        head(features).softmax(-1).detach(), torch.from_numpy(peer.predict_proba(z)), rtol=0, atol=1e-6
+        head(features).softmax(-1).detach(),
+        torch.from_numpy(peer.predict_proba(z)),
+        rtol=0,
+        atol=1e-6,
     )
 
 
@@ -153,7 +167,9 @@ class Named(nn.Module):
 
 
 def test_the_head_is_found_by_name_or_is_the_last_linear_layer():
-    assert Task2Vec(Named(), head="classifier").embed(task(dtype=torch.float32), name="a").layers == ("body.weight",)
+    assert Task2Vec(Named(), head="classifier").embed(
+        task(dtype=torch.float32), name="a"
+    ).layers == ("body.weight",)
     assert Task2Vec(conv_probe()).head == "8"
 
 
@@ -162,7 +178,9 @@ def test_refuses_a_head_whose_outputs_are_not_the_logits(classes):
     """The last linear layer by name is the body here; with five classes the shapes would fit."""
     probe = Named()
     probe.classifier = nn.Linear(5, 5)
-    with pytest.raises(ValueError, match=r"`head` must be the last layer, whose outputs .* '2\.body' is not"):
+    with pytest.raises(
+        ValueError, match=r"`head` must be the last layer, whose outputs .* '2\.body' is not"
+    ):
         Task2Vec(nn.Sequential(nn.Flatten(), nn.Linear(64, 64), probe), head="2.body").embed(
             task(n=60, classes=classes, dtype=torch.float32), name="a"
         )
@@ -203,7 +221,9 @@ def test_array_data_brings_its_name_and_its_test_split():
     rng = np.random.default_rng(0)
     images = rng.integers(0, 256, (40, 1, 8, 8), dtype=np.uint8)
     labels = (images[:, 0, :4].mean((1, 2)) > images[:, 0, 4:].mean((1, 2))).astype(np.int64)
-    data = ArrayData(images[:30], labels[:30], images[30:], labels[30:], name="halves", num_classes=2)
+    data = ArrayData(
+        images[:30], labels[:30], images[30:], labels[30:], name="halves", num_classes=2
+    )
     embedding = Task2Vec(conv_probe(torch.float32)).embed(data)
     assert (embedding.name, embedding.samples, embedding.num_classes) == ("halves", 30, 2)
     assert 0 <= embedding.test_error <= 1
@@ -229,8 +249,16 @@ def test_refuses_arguments(arguments, message):
     ("probe", "arguments", "message"),
     [
         (nn.Sequential(nn.Conv2d(1, 2, 3)), {}, "`head` must name the probe's last layer"),
-        (nn.Sequential(nn.Flatten(), nn.Linear(64, 2)), {}, "`probe` must have a weight with filters beside its head"),
-        (conv_probe(), {"head": "6.weight"}, "`head` must name a module of the probe, got '6.weight'"),
+        (
+            nn.Sequential(nn.Flatten(), nn.Linear(64, 2)),
+            {},
+            "`probe` must have a weight with filters beside its head",
+        ),
+        (
+            conv_probe(),
+            {"head": "6.weight"},
+            "`head` must name a module of the probe, got '6.weight'",
+        ),
     ],
 )
 def test_refuses_probes(probe, arguments, message):
@@ -242,8 +270,16 @@ def test_refuses_probes(probe, arguments, message):
     ("labels", "name", "message"),
     [
         (torch.zeros(24).long(), "a", "`data` must hold at least two classes, got 1"),
-        (torch.zeros(24), "a", r"`data` must have class indices as labels, \[N\], got torch.float32 \[24\]"),
-        (torch.zeros(24, 2).long(), "a", r"`data` must have class indices as labels, \[N\], got torch.int64 \[24, 2\]"),
+        (
+            torch.zeros(24),
+            "a",
+            r"`data` must have class indices as labels, \[N\], got torch.float32 \[24\]",
+        ),
+        (
+            torch.zeros(24, 2).long(),
+            "a",
+            r"`data` must have class indices as labels, \[N\], got torch.int64 \[24, 2\]",
+        ),
         (torch.arange(24) % 2, None, "`name` must be given for data without a name of its own"),
     ],
 )
@@ -276,9 +312,7 @@ def test_refuses_inputs(embedder, argument, change, message):
 
 @pytest.mark.parametrize("argument", ["data", "test"])
 def test_refuses_a_name_in_place_of_data(embedder, argument):
-    message = (
-        rf"`{argument}` must be \(inputs, labels\), .* got 'digits'; `lightning_taskinfo.data.load_task\('digits'\)`"
-    )
+    message = rf"`{argument}` must be \(inputs, labels\), .* got 'digits'; `lightning_taskinfo.data.load_task\('digits'\)`"
     with pytest.raises(TypeError, match=message):
         embedder.embed(**{"data": task(), argument: "digits"})
 
@@ -289,7 +323,9 @@ def test_refuses_a_head_that_does_not_get_one_row_a_sample(head):
     if head == "8":
         probe[8] = nn.Linear(5, 5).double()
         probe.append(probe[8])  # runs twice
-    with pytest.raises(ValueError, match=rf"`head` must run once a pass, on one tensor \[N, D\], .*; '{head}' got"):
+    with pytest.raises(
+        ValueError, match=rf"`head` must run once a pass, on one tensor \[N, D\], .*; '{head}' got"
+    ):
         Task2Vec(probe, head=head).embed(task(), name="a")
 
 
@@ -313,7 +349,9 @@ def test_inputs_of_any_structure_and_a_model_with_logits():
     stacked = torch.stack([fields["input_ids"], fields["attention_mask"]], 1)
     expected = Task2Vec(Stacked()).embed((stacked, labels), name="sentences")
     torch.testing.assert_close(found.vector, expected.vector)
-    told = Task2Vec(probe, forward_fn=lambda model, inputs: model(**inputs)).embed((fields, labels), name="sentences")
+    told = Task2Vec(probe, forward_fn=lambda model, inputs: model(**inputs)).embed(
+        (fields, labels), name="sentences"
+    )
     torch.testing.assert_close(told.vector, expected.vector)
 
 
@@ -322,6 +360,8 @@ def test_batch_fn_picks_inputs_and_labels_out_of_a_batch():
     test_x, test_y = task(seed=1)
     plain = Task2Vec(conv_probe()).embed((x, y), name="task", test=(test_x, test_y))
     named = Task2Vec(conv_probe(), batch_fn=lambda batch: (batch["image"], batch["kind"]))
-    other = named.embed({"image": x, "kind": y}, name="task", test={"image": test_x, "kind": test_y})
+    other = named.embed(
+        {"image": x, "kind": y}, name="task", test={"image": test_x, "kind": test_y}
+    )
     assert torch.equal(other.vector, plain.vector)
     assert other.test_error == plain.test_error

@@ -7,11 +7,15 @@ from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.data import DataLoader, Dataset
 
 
-def clusters(n: int, classes: int, *, seed: int = 0, width: int = 6, noise: float = 2.0) -> tuple[Tensor, Tensor]:
+def clusters(
+    n: int, classes: int, *, seed: int = 0, width: int = 6, noise: float = 2.0
+) -> tuple[Tensor, Tensor]:
     """Points around a centre for each class; the centres are the same for all seeds."""
     centres = 3 * torch.randn(classes, width, generator=torch.Generator().manual_seed(7))
     labels = torch.arange(n) % classes
-    return centres[labels] + noise * torch.randn(n, width, generator=torch.Generator().manual_seed(seed)), labels
+    return centres[labels] + noise * torch.randn(
+        n, width, generator=torch.Generator().manual_seed(seed)
+    ), labels
 
 
 class Net(pl.LightningModule):
@@ -47,7 +51,9 @@ class Deep(Net):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(6, 20), nn.BatchNorm1d(20), nn.ReLU(), nn.Dropout(0.1), nn.Linear(20, 8))
+        self.body = nn.Sequential(
+            nn.Linear(6, 20), nn.BatchNorm1d(20), nn.ReLU(), nn.Dropout(0.1), nn.Linear(20, 8)
+        )
 
 
 class Other(pl.LightningModule):
@@ -130,7 +136,10 @@ def reviews(n: int, seed: int) -> tuple[list[str], list[int]]:
         label = number % 2
         count = int(torch.randint(2, 7, (), generator=generator))
         fill = [WORDS[i] for i in torch.randint(6, 10, (count,), generator=generator).tolist()]
-        said = [WORDS[3 * (1 - label) + i] for i in torch.randint(0, 3, (2,), generator=generator).tolist()]
+        said = [
+            WORDS[3 * (1 - label) + i]
+            for i in torch.randint(0, 3, (2,), generator=generator).tolist()
+        ]
         texts.append(" ".join(fill + said))
         labels.append(label)
     return texts, labels

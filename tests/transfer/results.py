@@ -42,7 +42,9 @@ def result(method="lautum", labels=50, seed=0, *, measured=True):
     """One result of all that there is; the split of a seed is the same luck for every method."""
     rng = random.Random(f"{method} {labels} {seed}")
     luck = random.Random(f"{labels} {seed}").gauss(0, 0.05)
-    accuracy = 0.4 + 0.05 * (METHODS.index(method) if method in METHODS else 0) + luck + rng.gauss(0, 0.01)
+    accuracy = (
+        0.4 + 0.05 * (METHODS.index(method) if method in METHODS else 0) + luck + rng.gauss(0, 0.01)
+    )
     transferred = method != "scratch"
     after = {"before": None, "after": layered(rng, 600), "added": None}
     return {
@@ -56,7 +58,11 @@ def result(method="lautum", labels=50, seed=0, *, measured=True):
         "information": (
             after
             if not transferred
-            else {"before": layered(rng, 500), "after": layered(rng, 800), "added": layered(rng, 90)}
+            else {
+                "before": layered(rng, 500),
+                "after": layered(rng, 800),
+                "added": layered(rng, 90),
+            }
         )
         if measured
         else None,
@@ -75,9 +81,21 @@ def result(method="lautum", labels=50, seed=0, *, measured=True):
 
 
 def minimal(method, labels, seed, accuracy, loss=1.0):
-    return {"method": method, "labels": labels, "seed": seed, "test": {"accuracy": accuracy, "loss": loss}}
+    return {
+        "method": method,
+        "labels": labels,
+        "seed": seed,
+        "test": {"accuracy": accuracy, "loss": loss},
+    }
 
 
 def report(methods=METHODS[:3], labels=(50,), seeds=3, *, name="digits → letters", measured=True):
-    rows = [result(m, n, seed, measured=measured) for n in labels for m in methods for seed in range(seeds)]
-    return TransferReport(rows, {"pair": "digits→letters", "epochs": {"pretrain": 4, "fine_tune": 8}}, name)
+    rows = [
+        result(m, n, seed, measured=measured)
+        for n in labels
+        for m in methods
+        for seed in range(seeds)
+    ]
+    return TransferReport(
+        rows, {"pair": "digits→letters", "epochs": {"pretrain": 4, "fine_tune": 8}}, name
+    )

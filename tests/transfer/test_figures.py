@@ -27,8 +27,14 @@ def test_accuracy_has_means_intervals_and_seeds():
     experiment = report(METHODS[:3], labels=(50,), seeds=3)
     _, ax = plot_accuracy(experiment, confidence=0.9)
     table = experiment.table(0.9)
-    assert means_drawn(ax) == pytest.approx({i: 100 * row["accuracy"] for i, row in enumerate(table)})
-    bars = [line.get_xdata() for line in ax.lines if line.get_linestyle() == "-" and len(line.get_xdata()) == 2]
+    assert means_drawn(ax) == pytest.approx(
+        {i: 100 * row["accuracy"] for i, row in enumerate(table)}
+    )
+    bars = [
+        line.get_xdata()
+        for line in ax.lines
+        if line.get_linestyle() == "-" and len(line.get_xdata()) == 2
+    ]
     assert [list(bar) for bar in bars] == [
         pytest.approx([100 * row["accuracy_low"], 100 * row["accuracy_high"]]) for row in table
     ]
@@ -41,7 +47,9 @@ def test_accuracy_has_means_intervals_and_seeds():
 def test_accuracy_with_one_seed_has_no_bars():
     _, ax = plot_accuracy(report(METHODS[:2], labels=(50, 100), seeds=1))
     assert len(means_drawn(ax)) == 4
-    assert not [line for line in ax.lines if line.get_linestyle() == "-" and len(line.get_xdata()) == 2]
+    assert not [
+        line for line in ax.lines if line.get_linestyle() == "-" and len(line.get_xdata()) == 2
+    ]
     assert ax.get_title(loc="left") == "one seed, no interval"
     assert [text.get_text() for text in ax.get_legend().get_texts()] == ["50", "100"]
 
@@ -64,9 +72,14 @@ def test_draws_on_given_axes():
 def test_curves_are_means_with_ranges():
     experiment = report(METHODS[:3], labels=(50, 100), seeds=3)
     _, axes = plot_learning_curves(experiment)
-    assert [[ax.get_title() for ax in row] for row in axes] == [["50 target labels", "100 target labels"], ["", ""]]
+    assert [[ax.get_title() for ax in row] for row in axes] == [
+        ["50 target labels", "100 target labels"],
+        ["", ""],
+    ]
     for column, labels in enumerate((50, 100)):
-        for line, band, method in zip(axes[0][column].lines, axes[0][column].collections, METHODS, strict=False):
+        for line, band, method in zip(
+            axes[0][column].lines, axes[0][column].collections, METHODS, strict=False
+        ):
             cell = experiment.cell(method, labels).values()
             last = [100 * row.curves[-1]["val_accuracy"] for row in cell]
             assert line.get_label() == method
@@ -100,8 +113,14 @@ def test_information_is_by_layer_and_moment():
     assert [text.get_text() for text in axes[0].get_yticklabels()] == list(LAYERS)
     marks = {line.get_label(): line for line in axes[2].lines if line.get_marker() != "None"}
     cell = experiment.cell("lautum", 100).values()
-    for moment, label in {"before": "before fine-tuning", "after": "after", "added": "added by fine-tuning"}.items():
-        expected = [sum(row.information[moment]["layers"][name] for row in cell) / 2 for name in LAYERS]
+    for moment, label in {
+        "before": "before fine-tuning",
+        "after": "after",
+        "added": "added by fine-tuning",
+    }.items():
+        expected = [
+            sum(row.information[moment]["layers"][name] for row in cell) / 2 for name in LAYERS
+        ]
         assert list(marks[label].get_xdata()) == pytest.approx(expected)
     low, high = axes[0].get_xlim()
     assert low < min(marks["added by fine-tuning"].get_xdata())
@@ -124,14 +143,19 @@ def test_information_near_zero_and_not_finite_can_be_drawn():
     row["information"]["added"]["layers"] = {"head": 0.0, "backbone.conv1": float("nan")}
     fig, (ax,) = plot_information(TransferReport([row], {}))
     assert ax.get_xlim()[0] == 0
-    assert [list(line.get_xdata()) for line in ax.lines if line.get_label() == "added by fine-tuning"] == [[0.0]]
+    assert [
+        list(line.get_xdata()) for line in ax.lines if line.get_label() == "added by fine-tuning"
+    ] == [[0.0]]
     assert figure_pixels(fig).float().std() > 0
 
 
 @pytest.mark.parametrize(
     ("experiment", "names"),
     [
-        (report(METHODS[:2], (50, 100), 1), ["accuracy", "curves", "information_50", "information_100"]),
+        (
+            report(METHODS[:2], (50, 100), 1),
+            ["accuracy", "curves", "information_50", "information_100"],
+        ),
         (report(METHODS[:2], (50,), 1, measured=False), ["accuracy", "curves"]),
         (TransferReport([minimal("lautum", 50, 0, 0.5)], {}), ["accuracy"]),
     ],
@@ -141,8 +165,12 @@ def test_draws_what_there_is(experiment, names):
     figures = draw_all(experiment)
     assert list(figures) == names
     for name in names[2:]:
-        assert f"({name.removeprefix('information_')} target labels)" in figures[name].get_suptitle()
-    assert "matplotlib.pyplot" not in sys.modules or not sys.modules["matplotlib.pyplot"].get_fignums()
+        assert (
+            f"({name.removeprefix('information_')} target labels)" in figures[name].get_suptitle()
+        )
+    assert (
+        "matplotlib.pyplot" not in sys.modules or not sys.modules["matplotlib.pyplot"].get_fignums()
+    )
 
 
 @pytest.mark.parametrize("count", [2, 8, 12])
@@ -156,11 +184,13 @@ def test_methods_can_be_told_apart(count):
 def test_refuses_what_is_not_there():
     experiment = TransferReport([minimal("lautum", 50, 0, 0.5)], {})
     with pytest.raises(
-        ValueError, match=r"`report` must hold curves of the stages \['fine_tune', 'scratch'\], got none"
+        ValueError,
+        match=r"`report` must hold curves of the stages \['fine_tune', 'scratch'\], got none",
     ):
         plot_learning_curves(experiment)
     with pytest.raises(
-        ValueError, match="`labels` must be a number of labels at which information was measured, got 50"
+        ValueError,
+        match="`labels` must be a number of labels at which information was measured, got 50",
     ):
         plot_information(experiment)
 
@@ -168,7 +198,9 @@ def test_refuses_what_is_not_there():
 def test_without_validation_samples_the_training_loss_is_drawn():
     results = [asdict(row) for row in report().results]
     for row in results:
-        row["curves"] = [{k: v for k, v in point.items() if not k.startswith("val_")} for point in row["curves"]]
+        row["curves"] = [
+            {k: v for k, v in point.items() if not k.startswith("val_")} for point in row["curves"]
+        ]
     _, axes = plot_learning_curves(TransferReport(results, {}, "no validation"))
     assert [row[0].get_ylabel() for row in axes] == ["training loss, nats"]
     assert all(len(line.get_xdata()) for line in axes[0][0].lines)

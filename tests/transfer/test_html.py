@@ -54,9 +54,13 @@ def test_table_is_that_of_the_report(page):
     first = next(parsed(page).iter("table"))
     head = [words(cell) for cell in first.find("thead").iter("th")]
     rows = [dict(zip(head, map(words, row), strict=True)) for row in first.find("tbody")]
-    assert [(row["labels"], row["method"]) for row in rows] == [(str(r["labels"]), r["method"]) for r in table]
+    assert [(row["labels"], row["method"]) for row in rows] == [
+        (str(r["labels"]), r["method"]) for r in table
+    ]
     for shown, row in zip(rows, table, strict=True):
-        assert shown["accuracy, %"].startswith(f"{100 * row['accuracy']:.1f} [{100 * row['accuracy_low']:.1f}, ")
+        assert shown["accuracy, %"].startswith(
+            f"{100 * row['accuracy']:.1f} [{100 * row['accuracy_low']:.1f}, "
+        )
         verdict = shown["gain over scratch: error, points"].split("] ")[-1]
         assert verdict == (row["over_scratch_error_verdict"] or "")
 
@@ -69,7 +73,11 @@ def test_is_accessible(page):
     for table in root.iter("table"):
         assert table.find("caption") is not None
         assert all(cell.get("scope") in {"col", "row"} for cell in table.iter("th"))
-    assert all(e.get("tabindex") == "0" and e.get("aria-label") for e in root.iter("div") if e.get("class") == "scroll")
+    assert all(
+        e.get("tabindex") == "0" and e.get("aria-label")
+        for e in root.iter("div")
+        if e.get("class") == "scroll"
+    )
     assert [e.tag for e in root.iter() if re.fullmatch(r"h\d", e.tag)] == ["h1"] + ["h2"] * 6
 
 
@@ -79,7 +87,9 @@ def test_dark_and_light_and_phones(page):
 
 
 def test_everything_is_escaped():
-    rows = [minimal(f"{name}{EVIL}", 50, 0, 0.5) for name in "ab"] + [minimal("scratch", 50, 0, 0.5)]
+    rows = [minimal(f"{name}{EVIL}", 50, 0, 0.5) for name in "ab"] + [
+        minimal("scratch", 50, 0, 0.5)
+    ]
     text = TransferReport(rows, {EVIL: [EVIL]}, EVIL).to_html()
     root = parsed(text)
     assert words(next(root.iter("h1"))) == EVIL
@@ -104,7 +114,11 @@ def test_without_matplotlib_there_are_no_figures(tmp_path, monkeypatch):
 def test_saved_files_are_there_and_whole(tmp_path):
     files = report(METHODS[:2], seeds=1, measured=False).save(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(files)
-    assert all(path.read_bytes().startswith(b"\x89PNG") for name, path in files.items() if name.endswith(".png"))
+    assert all(
+        path.read_bytes().startswith(b"\x89PNG")
+        for name, path in files.items()
+        if name.endswith(".png")
+    )
     named = re.findall(r"\((\w+\.png)\)", files["report.md"].read_text())
     assert named == [name for name in files if name.endswith(".png")]
     parsed(files["report.html"].read_text(encoding="utf-8"))
@@ -115,12 +129,30 @@ def browse(page, folder):
 
     The browser asks for things of its own accord too: those requests have no origin.
     """
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
-    options += ["--disable-component-update", "--disable-sync", f"--user-data-dir={folder / 'profile'}"]
+    options = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--no-first-run",
+        "--disable-background-networking",
+    ]
+    options += [
+        "--disable-component-update",
+        "--disable-sync",
+        f"--user-data-dir={folder / 'profile'}",
+    ]
     options += ["--enable-logging=stderr", f"--log-net-log={folder / 'net.json'}", "--dump-dom"]
-    done = subprocess.run([CHROMIUM, *options, page.as_uri()], capture_output=True, text=True, check=True, timeout=120)
-    events = [event.get("params", {}) for event in json.loads((folder / "net.json").read_text())["events"]]
-    asked = {event["url"] for event in events if event.get("initiator", "not an origin") != "not an origin"}
+    done = subprocess.run(
+        [CHROMIUM, *options, page.as_uri()], capture_output=True, text=True, check=True, timeout=120
+    )
+    events = [
+        event.get("params", {}) for event in json.loads((folder / "net.json").read_text())["events"]
+    ]
+    asked = {
+        event["url"]
+        for event in events
+        if event.get("initiator", "not an origin") != "not an origin"
+    }
     return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line], asked
 
 
@@ -136,7 +168,9 @@ def test_a_browser_opens_it_without_a_word(tmp_path, page):
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
 def test_a_browser_would_have_told(tmp_path):
     page = tmp_path / "page.html"
-    page.write_text("<!DOCTYPE html><img src='http://127.0.0.1:9/x.png'><script>console.error('no')</script>")
+    page.write_text(
+        "<!DOCTYPE html><img src='http://127.0.0.1:9/x.png'><script>console.error('no')</script>"
+    )
     _, console, asked = browse(page, tmp_path)
     assert asked == {"http://127.0.0.1:9/x.png"}
     assert len(console) == 1

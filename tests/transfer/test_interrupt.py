@@ -19,7 +19,9 @@ def test_an_interrupt_stays_one_and_the_next_is_heard_too(tmp_path, monkeypatch)
     monkeypatch.setattr(EpochKeeper, "on_train_epoch_end", interrupt)
     try:
         with pytest.raises(KeyboardInterrupt):
-            transfer(tiny_net, tiny_data(), methods=["standard"], seeds=1, stages=STAGES, folder=tmp_path)
+            transfer(
+                tiny_net, tiny_data(), methods=["standard"], seeds=1, stages=STAGES, folder=tmp_path
+            )
         assert signal.getsignal(signal.SIGINT) is heard
     finally:
         signal.signal(signal.SIGINT, heard)

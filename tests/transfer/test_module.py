@@ -42,7 +42,9 @@ def fit(net, data, namespace="pytorch_lightning", **options):
     return trainer
 
 
-@pytest.mark.parametrize(("method", "stage"), [(name, stage) for name, stages in PENALTIES.items() for stage in stages])
+@pytest.mark.parametrize(
+    ("method", "stage"), [(name, stage) for name, stages in PENALTIES.items() for stage in stages]
+)
 def test_every_method_changes_the_training_of_its_stages(method, stage):
     plain, penalised = classifier(stage=stage)[0], classifier(method, stage)[0]
     metrics = fit(penalised, classifier(stage=stage)[1]).callback_metrics
@@ -65,14 +67,18 @@ class Seen(Callback):
         self.unlabeled += batch["unlabeled_index"].tolist()
 
     def on_train_end(self, trainer, pl_module):
-        (self.folder / f"{trainer.global_rank}.json").write_text(json.dumps([self.labeled, self.unlabeled]))
+        (self.folder / f"{trainer.global_rank}.json").write_text(
+            json.dumps([self.labeled, self.unlabeled])
+        )
 
 
 def test_ranks_share_the_samples_also_where_a_share_fills_no_batch(tmp_path):
     """20 labels in batches of 16: each of two ranks has 10."""
     net, data = classifier("temporal_ensembling", "fine_tune", tiny_data(labels=20))
     fit(net, data, strategy="ddp_fork", devices=2, callbacks=[Seen(tmp_path)])
-    labeled, unlabeled = zip(*(json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)), strict=True)
+    labeled, unlabeled = zip(
+        *(json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)), strict=True
+    )
     assert [len(part) for part in labeled] == [10, 10]
     assert sorted(labeled[0] + labeled[1]) == sorted(data.split.labeled.tolist())
     assert not set(unlabeled[0]) & set(unlabeled[1])
@@ -94,7 +100,10 @@ def test_the_head_alone_is_trained_on_frozen_features():
     net, data = classifier(stage="fine_tune", fine_tune="linear")
     before = {name: p.clone() for name, p in net.named_parameters()}
     trainer = fit(net, data)
-    assert {n for n, p in net.named_parameters() if not torch.equal(p, before[n])} == {"head.weight", "head.bias"}
+    assert {n for n, p in net.named_parameters() if not torch.equal(p, before[n])} == {
+        "head.weight",
+        "head.bias",
+    }
     assert sum(len(group["params"]) for group in trainer.optimizers[0].param_groups) == 2
     assert not net.backbone[3].training  # no dropout in the features
 
@@ -136,10 +145,14 @@ def test_layers_thaw_from_the_last_to_the_first():
     trainable = []
     for epoch in range(4):
         net.freeze_for(epoch)
-        trainable.append([all(p.requires_grad for p in child.parameters()) for child in net.backbone])
+        trainable.append(
+            [all(p.requires_grad for p in child.parameters()) for child in net.backbone]
+        )
         assert [child.training for child in net.backbone] == trainable[-1]
     assert trainable == [[False] * 3, [False, False, True], [False, True, True], [True] * 3]
-    assert len(net.configure_optimizers().param_groups[0]["params"]) == 8  # all of them, frozen now or not
+    assert (
+        len(net.configure_optimizers().param_groups[0]["params"]) == 8
+    )  # all of them, frozen now or not
 
 
 def test_variances_of_noisy_weights_have_no_weight_decay():
@@ -151,7 +164,9 @@ def test_variances_of_noisy_weights_have_no_weight_decay():
 
 def test_target_inputs_do_not_move_batch_statistics_while_pretraining():
     torch.manual_seed(0)
-    net = TransferClassifier(nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64)), 3, SHAPE, method="mk_mmd")
+    net = TransferClassifier(
+        nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64)), 3, SHAPE, method="mk_mmd"
+    )
     x = torch.randn(16, *SHAPE)
     net.train()._unlabeled_penalties({"unlabeled": x + 5}, net.features(x), torch.zeros(16, 3))
     assert net.backbone[1].running_mean.abs().max() < 0.2
@@ -159,7 +174,10 @@ def test_target_inputs_do_not_move_batch_statistics_while_pretraining():
 
 def test_a_label_beyond_the_head_is_named():
     net, _ = classifier()
-    with pytest.raises(ValueError, match=r"`num_classes` must be above every label, got 3 for label 3: are source and"):
+    with pytest.raises(
+        ValueError,
+        match=r"`num_classes` must be above every label, got 3 for label 3: are source and",
+    ):
         net.validation_step((torch.zeros(2, *SHAPE), torch.tensor([0, 3])), 0)
 
 
@@ -175,7 +193,9 @@ def test_resnet20_has_its_twenty_layers():
     net = make_backbone("resnet20", (3, 32, 32))
     weighted = [m for m in net.modules() if isinstance(m, nn.Conv2d) and m.kernel_size == (3, 3)]
     assert len(weighted) + 1 == 20  # and the head
-    assert sum(p.numel() for p in net.parameters()) + 650 == 269_722 + 2_752  # the usual count, and the projections
+    assert (
+        sum(p.numel() for p in net.parameters()) + 650 == 269_722 + 2_752
+    )  # the usual count, and the projections
 
 
 def test_names_of_methods():
@@ -188,27 +208,60 @@ def test_names_of_methods():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: parse_method("laplace"), "`method` must be made of standard, .* got 'laplace' in 'laplace'"),
-        (lambda: parse_method("lautum+mk_mdd"), r"got 'mk_mdd' in 'lautum\+mk_mdd'; did you mean 'mk_mmd'\?$"),
+        (
+            lambda: parse_method("laplace"),
+            "`method` must be made of standard, .* got 'laplace' in 'laplace'",
+        ),
+        (
+            lambda: parse_method("lautum+mk_mdd"),
+            r"got 'mk_mdd' in 'lautum\+mk_mdd'; did you mean 'mk_mmd'\?$",
+        ),
         (lambda: parse_method("lautum+lautum"), "`method` must name each part once"),
         (lambda: check_weights({"laplace": 1.0}), "`weights` must be for .* got 'laplace'"),
-        (lambda: check_weights({"lautum": -1.0}), "`weights` must be finite and not negative, got -1.0 for 'lautum'"),
+        (
+            lambda: check_weights({"lautum": -1.0}),
+            "`weights` must be finite and not negative, got -1.0 for 'lautum'",
+        ),
         (
             lambda: check_weights({"lautum": math.inf}),
             "`weights` must be finite and not negative, got inf for 'lautum'",
         ),
         (lambda: check_weights({"lautm": 1.0}), r"got 'lautm'\. Did you mean 'lautum'\?"),
-        (lambda: check_weights({"lautum": float("nan")}), "must be finite and not negative, got nan for 'lautum'"),
+        (
+            lambda: check_weights({"lautum": float("nan")}),
+            "must be finite and not negative, got nan for 'lautum'",
+        ),
         (lambda: make_backbone("vgg", SHAPE), "`backbone` must be one of mlp, .* got 'vgg'"),
-        (lambda: make_backbone(lambda shape: 3, SHAPE), "`backbone` must make an nn.Module, got int"),
-        (lambda: make_backbone("large_cnn", SHAPE), r"height and width of at least 20, got \(1, 8, 8\)"),
+        (
+            lambda: make_backbone(lambda shape: 3, SHAPE),
+            "`backbone` must make an nn.Module, got int",
+        ),
+        (
+            lambda: make_backbone("large_cnn", SHAPE),
+            r"height and width of at least 20, got \(1, 8, 8\)",
+        ),
         (lambda: backbone_name(lambda shape: None), "defined at the top of a module"),
-        (lambda: backbone_name(partial(tiny_net)), "defined at the top of a module, got functools.partial"),
+        (
+            lambda: backbone_name(partial(tiny_net)),
+            "defined at the top of a module, got functools.partial",
+        ),
         (lambda: TransferClassifier("mlp", 1, SHAPE), "`num_classes` must be at least 2, got 1"),
-        (lambda: TransferClassifier("mlp", 2, SHAPE, stage="test"), "`stage` must be .* got 'test'"),
-        (lambda: TransferClassifier("mlp", 2, SHAPE, fine_tune="half"), "`fine_tune` must be .* got 'half'"),
-        (lambda: TransferClassifier("mlp", 2, SHAPE, learning_rate=0.0), "`learning_rate` must be positive, got 0.0"),
-        (lambda: TransferClassifier(nn.Flatten(0), 2, SHAPE), r"`backbone` must put out a tensor \[N, ...\]"),
+        (
+            lambda: TransferClassifier("mlp", 2, SHAPE, stage="test"),
+            "`stage` must be .* got 'test'",
+        ),
+        (
+            lambda: TransferClassifier("mlp", 2, SHAPE, fine_tune="half"),
+            "`fine_tune` must be .* got 'half'",
+        ),
+        (
+            lambda: TransferClassifier("mlp", 2, SHAPE, learning_rate=0.0),
+            "`learning_rate` must be positive, got 0.0",
+        ),
+        (
+            lambda: TransferClassifier(nn.Flatten(0), 2, SHAPE),
+            r"`backbone` must put out a tensor \[N, ...\]",
+        ),
     ],
 )
 def test_bad_input(call, message):

@@ -47,14 +47,19 @@ def test_batches_and_all_layers():
     whole = feature_overlap(Frozen(5), [(inputs, labels)])
     model = Frozen(5)
     torch.manual_seed(0)
-    parts = feature_overlap(model, zip(inputs.split(50), labels.split(50), strict=True), layers=["first"])
+    parts = feature_overlap(
+        model, zip(inputs.split(50), labels.split(50), strict=True), layers=["first"]
+    )
     assert whole.layers == ("first", "norm", "drop", "head")
     torch.testing.assert_close(parts.outside[0], whole.outside[0])
     assert (whole.outside[:3] < 0.6).all()
 
 
 def test_random_labels_are_outside_and_their_interval_covers_one():
-    inputs, labels = randn(600, 20), torch.randint(4, (600,), generator=torch.Generator().manual_seed(1))
+    inputs, labels = (
+        randn(600, 20),
+        torch.randint(4, (600,), generator=torch.Generator().manual_seed(1)),
+    )
     low, high = feature_overlap(Frozen(20), [(inputs, labels)], layers=["first"]).interval()
     assert low <= 1 <= high
 
@@ -71,7 +76,9 @@ def test_the_model_is_only_observed():
 
 
 def test_onset_is_where_the_fitted_curve_crosses_the_share():
-    overlap = FeatureOverlap(("a", "b"), torch.tensor([0.0, 0.1]).double(), torch.tensor([0.0, 0.01]).double(), 100)
+    overlap = FeatureOverlap(
+        ("a", "b"), torch.tensor([0.0, 0.1]).double(), torch.tensor([0.0, 0.01]).double(), 100
+    )
     n = torch.tensor([10, 100, 1000])
     lower, onset, upper = overlap.onset(n, 2.0 * n.double() ** -0.5)
     assert onset[0] == math.inf
@@ -82,9 +89,13 @@ def test_onset_is_where_the_fitted_curve_crosses_the_share():
     assert 2.0 * lower[1].item() ** -0.5 == pytest.approx(high[1].item())
 
 
-@pytest.mark.parametrize(("n", "far"), [([40, 4000], ""), ([10, 39], "b (4e+02)"), ([4001, 9000], "b (4e+02)")])
+@pytest.mark.parametrize(
+    ("n", "far"), [([40, 4000], ""), ([10, 39], "b (4e+02)"), ([4001, 9000], "b (4e+02)")]
+)
 def test_says_where_a_curve_is_followed_far(n, far):
-    overlap = FeatureOverlap(("a", "b"), torch.tensor([0.0, 0.1]).double(), torch.tensor([0.0, 0.01]).double(), 100)
+    overlap = FeatureOverlap(
+        ("a", "b"), torch.tensor([0.0, 0.1]).double(), torch.tensor([0.0, 0.01]).double(), 100
+    )
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         overlap.onset(n, [2.0 * k**-0.5 for k in n])
@@ -107,7 +118,10 @@ def test_far_is_more_than_ten_times_the_largest_or_less_than_a_tenth_of_the_smal
     ("arguments", "message"),
     [
         ({"layers": ["nowhere"]}, "`layers` must name modules of the model, got 'nowhere'"),
-        ({"layers": ["loss"]}, "`layers` must have one tensor as output and run once a pass, got 'loss'"),
+        (
+            {"layers": ["loss"]},
+            "`layers` must have one tensor as output and run once a pass, got 'loss'",
+        ),
         ({"layers": []}, "`layers` must name at least one module, got none"),
         ({"folds": 1}, "`folds` must be at least 2, got 1"),
         ({"folds": 11}, "`data` must have at least 4 samples a fold, got 40 for 11 folds"),
@@ -132,9 +146,18 @@ def test_refuses_a_layer_that_runs_twice_a_pass(layers):
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        ({"image": 1, "name": 2}, r"must yield batches \(inputs, labels\), got dict with image, name"),
-        ((torch.zeros(4), torch.tensor(1)), r"got labels of shape \[\] for 4 inputs; a dataset of single samples goes"),
-        ((torch.zeros(4), torch.zeros(1)), r"got labels of shape \[1\] for 4 inputs; a dataset of single samples goes"),
+        (
+            {"image": 1, "name": 2},
+            r"must yield batches \(inputs, labels\), got dict with image, name",
+        ),
+        (
+            (torch.zeros(4), torch.tensor(1)),
+            r"got labels of shape \[\] for 4 inputs; a dataset of single samples goes",
+        ),
+        (
+            (torch.zeros(4), torch.zeros(1)),
+            r"got labels of shape \[1\] for 4 inputs; a dataset of single samples goes",
+        ),
         (
             (torch.zeros(4, 4), torch.zeros(4, 3, 3).long()),
             r"a class index or .* got labels of shape \[4, 3, 3\] for 4",
@@ -157,7 +180,11 @@ def test_refuses_what_is_no_batch(batch, message):
             torch.ones(40).long(),
             r"`data` must have labels that differ \(of two classes .* got 40 equal ones",
         ),
-        (randn(40, 4), torch.full((40, 2), 0.1), "`data` must have labels that differ .* got 40 equal ones"),
+        (
+            randn(40, 4),
+            torch.full((40, 2), 0.1),
+            "`data` must have labels that differ .* got 40 equal ones",
+        ),
     ],
     ids=["inputs", "labels", "one class", "one value"],
 )
@@ -170,7 +197,8 @@ def test_refuses_features_that_are_not_finite():
     model = Frozen(3)
     nn.init.constant_(model.head.weight, math.nan)
     with pytest.raises(
-        ValueError, match="`model` must have finite features, got 80 values that are not in layer 'head'"
+        ValueError,
+        match="`model` must have finite features, got 80 values that are not in layer 'head'",
     ):
         feature_overlap(model, [(randn(40, 4), randn(40))])
 
@@ -183,11 +211,21 @@ def test_refuses_no_batches(data):
 
 @pytest.mark.parametrize(
     ("scratch", "got"),
-    [([60, 50], "60"), ([4.1, 4], "4.1"), ([0.6, math.nan], "nan"), ([0.5, 0], "0"), ([0.5, -0.1], "-0.1")],
+    [
+        ([60, 50], "60"),
+        ([4.1, 4], "4.1"),
+        ([0.6, math.nan], "nan"),
+        ([0.5, 0], "0"),
+        ([0.5, -0.1], "-0.1"),
+    ],
 )
 def test_refuses_a_curve_that_is_no_share(scratch, got):
-    overlap = FeatureOverlap(("a",), torch.tensor([0.1]).double(), torch.tensor([0.01]).double(), 100)
-    with pytest.raises(ValueError, match=rf"`scratch` must be positive shares of the labels' variance, got {got}\."):
+    overlap = FeatureOverlap(
+        ("a",), torch.tensor([0.1]).double(), torch.tensor([0.01]).double(), 100
+    )
+    with pytest.raises(
+        ValueError, match=rf"`scratch` must be positive shares of the labels' variance, got {got}\."
+    ):
         overlap.onset([50, 100], scratch)
 
 
@@ -195,15 +233,23 @@ def test_one_batch_is_all_of_them_and_lone_tensors_are_refused():
     inputs, labels, model = randn(40, 4), randn(40), Frozen(3)
     one, several = (feature_overlap(model, data) for data in ((inputs, labels), [(inputs, labels)]))
     assert torch.equal(one.outside, several.outside)
-    with pytest.raises(ValueError, match=r"`data` must be a batch \(inputs, labels\), .* got list of Tensor"):
+    with pytest.raises(
+        ValueError, match=r"`data` must be a batch \(inputs, labels\), .* got list of Tensor"
+    ):
         feature_overlap(Frozen(3), [inputs])
 
 
 def test_refuses_a_rising_curve_and_a_wrong_confidence():
-    overlap = FeatureOverlap(("a",), torch.tensor([0.1]).double(), torch.tensor([0.01]).double(), 100)
-    with pytest.raises(ValueError, match="`scratch` must fall with `n`, got a fitted exponent of -1"):
+    overlap = FeatureOverlap(
+        ("a",), torch.tensor([0.1]).double(), torch.tensor([0.01]).double(), 100
+    )
+    with pytest.raises(
+        ValueError, match="`scratch` must fall with `n`, got a fitted exponent of -1"
+    ):
         overlap.onset(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0]))
-    with pytest.raises(ValueError, match=r"`n` and `scratch` must be as many .* got shapes \(\) and \(\)"):
+    with pytest.raises(
+        ValueError, match=r"`n` and `scratch` must be as many .* got shapes \(\) and \(\)"
+    ):
         overlap.onset(50, 0.5)
     with pytest.raises(ValueError, match=r"at least two of each, got shapes \(2,\) and \(1,\)"):
         overlap.onset([50, 100], [0.5])
@@ -212,16 +258,22 @@ def test_refuses_a_rising_curve_and_a_wrong_confidence():
     with pytest.raises(ValueError, match="`scratch` must fall with `n`, got a fitted exponent of"):
         overlap.onset([50, 100], [1.0, 1.0])
     for confidence in (0.0, 1.0):
-        with pytest.raises(ValueError, match=f"`confidence` must be between 0 and 1, got {confidence}"):
+        with pytest.raises(
+            ValueError, match=f"`confidence` must be between 0 and 1, got {confidence}"
+        ):
             overlap.interval(confidence)
 
 
 def test_being_sure_of_the_wrong_class_is_the_largest_share():
-    overlap = FeatureOverlap(("a",), torch.tensor([0.1]).double(), torch.tensor([0.01]).double(), 100)
+    overlap = FeatureOverlap(
+        ("a",), torch.tensor([0.1]).double(), torch.tensor([0.01]).double(), 100
+    )
     assert overlap.crossings([50, 100], [4.0, 2.0], 0.95)[1].item() == pytest.approx(2000)
 
 
 def test_two_folds_and_four_samples_in_each_are_enough():
     assert feature_overlap(Frozen(3), (randn(8, 4), randn(8)), folds=2).samples == 8
-    with pytest.raises(ValueError, match="`data` must have at least 4 samples a fold, got 39 for 10 folds"):
+    with pytest.raises(
+        ValueError, match="`data` must have at least 4 samples a fold, got 39 for 10 folds"
+    ):
         feature_overlap(Frozen(3), (randn(39, 4), randn(39)), folds=10)

@@ -49,7 +49,14 @@ def pretrained(make, steps=60, **options):
 
 def run(folder=None, *, make=Net, data=DATA, starts=None, **options):
     starts = {"four": pretrained(Net, classes=4)} if starts is None else starts
-    options = {"labels": 12, "seeds": 2, "trainer": TRAINER, "metric": "test_error", "progress": False, **options}
+    options = {
+        "labels": 12,
+        "seeds": 2,
+        "trainer": TRAINER,
+        "metric": "test_error",
+        "progress": False,
+        **options,
+    }
     return transfer(make, data, starts=starts, folder=folder, **options)
 
 
@@ -73,9 +80,15 @@ def test_the_report_shows_the_metric_and_is_saved_and_read(reference, tmp_path):
     report, _ = reference
     files = report.save(tmp_path)
     assert TransferReport.load(tmp_path).same_as(report)
-    for text in (report.to_terminal(), files["report.md"].read_text(), files["report.html"].read_text()):
+    for text in (
+        report.to_terminal(),
+        files["report.md"].read_text(),
+        files["report.html"].read_text(),
+    ):
         assert "test_error" in text
-        assert "accuracy" not in text.lower().replace("accuracy.png", "").replace('id="accuracy', "")
+        assert "accuracy" not in text.lower().replace("accuracy.png", "").replace(
+            'id="accuracy', ""
+        )
     assert {"accuracy.png", "curves.png"} <= {*files}
 
 
@@ -123,7 +136,9 @@ def test_all_starts_of_a_seed_have_the_same_labels_in_equal_shares(monkeypatch):
 
 def test_dict_batches_of_a_data_module_with_augmentation():
     state = pretrained(DictNet, classes=4)
-    reports = [run(make=DictNet, data=DictData(), starts={"four": state}, seeds=1) for _ in range(2)]
+    reports = [
+        run(make=DictNet, data=DictData(), starts={"four": state}, seeds=1) for _ in range(2)
+    ]
     assert reports[0].same_as(reports[1])
     error = run(make=DictNet, data=DictData(), starts={"four": state}, seeds=1, metric=None)
     assert list(error.results[0].test) == ["error"]
@@ -145,7 +160,11 @@ def test_checkpoints_of_files(tmp_path, reference, kind):
 
 
 def test_a_head_that_fits_is_taken_and_one_that_does_not_is_fresh():
-    report = run(starts={"whole": pretrained(Net), "body": pretrained(Net, classes=4)}, adapt=["linear"], seeds=1)
+    report = run(
+        starts={"whole": pretrained(Net), "body": pretrained(Net, classes=4)},
+        adapt=["linear"],
+        seeds=1,
+    )
     errors = {name: report.cell(name, 12)[0].test["test_error"] for name in report.methods}
     assert errors["whole"] < min(errors["body"], errors["scratch"])
 
@@ -153,13 +172,20 @@ def test_a_head_that_fits_is_taken_and_one_that_does_not_is_fresh():
 def test_another_architecture_is_compared_too():
     report = run(starts={"other": Other, "mine": Net}, seeds=1)
     assert report.methods == ["scratch", "other", "mine"]
-    assert report.cell("mine", 12)[0].test == report.cell("scratch", 12)[0].test  # a start that is scratch
+    assert (
+        report.cell("mine", 12)[0].test == report.cell("scratch", 12)[0].test
+    )  # a start that is scratch
     assert report.cell("other", 12)[0].test != report.cell("scratch", 12)[0].test
 
 
 def test_ways_to_adapt_train_what_they_say(tmp_path):
     state = pretrained(Net, classes=4)
-    run(tmp_path, starts={"four": state}, adapt=["full", "linear", "lora", "body.1", freeze_first], seeds=1)
+    run(
+        tmp_path,
+        starts={"four": state},
+        adapt=["full", "linear", "lora", "body.1", freeze_first],
+        seeds=1,
+    )
     kept = {way: torch.load(tmp_path / "stages" / f"four-{way}-12-seed0" / "weights.pt", weights_only=True)
             for way in ("full", "linear", "lora", "body.1", "freeze_first")}  # fmt: skip
     head = {"head.weight", "head.bias"}
@@ -210,7 +236,9 @@ def test_regression_is_compared_by_its_squared_error():
 
 def test_a_higher_metric_can_be_better(reference):
     results = reference[0].results
-    rows = [replace(result, test={"test_accuracy": 1 - result.test["test_error"]}) for result in results]
+    rows = [
+        replace(result, test={"test_accuracy": 1 - result.test["test_error"]}) for result in results
+    ]
     (gain,) = TransferReport(rows, {}).transferability()
     assert gain.gain.mean == pytest.approx(reference[0].transferability()[0].gain.mean)
     (other,) = TransferReport(rows, {"mode": "min"}).transferability()
@@ -252,7 +280,11 @@ def test_a_run_goes_on_from_its_last_epoch(tmp_path, monkeypatch):
     def stop(trainer, path):
         written(trainer, path)
         if "four" in str(path):
-            assert not [name for name in torch.load(path, weights_only=True)["state_dict"] if "base_layer" in name]
+            assert not [
+                name
+                for name in torch.load(path, weights_only=True)["state_dict"]
+                if "base_layer" in name
+            ]
             raise KeyboardInterrupt
 
     monkeypatch.setattr(training, "save_checkpoint", stop)
@@ -266,7 +298,12 @@ def test_a_run_goes_on_from_its_last_epoch(tmp_path, monkeypatch):
 def test_runs_do_not_carry_the_weights_of_starts(tmp_path):
     wide = {**pretrained(Net, classes=4), "extra.weight": torch.zeros(10**6)}
     seen = []
-    run(tmp_path, starts={"four": wide}, seeds=1, on_done=lambda cell, result: seen.append(len(pickle.dumps(cell))))
+    run(
+        tmp_path,
+        starts={"four": wide},
+        seeds=1,
+        on_done=lambda cell, result: seen.append(len(pickle.dumps(cell))),
+    )
     assert len(seen) == 2
     assert max(seen) < 100_000
     stored = tmp_path / "starts" / "four" / "weights.pt"
@@ -312,7 +349,9 @@ def test_two_processes_give_the_same_numbers(reference):
 def test_a_dask_cluster_gives_the_same_numbers(reference, tmp_path):
     distributed = pytest.importorskip("distributed")
     with (
-        distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster,
+        distributed.LocalCluster(
+            n_workers=2, threads_per_worker=1, dashboard_address=None
+        ) as cluster,
         distributed.Client(cluster) as client,
     ):
         assert run(tmp_path, executor=client.get_executor()).same_as(reference[0])
@@ -327,28 +366,52 @@ def test_the_number_of_runs_and_the_time_come_first(capsys):
 
 ONE_CLASS = (torch.randn(20, 6), torch.zeros(20, dtype=torch.long))
 BAD = {
-    "a state dict that does not fit": ({"starts": {"a": Deep().state_dict()}}, r"`starts\['a'\]` must fit"),
-    "no common weights": ({"starts": {"a": Other().state_dict()}}, r"`starts\['a'\]` must have weights in common"),
+    "a state dict that does not fit": (
+        {"starts": {"a": Deep().state_dict()}},
+        r"`starts\['a'\]` must fit",
+    ),
+    "no common weights": (
+        {"starts": {"a": Other().state_dict()}},
+        r"`starts\['a'\]` must have weights in common",
+    ),
     "no tensors": ({"starts": {"a": {"w": 1}}}, r"`starts\['a'\]`"),
-    "not a number": ({"starts": {"a": {k: v * float("nan") for k, v in Net().state_dict().items()}}}, r"finite"),
+    "not a number": (
+        {"starts": {"a": {k: v * float("nan") for k, v in Net().state_dict().items()}}},
+        r"finite",
+    ),
     "no file": ({"starts": {"a": "nowhere.ckpt"}}, r"`starts\['a'\]` must be a file.*nowhere.ckpt"),
     "a module": ({"starts": {"a": Net()}}, r"`starts\['a'\]`"),
     "no starts": ({"starts": {}}, "`starts` must hold at least one"),
     "scratch itself": ({"starts": {"scratch": Net}}, "`starts` must have names"),
     "a path as a name": ({"starts": {"a/b": Net}}, "`starts` must have names"),
-    "an empty target": ({"data": {"train": DATA["train"], "test": (torch.zeros(0, 6), torch.zeros(0))}}, "`data` must"),
+    "an empty target": (
+        {"data": {"train": DATA["train"], "test": (torch.zeros(0, 6), torch.zeros(0))}},
+        "`data` must",
+    ),
     "no test set": ({"data": {"train": DATA["train"]}}, "`data` must have the parts"),
     "too many labels": ({"labels": [91]}, "`labels` must be between 1 and the 90"),
     "too few labels": ({"labels": [2]}, "`labels` must give every one of the 3 classes"),
     "no labels": ({"labels": []}, "`labels` must not be empty"),
-    "one class": ({"data": {"train": ONE_CLASS, "test": ONE_CLASS}}, "`data` must have .* at least two classes"),
-    "a metric that is not logged": ({"metric": "test_loss"}, "`metric` must .*'test_loss'; it logs test_error"),
+    "one class": (
+        {"data": {"train": ONE_CLASS, "test": ONE_CLASS}},
+        "`data` must have .* at least two classes",
+    ),
+    "a metric that is not logged": (
+        {"metric": "test_loss"},
+        "`metric` must .*'test_loss'; it logs test_error",
+    ),
     "an unknown way": ({"adapt": ["linaer"]}, "`adapt` must be .*'linaer'"),
     "a way that leaves nothing": ({"adapt": ["head"]}, "`adapt` must leave something to train"),
     "no way": ({"adapt": []}, "`adapt` must be at least one way"),
     "no module": ({"make": lambda: torch.nn.Linear(1, 1)}, "`model` must make a LightningModule"),
-    "a failing module": ({"make": lambda: 1 / 0}, "`model` must make a LightningModule, but it failed"),
-    "other inputs": ({"data": {"train": (torch.randn(30, 5), torch.arange(30) % 3), "test": DATA["test"]}}, "`data`"),
+    "a failing module": (
+        {"make": lambda: 1 / 0},
+        "`model` must make a LightningModule, but it failed",
+    ),
+    "other inputs": (
+        {"data": {"train": (torch.randn(30, 5), torch.arange(30) % 3), "test": DATA["test"]}},
+        "`data`",
+    ),
     "a logger in trainer": ({"trainer": {"logger": True}}, "`trainer` must leave logger"),
     "methods": ({"methods": ["lautum"]}, "`methods` must be left out"),
     "negative seeds": ({"seeds": [-1]}, "`seeds` must be between"),

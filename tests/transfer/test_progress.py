@@ -55,17 +55,24 @@ def test_a_function_is_told_of_trainings_and_lines_are_written_elsewhere(cells, 
             for cell in cells:
                 finished(cell, {})
     assert told == [(1, 2, cells[0].description), (2, 2, cells[1].description)]
-    assert capsys.readouterr().err == f"[1/2] {cells[0].description}\n[2/2] {cells[1].description}\n"
+    assert (
+        capsys.readouterr().err == f"[1/2] {cells[0].description}\n[2/2] {cells[1].description}\n"
+    )
 
 
 def test_transfer_tells_of_every_training_those_from_the_disk_too(tmp_path):
     told, done = [], []
-    hooks = {"progress": lambda *state: told.append(state), "on_done": lambda *pair: done.append(pair)}
+    hooks = {
+        "progress": lambda *state: told.append(state),
+        "on_done": lambda *pair: done.append(pair),
+    }
     for _ in range(2):
         transfer(tiny_net, tiny_data(), seeds=1, stages=STAGES, folder=tmp_path, **hooks)
     assert [state[:2] for state in told] == [(1, 3), (2, 3), (3, 3)] * 2
     assert told[2][2] == "fine-tune standard, 9 labels, seed 0"
-    assert [(cell.name, result) for cell, result in done[:3]] == [(cell.name, result) for cell, result in done[3:]]
+    assert [(cell.name, result) for cell, result in done[:3]] == [
+        (cell.name, result) for cell, result in done[3:]
+    ]
     assert done[2][0].stage == "fine_tune"
     assert 0 <= done[2][1]["test"]["accuracy"] <= 1
 

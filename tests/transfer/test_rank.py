@@ -46,7 +46,9 @@ def target(n=120, seed=0):
 @pytest.fixture(scope="module")
 def ranking():
     starts = {f"keeps {kept}": Body(kept) for kept in (0, 2, 4)}
-    return rank_starts(starts, target(), scratch="keeps 0", curve={20: 0.5, 80: 0.4}, progress=False)
+    return rank_starts(
+        starts, target(), scratch="keeps 0", curve={20: 0.5, 80: 0.4}, progress=False
+    )
 
 
 def test_starts_are_ordered_by_what_their_features_know(ranking):
@@ -71,7 +73,10 @@ def test_scores_are_those_of_the_functions(ranking):
     model, (x, y) = Body(4).eval(), target()
     features, logits = model.act(model.first(x)).detach(), model(x).detach()
     start = ranking["keeps 4"]
-    assert [layer.name for layer in start.layers] == ["first", "drop"]  # which hands on what "act" puts out
+    assert [layer.name for layer in start.layers] == [
+        "first",
+        "drop",
+    ]  # which hands on what "act" puts out
     assert start.logme == pytest.approx(logme(features, y).item())
     assert start.h_score == pytest.approx(h_score(features, y).item())
     assert start.leep == pytest.approx(leep(logits.double().softmax(1), y).item(), rel=1e-5)
@@ -81,14 +86,18 @@ def test_scores_are_those_of_the_functions(ranking):
 
 def test_missed_share_is_that_of_feature_overlap_on_the_same_folds():
     x, y = target()
-    order = y.argsort(stable=True)  # in this order, folds by turns are those with equal shares of classes
+    order = y.argsort(
+        stable=True
+    )  # in this order, folds by turns are those with equal shares of classes
     start = rank_starts({"a": Body(4)}, (x[order], y[order]), layers=["act"], progress=False).best
     overlap = feature_overlap(Body(4), (x[order], y[order]), layers=["act"])
     assert start.missed == pytest.approx(overlap.outside.item())
 
 
 def test_starts_that_cannot_be_told_apart_are_said_to_be_so():
-    ranking = rank_starts({"a": Body(4), "b": Body(4, seed=1), "c": Body(0)}, target(), progress=False)
+    ranking = rank_starts(
+        {"a": Body(4), "b": Body(4, seed=1), "c": Body(0)}, target(), progress=False
+    )
     assert set(ranking.tied) == {"a", "b"}
     assert "cannot tell" in ranking.advice()
     assert str(ranking).count("= ") == 3  # the two, and what the sign means
@@ -114,7 +123,9 @@ def test_without_fine_tuning_or_a_curve_nothing_is_said_to_help():
     assert ranking["a"].call is None
     assert ranking["a"].gain[0] > 0
     how = FineTuning(steps=60, learning_rate=0.02)
-    tuned = rank_starts({"a": Body(4), "b": Body(0)}, target(), scratch="b", fine_tune=how, progress=False)
+    tuned = rank_starts(
+        {"a": Body(4), "b": Body(0)}, target(), scratch="b", fine_tune=how, progress=False
+    )
     assert tuned["a"].call in ("helps", "hurts", "cannot tell")
     assert tuned["b"].call is None
 
@@ -156,14 +167,18 @@ def test_fine_tuning_orders_where_it_is_asked_for():
     before = {k: v.clone() for k, v in starts["good"].state_dict().items()}
     ranking = rank_starts(starts, target(), fine_tune=how, progress=False)
     assert torch.equal(state, torch.get_rng_state())
-    assert all(torch.equal(value, before[name]) for name, value in starts["good"].state_dict().items())
+    assert all(
+        torch.equal(value, before[name]) for name, value in starts["good"].state_dict().items()
+    )
     assert ranking.ordered_by == "fine-tuning"
     assert ranking.best.name == "good"
     assert ranking.best.fine_tuned < ranking["poor"].fine_tuned
     again = rank_starts(starts, target(), fine_tune=how, progress=False)
     assert again.best.fine_tuned == ranking.best.fine_tuned
     x = randn(60, 6)
-    real = rank_starts({"a": Body(6, classes=1)}, (x, x[:, :1]), fine_tune=FineTuning(200, 0.02), progress=False)
+    real = rank_starts(
+        {"a": Body(6, classes=1)}, (x, x[:, :1]), fine_tune=FineTuning(200, 0.02), progress=False
+    )
     assert real.best.fine_tuned < 0.3
 
 
@@ -174,7 +189,9 @@ def test_batches_loaders_functions_and_fields_are_the_same(ranking):
     for data in (loader, fields, [(x[:70], y[:70]), (x[70:], y[70:])]):
         again = rank_starts({"keeps 4": lambda: Body(4)}, data, progress=False).best
         assert again.error == ranking["keeps 4"].error
-    swapped = rank_starts({"a": Body(4)}, [(y, x)], batch_fn=lambda batch: batch[::-1], progress=False).best
+    swapped = rank_starts(
+        {"a": Body(4)}, [(y, x)], batch_fn=lambda batch: batch[::-1], progress=False
+    ).best
     assert swapped.error == ranking["keeps 4"].error
 
 
@@ -200,7 +217,12 @@ def test_the_networks_are_only_observed():
 def bert():
     transformers = pytest.importorskip("transformers")
     config = transformers.BertConfig(
-        vocab_size=50, hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=32, num_labels=3
+        vocab_size=50,
+        hidden_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        intermediate_size=32,
+        num_labels=3,
     )
     torch.manual_seed(0)
     model = transformers.BertForSequenceClassification(config)
@@ -213,18 +235,29 @@ def bert():
 def vit():
     transformers = pytest.importorskip("transformers")
     config = transformers.ViTConfig(
-        hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=32, image_size=16, patch_size=4
+        hidden_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        intermediate_size=32,
+        image_size=16,
+        patch_size=4,
     )
     torch.manual_seed(0)
     pixels = randn(48, 3, 16, 16)
     labels = (pixels.mean((1, 2, 3)) > 0).long()
-    return transformers.ViTForImageClassification(config), {"pixel_values": pixels, "labels": labels}
+    return transformers.ViTForImageClassification(config), {
+        "pixel_values": pixels,
+        "labels": labels,
+    }
 
 
 def cnn():
     torch.manual_seed(0)
     images = randn(48, 1, 12, 12)
-    return nn.Sequential(small_cnn((1, 12, 12)), nn.Linear(64, 5)), (images, (images.mean((1, 2, 3)) > 0).long())
+    return nn.Sequential(small_cnn((1, 12, 12)), nn.Linear(64, 5)), (
+        images,
+        (images.mean((1, 2, 3)) > 0).long(),
+    )
 
 
 def mlp():
@@ -238,7 +271,9 @@ def test_any_network(make):
     assert len(ranking.best.layers) == 2
     assert ranking.best.leep is not None
     assert ranking.samples == 48
-    tuned = rank_starts({"a": model}, data, layers=1, fine_tune=FineTuning(2, folds=2), progress=False)
+    tuned = rank_starts(
+        {"a": model}, data, layers=1, fine_tune=FineTuning(2, folds=2), progress=False
+    )
     assert 0 <= tuned.best.fine_tuned <= 1
 
 
@@ -259,7 +294,9 @@ def test_layers_of_a_network_without_a_head_end_in_its_last():
 
 
 def test_layers_before_all_weights_are_left_out():
-    model = nn.Sequential(nn.Flatten(), nn.ReLU(), nn.Sequential(nn.Identity(), nn.Linear(6, 5)), nn.Linear(5, 2))
+    model = nn.Sequential(
+        nn.Flatten(), nn.ReLU(), nn.Sequential(nn.Identity(), nn.Linear(6, 5)), nn.Linear(5, 2)
+    )
     assert spread_layers(model, randn(2, 6, 1), None, 5) == ["2.1"]
 
 
@@ -268,12 +305,17 @@ def test_padding_does_not_count():
     padded = dict(data)
     padded["input_ids"] = data["input_ids"].masked_fill(data["attention_mask"] == 0, 7)
     layers = ["bert.encoder.layer.1"]
-    one, other = (rank_starts({"a": model}, d, layers=layers, progress=False).best for d in (data, padded))
+    one, other = (
+        rank_starts({"a": model}, d, layers=layers, progress=False).best for d in (data, padded)
+    )
     assert one.missed == pytest.approx(other.missed, rel=1e-4)
 
 
 def test_layers_by_name_and_by_start():
-    starts = {"body": Body(4), "cnn-like": nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2))}
+    starts = {
+        "body": Body(4),
+        "cnn-like": nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2)),
+    }
     layers = {"body": ["act"], "cnn-like": ["0", "1"]}
     ranking = rank_starts(starts, target(), layers=layers, progress=False)
     assert {s.name: [layer.name for layer in s.layers] for s in ranking.starts} == layers
@@ -282,9 +324,13 @@ def test_layers_by_name_and_by_start():
 def test_saves_loads_draws_prints_and_shows_a_page(ranking, tmp_path):
     ranking.save(tmp_path / "ranking.json")
     assert StartRanking.load(tmp_path / "ranking.json") == ranking
-    json.loads((tmp_path / "ranking.json").read_text(), parse_constant=lambda word: pytest.fail(word))
+    json.loads(
+        (tmp_path / "ranking.json").read_text(), parse_constant=lambda word: pytest.fail(word)
+    )
     figure, ax = ranking.plot()
-    assert [label.get_text() for label in ax.get_yticklabels()] == [start.name for start in ranking.starts]
+    assert [label.get_text() for label in ax.get_yticklabels()] == [
+        start.name for start in ranking.starts
+    ]
     figure.savefig(tmp_path / "ranking.png")
     page = ranking._repr_html_()
     text = str(ranking)
@@ -304,7 +350,11 @@ def test_an_onset_that_is_never_reached_survives_the_file(tmp_path):
         perfect[0].weight.zero_()
         perfect[0].weight[0, 0] = 1e3
         perfect[0].bias.zero_()
-    ranking = rank_starts({"a": nn.Sequential(perfect[0], nn.Hardtanh(), perfect[1])}, (x, y), curve={10: 0.5, 50: 0.2})
+    ranking = rank_starts(
+        {"a": nn.Sequential(perfect[0], nn.Hardtanh(), perfect[1])},
+        (x, y),
+        curve={10: 0.5, 50: 0.2},
+    )
     assert ranking.best.error == 0
     assert ranking.best.onset[1] == math.inf
     ranking.save(tmp_path / "ranking.json")
@@ -388,5 +438,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 def test_memory_does_not_grow_with_the_size_of_feature_maps():
     """120 samples of 13 layers with 262,144 entries would be 3.3 GB in float64."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True, env=environment
+    )
     assert float(done.stdout) < 150  # MB

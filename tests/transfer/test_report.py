@@ -17,28 +17,41 @@ from tests.transfer.results import METHODS, minimal, report, result
 
 def simple(**accuracies):
     """Accuracies by seed, of each method, at 50 labels."""
-    return TransferReport([minimal(m, 50, s, a) for m, row in accuracies.items() for s, a in enumerate(row)], {})
+    return TransferReport(
+        [minimal(m, 50, s, a) for m, row in accuracies.items() for s, a in enumerate(row)], {}
+    )
 
 
 @pytest.mark.parametrize("confidence", [0.8, 0.95])
 def test_gains_are_scipys_paired_tests(confidence):
     experiment = report(METHODS[:4], labels=(50, 100), seeds=4)
     comparisons = experiment.transferability(confidence)
-    assert len(comparisons) == 2 * 2 * (3 + 2)  # labels, measures; three over scratch and two over standard
+    assert len(comparisons) == 2 * 2 * (
+        3 + 2
+    )  # labels, measures; three over scratch and two over standard
     for c in comparisons:
         tests = [
             [row.test for row in experiment.results if (row.method, row.labels) == (name, c.labels)]
             for name in (c.baseline, c.method)
         ]
-        risks = [[1 - t["accuracy"] if c.measure == "error" else t["loss"] for t in rows] for rows in tests]
+        risks = [
+            [1 - t["accuracy"] if c.measure == "error" else t["loss"] for t in rows]
+            for rows in tests
+        ]
         expected = stats.ttest_rel(*risks).confidence_interval(confidence)
         assert (c.gain.low, c.gain.high) == pytest.approx((expected.low, expected.high), rel=1e-9)
-        assert c.gain.mean == pytest.approx((torch.tensor(risks[0]) - torch.tensor(risks[1])).mean().item(), abs=1e-6)
-        assert c.verdict == ("helps" if expected.low > 0 else "hurts" if expected.high < 0 else "cannot tell")
+        assert c.gain.mean == pytest.approx(
+            (torch.tensor(risks[0]) - torch.tensor(risks[1])).mean().item(), abs=1e-6
+        )
+        assert c.verdict == (
+            "helps" if expected.low > 0 else "hurts" if expected.high < 0 else "cannot tell"
+        )
 
 
 def test_words():
-    experiment = simple(scratch=[0.5, 0.6, 0.7], a=[0.8, 0.9, 0.99], b=[0.3, 0.41, 0.5], c=[0.4, 0.6, 0.9])
+    experiment = simple(
+        scratch=[0.5, 0.6, 0.7], a=[0.8, 0.9, 0.99], b=[0.3, 0.41, 0.5], c=[0.4, 0.6, 0.9]
+    )
     words = {c.method: c.verdict for c in experiment.transferability() if c.measure == "error"}
     assert words == {"a": "helps", "b": "hurts", "c": "cannot tell"}
 
@@ -46,7 +59,11 @@ def test_words():
 def test_one_seed_cannot_tell_and_says_why():
     experiment = simple(scratch=[0.1], lautum=[0.9])
     error, _ = experiment.transferability()
-    assert (error.gain.mean, error.verdict, error.gain.reason) == (pytest.approx(0.8), "cannot tell", "one seed")
+    assert (error.gain.mean, error.verdict, error.gain.reason) == (
+        pytest.approx(0.8),
+        "cannot tell",
+        "one seed",
+    )
     for text in (experiment.to_markdown(), experiment.to_terminal(width=120)):
         assert "+80.0 cannot tell (one seed)" in text
     assert "One seed has no interval, and no verdict rests on it." in experiment.to_markdown()
@@ -83,7 +100,11 @@ def test_without_any_baseline():
 
 
 def test_a_baseline_that_lacks_the_cell_is_named():
-    rows = [minimal("scratch", 50, 0, 0.5), minimal("lautum", 50, 1, 0.5), minimal("lautum", 100, 0, 0.5)]
+    rows = [
+        minimal("scratch", 50, 0, 0.5),
+        minimal("lautum", 50, 1, 0.5),
+        minimal("lautum", 100, 0, 0.5),
+    ]
     comparisons = TransferReport(rows, {}).transferability()
     assert [(c.labels, c.gain.reason) for c in comparisons[::2]] == [
         (50, "no seed in common"),
@@ -104,7 +125,9 @@ def test_diverged_runs_are_told_as_such():
 def test_table_has_one_row_a_cell_and_the_same_columns_everywhere():
     experiment = report(METHODS[:3], labels=(200, 50), seeds=2)
     table = experiment.table()
-    assert [(row["labels"], row["method"]) for row in table] == [(n, m) for n in (50, 200) for m in METHODS[:3]]
+    assert [(row["labels"], row["method"]) for row in table] == [
+        (n, m) for n in (50, 200) for m in METHODS[:3]
+    ]
     assert len({tuple(row) for row in table}) == 1
     row, cell = table[-1], list(experiment.cell("lautum", 200).values())
     for key, value in {
@@ -127,7 +150,9 @@ def test_methods_begin_with_the_baselines():
 
 
 def test_markdown_has_the_numbers_and_no_markup_of_others():
-    experiment = TransferReport([minimal("a|b_c*", 50, 0, 0.625)], {"fence": "```\n# no"}, "<b>name</b>")
+    experiment = TransferReport(
+        [minimal("a|b_c*", 50, 0, 0.625)], {"fence": "```\n# no"}, "<b>name</b>"
+    )
     text = experiment.to_markdown(figures=["accuracy"])
     assert "| 50 | a\\|b\\_c\\* | 1 | 62.5 | 1.000 |" in text
     assert text.startswith("# \\<b\\>name\\</b\\>\n")
@@ -178,7 +203,9 @@ def test_figures_of_the_report_before_go_and_nothing_else_does(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {*second, "mine.png"}
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"figures": 3}', '{"figures": ["../mine.png"]}'])
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "{}", '{"figures": 3}', '{"figures": ["../mine.png"]}']
+)
 def test_a_file_that_is_no_report_takes_nothing_with_it(tmp_path, text):
     (tmp_path / "mine.png").write_bytes(b"mine")
     (tmp_path / "new").mkdir()
@@ -219,21 +246,42 @@ def test_keeps_what_it_was_given():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"test": None}, "`test` must hold numbers by name, got None in (lautum, 50 labels, seed 0)"),
+        (
+            {"test": None},
+            "`test` must hold numbers by name, got None in (lautum, 50 labels, seed 0)",
+        ),
         ({"test": {"accuracy": 0.5, "loss": "low"}}, "`test` must hold numbers"),
-        ({"test": {"accuracy": 61.0, "loss": 1.0}}, "`test` must hold an accuracy between 0 and 1, got 61.0"),
+        (
+            {"test": {"accuracy": 61.0, "loss": 1.0}},
+            "`test` must hold an accuracy between 0 and 1, got 61.0",
+        ),
         ({"source": {"accuracy": True, "loss": 1.0}}, "`source` must hold numbers"),
         ({"labels": 0}, "`labels` must be a whole number of at least 1, got 0"),
         ({"labels": 5.0}, "`labels` must be a whole number of at least 1, got 5.0"),
         ({"seed": -1}, "`seed` must be a whole number of at least 0, got -1"),
         ({"method": ""}, "`method` must be a name, got ''"),
-        ({"curves": [{"epoch": 1}]}, "`curves` must have a stage and an epoch at each point, got {'epoch': 1}"),
+        (
+            {"curves": [{"epoch": 1}]},
+            "`curves` must have a stage and an epoch at each point, got {'epoch': 1}",
+        ),
         ({"curves": [1]}, "`curves` must have a stage and an epoch at each point, got 1"),
-        ({"information": {"after": 3.0}}, "`information` must hold total and layers for 'after', got 3.0"),
-        ({"fisher_trace": {"after": {"total": 1.0}}}, "`fisher_trace` must hold total and layers for 'after'"),
-        ({"overlap": {"layers": ["a"], "outside": [0.5]}}, "`overlap` must hold as many shares and standard errors"),
+        (
+            {"information": {"after": 3.0}},
+            "`information` must hold total and layers for 'after', got 3.0",
+        ),
+        (
+            {"fisher_trace": {"after": {"total": 1.0}}},
+            "`fisher_trace` must hold total and layers for 'after'",
+        ),
+        (
+            {"overlap": {"layers": ["a"], "outside": [0.5]}},
+            "`overlap` must hold as many shares and standard errors",
+        ),
         ({"accuracy": 0.5}, "`results` may have the keys"),
-        ({"test": {"accuracy": torch.tensor(0.5), "loss": 1.0}}, "`results` must hold plain JSON-like values"),
+        (
+            {"test": {"accuracy": torch.tensor(0.5), "loss": 1.0}},
+            "`results` must hold plain JSON-like values",
+        ),
     ],
 )
 def test_refuses_bad_results(change, message):
@@ -272,13 +320,19 @@ def test_refuses_files_that_are_no_report(tmp_path):
 
 def test_refuses_a_file_in_place_of_a_folder(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=rf"`folder` must be a folder, got the file {tmp_path}/file\."):
+    with pytest.raises(
+        ValueError, match=rf"`folder` must be a folder, got the file {tmp_path}/file\."
+    ):
         TransferReport([result()], {}).save(tmp_path / "file")
 
 
 def test_in_80_columns_no_name_and_no_number_is_broken():
-    experiment = report(["scratch", "standard", "lautum+mutual_information", "lautum+temporal_ensembling"], seeds=3)
-    wide, narrow = (experiment.to_terminal(width=width).split("\n50 labels")[0] for width in (160, 80))
+    experiment = report(
+        ["scratch", "standard", "lautum+mutual_information", "lautum+temporal_ensembling"], seeds=3
+    )
+    wide, narrow = (
+        experiment.to_terminal(width=width).split("\n50 labels")[0] for width in (160, 80)
+    )
     assert "│ lautum+temporal_ensembling │" in wide
     lines = narrow.splitlines()
     assert max(map(len, lines)) <= 80
@@ -305,10 +359,19 @@ def test_a_prediction_that_nobody_made_has_no_column(onset):
     assert {len(row) for row in table.rows} == {len(table.header)}
 
 
-@pytest.mark.parametrize(("middle", "said"), [(20.0, "20 [10, ∞]"), (9000.0, "9,000 [10, ∞], extrapolated far")])
+@pytest.mark.parametrize(
+    ("middle", "said"), [(20.0, "20 [10, ∞]"), (9000.0, "9,000 [10, ∞], extrapolated far")]
+)
 def test_a_prediction_far_from_the_labels_is_called_extrapolated(middle, said):
-    overlap = {"layers": ["a"], "outside": [0.5], "standard_error": [0.1], "onset": [10.0, middle, None]}
+    overlap = {
+        "layers": ["a"],
+        "outside": [0.5],
+        "standard_error": [0.1],
+        "onset": [10.0, middle, None],
+    }
     made = report()
     assert max(made.labels) < 900
-    table = overlap_table(TransferReport([replace(row, overlap=overlap) for row in made.results], {}, "name"))
+    table = overlap_table(
+        TransferReport([replace(row, overlap=overlap) for row in made.results], {}, "name")
+    )
     assert {row[-1] for row in table.rows} == {said}

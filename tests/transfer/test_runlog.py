@@ -20,7 +20,9 @@ with RunLog("wandb_offline", folder=folder).run("mine", {"seed": 0}, [{"epoch": 
 def test_offline_runs_stay_offline_in_a_process_that_has_used_wandb(tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
-    done = subprocess.run([sys.executable, "-c", CODE, str(tmp_path)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, str(tmp_path)], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert len(list((tmp_path / "wandb").glob("offline-run-*"))) == 2
     assert "anonymous" not in done.stderr  # what Lightning's own call makes W&B say
@@ -31,5 +33,7 @@ def test_what_is_no_number_is_not_logged():
 
 
 def test_unknown_kind():
-    with pytest.raises(ValueError, match="`logger` must be one of none, csv, wandb, wandb_offline, got 'paper'"):
+    with pytest.raises(
+        ValueError, match="`logger` must be one of none, csv, wandb, wandb_offline, got 'paper'"
+    ):
         RunLog("paper")

@@ -54,7 +54,9 @@ def test_rows_can_be_given():
 
 
 def test_validation_is_drawn_from_the_rows_that_the_labels_leave():
-    rows = split(labels=25, validation=0).labeled.tolist()  # the first of the order that validation is drawn from
+    rows = split(
+        labels=25, validation=0
+    ).labeled.tolist()  # the first of the order that validation is drawn from
     parts = split(labels=rows, validation=20)
     assert parts.labeled.tolist() == rows
     assert len(parts.validation) == 20
@@ -65,15 +67,36 @@ def test_validation_is_drawn_from_the_rows_that_the_labels_leave():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"labels": 91}, "`labels` must be between 0 and the 90 samples there are beside 20 for validation, got 91"),
-        ({"validation": 111}, "`validation` must be between 0 and the 110 samples there are, got 111"),
-        ({"labels": 4}, "`labels` must give every one of the 5 classes at least one label, got 4 labels"),
-        ({"num_classes": 6}, "`target` must have training .* its 6 classes, got none of class 5; classes count from 0"),
-        ({"labels": [10, 20]}, r"none for class .*\. A list of `labels` names rows; .* go to `transfer\(labels="),
-        ({"y": np.zeros(50, dtype=np.int64), "num_classes": 2}, "`target` must have samples of at least two classes"),
+        (
+            {"labels": 91},
+            "`labels` must be between 0 and the 90 samples there are beside 20 for validation, got 91",
+        ),
+        (
+            {"validation": 111},
+            "`validation` must be between 0 and the 110 samples there are, got 111",
+        ),
+        (
+            {"labels": 4},
+            "`labels` must give every one of the 5 classes at least one label, got 4 labels",
+        ),
+        (
+            {"num_classes": 6},
+            "`target` must have training .* its 6 classes, got none of class 5; classes count from 0",
+        ),
+        (
+            {"labels": [10, 20]},
+            r"none for class .*\. A list of `labels` names rows; .* go to `transfer\(labels=",
+        ),
+        (
+            {"y": np.zeros(50, dtype=np.int64), "num_classes": 2},
+            "`target` must have samples of at least two classes",
+        ),
         ({"labels": [0, 0, 40, 70, 90, 100]}, "`labels` must not repeat a row, got 1"),
         ({"labels": [0, 40, 70, 90, 110]}, "`labels` must hold rows from 0 to 109, got 0 to 110"),
-        ({"labels": [0, 40, 70, 90, 100], "validation": [0]}, r"must not share rows, got \[0\] in both"),
+        (
+            {"labels": [0, 40, 70, 90, 100], "validation": [0]},
+            r"must not share rows, got \[0\] in both",
+        ),
     ],
 )
 def test_bad_input(arguments, message):

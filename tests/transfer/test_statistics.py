@@ -6,17 +6,26 @@ import pytest
 import torch
 from scipy import stats
 
-from lightning_taskinfo.transfer.results import Interval, mean_interval, paired_gain, student_t_reach
+from lightning_taskinfo.transfer.results import (
+    Interval,
+    mean_interval,
+    paired_gain,
+    student_t_reach,
+)
 
 
 def sample(n, *, seed=0):
-    return torch.randn(n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).tolist()
+    return torch.randn(
+        n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).tolist()
 
 
 @pytest.mark.parametrize("degrees", [1, 2, 3, 4, 5, 9, 10, 31, 100])
 @pytest.mark.parametrize("confidence", [0.5, 0.9, 0.95, 0.99, 0.9999])
 def test_reach_is_scipys_quantile(confidence, degrees):
-    assert student_t_reach(confidence, degrees) == pytest.approx(stats.t.ppf(0.5 + confidence / 2, degrees), rel=1e-9)
+    assert student_t_reach(confidence, degrees) == pytest.approx(
+        stats.t.ppf(0.5 + confidence / 2, degrees), rel=1e-9
+    )
 
 
 @pytest.mark.parametrize("n", [2, 3, 5, 10])
@@ -43,7 +52,9 @@ def test_gain_pairs_by_seed_and_leaves_out_the_rest():
     pairs = paired_gain({0: 0.5, 1: 0.6, 2: 0.9}, {0: 0.3, 1: 0.5, 2: 0.6})
     shuffled = paired_gain({2: 0.9, 7: 99.0, 0: 0.5, 1: 0.6}, {1: 0.5, 8: -99.0, 2: 0.6, 0: 0.3})
     assert shuffled.n == 3
-    assert (shuffled.mean, shuffled.low, shuffled.high) == pytest.approx((pairs.mean, pairs.low, pairs.high))
+    assert (shuffled.mean, shuffled.low, shuffled.high) == pytest.approx(
+        (pairs.mean, pairs.low, pairs.high)
+    )
 
 
 def test_covers_as_often_as_it_says():
@@ -68,7 +79,12 @@ def test_covers_as_often_as_it_says():
 def test_no_interval_has_a_reason(values, mean, reason):
     interval = mean_interval(values)
     assert interval.mean == pytest.approx(mean, nan_ok=True)
-    assert (interval.low, interval.high, interval.n, interval.reason) == (None, None, len(values), reason)
+    assert (interval.low, interval.high, interval.n, interval.reason) == (
+        None,
+        None,
+        len(values),
+        reason,
+    )
     assert interval.verdict == "cannot tell"
 
 
@@ -86,7 +102,12 @@ def test_gain_without_a_common_seed():
 
 @pytest.mark.parametrize(
     ("low", "high", "verdict"),
-    [(0.1, 0.2, "helps"), (-0.2, -0.1, "hurts"), (-0.1, 0.2, "cannot tell"), (0.0, 0.1, "cannot tell")],
+    [
+        (0.1, 0.2, "helps"),
+        (-0.2, -0.1, "hurts"),
+        (-0.1, 0.2, "cannot tell"),
+        (0.0, 0.1, "cannot tell"),
+    ],
 )
 def test_verdict_is_where_the_interval_lies(low, high, verdict):
     assert Interval((low + high) / 2, low, high, 3).verdict == verdict

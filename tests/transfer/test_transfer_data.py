@@ -30,7 +30,9 @@ def ready(**changes):
 
 def first_batch(data):
     loaders = data.train_dataloader()
-    return data.on_before_batch_transfer({name: next(iter(loader)) for name, loader in loaders.items()}, 0)
+    return data.on_before_batch_transfer(
+        {name: next(iter(loader)) for name, loader in loaders.items()}, 0
+    )
 
 
 def test_batches_hold_labelled_and_unlabelled_samples_with_their_index():
@@ -49,8 +51,12 @@ def test_pretraining_has_source_labels_beside_target_inputs():
     data = ready().use("pretrain")
     batch = first_batch(data)
     source, target = data.tasks()
-    torch.testing.assert_close(batch["labeled"][0], source.train.x[batch["labeled_index"]].float() / 255)
-    torch.testing.assert_close(batch["unlabeled"], target.train.x[batch["unlabeled_index"]].float() / 255)
+    torch.testing.assert_close(
+        batch["labeled"][0], source.train.x[batch["labeled_index"]].float() / 255
+    )
+    torch.testing.assert_close(
+        batch["unlabeled"], target.train.x[batch["unlabeled_index"]].float() / 255
+    )
     _, y = data.on_before_batch_transfer(next(iter(data.val_dataloader())), 0)
     assert torch.equal(y, source.test.y)
     data.use("fine_tune")
@@ -64,7 +70,11 @@ def test_the_unlabelled_samples_do_not_know_their_labels():
     held = io.BytesIO()
     torch.save(vars(data.unlabeled), held)
     held.seek(0)
-    tensors = [value for value in torch.load(held, weights_only=True).values() if isinstance(value, torch.Tensor)]
+    tensors = [
+        value
+        for value in torch.load(held, weights_only=True).values()
+        if isinstance(value, torch.Tensor)
+    ]
     assert data.unlabeled.y is None
     assert {tuple(t.shape) for t in tensors} == {(78, 1, 8, 8), (78,)}
     (index,) = (t for t in tensors if t.ndim == 1)
@@ -87,7 +97,10 @@ def test_all_ways_to_name_a_task_give_the_same_data(tmp_path):
     save_npz(tmp_path / "mine.npz", task)
     pair = tuple(TensorDataset(torch.from_numpy(x), torch.from_numpy(y)) for x, y in
                  ((task.x_train, task.y_train), (task.x_test, task.y_test)))  # fmt: skip
-    modules = [ready(target=target, data_dir=tmp_path) for target in (task, tmp_path / "mine.npz", "mine", pair)]
+    modules = [
+        ready(target=target, data_dir=tmp_path)
+        for target in (task, tmp_path / "mine.npz", "mine", pair)
+    ]
     for module in modules[1:]:
         assert torch.equal(module.labeled.x, modules[0].labeled.x)
         assert torch.equal(module.labeled.y, modules[0].labeled.y)
@@ -99,16 +112,24 @@ def test_sizes_channels_and_classes_may_differ():
     data = ready(target=target, labels=10)
     assert data.labeled.x.shape[1:] == data.source.x.shape[1:] == (1, 8, 8)
     assert (data.source_classes, data.target_classes) == (3, 5)
-    assert ready(target=target, labels=10, image_shape=(3, 16, 16)).source.x.shape[1:] == (3, 16, 16)
+    assert ready(target=target, labels=10, image_shape=(3, 16, 16)).source.x.shape[1:] == (
+        3,
+        16,
+        16,
+    )
 
 
 def test_one_channel_is_replicated_and_several_are_averaged():
-    grey = torch.randint(256, (4, 1, 6, 6), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    grey = torch.randint(
+        256, (4, 1, 6, 6), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
     colour = fit_images(grey, (3, 6, 6))
     assert torch.equal(colour[:, 2:], grey)
     assert torch.equal(fit_images(colour, (1, 6, 6)), grey)
     halves = torch.nn.functional.avg_pool2d(grey.float(), 2)
-    assert fit_images(grey, (1, 3, 3), chunk=3).float().sub(halves).abs().max() < 40  # a smooth filter, not a sample
+    assert (
+        fit_images(grey, (1, 3, 3), chunk=3).float().sub(halves).abs().max() < 40
+    )  # a smooth filter, not a sample
     assert fit_images(torch.full_like(grey, 7), (1, 9, 5)).unique().tolist() == [7]
 
 
@@ -129,7 +150,10 @@ def test_whole_numbers_from_0_to_255_are_bytes_wherever_they_are(dtype):
     for samples in (data.source, data.source_test, data.unlabeled):
         assert samples.x.dtype == torch.uint8
         assert samples.x.tolist() == numbers.tolist()
-    assert data.describe()["unlabeled"] == ready(unlabeled=numbers.astype(np.uint8)).describe()["unlabeled"]
+    assert (
+        data.describe()["unlabeled"]
+        == ready(unlabeled=numbers.astype(np.uint8)).describe()["unlabeled"]
+    )
 
 
 @pytest.mark.parametrize("kind", [bool, int])
@@ -149,7 +173,9 @@ def test_channels_may_be_last_or_missing_wherever_images_come_from():
         (images[:, 0, ..., None], 1),
     ):
         part = list(zip(given, [0, 1, 2] * 3, strict=True))
-        data = ready(source=(part, part), target=(part, part), labels=3, validation=0, unlabeled=given)
+        data = ready(
+            source=(part, part), target=(part, part), labels=3, validation=0, unlabeled=given
+        )
         for samples in (data.source, data.source_test, data.unlabeled, data.target_test):
             assert np.array_equal(samples.x.numpy(), images[:, :channels])
 
@@ -200,7 +226,8 @@ def test_a_settled_module_reads_datasets_once_and_paths_from_the_root(tmp_path, 
 
 def test_the_description_knows_an_augmentation_by_its_settings():
     one, same, other, function = (
-        tiny_data(augment=augment).describe()["augment"] for augment in (Shift(1), Shift(1), Shift(2), flipped)
+        tiny_data(augment=augment).describe()["augment"]
+        for augment in (Shift(1), Shift(1), Shift(2), flipped)
     )
     assert one == same != other
     assert function.startswith("flipped ")
@@ -221,34 +248,86 @@ def test_the_description_knows_the_data_by_what_they_hold():
     ("arguments", "error", "message"),
     [
         ({"batch_size": 1}, ValueError, "`batch_size` must be at least 2, got 1"),
-        ({"labels": 1000}, ValueError, "the 78 samples there are beside 12 for validation, got 1000"),
-        ({"labels": 10.0}, TypeError, "`labels` must be a whole number or a sequence of whole numbers, got 10.0"),
-        ({"validation": "9"}, TypeError, "`validation` must be a whole number, a sequence .* or None, got '9'"),
+        (
+            {"labels": 1000},
+            ValueError,
+            "the 78 samples there are beside 12 for validation, got 1000",
+        ),
+        (
+            {"labels": 10.0},
+            TypeError,
+            "`labels` must be a whole number or a sequence of whole numbers, got 10.0",
+        ),
+        (
+            {"validation": "9"},
+            TypeError,
+            "`validation` must be a whole number, a sequence .* or None, got '9'",
+        ),
         ({"labels": -5}, ValueError, "`labels` must not be negative, got -5"),
         ({"validation": -1}, ValueError, "`validation` must not be negative, got -1"),
-        ({"source": (np.zeros((9, 8, 8)), np.zeros(9))}, ValueError, r"`source` must be two datasets.* type ndarray"),
+        (
+            {"source": (np.zeros((9, 8, 8)), np.zeros(9))},
+            ValueError,
+            r"`source` must be two datasets.* type ndarray",
+        ),
         ({"source": ([], [])}, ValueError, "`source` must hold samples, got an empty dataset"),
-        ({"source": (pair(1)[0],) * 3}, TypeError, "`source` must be an ArrayData, .* a pair of datasets, got tuple"),
-        ({"source": ([(X, 0), X],) * 2}, ValueError, r"`source` must be two datasets.* of pairs \(image, class\)"),
-        ({"source": ([(X, 0, 1)],) * 2}, ValueError, r"`source` must be two datasets.* of pairs \(image, class\)"),
+        (
+            {"source": (pair(1)[0],) * 3},
+            TypeError,
+            "`source` must be an ArrayData, .* a pair of datasets, got tuple",
+        ),
+        (
+            {"source": ([(X, 0), X],) * 2},
+            ValueError,
+            r"`source` must be two datasets.* of pairs \(image, class\)",
+        ),
+        (
+            {"source": ([(X, 0, 1)],) * 2},
+            ValueError,
+            r"`source` must be two datasets.* of pairs \(image, class\)",
+        ),
         (
             {"source": ([(X, 0), (X[..., 1:], 1)],) * 2},
             ValueError,
             r"`source` must hold images of one shape .* got \[\(1, 8, 7\), \(1, 8, 8\)\]",
         ),
-        ({"labels": 2}, ValueError, "`labels` must give every one of the 3 classes at least one label"),
-        ({"target": "nowhere"}, ValueError, "`target` must be digits or letters .*'nowhere' was not found"),
-        ({"source": "digit"}, ValueError, r"`source` must be .*'digit' was not found .*\. Did you mean 'digits'\?$"),
+        (
+            {"labels": 2},
+            ValueError,
+            "`labels` must give every one of the 3 classes at least one label",
+        ),
+        (
+            {"target": "nowhere"},
+            ValueError,
+            "`target` must be digits or letters .*'nowhere' was not found",
+        ),
+        (
+            {"source": "digit"},
+            ValueError,
+            r"`source` must be .*'digit' was not found .*\. Did you mean 'digits'\?$",
+        ),
         (
             {"target": "no/such/file.npz"},
             FileNotFoundError,
             "`target` must be an npz file, but there is no file at no/",
         ),
-        ({"source": "tests"}, FileNotFoundError, "`source` must hold the idx file train-images.* but tests does not"),
+        (
+            {"source": "tests"},
+            FileNotFoundError,
+            "`source` must hold the idx file train-images.* but tests does not",
+        ),
         ({"target": 3}, TypeError, "`target` must be an ArrayData, a name, .* got int"),
         ({"unlabeled": np.zeros(5)}, ValueError, r"`unlabeled` must have the shape .* got \(5,\)"),
-        ({"unlabeled": np.zeros((5, 64))}, ValueError, r"`unlabeled` must have the shape .* got \(5, 64\)"),
-        ({"unlabeled": Path("mine.npz")}, TypeError, "`unlabeled` must be an array of images, got 'mine.npz'; np"),
+        (
+            {"unlabeled": np.zeros((5, 64))},
+            ValueError,
+            r"`unlabeled` must have the shape .* got \(5, 64\)",
+        ),
+        (
+            {"unlabeled": Path("mine.npz")},
+            TypeError,
+            "`unlabeled` must be an array of images, got 'mine.npz'; np",
+        ),
         ({"unlabeled": np.zeros((1, 8, 8))}, ValueError, r"with M at least 2, got \(1, 8, 8\)"),
         (
             {"unlabeled": "mine.npz"},
@@ -260,15 +339,31 @@ def test_the_description_knows_the_data_by_what_they_hold():
             TypeError,
             "`unlabeled` must be an array .* got an ArrayData; its `x_train` is one",
         ),
-        ({"unlabeled": [[[1, 2]], [[1]]]}, TypeError, "`unlabeled` must be an array of images, all of .* got a list"),
-        ({"unlabeled": pair(np.nan)[0]}, TypeError, "`unlabeled` must be an array of images, .* got a TensorDataset"),
+        (
+            {"unlabeled": [[[1, 2]], [[1]]]},
+            TypeError,
+            "`unlabeled` must be an array of images, all of .* got a list",
+        ),
+        (
+            {"unlabeled": pair(np.nan)[0]},
+            TypeError,
+            "`unlabeled` must be an array of images, .* got a TensorDataset",
+        ),
         (
             {"unlabeled": np.full((9, 8, 8), np.inf)},
             ValueError,
             "`unlabeled` must be finite, got 576 values that are not",
         ),
-        ({"source": pair(np.nan)}, ValueError, "`source` must be finite, got 576 values that are not"),
-        ({"target": (pair(1)[0], pair(np.inf)[1])}, ValueError, "`target` must be finite, got 576 values that are not"),
+        (
+            {"source": pair(np.nan)},
+            ValueError,
+            "`source` must be finite, got 576 values that are not",
+        ),
+        (
+            {"target": (pair(1)[0], pair(np.inf)[1])},
+            ValueError,
+            "`target` must be finite, got 576 values that are not",
+        ),
         (
             {"source": pair(1, shape=(9, 64))},
             ValueError,
@@ -314,5 +409,7 @@ def test_what_only_stands_for_images_is_refused_when_given(unlabeled):
 
 
 def test_unknown_stage():
-    with pytest.raises(ValueError, match="`stage` must be 'pretrain' or 'fine_tune', got 'scratch'"):
+    with pytest.raises(
+        ValueError, match="`stage` must be 'pretrain' or 'fine_tune', got 'scratch'"
+    ):
         TransferDataModule().use("scratch")

@@ -74,7 +74,9 @@ def test_methods_labels_and_seeds_can_be_added(reference, tmp_path):
 
 def test_a_changed_configuration_is_refused_with_what_differs(reference):
     _, folder = reference
-    with pytest.raises(ValueError, match=r"(?s)was begun with another.*stages.fine_tune_epochs: 2 there, 3 now"):
+    with pytest.raises(
+        ValueError, match=r"(?s)was begun with another.*stages.fine_tune_epochs: 2 there, 3 now"
+    ):
         run(folder, stages=replace(STAGES, fine_tune_epochs=3))
     with pytest.raises(ValueError, match=r"(?s)data.target.sha256"):
         run(folder, data=tiny_data(target=tiny_task(5, name="target")))
@@ -93,7 +95,9 @@ def test_other_processes_and_namespaces_give_the_same_numbers(reference, options
 def test_a_dask_cluster_gives_the_same_numbers(reference, tmp_path):
     distributed = pytest.importorskip("distributed")
     with (
-        distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster,
+        distributed.LocalCluster(
+            n_workers=2, threads_per_worker=1, dashboard_address=None
+        ) as cluster,
         distributed.Client(cluster) as client,
     ):
         assert run(tmp_path, executor=client.get_executor()).same_as(reference[0])
@@ -113,8 +117,13 @@ def test_labels_of_the_unlabelled_part_never_reach_the_model():
     assert without_timings(reports[0].results) == without_timings(reports[1].results)
     y = task.y_train.copy()
     y[:9] = (y[:9] + 1) % 3  # those that are given out do change it
-    changed = run(data=tiny_data(target=replace(task, y_train=y), labels=labels, validation=validation), seeds=1)
-    assert not np.isclose(changed.cell("lautum", 9)[0].test["loss"], reports[0].results[0].test["loss"])
+    changed = run(
+        data=tiny_data(target=replace(task, y_train=y), labels=labels, validation=validation),
+        seeds=1,
+    )
+    assert not np.isclose(
+        changed.cell("lautum", 9)[0].test["loss"], reports[0].results[0].test["loss"]
+    )
 
 
 CHILD = """
@@ -129,7 +138,9 @@ if __name__ == "__main__":
 def start(folder, seeds=1):
     environment = {**os.environ, "PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", CHILD, str(folder), str(seeds)]
-    child = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    child = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     assert child.stdout.readline() == b"go\n"
     return child
 
@@ -179,7 +190,9 @@ def test_weights_that_are_not_there_are_not_called_damaged(tmp_path):
 
 def test_a_stage_killed_after_its_last_epoch_has_nothing_left_to_train(tmp_path):
     """Between the last checkpoint and the result: what is left is to test and to measure."""
-    cell = Cell(Experiment(tmp_path, tiny_net, tiny_data().arguments, STAGES), "scratch", "scratch", 9, 0)
+    cell = Cell(
+        Experiment(tmp_path, tiny_net, tiny_data().arguments, STAGES), "scratch", "scratch", 9, 0
+    )
     first = run_cell(cell)
     (cell.folder / "weights.pt").unlink()
     last = cell.folder / "last.ckpt"
@@ -259,7 +272,9 @@ def test_information_is_measured_from_the_start_and_from_the_pretrained_weights(
         for part in information.values():
             assert part["total"] == pytest.approx(sum(part["layers"].values()))
     transferred, scratch = (row.information for row in rows)
-    assert transferred["before"]["total"] > scratch["before"]["total"]  # pretraining has moved the weights
+    assert (
+        transferred["before"]["total"] > scratch["before"]["total"]
+    )  # pretraining has moved the weights
     assert scratch["added"] == scratch["after"]  # it starts at the origin
     assert transferred["added"]["total"] != transferred["after"]["total"]
 
@@ -290,9 +305,15 @@ def test_a_saved_report_is_the_same(reference, tmp_path):
     ("options", "message"),
     [
         ({"methods": ["laplace"]}, "`methods` must be made of"),
-        ({"methods": ["lautm"]}, "`methods` must be made of .* got 'lautm' in 'lautm'; did you mean 'lautum'"),
+        (
+            {"methods": ["lautm"]},
+            "`methods` must be made of .* got 'lautm' in 'lautm'; did you mean 'lautum'",
+        ),
         ({"methods": ["lautum+lautum"]}, "`methods` must name each part once, got 'lautum.lautum'"),
-        ({"methods": "lautum"}, r"`methods` must be a list of methods, got 'lautum'; one alone is \['lautum'\]"),
+        (
+            {"methods": "lautum"},
+            r"`methods` must be a list of methods, got 'lautum'; one alone is \['lautum'\]",
+        ),
         (
             {"model": tiny_net((1, 8, 8))},
             "`model` must be a function .* got a Sequential, a network already",
@@ -304,10 +325,19 @@ def test_a_saved_report_is_the_same(reference, tmp_path):
         ({"labels": [9, 9]}, r"`labels` must not repeat a value, got \[9, 9\]"),
         ({"model": "vgg"}, "`model` must be one of mlp, .* got 'vgg'"),
         ({"model": "large_cnn"}, r"height and width of at least 20, got \(1, 8, 8\)"),
-        ({"data": tiny_data(augment=lambda image: image)}, "`augment` must be a function or an object of a class at"),
+        (
+            {"data": tiny_data(augment=lambda image: image)},
+            "`augment` must be a function or an object of a class at",
+        ),
         ({"labels": []}, "`labels` must not be empty"),
-        ({"labels": [9, 500]}, "`labels` must be between 0 and the 78 samples there are beside 12 .*, got 500"),
-        ({"accelerator": "abacus"}, "`accelerator` must be one that Lightning finds here, got 'abacus'"),
+        (
+            {"labels": [9, 500]},
+            "`labels` must be between 0 and the 78 samples there are beside 12 .*, got 500",
+        ),
+        (
+            {"accelerator": "abacus"},
+            "`accelerator` must be one that Lightning finds here, got 'abacus'",
+        ),
         ({"namespace": "keras"}, "`namespace` must be one of .* got 'keras'"),
         ({"logger": "paper"}, "`logger` must be one of none, csv, .* got 'paper'"),
         ({"data": tiny_data(target="nowhere")}, "`target` must be .*'nowhere' was not found"),
@@ -321,7 +351,9 @@ def test_bad_input_is_refused_before_anything_is_written(tmp_path, options, mess
 
 def test_warns_of_a_weight_that_nothing_uses():
     grid = _Grid(["standard", "mk_mmd"], None, 1, tiny_data())
-    with pytest.warns(TaskInfoWarning, match="^`weights` of lautum are not used by `methods` standard, mk_mmd"):
+    with pytest.warns(
+        TaskInfoWarning, match="^`weights` of lautum are not used by `methods` standard, mk_mmd"
+    ):
         grid.check_used({"lautum": 1.0, "mk_mmd": 0.5})
     grid.check_used({"mk_mmd": 0.5})  # warnings are errors
 
@@ -336,7 +368,9 @@ def test_numbers_of_other_libraries_are_numbers(number):
 
 @pytest.mark.parametrize("logger", ["csv", "wandb_offline"])
 def test_files_of_a_logger_need_a_folder(logger):
-    with pytest.raises(ValueError, match=f"`folder` must be given for the files of `logger` '{logger}', got None"):
+    with pytest.raises(
+        ValueError, match=f"`folder` must be given for the files of `logger` '{logger}', got None"
+    ):
         run(logger=logger)
 
 

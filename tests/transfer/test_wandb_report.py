@@ -33,7 +33,9 @@ def test_the_run_has_table_images_numbers_and_its_group(tmp_path):
 
     experiment = report(METHODS[:2], seeds=2, measured=False)
     with wandb.init(mode="offline", dir=tmp_path / "other", project="other") as another:
-        run = log_to_wandb(experiment, project="test", group="mine", mode="offline", folder=tmp_path / "new")
+        run = log_to_wandb(
+            experiment, project="test", group="mine", mode="offline", folder=tmp_path / "new"
+        )
         another.log({"still": 1})
     assert run.parent == tmp_path / "new" / "wandb"
     records = [json.loads(line) for line in inspect(run).splitlines()]
@@ -42,7 +44,9 @@ def test_the_run_has_table_images_numbers_and_its_group(tmp_path):
     assert (about["project"], about["run_group"], about["job_type"]) == ("test", "mine", "summary")
     rows = experiment.table()
     assert item["standard/50_labels/accuracy"] == pytest.approx(rows[1]["accuracy"])
-    assert item["standard/50_labels/over_scratch_error_low"] == pytest.approx(rows[1]["over_scratch_error_low"])
+    assert item["standard/50_labels/over_scratch_error_low"] == pytest.approx(
+        rows[1]["over_scratch_error_low"]
+    )
     assert "scratch/50_labels/over_scratch_error" not in item
     for name in ("accuracy", "curves"):
         assert (run / "files" / item[f"figures/{name}.path"]).read_bytes().startswith(b"\x89PNG")
@@ -50,11 +54,16 @@ def test_the_run_has_table_images_numbers_and_its_group(tmp_path):
     table = json.loads((run / "files" / item["results.path"]).read_text())
     assert table["columns"] == list(rows[0])
     assert [row[:2] for row in table["data"]] == [[50, "scratch"], [50, "standard"]]
-    assert table["data"][1][list(rows[0]).index("over_scratch_error_verdict")] == rows[1]["over_scratch_error_verdict"]
+    assert (
+        table["data"][1][list(rows[0]).index("over_scratch_error_verdict")]
+        == rows[1]["over_scratch_error_verdict"]
+    )
 
 
 def test_the_summary_of_a_bare_report(tmp_path):
-    experiment = TransferReport([minimal("lautum", 50, 0, 0.625, loss=math.nan)], {"pair": "a→b"}, "bare")
+    experiment = TransferReport(
+        [minimal("lautum", 50, 0, 0.625, loss=math.nan)], {"pair": "a→b"}, "bare"
+    )
     run = log_to_wandb(experiment, project="test", mode="offline", folder=tmp_path)
     seen = json.loads(inspect(run, "--summary"))
     assert (seen["name"], seen["config"]) == ("bare: summary", {"pair": "a→b"})

@@ -31,4 +31,6 @@ def tiny_data(**changes):
 
 def tiny_net(image_shape):
     channels, height, width = image_shape
-    return nn.Sequential(nn.Flatten(), nn.Linear(channels * height * width, 12), nn.ReLU(), nn.Dropout(0.2))
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(channels * height * width, 12), nn.ReLU(), nn.Dropout(0.2)
+    )

@@ -30,7 +30,11 @@ def mlp(image_shape: Shape, *, width: int = 128) -> nn.Module:
     channels, height, wide = image_shape
     _positive(width=width)
     return nn.Sequential(
-        nn.Flatten(), nn.Linear(channels * height * wide, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()
+        nn.Flatten(),
+        nn.Linear(channels * height * wide, width),
+        nn.ReLU(),
+        nn.Linear(width, width),
+        nn.ReLU(),
     )
 
 
@@ -106,9 +110,13 @@ def resnet20(image_shape: Shape, *, width: int = 16) -> nn.Module:
     _positive(width=width)
     stages = [(width, width, 1), (width, 2 * width, 2), (2 * width, 4 * width, 2)]
     return nn.Sequential(
-        nn.Sequential(nn.Conv2d(channels, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()),
+        nn.Sequential(
+            nn.Conv2d(channels, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()
+        ),
         *(
-            nn.Sequential(_Residual(inner, outer, stride), _Residual(outer, outer), _Residual(outer, outer))
+            nn.Sequential(
+                _Residual(inner, outer, stride), _Residual(outer, outer), _Residual(outer, outer)
+            )
             for inner, outer, stride in stages
         ),
         nn.AdaptiveAvgPool2d(1),
@@ -121,7 +129,9 @@ BACKBONES: dict[str, Callable[..., nn.Module]] = {
 }  # fmt: skip
 
 
-def make_backbone(backbone: Backbone, image_shape: Shape, *, argument: str = "backbone") -> nn.Module:
+def make_backbone(
+    backbone: Backbone, image_shape: Shape, *, argument: str = "backbone"
+) -> nn.Module:
     """Return the network of a name or a function for images of a shape.
 
     Raises:
@@ -133,7 +143,9 @@ def make_backbone(backbone: Backbone, image_shape: Shape, *, argument: str = "ba
     """
     if isinstance(backbone, str):
         if backbone not in BACKBONES:
-            raise ValueError(f"`{argument}` must be one of {', '.join(BACKBONES)} or a function, got {backbone!r}.")
+            raise ValueError(
+                f"`{argument}` must be one of {', '.join(BACKBONES)} or a function, got {backbone!r}."
+            )
         backbone = BACKBONES[backbone]
     if isinstance(backbone, nn.Module):
         raise ValueError(
@@ -194,15 +206,23 @@ def flat(features: Any) -> Tensor:
         ValueError: If they are no tensor with a sample axis.
     """
     if not isinstance(features, Tensor) or features.ndim < 2:
-        raise ValueError(f"`backbone` must put out a tensor [N, ...], got {type(features).__name__}.")
+        raise ValueError(
+            f"`backbone` must put out a tensor [N, ...], got {type(features).__name__}."
+        )
     return features.flatten(1)
 
 
 class _Residual(nn.Module):
     def __init__(self, inner: int, outer: int, stride: int = 1) -> None:
         super().__init__()
-        self.first, self.norm1 = nn.Conv2d(inner, outer, 3, stride, 1, bias=False), nn.BatchNorm2d(outer)
-        self.second, self.norm2 = nn.Conv2d(outer, outer, 3, 1, 1, bias=False), nn.BatchNorm2d(outer)
+        self.first, self.norm1 = (
+            nn.Conv2d(inner, outer, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(outer),
+        )
+        self.second, self.norm2 = (
+            nn.Conv2d(outer, outer, 3, 1, 1, bias=False),
+            nn.BatchNorm2d(outer),
+        )
         same = stride == 1 and inner == outer
         shortcut = (nn.Conv2d(inner, outer, 1, stride, bias=False), nn.BatchNorm2d(outer))
         self.shortcut = nn.Identity() if same else nn.Sequential(*shortcut)
@@ -212,18 +232,26 @@ class _Residual(nn.Module):
         return (y + self.shortcut(x)).relu()
 
 
-def _convolutions(inner: int, *outer: int, kernel: int = 3, padding: int | None = None) -> nn.Sequential:
+def _convolutions(
+    inner: int, *outer: int, kernel: int = 3, padding: int | None = None
+) -> nn.Sequential:
     padding = kernel // 2 if padding is None else padding
     layers: list[nn.Module] = []
     for width in outer:
-        layers += [nn.Conv2d(inner, width, kernel, padding=padding), nn.BatchNorm2d(width), nn.LeakyReLU(0.1)]
+        layers += [
+            nn.Conv2d(inner, width, kernel, padding=padding),
+            nn.BatchNorm2d(width),
+            nn.LeakyReLU(0.1),
+        ]
         inner = width
     return nn.Sequential(*layers)
 
 
 def _at_least(image_shape: Shape, size: int) -> Shape:
     if min(image_shape[1:]) < size:
-        raise ValueError(f"`image_shape` must have a height and width of at least {size}, got {image_shape}.")
+        raise ValueError(
+            f"`image_shape` must have a height and width of at least {size}, got {image_shape}."
+        )
     return image_shape
 
 

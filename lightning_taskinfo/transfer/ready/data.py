@@ -14,8 +14,23 @@ from torch.utils.data import DataLoader
 from lightning_taskinfo._arguments import ArgumentsByName
 from lightning_taskinfo._lightning import LightningDataModule
 from lightning_taskinfo.data import ArrayData
-from lightning_taskinfo.transfer.ready.images import Images, Shape, Task, as_inputs, as_task, check_inputs, fit_images
-from lightning_taskinfo.transfer.sampling import EpochSampler, Samples, Split, count_or_rows, split_target, whole_batch
+from lightning_taskinfo.transfer.ready.images import (
+    Images,
+    Shape,
+    Task,
+    as_inputs,
+    as_task,
+    check_inputs,
+    fit_images,
+)
+from lightning_taskinfo.transfer.sampling import (
+    EpochSampler,
+    Samples,
+    Split,
+    count_or_rows,
+    split_target,
+    whole_batch,
+)
 
 DataStage = Literal["pretrain", "fine_tune"]
 
@@ -86,7 +101,11 @@ class TransferDataModule(LightningDataModule, metaclass=ArgumentsByName):
         labels = count_or_rows("labels", labels)
         validation = None if validation is None else count_or_rows("validation", validation)
         check_inputs(unlabeled, argument="unlabeled")
-        limits = {"batch_size": batch_size, "max_source": max_source, "max_unlabeled": max_unlabeled}
+        limits = {
+            "batch_size": batch_size,
+            "max_source": max_source,
+            "max_unlabeled": max_unlabeled,
+        }
         for argument, value in limits.items():
             if value is not None and value < 2:
                 raise ValueError(f"`{argument}` must be at least 2, got {value}.")
@@ -146,10 +165,16 @@ class TransferDataModule(LightningDataModule, metaclass=ArgumentsByName):
         """Return what decides the data but for seed and number of labels, in JSON-like values; arrays as a digest."""
         source, target = self.tasks()
         used = self.arguments | {"unlabeled": self._unlabeled()}
-        plain = {name: _plain(value) for name, value in used.items() if name not in ("data_dir", "augment")}
+        plain = {
+            name: _plain(value)
+            for name, value in used.items()
+            if name not in ("data_dir", "augment")
+        }
         plain["augment"] = _function(self.arguments["augment"])
         plain |= {"source": _digest(source), "target": _digest(target)}
-        free = {"seed", "num_workers"} | ({"labels"} if isinstance(self.arguments["labels"], int) else set())
+        free = {"seed", "num_workers"} | (
+            {"labels"} if isinstance(self.arguments["labels"], int) else set()
+        )
         return {name: value for name, value in plain.items() if name not in free}
 
     def use(self, stage: DataStage) -> "TransferDataModule":
@@ -171,7 +196,9 @@ class TransferDataModule(LightningDataModule, metaclass=ArgumentsByName):
 
     def test_dataloader(self) -> Any:
         """Return the target's test split, or the source's while pretraining."""
-        return _plain_loader(self.source_test if self.stage == "pretrain" else self.target_test, self.batch_size)
+        return _plain_loader(
+            self.source_test if self.stage == "pretrain" else self.target_test, self.batch_size
+        )
 
     def unlabeled_dataloader(self) -> DataLoader[Any]:
         """Return the unlabelled inputs once, in order, for :meth:`Lautum.fit_inputs`."""
@@ -207,10 +234,14 @@ class TransferDataModule(LightningDataModule, metaclass=ArgumentsByName):
     def _set_target(self, target: Task) -> None:
         x, y, split = target.train.x, target.train.y, self.split
         # The unlabelled inputs do not depend on the number of labels: one pretraining serves them all.
-        rows = torch.from_numpy(_limited(split.unlabeled, self.arguments["max_unlabeled"], self.seed))
+        rows = torch.from_numpy(
+            _limited(split.unlabeled, self.arguments["max_unlabeled"], self.seed)
+        )
         inputs, self.num_indices = x[rows], len(x)
         if (given := self._unlabeled()) is not None:
-            rows = torch.from_numpy(_limited(np.arange(len(given)), self.arguments["max_unlabeled"], self.seed))
+            rows = torch.from_numpy(
+                _limited(np.arange(len(given)), self.arguments["max_unlabeled"], self.seed)
+            )
             inputs, rows, self.num_indices = given[rows], len(x) + rows, len(x) + len(given)
         options = {"augment": self.arguments["augment"], "seed": self.seed}
         own = torch.from_numpy(split.labeled)
@@ -228,7 +259,9 @@ class TransferDataModule(LightningDataModule, metaclass=ArgumentsByName):
 
     def _loader(self, samples: Samples, number: int) -> DataLoader[Any]:
         trainer = self.trainer
-        epoch, ranks = (trainer.current_epoch, trainer.world_size) if trainer is not None else (0, 1)
+        epoch, ranks = (
+            (trainer.current_epoch, trainer.world_size) if trainer is not None else (0, 1)
+        )
         return DataLoader(
             samples,
             self.batch_size,

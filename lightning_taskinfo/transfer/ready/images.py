@@ -105,7 +105,11 @@ def fit_images(x: Tensor, shape: Shape, *, chunk: int = 4096) -> Tensor:
     channels, *size = shape
     if x.shape[1] != channels and 1 not in (channels, x.shape[1]):
         raise ValueError(f"`image_shape` must have {x.shape[1]} channels or 1, got {channels}.")
-    return torch.cat([_fit(part, channels, size) for part in x.split(chunk)]) if tuple(x.shape[1:]) != shape else x
+    return (
+        torch.cat([_fit(part, channels, size) for part in x.split(chunk)])
+        if tuple(x.shape[1:]) != shape
+        else x
+    )
 
 
 def _fit(x: Tensor, channels: int, size: list[int]) -> Tensor:
@@ -113,7 +117,9 @@ def _fit(x: Tensor, channels: int, size: list[int]) -> Tensor:
     if x.shape[1] != channels:
         y = y.mean(1, keepdim=True) if channels == 1 else y.expand(-1, channels, -1, -1)
     if list(y.shape[2:]) != size:
-        y = torch.nn.functional.interpolate(y, size, mode="bilinear", antialias=True, align_corners=False)
+        y = torch.nn.functional.interpolate(
+            y, size, mode="bilinear", antialias=True, align_corners=False
+        )
     return y.round().clamp(0, 255).to(x.dtype) if x.dtype == torch.uint8 else y.to(x.dtype)
 
 
@@ -133,7 +139,9 @@ def as_inputs(what: Any, *, argument: str) -> Tensor:
         x = what.detach().cpu() if isinstance(what, Tensor) else torch.as_tensor(np.asarray(what))
     except (TypeError, ValueError) as error:
         kind = type(what).__name__
-        raise TypeError(f"`{argument}` must be an array of images, all of one shape, got a {kind}.") from error
+        raise TypeError(
+            f"`{argument}` must be an array of images, all of one shape, got a {kind}."
+        ) from error
     if x.ndim not in (3, 4) or len(x) < 2:
         raise ValueError(
             f"`{argument}` must have the shape [M, C, H, W], [M, H, W, C] or [M, H, W] with M at least 2, got "
@@ -150,7 +158,9 @@ def check_inputs(what: Any, *, argument: str) -> None:
             "an npz file."
         )
     if isinstance(what, ArrayData):
-        raise TypeError(f"`{argument}` must be an array of images, got an ArrayData; its `x_train` is one.")
+        raise TypeError(
+            f"`{argument}` must be an array of images, got an ArrayData; its `x_train` is one."
+        )
 
 
 def _pixels(x: Tensor, argument: str) -> Tensor:
@@ -180,7 +190,9 @@ def _whole_bytes(x: Tensor) -> bool:
     return bool(x.min() >= 0 and 1 < x.max() <= 255)
 
 
-def _load_named(what: str | os.PathLike[str], argument: str, data_dir: str | os.PathLike[str] | None) -> ArrayData:
+def _load_named(
+    what: str | os.PathLike[str], argument: str, data_dir: str | os.PathLike[str] | None
+) -> ArrayData:
     path = Path(what)
     with told_of(argument):
         if path.suffix == ".npz":
@@ -192,13 +204,18 @@ def _read(dataset: Any, argument: str) -> Images:
     samples = [dataset[i] for i in range(len(dataset))]
     if not samples:
         raise ValueError(f"`{argument}` must hold samples, got an empty dataset.")
-    if odd := [sample for sample in samples if not isinstance(sample, tuple | list) or len(sample) != 2]:
+    if odd := [
+        sample for sample in samples if not isinstance(sample, tuple | list) or len(sample) != 2
+    ]:
         many = f" of {len(odd[0])}" if isinstance(odd[0], tuple | list) else ""
         raise ValueError(
             f"`{argument}` must be two datasets, training and test, of pairs (image, class), got a sample of "
             f"type {type(odd[0]).__name__}{many}; arrays make an `ArrayData`."
         )
-    images = [x.detach().cpu() if isinstance(x, Tensor) else torch.as_tensor(np.asarray(x)) for x, _ in samples]
+    images = [
+        x.detach().cpu() if isinstance(x, Tensor) else torch.as_tensor(np.asarray(x))
+        for x, _ in samples
+    ]
     shapes = {tuple(x.shape) for x in images}
     if len(shapes) != 1 or len(next(iter(shapes))) not in (2, 3):
         raise ValueError(

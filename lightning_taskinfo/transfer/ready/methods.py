@@ -76,7 +76,9 @@ def parse_method(method: str, *, argument: str = "method") -> tuple[str, ...]:
     parts = [part.strip() for part in method.split("+")]
     if unknown := [part for part in parts if part not in PENALTIES]:
         known = ["standard", *PENALTIES]
-        near = "".join(f"; did you mean {name!r}?" for name in get_close_matches(unknown[0], known, n=1))
+        near = "".join(
+            f"; did you mean {name!r}?" for name in get_close_matches(unknown[0], known, n=1)
+        )
         raise ValueError(
             f"`{argument}` must be made of {', '.join(known)}, with '+' between them, got {unknown[0]!r} in {method!r}"
             f"{near or '.'}"
@@ -99,14 +101,20 @@ def check_weights(weights: Mapping[str, float]) -> dict[str, float]:
     """
     for name, weight in weights.items():
         if name not in WEIGHTS:
-            near = "".join(f" Did you mean {other!r}?" for other in get_close_matches(name, WEIGHTS, n=1))
+            near = "".join(
+                f" Did you mean {other!r}?" for other in get_close_matches(name, WEIGHTS, n=1)
+            )
             raise ValueError(f"`weights` must be for {', '.join(WEIGHTS)}, got {name!r}.{near}")
         if not 0 <= weight < math.inf:
-            raise ValueError(f"`weights` must be finite and not negative, got {weight} for {name!r}.")
+            raise ValueError(
+                f"`weights` must be finite and not negative, got {weight} for {name!r}."
+            )
     return {**WEIGHTS, **weights}
 
 
-def make_regularizers(names: tuple[str, ...], weights: Mapping[str, float], sizes: Sizes, seed: int) -> nn.ModuleDict:
+def make_regularizers(
+    names: tuple[str, ...], weights: Mapping[str, float], sizes: Sizes, seed: int
+) -> nn.ModuleDict:
     """Return the regularizers of a stage by name.
 
     The weight of Temporal Ensembling is Laine and Aila's 30 per share of labelled samples, ramped up over the stage.
@@ -124,7 +132,9 @@ def _make(name: str, weight: float, sizes: Sizes, seed: int) -> Regularizer:
     if name == "lautum":
         # As many directions of the inputs as four samples each can tell apart.
         directions = min(math.prod(sizes.input_shape), 1024, max(1, sizes.num_unlabeled // 4))
-        return Lautum(sizes.input_shape, sizes.num_classes, weight=weight, components=directions, seed=seed)
+        return Lautum(
+            sizes.input_shape, sizes.num_classes, weight=weight, components=directions, seed=seed
+        )
     if name == "mutual_information":
         return MutualInformation(sizes.input_shape, sizes.feature_dim, weight=weight, seed=seed)
     if name == "information":

@@ -20,7 +20,13 @@ from lightning_taskinfo.mixins import (
 )
 from lightning_taskinfo.regularizers import frozen_batchnorm_statistics
 from lightning_taskinfo.transfer.ready.backbones import Shape, feature_dim, flat, make_backbone
-from lightning_taskinfo.transfer.ready.methods import Sizes, Stage, acting, check_weights, make_regularizers
+from lightning_taskinfo.transfer.ready.methods import (
+    Sizes,
+    Stage,
+    acting,
+    check_weights,
+    make_regularizers,
+)
 from lightning_taskinfo.variational import add_weight_noise
 
 FineTune = Literal["full", "linear", "layerwise"]
@@ -89,13 +95,22 @@ class TransferClassifierMixin(
     ) -> None:
         super().__init__()
         _check(num_classes, stage, fine_tune, learning_rate)
-        self.backbone = make_backbone(backbone, image_shape) if isinstance(backbone, str) else backbone
+        self.backbone = (
+            make_backbone(backbone, image_shape) if isinstance(backbone, str) else backbone
+        )
         width = feature_dim(self.backbone, image_shape)
         self.head = nn.Linear(width, num_classes)
-        self.num_classes, self.stage, self.fine_tune, self.epochs = num_classes, stage, fine_tune, epochs
+        self.num_classes, self.stage, self.fine_tune, self.epochs = (
+            num_classes,
+            stage,
+            fine_tune,
+            epochs,
+        )
         self.learning_rate, self.weight_decay, self.seed = learning_rate, weight_decay, seed
         self.penalties = acting(method, stage)
-        sizes = Sizes(tuple(image_shape), width, num_classes, num_labeled, num_unlabeled, num_indices, epochs)
+        sizes = Sizes(
+            tuple(image_shape), width, num_classes, num_labeled, num_unlabeled, num_indices, epochs
+        )
         made = make_regularizers(self.penalties, check_weights(weights or {}), sizes, seed)
         for name, regularizer in made.items():
             self.add_module(name, regularizer)
@@ -154,7 +169,9 @@ class TransferClassifierMixin(
                 found["lautum"] = self.lautum_penalty(x_u, logits_u)
             if "temporal_ensembling" in self.penalties:
                 index = torch.cat([batch["labeled_index"], batch["unlabeled_index"]])
-                found["temporal_ensembling"] = self.temporal_ensembling_penalty(torch.cat([logits, logits_u]), index)
+                found["temporal_ensembling"] = self.temporal_ensembling_penalty(
+                    torch.cat([logits, logits_u]), index
+                )
         return found
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -181,12 +198,19 @@ class TransferClassifierMixin(
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return Adam over everything that the stage may train."""
         every = self.fine_tune == "layerwise"  # what is frozen now may not stay so
-        parts = [(name, p) for part in (self.backbone, self.head) for name, p in part.named_parameters()]
+        parts = [
+            (name, p) for part in (self.backbone, self.head) for name, p in part.named_parameters()
+        ]
         named = [(name, p) for name, p in parts if p.requires_grad or every]
         variances = [p for name, p in named if name.endswith("log_variance")]
         others = [p for name, p in named if not name.endswith("log_variance")]
-        groups = [{"params": others, "weight_decay": self.weight_decay}, {"params": variances, "weight_decay": 0.0}]
-        return torch.optim.Adam([group for group in groups if group["params"]], lr=self.learning_rate)
+        groups = [
+            {"params": others, "weight_decay": self.weight_decay},
+            {"params": variances, "weight_decay": 0.0},
+        ]
+        return torch.optim.Adam(
+            [group for group in groups if group["params"]], lr=self.learning_rate
+        )
 
     def setup(self, stage: str) -> None:
         """Freeze what is never trained before the optimizer is made, and before ranks agree on what is."""
@@ -202,12 +226,16 @@ class TransferClassifierMixin(
         if self.stage != "fine_tune" or self.fine_tune == "full":
             return
         children = list(self.backbone.children())
-        layers = [place for place, child in enumerate(children) if any(True for _ in child.parameters())]
+        layers = [
+            place for place, child in enumerate(children) if any(True for _ in child.parameters())
+        ]
         steps = max(1, len(layers))
         count = epoch * (steps + 1) // max(1, self.epochs) if self.fine_tune == "layerwise" else 0
         self.backbone.requires_grad_(count >= steps).train(count >= steps)
         if 0 < count < steps:
-            for child in children[layers[-count] :]:  # dropout behind a trained layer is on, before it off
+            for child in children[
+                layers[-count] :
+            ]:  # dropout behind a trained layer is on, before it off
                 child.requires_grad_(True).train()
 
     def _check_classes(self, y: Tensor) -> None:

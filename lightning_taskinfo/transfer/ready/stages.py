@@ -27,7 +27,13 @@ from lightning_taskinfo.transfer.sampling import generators_kept, reseed
 from lightning_taskinfo.transfer.training import fit_stage, load_weights
 from lightning_taskinfo.variational import plain_state_dict
 
-STREAMS = {"pretrain": 0, "fine_tune": 1, "scratch": 2, "backbone": 3, "head": 4}  # of random numbers, one a purpose
+STREAMS = {
+    "pretrain": 0,
+    "fine_tune": 1,
+    "scratch": 2,
+    "backbone": 3,
+    "head": 4,
+}  # of random numbers, one a purpose
 MEASURED = 256  # target inputs in the Fisher information
 
 
@@ -66,7 +72,9 @@ class Stages(metaclass=ArgumentsByName):
         )
         check_not_negative(weight_decay=self.weight_decay)
         if self.fine_tune not in ("full", "linear", "layerwise"):
-            raise ValueError(f"`fine_tune` must be 'full', 'linear' or 'layerwise', got {self.fine_tune!r}.")
+            raise ValueError(
+                f"`fine_tune` must be 'full', 'linear' or 'layerwise', got {self.fine_tune!r}."
+            )
 
     def epochs(self, stage: Stage) -> int:
         """Return the epochs of a stage; training from scratch has those of fine-tuning."""
@@ -168,7 +176,11 @@ def _pretrain(cell: Cell) -> dict[str, Any]:
     module.add_noise()
     fitted = _fit(cell, module, data)
     write_tensors(cell.folder / "weights.pt", _plain(module))
-    return {"curve": fitted.curve, "source": _scores(fitted.test), "seconds": time.perf_counter() - start}
+    return {
+        "curve": fitted.curve,
+        "source": _scores(fitted.test),
+        "seconds": time.perf_counter() - start,
+    }
 
 
 def _on_target(cell: Cell) -> dict[str, Any]:
@@ -196,7 +208,11 @@ def _on_target(cell: Cell) -> dict[str, Any]:
         "curve": fitted.curve,
         "test": _scores(fitted.test),
         "missed_share": fitted.test["test_squared_error"] / _label_variance(data),
-        "information": {"before": before["information"], "after": after["information"], "added": added},
+        "information": {
+            "before": before["information"],
+            "after": after["information"],
+            "added": added,
+        },
         "fisher_trace": {"before": before["fisher_trace"], "after": after["fisher_trace"]},
         "overlap": overlap,
         "seconds": time.perf_counter() - start,
@@ -238,7 +254,9 @@ def _data(cell: Cell) -> TransferDataModule:
     return data
 
 
-def _module(cell: Cell, data: TransferDataModule, num_classes: int, method: str | None = None) -> Any:
+def _module(
+    cell: Cell, data: TransferDataModule, num_classes: int, method: str | None = None
+) -> Any:
     """A network whose initial weights depend on the seed alone: those of a pretraining are those of scratch."""
     experiment, stages = cell.experiment, cell.experiment.stages
     reseed(cell.seed, STREAMS["backbone"])
@@ -287,19 +305,27 @@ def _plain(module: Any) -> dict[str, Tensor]:
 
 
 def _measure(
-    cell: Cell, data: TransferDataModule, weights: Mapping[str, Tensor], **origins: Mapping[str, Tensor]
+    cell: Cell,
+    data: TransferDataModule,
+    weights: Mapping[str, Tensor],
+    **origins: Mapping[str, Tensor],
 ) -> dict[str, Any]:
     """The trace of the Fisher information, and the information in the weights from each of some origins, by name."""
     model = _module(cell, data, data.target_classes, method="standard")
     model.load_state_dict(dict(weights))
     inputs, _ = data.unlabeled.__getitems__(range(min(MEASURED, len(data.unlabeled))))
     fisher = fisher_of(model, inputs, data.target_classes, seed=cell.seed)
-    nats = {name: information_by_layer(fisher, weights, w0, len(data.labeled)) for name, w0 in origins.items()}
+    nats = {
+        name: information_by_layer(fisher, weights, w0, len(data.labeled))
+        for name, w0 in origins.items()
+    }
     return {"fisher_trace": trace_by_layer(fisher), **nats}
 
 
 def _overlap(cell: Cell, data: TransferDataModule, module: Any) -> dict[str, Any] | None:
-    return overlap_of(module.backbone, *data.labeled.__getitems__(range(len(data.labeled)))[0], seed=cell.seed)
+    return overlap_of(
+        module.backbone, *data.labeled.__getitems__(range(len(data.labeled)))[0], seed=cell.seed
+    )
 
 
 def _label_variance(data: TransferDataModule) -> float:
@@ -323,14 +349,18 @@ ByLayer = dict[str, Any]
 """``{"total": value, "layers": {name: value}}``."""
 
 
-def fisher_of(model: nn.Module, inputs: Tensor, num_classes: int, *, seed: int = 0) -> dict[str, Tensor]:
+def fisher_of(
+    model: nn.Module, inputs: Tensor, num_classes: int, *, seed: int = 0
+) -> dict[str, Tensor]:
     """Return the diagonal Fisher information of a classifier, a mean over ``inputs``."""
     exact = num_classes <= MAX_EXACT_CLASSES
     generator = torch.Generator(inputs.device).manual_seed(seed)
     was_training = model.training
     try:
         model.eval()
-        return fisher_diagonal(model, inputs, labels="exact" if exact else "sampled", generator=generator)
+        return fisher_diagonal(
+            model, inputs, labels="exact" if exact else "sampled", generator=generator
+        )
     finally:
         model.train(was_training)
 
@@ -346,7 +376,10 @@ def trace_by_layer(fisher: Mapping[str, Tensor]) -> ByLayer:
 
 
 def information_by_layer(
-    fisher: Mapping[str, Tensor], weights: Mapping[str, Tensor], center: Mapping[str, Tensor], num_samples: int
+    fisher: Mapping[str, Tensor],
+    weights: Mapping[str, Tensor],
+    center: Mapping[str, Tensor],
+    num_samples: int,
 ) -> ByLayer:
     r"""Return the information in the weights in nats, whole and by layer.
 
@@ -361,14 +394,18 @@ def information_by_layer(
     """
     nats = {
         name: float(
-            information_in_weights(num_samples * f, weights[name] - center[name], prior_std=PRIOR_STD, beta=1.0).kl
+            information_in_weights(
+                num_samples * f, weights[name] - center[name], prior_std=PRIOR_STD, beta=1.0
+            ).kl
         )
         for name, f in fisher.items()
     }
     return _by_layer(nats)
 
 
-def overlap_of(backbone: nn.Module, inputs: Tensor, labels: Tensor, *, seed: int) -> dict[str, Any] | None:
+def overlap_of(
+    backbone: nn.Module, inputs: Tensor, labels: Tensor, *, seed: int
+) -> dict[str, Any] | None:
     """Return the overlap of a backbone's features with target labels as JSON-like values.
 
     Args:
@@ -408,11 +445,15 @@ def onset_of(
     """
     if len(curve) < 2:
         return None
-    shares, errors = (torch.tensor(overlap[key], dtype=torch.float64) for key in ("outside", "standard_error"))
+    shares, errors = (
+        torch.tensor(overlap[key], dtype=torch.float64) for key in ("outside", "standard_error")
+    )
     found = FeatureOverlap(tuple(overlap["layers"]), shares, errors, labels)
     n = torch.tensor(sorted(curve), dtype=torch.float64)
     try:
-        ends = found.crossings(n, torch.tensor([curve[int(k)] for k in n], dtype=torch.float64), 0.95)
+        ends = found.crossings(
+            n, torch.tensor([curve[int(k)] for k in n], dtype=torch.float64), 0.95
+        )
     except ValueError:
         return None
     return [float(end[layer]) for end in ends]
