@@ -65,8 +65,8 @@ def trace(model: nn.Module) -> dict[str, object]:
         "torch": torch.get_rng_state().tolist(),
         "numpy": [
             part.tolist() if isinstance(part, np.ndarray) else part
-            for part in np.random.get_state()
-        ],  # noqa: NPY002
+            for part in np.random.get_state()  # noqa: NPY002
+        ],
         "python": random.getstate(),
         "grad mode": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
         "autocast": (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),

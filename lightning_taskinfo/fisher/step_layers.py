@@ -15,9 +15,10 @@ from lightning_taskinfo.fisher import calls
 def _batch_norm(m: Any, x: Tensor) -> calls.Call:
     if not (m.training or m.running_mean is None):
         return calls.batch_norm(x, m.running_mean, m.running_var, m.weight, m.bias, eps=m.eps)
-    normalised: Callable[[Tensor], Tensor] = lambda a: F.batch_norm(
-        a, None, None, None, None, True, 0.0, m.eps
-    )  # noqa: E731
+
+    def normalised(a: Tensor) -> Tensor:
+        return F.batch_norm(a, None, None, None, None, True, 0.0, m.eps)
+
     return calls._scale_and_shift(x, m.weight, m.bias, normalised)
 
 

@@ -146,7 +146,10 @@ class StartRanking:
         elif self.scratch == best.name:
             sentence += "; no other start is ahead of the untrained one"
         if best.onset is not None and math.isfinite(best.onset[1]):
-            sentence += f"; from about {_count(best.onset[1])} labels on, scratch is predicted to win over frozen features"
+            count = _count(best.onset[1])
+            sentence += (
+                f"; from about {count} labels on, scratch is predicted to win over frozen features"
+            )
         return f"{sentence}."
 
     def table(self) -> tuple[list[str], list[list[Any]]]:

@@ -124,9 +124,10 @@ def test_a_submodule_under_two_names_and_a_tied_weight_are_moved_and_put_back():
     inner, batch, _ = problem()
     net = nn.ModuleDict({"inner": inner, "again": inner[0], "tied": nn.Linear(4, 6).double()})
     net["tied"].weight = inner[0].weight
-    loss_fn = lambda part: nn.functional.cross_entropy(
-        inner(part[0]) + net["tied"](part[0])[:, :3], part[1]
-    )  # noqa: E731
+
+    def loss_fn(part):
+        return nn.functional.cross_entropy(inner(part[0]) + net["tied"](part[0])[:, :3], part[1])
+
     held = [inner[0].weight, inner[0].bias, inner[2].weight]
     value, gradient = brute_force(net, loss_fn, batch, 3)
     regularizer = LocalMinimumRegularizer(weight=1.0, step_size=ALPHA, parts=3, start=0)

@@ -312,7 +312,10 @@ def test_refuses_inputs(embedder, argument, change, message):
 
 @pytest.mark.parametrize("argument", ["data", "test"])
 def test_refuses_a_name_in_place_of_data(embedder, argument):
-    message = rf"`{argument}` must be \(inputs, labels\), .* got 'digits'; `lightning_taskinfo.data.load_task\('digits'\)`"
+    message = (
+        rf"`{argument}` must be \(inputs, labels\), .* got 'digits'; "
+        r"`lightning_taskinfo.data.load_task\('digits'\)`"
+    )
     with pytest.raises(TypeError, match=message):
         embedder.embed(**{"data": task(), argument: "digits"})
 
