@@ -33,8 +33,11 @@ class Samples:
     counted: int
 
     def draws(
-        self, likelihood: str | Likelihood, mc_samples: int, kind: type[Draws] = NumberedDraws
-    ) -> Draws:  # type: ignore[assignment]
+        self,
+        likelihood: str | Likelihood,
+        mc_samples: int,
+        kind: type[Draws] = NumberedDraws,  # type: ignore[assignment]
+    ) -> Draws:
         """Return the likelihood, with labels that do not depend on how processes share the samples."""
         inner = as_likelihood(likelihood)
         return kind(

@@ -41,11 +41,8 @@ def read(node: Node, sources: dict[int, Edge], rows: Rows) -> list[Use]:
         rows: Which sample each row of its output belongs to.
     """
     shape = shape_of(node)
-    if (
-        type(node).__name__ == "NativeBatchNormBackward0"
-        and node._saved_training
-        and rows.axis == 0
-    ):  # type: ignore[attr-defined]
+    batch_norm = type(node).__name__ == "NativeBatchNormBackward0"
+    if batch_norm and node._saved_training and rows.axis == 0:  # type: ignore[attr-defined]
         raise ValueError(
             "BatchNorm that normalises with the statistics of the batch mixes the samples, so that none has a gradient "
             "of its own; use running statistics: `model.eval()` and `track_running_stats=True`."

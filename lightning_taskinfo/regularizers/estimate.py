@@ -137,9 +137,9 @@ def _standardised(parts: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tens
     moments = [(v.mean(0), v.std(0)) for v in parts[0]]
     scale = [(mean, torch.where(std > 0, std, 1.0)) for mean, std in moments]
     return [
-        tuple((v - mean) / std for v, (mean, std) in zip(part, scale, strict=True))
+        tuple((v - mean) / std for v, (mean, std) in zip(part, scale, strict=True))  # type: ignore[misc]
         for part in parts
-    ]  # type: ignore[misc]
+    ]
 
 
 @torch.enable_grad()

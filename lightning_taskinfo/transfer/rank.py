@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -220,10 +221,8 @@ def chunks(whole: tuple[Any, Tensor], size: int = 64) -> Iterator[tuple[Any, Ten
     """Cut samples into batches."""
     inputs, labels = whole
     for begin in range(0, len(labels), size):
-        yield (
-            take(inputs, lambda x, begin=begin: x[begin : begin + size]),
-            labels[begin : begin + size],
-        )  # type: ignore[misc]
+        some = slice(begin, begin + size)
+        yield take(inputs, itemgetter(some)), labels[some]
 
 
 def measure(
