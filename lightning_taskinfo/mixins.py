@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.utils.data import DistributedSampler, IterableDataset
 
 from lightning_taskinfo._observe import trainable_parameters
+from lightning_taskinfo._wandb import PREFIX
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.regularizers import (
     Lautum,
@@ -62,7 +63,6 @@ __all__ = [
     "TemporalEnsemblingMixin",
 ]
 
-PREFIX = "taskinfo"  # of everything that is logged
 R = TypeVar("R", bound=Regularizer)
 
 

@@ -12,13 +12,14 @@ FILES = {"_files", "_cells"}
 DATASETS = {"matplotlib", "mlxtend", "sklearn", "torchvision"}
 STATE = MATHS | {"_progress", "torchmetrics", "backpack"}
 STATE |= {"fisher", "distributions", "variational", "regularizers", "certificates"}
-GLUE = STATE | {"_lightning", "callbacks", "mixins", "plotting", "data"}
+GLUE = STATE | {"_lightning", "_wandb", "callbacks", "mixins", "plotting", "data"}
 TOP = GLUE | FILES | {"numpy", "transfer", "tasks"}
 ALLOWED = {  # layer -> the layers and frameworks it may import
     "_observe": {"torch"},
     "_batches": {"torch", "_hugging_face", "_model_calls", "_observe"},
     "_hugging_face": {"torch", "_observe"},
     "_model_calls": {"torch", "_hugging_face", "_observe"},
+    "_wandb": {"matplotlib", "plotting", "wandb"},
     "_warn": set(),
     "_layers": set(),
     "_arguments": {"_rules"},

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from fnmatch import fnmatch
 from importlib.metadata import version
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from lightning_taskinfo import (
     TaskEmbedding,
     TrainStepNorms,
     log_to_wandb,
+    rank_starts,
 )
 from lightning_taskinfo.tasks.embedding_plots import log_embeddings
 from lightning_taskinfo.tasks.matrix import DistanceMatrix
@@ -32,6 +34,7 @@ from lightning_taskinfo.transfer import PENALTIES, transfer
 from tests.penalised_net import WEIGHTS, Net
 from tests.penalised_net import fit as fit_penalised
 from tests.transfer.results import report
+from tests.transfer.test_own import run as run_own
 from tests.transfer.tiny import STAGES, tiny_data, tiny_net
 
 PAGE = Path(__file__).parents[1] / "docs" / "wandb.md"
@@ -42,6 +45,7 @@ HEADLINES = (
 )  # fmt: skip
 PLACES = {  # what may stand for a name in angle brackets
     "layer": r"[\w.]+", "std": r"[\d.e-]+", "penalty": "|".join(PENALTIES), "method": r"[\w+]+",
+    "metric": r"[\w/]+", "start": r"[\w ]+",
     "number": r"\d+", "column": r"\w+", "structure": "isotropic|diagonal|neuron|oracle", "task": r"[\w:]+",
 }  # fmt: skip
 
@@ -66,6 +70,7 @@ def check(heading, logged, *others):
     patterns = documented(heading)
     allowed = [p for table in (heading, *others) for p in documented(table).values()]
     assert {key for key in logged if not any(p.fullmatch(key) for p in allowed)} == set()
+    assert all(key.startswith("taskinfo/") for key in logged)
     assert {key for key, p in patterns.items() if not any(map(p.fullmatch, logged))} == set()
 
 
@@ -165,23 +170,36 @@ def test_penalties():
     assert {key.split("/")[1] for key in logger.keys} == {"loss_without_penalties", *PENALTIES}
 
 
-def keys_of(run):
-    """Return what stands in the file of an offline run."""
+def records_of(run):
+    """Return what stands in the file of an offline run, as the terminal tool reads it."""
     if Version(version("wandb")) < Version("0.31"):
         pytest.skip("`wandb leet inspect --json`, with which the run is read, came with wandb 0.31")
     command = [Path(sys.executable).with_name("wandb"), "leet", "inspect", "--json", run]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    items = [
-        r["history"]["item"]
-        for r in map(json.loads, printed.splitlines())
-        if r["type"] == "history"
-    ]
-    found = {key for item in items for key in item if not key.startswith("_")}
+    return [json.loads(line) for line in printed.splitlines()]
+
+
+def keys_of(run):
+    """Return the keys of an offline run: of its series, pictures and tables, and of its summary."""
+    records = records_of(run)
+    parts = [r["history"]["item"] for r in records if r["type"] == "history"]
+    parts += [r["summary"].get("update", {}) for r in records if r["type"] == "summary"]
+    found = {key for part in parts for key in part if not key.startswith("_")}
     assert found
     objects = {
         key.removesuffix("._type") for key in found if key.endswith("._type")
     }  # pictures and tables
     return {next((name for name in objects if key.startswith(f"{name}.")), key) for key in found}
+
+
+def steps_of(run, key):
+    """Return the values of the horizontal axis that W&B is told for a key, and the axis itself."""
+    records = records_of(run)
+    metrics = [r["metric"] for r in records if r["type"] == "metric"]
+    globs = [m for m in metrics if fnmatch(key, m.get("glob_name", "")) and "step_metric" in m]
+    axis = max(globs, key=lambda metric: len(metric["glob_name"]))["step_metric"]
+    items = [r["history"]["item"] for r in records if r["type"] == "history"]
+    return axis, [item.get(axis) for item in items if key in item]
 
 
 @pytest.mark.slow
@@ -198,9 +216,12 @@ def test_transfer(tmp_path):
         folder=tmp_path,
         logger="wandb_offline",
     )
-    runs = list((tmp_path / "logs" / "wandb").glob("offline-run-*"))
+    runs = sorted((tmp_path / "logs" / "wandb").glob("offline-run-*"))
     logged = set().union(*map(keys_of, runs)) - OF_LIGHTNING
     check("Transfer", logged, "Penalties")
+    assert steps_of(runs[-1], "taskinfo/before/information/total") == ("trainer/global_step", [0])
+    epochs = [*range(1, stages.pretrain_epochs + 1)]
+    assert steps_of(runs[-1], "taskinfo/pretrain/train_loss") == ("taskinfo/pretrain/epoch", epochs)
     assert {
         f"taskinfo/{name}/added_to_loss"
         for name in ("temporal_ensembling", "information", "local_minimum")
@@ -211,6 +232,24 @@ def test_transfer(tmp_path):
 def test_report(tmp_path):
     run = log_to_wandb(report(), project="test", mode="offline", folder=tmp_path)
     check("Report", keys_of(run))
+
+
+def test_transfer_of_an_own_module(tmp_path):
+    run_own(tmp_path, seeds=1, logger="wandb_offline")
+    runs = (tmp_path / "logs" / "wandb").glob("offline-run-*")
+    logged = set().union(*map(keys_of, runs)) - OF_LIGHTNING - {"train_loss", "test_error"}
+    check("Transfer of your own module", logged)
+
+
+def test_ranking_of_starts(tmp_path):
+    wandb = pytest.importorskip("wandb")
+    x, y = torch.randn(60, 4), torch.arange(60) % 3
+    ranking = rank_starts(
+        {"a net": Classifier().net, "b": Classifier().net}, (x, y), progress=False
+    )
+    with wandb.init(mode="offline", dir=tmp_path, project="test") as run:
+        ranking.log(run)
+    check("Ranking of starts", keys_of(Path(run.dir).parent))
 
 
 def test_tasks():

@@ -14,6 +14,7 @@ from lightning_taskinfo._batches import Reader, filled_up, size
 from lightning_taskinfo._layers import layer_of
 from lightning_taskinfo._lightning import Callback, LightningModule, Trainer
 from lightning_taskinfo._observe import observing
+from lightning_taskinfo._wandb import PREFIX
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.callbacks._checks import (
     check_batch,
@@ -27,7 +28,6 @@ from lightning_taskinfo.callbacks._comparison import LossComparison
 from lightning_taskinfo.callbacks._pool import Source
 from lightning_taskinfo.callbacks._processes import on_every_process
 from lightning_taskinfo.callbacks._report import (
-    PREFIX,
     has_matplotlib,
     log_settings,
     log_summary,

@@ -8,12 +8,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning_taskinfo._wandb import PREFIX
 from lightning_taskinfo.plotting import figure_pixels
 
 if TYPE_CHECKING:
     from lightning_taskinfo.plotting import Figure
 
-PREFIX = "taskinfo"  # of everything that is logged
 Row = dict[str, float]
 Cell = float | str
 

@@ -1,14 +1,13 @@
-"""Pictures of structure functions and distances between tasks, and the way they go to W&B.
+"""Pictures of structure functions and distances between tasks.
 
 Every function draws on a figure of its own unless it is given axes; pyplot is not involved.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from lightning_taskinfo.plotting import figure_pixels
 from lightning_taskinfo.tasks.structure import StructureFunction
 
 if TYPE_CHECKING:
@@ -110,20 +109,3 @@ def plot_distances(
     ax.set_yticks(range(len(names)), names)
     ax.set(xlabel="to: the task that is added", ylabel="from: the task that is known", title=title)
     return ax.figure, ax  # type: ignore[return-value]
-
-
-def log_to_wandb(
-    run: Any,
-    key: str,
-    figure: "Figure",
-    columns: Sequence[str],
-    rows: list[list[Any]],
-    scalars: Mapping[str, float],
-) -> None:
-    """Log a figure as an image, its data as a table and its summary as scalars, all below ``key``."""
-    import wandb
-
-    values: dict[str, Any] = {f"{key}/{name}": value for name, value in scalars.items()}
-    values[f"{key}/figure"] = wandb.Image(figure_pixels(figure).numpy())
-    values[f"{key}/table"] = wandb.Table(columns=list(columns), data=rows)
-    run.log(values)

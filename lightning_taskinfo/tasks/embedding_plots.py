@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from lightning_taskinfo.plotting import figure_pixels
+from lightning_taskinfo._wandb import log_once
 from lightning_taskinfo.tasks.embedding import (
     ALPHA,
     TaskEmbedding,
@@ -118,35 +118,36 @@ def log_embeddings(
         run: What ``wandb.init()`` returns, or the ``experiment`` of Lightning's ``WandbLogger``.
         embeddings: Of one probe.
         alpha: How much the complexity of a source speaks for it.
-        key: Prefix of all names.
+        key: What stands before the names, behind ``taskinfo/``.
 
     Example::
 
         with wandb.init(project="tasks") as run:
             log_embeddings(run, [Task2Vec().embed(load_task(name), name=name) for name in ("digits", "letters")])
     """
-    import wandb
-
-    rows, names = (
-        embedding_rows(embeddings, alpha=alpha),
-        [embedding.name for embedding in embeddings],
-    )
-    values: dict[str, Any] = {
-        f"{key}/map": wandb.Image(figure_pixels(plot_task_map(embeddings)[0]).numpy())
-    }
-    if any(not math.isnan(embedding.test_error) for embedding in embeddings):
-        values[f"{key}/difficulty"] = wandb.Image(
-            figure_pixels(plot_difficulty(embeddings)[0]).numpy()
-        )
-    values[f"{key}/tasks"] = wandb.Table(columns=[*rows[0]], data=[[*row.values()] for row in rows])
+    rows = embedding_rows(embeddings, alpha=alpha)
+    names = [embedding.name for embedding in embeddings]
+    known = [row for row in rows if not math.isnan(row["test_error"])]
     distances = embedding_distances(embeddings, alpha=alpha).tolist()
-    cells = [[name, *row] for name, row in zip(names, distances, strict=True)]
-    values[f"{key}/distances"] = wandb.Table(columns=["from", *names], data=cells)
-    for row in rows:
-        values[f"{key}/norm/{row['task']}"] = row["norm"]
-        if not math.isnan(row["test_error"]):
-            values[f"{key}/test_error/{row['task']}"] = row["test_error"]
-    run.log(values)
+    figures = {"map": plot_task_map(embeddings)[0]}
+    if known:
+        figures["difficulty"] = plot_difficulty(embeddings)[0]
+    log_once(
+        run,
+        key,
+        scalars={
+            **{f"norm/{row['task']}": row["norm"] for row in rows},
+            **{f"test_error/{row['task']}": row["test_error"] for row in known},
+        },
+        figures=figures,
+        tables={
+            "tasks": ([*rows[0]], [[*row.values()] for row in rows]),
+            "distances": (
+                ["from", *names],
+                [[name, *row] for name, row in zip(names, distances, strict=True)],
+            ),
+        },
+    )
 
 
 def _scatter(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lightning_taskinfo._wandb import log_once
 from lightning_taskinfo.tasks._pairs import Method
 
 if TYPE_CHECKING:
@@ -107,13 +108,12 @@ class DistanceMatrix:
 
         Args:
             run: What ``wandb.init()`` returned, or a WandbLogger's ``experiment``.
-            key: Prefix of the names.
+            key: What stands before the names, behind ``taskinfo/``.
         """
-        from lightning_taskinfo.tasks._task_plots import log_to_wandb
-
         columns, rows = self.table()
         scalars = {f"{row[0]}→{row[1]}": float(row[2]) for row in rows}
-        log_to_wandb(run, key, self.plot()[0], columns, rows, scalars)
+        figures, tables = {"figure": self.plot()[0]}, {"table": (columns, rows)}
+        log_once(run, key, scalars=scalars, figures=figures, tables=tables)
 
 
 def standard_error(values: Tensor) -> Tensor:

@@ -6,6 +6,8 @@ from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from lightning_taskinfo._wandb import log_once
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -184,14 +186,13 @@ class StructureFunction:
 
         Args:
             run: What ``wandb.init()`` returned, or a WandbLogger's ``experiment``.
-            key: Prefix of the names.
+            key: What stands before the names, behind ``taskinfo/``.
         """
-        from lightning_taskinfo.tasks._task_plots import log_to_wandb
-
         scalars = {"prior_loss": self.prior_loss, "complexity": self.complexity(1.0).value}
         if self.label_entropy is not None and (critical := self.critical_beta()) is not None:
             scalars["critical_beta"] = critical
-        log_to_wandb(run, key, self.plot()[0], *self.table(), scalars)
+        figures, tables = {"figure": self.plot()[0]}, {"table": self.table()}
+        log_once(run, key, scalars=scalars, figures=figures, tables=tables)
 
     def _points(self) -> list[tuple[float, float, float]]:
         swept = zip(self.kl, self.loss, self.loss_error, strict=True)

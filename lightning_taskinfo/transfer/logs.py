@@ -18,6 +18,8 @@ from lightning_taskinfo._arguments import checked_arguments
 from lightning_taskinfo._files import atomic_write
 from lightning_taskinfo._lightning import DEFAULT
 from lightning_taskinfo._progress import Progress, bar, visible
+from lightning_taskinfo._wandb import PREFIX, log_once, ours
+from lightning_taskinfo.callbacks._report import summary
 from lightning_taskinfo.transfer.training import finished_epochs
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 LoggerKind = Literal["none", "csv", "wandb", "wandb_offline"]
 Row = dict[str, float]
+OF_LIGHTNING = ("epoch", "trainer/global_step")
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,12 @@ class RunLog:
 
     @contextmanager
     def run(
-        self, name: str, configuration: Mapping[str, Any], pretraining: Sequence[Row]
+        self,
+        name: str,
+        configuration: Mapping[str, Any],
+        pretraining: Sequence[Row],
+        *,
+        own_module: bool = True,
     ) -> Iterator["Run"]:
         """Open a run, with the pretraining's epochs in it, and close it, whatever happens.
 
@@ -65,18 +73,21 @@ class RunLog:
             name: Name of the run; the same when a killed one is continued.
             configuration: What it is run with.
             pretraining: Rows of the pretraining's epochs.
+            own_module: Whether what the module logs is ours to name, and not the user's.
         """
-        logger = self._wandb(name, configuration) if self.kind.startswith("wandb") else None
+        logger = None
+        if self.kind.startswith("wandb"):
+            logger = self._wandb(name, configuration, own_module=own_module)
         run = Run(logger, self.folder / f"{name}.csv" if self.kind == "csv" else None)
         try:
             for row in pretraining:
-                run.log({f"pretrain/{key}": value for key, value in row.items()})
+                run.log({"pretrain": {_plain(key): value for key, value in row.items()}})
             yield run
         finally:
             if logger is not None:
                 logger.experiment.finish()
 
-    def _wandb(self, name: str, configuration: Mapping[str, Any]) -> Any:
+    def _wandb(self, name: str, configuration: Mapping[str, Any], *, own_module: bool) -> Any:
         import wandb
 
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -96,9 +107,19 @@ class RunLog:
         )
         run.define_metric("trainer/global_step")  # as Lightning does
         run.define_metric("*", step_metric="trainer/global_step", step_sync=True)
-        return import_module(f"{self.namespace}.loggers").WandbLogger(
-            name=name, save_dir=self.folder, project=self.project, experiment=run
-        )
+        run.define_metric(ours("pretrain/*"), step_metric=ours("pretrain/epoch"))
+        logger: Any = import_module(f"{self.namespace}.loggers").WandbLogger
+        if own_module:
+            logger = type("Logger", (_NamesOurs, logger), {})
+        return logger(name=name, save_dir=self.folder, project=self.project, experiment=run)
+
+
+class _NamesOurs:
+    """A part of a logger of Weights & Biases: everything that is logged by our own module has our prefix."""
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        named = {key if key in OF_LIGHTNING else ours(key): metrics[key] for key in metrics}
+        super().log_metrics(named, step)  # type: ignore[misc]
 
 
 class Run:
@@ -112,13 +133,23 @@ class Run:
     def __init__(self, logger: Any, path: Path | None) -> None:
         self.logger, self.path = logger, path
 
-    def log(self, values: Mapping[str, Any]) -> None:
-        """Log numbers, nested dicts with ``/`` between the names; what is no number is left out."""
-        if self.logger is not None and (numbers := flatten(values)):
-            self.logger.log_metrics(numbers)
+    def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
+        """Log numbers, nested dicts with ``/`` between the names; what is no number is left out.
 
-    def table(self, curve: Sequence[Row]) -> None:
-        """Write the epochs as a csv file, where that was asked for."""
+        Args:
+            values: Numbers and dicts by name.
+            step: The optimizer step they belong to; the last one by default.
+        """
+        if self.logger is not None and (numbers := flatten(values)):
+            self.logger.log_metrics({ours(key): value for key, value in numbers.items()}, step)
+
+    def end(self, curve: Sequence[Row]) -> None:
+        """Put first, last, smallest and largest value of the epochs into the run's summary, or all into a csv file."""
+        if self.logger is not None:
+            rows = [{_plain(key): value for key, value in row.items()} for row in curve]
+            names = dict.fromkeys(key for row in rows for key in row if key != "epoch")
+            ends = summary(rows, [*names])
+            self.logger.experiment.summary.update({ours(key): ends[key] for key in ends})
         if self.path is None or not curve:
             return
         columns = list(dict.fromkeys(key for row in curve for key in row))
@@ -129,6 +160,11 @@ class Run:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(self.path, "w") as file:
             file.write(text.getvalue())
+
+
+def _plain(key: str) -> str:
+    """Return the name of a metric without our prefix."""
+    return key.removeprefix(f"{PREFIX}/")
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> Row:
@@ -160,9 +196,9 @@ def log_to_wandb(
     folder: str | os.PathLike[str] = ".",
     confidence: float = 0.95,
 ) -> Path:
-    """Make a run that holds the table, the figures as images, and the numbers as scalars ``method/50_labels/accuracy``.
+    """Make a run that holds the table, the figures as images, and the numbers as scalars.
 
-    Another run that is open meanwhile stays as it is.
+    The numbers are called ``taskinfo/<method>/50_labels/accuracy``. Another run that is open meanwhile stays as it is.
 
     Args:
         report: What to log.
@@ -190,12 +226,16 @@ def log_to_wandb(
         reinit="create_new",
         settings=wandb.Settings(console="off"),
     ) as run:
-        table = wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
-        images = {
-            f"figures/{name}": wandb.Image(pixels)
-            for name, pixels in _pixels(report, confidence).items()
-        }
-        run.log({"results": table, **images, **scalars(rows)})
+        figures = report.figures(confidence)
+        for figure in figures.values():
+            figure.set_dpi(150)
+        log_once(
+            run,
+            "",
+            scalars=scalars(rows),
+            figures={f"figures/{name}": figure for name, figure in figures.items()},
+            tables={"results": (list(rows[0]), [list(row.values()) for row in rows])},
+        )
         return Path(run.dir).parent
 
 
@@ -212,15 +252,6 @@ def scalars(rows: list[dict[str, Any]]) -> dict[str, float]:
         for name, value in row.items()
         if value is not None and not name.endswith(WORDS)
     }
-
-
-def _pixels(report: "TransferReport", confidence: float) -> dict[str, Any]:
-    from lightning_taskinfo.plotting import figure_pixels
-
-    figures = report.figures(confidence)
-    for figure in figures.values():
-        figure.set_dpi(150)
-    return {name: figure_pixels(figure).numpy() for name, figure in figures.items()}
 
 
 @contextmanager

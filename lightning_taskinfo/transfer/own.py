@@ -149,7 +149,7 @@ class OwnCell:
             "seed": self.seed,
         }
         loader = self.plan.target.test_loader()
-        with self.plan.log.run(self.name, settings, ()) as run:
+        with self.plan.log.run(self.name, settings, (), own_module=False) as run:
             fitted = fit_stage(
                 module,
                 folder=self.folder,
@@ -166,7 +166,7 @@ class OwnCell:
                 else own_error(module, loader)
             )
             run.log({f"target/{name}": value for name, value in test.items()})
-            run.table(fitted.curve)
+            run.end(fitted.curve)
         trained = {
             name: p.detach().cpu() for name, p in module.named_parameters() if p.requires_grad
         }

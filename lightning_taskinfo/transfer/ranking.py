@@ -8,6 +8,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from lightning_taskinfo._files import read_json, write_json
+from lightning_taskinfo._wandb import log_once
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -331,17 +332,11 @@ class StartRanking:
 
         Args:
             run: What ``wandb.init()`` returned, or a WandbLogger's ``experiment``.
-            key: Prefix of the names.
+            key: What stands before the names, behind ``taskinfo/``.
         """
-        import wandb
-
-        from lightning_taskinfo.plotting import figure_pixels
-
-        columns, rows = self.table()
-        values: dict[str, Any] = {f"{key}/error/{start.name}": start.error for start in self.starts}
-        values[f"{key}/figure"] = wandb.Image(figure_pixels(self.plot()[0]).numpy())
-        values[f"{key}/table"] = wandb.Table(columns=[*columns], data=rows)
-        run.log(values)
+        scalars = {f"error/{start.name}": start.error for start in self.starts}
+        figures, tables = {"figure": self.plot()[0]}, {"table": self.table()}
+        log_once(run, key, scalars=scalars, figures=figures, tables=tables)
 
 
 def _number(value: float | None) -> str:

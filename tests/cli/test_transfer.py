@@ -51,11 +51,11 @@ def test_an_experiment_in_weights_and_biases(pair, tmp_path, capsys):
     ]
     (tuned,) = (text for text in shown if '"lautum-9-seed0"' in text)
     for key in (
-        "pretrain/train_loss",
-        "train_loss",
-        "before/information/total",
-        "added/total",
-        "test_accuracy",
+        "taskinfo/pretrain/train_loss",
+        "taskinfo/train_loss",
+        "taskinfo/before/information/total",
+        "taskinfo/added/total",
+        "taskinfo/test_accuracy",
     ):
         assert key in tuned
     assert (

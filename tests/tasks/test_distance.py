@@ -280,9 +280,9 @@ def test_wandb_gets_image_table_and_scalars(tmp_path, monkeypatch):
     logged = {}
     run = type("Run", (), {"log": staticmethod(logged.update)})
     matrix().log(run, key="d")
-    assert isinstance(logged["d/figure"], wandb.Image)
-    assert logged["d/table"].data[2][:3] == ["b", "a", 4.0]
-    assert logged["d/a→b"] == 3.0
+    assert isinstance(logged["taskinfo/d/figure"], wandb.Image)
+    assert logged["taskinfo/d/table"].data[2][:3] == ["b", "a", 4.0]
+    assert logged["taskinfo/d/a→b"] == 3.0
 
 
 @pytest.mark.parametrize(

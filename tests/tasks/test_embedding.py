@@ -213,10 +213,12 @@ def test_a_run_of_wandb_gets_images_tables_and_scalars(tmp_path, tasks, monkeypa
         summary = dict(run.summary)
     finally:
         run.finish()
-    assert summary["task2vec/norm/b"] == tasks[1].norm
-    assert summary["task2vec/test_error/a"] == 0.1
-    assert "task2vec/test_error/d" not in summary
-    assert {summary[f"task2vec/{key}"]["_type"] for key in ("map", "difficulty")} == {"image-file"}
+    assert summary["taskinfo/task2vec/norm/b"] == tasks[1].norm
+    assert summary["taskinfo/task2vec/test_error/a"] == 0.1
+    assert "taskinfo/task2vec/test_error/d" not in summary
+    assert {summary[f"taskinfo/task2vec/{key}"]["_type"] for key in ("map", "difficulty")} == {
+        "image-file"
+    }
     files = {path.name.split("_")[0]: path for path in tmp_path.rglob("*.table.json")}
     distances = json.loads(files["distances"].read_text())
     assert distances["columns"] == ["from", "a", "b", "near a", "d"]

@@ -118,7 +118,7 @@ def test_wandb_gets_image_table_and_scalars(tmp_path, monkeypatch):
         real = run.log
         monkeypatch.setattr(run, "log", lambda values: (logged.update(values), real(values)))
         curve().log(run, key="digits")
-    assert isinstance(logged["digits/figure"], wandb.Image)
-    assert logged["digits/table"].data[1] == curve().table()[1][1]
-    assert logged["digits/critical_beta"] == curve().critical_beta()
-    assert logged["digits/complexity"] == curve().complexity(1.0).value
+    assert isinstance(logged["taskinfo/digits/figure"], wandb.Image)
+    assert logged["taskinfo/digits/table"].data[1] == curve().table()[1][1]
+    assert logged["taskinfo/digits/critical_beta"] == curve().critical_beta()
+    assert logged["taskinfo/digits/complexity"] == curve().complexity(1.0).value

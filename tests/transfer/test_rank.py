@@ -369,9 +369,9 @@ def test_logs_a_table_a_figure_and_errors(ranking):
         log = logged.update
 
     ranking.log(Run())
-    assert {f"rank_starts/error/{start.name}" for start in ranking.starts} <= set(logged)
-    assert len(logged["rank_starts/table"].data) == 3
-    assert type(logged["rank_starts/figure"]).__name__ == "Image"
+    assert {f"taskinfo/rank_starts/error/{start.name}" for start in ranking.starts} <= set(logged)
+    assert len(logged["taskinfo/rank_starts/table"].data) == 3
+    assert type(logged["taskinfo/rank_starts/figure"]).__name__ == "Image"
 
 
 @pytest.mark.parametrize(

@@ -43,15 +43,19 @@ def test_the_run_has_table_images_numbers_and_its_group(tmp_path):
     (about,) = [record["run"] for record in records if record["type"] == "run"]
     assert (about["project"], about["run_group"], about["job_type"]) == ("test", "mine", "summary")
     rows = experiment.table()
-    assert item["standard/50_labels/accuracy"] == pytest.approx(rows[1]["accuracy"])
-    assert item["standard/50_labels/over_scratch_error_low"] == pytest.approx(
+    assert item["taskinfo/standard/50_labels/accuracy"] == pytest.approx(rows[1]["accuracy"])
+    assert item["taskinfo/standard/50_labels/over_scratch_error_low"] == pytest.approx(
         rows[1]["over_scratch_error_low"]
     )
-    assert "scratch/50_labels/over_scratch_error" not in item
+    assert "taskinfo/scratch/50_labels/over_scratch_error" not in item
     for name in ("accuracy", "curves"):
-        assert (run / "files" / item[f"figures/{name}.path"]).read_bytes().startswith(b"\x89PNG")
-        assert item[f"figures/{name}.width"] >= 700  # or the text cannot be read
-    table = json.loads((run / "files" / item["results.path"]).read_text())
+        assert (
+            (run / "files" / item[f"taskinfo/figures/{name}.path"])
+            .read_bytes()
+            .startswith(b"\x89PNG")
+        )
+        assert item[f"taskinfo/figures/{name}.width"] >= 700  # or the text cannot be read
+    table = json.loads((run / "files" / item["taskinfo/results.path"]).read_text())
     assert table["columns"] == list(rows[0])
     assert [row[:2] for row in table["data"]] == [[50, "scratch"], [50, "standard"]]
     assert (
@@ -67,9 +71,11 @@ def test_the_summary_of_a_bare_report(tmp_path):
     run = log_to_wandb(experiment, project="test", mode="offline", folder=tmp_path)
     seen = json.loads(inspect(run, "--summary"))
     assert (seen["name"], seen["config"]) == ("bare: summary", {"pair": "a→b"})
-    numbers = {key: value for key, value in seen["summary"].items() if key.startswith("lautum/")}
+    numbers = {
+        key: value for key, value in seen["summary"].items() if key.startswith("taskinfo/lautum/")
+    }
     assert numbers == {
-        "lautum/50_labels/seeds": 1,
-        "lautum/50_labels/accuracy": 0.625,
-        "lautum/50_labels/loss": "NaN",
+        "taskinfo/lautum/50_labels/seeds": 1,
+        "taskinfo/lautum/50_labels/accuracy": 0.625,
+        "taskinfo/lautum/50_labels/loss": "NaN",
     }

@@ -196,13 +196,13 @@ def _on_target(cell: Cell) -> dict[str, Any]:
     module.freeze_for(0)
     module.add_noise()
     with cell.experiment.log.run(cell.name, _describe(cell), _pretraining(cell)) as run:
-        run.log({"before": before, "outside_span": _outside(overlap)})
+        run.log({"before": before, "outside_span": _outside(overlap)}, step=0)
         fitted = _fit(cell, module, data, logger=run.logger)
         ended = _plain(module)
         after = _measure(cell, data, ended, information=initial, added=begun)
         added = after.pop("added")
         run.log({"after": after, "added": added})
-        run.table(fitted.curve)
+        run.end(fitted.curve)
     write_tensors(cell.folder / "weights.pt", ended)
     return {
         "curve": fitted.curve,
