@@ -2,9 +2,44 @@
 
 import math
 from collections.abc import Iterable, Mapping
+from numbers import Integral
 from typing import Any
 
 Numbers = float | Iterable[float]
+
+
+def check_counts(**arguments: int | None) -> None:
+    """Refuse arguments that are not whole numbers of at least 1. ``None`` stands for "not given".
+
+    Raises:
+        TypeError: If an argument is no whole number; ``True`` is none.
+        ValueError: If it is less than 1.
+
+    Example:
+        >>> check_counts(max_samples=8, every_n_steps=0)
+        Traceback (most recent call last):
+        ValueError: `every_n_steps` must be at least 1, got 0.
+    """
+    for name, value in arguments.items():
+        if value is None:
+            continue
+        if not isinstance(value, Integral) or isinstance(value, bool):
+            raise TypeError(f"`{name}` must be a whole number, got {value!r}.")
+        if value < 1:
+            raise ValueError(f"`{name}` must be at least 1, got {value}.")
+
+
+def check_seed(seed: int) -> None:
+    """Refuse a seed that torch would refuse later on, when a generator is made of it.
+
+    Raises:
+        TypeError: If it is no whole number.
+        ValueError: If it is out of torch's range.
+    """
+    if not isinstance(seed, Integral):
+        raise TypeError(f"`seed` must be a whole number, got {seed!r}.")
+    if not -(2**63) <= seed < 2**64:
+        raise ValueError(f"`seed` must be at least -2**63 and less than 2**64, got {seed}.")
 
 
 def check_positive(**arguments: Numbers | None) -> None:

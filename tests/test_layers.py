@@ -7,7 +7,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "lightning_taskinfo"
 READER = {"_batches", "_hugging_face", "_model_calls"}
-MATHS = READER | {"torch", "_layers", "_observe", "_warn", "_arguments", "_ranges", "functional"}
+MATHS = READER | {"torch", "_layers", "_observe", "_warn", "_ranges", "functional"}
 FILES = {"_files", "_cells"}
 DATASETS = {"matplotlib", "mlxtend", "sklearn", "torchvision"}
 STATE = MATHS | {"_progress", "torchmetrics", "backpack"}
@@ -22,8 +22,6 @@ ALLOWED = {  # layer -> the layers and frameworks it may import
     "_wandb": {"matplotlib", "plotting", "wandb"},
     "_warn": set(),
     "_layers": set(),
-    "_arguments": {"_rules"},
-    "_rules": set(),
     "_ranges": set(),
     "_progress": {"tqdm"},
     "_files": {"torch"},
@@ -43,7 +41,7 @@ ALLOWED = {  # layer -> the layers and frameworks it may import
     "cli": TOP | {"cli", "jsonargparse", "rich", "wandb"},
     "__main__": {"cli"},
     "plotting": {"matplotlib", "numpy", "torch"},
-    "data": DATASETS | {"_arguments", "_files", "_warn", "data", "numpy", "torch"},
+    "data": DATASETS | {"_ranges", "_files", "_warn", "data", "numpy", "torch"},
 }
 FRAMEWORKS = {
     "backpack", "jsonargparse", "lightning", "matplotlib", "mlxtend", "numpy", "pytorch_lightning", "rich", "scipy",

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,7 +17,7 @@ from lightning_taskinfo import (
     add_weight_noise,
     certify,
 )
-from lightning_taskinfo._ranges import check_not_negative, check_positive
+from lightning_taskinfo._ranges import check_counts, check_not_negative, check_positive, check_seed
 from lightning_taskinfo.certificates import Prior
 from lightning_taskinfo.distributions import pre_distribution
 from lightning_taskinfo.functional.information import information_in_weights, post_variance
@@ -40,6 +41,10 @@ SCALARS = {
     "Stages": ("learning_rate", lambda x: Stages(learning_rate=x)),
     "Stages, fine-tuning": ("fine_tune_learning_rate", lambda x: Stages(fine_tune_learning_rate=x)),
     "Training": ("learning_rate", lambda x: Training(learning_rate=x)),
+    "Training, log-variances": (
+        "log_variance_learning_rate",
+        lambda x: Training(log_variance_learning_rate=x),
+    ),
     "Task2Vec": ("weight_decay", lambda x: Task2Vec(weight_decay=x)),
     "add_weight_noise": ("prior_std", lambda x: add_weight_noise(nn.Linear(1, 1), prior_std=x)),
     "LocalMinimumRegularizer": ("step_size", lambda x: LocalMinimumRegularizer(step_size=x)),
@@ -93,6 +98,37 @@ def test_refuses_a_number_that_is_negative_or_not_finite(value):
 def test_takes_what_is_in_range():
     check_positive(a=1e-300, b=[1, 2.5], c=None, d=torch.tensor([0.5]))
     check_not_negative(a=0, b=1e300, c=None)
+    check_counts(a=1, b=np.int64(2), c=None)
+    for seed in (0, -(2**63), 2**64 - 1):
+        check_seed(seed)
+
+
+@pytest.mark.parametrize("value", [2.0, math.nan, math.inf, "3", True], ids=repr)
+def test_refuses_a_count_that_is_no_whole_number(value):
+    with pytest.raises(TypeError, match=f"`size` must be a whole number, got {value!r}"):
+        check_counts(size=value)
+
+
+@pytest.mark.parametrize("value", [0, -1])
+def test_refuses_a_count_below_one(value):
+    with pytest.raises(ValueError, match=f"`size` must be at least 1, got {value}"):
+        check_counts(size=value)
+
+
+@pytest.mark.parametrize("seed", [2**70, 2**64, -(2**63) - 1])
+def test_refuses_a_seed_that_torch_does_not_take(seed):
+    with pytest.raises(ValueError, match=f"`seed` must .*, got {seed}"):
+        InformationInWeights(seed=seed)
+
+
+def test_refuses_a_seed_that_is_no_whole_number():
+    with pytest.raises(TypeError, match="`seed` must be a whole number, got 'a'"):
+        InformationInWeights(seed="a")
+
+
+def test_a_prior_std_is_a_number_or_one_word():
+    with pytest.raises(ValueError, match="`prior_std` must be a positive number or 'auto', got"):
+        InformationInWeights(prior_std="0.1")
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

@@ -1,7 +1,8 @@
 """What every measuring callback shares: when to look, at what, and how to leave no trace."""
 
+import inspect
 import math
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -9,11 +10,11 @@ from weakref import ref
 
 from torch import Tensor, nn
 
-from lightning_taskinfo._arguments import ArgumentsByName, argument_names, check_counts
 from lightning_taskinfo._batches import Reader, filled_up, size
 from lightning_taskinfo._layers import layer_of
 from lightning_taskinfo._lightning import Callback, LightningModule, Trainer
 from lightning_taskinfo._observe import observing
+from lightning_taskinfo._ranges import check_counts, check_seed
 from lightning_taskinfo._wandb import PREFIX
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.callbacks._checks import (
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
 KEPT_ROWS = 256  # of the history, in a checkpoint
 
 
-class Probe(Schedule, Callback, metaclass=ArgumentsByName):
+class Probe(Schedule, Callback, ABC):
     """Measure scalars while a network trains, and change nothing.
 
     A probe runs the model in eval mode, draws from its own generators and touches neither ``.grad`` nor the data
@@ -144,6 +145,7 @@ class Probe(Schedule, Callback, metaclass=ArgumentsByName):
         check_counts(
             every_n_steps=every_n_steps, every_n_epochs=every_n_epochs, max_samples=max_samples
         )
+        check_seed(seed)
         if data not in self.data_options:
             raise ValueError(f"`data` must be one of {', '.join(self.data_options)}, got {data!r}.")
         Request(
@@ -399,9 +401,9 @@ class Probe(Schedule, Callback, metaclass=ArgumentsByName):
 
     def _settings(self) -> dict[str, Any]:
         """Return the arguments that this callback was made with, and its defaults for the others."""
-        return {
-            name: getattr(self, name) for name in argument_names(type(self)) if hasattr(self, name)
-        }
+        inits = [vars(base)["__init__"] for base in type(self).__mro__ if "__init__" in vars(base)]
+        names = [name for init in inits for name in inspect.signature(init).parameters]
+        return {name: getattr(self, name) for name in names if hasattr(self, name)}
 
     def _logged(self, name: str) -> str:
         return f"{PREFIX}/{self.name}/{name}" if self.name else f"{PREFIX}/{name}"

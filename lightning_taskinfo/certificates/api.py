@@ -6,7 +6,6 @@ from typing import Any, Literal, TypeAlias, cast, get_args
 import torch
 from torch import Tensor, nn
 
-from lightning_taskinfo._arguments import checked_arguments
 from lightning_taskinfo._batches import Reader, sample_count
 from lightning_taskinfo._observe import observing
 from lightning_taskinfo._progress import Progress, counted, shown
@@ -47,7 +46,6 @@ DRAW_SIZE = 64  # samples per fresh network: many networks on few samples tell m
 Interval: TypeAlias = Literal["betting", "kl"]
 
 
-@checked_arguments
 def certify(
     model: nn.Module,
     data: Data,
@@ -145,6 +143,8 @@ def certify(
         nonvacuous generalization bounds for deep (stochastic) neural networks*, UAI 2017.
     """
     prior = Prior() if prior is None else prior
+    if not isinstance(prior, Prior):
+        raise TypeError(f"`prior` must be a Prior or None, got a {type(prior).__name__}.")
     _check_words(theorem, interval)
     check_choices(
         delta=delta, delta_draws=delta_draws, draws=draws, betas=betas, delta_network=delta_network

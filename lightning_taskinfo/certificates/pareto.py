@@ -6,7 +6,6 @@ from typing import Any, cast
 
 from torch import nn
 
-from lightning_taskinfo._arguments import checked_arguments
 from lightning_taskinfo._batches import Reader
 from lightning_taskinfo._observe import observing, trainable_parameters
 from lightning_taskinfo._progress import Progress, counted, shown
@@ -30,7 +29,6 @@ from lightning_taskinfo.fisher.fallback import Forward
 from lightning_taskinfo.functional.pac_bayes_diagnostics import oracle_complexity
 
 
-@checked_arguments
 def pareto_front(
     model: nn.Module,
     data: Data,

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_taskinfo._arguments import ArgumentsByName
 from lightning_taskinfo._batches import take
 from lightning_taskinfo._observe import trainable_parameters
 from lightning_taskinfo._ranges import check_finite_tensors, check_positive
@@ -20,7 +19,7 @@ NAMED = 3  # missing parameters that a message names
 
 
 @dataclass(frozen=True)
-class Prior(metaclass=ArgumentsByName):
+class Prior:
     """The pre-distribution of a certificate: fixed before the certified data are looked at.
 
     Args:

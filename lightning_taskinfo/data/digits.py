@@ -5,11 +5,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_taskinfo._arguments import checked_arguments
 from lightning_taskinfo.data.arrays import ArrayData
 
 
-@checked_arguments
 def load_digits(
     *, size: Literal[8, 28] = 28, test_fraction: float = 0.2, seed: int = 0
 ) -> ArrayData:

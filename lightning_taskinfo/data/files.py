@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_taskinfo._arguments import checked_arguments
 from lightning_taskinfo._files import atomic_write
 from lightning_taskinfo.data.arrays import ArrayData, from_any
 
@@ -36,7 +35,6 @@ _UNREADABLE = (
 )
 
 
-@checked_arguments
 def load_npz(
     path: str | os.PathLike[str], *, name: str | None = None, num_classes: int | None = None
 ) -> ArrayData:
@@ -72,7 +70,6 @@ def load_npz(
         return from_any({key: arrays[key] for key in KEYS}, name=name, num_classes=num_classes)
 
 
-@checked_arguments
 def save_npz(path: str | os.PathLike[str], data: ArrayData) -> None:
     """Write ``data`` so that :func:`load_npz` returns it; a process killed meanwhile leaves what was there before.
 
@@ -90,7 +87,6 @@ def save_npz(path: str | os.PathLike[str], data: ArrayData) -> None:
         np.savez(file, name=np.array(data.name), num_classes=np.array(data.num_classes), **arrays)
 
 
-@checked_arguments
 def load_idx(
     folder: str | os.PathLike[str], *, name: str | None = None, num_classes: int | None = None
 ) -> ArrayData:

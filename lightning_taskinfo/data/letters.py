@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_taskinfo._arguments import ArgumentsByName, checked_arguments
 from lightning_taskinfo.data.arrays import ArrayData
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ TEST_FACES = (
 
 
 @dataclass(frozen=True)
-class Jitter(metaclass=ArgumentsByName):
+class Jitter:
     """How far one drawing of a letter may differ from the next; lengths are shares of the image's side.
 
     Args:
@@ -54,7 +53,6 @@ class Jitter(metaclass=ArgumentsByName):
     noise: float = 0.05
 
 
-@checked_arguments
 def load_letters(
     *,
     size: int = 28,

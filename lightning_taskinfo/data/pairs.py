@@ -9,7 +9,6 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from lightning_taskinfo._arguments import checked_arguments
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.data.arrays import ArrayData
 from lightning_taskinfo.data.digits import load_digits
@@ -20,7 +19,6 @@ VERSION = 2  # part of every cache file's name: raise it when a loader's output 
 EMBEDDED: dict[str, Callable[..., ArrayData]] = {"digits": load_digits, "letters": load_letters}
 
 
-@checked_arguments
 def load_pair(
     name: str = "digits→letters",
     *,
@@ -53,7 +51,6 @@ def load_pair(
     return source, target
 
 
-@checked_arguments
 def load_dataset(
     name: str | os.PathLike[str],
     *,

@@ -10,14 +10,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lightning_taskinfo._arguments import checked_arguments
 from lightning_taskinfo.data.arrays import ArrayData
 from lightning_taskinfo.data.pairs import load_dataset
 
 VARIANTS = ("even-odd", "small-large", "inverted", "random-labels", "only-0-1-7", "one-3")
 
 
-@checked_arguments
 def load_task(
     name: str | PathLike[str],
     *,
@@ -53,7 +51,6 @@ def load_task(
     return parts[0] if len(parts) == 1 else _together(parts, name)
 
 
-@checked_arguments
 def vary(data: ArrayData, variant: str, *, seed: int = 0) -> ArrayData:
     """Return the data as another task; its name gets the variant behind a colon.
 

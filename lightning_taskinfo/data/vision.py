@@ -7,11 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from lightning_taskinfo._arguments import checked_arguments
 from lightning_taskinfo.data.arrays import ArrayData, from_any
 
 
-@checked_arguments
 def load_torchvision(
     name: str, data_dir: str | PathLike[str], *, download: bool = False
 ) -> ArrayData:

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
-from lightning_taskinfo._arguments import checked_arguments
 from lightning_taskinfo._ranges import check_positive
 from lightning_taskinfo.distributions.curvature import (
     CurvatureBlock,
@@ -43,7 +42,6 @@ __all__ = [
 ]
 
 
-@checked_arguments
 def post_distribution(
     weights: nn.Module | Mapping[str, Tensor],
     pre: IsotropicGaussian,

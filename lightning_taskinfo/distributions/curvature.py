@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lightning_taskinfo._arguments import checked_arguments
 from lightning_taskinfo._observe import ParamDict, trainable_parameters
 from lightning_taskinfo.fisher import KroneckerFactors
 
@@ -75,7 +74,6 @@ class LowRankCurvature:
     scales: Tensor
 
 
-@checked_arguments
 def diagonal_curvature(diagonal: Mapping[str, Tensor]) -> list[CurvatureBlock]:
     """Wrap a diagonal of the curvature of the sum of the loss, such as ``N`` times the diagonal Fisher.
 
@@ -92,7 +90,6 @@ def diagonal_curvature(diagonal: Mapping[str, Tensor]) -> list[CurvatureBlock]:
     ]
 
 
-@checked_arguments
 def layer_curvature(model: nn.Module, matrices: Mapping[str, Tensor]) -> list[CurvatureBlock]:
     """Give each layer one matrix over all its weights, in the order of its parameters; for small layers only.
 
@@ -112,7 +109,6 @@ def layer_curvature(model: nn.Module, matrices: Mapping[str, Tensor]) -> list[Cu
     return blocks
 
 
-@checked_arguments
 def neuron_curvature(
     model: nn.Module, matrices: Mapping[str, Tensor], *, scales: Mapping[str, Tensor] | None = None
 ) -> list[CurvatureBlock]:
@@ -149,7 +145,6 @@ def neuron_curvature(
     return blocks
 
 
-@checked_arguments
 def kronecker_curvature(
     factors: Mapping[str, KroneckerFactors], *, scale: float = 1.0
 ) -> list[CurvatureBlock]:
@@ -176,7 +171,6 @@ def kronecker_curvature(
     return blocks
 
 
-@checked_arguments
 def with_diagonal(
     blocks: Iterable[CurvatureBlock], diagonal: Mapping[str, Tensor]
 ) -> list[CurvatureBlock]:

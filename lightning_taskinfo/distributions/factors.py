@@ -9,13 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_taskinfo._arguments import checked_arguments
 from lightning_taskinfo._batches import sample_count, take
 from lightning_taskinfo._observe import at_least_float32, full_precision, observing, parts
 from lightning_taskinfo.fisher.fallback import Forward
 
 
-@checked_arguments
 def layer_input_matrices(
     model: nn.Module, inputs: Any, *, chunk_size: int = 1024, forward_fn: Forward | None = None
 ) -> dict[str, Tensor]:

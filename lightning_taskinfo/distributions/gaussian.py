@@ -8,7 +8,6 @@ from dataclasses import replace
 import torch
 from torch import Generator, Tensor, nn
 
-from lightning_taskinfo._arguments import checked_arguments
 from lightning_taskinfo._observe import (
     HALVES,
     ParamDict,
@@ -190,7 +189,6 @@ class BlockGaussian(WeightGaussian):
         return 0.5 * total
 
 
-@checked_arguments
 def pre_distribution(
     center: nn.Module | Mapping[str, Tensor], *, prior_std: float | Mapping[str, float]
 ) -> IsotropicGaussian:

@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
-from lightning_taskinfo._arguments import checked_arguments
 from lightning_taskinfo._batches import sample_count
 from lightning_taskinfo._layers import layer_of
 from lightning_taskinfo._observe import ParamDict, trainable_parameters
@@ -16,7 +15,6 @@ from lightning_taskinfo.fisher.ops import BLOCK
 from lightning_taskinfo.functional.likelihood import Labels, Likelihood
 
 
-@checked_arguments
 def fisher_trace(
     model: nn.Module,
     inputs: Any,
@@ -76,7 +74,6 @@ def fisher_trace(
     return _norms(model, inputs, targets, request)[0].mean()
 
 
-@checked_arguments
 def per_sample_squared_norms(
     model: nn.Module,
     inputs: Any,
@@ -104,7 +101,6 @@ def per_sample_squared_norms(
     return _norms(model, inputs, targets, request)[0]
 
 
-@checked_arguments
 def layer_traces(
     model: nn.Module,
     inputs: Any,
@@ -138,7 +134,6 @@ def layer_traces(
     return traces
 
 
-@checked_arguments
 def fisher_diagonal(
     model: nn.Module,
     inputs: Any,
@@ -173,7 +168,6 @@ def fisher_diagonal(
     return {name: sink.total(name, p).div_(n) for name, p in parameters.items()}
 
 
-@checked_arguments
 def gradient_gram(
     model: nn.Module,
     inputs: Any,
@@ -225,7 +219,6 @@ def gradient_gram(
     return gram
 
 
-@checked_arguments
 def engines_used(
     model: nn.Module,
     inputs: Any,

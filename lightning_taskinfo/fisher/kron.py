@@ -8,9 +8,9 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Generator, Tensor, nn
 
-from lightning_taskinfo._arguments import check_counts, checked_arguments
 from lightning_taskinfo._batches import sample_count, take
 from lightning_taskinfo._observe import at_least_float32, full_precision, observing, parts
+from lightning_taskinfo._ranges import check_counts
 from lightning_taskinfo.fisher.backpack import ChainFactors, NotCoveredError
 from lightning_taskinfo.fisher.fallback import Forward
 from lightning_taskinfo.fisher.kron_sums import MAX_SIDE, KroneckerSums
@@ -68,7 +68,6 @@ class KroneckerFactors:
         return of_rows.sum() * of_columns.sum()
 
 
-@checked_arguments
 def kronecker_factors(
     model: nn.Module,
     inputs: Any,

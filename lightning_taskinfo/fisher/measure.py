@@ -37,7 +37,6 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_taskinfo._arguments import check_counts
 from lightning_taskinfo._batches import (
     call_on,
     outputs_of,
@@ -47,6 +46,7 @@ from lightning_taskinfo._batches import (
     with_targets,
 )
 from lightning_taskinfo._observe import ParamDict, full_precision, observing_parts, parts
+from lightning_taskinfo._ranges import check_counts
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.fisher.backpack import backpack_gradients
 from lightning_taskinfo.fisher.capture import Graph, Plan, Prover, plan_of_one

@@ -10,7 +10,6 @@ import torch
 from torch import Generator, Tensor, nn
 from torchmetrics import Metric
 
-from lightning_taskinfo._arguments import ArgumentsByName
 from lightning_taskinfo._batches import sample_count, tensors
 from lightning_taskinfo._layers import layer_of
 from lightning_taskinfo._observe import ParamDict, observing, trainable_parameters
@@ -39,7 +38,7 @@ class FisherEstimate(NamedTuple):
     diagonal: ParamDict
 
 
-class FisherInformation(Metric, metaclass=ArgumentsByName):
+class FisherInformation(Metric):
     r"""Trace or diagonal of the Fisher information over batches and processes.
 
     .. math:: \operatorname{tr} F(w) = \frac1N \sum_n \mathbb{E}_{y \sim p_w(\cdot|x_n)} \|\nabla_w \log p_w(y|x_n)\|^2

@@ -8,7 +8,6 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from lightning_taskinfo._arguments import ArgumentsByName
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.functional._tensors import look_like_probabilities
 
@@ -16,7 +15,7 @@ Ramp = Literal["constant", "linear", "sigmoid"]
 
 
 @dataclass(frozen=True)
-class WeightSchedule(metaclass=ArgumentsByName):
+class WeightSchedule:
     r"""A weight by epoch: zero before ``start``, then constant, or ramped up over ``length`` epochs.
 
     With :math:`T = \min(1, (\text{epoch} - \text{start}) / \text{length})` the weight is multiplied by 1, by
@@ -66,7 +65,7 @@ class WeightSchedule(metaclass=ArgumentsByName):
         return self.weight * factor
 
 
-class Regularizer(nn.Module, metaclass=ArgumentsByName):
+class Regularizer(nn.Module):
     """A penalty to add to a loss, in any training loop.
 
     A subclass computes its objective in ``forward`` and returns :meth:`penalty`. The forward's ``epoch`` drives the
@@ -89,12 +88,13 @@ class Regularizer(nn.Module, metaclass=ArgumentsByName):
     def __init__(self, weight: float | WeightSchedule, *, argument: str = "weight") -> None:
         super().__init__()
         if not isinstance(weight, WeightSchedule):
-            try:
-                weight = WeightSchedule(float(weight))
-            except ValueError:
-                raise ValueError(
-                    f"`{argument}` must be finite and not negative, got {weight!r}."
-                ) from None
+            if not hasattr(weight, "__float__"):
+                raise TypeError(
+                    f"`{argument}` must be a number or a WeightSchedule, got {weight!r}."
+                )
+            if not 0 <= weight < math.inf:
+                raise ValueError(f"`{argument}` must be finite and not negative, got {weight!r}.")
+            weight = WeightSchedule(float(weight))
         self.schedule = weight
         self.value: Tensor | None = None
         """What the last call measured, before the weight; ``None`` before the first, and where nothing was measured."""
@@ -135,12 +135,12 @@ class Regularizer(nn.Module, metaclass=ArgumentsByName):
 
 def checked_shape(input_shape: Sequence[int]) -> tuple[int, ...]:
     """Return the shape of one input as a tuple, or say what is wrong with it."""
-    sizes = tuple(int(size) for size in input_shape)
-    if not sizes or min(sizes) < 1:
-        raise ValueError(
-            f"`input_shape` must be the sizes of one input, such as (1, 28, 28), got {input_shape!r}."
-        )
-    return sizes
+    rule = "the sizes of one input, such as (1, 28, 28)"
+    if not isinstance(input_shape, Sequence) or not all(isinstance(s, int) for s in input_shape):
+        raise TypeError(f"`input_shape` must be {rule}, got {input_shape!r}.")
+    if not input_shape or min(input_shape) < 1:
+        raise ValueError(f"`input_shape` must be {rule}, got {input_shape!r}.")
+    return tuple(input_shape)
 
 
 def check_rows(

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Generator, Tensor, nn
 
-from lightning_taskinfo._arguments import checked_arguments
 from lightning_taskinfo._ranges import check_positive
 from lightning_taskinfo.functional._tensors import check_finite
 from lightning_taskinfo.functional.mutual_information import (
@@ -40,7 +39,6 @@ class MutualInformationEstimate(NamedTuple):
     samples: int
 
 
-@checked_arguments
 def estimate_mutual_information(
     inputs: Tensor,
     features: Tensor,

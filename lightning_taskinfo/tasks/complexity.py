@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lightning_taskinfo._arguments import checked_arguments
 from lightning_taskinfo._files import claim_folder
 from lightning_taskinfo._progress import Progress, shown
 from lightning_taskinfo._ranges import check_positive
@@ -21,7 +20,6 @@ from lightning_taskinfo.tasks.training import ModelFn, Samples, Training, build,
 BETAS = tuple(10 ** (2 - j / 2) for j in range(10))  # 100 … 0.003
 
 
-@checked_arguments
 def structure_function(
     model_fn: ModelFn,
     data: Data,

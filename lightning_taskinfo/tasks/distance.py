@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_taskinfo._arguments import checked_arguments
 from lightning_taskinfo._cells import check_executor, run_cells
 from lightning_taskinfo._files import claim_folder
 from lightning_taskinfo._progress import Progress, shown
@@ -26,7 +25,6 @@ from lightning_taskinfo.tasks.matrix import DistanceMatrix
 from lightning_taskinfo.tasks.training import ModelFn, Training
 
 
-@checked_arguments
 def task_distance(
     tasks: Mapping[str, Data],
     beta: float,

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_taskinfo._arguments import checked_arguments
 from lightning_taskinfo._files import atomic_write
 from lightning_taskinfo.functional.task_embedding import (
     PlanarMap,
@@ -137,7 +136,6 @@ class Recommendation(NamedTuple):
     distance: float
 
 
-@checked_arguments
 def embedding_distances(
     embeddings: Sequence[TaskEmbedding], *, alpha: float = 0.0, trivial: float | None = None
 ) -> Tensor:
@@ -170,7 +168,6 @@ def embedding_distances(
     return asymmetric_embedding_distance(sources, targets, trivial=scale, alpha=alpha)
 
 
-@checked_arguments
 def nearest_source(
     target: TaskEmbedding,
     sources: Sequence[TaskEmbedding],

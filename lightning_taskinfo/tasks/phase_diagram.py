@@ -6,7 +6,6 @@ from typing import Literal
 import torch
 from torch import Generator, Tensor
 
-from lightning_taskinfo._arguments import checked_arguments
 from lightning_taskinfo.functional.deep_linear import (
     fine_tuning_transferability,
     linear_transferability,
@@ -46,7 +45,6 @@ class PhaseDiagram:
         )
 
 
-@checked_arguments
 def transferability(
     mode: Mode,
     theta: Tensor | float,
@@ -81,7 +79,6 @@ def transferability(
     raise ValueError(f"`mode` must be 'linear' or 'fine_tune', got {mode!r}.")
 
 
-@checked_arguments
 def simulate_phase_diagram(
     mode: Mode,
     theta: Tensor,

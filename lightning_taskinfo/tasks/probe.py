@@ -8,7 +8,6 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn.functional import cross_entropy, interpolate
 
-from lightning_taskinfo._arguments import checked_arguments
 from lightning_taskinfo._files import atomic_write
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.data.pairs import cache_dir, load_dataset
@@ -47,7 +46,6 @@ class SmallProbe(nn.Module):
         return self.head(self.body(grey))
 
 
-@checked_arguments
 def default_probe(*, epochs: int = 4, seed: int = 0) -> SmallProbe:
     """Return the small probe, trained to tell the 20 classes of the embedded digits and letters apart.
 

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Generator, Tensor
 
-from lightning_taskinfo._arguments import checked_arguments
-
 
 @dataclass(frozen=True)
 class TransferRisks:
@@ -91,7 +89,6 @@ def draw_samples(
     return Samples(plane[:, 0], target, inputs, labels)
 
 
-@checked_arguments
 def simulate_transfer(
     theta: Tensor | float,
     gamma: float,

@@ -9,7 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import Generator, Tensor, nn
 
-from lightning_taskinfo._arguments import checked_arguments
+from lightning_taskinfo._ranges import check_counts
 from lightning_taskinfo.data import load_dataset, vary
 
 Labelled: TypeAlias = tuple[Tensor, Tensor]
@@ -37,7 +37,6 @@ class Task:
         return self.inputs, self.targets
 
 
-@checked_arguments
 def prepare_task(
     name: str | os.PathLike[str],
     *,
@@ -67,8 +66,7 @@ def prepare_task(
         >>> task.inputs.shape, task.num_classes
         (torch.Size([100, 1, 8, 8]), 2)
     """
-    if max_samples is not None and max_samples < 1:
-        raise ValueError(f"`max_samples` must be at least 1, got {max_samples}.")
+    check_counts(max_samples=max_samples)
     name = os.fspath(name)
     names, *variants = name.split(":")
     parts = [load_dataset(part, size=size, data_dir=data_dir) for part in names.split("+")]

@@ -12,7 +12,6 @@ from itertools import repeat
 import torch
 from torch import Generator, Tensor
 
-from lightning_taskinfo._arguments import checked_arguments
 from lightning_taskinfo._ranges import check_positive
 from lightning_taskinfo.functional.features import ablate, relu_kernel, span_norms
 from lightning_taskinfo.tasks.simulate import TransferRisks
@@ -157,7 +156,6 @@ def fit_last_layer(
     return ReLUNetworks(networks.weights, m * solved)
 
 
-@checked_arguments
 def simulate_student_teacher(
     fraction: float,
     n: int,

@@ -8,7 +8,6 @@ from typing import Any, Literal
 import torch
 from torch import Generator, Tensor, nn
 
-from lightning_taskinfo._arguments import ArgumentsByName
 from lightning_taskinfo._batches import (
     Forward,
     Reader,
@@ -35,7 +34,7 @@ from lightning_taskinfo.tasks.probe import default_probe
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
-class Task2Vec(metaclass=ArgumentsByName):
+class Task2Vec:
     r"""Embed tasks by the Fisher information of a probe network.
 
     .. math:: F_{ii} = \frac1N \sum_n \mathbb{E}_{y \sim p_w(\cdot|x_n)} (\partial_i \log p_w(y|x_n))^2,

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
-from lightning_taskinfo._arguments import ArgumentsByName
 from lightning_taskinfo._batches import sample_count, take
 from lightning_taskinfo._observe import ParamDict, observing, trainable_parameters
 from lightning_taskinfo._ranges import check_not_negative, check_positive
@@ -27,7 +26,7 @@ Penalty = Callable[[nn.Module], Tensor]
 
 
 @dataclass(frozen=True)
-class Training(metaclass=ArgumentsByName):
+class Training:
     r"""How one :math:`C_\beta` is minimised: Adam, its rates falling to zero along half a cosine.
 
     Args:

@@ -14,7 +14,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from lightning_taskinfo._arguments import checked_arguments
 from lightning_taskinfo._files import atomic_write
 from lightning_taskinfo._lightning import DEFAULT
 from lightning_taskinfo._progress import Progress, bar, visible
@@ -186,7 +185,6 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> Row:
 WORDS = ("labels", "method", "_verdict", "_reason")  # ends of the columns that are no measurements
 
 
-@checked_arguments
 def log_to_wandb(
     report: "TransferReport",
     *,

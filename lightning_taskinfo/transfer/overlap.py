@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_taskinfo._arguments import checked_arguments
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.functional.features import fit_power_law, transfer_onset
 from lightning_taskinfo.functional.readout import HeldOut, held_out_readout
@@ -131,7 +130,6 @@ def is_far(onset: float, measured: Sequence[float]) -> bool:
     return math.isfinite(onset) and not min(measured) / REACH <= onset <= max(measured) * REACH
 
 
-@checked_arguments
 def feature_overlap(
     model: nn.Module,
     data: Iterable[Any] | Mapping[str, Any],

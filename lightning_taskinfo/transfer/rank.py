@@ -10,7 +10,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import Generator, Tensor, nn
 
-from lightning_taskinfo._arguments import checked_arguments
 from lightning_taskinfo._batches import BatchFn, Forward, joined, take
 from lightning_taskinfo._progress import counted, shown
 from lightning_taskinfo.functional.features import fit_power_law, transfer_onset
@@ -63,7 +62,6 @@ class FineTuning:
             raise ValueError(f"`learning_rate` must be positive, got {self.learning_rate}.")
 
 
-@checked_arguments
 def rank_starts(
     models: Mapping[str, Model],
     data: Iterable[Any] | Mapping[str, Any],

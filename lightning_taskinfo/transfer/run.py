@@ -13,7 +13,6 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
-from lightning_taskinfo._arguments import checked_arguments
 from lightning_taskinfo._cells import check_executor, run_cells
 from lightning_taskinfo._files import claim_folder
 from lightning_taskinfo._lightning import DEFAULT, NAMESPACES
@@ -50,7 +49,6 @@ VERSION = (
 )
 
 
-@checked_arguments
 def transfer(
     model: Backbone | MakeModule,
     data: Any,

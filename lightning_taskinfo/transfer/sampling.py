@@ -221,11 +221,16 @@ def count_or_rows(argument: str, value: Any) -> int | Sequence[int]:
 
     Raises:
         ValueError: If it is a negative number.
+        TypeError: If it is neither a whole number nor rows.
     """
     if isinstance(value, int | np.integer):
         if value < 0:
             raise ValueError(f"`{argument}` must not be negative, got {value}.")
         return int(value)
+    if isinstance(value, str) or not hasattr(value, "__len__"):
+        raise TypeError(
+            f"`{argument}` must be a whole number or a sequence of whole numbers, got {value!r}."
+        )
     rows: Sequence[int] = value
     return rows
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from lightning_taskinfo._arguments import checked_arguments
 from lightning_taskinfo._ranges import check_not_negative, check_positive
 from lightning_taskinfo.variational.noisy_weight import (
     NoisyWeight,
@@ -36,7 +35,6 @@ __all__ = [
 ]
 
 
-@checked_arguments
 def add_weight_noise(
     model: nn.Module,
     *,
@@ -161,9 +159,7 @@ def weight_kl(model: nn.Module) -> Tensor:
         >>> weight_kl(net).item()
         0.0
     """
-    if not isinstance(
-        model, nn.Module
-    ):  # not `checked_arguments`: a compiled training step would warn of its cache
+    if not isinstance(model, nn.Module):
         raise TypeError(f"`model` must be a Module, got {type(model).__name__}.")
     terms = [noise.kl(mean) for _, mean, noise in noisy_weights(model)]
     if not terms:
@@ -171,7 +167,6 @@ def weight_kl(model: nn.Module) -> Tensor:
     return torch.stack(terms).sum()
 
 
-@checked_arguments
 @contextmanager
 def sampling(model: nn.Module, enabled: bool = True) -> Iterator[None]:
     """Draw weights also in eval mode (or, with ``enabled=False``, use the means also in train mode), for a while.
@@ -219,7 +214,6 @@ def repeatable_noise(model: nn.Module) -> Iterator[None]:
             noise.draws = draws
 
 
-@checked_arguments
 def plain_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Return the state dict that the model without noise would have, with the means as weights.
 
@@ -237,7 +231,6 @@ def plain_state_dict(model: nn.Module) -> dict[str, Tensor]:
     return dict(sorted({**plain, **noisy}.items()))
 
 
-@checked_arguments
 def remove_weight_noise(model: nn.Module, *, sample: bool = False) -> nn.Module:
     """Give the plain module back, in place: with the means as weights, or with one sample of them.
 

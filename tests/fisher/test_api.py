@@ -338,7 +338,7 @@ def test_bad_models_and_inputs_are_named():
             ValueError, match=f"`inputs` must be a tensor, or a tuple, .* of tensors, got {found}"
         ):
             fisher_trace(model, nothing)
-    with pytest.raises(TypeError, match="`targets` must be a Tensor or None, got 'exact'"):
+    with pytest.raises(ValueError, match="`targets` must be a tensor, got 'exact'"):
         fisher_trace(model, inputs, "exact")
     with pytest.raises(ValueError, match="`targets` must be a tensor, got 'exact'"):
         FisherInformation().update(model, inputs, "exact")

@@ -1,6 +1,7 @@
 """What all regularizers share: schedules, zero weights, precision, batch-norm statistics."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -139,16 +140,17 @@ def test_a_weight_that_is_none_is_named(weight):
 
 @pytest.mark.parametrize("make", [Lautum, MutualInformation])
 @pytest.mark.parametrize(
-    ("shape", "error", "rule"),
+    ("shape", "error"),
     [
-        (8, TypeError, "a sequence of whole numbers, got 8"),
-        ("8", TypeError, "a sequence of whole numbers, got '8'"),
-        ((1, 8.0), TypeError, r"a sequence of whole numbers, got \(1, 8\.0\)"),
-        ((), ValueError, r"the sizes of one input, such as \(1, 28, 28\), got \(\)"),
-        ((1, 0), ValueError, r"the sizes of one input, such as \(1, 28, 28\), got \(1, 0\)"),
-        ((1, -8), ValueError, r"the sizes of one input, such as \(1, 28, 28\), got \(1, -8\)"),
+        (8, TypeError),
+        ("8", TypeError),
+        ((1, 8.0), TypeError),
+        ((), ValueError),
+        ((1, 0), ValueError),
+        ((1, -8), ValueError),
     ],
 )
-def test_a_shape_that_is_none_is_named(make, shape, error, rule):
-    with pytest.raises(error, match=f"`input_shape` must be {rule}"):
+def test_a_shape_that_is_none_is_named(make, shape, error):
+    rule = "`input_shape` must be the sizes of one input, such as (1, 28, 28), got "
+    with pytest.raises(error, match=re.escape(f"{rule}{shape!r}")):
         make(shape, 10)

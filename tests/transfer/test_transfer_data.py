@@ -261,7 +261,7 @@ def test_the_description_knows_the_data_by_what_they_hold():
         (
             {"validation": "9"},
             TypeError,
-            "`validation` must be a whole number, a sequence .* or None, got '9'",
+            "`validation` must be a whole number or a sequence .*, got '9'",
         ),
         ({"labels": -5}, ValueError, "`labels` must not be negative, got -5"),
         ({"validation": -1}, ValueError, "`validation` must not be negative, got -1"),

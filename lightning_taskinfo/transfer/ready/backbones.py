@@ -7,7 +7,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from lightning_taskinfo._arguments import checked_arguments
 from lightning_taskinfo._observe import observing
 
 Shape = tuple[int, int, int]
@@ -15,7 +14,6 @@ Backbone: TypeAlias = str | Callable[[Shape], nn.Module]
 """A name in :data:`BACKBONES`, or a function at the top of a module that makes a network for a shape of images."""
 
 
-@checked_arguments
 def mlp(image_shape: Shape, *, width: int = 128) -> nn.Module:
     """Two hidden layers on the flattened image.
 
@@ -38,7 +36,6 @@ def mlp(image_shape: Shape, *, width: int = 128) -> nn.Module:
     )
 
 
-@checked_arguments
 def small_cnn(image_shape: Shape, *, width: int = 16, feature_dim: int = 64) -> nn.Module:
     """Two convolutions with pooling and a linear layer: seconds an epoch on a processor.
 
@@ -66,7 +63,6 @@ def small_cnn(image_shape: Shape, *, width: int = 16, feature_dim: int = 64) -> 
     )
 
 
-@checked_arguments
 def large_cnn(image_shape: Shape, *, width: int = 128) -> nn.Module:
     """Nine convolutions with batch normalisation and dropout, the network of Laine and Aila (2017).
 
@@ -94,7 +90,6 @@ def large_cnn(image_shape: Shape, *, width: int = 128) -> nn.Module:
     )
 
 
-@checked_arguments
 def resnet20(image_shape: Shape, *, width: int = 16) -> nn.Module:
     """The residual network of 20 layers for small images (He et al., 2016), without its last layer.
 

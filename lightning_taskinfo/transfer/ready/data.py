@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_taskinfo._arguments import ArgumentsByName
 from lightning_taskinfo._lightning import LightningDataModule
 from lightning_taskinfo.data import ArrayData
 from lightning_taskinfo.transfer.ready.images import (
@@ -35,7 +34,7 @@ from lightning_taskinfo.transfer.sampling import (
 DataStage = Literal["pretrain", "fine_tune"]
 
 
-class TransferDataModule(LightningDataModule, metaclass=ArgumentsByName):
+class TransferDataModule(LightningDataModule):
     """Loaders for semi-supervised transfer, all of them decided by one seed.
 
     Training batches are ``{"labeled": (x, y), "unlabeled": x}``, with ``"labeled_index"`` and ``"unlabeled_index"``

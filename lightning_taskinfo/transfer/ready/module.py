@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from lightning_taskinfo._arguments import ArgumentsByName
 from lightning_taskinfo._lightning import DEFAULT, module_classes
 from lightning_taskinfo._ranges import check_positive
 from lightning_taskinfo.mixins import (
@@ -39,7 +38,6 @@ class TransferClassifierMixin(
     MutualInformationMixin,
     InformationMixin,
     LocalMinimumMixin,
-    metaclass=ArgumentsByName,
 ):
     """A backbone with a linear head, trained in one stage of a transfer by one of its methods.
 

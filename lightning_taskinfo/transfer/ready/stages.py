@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_taskinfo._arguments import ArgumentsByName
 from lightning_taskinfo._files import read_result, write_tensors
 from lightning_taskinfo._lightning import DEFAULT
 from lightning_taskinfo._ranges import check_not_negative, check_positive
@@ -38,7 +37,7 @@ MEASURED = 256  # target inputs in the Fisher information
 
 
 @dataclass(frozen=True)
-class Stages(metaclass=ArgumentsByName):
+class Stages:
     """How long and how each stage trains.
 
     Args:
