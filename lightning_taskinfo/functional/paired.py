@@ -1,5 +1,7 @@
 r"""Intervals for shares, and for the difference of two of them on the same samples; sound for few samples."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -69,7 +71,7 @@ def paired_interval(
         middle = (b - c) / (n + 2)
         reach = z / (n + 2) * ((b + c + 1) - (b - c) ** 2 / (n + 2)) ** 0.5
         return middle - reach, mean, middle + reach
-    reach = _student(z, n - 1) * difference.std().item() / n**0.5
+    reach = student_quantile(confidence, n - 1) * difference.std().item() / n**0.5
     return mean - reach, mean, mean + reach
 
 
@@ -91,9 +93,49 @@ def normal_quantile(confidence: float) -> float:
     return torch.special.ndtri(torch.tensor(0.5 + 0.5 * confidence, dtype=torch.float64)).item()
 
 
-def _student(z: float, degrees: int) -> float:
-    """Student's quantile from the normal one, by its expansion: to a per mille from eight degrees of freedom on."""
-    first = (z**3 + z) / 4
-    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
-    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
-    return z + first / degrees + second / degrees**2 + third / degrees**3
+def student_quantile(confidence: float, degrees: int) -> float:
+    r"""Return the number of standard errors that Student's interval reaches to either side.
+
+    The :math:`t` with :math:`P(|T_\nu| \le t) = c`, found by bisection of the angle :math:`\theta = \arctan(t /
+    \sqrt\nu)` in the finite sums that the probability is for whole :math:`\nu`.
+
+    Args:
+        confidence: The probability :math:`c`.
+        degrees: Degrees of freedom :math:`\nu`, one less than the number of values.
+
+    Raises:
+        ValueError: If ``confidence`` is not between 0 and 1, or ``degrees`` is below 1.
+
+    Example:
+        >>> round(student_quantile(0.5, 1), 6), round(student_quantile(0.95, 4), 3)
+        (1.0, 2.776)
+
+    References:
+        Abramowitz and Stegun, *Handbook of Mathematical Functions*, 26.7.3 and 26.7.4.
+    """
+    if not 0 < confidence < 1:
+        raise ValueError(f"`confidence` must be between 0 and 1, got {confidence}.")
+    if degrees < 1:
+        raise ValueError(f"`degrees` must be at least 1, got {degrees}.")
+    low, high = 0.0, math.pi / 2
+    while low < (middle := 0.5 * (low + high)) < high:
+        low, high = (
+            (middle, high) if _central_probability(middle, degrees) < confidence else (low, middle)
+        )
+    return math.sqrt(degrees) * math.tan(low)
+
+
+def _central_probability(theta: float, degrees: int) -> float:
+    """``P(|T| <= sqrt(degrees) tan(theta))``."""
+    square, total = math.cos(theta) ** 2, 0.0
+    if degrees % 2:
+        term = math.cos(theta)
+        for k in range(1, degrees - 1, 2):
+            total += term
+            term *= square * (k + 1) / (k + 2)
+        return 2 / math.pi * (theta + math.sin(theta) * total)
+    term = 1.0
+    for k in range(1, degrees, 2):
+        total += term
+        term *= square * k / (k + 1)
+    return math.sin(theta) * total

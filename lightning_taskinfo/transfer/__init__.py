@@ -12,7 +12,7 @@ from typing import Any
 from lightning_taskinfo.transfer.logs import log_to_wandb
 from lightning_taskinfo.transfer.overlap import FeatureOverlap, feature_overlap
 from lightning_taskinfo.transfer.rank import FineTuning, rank_starts
-from lightning_taskinfo.transfer.ranking import LayerReadout, Start, StartRanking
+from lightning_taskinfo.transfer.ranking import LayerReadout, RankedStart, StartRanking
 from lightning_taskinfo.transfer.ready.backbones import (
     BACKBONES,
     large_cnn,
@@ -46,9 +46,9 @@ __all__ = [
     "FeatureOverlap",
     "FineTuning",
     "LayerReadout",
+    "RankedStart",
     "Result",
     "Stages",
-    "Start",
     "StartRanking",
     "TransferClassifier",
     "TransferDataModule",

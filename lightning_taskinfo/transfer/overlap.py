@@ -3,23 +3,24 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.functional.features import fit_power_law, transfer_onset
-from lightning_taskinfo.functional.readout import HeldOut, held_out_readout
-from lightning_taskinfo.transfer._features import collect
+from lightning_taskinfo.functional.paired import normal_quantile
+from lightning_taskinfo.functional.readout import held_out_readout
+from lightning_taskinfo.transfer.features import Network, read_samples
 
 REACH = (
     10  # times the measured numbers of labels to which a learning curve is followed without a word
 )
-LARGEST_SHARE = (
-    4.0  # that of always being sure of the wrong one of two classes; a larger one is no share
-)
+LARGEST_SHARE = 4.0  # that of always being sure of the wrong one of two classes; more is no share
 MAX_FEATURES = 1024  # of a layer, after pooling
+PowerLaw = tuple[Tensor, Tensor]
+"""Amplitude and exponent."""
 
 
 @dataclass(frozen=True)
@@ -50,29 +51,22 @@ class FeatureOverlap:
         Raises:
             ValueError: If ``confidence`` is not between 0 and 1.
         """
-        if not 0 < confidence < 1:
-            raise ValueError(f"`confidence` must be between 0 and 1, got {confidence}.")
-        reach = (
-            torch.special.ndtri(torch.tensor(0.5 + 0.5 * confidence).double()) * self.standard_error
-        )
+        reach = normal_quantile(confidence) * self.standard_error
         return (self.outside - reach).clamp(min=0), self.outside + reach
 
     def onset(
-        self,
-        n: Tensor | Sequence[int],
-        scratch: Tensor | Sequence[float],
-        *,
-        confidence: float = 0.95,
+        self, curve: Mapping[int, float], *, confidence: float = 0.95
     ) -> tuple[Tensor, Tensor, Tensor]:
         r"""Predicted number of target labels above which linear transfer hurts, per layer, with its interval.
 
         A power law :math:`A\,n^{-\nu}` is fitted to the learning curve of training from scratch; it falls below the
         missed share at the onset. The interval carries the uncertainty of the share, not that of the curve: a warning
-        says where the law is followed to more than ten times the largest ``n``, or less than a tenth of the smallest.
+        says where the law is followed to more than ten times the largest number of labels, or less than a tenth of
+        the smallest.
 
         Args:
-            n: Numbers of labels at which scratch training was measured, at least two, shape ``[k]``.
-            scratch: Share of the labels' variance that it missed on held-out data, not in per cent, shape ``[k]``.
+            curve: Share of the labels' variance that scratch missed on held-out data, not in per cent, by number of
+                labels, two or more.
             confidence: Probability that an interval covers.
 
         Returns:
@@ -81,43 +75,44 @@ class FeatureOverlap:
         Raises:
             ValueError: If the curve does not fall, or does not consist of positive shares.
         """
-        ends = self.crossings(n, scratch, confidence)
-        measured = torch.as_tensor(n).tolist()
-        onsets = dict(zip(self.layers, ends[1].tolist(), strict=True))
-        if far := [
-            f"{layer} ({onset:.2g})" for layer, onset in onsets.items() if is_far(onset, measured)
-        ]:
+        low, high = self.interval(confidence)
+        ends = crossings((low, self.outside, high), fitted_curve(curve))
+        onsets = zip(self.layers, ends[1].tolist(), strict=True)
+        if far := [f"{layer} ({onset:.2g})" for layer, onset in onsets if is_far(onset, [*curve])]:
             warn(
                 f"The onset of {', '.join(far)} is far from the numbers of labels that were measured, "
-                f"{min(measured):g} to {max(measured):g}: measure `scratch` nearer to it before you rely on it."
+                f"{min(curve):g} to {max(curve):g}: measure `curve` nearer to it before you rely on it."
             )
         return ends
 
-    def crossings(
-        self, n: Tensor | Sequence[int], scratch: Tensor | Sequence[float], confidence: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what :meth:`onset` returns, without a word on how far the curve was followed."""
-        n, scratch = torch.as_tensor(n), torch.as_tensor(scratch)
-        if n.ndim != 1 or len(n) < 2 or scratch.shape != n.shape:
-            raise ValueError(
-                "`n` and `scratch` must be as many numbers, at least two of each, got shapes "
-                f"{tuple(n.shape)} and {tuple(scratch.shape)}."
-            )
-        if not ((scratch > 0) & (scratch <= LARGEST_SHARE)).all():
-            worst = next(value for value in scratch.tolist() if not 0 < value <= LARGEST_SHARE)
-            raise ValueError(
-                f"`scratch` must be positive shares of the labels' variance, got {worst:g}."
-            )
-        amplitude, exponent = fit_power_law(n, scratch.double())
-        if exponent <= 0:
-            raise ValueError(
-                f"`scratch` must fall with `n`, got a fitted exponent of {exponent.item():.3g}."
-            )
-        low, high = self.interval(confidence)
-        lower, middle, upper = (
-            transfer_onset(share, amplitude, exponent) for share in (high, self.outside, low)
+
+def fitted_curve(curve: Mapping[int, float]) -> PowerLaw:
+    """Fit a falling power law to errors of training from scratch by number of labels.
+
+    Raises:
+        ValueError: If there are fewer than two, one is no positive share, or they do not fall.
+    """
+    shares = all(n > 0 and 0 < error <= LARGEST_SHARE for n, error in curve.items())
+    if len(curve) < 2 or not shares:
+        raise ValueError(
+            "`curve` must hold positive shares, not in per cent, at two or more numbers of labels, got "
+            f"{dict(curve)}."
         )
-        return lower, middle, upper
+    n, errors = (
+        torch.tensor([*part], dtype=torch.float64) for part in zip(*curve.items(), strict=True)
+    )
+    amplitude, exponent = fit_power_law(n, errors)
+    if exponent <= 0:
+        raise ValueError(f"`curve` must fall with the number of labels, got {dict(curve)}.")
+    return amplitude, exponent
+
+
+def crossings(
+    shares: tuple[Tensor, Tensor, Tensor], curve: PowerLaw
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return where a learning curve falls below the lower end, middle and upper end of a share, in rising order."""
+    low, middle, high = (transfer_onset(share, *curve) for share in shares)
+    return high, middle, low
 
 
 def is_far(onset: float, measured: Sequence[float]) -> bool:
@@ -144,8 +139,8 @@ def feature_overlap(
 
     Ridge regression on the features of one layer predicts the labels (one-hot for classes) of a fold from the others;
     its penalty is picked by the exact leave-one-out error within those, so that no held-out label takes part in it. The
-    share is the squared error over that of the mean label. The model is only observed. What is kept of a sample is at
-    most ``4 * max_features`` bytes for each layer.
+    share is the squared error over that of the mean label. The model is only observed. Beside the inputs, what is kept
+    of a sample is at most ``4 * max_features`` bytes for each layer.
 
     Args:
         model: The pretrained network.
@@ -175,27 +170,26 @@ def feature_overlap(
         >>> bool(feature_overlap(net, [(x, x.sum(1))], layers=["0"]).outside < 1e-6)
         True
     """
-    frozen = collect(
-        model, data, layers, max_features=max_features, forward_fn=forward_fn, batch_fn=batch_fn
-    )
-    columns = as_columns(frozen.labels)
-    check_folds(columns, folds)
+    samples = read_samples(data, batch_fn)
+    columns = label_columns(samples.labels, folds)
+    frozen = Network.of(model, samples.few, forward_fn).read(samples, layers, max_features)
     fold = torch.arange(len(columns)) % folds
-    missed, errors = [], []
-    for values in frozen.features.values():
-        residual, baseline = squared_errors(
-            held_out_readout(values, columns, fold), columns
-        )  # [N] each
-        share = residual.sum() / baseline.sum()
-        missed.append(share)
-        errors.append(share_error(residual, baseline))
-    return FeatureOverlap(
-        tuple(frozen.features), torch.stack(missed), torch.stack(errors), len(columns)
-    )
+    found = [read_out(values, columns, fold) for values in frozen.features.values()]
+    missed = torch.stack([one.missed for one in found])
+    errors = torch.stack([one.standard_error for one in found])
+    return FeatureOverlap(tuple(frozen.features), missed, errors, len(columns))
 
 
-def check_folds(columns: Tensor, folds: int) -> None:
-    """Raise a ``ValueError`` where labels cannot be predicted fold by fold."""
+def label_columns(labels: Tensor, folds: int) -> Tensor:
+    """Return real labels as columns, classes as indicators of those that occur.
+
+    Raises:
+        ValueError: If they cannot be predicted fold by fold.
+    """
+    if labels.is_floating_point():
+        columns = labels.double().reshape(len(labels), -1)
+    else:
+        columns = nn.functional.one_hot(labels.flatten().unique(return_inverse=True)[1]).double()
     if folds < 2:
         raise ValueError(f"`folds` must be at least 2, got {folds}.")
     if len(columns) < 4 * folds:
@@ -206,23 +200,31 @@ def check_folds(columns: Tensor, folds: int) -> None:
         raise ValueError(
             f"`data` must have labels that differ (of two classes at least), got {len(columns)} equal ones."
         )
+    return columns
 
 
-def as_columns(labels: Tensor) -> Tensor:
-    """Return real labels as columns, classes as indicators of those that occur."""
-    if labels.is_floating_point():
-        return labels.double().reshape(len(labels), -1)
-    return nn.functional.one_hot(labels.flatten().unique(return_inverse=True)[1]).double()
+class ReadOut(NamedTuple):
+    """What a linear read-out of one layer's features predicts of held-out labels.
+
+    Attributes:
+        missed: Share of the labels' variance that it misses.
+        standard_error: Of the share, over samples, to first order.
+        squares: Squared error of each sample, over that of the mean label, shape ``[N]``.
+        wrong: Whether the largest column is another than the label's, shape ``[N]``.
+    """
+
+    missed: Tensor
+    standard_error: Tensor
+    squares: Tensor
+    wrong: Tensor
 
 
-def squared_errors(held_out: HeldOut, columns: Tensor) -> tuple[Tensor, Tensor]:
-    """Return squared held-out errors of the read-out and of the mean label, shape ``[N]`` each."""
-    residual = (columns - held_out.predicted).square().sum(-1)
-    baseline = (columns - held_out.baseline).square().sum(-1)
-    return residual, baseline
-
-
-def share_error(residual: Tensor, baseline: Tensor) -> Tensor:
-    """Return the standard error of a ratio of sums over samples, to first order."""
-    share = residual.sum() / baseline.sum()
-    return (residual - share * baseline).std() / baseline.mean() / len(baseline) ** 0.5
+def read_out(features: Tensor, columns: Tensor, fold: Tensor) -> ReadOut:
+    """Predict the columns of each fold from the features of the others."""
+    predicted, mean = held_out_readout(features, columns, fold)
+    residual = (columns - predicted).square().sum(-1)
+    baseline = (columns - mean).square().sum(-1)
+    missed = residual.sum() / baseline.sum()
+    error = (residual - missed * baseline).std() / baseline.mean() / len(baseline) ** 0.5
+    wrong = (predicted.argmax(1) != columns.argmax(1)).double()
+    return ReadOut(missed, error, residual / baseline.mean(), wrong)

@@ -1,7 +1,7 @@
 """A ranking of starts: what was found, and its table, picture, file and page."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from html import escape
 from os import PathLike
@@ -16,18 +16,6 @@ if TYPE_CHECKING:
 
 Interval = tuple[float, float]
 MeanInterval = tuple[float, float, float]
-COLUMNS = (
-    "start",
-    "missed",
-    "LogME",
-    "error",
-    "layer",
-    "freeze up to",
-    "H-score",
-    "LEEP",
-    "NCE",
-    "seconds",
-)
 
 
 @dataclass(frozen=True)
@@ -48,7 +36,7 @@ class LayerReadout:
 
 
 @dataclass(frozen=True)
-class Start:
+class RankedStart:
     """One start, with what was found about it.
 
     Attributes:
@@ -109,7 +97,7 @@ class StartRanking:
         ordered_by: ``"read-out and LogME"`` or ``"fine-tuning"``.
     """
 
-    starts: tuple[Start, ...]
+    starts: tuple[RankedStart, ...]
     tied: tuple[str, ...]
     samples: int
     classes: int | None
@@ -118,11 +106,11 @@ class StartRanking:
     ordered_by: str = "read-out and LogME"
 
     @property
-    def best(self) -> Start:
+    def best(self) -> RankedStart:
         """The first one."""
         return self.starts[0]
 
-    def __getitem__(self, name: str) -> Start:
+    def __getitem__(self, name: str) -> RankedStart:
         """Return the start of a name."""
         for start in self.starts:
             if start.name == name:
@@ -155,82 +143,17 @@ class StartRanking:
 
     def table(self) -> tuple[list[str], list[list[Any]]]:
         """Return names of columns and one row for each start, numbers as numbers."""
-        columns = [
-            "start",
-            "missed",
-            "error",
-            "low",
-            "high",
-            "layer",
-            "freeze",
-            "behind",
-            "behind_low",
-            "behind_high",
-        ]
-        columns += [
-            "gain",
-            "call",
-            "onset",
-            "fine_tuned",
-            "logme",
-            "h_score",
-            "leep",
-            "nce",
-            "parameters",
-            "seconds",
-        ]
-        rows = []
-        for start in self.starts:
-            low, behind, high = start.behind
-            row: list[Any] = [
-                start.name,
-                start.missed,
-                start.error,
-                *start.interval,
-                start.best,
-                start.freeze,
-                behind,
-                low,
-                high,
-            ]
-            row += [None if start.gain is None else start.gain[1], start.call]
-            row += [
-                None if start.onset is None else start.onset[1],
-                start.fine_tuned,
-                start.logme,
-                start.h_score,
-            ]
-            rows.append([*row, start.leep, start.nce, start.parameters, start.seconds])
-        return columns, rows
+        rows = [_flat(start) for start in self.starts]
+        return list(rows[0]), [list(row.values()) for row in rows]
 
     def _text_rows(self) -> tuple[list[str], list[list[str]]]:
         """Columns and cells as they are shown; what nobody asked for has no column."""
-        columns = list(COLUMNS)
-        optional = {
-            "fine-tuned": lambda s: "–" if s.fine_tuned is None else f"{s.fine_tuned:.3f}",
-            "scratch": lambda s: s.call or "–",
-            "scratch wins from": lambda s: "–" if s.onset is None else _count(s.onset[1]),
-        }
-        asked = {
-            "fine-tuned": any(s.fine_tuned is not None for s in self.starts),
-            "scratch": any(s.call is not None for s in self.starts),
-            "scratch wins from": any(s.onset is not None for s in self.starts),
-        }
-        extra = [name for name in optional if asked[name]]
-        columns[1:1] = extra
-        rows = []
-        for s in self.starts:
-            mark = "= " if s.name in self.tied and len(self.tied) > 1 else ""
-            cells = [
-                f"{mark}{s.name}",
-                *(optional[name](s) for name in extra),
-                f"{s.missed:.3f}",
-                f"{s.logme:.3f}",
-            ]
-            cells += [f"{s.error:.3f} [{s.interval[0]:.3f}, {s.interval[1]:.3f}]", s.best, s.freeze]
-            cells += [*map(_number, (s.h_score, s.leep, s.nce)), f"{s.seconds:.1f}"]
-            rows.append(cells)
-        return columns, rows
+        columns = {title: [show(start) for start in self.starts] for title, show in SHOWN.items()}
+        if len(self.tied) > 1:
+            names = columns["start"]
+            columns["start"] = [f"= {name}" if name in self.tied else name for name in names]
+        asked = {title: cells for title, cells in columns.items() if {*cells} != {UNKNOWN}}
+        return list(asked), [list(row) for row in zip(*asked.values(), strict=True)]
 
     def __str__(self) -> str:
         columns, rows = self._text_rows()
@@ -255,30 +178,13 @@ class StartRanking:
         )
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{escape(self.advice())}</p>"
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything, ready for JSON; an onset that is never reached is ``None`` there."""
-        return _finite(asdict(self))
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "StartRanking":
-        """Return the ranking that :meth:`to_dict` described.
-
-        Args:
-            values: What it returned.
-        """
-        known = {f.name for f in fields(cls)}
-        if not {"starts", "tied", "samples"} <= set(values) or set(values) - known:
-            raise ValueError(f"`values` must be those of a ranking, got fields {sorted(values)}.")
-        starts = tuple(_start(start) for start in values["starts"])
-        return cls(**{**values, "starts": starts, "tied": tuple(values["tied"])})
-
     def save(self, path: str | PathLike[str]) -> None:
-        """Write everything to a JSON file.
+        """Write everything to a JSON file; an onset that is never reached is ``null`` there.
 
         Args:
             path: The file.
         """
-        write_json(path, self.to_dict())
+        write_json(path, _finite(asdict(self)))
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> "StartRanking":
@@ -286,8 +192,15 @@ class StartRanking:
 
         Args:
             path: The file.
+
+        Raises:
+            ValueError: If it is damaged, or holds something else.
         """
-        return cls.from_dict(read_json(path))
+        values = read_json(path)
+        if not isinstance(values, dict) or {*values} != {f.name for f in fields(cls)}:
+            raise ValueError(f"{path}: not a ranking of starts.")
+        starts = tuple(_start(start) for start in values["starts"])
+        return cls(**{**values, "starts": starts, "tied": tuple(values["tied"])})
 
     def plot(self, ax: "Axes | None" = None) -> tuple["Figure", "Axes"]:
         """Draw the read-out error of each layer of each start, its best layer with the interval.
@@ -339,18 +252,48 @@ class StartRanking:
         log_once(run, key, scalars=scalars, figures=figures, tables=tables)
 
 
+UNKNOWN = "–"
+
+
 def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3f}"
+    return UNKNOWN if value is None else f"{value:.3f}"
 
 
 def _count(value: float) -> str:
-    return (
-        "never"
-        if math.isinf(value)
-        else f"{value:.2g}"
-        if value < 10
-        else f"{float(f'{value:.2g}'):,.0f}"
-    )
+    if math.isinf(value):
+        return "never"
+    return f"{value:.2g}" if value < 10 else f"{float(f'{value:.2g}'):,.0f}"
+
+
+SHOWN: dict[str, Callable[[RankedStart], str]] = {  # columns of the table
+    "start": lambda s: s.name,
+    "fine-tuned": lambda s: _number(s.fine_tuned),
+    "scratch": lambda s: s.call or UNKNOWN,
+    "scratch wins from": lambda s: UNKNOWN if s.onset is None else _count(s.onset[1]),
+    "missed": lambda s: _number(s.missed),
+    "LogME": lambda s: _number(s.logme),
+    "error": lambda s: f"{s.error:.3f} [{s.interval[0]:.3f}, {s.interval[1]:.3f}]",
+    "layer": lambda s: s.best,
+    "freeze up to": lambda s: s.freeze,
+    "H-score": lambda s: _number(s.h_score),
+    "LEEP": lambda s: _number(s.leep),
+    "NCE": lambda s: _number(s.nce),
+    "seconds": lambda s: f"{s.seconds:.1f}",
+}
+
+
+def _flat(start: RankedStart) -> dict[str, Any]:
+    """Everything but the layers, an interval as its ends."""
+    row: dict[str, Any] = {}
+    for name, value in vars(start).items():
+        if name == "interval":
+            row["error_low"], row["error_high"] = value
+        elif name in ("behind", "gain", "onset"):
+            low, middle, high = (None, None, None) if value is None else value
+            row |= {name: middle, f"{name}_low": low, f"{name}_high": high}
+        elif name != "layers":
+            row[name] = value
+    return row
 
 
 def _finite(value: Any) -> Any:
@@ -362,12 +305,11 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _start(values: Mapping[str, Any]) -> Start:
+def _start(values: Mapping[str, Any]) -> RankedStart:
     found = dict(values)
-    found["layers"] = tuple(
-        LayerReadout(**{**layer, "interval": tuple(layer["interval"])}) for layer in found["layers"]
-    )
+    layers = [{**layer, "interval": tuple(layer["interval"])} for layer in found["layers"]]
+    found["layers"] = tuple(LayerReadout(**layer) for layer in layers)
     for name in ("interval", "behind", "gain", "onset"):
-        if found.get(name) is not None:
+        if found[name] is not None:
             found[name] = tuple(math.inf if end is None else end for end in found[name])
-    return Start(**found)
+    return RankedStart(**found)

@@ -12,8 +12,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import lightning_taskinfo
+from lightning_taskinfo.functional.paired import student_quantile
 from lightning_taskinfo.transfer.overlap import is_far
-from lightning_taskinfo.transfer.results import student_t_reach
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -322,7 +322,7 @@ def findings(report: "TransferReport", confidence: float) -> list[str]:
         default=MANY,
     )
     if few < MANY:
-        reach, later = (student_t_reach(confidence, n - 1) / math.sqrt(n) for n in (few, MANY))
+        reach, later = (student_quantile(confidence, n - 1) / math.sqrt(n) for n in (few, MANY))
         lines.append(
             f"With {few} seeds an interval reaches {reach:.1f} standard deviations of a seed's gain to each side, with "
             f"{MANY} it is {later:.1f}: where it cannot tell, add seeds; a `folder` keeps those that are done."

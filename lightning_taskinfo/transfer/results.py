@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
+from lightning_taskinfo.functional.paired import student_quantile
+
 Cell = tuple[str, int, int]
 
 
@@ -186,41 +188,14 @@ class Interval:
     @property
     def verdict(self) -> Verdict:
         """What the interval says of a gain: ``"helps"`` above 0, ``"hurts"`` below, ``"cannot tell"`` otherwise."""
-        if self.low is None or self.high is None:
-            return "cannot tell"
-        return "helps" if self.low > 0 else "hurts" if self.high < 0 else "cannot tell"
+        return verdict_of(self.low, self.high)
 
 
-def student_t_reach(confidence: float, degrees: int) -> float:
-    r"""Return the number of standard errors that Student's interval reaches to either side.
-
-    The :math:`t` with :math:`P(|T_\nu| \le t) = c`, found by bisection of the angle :math:`\theta = \arctan(t /
-    \sqrt\nu)` in the finite sums that the probability is for whole :math:`\nu`.
-
-    Args:
-        confidence: The probability :math:`c`.
-        degrees: Degrees of freedom :math:`\nu`, one less than the number of seeds.
-
-    Raises:
-        ValueError: If ``confidence`` is not between 0 and 1, or ``degrees`` is below 1.
-
-    Example:
-        >>> round(student_t_reach(0.5, 1), 6), round(student_t_reach(0.95, 4), 3)
-        (1.0, 2.776)
-
-    References:
-        Abramowitz and Stegun, *Handbook of Mathematical Functions*, 26.7.3 and 26.7.4.
-    """
-    if not 0 < confidence < 1:
-        raise ValueError(f"`confidence` must be between 0 and 1, got {confidence}.")
-    if degrees < 1:
-        raise ValueError(f"`degrees` must be at least 1, got {degrees}.")
-    low, high = 0.0, math.pi / 2
-    while low < (middle := 0.5 * (low + high)) < high:
-        low, high = (
-            (middle, high) if _central_probability(middle, degrees) < confidence else (low, middle)
-        )
-    return math.sqrt(degrees) * math.tan(low)
+def verdict_of(low: float | None, high: float | None) -> Verdict:
+    """Return what an interval of a gain says."""
+    if low is None or high is None:
+        return "cannot tell"
+    return "helps" if low > 0 else "hurts" if high < 0 else "cannot tell"
 
 
 def mean_interval(
@@ -259,7 +234,7 @@ def mean_interval(
     spread = statistics.stdev(values)
     if spread <= ROUNDING * (max(map(abs, values)) if scale is None else scale):
         return Interval(mean, None, None, n, "all seeds gave the same")
-    reach = student_t_reach(confidence, n - 1) * spread / math.sqrt(n)
+    reach = student_quantile(confidence, n - 1) * spread / math.sqrt(n)
     return Interval(mean, max(bounds[0], mean - reach), min(bounds[1], mean + reach), n)
 
 
@@ -290,19 +265,3 @@ def paired_gain(
     risks = [abs(risk[seed]) for risk in (baseline, method) for seed in seeds]
     gains = [baseline[seed] - method[seed] for seed in seeds]
     return mean_interval(gains, confidence=confidence, bounds=bounds, scale=max(risks))
-
-
-def _central_probability(theta: float, degrees: int) -> float:
-    """``P(|T| <= sqrt(degrees) tan(theta))``."""
-    square, total = math.cos(theta) ** 2, 0.0
-    if degrees % 2:
-        term = math.cos(theta)
-        for k in range(1, degrees - 1, 2):
-            total += term
-            term *= square * (k + 1) / (k + 2)
-        return 2 / math.pi * (theta + math.sin(theta) * total)
-    term = 1.0
-    for k in range(1, degrees, 2):
-        total += term
-        term *= square * k / (k + 1)
-    return math.sin(theta) * total

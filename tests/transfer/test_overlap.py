@@ -1,12 +1,14 @@
 """The share of a target outside frozen features: against known shares, and a plain loop over folds and penalties."""
 
 import math
+import re
 import warnings
 
 import pytest
 import torch
 from torch import nn
 
+from lightning_taskinfo import TaskInfoWarning
 from lightning_taskinfo.transfer.overlap import FeatureOverlap, feature_overlap, is_far
 
 
@@ -79,8 +81,7 @@ def test_onset_is_where_the_fitted_curve_crosses_the_share():
     overlap = FeatureOverlap(
         ("a", "b"), torch.tensor([0.0, 0.1]).double(), torch.tensor([0.0, 0.01]).double(), 100
     )
-    n = torch.tensor([10, 100, 1000])
-    lower, onset, upper = overlap.onset(n, 2.0 * n.double() ** -0.5)
+    lower, onset, upper = overlap.onset({k: 2.0 * k**-0.5 for k in (10, 100, 1000)})
     assert onset[0] == math.inf
     assert onset[1].item() == pytest.approx(400)
     assert lower[1] < onset[1] < upper[1]
@@ -98,11 +99,11 @@ def test_says_where_a_curve_is_followed_far(n, far):
     )
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        overlap.onset(n, [2.0 * k**-0.5 for k in n])
+        overlap.onset({k: 2.0 * k**-0.5 for k in n})
     assert [str(w.message) for w in told] == (
         [
             f"The onset of {far} is far from the numbers of labels that were measured, {n[0]} to {n[1]}: measure "
-            "`scratch` nearer to it before you rely on it."
+            "`curve` nearer to it before you rely on it."
         ]
         if far
         else []
@@ -209,24 +210,21 @@ def test_refuses_no_batches(data):
         feature_overlap(Frozen(3), data)
 
 
+ONE = FeatureOverlap(("a",), torch.tensor([0.1]).double(), torch.tensor([0.01]).double(), 100)
+
+
 @pytest.mark.parametrize(
-    ("scratch", "got"),
-    [
-        ([60, 50], "60"),
-        ([4.1, 4], "4.1"),
-        ([0.6, math.nan], "nan"),
-        ([0.5, 0], "0"),
-        ([0.5, -0.1], "-0.1"),
-    ],
-)
-def test_refuses_a_curve_that_is_no_share(scratch, got):
-    overlap = FeatureOverlap(
-        ("a",), torch.tensor([0.1]).double(), torch.tensor([0.01]).double(), 100
+    "curve",
+    [{50: 60, 100: 50}, {50: 4.1, 100: 4}, {50: 0.6, 100: math.nan}, {50: 0.5, 100: 0}, {50: 0.5, 100: -0.1},
+     {50: 0.5}, {0: 0.5, 50: 0.4}, {}],
+    ids=str,
+)  # fmt: skip
+def test_refuses_a_curve_that_is_no_share_or_no_curve(curve):
+    message = (
+        "`curve` must hold positive shares, not in per cent, at two or more numbers of labels, got "
     )
-    with pytest.raises(
-        ValueError, match=rf"`scratch` must be positive shares of the labels' variance, got {got}\."
-    ):
-        overlap.onset([50, 100], scratch)
+    with pytest.raises(ValueError, match=re.escape(f"{message}{curve}.")):
+        ONE.onset(curve)
 
 
 def test_one_batch_is_all_of_them_and_lone_tensors_are_refused():
@@ -240,35 +238,19 @@ def test_one_batch_is_all_of_them_and_lone_tensors_are_refused():
 
 
 def test_refuses_a_rising_curve_and_a_wrong_confidence():
-    overlap = FeatureOverlap(
-        ("a",), torch.tensor([0.1]).double(), torch.tensor([0.01]).double(), 100
-    )
-    with pytest.raises(
-        ValueError, match="`scratch` must fall with `n`, got a fitted exponent of -1"
-    ):
-        overlap.onset(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0]))
-    with pytest.raises(
-        ValueError, match=r"`n` and `scratch` must be as many .* got shapes \(\) and \(\)"
-    ):
-        overlap.onset(50, 0.5)
-    with pytest.raises(ValueError, match=r"at least two of each, got shapes \(2,\) and \(1,\)"):
-        overlap.onset([50, 100], [0.5])
-    with pytest.raises(ValueError, match=r"at least two of each, got shapes \(1,\) and \(1,\)"):
-        overlap.onset([50], [0.5])
-    with pytest.raises(ValueError, match="`scratch` must fall with `n`, got a fitted exponent of"):
-        overlap.onset([50, 100], [1.0, 1.0])
+    for curve in ({1: 1.0, 2: 2.0}, {50: 1.0, 100: 1.0}):
+        with pytest.raises(ValueError, match="`curve` must fall with the number of labels, got "):
+            ONE.onset(curve)
     for confidence in (0.0, 1.0):
         with pytest.raises(
             ValueError, match=f"`confidence` must be between 0 and 1, got {confidence}"
         ):
-            overlap.interval(confidence)
+            ONE.interval(confidence)
 
 
 def test_being_sure_of_the_wrong_class_is_the_largest_share():
-    overlap = FeatureOverlap(
-        ("a",), torch.tensor([0.1]).double(), torch.tensor([0.01]).double(), 100
-    )
-    assert overlap.crossings([50, 100], [4.0, 2.0], 0.95)[1].item() == pytest.approx(2000)
+    with pytest.warns(TaskInfoWarning, match="far from"):
+        assert ONE.onset({50: 4.0, 100: 2.0})[1].item() == pytest.approx(2000)
 
 
 def test_two_folds_and_four_samples_in_each_are_enough():

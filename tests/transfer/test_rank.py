@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_taskinfo import FineTuning, StartRanking, feature_overlap, rank_starts
 from lightning_taskinfo.functional.transferability import h_score, leep, logme, nce
 from lightning_taskinfo.transfer import small_cnn
-from lightning_taskinfo.transfer._features import spread_layers
+from lightning_taskinfo.transfer.features import Network
 
 
 def randn(*shape, seed=0):
@@ -281,14 +281,22 @@ def test_layers_of_transformers_are_their_blocks():
     model, data = bert()
     inputs = {name: value[:2] for name, value in data.items() if name != "labels"}
     blocks = [f"bert.encoder.layer.{k}" for k in range(3)]
-    assert spread_layers(model, inputs, None, 5) == ["bert.embeddings", *blocks, "dropout"]
-    assert spread_layers(model, inputs, None, 3) == ["bert.embeddings", blocks[1], "dropout"]
-    assert spread_layers(model, inputs, None, 1) == ["dropout"]
+    assert Network.of(model, inputs, None).spread_layers(5) == [
+        "bert.embeddings",
+        *blocks,
+        "dropout",
+    ]
+    assert Network.of(model, inputs, None).spread_layers(3) == [
+        "bert.embeddings",
+        blocks[1],
+        "dropout",
+    ]
+    assert Network.of(model, inputs, None).spread_layers(1) == ["dropout"]
 
 
 def test_layers_of_a_network_without_a_head_end_in_its_last():
     model = nn.Sequential(nn.Linear(6, 5), nn.ReLU())
-    assert spread_layers(model, randn(2, 6), None, 5) == ["0", "1"]
+    assert Network.of(model, randn(2, 6), None).spread_layers(5) == ["0", "1"]
     start = rank_starts({"a": model}, target(), progress=False).best
     assert start.leep is start.nce is None
 
@@ -297,7 +305,7 @@ def test_layers_before_all_weights_are_left_out():
     model = nn.Sequential(
         nn.Flatten(), nn.ReLU(), nn.Sequential(nn.Identity(), nn.Linear(6, 5)), nn.Linear(5, 2)
     )
-    assert spread_layers(model, randn(2, 6, 1), None, 5) == ["2.1"]
+    assert Network.of(model, randn(2, 6, 1), None).spread_layers(5) == ["2.1"]
 
 
 def test_padding_does_not_count():

@@ -6,12 +6,8 @@ import pytest
 import torch
 from scipy import stats
 
-from lightning_taskinfo.transfer.results import (
-    Interval,
-    mean_interval,
-    paired_gain,
-    student_t_reach,
-)
+from lightning_taskinfo.functional.paired import student_quantile
+from lightning_taskinfo.transfer.results import Interval, mean_interval, paired_gain
 
 
 def sample(n, *, seed=0):
@@ -23,7 +19,7 @@ def sample(n, *, seed=0):
 @pytest.mark.parametrize("degrees", [1, 2, 3, 4, 5, 9, 10, 31, 100])
 @pytest.mark.parametrize("confidence", [0.5, 0.9, 0.95, 0.99, 0.9999])
 def test_reach_is_scipys_quantile(confidence, degrees):
-    assert student_t_reach(confidence, degrees) == pytest.approx(
+    assert student_quantile(confidence, degrees) == pytest.approx(
         stats.t.ppf(0.5 + confidence / 2, degrees), rel=1e-9
     )
 
@@ -123,9 +119,9 @@ def test_interval_is_cut_at_what_is_possible():
 @pytest.mark.parametrize("confidence", [0.0, 1.0, 95])
 def test_refuses_a_confidence_that_is_none(confidence):
     with pytest.raises(ValueError, match=f"`confidence` must be between 0 and 1, got {confidence}"):
-        student_t_reach(confidence, 3)
+        student_quantile(confidence, 3)
 
 
 def test_refuses_no_degrees():
     with pytest.raises(ValueError, match="`degrees` must be at least 1, got 0"):
-        student_t_reach(0.95, 0)
+        student_quantile(0.95, 0)

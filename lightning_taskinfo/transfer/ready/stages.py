@@ -17,7 +17,12 @@ from lightning_taskinfo._warn import TaskInfoWarning
 from lightning_taskinfo.fisher import fisher_diagonal
 from lightning_taskinfo.functional.information import information_in_weights
 from lightning_taskinfo.transfer.logs import RunLog
-from lightning_taskinfo.transfer.overlap import FeatureOverlap, feature_overlap
+from lightning_taskinfo.transfer.overlap import (
+    FeatureOverlap,
+    crossings,
+    feature_overlap,
+    fitted_curve,
+)
 from lightning_taskinfo.transfer.ready.backbones import Backbone, make_backbone
 from lightning_taskinfo.transfer.ready.data import TransferDataModule
 from lightning_taskinfo.transfer.ready.methods import Stage, acting, check_weights
@@ -442,20 +447,14 @@ def onset_of(
     Returns:
         ``None`` where scratch was measured at fewer than two numbers of labels, or its error does not fall.
     """
-    if len(curve) < 2:
-        return None
-    shares, errors = (
-        torch.tensor(overlap[key], dtype=torch.float64) for key in ("outside", "standard_error")
-    )
-    found = FeatureOverlap(tuple(overlap["layers"]), shares, errors, labels)
-    n = torch.tensor(sorted(curve), dtype=torch.float64)
     try:
-        ends = found.crossings(
-            n, torch.tensor([curve[int(k)] for k in n], dtype=torch.float64), 0.95
-        )
+        law = fitted_curve(curve)
     except ValueError:
         return None
-    return [float(end[layer]) for end in ends]
+    share, error = (overlap[key][layer] for key in ("outside", "standard_error"))
+    found = FeatureOverlap(("",), *torch.tensor([share, error], dtype=torch.float64), labels)
+    low, high = found.interval()
+    return [end.item() for end in crossings((low, found.outside, high), law)]
 
 
 def _by_layer(values: Mapping[str, float]) -> ByLayer:
