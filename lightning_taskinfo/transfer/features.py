@@ -128,7 +128,7 @@ class Network:
 
     model: nn.Module
     run: Callable[[Any], Any]
-    seen: Mapping[str, Sequence[Tensor | None]]
+    seen: Mapping[str, Sequence[Any]]
     head: str | None
 
     @classmethod
@@ -225,7 +225,9 @@ class Network:
         out, and so are modules whose output the next one hands on, and those that run before all weights.
         """
         modules = dict(self.model.named_modules())
-        usable = {name: out[0] for name, out in self.seen.items() if _has_rows(out)}
+        usable: dict[str, Tensor] = {
+            name: out[0] for name, out in self.seen.items() if _has_rows(out)
+        }
         for (
             name
         ) in self.seen:  # what runs before the first weights shows the inputs, not the network

@@ -76,7 +76,7 @@ class FeatureOverlap:
             ValueError: If the curve does not fall, or does not consist of positive shares.
         """
         low, high = self.interval(confidence)
-        ends = crossings((low, self.outside, high), fitted_curve(curve))
+        ends = crossings(low, self.outside, high, fitted_curve(curve))
         onsets = zip(self.layers, ends[1].tolist(), strict=True)
         if far := [f"{layer} ({onset:.2g})" for layer, onset in onsets if is_far(onset, [*curve])]:
             warn(
@@ -108,11 +108,11 @@ def fitted_curve(curve: Mapping[int, float]) -> PowerLaw:
 
 
 def crossings(
-    shares: tuple[Tensor, Tensor, Tensor], curve: PowerLaw
+    low: Tensor, middle: Tensor, high: Tensor, curve: PowerLaw
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return where a learning curve falls below the lower end, middle and upper end of a share, in rising order."""
-    low, middle, high = (transfer_onset(share, *curve) for share in shares)
-    return high, middle, low
+    """Return where a learning curve falls below the ends and the middle of a share's interval, in rising order."""
+    first, second, third = (transfer_onset(share, *curve) for share in (high, middle, low))
+    return first, second, third
 
 
 def is_far(onset: float, measured: Sequence[float]) -> bool:

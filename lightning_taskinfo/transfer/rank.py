@@ -281,8 +281,8 @@ def _compared(
 def _beside_curve(start: RankedStart, law: PowerLaw, labels: int, *, tuned: bool) -> RankedStart:
     """Compare the read-out with training from scratch: at the labels at hand, and where it falls below."""
     low, high = start.interval
-    ends = torch.tensor([low, start.error, high], dtype=torch.float64).unbind()
-    lower, middle, upper = (end.item() for end in crossings(ends, law))
+    shares = (torch.tensor(share, dtype=torch.float64) for share in (low, start.error, high))
+    lower, middle, upper = (end.item() for end in crossings(*shares, law))
     start = replace(start, onset=(lower, middle, upper))
     if tuned:
         return start

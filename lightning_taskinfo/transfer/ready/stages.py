@@ -454,7 +454,7 @@ def onset_of(
     share, error = (overlap[key][layer] for key in ("outside", "standard_error"))
     found = FeatureOverlap(("",), *torch.tensor([share, error], dtype=torch.float64), labels)
     low, high = found.interval()
-    return [end.item() for end in crossings((low, found.outside, high), law)]
+    return [end.item() for end in crossings(low, found.outside, high, law)]
 
 
 def _by_layer(values: Mapping[str, float]) -> ByLayer:
