@@ -280,14 +280,17 @@ def _compared(
 
 def _beside_curve(start: RankedStart, law: PowerLaw, labels: int, *, tuned: bool) -> RankedStart:
     """Compare the read-out with training from scratch: at the labels at hand, and where it falls below."""
-    low, high = start.interval
-    shares = (torch.tensor(share, dtype=torch.float64) for share in (low, start.error, high))
-    lower, middle, upper = (end.item() for end in crossings(*shares, law))
-    start = replace(start, onset=(lower, middle, upper))
+    low, middle, high = (
+        torch.tensor(share, dtype=torch.float64)
+        for share in (start.interval[0], start.error, start.interval[1])
+    )
+    first, second, third = crossings(low, middle, high, law)
+    start = replace(start, onset=(first.item(), second.item(), third.item()))
     if tuned:
         return start
-    at_hand = (law[0] * labels ** -law[1]).item()
-    return replace(start, call=verdict_of(at_hand - high, at_hand - low))
+    at_hand = law[0] * labels ** -law[1]
+    ends = (at_hand - high).item(), (at_hand - low).item()
+    return replace(start, call=verdict_of(*ends))
 
 
 def _mean_loss(one: _Measured) -> tuple[float, ...]:

@@ -451,8 +451,11 @@ def onset_of(
         law = fitted_curve(curve)
     except ValueError:
         return None
-    share, error = (overlap[key][layer] for key in ("outside", "standard_error"))
-    found = FeatureOverlap(("",), *torch.tensor([share, error], dtype=torch.float64), labels)
+    share, error = (
+        torch.tensor(overlap[key][layer], dtype=torch.float64)
+        for key in ("outside", "standard_error")
+    )
+    found = FeatureOverlap(("",), share, error, labels)
     low, high = found.interval()
     return [end.item() for end in crossings(low, found.outside, high, law)]
 
