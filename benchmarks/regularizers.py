@@ -22,7 +22,14 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from lightning_taskinfo._files import read_json, write_json
-from lightning_taskinfo.regularizers import Lautum, WeightInformation
+from lightning_taskinfo.regularizers import (
+    Lautum,
+    LocalMinimumRegularizer,
+    MultiKernelMMD,
+    MutualInformation,
+    TemporalEnsembling,
+    WeightInformation,
+)
 from lightning_taskinfo.variational import add_weight_noise
 
 D, K = 3072, 10
@@ -156,8 +163,51 @@ def information_cost(network, turns: int, batch_size: int = 128) -> dict:
     return in_turns(contenders, turns) | {"weights": weights}
 
 
+def penalty_cost(network, turns: int, name: str) -> dict:
+    """A step with one of the penalties on features, outputs or the loss, with its default settings."""
+    g = torch.Generator().manual_seed(0)
+    x, x_u = (torch.randn(64, 3, 32, 32, generator=g) for _ in range(2))
+    y, index = torch.randint(K, (64,), generator=g), torch.arange(64)
+
+    def step_with(penalty):
+        model = network()
+        body, head = model[:-1], model[-1]
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+
+        def loss_fn(part):
+            return cross_entropy(model(part[0]), part[1])
+
+        def step():
+            optimizer.zero_grad()
+            z, z_u = body(x), body(x_u)
+            loss = cross_entropy(head(z), y) + 0 * head(z_u).sum()
+            (loss + penalty(model, loss_fn, z, z_u, head(z_u))).backward()
+            optimizer.step()
+
+        return step
+
+    features = network()[-1].in_features
+    if name == "mutual_information":
+        critic = MutualInformation((3, 32, 32), features)
+        penalty = lambda model, loss_fn, z, z_u, out_u: critic(x_u, z_u)  # noqa: E731
+    elif name == "mk_mmd":
+        distance = MultiKernelMMD()
+        penalty = lambda model, loss_fn, z, z_u, out_u: distance(z, z_u)  # noqa: E731
+    elif name == "temporal_ensembling":
+        ensemble = TemporalEnsembling(64, K, num_labeled=64)
+        ensemble(torch.zeros(64, K), index, epoch=0)
+        penalty = lambda model, loss_fn, z, z_u, out_u: ensemble(out_u, index, epoch=40)  # noqa: E731
+    else:
+        flat = LocalMinimumRegularizer(start=0)
+        penalty = lambda model, loss_fn, z, z_u, out_u: flat(model, loss_fn, (x, y))  # noqa: E731
+    plain = step_with(lambda model, loss_fn, z, z_u, out_u: 0 * out_u.sum())
+    return in_turns({"plain": plain, name: step_with(penalty)}, turns)
+
+
 NETWORKS = {"cnn": cnn, "mlp": mlp}
+OTHERS = ("mutual_information", "mk_mmd", "temporal_ensembling", "local_minimum")
 COSTS = {
+    **{name: dict.fromkeys(NETWORKS, partial(penalty_cost, name=name)) for name in OTHERS},
     "lautum": {"cnn": lautum_cost, "mlp": lautum_cost},
     "information": {
         "cnn": information_cost,

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["figure_pixels", "plot_curves", "plot_pareto", "plot_ranking"]
+__all__ = ["figure_pixels", "plot_bars", "plot_curves", "plot_pareto", "plot_ranking"]
 
 
 class Tradeoff(Protocol):
@@ -165,6 +165,37 @@ def plot_ranking(
     ax.set(xlabel="rank of the sample", ylabel=ylabel)
     ax.spines[["top", "right"]].set_visible(False)
     ax.legend(frameon=False)
+    return ax.figure, ax  # type: ignore[return-value]
+
+
+def plot_bars(
+    values: Mapping[str, float], *, xlabel: str, ax: "Axes | None" = None
+) -> tuple["Figure", "Axes"]:
+    """Draw one horizontal bar for each value, with the number beside it.
+
+    Args:
+        values: The values by name, drawn from top to bottom.
+        xlabel: What the values are.
+        ax: Draw here instead of in a new figure.
+
+    Returns:
+        The figure and its axes.
+
+    Example:
+        >>> fig, ax = plot_bars({"body": 3.0, "head": 1.0}, xlabel="nats")
+        >>> [float(bar.get_width()) for bar in ax.patches]
+        [3.0, 1.0]
+    """
+    if ax is None:
+        from matplotlib.figure import Figure
+
+        ax = Figure(figsize=(6, 1 + 0.35 * len(values)), layout="constrained").subplots()
+    bars = ax.barh([*values], [*values.values()])
+    ax.bar_label(bars, fmt="{:.3g}", padding=3)
+    ax.margins(x=0.15)
+    ax.invert_yaxis()
+    ax.set_xlabel(xlabel)
+    ax.spines[["top", "right"]].set_visible(False)
     return ax.figure, ax  # type: ignore[return-value]
 
 

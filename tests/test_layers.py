@@ -13,7 +13,7 @@ DATASETS = {"matplotlib", "mlxtend", "sklearn", "torchvision"}
 STATE = MATHS | {"_progress", "torchmetrics", "backpack"}
 STATE |= {"fisher", "distributions", "variational", "regularizers", "certificates"}
 GLUE = STATE | {"_lightning", "_wandb", "callbacks", "mixins", "plotting", "data"}
-TOP = GLUE | FILES | {"numpy", "transfer", "tasks"}
+TOP = GLUE | FILES | {"_tables", "numpy", "transfer", "tasks"}
 ALLOWED = {  # layer -> the layers and frameworks it may import
     "_observe": {"torch"},
     "_batches": {"torch", "_hugging_face", "_model_calls", "_observe"},
@@ -23,6 +23,7 @@ ALLOWED = {  # layer -> the layers and frameworks it may import
     "_warn": set(),
     "_layers": set(),
     "_ranges": set(),
+    "_tables": set(),
     "_progress": {"tqdm"},
     "_files": {"torch"},
     "_cells": {"torch", "_files"},
@@ -32,7 +33,7 @@ ALLOWED = {  # layer -> the layers and frameworks it may import
     "distributions": STATE,
     "variational": STATE,
     "regularizers": STATE,
-    "certificates": STATE,
+    "certificates": STATE | {"plotting"},
     "callbacks": GLUE | {"wandb"},
     "mixins": GLUE,
     "_autoload": {"_lightning", "_warn"},

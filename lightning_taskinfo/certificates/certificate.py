@@ -4,10 +4,13 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lightning_taskinfo.certificates.reading import as_html, as_text
+from lightning_taskinfo.certificates.reading import as_html, as_text, reading
 from lightning_taskinfo.distributions import WeightGaussian
+
+if TYPE_CHECKING:
+    from lightning_taskinfo.plotting import Axes, Figure
 
 
 @dataclass(frozen=True)
@@ -191,6 +194,32 @@ class Certificate:
     def to_json(self, **options: Any) -> str:
         """Return the certificate as JSON; ``options`` go to ``json.dumps``."""
         return json.dumps(self.to_dict(), **options)
+
+    def reading(self) -> str:
+        """Return the certificate as one sentence."""
+        return reading(self)
+
+    def plot(self, ax: "Axes | None" = None) -> tuple["Figure", "Axes"]:
+        """Draw the bounds that were proved above the errors on the certified samples; needs matplotlib.
+
+        Args:
+            ax: Draw here instead of in a new figure.
+
+        Returns:
+            The figure and its axes.
+        """
+        from lightning_taskinfo.plotting import plot_bars
+
+        bars = {"bound, stochastic network": self.bound}
+        if self.network is not None:
+            bars["bound, network itself"] = self.network.bound
+        if self.test_set.bound is not None:
+            bars["test-set bound, network itself"] = self.test_set.bound
+        bars |= {"training error, stochastic network": self.risk, "training error": self.model_risk}
+        figure, ax = plot_bars(bars, xlabel="mean loss" if self.error == "loss" else "error", ax=ax)
+        if not self.valid:
+            ax.set_title("not valid")
+        return figure, ax
 
     def __str__(self) -> str:
         return as_text(self)

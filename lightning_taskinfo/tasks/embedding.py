@@ -6,19 +6,24 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from lightning_taskinfo._files import atomic_write
+from lightning_taskinfo._tables import html_table, text_table
 from lightning_taskinfo.functional.task_embedding import (
     PlanarMap,
     asymmetric_embedding_distance,
     classical_scaling,
     embedding_distance,
 )
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 ALPHA = 0.15
 
@@ -80,6 +85,43 @@ class TaskEmbedding:
             n: part.sum().item()
             for n, part in zip(self.layers, self.vector.split(list(self.sizes)), strict=True)
         }
+
+    def reading(self) -> str:
+        """Return one sentence on what the task depends on."""
+        norms = self.layer_norms
+        largest = max(norms, key=lambda name: norms[name])
+        share = norms[largest] / self.norm if self.norm else 0.0
+        error = (
+            ""
+            if math.isnan(self.test_error)
+            else f" Its head has a test error of {self.test_error:.1%}."
+        )
+        return f"{self.name} depends most on {largest}, with {share:.0%} of the norm {self.norm:.3g}.{error}"
+
+    def _cells(self) -> tuple[list[str], list[list[str]]]:
+        rows = zip(self.layers, self.sizes, self.layer_norms.values(), strict=True)
+        return ["layer", "filters", "norm"], [
+            [n, str(size), f"{norm:.3g}"] for n, size, norm in rows
+        ]
+
+    def __str__(self) -> str:
+        return f"{text_table(*self._cells())}\n{self.reading()}"
+
+    def _repr_html_(self) -> str:
+        return html_table(*self._cells(), self.reading())
+
+    def plot(self, ax: "Axes | None" = None) -> tuple["Figure", "Axes"]:
+        """Draw the norm of each layer; ``plot_map`` and others draw several tasks.
+
+        Args:
+            ax: Draw here instead of in a new figure.
+
+        Returns:
+            The figure and its axes.
+        """
+        from lightning_taskinfo.plotting import plot_bars
+
+        return plot_bars(self.layer_norms, xlabel=f"norm of the embedding of {self.name}", ax=ax)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write an npz file of plain arrays, atomically, that :meth:`load` reads.

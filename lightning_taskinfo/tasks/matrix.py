@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lightning_taskinfo._tables import html_table, text_table
 from lightning_taskinfo._wandb import log_once
 from lightning_taskinfo.tasks._pairs import Method
 
@@ -78,6 +79,32 @@ class DistanceMatrix:
         return columns, [
             [self.names[i], self.names[j], *(v[i][j] for v in values)] for i in K for j in K
         ]
+
+    def reading(self) -> str:
+        """Return one sentence on the nearest pair of different tasks."""
+        pairs = [row for row in self.table()[1] if row[0] != row[1]]
+        if not pairs:
+            return f"{self.names[0]} is {self._cell(0, 0)} nats from itself; 0 would be exact."
+        nearest = min(pairs, key=lambda row: float(row[2]))
+        i, j = (self.names.index(str(name)) for name in nearest[:2])
+        return f"A network that knows {nearest[0]} needs the fewest further nats for {nearest[1]}: {self._cell(i, j)}."
+
+    def _cell(self, i: int, j: int) -> str:
+        distance = f"{self.mean[i, j].item():,.0f}"
+        if len(self.seeds) < 2:
+            return distance
+        return f"{distance} ± {self.standard_error[i, j].item():,.0f}"
+
+    def _cells(self) -> tuple[list[str], list[list[str]]]:
+        tasks = range(len(self.names))
+        rows = [[self.names[i], *(self._cell(i, j) for j in tasks)] for i in tasks]
+        return ["nats from, to", *self.names], rows
+
+    def __str__(self) -> str:
+        return f"{text_table(*self._cells())}\n{self.reading()}"
+
+    def _repr_html_(self) -> str:
+        return html_table(*self._cells(), self.reading())
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything, ready for JSON; an error that a single seed cannot give is ``None``."""

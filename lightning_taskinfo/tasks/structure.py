@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from lightning_taskinfo._tables import html_table, text_table
 from lightning_taskinfo._wandb import log_once
 
 if TYPE_CHECKING:
@@ -159,6 +160,41 @@ class StructureFunction:
             "mean_loss": tuple(e / self.samples for e in self.loss),
         }
         return list(columns), [list(row) for row in zip(*columns.values(), strict=True)]
+
+    def reading(self) -> str:
+        """Return one sentence on what the sweep found."""
+        task = self.name or "the task"
+        code = self.complexity(1.0).value
+        if self.label_entropy is None:
+            return f"The shortest code found for the labels of {task} has {code:,.0f} nats."
+        labels = self.samples * self.label_entropy
+        length = f"{code:,.0f} nats, the labels alone {labels:,.0f}"
+        critical = self.critical_beta()
+        if critical is None:
+            return f"The shortest code found for the labels of {task} has {length}."
+        return (
+            f"The network learns something about {task} while a nat costs less than {critical:.3g} nats of loss; "
+            f"the shortest code found for the labels has {length}."
+        )
+
+    def _cells(self) -> tuple[list[str], list[list[str]]]:
+        rows = zip(self.betas, self.kl, self.loss, self.loss_error, strict=True)
+        cells = [
+            [
+                f"{beta:.3g}",
+                f"{kl:,.1f}",
+                f"{loss:,.1f} ± {error:,.1f}",
+                f"{loss / self.samples:.3f}",
+            ]
+            for beta, kl, loss, error in rows
+        ]
+        return ["β", "information, nats", "loss, nats", "loss per sample"], cells
+
+    def __str__(self) -> str:
+        return f"{text_table(*self._cells())}\n{self.reading()}"
+
+    def _repr_html_(self) -> str:
+        return html_table(*self._cells(), self.reading())
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything, ready for JSON."""
