@@ -124,19 +124,20 @@ class Graph:
                     stack.append(consumer)
         return found
 
-    def roots(self, node: Node) -> set[str]:
-        """Return the names of the parameters that something was computed from."""
-        found: set[str] = set()
-        stack, seen = [node], {node}
+    def below(self, node: Node) -> set[Node]:
+        """Return an operation, and all that it was computed from."""
+        found = {node}
+        stack = [node]
         while stack:
-            current = stack.pop()
-            if current in self.names:
-                found.add(self.names[current])
-            for source, _ in current.next_functions:
-                if source is not None and source not in seen:
-                    seen.add(source)
+            for source, _ in stack.pop().next_functions:
+                if source is not None and source not in found:
+                    found.add(source)
                     stack.append(source)
         return found
+
+    def roots(self, node: Node) -> set[str]:
+        """Return the names of the parameters that something was computed from."""
+        return {self.names[source] for source in self.below(node) if source in self.names}
 
     def single_output(self, node: Node) -> bool:
         """Whether only the first output of an operation is used."""
@@ -161,10 +162,16 @@ def moves_entries(node: Node) -> bool:
     kind = type(node).__name__
     if kind in MOVE_ENTRIES:
         return True
+    if kind == "ToCopyBackward0":  # to another precision, as autocast does
+        return not (_is_complex(node) or _is_complex(node.next_functions[0][0]))
     if kind != "AddBackward0":
         return False
     (first, _), (second, _) = node.next_functions
     return second is None and first is not None and _same_shape(node, first)
+
+
+def _is_complex(node: Any) -> bool:
+    return any(like.dtype.is_complex for like in node._input_metadata)
 
 
 def _counts_batch(node: Any) -> bool:
@@ -222,26 +229,35 @@ class Prover:
     """Finds the uses in a graph, and the sample of each row, as the head of this file says."""
 
     def __init__(
-        self, graph: Graph, samples: int, rounds: int, alone: list[Any] | None = None
+        self,
+        graph: Graph,
+        samples: int,
+        rounds: int,
+        alone: list[Any] | None = None,
+        root: Edge | None = None,
     ) -> None:
         self.graph = graph
         self.samples = samples
         self.rounds = rounds
         self.alone = alone  # the signature of the graph of one sample
-        outputs = graph.outputs
+        # Where the samples are known: each has as many rows as the others, one sample after the other.
+        self.root = root or Edge(graph.nodes[0], graph.outputs.output_nr)
+        like: Any = self.root.node._input_metadata[self.root.output_nr]
+        self.like = {"device": like.device, "dtype": like.dtype}
+        kinds = graph.dtypes() | {like.dtype}
         generator = torch.Generator().manual_seed(samples)
-        score = torch.randn(
-            outputs.shape[1:], generator=generator, dtype=torch.float64, device="cpu"
-        )
-        own = torch.rand(outputs.shape, generator=generator, dtype=torch.float64, device="cpu")
-        self.score = (score * (0.5 + own)).to(outputs)
+        score = torch.randn(like.shape[1:], generator=generator, dtype=torch.float64, device="cpu")
+        own = torch.rand(like.shape, generator=generator, dtype=torch.float64, device="cpu")
+        self.score = (score * (0.5 + own)).to(**self.like)
         signs = torch.randint(2, (samples,), generator=generator, device="cpu") * 2.0 - 1
         signs[:2] = torch.tensor([1.0, -1.0], device="cpu")[:samples]
         order = torch.randperm(samples, generator=generator, device="cpu")
-        self.signs = signs.to(outputs)
+        self.signs = signs.to(**self.like)
         # Powers of two scale a gradient without rounding, so that even what is left of a sum of zero is told apart.
-        self.weights = torch.exp2((order - samples // 2) * min(1.0, 40 / samples)).to(outputs)
-        self.eps = max(torch.finfo(kind).eps for kind in graph.dtypes() | {outputs.dtype})
+        span = 12 if torch.float16 in kinds else 40  # which float16 has little room for
+        weights = torch.exp2((order - samples // 2) * min(1.0, span / samples))
+        self.weights = weights.to(**self.like)
+        self.eps = max(torch.finfo(kind).eps for kind in kinds)
 
     def plan(self) -> Plan:
         """Return what can be shown."""
@@ -297,8 +313,9 @@ class Prover:
         }
         # What mixes samples, and has rows of samples behind it, would count these rows twice.
         odd |= graph.behind({*uses} - odd, blocked=silent) & mixed
-        if graph.nodes[0] in mixed:
-            odd.add(graph.nodes[0])
+        if self.root.node in mixed:
+            odd.add(self.root.node)
+        odd |= uses.keys() - graph.below(self.root.node)  # as of a penalty on weights
         for node in odd:
             for name in graph.roots(node):
                 left.setdefault(name, type(node).__name__)
@@ -346,14 +363,13 @@ class Prover:
     def _backward(self, nodes: list[Node], weights: Tensor | None) -> list[Tensor | None]:
         score = self.score
         if weights is not None:
-            score = score * weights.view(-1, *[1] * (score.dim() - 1))
+            by_row = weights.repeat_interleave(len(score) // self.samples)
+            score = score * by_row.view(-1, *[1] * (score.dim() - 1))
         edges = [Edge(node, 0) for node in nodes]
         if not edges:
             return []
         return [
-            *torch.autograd.grad(
-                self.graph.outputs, edges, score, retain_graph=True, allow_unused=True
-            )
+            *torch.autograd.grad([self.root], edges, [score], retain_graph=True, allow_unused=True)
         ]
 
     def _rows(self, nodes: list[Node]) -> dict[Node, Rows | None]:

@@ -32,16 +32,22 @@ Inputs = dict[
 Reading = tuple[type[Use], dict[str, int], tuple[Tensor, ...], dict[str, Any]]
 
 
-def read(node: Node, sources: dict[int, Edge], rows: Rows) -> list[Use]:
+def read(
+    node: Node, sources: dict[int, Edge], rows: Rows, *, batch_statistics: bool = False
+) -> list[Use]:
     """Return the uses of the weights at some inputs of an operation.
 
     Args:
         node: The operation.
         sources: Where its weights come from in the graph, by their places among its inputs.
         rows: Which sample each row of its output belongs to.
+        batch_statistics: Whether a BatchNorm may normalise with the statistics of the batch.
+
+    Raises:
+        ValueError: If one does so and may not.
     """
     shape = shape_of(node)
-    batch_norm = type(node).__name__ == "NativeBatchNormBackward0"
+    batch_norm = type(node).__name__ == "NativeBatchNormBackward0" and not batch_statistics
     if batch_norm and node._saved_training and rows.axis == 0:  # type: ignore[attr-defined]
         raise ValueError(
             "BatchNorm that normalises with the statistics of the batch mixes the samples, so that none has a gradient "

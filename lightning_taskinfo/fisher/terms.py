@@ -52,20 +52,27 @@ class Term:
             for some in gradients.split(step):
                 yield batched_vjp(self.source, self.leaf, some)
 
+    @property
+    def factored(self) -> bool:
+        """Whether the gradient of a matrix is a sum of products of two vectors."""
+        if len(shape_of(self.leaf.node)) != 2:
+            return False
+        if isinstance(self.use, Embedding):
+            return self.way == ()
+        known = isinstance(self.use, Linear) and self.slot == "weight"
+        return known and self.way in ((), ("TBackward0",))
+
     def factors(self, b: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return ``left`` and ``right``, each ``[N, T, ...]``, of a gradient ``Σ_t left_t right_tᵀ``; None for others.
 
         Of a lookup, ``left`` has indices instead of vectors.
         """
         use = self.use
-        if isinstance(use, Embedding) and self.way == ():
-            return use.lookups(b)
-        if (
-            not isinstance(use, Linear)
-            or self.slot != "weight"
-            or self.way not in ((), ("TBackward0",))
-        ):
+        if not self.factored:
             return None
+        if isinstance(use, Embedding):
+            return use.lookups(b)
+        assert isinstance(use, Linear)
         pair = (use.flat(b), use.inputs())
         left, right = (x if x.dim() == 3 else x.unsqueeze(1) for x in pair)
         turned = bool(use.config.get("transposed")) != (self.way == ("TBackward0",))
@@ -139,9 +146,7 @@ class Contribution:
 
     @cached_property
     def _factored(self) -> bool:
-        if len(self.shape) != 2:
-            return False
-        return all(term.factors(scores[0]) is not None for term, scores in self.parts)
+        return all(term.factored for term, _ in self.parts)
 
     def _pairs(self, i: int) -> tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None]:
         """Return the factors of all matrix products, and those of all lookups, for score ``i``."""
@@ -224,8 +229,16 @@ def _joined(pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor] | None:
     return torch.cat([left for left, _ in pairs], 1), torch.cat([right for _, right in pairs], 1)
 
 
-def terms(graph: Graph, plan: Plan) -> tuple[list[Edge], dict[str, list[Term]]]:
-    """Return where gradients are wanted in a graph that a plan fits, and the uses of each parameter."""
+def terms(
+    graph: Graph, plan: Plan, *, batch_statistics: bool = False
+) -> tuple[list[Edge], dict[str, list[Term]]]:
+    """Return where gradients are wanted in a graph that a plan fits, and the uses of each parameter.
+
+    Args:
+        graph: The graph.
+        plan: The plan.
+        batch_statistics: Whether a BatchNorm may normalise with the statistics of the batch, which mixes the samples.
+    """
     edges: list[Edge] = []
     by_name: dict[str, list[Term]] = {}
     for number, places, rows in plan.uses:
@@ -240,7 +253,7 @@ def terms(graph: Graph, plan: Plan) -> tuple[list[Edge], dict[str, list[Term]]]:
         }
         if not wanted:
             continue
-        for use in read(node, wanted, rows):
+        for use in read(node, wanted, rows, batch_statistics=batch_statistics):
             for slot, named in use.slots.items():
                 source = wanted[int(named.name)]
                 way = way_to_leaf(source)
@@ -260,7 +273,8 @@ def way_to_leaf(source: Edge) -> tuple[str, ...] | None:
     while node.next_functions:
         if not moves_entries(node):
             return None
-        way.append(type(node).__name__)
+        if type(node).__name__ != "ToCopyBackward0":
+            way.append(type(node).__name__)
         node = next(n for n, _ in node.next_functions if n is not None)
     return tuple(way)
 
