@@ -18,7 +18,8 @@ from lightning_taskinfo.callbacks._report import has_matplotlib, report
 from lightning_taskinfo.callbacks._samples import Samples
 from lightning_taskinfo.callbacks.sample_scores import SampleScores, SampleSums, Score
 from lightning_taskinfo.fisher.accumulators import TraceSums
-from lightning_taskinfo.fisher.step_graph import StepGraph
+from lightning_taskinfo.fisher.capture import Graph
+from lightning_taskinfo.fisher.step_losses import StepLosses
 from lightning_taskinfo.fisher.train_step import StepRecorder
 
 
@@ -38,10 +39,10 @@ class TrainStepNorms(Probe):
     batch size. Lightning's division by ``accumulate_grad_batches`` and the gradient scaler's scale are undone.
 
     Losses can be read for cross-entropy, binary cross-entropy and squared errors of torch, which Hugging Face models
-    use, too. Norms can be read where all trainable weights belong to linear, convolution, embedding and normalisation
-    layers that are called once, or are added to the samples, as in BERT and ViT. They are read with gradient
-    checkpointing, too, unless it is reentrant; the inputs of layers are then kept in memory until they have been read.
-    What cannot be read is said at the first step.
+    use, too. Norms can be read of every network in which it can be shown which sample each row belongs to, by a few
+    more backward passes over the first step, and over every step of a network that moves rows by their values.
+    They are read with gradient checkpointing, too, unless it is reentrant or selective; the inputs of layers are then
+    computed once more, and kept in memory until they have been read. What cannot be read is said at the first step.
 
     Args:
         every_n_steps: Optimizer steps between two values that are logged; samples are followed in all steps.
@@ -125,13 +126,15 @@ class TrainStepNorms(Probe):
 
     def _reset(self) -> None:
         """Forget the step before."""
+        self._size = 0
+        self._turn = 0  # which samples' norms are read
+        self._scale = math.nan
         self._index: Tensor | None = None
         self._targets: Any = None
         self._losses: Tensor | None = None
-        self._problem: str | None = None
-        self._scale = math.nan
-        self._size = 0
-        self._backward = False
+        self._problem: str | None = "the training step had no backward pass"
+        if self._recorder is not None:
+            self._recorder.skip(self._problem)
 
     @property
     def samples(self) -> SampleScores:
@@ -147,21 +150,13 @@ class TrainStepNorms(Probe):
                 f"{self.state_key} needs automatic optimization, got a module that does its own."
             )
         if self.norms:
-            self._recorder = self._refusing(lambda: StepRecorder(pl_module, self.max_samples))
+            self._recorder = StepRecorder(pl_module, self.max_samples)
         self._checked = True  # the module is not called by us,
         self._comparison = None  # and its own loss is read
         self._follow = True
         self._first_step = True
         self._trainer = trainer
         self._indices.attach(trainer)
-
-    def _refusing(self, make: Callable[[], StepRecorder]) -> StepRecorder:
-        try:
-            return make()
-        except ValueError as error:
-            raise ValueError(
-                f"{error} {self.state_key} follows losses alone with `norms=False`."
-            ) from error
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
@@ -190,85 +185,84 @@ class TrainStepNorms(Probe):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self._reset()
+        self._turn = trainer.current_epoch + batch_idx  # other samples in the next epoch
+        batch_fn = self.reader.batch_fn
         try:
-            batch_fn = self.reader.batch_fn
             inputs, self._targets = (
                 read_batch(batch) if batch_fn is None else read_by(batch_fn, batch)
             )
-            self._size = sample_count(inputs)
+            size = sample_count(inputs)
             if self._follow:
-                self._index = self._indices.of(trainer, batch, self._size)
+                self._index = self._indices.of(trainer, batch, size)
+            self._size = size
         except Exception as error:
-            if self._first_step:
-                raise
-            self._problem = str(error)
-        if self._recorder is None:
-            return
-        if self._problem is not None:
-            self._recorder.skip(self._problem)
-            return
-        blocks = math.ceil(self._size / self.max_samples)
-        turn = (
-            trainer.current_epoch + batch_idx
-        ) % blocks  # others in the next epoch, in whichever order they come
-        self._recorder.start(self._size, turn * self.max_samples)
+            self._failed_step(error)
 
     def on_before_backward(
         self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
     ) -> None:
-        if self._problem is not None or not self._size:
+        if not self._size:
             return
-        graph = StepGraph(loss)
+        self._problem = None
         try:
-            self._losses = graph.sample_losses(self._size, self._targets)
+            self._read(trainer, loss)
         except Exception as error:
-            self._without_losses(error)
-        if self._recorder is not None:
-            self._recorder.before_backward(graph)
-            if self._first_step and self._recorder.problem:
-                raise ValueError(
-                    f"{self.state_key} cannot read gradients off this training step: {self._recorder.problem}. It "
-                    "follows losses alone with `norms=False`."
-                )
-            scaler = getattr(trainer.precision_plugin, "scaler", None)
-            self._scale = trainer.accumulate_grad_batches / (
-                1.0 if scaler is None else scaler.get_scale()
-            )
-            if self.loss_reduction == "mean":
-                self._scale *= self._size
+            self._failed_step(error)
         self._first_step = False
-        self._backward = True
 
-    def _without_losses(self, error: Exception) -> None:
-        """Go on with norms alone, if they can rank the samples."""
-        if self._first_step and (self.rank_by == "loss" or self._recorder is None):
+    def _failed_step(self, error: Exception) -> None:
+        """Leave a gap, or end a training whose first step cannot be read."""
+        if self._first_step:
+            raise error
+        self._problem = str(error)
+
+    def _read(self, trainer: Trainer, loss: Tensor) -> None:
+        """Read the losses, and the gradients when they come."""
+        recorder = self._recorder
+        graph = Graph(loss, {}) if recorder is None else recorder.graph(loss)
+        losses = StepLosses(graph, self._size, self._targets)
+        self._losses = losses.values
+        if recorder is not None:
+            first = self.max_samples * (self._turn % math.ceil(self._size / self.max_samples))
+            recorder.listen(graph, losses.root, self._size, first)
+            self._scale = self._per_sample(trainer)
+        if self._first_step:
+            self._refuse(losses)
+
+    def _per_sample(self, trainer: Trainer) -> float:
+        """Return what a sample's part of the backward pass has to be multiplied by to be its own gradient."""
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        scale = 1.0 if scaler is None else scaler.get_scale()
+        samples = self._size if self.loss_reduction == "mean" else 1
+        return samples * trainer.accumulate_grad_batches / scale
+
+    def _refuse(self, losses: StepLosses) -> None:
+        """Raise a ``ValueError`` if what was asked for cannot be read."""
+        if losses.problem and (self.rank_by == "loss" or losses.root is None):
             raise ValueError(
-                f"{self.state_key} cannot read the losses of samples: {error}. Set `batch_fn` to a function of the "
-                "batch that returns inputs and the targets of the loss, or rank_by='squared_norm'."
-            ) from error
+                f"{self.state_key} cannot read the losses of samples: {losses.problem}. Set `batch_fn` to a function "
+                "of the batch that returns inputs and the targets of the loss, or rank_by='squared_norm'."
+            )
+        if self._recorder is not None and self._recorder.problem:
+            raise ValueError(
+                f"{self.state_key} cannot read gradients off this training step: {self._recorder.problem}. It "
+                "follows losses alone with `norms=False`."
+            )
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._recorder is not None:
-            self._recorder.listening = False  # where the step had no backward pass
-            if trainer.is_last_batch:
-                self._recorder.stop()
         self._add_samples()
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def _add_samples(self) -> None:
         """Add what this step has shown of its samples."""
-        if self._index is None or not self._backward:
+        if self._index is None or self._problem is not None:
             return
         norms, first = None, 0
-        recorder = self._recorder
-        shown = (
-            recorder is not None and recorder.may_run_passes
-        )  # which row belongs to which sample
-        if recorder is not None and shown and recorder.norms and not recorder.problem:
-            norms = self._scale**2 * torch.stack([*recorder.norms.values()]).sum(0)
-            first = recorder.first
+        if self._recorder is not None and self._recorder.norms:
+            norms = self._scale**2 * torch.stack([*self._recorder.norms.values()]).sum(0)
+            first = self._recorder.first
         if norms is not None or self._losses is not None:
             self._sums.add(self._index, self._losses, norms, first)
 
@@ -292,14 +286,16 @@ class TrainStepNorms(Probe):
 
     def _read_off(self) -> tuple[list[str], list[float]]:
         """Return the names of parameters, and sums over samples: of norms, if they are read, and of losses."""
-        if self._problem is not None or not self._backward:
-            raise RuntimeError(self._problem or "the training step had no backward pass")
+        if self._problem is not None:
+            raise RuntimeError(self._problem)
         losses = torch.zeros(0) if self._losses is None else self._losses[self._losses.isfinite()]
         of_losses = [losses.double().sum().item(), float(len(losses))]
         if self._recorder is None:
             return [], of_losses
-        if self._recorder.problem or not self._recorder.norms:
-            raise RuntimeError(self._recorder.problem or "the training step had no backward pass")
+        if not self._recorder.norms:
+            raise RuntimeError(
+                self._recorder.problem or "the backward pass did not come by all weights"
+            )
         names, of_norms = TraceSums.of(self._recorder.norms, self._scale**2)
         if not all(map(math.isfinite, of_norms)):
             raise RuntimeError("the gradients of the training step are not finite")
@@ -328,7 +324,9 @@ class TrainStepNorms(Probe):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._merged = SampleSums(self._table_of_all())
-        if not self.history and self._backward:  # the training was shorter than `every_n_steps`
+        if (
+            not self.history and self._problem is None
+        ):  # the training was shorter than `every_n_steps`
             self._extra = self._measure(trainer, pl_module, None)
         super().on_train_end(trainer, pl_module)
         self.teardown(trainer, pl_module, "fit")
@@ -357,8 +355,6 @@ class TrainStepNorms(Probe):
         self.teardown(trainer, pl_module, "fit")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if self._recorder is not None:
-            self._recorder.stop()
         self._recorder = None
         self._trainer = None
         self._indices.detach()

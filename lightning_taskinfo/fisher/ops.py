@@ -8,7 +8,7 @@ computations*, 2015). The readers at the end of this file find input and options
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -71,6 +71,23 @@ class Rows:
         if self.merged > 1:
             x = x.flatten(0, self.merged - 1)
         return x.movedim(self.axis, 0) if self.axis else x
+
+    @property
+    def next_to_each_other(self) -> bool:
+        """Whether the rows of a sample, and then those of the next one, follow on axis 0."""
+        return self.axis == 0 and self.merged == 1 and self.index is None and not self.interleaved
+
+    def of(self, samples: slice, rows: int, device: torch.device) -> "Rows":
+        """Return the rows of some samples, of so many ``rows`` of all."""
+        index = self.index
+        if index is None:
+            numbers = torch.arange(rows, device=device)
+            index = (
+                numbers.view(self.repeat, -1).T
+                if self.interleaved
+                else numbers.view(-1, self.repeat)
+            )
+        return replace(self, interleaved=False, index=index[samples])
 
     @property
     def extra(self) -> int:

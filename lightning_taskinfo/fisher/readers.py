@@ -110,8 +110,11 @@ def _product(node: Any, inputs: Inputs, left: int, right: int) -> list[Reading]:
 
 def _saved(node: Any, *names: str) -> Tensor:
     for name in names:
-        if hasattr(node, f"_saved_{name}"):
-            return getattr(node, f"_saved_{name}").detach()
+        saved = getattr(
+            node, f"_saved_{name}", None
+        )  # once: where it is computed again, that is once
+        if saved is not None:
+            return saved.detach()
     raise AttributeError(names[0])
 
 
@@ -135,13 +138,15 @@ def _addmm(node: Any, inputs: Inputs) -> list[Reading]:
 
 
 def _bmm(node: Any, inputs: Inputs) -> list[Reading]:
-    readings: list[Reading] = []
-    if 1 in inputs and 0 not in inputs and _real(node._saved_self):
-        config = {"axis": 1, "transposed": True}
-        readings.append((Grouped, {"weight": 1}, (node._saved_self.detach(),), config))
-    if 0 in inputs and 1 not in inputs and _real(node._saved_mat2):
-        readings.append((Grouped, {"weight": 0}, (node._saved_mat2.detach(),), {"axis": 2}))
-    return readings
+    if len(inputs) != 1:
+        return []
+    if 1 in inputs:
+        a = node._saved_self.detach()
+        reading = (Grouped, {"weight": 1}, (a,), {"axis": 1, "transposed": True})
+    else:
+        a = node._saved_mat2.detach()
+        reading = (Grouped, {"weight": 0}, (a,), {"axis": 2})
+    return [reading] if _real(a) else []
 
 
 def _convolution(node: Any, inputs: Inputs) -> list[Reading]:
@@ -209,7 +214,8 @@ def _group_norm(node: Any, inputs: Inputs) -> list[Reading]:
 
 
 def _batch_norm(node: Any, inputs: Inputs) -> list[Reading]:
-    x, aligned = node._saved_input.detach(), _channels(node._saved_input)
+    x = node._saved_input.detach()
+    aligned = _channels(x)
     shape = (1, -1, *[1] * (x.dim() - 2))
     if node._saved_training:
         mean, scale = node._saved_result1.detach(), node._saved_result2.detach()

@@ -83,7 +83,10 @@ class Contribution:
     """The gradients of one parameter from all its uses, for some scores."""
 
     def __init__(
-        self, terms: list[Term], gradients: list[list[Tensor] | None], apart: bool
+        self,
+        terms: list[Term],
+        gradients: list[list[Tensor] | None] | dict[int, list[Tensor] | None],
+        apart: bool,
     ) -> None:
         reached = [(term, gradients[term.operation]) for term in terms]
         self.parts = [(term, scores) for term, scores in reached if scores is not None]

@@ -1,404 +1,359 @@
 """Per-sample squared gradient norms from a training step's own backward pass.
 
-Layers are hooked for one step. Each call notes its input, and the gradient of the loss by its output is read when the
-backward pass of the training comes by; input and gradient give every sample's share of the weight gradient.
+The uses of weights are found in the graph of the step's loss, and it is shown which sample each of their rows belongs
+to, as for every other measurement (:mod:`~lightning_taskinfo.fisher.capture`). No score is backpropagated: when the
+backward pass of the training comes by a use, its input and the gradient of its output give each sample's share of the
+weight gradient.
 """
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
-from torch.utils.hooks import RemovableHandle
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
 
-from lightning_taskinfo._observe import ParamDict, is_observing
-from lightning_taskinfo._warn import warn
-from lightning_taskinfo.fisher.ops import Slot, Use
-from lightning_taskinfo.fisher.sharded import gathered_parameters, sharded
-from lightning_taskinfo.fisher.step_graph import (
-    Consumer,
-    Root,
-    StepGraph,
-    full_precision,
-    rows_are_samples,
-)
-from lightning_taskinfo.fisher.step_layers import reader, trained_layers
+from lightning_taskinfo._observe import ParamDict, at_least_float32
+from lightning_taskinfo.fisher.capture import Graph, Plan, Prover
+from lightning_taskinfo.fisher.ops import Grouped, Other, Use, squared_norms
+from lightning_taskinfo.fisher.sharded import gathered_parameters
+from lightning_taskinfo.fisher.terms import Contribution, Term, apart, terms
+from lightning_taskinfo.fisher.vjp import Edge
 
-SEQUENCES = (
-    nn.Linear,
-    nn.LayerNorm,
-    nn.RMSNorm,
-    nn.Embedding,
-)  # whose outputs may have the samples behind time
-SHARED = {
-    "AddBackward0",
-    "SubBackward0",
-    "ExpandBackward0",
-}  # what may give all samples the same weight
+T = TypeVar("T")
+PLANS = 64  # kept of a training, as for sentences of different lengths
+# Products of two tensors, with the place of the first of the two.
+PRODUCTS = {"MmBackward0": 0, "BmmBackward0": 0, "AddmmBackward0": 1, "ConvolutionBackward0": 0}
+
+
+@dataclass
+class Sum:
+    """Uses of a parameter whose gradients add up before their norm is taken.
+
+    Matrix products and lookups wait for each other, since their factors are smaller than the gradients; others cannot
+    wait, since the backward pass takes away what they need.
+    """
+
+    name: str
+    terms: list[Term]
+    gradients: dict[int, list[Tensor] | None] = field(default_factory=dict)  # by operation
+    formed: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.missing = {term.operation for term in self.terms}
+        self.waits = len(self.terms) == 1 or all(term.factored for term in self.terms)
+
+    def add(self, operation: int, b: Tensor | None) -> None:
+        """Take the gradient of an operation's output, which may be none."""
+        self.missing.discard(operation)
+        self.gradients[operation] = None
+        for term in self.terms:
+            if term.operation != operation or b is None:
+                continue
+            use = term.use
+            use.saved = tuple(map(at_least_float32, use.saved))
+            part = at_least_float32(use.config["chosen"](b))
+            if self.waits:
+                self.gradients[operation] = [part]
+            else:
+                gradients = torch.cat([*term.blocks(part)])
+                self.formed = gradients if self.formed is None else self.formed + gradients
+
+    def norms(self) -> Tensor | None:
+        """Return the squared norm of each sample, once all gradients are there; None if they are zero."""
+        if self.formed is not None:
+            return squared_norms(self.formed)
+        found = Contribution(self.terms, self.gradients, apart=False)
+        return found.norms() if found.parts else None
 
 
 class StepRecorder:
     """Reads the squared gradient norm of each sample off one training step at a time.
 
-    Layers are read where they are called, once a step. A table that is looked up once for all samples, as position
-    embeddings are, and a parameter of no layer are read where they are added to the samples.
-
-    Before a number is given out, it is shown which row belongs to which sample: by two more backward passes over the
-    step, if its graph has not been seen before or picks rows by number. A BatchNorm in train mode mixes the samples of
-    a batch; the norms are then those of each sample's contribution to the batch's gradient.
+    A BatchNorm in train mode mixes the samples of a batch; the norms are then those of each sample's contribution to
+    the batch's gradient.
 
     Args:
-        model: The model that is trained; all its trainable parameters must belong to layers that are understood, or be
-            added to the samples.
+        model: The model that is trained.
         max_samples: At most this many samples of a batch are measured.
 
-    Raises:
-        ValueError: If a parameter cannot be read or belongs to two layers, or a module is compiled; by name.
+    Attributes:
+        norms: Squared, by parameter name, each ``[samples]``; there after the backward pass.
+        first: The number of the first sample that is measured.
+        problem: Why there are no norms.
     """
 
-    proving: ClassVar[bool] = (
-        False  # whether a backward pass is one of a recorder's own, which none may read
-    )
+    busy: ClassVar[bool] = False  # whether a backward pass is a recorder's own, which none may read
 
     def __init__(self, model: nn.Module, max_samples: int) -> None:
         self.model = model
         self.max_samples = max_samples
         self.all = [*model.parameters()]
-        self.may_run_passes = not sharded(model)
-        self.handles: list[RemovableHandle] = []
-        self.shown: set[Any] = set()  # the graphs whose rows are known to be samples
-        self.warned = False
-        self.batch_size = 0
-        self.first = 0
-        self.count = 0
+        self.trained: list[bool] = []
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.plans: dict[tuple[Any, ...], Plan] = {}
+        self.step = 0
         self.skip(None)
-        self._look_again()
-
-    def _look_again(self) -> None:
-        """Find the layers that are trained now."""
-        self.trained = [p.requires_grad for p in self.all]
-        self.refused: str | None = None
-        self.layers: dict[str, nn.Module] = {}
-        self.raw: dict[str, nn.Parameter] = {}
-        self.uses: dict[str, tuple[Any, Use]] = {}
-        self.layers, self.raw = trained_layers(self.model)
-        self.readers = {name: reader(module) for name, module in self.layers.items()}
-        self.parameters = gathered_parameters(self.model)
-
-    def start(self, batch_size: int, first: int = 0) -> None:
-        """Listen to one forward pass over ``batch_size`` samples, and measure those from number ``first`` on."""
-        if self.trained != [p.requires_grad for p in self.all]:  # as when a backbone is unfrozen
-            self.stop()
-            try:
-                self._look_again()
-            except ValueError as error:
-                self.refused = str(error)
-        self.skip(self.refused)
-        if self.refused:
-            return
-        self.listening = True
-        self.batch_size = batch_size
-        self.first = first
-        self.count = min(batch_size - first, self.max_samples)
-        if not self.handles:
-            hooks = ((module, _Hook(self, name)) for name, module in self.layers.items())
-            self.handles = [module.register_forward_hook(hook) for module, hook in hooks]
 
     def skip(self, reason: str | None) -> None:
-        """Forget the step before; there is nothing to read of the next one, for this reason."""
-        self.listening = False
-        self.intercepted = False  # whether operations are, as by selective checkpointing
-        self.norms: ParamDict = {}  # squared, by parameter name, each [count], after the backward pass
-        self.seen: set[str] = set()
+        """Forget the step before, and hold nothing of its graph; of the next one nothing is read, for this reason."""
+        self.step += 1
+        self.waiting: dict[int, list[Sum]] = {}  # by the operations whose gradients they wait for
+        self.partial: ParamDict = {}
+        self.norms: ParamDict = {}
+        self.first = 0
+        self.count = 0
         self.problem = reason
-        self._let_go()
 
-    def _let_go(self) -> None:
-        """Hold nothing of the graph."""
-        self.edges: dict[str, GradientEdge] = {}  # where gradients of outputs pass by
-        self.lookups: dict[
-            str, tuple[Tensor, torch.Size]
-        ] = {}  # made once for all samples: numbers, and the output
-        self.root: Root | None = None  # the last layer
-        self.shapes: list[torch.Size] = []
+    def graph(self, loss: Tensor) -> Graph:
+        """Return the graph of a loss, down to the parameters that are trained now."""
+        trained = [p.requires_grad for p in self.all]
+        if trained != self.trained:  # as when a backbone is unfrozen
+            self.parameters = gathered_parameters(self.model)
+            self.trained = trained
+        return Graph(loss, self.parameters)
 
-    def stop(self) -> None:
-        """Take the hooks away; to leave them for the next step is quicker than to hook the layers again."""
-        self.listening = False
-        self._let_go()
-        for handle in self.handles:
-            handle.remove()
-        self.handles = []
+    def listen(self, graph: Graph, root: Edge | None, samples: int, first: int = 0) -> None:
+        """Read the backward pass that follows.
 
-    # The forward pass
-
-    def heard(self, name: str, module: nn.Module, x: Tensor, output: Tensor) -> None:
-        """Note a layer's call, whose gradient is read when the backward pass comes by."""
-        edge = self._once(name, module, output)
-        if edge is None:
-            return
-        self.edges[name] = edge
-        self.intercepted = self.intercepted or torch._C._len_torch_dispatch_stack() > 0
-        shape, version = output.shape, x._version
-        self.shapes.append(shape)
-        if _for_all_samples(module, shape, self.batch_size):
-            self.lookups[name] = x, shape
-            return
-        self.root = Root(edge, shape, output.dtype, output.device)
-        if (
-            len(shape) > 2
-            and shape[1] == self.batch_size > 1
-            and isinstance(module, SEQUENCES)
-            and not self.warned
-        ):
-            self.warned = True
-            warn(
-                f"Layer {name!r} has outputs {list(shape)}, with the samples on axis 0 or 1; axis 0 is taken."
-            )
-        held = [x]  # until it was read, so that its memory is free when it would be without us
-        number = edge.output_nr
-
-        def read(gradients: tuple[Tensor | None, ...]) -> None:
-            if StepRecorder.proving:
-                return
-            if not held:
-                self.problem = (
-                    self.problem or f"the backward pass came by layer {name!r} more than once"
-                )
-                return
-            x, b = held.pop(), gradients[number]
-            if x._version != version:
-                self.problem = f"the input of layer {name!r} was changed in place"
-            elif b is not None:
-                self._add_safely(name, module, x, b if b.shape == shape else b.reshape(shape))
-
-        edge.node.register_prehook(
-            read
-        )  # which has no part of the graph: it would keep itself alive
-
-    def _once(self, name: str, module: nn.Module, output: Tensor) -> GradientEdge | None:
-        """Return where the output's gradient comes by, or note what speaks against reading it."""
-        computed = written(output)
-        node = None if computed is None else computed.grad_fn
-        rows = len(output)
-        if name in self.seen:
-            self.problem = f"layer {name!r} was called more than once in the training step"
-        elif rows != self.batch_size and not _for_all_samples(
-            module, output.shape, self.batch_size
-        ):
-            self.problem = (
-                f"layer {name!r} had {rows} rows of outputs for {self.batch_size} samples"
-            )
-        elif node is None:
-            self.problem = f"layer {name!r} had a part of a tensor as output"
-        self.seen.add(name)
-        if self.problem or computed is None or node is None:
-            return None
-        return GradientEdge(node, computed.output_nr)
+        Args:
+            graph: Of the loss.
+            root: Where the rows of the samples lie one after the other in it, if that is known.
+            samples: Samples of the batch.
+            first: The number of the first sample to be measured.
+        """
+        self.skip(None)
+        self.first = first
+        self.count = min(samples - first, self.max_samples)
+        try:
+            plan = self._known(graph, samples) or self._shown(graph, root, samples)
+            self._wait(*_read(graph, plan), plan.apart)
+        except Exception as error:  # which would end the training
+            self.skip(_told(error))
 
     # Between the forward and the backward pass
 
-    def before_backward(self, graph: StepGraph) -> None:
-        """Listen no longer, and note what speaks against a measurement of this step."""
-        self.listening = False
-        left = [name for name in self.layers if name not in self.seen]
-        if left and self.problem is None:
-            self.problem = f"layer {left[0]!r} was not called with gradients in the training step"
-        if self.problem is None:
-            self.problem = graph.used_elsewhere(self.parameters)
-        if self.problem is None:
-            self._find_shared(graph)
-        if self.problem is None and self.may_run_passes:
-            self.problem = self._not_shown(graph)
-        self._let_go()
+    def _known(self, graph: Graph, samples: int) -> Plan | None:
+        for name in self.parameters:
+            if name not in graph.leaves:
+                raise ValueError(f"{name!r} was not used with gradients in the training step")
+        return self.plans.get((samples, *graph.signature))
 
-    def _find_shared(self, graph: StepGraph) -> None:
-        """Find where the samples meet what was made once for all of them."""
-        for name, (numbers, shape) in self.lookups.items():
-            users = graph.users(self.edges.pop(name).node)
-            self._read_where_met(name, users, shape, numbers)
-        for name in self.raw:
-            p = self.parameters[name]
-            users = graph.users(graph.leaves.get(id(p)))
-            self._read_where_met(name, users, p.shape, None)
+    def _shown(self, graph: Graph, root: Edge | None, samples: int) -> Plan:
+        """Find where weights meet samples, and which sample each row belongs to, by a few backward passes."""
+        if root is None or any("SyncBatchNorm" in type(node).__name__ for node in graph.nodes):
+            raise ValueError("it cannot be shown which row belongs to which sample")
+        _check_saved(graph.nodes)
+        with self._own_passes(), _without_statistics(graph):
+            # What knows nothing of the samples need not be told from what depends on all: so does a sample's loss.
+            plan = Prover(graph, samples, 4, graph.signature, root).plan()
+            found = _read(graph, plan)[1]
+            plan.apart = {name for name, uses in found.items() if apart(uses)}
+        reasons = plan.left | _mixing(graph, found)
+        for name, kind in reasons.items():
+            raise ValueError(
+                f"it cannot be shown which sample the gradient of {name!r} belongs to: {kind} mixes the samples, or "
+                "is no part of their outputs"
+            )
+        if plan.lasting:
+            key = (samples, *graph.signature)
+            self.plans[key] = plan
+            if len(self.plans) > PLANS:
+                self.plans.pop(next(iter(self.plans)))
+        return plan
 
-    def _read_where_met(
-        self, name: str, users: list[Consumer], shape: torch.Size, numbers: Tensor | None
-    ) -> None:
-        if len(users) != 1 or users[0].node.name() not in SHARED:
-            kinds = ", ".join(user.node.name() for user in users) or "nothing"
-            self.problem = f"{name!r} must be added to the samples once, got {kinds}"
-            return
-        node, position = users[0]
-        alpha = getattr(node, "_saved_alpha", 1.0) if position == 1 else 1.0
-        self.edges[name] = GradientEdge(node, 0)
-        pending = [name]
-
-        def read(gradients: tuple[Tensor | None, ...]) -> None:
-            b = gradients[0]
-            if StepRecorder.proving or b is None:
-                return
-            if not pending:
-                self.problem = self.problem or f"the backward pass came by {name!r} more than once"
-                return
-            pending.clear()
-            aligned = [*[1] * (b.dim() - len(shape)), *shape]
-            if b.shape[0] != self.batch_size or aligned[0] != 1:
-                self.problem = (
-                    f"{name!r} must be added to {self.batch_size} samples, got {list(b.shape)}"
-                )
-                return
-            b = alpha * b
-            if numbers is None:
-                self._add_raw(name, b, aligned)
-            elif [1, *b.shape[1:]] != aligned:
-                self.problem = (
-                    f"{name!r} must be added to the samples as it is, got {list(b.shape)}"
-                )
-            else:
-                everywhere = numbers.reshape(b.shape[1:-1]).expand(b.shape[:-1])
-                self._add_safely(name, self.layers[name], everywhere, b)
-
-        node.register_prehook(read)
-
-    def _not_shown(self, graph: StepGraph) -> str | None:
-        """Return why it is not known which row belongs to which sample; a graph that was looked at is known."""
-        known = (*graph.kinds, *self.shapes)
-        if known in self.shown:
-            return None
-        root = graph.root() or self.root
-        if self.intercepted or root is None or root.shape[0] % self.batch_size:
-            return "it cannot be shown which row belongs to which sample"
-        StepRecorder.proving = True
+    @contextmanager
+    def _own_passes(self) -> Iterator[None]:
+        """Run backward passes that no recorder reads, and that leave no gradients and random states behind."""
+        gradients = [(p, p.grad) for p in self.all]
+        StepRecorder.busy = True
         try:
-            apart = rows_are_samples(root, [*self.edges.values()], self.batch_size)
-        except Exception as error:  # which would end the training
-            return f"it cannot be shown which row belongs to which sample ({type(error).__name__}: {error})"
+            for p, _ in gradients:
+                p.grad = None
+            with torch.random.fork_rng(devices=[]):
+                yield
+            if any(p.grad is not None for p, _ in gradients):
+                raise ValueError("an operation runs a backward pass of its own")
         finally:
-            StepRecorder.proving = False
-        if not apart and (graph.reorders or not graph.mixes):
-            return "it mixes the samples, or has them in another order"
-        if not graph.reorders:
-            self.shown.add(known)
-        return None
+            StepRecorder.busy = False
+            for p, gradient in gradients:
+                p.grad = gradient
+
+    def _wait(self, edges: list[Edge], found: dict[str, list[Term]], apart: set[str]) -> None:
+        """Let the uses tell when their gradients are there."""
+        uses = {id(term.use): term.use for name in found for term in found[name]}
+        samples, device = slice(self.first, self.first + self.count), self.all[0].device
+        for use in uses.values():
+            use.config["chosen"] = _choose(use, samples, device)
+        for name, of_name in found.items():
+            for some in [[term] for term in of_name] if name in apart else [of_name]:
+                one = Sum(name, some)
+                for operation in one.missing:
+                    self.waiting.setdefault(operation, []).append(one)
+        for operation in self.waiting:
+            # What a node calls must hold no part of the graph: it would keep itself alive.
+            edges[operation].node.register_prehook(partial(self._arrived, self.step, operation))
 
     # The backward pass
 
-    def _add_safely(self, name: str, module: nn.Module, x: Tensor, b: Tensor) -> None:
-        if torch.is_grad_enabled():  # in a backward pass that makes a graph
-            x, b = x.detach(), b.detach()
-        try:
-            self._add(name, module, x, b)
-        except Exception as error:  # which would end the training
-            self.problem = f"layer {name!r} could not be read ({type(error).__name__}: {error})"
-
-    def _add(self, name: str, module: nn.Module, x: Tensor, b: Tensor) -> None:
-        b = full_precision(b.narrow(0, self.first, self.count))
-        if b.dim() == 2 and type(module) is nn.Linear:
-            self._add_linear(name, module, full_precision(x.narrow(0, self.first, self.count)), b)
+    def _arrived(self, step: int, operation: int, gradients: tuple[Tensor | None, ...]) -> None:
+        """Take the gradient of an operation's output."""
+        if StepRecorder.busy or step != self.step:
             return
-        with _no_autocast(x.device.type):
-            if use := self._use(name, module, x, b):
-                for slot, named in use.slots.items():
-                    self.norms[named.name] = use.norms(slot, [b])
-                use.saved = ()
+        if operation not in self.waiting:
+            self.skip("the backward pass came by more than once")
+            return
+        StepRecorder.busy = True
+        try:
+            b = gradients[0]
+            with torch.no_grad(), _without_autocast(self.all[0].device.type):
+                self._add(operation, None if b is None else b.detach())
+        except Exception as error:  # which would end the training
+            self.skip(_told(error))
+        finally:
+            StepRecorder.busy = False
 
-    def _use(self, name: str, module: nn.Module, x: Tensor, b: Tensor) -> Use | None:
-        """Return what the layer did; the same as at the step before where only the values of its input are others."""
-        whole = isinstance(module, _BatchNorm) and not isinstance(
-            module, _InstanceNorm
-        )  # needs the whole batch
-        x = full_precision(x if whole else x.narrow(0, self.first, self.count))
-        owned = {
-            slot: p for slot, p in module._parameters.items() if p is not None and p.requires_grad
-        }
-        key = (x.shape, b.shape, *owned)
-        if name in self.uses and self.uses[name][0] == key:
-            use = self.uses[name][1]
-            use.saved = (x,)
-            return use
-        call = self.readers[name](module, x)
-        if call is None:
-            self.problem = f"layer {name!r} ({type(module).__name__}) has options that cannot be read from hooks"
-            return None
-        if whole and (factor := call.config["factor"].get("weight")):
-            first = self.first
-            call.config["factor"]["weight"] = lambda: factor().narrow(0, first, len(b))
-        slots = {slot: Slot(f"{name}.{slot}", tuple(p.shape)) for slot, p in owned.items()}
-        use = call.kind(slots, b.shape, call.saved, call.config)
-        if "factor" not in call.config:  # which is a function of the input
-            self.uses[name] = key, use
-        return use
-
-    def _add_linear(self, name: str, layer: nn.Linear, a: Tensor, b: Tensor) -> None:
-        """Use the rank of ``b aᵀ``: its squared norm is the product of two."""
-        weight, bias = (
-            layer._parameters["weight"],
-            layer._parameters["bias"],
-        )  # quicker than as attributes
-        outputs = torch.linalg.vecdot(b, b)
-        if bias is not None and bias.requires_grad:
-            self.norms[f"{name}.bias"] = outputs
-        if weight is not None and weight.requires_grad:
-            self.norms[f"{name}.weight"] = torch.linalg.vecdot(a, a) * outputs
-
-    def _add_raw(self, name: str, b: Tensor, aligned: list[int]) -> None:
-        """Add a sample's gradient up over the axes along which the parameter is repeated."""
-        b = full_precision(b.detach().narrow(0, self.first, self.count))
-        repeated = [axis for axis, size in enumerate(aligned) if size == 1 and axis > 0]
-        if repeated:
-            b = b.sum(repeated)
-        self.norms[name] = b.reshape(self.count, -1).square().sum(1)
+    def _add(self, operation: int, b: Tensor | None) -> None:
+        for one in self.waiting.pop(operation):
+            one.add(operation, b)
+            if one.missing:
+                continue
+            norms = one.norms()
+            if norms is None:
+                norms = self.parameters[one.name].new_zeros(self.count)
+            known = self.partial.get(one.name)
+            self.partial[one.name] = norms if known is None else known + norms
+        if not self.waiting:  # in the same order on all processes
+            self.norms = {name: self.partial[name] for name in self.parameters}
 
 
-class _Hook:
-    """A layer's forward hook; in a copy of the layer it is nothing, so that a model can be pickled in between."""
-
-    def __init__(self, recorder: StepRecorder, name: str) -> None:
-        self.recorder, self.name = recorder, name
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        recorder = self.recorder
-        listening = recorder.listening and recorder.problem is None and not is_observing()
-        if listening and isinstance(output, Tensor) and output.requires_grad:
-            if args:
-                recorder.heard(self.name, module, args[0], output)
-            else:
-                recorder.problem = f"layer {self.name!r} was given its input by keyword"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (
-            nullcontext(),
-            "__exit__",
-        )  # takes anything, does nothing, and is there without this package
+def _told(error: Exception) -> str:
+    known = type(error) is ValueError
+    return str(error) if known else f"it could not be read ({type(error).__name__}: {error})"
 
 
-def _for_all_samples(module: nn.Module, shape: torch.Size, batch_size: int) -> bool:
-    """Whether a table was looked up once for all samples: the output has no rows of samples, or one."""
-    if not isinstance(module, nn.Embedding) or batch_size == 1:
-        return False
-    return shape[0] == 1 or (len(shape) == 2 and shape[0] != batch_size)
+def _read(graph: Graph, plan: Plan) -> tuple[list[Edge], dict[str, list[Term]]]:
+    """Return the uses, with what they saw."""
+    nodes = [graph.nodes[number] for number, *_ in plan.uses]
+    read = partial(terms, graph, plan, batch_statistics=True)
+    return _inside_a_pass(read) if _check_saved(nodes) else read()
 
 
-def _no_autocast(device_type: str) -> AbstractContextManager[Any]:
-    return (
-        torch.autocast(device_type, enabled=False)
-        if torch.is_autocast_enabled(device_type)
-        else nullcontext()
-    )
+def _choose(use: Use, samples: slice, device: torch.device) -> Callable[[Tensor], Tensor]:
+    """Leave some samples in a use; return what leaves them in a gradient of its output."""
+    rows, shape = use.rows, use.shape
+    count = math.prod(shape[: rows.merged]) if rows.merged > 1 else shape[rows.axis]
+    all_samples = len(rows.index) if rows.index is not None else count // rows.repeat
+    if all_samples == samples.stop - samples.start:
+        return lambda b: b
+    if not rows.next_to_each_other or isinstance(use, Grouped | Other):
+        use.rows = rows.of(samples, count, device)
+        return lambda b: b
+    some = slice(samples.start * rows.repeat, samples.stop * rows.repeat)
+    use.saved = tuple(x[some] for x in use.saved)
+    use.shape = torch.Size((some.stop - some.start, *shape[1:]))
+    factors = use.config.get("factor", {})
+    use.config["factor"] = {
+        slot: lambda factor=factor: factor().expand(shape)[some] for slot, factor in factors.items()
+    }
+    return lambda b: b[some]
 
 
-def written(output: Tensor) -> Tensor | None:
-    """Return the tensor whose gradient is that of an operation's output, whatever happens to the output later.
+def _mixing(graph: Graph, found: dict[str, list[Term]]) -> dict[str, str]:
+    """Return the parameters that every sample of a batch would need a backward pass of its own for, with a reason.
 
-    An output that is a view of what was computed, as of a linear layer on sequences, loses its place in the graph when
-    it is changed in place; the tensor behind it does not.
+    A weight is one that was computed from samples if a product with what is no weight is on its way.
     """
-    base = output._base
-    if base is None or isinstance(base, nn.Parameter):
-        return output
-    whole = base.numel() == output.numel() and base.is_contiguous() and output.is_contiguous()
-    return base if whole else None
+    mixing: dict[str, str] = {}
+    for name, uses in found.items():
+        for term in uses:
+            nodes = graph.below(term.source.node) if term.way is None else set()
+            kinds = [type(node).__name__ for node in nodes if _with_a_constant(node)]
+            if isinstance(term.use, Other) and isinstance(
+                term.use.config["output"].node, BackwardCFunction
+            ):
+                kinds.append(type(term.use.config["output"].node).__name__)
+            if kinds:
+                mixing[name] = kinds[0]
+    return mixing
+
+
+def _with_a_constant(node: Node) -> bool:
+    place = PRODUCTS.get(type(node).__name__)
+    if place is None:
+        return False
+    (left, _), (right, _) = node.next_functions[place : place + 2]
+    return left is None or right is None
+
+
+@contextmanager
+def _without_statistics(graph: Graph) -> Iterator[None]:
+    """Take the statistics of a batch for constants in backward passes, so that BatchNorm mixes no samples."""
+
+    def pass_on(inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor | None, ...]) -> Any:
+        return None if inputs[0] is None else (outputs[0], *inputs[1:])
+
+    nodes = [node for node in graph.nodes if "BatchNorm" in type(node).__name__]
+    handles = [node.register_hook(pass_on) for node in nodes]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _without_autocast(device_type: str) -> Any:
+    on = torch.is_autocast_enabled(device_type)
+    return torch.autocast(device_type, enabled=False) if on else nullcontext()
+
+
+# What checkpointing has put in the place of saved tensors
+
+
+def _check_saved(nodes: list[Node]) -> bool:
+    """Whether saved tensors are computed again by non-reentrant checkpointing.
+
+    Raises:
+        ValueError: If they are kept in another way, which may allow one backward pass only.
+    """
+    hooks = [hook for node in nodes for hook in _hooks(node)]
+    for hook in hooks:
+        frame = _enclosed(hook, "frame")
+        context = _enclosed(getattr(frame, "recompute_fn", None), "recompute_context")
+        if not isinstance(context, nullcontext):
+            raise ValueError("saved tensors are kept in a way that may allow one pass only")
+    return bool(hooks)
+
+
+def _hooks(node: Node) -> list[Any]:
+    """Return what unpacks the tensors that an operation has saved, where something does."""
+    saved = [getattr(node, name) for name in _saved_names(type(node))]
+    flat = [x for each in saved for x in (each if isinstance(each, tuple | list) else [each])]
+    hooks = [getattr(x, "unpack_hook", None) for x in flat]
+    return [hook for hook in hooks if hook is not None]
+
+
+@cache
+def _saved_names(kind: type) -> list[str]:
+    return [name for name in dir(kind) if name.startswith("_raw_saved_")]
+
+
+def _enclosed(function: Any, name: str) -> Any:
+    """Return a variable that a function was made with."""
+    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    return function.__closure__[names.index(name)].cell_contents if name in names else None
+
+
+def _inside_a_pass(function: Callable[[], T]) -> T:
+    """Call a function in a backward pass, in which checkpointed regions are run once for all that it reads."""
+    found: list[T] = []
+    with torch.enable_grad():
+        output = torch.zeros((), device="cpu", requires_grad=True) * 1.0
+        output.register_hook(lambda _: found.append(function()))
+        output.backward()
+    return found[0]

@@ -1,9 +1,7 @@
-"""What hooks read off a training step's backward pass is each sample's own gradient, by a loop over samples."""
+"""What is read off a training step's backward pass is each sample's own gradient, by a loop over samples."""
 
 import copy
 import gc
-import pickle
-import warnings
 import weakref
 from typing import ClassVar
 
@@ -13,9 +11,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from lightning_taskinfo import TaskInfoWarning, observing
-from lightning_taskinfo.fisher.step_graph import StepGraph
+from lightning_taskinfo import observing
+from lightning_taskinfo.fisher import train_step
+from lightning_taskinfo.fisher.step_losses import StepLosses
 from lightning_taskinfo.fisher.train_step import StepRecorder
 
 N = 6
@@ -73,18 +73,23 @@ def problem(name):
     return net, x, torch.randint(3, (N,))
 
 
-def forward(net, x, y, recorder):
+def listen(recorder, loss, y, first=0):
+    """Do what is done between the forward and the backward pass."""
+    graph = recorder.graph(loss)
+    recorder.listen(graph, StepLosses(graph, len(y), y).root, len(y), first)
+
+
+def forward(net, x, y, recorder, first=0):
     """Do the first half of a training step, with a recorder beside it; return the loss."""
-    recorder.start(len(x))
     loss = F.cross_entropy(net(x), y)
-    recorder.before_backward(StepGraph(loss))
+    listen(recorder, loss, y, first)
     return loss
 
 
-def step(net, x, y, max_samples=N, recorder=None):
+def step(net, x, y, max_samples=N, recorder=None, first=0):
     """Do what a training does, with a recorder beside it."""
     recorder = recorder or StepRecorder(net, max_samples)
-    forward(net, x, y, recorder).backward()
+    forward(net, x, y, recorder, first).backward()
     return recorder
 
 
@@ -199,40 +204,35 @@ def test_gradients_are_the_same_and_no_hook_stays():
     net, x, y = problem("images")
     twin = copy.deepcopy(net)
     F.cross_entropy(twin(x), y).backward()
-    step(net, x, y).stop()
-    assert all(not m._forward_hooks for m in net.modules())
+    step(net, x, y)
+    assert all(not m._forward_hooks and not m._backward_hooks for m in net.modules())
     assert all(
         torch.equal(a.grad, b.grad)
         for a, b in zip(net.parameters(), twin.parameters(), strict=True)
     )
 
 
-def test_a_hooked_model_is_heard_in_a_step_alone_and_can_be_copied():
+def test_gradients_that_are_there_are_added_to():
+    """As with gradient accumulation; the passes of the recorder's own must not count."""
     net, x, y = problem("mlp")
-    recorder = step(net, x, y)
-    norms, last = recorder.norms, {name: each.clone() for name, each in recorder.norms.items()}
-    F.cross_entropy(net(2 * x), y).backward()
-    assert recorder.problem is None
-    assert recorder.norms is norms
-    torch.testing.assert_close(recorder.norms, last)
-    assert b"taskinfo" not in pickle.dumps(net)
-    for twin in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
-        recorder.start(N)
-        F.cross_entropy(twin(x), y).backward()
-        assert not recorder.seen
-    torch.testing.assert_close(step(net, x, y, recorder=recorder).norms, last)
+    recorder = StepRecorder(net, N)
+    for batch in (x, 2 * x):
+        step(net, batch, y, recorder=recorder)
+    total = [p.grad for p in net.parameters()]
+    expected = torch.autograd.grad(
+        F.cross_entropy(net(x), y) + F.cross_entropy(net(2 * x), y), [*net.parameters()]
+    )
+    torch.testing.assert_close(total, [*expected])
 
 
-def test_what_others_run_inside_observing_is_no_part_of_the_step():
+def test_what_others_run_is_no_part_of_the_step():
     net, x, y = problem("images")
     recorder = StepRecorder(net, N)
-    recorder.start(N)
-    with observing(net):
-        net(x[:2]).sum().backward()
     loss = F.cross_entropy(net(x), y)
+    listen(recorder, loss, y)
     with observing(net):
         net(2 * x).sum().backward()
-    recorder.before_backward(StepGraph(loss))
+    F.cross_entropy(net(3 * x), y).backward()
     loss.backward()
     torch.testing.assert_close(
         {key: norms * N**2 for key, norms in recorder.norms.items()}, looped(net, x, y)
@@ -245,10 +245,9 @@ def test_what_is_changed_after_it_was_read_was_measured_before(kind, change):
     net, x, y = problem(kind)
     expected = looped(net, x, y)
     recorder = StepRecorder(net, N)
-    recorder.start(N)
     outputs = net(x)
     loss = F.cross_entropy(outputs, y)
-    recorder.before_backward(StepGraph(loss))
+    listen(recorder, loss, y)
     if change == "gradient":
         outputs.grad_fn.register_prehook(lambda gradients: gradients[0].zero_().tolist() and None)
     loss.backward()
@@ -274,55 +273,63 @@ def test_layers_that_are_unfrozen_or_frozen_later_are_followed():
 
 
 def test_what_is_unfrozen_and_cannot_be_read_is_no_measurement_until_it_is_frozen_again():
-    net = nn.Sequential(nn.Linear(5, 4), nn.PReLU(), nn.Linear(4, 3)).double()
+    net = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 4), nn.Linear(4, 3)).double()
     _, x, y = problem("mlp")
-    net[1].requires_grad_(False)
+    extra = nn.Parameter(torch.ones(2, dtype=torch.float64), requires_grad=False)
+    net.register_parameter("extra", extra)
     recorder = StepRecorder(net, N)
     assert step(net, x, y, recorder=recorder).problem is None
-    net[1].requires_grad_(True)
+    extra.requires_grad_(True)
     for _ in range(2):
-        assert "got '1.weight of PReLU'" in step(net, x, y, recorder=recorder).problem
+        found = step(net, x, y, recorder=recorder).problem
+        assert found == "'extra' was not used with gradients in the training step"
         assert not recorder.norms
-    net[1].requires_grad_(False)
+    extra.requires_grad_(False)
     assert step(net, x, y, recorder=recorder).problem is None
-    assert len(recorder.norms) == 4
+    assert len(recorder.norms) == 6
 
 
-def test_a_penalty_of_the_weights_that_begins_later_is_found():
+def penalised(net, x, y):
+    return F.cross_entropy(net(x), y) + net[0].weight.square().sum()
+
+
+def of_a_transposed_weight(net, x, y):
+    return F.cross_entropy(net(x), y) + net[0].weight.t().abs().mean()
+
+
+def on_other_samples(net, x, y):
+    return F.cross_entropy(net(x), y) + net(x[:3].flip(0)).square().mean()
+
+
+@pytest.mark.parametrize("loss", [penalised, of_a_transposed_weight, on_other_samples])
+def test_a_use_elsewhere_that_begins_later_is_found(loss):
     net, x, y = problem("mlp")
     recorder = StepRecorder(net, N)
     problems = []
-    for i in range(3):
-        recorder.start(N)
-        loss = F.cross_entropy(net(x), y) + (net[0].weight.square().sum() if i else 0.0)
-        recorder.before_backward(StepGraph(loss))
-        loss.backward()
+    for make in (lambda net, x, y: F.cross_entropy(net(x), y), loss, loss):
+        value = make(net, x, y)
+        listen(recorder, value, y)
+        value.backward()
         problems.append(recorder.problem)
-    assert problems == [None] + 2 * ["parameter '0.weight' was used 2 times in the training step"]
+    assert problems[0] is None
+    assert all("is no part of their outputs" in found for found in problems[1:])
 
 
-@pytest.mark.parametrize(("time", "warned"), [(N, True), (N - 1, False)])
-def test_samples_that_may_be_on_either_axis_are_warned_about_once(time, warned):
-    net = nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5), nn.Flatten(), nn.Linear(5 * time, 3))
-    x, y, recorder = torch.randn(N, time, 4), torch.randint(3, (N,)), StepRecorder(net, N)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        step(net, x, y, recorder=recorder)
-        step(net, x, y, recorder=recorder)
-    told = f"Layer '0' has outputs [{N}, {N}, 5], with the samples on axis 0 or 1; axis 0 is taken."
-    assert [str(w.message) for w in caught if w.category is TaskInfoWarning] == [told] * warned
-
-
-class ByKeyword(nn.Linear):
-    def __call__(self, x):
-        return super().__call__(input=x)
-
-
-def test_a_layer_that_got_its_input_by_keyword_is_no_measurement():
-    net = nn.Sequential(ByKeyword(5, 3)).double()
-    recorder = step(net, *problem("mlp")[1:])
-    assert recorder.problem == "layer '0' was given its input by keyword"
-    assert net[0].weight.grad is not None
+def test_a_penalty_of_features_is_part_of_the_gradient():
+    net, x, y = problem("mlp")
+    recorder = StepRecorder(net, N)
+    z = net[:2](x)
+    loss = F.cross_entropy(net[2](z), y) + z.square().mean()
+    listen(recorder, loss, y)
+    loss.backward()
+    norms = {name: torch.zeros(N, dtype=torch.float64) for name, _ in net.named_parameters()}
+    for n in range(N):
+        z = net[:2](x[n : n + 1])
+        one = F.cross_entropy(net[2](z), y[n : n + 1]) + z.square().mean()
+        for name, g in zip(norms, torch.autograd.grad(one, [*net.parameters()]), strict=True):
+            norms[name][n] = g.square().sum()
+    measured = {name: N**2 * recorder.norms[name] for name in norms}
+    torch.testing.assert_close(measured, norms)
 
 
 def test_what_fails_while_it_is_read_does_not_end_the_training(monkeypatch):
@@ -332,8 +339,10 @@ def test_what_fails_while_it_is_read_does_not_end_the_training(monkeypatch):
     net, x, y = problem("images")
     twin = copy.deepcopy(net)
     F.cross_entropy(twin(x), y).backward()
-    monkeypatch.setattr(StepRecorder, "_use", fail)
-    assert step(net, x, y).problem == "layer '0' could not be read (MemoryError: no more)"
+    monkeypatch.setattr(train_step.Sum, "norms", fail)
+    recorder = step(net, x, y)
+    assert recorder.problem == "it could not be read (MemoryError: no more)"
+    assert not recorder.norms
     assert all(
         torch.equal(a.grad, b.grad)
         for a, b in zip(net.parameters(), twin.parameters(), strict=True)
@@ -346,7 +355,8 @@ def test_a_second_backward_pass_is_no_measurement():
     loss = forward(net, x, y, recorder)
     loss.backward(retain_graph=True)
     loss.backward()
-    assert recorder.problem == "the backward pass came by layer '2' more than once"
+    assert recorder.problem == "the backward pass came by more than once"
+    assert not recorder.norms
 
 
 class Watched(torch.autograd.Function):
@@ -371,12 +381,13 @@ def test_the_graph_of_a_step_goes_with_the_step(backward):
     Watched.nodes.clear()
     gc.disable()  # which finds a graph that holds itself sooner or later, and with it the memory of many steps
     try:
-        recorder.start(N)
         loss = F.cross_entropy(net[2](net[1](Watched.apply(net[0](x)))), y)
-        recorder.before_backward(StepGraph(loss))
+        listen(recorder, loss, y)
         assert Watched.nodes[0]() is not None
         if backward:
             loss.backward()
+        else:
+            recorder.skip(None)
         del loss
         assert Watched.nodes[0]() is None
     finally:
@@ -386,17 +397,19 @@ def test_the_graph_of_a_step_goes_with_the_step(backward):
 def test_autocast_is_close_and_in_full_precision():
     net, x, y = problem("mlp")
     net, x = net.float(), x.float()
+    recorder = StepRecorder(net, N)
     with torch.autocast("cpu", torch.bfloat16):
-        recorder = StepRecorder(net, N)
-        recorder.start(N)
         loss = F.cross_entropy(net(x), y)
-    recorder.before_backward(StepGraph(loss))
+    listen(recorder, loss, y)
     loss.backward()
     assert recorder.problem is None
     expected = looped(net, x, y)
     for name, norms in recorder.norms.items():
         assert norms.dtype == torch.float32
         torch.testing.assert_close(norms * N**2, expected[name].float(), rtol=0.05, atol=1e-3)
+
+
+# Weights that are used twice, shared, or computed from others
 
 
 class Twice(nn.Module):
@@ -408,112 +421,372 @@ class Twice(nn.Module):
         return self.c(self.a(self.a(x).tanh()))
 
 
-class Functional(nn.Module):
+class Functional(Twice):
     """A weight that is also used outside its layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.c = nn.Linear(5, 5), nn.Linear(5, 3)
 
     def forward(self, x):
         return self.c(F.linear(self.a(x).tanh(), self.a.weight))
 
 
-class Unused(Twice):
+class Flat(Twice):
     def forward(self, x):
-        return F.linear(x, self.c.weight) + self.c(x)
-
-
-class Flat(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.c = nn.Linear(5, 5), nn.Linear(5, 3)
-
-    def forward(self, x):
-        return self.c(self.a(x.repeat(2, 1)).view(2, -1, 5).sum(0))
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (Twice, "layer 'a' was called more than once in the training step"),
-        (Functional, "parameter 'a.weight' was used 2 times in the training step"),
-        (Unused, "layer 'a' was not called with gradients in the training step"),
-        (Flat, "layer 'a' had 12 rows of outputs for 6 samples"),
-    ],
-)
-def test_says_what_is_in_the_way(make, message):
-    net, x = make(), torch.randn(N, 5)
-    assert step(net, x, torch.zeros(N, dtype=torch.long)).problem == message
-
-
-def tied():
-    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    net[1].weight = net[0].weight
-    return net
-
-
-class Raw(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.shift = nn.Parameter(torch.zeros(3))
+        return self.c(self.a(x.repeat(2, 1)).view(2, -1, 5).tanh().sum(0))
 
 
 class Scaled(nn.Linear):
     def forward(self, x):
-        return F.linear(x, 3 * self.weight, self.bias)
+        return F.linear(x, 3 * self.weight.exp(), self.bias)
 
 
-class ScaledConvolution(nn.Conv2d):
-    def _conv_forward(self, x, weight, bias):
-        return super()._conv_forward(x, 3 * weight, bias)
+class ByKeyword(nn.Linear):
+    def __call__(self, x):
+        return super().__call__(input=x)
 
 
-def patched():
-    layer = nn.Linear(2, 2, bias=False)
-    layer.forward = lambda x: F.linear(x, 3 * layer.weight)
-    return layer
+class Both(nn.Module):
+    """A weight that is used as it is in one place, and computed from in another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.gate = nn.Parameter(torch.randn(5, 5)), nn.Parameter(torch.randn(()))
+
+    def forward(self, x):
+        h = (x @ (self.weight * self.gate)).tanh()
+        return h @ self.weight.exp() + (h * self.gate) @ self.weight
 
 
-def pruned():
-    return prune.random_unstructured(nn.Linear(2, 2, bias=False), "weight", 0.5)
-
-
-def compiled():
-    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    net[1].compile()
+def tied():
+    net = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5))
+    net[2].weight = net[0].weight
     return net
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: nn.Sequential(nn.LSTM(2, 2)), "got '0.weight_ih_l0 of LSTM'"),
-        (lambda: nn.Sequential(nn.ConvTranspose1d(2, 2, 1)), "got '0.weight of ConvTranspose1d'"),
-        (
-            lambda: nn.Conv1d(2, 2, 3, padding=1, padding_mode="circular"),
-            "of Conv1d' with padding_mode='circular'",
-        ),
-        (
-            lambda: nn.Sequential(Scaled(2, 2)),
-            "got '0.weight of Scaled' with a `forward` of its own",
-        ),
-        (
-            lambda: nn.Sequential(ScaledConvolution(2, 2, 1)),
-            "got '0.weight of ScaledConvolution' with a `forward`",
-        ),
-        (patched, "got 'weight of Linear' with a `forward` of its own"),
-        (pruned, "got 'weight_orig of Linear', from which another weight is computed"),
-        (tied, "got '0' and '1' tied"),
-        (compiled, "compiled.*got '1'"),
-    ],
-)
-def test_refuses_what_it_cannot_read_by_name(make, message):
-    with pytest.raises(ValueError, match=message):
-        StepRecorder(make(), N)
+def pruned():
+    layer = prune.random_unstructured(nn.Linear(5, 5), "weight", 0.5)
+    return nn.Sequential(layer, nn.Tanh(), nn.Linear(5, 3))
 
 
-def test_embedding_options_that_cannot_be_read():
+def normed(layer):
+    return nn.utils.parametrizations.weight_norm(layer)
+
+
+class Last(nn.Module):
+    def forward(self, outputs):
+        return outputs[0][:, -1]
+
+
+class Two(nn.Module):
+    """Convolutions with one weight, whose gradients have to be formed."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.c = nn.Conv1d(1, 1, 3, padding=1), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.c(self.a(self.a(x.unsqueeze(1)).tanh()).flatten(1))
+
+
+USED = {
+    "twice": Twice,
+    "in a function, too": Functional,
+    "on repeated rows": Flat,
+    "scaled": lambda: nn.Sequential(Scaled(5, 4), nn.Tanh(), Scaled(4, 3)),
+    "by keyword": lambda: nn.Sequential(ByKeyword(5, 3)),
+    "as it is and computed from": Both,
+    "tied": tied,
+    "pruned": pruned,
+    "weight norm": lambda: nn.Sequential(normed(nn.Linear(5, 4)), nn.Tanh(), nn.Linear(4, 3)),
+    "prelu": lambda: nn.Sequential(nn.Linear(5, 4), nn.PReLU(4), nn.Linear(4, 3)),
+    "conv twice": Two,
+    "lstm": lambda: nn.Sequential(nn.Unflatten(1, (5, 1)), nn.LSTM(1, 3, batch_first=True), Last()),
+}
+
+
+@pytest.mark.parametrize("first", [0, 2])
+@pytest.mark.parametrize("name", USED)
+def test_every_use_of_every_weight_counts(name, first):
+    torch.manual_seed(0)
+    net = USED[name]().double()
+    x, y = torch.randn(N, 5, dtype=torch.float64), torch.randint(3, (N,))
+    recorder = StepRecorder(net, 3)
+    for _ in range(2):  # shown, and known
+        step(net, x, y, recorder=recorder, first=first)
+        assert recorder.problem is None
+        measured = {key: norms * N**2 for key, norms in recorder.norms.items()}
+        expected = {key: norms[first : first + 3] for key, norms in looped(net, x, y).items()}
+        torch.testing.assert_close(measured, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_a_lookup_that_is_divided_by_the_count_of_the_batch_is_no_measurement():
     net = nn.Sequential(nn.Embedding(7, 3, scale_grad_by_freq=True), nn.Flatten(), nn.Linear(6, 3))
     recorder = step(net, torch.randint(7, (N, 2)), torch.zeros(N, dtype=torch.long))
-    assert recorder.problem == "layer '0' (Embedding) has options that cannot be read from hooks"
+    assert "'0.weight'" in recorder.problem
+    assert "EmbeddingBackward0" in recorder.problem
+
+
+def test_a_weight_that_the_step_does_not_use_is_no_measurement():
+    net, x, y = problem("mlp")
+    net.add_module("other", nn.Linear(2, 2))
+    net.forward = lambda x: net[2](net[1](net[0](x)))
+    recorder = step(net, x, y)
+    assert recorder.problem == "'other.weight' was not used with gradients in the training step"
+
+
+# Which row belongs to which sample
+
+T, C = 4, 5
+
+
+class Net(nn.Module):
+    """Two layers and what happens in between."""
+
+    def __init__(self, between):
+        super().__init__()
+        self.a, self.c = nn.Linear(3, C), nn.Linear(C, C)
+        self.between = between
+
+    def forward(self, x):
+        return self.c(self.between(self.a(x).tanh()))
+
+
+def attends_to_others(h):
+    return (h @ h.T).softmax(1) @ h
+
+
+MOVED = {
+    "nothing": lambda h: h,
+    "numbers that keep the order": lambda h: h[torch.arange(N)],
+    "there and back": lambda h: h.flip(0).flip(0),
+    "reshaped": lambda h: h.view(-1).view(N, C),
+    "transposed twice": lambda h: h.T.contiguous().T,
+    "mostly dead": lambda h: torch.where(torch.arange(N)[:, None] == 2, h, 0 * h),
+    "flipped": lambda h: h.flip(0),
+    "in two pieces": lambda h: torch.cat([h[3:], h[:3]]),
+    "numbers": lambda h: h[torch.tensor([1, 0, 2, 3, 4, 5])],
+}
+MIXED = {
+    "numbers twice": lambda h: h[torch.tensor([1, 1, 2, 3, 4, 4])],
+    "reshaped wrongly": lambda h: h.T.reshape(N, C),
+    "attention to others": attends_to_others,
+    "the mean taken off": lambda h: h - h.mean(0),
+}
+
+
+def net_and_batch(between, generator):
+    torch.manual_seed(0)
+    return Net(between), torch.randn(N, 3, generator=generator), torch.arange(N) % C
+
+
+@pytest.fixture
+def generator():
+    return torch.Generator().manual_seed(0)
+
+
+def in_the_batch(net, x, y):
+    """Return what the loss of each sample of a batch depends on: norms by parameter."""
+    norms = {name: torch.zeros(len(x)) for name, _ in net.named_parameters()}
+    for n in range(len(x)):
+        loss = F.cross_entropy(net(x), y, reduction="none")[n]
+        for name, g in zip(norms, torch.autograd.grad(loss, [*net.parameters()]), strict=True):
+            norms[name][n] = g.square().sum()
+    return norms
+
+
+@pytest.mark.parametrize("between", MOVED)
+def test_rows_that_are_moved_are_found_again(between, generator):
+    net, x, y = net_and_batch(MOVED[between], generator)
+    recorder = step(net, x, y)
+    assert recorder.problem is None
+    measured = {name: norms * N**2 for name, norms in recorder.norms.items()}
+    torch.testing.assert_close(measured, in_the_batch(net, x, y), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("between", MIXED)
+def test_samples_that_are_mixed_are_refused(between, generator):
+    net, x, y = net_and_batch(MIXED[between], generator)
+    assert "mixes the samples" in step(net, x, y).problem
+    assert all(p.grad is not None for p in net.parameters())
+
+
+def test_numbers_are_looked_at_in_every_step(generator):
+    order = torch.arange(N)
+    net, x, y = net_and_batch(lambda h: h[order], generator)
+    recorder = StepRecorder(net, N)
+    for _ in range(2):
+        step(net, x, y, recorder=recorder)
+        measured = {name: norms * N**2 for name, norms in recorder.norms.items()}
+        torch.testing.assert_close(measured, in_the_batch(net, x, y), rtol=1e-4, atol=1e-6)
+        order = order.flip(0)
+
+
+def test_a_graph_that_is_known_is_not_looked_at_again(generator, monkeypatch):
+    net, x, y = net_and_batch(MOVED["reshaped"], generator)
+    recorder, passes = StepRecorder(net, N), []
+    plain = torch.autograd.grad
+    monkeypatch.setattr(torch.autograd, "grad", lambda *a, **k: passes.append(a) or plain(*a, **k))
+    for _ in range(3):
+        assert step(net, x, y, recorder=recorder).problem is None
+    once = len(passes)
+    assert once > 0
+    net.between = MOVED["there and back"]
+    step(net, x, y, recorder=recorder)
+    assert len(passes) == 2 * once
+
+
+def test_batch_norm_hides_no_mixing(generator):
+    """What BatchNorm mixes is taken for granted, what others mix is not."""
+    net, x, y = net_and_batch(nn.BatchNorm1d(C), generator)
+    assert step(net, x, y).problem is None
+    net.between = nn.Sequential(nn.BatchNorm1d(C), Centred())
+    assert "mixes the samples" in step(net, x, y).problem
+
+
+class Centred(nn.Module):
+    def forward(self, h):
+        return h - h.mean(0)
+
+
+class Shares(nn.Module):
+    """Weights that all samples share: positions, and parameters of no layer."""
+
+    def __init__(self, positions=lambda t: torch.arange(t)[None]):
+        super().__init__()
+        self.words, self.places = nn.Embedding(9, 3), nn.Embedding(T + 2, 3)
+        self.start, self.shift, self.head = (
+            nn.Parameter(torch.randn(1, 1, 3)),
+            nn.Parameter(torch.randn(3)),
+            nn.Linear(3, C),
+        )
+        self.positions = positions
+
+    def forward(self, tokens):
+        h = torch.cat([self.start.expand(len(tokens), -1, -1), self.words(tokens)], 1)
+        h = torch.add(h, self.places(self.positions(h.shape[1])), alpha=2).tanh()
+        return self.head((h - self.shift).tanh().sum(1))
+
+
+@pytest.mark.parametrize("first", [0, 2])
+@pytest.mark.parametrize(
+    "positions",
+    [lambda t: torch.arange(t)[None], torch.arange, lambda t: torch.tensor([[0, 1, 1, 2, 0]])],
+)
+def test_weights_that_all_samples_share(positions, first, generator):
+    torch.manual_seed(0)
+    net, tokens = Shares(positions), torch.randint(9, (N, T), generator=generator)
+    y = torch.arange(N) % C
+    recorder = step(net, tokens, y, max_samples=3, first=first)
+    assert recorder.problem is None
+    measured = {name: norms * N**2 for name, norms in recorder.norms.items()}
+    expected = {
+        name: norms[first : first + 3] for name, norms in in_the_batch(net, tokens, y).items()
+    }
+    torch.testing.assert_close(measured, expected, rtol=1e-4, atol=1e-7)
+
+
+# Checkpointing
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing(reentrant, generator):
+    class Checkpointed(Net):
+        def forward(self, x):
+            hidden = self.a(x)
+            return checkpoint(lambda h: self.c(h.tanh()), hidden, use_reentrant=reentrant)
+
+    net, x, y = Checkpointed(None), torch.randn(N, 3, generator=generator), torch.arange(N) % C
+    recorder = StepRecorder(net, N)
+    for _ in range(2):
+        step(net, x, y, recorder=recorder)
+        if reentrant:
+            assert recorder.problem == "'c.weight' was not used with gradients in the training step"
+        else:
+            measured = {name: norms * N**2 for name, norms in recorder.norms.items()}
+            torch.testing.assert_close(measured, in_the_batch(net, x, y))
+
+
+def test_a_checkpointed_region_is_run_once_more_in_a_step(generator):
+    calls = []
+
+    class Counted(Net):
+        def forward(self, x):
+            def region(h):
+                calls.append(h)
+                return self.c(self.c(h).tanh())
+
+            return checkpoint(region, self.a(x), use_reentrant=False)
+
+    net, x, y = Counted(None), torch.randn(N, 3, generator=generator), torch.arange(N) % C
+    recorder = StepRecorder(net, N)
+    step(net, x, y, recorder=recorder)
+    calls.clear()
+    step(net, x, y, recorder=recorder)
+    assert recorder.norms
+    assert len(calls) == 3  # the forward pass, what is read, the backward pass
+
+
+def selective(function, *args):
+    keep = [torch.ops.aten.addmm.default]
+    contexts = lambda: create_selective_checkpoint_contexts(keep)  # noqa: E731
+    return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_selective_checkpointing_is_left_alone(late, generator):
+    """Its regions can be gone through once only."""
+
+    class Selective(Net):
+        on = not late
+
+        def forward(self, x):
+            return selective(super().forward, x) if self.on else super().forward(x)
+
+    net, x, y = Selective(lambda h: h), torch.randn(N, 3, generator=generator), torch.arange(N) % C
+    recorder = StepRecorder(net, N)
+    if late:
+        assert step(net, x, y, recorder=recorder).problem is None
+        net.on = True
+    net.zero_grad()
+    assert "one pass only" in step(net, x, y, recorder=recorder).problem
+    assert net.a.weight.grad is not None
+
+
+def test_a_pass_that_cannot_be_run_does_not_end_the_training(generator):
+    class Frozen(Net):
+        """Reentrant checkpointing of what has no weights to train."""
+
+        def forward(self, x):
+            return self.c(checkpoint(torch.tanh, self.a(x), use_reentrant=True))
+
+    net, x, y = Frozen(None), torch.randn(N, 3, generator=generator), torch.arange(N) % C
+    assert "RuntimeError" in step(net, x, y).problem
+    assert net.a.weight.grad is not None
+
+
+class Hidden(torch.autograd.Function):
+    """Runs a backward pass of its own, whose gradients go past autograd."""
+
+    @staticmethod
+    def forward(ctx, x, layer):
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        return layer(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            ctx.layer(x).backward(gradient)
+        return x.grad, None
+
+
+def test_a_backward_pass_inside_of_an_operation_leaves_gradients_alone(generator):
+    class Reversible(Net):
+        def forward(self, x):
+            return self.c(Hidden.apply(self.c(self.a(x)), self.c))
+
+    net, x, y = Reversible(None), torch.randn(N, 3, generator=generator), torch.arange(N) % C
+    F.cross_entropy(net(x), y).backward()
+    expected = [p.grad.clone() for p in net.parameters()]
+    net.zero_grad()
+    assert step(net, x, y).problem == "an operation runs a backward pass of its own"
+    torch.testing.assert_close([p.grad for p in net.parameters()], expected, rtol=0, atol=0)

@@ -1,0 +1,165 @@
+"""Losses of samples that are read off a training step's graph, beside torch's own."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from lightning_taskinfo.fisher.capture import Graph
+from lightning_taskinfo.fisher.step_losses import StepLosses
+
+N, T, C = 6, 4, 5
+
+
+@pytest.fixture
+def generator():
+    return torch.Generator().manual_seed(0)
+
+
+def outputs(*shape, generator):
+    return torch.randn(shape, generator=generator, requires_grad=True)
+
+
+def read(loss, targets):
+    return StepLosses(Graph(loss, {}), N, targets)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"label_smoothing": 0.1}, {"weight": torch.arange(1.0, C + 1)}, {"ignore_index": 2}],
+    ids=str,
+)
+def test_cross_entropy(options, reduction, generator):
+    out, y = outputs(N, C, generator=generator), torch.arange(N) % C
+    loss = F.cross_entropy(3 * out, y, reduction=reduction, **options)
+    found = read(loss / 4, y).values
+    expected = F.cross_entropy(3 * out, y, reduction="none")
+    if "ignore_index" in options:
+        expected = torch.where(y == 2, torch.nan, expected)
+    torch.testing.assert_close(found, expected, equal_nan=True)
+    assert not found.requires_grad
+
+
+def test_tokens_are_averaged_over_those_that_count(generator):
+    out, y = outputs(N, T, C, generator=generator), torch.randint(C, (N, T), generator=generator)
+    y[0, 1:] = -100
+    y[1] = -100
+    rows = F.cross_entropy(out.flatten(0, 1), y.flatten(), reduction="none").view(N, T)
+    expected = rows.sum(1) / (y != -100).sum(1)
+    for loss in (
+        F.cross_entropy(out.flatten(0, 1), y.flatten()),
+        F.cross_entropy(out.transpose(1, 2), y),
+    ):
+        torch.testing.assert_close(read(loss, y).values, expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_labels_of_a_language_model_may_be_shifted(padded, generator):
+    out, y = outputs(N, T, C, generator=generator), torch.randint(C, (N, T), generator=generator)
+    shifted = F.pad(y, (0, 1), value=-100)[:, 1:] if padded else y[:, 1:]
+    logits = out if padded else out[:, :-1]
+    loss = F.cross_entropy(logits.reshape(-1, C), shifted.reshape(-1))
+    rows = F.cross_entropy(out[:, :-1].reshape(-1, C), y[:, 1:].reshape(-1), reduction="none").view(
+        N, T - 1
+    )
+    torch.testing.assert_close(read(loss, y).values, rows.mean(1))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        F.mse_loss,
+        F.binary_cross_entropy_with_logits,
+        lambda x, y, **k: F.binary_cross_entropy(x.sigmoid(), y, **k),
+    ],
+)
+def test_other_losses_are_means_over_outputs(loss, generator):
+    out, y = outputs(N, 3, generator=generator), torch.rand(N, 3, generator=generator)
+    found = read(loss(out, y), y).values
+    torch.testing.assert_close(found, loss(out, y, reduction="none").mean(1))
+
+
+def test_half_precision_is_read_in_single_precision(generator):
+    out, y = outputs(N, C, generator=generator), torch.arange(N) % C
+    found = read(F.cross_entropy(out.bfloat16(), y), y).values
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(
+        found, F.cross_entropy(out, y, reduction="none"), rtol=0.02, atol=0.02
+    )
+
+
+def permuted(out, y):
+    return F.cross_entropy(out.flip(0), y.flip(0))
+
+
+def two(out, y):
+    return F.cross_entropy(out, y) + F.cross_entropy(2 * out, y)
+
+
+def soft(out, y):
+    return F.cross_entropy(out, F.one_hot(y, C).float())
+
+
+def repeated(out, y):
+    return F.cross_entropy(out[:4], y[:4])
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [(permuted, "targets"), (two, "got 2"), (soft, "got 0"), (repeated, "got [4]")],
+)
+def test_losses_that_are_not_those_of_the_batch_are_not_read(loss, message, generator):
+    out, y = outputs(N, C, generator=generator), torch.arange(N) % C
+    found = read(loss(out, y), y)
+    assert message in found.problem
+    assert found.values is None
+
+
+def test_unknown_targets_are_not_compared(generator):
+    out, y = outputs(N, C, generator=generator), torch.arange(N) % C
+    found = read(permuted(out, y), None).values
+    torch.testing.assert_close(found, F.cross_entropy(out, y, reduction="none").flip(0))
+
+
+def test_a_checkpointed_loss_is_read_and_the_backward_pass_goes_on(generator):
+    out, y = outputs(N, C, generator=generator), torch.arange(N) % C
+    loss = checkpoint(F.cross_entropy, 2 * out, y, use_reentrant=False)
+    torch.testing.assert_close(read(loss, y).values, F.cross_entropy(2 * out, y, reduction="none"))
+    (expected,) = torch.autograd.grad(F.cross_entropy(2 * out, y), out)
+    loss.backward()
+    torch.testing.assert_close(out.grad, expected)
+
+
+# Where the samples are
+
+
+def test_the_samples_are_where_the_one_loss_reads_them(generator):
+    out, y = outputs(N, C, generator=generator), torch.arange(N) % C
+    logits = 3 * out
+    root = read(F.mse_loss(logits, F.one_hot(y, C).float()), F.one_hot(y, C)).root
+    assert root.node is logits.grad_fn
+    tokens = F.cross_entropy(out.repeat_interleave(2, 0), y.repeat_interleave(2))
+    assert read(tokens, y.repeat_interleave(2).view(N, 2)).root is not None
+    assert read(permuted(out, y), y).root is None  # in another order
+    assert read(tokens, None).root is None  # in an order that is not known
+
+
+def own(out, y):
+    return 2 * (out.logsumexp(1) - (out * F.one_hot(y, C)).sum(1)).mean() + 1
+
+
+@pytest.mark.parametrize(
+    ("loss", "known"),
+    [
+        (own, True),
+        (soft, True),
+        (two, True),
+        (lambda out, y: (out @ out.T).square().mean(), False),
+        (lambda out, y: out.T.square().mean(), False),
+        (lambda out, y: out[:4].square().mean(), False),
+    ],
+)
+def test_a_loss_of_ones_own_is_a_mean_of_rows_of_samples_on_one_axis(loss, known, generator):
+    out, y = outputs(N, C, generator=generator), torch.arange(N) % C
+    assert (read(loss(out, y), y).root is not None) == known
