@@ -2,10 +2,14 @@
 
 Two priors: one centred at the random initialisation, certified on all 60,000 images; one centred at a network trained
 on a random half, certified on the other half. For every structure of the curvature the certificate, and the errors of
-the network and of its stochastic version on the 10,000 test images, which no certificate has seen. The structures of
-one run share its Monte-Carlo confidence, so that all of them hold at once and the best may be picked.
+the network and of its stochastic version on the 10,000 test images, whose labels no certificate has seen. The bound for
+the network itself takes the disagreement on these images without their labels. The structures of one run share its
+Monte-Carlo confidence, so that all of them hold at once and the best may be picked.
 
     python benchmarks/certificate.py --data-dir FOLDER_WITH_MNIST_NPZ
+
+A row that is stored without the network's own bound is measured again; ``--centers``, ``--epochs`` and ``--structures``
+say which rows to look at.
 """
 
 import argparse
@@ -29,18 +33,19 @@ from lightning_taskinfo.certificates.reading import round_up
 from lightning_taskinfo.data import load_dataset
 from lightning_taskinfo.plotting import plot_pareto
 
-DELTA_DRAWS = 0.01  # shared by the structures of a run
+DELTA_DRAWS = DELTA_NETWORK = 0.01  # each shared by the structures of a run
 STRUCTURES = ("isotropic", "diagonal", "layer_inputs", "neuron", "kron")
 CONFIDENCE = 1 - 0.04 - DELTA_DRAWS
 NOTE = (
     f"The certificates of one run, structure by structure, hold together with confidence {CONFIDENCE:g}: each "
     f"Monte-Carlo interval fails with probability {DELTA_DRAWS / len(STRUCTURES):g}, and the theorem holds for all "
-    "post-distributions at once. Bounds are rounded up."
+    f"post-distributions at once. So do the bounds for the network itself, with another {DELTA_NETWORK:g} shared by "
+    "the structures in place of the first. Where there is none (—), the row is from before there were such bounds. "
+    "Bounds are rounded up."
 )
 Split = tuple[Tensor, Tensor]
-Run = tuple[
-    str, nn.Module, Split, Prior
-]  # name, trained network, the samples to certify it on, prior
+# Name, trained network, the samples to certify it on, prior.
+Run = tuple[str, nn.Module, Split, Prior]
 
 
 def load(data_dir: str | None) -> tuple[Split, Split]:
@@ -120,7 +125,10 @@ def measure(
         prior,
         structure=structure,
         draws=draws,
+        unlabelled=test[0],
         delta_draws=DELTA_DRAWS / len(STRUCTURES),
+        delta_network=DELTA_NETWORK / len(STRUCTURES),
+        progress=False,
     )
     seconds = time.perf_counter() - start
     row = certificate.to_dict()
@@ -137,16 +145,24 @@ def measure(
 def table(rows: list[Any]) -> str:
     lines = [
         "| prior centre and training | curvature | certificate | valid | stochastic train | stochastic test "
-        "| network's test | KL (nats) | β | seconds |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| network's bound | network's test | KL (nats) | β | seconds |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    lines += [
-        f"| {r['run']} | {r['structure']} | **{round_up(r['bound']):.4f}** | {r['valid']} | {r['risk']:.4f} "
-        f"| {r['stochastic_test_error']:.4f} | {r['test_error']:.4f} | {r['kl']:.0f} | {r['beta']:.3g} "
-        f"| {r['seconds']:.0f} |"
-        for r in rows
-    ]
+    for r in rows:
+        network = r.get("network")
+        own = "—" if network is None else f"**{round_up(network['bound']):.4f}**"
+        lines.append(
+            f"| {r['run']} | {r['structure']} | **{round_up(r['bound']):.4f}** | {r['valid']} "
+            f"| {r['risk']:.4f} | {r['stochastic_test_error']:.4f} | {own} | {r['test_error']:.4f} "
+            f"| {r['kl']:.0f} | {r['beta']:.3g} | {r['seconds']:.0f} |"
+        )
     return "\n".join(lines)
+
+
+def check(row: Any) -> None:
+    """Stop where a test error is above its bound."""
+    assert row["stochastic_test_error"] <= row["bound"], row
+    assert row["test_error"] <= row["network"]["bound"], row
 
 
 def picture(model: nn.Module, data: Split, prior: Prior, path: Path) -> None:
@@ -203,21 +219,19 @@ def main() -> None:
         _, model, samples, prior = next(runs[arguments.centers[0]])
         picture(model, samples, prior, arguments.picture)
         return
-    rows = json.loads(arguments.out.read_text())["rows"] if arguments.out.exists() else []
-    done = {
-        (row["run"], row["structure"]) for row in rows
-    }  # a stopped benchmark goes on where it was
+    stored = json.loads(arguments.out.read_text())["rows"] if arguments.out.exists() else []
+    rows = {(row["run"], row["structure"]): row for row in stored}
     for name, model, samples, prior in chain.from_iterable(
         runs[center] for center in arguments.centers
     ):
         for structure in arguments.structures:
-            if (name, structure) not in done:
-                rows.append(measure(name, model, samples, prior, test, structure, arguments.draws))
-                print(table(rows[-1:]).splitlines()[-1], flush=True)
-                save(rows, arguments.out, arguments.threads)
-            assert all(row["stochastic_test_error"] <= row["bound"] for row in rows), (
-                "a test error above its bound"
-            )
+            place = name, structure
+            if place in rows and rows[place].get("network"):
+                continue  # a stopped benchmark goes on where it was
+            rows[place] = measure(name, model, samples, prior, test, structure, arguments.draws)
+            print(table([rows[place]]).splitlines()[-1], flush=True)
+            check(rows[place])
+            save(list(rows.values()), arguments.out, arguments.threads)
 
 
 if __name__ == "__main__":
