@@ -13,7 +13,6 @@ import argparse
 import json
 import platform
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,11 @@ import numpy as np
 import torch
 
 from lightning_taskinfo._cells import run_cells
+from lightning_taskinfo._lightning import DEFAULT
 from lightning_taskinfo.transfer import Stages, TransferDataModule, TransferReport, transfer
-from lightning_taskinfo.transfer.ready.methods import WEIGHTS
-from lightning_taskinfo.transfer.ready.stages import Cell, Experiment, run_cell
+from lightning_taskinfo.transfer.cells import Cell
+from lightning_taskinfo.transfer.logs import RunLog
+from lightning_taskinfo.transfer.ready.stages import ready_recipe
 
 METHODS = (
     "standard", "temporal_ensembling", "mk_mmd", "lautum+mutual_information", "lautum", "lautum+temporal_ensembling",
@@ -38,27 +39,35 @@ GRID = {"mk_mmd": (0.1, 1.0), "lautum": (0.01, 0.1), "mutual_information": (0.03
 BUDGET, HELD_OUT = 50, 20
 
 
-def search_cells(args: argparse.Namespace, seed: int) -> list[Cell]:
+def search_cells(args: argparse.Namespace, seed: int) -> list[list[Cell]]:
     """One pretraining and one fine-tuning for every weight of the grid, on 30 of the seed's 50 labels."""
     data = make_data(args, seed)
     data.setup()
     rows = data.split.labeled[:BUDGET].tolist()  # in turns of classes: the last 20 are two of each
     search = data.replaced(labels=rows[:-HELD_OUT], validation=rows[-HELD_OUT:])
-    cells = []
+    pairs = []
     for method, weights in GRID.items():
         for weight in weights:
-            folder = args.folder / "search" / f"seed{seed}-{method}-{weight}"
-            experiment = Experiment(
-                folder, args.model, search.arguments, stages(args), {**WEIGHTS, method: weight}
+            recipe = ready_recipe(
+                args.model,
+                search,
+                [method],
+                None,
+                [seed],
+                stages(args),
+                {method: weight},
+                DEFAULT,
+                "cpu",
             )
-            cells.append(Cell(experiment, "pretrain", method, BUDGET - HELD_OUT, seed))
-    return cells
+            folder = args.folder / "search" / f"seed{seed}-{method}-{weight}"
+            cells = recipe.cells(folder, RunLog())
+            pairs.append([cell for cell in cells if cell.stage != "scratch"])
+    return pairs
 
 
-def run_pair(cell: Cell) -> dict[str, Any]:
+def run_pair(cells: list[Cell]) -> dict[str, Any]:
     """Pretrain and fine-tune, and return the last loss on the held-out labels."""
-    run_cell(cell)
-    tuned = run_cell(replace(cell, stage="fine_tune"))
+    _, tuned = (cell.run() for cell in cells)
     return {"loss": tuned["curve"][-1]["val_loss"], "accuracy": tuned["curve"][-1]["val_accuracy"]}
 
 
@@ -85,9 +94,7 @@ def make_data(args: argparse.Namespace, seed: int) -> TransferDataModule:
 def run(args: argparse.Namespace) -> tuple[TransferReport, dict[str, Any]]:
     """Search and train, seed by seed, and return all results in one report."""
     cells = {
-        cell.experiment.folder.name: cell
-        for seed in range(args.seeds)
-        for cell in search_cells(args, seed)
+        pair[0].root.name: pair for seed in range(args.seeds) for pair in search_cells(args, seed)
     }
     shown = lambda name, result: print(name, json.dumps(result), flush=True)  # noqa: E731
     found = run_cells(

@@ -228,3 +228,25 @@ def read_out(features: Tensor, columns: Tensor, fold: Tensor) -> ReadOut:
     error = (residual - missed * baseline).std() / baseline.mean() / len(baseline) ** 0.5
     wrong = (predicted.argmax(1) != columns.argmax(1)).double()
     return ReadOut(missed, error, residual / baseline.mean(), wrong)
+
+
+def onset_of(overlap: Mapping[str, Any], curve: Mapping[int, float]) -> list[float] | None:
+    """Return the onset of the last layer with its interval, from an overlap in JSON-like values.
+
+    Args:
+        overlap: Names of ``layers``, and for each a share ``outside`` and its ``standard_error``.
+        curve: By number of labels, the share of the labels' variance that training from scratch missed.
+
+    Returns:
+        ``None`` where scratch was measured at fewer than two numbers of labels, or its error does not fall.
+    """
+    try:
+        law = fitted_curve(curve)
+    except ValueError:
+        return None
+    share, error = (
+        torch.tensor(overlap[key][-1], dtype=torch.float64) for key in ("outside", "standard_error")
+    )
+    found = FeatureOverlap((), share, error, samples=0)
+    low, high = found.interval()
+    return [end.item() for end in crossings(low, found.outside, high, law)]

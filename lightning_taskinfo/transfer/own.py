@@ -1,41 +1,34 @@
-"""Runs with the user's own module: from each start, adapted in each way, on a few labels of the target."""
+"""The user's own recipe: their module, from each of their starts, adapted in each way, on a few target labels."""
 
 import math
-import pickle
+import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_taskinfo._batches import outputs_of, read_batch, take
+from lightning_taskinfo._batches import moved, outputs_of, read_batch
 from lightning_taskinfo._files import write_tensors
+from lightning_taskinfo._hugging_face import IGNORED
 from lightning_taskinfo._lightning import NAMESPACES, Callback
-from lightning_taskinfo._observe import observing
+from lightning_taskinfo._observe import observing, trainable_parameters
 from lightning_taskinfo.transfer.adapt import Adapt, adapted, check_way, way_name
+from lightning_taskinfo.transfer.cells import SCRATCH, Cell, Job, Recipe
+from lightning_taskinfo.transfer.certified import Certified, check_classes, start_prior
 from lightning_taskinfo.transfer.logs import RunLog
-from lightning_taskinfo.transfer.results import Result
 from lightning_taskinfo.transfer.sampling import Rows, generators_kept
-from lightning_taskinfo.transfer.starts import (
-    SCRATCH,
-    Given,
-    MakeModule,
-    Start,
-    make_module,
-    read_start,
-)
+from lightning_taskinfo.transfer.starts import Given, MakeModule, Start, make_module, read_start
 from lightning_taskinfo.transfer.target import Target, chosen_rows, read_target
-from lightning_taskinfo.transfer.training import fit_stage, make_trainer, quiet
+from lightning_taskinfo.transfer.training import Fitted, make_trainer, quiet
 
-VERSION = (
-    1  # of the files in a folder: raise it when the same configuration would give other numbers
-)
+VERSION = 1  # of the files in a folder: raise it when the same configuration gives other numbers
 STREAM = 5  # of random numbers
 OWN_METRICS = {False: "error", True: "squared error"}  # by whether targets are real numbers
 TRIED = 3  # training steps to estimate a time from
@@ -49,178 +42,171 @@ RESERVED = (
 
 
 @dataclass(frozen=True)
-class OwnPlan:
-    """All that the runs of one transfer share.
+class Own(Recipe):
+    """Trainings of the user's module.
 
     Attributes:
-        folder: Where runs keep their files.
         starts: The starts by name, scratch first.
         ways: The ways to adapt by name.
         target: The target data.
         rows: By seed, rows of training samples: the first ``n`` are the labelled ones.
         metric: Name of the logged test metric; ``None`` for the error of the outputs.
         trainer: Options of Lightning's Trainer.
-        log: Where a run's metrics go.
-        accelerator: Where to train.
+        certify: Whether the true error of every trained network is bounded.
     """
 
-    folder: Path
     starts: Mapping[str, Start]
     ways: Mapping[str, Adapt]
     target: Target
     rows: Mapping[int, Rows]
     metric: str | None
     trainer: Mapping[str, Any]
-    log: RunLog = field(default_factory=RunLog)
-    accelerator: str = "cpu"
+    certify: bool
 
-    def cells(self, labels: Sequence[int]) -> dict[str, "OwnCell"]:
-        """Return all runs by name: scratch in full, the others in every way."""
+    def cells(self, root: Path, log: RunLog) -> list[Cell]:
+        """Return all trainings, scratch in full and the others in every way; none carries the weights of its start."""
+        starts = {name: start.stored(root / "starts" / name) for name, start in self.starts.items()}
+        stored = replace(self, starts=starts)
         pairs = [(name, way) for name in self.starts if name != SCRATCH for way in self.ways]
-        cells = [
-            OwnCell(self, start, way, count, seed)
-            for seed in self.rows
-            for count in labels
+        return [
+            stored.cell(start, way, count, seed, root, log)
+            for seed in self.seeds
+            for count in self.labels
             for start, way in [(SCRATCH, "full"), *pairs]
         ]
-        return {cell.name: cell for cell in cells}
 
+    def cell(self, start: str, way: str, labels: int, seed: int, root: Path, log: RunLog) -> Cell:
+        """Return one training."""
+        one = start == SCRATCH or len(self.ways) == 1
+        return Cell(
+            self,
+            root,
+            log,
+            name=f"{start}-{way}-{labels}-seed{seed}",
+            stage="scratch" if start == SCRATCH else "fine_tune",
+            method=start if one else f"{start}, {way}",
+            labels=labels,
+            seed=seed,
+            start=start,
+            way=way,
+        )
 
-@dataclass(frozen=True)
-class OwnCell:
-    """One run: a start, a way to adapt it, a number of labels and a seed."""
+    def parts(self) -> dict[str, dict[str, Any]]:
+        """Return what tells each start from others of its name."""
+        with generators_kept():
+            return {f"starts/{name}": {"weights": s.digest()} for name, s in self.starts.items()}
 
-    plan: OwnPlan
-    start: str
-    way: str
-    labels: int
-    seed: int
+    def store(self, root: Path) -> None:
+        """Write the weights of the starts."""
+        for name, start in self.starts.items():
+            path = root / "starts" / name / "weights.pt"
+            if start.weights and not path.exists():
+                write_tensors(path, start.weights)
 
-    stage = "fine_tune"
-    source = None
-    epochs = 1
-
-    @property
-    def name(self) -> str:
-        """A name that is good for a file."""
-        return f"{self.start}-{self.way}-{self.labels}-seed{self.seed}"
-
-    @property
-    def method(self) -> str:
-        """What the report calls it."""
-        if self.start == SCRATCH or len(self.plan.ways) == 1:
-            return self.start
-        return f"{self.start}, {self.way}"
-
-    @property
-    def description(self) -> str:
-        """What it is, in words."""
-        return f"{self.start}, {self.way}, {self.labels} labels, seed {self.seed}"
-
-    @property
-    def folder(self) -> Path:
-        """Where its files are."""
-        return self.plan.folder / "stages" / self.name
-
-    def module(self) -> Any:
-        """Return the module, ready to be trained."""
-        start = self.plan.starts[self.start]
-        way = "full" if self.start == SCRATCH else self.plan.ways[self.way]
-        return adapted(start.module(self.seed), way, start.fresh)
-
-    def loaders(self) -> dict[str, Any]:
-        """Return the loaders of the training."""
-        target = self.plan.target
-        rows = self.plan.rows[self.seed][: self.labels]
-        loaders: dict[str, Any] = {"train_dataloaders": target.train_loader(rows, self.seed)}
+    def job(self, cell: Cell) -> Job:
+        """Return a start, adapted, with the loaders of its labelled samples."""
+        start, target = self.starts[cell.start], self.target
+        way = "full" if cell.start == SCRATCH else self.ways[cell.way]
+        module = adapted(start.module(cell.seed), way, start.fresh)
+        rows = self.rows[cell.seed][: cell.labels]
+        fit: dict[str, Any] = {"train_dataloaders": target.train_loader(rows, cell.seed)}
         validation = target.validation_loader()
-        if validation is not None and _validates(self.plan.trainer):
-            loaders["val_dataloaders"] = validation
-        return loaders
+        if validation is not None and _validates(self.trainer):
+            fit["val_dataloaders"] = validation
+        loader = target.test_loader()
 
-    def run(self) -> dict[str, Any]:
-        """Train, test, and return the result in JSON-like values; files of a killed run are continued from."""
-        begun = time.perf_counter()
-        module = self.module()
-        settings = {
-            "start": self.start,
-            "adapt": self.way,
-            "labels": self.labels,
-            "seed": self.seed,
-        }
-        loader = self.plan.target.test_loader()
-        with self.plan.log.run(self.name, settings, (), own_module=False) as run:
-            fitted = fit_stage(
-                module,
-                folder=self.folder,
-                seeds=(self.seed, STREAM),
-                fit=self.loaders(),
-                test={"dataloaders": loader} if self.plan.metric else None,
-                options=_options(self.plan, logger=run.logger),
-                namespace=namespace_of(module),
-                lean=True,
+        prior = None
+        if self.certify:
+            prior = start_prior(module, cell.start, scratch=cell.start == SCRATCH)
+
+        def after(fitted: Fitted) -> tuple[dict[str, Any], dict[str, Any]]:
+            test = fitted.test if self.metric else own_error(module, loader)
+            found: dict[str, Any] = {
+                "test": {self.metric: test[self.metric]} if self.metric else test
+            }
+            if prior is None:
+                return found, {}
+            samples = Certified(target, self.rows[cell.seed], cell.labels)
+            found["certificate"] = samples.bounds(module, prior, cell.seed)
+            return found, {"certified": found["certificate"]}
+
+        return Job(
+            module,
+            seeds=(cell.seed, STREAM),
+            fit=fit,
+            test=None if self.metric is None else {"dataloaders": loader},
+            options=self._options(),
+            weights=lambda: {n: p.detach().cpu() for n, p in trainable_parameters(module).items()},
+            after=after,
+        )
+
+    def _options(self) -> dict[str, Any]:
+        options: dict[str, Any] = {"accelerator": self.accelerator, "devices": 1}
+        options |= {"log_every_n_steps": 10, **self.trainer}
+        if "max_steps" in options:
+            options.setdefault("max_epochs", -1)
+        options["callbacks"] = deepcopy(list(options.get("callbacks", [])))
+        return options
+
+    def tried(self) -> tuple[str, float]:
+        """Train from the last start for a few steps and test it on one batch.
+
+        Returns:
+            Name of the metric, and an estimate of the seconds of one training.
+
+        Raises:
+            ValueError: If the module does not log the metric, or training fails.
+        """
+        labels = max(self.labels)
+        cell = self.cell(
+            [*self.starts][-1], next(iter(self.ways)), labels, self.seeds[0], Path(), RunLog()
+        )
+        job = self.job(cell)
+        loader, options, clock = self.target.test_loader(), dict(job.options), Clock()
+        steps, epochs = options.get("max_steps", -1), options.get("max_epochs")
+        options |= {"max_steps": TRIED, "max_epochs": -1, "limit_test_batches": 1}
+        options |= {"limit_val_batches": 0, "callbacks": [*options["callbacks"], clock]}
+        try:
+            with quiet():
+                trainer = make_trainer(self.namespace, {**options, "logger": False})
+                trainer.fit(job.module, train_dataloaders=job.fit["train_dataloaders"])
+                begun = time.perf_counter()
+                if self.metric is None:
+                    logged: Mapping[str, float] = own_error(job.module, loader, 1)
+                else:
+                    logged = trainer.test(job.module, dataloaders=loader, verbose=False)[0]
+            test = (time.perf_counter() - begun) * max(1, len(loader))
+        except ValueError:
+            raise
+        except Exception as error:  # of the user's own module
+            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            raise ValueError(
+                f"`model` must make a module that can be trained on `data`, but {reason}"
+            ) from error
+        if self.metric is not None and self.metric not in logged:
+            raise ValueError(
+                f"`metric` must be one that the module logs in its test_step, got {self.metric!r}; it logs "
+                f"{', '.join(logged) or 'none'}."
             )
-            test = (
-                {self.plan.metric: fitted.test[self.plan.metric]}
-                if self.plan.metric
-                else own_error(module, loader)
-            )
-            run.log({f"target/{name}": value for name, value in test.items()})
-            run.end(fitted.curve)
-        trained = {
-            name: p.detach().cpu() for name, p in module.named_parameters() if p.requires_grad
-        }
-        write_tensors(self.folder / "weights.pt", trained)
-        return {
-            "test": test,
-            "curve": fitted.curve,
-            "trained": sum(p.numel() for p in trained.values()),
-            "seconds": time.perf_counter() - begun,
-        }
+        wanted = steps if steps > 0 else (epochs or 1) * math.ceil(labels / self.target.batch_size)
+        return self.metric or next(iter(logged)), wanted * clock.each + test
 
 
-class Planned(NamedTuple):
-    """What is to be run.
-
-    Attributes:
-        title: What to call it.
-        configuration: What decides the numbers.
-        parts: The same of what can be added to: configurations by a folder for each.
-        cells: Makes the runs by name for a folder and a log.
-        store: Writes what all runs read into a folder.
-        results: Makes the results of a report of runs and what they returned.
-        seconds: Estimate of the time of a run, if there is one.
-    """
-
-    title: str
-    configuration: dict[str, Any]
-    parts: dict[str, dict[str, Any]]
-    cells: Callable[[Path, RunLog], dict[str, Any]]
-    store: Callable[[Path], None]
-    results: Callable[[Mapping[str, Any], Mapping[str, Any]], list[Result]]
-    seconds: float | None
-
-
-@dataclass(frozen=True)
-class OwnOptions:
-    """What decides how the user's module is trained and tested; arguments of :func:`transfer`."""
-
-    metric: str | None
-    mode: str | None
-    trainer: Mapping[str, Any]
-    batch_size: int | None
-    accelerator: str
-
-
-def plan_own(
+def own_recipe(
     make: MakeModule,
     data: Any,
     starts: Mapping[str, Given],
     ways: Sequence[Adapt],
-    labels: Sequence[int] | int | None,
+    labels: Sequence[int] | None,
     seeds: Sequence[int],
-    options: OwnOptions,
-) -> Planned:
+    *,
+    metric: str | None,
+    mode: str | None,
+    trainer: Mapping[str, Any],
+    batch_size: int | None,
+    accelerator: str,
+    certify: bool,
+) -> Own:
     """Read starts, ways to adapt and data, and see that they fit and can be trained, before anything is written.
 
     Raises:
@@ -230,49 +216,52 @@ def plan_own(
         raise TypeError(
             f"`model` must be a function that makes your LightningModule beside `starts`, got {make!r}."
         )
-    target = read_target(data, options.batch_size)
-    counts = whole_numbers(len(target.train) if labels is None else labels)
-    check_different("labels", counts)
+    trainer = check_trainer(trainer)
+    target = read_target(data, batch_size)
+    counts = [len(target.train)] if labels is None else labels
     with generators_kept():
         read = _read_starts(make, starts)
         named = _checked_ways(ways, [start for name, start in read.items() if name != SCRATCH])
         found, fingerprint = target.labels()
         rows = {seed: chosen_rows(found, len(target.train), counts, seed) for seed in seeds}
         module = read[SCRATCH].module(0)
-        parts = {f"starts/{name}": {"weights": start.digest()} for name, start in read.items()}
-    settings = (options.metric, options.trainer)
-    plan = OwnPlan(Path(), read, named, target, rows, *settings, accelerator=options.accelerator)
-    metric, seconds = try_out(plan, max(counts))
+        for start in {start.make: start for start in read.values()}.values():
+            _check_range(found, start.module(0), target)
+        if certify:  # equal shares of classes would be no independent draws
+            check_classes(found)
+            rows = {
+                seed: np.random.default_rng(seed).permutation(len(target.train)) for seed in seeds
+            }
+            for chosen in rows.values():
+                Certified(target, chosen, max(counts)).check(module)
+        recipe = Own(
+            f"{type(module).__name__} from {', '.join(starts)}",
+            namespace_of(module),
+            {},
+            counts,
+            seeds,
+            accelerator,
+            None,
+            read,
+            named,
+            target,
+            rows,
+            metric,
+            trainer,
+            certify,
+        )
+        name, seconds = recipe.tried()
     configuration = {
         "version": VERSION,
         "module": f"{type(module).__module__}.{type(module).__qualname__}",
         "data": {"training": fingerprint, "samples": len(target.train), "test": len(target.test)},
         "batch_size": target.batch_size,
-        "trainer": {name: _plain(value) for name, value in options.trainer.items()},
-        "metric": metric,
-        "mode": options.mode,
+        "trainer": {name: _plain(value) for name, value in trainer.items()},
+        "metric": name,
+        "mode": mode,
+        **({"certify": True} if certify else {}),
     }
-
-    def cells(place: Path, log: RunLog) -> dict[str, Any]:
-        own_log = replace(log, namespace=namespace_of(module))
-        stored = {name: start.stored(place / "starts" / name) for name, start in read.items()}
-        return replace(plan, folder=place, starts=stored, log=own_log).cells(counts)
-
-    def store(place: Path) -> None:
-        for name, start in read.items():
-            path = place / "starts" / name / "weights.pt"
-            if start.weights and not path.exists():
-                write_tensors(path, start.weights)
-
-    return Planned(
-        f"{type(module).__name__} from {', '.join(starts)}",
-        configuration,
-        parts,
-        cells,
-        store,
-        _results,
-        seconds,
-    )
+    return replace(recipe, configuration=configuration, seconds=seconds)
 
 
 def _read_starts(make: MakeModule, starts: Mapping[str, Given]) -> dict[str, Start]:
@@ -280,14 +269,12 @@ def _read_starts(make: MakeModule, starts: Mapping[str, Given]) -> dict[str, Sta
     if not starts:
         raise ValueError("`starts` must hold at least one start beside scratch, got none.")
     for name in starts:
-        if name == SCRATCH or not name or not {*name} <= _PLAIN:
+        if name == SCRATCH or not re.fullmatch(r"[\w.-]+", name, re.ASCII):
             rule = "names of letters, digits, dots, dashes and underscores other than 'scratch'"
             raise ValueError(f"`starts` must have {rule}, got {name!r}.")
-    make_module(make, argument="model")
-    return {
-        SCRATCH: Start(SCRATCH, make, {}),
-        **{name: read_start(name, starts[name], make) for name in starts},
-    }
+    make_module(make)
+    read = {name: read_start(name, given, make) for name, given in starts.items()}
+    return {SCRATCH: Start(SCRATCH, make, {}), **read}
 
 
 def _checked_ways(ways: Sequence[Adapt], starts: Sequence[Start]) -> dict[str, Adapt]:
@@ -305,93 +292,28 @@ def _checked_ways(ways: Sequence[Adapt], starts: Sequence[Start]) -> dict[str, A
     return named
 
 
-def _results(cells: Mapping[str, OwnCell], found: Mapping[str, Any]) -> list[Result]:
-    """One result for every run."""
-    return [
-        Result(
-            cell.method,
-            cell.labels,
-            cell.seed,
-            found[name]["test"],
-            curves=[{"stage": cell.stage, **point} for point in found[name]["curve"]],
-            seconds={cell.stage: found[name]["seconds"]},
-        )
-        for name, cell in cells.items()
-    ]
-
-
-def whole_numbers(given: Any) -> list[int]:
-    """One number or several as a list of Python's own, which names of files and JSON know."""
-    return [int(given)] if np.ndim(given) == 0 else [int(number) for number in given]
-
-
-def check_different(argument: str, values: Sequence[Any]) -> None:
-    """Raise a ``ValueError`` for an empty list, or one that repeats a value."""
-    if not values:
+def _check_range(labels: Tensor | None, module: Any, target: Target) -> None:
+    """Raise a ``ValueError`` for a class that a module has no output for, where that can be seen."""
+    if labels is None or labels.is_floating_point():
+        return
+    try:
+        with observing(module), torch.no_grad():
+            inputs, _ = read_batch(next(iter(target.test_loader())), module)
+            outputs = outputs_of(module, inputs)
+    except Exception:  # what is wrong with it is said when it is trained
+        return
+    classes = outputs.shape[-1]
+    odd = labels[(labels >= classes) | ((labels < 0) & (labels != IGNORED))]
+    if outputs.ndim == 2 and len(odd):
         raise ValueError(
-            f"`{argument}` must not be empty{' beside scratch' * (argument == 'methods')}."
+            f"`data` must have classes from 0 to {classes - 1}, the outputs of {type(module).__name__}, "
+            f"got {int(odd[0])}."
         )
-    if len({*values}) < len(values):
-        raise ValueError(f"`{argument}` must not repeat a value, got {list(values)}.")
 
 
 def _plain(value: Any) -> Any:
-    return (
-        value if isinstance(value, str | int | float | bool) or value is None else repr(type(value))
-    )
-
-
-_PLAIN = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")
-
-
-def try_out(plan: OwnPlan, labels: int) -> tuple[str, float]:
-    """Train a run for a few steps and test it on one batch.
-
-    Returns:
-        Name of the metric, and an estimate of the seconds of one run.
-
-    Raises:
-        ValueError: If the module does not log the metric, or training fails.
-    """
-    cell = OwnCell(plan, [*plan.starts][-1], next(iter(plan.ways)), labels, next(iter(plan.rows)))
-    with generators_kept(), quiet():
-        module = cell.module()
-        loaders = cell.loaders()
-        options = _options(plan, logger=False)
-        steps, epochs = options.get("max_steps", -1), options.get("max_epochs")
-        options |= {
-            "max_steps": TRIED,
-            "max_epochs": -1,
-            "limit_test_batches": 1,
-            "limit_val_batches": 0,
-        }
-        clock = Clock()
-        trainer = make_trainer(
-            namespace_of(module), {**options, "callbacks": [*options["callbacks"], clock]}
-        )
-        loader = plan.target.test_loader()
-        try:
-            trainer.fit(module, train_dataloaders=loaders["train_dataloaders"])
-            begun = time.perf_counter()
-            if plan.metric:
-                logged = trainer.test(module, dataloaders=loader, verbose=False)[0]
-            else:
-                logged = own_error(module, loader, 1)
-            test = (time.perf_counter() - begun) * max(1, len(loader))
-        except ValueError:
-            raise
-        except Exception as error:  # of the user's own module
-            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            raise ValueError(
-                f"`model` must make a module that can be trained on `data`, but {reason}"
-            ) from error
-        if plan.metric and plan.metric not in logged:
-            raise ValueError(
-                f"`metric` must be one that the module logs in its test_step, got {plan.metric!r}; it logs "
-                f"{', '.join(logged) or 'none'}."
-            )
-    wanted = steps if steps > 0 else (epochs or 1) * math.ceil(labels / plan.target.batch_size)
-    return plan.metric or next(iter(logged)), wanted * clock.each + test
+    known = isinstance(value, str | int | float | bool) or value is None
+    return value if known else repr(type(value))
 
 
 class Clock(Callback):
@@ -423,7 +345,7 @@ def own_error(module: Any, loader: DataLoader[Any], batches: int | None = None) 
         for number, batch in enumerate(loader):
             if batches is not None and number >= batches:
                 break
-            batch = take(batch, lambda tensor: tensor.to(module.device))
+            batch = moved(batch, module.device)
             inputs, targets = read_batch(batch, module)
             if targets is None:
                 raise ValueError(
@@ -466,31 +388,6 @@ def check_trainer(trainer: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"`trainer` must leave {taken[0]} to transfer, got {trainer[taken[0]]!r}.")
     length = {} if {"max_epochs", "max_steps", "max_time"} & {*trainer} else {"max_epochs": 20}
     return {**length, **trainer}
-
-
-def check_travels(cells: Mapping[str, Any]) -> None:
-    """Raise a ``ValueError`` for what other processes cannot import, before anything is trained."""
-    try:
-        pickle.dumps(next(iter(cells.values())))
-    except Exception as error:  # what cannot be pickled says so in many ways
-        raise ValueError(
-            "`workers` must be 0 where `model`, a start, `adapt` or `data` cannot be pickled; functions and "
-            f"classes at the top of a module can ({str(error).partition(chr(10))[0]})."
-        ) from error
-
-
-def _options(plan: OwnPlan, *, logger: Any) -> dict[str, Any]:
-    options = {
-        "accelerator": plan.accelerator,
-        "devices": 1,
-        "log_every_n_steps": 10,
-        **plan.trainer,
-    }
-    if "max_steps" in options:
-        options.setdefault("max_epochs", -1)
-    options["callbacks"] = deepcopy(list(options.get("callbacks", [])))
-    options["logger"] = logger or False
-    return options
 
 
 def _validates(trainer: Mapping[str, Any]) -> bool:

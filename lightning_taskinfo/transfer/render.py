@@ -5,7 +5,7 @@ import io
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib.util import find_spec
 from statistics import median
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from lightning_taskinfo.transfer.report import Comparison, Measure, TransferReport
+    from lightning_taskinfo.transfer.results import Result
 
 GAIN = "gain over"  # how the titles of columns with verdicts begin
 COLORS = {"helps": "green", "hurts": "red", "cannot tell": "yellow"}
@@ -27,6 +28,7 @@ COLORS = {"helps": "green", "hurts": "red", "cannot tell": "yellow"}
 class TextTable(NamedTuple):
     """A table as text; the last word of a cell may be a verdict."""
 
+    caption: str
     header: list[str]
     rows: list[list[str]]
 
@@ -36,150 +38,128 @@ def main_table(
 ) -> TextTable:
     """What was measured and the gains, one row for each number of labels and method."""
     rows = report.table(confidence)
-    columns = {
-        "labels": [str(row["labels"]) for row in rows],
-        "method": [row["method"] for row in rows],
-        "seeds": [str(row["seeds"]) for row in rows],
-    }
+    columns = {name: [str(row[name]) for row in rows] for name in ("labels", "method", "seeds")}
     measures = measures or report.measures
     for measure in measures:
-        form = ".1f" if measure.share else ".3f"
-        columns[measure.title] = [
-            _estimate(row, measure.value, measure.scale, form) for row in rows
-        ]
+        columns[measure.title] = [_estimate(row, measure.value, measure) for row in rows]
     for baseline in ("scratch", "standard"):
         for measure in measures:
-            form = "+.1f" if measure.share else "+.3f"
             cells = [
-                _estimate(row, f"over_{baseline}_{measure.name}", measure.scale, form)
-                for row in rows
+                _estimate(row, f"over_{baseline}_{measure.name}", measure, "+") for row in rows
             ]
-            if any(cells):
-                unit = f", {measure.unit}" if measure.unit else ""
-                columns[f"{GAIN} {baseline}: {measure.name}{unit}"] = cells
-    return TextTable(list(columns), [list(cells) for cells in zip(*columns.values(), strict=True)])
+            unit = f", {measure.unit}" if measure.unit else ""
+            columns[f"{GAIN} {baseline}: {measure.name}{unit}"] = cells
+    kept = {title: cells for title, cells in columns.items() if any(cells)}
+    caption = f"Means over seeds [{100 * confidence:g} % interval]"
+    return TextTable(caption, list(kept), [list(row) for row in zip(*kept.values(), strict=True)])
+
+
+HELD = {  # columns of what networks hold: name in the report's table, scale, format
+    "source accuracy, %": ("source_accuracy", 100, ".1f"),
+    "information before, nats": ("information_before", 1, ",.1f"),
+    "information after, nats": ("information_after", 1, ",.1f"),
+    "information added, nats": ("information_added", 1, ",.1f"),
+    "Fisher trace before": ("fisher_trace_before", 1, ".4g"),
+    "Fisher trace after": ("fisher_trace_after", 1, ".4g"),
+}
 
 
 def information_table(report: "TransferReport") -> TextTable | None:
     """What the networks hold before and after fine-tuning, means over seeds; None where nothing was measured."""
-    columns = {
-        "source accuracy, %": ("source_accuracy", 100, ".1f"),
-        "information before, nats": ("information_before", 1, ",.1f"),
-        "information after, nats": ("information_after", 1, ",.1f"),
-        "information added, nats": ("information_added", 1, ",.1f"),
-        "Fisher trace before": ("fisher_trace_before", 1, ".4g"),
-        "Fisher trace after": ("fisher_trace_after", 1, ".4g"),
-    }
     rows = report.table()
-    columns = {
+    known = {
         title: column
-        for title, column in columns.items()
+        for title, column in HELD.items()
         if any(row[column[0]] is not None for row in rows)
     }
-    if not columns:
+    if not known:
         return None
     cells = [
-        [_number(row[key], scale, form) for key, scale, form in columns.values()] for row in rows
-    ]
-    ids = [[str(row["labels"]), row["method"]] for row in rows]
-    return TextTable(
-        ["labels", "method", *columns], [[*i, *c] for i, c in zip(ids, cells, strict=True)]
-    )
+        [str(row["labels"]), row["method"], *(_number(row[k], scale, f) for k, scale, f in known.values())]
+        for row in rows
+    ]  # fmt: skip
+    return TextTable("Estimates, means over seeds", ["labels", "method", *known], cells)
 
 
 def overlap_table(report: "TransferReport") -> TextTable | None:
     """Share of the target labels' variance that the features of each layer miss, mean and range over seeds."""
     rows = []
-    for labels, method in (
-        (labels, method) for labels in report.labels for method in report.methods
-    ):
-        overlaps = [row.overlap for row in report.cell(method, labels).values() if row.overlap]
-        onset = _onset(
-            [overlap["onset"] for overlap in overlaps if overlap.get("onset")], report.labels
-        )
-        for layer in dict.fromkeys(layer for overlap in overlaps for layer in overlap["layers"]):
-            shares, errors = (
-                [
-                    dict(zip(overlap["layers"], overlap[key], strict=True)).get(layer)
-                    for overlap in overlaps
-                ]
-                for key in ("outside", "standard_error")
-            )
-            rows.append([str(labels), method, layer, _range(shares), _range(errors), onset])
-    header = [
-        "labels",
-        "method",
-        "layer",
-        "outside, %",
-        "standard error, %",
-        "predicted to hurt from, labels",
-    ]
-    known = any(row[-1] for row in rows)  # a prediction needs two numbers of labels
-    return (
-        TextTable(header if known else header[:-1], rows if known else [row[:-1] for row in rows])
-        if rows
-        else None
-    )
+    for labels, method, results in _cells(report):
+        overlaps = [result.overlap for result in results if result.overlap]
+        onsets = [overlap["onset"] for overlap in overlaps if overlap.get("onset")]
+        onset = _onset(onsets, report.labels)
+        for place, layer in enumerate(overlaps[0]["layers"] if overlaps else ()):
+            shares = _range([overlap["outside"][place] for overlap in overlaps])
+            errors = _range([overlap["standard_error"][place] for overlap in overlaps])
+            rows.append([str(labels), method, layer, shares, errors, onset])
+    if not rows:
+        return None
+    header = ["labels", "method", "layer", "outside, %", "standard error, %"]
+    header.append("predicted to hurt from, labels")
+    kept = len(header) if any(row[-1] for row in rows) else -1  # it needs two numbers of labels
+    return TextTable("Mean (range) over seeds", header[:kept], [row[:kept] for row in rows])
 
 
-def to_markdown(report: "TransferReport", confidence: float, figures: Iterable[str]) -> str:
-    """The whole report, with the figures as PNG files beside it."""
-    main, information, overlap = (
-        main_table(report, confidence),
-        information_table(report),
-        overlap_table(report),
-    )
-    parts = [
-        f"# {_escaped(report.name)}",
-        "\n".join(f"- {_escaped(line)}" for line in findings(report, confidence)),
-        _markdown(main),
-        *(f"![{caption(name)}]({name}.png)" for name in figures),
-        *(["## What the networks hold", _markdown(information)] if information else []),
-        *(["## Before fine-tuning: what the features miss", _markdown(overlap)] if overlap else []),
-        "## What the numbers mean, and what not",
-        "\n".join(
-            f"- **{term}.** {_escaped(text)}" for term, text in notes(report, confidence).items()
-        ),
-        "## Configuration",
-        f"```json\n{json.dumps(report.configuration, indent=1, ensure_ascii=False)}\n```",
-    ]
-    return "\n\n".join(parts) + "\n"
+PROOFS = {"stochastic": "randomised", "network": "the network itself", "test_set": "by test labels"}
 
 
-def to_terminal(report: "TransferReport", confidence: float, width: int | None) -> str:
-    """The gains by the first measure as a table, and the findings, which speak of the others too."""
-    table = main_table(report, confidence, report.measures[:1])
-    drawn = (
-        _rich(report.name, table, width)
-        if find_spec("rich")
-        else f"{report.name}\n{_columns(table)}\n"
-    )
-    return drawn + "\n".join(findings(report, confidence))
+def certificate_table(report: "TransferReport") -> TextTable | None:
+    """Upper bounds on the true error, mean and range over seeds; None where none were asked for."""
+    rows = []
+    for labels, method, results in _cells(report):
+        found = [result.certificate for result in results if result.certificate]
+        if found:
+            bounds = [
+                _range([one[name] for one in found if one[name] is not None]) for name in PROOFS
+            ]
+            valid = [one for one in found if one["valid"]]
+            rows.append([str(labels), method, *bounds, f"{len(valid)} of {len(found)}"])
+    if not rows:
+        return None
+    header = ["labels", "method", *(f"{proof}, %" for proof in PROOFS.values()), "valid"]
+    return TextTable("Upper bounds on the true error, mean (range) over seeds", header, rows)
 
 
-def _estimate(row: dict[str, Any], key: str, scale: float, form: str) -> str:
+def _cells(report: "TransferReport") -> Iterable[tuple[int, str, list["Result"]]]:
+    for labels in report.labels:
+        for method in report.methods:
+            yield labels, method, list(report.cell(method, labels).values())
+
+
+def tables(report: "TransferReport", confidence: float) -> dict[str, TextTable]:
+    """Return all tables for which there are numbers, by their headings."""
+    found = {
+        "Did it help?": main_table(report, confidence),
+        "What can be certified": certificate_table(report),
+        "What the networks hold": information_table(report),
+        "Before fine-tuning: what the features miss": overlap_table(report),
+    }
+    return {heading: table for heading, table in found.items() if table is not None}
+
+
+def _estimate(row: dict[str, Any], key: str, measure: "Measure", sign: str = "") -> str:
     """Mean and interval, and of a gain the verdict, with the reason where there is no interval."""
-    words = [_number(row[key], scale, form)]
-    if row[f"{key}_low"] is not None:
-        words.append(
-            "[{}, {}]".format(
-                *(_number(row[f"{key}_{end}"], scale, form) for end in ("low", "high"))
-            )
-        )
-    if verdict := row.get(f"{key}_verdict"):
-        words.append(f"{verdict} ({reason})" if (reason := row[f"{key}_reason"]) else verdict)
-    return " ".join(words).strip()
+    form = f"{sign}.1f" if measure.share else f"{sign}.3f"
+    mean, *ends = (
+        _number(row[name], measure.scale, form) for name in (key, f"{key}_low", f"{key}_high")
+    )
+    words = [mean, f"[{', '.join(ends)}]" if all(ends) else "", row.get(f"{key}_verdict") or ""]
+    if reason := row.get(f"{key}_reason"):
+        words.append(f"({reason})")
+    return " ".join(word for word in words if word)
 
 
 def _number(value: float | None, scale: float, form: str) -> str:
     return "" if value is None else format(scale * value, form).replace("-", "−")
 
 
-def _range(shares: Sequence[float | None]) -> str:
-    """Mean, smallest and largest of the shares that are known, in percent."""
-    known = [100 * share for share in shares if share is not None]
-    mean = f"{sum(known) / len(known):.1f}"
-    return mean if len(known) == 1 else f"{mean} ({min(known):.1f} to {max(known):.1f})"
+def _range(shares: Sequence[float]) -> str:
+    """Mean, smallest and largest of some shares, in percent."""
+    percents = [100 * share for share in shares]
+    if not percents:
+        return ""
+    mean = f"{sum(percents) / len(percents):.1f}"
+    return mean if len(percents) == 1 else f"{mean} ({min(percents):.1f} to {max(percents):.1f})"
 
 
 def _onset(onsets: Sequence[Sequence[float | None]], measured: Sequence[int]) -> str:
@@ -194,18 +174,46 @@ def _onset(onsets: Sequence[Sequence[float | None]], measured: Sequence[int]) ->
     return f"{middle} [{low}, {high}]" + (", extrapolated far" if is_far(ends[1], measured) else "")
 
 
+def to_markdown(report: "TransferReport", confidence: float, figures: Iterable[str]) -> str:
+    """The whole report, with the figures as PNG files beside it."""
+    (_, main), *others = tables(report, confidence).items()
+    said = notes(report, confidence).items()
+    parts = [
+        f"# {_escaped(report.name)}",
+        "\n".join(f"- {_escaped(line)}" for line in findings(report, confidence)),
+        _markdown(main),
+        *(f"![{caption(name)}]({name}.png)" for name in figures),
+        *(f"## {heading}\n\n{_markdown(table)}" for heading, table in others),
+        "## What the numbers mean, and what not",
+        "\n".join(f"- **{term}.** {_escaped(text)}" for term, text in said),
+        "## Configuration",
+        f"```json\n{json.dumps(report.configuration, indent=1, ensure_ascii=False)}\n```",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
 def _escaped(text: str) -> str:
     """Text in which Markdown sees no markup."""
     return re.sub(r"([\\`*_{}\[\]<>#|])", r"\\\1", " ".join(text.split()))
 
 
 def _markdown(table: TextTable) -> str:
-    lines = [
-        table.header,
-        ["---"] * len(table.header),
-        *([_escaped(cell) for cell in row] for row in table.rows),
-    ]
+    rows = [[_escaped(cell) for cell in row] for row in table.rows]
+    lines = [table.header, ["---"] * len(table.header), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def to_terminal(report: "TransferReport", confidence: float, width: int | None) -> str:
+    """The gains by the first measure as a table, and the findings, which speak of the others too."""
+    caption, header, rows = main_table(report, confidence, report.measures[:1])
+    title, place = report.name, header.index("seeds")
+    if len(counts := {row[place] for row in rows}) == 1:
+        count = counts.pop()
+        title += f", {count} seed{'s' * (count != '1')}"
+        header, *rows = ([*row[:place], *row[place + 1 :]] for row in (header, *rows))
+    table = TextTable(caption, header, rows)
+    drawn = _rich(title, table, width) if find_spec("rich") else f"{title}\n{_columns(table)}\n"
+    return drawn + "\n".join(findings(report, confidence))
 
 
 def _columns(table: TextTable) -> str:
@@ -216,52 +224,33 @@ def _columns(table: TextTable) -> str:
 
 def _rich(title: str, table: TextTable, width: int | None) -> str:
     from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
 
     console = Console(width=width)
-    if (tight := _width(table) > console.width) and (seeds := _same_seeds(table)):
-        title, table = f"{title}, {seeds}", _without(table, "seeds")
-    if tight:
-        table = TextTable(
-            [_in_lines(name) for name in table.header],
-            [list(map(_in_lines, r)) for r in table.rows],
-        )
-    drawn = Table(title=Text(title), pad_edge=not tight)
-    for name in table.header:
-        drawn.add_column(Text(name), overflow="fold")
-    last: Sequence[str] = ()
-    for row in table.rows:
-        if last and row[0] != last[0]:
-            drawn.add_section()
-        drawn.add_row(*map(_colored, table.header, row))
-        last = row
+    wide = _drawn(title, table, pad_edge=True)
+    unlimited = console.options.update(max_width=10_000)
+    if console.measure(wide, options=unlimited).maximum > console.width:
+        rows = [[_in_lines(cell) for cell in row] for row in table.rows]
+        header = [_in_lines(cell) for cell in table.header]
+        wide = _drawn(title, TextTable(table.caption, header, rows), pad_edge=False)
     with console.capture() as capture:
-        console.print(drawn)
+        console.print(wide)
     return capture.get()
 
 
-def _width(table: TextTable) -> int:
-    """Columns of the terminal that a table with frames takes if no line is broken."""
-    columns = zip(table.header, *table.rows, strict=True)
-    return 1 + sum(
-        3 + max(len(line) for cell in column for line in cell.split("\n")) for column in columns
-    )
+def _drawn(title: str, table: TextTable, *, pad_edge: bool) -> Any:
+    from rich.table import Table
+    from rich.text import Text
 
-
-def _same_seeds(table: TextTable) -> str:
-    """How many seeds all rows have; empty where they differ."""
-    counts = {row[table.header.index("seeds")] for row in table.rows}
-    if len(counts) != 1:
-        return ""
-    count = counts.pop()
-    return "1 seed" if count == "1" else f"{count} seeds"
-
-
-def _without(table: TextTable, name: str) -> TextTable:
-    place = table.header.index(name)
-    header, *rows = ([*row[:place], *row[place + 1 :]] for row in (table.header, *table.rows))
-    return TextTable(header, rows)
+    drawn = Table(title=Text(title), pad_edge=pad_edge)
+    for name in table.header:
+        drawn.add_column(Text(name), overflow="fold")
+    last = ""
+    for row in table.rows:
+        if last and row[0] != last:
+            drawn.add_section()
+        drawn.add_row(*map(_colored, table.header, row))
+        last = row[0]
+    return drawn
 
 
 def _in_lines(cell: str) -> str:
@@ -390,6 +379,9 @@ def _measurement_notes(report: "TransferReport") -> dict[str, str]:
             "Mean over samples of the squared gradient norm of the log-likelihood: how sharply the predictions depend "
             "on the weights. It is no measure of quality."
         )
+    certificates = [row.certificate for row in report.results if row.certificate]
+    if certificates:
+        said["What can be certified"] = _about_certificates(certificates)
     if any(row.overlap for row in report.results):
         said["What the features miss"] = (
             "Share of the target labels' variance that a linear read-out of the frozen features leaves unexplained on "
@@ -398,6 +390,21 @@ def _measurement_notes(report: "TransferReport") -> dict[str, str]:
             "scratch at two numbers of labels or more: median over seeds, and the ends that all intervals reach."
         )
     return said
+
+
+def _about_certificates(certificates: Sequence[Mapping[str, Any]]) -> str:
+    """What the bounds speak of, what was taken on trust, and why some may not be claimed."""
+    trusted = dict.fromkeys(text for one in certificates for text in one["assumptions"])
+    reasons = dict.fromkeys(text for one in certificates for text in one["reasons"])
+    said = (
+        f"Each bound holds by itself with a probability of at least {certificates[0]['confidence']:.2f}; of several, "
+        "the one that was picked for being the smallest does not. Randomised: a network whose weights are drawn anew "
+        "for every prediction, by PAC-Bayes with the start's weights as the prior's centre, where frozen weights cost "
+        "nothing and a fresh head has its random centre. The network itself: the same, and how often the two disagree "
+        "on inputs that served nothing else. By test labels: the binomial bound on the test set. Could not be checked: "
+        f"{'; '.join(trusted)}."
+    )
+    return said + (f" Not valid where: {'; '.join(reasons)}." if reasons else "")
 
 
 def _words(group: "list[Comparison]") -> str:
@@ -476,31 +483,23 @@ def to_html(report: "TransferReport", confidence: float, figures: Mapping[str, "
 
 def _sections(
     report: "TransferReport", confidence: float, figures: Mapping[str, "Figure"]
-) -> Iterator[str]:
-    yield (
-        "<ul>"
-        + "".join(f"<li>{escape(line)}</li>" for line in findings(report, confidence))
-        + "</ul>"
+) -> list[str]:
+    lines = "".join(f"<li>{escape(line)}</li>" for line in findings(report, confidence))
+    first, *others = (
+        _section(heading, _table(table)) for heading, table in tables(report, confidence).items()
     )
-    about = f"Means over seeds [{100 * confidence:g} % interval]"
-    yield _section("Did it help?", _table(main_table(report, confidence), about))
-    if figures:
-        yield _section(
-            "Figures", "\n".join(_figure(report, name, figure) for name, figure in figures.items())
-        )
-    if information := information_table(report):
-        yield _section("What the networks hold", _table(information, "Estimates, means over seeds"))
-    if overlap := overlap_table(report):
-        yield _section(
-            "Before fine-tuning: what the features miss", _table(overlap, "Mean (range) over seeds")
-        )
-    terms = (
-        f"<dt>{escape(term)}</dt><dd>{escape(text)}</dd>"
-        for term, text in notes(report, confidence).items()
-    )
-    yield _section("What the numbers mean, and what not", f"<dl>{''.join(terms)}</dl>")
+    drawn = "\n".join(_figure(report, name, figure) for name, figure in figures.items())
+    said = notes(report, confidence).items()
+    terms = "".join(f"<dt>{escape(term)}</dt><dd>{escape(text)}</dd>" for term, text in said)
     configuration = escape(json.dumps(report.configuration, indent=2, ensure_ascii=False))
-    yield _section("Configuration", _scrolled(f"<pre>{configuration}</pre>", "Configuration"))
+    return [
+        f"<ul>{lines}</ul>",
+        first,
+        *([_section("Figures", drawn)] if figures else []),
+        *others,
+        _section("What the numbers mean, and what not", f"<dl>{terms}</dl>"),
+        _section("Configuration", _scrolled(f"<pre>{configuration}</pre>", "Configuration")),
+    ]
 
 
 def _section(title: str, content: str) -> str:
@@ -512,17 +511,17 @@ def _scrolled(content: str, name: str) -> str:
     return f'<div class="scroll" role="region" tabindex="0" aria-label="{escape(name)}">{content}</div>'
 
 
-def _table(table: TextTable, name: str) -> str:
+def _table(table: TextTable) -> str:
     head = "".join(f'<th scope="col">{escape(title)}</th>' for title in table.header)
-    rows = []
-    for index, row in enumerate(table.rows):
-        first = ' class="first"' if index and row[0] != table.rows[index - 1][0] else ""
-        cells = "".join(map(_cell, table.header, row))
-        rows.append(f"<tr{first}>{cells}</tr>")
-    body = "\n".join(rows)
+    rows, last = [], ""
+    for row in table.rows:
+        first = ' class="first"' if last and row[0] != last else ""
+        rows.append(f"<tr{first}>{''.join(map(_cell, table.header, row))}</tr>")
+        last = row[0]
+    body, about = "\n".join(rows), escape(table.caption)
     return _scrolled(
-        f"<table><caption>{escape(name)}</caption><thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table>",
-        name,
+        f"<table><caption>{about}</caption><thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table>",
+        table.caption,
     )
 
 

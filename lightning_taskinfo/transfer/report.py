@@ -340,35 +340,23 @@ def _ends(name: str, interval: Interval) -> dict[str, float | None]:
 
 
 def _gain(name: str, comparison: Comparison | None) -> dict[str, Any]:
-    if comparison is None:
-        return {
-            **_ends(name, Interval(None, None, None, 0)),
-            f"{name}_verdict": None,
-            f"{name}_reason": None,
-        }
-    words = {f"{name}_verdict": comparison.verdict, f"{name}_reason": comparison.gain.reason}
-    return {**_ends(name, comparison.gain), **words}
+    gain = Interval(None, None, None, 0) if comparison is None else comparison.gain
+    words = (None, None) if comparison is None else (gain.verdict, gain.reason)
+    return {**_ends(name, gain), f"{name}_verdict": words[0], f"{name}_reason": words[1]}
+
+
+MEANS = {  # columns of means over seeds: where a result has them
+    "source_accuracy": ("source", "accuracy"),
+    **{f"information_{key}": ("information", key, "total") for key in ("before", "after", "added")},
+    **{f"fisher_trace_{key}": ("fisher_trace", key, "total") for key in ("before", "after")},
+    **{f"certified_{key}": ("certificate", key) for key in ("stochastic", "network", "test_set")},
+}
 
 
 def _means(rows: Sequence[Result]) -> dict[str, float | None]:
     """Means over seeds of what is told beside the risks, over those that have it."""
-    paths = {
-        "validation_accuracy": ("validation", "accuracy"),
-        "source_accuracy": ("source", "accuracy"),
-        **{
-            f"information_{key}": ("information", key, "total")
-            for key in ("before", "after", "added")
-        },
-        **{f"fisher_trace_{key}": ("fisher_trace", key, "total") for key in ("before", "after")},
-    }
-    means = {
-        name: _mean(_inside(getattr(row, path[0]), path[1:]) for row in rows)
-        for name, path in paths.items()
-    }
-    return {
-        **means,
-        "seconds": _mean(sum(row.seconds.values()) if row.seconds else None for row in rows),
-    }
+    means = {name: _mean(_inside(vars(row), path) for row in rows) for name, path in MEANS.items()}
+    return {**means, "seconds": _mean(sum(row.seconds.values()) or None for row in rows)}
 
 
 def _inside(value: Any, path: Iterable[str]) -> Any:

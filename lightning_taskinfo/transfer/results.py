@@ -4,7 +4,7 @@ import json
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from lightning_taskinfo.functional.paired import student_quantile
@@ -21,13 +21,12 @@ class Result:
         labels: Number of target labels.
         seed: The seed.
         test: Numbers on the target test set by name: ``accuracy``, and ``loss`` in nats, or another metric.
-        validation: The same on validation samples.
         source: The same on the source's test set.
         curves: One dict an epoch, with its ``stage``.
         information: Information in the weights, whole and by layer, before and after fine-tuning, and added by it.
         fisher_trace: Trace of the Fisher information, in the same way.
         overlap: Share of the target labels that the features of each layer miss.
-        epochs: Epochs by stage.
+        certificate: Bounds on the true error, where they were asked for.
         seconds: Seconds by stage.
     """
 
@@ -35,14 +34,31 @@ class Result:
     labels: int
     seed: int
     test: dict[str, float]
-    validation: dict[str, float] | None = None
     source: dict[str, float] | None = None
     curves: list[dict[str, Any]] = field(default_factory=list)
     information: dict[str, Any] | None = None
     fisher_trace: dict[str, Any] | None = None
     overlap: dict[str, Any] | None = None
-    epochs: dict[str, int] = field(default_factory=dict)
+    certificate: dict[str, Any] | None = None
     seconds: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.method, str) or not self.method:
+            raise ValueError(f"`method` must be a name, got {self.method!r}.")
+        for name, least in (("labels", 1), ("seed", 0)):
+            value = getattr(self, name)
+            if not _is(value, int) or value < least:
+                raise ValueError(
+                    f"`{name}` must be a whole number of at least {least}, got {value!r} in {self}."
+                )
+        for name, numbers in {"test": self.test, "source": self.source or {"loss": 0.0}}.items():
+            values = numbers.values() if isinstance(numbers, dict) else ()
+            if not values or not all(_is(value, int | float) for value in values):
+                raise ValueError(f"`{name}` must hold numbers by name, got {numbers!r} in {self}.")
+            if not 0 <= numbers.get("accuracy", 0) <= 1:
+                raise ValueError(
+                    f"`{name}` must hold an accuracy between 0 and 1, got {numbers['accuracy']} in {self}."
+                )
 
     @property
     def cell(self) -> Cell:
@@ -51,6 +67,10 @@ class Result:
 
     def __str__(self) -> str:
         return f"({self.method}, {self.labels} labels, seed {self.seed})"
+
+
+def _is(value: Any, kind: Any) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def plain(value: Any, argument: str) -> Any:
@@ -71,8 +91,11 @@ def checked_results(results: Iterable[Result | Mapping[str, Any]]) -> tuple[Resu
     Raises:
         ValueError: If there is none, two are of the same cell, or one has a key too many, too few or of a wrong kind.
     """
-    given = [asdict(result) if isinstance(result, Result) else result for result in results]
-    found = tuple(_checked(row) for row in plain(given, "results"))
+    rows = plain([asdict(r) if isinstance(r, Result) else r for r in results], "results")
+    try:
+        found = tuple(Result(**row) for row in rows)
+    except TypeError as error:
+        raise ValueError(f"`results` must hold results, or dicts like them: {error}.") from error
     if not found:
         raise ValueError("`results` must hold at least one result, got none.")
     seen: set[Cell] = set()
@@ -93,74 +116,6 @@ def checked_results(results: Iterable[Result | Mapping[str, Any]]) -> tuple[Resu
 def without_timings(results: Iterable[Result]) -> dict[Cell, str]:
     """Return each result without its timings by its cell, as text: NaN equals NaN there, and order plays no part."""
     return {r.cell: json.dumps({**asdict(r), "seconds": None}, sort_keys=True) for r in results}
-
-
-def _checked(row: Any) -> Result:
-    if not isinstance(row, dict):
-        raise ValueError(f"`results` must hold dicts, got {row!r}.")
-    names = [part.name for part in fields(Result)]
-    if missing := [name for name in ("method", "labels", "seed", "test") if name not in row]:
-        raise ValueError(
-            f"`results` must have method, labels, seed and test, got none for {missing[0]!r}."
-        )
-    if unknown := [name for name in row if name not in names]:
-        raise ValueError(f"`results` may have the keys {names}, got {unknown[0]!r}.")
-    required = ("method", "labels", "seed", "test")
-    result = Result(
-        **{name: value for name, value in row.items() if value is not None or name in required}
-    )
-    if not isinstance(result.method, str) or not result.method:
-        raise ValueError(f"`method` must be a name, got {result.method!r}.")
-    for name, least in (("labels", 1), ("seed", 0)):
-        value = getattr(result, name)
-        if not _is(value, int) or value < least:
-            raise ValueError(
-                f"`{name}` must be a whole number of at least {least}, got {value!r} in {result}."
-            )
-    for part in ("test", "validation", "source"):
-        if part == "test" or getattr(result, part) is not None:
-            _check_risk(result, part)
-    for point in result.curves:
-        if not isinstance(point, dict) or not {"stage", "epoch"} <= point.keys():
-            raise ValueError(
-                f"`curves` must have a stage and an epoch at each point, got {point} in {result}."
-            )
-    _check_measurements(result)
-    return result
-
-
-def _check_risk(result: Result, part: str) -> None:
-    given = getattr(result, part)
-    values = given if isinstance(given, dict) else {}
-    if not values or not all(_is(value, (int, float)) for value in values.values()):
-        raise ValueError(f"`{part}` must hold numbers by name, got {given!r} in {result}.")
-    if not 0 <= values.get("accuracy", 0) <= 1:
-        raise ValueError(
-            f"`{part}` must hold an accuracy between 0 and 1, got {values['accuracy']} in {result}."
-        )
-
-
-def _check_measurements(result: Result) -> None:
-    for part in ("information", "fisher_trace"):
-        for moment, values in (getattr(result, part) or {}).items():
-            if values is not None and not (
-                isinstance(values, dict) and {"total", "layers"} <= values.keys()
-            ):
-                raise ValueError(
-                    f"`{part}` must hold total and layers for {moment!r}, got {values!r} in {result}."
-                )
-    overlap = result.overlap
-    if (
-        overlap
-        and len({len(overlap.get(key, ())) for key in ("layers", "outside", "standard_error")}) != 1
-    ):
-        raise ValueError(
-            f"`overlap` must hold as many shares and standard errors as layers, got {overlap} in {result}."
-        )
-
-
-def _is(value: Any, kind: Any) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 Verdict = Literal["helps", "hurts", "cannot tell"]

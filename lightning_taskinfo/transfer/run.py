@@ -1,12 +1,12 @@
-"""Pretrain, fine-tune, compare with scratch, report."""
+"""Starts × ways to adapt × numbers of labels × seeds: plan the trainings, run them, report."""
 
+import itertools
 import os
+import pickle
 import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, cast
@@ -16,37 +16,18 @@ import numpy as np
 from lightning_taskinfo._cells import check_executor, run_cells
 from lightning_taskinfo._files import claim_folder
 from lightning_taskinfo._lightning import DEFAULT, NAMESPACES
-from lightning_taskinfo._progress import Progress
-from lightning_taskinfo._warn import warn
-from lightning_taskinfo.transfer.logs import LoggerKind, RunLog, following
-from lightning_taskinfo.transfer.own import (
-    OwnOptions,
-    Planned,
-    check_different,
-    check_trainer,
-    check_travels,
-    plan_own,
-    whole_numbers,
-)
-from lightning_taskinfo.transfer.ready.backbones import (
-    Backbone,
-    backbone_name,
-    feature_dim,
-    make_backbone,
-)
-from lightning_taskinfo.transfer.ready.data import TransferDataModule
-from lightning_taskinfo.transfer.ready.methods import PENALTIES, Stage, check_weights, parse_method
-from lightning_taskinfo.transfer.ready.stages import Cell, Experiment, Stages, onset_of, run_cell
+from lightning_taskinfo._progress import Progress, shown
+from lightning_taskinfo.transfer.cells import Cell, Recipe, results_of, run_cell
+from lightning_taskinfo.transfer.logs import LoggerKind, RunLog
+from lightning_taskinfo.transfer.own import own_recipe
+from lightning_taskinfo.transfer.ready.backbones import Backbone
+from lightning_taskinfo.transfer.ready.stages import Stages, ready_recipe
 from lightning_taskinfo.transfer.report import TransferReport
-from lightning_taskinfo.transfer.results import Result
-from lightning_taskinfo.transfer.sampling import generators_kept
+from lightning_taskinfo.transfer.sampling import check_different
 from lightning_taskinfo.transfer.starts import MakeModule
 from lightning_taskinfo.transfer.training import check_accelerator
 
-Done = Callable[[Any, Mapping[str, Any]], None]
-VERSION = (
-    2  # of the files in a folder: raise it when the same configuration would give other numbers
-)
+Done = Callable[[Cell, Mapping[str, Any]], None]
 
 
 def transfer(
@@ -59,6 +40,7 @@ def transfer(
     mode: Literal["min", "max"] | None = None,
     trainer: Mapping[str, Any] | None = None,
     batch_size: int | None = None,
+    certify: bool = False,
     methods: Sequence[str] | None = None,
     stages: Stages | None = None,
     weights: Mapping[str, float] | None = None,
@@ -108,6 +90,12 @@ def transfer(
         mode: Whether the metric is better lower, ``"min"``, or higher, ``"max"``; by its name where ``None``.
         trainer: Options of Lightning's Trainer, such as ``{"max_steps": 300}``; 20 epochs where there is no length.
         batch_size: Samples in a training batch; that of the data module, or 32, where ``None``.
+        certify: With ``starts``: also bound the true error of every trained network, scratch too. In the report stand
+            the PAC-Bayes bound of a randomised network with the start's weights as the prior's centre, where frozen
+            weights cost nothing; the bound for the network itself, by its disagreement with the randomised one on
+            training inputs that serve nothing else; and the bound by the test set's labels. A certificate needs
+            independent draws: labelled samples are then chosen at random, not in equal shares for the classes. It is
+            valid only if the start was pretrained on other samples, which cannot be checked.
         methods: Without ``starts``: see :class:`TransferClassifier`; ``["standard"]`` where ``None``.
         stages: Without ``starts``: how long and how each stage trains.
         weights: Without ``starts``: weights of the penalties by name, where not those of
@@ -126,7 +114,7 @@ def transfer(
         accelerator: Lightning's accelerator of each cell, which has one device.
         namespace: ``"pytorch_lightning"`` or ``"lightning.pytorch"``; a module of your own has its own.
         progress: Whether to say how many runs there are, and to draw a bar where standard error is a terminal or a
-            notebook, and write a line a training elsewhere; or a function, called with the number of finished
+            notebook, and write a line now and then elsewhere; or a function, called with the number of finished
             trainings, their total and a label.
         on_done: Called with each finished training and its result.
 
@@ -152,54 +140,66 @@ def transfer(
     if namespace not in NAMESPACES:
         raise ValueError(f"`namespace` must be one of {', '.join(NAMESPACES)}, got {namespace!r}.")
     check_executor(executor, workers)
-    if (
-        executor is None
-    ):  # whose machines may have others; before a file is read, whose warnings are told once
+    if executor is None:  # whose machines may have others
         check_accelerator(accelerator, namespace)
     if folder is None and logger in ("csv", "wandb_offline"):
         raise ValueError(f"`folder` must be given for the files of `logger` {logger!r}, got None.")
     ready = {"methods": methods, "stages": stages, "weights": weights}
     own = {"metric": metric, "mode": mode, "trainer": trainer, "batch_size": batch_size}
+    own["certify"] = certify or None
     other, given = ("with", ready) if starts is not None else ("without", own)
     if unused := [argument for argument, value in given.items() if value is not None]:
         raise ValueError(
             f"`{unused[0]}` must be left out {other} `starts`, got {given[unused[0]]!r}."
         )
+    counts = None if labels is None else _whole_numbers("labels", labels)
+    chosen = _seeds(seeds)
+    recipe: Recipe
     if starts is None:
-        grid = _Grid(("standard",) if methods is None else methods, labels, seeds, data)
-        planned = _plan_ready(
-            model, data, grid, stages or Stages(), weights or {}, namespace, accelerator
+        recipe = ready_recipe(
+            cast(Backbone, model),
+            data,
+            ("standard",) if methods is None else methods,
+            counts,
+            chosen,
+            stages or Stages(),
+            weights or {},
+            namespace,
+            accelerator,
         )
     else:
-        ways = [adapt] if isinstance(adapt, str) else list(adapt)
-        options = OwnOptions(metric, mode, check_trainer(trainer or {}), batch_size, accelerator)
-        planned = plan_own(
-            cast(MakeModule, model), data, starts, ways, labels, _seeds(seeds), options
+        recipe = own_recipe(
+            cast(MakeModule, model),
+            data,
+            starts,
+            [adapt] if isinstance(adapt, str) else list(adapt),
+            counts,
+            chosen,
+            metric=metric,
+            mode=mode,
+            trainer=trainer or {},
+            batch_size=batch_size,
+            accelerator=accelerator,
+            certify=certify,
         )
-    title = name or planned.title
+    title = name or recipe.title
     with TemporaryDirectory() as temporary:
-        place = Path(
-            temporary if folder is None else folder
-        ).absolute()  # a worker's current folder is another
-        group = (
-            group_name(title, folder) if folder is not None else f"{title} {uuid.uuid4().hex[:6]}"
-        )
-        log = RunLog(logger, project, group, place / "logs", namespace)
-        cells = planned.cells(place, log)
+        root = Path(temporary if folder is None else folder).absolute()  # a worker's is another
+        group = f"{title} {uuid.uuid4().hex[:6]}" if folder is None else group_name(title, folder)
+        log = RunLog(logger, project, group, root / "logs", recipe.namespace)
+        cells = recipe.cells(root, log)
         if workers != 0 and executor is None:
-            check_travels(cells)
+            _check_travels(cells[0])
         if progress is True:
-            sys.stderr.write(
-                f"transfer: {announced(len(cells), planned.seconds, workers, executor)}\n"
-            )
-        claim_folder(place, planned.configuration, results=["results/*", "stages/*"])
-        for part, configuration in planned.parts.items():  # what may be added to, but not changed
-            claim_folder(place / part, configuration)
-        planned.store(place)
-        with following([*cells.values()], progress) as finished:
-            told = [finished, on_done] if on_done is not None else [finished]
-            results = _run(cells, place, executor, workers, told)
-    return TransferReport(planned.results(cells, results), planned.configuration, title)
+            told = announced(len(cells), recipe.seconds, workers, executor)
+            sys.stderr.write(f"transfer: {told}\n")
+        claim_folder(root, recipe.configuration, results=["results/*", "stages/*"])
+        for part, configuration in recipe.parts().items():  # may be added to, but not changed
+            claim_folder(root / part, configuration)
+        recipe.store(root)
+        with shown(progress, "transfer", len(cells)) as tell:
+            found = _run(cells, executor, workers, on_done, tell)
+    return TransferReport(results_of(cells, found), recipe.configuration, title)
 
 
 def announced(
@@ -222,44 +222,6 @@ def announced(
     return f"{each}, about {long} in {count} process{'es' * (count > 1)}"
 
 
-def _nothing(place: Path) -> None:
-    """The ready parts have nothing to write before their runs."""
-
-
-def _plan_ready(
-    model: Any,
-    data: TransferDataModule,
-    grid: "_Grid",
-    stages: Stages,
-    weights: Mapping[str, float],
-    namespace: str,
-    accelerator: str,
-) -> Planned:
-    """The runs of the ready parts: starts are pretrained here."""
-    grid.check_used(weights)
-    all_weights = check_weights(weights)
-    source, target = data.tasks()
-    grid.check(data, model)
-    configuration = {
-        "version": VERSION,
-        "backbone": backbone_name(model, argument="model"),
-        "data": data.describe(),
-        "stages": asdict(stages),
-        "weights": all_weights,
-    }
-
-    def cells(place: Path, log: RunLog) -> dict[str, Any]:
-        arguments = data.settled().arguments
-        return grid.cells(
-            Experiment(place, model, arguments, stages, all_weights, log, namespace, accelerator)
-        )
-
-    results = partial(_results, stages=stages)
-    return Planned(
-        f"{source.name} → {target.name}", configuration, {}, cells, _nothing, results, None
-    )
-
-
 def group_name(title: str, folder: str | os.PathLike[str]) -> str:
     """Return the group in Weights & Biases of an experiment and its folder.
 
@@ -274,168 +236,68 @@ def group_name(title: str, folder: str | os.PathLike[str]) -> str:
     return f"{title} ({Path(folder).absolute().name})"
 
 
-class _Grid:
-    """Methods, numbers of labels and seeds, checked."""
-
-    def __init__(
-        self, methods: Sequence[str], labels: Any, seeds: Any, data: TransferDataModule
-    ) -> None:
-        if not isinstance(data, TransferDataModule):
-            raise TypeError(
-                f"`data` must be a TransferDataModule where there are no `starts`, got a {type(data).__name__}; "
-                "`starts` takes your own module, data and checkpoints."
-            )
-        if isinstance(methods, str):
-            raise ValueError(
-                f"`methods` must be a list of methods, got {methods!r}; one alone is [{methods!r}]."
-            )
-        self.methods = [method for method in dict.fromkeys(methods) if method != "scratch"]
-        for method in self.methods:
-            parse_method(method, argument="methods")
-        rows = data.arguments["labels"]
-        self.given_rows = not isinstance(rows, int)
-        if self.given_rows and labels is not None:
-            raise ValueError("`labels` must be left out where `data` names the labelled rows.")
-        counts = (len(rows) if self.given_rows else rows) if labels is None else labels
-        self.labels = whole_numbers(counts)
-        self.seeds = _seeds(seeds)
-        given: dict[str, list[Any]] = {"methods": self.methods, "labels": self.labels}
-        for argument, values in given.items():
-            check_different(argument, values)
-
-    def check_used(self, weights: Mapping[str, float]) -> None:
-        """Warn of weights that no method has a use for."""
-        used = {penalty for method in self.methods for penalty in parse_method(method)}
-        if unused := [
-            penalty for penalty in weights if penalty in PENALTIES and penalty not in used
-        ]:
-            warn(
-                f"`weights` of {', '.join(unused)} are not used by `methods` {', '.join(self.methods)}."
-            )
-
-    def check(self, data: TransferDataModule, model: Backbone) -> None:
-        """Split for every number of labels and make a network, so that what cannot be is said before a file is made."""
-        for count in self.labels:
-            changes = {} if self.given_rows else {"labels": count}
-            ready = data.replaced(seed=self.seeds[0], **changes)
-            ready.setup()
-        with generators_kept():
-            network = make_backbone(model, ready.image_shape, argument="model")
-            feature_dim(network, ready.image_shape, argument="model")
-
-    def cells(self, experiment: Experiment) -> dict[str, Cell]:
-        """All cells by name, pretraining and scratch first."""
-        most = max(self.labels)
-        cells = [
-            Cell(experiment, "pretrain", method, most, seed)
-            for seed in self.seeds
-            for method in self.methods
-        ]
-        pairs = [(count, seed) for seed in self.seeds for count in self.labels]
-        cells += [Cell(experiment, "scratch", "scratch", count, seed) for count, seed in pairs]
-        cells += [
-            Cell(experiment, "fine_tune", method, n, seed)
-            for n, seed in pairs
-            for method in self.methods
-        ]
-        return {cell.name: cell for cell in cells}
-
-
 def _seeds(given: Any) -> list[int]:
     """The seeds, or as many as asked for."""
-    if np.ndim(given) == 0 and given < 1:
-        raise ValueError(f"`seeds` must be at least 1, got {given}.")
-    seeds = list(range(given)) if np.ndim(given) == 0 else whole_numbers(given)
+    if np.ndim(given) == 0:
+        if given < 1:
+            raise ValueError(f"`seeds` must be at least 1, got {given}.")
+        return list(range(given))
+    seeds = _whole_numbers("seeds", given)
     if odd := [seed for seed in seeds if not 0 <= seed < 2**32]:
         raise ValueError(f"`seeds` must be between 0 and 2**32 - 1, got {odd[0]}.")
-    check_different("seeds", seeds)
     return seeds
 
 
+def _whole_numbers(argument: str, given: Any) -> list[int]:
+    """One number or several as a list of Python's own, which names of files and JSON know."""
+    numbers = [int(given)] if np.ndim(given) == 0 else [int(number) for number in given]
+    check_different(argument, numbers)
+    return numbers
+
+
+def _check_travels(cell: Cell) -> None:
+    """Raise a ``ValueError`` for what other processes cannot import, before anything is trained."""
+    try:
+        pickle.dumps(cell)
+    except Exception as error:  # what cannot be pickled says so in many ways
+        raise ValueError(
+            "`workers` must be 0 where `model`, a start, `adapt` or `data` cannot be pickled; functions and "
+            f"classes at the top of a module can ({str(error).partition(chr(10))[0]})."
+        ) from error
+
+
 def _run(
-    cells: Mapping[str, Any],
-    place: Path,
+    cells: Sequence[Cell],
     executor: Executor | None,
     workers: int | None,
-    told: Sequence[Done],
+    on_done: Done | None,
+    tell: Progress | None,
 ) -> dict[str, Any]:
     """Run what needs nothing first, then what starts from it; a finished stage's checkpoints are not needed."""
+    named = {cell.name: cell for cell in cells}
+    finished = itertools.count(1)
 
     def done(name: str, result: Any) -> None:
-        for checkpoint in cells[name].folder.glob("last.ckpt*"):
+        for checkpoint in named[name].folder.glob("last.ckpt*"):
             checkpoint.unlink(missing_ok=True)
-        for tell in told:
-            tell(cells[name], result)
+        if tell is not None:
+            tell(next(finished), len(cells), named[name].description)
+        if on_done is not None:
+            on_done(named[name], result)
 
-    _forget_lost(cells)
+    for cell in cells:  # a pretraining is done again if its weights are gone and still needed
+        if cell.needs and not cell.result().exists() and not cell.pretrained.exists():
+            cell.result(cell.needs).unlink(missing_ok=True)
     results: dict[str, Any] = {}
-    for stages in (("pretrain", "scratch"), ("fine_tune",)):
-        wave = {name: cell for name, cell in cells.items() if cell.stage in stages}
-        if not wave:
-            continue
-        options: dict[str, Any] = {
-            "folder": place / "results",
-            "executor": executor,
-            "workers": workers,
-        }
-        results |= run_cells(run_cell, wave, on_done=done, **options)
+    for needy in (False, True):
+        wave = {name: cell for name, cell in named.items() if bool(cell.needs) is needy}
+        if wave:
+            results |= run_cells(
+                run_cell,
+                wave,
+                folder=cells[0].root / "results",
+                executor=executor,
+                workers=workers,
+                on_done=done,
+            )
     return results
-
-
-def _forget_lost(cells: Mapping[str, Any]) -> None:
-    """Let a pretraining be done again whose weights are gone while a stage still has to start from them."""
-    for cell in cells.values():
-        if cell.source is None or cell.stage != "fine_tune":
-            continue
-        unfinished = not cell.experiment.result(cell.name).exists()
-        if unfinished and not (cell.source.folder / "weights.pt").exists():
-            cell.experiment.result(cell.source.name).unlink(missing_ok=True)
-
-
-def _results(
-    cells: Mapping[str, Cell], found: Mapping[str, Any], *, stages: Stages
-) -> list[Result]:
-    """One result for every method, number of labels and seed."""
-    scratch = [cell for cell in cells.values() if cell.stage == "scratch"]
-    results = []
-    for name, cell in cells.items():
-        if cell.stage == "pretrain":
-            continue
-        curve = {c.labels: found[c.name]["missed_share"] for c in scratch if c.seed == cell.seed}
-        results.append(_result(cell, found[name], found.get(cell.source.name), curve, stages))
-    return results
-
-
-def _result(
-    cell: Cell, own: Any, source: Any, scratch: Mapping[int, float], stages: Stages
-) -> Result:
-    pretrained = cell.stage == "fine_tune"
-    parts: list[tuple[Stage, Any]] = [("pretrain", source)] if pretrained else []
-    parts.append((cell.stage, own))
-    overlap = own["overlap"]
-    if overlap is not None:
-        overlap = {**overlap, "onset": onset_of(overlap, cell.labels, scratch)}
-    last = own["curve"][-1]
-    return Result(
-        cell.method,
-        cell.labels,
-        cell.seed,
-        test=own["test"],
-        validation={key: last[f"val_{key}"] for key in ("accuracy", "loss")}
-        if "val_loss" in last
-        else None,
-        source=source["source"] if pretrained else None,
-        curves=[_curve_row(stage, row) for stage, result in parts for row in result["curve"]],
-        information=own["information"],
-        fisher_trace=own["fisher_trace"],
-        overlap=overlap,
-        epochs={stage: stages.epochs(stage) for stage, _ in parts},
-        seconds={stage: result["seconds"] for stage, result in parts},
-    )
-
-
-def _curve_row(stage: str, row: Mapping[str, float]) -> dict[str, Any]:
-    kept = {
-        key: row[key] for key in ("epoch", "train_loss", "val_loss", "val_accuracy") if key in row
-    }
-    return {"stage": stage, **kept}

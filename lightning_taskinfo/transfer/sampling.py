@@ -301,3 +301,13 @@ def _check_classes(y: Rows, labeled: Rows, num_classes: int, *, given: bool) -> 
             f"`labels` must give every one of the {num_classes} classes at least one label, got {len(labeled)} labels "
             f"and none for class {', '.join(map(str, missing[:10]))}.{hint}"
         )
+
+
+def check_different(argument: str, values: Sequence[Any]) -> None:
+    """Raise a ``ValueError`` for an empty list, or one that repeats a value."""
+    if not values:
+        raise ValueError(
+            f"`{argument}` must not be empty{' beside scratch' * (argument == 'methods')}."
+        )
+    if len({*values}) < len(values):
+        raise ValueError(f"`{argument}` must not repeat a value, got {list(values)}.")

@@ -16,7 +16,6 @@ from lightning_taskinfo.transfer.sampling import reseed
 
 MakeModule: TypeAlias = Callable[[], Any]
 Given: TypeAlias = str | os.PathLike[str] | Mapping[str, Tensor] | MakeModule
-SCRATCH = "scratch"
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
 from lightning_taskinfo._batches import read_batch, tensors
 from lightning_taskinfo.data import ArrayData
@@ -68,6 +68,11 @@ class Target:
         return DataLoader(
             drawn, self.batch_size, sampler=sampler, collate_fn=whole_batch, drop_last=drop
         )
+
+    def plain_loader(self, rows: Rows) -> DataLoader[Any]:
+        """Return a loader of some training samples as they are, in their order."""
+        samples = Subset(self.train, rows.tolist())
+        return DataLoader(samples, self.batch_size, collate_fn=self.collate)
 
     def test_loader(self) -> DataLoader[Any]:
         """Return the loader of the test set."""

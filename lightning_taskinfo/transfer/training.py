@@ -1,6 +1,5 @@
 """One stage of training that a killed process continues from its last finished epoch, with the same numbers."""
 
-import json
 import logging
 import signal
 import threading
@@ -11,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lightning_taskinfo._files import atomic_path, check_archive, read_tensors, write_json
+from lightning_taskinfo._files import atomic_path, check_archive, read_tensors
 from lightning_taskinfo._lightning import NAMESPACES, Callback, LightningModule, Trainer
 from lightning_taskinfo.transfer.adapt import frozen_modules
 from lightning_taskinfo.transfer.sampling import reseed
@@ -32,7 +31,7 @@ class EpochKeeper(Callback):
     Writing takes at most a twentieth of the time: after a slow write, epochs go by until the next.
 
     Args:
-        folder: Where ``last.ckpt`` and ``progress.json`` go.
+        folder: Where ``last.ckpt`` goes.
         parts: What the random generators are seeded from, before the epoch.
         lean: Whether parts that are frozen run as in evaluation, and stay out of the checkpoint.
     """
@@ -74,7 +73,6 @@ class EpochKeeper(Callback):
         begun = time.monotonic()
         if begun >= self._next_write:
             save_checkpoint(trainer, self.folder / "last.ckpt")
-            write_json(self.folder / "progress.json", len(self.curve))
             ended = time.monotonic()
             self._next_write = ended + 20 * (ended - begun) if self.lean else 0.0
 
@@ -195,14 +193,6 @@ def load_weights(path: Path) -> Any:
         ValueError: If it is damaged; the message names it.
     """
     return read_tensors(path, advice="Delete it to train that stage again.")
-
-
-def finished_epochs(folder: Path) -> int:
-    """Return how many epochs of a stage are done, to show progress; 0 where that cannot be told."""
-    try:
-        return int(json.loads((folder / "progress.json").read_text()))
-    except (OSError, ValueError, TypeError):
-        return 0
 
 
 @contextmanager

@@ -117,7 +117,7 @@ def test_starts_ways_labels_and_seeds_can_be_added_and_nothing_else_changed(refe
 
 
 def test_all_starts_of_a_seed_have_the_same_labels_in_equal_shares(monkeypatch):
-    from lightning_taskinfo.transfer import own
+    from lightning_taskinfo.transfer import cells
 
     seen = []
 
@@ -125,7 +125,7 @@ def test_all_starts_of_a_seed_have_the_same_labels_in_equal_shares(monkeypatch):
         seen.append(fit["train_dataloaders"].dataset)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(own, "fit_stage", remember)
+    monkeypatch.setattr(cells, "fit_stage", remember)
     for seeds in ([0], [1]):
         with pytest.raises(KeyboardInterrupt):
             run(seeds=seeds, labels=[12])
@@ -359,12 +359,13 @@ def test_a_dask_cluster_gives_the_same_numbers(reference, tmp_path):
 
 def test_the_number_of_runs_and_the_time_come_first(capsys):
     run(progress=True, seeds=1)
-    first, *lines = capsys.readouterr().err.splitlines()
+    first, *_ = capsys.readouterr().err.splitlines()
     assert first.startswith("transfer: 2 trainings of about ")
-    assert lines[-1].startswith("[2/2] four, full, 12 labels, seed 0")
 
 
 ONE_CLASS = (torch.randn(20, 6), torch.zeros(20, dtype=torch.long))
+OUT_OF_RANGE = (DATA["train"][0], DATA["train"][1].clone())
+OUT_OF_RANGE[1][-1] = 7
 BAD = {
     "a state dict that does not fit": (
         {"starts": {"a": Deep().state_dict()}},
@@ -396,6 +397,18 @@ BAD = {
         {"data": {"train": ONE_CLASS, "test": ONE_CLASS}},
         "`data` must have .* at least two classes",
     ),
+    "labels out of range": (
+        {"data": {"train": OUT_OF_RANGE, "test": DATA["test"]}},
+        "`data` must have classes from 0 to 2, the outputs of Net, got 7",
+    ),
+    "negative labels": (
+        {"data": {"train": (OUT_OF_RANGE[0], OUT_OF_RANGE[1] - 1), "test": DATA["test"]}},
+        "`data` must have classes from 0 to 2, the outputs of Net, got -1",
+    ),
+    "certified duplicates": (
+        {"data": {"train": DATA["test"], "test": DATA["test"]}, "certify": True},
+        "`data` must be inputs that nothing else was done with, got .* the labelled samples",
+    ),
     "a metric that is not logged": (
         {"metric": "test_loss"},
         "`metric` must .*'test_loss'; it logs test_error",
@@ -420,9 +433,9 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_one_sentence_before_training(tmp_path, name, monkeypatch):
-    from lightning_taskinfo.transfer import own
+    from lightning_taskinfo.transfer import cells
 
-    monkeypatch.setattr(own, "fit_stage", None)
+    monkeypatch.setattr(cells, "fit_stage", None)
     options, message = BAD[name]
     with pytest.raises((ValueError, TypeError), match=message) as caught:
         run(tmp_path / "new", **options)

@@ -133,7 +133,6 @@ def test_table_has_one_row_a_cell_and_the_same_columns_everywhere():
     for key, value in {
         "accuracy": lambda r: r.test["accuracy"],
         "source_accuracy": lambda r: r.source["accuracy"],
-        "validation_accuracy": lambda r: r.validation["accuracy"],
         "information_added": lambda r: r.information["added"]["total"],
         "fisher_trace_after": lambda r: r.fisher_trace["after"]["total"],
         "seconds": lambda r: r.seconds["pretrain"] + r.seconds["fine_tune"],
@@ -229,11 +228,9 @@ def test_same_as_forgives_timings_and_order_alone():
     assert not one.same_as(other)
 
 
-def test_what_is_left_out_or_none_is_filled_in():
-    bare = minimal("lautum", 50, 0, 0.5)
-    filled = TransferReport([{**bare, "curves": None, "seconds": None, "source": None}], {})
-    assert filled == TransferReport([bare], {})
-    assert (filled.results[0].curves, filled.results[0].seconds) == ([], {})
+def test_what_is_left_out_is_filled_in():
+    row = TransferReport([minimal("lautum", 50, 0, 0.5)], {}).results[0]
+    assert (row.curves, row.seconds, row.source, row.certificate) == ([], {}, None, None)
 
 
 def test_keeps_what_it_was_given():
@@ -260,24 +257,7 @@ def test_keeps_what_it_was_given():
         ({"labels": 5.0}, "`labels` must be a whole number of at least 1, got 5.0"),
         ({"seed": -1}, "`seed` must be a whole number of at least 0, got -1"),
         ({"method": ""}, "`method` must be a name, got ''"),
-        (
-            {"curves": [{"epoch": 1}]},
-            "`curves` must have a stage and an epoch at each point, got {'epoch': 1}",
-        ),
-        ({"curves": [1]}, "`curves` must have a stage and an epoch at each point, got 1"),
-        (
-            {"information": {"after": 3.0}},
-            "`information` must hold total and layers for 'after', got 3.0",
-        ),
-        (
-            {"fisher_trace": {"after": {"total": 1.0}}},
-            "`fisher_trace` must hold total and layers for 'after'",
-        ),
-        (
-            {"overlap": {"layers": ["a"], "outside": [0.5]}},
-            "`overlap` must hold as many shares and standard errors",
-        ),
-        ({"accuracy": 0.5}, "`results` may have the keys"),
+        ({"accuracy": 0.5}, "`results` must hold results, or dicts like them: "),
         (
             {"test": {"accuracy": torch.tensor(0.5), "loss": 1.0}},
             "`results` must hold plain JSON-like values",
@@ -291,7 +271,7 @@ def test_refuses_bad_results(change, message):
 
 @pytest.mark.parametrize("key", ["method", "labels", "seed", "test"])
 def test_refuses_a_missing_key(key):
-    with pytest.raises(ValueError, match=f"got none for '{key}'"):
+    with pytest.raises(ValueError, match=f"`results` must hold results, .*'{key}'"):
         TransferReport([{k: v for k, v in result().items() if k != key}], {})
 
 
@@ -300,7 +280,7 @@ def test_refuses_nothing_and_twice_the_same():
         TransferReport([], {})
     with pytest.raises(ValueError, match=r"got two \(lautum, 50 labels, seed 0\)"):
         TransferReport([result(), result()], {})
-    with pytest.raises(ValueError, match="`results` must hold dicts, got 1"):
+    with pytest.raises(ValueError, match="`results` must hold results, or dicts like them"):
         TransferReport([1], {})
     with pytest.raises(ValueError, match="`configuration` must be a dict, got None"):
         TransferReport([result()], None)
@@ -336,7 +316,7 @@ def test_in_80_columns_no_name_and_no_number_is_broken():
     assert "│ lautum+temporal_ensembling │" in wide
     lines = narrow.splitlines()
     assert max(map(len, lines)) <= 80
-    assert lines[0].strip() == "digits → letters, 3 seeds"  # the same in all rows
+    assert lines[0].strip() == "digits → letters, 3 seeds"
     cells = {cell.strip() for line in lines for cell in line.split("│")}
     assert {"lautum+", "mutual_information", "temporal_ensembling", "helps"} <= cells
     intervals = {f"[{inside}]" for inside in re.findall(r"\[(.+?)\]", wide)}

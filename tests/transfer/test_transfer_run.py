@@ -15,11 +15,11 @@ import torch
 
 from lightning_taskinfo import TaskInfoWarning
 from lightning_taskinfo.transfer import TransferReport, transfer
-from lightning_taskinfo.transfer.ready.stages import Cell, Experiment, Stages, run_cell
+from lightning_taskinfo.transfer.ready.stages import Stages, check_used
 from lightning_taskinfo.transfer.results import without_timings
-from lightning_taskinfo.transfer.run import _Grid
+from lightning_taskinfo.transfer.run import _seeds, _whole_numbers
 from lightning_taskinfo.transfer.training import load_weights
-from tests.transfer.tiny import STAGES, tiny_data, tiny_net, tiny_task
+from tests.transfer.tiny import STAGES, tiny_cells, tiny_data, tiny_net, tiny_task
 
 METHODS = ["standard", "lautum", "lautum+temporal_ensembling"]
 
@@ -148,7 +148,7 @@ def start(folder, seeds=1):
 def test_a_killed_run_continues_from_its_last_epoch_and_ends_the_same(reference, tmp_path):
     """Killed as soon as the first epoch of the first fine-tuning is on the disk."""
     child = start(tmp_path)
-    begun = tmp_path / "stages" / "standard-9-seed0" / "progress.json"
+    begun = tmp_path / "stages" / "standard-9-seed0" / "last.ckpt"
     while not begun.exists():
         assert child.poll() is None, child.stderr.read().decode()
         time.sleep(0.001)
@@ -190,14 +190,12 @@ def test_weights_that_are_not_there_are_not_called_damaged(tmp_path):
 
 def test_a_stage_killed_after_its_last_epoch_has_nothing_left_to_train(tmp_path):
     """Between the last checkpoint and the result: what is left is to test and to measure."""
-    cell = Cell(
-        Experiment(tmp_path, tiny_net, tiny_data().arguments, STAGES), "scratch", "scratch", 9, 0
-    )
-    first = run_cell(cell)
+    (cell,) = (cell for cell in tiny_cells(tmp_path) if cell.stage == "scratch")
+    first = cell.run()
     (cell.folder / "weights.pt").unlink()
     last = cell.folder / "last.ckpt"
     written = last.stat().st_mtime_ns
-    again = run_cell(cell)
+    again = cell.run()
     assert {**again, "seconds": 0} == {**first, "seconds": 0}
     assert last.stat().st_mtime_ns == written
     assert (cell.folder / "weights.pt").exists()
@@ -233,7 +231,7 @@ def test_workers_with_another_current_folder_write_into_the_same(tmp_path, monke
     monkeypatch.chdir(tmp_path)
 
     def stop(cell, result):
-        assert cell.experiment.folder == tmp_path / "out"
+        assert cell.root == tmp_path / "out"
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -350,20 +348,19 @@ def test_bad_input_is_refused_before_anything_is_written(tmp_path, options, mess
 
 
 def test_warns_of_a_weight_that_nothing_uses():
-    grid = _Grid(["standard", "mk_mmd"], None, 1, tiny_data())
     with pytest.warns(
         TaskInfoWarning, match="^`weights` of lautum are not used by `methods` standard, mk_mmd"
     ):
-        grid.check_used({"lautum": 1.0, "mk_mmd": 0.5})
-    grid.check_used({"mk_mmd": 0.5})  # warnings are errors
+        check_used({"lautum": 1.0, "mk_mmd": 0.5}, ["standard", "mk_mmd"])
+    check_used({"mk_mmd": 0.5}, ["standard", "mk_mmd"])  # warnings are errors
 
 
 @pytest.mark.parametrize("number", [np.int64(2), torch.tensor(2)])
 def test_numbers_of_other_libraries_are_numbers(number):
-    grid = _Grid(["standard"], [number, 9], number, tiny_data())
-    assert grid.labels == [2, 9]
-    assert grid.seeds == [0, 1]
-    assert {type(value) for value in [*grid.labels, *grid.seeds]} == {int}
+    labels, seeds = _whole_numbers("labels", [number, 9]), _seeds(number)
+    assert labels == [2, 9]
+    assert seeds == [0, 1]
+    assert {type(value) for value in [*labels, *seeds]} == {int}
 
 
 @pytest.mark.parametrize("logger", ["csv", "wandb_offline"])
@@ -390,19 +387,15 @@ def test_bad_stages(arguments, message):
 
 def test_the_initial_weights_depend_on_the_seed_alone(reference):
     """Pretraining and scratch start from the same backbone, whatever the method."""
-    from lightning_taskinfo.transfer.ready.stages import _data, _module
-
-    experiment = Experiment(reference[1], tiny_net, tiny_data().arguments, STAGES)
+    cells = tiny_cells(reference[1], methods=["lautum"], seeds=(0, 1))
     starts = [
-        _module(cell, _data(cell), 3).backbone[1].weight
-        for cell in (
-            Cell(experiment, "pretrain", "lautum", 9, 0),
-            Cell(experiment, "scratch", "scratch", 9, 0),
-            Cell(experiment, "scratch", "scratch", 9, 1),
-        )
-    ]
-    assert torch.equal(starts[0], starts[1])
-    assert not torch.equal(starts[0], starts[2])
+        cell.recipe._module(cell, cell.recipe._data(cell), "standard").backbone[1].weight
+        for cell in cells
+        if cell.stage != "fine_tune"
+    ]  # pretrained and scratch, two seeds each
+    assert torch.equal(starts[0], starts[2])
+    assert torch.equal(starts[1], starts[3])
+    assert not torch.equal(starts[0], starts[1])
 
 
 def test_the_package_can_be_called_as_its_function():

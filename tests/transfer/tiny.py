@@ -3,8 +3,11 @@
 import numpy as np
 from torch import nn
 
+from lightning_taskinfo._lightning import DEFAULT
 from lightning_taskinfo.data import ArrayData
 from lightning_taskinfo.transfer import Stages, TransferDataModule
+from lightning_taskinfo.transfer.logs import RunLog
+from lightning_taskinfo.transfer.ready.stages import ready_recipe
 
 STAGES = Stages(pretrain_epochs=2, fine_tune_epochs=2, learning_rate=0.02)
 
@@ -34,3 +37,9 @@ def tiny_net(image_shape):
     return nn.Sequential(
         nn.Flatten(), nn.Linear(channels * height * width, 12), nn.ReLU(), nn.Dropout(0.2)
     )
+
+
+def tiny_cells(folder, *, methods=("standard",), seeds=(0,)):
+    """The trainings that ``transfer`` would run."""
+    recipe = ready_recipe(tiny_net, tiny_data(), methods, None, seeds, STAGES, {}, DEFAULT, "cpu")
+    return recipe.cells(folder, RunLog())

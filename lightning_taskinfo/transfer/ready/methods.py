@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Literal
 
 from torch import nn
 
@@ -18,8 +17,8 @@ from lightning_taskinfo.regularizers import (
     WeightInformation,
     WeightSchedule,
 )
+from lightning_taskinfo.transfer.cells import Stage
 
-Stage = Literal["pretrain", "fine_tune", "scratch"]
 PENALTIES: dict[str, tuple[Stage, ...]] = {  # name -> the stages in which it acts
     "temporal_ensembling": ("fine_tune",),
     "mk_mmd": ("pretrain",),

@@ -18,10 +18,10 @@ from lightning_taskinfo.mixins import (
     TemporalEnsemblingMixin,
 )
 from lightning_taskinfo.regularizers import frozen_batchnorm_statistics
+from lightning_taskinfo.transfer.cells import Stage
 from lightning_taskinfo.transfer.ready.backbones import Shape, feature_dim, flat, make_backbone
 from lightning_taskinfo.transfer.ready.methods import (
     Sizes,
-    Stage,
     acting,
     check_weights,
     make_regularizers,
