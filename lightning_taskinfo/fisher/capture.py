@@ -139,6 +139,16 @@ class Graph:
         """Return the names of the parameters that something was computed from."""
         return {self.names[source] for source in self.below(node) if source in self.names}
 
+    def nested(self, sources: dict[int, Edge]) -> bool:
+        """Whether an input of an operation is another one, or was computed from it, and has a part in its gradient."""
+        edges = [*sources.values()]
+        if len(edges) == 1:
+            return False
+        below = {edge.node: self.below(edge.node) - {edge.node} for edge in edges}
+        return len({*edges}) < len(edges) or any(
+            edge.node in found for edge in edges for found in below.values()
+        )
+
     def single_output(self, node: Node) -> bool:
         """Whether only the first output of an operation is used."""
         numbers = {number for _, _, number in self.consumers[node]}
@@ -210,7 +220,10 @@ class Plan:
 def plan_of_one(graph: Graph) -> Plan | None:
     """Return the plan of a graph of one sample, to whom all rows belong; None where a use is unusual."""
     uses = graph.uses(set())
-    unusual = any(not graph.single_output(node) or not shape_of(node) for node in uses)
+    unusual = any(
+        not graph.single_output(node) or not shape_of(node) or graph.nested(sources)
+        for node, sources in uses.items()
+    )
     if unusual or any(isinstance(node, BackwardCFunction) for node in graph.nodes):
         return None
     numbered = [
@@ -309,7 +322,10 @@ class Prover:
         odd = {
             node
             for node in uses
-            if rows[node] is None or not graph.single_output(node) or _counts_batch(node)
+            if rows[node] is None
+            or not graph.single_output(node)
+            or _counts_batch(node)
+            or graph.nested(uses[node])
         }
         # What mixes samples, and has rows of samples behind it, would count these rows twice.
         odd |= graph.behind({*uses} - odd, blocked=silent) & mixed

@@ -176,3 +176,27 @@ def test_is_served_by_hooks_all_the_same(model):
     x, y = data(7)
     first, again = (engines_used(model, x, y) for _ in range(2))
     assert first == again == dict.fromkeys(first, "hooks")
+
+
+class ComputedFromEachOther(nn.Module):
+    """An operation that takes a weight, and another one that is computed from it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addcmul(self.weight, x, self.weight.exp()) + torch.addcmul(
+            x, self.weight, self.weight
+        )
+
+
+@pytest.mark.parametrize("n", [1, 5])
+def test_inputs_of_an_operation_that_are_computed_from_each_other_count_once(n):
+    torch.manual_seed(0)
+    model = ComputedFromEachOther()
+    x, y = torch.randn(n, 3, dtype=torch.float64), torch.arange(n) % 3
+    rows = empirical(model, x, y)["weight"]
+    torch.testing.assert_close(
+        per_sample_squared_norms(model, x, y, labels="empirical"), rows.square().sum(1)
+    )
