@@ -3,10 +3,10 @@
     python benchmarks/task2vec.py [--networks lenet] [--samples 64] [--rounds 5]
 
 Both fit nothing: the probe has its head already. Ours takes the whole batch; the loop runs the probe on one sample
-after the other, squares the gradient (for `exact` labels one a class) and averages it over filters. They take turns, in
-processor time of one thread, and what counts is the ratio within a round. Agreement is the largest relative difference
-of an entry, with exact labels in float64. `head` is the time of features and head, which come before the Fisher
-information in an embedding.
+after the other, squares the gradient (for `exact` labels one per class) and averages it over filters. They take turns,
+in processor time of one thread, and what counts is the ratio within a round. Agreement is the largest relative
+difference of an entry, with exact labels in float64. `head` is the time of features and head, which come before
+the Fisher information in an embedding.
 """
 
 import argparse

@@ -602,7 +602,7 @@ def _called(entry: dict[str, Any], base: dict[str, Any], way: str) -> int | None
 
 
 def seconds(cells: dict[Key, dict[str, dict[str, Any]]]) -> dict[str, float]:
-    """Median seconds a start, of scoring, fine-tuning and cross-validated fine-tuning."""
+    """Median seconds per start, of scoring, fine-tuning and cross-validated fine-tuning."""
     found = defaultdict(list)
     for starts in cells.values():
         for entry in starts.values():

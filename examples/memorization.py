@@ -78,7 +78,7 @@ def accuracy(model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor)
 
 # %% Look
 def side_by_side(runs: dict[str, dict], which: str, name: str) -> list[dict[str, float]]:
-    """Return one row a measurement, with a column for each run."""
+    """Return one row per measurement, with a column for each run."""
     rows: dict[float, dict[str, float]] = {}
     for label, run in runs.items():
         for row in run[which]:

@@ -20,7 +20,7 @@ def callbacks_factory() -> list[Callback]:
     """Return the callbacks that ``TASKINFO_CALLBACKS`` names, each with its defaults; none where it is unset.
 
     Lightning calls this entry point whenever a Trainer is made. A callback that cannot work with a script's module or
-    batches warns and steps back: the script runs as it does without.
+    batches warns and does nothing more: the script runs as it would without it.
 
     Raises:
         ValueError: If a name is not a callback of this package, or one that needs arguments.
@@ -97,6 +97,6 @@ def _stepping_back(hook: Callable[..., None]) -> Callable[..., None]:
             reason = (
                 "another process failed" if error is None else f"{type(error).__name__}: {error}"
             )
-            warn(f"{self.state_key} cannot watch this training and steps back ({reason})")
+            warn(f"{self.state_key} cannot watch this training and is switched off ({reason})")
 
     return safe

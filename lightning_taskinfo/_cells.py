@@ -44,7 +44,7 @@ def run_cells(
         folder: Where ``<name>.json`` is written, atomically, as soon as a cell is finished; nowhere where ``None``.
         executor: Anything like :class:`concurrent.futures.ProcessPoolExecutor`, such as Dask's
             ``client.get_executor()`` (with ``threads_per_worker=1``); stays open. A pool of ``workers`` where ``None``.
-        workers: Processes of our own pool, at most one a cell; as many as there are cores where ``None``, and
+        workers: Processes of our own pool, at most one per cell; as many as there are cores where ``None``, and
             ``0`` for this process alone.
         on_done: Called with name and result, in this process, for every cell, those from the disk first.
 

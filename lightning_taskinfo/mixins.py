@@ -169,7 +169,7 @@ class InformationMixin(PenaltyMixin):
     _looked_at_decay = False
 
     def information_penalty(self) -> Tensor:
-        """Return ``(beta / N) * KL`` in nats a sample; N is the size of the labelled training set, or ``num_samples``.
+        """Return ``(beta / N) * KL`` in nats per sample; N is the number of labelled samples, or ``num_samples``.
 
         Weight decay on the log-variances is warned about, once.
 

@@ -35,10 +35,10 @@ def plot_curves(
     ylabel: str = "",
     ax: "Axes | None" = None,
 ) -> tuple["Figure", "Axes"]:
-    """Draw measurements over the course of a training, one line a name.
+    """Draw measurements over the course of a training, one line per name.
 
     Args:
-        history: One mapping a measurement, as in the ``history`` of a callback or the rows of a CSV logger; a row
+        history: One mapping per measurement, as in the ``history`` of a callback or the rows of a CSV logger; a row
             may lack a name or hold NaN for it, and is then left out of that line.
         names: What to draw; everything in ``history`` but ``x`` where not given.
         x: The name of the horizontal axis.
@@ -84,7 +84,7 @@ def plot_pareto(
     chance: float = 0.5,
     ax: "Axes | None" = None,
 ) -> tuple["Figure", "Axes"]:
-    """Draw the accuracy of stochastic networks against their complexity, one line a structure of the curvature.
+    """Draw the accuracy of stochastic networks against their complexity, one line per structure of the curvature.
 
     Where a point lies decides what it certifies: grey lines join points of the same bound, and the region in which the
     bound beats chance is shaded. Rows named ``"oracle"`` are drawn dashed: their prior saw the data, so they certify

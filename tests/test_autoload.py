@@ -90,17 +90,17 @@ def test_steps_back_where_batches_are_not_understood(tmp_path, namespace, monkey
 
     monkeypatch.setenv("TASKINFO_CALLBACKS", "FisherTrace, InformationInWeights")
     trainer = make_trainer(namespace, tmp_path)
-    with pytest.warns(TaskInfoWarning, match="steps back") as caught:
+    with pytest.warns(TaskInfoWarning, match="is switched off") as caught:
         trainer.fit(Odd())
     assert trainer.global_step == 4
-    assert len([w for w in caught if "steps back" in str(w.message)]) == 2
+    assert len([w for w in caught if "is switched off" in str(w.message)]) == 2
     assert all(callback.history == [] for callback in ours(trainer))
 
 
 def test_what_fails_later_does_not_stop_a_script(monkeypatch):
     monkeypatch.setenv("TASKINFO_CALLBACKS", "FisherTrace")
     (callback,) = callbacks_factory()
-    with pytest.warns(TaskInfoWarning, match="FisherTrace.* steps back"):
+    with pytest.warns(TaskInfoWarning, match="FisherTrace.* is switched off"):
         callback.on_train_end(SimpleNamespace(world_size=1), None)
     callback.on_train_end(SimpleNamespace(world_size=1), None)  # and does nothing more
 

@@ -180,7 +180,7 @@ class BatchIndices:
         """Return the numbers of the samples in a batch, ``[samples]``.
 
         Raises:
-            ValueError: If they are not one whole number a sample.
+            ValueError: If they are not one whole number per sample.
         """
         if self.index_fn is not None:
             numbers, source = self.index_fn(batch), "`index_fn`"

@@ -22,7 +22,7 @@ def mean_loss(
     likelihood: str | Likelihood,
     forward_fn: Forward | None,
 ) -> float:
-    """Return the mean negative log-likelihood of the targets, in nats a sample; NaN without samples or targets."""
+    """Return the mean negative log-likelihood of the targets, in nats per sample; NaN without samples or targets."""
     n = size(inputs)
     if targets is None or not n:
         return math.nan

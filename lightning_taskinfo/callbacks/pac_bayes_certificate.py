@@ -52,7 +52,7 @@ class PACBayesCertificate(Probe):
             trained on other data. The certificate repeats it.
         structure: Curvature that shapes the post-distribution, several to take the best, or ``"auto"`` for all that the
             network's width allows; see :func:`~lightning_taskinfo.certify`.
-        prior_stds: Standard deviations of the prior to choose from, in the order in which they are to be cheap.
+        prior_stds: Standard deviations of the prior to choose from, ordered by union-bound cost, cheapest first.
         betas: Weights of the KL to try.
         draws: Number of fresh networks that the bound rests on.
         delta: Probability with which the theorem may fail.

@@ -120,7 +120,7 @@ class Certificate:
         bound: With probability ``confidence`` over the samples and the draws, the true risk is at most this.
         valid: Whether that can be claimed.
         reasons: Why not.
-        assumptions: What was taken on the user's word.
+        assumptions: The assumptions that could not be checked.
         risk: Empirical risk of the stochastic classifier, mean over the draws.
         risk_interval: Its Monte-Carlo interval; the upper end went into the bound.
         model_risk: Empirical risk of the network itself, on the certified samples.

@@ -33,7 +33,7 @@ def read_samples(
     """Return all inputs and targets.
 
     A loader's dataset is read in its own order, without the loader's sampler: repeated, reweighted or dropped samples
-    would not be the independent draws that a certificate speaks of. A random augmentation is applied once.
+    would not be the independent draws that a certificate needs. A random augmentation is applied once.
 
     Args:
         data: ``(inputs, targets)``, also as a list; or a dataset of such pairs, or a loader of one.

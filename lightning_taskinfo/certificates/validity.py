@@ -34,7 +34,7 @@ def reasons_against(
 
 
 def assumptions(model: nn.Module, prior: Prior) -> list[str]:
-    """Return what cannot be checked and is taken on the user's word."""
+    """Return the assumptions that cannot be checked."""
     scales = f"{len(prior.stds)} prior scales"
     trusted = [
         f"architecture, preprocessing and the {scales} were fixed before the samples were seen",

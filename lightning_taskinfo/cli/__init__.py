@@ -13,7 +13,7 @@ COMMANDS = {  # name -> what its docstring begins with; `tests/test_cli.py` keep
     "certify": "Bound the true error of a trained network turned stochastic; nothing is retrained.",
     "complexity": "Trace the structure function of tasks: how much loss a nat in the weights of a small network buys.",
     "distance": (
-        "Measure how far it is from each task to each other: what a small network must learn in addition, in nats."
+        "Measure the distance from each task to each other: what a small network must learn in addition, in nats."
     ),
     "embed": (
         "Embed tasks by the Fisher information of a small probe, draw them on a map, and name the nearest source of "

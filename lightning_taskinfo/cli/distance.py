@@ -29,7 +29,7 @@ def distance(
     workers: int | None = None,
     data_dir: str | None = None,
 ) -> str:
-    """Measure how far it is from each task to each other: what a small network must learn in addition, in nats.
+    """Measure the distance from each task to each other: what a small network must learn in addition, in nats.
 
     Args:
         tasks: What to compare: digits, letters, an npz file or a folder of idx files, several with + in between; and
@@ -43,7 +43,7 @@ def distance(
         width: Neurons of each of the two hidden layers.
         steps: Optimizer steps without noise, and again with.
         prior_std: Standard deviation of the weights before training.
-        workers: Processes; one a core where not given, 0 for this one alone.
+        workers: Processes; one per core where not given, 0 for this one alone.
         data_dir: Folder of further datasets; TASKINFO_DATA_DIR where not given.
 
     Returns:
@@ -78,7 +78,7 @@ def distance(
 
 
 def _text(matrix: DistanceMatrix) -> str:
-    """One line a pair: from, to, distance with its standard error (none of one seed), information in the new head."""
+    """One line per pair: from, to, distance with its standard error (none of one seed), information in the new head."""
     wide = max(map(len, matrix.names))
     lines = [f"{'from':{wide}} {'to':{wide}}   distance     error  new head"]
     for source, target, *numbers in matrix.table()[1]:

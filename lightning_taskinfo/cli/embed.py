@@ -36,7 +36,7 @@ def embed(
         tasks: Names of embedded data (digits, letters), npz files or idx folders, each alone or with a variant behind a
             colon: even-odd, small-large, inverted, random-labels, a choice of classes like only-0-1-7, or one class
             like one-3.
-        folder: Folder of the results: embeddings.json, an npz file a task, task_map.png and difficulty.png.
+        folder: Folder of the results: embeddings.json, an npz file per task, task_map.png and difficulty.png.
         alpha: How much the complexity of a source speaks for it; 0 for the symmetric distance.
         labels: Fisher information exactly over the model's labels, or with labels sampled from it.
         max_samples: At most this many samples of a task go into its Fisher information.

@@ -60,7 +60,7 @@ def phase_diagram(
 
 
 def _gain_table(simulated: PhaseDiagram) -> str:
-    """One line a cell: angle, samples per dimension, simulated gain with its standard error, theory."""
+    """One line per cell: angle, samples per dimension, simulated gain with its standard error, theory."""
     lines = ["theta_deg   gamma       gain     error    theory"]
     for a, theta in enumerate(simulated.theta.rad2deg().tolist()):
         for g, gamma in enumerate(simulated.gamma.tolist()):

@@ -16,7 +16,7 @@ class CurvatureBlock:
 
     The parameters are laid side by side as a matrix :math:`W` with ``R`` rows: each one reshaped to ``[R, -1]``, a
     layer's bias being its last column. In the basis :math:`\tilde W = U_L^\top W\, U_R` the curvature is diagonal.
-    One row is a block with a matrix of its own; a row a neuron shares one matrix among neurons; a basis on both sides
+    One row is a block with a matrix of its own; a row per neuron shares one matrix among neurons; a basis on both sides
     is a Kronecker product. Nothing larger than ``[R, R]`` or ``[D, D]`` is ever formed.
 
     Attributes:

@@ -189,7 +189,7 @@ def gradient_gram(
     from the model.
 
     Raises:
-        ValueError: As for :func:`fisher_trace`, and for ``labels="exact"``, which has several gradients a sample.
+        ValueError: As for :func:`fisher_trace`, and for ``labels="exact"``, which has several gradients per sample.
 
     Example:
         >>> from torch import nn, tensor

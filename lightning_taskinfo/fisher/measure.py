@@ -178,7 +178,7 @@ def measure(
             f"`targets` must be a tensor, got {targets if isinstance(targets, str) else type(targets)!r}."
         )
     if targets is not None and len(targets) != n:
-        raise ValueError(f"`targets` must have one entry a sample ({n}), got {len(targets)}.")
+        raise ValueError(f"`targets` must have one entry per sample ({n}), got {len(targets)}.")
     if request.forward_fn is None:
         call_on(model, inputs)  # before anything is watched
     with observing_parts(observed), full_precision(observed), resharding(model):

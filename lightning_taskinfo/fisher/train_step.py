@@ -206,7 +206,7 @@ class StepRecorder:
         if StepRecorder.busy or step != self.step:
             return
         if operation not in self.waiting:
-            self.skip("the backward pass came by more than once")
+            self.skip("a layer received more than one gradient")
             return
         StepRecorder.busy = True
         try:

@@ -20,7 +20,7 @@ def check_same_shape(outputs: Tensor, targets: Tensor | None) -> None:
         pick = "module(x).squeeze(-1)" if outputs.shape[-1:] == (1,) else "module(x)[..., 0]"
         raise ValueError(
             f"`targets` must have the outputs' shape {list(outputs.shape)}, got {list(targets.shape)}; "
-            "an extra or missing axis would silently broadcast. A callback's `forward_fn` or `batch_fn` can mend it, "
+            "an extra or missing axis would silently broadcast. A callback's `forward_fn` or `batch_fn` fixes it, "
             f"such as `lambda module, x: {pick}`, or whatever picks the prediction."
         )
 

@@ -128,7 +128,7 @@ class Categorical:
             outputs.dim() > 2 and targets.shape == outputs.shape[:1] + outputs.shape[2:]
         )  # as for `cross_entropy`
         if targets.is_floating_point() or targets.shape != outputs.shape[:-1]:
-            end = "; a callback's `forward_fn` or `batch_fn` can mend it."
+            end = "; a callback's `forward_fn` or `batch_fn` fixes it."
             if targets.is_floating_point():
                 end = "; set `likelihood` to 'gaussian', or to 'bernoulli' for yes and no."
             raise ValueError(

@@ -27,7 +27,7 @@ class PlanarMap(NamedTuple):
 
 
 def filter_means(fisher: Tensor, *, transposed: bool = False, groups: int = 1) -> Tensor:
-    """Mean of a weight's diagonal Fisher information over each filter: one number an output channel or row.
+    """Mean of a weight's diagonal Fisher information over each filter: one number per output channel or row.
 
     Args:
         fisher: Diagonal of the Fisher information, shaped like the weight: ``[out, in, ...]``, or

@@ -122,7 +122,7 @@ def estimate_mutual_information(
 
 
 def _column(argument: str, tensor: Tensor) -> Tensor:
-    """Read one number a sample, shape ``[N]``, as ``[N, 1]``."""
+    """Read one number per sample, shape ``[N]``, as ``[N, 1]``."""
     if not tensor.ndim:
         raise ValueError(
             f"`{argument}` must hold a row for each sample, got a tensor without a shape."

@@ -48,7 +48,7 @@ class Lautum(Regularizer):
     reach 1. Three steps rule it out: :math:`\Sigma_x` gets a ridge, :math:`\rho_j^2` is multiplied by
     :math:`n/(n+r)` (what :math:`n` samples of :math:`r` independent directions overestimate it by), and
     :math:`\rho_j` is cut at 1 and multiplied by ``1 - shrinkage``. That is also the cap of this information, which
-    has none of its own: :math:`L \le K \ell(1 - \text{shrinkage})`, 8.1 nats an output by default.
+    has none of its own: :math:`L \le K \ell(1 - \text{shrinkage})`, 8.1 nats per output by default.
 
     Args:
         input_shape: Shape of one input.

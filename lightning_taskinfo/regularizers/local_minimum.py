@@ -29,7 +29,7 @@ class LocalMinimumRegularizer(Regularizer):
     .. math:: \nabla R_\alpha = \frac1M \sum_i \big[ \nabla L(B_i, w) - \nabla L(B_i, w - \alpha g_i) \big]
 
     is computed on the spot, part by part, so that no second-order graph is built and memory holds one part at a time;
-    the returned penalty carries it to the weights. That costs two more forward and backward passes a batch.
+    the returned penalty carries it to the weights. That costs two more forward and backward passes per batch.
 
     Both losses are computed in float32 with autocast off, under the same dropout masks and the same weight noise: the
     step is far below what bf16 resolves. Batch-norm statistics are not moved. Weight decay in the optimizer is no

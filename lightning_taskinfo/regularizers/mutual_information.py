@@ -63,8 +63,8 @@ class MutualInformation(Regularizer):
             estimate is read on the others in either case. InfoNCE always counts the joint pairs.
         clip: The :math:`\tau` of the SMILE estimate.
         alternate: Take turns by ``"step"`` or by ``"epoch"``.
-        critic_steps: Critic steps a call. A critic that lags behind teaches the network to escape it, not to tell less:
-            where a fresh estimate rises with the weight, take more of them.
+        critic_steps: Critic steps per call. If a fresh estimate rises with the weight, the critic is too slow: take
+            more of them.
         learning_rate: Learning rate of the critic's Adam.
         seed: Seed of the critic's initial weights.
 

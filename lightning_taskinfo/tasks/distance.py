@@ -155,7 +155,7 @@ def _check_travels(**functions: Callable[..., Any]) -> None:
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             wanted = "a function at the top of a module, or `workers` 0"
             raise ValueError(
-                f"`{argument}` must be {wanted}, got {function!r}, which does not travel."
+                f"`{argument}` must be {wanted}, got {function!r}, which cannot be pickled."
             ) from error
 
 

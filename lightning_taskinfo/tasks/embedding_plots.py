@@ -87,7 +87,7 @@ def plot_difficulty(
 def embedding_rows(
     embeddings: Sequence[TaskEmbedding], *, alpha: float = ALPHA
 ) -> list[dict[str, Any]]:
-    """Return one row a task: size, norm, test error, place on the map, and the nearest source among the others.
+    """Return one row per task: size, norm, test error, place on the map, and the nearest source among the others.
 
     Args:
         embeddings: Of one probe.
@@ -156,7 +156,7 @@ def _scatter(
     places: Sequence[Sequence[float]],
     areas: Sequence[float],
 ) -> None:
-    """Draw a point a task, named in the legend: names beside the points would cover each other where tasks are near."""
+    """Draw a point per task, named in the legend: names at the points would overlap for similar tasks."""
     from matplotlib import colormaps
 
     for i, (embedding, (x, y), area) in enumerate(zip(embeddings, places, areas, strict=True)):

@@ -98,7 +98,7 @@ def squared_distance(networks: ReLUNetworks, others: ReLUNetworks) -> Tensor:
 def train_networks(
     networks: ReLUNetworks, batches: Iterable[tuple[Tensor, Tensor]], *, learning_rate: float = 0.5
 ) -> ReLUNetworks:
-    """Gradient descent of both layers on half the mean squared error, one step a batch.
+    """Gradient descent of both layers on half the mean squared error, one step per batch.
 
     Rates are in units of the width, as in the mean-field limit: features move as far in a wide network as in a narrow.
 

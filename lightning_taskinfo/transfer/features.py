@@ -122,7 +122,7 @@ class Network:
     Attributes:
         model: The network.
         run: Returns its outputs on inputs.
-        seen: What modules put out, in the order in which they finished; one entry a call.
+        seen: What modules put out, in the order in which they finished; one entry per call.
         head: Name of the linear layer whose output is the network's; ``None`` where it ends in something else.
     """
 

@@ -209,7 +209,7 @@ def layer_information(
 
 
 def _dumbbells(ax: "Axes", layers: list[str], moments: dict[str, dict[str, float]]) -> None:
-    """One line a layer from before to after, and what was added as a mark of its own."""
+    """One line per layer from before to after, and what was added as a mark of its own."""
     before, after = moments.get("before", {}), moments.get("after", {})
     for row, layer in enumerate(layers):
         if layer in before and layer in after:

@@ -160,7 +160,7 @@ def feature_overlap(
         The shares, with standard errors.
 
     Raises:
-        ValueError: If a layer is unknown or not as above, there are fewer than two folds or four samples a fold, all
+        ValueError: If a layer is unknown or not as above, there are fewer than two folds or four samples per fold, all
             labels are the same, or inputs, labels or features are not finite.
 
     Example:
@@ -194,7 +194,7 @@ def label_columns(labels: Tensor, folds: int) -> Tensor:
         raise ValueError(f"`folds` must be at least 2, got {folds}.")
     if len(columns) < 4 * folds:
         raise ValueError(
-            f"`data` must have at least 4 samples a fold, got {len(columns)} for {folds} folds."
+            f"`data` must have at least 4 samples per fold, got {len(columns)} for {folds} folds."
         )
     if not (columns != columns[0]).any():
         raise ValueError(

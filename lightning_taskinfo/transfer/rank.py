@@ -105,7 +105,7 @@ def rank_starts(
         The ranking, best first; it prints, draws, saves and logs itself.
 
     Raises:
-        ValueError: If there is no start, fewer than four samples a fold or one class only; if a network cannot be
+        ValueError: If there is no start, fewer than four samples per fold or one class only; if a network cannot be
             called or has no such layer; or if ``scratch`` or ``curve`` does not fit.
 
     Example:

@@ -22,7 +22,7 @@ class Result:
         seed: The seed.
         test: Numbers on the target test set by name: ``accuracy``, and ``loss`` in nats, or another metric.
         source: The same on the source's test set.
-        curves: One dict an epoch, with its ``stage``.
+        curves: One dict per epoch, with its ``stage``.
         information: Information in the weights, whole and by layer, before and after fine-tuning, and added by it.
         fisher_trace: Trace of the Fisher information, in the same way.
         overlap: Share of the target labels that the features of each layer miss.
@@ -102,7 +102,7 @@ def checked_results(results: Iterable[Result | Mapping[str, Any]]) -> tuple[Resu
     for result in found:
         if result.cell in seen:
             raise ValueError(
-                f"`results` must hold one result a method, number of labels and seed, got two {result}."
+                f"`results` must hold one result per method, number of labels and seed, got two {result}."
             )
         seen.add(result.cell)
         if result.test.keys() != found[0].test.keys():
@@ -163,7 +163,7 @@ def mean_interval(
     r"""Return the mean of independent values with Student's interval :math:`\bar v \pm t_{n-1}\, s / \sqrt n`.
 
     Args:
-        values: One value a seed.
+        values: One value per seed.
         confidence: Probability that the interval covers the true mean, for normal values.
         bounds: What the mean can be at all; the interval is cut there.
         scale: Size of the numbers from which the values were computed, to tell spread from rounding; by default

@@ -29,7 +29,7 @@ def seed_from(*parts: int) -> int:
 class EpochSampler(Sampler[Draw]):
     """Every sample once a pass, in an order that depends on the seed, the epoch and the pass only.
 
-    A loader that is shorter than the one beside it is opened several times an epoch: each pass has its own order.
+    A loader that is shorter than the one beside it is opened several times per epoch: each pass has its own order.
     Lightning calls :meth:`set_epoch`.
 
     Args:

@@ -321,7 +321,7 @@ def test_an_input_changed_in_place_gives_no_number():
         ({"labels": "empirical"}, "`targets` must be given for `labels='empirical'`, got None"),
         (
             {"targets": torch.zeros(3, dtype=torch.long)},
-            r"`targets` must have one entry a sample \(7\), got 3",
+            r"`targets` must have one entry per sample \(7\), got 3",
         ),
     ],
 )

@@ -355,7 +355,7 @@ def test_a_second_backward_pass_is_no_measurement():
     loss = forward(net, x, y, recorder)
     loss.backward(retain_graph=True)
     loss.backward()
-    assert recorder.problem == "the backward pass came by more than once"
+    assert recorder.problem == "a layer received more than one gradient"
     assert not recorder.norms
 
 

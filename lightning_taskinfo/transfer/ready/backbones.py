@@ -37,7 +37,7 @@ def mlp(image_shape: Shape, *, width: int = 128) -> nn.Module:
 
 
 def small_cnn(image_shape: Shape, *, width: int = 16, feature_dim: int = 64) -> nn.Module:
-    """Two convolutions with pooling and a linear layer: seconds an epoch on a processor.
+    """Two convolutions with pooling and a linear layer: seconds per epoch on a processor.
 
     Args:
         image_shape: Channels, height and width of an image.
