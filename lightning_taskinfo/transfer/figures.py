@@ -9,18 +9,11 @@ if TYPE_CHECKING:
 
     from lightning_taskinfo.transfer.report import TransferReport
 
-TARGET = ("fine_tune", "scratch")  # stages that train on the target
-VALUES = {  # what learning curves show, the first two where they are there: title, scale
-    "val_accuracy": ("validation accuracy, %", 100),
-    "val_loss": ("validation loss, nats", 1),
-    "train_loss": ("training loss, nats", 1),
-}
 MOMENTS = {  # of information in the weights: label, colour, marker
     "before": ("before fine-tuning", "tab:blue", "o"),
     "after": ("after", "tab:orange", "o"),
     "added": ("added by fine-tuning", "tab:green", "D"),
 }
-COLORS = [f"C{index}" for index in (0, 1, 2, 3, 4, 5, 6, 8, 9)]  # C7 is grey, that of scratch
 
 
 def plot_accuracy(
@@ -68,81 +61,13 @@ def plot_accuracy(
     ax.set_ylim(len(methods) - 0.5, -0.5)
     ax.set_xlabel(f"{measure.value} on the target test set{', %' * measure.share}{only}")
     title = f"mean and {100 * confidence:g} % interval; short strokes: seeds"
-    title = "one seed, no interval" if _single(report) else title
+    if len({row.seed for row in report.results}) == 1:
+        title = "one seed, no interval"
     ax.set_title(title, fontsize="small", loc="left")
     if not only:
         ax.legend(frameon=False, title="target labels", loc="center left", bbox_to_anchor=(1, 0.5))
     ax.spines[["top", "right"]].set_visible(False)
     return ax.figure, ax  # type: ignore[return-value]
-
-
-def plot_learning_curves(report: "TransferReport") -> tuple["Figure", list[list["Axes"]]]:
-    """Draw the training on the target, one column a number of labels: mean, and the range over seeds as a band.
-
-    Accuracy and loss on the validation samples where there are any, the training loss otherwise.
-
-    Args:
-        report: What to draw.
-
-    Returns:
-        The figure and its axes, by row and column.
-
-    Raises:
-        ValueError: If there are no such curves.
-    """
-    from matplotlib.ticker import MaxNLocator
-
-    points = [p for row in report.results for p in row.curves if p["stage"] in TARGET]
-    names = dict.fromkeys(name for p in points for name in p if name not in ("stage", "epoch"))
-    if not names:
-        raise ValueError("`report` must hold curves of trainings on the target, got none.")
-    known = [name for name in VALUES if name in names] or [*names]
-    values = known[:2] if known[0] != "train_loss" else known[:1]
-    counts = report.labels
-    width, height = max(5.0, 1.2 + 2.6 * len(counts)), 0.8 + 2.2 * len(values)
-    axes = _grid(len(values), len(counts), width, height, sharex=True, sharey="row")
-    others = [method for method in report.methods if method != "scratch"]
-    for axes_row, value in zip(axes, values, strict=True):
-        title, scale = VALUES.get(value, (value, 1))
-        axes_row[0].set_ylabel(title)
-        for ax, labels in zip(axes_row, counts, strict=True):
-            for method in report.methods:
-                style = {"color": "0.5", "linestyle": "--"}
-                if method != "scratch":
-                    index = others.index(method)
-                    style = {"color": COLORS[index % 9], "linestyle": "-" if index < 9 else "-."}
-                _band(ax, _by_epoch(report, method, labels, value, scale), method, style)
-            ax.spines[["top", "right"]].set_visible(False)
-    for top, bottom, labels in zip(axes[0], axes[-1], counts, strict=True):
-        top.set_title(f"{labels} target labels", fontsize="medium")
-        bottom.set_xlabel("epoch")
-        bottom.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
-    _legend_below(
-        axes, "one seed" if _single(report) else "mean over seeds; band: smallest to largest"
-    )
-    return axes[0][0].figure, axes  # type: ignore[return-value]
-
-
-def _by_epoch(
-    report: "TransferReport", method: str, labels: int, value: str, scale: float
-) -> dict[int, list[float]]:
-    """Values of all seeds by epoch; what is missing or not finite is left out."""
-    found: dict[int, list[float]] = {}
-    for row in report.cell(method, labels).values():
-        for point in row.curves:
-            number = point.get(value)
-            if point["stage"] in TARGET and number is not None and math.isfinite(number):
-                found.setdefault(point["epoch"], []).append(scale * number)
-    return dict(sorted(found.items()))
-
-
-def _band(ax: "Axes", points: dict[int, list[float]], label: str, style: dict[str, Any]) -> None:
-    """Mean over seeds by epoch, and the range."""
-    epochs, seeds = list(points), points.values()
-    means = [sum(values) / len(values) for values in seeds]
-    ax.plot(epochs, means, label=label, linewidth=1.5, **style)
-    low, high = [min(values) for values in seeds], [max(values) for values in seeds]
-    ax.fill_between(epochs, low, high, color=style["color"], alpha=0.12, linewidth=0)
 
 
 def plot_information(
@@ -188,7 +113,10 @@ def plot_information(
     axes[0].set_xlim(0.6 * min(nats) if min(nats) >= 1 else 0, 1.7 * max(nats))
     title = f"information in the weights by layer, nats ({labels} target labels)"
     axes[0].figure.suptitle(title, fontsize="medium")
-    _legend_below(grid, "")
+    figure: Any = axes[0].figure
+    handles, names = axes[0].get_legend_handles_labels()
+    place = {"loc": "outside lower center", "ncols": len(names)}
+    figure.legend(handles, names, frameon=False, fontsize="small", **place)
     return axes[0].figure, axes[: len(found)]  # type: ignore[return-value]
 
 
@@ -227,17 +155,10 @@ def _dumbbells(ax: "Axes", layers: list[str], moments: dict[str, dict[str, float
 def draw_all(report: "TransferReport", *, confidence: float = 0.95) -> dict[str, "Figure"]:
     """Return every figure for which the report has numbers, by the name of its file."""
     figures = {"accuracy": plot_accuracy(report, confidence=confidence)[0]}
-    points = [point for row in report.results for point in row.curves]
-    if any(point["stage"] in TARGET and len(point) > 2 for point in points):
-        figures["curves"] = plot_learning_curves(report)[0]
     for labels in report.labels:
         if any(layer_information(report, method, labels) for method in report.methods):
             figures[f"information_{labels}"] = plot_information(report, labels)[0]
     return figures
-
-
-def _single(report: "TransferReport") -> bool:
-    return len({row.seed for row in report.results}) == 1
 
 
 def _grid(rows: int, columns: int, width: float, height: float, **share: Any) -> list[list["Axes"]]:
@@ -245,19 +166,3 @@ def _grid(rows: int, columns: int, width: float, height: float, **share: Any) ->
 
     figure = Figure(figsize=(width, height), layout="constrained")
     return figure.subplots(rows, columns, squeeze=False, **share).tolist()
-
-
-def _legend_below(axes: list[list["Axes"]], title: str) -> None:
-    """One legend for all axes, whose entries are the same."""
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    figure: Any = axes[0][0].figure
-    figure.legend(
-        handles,
-        labels,
-        loc="outside lower center",
-        ncols=max(1, min(len(labels), int(figure.get_figwidth() / 1.9))),
-        frameon=False,
-        title=title or None,
-        fontsize="small",
-        title_fontsize="small",
-    )

@@ -271,7 +271,6 @@ def _colored(title: str, cell: str) -> Any:
 MANY = 5  # seeds from which more of them narrow an interval slowly
 CAPTIONS = {  # name of the figure's file -> what it shows; `information_50` is that with 50 labels
     "accuracy": "Results on the target test set, by method and number of target labels",
-    "curves": "Learning curves on the target, by method and number of target labels",
     "information": "Information in the weights by layer, before and after fine-tuning",
 }
 

@@ -1,7 +1,6 @@
 """Figures show the numbers of the report, whatever is missing in it."""
 
 import sys
-from dataclasses import asdict
 
 import pytest
 
@@ -11,7 +10,6 @@ from lightning_taskinfo.transfer.figures import (
     layer_information,
     plot_accuracy,
     plot_information,
-    plot_learning_curves,
 )
 from lightning_taskinfo.transfer.report import TransferReport
 from tests.transfer.results import LAYERS, METHODS, minimal, report, result
@@ -69,38 +67,6 @@ def test_draws_on_given_axes():
     assert fig is given.figure
 
 
-def test_curves_are_means_with_ranges():
-    experiment = report(METHODS[:3], labels=(50, 100), seeds=3)
-    _, axes = plot_learning_curves(experiment)
-    assert [[ax.get_title() for ax in row] for row in axes] == [
-        ["50 target labels", "100 target labels"],
-        ["", ""],
-    ]
-    for column, labels in enumerate((50, 100)):
-        for line, band, method in zip(
-            axes[0][column].lines, axes[0][column].collections, METHODS, strict=False
-        ):
-            cell = experiment.cell(method, labels).values()
-            last = [100 * row.curves[-1]["val_accuracy"] for row in cell]
-            assert line.get_label() == method
-            assert line.get_xdata()[-1] == 8
-            assert line.get_ydata()[-1] == pytest.approx(sum(last) / 3)
-            at_the_end = [y for x, y in band.get_paths()[0].vertices if x == 8]
-            assert (min(at_the_end), max(at_the_end)) == pytest.approx((min(last), max(last)))
-
-
-def test_curves_skip_what_is_missing_and_what_is_not_a_number():
-    rows = [result("scratch"), result("lautum"), minimal("standard", 50, 0, 0.5)]
-    rows[1]["curves"][5]["val_accuracy"] = float("nan")
-    rows[1]["curves"][6]["val_accuracy"] = None
-    _, axes = plot_learning_curves(TransferReport(rows, {}))
-    assert {line.get_label(): len(line.get_xdata()) for line in axes[0][0].lines} == {
-        "scratch": 8,
-        "standard": 0,
-        "lautum": 6,
-    }
-
-
 def test_information_is_by_layer_and_moment():
     experiment = report(METHODS[:3], labels=(50, 100), seeds=2)
     _, axes = plot_information(experiment, 100)
@@ -149,9 +115,9 @@ def test_information_near_zero_and_not_finite_can_be_drawn():
     [
         (
             report(METHODS[:2], (50, 100), 1),
-            ["accuracy", "curves", "information_50", "information_100"],
+            ["accuracy", "information_50", "information_100"],
         ),
-        (report(METHODS[:2], (50,), 1, measured=False), ["accuracy", "curves"]),
+        (report(METHODS[:2], (50,), 1, measured=False), ["accuracy"]),
         (TransferReport([minimal("lautum", 50, 0, 0.5)], {}), ["accuracy"]),
     ],
     ids=["all", "no information", "accuracy alone"],
@@ -159,7 +125,7 @@ def test_information_near_zero_and_not_finite_can_be_drawn():
 def test_draws_what_there_is(experiment, names):
     figures = draw_all(experiment)
     assert list(figures) == names
-    for name in names[2:]:
+    for name in names[1:]:
         assert (
             f"({name.removeprefix('information_')} target labels)" in figures[name].get_suptitle()
         )
@@ -168,34 +134,10 @@ def test_draws_what_there_is(experiment, names):
     )
 
 
-@pytest.mark.parametrize("count", [2, 8, 12])
-def test_methods_can_be_told_apart(count):
-    names = [*METHODS, "a", "b", "c", "d"][:count]
-    _, axes = plot_learning_curves(report(names, seeds=1))
-    looks = {(line.get_color(), line.get_linestyle()) for line in axes[0][0].lines}
-    assert len(looks) == count
-
-
 def test_refuses_what_is_not_there():
     experiment = TransferReport([minimal("lautum", 50, 0, 0.5)], {})
-    with pytest.raises(
-        ValueError,
-        match="`report` must hold curves of trainings on the target, got none",
-    ):
-        plot_learning_curves(experiment)
     with pytest.raises(
         ValueError,
         match="`labels` must be a number of labels at which information was measured, got 50",
     ):
         plot_information(experiment)
-
-
-def test_without_validation_samples_the_training_loss_is_drawn():
-    results = [asdict(row) for row in report().results]
-    for row in results:
-        row["curves"] = [
-            {k: v for k, v in point.items() if not k.startswith("val_")} for point in row["curves"]
-        ]
-    _, axes = plot_learning_curves(TransferReport(results, {}, "no validation"))
-    assert [row[0].get_ylabel() for row in axes] == ["training loss, nats"]
-    assert all(len(line.get_xdata()) for line in axes[0][0].lines)

@@ -69,7 +69,7 @@ def test_is_accessible(page):
     root = parsed(page)
     assert root.get("lang") == "en"
     assert all(len(image.get("alt")) > 20 for image in root.iter("img"))
-    assert len(list(root.iter("img"))) == 4
+    assert len(list(root.iter("img"))) == 3
     for table in root.iter("table"):
         assert table.find("caption") is not None
         assert all(cell.get("scope") in {"col", "row"} for cell in table.iter("th"))

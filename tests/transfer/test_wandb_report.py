@@ -48,7 +48,7 @@ def test_the_run_has_table_images_numbers_and_its_group(tmp_path):
         rows[1]["over_scratch_error_low"]
     )
     assert "taskinfo/scratch/50_labels/over_scratch_error" not in item
-    for name in ("accuracy", "curves"):
+    for name in ("accuracy",):
         assert (
             (run / "files" / item[f"taskinfo/figures/{name}.path"])
             .read_bytes()
