@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_taskinfo._files import atomic_write, make_folder, read_json, write_json
+from lightning_taskinfo.transfer import render
+from lightning_taskinfo.transfer.figures import draw_all
 from lightning_taskinfo.transfer.results import (
     Interval,
     Result,
@@ -225,26 +227,18 @@ class TransferReport:
 
     def to_markdown(self, confidence: float = 0.95, *, figures: Iterable[str] = ()) -> str:
         """Return the report as Markdown; ``figures`` are names of PNG files beside it, without the suffix."""
-        from lightning_taskinfo.transfer.render import to_markdown
-
-        return to_markdown(self, confidence, figures)
+        return render.to_markdown(self, confidence, figures)
 
     def to_terminal(self, confidence: float = 0.95, *, width: int | None = None) -> str:
         """Return the main table for a terminal of ``width`` columns: drawn by rich where it is installed."""
-        from lightning_taskinfo.transfer.render import to_terminal
-
-        return to_terminal(self, confidence, width)
+        return render.to_terminal(self, confidence, width)
 
     def to_html(self, confidence: float = 0.95) -> str:
         """Return the report as one page that needs nothing else: no script, no request, figures inside."""
-        from lightning_taskinfo.transfer.render import to_html
-
-        return to_html(self, confidence, self.figures(confidence))
+        return render.to_html(self, confidence, self.figures(confidence))
 
     def figures(self, confidence: float = 0.95) -> dict[str, "Figure"]:
         """Return every figure for which there are numbers, by the name of its file; none without matplotlib."""
-        from lightning_taskinfo.transfer.figures import draw_all
-
         return draw_all(self, confidence=confidence) if find_spec("matplotlib") else {}
 
     def save(self, folder: str | os.PathLike[str], *, confidence: float = 0.95) -> dict[str, Path]:
@@ -261,8 +255,6 @@ class TransferReport:
         Raises:
             ValueError: If ``folder`` is a file.
         """
-        from lightning_taskinfo.transfer.render import to_html
-
         folder = make_folder(folder)
         figures = self.figures(confidence)
         for name, figure in figures.items():
@@ -271,7 +263,7 @@ class TransferReport:
             figure.set_layout_engine("none")  # it is laid out now, which takes longer than drawing
         pages = {
             "report.md": self.to_markdown(confidence, figures=figures),
-            "report.html": to_html(self, confidence, figures),
+            "report.html": render.to_html(self, confidence, figures),
         }
         for name, text in pages.items():
             with atomic_write(folder / name, "w") as file:
