@@ -12,6 +12,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import lightning_taskinfo
+from lightning_taskinfo.certificates.reading import percent, round_up
 from lightning_taskinfo.functional.paired import student_quantile
 from lightning_taskinfo.transfer.overlap import is_far
 
@@ -104,20 +105,24 @@ PROOFS = {"stochastic": "randomised", "network": "the network itself", "test_set
 
 
 def certificate_table(report: "TransferReport") -> TextTable | None:
-    """Upper bounds on the true error, mean and range over seeds; None where none were asked for."""
+    """Upper bounds on the true error, rounded up, mean and range over seeds; None where none were asked for."""
     rows = []
     for labels, method, results in _cells(report):
         found = [result.certificate for result in results if result.certificate]
         if found:
             bounds = [
-                _range([one[name] for one in found if one[name] is not None]) for name in PROOFS
+                _range([round_up(bound, 3) for bound in _known(found, name)]) for name in PROOFS
             ]
-            valid = [one for one in found if one["valid"]]
-            rows.append([str(labels), method, *bounds, f"{len(valid)} of {len(found)}"])
+            valid = len([one for one in found if one["valid"]])
+            rows.append([str(labels), method, *bounds, f"{valid} of {len(found)}"])
     if not rows:
         return None
     header = ["labels", "method", *(f"{proof}, %" for proof in PROOFS.values()), "valid"]
     return TextTable("Upper bounds on the true error, mean (range) over seeds", header, rows)
+
+
+def _known(certificates: Iterable[Mapping[str, Any]], name: str) -> list[float]:
+    return [one[name] for one in certificates if one[name] is not None]
 
 
 def _cells(report: "TransferReport") -> Iterable[tuple[int, str, list["Result"]]]:
@@ -315,11 +320,27 @@ def findings(report: "TransferReport", confidence: float) -> list[str]:
             f"With {few} seeds an interval reaches {reach:.1f} standard deviations of a seed's gain to each side, with "
             f"{MANY} it is {later:.1f}: where it cannot tell, add seeds; a `folder` keeps those that are done."
         )
+    lines += _proved(report)
     if "scratch" not in report.methods:
         lines.append(
             "No run from scratch is among the results: whether transfer helps cannot be said."
         )
     return lines
+
+
+def _proved(report: "TransferReport") -> list[str]:
+    """What the valid certificates say, in the worst case over seeds."""
+    said: dict[int, list[str]] = {}
+    for labels, method, results in _cells(report):
+        valid = [one.certificate for one in results if one.certificate and one.certificate["valid"]]
+        bounds = {proof: _known(valid, name) for name, proof in PROOFS.items()}
+        proofs = [f"{percent(max(known))} ({proof})" for proof, known in bounds.items() if known]
+        if proofs:
+            said.setdefault(labels, []).append(f"{method} {', '.join(proofs)}")
+    return [
+        f"{labels} labels, certified, the largest bound of a seed: {'; '.join(parts)}."
+        for labels, parts in said.items()
+    ]
 
 
 def notes(report: "TransferReport", confidence: float) -> dict[str, str]:

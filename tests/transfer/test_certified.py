@@ -1,6 +1,7 @@
 """``transfer(..., certify=True)``: three bounds for every start and for scratch, those of ``certify`` by hand."""
 
 import functools
+import math
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from lightning_taskinfo.transfer import transfer
 from lightning_taskinfo.transfer.adapt import adapted
 from lightning_taskinfo.transfer.starts import Start, read_start
 from tests.transfer.own_nets import Net, Regression, clusters
+from tests.transfer.results import minimal
 
 TRAIN, TEST = clusters(400, 3, seed=0), clusters(300, 3, seed=1)
 DATA = {"train": TRAIN, "test": TEST}
@@ -93,12 +95,32 @@ def test_the_report_shows_them_and_what_could_not_be_checked(reference, tmp_path
     files = report.save(tmp_path)
     assert TransferReport.load(tmp_path).same_as(report)
     bound = report.cell("four, linear", LABELS)[0].certificate["network"]
+    up = f"{math.ceil(1000 * bound) / 10:.1f}"  # never less than was proved
     for text in (files["report.md"].read_text(), files["report.html"].read_text()):
         assert "What can be certified" in text
-        assert f"{100 * bound:.1f}" in text
+        assert up in text
         assert "pretrained on other samples" in text
+    assert f"{up} % (the network itself)" in report.to_terminal()
     row = next(row for row in report.table() if row["method"] == "four, linear")
     assert row["certified_network"] == bound
+
+
+def test_bounds_are_rounded_up_and_those_that_may_not_be_claimed_are_in_no_sentence():
+    def certified(seed, bound, **changes):
+        proofs = {"stochastic": bound, "network": None, "test_set": bound}
+        words = {"valid": True, "reasons": [], "assumptions": ["trust"], "confidence": 0.95}
+        return {**minimal("scratch", 50, seed, 0.5), "certificate": {**proofs, **words, **changes}}
+
+    report = TransferReport([certified(0, 0.1001), certified(1, 0.2001)], {})
+    assert "| 50 | scratch | 15.1 (10.1 to 20.1) |  | 15.1 (10.1 to 20.1) | 2 of 2 |" in (
+        report.to_markdown()
+    )
+    sentence = "50 labels, certified, the largest bound of a seed: scratch 20.1 % (randomised), 20.1 % (by test"
+    assert sentence in report.to_terminal()
+    bad = TransferReport([certified(0, 0.1, valid=False, reasons=["it was moved"])], {})
+    assert "certified, the largest" not in bad.to_terminal()
+    assert "Not valid where: it was moved" in bad.to_markdown()
+    assert "0 of 1" in bad.to_markdown()
 
 
 def test_a_finished_run_is_read_and_one_without_certificates_is_another(reference):
