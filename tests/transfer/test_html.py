@@ -161,7 +161,7 @@ def test_a_browser_opens_it_without_a_word(tmp_path, page):
     (tmp_path / "report.html").write_text(page, encoding="utf-8")
     document, console, asked = browse(tmp_path / "report.html", tmp_path)
     assert (console, asked) == ([], set())
-    assert document.count("<img ") == 4
+    assert document.count("<img ") == 3
     assert document.count("<table>") == 3
 
 
