@@ -36,8 +36,8 @@ from scipy.stats import t as student
 from small_training import AUGMENTATIONS, error, load, mean_loss, mislabel, train
 from torch import Generator
 
-from lightning_taskinfo._cells import run_cells
 from lightning_taskinfo._files import atomic_write, claim_folder, write_json
+from lightning_taskinfo._parallel import run_jobs
 from lightning_taskinfo.fisher import gradient_gram
 from lightning_taskinfo.functional.minima import local_minimum_summary, normalise_logits
 
@@ -256,7 +256,7 @@ def main() -> None:
     settings = {key: getattr(args, key) for key in names} | {"base": BASE}
     folder = args.folder or Path(tempfile.mkdtemp())
     claim_folder(folder, {"data": name, **settings}, argument="--folder")
-    done = run_cells(cell, plan(args), folder=folder, workers=args.workers, on_done=lambda n, r: print(
+    done = run_jobs(cell, plan(args), folder=folder, workers=args.workers, on_done=lambda n, r: print(
         n, f"loss {r['train_loss']:.3f} error {r['test_error']:.4f} {r['cpu_seconds']:.0f} s", flush=True))  # fmt: skip
     runs = list(done.values())
     scenarios = {scenario: of_scenario(runs, scenario) for scenario in SCENARIOS}

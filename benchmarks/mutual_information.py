@@ -30,8 +30,8 @@ from environment import environment
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from lightning_taskinfo._cells import run_cells
 from lightning_taskinfo._files import atomic_write, claim_folder, write_json
+from lightning_taskinfo._parallel import run_jobs
 from lightning_taskinfo.functional.mutual_information import smile
 from lightning_taskinfo.regularizers import MutualInformation
 
@@ -269,7 +269,7 @@ def main() -> None:
         }
         for B, nats, seed in itertools.product(args.batch_sizes, args.nats, range(args.seeds))
     }
-    done = run_cells(
+    done = run_jobs(
         cell,
         cells,
         folder=folder,

@@ -24,6 +24,7 @@ import time
 from pathlib import Path
 
 import torch
+from descent import descend, product, small_layers
 from scipy.stats import norm
 from scipy.stats import t as student
 
@@ -33,8 +34,7 @@ from lightning_taskinfo.functional.deep_linear import (
     fine_tuning_risk_noiseless,
     linear_transfer_risk,
 )
-from lightning_taskinfo.tasks.descent import descend, product, small_layers
-from lightning_taskinfo.tasks.simulate import draw_samples, simulate_transfer
+from lightning_taskinfo.tasks.theory import draw_tasks, simulate_transfer
 
 THETA = torch.tensor([0.0, 20.0, 40.0, 60.0, 75.0, 90.0], dtype=torch.float64).deg2rad()
 GAMMA = [0.1, 0.25, 0.5, 0.75, 0.9, 1.25, 2.0]
@@ -110,9 +110,7 @@ def descent(sigma, args, *, gamma=0.5, theta=math.pi / 3, rates=(0.04, 0.02)):
     """Whole networks from a small start: distance to the closed-form end, which must shrink with the learning rate."""
     n, angle = round(gamma * args.dimension), torch.tensor([theta], dtype=torch.float64)
     sizes = {"dimension": args.dimension, "repetitions": 4}
-    draws = draw_samples(
-        angle, n, sigma, **sizes, generator=torch.Generator().manual_seed(args.seed)
-    )
+    draws = draw_tasks(angle, n, sigma, **sizes, generator=torch.Generator().manual_seed(args.seed))
     said = simulate_transfer(
         angle, gamma, sigma, **sizes, generator=torch.Generator().manual_seed(args.seed)
     )

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
 from lightning_taskinfo import Training, __version__, structure_function
-from lightning_taskinfo._cells import run_cells
+from lightning_taskinfo._parallel import run_jobs
 from lightning_taskinfo.tasks.specs import prepare_task, small_network
 
 BETAS = tuple(10 ** (1.5 - j / 3) for j in range(14))  # 32 … 0.0015
@@ -104,7 +104,7 @@ def main() -> None:
         for seed in range(args.seeds)
         for spec, n in wanted
     }  # fmt: skip
-    found = run_cells(
+    found = run_jobs(
         one, cells, folder=args.folder, workers=args.workers,
         on_done=lambda name, value: print(name, value["critical_beta"], flush=True),
     )  # fmt: skip

@@ -30,7 +30,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_taskinfo import DistanceMatrix, Training, __version__, task_distance
+from lightning_taskinfo import Training, __version__, task_distance
+from lightning_taskinfo.tasks import DistanceMatrix
 from lightning_taskinfo.tasks.specs import Centred, prepare_task, trunk_for
 from lightning_taskinfo.tasks.training import ModelFn
 

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_taskinfo._cells import run_cells
 from lightning_taskinfo._lightning import DEFAULT
+from lightning_taskinfo._parallel import run_jobs
 from lightning_taskinfo.transfer import Stages, TransferDataModule, TransferReport, transfer
 from lightning_taskinfo.transfer.cells import Cell
 from lightning_taskinfo.transfer.logs import RunLog
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> tuple[TransferReport, dict[str, Any]]:
         pair[0].root.name: pair for seed in range(args.seeds) for pair in search_cells(args, seed)
     }
     shown = lambda name, result: print(name, json.dumps(result), flush=True)  # noqa: E731
-    found = run_cells(
+    found = run_jobs(
         run_pair, cells, folder=args.folder / "searched", workers=args.workers, on_done=shown
     )
     results, chosen = [], {}

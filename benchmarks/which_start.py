@@ -63,11 +63,12 @@ from scipy.stats import t as student
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, interpolate
 
-from lightning_taskinfo import Task2Vec, Training, embedding_distances, rank_starts, task_distance
+from lightning_taskinfo import Task2Vec, Training, rank_starts, task_distance
 from lightning_taskinfo._files import claim_folder, read_json, write_json
 from lightning_taskinfo.data import load_task
 from lightning_taskinfo.functional.paired import paired_interval
-from lightning_taskinfo.tasks._head import fit_linear_head
+from lightning_taskinfo.tasks import embedding_distances
+from lightning_taskinfo.tasks.head import fit_linear_head
 from lightning_taskinfo.tasks.probe import default_probe
 from lightning_taskinfo.tasks.specs import small_trunk
 from lightning_taskinfo.transfer import small_cnn

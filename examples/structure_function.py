@@ -13,8 +13,13 @@ from pathlib import Path
 
 import wandb
 
-from lightning_taskinfo import StructureFunction, Training, structure_function
-from lightning_taskinfo.tasks import network_for, plot_structure_functions, prepare_task
+from lightning_taskinfo import Training, structure_function
+from lightning_taskinfo.tasks import (
+    StructureFunction,
+    network_for,
+    plot_structure_functions,
+    prepare_task,
+)
 
 os.environ.setdefault("WANDB_SILENT", "true")
 TASKS = {"true labels": "digits", "random labels": "digits:random-labels"}

@@ -13,9 +13,15 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from lightning_taskinfo import Task2Vec, embedding_distances, nearest_source
+from lightning_taskinfo import Task2Vec
 from lightning_taskinfo.data import load_task
-from lightning_taskinfo.tasks import default_probe, plot_difficulty, plot_task_map
+from lightning_taskinfo.tasks import (
+    default_probe,
+    embedding_distances,
+    nearest_source,
+    plot_difficulty,
+    plot_task_map,
+)
 
 parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

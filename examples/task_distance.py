@@ -13,8 +13,8 @@ from pathlib import Path
 
 import wandb
 
-from lightning_taskinfo import DistanceMatrix, Training, task_distance
-from lightning_taskinfo.tasks import prepare_task, trunk_for
+from lightning_taskinfo import Training, task_distance
+from lightning_taskinfo.tasks import DistanceMatrix, prepare_task, trunk_for
 
 os.environ.setdefault("WANDB_SILENT", "true")
 TASKS = {

@@ -87,9 +87,8 @@ def _stepping_back(hook: Callable[..., None]) -> Callable[..., None]:
         except Exception as caught:
             error = caught
         failed = error is not None
-        if (
-            not self.checked and trainer.world_size > 1
-        ):  # nobody waits for one that has stepped back
+        # Nobody waits for one that has stepped back.
+        if not self.checked and trainer.world_size > 1:
             failed = not trainer.strategy.reduce_boolean_decision(not failed)
         self.checked = self.checked or hook.__name__ == "on_train_batch_start"
         if failed:

@@ -9,7 +9,7 @@ import re
 import time
 import uuid
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -86,9 +86,8 @@ def _alive(process: int) -> bool:
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
     """Write ``value`` as JSON, atomically; numbers come back bit for bit."""
-    text = json.dumps(
-        value, indent=1, ensure_ascii=False
-    )  # before the file is touched: it may fail
+    # Before the file is touched: it may fail.
+    text = json.dumps(value, indent=1, ensure_ascii=False)
     with atomic_write(path, "w") as file:
         file.write(text + "\n")
 
@@ -129,6 +128,24 @@ def read_result(path: str | os.PathLike[str]) -> Any:
 def _checksum(value: Any) -> str:
     read = json.loads(json.dumps(value))  # numbers as keys are strings then
     return hashlib.sha256(json.dumps(read, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def digest(named: Iterable[tuple[str, Any]]) -> str:
+    """Return a short fingerprint of tensors: their names, types, shapes and values; of others only the name.
+
+    Args:
+        named: Pairs of a name and a tensor.
+    """
+    import torch
+
+    total = hashlib.sha256()
+    for name, tensor in named:
+        total.update(name.encode())
+        if isinstance(tensor, torch.Tensor):
+            values = tensor.detach().cpu().contiguous()
+            total.update(f"{values.dtype} {list(values.shape)}".encode())
+            total.update(values.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()[:16]
 
 
 def write_tensors(path: str | os.PathLike[str], content: Any) -> None:

@@ -1,6 +1,5 @@
 """Look at a model without leaving a trace."""
 
-import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -9,6 +8,8 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
+
+from lightning_taskinfo._random import keep_random_states
 
 ParamDict: TypeAlias = dict[str, Tensor]
 """Tensors by parameter name, as in ``model.named_parameters()``."""
@@ -104,7 +105,7 @@ def observing_parts(observed: Parts) -> Iterator[None]:
     devices = {t.device for t in (*parameters, *buffers)} | {torch.device("cpu")}
     with ExitStack() as stack:
         stack.callback(_OBSERVING.reset, _OBSERVING.set(True))
-        stack.callback(_keep_random_states(devices))
+        stack.callback(keep_random_states(devices))
         stack.callback(_keep_grads(parameters))
         stack.callback(_keep_buffers(modules))
         stack.callback(_keep_modes(modules))
@@ -113,9 +114,8 @@ def observing_parts(observed: Parts) -> Iterator[None]:
         for device_type in sorted({device.type for device in devices} - {"meta"}):
             if torch.is_autocast_enabled(device_type):
                 stack.enter_context(torch.autocast(device_type, enabled=False))
-        if (
-            "torch._dynamo" in sys.modules
-        ):  # otherwise nothing can be compiled, and importing it takes a second
+        # Otherwise nothing can be compiled, and importing it takes a second.
+        if "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         for module in modules:
             if module.training:
@@ -207,26 +207,5 @@ def _keep_grads(parameters: list[nn.Parameter]) -> Restore:
         for p, grad in grads:
             if p.grad is not grad:
                 p.grad = grad
-
-    return restore
-
-
-def _keep_random_states(devices: set[torch.device]) -> Restore:
-    accelerators = [d for d in devices if d.type not in ("cpu", "meta")]
-    modules = [
-        (torch.get_device_module(d), () if d.type == "mps" else (d,)) for d in accelerators
-    ]  # one mps only
-    states = [module.get_rng_state(*device) for module, device in modules]
-    cpu_state, python_state = torch.get_rng_state(), random.getstate()
-    numpy = sys.modules.get("numpy")  # not loaded: nobody has drawn from it
-    numpy_state = numpy.random.get_state() if numpy else None
-
-    def restore() -> None:
-        torch.set_rng_state(cpu_state)
-        random.setstate(python_state)
-        if numpy:
-            numpy.random.set_state(numpy_state)
-        for (module, device), state in zip(modules, states, strict=True):
-            module.set_rng_state(state, *device)
 
     return restore

@@ -48,9 +48,8 @@ def bar(title: str, total: int) -> Iterator[Progress]:
         def update(done: int, total: int, label: str) -> None:
             if total != drawn.total:
                 drawn.reset(total)
-            if (
-                drawn.desc != f"{title} {label}: "
-            ):  # a new label is shown at once, however short its work is
+            # A new label is shown at once, however short its work is.
+            if drawn.desc != f"{title} {label}: ":
                 drawn.set_description(f"{title} {label}")
             drawn.update(done - drawn.n)
 

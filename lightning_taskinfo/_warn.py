@@ -4,15 +4,17 @@ import sys
 import warnings
 
 BETWEEN = {  # packages whose frames are nobody's call
-    *(
-        "lightning_taskinfo",
-        "torch",
-        "torchmetrics",
-        "lightning",
-        "pytorch_lightning",
-        "lightning_fabric",
-    ),
-    *("lightning_utilities", "jsonargparse", "contextlib", "functools", "importlib"),
+    "contextlib",
+    "functools",
+    "importlib",
+    "jsonargparse",
+    "lightning",
+    "lightning_fabric",
+    "lightning_taskinfo",
+    "lightning_utilities",
+    "pytorch_lightning",
+    "torch",
+    "torchmetrics",
 }
 
 
@@ -23,6 +25,8 @@ class TaskInfoWarning(UserWarning):
 def warn(message: str) -> None:
     """Warn, at the innermost call that is neither this package's nor a framework's.
 
+    Python 3.12 has ``skip_file_prefixes`` for this; older versions need the number of frames between.
+
     Args:
         message: What to say.
     """
@@ -30,9 +34,8 @@ def warn(message: str) -> None:
     level = 2  # 1 is this function, 2 its caller
     while frame.f_back is not None and _package(frame.f_globals) in BETWEEN:
         frame = frame.f_back
-        if (
-            "importlib._bootstrap" not in frame.f_code.co_filename
-        ):  # `warnings.warn` does not count those
+        # `warnings.warn` does not count those.
+        if "importlib._bootstrap" not in frame.f_code.co_filename:
             level += 1
     warnings.warn(message, TaskInfoWarning, stacklevel=level)
 

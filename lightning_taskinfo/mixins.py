@@ -19,7 +19,7 @@ Put the mixins before the LightningModule of either namespace, in any order; non
 
 ``loss + self.lautum_penalty(...)`` does as well; :meth:`PenaltyMixin.penalised` also logs. A forward on ``x_u`` moves
 the statistics of batch normalisation towards the target: where that is not wanted, run it inside
-:func:`lightning_taskinfo.frozen_batchnorm_statistics`.
+:func:`lightning_taskinfo.regularizers.frozen_batchnorm_statistics`.
 """
 
 from collections.abc import Callable, Sequence
@@ -125,9 +125,8 @@ class PenaltyMixin(Base):
         every, step = self.gradient_ratio_every_n_steps, self.global_step
         if not every or step == self._ratio_step or not (self.training and torch.is_grad_enabled()):
             return
-        acting = {
-            name: term for name, term in penalties.items() if term.requires_grad
-        }  # a weight of 0 leaves no graph
+        # A weight of 0 leaves no graph.
+        acting = {name: term for name, term in penalties.items() if term.requires_grad}
         due = (
             acting
             if step % every == 0
@@ -137,9 +136,8 @@ class PenaltyMixin(Base):
             self._ratio_step = step  # once a step, also where several batches are accumulated in it
             self._acting |= due.keys()
             ratios = self._gradient_ratios(loss, due)
-            for (
-                logger
-            ) in self.loggers:  # not `self.log`, which drops what falls between `log_every_n_steps`
+            # Not `self.log`, which drops what falls between `log_every_n_steps`.
+            for logger in self.loggers:
                 logger.log_metrics(ratios, step=step)
             self.log_dict(ratios, on_step=True, on_epoch=False, logger=False)
 
@@ -153,9 +151,8 @@ class PenaltyMixin(Base):
                 for name, norm in norms.items()
             }
         except RuntimeError as error:
-            if "donated" not in str(
-                error
-            ):  # a compiled backward pass that gives its buffers away runs only once
+            # A compiled backward pass that gives its buffers away runs only once.
+            if "donated" not in str(error):
                 raise
             self.gradient_ratio_every_n_steps = 0
             warn(f"Gradient ratios of the penalties cannot be measured here: {error}")
@@ -321,9 +318,8 @@ def _sampler(loader: Any) -> Any:
     drawn = (
         getattr(sampler, "dataset", None) if isinstance(sampler, DistributedSampler) else sampler
     )
-    return getattr(
-        drawn, "_sampler", drawn
-    )  # Lightning wraps a sampler of the user's so that ranks share it
+    # Lightning wraps a sampler of the user's so that ranks share it.
+    return getattr(drawn, "_sampler", drawn)
 
 
 def _trainer(module: Any) -> "Trainer | None":

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -59,7 +59,7 @@ def plot_curves(
     rows = list(history)
     if names is None:
         names = [name for name in dict.fromkeys(key for row in rows for key in row) if name != x]
-    ax = _axes() if ax is None else ax
+    fig, ax = figure_and_axes(ax)
     for name in names:
         points = [
             (row[x], row[name])
@@ -73,7 +73,7 @@ def plot_curves(
     ax.set_ylabel(ylabel)
     ax.spines[["top", "right"]].set_visible(False)
     ax.legend(frameon=False)
-    return ax.figure, ax  # type: ignore[return-value]  # a subfigure, where the given axes lie in one
+    return fig, ax
 
 
 def plot_pareto(
@@ -103,7 +103,7 @@ def plot_pareto(
     groups: dict[str, list[Tradeoff]] = {}
     for row in rows:
         groups.setdefault(row.structure, []).append(row)
-    ax = _axes() if ax is None else ax
+    fig, ax = figure_and_axes(ax)
     extra = math.log(2 * math.sqrt(n) / delta)
     for name, members in groups.items():
         points = sorted(((row.kl + row.price + extra) / n, 1 - row.risk) for row in members)
@@ -116,7 +116,7 @@ def plot_pareto(
     _draw_bounds(ax, chance)
     ax.spines[["top", "right"]].set_visible(False)
     ax.legend(frameon=False, title="curvature")
-    return ax.figure, ax  # type: ignore[return-value]
+    return fig, ax
 
 
 def _draw_bounds(ax: "Axes", chance: float) -> None:
@@ -158,14 +158,14 @@ def plot_ranking(
         >>> [line.get_label() for line in ax.get_lines()]
         ['all samples', 'first 1']
     """
-    ax = _axes() if ax is None else ax
+    fig, ax = figure_and_axes(ax)
     ranks = range(1, len(scores) + 1)
     ax.plot(ranks, scores, color="0.6", label="all samples")
     ax.plot(ranks[:k], scores[:k], color="C3", linewidth=3, label=f"first {min(k, len(scores))}")
     ax.set(xlabel="rank of the sample", ylabel=ylabel)
     ax.spines[["top", "right"]].set_visible(False)
     ax.legend(frameon=False)
-    return ax.figure, ax  # type: ignore[return-value]
+    return fig, ax
 
 
 def plot_bars(
@@ -186,17 +186,14 @@ def plot_bars(
         >>> [float(bar.get_width()) for bar in ax.patches]
         [3.0, 1.0]
     """
-    if ax is None:
-        from matplotlib.figure import Figure
-
-        ax = Figure(figsize=(6, 1 + 0.35 * len(values)), layout="constrained").subplots()
+    fig, ax = figure_and_axes(ax, size=(6, 1 + 0.35 * len(values)))
     bars = ax.barh([*values], [*values.values()])
     ax.bar_label(bars, fmt="{:.3g}", padding=3)
     ax.margins(x=0.15)
     ax.invert_yaxis()
     ax.set_xlabel(xlabel)
     ax.spines[["top", "right"]].set_visible(False)
-    return ax.figure, ax  # type: ignore[return-value]
+    return fig, ax
 
 
 def figure_pixels(figure: "Figure") -> Tensor:
@@ -220,7 +217,19 @@ def figure_pixels(figure: "Figure") -> Tensor:
     )[..., :3]
 
 
-def _axes() -> "Axes":
+def figure_and_axes(
+    ax: Any, *, size: tuple[float, float] = (5, 3.5), **subplot: Any
+) -> tuple[Any, Any]:
+    """Return the given axes with their figure, or those of a new one.
+
+    Args:
+        ax: Axes to draw on, or ``None``.
+        size: Width and height of a new figure, in inches.
+        **subplot: How its axes are made, e.g. ``projection="3d"``.
+    """
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(5, 3.5), layout="constrained").subplots()
+    if ax is not None:
+        return ax.figure, ax
+    figure = Figure(figsize=size, layout="constrained")
+    return figure, figure.add_subplot(**subplot)

@@ -11,7 +11,7 @@ import torch
 import lightning_taskinfo
 from lightning_taskinfo import cli
 from lightning_taskinfo.cli import _without_brackets
-from lightning_taskinfo.tasks.phase_diagram import simulate_phase_diagram
+from lightning_taskinfo.tasks.theory import simulate_phase_diagram
 
 SMALL = ["--dimension=20", "--repetitions=3", "--angles=2", "--gammas=[0.5,1.5]"]
 
@@ -188,7 +188,7 @@ FUNCTIONS = {  # command -> what it calls, and the defaults that are its own: wh
     "certify": (lightning_taskinfo.certify, {"betas"}),  # None stands for the same ones
     "complexity": (lightning_taskinfo.structure_function, {"folder"}),
     "distance": (lightning_taskinfo.task_distance, {"beta", "folder", "tasks", "workers"}),
-    "embed": (lightning_taskinfo.nearest_source, set()),
+    "embed": (lightning_taskinfo.tasks.nearest_source, set()),
     "phase-diagram": (simulate_phase_diagram, {"mode", "sigma"}),
     "rank": (lightning_taskinfo.rank_starts, {"scratch"}),
     "transfer": (

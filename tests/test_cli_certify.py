@@ -476,7 +476,7 @@ def test_a_checkpoint_that_is_not_one(folder, capsys, argument, name, message):
         ),
         (
             ["--data=nothing"],
-            "`data` must be digits or letters or name a file; 'nothing' was not found",
+            "A dataset must be digits or letters or name a file; 'nothing' was not found",
         ),
         (["--draws=0"], "`draws` must be at least 1, got 0."),
         (["--picture=a.nonsense"], "`picture` must end in .png, .pdf or .svg, got a.nonsense."),
@@ -499,7 +499,11 @@ def test_wrong_values_end_with_2_and_their_message(folder, capsys, arguments, me
             "`prior_checkpoint` must be a file, but there is none at gone.pt.",
             2,
         ),
-        (["--data=gone.npz"], "`data` must be an npz file, but there is no file at gone.npz.", 2),
+        (
+            ["--data=gone.npz"],
+            "A dataset must be an npz file, but there is no file at gone.npz.",
+            2,
+        ),
         (["--out=squares.npz/c.json"], "squares.npz", 1),
     ],
 )

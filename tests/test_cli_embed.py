@@ -5,8 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from lightning_taskinfo import TaskEmbedding, cli
+from lightning_taskinfo import cli
 from lightning_taskinfo.data import ArrayData, save_npz
+from lightning_taskinfo.tasks import TaskEmbedding
 from lightning_taskinfo.tasks.task2vec import Task2Vec
 
 SMALL = ["--size=8", "--max_samples=20", "--probe_epochs=1", "--weight_decay=0.1"]
@@ -105,9 +106,9 @@ def arrays_of_two_classes():
         ),
         (
             "--tasks=[nothing]",
-            "`tasks` must be digits or letters or name a file; 'nothing' was not found",
+            "A dataset must be digits or letters or name a file; 'nothing' was not found",
         ),
-        ("--tasks=[digits:sideways]", "A variant in `tasks` must be like one of even-odd"),
+        ("--tasks=[digits:sideways]", "A variant must be like one of even-odd"),
         ("--weight_decay=0", "`weight_decay` must be positive, got 0.0."),
         ("--probe_epochs=0", "`epochs` must be at least 1, got 0."),
         ("--max_samples=21", "`folder` must be new or of the same configuration"),

@@ -13,6 +13,7 @@ import torch
 from lightning_taskinfo._files import (
     atomic_write,
     claim_folder,
+    digest,
     make_folder,
     read_json,
     read_result,
@@ -212,3 +213,17 @@ def test_a_file_is_no_folder(tmp_path, below):
         claim_folder(tmp_path / "file" / below, {"seed": 0}, argument="out")
     assert (tmp_path / "file").read_text() == "in the way"
     assert make_folder(tmp_path / "new" / below).is_dir()
+
+
+def test_a_digest_knows_names_types_shapes_and_values():
+    tensors = [
+        torch.arange(6),
+        torch.arange(6).float(),
+        torch.arange(6).view(2, 3),
+        torch.arange(6).flip(0),
+    ]
+    assert len({digest([("x", tensor)]) for tensor in tensors}) == 4
+    transposed = torch.arange(6).view(2, 3).T
+    assert digest([("x", transposed)]) == digest([("x", transposed.contiguous())])
+    assert digest([("x", tensors[0])]) != digest([("y", tensors[0])])
+    assert digest([("x", torch.zeros(0))]) != digest([("x", torch.zeros(2).bfloat16())])

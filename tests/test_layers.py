@@ -3,22 +3,18 @@
 import ast
 from pathlib import Path
 
-import pytest
-
 PACKAGE = Path(__file__).parents[1] / "lightning_taskinfo"
-READER = {"_batches", "_hugging_face", "_model_calls"}
-MATHS = READER | {"torch", "_layers", "_observe", "_warn", "_ranges", "functional"}
-FILES = {"_files", "_cells"}
+MATHS = {"torch", "_batches", "_layers", "_observe", "_random", "_ranges", "_warn", "functional"}
+FILES = {"_files", "_parallel"}
 DATASETS = {"matplotlib", "mlxtend", "sklearn", "torchvision"}
 STATE = MATHS | {"_progress", "torchmetrics", "backpack"}
 STATE |= {"fisher", "distributions", "variational", "regularizers", "certificates"}
 GLUE = STATE | {"_lightning", "_wandb", "callbacks", "mixins", "plotting", "data"}
 TOP = GLUE | FILES | {"_tables", "numpy", "transfer", "tasks"}
 ALLOWED = {  # layer -> the layers and frameworks it may import
-    "_observe": {"torch"},
-    "_batches": {"torch", "_hugging_face", "_model_calls", "_observe"},
-    "_hugging_face": {"torch", "_observe"},
-    "_model_calls": {"torch", "_hugging_face", "_observe"},
+    "_random": {"torch"},
+    "_observe": {"torch", "_random"},
+    "_batches": {"torch", "_batches", "_observe"},
     "_wandb": {"matplotlib", "plotting", "wandb"},
     "_warn": set(),
     "_layers": set(),
@@ -26,7 +22,7 @@ ALLOWED = {  # layer -> the layers and frameworks it may import
     "_tables": set(),
     "_progress": {"tqdm"},
     "_files": {"torch"},
-    "_cells": {"torch", "_files"},
+    "_parallel": {"torch", "_files"},
     "_lightning": {"lightning", "pytorch_lightning"},
     "functional": MATHS,
     "fisher": STATE,
@@ -42,7 +38,7 @@ ALLOWED = {  # layer -> the layers and frameworks it may import
     "cli": TOP | {"cli", "jsonargparse", "rich", "wandb"},
     "__main__": {"cli"},
     "plotting": {"matplotlib", "numpy", "torch"},
-    "data": DATASETS | {"_ranges", "_files", "_warn", "data", "numpy", "torch"},
+    "data": DATASETS | {"_files", "_random", "_warn", "data", "numpy", "torch"},
 }
 FRAMEWORKS = {
     "backpack", "jsonargparse", "lightning", "matplotlib", "mlxtend", "numpy", "pytorch_lightning", "rich", "scipy",
@@ -75,17 +71,16 @@ def names(nodes: list[ast.AST], path: Path) -> set[str]:
     return layers | {name.split(".")[0] for name in found} & FRAMEWORKS
 
 
-def files() -> list[Path]:
-    return sorted(PACKAGE.rglob("*.py"))
+def test_imports_point_downwards():
+    wrong = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        layer = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        imported = names(list(ast.walk(ast.parse(path.read_text()))), path)
+        if layer != "__init__" and not imported <= ALLOWED[layer]:
+            wrong[path] = imported - ALLOWED[layer]
+    assert wrong == {}
 
 
-@pytest.mark.parametrize("path", files(), ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_imports_point_downwards(path):
-    layer = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    if layer != "__init__":
-        assert names(list(ast.walk(ast.parse(path.read_text()))), path) <= ALLOWED[layer]
-
-
-@pytest.mark.parametrize("path", files(), ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_optional_packages_are_imported_late(path):
-    assert not names(ast.parse(path.read_text()).body, path) & LATE
+def test_optional_packages_are_imported_late():
+    early = {path: names(ast.parse(path.read_text()).body, path) for path in PACKAGE.rglob("*.py")}
+    assert {path: found & LATE for path, found in early.items() if found & LATE} == {}

@@ -22,15 +22,14 @@ from lightning_taskinfo import (
     InformationInWeights,
     LocalMinimum,
     PACBayesCertificate,
-    TaskEmbedding,
     TrainStepNorms,
-    log_to_wandb,
     rank_starts,
 )
-from lightning_taskinfo.tasks.embedding_plots import log_embeddings
-from lightning_taskinfo.tasks.matrix import DistanceMatrix
+from lightning_taskinfo.tasks import TaskEmbedding
+from lightning_taskinfo.tasks.distance import DistanceMatrix
+from lightning_taskinfo.tasks.plots import log_embeddings
 from lightning_taskinfo.tasks.structure import StructureFunction
-from lightning_taskinfo.transfer import PENALTIES, transfer
+from lightning_taskinfo.transfer import PENALTIES, log_to_wandb, transfer
 from tests.penalised_net import WEIGHTS, Net
 from tests.penalised_net import fit as fit_penalised
 from tests.transfer.results import report

@@ -2,15 +2,14 @@
 
 import random
 from contextlib import nullcontext
-from unittest.mock import create_autospec
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_taskinfo import observing, trainable_parameters
-from lightning_taskinfo._observe import _keep_random_states
+from lightning_taskinfo import observing
+from lightning_taskinfo._observe import trainable_parameters
 
 
 class Frozen(nn.BatchNorm1d):
@@ -179,23 +178,6 @@ def test_random_states_come_back(net):
     with observing(net):
         torch.rand(3), np.random.rand(3), random.random()  # noqa: NPY002
     assert (torch.rand(1).item(), np.random.rand(), random.random()) == expected  # noqa: NPY002
-
-
-@pytest.mark.parametrize(("name", "arguments"), [("cuda", [torch.device("cuda", 0)]), ("mps", [])])
-def test_random_states_of_accelerators_come_back(monkeypatch, name, arguments):
-    """There may be none here, so their functions stand in; older versions of the one for mps take no device."""
-    module, state = getattr(torch, name), torch.tensor([1])
-    read, write = (
-        create_autospec(getattr(module, f"{verb}_rng_state"), return_value=state)
-        for verb in ("get", "set")
-    )
-    monkeypatch.setattr(module, "get_rng_state", read)
-    monkeypatch.setattr(module, "set_rng_state", write)
-    restore = _keep_random_states({torch.device(name, 0), torch.device("cpu")})
-    read.assert_called_once_with(*arguments)
-    write.assert_not_called()
-    restore()
-    write.assert_called_once_with(state, *arguments)
 
 
 def test_autocast_is_off_inside_and_as_before_outside(net):

@@ -3,11 +3,13 @@
 import importlib
 import inspect
 import re
+from functools import cache
 from pathlib import Path
 from typing import get_args
 
 import pytest
 
+import lightning_taskinfo
 from lightning_taskinfo.fisher import fisher_trace
 from tests.test_docs import load
 
@@ -90,11 +92,13 @@ def test_has_a_docstring_of_its_own_that_names_every_argument_and_no_other(name)
         assert named <= taken
 
 
+@cache
 def shows_itself(thing):
     text = thing.__doc__ or ""
     return ">>>" in text or "Example::" in text or re.search(rf"\b{thing.__name__}\b", SHOWN)
 
 
+@cache
 def returned():
     """Return what functions that are shown, and methods of classes that are, give back."""
     shown = [thing for thing in NAMES.values() if shows_itself(thing)]
@@ -118,10 +122,21 @@ def test_has_an_example(name):
     assert shows_itself(NAMES[name]) or NAMES[name] in returned()
 
 
+def test_the_api_page_lists_what_can_be_imported_from_the_package_itself():
+    page = (ROOT / "docs/api.md").read_text()
+    rows = re.findall(r"^\| (Watch|Regularise|Transfer|Ask).*$", page, re.M)
+    assert len(rows) == 4
+    table = "".join(line for line in page.splitlines() if line.startswith("| "))
+    listed = re.findall(r"`(\w+)`", table.partition("| Look")[0])
+    assert sorted(listed) == sorted(
+        [*lightning_taskinfo._EXPORTS, "lightning_taskinfo", "transfer"]
+    )
+
+
 def test_the_width_of_the_logits_has_one_name():
     """``num_classes`` is a number of classes: of data, of labels, and of a classifier made for them."""
     of_logits = {name for name, thing in NAMES.items() if "num_outputs" in parameters(thing)}
     of_classes = {name for name, thing in NAMES.items() if "num_classes" in parameters(thing)}
     assert of_logits == {"Lautum", "TemporalEnsembling", "tasks.SmallProbe"}
     of_files = {"data.ArrayData", "data.load_idx", "data.load_npz"}
-    assert of_classes == of_files | {"TaskEmbedding", "TransferClassifier", "tasks.Task"}
+    assert of_classes == of_files | {"TransferClassifier", "tasks.Task", "tasks.TaskEmbedding"}

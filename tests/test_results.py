@@ -7,8 +7,9 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from lightning_taskinfo import DistanceMatrix, Prior, StructureFunction, TaskEmbedding, certify
+from lightning_taskinfo import Prior, certify
 from lightning_taskinfo._tables import html_table, text_table
+from lightning_taskinfo.tasks import DistanceMatrix, StructureFunction, TaskEmbedding
 
 BETAS = (10.0, 1.0, 0.1)
 CURVE = StructureFunction(

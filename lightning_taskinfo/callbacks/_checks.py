@@ -7,8 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_taskinfo._batches import Reader, described, first_samples, size, tensors
-from lightning_taskinfo._model_calls import NoLogitsError
+from lightning_taskinfo._batches import (
+    NoLogitsError,
+    Reader,
+    described,
+    first_samples,
+    size,
+    tensors,
+)
 from lightning_taskinfo._observe import trainable_parameters
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.fisher.accumulators import Norms

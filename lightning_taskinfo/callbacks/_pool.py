@@ -1,8 +1,6 @@
 """Which samples a probe looks at: the batch just trained on, or a fixed pool that is read once."""
 
 import copy
-import random
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,6 +26,7 @@ from lightning_taskinfo._batches import (
 )
 from lightning_taskinfo._lightning import NAMESPACES, LightningModule, Trainer
 from lightning_taskinfo._observe import observing
+from lightning_taskinfo._random import seed_everything
 
 
 class Source:
@@ -165,7 +164,7 @@ def read_samples(loader: DataLoader, chosen: Tensor, seed: int) -> Any:
     dataset, collate = copy.deepcopy((loader.dataset, loader.collate_fn))
     samples = []
     for index in chosen.tolist():
-        _seed_everything(hash((seed, index)) % 2**32)
+        seed_everything(hash((seed, index)) % 2**32)
         samples.append(dataset[index])
     return collate(samples) if samples else None
 
@@ -214,10 +213,3 @@ class Collected:
     def joined(self) -> tuple[Any, Tensor | None]:
         """Return all samples as one batch."""
         return joined(self.inputs), joined_targets(self.targets) if self.targets else None
-
-
-def _seed_everything(seed: int) -> None:
-    torch.manual_seed(seed)
-    random.seed(seed)
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed(seed)

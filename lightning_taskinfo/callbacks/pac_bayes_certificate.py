@@ -6,9 +6,8 @@ from typing import Any, ClassVar, cast, get_args
 import torch
 from torch import Tensor, nn
 
-from lightning_taskinfo._batches import first_samples
+from lightning_taskinfo._batches import NoLogitsError, first_samples
 from lightning_taskinfo._lightning import LightningModule, Trainer
-from lightning_taskinfo._model_calls import NoLogitsError
 from lightning_taskinfo._observe import observing
 from lightning_taskinfo._ranges import check_positive
 from lightning_taskinfo._warn import warn
@@ -26,9 +25,10 @@ from lightning_taskinfo.certificates import (
     certify,
     pareto_front,
 )
+from lightning_taskinfo.certificates.certify import check_choices
+from lightning_taskinfo.certificates.curvatures import Structures, named_structures
 from lightning_taskinfo.certificates.errors import ErrorKind
 from lightning_taskinfo.certificates.prior import fixed_tensors, hashes
-from lightning_taskinfo.certificates.search import Structures, check_choices, named_structures
 from lightning_taskinfo.functional.likelihood import as_likelihood
 from lightning_taskinfo.plotting import plot_pareto
 

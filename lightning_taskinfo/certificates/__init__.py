@@ -1,16 +1,17 @@
 """PAC-Bayes certificates for networks that were simply trained: ``certify(model, data, prior)``."""
 
-from lightning_taskinfo.certificates.api import certify
 from lightning_taskinfo.certificates.certificate import (
     Candidate,
     Certificate,
     NetworkBound,
     TestSetBound,
 )
+from lightning_taskinfo.certificates.certify import certify
+from lightning_taskinfo.certificates.curvatures import Structure
 from lightning_taskinfo.certificates.errors import zero_one_loss
 from lightning_taskinfo.certificates.pareto import pareto_front
 from lightning_taskinfo.certificates.prior import PRIOR_STDS, Prior
-from lightning_taskinfo.certificates.search import BETAS, Structure
+from lightning_taskinfo.certificates.search import BETAS
 
 __all__ = [
     "BETAS",

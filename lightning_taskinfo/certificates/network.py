@@ -1,7 +1,7 @@
 """The proofs about the network itself: by disagreement on fresh inputs, and by errors on held-out labels."""
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,13 +10,26 @@ from lightning_taskinfo._batches import sample_count
 from lightning_taskinfo._progress import Progress, counted
 from lightning_taskinfo.certificates.certificate import Candidate, NetworkBound, TestSetBound
 from lightning_taskinfo.certificates.errors import differences
-from lightning_taskinfo.certificates.search import BOUNDS, Proposal, Subject, Theorem, pick
+from lightning_taskinfo.certificates.search import Bound, Proposal
+from lightning_taskinfo.certificates.subject import Subject, pick
 from lightning_taskinfo.distributions import WeightGaussian
 from lightning_taskinfo.functional.betting import betting_upper_bound
 from lightning_taskinfo.functional.binomial import binomial_upper_bound, most_errors_below
 
 FEWEST = 100  # fresh inputs; fewer prove nothing, even where all predictions agree
 HELD_OUT = 5  # one label in so many would be held out
+
+
+class Disagreements(NamedTuple):
+    """How often draws of the weights disagree with the network, in blocks of fresh inputs.
+
+    Attributes:
+        means: Mean disagreement of each block, shape ``[blocks]``.
+        block_size: Fresh inputs in a block.
+    """
+
+    means: Tensor
+    block_size: int
 
 
 def block_disagreements(
@@ -26,8 +39,8 @@ def block_disagreements(
     counts: Tensor | None,
     draws: int,
     progress: Progress | None = None,
-) -> tuple[Tensor, int]:
-    """Return the mean disagreement of each block of fresh inputs with one draw of the weights, and a block's size.
+) -> Disagreements:
+    """Return the mean disagreement of each block of fresh inputs with one draw of the weights.
 
     Inputs that share a draw are not independent of each other, but the means of blocks are: each has inputs and a draw
     of its own. Blocks are equal in size, as small as ``draws`` allows; the inputs are put into them at random.
@@ -54,45 +67,40 @@ def block_disagreements(
             drawn = one.predictions(pick(inputs, index, subject.device))
         of_network, where = (pick(values, index, subject.device) for values in (own, counts))
         means.append(differences(drawn, of_network, where, subject.error).mean())
-    return torch.stack(means), size
+    return Disagreements(torch.stack(means), size)
 
 
 def network_bound(
-    subject: Subject,
     winner: Candidate,
     proposal: Proposal,
     risks: Tensor,
-    disagreements: Tensor,
+    disagreements: Disagreements,
     *,
-    block_size: int,
-    theorem: Theorem,
+    bound: Bound,
     delta: float,
     delta_network: float,
 ) -> NetworkBound:
     """Add the bound on the stochastic classifier's error to that on its disagreement with the network.
 
     Args:
-        subject: The network and the samples it is certified on.
         winner: The row of the search.
         proposal: Its post-distribution.
         risks: Mean losses of fresh draws on the certified samples, shape ``[draws]``.
-        disagreements: Mean disagreements of the blocks, shape ``[blocks]``.
-        block_size: Fresh inputs in a block.
-        theorem: Which bound on the stochastic classifier's error.
+        disagreements: Of the blocks of fresh inputs.
+        bound: The bound on the stochastic classifier's error.
         delta: Probability with which it may fail.
         delta_network: Probability with which one of the two estimates may fail, half for each.
     """
     risk_upper = float(betting_upper_bound(risks, delta_network / 2))
-    disagreement_upper = float(betting_upper_bound(disagreements, delta_network / 2))
-    complexity = proposal.kl + proposal.price
-    stochastic = min(1.0, float(BOUNDS[theorem](risk_upper, complexity, subject.n, delta)))
+    disagreement_upper = float(betting_upper_bound(disagreements.means, delta_network / 2))
+    stochastic = min(1.0, bound(risk_upper, proposal.kl + proposal.price))
     return NetworkBound(
         bound=min(1.0, stochastic + disagreement_upper),
         stochastic_bound=stochastic,
-        disagreement=float(disagreements.mean()),
+        disagreement=float(disagreements.means.mean()),
         disagreement_upper=disagreement_upper,
-        inputs=block_size * len(disagreements),
-        blocks=len(disagreements),
+        inputs=disagreements.block_size * len(disagreements.means),
+        blocks=len(disagreements.means),
         risk=float(risks.mean()),
         risk_upper=risk_upper,
         kl=proposal.kl,
@@ -127,9 +135,7 @@ def held_out_bound(
         loss_fn=subject.loss_fn,
         forward_fn=subject.forward_fn,
     )
-    losses = torch.cat(
-        [other.losses(index)[0] for index in torch.arange(other.n, device="cpu").split(1024)]
-    )
+    losses = other.all_losses()
     if subject.loss_fn is None and subject.error != "token":
         bound = binomial_upper_bound(int(losses.sum()), other.n, delta)
     else:  # a mean of losses between 0 and 1 is not binomial

@@ -10,20 +10,17 @@ from lightning_taskinfo._batches import Reader
 from lightning_taskinfo._observe import observing, trainable_parameters
 from lightning_taskinfo._progress import Progress, counted, shown
 from lightning_taskinfo.certificates.certificate import Candidate
+from lightning_taskinfo.certificates.curvatures import (
+    Curvature,
+    Structure,
+    curvatures_of,
+    named_structures,
+)
 from lightning_taskinfo.certificates.errors import ErrorKind
 from lightning_taskinfo.certificates.prior import Prior
 from lightning_taskinfo.certificates.samples import Data, read_samples
-from lightning_taskinfo.certificates.search import (
-    BETAS,
-    Curvature,
-    Loss,
-    Proposal,
-    Structure,
-    Subject,
-    curvatures_of,
-    named_structures,
-    propose,
-)
+from lightning_taskinfo.certificates.search import BETAS, Proposal, bound_of, propose
+from lightning_taskinfo.certificates.subject import Loss, Subject
 from lightning_taskinfo.distributions import BlockGaussian, CurvatureBlock
 from lightning_taskinfo.fisher.fallback import Forward
 from lightning_taskinfo.functional.pac_bayes_diagnostics import oracle_complexity
@@ -85,12 +82,13 @@ def pareto_front(
         curvatures = curvatures_of(
             subject, cast(tuple[Structure, ...], tuple(wanted)), curvature_samples
         )
+        bound = bound_of("kl", subject.n, delta)
         for name, beta in counted(product(names, betas), total, tell, "picture"):
             if name == "oracle":
                 proposal = _oracle(subject, prior, curvatures["diagonal"], beta)
             else:
                 proposal = propose(subject, prior, curvatures[name], beta)
-            rows.append(proposal.row(subject, name, beta, "kl", delta))
+            rows.append(proposal.row(subject, name, beta, bound))
     return rows
 
 

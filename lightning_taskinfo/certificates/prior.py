@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_taskinfo._batches import take
 from lightning_taskinfo._observe import trainable_parameters
+from lightning_taskinfo._random import own_randomness
 from lightning_taskinfo._ranges import check_finite_tensors, check_positive
 
 PRIOR_STDS = tuple(0.5 * 2 ** (-j / 2) for j in range(24))  # 0.5 … 1.7e-4, whatever the data
@@ -145,8 +146,7 @@ def half_prior(
     start = {**prior.values(), **prior.center_of(model)}
     network.load_state_dict({**network.state_dict(), **start})
     device = next(network.parameters()).device
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
+    with own_randomness(seed, device):
         returned = half_fn(network, half)
     trained = trainable_parameters(returned if isinstance(returned, nn.Module) else network)
     # Frozen weights and buffers are still compared with the start: those of `model` may have learned from the rest.

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_taskinfo._batches import (
+    NoLogitsError,
     Reader,
     is_labeled,
     joined,
@@ -16,7 +17,6 @@ from lightning_taskinfo._batches import (
     take,
     tensors,
 )
-from lightning_taskinfo._model_calls import NoLogitsError
 from lightning_taskinfo.functional._tensors import check_finite
 
 Data: TypeAlias = tuple[Any, Tensor] | Dataset[Any] | DataLoader[Any]
@@ -131,9 +131,8 @@ def _read(
             return read_batch(batch)
         device = next(model.parameters()).device
         if device.type != "cpu":
-            reader.read(
-                model, take(batch, lambda x: x.to(device))
-            )  # finds out once how the model is called
+            # Finds out once how the model is called.
+            reader.read(model, take(batch, lambda x: x.to(device)))
         return reader.read(model, batch)
     except NoLogitsError:  # about the model
         raise
@@ -178,7 +177,7 @@ def _pair_of(data: Any) -> Any:
     return own if isinstance(own, tuple) and len(own) == 2 else data
 
 
-def read_tensors(data: Data, *, argument: str = "data") -> tuple[Tensor, Tensor]:
+def read_pair(data: Data, *, argument: str = "data") -> tuple[Tensor, Tensor]:
     """Return all inputs and targets where inputs have to be one tensor.
 
     Args:

@@ -131,10 +131,8 @@ def _about_fixed_tensors(model: nn.Module, prior: Prior, center: Mapping[str, Te
 @torch.no_grad()
 def _about_the_batch(forward: Callable[[Any], Tensor], inputs: Any) -> list[str]:
     halves = (slice(0, 2), slice(2, 4))
-    together, apart = (
-        forward(inputs),
-        torch.cat([forward(take(inputs, itemgetter(half))) for half in halves]),
-    )
+    together = forward(inputs)
+    apart = torch.cat([forward(take(inputs, itemgetter(half))) for half in halves])
     scale = float(together.abs().nan_to_num(0.0, 0.0).max())
     if torch.allclose(together, apart, rtol=1e-3, atol=1e-4 * scale, equal_nan=True):
         return []

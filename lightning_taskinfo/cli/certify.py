@@ -10,12 +10,11 @@ from torch import Tensor
 from lightning_taskinfo._files import atomic_write, write_json
 from lightning_taskinfo.certificates import BETAS, Candidate, Prior, pareto_front
 from lightning_taskinfo.certificates import certify as certify_network
-from lightning_taskinfo.certificates.search import Structure
+from lightning_taskinfo.certificates.curvatures import Structure
 from lightning_taskinfo.cli._networks import check_outputs, load_networks
 from lightning_taskinfo.cli._pictures import check_picture
 from lightning_taskinfo.cli._preparation import check_error, check_size
 from lightning_taskinfo.data import ArrayData, load_dataset, load_idx, load_npz
-from lightning_taskinfo.data._blame import told_of
 
 Split = Literal["train", "test"]
 
@@ -138,10 +137,9 @@ def certify(
 
 def _load(name: str, data_dir: Path | None, size: int) -> ArrayData:
     path = Path(name)
-    with told_of("data"):
-        if path.suffix == ".npz":
-            return load_npz(path)
-        return load_idx(path) if path.is_dir() else load_dataset(name, size=size, data_dir=data_dir)
+    if path.suffix == ".npz":
+        return load_npz(path)
+    return load_idx(path) if path.is_dir() else load_dataset(name, size=size, data_dir=data_dir)
 
 
 def _samples(

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from lightning_taskinfo._files import write_json
-from lightning_taskinfo.data._blame import told_of
 from lightning_taskinfo.tasks.complexity import BETAS, structure_function
 from lightning_taskinfo.tasks.specs import Task, network_for, prepare_task
 from lightning_taskinfo.tasks.structure import StructureFunction
@@ -46,7 +45,7 @@ def complexity(
     Raises:
         ValueError: If an argument is outside its domain, or the folder holds another measurement.
     """
-    from lightning_taskinfo.tasks._task_plots import plot_structure_functions
+    from lightning_taskinfo.tasks.plots import plot_structure_functions
 
     for argument, value, least in (("steps", steps, 1), ("max_samples", max_samples, 8)):
         if value < least:
@@ -57,8 +56,7 @@ def complexity(
         "seed": seed,
         "data_dir": data_dir,
     }
-    with told_of("tasks"):
-        loaded = [prepare_task(spec, **source) for spec in tasks]
+    loaded = [prepare_task(spec, **source) for spec in tasks]
     training = Training(pretrain_steps=steps, steps=steps)
 
     def trace(task: Task) -> StructureFunction:

@@ -5,12 +5,10 @@ from math import isnan
 from pathlib import Path
 
 from lightning_taskinfo._files import write_json
-from lightning_taskinfo.data._blame import told_of
-from lightning_taskinfo.tasks._pairs import Method
-from lightning_taskinfo.tasks.distance import task_distance
-from lightning_taskinfo.tasks.matrix import DistanceMatrix
+from lightning_taskinfo.tasks.distance import DistanceMatrix, task_distance
 from lightning_taskinfo.tasks.specs import prepare_task, trunk_for
 from lightning_taskinfo.tasks.training import Training
+from lightning_taskinfo.tasks.union import Method
 
 FIVE = ("digits", "digits:even-odd", "digits:small-large", "digits:inverted", "letters")
 
@@ -59,11 +57,10 @@ def distance(
     ):
         if value < least:
             raise ValueError(f"`{argument}` must be at least {least}, got {value}.")
-    with told_of("tasks"):
-        loaded = {
-            spec: prepare_task(spec, max_samples=max_samples, size=size, data_dir=data_dir)
-            for spec in tasks
-        }
+    loaded = {
+        spec: prepare_task(spec, max_samples=max_samples, size=size, data_dir=data_dir)
+        for spec in tasks
+    }
     shapes = {tuple(task.inputs.shape[1:]) for task in loaded.values()}
     if len(shapes) != 1:
         raise ValueError(f"`tasks` must have images of one shape, got {sorted(shapes)}.")

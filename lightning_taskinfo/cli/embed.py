@@ -7,7 +7,6 @@ from typing import Any, Literal
 from lightning_taskinfo._files import claim_folder, write_json
 from lightning_taskinfo._progress import counted, shown
 from lightning_taskinfo.data import ArrayData, load_task
-from lightning_taskinfo.data._blame import told_of
 from lightning_taskinfo.tasks.embedding import ALPHA, TaskEmbedding, embedding_distances
 from lightning_taskinfo.tasks.probe import default_probe
 from lightning_taskinfo.tasks.task2vec import Task2Vec
@@ -53,7 +52,7 @@ def embed(
     Raises:
         ValueError: If an argument is outside its domain, or the folder holds results of another configuration.
     """
-    from lightning_taskinfo.tasks.embedding_plots import (
+    from lightning_taskinfo.tasks.plots import (
         embedding_rows,
         log_embeddings,
         plot_difficulty,
@@ -63,8 +62,7 @@ def embed(
     if not tasks or len(set(tasks)) < len(tasks):
         raise ValueError(f"`tasks` must name at least one task, each once, got {list(tasks)}.")
     source: dict[str, Any] = {"size": size, "seed": seed, "data_dir": data_dir}
-    with told_of("tasks"):  # refused before anything is trained or written
-        data = {task: load_task(task, **source) for task in tasks}
+    data = {task: load_task(task, **source) for task in tasks}
     probe = default_probe(epochs=probe_epochs, seed=seed)
     embedder = Task2Vec(
         probe,

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from lightning_taskinfo.cli._pictures import check_picture
-from lightning_taskinfo.tasks.phase_diagram import Mode, PhaseDiagram, simulate_phase_diagram
+from lightning_taskinfo.tasks.theory import Mode, PhaseDiagram, simulate_phase_diagram
 
 
 def phase_diagram(
@@ -38,7 +38,7 @@ def phase_diagram(
     Raises:
         ValueError: If an argument is outside its domain.
     """
-    from lightning_taskinfo.tasks._phase_plots import plot_phase_overview
+    from lightning_taskinfo.tasks.theory_plots import plot_phase_overview
 
     if angles < 1:
         raise ValueError(f"`angles` must be at least 1, got {angles}.")

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_taskinfo._random import own_randomness
 from lightning_taskinfo.cli._networks import build, filled, read_checkpoint
 from lightning_taskinfo.cli._pictures import check_picture
 from lightning_taskinfo.data import ArrayData, load_task
-from lightning_taskinfo.data._blame import told_of
 from lightning_taskinfo.transfer.rank import FineTuning, rank_starts
 
 SCRATCH = "scratch"
@@ -78,8 +78,7 @@ def rank(
         )
     if picture is not None:
         check_picture("picture", picture)
-    with told_of("data"):
-        task = load_task(data, size=size, seed=seed, data_dir=data_dir)
+    task = load_task(data, size=size, seed=seed, data_dir=data_dir)
     inputs, targets = _drawn(task, labels, seed)
     if mean is not None or std is not None:
         inputs = _standardised(inputs, mean, std)
@@ -144,6 +143,5 @@ def _start(model: str, arguments: dict[str, Any] | None, path: Path) -> nn.Modul
 
 def _fresh(model: str, arguments: dict[str, Any] | None, path: Path, seed: int) -> nn.Module:
     kept = read_checkpoint("starts", path)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with own_randomness(seed):
         return build(model, kept.arguments if arguments is None else arguments)

@@ -7,11 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-CHANNELS = (
-    1,
-    3,
-    4,
-)  # of images whose channels may be at the end: grey, colour, colour with opacity
+# Of images whose channels may be at the end: grey, colour, colour with opacity.
+CHANNELS = (1, 3, 4)
 
 
 def channels_last(shape: Sequence[int]) -> bool:

@@ -119,9 +119,8 @@ def from_any(splits: dict[str, Any], *, name: str, num_classes: int | None = Non
             f"`y_train` and `y_test` of {name!r} have the labels {shown}, which become the classes 0 to "
             f"{len(labels) - 1}; `num_classes` keeps labels that count from 0 as they are.",
         )
-    data = ArrayData(
-        **arrays, name=name, num_classes=len(occurring) or 2, labels=labels
-    )  # refuses labels below 0
+    # Refuses labels below 0.
+    data = ArrayData(**arrays, name=name, num_classes=len(occurring) or 2, labels=labels)
     if len(absent := np.setdiff1d(np.arange(len(occurring)), data.y_train)) and data.y_train.size:
         warn(
             f"`y_train` of {name!r} has no sample of {len(absent)} of {len(occurring)} classes: {absent[0]} first."

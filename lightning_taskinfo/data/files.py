@@ -57,7 +57,7 @@ def load_npz(
     """
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"`path` must be an npz file, but there is no file at {path}.")
+        raise FileNotFoundError(f"A dataset must be an npz file, but there is no file at {path}.")
     with _naming(path):
         arrays = _read_npz(path)
         if missing := [key for key in KEYS if key not in arrays]:
@@ -143,7 +143,7 @@ def _idx_file(folder: Path, pattern: str) -> Path:
         if path.is_file():
             return path
     raise FileNotFoundError(
-        f"`folder` must hold the idx file {names[0]}, gzipped or not, but {folder} does not."
+        f"A folder must hold the idx file {names[0]}, gzipped or not, but {folder} does not."
     )
 
 

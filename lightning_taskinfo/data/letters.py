@@ -107,12 +107,13 @@ def _draw(
     centre = size * (0.5 + rng.uniform(-jitter.shift, jitter.shift, (count, 2)))
     stroke = size * rng.uniform(*jitter.stroke, count)
     canvas = _Canvas(size)
+    # [N, H, W]
     images = np.stack(
         [
             canvas.draw(outlines[chosen[i]][labels[i]], angle[i], scale[i], centre[i], stroke[i])
             for i in range(count)
         ]
-    )  # [N, H, W]
+    )
     noisy = images + rng.normal(scale=255 * jitter.noise, size=images.shape)
     return noisy.round().clip(0, 255).astype(np.uint8)[:, None], labels
 
@@ -142,9 +143,8 @@ class _Canvas:
     def __init__(self, size: int) -> None:
         from matplotlib.backends.backend_agg import RendererAgg
 
-        self.renderer = RendererAgg(
-            size, size, 72
-        )  # at 72 dpi a point, the unit of line widths, is a pixel
+        # At 72 dpi a point, the unit of line widths, is a pixel.
+        self.renderer = RendererAgg(size, size, 72)
 
     def draw(
         self,
@@ -159,9 +159,8 @@ class _Canvas:
 
         self.renderer.clear()
         context = self.renderer.new_gc()
-        context.set_snap(
-            False
-        )  # straight strokes stay where they are instead of moving to whole pixels
+        # Straight strokes stay where they are instead of moving to whole pixels.
+        context.set_snap(False)
         context.set_linewidth(abs(stroke))
         # Half of the line lies inside the outline: white it adds to the letter, black it takes away.
         context.set_foreground("white" if stroke > 0 else "black")

@@ -92,7 +92,7 @@ def load_dataset(
         where = f"in {folder} nor at this path" if folder else "at this path"
     near = "".join(f" Did you mean {other!r}?" for other in get_close_matches(name, EMBEDDED, n=1))
     raise ValueError(
-        f"`name` must be {' or '.join(EMBEDDED)} or name a file; {name!r} was not found {where}.{near}"
+        f"A dataset must be {' or '.join(EMBEDDED)} or name a file; {name!r} was not found {where}.{near}"
     )
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from lightning_taskinfo._random import seed_from
 from lightning_taskinfo.data.arrays import ArrayData
 from lightning_taskinfo.data.pairs import load_dataset
 
@@ -86,11 +87,11 @@ def vary(data: ArrayData, variant: str, *, seed: int = 0) -> ArrayData:
         return _relabelled(data, lambda label: int(label == one), name)
     if found := re.fullmatch(r"only-(\d+(-\d+)*)", variant):
         return _chosen(data, _classes(found[1], variant, data), name)
-    raise ValueError(f"`variant` must be like one of {', '.join(VARIANTS)}, got {variant!r}.")
+    raise ValueError(f"A variant must be like one of {', '.join(VARIANTS)}, got {variant!r}.")
 
 
 def _random_labels(data: ArrayData, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    generator = torch.Generator().manual_seed(hash((seed, 1)) % 2**63)
+    generator = torch.Generator().manual_seed(seed_from(seed, 1))
     train, test = (
         torch.randint(data.num_classes, (len(y),), generator=generator).numpy()
         for y in (data.y_train, data.y_test)
@@ -108,7 +109,7 @@ def _relabelled(data: ArrayData, rule: Callable[[int], int], name: str) -> Array
 def _chosen(data: ArrayData, classes: list[int], name: str) -> ArrayData:
     if len(set(classes)) < max(2, len(classes)):
         raise ValueError(
-            f"`variant` must name two or more different classes, got {name.rpartition(':')[2]!r}."
+            f"A variant must name two or more different classes, got {name.rpartition(':')[2]!r}."
         )
     table = np.full(data.num_classes, -1, dtype=np.int64)
     table[classes] = np.arange(len(classes))
@@ -123,7 +124,7 @@ def _chosen(data: ArrayData, classes: list[int], name: str) -> ArrayData:
 def _together(parts: list[ArrayData], name: str) -> ArrayData:
     if len({part.image_shape for part in parts}) > 1:
         shapes = ", ".join(str(part.image_shape) for part in parts)
-        raise ValueError(f"`name` must put images of one shape together, got {shapes} in {name!r}.")
+        raise ValueError(f"{name!r} must put images of one shape together, got {shapes}.")
     starts = np.cumsum([0, *(part.num_classes for part in parts)])
     splits: dict[str, Any] = {}
     for split in ("train", "test"):
@@ -143,6 +144,6 @@ def _classes(text: str, variant: str, data: ArrayData) -> list[int]:
     classes = [int(part) for part in text.split("-")]
     if max(classes) >= data.num_classes:
         raise ValueError(
-            f"`variant` must name classes from 0 to {data.num_classes - 1}, got {variant!r}."
+            f"A variant must name classes from 0 to {data.num_classes - 1}, got {variant!r}."
         )
     return classes

@@ -54,13 +54,13 @@ class LowRankGaussian(WeightGaussian):
                 raise ValueError(
                     f"`curvature` must cover every parameter once, got none or several for {wrong}."
                 )
+        # [k]
         self._prior_std = self._flat(
             {name: torch.full_like(m, pre.std[name]) for name, m in self.mean.items()}
-        )  # [k]
+        )
         self._stretch = 1 + self._prior_std**2 * self._flat(curvature.diagonal) / beta  # E, [k]
-        U = torch.cat(
-            [curvature.factor[name].double().flatten(1) for name in self.mean], dim=1
-        ).T  # [k, r]
+        # [k, r]
+        U = torch.cat([curvature.factor[name].double().flatten(1) for name in self.mean], dim=1).T
         V = (
             (self._prior_std / self._stretch.sqrt())[:, None]
             * U

@@ -5,6 +5,8 @@ import math
 import torch
 from torch import Tensor
 
+from lightning_taskinfo._ranges import check_counts
+
 _RULES = {  # argument -> (is it right?, the rule in words)
     "theta": (lambda t: (t >= 0) & (t <= math.pi + 1e-6), "in [0, pi]"),
     "gamma": (lambda t: (t > 0) & t.isfinite(), "positive and finite"),
@@ -22,9 +24,8 @@ def checked(**values: Tensor | float) -> list[Tensor]:
         if isinstance(value, Tensor) and value.is_floating_point()
     ]
     dtype = torch.get_default_dtype()
-    for number, value in enumerate(
-        floats
-    ):  # numbers take the tensors' dtype, and are never rounded to a smaller one
+    # Numbers take the tensors' dtype, and are never rounded to a smaller one.
+    for number, value in enumerate(floats):
         dtype = value.dtype if number == 0 else torch.promote_types(dtype, value.dtype)
     device = next((value.device for value in values.values() if isinstance(value, Tensor)), None)
     tensors = {
@@ -39,13 +40,11 @@ def checked(**values: Tensor | float) -> list[Tensor]:
 
 def noise_risk(gamma: Tensor, sigma: Tensor, dimension: int | None = None) -> Tensor:
     """Squared norm that label noise adds to the minimum-norm solution: ``sigma²`` times the mean of ``tr (XᵀX)⁺``."""
-    if dimension is not None and dimension < 1:
-        raise ValueError(f"`dimension` must be at least 1, got {dimension}.")
+    check_counts(dimension=dimension)
     sample = 0.0 if dimension is None else 1 / dimension
     gap = (1 - gamma).abs() - sample
-    gain = torch.where(
-        gap > 1e-3 * sample, gamma.clamp(max=1) / gap, torch.inf
-    )  # gamma·d is whole but for rounding
+    # gamma·d is whole but for rounding.
+    gain = torch.where(gap > 1e-3 * sample, gamma.clamp(max=1) / gap, torch.inf)
     return torch.where(sigma == 0, 0.0, sigma.square() * gain)
 
 
@@ -55,14 +54,12 @@ def layer_product(gamma: Tensor, sigma: Tensor, depth: int, dimension: int | Non
     ``x = b²`` is the only positive root of ``x^L - u·x^(L-1) - s``, with ``u`` the unseen part of the pretrained
     first layer and ``s`` the squared norm of the scratch solution. Newton's method from above falls to it.
     """
-    if depth < 1:
-        raise ValueError(f"`depth` must be at least 1, got {depth}.")
+    check_counts(depth=depth)
     u = (1 - gamma).clamp(min=0)
     s = gamma.clamp(max=1) + noise_risk(gamma, sigma, dimension)
     x = u + s.pow(1 / depth)
-    for _ in range(
-        60
-    ):  # quadratic near the root; far from it a step shrinks the error by at least (L-1)/L
+    # Quadratic near the root; far from it a step shrinks the error by at least (L-1)/L.
+    for _ in range(60):
         value = x.pow(depth - 1) * (x - u) - s
         slope = depth * x.pow(depth - 1) - (depth - 1) * u * x.pow(depth - 2)
         x = torch.where(s.isfinite(), x - value / slope, torch.inf)

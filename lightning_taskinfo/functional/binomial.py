@@ -9,6 +9,7 @@ import math
 import torch
 from torch import Tensor
 
+from lightning_taskinfo._ranges import check_counts
 from lightning_taskinfo.functional.pac_bayes import Number, _numbers, _require
 
 
@@ -113,8 +114,7 @@ def _log_choose(n: int, i: Tensor) -> Tensor:
 
 
 def _check_counts(errors: int, n: int) -> None:
-    if n < 1:
-        raise ValueError(f"`n` must be at least 1, got {n}.")
+    check_counts(n=n)
     if not 0 <= errors <= n:
         raise ValueError(f"`errors` must be from 0 to `n` = {n}, got {errors}.")
 

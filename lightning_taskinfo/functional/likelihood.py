@@ -86,9 +86,8 @@ class Categorical:
         u = torch.rand(
             below[..., -1:].shape, generator=generator, device=below.device, dtype=below.dtype
         )
-        drawn = torch.searchsorted(
-            below, u.mul_(below[..., -1:]), right=True
-        )  # the sum may be 1 but for rounding
+        # The sum may be 1 but for rounding.
+        drawn = torch.searchsorted(below, u.mul_(below[..., -1:]), right=True)
         return drawn.squeeze(-1).clamp_(max=outputs.shape[-1] - 1)
 
     def roots(self, outputs: Tensor) -> Iterator[Tensor]:
@@ -124,9 +123,8 @@ class Categorical:
             )
         if targets is None:
             return
-        second = (
-            outputs.dim() > 2 and targets.shape == outputs.shape[:1] + outputs.shape[2:]
-        )  # as for `cross_entropy`
+        # As for `cross_entropy`.
+        second = outputs.dim() > 2 and targets.shape == outputs.shape[:1] + outputs.shape[2:]
         if targets.is_floating_point() or targets.shape != outputs.shape[:-1]:
             end = "; a callback's `forward_fn` or `batch_fn` fixes it."
             if targets.is_floating_point():

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Generator, Tensor
 
-from lightning_taskinfo._ranges import check_positive
+from lightning_taskinfo._ranges import check_counts, check_positive
 from lightning_taskinfo._warn import warn
 
 
@@ -99,8 +99,7 @@ def local_minimum_summary(
         raise ValueError(
             f"`subset_size` must lie between 1 and the {pool} samples of `gram`, got {n}."
         )
-    if draws < 1:
-        raise ValueError(f"`draws` must be at least 1, got {draws}.")
+    check_counts(draws=draws)
     keys = torch.rand(
         draws, pool, generator=generator, device=generator.device if generator else "cpu"
     )

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_taskinfo._ranges import check_positive
+from lightning_taskinfo._ranges import check_counts, check_positive
 
 
 class OracleComplexity(NamedTuple):
@@ -64,9 +64,8 @@ def oracle_complexity(curvature: Tensor, displacement: Tensor, *, beta: float) -
     ratio = 0.5 * root_u * (root_u + other)  # u/s = λ²h/β
     objective = 0.5 * beta * (shift + ratio.log1p()).sum()
     kl = 0.5 * (shift + ratio.log1p() - ratio / (1 + ratio)).sum()
-    prior = torch.where(
-        h > 0, beta * ratio / h, torch.inf
-    )  # unfelt by the loss: any width costs nothing
+    # Unfelt by the loss: any width costs nothing.
+    prior = torch.where(h > 0, beta * ratio / h, torch.inf)
     post = torch.where(h > 0, prior / (1 + ratio), torch.inf)
     return OracleComplexity(objective, kl, prior, post)
 
@@ -113,8 +112,7 @@ def local_minimum_bound(
     """
     if not 0 <= loss <= 1:
         raise ValueError(f"`loss` must be in [0, 1], got {loss}.")
-    if num_parameters < 1:
-        raise ValueError(f"`num_parameters` must be at least 1, got {num_parameters}.")
+    check_counts(num_parameters=num_parameters)
     if n < 2:
         raise ValueError(f"`n` must be at least 2, got {n}.")
     if not 0 < delta < 1:

@@ -65,7 +65,9 @@ def paired_interval(
         Agresti, Min, *Simple improved confidence intervals for comparing matched proportions*, Stat. Med. 2005.
     """
     difference = (first - second).double()
-    n, mean, z = len(difference), difference.mean().item(), normal_quantile(confidence)
+    n = len(difference)
+    mean = difference.mean().item()
+    z = normal_quantile(confidence)
     if bool(((first == 0) | (first == 1)).all()) and bool(((second == 0) | (second == 1)).all()):
         b, c = (difference > 0).sum().item(), (difference < 0).sum().item()
         middle = (b - c) / (n + 2)

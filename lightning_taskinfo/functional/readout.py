@@ -6,6 +6,8 @@ import torch
 from torch import Generator, Tensor
 from torch.nn.functional import adaptive_avg_pool2d, adaptive_avg_pool3d
 
+from lightning_taskinfo._ranges import check_counts
+
 RIDGES = 10.0 ** torch.arange(-6, 3, dtype=torch.float64)  # relative to the mean squared feature
 
 
@@ -49,8 +51,7 @@ def pooled(
     """
     if max_features is None:
         return features.flatten(1)
-    if max_features < 1:
-        raise ValueError(f"`max_features` must be at least 1, got {max_features}.")
+    check_counts(max_features=max_features)
     if mask is not None and features.ndim == 3 and features.shape[:2] == mask.shape:
         weights = mask.to(features).unsqueeze(-1)  # [N, T, 1]
         rows = (features * weights).sum(1) / weights.sum(1).clamp(min=1)
@@ -172,10 +173,11 @@ def ridge(x: Tensor, y: Tensor, new: Tensor) -> Tensor:
         U = x @ V / spectrum.clamp(min=tiny).sqrt()
         to_new = new @ V * spectrum.clamp(min=0).sqrt()
     known = spectrum > spectrum.max() * max(n, D) * torch.finfo(x.dtype).eps  # the rest is rounding
-    spectrum, U, to_new = spectrum[known], U[:, known], to_new[:, known]
-    penalties = (
-        RIDGES.to(x) * x.square().sum() / D
-    )  # n times the mean squared feature, times each ridge
+    spectrum = spectrum[known]
+    U = U[:, known]
+    to_new = to_new[:, known]
+    # n times the mean squared feature, times each ridge.
+    penalties = RIDGES.to(x) * x.square().sum() / D
     shrink = spectrum / (spectrum + penalties.unsqueeze(-1)).clamp(min=tiny)  # [P, R]
     projected = U.T @ y  # [R, K]
     fitted = torch.einsum("nr,pr,rk->pnk", U, shrink, projected)

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_taskinfo._ranges import check_counts
+
 
 class PlanarMap(NamedTuple):
     """Points whose distances come near given ones.
@@ -45,9 +47,8 @@ def filter_means(fisher: Tensor, *, transposed: bool = False, groups: int = 1) -
         tensor([2.5000, 3.5000])
     """
     if transposed:
-        fisher = (
-            fisher.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)
-        )  # [out, in / groups, ...]
+        # [out, in / groups, ...]
+        fisher = fisher.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)
     return fisher.flatten(1).mean(1)
 
 
@@ -157,8 +158,7 @@ def classical_scaling(distances: Tensor, *, dimensions: int = 2) -> PlanarMap:
         raise ValueError(
             f"`distances` must be a symmetric matrix, got the shape {list(distances.shape)}."
         )
-    if dimensions < 1:
-        raise ValueError(f"`dimensions` must be at least 1, got {dimensions}.")
+    check_counts(dimensions=dimensions)
     K = len(distances)
     J = torch.eye(K, dtype=distances.dtype, device=distances.device) - 1 / K
     values, vectors = torch.linalg.eigh(-0.5 * J @ distances.square() @ J)  # in rising order

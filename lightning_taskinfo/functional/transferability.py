@@ -7,9 +7,8 @@ All are computed from ``N`` labelled target samples, and larger is better. LogME
 import torch
 from torch import Tensor
 
-RATIOS = 10.0 ** torch.linspace(
-    -10, 10, 201, dtype=torch.float64
-)  # of the two precisions, relative to the features
+# Of the two precisions, relative to the features.
+RATIOS = 10.0 ** torch.linspace(-10, 10, 201, dtype=torch.float64)
 COLUMNS = 16  # of labels that are searched at a time
 ROUNDS = 6  # of refinement, each ten times finer: beyond what the flat top of the evidence can tell
 

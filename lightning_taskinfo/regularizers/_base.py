@@ -58,9 +58,8 @@ class WeightSchedule:
         """Return the weight in ``epoch``, counted from 0."""
         if epoch < self.start:
             return 0.0
-        T = (
-            min(1.0, (epoch - self.start) / self.length) if self.length else 1.0
-        )  # a constant needs no length
+        # A constant needs no length.
+        T = min(1.0, (epoch - self.start) / self.length) if self.length else 1.0
         factor = {"constant": 1.0, "linear": T, "sigmoid": math.exp(-5 * (1 - T) ** 2)}[self.ramp]
         return self.weight * factor
 

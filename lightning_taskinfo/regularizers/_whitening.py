@@ -82,33 +82,16 @@ def warn_of_scale(
     """
     if len(whitened) < minimum:
         return
+    apart = (whitened - whitened[0]).abs().max()
+    if apart <= 1e-5 * whitened.abs().max():  # copies of one input, but for rounding
+        return
     # Around the batch's own mean: black images are not far from what images of bytes are like, as a whole.
     ratio = float(whitened.var(0).sum() / effective_dim)  # NaN where the fit saw constants
-    if ratio > factor or 0 < ratio < 1 / factor:
+    if ratio > factor or ratio < 1 / factor:
         warn(
             f"`inputs` must be on the scale of what `fit_inputs` was given, got {ratio:.2g} times its variance: the "
             "penalty means nothing then. Fit what the network is trained on, transforms included."
         )
-
-
-def times_whitener(
-    rows: Tensor, matrix: Tensor, *, transposed: bool = False, blocks: int = 8
-) -> Tensor:
-    """Return ``rows @ matrix``, or ``rows @ matrix.T``, without the half of a triangular whitener that is zero.
-
-    Args:
-        rows: Shape ``[K, D]``.
-        matrix: A square whitener from :func:`fit_whitening`: lower triangular where it was made by Cholesky.
-        transposed: Whether to multiply by its transpose.
-        blocks: Into how many blocks of columns the product is cut.
-    """
-    D = len(matrix)
-    if D > _FACTORED:
-        return rows @ (matrix.T if transposed else matrix)
-    edges = [(D * i // blocks, D * (i + 1) // blocks) for i in range(blocks)]
-    if transposed:
-        return torch.cat([rows[:, :end] @ matrix[begin:end, :end].T for begin, end in edges], 1)
-    return torch.cat([rows[:, begin:] @ matrix[begin:, begin:end] for begin, end in edges], 1)
 
 
 def _mean(batches: Iterator[Tensor], size: int) -> tuple[Tensor, Tensor]:
@@ -164,7 +147,9 @@ def _subspace(
     for _ in range(3):
         basis = torch.linalg.qr(basis).Q
         image = _scatter(batches(), mean, basis) / samples  # Σ basis
-        small, previous, basis = basis.T @ image, basis, image
+        small = basis.T @ image
+        previous = basis
+        basis = image
     matrix, scales, effective = _eigen((small + small.T) / 2, components, ridge)  # Rayleigh–Ritz
     return matrix @ previous.T, scales, effective
 

@@ -4,8 +4,10 @@ import math
 from collections.abc import Sequence
 from typing import Literal, get_args
 
-import torch
 from torch import Tensor, nn
+
+from lightning_taskinfo._random import own_randomness
+from lightning_taskinfo._ranges import check_counts
 
 CriticKind = Literal["separable", "bilinear", "concatenated"]
 
@@ -132,18 +134,11 @@ def make_critic(
         raise ValueError(
             f"`critic` must be a module or one of {get_args(CriticKind)}, got {kind!r}."
         )
-    for argument, value in {
-        "feature_dim": feature_dim,
-        "hidden": hidden,
-        "embedding": embedding,
-    }.items():
-        if value < 1:
-            raise ValueError(f"`{argument}` must be at least 1, got {value}.")
+    check_counts(feature_dim=feature_dim, hidden=hidden, embedding=embedding)
     critics = {
         "separable": SeparableCritic,
         "bilinear": BilinearCritic,
         "concatenated": ConcatenatedCritic,
     }
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with own_randomness(seed):
         return critics[kind](input_shape, feature_dim, hidden, embedding)

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_taskinfo._ranges import check_counts
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.regularizers._base import Regularizer, WeightSchedule
 from lightning_taskinfo.variational import noisy_weights, weight_kl
@@ -44,8 +45,7 @@ class WeightInformation(Regularizer):
         self, beta: float | WeightSchedule = 1.0, *, num_samples: int | None = None
     ) -> None:
         super().__init__(beta, argument="beta")
-        if num_samples is not None and num_samples < 1:
-            raise ValueError(f"`num_samples` must be at least 1, got {num_samples}.")
+        check_counts(num_samples=num_samples)
         self.num_samples = num_samples
 
     def forward(

@@ -5,9 +5,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Generator, Tensor
 
 from lightning_taskinfo._observe import observing
+from lightning_taskinfo._random import seed_from
 from lightning_taskinfo.functional._tensors import check_finite
 from lightning_taskinfo.functional.gaussian import lautum_from_correlations
 from lightning_taskinfo.regularizers._base import (
@@ -20,7 +21,6 @@ from lightning_taskinfo.regularizers._ranks import mean_over_ranks, world_size
 from lightning_taskinfo.regularizers._whitening import (
     fit_whitening,
     flat_inputs,
-    times_whitener,
     warn_of_scale,
 )
 
@@ -37,12 +37,10 @@ class Lautum(Regularizer):
     network's output (``proxy="logits"``), or the gradient :math:`\partial (v \cdot \text{logits}) / \partial x` along a
     random direction :math:`v`, drawn anew each epoch (``proxy="jacobian"``; on leading principal directions only).
 
-    :math:`\Sigma_x` is factored once by :meth:`fit_inputs`; a step costs :math:`O(BDK)`. The covariances with :math:`w`
-    are moving averages over batches and ranks. With all :math:`r = D` directions, whitening a batch's covariance costs
-    :math:`O(D^2 K)`, as much as a small network's step: batches wait for it until they make up a share ``lag`` of the
-    average (every step at first, every 21st in the long run at the defaults), and value and gradient are those of
-    the average without them. The gradient flows through the current batch, as if that were the whole average, so that
-    the weight means the same at every ``decay``.
+    :math:`\Sigma_x` is factored once by :meth:`fit_inputs`; a step costs :math:`O(BDK)`, and :math:`O(D^2 K)` beside
+    it with all :math:`r = D` directions. The covariances with :math:`w` are moving averages over batches and ranks. The
+    gradient flows through the current batch, as if that were the whole average, so that the weight means the same at
+    every ``decay``.
 
     **Positive definiteness.** The estimates do not come from the same samples, so an estimated :math:`\rho_j` could
     reach 1. Three steps rule it out: :math:`\Sigma_x` gets a ridge, :math:`\rho_j^2` is multiplied by
@@ -60,7 +58,6 @@ class Lautum(Regularizer):
             ``max_dim`` inputs and 256 beyond; 64 for ``"jacobian"``.
         max_dim: Number of inputs above which they are projected by default.
         decay: Decay of the moving averages.
-        lag: Share of the moving averages that may wait to be whitened; 0 whitens every batch.
         shrinkage: Distance of the largest possible correlation from 1.
         ridge: Added to the covariances' diagonals, relative to their mean.
         seed: Seed of the direction :math:`v`.
@@ -86,11 +83,7 @@ class Lautum(Regularizer):
     samples: Tensor
     cov_w: Tensor
     cov_wx: Tensor
-    pulled: Tensor
     steps: Tensor
-    waiting_w: Tensor
-    waiting_wx: Tensor
-    waiting_steps: Tensor
 
     def __init__(
         self,
@@ -102,7 +95,6 @@ class Lautum(Regularizer):
         components: int | None = None,
         max_dim: int = 4096,
         decay: float = 0.999,
-        lag: float = 0.02,
         shrinkage: float = 0.05,
         ridge: float = 1e-3,
         seed: int = 0,
@@ -114,32 +106,25 @@ class Lautum(Regularizer):
             raise ValueError(f"`proxy` must be 'logits' or 'jacobian', got {proxy!r}.")
         if components is None:
             components = min(D, 64) if proxy == "jacobian" else D if max_dim >= D else 256
-        _check_ranges(D, num_outputs, components, decay, lag, shrinkage, ridge)
-        self.num_outputs, self.proxy, self.components = num_outputs, proxy, components
-        self.decay, self.shrinkage, self.ridge, self.seed = decay, shrinkage, ridge, seed
-        self.whole = components == D  # then inputs are not projected, and whitening is what costs
-        self.lag = lag if self.whole else 0.0
+        _check_ranges(D, num_outputs, components, decay, shrinkage, ridge)
+        self.num_outputs = num_outputs
+        self.proxy = proxy
+        self.components = components
+        self.decay = decay
+        self.shrinkage = shrinkage
+        self.ridge = ridge
+        self.seed = seed
+        # Then covariances are whitened, which is less work than inputs.
+        self.whole = components == D
         K = components if proxy == "jacobian" else num_outputs
-        for name, shape in {
-            "mean": (D,),
-            "whitener": (components, D),
-            "scales": (components,),
-        }.items():
-            self.register_buffer(name, torch.zeros(shape))
-        small, wide = (K, K), (K, components)
-        averages = {
-            "cov_w": small,
-            "cov_wx": wide,
-            "pulled": wide,
-            "waiting_w": small,
-            "waiting_wx": wide,
-        }
-        for name, shape in averages.items():
-            self.register_buffer(name, torch.zeros(shape, dtype=torch.float64))
+        self.register_buffer("mean", torch.zeros(D))
+        self.register_buffer("whitener", torch.zeros(components, D))
+        self.register_buffer("scales", torch.zeros(components))
         self.register_buffer("effective_dim", torch.zeros(()))
-        for name in ("samples", "steps", "waiting_steps"):  # 0 samples: not fitted
-            self.register_buffer(name, torch.zeros((), dtype=torch.int64))
-        self.register_load_state_dict_pre_hook(_accept_without_lag)
+        self.register_buffer("samples", torch.zeros((), dtype=torch.int64))  # 0: not fitted
+        self.register_buffer("cov_w", torch.zeros(K, K, dtype=torch.float64))
+        self.register_buffer("cov_wx", torch.zeros(K, components, dtype=torch.float64))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
 
     def fit_inputs(self, loader: Iterable[Any]) -> "Lautum":
         """Factor the covariance of the unlabelled inputs; call it once, on every rank, before training.
@@ -159,20 +144,12 @@ class Lautum(Regularizer):
             batches = lambda: flat_inputs(loader, self.input_shape)  # noqa: E731
             D, K = math.prod(self.input_shape), len(self.cov_w)
             whitening = fit_whitening(batches, D, self.components, self.ridge, outputs=K)
-        for buffer, value in zip(
-            (self.mean, self.whitener, self.scales, self.effective_dim, self.samples),
-            whitening,
-            strict=True,
-        ):
-            buffer.copy_(value)
-        for average in (
-            self.cov_w,
-            self.cov_wx,
-            self.steps,
-            self.waiting_w,
-            self.waiting_wx,
-            self.waiting_steps,
-        ):
+        self.mean.copy_(whitening.mean)
+        self.whitener.copy_(whitening.matrix)
+        self.scales.copy_(whitening.scales)
+        self.effective_dim.copy_(whitening.effective_dim)
+        self.samples.copy_(whitening.samples)
+        for average in (self.cov_w, self.cov_wx, self.steps):
             average.zero_()
         self._looked = False
         return self
@@ -202,20 +179,21 @@ class Lautum(Regularizer):
         check_finite("inputs", inputs)
         with torch.autocast(inputs.device.type, enabled=False):
             x = inputs.detach().flatten(1).float() - self.mean
-            w = (
-                self._gradients(inputs, outputs, epoch)
-                if self.proxy == "jacobian"
-                else outputs.float()
-            )
-            x, w = x if self.whole else x @ self.whitener.T, w - w.mean(0)
+            if not self.whole:
+                x = x @ self.whitener.T  # [B, r]
+            w = outputs.float()
+            if self.proxy == "jacobian":
+                w = self._gradients(inputs, outputs, epoch)
+            w = w - w.mean(0)  # [B, K]
             if self._first_look(outputs):
-                warn_of_scale(self._whitened(x[:64]), self.effective_dim)
-            local = self._of_batch(x, w.detach())
+                warn_of_scale(
+                    x[:64] @ self.whitener.T if self.whole else x[:64], self.effective_dim
+                )
+            local = _covariances(x, w.detach())
             averages = self._averages(local)
             if _finite(*local) and averages is not None:
-                value = self._with_gradient(
-                    x, w, *averages, self._effective_samples(len(x) * world_size())
-                )
+                n = self._effective_samples(len(x) * world_size())
+                value = self._with_gradient(x, w, *averages, n)
             else:  # the loss shows it, and a gradient scaler skips the step
                 value = torch.nan * w.sum().double()
         return self.penalty(-value.float(), self.schedule(epoch), value=value.float())
@@ -226,63 +204,26 @@ class Lautum(Regularizer):
                 "`inputs` must require a gradient before the forward pass for proxy='jacobian': call "
                 "`inputs.requires_grad_()` first."
             )
-        generator = Generator().manual_seed(hash((self.seed, epoch)) % 2**63)
+        generator = Generator().manual_seed(seed_from(self.seed, epoch))
         v = torch.randn(self.num_outputs, generator=generator, device="cpu")
         along = (outputs.float() @ (v / v.norm()).to(outputs.device)).sum()
         (gradients,) = torch.autograd.grad(along, inputs, create_graph=torch.is_grad_enabled())
         return gradients.flatten(1).float() @ self.whitener.T * self.scales  # [B, r]
 
-    def _of_batch(self, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        """Covariance of the centred ``w``, and of ``w`` with the inputs."""
-        return (w.T @ w).double() / (len(x) - 1), (w.T @ x).double() / (
-            len(x) - 1
-        )  # [K, K], [K, r]
-
-    def _whitened(self, cov_wx: Tensor) -> Tensor:
-        # Rows are outputs: a product of [K, D] with the transposed whitener is four times as fast as its transpose.
-        return (
-            times_whitener(cov_wx.float(), self.whitener, transposed=True).double()
-            if self.whole
-            else cov_wx
-        )
-
-    def _pulled(self, cov_wx: Tensor) -> Tensor:
-        """The transposed map of :meth:`_whitened`, which carries gradients back."""
-        return times_whitener(cov_wx.float(), self.whitener).double() if self.whole else cov_wx
-
-    def _covariances(self, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        """Covariance of ``w``, and of ``w`` with the whitened inputs, of one batch."""
-        cov_w, cov_wx = self._of_batch(x if self.whole else x @ self.whitener.T, w - w.mean(0))
-        return cov_w, self._whitened(cov_wx)
-
     @torch.no_grad()
-    def _averages(self, local: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor] | None:
+    def _averages(self, local: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor] | None:
         """Moving averages over batches and ranks, moved in train mode; of this batch alone before the first."""
         if self.training or self.steps == 0:
-            batch = mean_over_ranks(*local)
-            usable = _finite(*batch)  # else a bad batch stays for ever
+            cov_w, cov_wx = mean_over_ranks(*local)
+            usable = _finite(cov_w, cov_wx)  # else a bad batch stays for ever
             if self.training and usable:
-                self._move(*batch)
+                self.cov_w.mul_(self.decay).add_(cov_w, alpha=1 - self.decay)
+                self.cov_wx.mul_(self.decay).add_(cov_wx, alpha=1 - self.decay)
+                self.steps += 1
             elif self.steps == 0:
-                cov_wx = self._whitened(batch[1])
-                return (batch[0], cov_wx, self._pulled(cov_wx)) if usable else None
+                return (cov_w, cov_wx) if usable else None
         start_up = 1 - self.decay ** int(self.steps)
-        return self.cov_w / start_up, self.cov_wx / start_up, self.pulled / start_up
-
-    def _move(self, cov_w: Tensor, cov_wx: Tensor) -> None:
-        """Add a batch to those that wait, and these to the averages once their share is above the lag."""
-        for total, new in ((self.waiting_w, cov_w), (self.waiting_wx, cov_wx)):
-            total.mul_(self.decay).add_(new, alpha=1 - self.decay)
-        self.waiting_steps += 1
-        waiting, steps = int(self.waiting_steps), int(self.steps + self.waiting_steps)
-        if 1 - self.decay**waiting <= self.lag * (1 - self.decay**steps):
-            return
-        self.cov_w.mul_(self.decay**waiting).add_(self.waiting_w)
-        self.cov_wx.mul_(self.decay**waiting).add_(self._whitened(self.waiting_wx))
-        self.pulled.copy_(self._pulled(self.cov_wx))
-        self.steps.fill_(steps)
-        for buffer in (self.waiting_w, self.waiting_wx, self.waiting_steps):
-            buffer.zero_()
+        return self.cov_w / start_up, self.cov_wx / start_up
 
     def _effective_samples(self, batch_size: int) -> float:
         """How many samples weigh in the averages, at most as many as there are."""
@@ -291,32 +232,43 @@ class Lautum(Regularizer):
         return min(batch_size * batches, int(self.samples))
 
     def _with_gradient(
-        self, x: Tensor, w: Tensor, cov_w: Tensor, cov_wx: Tensor, pulled: Tensor, n: float
+        self, x: Tensor, w: Tensor, cov_w: Tensor, cov_wx: Tensor, n: float
     ) -> Tensor:
-        """Information of the averages, with the gradient that the current batch would have as all of them."""
-        # Of products over the batch: the gradient never sees a [K, D] matrix, let alone D×D.
-        products = (w.T @ w).double(), (w.T @ (x @ pulled.float().T)).double()
-        change_w, cross = (
-            (part - part.detach()) / (len(x) - 1) for part in products
-        )  # zeros that carry a gradient
-        return self._from_squares(cov_w + change_w, cov_wx @ cov_wx.T + cross + cross.T, n)
+        """Information of the averages, with the gradient that the current batch would have as all of them.
 
-    def _information(self, cov_w: Tensor, cov_wx: Tensor, n: float) -> Tensor:
-        return self._from_squares(cov_w, cov_wx @ cov_wx.T, n)
+        Only products over the batch carry a gradient: it never sees a [K, D] matrix, let alone D×D.
+        """
+        if self.whole:
+            whitened = cov_wx.float() @ self.whitener.T  # [K, r]
+            pulled = whitened @ self.whitener  # [K, D]
+        else:
+            whitened = pulled = cov_wx.float()
+        change_w = (w.T @ w).double() / (len(x) - 1)
+        cross = (w.T @ (x @ pulled.T)).double() / (len(x) - 1)  # [K, K]
+        change_w = change_w - change_w.detach()  # zeros that carry a gradient
+        cross = cross - cross.detach()
+        squares = whitened.double() @ whitened.double().T
+        return self._information(cov_w + change_w, squares + cross + cross.T, n)
 
-    def _from_squares(self, cov_w: Tensor, squares: Tensor, n: float) -> Tensor:
+    def _information(self, cov_w: Tensor, squares: Tensor, n: float) -> Tensor:
+        """Information from the covariance of ``w``, and the squares of that with whitened inputs, [K, K]."""
         floor = self.ridge * cov_w.diagonal().mean().detach() + 1e-12
         factor = torch.linalg.cholesky(
             cov_w + floor * torch.eye(len(cov_w), dtype=cov_w.dtype, device=cov_w.device)
         )
         half = torch.linalg.solve_triangular(factor, squares, upper=False)
-        whitened = torch.linalg.solve_triangular(
-            factor, half.T, upper=False
-        )  # [K, K], on both sides
+        # [K, K], on both sides
+        whitened = torch.linalg.solve_triangular(factor, half.T, upper=False)
         squared = torch.linalg.eigvalsh((whitened + whitened.T) / 2) * (
             n / (n + float(self.effective_dim))
         )
         return lautum_from_correlations(squared.clamp(max=1.0) * (1 - self.shrinkage) ** 2)
+
+
+def _covariances(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """Covariance of the centred ``w``, [K, K], and of ``w`` with the inputs, [K, r]."""
+    n = len(x) - 1
+    return (w.T @ w).double() / n, (w.T @ x).double() / n
 
 
 def _finite(*parts: Tensor) -> bool:
@@ -324,22 +276,8 @@ def _finite(*parts: Tensor) -> bool:
     return all(bool(part.sum().isfinite()) for part in parts)
 
 
-def _accept_without_lag(
-    module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any
-) -> None:
-    """Read a checkpoint from before batches could wait: none of them does."""
-    if prefix + "cov_wx" in state_dict and prefix + "pulled" not in state_dict:
-        cov_wx, whitener = state_dict[prefix + "cov_wx"], state_dict[prefix + "whitener"]
-        whole = whitener.shape[0] == whitener.shape[1]
-        state_dict[prefix + "pulled"] = (
-            (cov_wx.float() @ whitener).double() if whole else cov_wx.clone()
-        )
-        for name in ("waiting_w", "waiting_wx", "waiting_steps"):
-            state_dict[prefix + name] = torch.zeros_like(getattr(module, name))
-
-
 def _check_ranges(
-    D: int, K: int, components: int, decay: float, lag: float, shrinkage: float, ridge: float
+    D: int, K: int, components: int, decay: float, shrinkage: float, ridge: float
 ) -> None:
     rules = {
         "num_outputs": (K, K >= 1, "at least 1"),
@@ -349,7 +287,6 @@ def _check_ranges(
             f"between 1 and the number of inputs, {D}",
         ),
         "decay": (decay, 0 <= decay < 1, "in [0, 1)"),
-        "lag": (lag, 0 <= lag < 1, "in [0, 1)"),
         "shrinkage": (shrinkage, 0 < shrinkage < 1, "in (0, 1)"),
         "ridge": (ridge, ridge > 0, "positive"),
     }

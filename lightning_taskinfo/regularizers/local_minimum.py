@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_taskinfo._observe import ParamDict, trainable_parameters
-from lightning_taskinfo._ranges import check_positive
+from lightning_taskinfo._ranges import check_counts, check_positive
 from lightning_taskinfo.regularizers._base import Regularizer, WeightSchedule
 from lightning_taskinfo.regularizers._swap import swapped
 from lightning_taskinfo.regularizers.batchnorm import frozen_batchnorm_statistics
@@ -70,11 +70,12 @@ class LocalMinimumRegularizer(Regularizer):
     ) -> None:
         super().__init__(weight)
         check_positive(step_size=step_size)
-        if parts < 1:
-            raise ValueError(f"`parts` must be at least 1, got {parts}.")
+        check_counts(parts=parts)
         if start != "learning_rate_drop" and (isinstance(start, str) or start < 0):
             raise ValueError(f"`start` must be an epoch or 'learning_rate_drop', got {start!r}.")
-        self.step_size, self.parts, self.start = step_size, parts, start
+        self.step_size = step_size
+        self.parts = parts
+        self.start = start
         self.register_buffer("highest_lr", torch.tensor(-math.inf, dtype=torch.float64))
         self.register_buffer("started", torch.tensor(False))
 
@@ -110,7 +111,8 @@ class LocalMinimumRegularizer(Regularizer):
         some = next(iter(parameters.values()))
         weight = self.schedule(epoch) if self._due(epoch, learning_rate) else 0.0
         if not weight:
-            self.value, self.weight = None, 0.0
+            self.value = None
+            self.weight = 0.0
             return self.nothing(some)
         value, gradient = self._value_and_gradient(
             model, loss_fn, split_batch(batch, self.parts), parameters
@@ -140,10 +142,8 @@ class LocalMinimumRegularizer(Regularizer):
     ) -> tuple[Tensor, ParamDict]:
         some = next(iter(parameters.values()))
         w = {name: p.detach() for name, p in parameters.items()}
-        value, gradient = (
-            torch.zeros((), device=some.device),
-            {name: torch.zeros_like(p) for name, p in w.items()},
-        )
+        value = torch.zeros((), device=some.device)
+        gradient = {name: torch.zeros_like(p) for name, p in w.items()}
         with (
             torch.inference_mode(False),
             torch.enable_grad(),

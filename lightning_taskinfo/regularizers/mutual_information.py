@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from lightning_taskinfo._ranges import check_positive
+from lightning_taskinfo._ranges import check_counts, check_positive
 from lightning_taskinfo.functional._tensors import check_finite
 from lightning_taskinfo.functional.mutual_information import (
     Negatives,
@@ -99,13 +99,12 @@ class MutualInformation(Regularizer):
     ) -> None:
         super().__init__(weight)
         _check(objective, negatives, alternate, clip, critic_steps, learning_rate)
-        self.input_shape, self.feature_dim = checked_shape(input_shape), feature_dim
-        self.objective, self.clip, self.alternate, self.critic_steps = (
-            objective,
-            clip,
-            alternate,
-            critic_steps,
-        )
+        self.input_shape = checked_shape(input_shape)
+        self.feature_dim = feature_dim
+        self.objective = objective
+        self.clip = clip
+        self.alternate = alternate
+        self.critic_steps = critic_steps
         self.negatives: Negatives = negatives
         self._pairs = {} if objective == "info_nce" else {"negatives": negatives}
         if not isinstance(critic, nn.Module):
@@ -175,9 +174,8 @@ class MutualInformation(Regularizer):
                 (moved,) = mean_over_ranks(moved)
                 self.log_average.copy_(torch.where(moved.isfinite(), moved, self.log_average))
             gradients = mean_over_ranks(*torch.autograd.grad(-self._objective(scores), copies))
-            if not all(
-                g.isfinite().all() for g in gradients
-            ):  # e.g. features that overflowed: the next batch is fine
+            # E.g. features that overflowed: the next batch is fine.
+            if not all(g.isfinite().all() for g in gradients):
                 continue
             for p, g in zip(parameters, gradients, strict=True):
                 p.grad = g
@@ -186,9 +184,8 @@ class MutualInformation(Regularizer):
 
     def _apply(self, fn: Any, recurse: bool = True) -> "MutualInformation":
         super()._apply(fn, recurse)
-        self._optimizer.load_state_dict(
-            self._optimizer.state_dict()
-        )  # casts its state to where the critic went
+        # Casts its state to where the critic went.
+        self._optimizer.load_state_dict(self._optimizer.state_dict())
         return self
 
     def get_extra_state(self) -> dict[str, Any]:
@@ -197,9 +194,8 @@ class MutualInformation(Regularizer):
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Take up the state of the critic's optimizer from a checkpoint."""
-        self._optimizer.load_state_dict(
-            deepcopy(state)
-        )  # it would share the tensors of a state dict in memory
+        # It would share the tensors of a state dict in memory.
+        self._optimizer.load_state_dict(deepcopy(state))
 
 
 def _check(
@@ -227,5 +223,4 @@ def _check(
     check_positive(learning_rate=learning_rate)
     if not clip > 0:  # which may be infinite
         raise ValueError(f"`clip` must be positive, got {clip}.")
-    if critic_steps < 1:
-        raise ValueError(f"`critic_steps` must be at least 1, got {critic_steps}.")
+    check_counts(critic_steps=critic_steps)

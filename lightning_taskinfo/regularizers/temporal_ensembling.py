@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lightning_taskinfo._ranges import check_counts
 from lightning_taskinfo.functional.discrepancy import ensemble_targets
 from lightning_taskinfo.regularizers._base import Regularizer, WeightSchedule, check_rows
 from lightning_taskinfo.regularizers._ranks import gather_rows
@@ -56,15 +57,12 @@ class TemporalEnsembling(Regularizer):
         decay: float = 0.6,
         dtype: str = "float32",
     ) -> None:
-        for argument, value in {"num_samples": num_samples, "num_outputs": num_outputs}.items():
-            if value < 1:
-                raise ValueError(f"`{argument}` must be at least 1, got {value}.")
+        check_counts(num_samples=num_samples, num_outputs=num_outputs)
         if num_labeled is not None and not 0 <= num_labeled <= num_samples:
             raise ValueError(
                 f"`num_labeled` must be from 0 to `num_samples`, {num_samples}, got {num_labeled}."
             )
-        if ramp_epochs < 1:
-            raise ValueError(f"`ramp_epochs` must be at least 1, got {ramp_epochs}.")
+        check_counts(ramp_epochs=ramp_epochs)
         if weight is None:
             if num_labeled is None:
                 raise ValueError(
@@ -77,7 +75,8 @@ class TemporalEnsembling(Regularizer):
         dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
         if dtype not in dtypes:
             raise ValueError(f"`dtype` must be one of {tuple(dtypes)}, got {dtype!r}.")
-        self.num_outputs, self.decay = num_outputs, decay
+        self.num_outputs = num_outputs
+        self.decay = decay
         self.register_buffer("average", torch.zeros(num_samples, num_outputs, dtype=dtypes[dtype]))
         self.register_buffer("count", torch.zeros(num_samples, dtype=torch.int32))
         self.register_buffer("last_epoch", torch.full((num_samples,), -1, dtype=torch.int32))

@@ -1,21 +1,38 @@
 """How complex is a dataset? Its structure function, traced by training noisy weights."""
 
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_taskinfo._files import claim_folder
+from lightning_taskinfo._files import claim_folder, digest, read_tensors, write_tensors
+from lightning_taskinfo._observe import ParamDict
 from lightning_taskinfo._progress import Progress, shown
+from lightning_taskinfo._random import seed_from
 from lightning_taskinfo._ranges import check_positive
-from lightning_taskinfo.certificates.samples import Data, read_tensors
+from lightning_taskinfo.certificates.samples import Data, read_pair
 from lightning_taskinfo.functional.likelihood import Categorical, Likelihood, as_likelihood
-from lightning_taskinfo.tasks._sweep import Center, Sweep, center_of, digest, network_digest
 from lightning_taskinfo.tasks.structure import StructureFunction
-from lightning_taskinfo.tasks.training import ModelFn, Samples, Training, build, initial_weights
+from lightning_taskinfo.tasks.training import (
+    START,
+    Center,
+    ModelFn,
+    TaskData,
+    Training,
+    build,
+    center_of,
+    expected_loss,
+    initial_weights,
+    network_digest,
+    train_noisy,
+    train_plain,
+)
+from lightning_taskinfo.variational import add_weight_noise, noisy_weights, sampling, weight_kl
 
 BETAS = tuple(10 ** (2 - j / 2) for j in range(10))  # 100 … 0.003
 
@@ -75,9 +92,11 @@ def structure_function(
         Achille, Paolini, Mbeng, Soatto, *The information complexity of learning tasks, their structure and their
         distance*, sections 3 and 7.
     """
-    betas, training = _checked(betas, prior_std), training or Training()
-    inputs, targets = read_tensors(data)
-    samples = Samples(inputs, targets, as_likelihood(likelihood))
+    check_positive(prior_std=prior_std, betas=betas)
+    betas = tuple(sorted({float(beta) for beta in betas}, reverse=True))
+    training = training or Training()
+    inputs, targets = read_pair(data)
+    samples = TaskData(inputs, targets, as_likelihood(likelihood))
     model = build(model_fn, seed)
     samples.check(model)
     start = initial_weights(model)
@@ -88,43 +107,138 @@ def structure_function(
             "prior_std": prior_std,
             "likelihood": repr(samples.likelihood),
             "seed": seed,
+            "network": network_digest(model, inputs),
+            "prior_center": digest(centre.items()),
+            "data": digest([("inputs", inputs), ("targets", targets)]),
+            "training": asdict(training),
         }
-        made |= {"network": network_digest(model, inputs), "prior_center": digest(centre.values())}
-        made |= {"data": digest([inputs, targets]), "training": asdict(training)}
         claim_folder(folder, made, results=["sweep.pt"])
     sweep = Sweep(model, samples, centre, prior_std=prior_std, training=training, seed=seed)
     with shown(progress, name or "structure_function", len(betas)) as tell:
-        _run(sweep, betas, None if folder is None else Path(folder) / "sweep.pt", tell)
-    kl, loss, error = (
-        tuple(row[key] for row in sweep.rows) for key in ("kl", "loss", "loss_error")
-    )
-    guess = sweep.prior["loss"], sweep.prior["loss_error"]
+        sweep.run(betas, None if folder is None else Path(folder) / "sweep.pt", tell)
     entropy = _label_entropy(targets) if isinstance(samples.likelihood, Categorical) else None
-    return StructureFunction(betas, kl, loss, error, *guess, len(samples), entropy, name)
-
-
-def _run(
-    sweep: Sweep, betas: Sequence[float], path: Path | None, progress: Progress | None
-) -> None:
-    if path is not None and path.exists():
-        sweep.load(path)
-    else:
-        sweep.begin()
-    for done, beta in enumerate(betas, 1):
-        if done > len(sweep.rows):
-            sweep.step(beta)
-            if path is not None:
-                sweep.save(path)
-        if progress is not None:
-            progress(done, len(betas), f"β = {beta:.3g}")
-
-
-def _checked(betas: Sequence[float], prior_std: float) -> tuple[float, ...]:
-    check_positive(prior_std=prior_std, betas=betas)
-    ordered = tuple(sorted({float(beta) for beta in betas}, reverse=True))
-    return ordered
+    return StructureFunction(
+        betas=betas,
+        kl=tuple(row["kl"] for row in sweep.rows),
+        loss=tuple(row["loss"] for row in sweep.rows),
+        loss_error=tuple(row["loss_error"] for row in sweep.rows),
+        prior_loss=sweep.prior["loss"],
+        prior_loss_error=sweep.prior["loss_error"],
+        samples=len(samples),
+        label_entropy=entropy,
+        name=name,
+    )
 
 
 def _label_entropy(targets: Tensor) -> float:
     share = torch.unique(targets, return_counts=True)[1].double() / targets.numel()
     return float(-(share * share.log()).sum())
+
+
+class Sweep:
+    r"""A noisy network on its way through a list of :math:`\beta`, with what was measured so far.
+
+    Args:
+        model: The network at its start; becomes noisy, in place.
+        samples: The task.
+        centre: Mean of the pre-distribution by parameter name.
+        prior_std: Its standard deviation.
+        training: How to minimise.
+        seed: Seed of batches and noise.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        samples: TaskData,
+        centre: ParamDict,
+        *,
+        prior_std: float,
+        training: Training,
+        seed: int,
+    ) -> None:
+        self.model = add_weight_noise(
+            model,
+            std=START * prior_std,
+            prior_center=centre,
+            prior_std=prior_std,
+            seed=seed_from(seed, 0),
+        )
+        self.samples = samples
+        self.centre = centre
+        self.training = training
+        self.seed = seed
+        self.prior: dict[str, float] = {}
+        self.rows: list[dict[str, float]] = []
+
+    def run(self, betas: Sequence[float], path: Path | None, progress: Progress | None) -> None:
+        """Go through the list, from where the file at ``path`` ends; it is written after every step."""
+        if path is not None and path.exists():
+            self.load(path)
+        else:
+            self.begin()
+        for done, beta in enumerate(betas, 1):
+            if done > len(self.rows):
+                self.step(beta)
+                if path is not None:
+                    self.save(path)
+            if progress is not None:
+                progress(done, len(betas), f"β = {beta:.3g}")
+
+    def begin(self) -> None:
+        """Measure the pre-distribution itself, then train without noise."""
+        start = {name: mean.detach().clone() for name, mean, _ in noisy_weights(self.model)}
+        _set_gaussian(self.model, self.centre, 1.0)
+        self.prior = self._loss()
+        _set_gaussian(self.model, start, START)
+        with sampling(self.model, enabled=False):
+            seed = seed_from(self.seed, 1)
+            train_plain(self.model, self.samples, training=self.training, seed=seed)
+
+    def step(self, beta: float) -> None:
+        r"""Minimise :math:`C_\beta` from where the network is, and measure.
+
+        The first has the longest way to go, from plain weights to almost nothing: it is trained twice.
+        """
+        for turn in range(1 if self.rows else 2):
+            seed = seed_from(self.seed, 2, len(self.rows), turn)
+            price = partial(_price, beta=beta)
+            train_noisy(self.model, self.samples, price, training=self.training, seed=seed)
+        self.rows.append({"beta": beta, "kl": weight_kl(self.model).item(), **self._loss()})
+
+    def save(self, path: Path) -> None:
+        """Write network and rows, atomically."""
+        write_tensors(
+            path, {"prior": self.prior, "rows": self.rows, "model": self.model.state_dict()}
+        )
+
+    def load(self, path: Path) -> None:
+        """Take up what :meth:`save` wrote.
+
+        Raises:
+            ValueError: If the file is damaged.
+        """
+        advice = "Delete it to begin the sweep again."
+        kept = read_tensors(path, advice=advice)
+        try:
+            self.model.load_state_dict(kept["model"])
+            self.prior = dict(kept["prior"])
+            self.rows = list(kept["rows"])
+        except (TypeError, ValueError, KeyError, AttributeError, RuntimeError) as error:
+            raise ValueError(f"{path}: it holds something else than a sweep. {advice}") from error
+
+    def _loss(self) -> dict[str, float]:
+        loss, error = expected_loss(self.model, self.samples, training=self.training)
+        return {"loss": loss, "loss_error": error}
+
+
+def _price(model: nn.Module, beta: float) -> Tensor:
+    return beta * weight_kl(model)
+
+
+@torch.no_grad()
+def _set_gaussian(model: nn.Module, means: Mapping[str, Tensor], std: float) -> None:
+    """Put means into noisy weights, and deviations that are ``std`` times the prior's."""
+    for name, mean, noise in noisy_weights(model):
+        mean.copy_(means[name])
+        noise.log_variance.copy_((noise.prior_log_variance + 2 * math.log(std)).expand_as(mean))

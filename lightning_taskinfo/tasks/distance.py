@@ -1,28 +1,160 @@
 """How far is it from one task to another? What a network must learn in addition, in nats; not symmetric."""
 
+import json
 import os
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import count, product
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_taskinfo._cells import check_executor, run_cells
-from lightning_taskinfo._files import claim_folder
+from lightning_taskinfo._files import claim_folder, digest
+from lightning_taskinfo._parallel import check_executor, run_jobs
 from lightning_taskinfo._progress import Progress, shown
 from lightning_taskinfo._ranges import check_positive
+from lightning_taskinfo._tables import html_table, text_table
+from lightning_taskinfo._wandb import log_once
 from lightning_taskinfo._warn import warn
-from lightning_taskinfo.certificates.samples import Data, read_tensors
+from lightning_taskinfo.certificates.samples import Data, read_pair
 from lightning_taskinfo.functional.likelihood import Likelihood, as_likelihood
-from lightning_taskinfo.tasks._pairs import Cell, HeadFn, Method, Plan, solve
-from lightning_taskinfo.tasks._sweep import digest, network_digest
-from lightning_taskinfo.tasks.matrix import DistanceMatrix
-from lightning_taskinfo.tasks.training import ModelFn, Training
+from lightning_taskinfo.tasks.training import ModelFn, Training, network_digest
+from lightning_taskinfo.tasks.union import HeadFn, Method, Plan, Union, solve
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True, eq=False)
+class DistanceMatrix:
+    r"""Distances between ``K`` tasks, in nats: what a network that knows one must learn to know both.
+
+    .. math:: d_\beta(D_1 \to D_2) = \mathrm{KL}(Q_{12}\|P) - \mathrm{KL}(Q_1\|P)
+
+    Rows are the task that is known, columns the one that is added. Trunk and the known task's head count; the new head
+    is in :attr:`new_head`. Estimates can be negative, and the diagonal, which would be 0 for perfect training, is
+    measured like the rest.
+
+    Attributes:
+        names: Names of the tasks.
+        method: ``"variational"`` or ``"laplace"``.
+        beta: Weight of the divergence beside the sum of the known task's loss.
+        samples: Number of samples of each task.
+        seeds: Seeds of the ``S`` repetitions.
+        distances: Of each seed, shape ``[S, K, K]``, float64.
+        new_head: Information in the new task's head, shape ``[S, K, K]``.
+        information: :math:`\mathrm{KL}(Q_1\|P)` of each task alone, shape ``[S, K]``.
+        objective: :math:`C_\beta` of each task alone, shape ``[S, K]``.
+    """
+
+    names: tuple[str, ...]
+    method: Method
+    beta: float
+    samples: tuple[int, ...]
+    seeds: tuple[int, ...]
+    distances: Tensor
+    new_head: Tensor
+    information: Tensor
+    objective: Tensor
+
+    @property
+    def mean(self) -> Tensor:
+        """Mean over seeds, shape ``[K, K]``."""
+        return self.distances.mean(0)
+
+    @property
+    def standard_error(self) -> Tensor:
+        """Standard error of the mean over seeds, shape ``[K, K]``; NaN for a single seed.
+
+        It covers what starts, batches and noise do, not which samples stand for a task.
+        """
+        return standard_error(self.distances)
+
+    def unfinished(self) -> tuple[str, ...]:
+        """Return the tasks whose trainings stopped short of their minimum, or ended in different ones.
+
+        That is where a task's distance to itself is beyond three standard errors and one per cent of its information,
+        instead of 0. Where none is, a training may still have stopped short.
+        """
+        itself, error = self.mean.diagonal().abs(), self.standard_error.diagonal().nan_to_num()
+        far = (itself > 3 * error) & (itself > 0.01 * self.information.mean(0))
+        return tuple(name for name, is_far in zip(self.names, far.tolist(), strict=True) if is_far)
+
+    def table(self) -> tuple[list[str], list[list[str | float]]]:
+        """Return column names and one row for each ordered pair."""
+        columns = ["from", "to", "distance", "standard_error", "new_head"]
+        values = [t.tolist() for t in (self.mean, self.standard_error, self.new_head.mean(0))]
+        K = range(len(self.names))
+        return columns, [
+            [self.names[i], self.names[j], *(v[i][j] for v in values)] for i in K for j in K
+        ]
+
+    def reading(self) -> str:
+        """Return one sentence on the nearest pair of different tasks."""
+        pairs = [row for row in self.table()[1] if row[0] != row[1]]
+        if not pairs:
+            return f"{self.names[0]} is {self._cell(0, 0)} nats from itself; 0 would be exact."
+        nearest = min(pairs, key=lambda row: float(row[2]))
+        i, j = (self.names.index(str(name)) for name in nearest[:2])
+        return f"A network that knows {nearest[0]} needs the fewest further nats for {nearest[1]}: {self._cell(i, j)}."
+
+    def _cell(self, i: int, j: int) -> str:
+        distance = f"{self.mean[i, j].item():,.0f}"
+        if len(self.seeds) < 2:
+            return distance
+        return f"{distance} ± {self.standard_error[i, j].item():,.0f}"
+
+    def _cells(self) -> tuple[list[str], list[list[str]]]:
+        tasks = range(len(self.names))
+        rows = [[self.names[i], *(self._cell(i, j) for j in tasks)] for i in tasks]
+        return ["nats from, to", *self.names], rows
+
+    def __str__(self) -> str:
+        return f"{text_table(*self._cells())}\n{self.reading()}"
+
+    def _repr_html_(self) -> str:
+        return html_table(*self._cells(), self.reading())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything, ready for JSON; an error that a single seed cannot give is ``None``."""
+        values = {
+            key: getattr(self, key) for key in ("names", "method", "beta", "samples", "seeds")
+        }
+        measured = ("mean", "distances", "new_head", "information", "objective")
+        error = self.standard_error.tolist() if len(self.seeds) > 1 else None
+        return {
+            **values,
+            "standard_error": error,
+            **{key: getattr(self, key).tolist() for key in measured},
+        }
+
+    def to_json(self, **options: Any) -> str:
+        """Return everything as JSON; ``options`` go to ``json.dumps``."""
+        return json.dumps(self.to_dict(), **options)
+
+    def plot(self, ax: "Axes | None" = None) -> tuple["Figure", "Axes"]:
+        """Draw the mean distances as colours with numbers and standard errors."""
+        from lightning_taskinfo.tasks.plots import plot_distances
+
+        title = rf"$d_\beta$ from row to column, {self.method}, $\beta = {self.beta:g}$"
+        return plot_distances(self.names, self.mean, self.standard_error, title=title, ax=ax)
+
+    def log(self, run: Any, *, key: str = "task_distance") -> None:
+        """Log figure (as an image), table and scalars to a W&B run.
+
+        Args:
+            run: What ``wandb.init()`` returned, or a WandbLogger's ``experiment``.
+            key: What stands before the names, behind ``taskinfo/``.
+        """
+        columns, rows = self.table()
+        scalars = {f"{row[0]}→{row[1]}": float(row[2]) for row in rows}
+        figures, tables = {"figure": self.plot()[0]}, {"table": (columns, rows)}
+        log_once(run, key, scalars=scalars, figures=figures, tables=tables)
 
 
 def task_distance(
@@ -69,7 +201,7 @@ def task_distance(
         seeds: The seeds, or how many; each repeats everything with another start, other batches and other noise.
         folder: Keeps every finished training; a call that was interrupted continues, also with more seeds. Refused if
             it belongs to other tasks, another network or other settings.
-        executor: Where trainings run, see :func:`~lightning_taskinfo._cells.run_cells`.
+        executor: Where trainings run, see :func:`~lightning_taskinfo._parallel.run_jobs`.
         workers: Processes of our own pool where there is no ``executor``; 0 for this process alone, ``None`` for as
             many as there are cores. A script that uses processes needs ``if __name__ == "__main__":``.
         progress: Whether to draw a bar where standard error is a terminal or a notebook; or a function, called with the
@@ -99,37 +231,41 @@ def task_distance(
     check_executor(executor, workers)
     data = [_read(name, task) for name, task in tasks.items()]
     if executor is None and workers != 0:  # an executor may have ways of its own, as Dask has
-        _check_travels(trunk_fn=trunk_fn, head_fn=head_fn)
+        _check_importable(trunk_fn=trunk_fn, head_fn=head_fn)
     plan = Plan(
-        trunk_fn,
-        head_fn,
-        method,
-        beta,
-        prior_center,
-        prior_std,
-        as_likelihood(likelihood),
-        training or Training(),
+        trunk_fn=trunk_fn,
+        head_fn=head_fn,
+        method=method,
+        beta=beta,
+        prior_center=prior_center,
+        prior_std=prior_std,
+        likelihood=as_likelihood(likelihood),
+        training=training or Training(),
     )
     for one in data:  # here and now, where an error is seen as it is
-        cell = Cell.of(plan, [one], seeds[0])
-        cell.samples().check(cell.model())
+        union = Union.of(plan, [one], seeds[0])
+        union.data().check(union.model())
     if folder is not None:
         claim_folder(folder, _configuration(plan, tasks, data), results=["seed-*.json"])
     sizes = [len(targets) for _, targets in data]
-    wanted = {(seed, _trained(parts, sizes)) for seed in seeds for parts in _pairs(len(data))}
-    cells = {
-        _name(seed, parts): Cell.of(plan, [data[i] for i in parts], seed)
-        for seed, parts in sorted(wanted)
-    }
-    with shown(progress, "task_distance", len(cells)) as tell:
-        counting = _counting(tell, len(cells))
-        found = run_cells(
-            solve, cells, folder=folder, executor=executor, workers=workers, on_done=counting
-        )
-    by_seed = [
-        _distances(sizes, {parts: found[_name(s, parts)] for s, parts in wanted if s == seed})
+    K = range(len(data))
+    wanted = {_trained(parts, sizes) for parts in [*((i,) for i in K), *product(K, repeat=2)]}
+    jobs = {
+        _name(seed, parts): Union.of(plan, [data[i] for i in parts], seed)
         for seed in seeds
-    ]
+        for parts in sorted(wanted)
+    }
+    with shown(progress, "task_distance", len(jobs)) as tell:
+        numbers = count(1)
+
+        def on_done(name: str, _: Any) -> None:
+            if tell is not None:
+                tell(next(numbers), len(jobs), name)
+
+        found = run_jobs(
+            solve, jobs, folder=folder, executor=executor, workers=workers, on_done=on_done
+        )
+    by_seed = [_distances(sizes, {p: found[_name(seed, p)] for p in wanted}) for seed in seeds]
     measured = {
         key: torch.tensor([one[key] for one in by_seed], dtype=torch.float64) for key in by_seed[0]
     }
@@ -138,7 +274,7 @@ def task_distance(
 
 def _read(name: str, task: Data) -> tuple[Tensor, Tensor]:
     """Inputs and targets of a task."""
-    inputs, targets = read_tensors(task, argument=f"tasks[{name!r}]")
+    inputs, targets = read_pair(task, argument=f"tasks[{name!r}]")
     found = targets.unique()
     if not targets.is_floating_point() and len(found) and len(found) <= found.max():
         warn(
@@ -147,7 +283,7 @@ def _read(name: str, task: Data) -> tuple[Tensor, Tensor]:
     return inputs, targets
 
 
-def _check_travels(**functions: Callable[..., Any]) -> None:
+def _check_importable(**functions: Callable[..., Any]) -> None:
     """Raise a ``ValueError`` for functions that other processes cannot import, before anything is trained."""
     for argument, function in functions.items():
         try:
@@ -163,26 +299,21 @@ def _distances(sizes: list[int], found: Mapping[tuple[int, ...], Any]) -> dict[s
     """Distances, new heads, and information and objective of each task alone, for one seed."""
     K = len(sizes)
     alone = [found[i,] for i in range(K)]
-    information = [cell["kl"]["trunk"] + cell["kl"]["heads.0"] for cell in alone]
-    distances, new_head = ([[0.0] * K for _ in range(K)] for _ in range(2))
+    information = [one["kl"]["trunk"] + one["kl"]["heads.0"] for one in alone]
+    distances = [[0.0] * K for _ in range(K)]
+    new_head = [[0.0] * K for _ in range(K)]
     for i, j in product(range(K), repeat=2):
         parts = _trained((i, j), sizes)
         kl = found[parts]["kl"]
         known = parts.index(i)
         distances[i][j] = kl["trunk"] + kl[f"heads.{known}"] - information[i]
         new_head[i][j] = kl[f"heads.{1 - known}"]
-    objective = [cell["objective"] for cell in alone]
     return {
         "distances": distances,
         "new_head": new_head,
         "information": information,
-        "objective": objective,
+        "objective": [one["objective"] for one in alone],
     }
-
-
-def _pairs(K: int) -> list[tuple[int, ...]]:
-    """Every task alone, and every ordered pair."""
-    return [*((i,) for i in range(K)), *product(range(K), repeat=2)]
 
 
 def _trained(parts: tuple[int, ...], sizes: list[int]) -> tuple[int, ...]:
@@ -194,27 +325,24 @@ def _name(seed: int, parts: tuple[int, ...]) -> str:
     return f"seed-{seed}_task-{'-'.join(map(str, parts))}"
 
 
-def _counting(progress: Progress | None, total: int) -> Callable[[str, Any], None] | None:
-    if progress is None:
-        return None
-    numbers = count(1)
-    return lambda name, _: progress(next(numbers), total, name)
-
-
 def _configuration(
     plan: Plan, tasks: Mapping[str, Data], data: list[tuple[Tensor, Tensor]]
 ) -> dict[str, Any]:
-    """What decides the numbers of a cell; not the seeds, so that more of them can be added."""
-    values: dict[str, Any] = {
+    """What decides the numbers of a training; not the seeds, so that more of them can be added."""
+    first = Union.of(plan, data[:1], 0)
+    return {
         "method": plan.method,
         "beta": plan.beta,
         "prior_center": plan.prior_center,
         "prior_std": plan.prior_std,
+        "likelihood": repr(plan.likelihood),
+        "training": asdict(plan.training),
+        "network": network_digest(first.model(), first.data().inputs),
+        "tasks": {
+            name: digest([("inputs", x), ("targets", y)])
+            for name, (x, y) in zip(tasks, data, strict=True)
+        },
     }
-    values |= {"likelihood": repr(plan.likelihood), "training": asdict(plan.training)}
-    first = Cell.of(plan, data[:1], 0)
-    values |= {"network": network_digest(first.model(), first.samples().inputs)}
-    return {**values, "tasks": {name: digest(pair) for name, pair in zip(tasks, data, strict=True)}}
 
 
 def _check(
@@ -234,3 +362,10 @@ def _check(
         raise ValueError(f"`prior_center` must be 'initial' or 'zero', got {prior_center!r}.")
     if not seeds or len(set(seeds)) != len(seeds):
         raise ValueError(f"`seeds` must be different numbers, at least one, got {list(seeds)}.")
+
+
+def standard_error(values: Tensor) -> Tensor:
+    """Return the standard error of the mean over axis 0; NaN where there is only one value."""
+    if len(values) < 2:
+        return torch.full_like(values[0], torch.nan)
+    return values.std(0) / len(values) ** 0.5

@@ -1,6 +1,5 @@
 """Embedded tasks: kept on disk, compared, and recommended as sources of transfer."""
 
-import hashlib
 import math
 import os
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_taskinfo._files import atomic_write
+from lightning_taskinfo._files import atomic_write, digest
 from lightning_taskinfo._tables import html_table, text_table
 from lightning_taskinfo.functional.task_embedding import (
     PlanarMap,
@@ -258,13 +257,8 @@ def task_map(embeddings: Sequence[TaskEmbedding]) -> PlanarMap:
 
 def fingerprint(module: nn.Module, leave_out: str) -> str:
     """Return a short hash of all parameters and buffers but those below ``leave_out``, names included."""
-    digest = hashlib.sha256()
-    for name, value in sorted(module.state_dict().items()):
-        if not name.startswith(f"{leave_out}."):
-            array = value.detach().cpu().contiguous()
-            digest.update(f"{name} {array.dtype} {list(array.shape)}".encode())
-            digest.update(array.flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]
+    state = sorted(module.state_dict().items())
+    return digest((name, x) for name, x in state if not name.startswith(f"{leave_out}."))
 
 
 def _stacked(embeddings: Sequence[TaskEmbedding]) -> Tensor:

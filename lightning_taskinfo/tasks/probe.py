@@ -9,6 +9,8 @@ from torch import Generator, Tensor, nn
 from torch.nn.functional import cross_entropy, interpolate
 
 from lightning_taskinfo._files import atomic_write
+from lightning_taskinfo._random import own_randomness
+from lightning_taskinfo._ranges import check_counts
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.data.pairs import cache_dir, load_dataset
 
@@ -59,11 +61,10 @@ def default_probe(*, epochs: int = 4, seed: int = 0) -> SmallProbe:
     Raises:
         ValueError: If ``epochs`` is not positive.
     """
-    if epochs < 1:
-        raise ValueError(f"`epochs` must be at least 1, got {epochs}.")
+    check_counts(epochs=epochs)
     key = json.dumps([VERSION, epochs, seed])
     path = cache_dir() / f"probe-{hashlib.sha256(key.encode()).hexdigest()[:16]}.npz"
-    with torch.random.fork_rng(devices=[]):  # its first weights are drawn, and replaced
+    with own_randomness(seed):  # its first weights are drawn, and replaced
         probe = SmallProbe()
     try:
         with path.open("rb") as file:  # numpy leaves a broken file open

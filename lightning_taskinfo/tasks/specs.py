@@ -72,11 +72,13 @@ def prepare_task(
     parts = [load_dataset(part, size=size, data_dir=data_dir) for part in names.split("+")]
     if len({part.image_shape for part in parts}) > 1:
         shapes = ", ".join(str(part.image_shape) for part in parts)
-        raise ValueError(f"`name` must put images of one shape together, got {shapes} in {name!r}.")
+        raise ValueError(f"{name!r} must put images of one shape together, got {shapes}.")
     generator = Generator().manual_seed(seed)
     each, rest = (None, 0) if max_samples is None else divmod(max_samples, len(parts))
     shares = [None if each is None else each + (i < rest) for i in range(len(parts))]
-    inputs, targets, classes = [], [], 0
+    inputs = []
+    targets = []
+    classes = 0
     for part, share in zip(parts, shares, strict=True):
         for variant in variants:
             part = vary(part, variant, seed=seed)
@@ -106,9 +108,7 @@ def small_trunk(num_inputs: int, width: int = 32) -> nn.Module:
     Raises:
         ValueError: If a number is below 1.
     """
-    for argument, number in {"num_inputs": num_inputs, "width": width}.items():
-        if number < 1:
-            raise ValueError(f"`{argument}` must be at least 1, got {number}.")
+    check_counts(num_inputs=num_inputs, width=width)
     first, second = nn.Linear(num_inputs, width), nn.Linear(width, width)
     return nn.Sequential(Centred(), first, nn.ReLU(), second, nn.ReLU())
 

@@ -213,7 +213,7 @@ class StructureFunction:
 
     def plot(self) -> tuple["Figure", tuple["Axes", "Axes"]]:
         """Draw loss against β and the structure function, see ``plot_structure_functions``."""
-        from lightning_taskinfo.tasks._task_plots import plot_structure_functions
+        from lightning_taskinfo.tasks.plots import plot_structure_functions
 
         return plot_structure_functions([self])
 

@@ -14,7 +14,7 @@ from torch import Generator, Tensor
 
 from lightning_taskinfo._ranges import check_positive
 from lightning_taskinfo.functional.features import ablate, relu_kernel, span_norms
-from lightning_taskinfo.tasks.simulate import TransferRisks
+from lightning_taskinfo.tasks.theory import TransferRisks
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from torch import Generator, Tensor, nn
 
 from lightning_taskinfo._batches import (
     Forward,
+    NoLogitsError,
     Reader,
     first_samples,
     moved,
@@ -19,16 +20,15 @@ from lightning_taskinfo._batches import (
     take,
     tensors,
 )
-from lightning_taskinfo._model_calls import NoLogitsError
 from lightning_taskinfo._observe import observing
-from lightning_taskinfo._ranges import check_positive
+from lightning_taskinfo._ranges import check_counts, check_positive
 from lightning_taskinfo.certificates.samples import Data, read_samples
 from lightning_taskinfo.data.arrays import ArrayData
 from lightning_taskinfo.fisher import fisher_diagonal
 from lightning_taskinfo.fisher.measure import Engine
 from lightning_taskinfo.functional.task_embedding import filter_means
-from lightning_taskinfo.tasks._head import BATCH, collect_features, find_head, fit_linear_head
 from lightning_taskinfo.tasks.embedding import TaskEmbedding, fingerprint
+from lightning_taskinfo.tasks.head import BATCH, collect_features, find_head, fit_linear_head
 from lightning_taskinfo.tasks.probe import default_probe
 
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -91,12 +91,14 @@ class Task2Vec:
     ) -> None:
         if labels not in ("exact", "sampled"):
             raise ValueError(f"`labels` must be 'exact' or 'sampled', got {labels!r}.")
-        for argument, value in {"mc_samples": mc_samples, "max_samples": max_samples}.items():
-            if value < 1:
-                raise ValueError(f"`{argument}` must be at least 1, got {value}.")
+        check_counts(mc_samples=mc_samples, max_samples=max_samples)
         check_positive(weight_decay=weight_decay)
-        self.labels, self.mc_samples, self.max_samples = labels, mc_samples, max_samples
-        self.weight_decay, self.seed, self.engine = weight_decay, seed, engine
+        self.labels = labels
+        self.mc_samples = mc_samples
+        self.max_samples = max_samples
+        self.weight_decay = weight_decay
+        self.seed = seed
+        self.engine = engine
         self.forward_fn = forward_fn
         self.batch_fn = batch_fn
         self.probe = deepcopy(default_probe() if probe is None else probe).eval()
@@ -265,9 +267,8 @@ def _check_kind(**given: Any) -> None:
 def _filters(probe: nn.Module, head: str) -> dict[str, dict[str, Any]]:
     """Return how filters lie in each weight of two or more axes outside the head, by the weight's name."""
     found: dict[str, dict[str, Any]] = {}
-    owners = {
-        id(p): m for m in reversed([*probe.modules()]) for p in m.parameters(recurse=False)
-    }  # the first owns it
+    # The first owns it.
+    owners = {id(p): m for m in reversed([*probe.modules()]) for p in m.parameters(recurse=False)}
     for name, parameter in probe.named_parameters():
         if parameter.ndim < 2 or not parameter.is_floating_point() or name.startswith(f"{head}."):
             continue

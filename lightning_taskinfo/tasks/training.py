@@ -5,24 +5,27 @@ a global generator that is put back afterwards. The same seed gives the same bit
 """
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Generator, Tensor, nn
 
 from lightning_taskinfo._batches import sample_count, take
+from lightning_taskinfo._files import digest
 from lightning_taskinfo._observe import ParamDict, observing, trainable_parameters
-from lightning_taskinfo._ranges import check_not_negative, check_positive
+from lightning_taskinfo._random import own_randomness
+from lightning_taskinfo._ranges import check_counts, check_not_negative, check_positive
 from lightning_taskinfo.functional.likelihood import Likelihood
 from lightning_taskinfo.variational import noisy_weights, sampling
 
+Center: TypeAlias = Literal["initial", "zero"] | Mapping[str, Tensor]
 ModelFn = Callable[[], nn.Module]
 Penalty = Callable[[nn.Module], Tensor]
+START = 0.3  # noise to begin with, as a share of the prior's: the full one shakes the means off their place
 
 
 @dataclass(frozen=True)
@@ -32,12 +35,12 @@ class Training:
     Args:
         pretrain_steps: Optimizer steps without noise, before the first :math:`\beta`.
         steps: Optimizer steps with noisy weights, for each :math:`\beta`.
-        batch_size: Samples of one step.
+        batch_size: TaskData of one step.
         noises: Networks drawn in one step, each for all samples of the batch; more of them end nearer the minimum.
         learning_rate: Rate for weights and means.
         log_variance_learning_rate: Rate for the log-variances, which have further to go.
         draws: Networks drawn from :math:`Q` to estimate :math:`E_Q[L_D]` after the training.
-        chunk_size: Samples that go through the network at a time where nothing is trained.
+        chunk_size: TaskData that go through the network at a time where nothing is trained.
 
     Raises:
         ValueError: If a number of steps is negative, or another value not positive.
@@ -54,21 +57,22 @@ class Training:
 
     def __post_init__(self) -> None:
         check_not_negative(pretrain_steps=self.pretrain_steps)
-        for argument in (
-            "steps",
-            "batch_size",
-            "noises",
-            "learning_rate",
-            "log_variance_learning_rate",
-            "chunk_size",
-        ):
-            check_positive(**{argument: getattr(self, argument)})
+        check_counts(
+            steps=self.steps,
+            batch_size=self.batch_size,
+            noises=self.noises,
+            chunk_size=self.chunk_size,
+        )
+        check_positive(
+            learning_rate=self.learning_rate,
+            log_variance_learning_rate=self.log_variance_learning_rate,
+        )
         if self.draws < 2:
             raise ValueError(f"`draws` must be at least 2 for a standard error, got {self.draws}.")
 
 
 @dataclass(frozen=True)
-class Samples:
+class TaskData:
     """All samples of a task and what its outputs mean.
 
     Args:
@@ -114,16 +118,13 @@ def build(model_fn: ModelFn, seed: int, *, argument: str = "model_fn") -> nn.Mod
     return deepcopy(model)  # what is trained is not the caller's own
 
 
-@contextmanager
-def own_randomness(seed: int) -> Iterator[None]:
-    """Seed torch's generator for a while, and put it back."""
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        yield
-
-
 def train_plain(
-    model: nn.Module, samples: Samples, penalty: Penalty, *, training: Training, seed: int
+    model: nn.Module,
+    samples: TaskData,
+    penalty: Penalty | None = None,
+    *,
+    training: Training,
+    seed: int,
 ) -> None:
     """Minimise the sum of the loss plus ``penalty``, for ``training.pretrain_steps``."""
     groups = [{"params": list(trainable_parameters(model).values()), "lr": training.learning_rate}]
@@ -131,7 +132,7 @@ def train_plain(
 
 
 def train_noisy(
-    model: nn.Module, samples: Samples, penalty: Penalty, *, training: Training, seed: int
+    model: nn.Module, samples: TaskData, penalty: Penalty, *, training: Training, seed: int
 ) -> None:
     """Minimise the expected sum of the loss plus ``penalty``, for ``training.steps``."""
     variances = [noise.log_variance for *_, noise in noisy_weights(model)]
@@ -146,8 +147,8 @@ def train_noisy(
 
 def _descend(
     model: nn.Module,
-    samples: Samples,
-    penalty: Penalty,
+    samples: TaskData,
+    penalty: Penalty | None,
     groups: list[dict[str, Any]],
     training: Training,
     steps: int,
@@ -161,7 +162,9 @@ def _descend(
     with own_randomness(seed), torch.enable_grad():
         for index in _batches(N, training.batch_size, steps, Generator().manual_seed(seed)):
             drawn = torch.stack([samples.losses(model, index).mean() for _ in range(noises)])
-            loss = drawn.mean() + penalty(model) / N  # N, never the size of the batch
+            loss = drawn.mean()
+            if penalty is not None:
+                loss = loss + penalty(model) / N  # N, never the size of the batch
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -184,7 +187,9 @@ def _batches(n: int, batch_size: int, steps: int, generator: Generator) -> Itera
 
 
 @torch.no_grad()
-def expected_loss(model: nn.Module, samples: Samples, *, training: Training) -> tuple[float, float]:
+def expected_loss(
+    model: nn.Module, samples: TaskData, *, training: Training
+) -> tuple[float, float]:
     r"""Estimate :math:`E_Q[L_D]`, the expected **sum** of the loss, with its Monte-Carlo standard error.
 
     Every chunk of samples sees a network of its own, which is as unbiased as one network for all, and varies less.
@@ -198,13 +203,13 @@ def expected_loss(model: nn.Module, samples: Samples, *, training: Training) -> 
 
 
 @torch.no_grad()
-def loss_sum(model: nn.Module, samples: Samples, *, training: Training) -> float:
+def loss_sum(model: nn.Module, samples: TaskData, *, training: Training) -> float:
     """Return the sum of the loss of the network as it is, in eval mode."""
     model.eval()
     return _loss_sum(model, samples, training.chunk_size).item()
 
 
-def _loss_sum(model: nn.Module, samples: Samples, chunk_size: int) -> Tensor:
+def _loss_sum(model: nn.Module, samples: TaskData, chunk_size: int) -> Tensor:
     starts = range(0, len(samples), chunk_size)
     return torch.stack(
         [samples.losses(model, slice(s, s + chunk_size)).double().sum() for s in starts]
@@ -214,3 +219,35 @@ def _loss_sum(model: nn.Module, samples: Samples, chunk_size: int) -> Tensor:
 def initial_weights(model: nn.Module) -> ParamDict:
     """Return a copy of the trainable weights by name."""
     return {name: p.detach().clone() for name, p in trainable_parameters(model).items()}
+
+
+def center_of(start: ParamDict, center: Center) -> ParamDict:
+    """Return the mean of the pre-distribution by name; what a mapping lacks is refused where noise is added.
+
+    Raises:
+        ValueError: If ``prior_center`` is an unknown word.
+    """
+    if center == "initial":
+        return start
+    if center == "zero":
+        return {name: torch.zeros_like(value) for name, value in start.items()}
+    if isinstance(center, str):
+        raise ValueError(
+            f"`prior_center` must be 'initial', 'zero' or tensors by name, got {center!r}."
+        )
+    return dict(center)
+
+
+@torch.no_grad()
+def network_digest(model: nn.Module, inputs: Any) -> dict[str, str]:
+    """Return what tells a network at its start from others: its weights, its modules, and what it makes of two samples.
+
+    These answers are rounded, since another machine may go on with the folder.
+    """
+    with observing(model):
+        answers = model(take(inputs, lambda x: x[:2])).double()
+    return {
+        "weights": digest(initial_weights(model).items()),
+        "modules": repr(model),
+        "answers": f"{answers.abs().mean():.2e}",
+    }

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_taskinfo._batches import (
     BatchFn,
     Forward,
+    NoLogitsError,
     call_on,
     described,
     joined,
@@ -22,7 +23,6 @@ from lightning_taskinfo._batches import (
     take,
     tensors,
 )
-from lightning_taskinfo._model_calls import NoLogitsError
 from lightning_taskinfo._observe import observing
 from lightning_taskinfo.functional.readout import pooled
 

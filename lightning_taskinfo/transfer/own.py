@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_taskinfo._batches import moved, outputs_of, read_batch
+from lightning_taskinfo._batches.hugging_face import IGNORED
 from lightning_taskinfo._files import write_tensors
-from lightning_taskinfo._hugging_face import IGNORED
 from lightning_taskinfo._lightning import NAMESPACES, Callback
 from lightning_taskinfo._observe import observing, trainable_parameters
 from lightning_taskinfo.transfer.adapt import Adapt, adapted, check_way, way_name

@@ -13,9 +13,9 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
-from lightning_taskinfo._cells import check_executor, run_cells
 from lightning_taskinfo._files import claim_folder
 from lightning_taskinfo._lightning import DEFAULT, NAMESPACES
+from lightning_taskinfo._parallel import check_executor, run_jobs
 from lightning_taskinfo._progress import Progress, shown
 from lightning_taskinfo.transfer.cells import Cell, Recipe, results_of, run_cell
 from lightning_taskinfo.transfer.logs import LoggerKind, RunLog
@@ -292,7 +292,7 @@ def _run(
     for needy in (False, True):
         wave = {name: cell for name, cell in named.items() if bool(cell.needs) is needy}
         if wave:
-            results |= run_cells(
+            results |= run_jobs(
                 run_cell,
                 wave,
                 folder=cells[0].root / "results",

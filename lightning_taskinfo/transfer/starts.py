@@ -1,6 +1,5 @@
 """Where a training on the target starts from: a checkpoint, a state dict, a module of another architecture, scratch."""
 
-import hashlib
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -10,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from lightning_taskinfo._files import read_tensors
+from lightning_taskinfo._files import digest, read_tensors
 from lightning_taskinfo._lightning import NAMESPACES
 from lightning_taskinfo.transfer.sampling import reseed
 
@@ -200,14 +199,3 @@ def _shared(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> int:
 def _first(state: Mapping[str, Tensor]) -> str:
     name, tensor = next(iter(state.items()))
     return f"{name} {list(tensor.shape)}"
-
-
-def digest(named: Iterable[tuple[str, Any]]) -> str:
-    """Return a short fingerprint of tensors and their names."""
-    total = hashlib.sha256()
-    for name, tensor in named:
-        total.update(name.encode())
-        if isinstance(tensor, Tensor):
-            plain = tensor.detach().cpu().contiguous().reshape(-1)
-            total.update(plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b"")
-    return total.hexdigest()[:16]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from lightning_taskinfo._random import seed_from
 from lightning_taskinfo._ranges import check_not_negative, check_positive
 from lightning_taskinfo.variational.noisy_weight import (
     NoisyWeight,
@@ -84,7 +85,7 @@ def add_weight_noise(
             std=std,
             prior_mean=centres[name],
             prior_std=prior_std,
-            seed=hash((seed, index)) % 2**63,
+            seed=seed_from(seed, index),
         )
         parametrize.register_parametrization(owner, attribute, noise)
         owners[owner] = None

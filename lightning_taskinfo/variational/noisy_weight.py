@@ -8,25 +8,16 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn.utils import parametrize
 
-from lightning_taskinfo.functional._memory import Recycler
-from lightning_taskinfo.functional.weight_noise import (
-    NoisyGaussian,
-    isotropic_kl,
-    noisy_weight,
-    standard_normal_,
-    transformed,
-)
+from lightning_taskinfo._random import seed_from
+from lightning_taskinfo.functional.gaussian import gaussian_kl_diag
 
 
 class _Held:
-    """What a weight keeps from one call to the next and is nobody's state: copies begin without it."""
+    """The noise that stays the same during a forward pass. It is nobody's state: copies begin without it."""
 
     def __init__(self) -> None:
-        self.depth = 0  # forwards under way in which the noise stays the same
-        self.seed: int | None = None  # of the noise in these forwards
-        self.weight: Tensor | None = None  # the sample in these forwards
-        self.gaussian: NoisyGaussian | None = None  # of the last sample, for the divergence to join
-        self.memory = Recycler()
+        self.depth = 0  # forwards under way
+        self.seed: int | None = None  # of the noise in them
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return _Held, ()
@@ -73,24 +64,13 @@ class NoisyWeight(nn.Module):
         """Return a sample of the weight, or its mean in eval mode."""
         if not (self.training if self.sampled is None else self.sampled):
             return mean
-        held, rho = self._held, self.log_variance
-        if (
-            held.weight is not None
-            and held.gaussian is not None
-            and held.gaussian.serves(mean, rho)
-        ):
-            return held.weight
-        seed = held.seed if held.seed is not None else self._next_seed()
-        generator = Generator(mean.device).manual_seed(seed)
-        if transformed():
-            noise = standard_normal_(torch.empty_like(mean), generator)
-            weight, held.gaussian = noisy_weight(mean, rho, noise), None
-        else:
-            held.gaussian = NoisyGaussian(mean, rho, held.memory.empty_like)
-            weight = held.gaussian.sample(generator)
+        held = self._held
+        seed = self._next_seed() if held.seed is None else held.seed
         if held.depth:
-            held.seed, held.weight = seed, weight
-        return weight
+            held.seed = seed
+        generator = Generator(mean.device).manual_seed(seed)
+        noise = torch.empty_like(mean).normal_(generator=generator)
+        return mean + (0.5 * self.log_variance).exp() * noise
 
     def right_inverse(self, value: Tensor) -> Tensor:
         """Assigning to the weight assigns its mean."""
@@ -98,16 +78,12 @@ class NoisyWeight(nn.Module):
 
     def kl(self, mean: Tensor) -> Tensor:
         """KL divergence from the pre-distribution, in nats."""
-        prior, held = (self.prior_mean, self.prior_log_variance), self._held
-        if transformed():
-            return isotropic_kl(mean, self.log_variance, *prior)
-        gaussian, held.gaussian = (
-            held.gaussian,
-            None,
-        )  # each joins one divergence: later ones go by themselves
-        if gaussian is None or not gaussian.serves(mean, self.log_variance):
-            gaussian = NoisyGaussian(mean, self.log_variance, held.memory.empty_like)
-        return gaussian.kl(*prior)
+        return gaussian_kl_diag(
+            mean.flatten(),
+            self.log_variance.flatten(),
+            self.prior_mean.flatten(),
+            self.prior_log_variance,
+        )
 
     def _next_seed(self) -> int:
         if torch._C._current_graph_task_id() != -1:
@@ -116,7 +92,7 @@ class NoisyWeight(nn.Module):
                 "than its forward pass had. Turn checkpointing off, or keep these layers' weights without noise."
             )
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-        seed = hash((self.seed, self.draws, rank)) % 2**63
+        seed = seed_from(self.seed, self.draws, rank)
         self.draws += 1
         return seed
 
@@ -126,7 +102,8 @@ class NoisyWeight(nn.Module):
 
     def set_extra_state(self, state: dict[str, int]) -> None:
         """Take up the state of the noise from a checkpoint."""
-        self.seed, self.draws = state["seed"], state["draws"]
+        self.seed = state["seed"]
+        self.draws = state["draws"]
 
 
 def noisy_weights(model: nn.Module) -> Iterator[tuple[str, Tensor, NoisyWeight]]:
@@ -192,7 +169,7 @@ def _release_noise(module: nn.Module, args: Any, output: Any) -> None:
     for noise in _noises(module):
         noise._held.depth -= 1
         if not noise._held.depth:
-            noise._held.seed = noise._held.weight = None
+            noise._held.seed = None
 
 
 def _accept_plain(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

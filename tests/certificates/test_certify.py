@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from lightning_taskinfo.certificates import PRIOR_STDS, Prior, certify, zero_one_loss
 from lightning_taskinfo.certificates.reading import round_up
-from lightning_taskinfo.certificates.samples import read_samples, read_tensors
+from lightning_taskinfo.certificates.samples import read_pair, read_samples
 from lightning_taskinfo.distributions import (
     CurvatureBlock,
     LowRankCurvature,
@@ -141,7 +141,7 @@ def test_all_structures_are_tried_unless_told_otherwise(trained, data, prior):
 
 
 def test_a_layer_too_wide_for_matrices_is_left_to_the_cheap_structures(trained, data, monkeypatch):
-    monkeypatch.setattr("lightning_taskinfo.certificates.search.WIDEST", 7)
+    monkeypatch.setattr("lightning_taskinfo.certificates.curvatures.WIDEST", 7)
     assert certify(trained, data, draws=5, betas=(1.0,)).structures == ("isotropic", "diagonal")
 
 
@@ -458,7 +458,7 @@ def test_refuses_data_that_do_not_fit(trained, data, prior):
     with pytest.raises(ValueError, match=r"got tuple .*`forward_fn`"):
         certify(trained, data, prior, forward_fn=lambda model, x: (model(x), x))
     with pytest.raises(ValueError, match="`data` must hold one tensor of inputs, got dict"):
-        read_tensors(({"x": x}, y))
+        read_pair(({"x": x}, y))
     with pytest.raises(ValueError, match="`data` must hold a target for each input, got 3 for 8"):
         certify(trained, (x[:8], y[:3]), prior)
     with pytest.raises(ValueError, match=r"targets of `data` .*got \[2, 1\]"):

@@ -7,7 +7,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_taskinfo.certificates import Candidate, Prior, certify, zero_one_loss
 from lightning_taskinfo.certificates.network import block_disagreements
-from lightning_taskinfo.certificates.search import Subject, best_of
+from lightning_taskinfo.certificates.search import best_of
+from lightning_taskinfo.certificates.subject import Subject
 from lightning_taskinfo.distributions import pre_distribution
 from lightning_taskinfo.functional.betting import betting_upper_bound
 from lightning_taskinfo.functional.binomial import binomial_upper_bound, most_errors_below

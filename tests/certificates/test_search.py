@@ -6,12 +6,10 @@ import pytest
 import torch
 
 from lightning_taskinfo.certificates import Prior
-from lightning_taskinfo.certificates.search import (
-    Subject,
-    check_choices,
-    choose_scales,
-    curvatures_of,
-)
+from lightning_taskinfo.certificates.certify import check_choices
+from lightning_taskinfo.certificates.curvatures import curvatures_of
+from lightning_taskinfo.certificates.search import choose_scales
+from lightning_taskinfo.certificates.subject import Subject
 from lightning_taskinfo.distributions import (
     diagonal_curvature,
     layer_input_matrices,

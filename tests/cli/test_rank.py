@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_taskinfo import StartRanking
 from lightning_taskinfo.cli import main
 from lightning_taskinfo.data import save_npz
+from lightning_taskinfo.transfer import StartRanking
 from tests.transfer.tiny import tiny_task
 
 

@@ -97,7 +97,7 @@ def test_a_yaml_file_and_a_second_run_that_has_nothing_to_do(pair, tmp_path, cap
         ("--stages.weight_decay=.nan", "weight_decay"),
         ("--labels=[500]", "the 78 samples there are beside 12 for validation, got 500"),
         ("--methods=[laplace]", "`methods` must be made of"),
-        ("--pair=no.npz->digits", "`source` must be an npz file, but there is no file at no.npz."),
+        ("--pair=no.npz->digits", "A dataset must be an npz file, but there is no file at no.npz."),
         ("--data_dir=/nowhere", None),
     ],
 )

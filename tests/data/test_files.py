@@ -59,11 +59,12 @@ def test_a_failed_save_leaves_the_old_file_and_nothing_else(tmp_path, arrays, mo
 
 def test_no_npz_file(tmp_path):
     with pytest.raises(
-        FileNotFoundError, match=r"`path` must be an npz file, but there is no file at .*none.npz"
+        FileNotFoundError,
+        match=r"A dataset must be an npz file, but there is no file at .*none.npz",
     ):
         load_npz(tmp_path / "none.npz")
     with pytest.raises(
-        FileNotFoundError, match="`path` must be an npz file, but there is no file at "
+        FileNotFoundError, match="A dataset must be an npz file, but there is no file at "
     ):
         load_npz(tmp_path)  # a folder
 
@@ -203,7 +204,7 @@ def test_idx_file_missing(tmp_path, idx_files):
     write(tmp_path, idx_files, gzipped=True)
     with pytest.raises(
         FileNotFoundError,
-        match="`folder` must hold the idx file t10k-images-idx3-ubyte, gzipped or not",
+        match="A folder must hold the idx file t10k-images-idx3-ubyte, gzipped or not",
     ):
         load_idx(tmp_path)
 

@@ -79,7 +79,7 @@ def test_datasets_together_have_classes_of_their_own_and_variants_apply_to_each(
 @pytest.mark.parametrize("variant", ["sideways", "only-", "one-", "one-x", "only-1-"])
 def test_refuses_unknown_variants(data, variant):
     with pytest.raises(
-        ValueError, match=f"`variant` must be like one of even-odd, .* got '{variant}'"
+        ValueError, match=f"A variant must be like one of even-odd, .* got '{variant}'"
     ):
         vary(data, variant)
 
@@ -87,7 +87,7 @@ def test_refuses_unknown_variants(data, variant):
 @pytest.mark.parametrize("variant", ["only-11-2", "one-10"])
 def test_refuses_classes_that_there_are_not(data, variant):
     with pytest.raises(
-        ValueError, match=f"`variant` must name classes from 0 to 9, got '{variant}'"
+        ValueError, match=f"A variant must name classes from 0 to 9, got '{variant}'"
     ):
         vary(data, variant)
 
@@ -95,6 +95,6 @@ def test_refuses_classes_that_there_are_not(data, variant):
 @pytest.mark.parametrize("variant", ["only-3", "only-3-3"])
 def test_refuses_less_than_two_classes(data, variant):
     with pytest.raises(
-        ValueError, match=f"`variant` must name two or more different classes, got '{variant}'"
+        ValueError, match=f"A variant must name two or more different classes, got '{variant}'"
     ):
         vary(data, variant)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_taskinfo import trainable_parameters
+from lightning_taskinfo._observe import trainable_parameters
 from lightning_taskinfo.fisher import engines_used, per_sample_squared_norms
 from lightning_taskinfo.fisher.capture import Graph, Prover
 from lightning_taskinfo.fisher.measure import _KNOWN

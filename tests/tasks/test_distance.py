@@ -16,10 +16,9 @@ from torch import nn
 from lightning_taskinfo import TaskInfoWarning
 from lightning_taskinfo.fisher import fisher_diagonal
 from lightning_taskinfo.functional.likelihood import Categorical, Gaussian
-from lightning_taskinfo.tasks._pairs import Cell, MultiHead, Plan, solve
-from lightning_taskinfo.tasks.distance import task_distance
-from lightning_taskinfo.tasks.matrix import DistanceMatrix
+from lightning_taskinfo.tasks.distance import DistanceMatrix, task_distance
 from lightning_taskinfo.tasks.training import Training
+from lightning_taskinfo.tasks.union import MultiHead, Plan, Union, solve
 from tests.tasks import regression
 
 QUICK = Training(pretrain_steps=5, steps=5, draws=2)
@@ -96,13 +95,13 @@ def test_variational_agrees_with_the_exact_posterior_of_linear_regression():
     )
     settings = plan(method="variational", likelihood=Gaussian(), training=training, **REGRESSION)
     alone, both, itself = (
-        [solve(Cell.of(settings, tasks, seed)) for seed in range(4)]
+        [solve(Union.of(settings, tasks, seed)) for seed in range(4)]
         for tasks in ([FIRST], [FIRST, SECOND], [FIRST, FIRST])
     )
-    information = torch.tensor([cell["kl"]["trunk"] for cell in alone], dtype=torch.float64)
-    objective = torch.tensor([cell["objective"] for cell in alone], dtype=torch.float64)
+    information = torch.tensor([union["kl"]["trunk"] for union in alone], dtype=torch.float64)
+    objective = torch.tensor([union["objective"] for union in alone], dtype=torch.float64)
     d, zero = (
-        torch.tensor([cell["kl"]["trunk"] for cell in cells]) - information
+        torch.tensor([union["kl"]["trunk"] for union in cells]) - information
         for cells in (both, itself)
     )
     for values, exact in zip(
@@ -138,9 +137,9 @@ def plan(**changes):
 
 def test_each_part_is_priced_by_the_samples_that_reach_it():
     data = list(some_tasks().values())
-    cell = Cell.of(plan(), [data[0], data[2]], 0)
-    assert cell.betas() == {"trunk": 2.0 * 64 / 40, "heads.0": 2.0, "heads.1": 2.0 * 24 / 40}
-    assert cell.plan.training.batch_size == round(QUICK.batch_size * 64 / 40)
+    union = Union.of(plan(), [data[0], data[2]], 0)
+    assert union.betas() == {"trunk": 2.0 * 64 / 40, "heads.0": 2.0, "heads.1": 2.0 * 24 / 40}
+    assert union.plan.training.batch_size == round(QUICK.batch_size * 64 / 40)
 
 
 def test_a_sample_sees_its_own_head_only():
@@ -155,9 +154,9 @@ def test_a_sample_sees_its_own_head_only():
 
 
 def test_the_fisher_of_two_heads_equals_the_loop():
-    cell = Cell.of(plan(), list(some_tasks().values())[:2], 0)
+    union = Union.of(plan(), list(some_tasks().values())[:2], 0)
     found, loop = (
-        fisher_diagonal(cell.model(), cell.samples().inputs, labels="exact", engine=engine)
+        fisher_diagonal(union.model(), union.data().inputs, labels="exact", engine=engine)
         for engine in ("auto", "loop")
     )
     for name, value in loop.items():
@@ -166,7 +165,7 @@ def test_the_fisher_of_two_heads_equals_the_loop():
 
 def test_heads_of_one_size_start_alike_and_seeds_start_apart():
     one, _, few = some_tasks().values()
-    heads = [Cell.of(plan(), [one, few], seed).model().heads for seed in (0, 1)]
+    heads = [Union.of(plan(), [one, few], seed).model().heads for seed in (0, 1)]
     assert torch.equal(heads[0][0].weight, heads[0][1].weight)
     assert not torch.equal(heads[0][0].weight, heads[1][0].weight)
 
@@ -180,8 +179,8 @@ def test_every_entry_is_the_difference_of_two_trainings(here):
     data = list(some_tasks().values())
     settings = plan(method="variational", beta=1.0)
     for i, j in ((0, 1), (1, 0), (2, 0), (2, 2)):
-        kl = solve(Cell.of(settings, [data[i], data[j]], 1))["kl"]
-        alone = solve(Cell.of(settings, [data[i]], 1))["kl"]
+        kl = solve(Union.of(settings, [data[i], data[j]], 1))["kl"]
+        alone = solve(Union.of(settings, [data[i]], 1))["kl"]
         # Tasks of one size share a training in either order, so that the order of samples may differ from this one.
         tolerance = {"rel": 1e-6} if (i, j) != (1, 0) else {"abs": 3.0}
         expected = kl["trunk"] + kl["heads.0"] - alone["trunk"] - alone["heads.0"]

@@ -9,13 +9,13 @@ import torch
 from matplotlib.figure import Figure
 from torch import Generator, nn
 
-from lightning_taskinfo import TaskEmbedding, embedding_distances, nearest_source
 from lightning_taskinfo.functional.task_embedding import (
     asymmetric_embedding_distance,
     embedding_distance,
 )
+from lightning_taskinfo.tasks import TaskEmbedding, embedding_distances, nearest_source
 from lightning_taskinfo.tasks.embedding import fingerprint, task_map
-from lightning_taskinfo.tasks.embedding_plots import (
+from lightning_taskinfo.tasks.plots import (
     embedding_rows,
     log_embeddings,
     plot_difficulty,

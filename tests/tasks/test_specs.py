@@ -80,10 +80,10 @@ def test_files_are_tasks_too(tmp_path):
 @pytest.mark.parametrize(
     ("spec", "match"),
     [
-        ("digits:upside-down", "`variant` must be like one of even-odd, .* got 'upside-down'"),
-        ("digits:only-3", "`variant` must name two or more different classes, got 'only-3'"),
-        ("digits:only-3-12", "`variant` must name classes from 0 to 9, got 'only-3-12'"),
-        ("numbers", "`name` must be digits or letters or name a file; 'numbers' was not found"),
+        ("digits:upside-down", "A variant must be like one of even-odd, .* got 'upside-down'"),
+        ("digits:only-3", "A variant must name two or more different classes, got 'only-3'"),
+        ("digits:only-3-12", "A variant must name classes from 0 to 9, got 'only-3-12'"),
+        ("numbers", "A dataset must be digits or letters or name a file; 'numbers' was not found"),
     ],
 )
 def test_refuses(spec, match, monkeypatch):

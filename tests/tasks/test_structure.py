@@ -102,7 +102,7 @@ def test_the_picture_has_both_panels():
 
 
 def test_no_curves_no_picture():
-    from lightning_taskinfo.tasks._task_plots import plot_structure_functions
+    from lightning_taskinfo.tasks.plots import plot_structure_functions
 
     with pytest.raises(
         ValueError, match="`curves` must hold at least one structure function, got none"

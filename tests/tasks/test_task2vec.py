@@ -9,7 +9,7 @@ from torch import Generator, nn
 from lightning_taskinfo import Task2Vec
 from lightning_taskinfo.data import ArrayData
 from lightning_taskinfo.tasks import task2vec
-from lightning_taskinfo.tasks._head import fit_linear_head
+from lightning_taskinfo.tasks.head import fit_linear_head
 
 
 def conv_probe(dtype=torch.float64):

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_taskinfo import FineTuning, StartRanking, feature_overlap, rank_starts
+from lightning_taskinfo import FineTuning, feature_overlap, rank_starts
 from lightning_taskinfo.functional.transferability import h_score, leep, logme, nce
-from lightning_taskinfo.transfer import small_cnn
+from lightning_taskinfo.transfer import StartRanking, small_cnn
 from lightning_taskinfo.transfer.features import Network
 
 

@@ -299,22 +299,22 @@ def test_the_description_knows_the_data_by_what_they_hold():
         (
             {"target": "nowhere"},
             ValueError,
-            "`target` must be digits or letters .*'nowhere' was not found",
+            "A dataset must be digits or letters .*'nowhere' was not found",
         ),
         (
             {"source": "digit"},
             ValueError,
-            r"`source` must be .*'digit' was not found .*\. Did you mean 'digits'\?$",
+            r"A dataset must be .*'digit' was not found .*\. Did you mean 'digits'\?$",
         ),
         (
             {"target": "no/such/file.npz"},
             FileNotFoundError,
-            "`target` must be an npz file, but there is no file at no/",
+            "A dataset must be an npz file, but there is no file at no/",
         ),
         (
             {"source": "tests"},
             FileNotFoundError,
-            "`source` must hold the idx file train-images.* but tests does not",
+            "A folder must hold the idx file train-images.* but tests does not",
         ),
         ({"target": 3}, TypeError, "`target` must be an ArrayData, a name, .* got int"),
         ({"unlabeled": np.zeros(5)}, ValueError, r"`unlabeled` must have the shape .* got \(5,\)"),

@@ -338,7 +338,7 @@ def test_a_saved_report_is_the_same(reference, tmp_path):
         ),
         ({"namespace": "keras"}, "`namespace` must be one of .* got 'keras'"),
         ({"logger": "paper"}, "`logger` must be one of none, csv, .* got 'paper'"),
-        ({"data": tiny_data(target="nowhere")}, "`target` must be .*'nowhere' was not found"),
+        ({"data": tiny_data(target="nowhere")}, "A dataset must be .*'nowhere' was not found"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_written(tmp_path, options, message):

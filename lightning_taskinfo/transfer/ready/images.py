@@ -12,7 +12,6 @@ from torch import Tensor
 
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.data import ArrayData, load_idx, load_npz, load_task
-from lightning_taskinfo.data._blame import told_of
 from lightning_taskinfo.data._images import channels_last
 
 Shape = tuple[int, int, int]
@@ -194,10 +193,9 @@ def _load_named(
     what: str | os.PathLike[str], argument: str, data_dir: str | os.PathLike[str] | None
 ) -> ArrayData:
     path = Path(what)
-    with told_of(argument):
-        if path.suffix == ".npz":
-            return load_npz(path)
-        return load_idx(path) if path.is_dir() else load_task(str(what), data_dir=data_dir)
+    if path.suffix == ".npz":
+        return load_npz(path)
+    return load_idx(path) if path.is_dir() else load_task(str(what), data_dir=data_dir)
 
 
 def _read(dataset: Any, argument: str) -> Images:

@@ -1,14 +1,16 @@
-"""Pictures and tables of embedded tasks, and both in Weights & Biases.
+"""Pictures of tasks: structure functions, distances and embeddings; and embeddings in Weights & Biases.
 
-Every ``plot_`` function returns ``(fig, ax)`` and draws on a figure of its own unless it is given axes; pyplot is not
-involved.
+Every ``plot_`` function draws on a figure of its own unless it is given axes; pyplot is not involved.
 """
 
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from lightning_taskinfo._wandb import log_once
+from lightning_taskinfo.plotting import figure_and_axes
 from lightning_taskinfo.tasks.embedding import (
     ALPHA,
     TaskEmbedding,
@@ -16,10 +18,105 @@ from lightning_taskinfo.tasks.embedding import (
     nearest_source,
     task_map,
 )
+from lightning_taskinfo.tasks.structure import StructureFunction
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+
+def plot_structure_functions(
+    curves: Sequence[StructureFunction],
+) -> tuple["Figure", tuple["Axes", "Axes"]]:
+    r"""Draw the loss against :math:`\beta`, and against the information in the weights; one colour a task.
+
+    On the left the loss of noisy weights per sample, the entropy of the labels dashed and :math:`\beta^*` dotted; on
+    the right the points of the sweep with their lower hull, the structure function. Bars are one standard error.
+
+    Args:
+        curves: One or several structure functions.
+
+    Returns:
+        The figure and its two axes.
+
+    Raises:
+        ValueError: If there is no curve.
+    """
+    from matplotlib.figure import Figure
+
+    if not curves:
+        raise ValueError("`curves` must hold at least one structure function, got none.")
+    fig = Figure(figsize=(10, 4), layout="constrained")
+    left, right = fig.subplots(1, 2)
+    for index, curve in enumerate(curves):
+        _draw_curve(curve, f"C{index}", left, right)
+    left.set(xscale="log", xlabel=r"$\beta$, price of a nat", ylabel=r"$E_Q[L_D]/N$ (nats)")
+    left.invert_xaxis()
+    right.set(
+        xlabel=r"information in the weights, $\mathrm{KL}(Q\|P)$ (nats)",
+        ylabel=r"$E_Q[L_D]/N$ (nats)",
+    )
+    right.set_xlim(left=0)
+    for ax in (left, right):
+        ax.set_ylim(bottom=0)
+        ax.spines[["top", "right"]].set_visible(False)
+    if any(curve.name for curve in curves):
+        left.legend(frameon=False)
+    return fig, (left, right)
+
+
+def _draw_curve(curve: StructureFunction, color: str, left: "Axes", right: "Axes") -> None:
+    loss, error = (
+        [value / curve.samples for value in values] for values in (curve.loss, curve.loss_error)
+    )
+    left.errorbar(curve.betas, loss, error, fmt=".-", color=color, label=curve.name or None)
+    points = ([0.0, *curve.kl], [curve.prior_loss / curve.samples, *loss])
+    right.errorbar(*points, [curve.prior_loss_error / curve.samples, *error], fmt=".", color=color)
+    t, S = zip(*curve.hull(), strict=True)
+    right.plot(t, [value / curve.samples for value in S], color=color, linewidth=1)
+    if curve.label_entropy is not None:
+        for ax in (left, right):
+            ax.axhline(curve.label_entropy, color=color, linestyle="--", linewidth=0.7)
+        if (critical := curve.critical_beta()) is not None:
+            left.axvline(critical, color=color, linestyle=":", linewidth=1)
+
+
+def plot_distances(
+    names: Sequence[str],
+    mean: Tensor,
+    error: Tensor | None = None,
+    *,
+    title: str = "",
+    ax: "Axes | None" = None,
+) -> tuple["Figure", "Axes"]:
+    """Draw a matrix of distances as colours with numbers: rows are what a network knows, columns what it learns.
+
+    Args:
+        names: Names of the ``K`` tasks.
+        mean: Distances from row to column, shape ``[K, K]``.
+        error: Their standard errors, shape ``[K, K]``; written below the numbers where finite.
+        title: Title of the axes.
+        ax: Draw here instead of in a new figure.
+
+    Returns:
+        The figure and its axes.
+    """
+    side = 1.6 + 0.9 * len(names)
+    fig, ax = figure_and_axes(ax, size=(side + 0.8, side))
+    middle = 0.5 * (mean.min() + mean.max())
+    image = ax.imshow(mean.numpy(), cmap="viridis_r")
+    fig.colorbar(image, ax=ax, label="distance (nats)", shrink=0.8)
+    for row in range(len(names)):
+        for column in range(len(names)):
+            text = f"{round(mean[row, column].item())}"
+            if error is not None and error[row, column].isfinite():
+                text += f"\n±{error[row, column]:.0f}"
+            color = "white" if mean[row, column] > middle else "black"
+            ax.text(column, row, text, ha="center", va="center", color=color, fontsize=8)
+    ax.set_xticks(range(len(names)), names, rotation=30, ha="right")
+    ax.set_yticks(range(len(names)), names)
+    ax.set(xlabel="to: the task that is added", ylabel="from: the task that is known", title=title)
+    return fig, ax
 
 
 def plot_task_map(
@@ -37,7 +134,7 @@ def plot_task_map(
     Returns:
         The figure and its axes.
     """
-    fig, ax = _axes(ax)
+    fig, ax = figure_and_axes(ax, size=(6, 4))
     points, share = task_map(embeddings)
     logs = [
         math.log(embedding.norm) if embedding.norm > 0 else -math.inf for embedding in embeddings
@@ -71,7 +168,7 @@ def plot_difficulty(
     tested = [embedding for embedding in embeddings if not math.isnan(embedding.test_error)]
     if not tested:
         raise ValueError("`embeddings` must have a test error, got none that has.")
-    fig, ax = _axes(ax)
+    fig, ax = figure_and_axes(ax, size=(6, 4))
     _scatter(
         ax,
         tested,
@@ -166,12 +263,3 @@ def _scatter(
     legend = ax.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     for handle in legend.legend_handles:
         handle.set_sizes([40])  # type: ignore[union-attr]
-
-
-def _axes(ax: Any) -> tuple[Any, Any]:
-    from matplotlib.figure import Figure
-
-    if ax is not None:
-        return ax.figure, ax
-    fig = Figure(figsize=(6, 4), layout="constrained")
-    return fig, fig.subplots()

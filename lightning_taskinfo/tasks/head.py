@@ -59,9 +59,8 @@ def collect_features(
     """
     seen: list[tuple[object, ...]] = []
     if forward_fn is None:
-        call_on(
-            probe, first_samples(inputs, None, 2)[0]
-        )  # before the hook, which would see it being tried
+        # Before the hook, which would see it being tried.
+        call_on(probe, first_samples(inputs, None, 2)[0])
     handle = probe.get_submodule(head).register_forward_pre_hook(
         lambda _module, args: seen.append(args)
     )
@@ -135,9 +134,8 @@ def fit_linear_head(
 
     with torch.inference_mode(False), torch.enable_grad():
         optimizer.step(loss)
-    head = nn.utils.skip_init(
-        nn.Linear, z.shape[1], C, dtype=torch.float64
-    )  # no draw from the global generator
+    # No draw from the global generator.
+    head = nn.utils.skip_init(nn.Linear, z.shape[1], C, dtype=torch.float64)
     with torch.no_grad():
         head.weight.copy_(W / std)
         head.bias.copy_(b - (W / std) @ mean)

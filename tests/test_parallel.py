@@ -1,4 +1,4 @@
-"""Cells give the same numbers on every executor, and the finished ones are not run again."""
+"""Jobs give the same numbers on every executor, and the finished ones are not run again."""
 
 import multiprocessing
 import os
@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_taskinfo._cells import run_cells
 from lightning_taskinfo._files import read_result, write_result
+from lightning_taskinfo._parallel import run_jobs
 
-CELLS = {f"seed-{seed}": seed for seed in range(4)}
+JOBS = {f"seed-{seed}": seed for seed in range(4)}
 
 
 def draw(seed):
@@ -48,33 +48,33 @@ def runs(pid):
 
 
 def test_every_executor_gives_the_same_numbers(tmp_path):
-    here = run_cells(draw, CELLS, workers=0)
-    assert here == {name: draw(seed) for name, seed in CELLS.items()}
-    assert list(run_cells(draw, CELLS, workers=2)) == list(CELLS)
+    here = run_jobs(draw, JOBS, workers=0)
+    assert here == {name: draw(seed) for name, seed in JOBS.items()}
+    assert list(run_jobs(draw, JOBS, workers=2)) == list(JOBS)
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as executor:
-        assert run_cells(draw, CELLS, executor=executor) == here
+        assert run_jobs(draw, JOBS, executor=executor) == here
         assert executor.submit(int, "3").result() == 3  # still open
 
 
-def test_cells_run_with_one_torch_thread_and_this_process_keeps_its_own():
+def test_jobs_run_with_one_torch_thread_and_this_process_keeps_its_own():
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        assert run_cells(count_threads, {"a": 0}, workers=0) == {"a": 1}
-        assert run_cells(count_threads, {"a": 0}, workers=1) == {"a": 1}
+        assert run_jobs(count_threads, {"a": 0}, workers=0) == {"a": 1}
+        assert run_jobs(count_threads, {"a": 0}, workers=1) == {"a": 1}
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
 
 
-def test_a_finished_cell_is_read_and_not_run(tmp_path):
-    first = run_cells(draw, CELLS, workers=0, folder=tmp_path)
+def test_a_finished_job_is_read_and_not_run(tmp_path):
+    first = run_jobs(draw, JOBS, workers=0, folder=tmp_path)
     write_result(tmp_path / "seed-1.json", "kept")
     (tmp_path / "seed-3.json").unlink()
     seen = {}
-    again = run_cells(
+    again = run_jobs(
         draw,
-        CELLS,
+        JOBS,
         workers=0,
         folder=tmp_path,
         on_done=lambda name, value: seen.update({name: value}),
@@ -83,9 +83,9 @@ def test_a_finished_cell_is_read_and_not_run(tmp_path):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_failing_cell_is_named_and_the_finished_ones_are_kept(tmp_path, workers):
+def test_a_failing_job_is_named_and_the_finished_ones_are_kept(tmp_path, workers):
     with pytest.raises(RuntimeError, match="seed-2 failed: ValueError: two is refused"):
-        run_cells(fail_at_two, CELLS, workers=workers, folder=tmp_path)
+        run_jobs(fail_at_two, JOBS, workers=workers, folder=tmp_path)
     assert read_result(tmp_path / "seed-1.json") == 1
     assert not (tmp_path / "seed-2.json").exists()
 
@@ -98,15 +98,15 @@ def test_a_pool_that_breaks_names_the_guard_of_scripts():
     with pytest.raises(
         RuntimeError, match=r'a failed: BrokenProcessPool: .* needs `if __name__ == "__main__":`'
     ):
-        run_cells(die, {"a": 1}, workers=1)
+        run_jobs(die, {"a": 1}, workers=1)
 
 
 def test_processes_end_with_a_parent_that_is_killed(tmp_path):
     """Otherwise they would go on writing into a folder that the next run continues from."""
     path = tmp_path / "pid"
     code = (
-        "import sys; from tests.test_cells import run_cells, write_pid_and_wait\n"
-        "if __name__ == '__main__': run_cells(write_pid_and_wait, {'a': sys.argv[1]}, workers=1)"
+        "import sys; from tests.test_parallel import run_jobs, write_pid_and_wait\n"
+        "if __name__ == '__main__': run_jobs(write_pid_and_wait, {'a': sys.argv[1]}, workers=1)"
     )
     parent = subprocess.Popen(
         [sys.executable, "-c", code, str(path)], env={**os.environ, "PYTHONPATH": os.getcwd()}
@@ -125,9 +125,9 @@ def test_processes_end_with_a_parent_that_is_killed(tmp_path):
 def test_an_interrupt_ends_the_processes_at_once_and_they_print_nothing(tmp_path):
     path = tmp_path / "pid"
     code = (
-        "import signal, sys; from tests.test_cells import run_cells, write_pid_and_wait\n"
+        "import signal, sys; from tests.test_parallel import run_jobs, write_pid_and_wait\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job would ignore\n"
-        "if __name__ == '__main__': run_cells(write_pid_and_wait, {'a': sys.argv[1], 'b': 'nowhere'}, workers=2)"
+        "if __name__ == '__main__': run_jobs(write_pid_and_wait, {'a': sys.argv[1], 'b': 'nowhere'}, workers=2)"
     )
     command, environment = (
         [sys.executable, "-c", code, str(path)],
@@ -153,9 +153,9 @@ if __name__ == "__mp_main__":
     Path(sys.argv[1]).write_text("here")
     time.sleep(60)
 else:
-    from tests.test_cells import draw, run_cells
+    from tests.test_parallel import draw, run_jobs
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    run_cells(draw, {"a": 0, "b": 1}, workers=2)
+    run_jobs(draw, {"a": 0, "b": 1}, workers=2)
 """
 
 
@@ -185,6 +185,6 @@ def test_bad_input():
         ThreadPoolExecutor(1) as threads,
         pytest.raises(ValueError, match="`executor` must run processes"),
     ):
-        run_cells(draw, CELLS, executor=threads)
+        run_jobs(draw, JOBS, executor=threads)
     with pytest.raises(ValueError, match="`workers` must be at least 0, got -1"):
-        run_cells(draw, CELLS, workers=-1)
+        run_jobs(draw, JOBS, workers=-1)

@@ -15,7 +15,6 @@ from concurrent.futures import (
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, nullcontext
 from multiprocessing.connection import wait
-from multiprocessing.context import SpawnContext, SpawnProcess
 from pathlib import Path
 from typing import Any
 
@@ -24,51 +23,51 @@ import torch
 from lightning_taskinfo._files import make_folder, read_result, write_result
 
 
-def run_cells(
+def run_jobs(
     function: Callable[[Any], Any],
-    cells: Mapping[str, Any],
+    jobs: Mapping[str, Any],
     *,
     folder: str | os.PathLike[str] | None = None,
     executor: Executor | None = None,
     workers: int | None = None,
     on_done: Callable[[str, Any], None] | None = None,
 ) -> dict[str, Any]:
-    """Return ``{name: function(argument)}`` for every cell; a cell that is already on disk is read, not run.
+    """Return ``{name: function(argument)}`` for every job; one that is already on disk is read, not run.
 
-    Every cell runs with one torch thread, wherever it runs, so that all executors give the same numbers.
+    Every job runs with one torch thread, wherever it runs, so that all executors give the same numbers.
 
     Args:
-        function: Computes one cell and returns JSON-like values. Other processes import it: it must be defined at
+        function: Does one job and returns JSON-like values. Other processes import it: it must be defined at
             the top of a module, and so must what its argument refers to.
-        cells: The argument of each cell, by a name that is good as a file name.
-        folder: Where ``<name>.json`` is written, atomically, as soon as a cell is finished; nowhere where ``None``.
+        jobs: The argument of each, by a name that is good as a file name.
+        folder: Where ``<name>.json`` is written, atomically, as soon as a job is finished; nowhere where ``None``.
         executor: Anything like :class:`concurrent.futures.ProcessPoolExecutor`, such as Dask's
             ``client.get_executor()`` (with ``threads_per_worker=1``); stays open. A pool of ``workers`` where ``None``.
         workers: Processes of our own pool, at most one per cell; as many as there are cores where ``None``, and
             ``0`` for this process alone.
-        on_done: Called with name and result, in this process, for every cell, those from the disk first.
+        on_done: Called with name and result, in this process, for every job, those from the disk first.
 
     Raises:
         ValueError: If ``executor`` is a pool of threads, which share one random generator; or ``workers`` negative.
-        RuntimeError: If a cell fails, with its name, after the cells that were running have been kept.
+        RuntimeError: If a job fails, with its name, after those that were running have been kept.
     """
     check_executor(executor, workers)
-    results = {} if folder is None else _finished(Path(folder), cells)
+    results = {} if folder is None else _finished(Path(folder), jobs)
     for name, result in results.items():
         if on_done is not None:
             on_done(name, result)
-    todo = {name: argument for name, argument in cells.items() if name not in results}
+    todo = {name: argument for name, argument in jobs.items() if name not in results}
     for name, result in _computed(function, todo, executor, workers):
         if folder is not None:
             write_result(Path(folder) / f"{name}.json", result)
         results[name] = result
         if on_done is not None:
             on_done(name, result)
-    return {name: results[name] for name in cells}
+    return {name: results[name] for name in jobs}
 
 
 def check_executor(executor: Executor | None, workers: int | None) -> None:
-    """Check the two as :func:`run_cells` does, for callers that write something before."""
+    """Check the two as :func:`run_jobs` does, for callers that write something before."""
     if isinstance(executor, ThreadPoolExecutor):
         raise ValueError(
             "`executor` must run processes, got a ThreadPoolExecutor: threads share one random state."
@@ -77,34 +76,34 @@ def check_executor(executor: Executor | None, workers: int | None) -> None:
         raise ValueError(f"`workers` must be at least 0, got {workers}.")
 
 
-def _finished(folder: Path, cells: Mapping[str, Any]) -> dict[str, Any]:
+def _finished(folder: Path, jobs: Mapping[str, Any]) -> dict[str, Any]:
     make_folder(folder)
     return {
         name: read_result(folder / f"{name}.json")
-        for name in cells
+        for name in jobs
         if (folder / f"{name}.json").exists()
     }
 
 
 def _computed(
     function: Callable[[Any], Any],
-    cells: Mapping[str, Any],
+    jobs: Mapping[str, Any],
     executor: Executor | None,
     workers: int | None,
 ) -> Iterator[tuple[str, Any]]:
-    """Yield name and result of each cell as it is finished; the first failure is raised after the rest is in."""
+    """Yield name and result of each job as it is finished; the first failure is raised after the rest is in."""
     if executor is None and workers == 0:
-        for name, argument in cells.items():
+        for name, argument in jobs.items():
             try:
                 yield name, _one_thread(function, argument)
             except Exception as error:
                 raise _failure(name, error) from error
         return
     failure: RuntimeError | None = None
-    with _pool(executor, workers, len(cells)) as pool:
+    with _pool(executor, workers, len(jobs)) as pool:
         with nullcontext() if executor is not None else _deaf_children():
             names: dict[Future[Any], str] = {
-                pool.submit(_one_thread, function, a): name for name, a in cells.items()
+                pool.submit(_one_thread, function, a): name for name, a in jobs.items()
             }
         for future in as_completed(names):
             if future.cancelled():
@@ -121,36 +120,27 @@ def _computed(
 
 
 @contextmanager
-def _pool(executor: Executor | None, workers: int | None, cells: int) -> Iterator[Executor]:
+def _pool(executor: Executor | None, workers: int | None, jobs: int) -> Iterator[Executor]:
     """The user's executor, left open; or a spawned pool of our own, closed with what it still has to do.
 
-    Ctrl-C does not wait for that: it ends the processes.
+    A plain pool waits for its processes after Ctrl-C, which may be an hour of training: here they are killed.
     """
     if executor is not None:
         yield executor
         return
-    count = max(1, min(workers or os.cpu_count() or 1, cells))
-    context = _Spawn()
+    count = max(1, min(workers or os.cpu_count() or 1, jobs))
+    others = {*multiprocessing.active_children()}
+    # Spawned, since forked processes would inherit locks of torch's threads.
+    context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(count, context, initializer=_end_with_parent)
     try:
         yield pool
     except KeyboardInterrupt:
-        for process in context.started:
+        for process in {*multiprocessing.active_children()} - others:
             process.kill()
         raise
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-class _Spawn(SpawnContext):
-    """Starts new interpreters, since forked ones would inherit locks of torch's threads; knows which it started."""
-
-    def __init__(self) -> None:
-        self.started: list[SpawnProcess] = []
-
-    def Process(self, *args: Any, **arguments: Any) -> SpawnProcess:  # type: ignore[override]
-        self.started.append(SpawnProcess(*args, **arguments))
-        return self.started[-1]
 
 
 @contextmanager
@@ -167,7 +157,10 @@ def _deaf_children() -> Iterator[None]:
 
 
 def _end_with_parent() -> None:
-    """End this process with a parent that was killed: a pool's processes would go on and then wait."""
+    """End this process with a parent that was killed.
+
+    Processes of a plain pool go on with their job, and write into a folder that the next run continues from.
+    """
     threading.Thread(target=_wait_for_parent, daemon=True).start()
 
 

@@ -1,7 +1,7 @@
 """``certify(model, data, prior)``: what can be proved about a network that was simply trained."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeAlias, cast, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +9,9 @@ from torch import Tensor, nn
 from lightning_taskinfo._batches import Reader, sample_count
 from lightning_taskinfo._observe import observing
 from lightning_taskinfo._progress import Progress, counted, shown
-from lightning_taskinfo.certificates.certificate import Candidate, Certificate, NetworkBound
+from lightning_taskinfo._ranges import check_counts, check_positive
+from lightning_taskinfo.certificates.certificate import Certificate
+from lightning_taskinfo.certificates.curvatures import Curvature, Structures, curvatures_to_try
 from lightning_taskinfo.certificates.errors import IGNORED, ErrorKind
 from lightning_taskinfo.certificates.fresh import check_fresh
 from lightning_taskinfo.certificates.network import (
@@ -22,22 +24,15 @@ from lightning_taskinfo.certificates.prior import Prior, half_prior
 from lightning_taskinfo.certificates.samples import Data, read_inputs, read_samples
 from lightning_taskinfo.certificates.search import (
     BETAS,
-    BOUNDS,
-    Curvature,
-    Loss,
-    Structures,
-    Subject,
     Theorem,
-    affordable_structures,
     best_of,
-    check_choices,
-    check_weights,
-    curvatures_of,
+    bound_of,
     propose,
     search,
 )
+from lightning_taskinfo.certificates.subject import Loss, Subject, check_weights
 from lightning_taskinfo.certificates.validity import assumptions, reasons_against
-from lightning_taskinfo.distributions import CurvatureBlock, LowRankCurvature, WeightGaussian
+from lightning_taskinfo.distributions import WeightGaussian
 from lightning_taskinfo.fisher.fallback import Forward
 from lightning_taskinfo.functional.betting import betting_interval
 from lightning_taskinfo.functional.pac_bayes import monte_carlo_interval
@@ -162,11 +157,9 @@ def certify(
     if half_fn is not None:
         prior, samples = half_prior(prior, model, samples, half_fn, seed)
     fresh = None if unlabelled is None else read_inputs(unlabelled, model=model, reader=reader)
-    labelled = (
-        None
-        if held_out is None
-        else read_samples(held_out, argument="held_out", model=model, reader=reader)
-    )
+    labelled = None
+    if held_out is not None:
+        labelled = read_samples(held_out, argument="held_out", model=model, reader=reader)
     notes = _check_use(samples, prior, fresh, labelled)
 
     with observing(model), shown(progress, "certify", len(betas)) as tell:
@@ -175,14 +168,14 @@ def certify(
         )
         counts = None if fresh is None else _counts(subject, *fresh)
         reasons = reasons_against(model, prior, subject.some(slice(4)), subject.outputs)
-        curvatures = _curvatures(subject, structure, curvature_samples)
+        curvatures = curvatures_to_try(subject, structure, curvature_samples)
+        bound_by = bound_of(theorem, subject.n, delta)
         rows = search(
             subject,
             prior,
             curvatures,
             betas,
-            theorem=theorem,
-            delta=delta,
+            bound=bound_by,
             network=fresh is not None,
             progress=tell,
         )
@@ -190,26 +183,26 @@ def certify(
         winner = propose(subject, prior, curvatures[best.structure], best.beta)
         risks, why_not = _fresh_risks(subject, winner.post, draws, tell)
         low, high = _interval(risks, interval, delta_draws)
-        bound = min(1.0, float(BOUNDS[theorem](high, winner.kl + winner.price, subject.n, delta)))
+        bound = min(1.0, bound_by(high, winner.kl + winner.price))
 
         network = None
         for other in others:  # the best one for the network itself, with draws of its own
             assert fresh is not None
-            network = _about_the_network(
-                subject,
-                prior,
-                curvatures[other.structure],
+            # Its post-distribution is fixed before the fresh inputs are touched.
+            proposal = propose(subject, prior, curvatures[other.structure], other.beta)
+            own_risks, _ = _fresh_risks(subject, proposal.post, draws, tell)
+            network = network_bound(
                 other,
-                (fresh[0], counts),
-                draws=draws,
-                theorem=theorem,
+                proposal,
+                own_risks,
+                block_disagreements(subject, proposal.post, fresh[0], counts, draws, tell),
+                bound=bound_by,
                 delta=delta,
                 delta_network=delta_network,
-                progress=tell,
             )
         proved = bound if network is None else network.bound
         test_set = held_out_bound(subject, labelled, proved, delta + delta_draws)
-        model_risk = subject.mean_loss()
+        model_risk = float(subject.all_losses().mean())
     return Certificate(
         bound=bound,
         valid=not reasons + why_not,
@@ -283,59 +276,13 @@ def _counts(subject: Subject, inputs: Any, targets: Any) -> Tensor | None:
     return None  # a sequence that agrees everywhere agrees where labels would be
 
 
-def _curvatures(
-    subject: Subject, structure: Structures | Curvature, samples: int
-) -> dict[str, Curvature]:
-    """Return the curvatures to search by name: those of the named structures, or the given one."""
-    if isinstance(structure, LowRankCurvature) or any(
-        isinstance(part, CurvatureBlock) for part in structure
-    ):
-        return {"given": cast(Curvature, structure)}
-    names = affordable_structures(subject, cast(Structures, structure))
-    return curvatures_of(subject, names, samples)
-
-
-def _about_the_network(
-    subject: Subject,
-    prior: Prior,
-    curvature: Curvature,
-    row: Candidate,
-    fresh: tuple[Any, Tensor | None],
-    *,
-    draws: int,
-    theorem: Theorem,
-    delta: float,
-    delta_network: float,
-    progress: Progress | None,
-) -> NetworkBound:
-    """Return the network's own bound; its post-distribution is fixed before the fresh inputs are touched."""
-    proposal = propose(subject, prior, curvature, row.beta)
-    risks, _ = _fresh_risks(subject, proposal.post, draws, progress)
-    inputs, counts = fresh
-    disagreements, size = block_disagreements(
-        subject, proposal.post, inputs, counts, draws, progress
-    )
-    return network_bound(
-        subject,
-        row,
-        proposal,
-        risks,
-        disagreements,
-        block_size=size,
-        theorem=theorem,
-        delta=delta,
-        delta_network=delta_network,
-    )
-
-
 def _fresh_risks(
     subject: Subject, post: WeightGaussian, draws: int, progress: Progress | None
 ) -> tuple[Tensor, list[str]]:
     """Return the mean loss of each of some networks that nothing was chosen by, and what is wrong with the losses."""
     turns = counted(range(draws), draws, progress, "draws")
-    losses = torch.stack(
-        [subject.draw_losses(post, DRAW_SIZE)[0] for _ in turns]
-    )  # [draws, samples]
+    # [draws, samples]
+    losses = torch.stack([subject.draw_losses(post, DRAW_SIZE)[0] for _ in turns])
     outside = losses[(losses < 0) | (losses > 1)]
     wrong = [f"the loss must lie in [0, 1], got {outside[0].item()}"] if len(outside) else []
     return losses.clamp(0, 1).mean(1), wrong
@@ -354,3 +301,25 @@ def _check_words(theorem: str, interval: str) -> None:
         raise ValueError(f"`theorem` must be one of {get_args(Theorem)}, got {theorem!r}.")
     if interval not in get_args(Interval):
         raise ValueError(f"`interval` must be one of {get_args(Interval)}, got {interval!r}.")
+
+
+def check_choices(
+    *,
+    delta: float,
+    delta_draws: float,
+    draws: int,
+    betas: Sequence[float],
+    delta_network: float = 0.01,
+) -> None:
+    """Raise a ``ValueError`` if probabilities, numbers of draws or weights of the KL are out of their range."""
+    shares = {"delta": delta, "delta_draws": delta_draws, "delta_network": delta_network}
+    for argument, value in shares.items():
+        if not 0 < value < 1:
+            raise ValueError(f"`{argument}` must be in (0, 1), got {value}.")
+    for argument, value in (("delta_draws", delta_draws), ("delta_network", delta_network)):
+        if delta + value >= 1:
+            raise ValueError(
+                f"`delta` and `{argument}` must add up to less than 1, got {delta + value}."
+            )
+    check_counts(draws=draws)
+    check_positive(betas=betas)

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 
+from lightning_taskinfo._batches.structure import IGNORED
 from lightning_taskinfo._observe import observing
 
-IGNORED = -100  # labels of this value count for nothing
 CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
@@ -74,9 +74,8 @@ def predicts_the_next(model: nn.Module, arguments: Mapping[str, Any], labels: Te
             loss, logits = float(result.loss), result.logits.float()
     except Exception:  # whatever a model does without a loss of its own
         return _named_causal(model)
-    labels = pad(
-        labels, (logits.shape[1] - labels.shape[1], 0), value=IGNORED
-    )  # behind a learned prompt
+    prompt = logits.shape[1] - labels.shape[1]  # learned, before the tokens
+    labels = pad(labels, (prompt, 0), value=IGNORED)
     same, following = (
         float(cross_entropy(logits.flatten(0, -2), aligned.flatten(), ignore_index=IGNORED))
         for aligned in (labels, shifted(labels))

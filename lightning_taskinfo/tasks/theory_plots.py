@@ -15,7 +15,8 @@ from lightning_taskinfo.functional.deep_linear import (
     negative_transfer_interval,
     scratch_risk,
 )
-from lightning_taskinfo.tasks.phase_diagram import Mode, PhaseDiagram, transferability
+from lightning_taskinfo.plotting import figure_and_axes
+from lightning_taskinfo.tasks.theory import Mode, PhaseDiagram, transferability
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 TITLES = {"linear": "linear transfer", "fine_tune": "fine-tuning"}
 DEGREES = 180 / math.pi
+SIZE = (5, 4)  # inches of a figure
 
 
 def plot_phase_surface(
@@ -53,18 +55,10 @@ def plot_phase_surface(
         >>> ax.name
         '3d'
     """
-    fig, ax = _axes(ax, projection="3d")
+    fig, ax = figure_and_axes(ax, size=SIZE, projection="3d")
     theta, gamma, gain = _grid(mode, sigma, depth, max_gamma, 60)
-    ax.plot_surface(
-        gamma,
-        theta,
-        gain.clip(-clip, clip),
-        cmap="RdBu",
-        vmin=-clip,
-        vmax=clip,
-        linewidth=0,
-        rcount=60,
-    )
+    colours: dict[str, Any] = {"cmap": "RdBu", "vmin": -clip, "vmax": clip}
+    ax.plot_surface(gamma, theta, gain.clip(-clip, clip), **colours, linewidth=0, rcount=60)
     ax.set(
         xlabel=r"samples per dimension $\gamma$", ylabel=r"angle $\theta$ (°)", zlabel="gain $T$"
     )
@@ -96,7 +90,7 @@ def plot_phase_map(
     Returns:
         The figure and its axes.
     """
-    fig, ax = _axes(ax)
+    fig, ax = figure_and_axes(ax, size=SIZE)
     theta, gamma, gain = _grid(mode, sigma, depth, max_gamma, 300)
     image = ax.pcolormesh(gamma, theta, gain, cmap="RdBu", vmin=-clip, vmax=clip, rasterized=True)
     fig.colorbar(image, ax=ax, label="gain $T$ over scratch", extend="both")
@@ -127,33 +121,23 @@ def plot_phase_slices(
     """
     from matplotlib import colormaps
 
-    fig, ax = _axes(ax)
+    fig, ax = figure_and_axes(ax, size=SIZE)
+    mode = simulated.mode
+    sigma = simulated.sigma
+    depth = simulated.depth
     largest = 1.1 * simulated.gamma.max().item()
     gamma = torch.linspace(0.01, largest, 400, dtype=torch.float64)
+    points: dict[str, Any] = {"fmt": "o", "markersize": 4, "capsize": 2}
     for index, theta in enumerate(simulated.theta.tolist()):
         color = colormaps["viridis"](0.9 * index / max(1, len(simulated.theta) - 1))
-        ax.plot(
-            gamma,
-            transferability(simulated.mode, theta, gamma, simulated.sigma, depth=simulated.depth),
-            color=color,
-        )
-        if printed and simulated.mode == "fine_tune":
-            gain = scratch_risk(gamma, simulated.sigma) - fine_tuning_risk_noiseless(
-                theta, gamma, simulated.sigma
-            )
-            ax.plot(
-                gamma,
-                gain,
-                color=color,
-                linestyle="--",
-                linewidth=0.8,
-                label=None if index else "noiseless formula",
-            )
+        ax.plot(gamma, transferability(mode, theta, gamma, sigma, depth=depth), color=color)
+        if printed and mode == "fine_tune":
+            gain = scratch_risk(gamma, sigma) - fine_tuning_risk_noiseless(theta, gamma, sigma)
+            label = None if index else "noiseless formula"
+            ax.plot(gamma, gain, color=color, linestyle="--", linewidth=0.8, label=label)
         mean, error = simulated.mean[index], simulated.standard_error[index]
         label = rf"$\theta = {theta * DEGREES:.0f}$°"
-        ax.errorbar(
-            simulated.gamma, mean, error, fmt="o", markersize=4, capsize=2, color=color, label=label
-        )
+        ax.errorbar(simulated.gamma, mean, error, color=color, label=label, **points)
     ax.axhline(0, color="grey", linewidth=0.8)
     ax.set(
         xlim=(0, largest),
@@ -183,29 +167,16 @@ def plot_phase_overview(simulated: PhaseDiagram) -> "tuple[Figure, list[Any]]":
     from matplotlib.figure import Figure
 
     fig = Figure(figsize=(15, 4.5), layout="constrained")
-    axes = [
-        fig.add_subplot(1, 3, 1, projection="3d"),
-        fig.add_subplot(1, 3, 2),
-        fig.add_subplot(1, 3, 3),
-    ]
-    largest = 1.1 * simulated.gamma.max().item()
-    plot_phase_surface(
-        simulated.mode, simulated.sigma, depth=simulated.depth, max_gamma=largest, ax=axes[0]
-    )
-    plot_phase_map(
-        simulated.mode, simulated.sigma, depth=simulated.depth, max_gamma=largest, ax=axes[1]
-    )
+    axes: list[Any] = [fig.add_subplot(1, 3, 1, projection="3d")]
+    axes += [fig.add_subplot(1, 3, place) for place in (2, 3)]
+    options: dict[str, Any] = {
+        "depth": simulated.depth,
+        "max_gamma": 1.1 * simulated.gamma.max().item(),
+    }
+    plot_phase_surface(simulated.mode, simulated.sigma, **options, ax=axes[0])
+    plot_phase_map(simulated.mode, simulated.sigma, **options, ax=axes[1])
     plot_phase_slices(simulated, ax=axes[2])
     return fig, axes
-
-
-def _axes(ax: Any, **subplot: Any) -> tuple[Any, Any]:
-    from matplotlib.figure import Figure
-
-    if ax is not None:
-        return ax.figure, ax
-    fig = Figure(figsize=(5, 4), layout="constrained")
-    return fig, fig.add_subplot(**subplot)
 
 
 def _grid(mode: Mode, sigma: float, depth: int, max_gamma: float, points: int) -> "list[ndarray]":

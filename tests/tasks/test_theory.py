@@ -5,13 +5,13 @@ import math
 import pytest
 import torch
 
+from benchmarks.descent import descend, pretrained_layers, product, small_layers
 from lightning_taskinfo.functional.deep_linear import (
     fine_tuning_risk,
     linear_transfer_risk,
     scratch_risk,
 )
-from lightning_taskinfo.tasks.descent import descend, pretrained_layers, product, small_layers
-from lightning_taskinfo.tasks.simulate import draw_samples, minimum_norm, simulate_transfer
+from lightning_taskinfo.tasks.theory import draw_tasks, minimum_norm, simulate_transfer
 
 ANGLES = torch.tensor([0.0, 0.6, math.pi / 2], dtype=torch.float64)
 
@@ -23,7 +23,7 @@ def seeded(seed=0):
 @pytest.fixture(params=[(6, 10), (15, 10)], ids=["n<d", "n>d"])
 def draws(request):
     n, d = request.param
-    return draw_samples(ANGLES, n, 0.5, dimension=d, repetitions=4, generator=seeded())
+    return draw_tasks(ANGLES, n, 0.5, dimension=d, repetitions=4, generator=seeded())
 
 
 def test_teachers_are_unit_vectors_at_the_angles(draws):
@@ -66,7 +66,7 @@ def test_gradient_descent_ends_where_fine_tuning_is_said_to_end(depth):
     """The gap is that of a finite learning rate: it halves with the rate."""
     theta, n, d = torch.tensor([1.0], dtype=torch.float64), 10, 20
     setup = {"dimension": d, "repetitions": 5}
-    draws = draw_samples(theta, n, 0.7, **setup, generator=seeded())
+    draws = draw_tasks(theta, n, 0.7, **setup, generator=seeded())
     said = simulate_transfer(theta, n / d, 0.7, **setup, depth=depth, generator=seeded()).fine_tune[
         0
     ]
@@ -90,7 +90,7 @@ def test_gradient_descent_ends_where_fine_tuning_is_said_to_end(depth):
 
 
 def test_pretraining_from_a_small_start_ends_in_balanced_layers_of_rank_one():
-    source = draw_samples(ANGLES, 1, 0.0, dimension=6, repetitions=3, generator=seeded()).source
+    source = draw_tasks(ANGLES, 1, 0.0, dimension=6, repetitions=3, generator=seeded()).source
     layers = descend(
         small_layers(3, 6, 2, width=4, scale=1e-4, generator=seeded(), dtype=torch.float64),
         source,
@@ -158,4 +158,4 @@ def test_descent_leaves_its_start_alone_and_says_when_it_diverges():
 def test_refuses_empty_draws(name, least):
     arguments = {"n": 3, "dimension": 4, "repetitions": 2, name: 0}
     with pytest.raises(ValueError, match=f"`{name}` must be at least {least}, got 0"):
-        draw_samples(ANGLES, arguments.pop("n"), 0.0, **arguments)
+        draw_tasks(ANGLES, arguments.pop("n"), 0.0, **arguments)

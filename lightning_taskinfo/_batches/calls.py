@@ -2,14 +2,15 @@
 
 import inspect
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from lightning_taskinfo._hugging_face import inner_model, is_encoder_decoder
+from lightning_taskinfo._batches.hugging_face import inner_model, is_encoder_decoder
+from lightning_taskinfo._batches.structure import described
 from lightning_taskinfo._observe import observing
 
 FRAMEWORKS = (
@@ -87,45 +88,26 @@ def logits_of(result: Any) -> Tensor:
         >>> logits_of((torch.tensor(0.7), torch.zeros(2, 3))).shape
         torch.Size([2, 3])
     """
+    found: Any = None
     if isinstance(result, Tensor):
-        found = [result]
+        found = result
     elif isinstance(result, Mapping):
-        found = [result["logits"]] if "logits" in result else []
+        found = result.get("logits")
     elif hasattr(result, "logits"):
-        found = [result.logits]
+        found = result.logits
     elif isinstance(result, list | tuple):
         named = [part for part in result if isinstance(part, Mapping) or hasattr(part, "logits")]
-        found = (
-            [logits_of(named[0])]
-            if len(named) == 1
-            else [p for p in result if isinstance(p, Tensor) and p.ndim]
-        )
-    else:
-        found = []
-    if (
-        len(found) == 1
-        and isinstance(found[0], Tensor)
-        and found[0].ndim
-        and found[0].is_floating_point()
-    ):
-        return found[0]
+        rows = [part for part in result if isinstance(part, Tensor) and part.ndim]
+        if len(named) == 1:
+            found = logits_of(named[0])
+        elif len(rows) == 1:
+            found = rows[0]
+    if isinstance(found, Tensor) and found.ndim and found.is_floating_point():
+        return found
     raise NoLogitsError(
-        f"the model must return a tensor of outputs, or something with `logits`, got {_described(result)}; set "
+        f"the model must return a tensor of outputs, or something with `logits`, got {described(result)}; set "
         "`forward_fn` to a function of (model, inputs) that picks the outputs."
     )
-
-
-def _described(result: Any) -> str:
-    kind = type(result).__name__
-    if isinstance(result, Tensor):
-        return f"{kind} of {result.dtype} and shape {list(result.shape)}"
-    if isinstance(result, Mapping):
-        return f"{kind} with {', '.join(map(str, result)) or 'nothing'}"
-    if is_dataclass(result):
-        return f"{kind} with {', '.join(vars(result)) or 'nothing'}"
-    if isinstance(result, list | tuple):
-        return f"{kind} of {', '.join(type(part).__name__ for part in result) or 'nothing'}"
-    return kind
 
 
 # Which call a model takes: found once, by trying, and remembered as long as the model lives.
@@ -199,9 +181,8 @@ def _candidates(model: nn.Module, fields: Any, target: str | None) -> Iterator[C
             ways = [every]
         for names in ways:
             yield from forward.named(place, names)
-            if (
-                forward.takes_others and inner is not None
-            ):  # and may hand on what the inner model does not take
+            # And may hand on what the inner model does not take.
+            if forward.takes_others and inner is not None:
                 known = _Signature(inner).names
                 yield Call(place, "named", tuple(name for name in names if name in known))
 

@@ -9,22 +9,24 @@ minimisers for :math:`D` and for :math:`D \sqcup D` are then the same, in any ne
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from lightning_taskinfo._observe import ParamDict
+from lightning_taskinfo._random import seed_from
 from lightning_taskinfo.fisher import fisher_diagonal
 from lightning_taskinfo.functional.information import information_in_weights
 from lightning_taskinfo.functional.likelihood import Categorical, Likelihood
-from lightning_taskinfo.tasks._sweep import START, center_of, stage_seed
 from lightning_taskinfo.tasks.training import (
+    START,
     ModelFn,
-    Samples,
+    TaskData,
     Training,
     build,
+    center_of,
     expected_loss,
     initial_weights,
     loss_sum,
@@ -76,11 +78,11 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Cell:
-    """Everything another process needs to train on one task or on two; arrays, since tensors travel badly.
+class Union:
+    """Everything another process needs to train on one task or on two; arrays, which can be pickled anywhere.
 
     Args:
-        plan: What all cells have in common.
+        plan: What all trainings have in common.
         inputs: Inputs of each task.
         targets: Their targets.
         outputs: Number of outputs of each task.
@@ -94,37 +96,31 @@ class Cell:
     seed: int
 
     @classmethod
-    def of(cls, plan: Plan, data: Sequence[tuple[Tensor, Tensor]], seed: int) -> "Cell":
-        """Return the cell of one or two tasks; its batches have ``batch_size`` samples of the first on average."""
+    def of(cls, plan: Plan, data: Sequence[tuple[Tensor, Tensor]], seed: int) -> "Union":
+        """Return the union of one or two tasks; its batches have ``batch_size`` samples of the first on average."""
         size = round(plan.training.batch_size * sum(len(y) for _, y in data) / len(data[0][1]))
         plan = replace(plan, training=replace(plan.training, batch_size=size))
-        inputs, targets = zip(*((x.numpy(), y.numpy()) for x, y in data), strict=True)
-        return cls(
-            plan, inputs, targets, tuple(output_count(y, plan.likelihood) for _, y in data), seed
-        )
+        inputs = tuple(x.numpy() for x, _ in data)
+        targets = tuple(y.numpy() for _, y in data)
+        outputs = tuple(output_count(y, plan.likelihood) for _, y in data)
+        return cls(plan, inputs, targets, outputs, seed)
 
-    def samples(self) -> Samples:
+    def data(self) -> TaskData:
         """All samples, each with the index of its task."""
-        x, y = (
-            torch.cat([torch.from_numpy(a) for a in arrays])
-            for arrays in (self.inputs, self.targets)
-        )
+        x = torch.cat([torch.from_numpy(a) for a in self.inputs])
+        y = torch.cat([torch.from_numpy(a) for a in self.targets])
         task = torch.cat([torch.full((len(a),), index) for index, a in enumerate(self.inputs)])
-        return Samples((x, task), y, self.plan.likelihood)
+        return TaskData((x, task), y, self.plan.likelihood)
 
     def model(self) -> MultiHead:
         """The network at its start; heads of one size start alike, whatever their task."""
         trunk = build(self.plan.trunk_fn, self.seed, argument="trunk_fn")
         with torch.no_grad():
             features = trunk.eval()(torch.from_numpy(self.inputs[0][:2])).shape[1]
-        heads = [
-            build(
-                partial(self.plan.head_fn, features, outputs),
-                stage_seed(self.seed, 1),
-                argument="head_fn",
-            )
-            for outputs in self.outputs
-        ]
+        heads = []
+        for outputs in self.outputs:
+            make = partial(self.plan.head_fn, features, outputs)
+            heads.append(build(make, seed_from(self.seed, 1), argument="head_fn"))
         return MultiHead(trunk, heads)
 
     def betas(self) -> dict[str, float]:
@@ -134,76 +130,80 @@ class Cell:
         return {part: self.plan.beta * n / sizes[0] for part, n in parts.items()}
 
 
-def solve(cell: Cell) -> dict[str, Any]:
+def solve(union: Union) -> dict[str, Any]:
     r"""Train, and return the information ``kl`` of each part, the loss (a sum) with its error, and :math:`C_\beta`."""
-    model, samples = cell.model(), cell.samples()
-    samples.check(model)
+    model, data = union.model(), union.data()
+    data.check(model)
     start = initial_weights(model)
-    centre = center_of(start, cell.plan.prior_center)
-    weights = {
-        name: beta
-        for name in start
-        for part, beta in cell.betas().items()
-        if name.startswith(f"{part}.")
-    }
-    pull = partial(_map_penalty, centre=centre, weights=weights, prior_std=cell.plan.prior_std)
-    train_plain(model, samples, pull, training=cell.plan.training, seed=stage_seed(cell.seed, 2))
-    finish = _variational if cell.plan.method == "variational" else _laplace
-    kl, loss, error, penalty = finish(cell, model, samples, centre, weights)
-    parts = {
-        part: sum(v for name, v in kl.items() if name.startswith(f"{part}."))
-        for part in cell.betas()
-    }
-    objective = loss + penalty + sum(beta * parts[part] for part, beta in cell.betas().items())
-    return {"kl": parts, "loss": loss + penalty, "loss_error": error, "objective": objective}
+    centre = center_of(start, union.plan.prior_center)
+    betas = union.betas()
+    weights = {name: betas[_part(name)] for name in start}
+    pull = partial(_map_penalty, centre=centre, weights=weights, prior_std=union.plan.prior_std)
+    train_plain(model, data, pull, training=union.plan.training, seed=seed_from(union.seed, 2))
+    finish = _variational if union.plan.method == "variational" else _laplace
+    found = finish(union, model, data, centre, weights)
+    kl = dict.fromkeys(betas, 0.0)
+    for name, value in found.kl.items():
+        kl[_part(name)] += value
+    objective = found.loss + sum(beta * kl[part] for part, beta in betas.items())
+    return {"kl": kl, "loss": found.loss, "loss_error": found.error, "objective": objective}
 
 
-Found: TypeAlias = tuple[dict[str, float], float, float, float]
+class Found(NamedTuple):
+    """The information in each weight, and the expected loss with its standard error."""
+
+    kl: dict[str, float]
+    loss: float
+    error: float
+
+
+def _part(name: str) -> str:
+    """``"trunk"`` or ``"heads.0"``, of a parameter's name."""
+    first, second, *_ = name.split(".")
+    return first if first == "trunk" else f"{first}.{second}"
 
 
 def _variational(
-    cell: Cell, model: nn.Module, samples: Samples, centre: ParamDict, weights: dict[str, float]
+    union: Union, model: nn.Module, data: TaskData, centre: ParamDict, weights: dict[str, float]
 ) -> Found:
     """Noisy weights, trained from where the plain ones are."""
-    noise = stage_seed(cell.seed, 3)
-    add_weight_noise(
-        model,
-        std=START * cell.plan.prior_std,
-        prior_center=centre,
-        prior_std=cell.plan.prior_std,
-        seed=noise,
-    )
-    terms = [(weights[name], mean, noise) for name, mean, noise in noisy_weights(model)]
+    plan = union.plan
+    std = START * plan.prior_std
+    seed = seed_from(union.seed, 3)
+    add_weight_noise(model, std=std, prior_center=centre, prior_std=plan.prior_std, seed=seed)
 
-    def penalty(_: nn.Module) -> Tensor:
-        return torch.stack([beta * noise.kl(mean) for beta, mean, noise in terms]).sum()
+    def penalty(model: nn.Module) -> Tensor:
+        terms = [weights[name] * noise.kl(mean) for name, mean, noise in noisy_weights(model)]
+        return torch.stack(terms).sum()
 
-    train_noisy(model, samples, penalty, training=cell.plan.training, seed=stage_seed(cell.seed, 4))
-    loss, error = expected_loss(model, samples, training=cell.plan.training)
-    return (
-        {name: noise.kl(mean).item() for name, mean, noise in noisy_weights(model)},
-        loss,
-        error,
-        0.0,
-    )
+    train_noisy(model, data, penalty, training=plan.training, seed=seed_from(union.seed, 4))
+    loss, error = expected_loss(model, data, training=plan.training)
+    kl = {name: noise.kl(mean).item() for name, mean, noise in noisy_weights(model)}
+    return Found(kl, loss, error)
 
 
 def _laplace(
-    cell: Cell, model: nn.Module, samples: Samples, centre: ParamDict, weights: dict[str, float]
+    union: Union, model: nn.Module, data: TaskData, centre: ParamDict, weights: dict[str, float]
 ) -> Found:
     """The closed form around the trained weights, with the diagonal of the Fisher information as curvature."""
+    plan = union.plan
     model.eval()
-    chunk = cell.plan.training.chunk_size
     F = fisher_diagonal(
-        model, samples.inputs, labels="exact", likelihood=cell.plan.likelihood, chunk_size=chunk
+        model,
+        data.inputs,
+        labels="exact",
+        likelihood=plan.likelihood,
+        chunk_size=plan.training.chunk_size,
     )
-    kl, penalty = {}, 0.0
+    kl = {}
+    loss = loss_sum(model, data, training=plan.training)
     for name, weight in initial_weights(model).items():
-        h, shift = len(samples) * F[name], weight - centre[name]
-        found = information_in_weights(h, shift, prior_std=cell.plan.prior_std, beta=weights[name])
+        h = len(data) * F[name]
+        shift = weight - centre[name]
+        found = information_in_weights(h, shift, prior_std=plan.prior_std, beta=weights[name])
         kl[name] = found.kl.item()
-        penalty += found.curvature_penalty.item()
-    return kl, loss_sum(model, samples, training=cell.plan.training), 0.0, penalty
+        loss += found.curvature_penalty.item()
+    return Found(kl, loss, 0.0)
 
 
 def _map_penalty(

@@ -1,0 +1,176 @@
+"""The network that a certificate is about, the samples it is certified on, and draws of its weights."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import Generator, Tensor, nn
+
+from lightning_taskinfo._batches import outputs_of, sample_count, take
+from lightning_taskinfo._observe import HALVES, at_least_float32, trainable_parameters
+from lightning_taskinfo.certificates.errors import (
+    IGNORED,
+    ErrorKind,
+    check_error,
+    differences,
+    predictions,
+)
+from lightning_taskinfo.distributions import WeightGaussian
+from lightning_taskinfo.fisher.fallback import Forward
+from lightning_taskinfo.variational import noisy_weights
+
+Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+CHUNK = 1024  # samples that go through the network at a time
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A trained network and the samples it is certified on.
+
+    Attributes:
+        model: The network, in eval mode.
+        inputs: All inputs, ``N`` of them: a tensor, or tuples, lists and dicts of tensors.
+        targets: Their labels.
+        generator: Where all random draws come from, on the model's device.
+        error: What counts as an error.
+        loss_fn: Loss of each sample from outputs and targets, instead of the error.
+        forward_fn: How to get the outputs; ``model(inputs)`` by default.
+        own: The network's own predictions for all samples; ``None`` with a loss of the user's own.
+        float32: Whether half-precision inputs become float32.
+    """
+
+    model: nn.Module
+    inputs: Any
+    targets: Tensor
+    generator: Generator
+    error: ErrorKind = "class"
+    loss_fn: Loss | None = None
+    forward_fn: Forward | None = None
+    own: Tensor | None = field(default=None, repr=False)
+    float32: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        samples: tuple[Any, Tensor],
+        *,
+        seed: int,
+        error: ErrorKind = "class",
+        loss_fn: Loss | None = None,
+        forward_fn: Forward | None = None,
+    ) -> "Subject":
+        """Seed the generator, see that outputs fit the labels, and keep the network's own predictions."""
+        check_weights(model)
+        inputs, targets = samples
+        weights = trainable_parameters(model)
+        generator = Generator(next(iter(weights.values())).device).manual_seed(seed)
+        subject = cls(model, inputs, targets, generator, error, loss_fn, forward_fn)
+        if loss_fn is not None:
+            return subject
+        with torch.no_grad():
+            few = subject.outputs(subject.some(slice(2)))
+        check_error(error, few, targets[:2], targets)
+        return replace(subject, own=subject.predictions(inputs))
+
+    @property
+    def n(self) -> int:
+        """Return the number of samples."""
+        return len(self.targets)
+
+    @property
+    def device(self) -> torch.device:
+        """Return where the network is."""
+        return self.generator.device
+
+    def some(self, index: Tensor | slice) -> Any:
+        """Return some inputs, on the model's device."""
+        return pick(self.inputs, index, self.device)
+
+    @contextmanager
+    def drawn(self, post: WeightGaussian) -> Iterator["Subject"]:
+        """Draw one network; inside, the subject runs that one.
+
+        A network with trainable weights in half precision runs in float32 then: rounded draws would be those of
+        another post-distribution than the one whose KL is paid for.
+        """
+        rounded = any(p.dtype in HALVES for p in trainable_parameters(self.model).values())
+        with post.with_weights(self.model, self.generator):
+            yield replace(self, float32=rounded)
+
+    def outputs(self, inputs: Any) -> Tensor:
+        """Run the network the way its user does."""
+        if self.float32:
+            inputs = take(inputs, at_least_float32)
+        return outputs_of(self.model, inputs, self.forward_fn)
+
+    @torch.no_grad()
+    def predictions(self, inputs: Any) -> Tensor:
+        """Return the predictions of the network's present weights for many inputs."""
+        parts = []
+        for index in torch.arange(sample_count(inputs), device="cpu").split(CHUNK):
+            parts.append(predictions(self.outputs(pick(inputs, index, self.device))))
+        return torch.cat(parts)
+
+    def all_losses(self) -> Tensor:
+        """Return the losses of all samples under the network's present weights."""
+        parts = [self.losses(index)[0] for index in torch.arange(self.n, device="cpu").split(CHUNK)]
+        return torch.cat(parts)
+
+    @torch.no_grad()
+    def losses(self, index: Tensor | slice) -> tuple[Tensor, Tensor | None]:
+        """Return the losses of some samples under the present weights, and their disagreement with the network."""
+        targets = pick(self.targets, index, self.device)
+        outputs = self.outputs(self.some(index))
+        if self.loss_fn is None:
+            assert self.own is not None
+            predicted = predictions(outputs)
+            named = self.counted(targets)
+            own = pick(self.own, index, self.device)
+            wrong = differences(predicted, targets, named, self.error)
+            return wrong, differences(predicted, own, named, self.error)
+        values = self.loss_fn(outputs, targets)
+        if values.shape != targets.shape[:1]:
+            raise ValueError(
+                f"`loss_fn` must return a value for each of {len(targets)}, got shape {list(values.shape)}."
+            )
+        # An output that is no number is an error.
+        return torch.nan_to_num(values.double(), nan=1.0), None
+
+    def counted(self, targets: Tensor) -> Tensor:
+        """Return where a label counts: everywhere but in padding."""
+        if self.error == "class":
+            return torch.ones_like(targets, dtype=torch.bool)
+        return targets != IGNORED
+
+    def draw_losses(self, post: WeightGaussian, size: int) -> tuple[Tensor, Tensor | None]:
+        """Draw one network; return its losses and disagreements on ``size`` random samples, or on all there are."""
+        index: Tensor | slice = slice(None)
+        if size < self.n:
+            index = torch.randint(self.n, (size,), generator=self.generator, device=self.device)
+        with self.drawn(post) as one:
+            return one.losses(index)
+
+
+def check_weights(model: nn.Module) -> None:
+    """Raise a ``ValueError`` for a network that has no weights to put a Gaussian around, or has one already."""
+    if any(noisy_weights(model)):
+        raise ValueError(
+            "`model` must have plain weights, got noisy ones: `remove_weight_noise` gives them back."
+        )
+    if not trainable_parameters(model):
+        raise ValueError(
+            "`model` must have trainable weights, got none: frozen ones have nothing to certify."
+        )
+
+
+def pick(values: Any, index: Tensor | slice, device: torch.device) -> Any:
+    """Return some of many samples, on a device."""
+
+    def some(x: Tensor) -> Tensor:
+        rows = index if isinstance(index, slice) else index.to(x.device)
+        return x[rows].to(device)
+
+    return take(values, some)
