@@ -65,7 +65,8 @@ def block_disagreements(
     for index in counted(order.split(size), blocks, progress, "disagreement"):
         with subject.drawn(post) as one:
             drawn = one.predictions(pick(inputs, index, subject.device))
-        of_network, where = (pick(values, index, subject.device) for values in (own, counts))
+        of_network = pick(own, index, subject.device)
+        where = pick(counts, index, subject.device)
         means.append(differences(drawn, of_network, where, subject.error).mean())
     return Disagreements(torch.stack(means), size)
 

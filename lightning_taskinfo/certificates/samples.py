@@ -54,7 +54,8 @@ def read_samples(
     if not batches:
         raise ValueError(f"`{argument}` must hold at least 8 samples, got 0.")
     pairs = [_read(batch, argument, model, reader) for batch in batches]
-    inputs, targets = (_joined([pair[part] for pair in pairs], argument) for part in (0, 1))
+    inputs = _joined([pair[0] for pair in pairs], argument)
+    targets = _joined([pair[1] for pair in pairs], argument)
     if not isinstance(targets, Tensor):
         raise ValueError(
             f"`{argument}` must hold a tensor of targets, got {type(targets).__name__}."

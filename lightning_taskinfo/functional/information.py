@@ -245,7 +245,10 @@ def evidence_prior_std(curvature: Tensor, displacement: Tensor, *, beta: float =
         middle = 0.5 * (low + high)
         if middle in (low, high):
             break
-        low, high = (low, middle) if excess(middle) > 0 else (middle, high)
+        if excess(middle) > 0:
+            high = middle
+        else:
+            low = middle
     return math.exp(0.5 * (low + high))
 
 

@@ -121,9 +121,10 @@ def student_quantile(confidence: float, degrees: int) -> float:
         raise ValueError(f"`degrees` must be at least 1, got {degrees}.")
     low, high = 0.0, math.pi / 2
     while low < (middle := 0.5 * (low + high)) < high:
-        low, high = (
-            (middle, high) if _central_probability(middle, degrees) < confidence else (low, middle)
-        )
+        if _central_probability(middle, degrees) < confidence:
+            low = middle
+        else:
+            high = middle
     return math.sqrt(degrees) * math.tan(low)
 
 

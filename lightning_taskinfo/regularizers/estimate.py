@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Generator, Tensor, nn
 
-from lightning_taskinfo._ranges import check_positive
+from lightning_taskinfo._ranges import check_counts, check_positive
 from lightning_taskinfo.functional._tensors import check_finite
 from lightning_taskinfo.functional.mutual_information import (
     Negatives,
@@ -94,9 +94,9 @@ def estimate_mutual_information(
         raise ValueError(f"`features` must have shape [N, F], got {tuple(features.shape)}.")
     if len(inputs) < SAMPLES:
         raise ValueError(f"`inputs` must hold at least {SAMPLES} samples, got {len(inputs)}.")
-    if steps < 1 or batch_size < 2:
-        name, least, value = ("steps", 1, steps) if steps < 1 else ("batch_size", 2, batch_size)
-        raise ValueError(f"`{name}` must be at least {least}, got {value}.")
+    check_counts(steps=steps)
+    if batch_size < 2:
+        raise ValueError(f"`batch_size` must be at least 2, got {batch_size}.")
     check_positive(learning_rate=learning_rate)
     if not clip > 0:  # which may be infinite
         raise ValueError(f"`clip` must be positive, got {clip}.")

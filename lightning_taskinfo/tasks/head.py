@@ -114,10 +114,8 @@ def fit_linear_head(
     mean, std = features.mean(0), features.std(0, correction=0)
     std = torch.where(std > 1e-12 * features.abs().amax(0), std, 1.0)
     z, C = (features - mean) / std, int(labels.max()) + 1
-    W, b = (
-        torch.zeros(shape, dtype=torch.float64, requires_grad=True)
-        for shape in ((C, z.shape[1]), (C,))
-    )
+    W = torch.zeros(C, z.shape[1], dtype=torch.float64, requires_grad=True)
+    b = torch.zeros(C, dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.LBFGS(
         [W, b],
         max_iter=max_iter,

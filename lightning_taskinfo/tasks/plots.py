@@ -66,9 +66,8 @@ def plot_structure_functions(
 
 
 def _draw_curve(curve: StructureFunction, color: str, left: "Axes", right: "Axes") -> None:
-    loss, error = (
-        [value / curve.samples for value in values] for values in (curve.loss, curve.loss_error)
-    )
+    loss = [value / curve.samples for value in curve.loss]
+    error = [value / curve.samples for value in curve.loss_error]
     left.errorbar(curve.betas, loss, error, fmt=".-", color=color, label=curve.name or None)
     points = ([0.0, *curve.kl], [curve.prior_loss / curve.samples, *loss])
     right.errorbar(*points, [curve.prior_loss_error / curve.samples, *error], fmt=".", color=color)

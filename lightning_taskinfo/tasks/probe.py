@@ -105,9 +105,8 @@ def _train(probe: SmallProbe, epochs: int, seed: int) -> None:
 
 def _images_of_all_classes() -> tuple[Tensor, Tensor]:
     """Digits as classes 0 to 9, letters as 10 to 19."""
-    (digits, y), (letters, z) = (
-        load_dataset(name).train().tensors for name in ("digits", "letters")
-    )
+    digits, y = load_dataset("digits").train().tensors
+    letters, z = load_dataset("letters").train().tensors
     return torch.cat([digits, letters]), torch.cat([y, z + 10])
 
 
