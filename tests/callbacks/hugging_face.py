@@ -125,6 +125,13 @@ def lora_gpt2() -> nn.Module:
     return get_peft_model(gpt2(), config)
 
 
+def lora_llama() -> nn.Module:
+    from peft import LoraConfig, TaskType, get_peft_model
+
+    config = LoraConfig(task_type=TaskType.CAUSAL_LM, r=2, target_modules=["q_proj", "v_proj"])
+    return get_peft_model(llama(), config)
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "BERT classifier": bert_classifier,
     "token classifier": token_classifier,
@@ -136,6 +143,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "ViT": vit,
     "LoRA": lora,
     "LoRA GPT-2": lora_gpt2,
+    "LoRA Llama": lora_llama,
 }
 
 
@@ -165,6 +173,10 @@ class Sentences(Dataset[dict[str, Tensor]]):
         elif name in ("T5", "BART"):
             labels = torch.randint(3, VOCABULARY, (n, LENGTH - 1), generator=generator)
             labels[:, -1] = -100
+        elif (
+            name == "LoRA Llama"
+        ):  # a question and its answer, of which only the answer has a label
+            labels = ids.masked_fill(torch.arange(LENGTH) != lengths - 1, -100)
         else:
             labels = ids.masked_fill(~kept, -100)
         self.fields["labels"] = labels

@@ -11,7 +11,7 @@ from lightning_taskinfo.fisher import FisherInformation, fisher_trace
 from tests.callbacks.hugging_face import MODELS, Module, Sentences, loader
 from tests.callbacks.runs import fit, same, seed_everything
 
-CAUSAL = ("GPT-2", "Llama", "LoRA GPT-2")
+CAUSAL = ("GPT-2", "Llama", "LoRA GPT-2", "LoRA Llama")
 models = pytest.mark.parametrize("name", MODELS)
 pytestmark = pytest.mark.filterwarnings("ignore:torch.func cannot run")
 
