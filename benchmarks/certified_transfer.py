@@ -17,10 +17,26 @@ above its test error. Each bound holds with confidence 0.95 by itself, not all o
 Seen before this was written: one run of *all layers* with 200 draws gave a stochastic bound of 0.775, and 0.965 for the
 network, at a test error of 0.110. The other three rows had not been run.
 
+What came of it: the best of the two was *head* with 0.4975, so the goal was missed. A head on the 64 features has a
+large error, and training all layers moves more weights than 2,000 labels can pay for.
+
+A change of plan after that look, the fifth row. *Few directions*: the pretrained convolutions are frozen, and so is a
+projection of their outputs to the leading 16 principal directions of 1,500 images without labels, which the
+disagreement then does without. A head of 160 weights, centred at 0, is trained with the noise of its weights
+(C_β of Achille et al.), which gives mean and width of the post-distribution; how it is trained is free.
+Pre-distributions are not. 18 of this kind were written down (pixels, second convolution or features; 16, 32 or 64
+directions; plain or half whitened), of which the first few were tried on the certified labels; before them 14 others
+(heads on whole layers, noise in all layers), of which six were tried, and the rows above. The theorem gets a 40th of
+its share of δ for this row, which covers all of them, as far as a list can be covered that grew after looks. No test
+label had a part in the choice.
+
     python benchmarks/certified_transfer.py --data-dir FOLDER_WITH_MNIST_AND_NOTMNIST_NPZ
+
+Rows that are stored stay as they are unless ``--runs`` names them.
 """
 
 import argparse
+import json
 import os
 import platform
 import time
@@ -36,11 +52,20 @@ from lightning_taskinfo._files import write_json
 from lightning_taskinfo.certificates import Certificate, Prior, certify, zero_one_loss
 from lightning_taskinfo.certificates.reading import round_up
 from lightning_taskinfo.data import load_dataset
+from lightning_taskinfo.distributions import diagonal_curvature
 from lightning_taskinfo.transfer.ready.backbones import small_cnn
 
 Split = tuple[Tensor, Tensor]
 LABELS, HELD_OUT, PRETRAINED = 2_000, 400, 20_000
+DIRECTIONS, PROJECTED, PRIORS = 16, 1_500, 40  # the last: pre-distributions to choose from
+PRETRAINED_CENTRE = ("head", "all layers", "few directions")
+RUNS = ["head", "half", "held out", "all layers", "few directions"]
 GOAL = 0.369
+NOTE = (
+    "*Few directions* was planned after the other four had been seen, which missed the goal of a stochastic bound "
+    f"below {GOAL} with a pretrained centre; it pays for a choice of {PRIORS} pre-distributions. Each bound holds with "
+    "confidence 0.95 by itself. Bounds are rounded up."
+)
 
 
 def fit(model: nn.Module, data: Split, epochs: int, lr: float) -> nn.Module:
@@ -108,12 +133,103 @@ def run(name: str, start: nn.Module, labels: Split) -> tuple[nn.Module, Split, P
     return fit(deepcopy(start), kept, 5, 1e-3), kept, Prior.of(start, origin), held_out
 
 
+def projected(start: nn.Module, images: Tensor) -> nn.Module:
+    """Return the frozen part: convolutions, and the leading principal directions of images without labels.
+
+    Its outputs have a mean norm of 1 on these images, so that a weight of the head and its noise are felt alike.
+    """
+    convolutions = deepcopy(start[0][:7])  # up to the flattened outputs of the second one
+    with torch.no_grad():
+        features = convolutions(images)  # [1500, 1568]
+        mean = features.mean(0)
+        torch.manual_seed(0)
+        directions = torch.svd_lowrank(features - mean, q=4 * DIRECTIONS, niter=4)[2][
+            :, :DIRECTIONS
+        ]
+        size = ((features - mean) @ directions).norm(dim=1).mean()
+        projection = nn.Linear(len(mean), DIRECTIONS)
+        projection.weight.copy_(directions.T / size)
+        projection.bias.copy_(-(mean @ directions) / size)
+    return nn.Sequential(convolutions, projection).requires_grad_(False)
+
+
+def fit_with_noise(
+    features: Tensor, targets: Tensor, beta: float = 3.0, steps: int = 400
+) -> tuple[nn.Module, Tensor]:
+    """Minimise C_β of a linear head with the pre-distribution N(0, 1); return it, and the variances of its weights.
+
+    The noise of a sum of weights is drawn as one Gaussian. A temperature takes the scale of the logits out of the loss,
+    which the error does not depend on.
+    """
+    n, classes = len(targets), 10
+    g = torch.Generator().manual_seed(0)
+    mean, log_variance = (torch.zeros(DIRECTIONS, classes, requires_grad=True) for _ in range(2))
+    log_scale = torch.zeros((), requires_grad=True)
+    optimizer = torch.optim.Adam([mean, log_variance, log_scale], lr=0.05)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.01, steps)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        std = (features.square() @ log_variance.exp()).sqrt()
+        logits = features @ mean + std * torch.randn(n, classes, generator=g)
+        kl = 0.5 * (mean.square() + log_variance.exp() - 1 - log_variance).sum()
+        (cross_entropy(logits * log_scale.exp(), targets) + beta / n * kl).backward()
+        optimizer.step()
+        schedule.step()
+    head = nn.Linear(DIRECTIONS, classes, bias=False)
+    head.weight.data = mean.detach().T.clone()
+    return head, log_variance.detach().exp().T.clone()
+
+
+def few_directions(
+    start: nn.Module, labels: Split, unlabelled: Tensor, test: Split, draws: int
+) -> dict[str, Any]:
+    """Certify a head on a frozen part, which is run once instead of for every draw."""
+    began = time.perf_counter()
+    frozen = projected(start, unlabelled[:PROJECTED])
+    with torch.no_grad():
+        features, fresh, tested = map(frozen, (labels[0], unlabelled[PROJECTED:], test[0]))
+    head, variance = fit_with_noise(features, labels[1])
+    center = nn.Linear(DIRECTIONS, 10, bias=False)
+    nn.init.zeros_(center.weight)
+    prior = Prior(
+        center,
+        "0, on frozen convolutions pretrained on MNIST and directions of other images",
+        stds=(1.0,),
+    )
+    # With this curvature and beta 1, the post-distribution has the variances of the training.
+    curvature = diagonal_curvature({"weight": (1 / variance - 1).clamp(min=0)})
+    certificate = certify(
+        head,
+        (features, labels[1]),
+        prior,
+        unlabelled=fresh,
+        structure=curvature,
+        betas=(0.03, 0.1, 0.3, 1.0, 3.0),
+        delta=0.04 / PRIORS,
+        draws=draws,
+        progress=False,
+    )
+    row = row_of("few directions", certificate, head, (tested, test[1]), began)
+    del row["reading"]  # it knows nothing of the other pre-distributions, which take their share
+    row["confidence"] = 1 - PRIORS * certificate.delta - certificate.delta_draws
+    row["network"]["confidence"] = 1 - PRIORS * certificate.delta - row["network"]["delta"]
+    return row | {"pre_distributions": PRIORS}
+
+
 def measure(
     name: str, start: nn.Module, labels: Split, unlabelled: Tensor, test: Split, draws: int
 ) -> dict[str, Any]:
+    if name == "few directions":
+        return few_directions(start, labels, unlabelled, test, draws)
     began = time.perf_counter()
     model, data, prior, held_out = run(name, start, labels)
     certificate = certify(model, data, prior, unlabelled=unlabelled, held_out=held_out, draws=draws)
+    return row_of(name, certificate, model, test, began)
+
+
+def row_of(
+    name: str, certificate: Certificate, model: nn.Module, test: Split, began: float
+) -> dict[str, Any]:
     row = certificate.to_dict()
     del row["candidates"]
     row |= {
@@ -145,7 +261,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def save(rows: list[dict[str, Any]], out: Path, draws: int) -> None:
     environment = {"torch": torch.__version__, "python": platform.python_version(), "draws": draws}
-    best = min((row["bound"] for row in rows if row["run"] in ("head", "all layers")), default=1.0)
+    best = min((row["bound"] for row in rows if row["run"] in PRETRAINED_CENTRE), default=1.0)
     above = all(
         row["stochastic_test_error"] <= row["bound"]
         and row["test_error"] <= row["network"]["bound"]
@@ -158,7 +274,7 @@ def save(rows: list[dict[str, Any]], out: Path, draws: int) -> None:
         "bounds_above": above,
     }
     write_json(out, {"environment": environment, **kept, "rows": rows})
-    out.with_suffix(".md").write_text(f"{table(rows)}\n")
+    out.with_suffix(".md").write_text(f"{table(rows)}\n\n{NOTE}\n")
 
 
 def main() -> None:
@@ -171,7 +287,7 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, default=Path("benchmarks/results/certified_transfer.json")
     )
-    parser.add_argument("--runs", nargs="*", default=["head", "half", "held out", "all layers"])
+    parser.add_argument("--runs", nargs="*", default=RUNS)
     parser.add_argument("--draws", type=int, default=1_000, help="fresh networks per estimate")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -182,11 +298,12 @@ def main() -> None:
     labels = part(train, order[:LABELS])
     unlabelled = train[0][order[LABELS:]]
     start = pretrained(arguments.data_dir)
-    rows: list[dict[str, Any]] = []
+    stored = json.loads(arguments.out.read_text())["rows"] if arguments.out.exists() else []
+    rows = {row["run"]: row for row in stored}
     for name in arguments.runs:
-        rows.append(measure(name, start, labels, unlabelled, test, arguments.draws))
-        print(table(rows[-1:]).splitlines()[-1], flush=True)
-        save(rows, arguments.out, arguments.draws)
+        rows[name] = measure(name, start, labels, unlabelled, test, arguments.draws)
+        print(table([rows[name]]).splitlines()[-1], flush=True)
+        save(list(rows.values()), arguments.out, arguments.draws)
 
 
 if __name__ == "__main__":
