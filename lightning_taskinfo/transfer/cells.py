@@ -10,6 +10,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from lightning_taskinfo._files import read_result, write_tensors
+from lightning_taskinfo._wandb import PREFIX
 from lightning_taskinfo.transfer.logs import RunLog
 from lightning_taskinfo.transfer.overlap import onset_of
 from lightning_taskinfo.transfer.results import Result
@@ -199,10 +200,15 @@ def _result(cell: Cell, cells: Sequence[Cell], found: Mapping[str, Any]) -> Resu
         cell.seed,
         test=own["test"],
         source=found[cell.needs]["test"] if cell.needs else None,
-        curves=[{"stage": stage, **row} for stage, one in stages.items() for row in one["curve"]],
+        curves=[_point(stage, row) for stage, one in stages.items() for row in one["curve"]],
         information=own.get("information"),
         fisher_trace=own.get("fisher_trace"),
         overlap=overlap,
         certificate=own.get("certificate"),
         seconds={stage: one["seconds"] for stage, one in stages.items()},
     )
+
+
+def _point(stage: Stage, row: Mapping[str, float]) -> dict[str, Any]:
+    """An epoch without what was measured beside training: a run that is killed measures at other steps."""
+    return {"stage": stage, **{k: v for k, v in row.items() if not k.startswith(f"{PREFIX}/")}}

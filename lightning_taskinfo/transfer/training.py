@@ -69,7 +69,8 @@ class EpochKeeper(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keep the epoch's metrics, then everything."""
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        self.curve.append({"epoch": trainer.current_epoch + 1, **metrics})
+        before = self.curve[-1] if self.curve else {}  # Lightning forgets them when a run goes on
+        self.curve.append({**before, **metrics, "epoch": trainer.current_epoch + 1})
         begun = time.monotonic()
         if begun >= self._next_write:
             save_checkpoint(trainer, self.folder / "last.ckpt")

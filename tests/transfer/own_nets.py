@@ -46,6 +46,14 @@ class Net(pl.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=0.02)
 
 
+class Validated(Net):
+    """Validates while it trains."""
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        self.log("val_error", (self(x).argmax(1) != y).float().mean())
+
+
 class Deep(Net):
     """Has but one layer in common with :class:`Net`."""
 

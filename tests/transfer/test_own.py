@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from tests.transfer.own_nets import (
     Regression,
     TextData,
     TextNet,
+    Validated,
     clusters,
     freeze_first,
 )
@@ -293,6 +295,35 @@ def test_a_run_goes_on_from_its_last_epoch(tmp_path, monkeypatch):
     assert [*tmp_path.rglob("last.ckpt")]
     monkeypatch.setattr(training, "save_checkpoint", written)
     assert run(tmp_path, adapt=["lora"], seeds=1).same_as(whole)
+
+
+def test_a_metric_of_every_second_epoch_is_not_lost_when_a_run_goes_on(tmp_path, monkeypatch):
+    from lightning_taskinfo.transfer import training
+
+    options = {
+        "make": Validated,
+        "data": {**DATA, "validation": clusters(30, 3, seed=2)},
+        "trainer": {**TRAINER, "check_val_every_n_epoch": 2},
+        "seeds": 1,
+    }
+    whole = run(**options)
+    assert [point.get("val_error") is None for point in whole.results[0].curves] == [
+        True, False, False, False,
+    ]  # fmt: skip
+    written = training.save_checkpoint
+
+    def stop(trainer, path):
+        written(trainer, path)
+        if trainer.current_epoch == 1:
+            raise KeyboardInterrupt
+
+    clock = SimpleNamespace(monotonic=lambda: 0.0)  # writing takes no time
+    monkeypatch.setattr(training, "time", clock)
+    monkeypatch.setattr(training, "save_checkpoint", stop)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, **options)
+    monkeypatch.undo()
+    assert run(tmp_path, **options).same_as(whole)
 
 
 def test_runs_do_not_carry_the_weights_of_starts(tmp_path):

@@ -157,6 +157,25 @@ def test_a_killed_run_continues_from_its_last_epoch_and_ends_the_same(reference,
     assert run(tmp_path).same_as(reference[0])
 
 
+def test_a_run_stopped_once_in_every_stage_ends_the_same(reference, tmp_path, monkeypatch):
+    from lightning_taskinfo.transfer import training
+
+    written, stopped = training.save_checkpoint, set()
+
+    def stop(trainer, path):
+        written(trainer, path)
+        if path not in stopped:
+            stopped.add(path)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(training, "save_checkpoint", stop)
+    for _ in range(6):
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path)
+    assert len(stopped) == 6
+    assert run(tmp_path).same_as(reference[0])
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_run_killed_ten_times_ends_the_same(tmp_path):
