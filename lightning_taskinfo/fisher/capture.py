@@ -137,6 +137,8 @@ class Graph:
 
     def roots(self, node: Node) -> set[str]:
         """Return the names of the parameters that something was computed from."""
+        if node in self.names:
+            return {self.names[node]}
         return {self.names[source] for source in self.below(node) if source in self.names}
 
     def nested(self, sources: dict[int, Edge]) -> bool:

@@ -249,24 +249,24 @@ def terms(
             place: Edge(graph.nodes[source], output) for place, (source, output) in places.items()
         }
         node = graph.nodes[number]
-        wanted = {
-            place: edge
-            for place, edge in sources.items()
-            if graph.roots(edge.node) - plan.left.keys()
+        roots = {
+            place: graph.roots(edge.node) - plan.left.keys() for place, edge in sources.items()
         }
+        wanted = {place: edge for place, edge in sources.items() if roots[place]}
         if not wanted:
             continue
         for use in read(node, wanted, rows, batch_statistics=batch_statistics):
             for slot, named in use.slots.items():
-                source = wanted[int(named.name)]
+                place = int(named.name)
+                source = wanted[place]
                 way = way_to_leaf(source)
-                for name in graph.roots(source.node):
+                for name in roots[place]:
                     leaf = Edge(graph.leaves[name], 0)
                     by_name.setdefault(name, []).append(
                         Term(use, slot, len(edges), source, leaf, way)
                     )
         edges.append(Edge(node, 0))
-    return edges, {name: found for name, found in by_name.items() if name not in plan.left}
+    return edges, by_name
 
 
 def way_to_leaf(source: Edge) -> tuple[str, ...] | None:

@@ -8,7 +8,7 @@ weight gradient.
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, ClassVar, TypeVar
@@ -48,20 +48,18 @@ class Sum:
         self.missing = {term.operation for term in self.terms}
         self.waits = len(self.terms) == 1 or all(term.factored for term in self.terms)
 
-    def add(self, operation: int, b: Tensor | None) -> None:
-        """Take the gradient of an operation's output, which may be none."""
+    def add(self, operation: int, scores: dict[int, list[Tensor]]) -> None:
+        """Take the gradients of an operation's output, by the uses that it is."""
         self.missing.discard(operation)
         self.gradients[operation] = None
         for term in self.terms:
-            if term.operation != operation or b is None:
+            if term.operation != operation or id(term.use) not in scores:
                 continue
-            use = term.use
-            use.saved = tuple(map(at_least_float32, use.saved))
-            part = at_least_float32(use.config["chosen"](b))
+            found = scores[id(term.use)]
             if self.waits:
-                self.gradients[operation] = [part]
+                self.gradients[operation] = found
             else:
-                gradients = torch.cat([*term.blocks(part)])
+                gradients = torch.cat([*term.blocks(found[0])])
                 self.formed = gradients if self.formed is None else self.formed + gradients
 
     def norms(self) -> Tensor | None:
@@ -211,16 +209,35 @@ class StepRecorder:
         StepRecorder.busy = True
         try:
             b = gradients[0]
-            with torch.no_grad(), _without_autocast(self.all[0].device.type):
+            with self._plainly():
                 self._add(operation, None if b is None else b.detach())
         except Exception as error:  # which would end the training
             self.skip(_told(error))
         finally:
             StepRecorder.busy = False
 
+    def _plainly(self) -> AbstractContextManager[Any]:
+        """Compute without a graph, and in the precision of what is given, which a backward pass mostly does."""
+        kind = self.all[0].device.type
+        if not torch.is_grad_enabled() and not torch.is_autocast_enabled(kind):
+            return nullcontext()
+        stack = ExitStack()
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch.autocast(kind, enabled=False))
+        return stack
+
     def _add(self, operation: int, b: Tensor | None) -> None:
-        for one in self.waiting.pop(operation):
-            one.add(operation, b)
+        sums = self.waiting.pop(operation)
+        terms = [term for one in sums for term in one.terms if term.operation == operation]
+        scores: dict[
+            int, list[Tensor]
+        ] = {}  # one list for weight and bias, which have a part in common
+        for use in {id(term.use): term.use for term in terms}.values():
+            use.saved = tuple(map(at_least_float32, use.saved))
+            if b is not None:
+                scores[id(use)] = [at_least_float32(use.config["chosen"](b))]
+        for one in sums:
+            one.add(operation, scores)
             if one.missing:
                 continue
             norms = one.norms()
@@ -305,11 +322,6 @@ def _without_statistics(graph: Graph) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _without_autocast(device_type: str) -> Any:
-    on = torch.is_autocast_enabled(device_type)
-    return torch.autocast(device_type, enabled=False) if on else nullcontext()
 
 
 # What checkpointing has put in the place of saved tensors
