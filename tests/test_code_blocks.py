@@ -98,14 +98,17 @@ def check_wandb(words):
 
 
 def check_taskinfo(words):
-    """Parse the arguments of the command, without running it."""
+    """Parse the arguments of the command, without running it; those of a reader's own class are run elsewhere."""
     from jsonargparse import ArgumentParser
 
-    from lightning_taskinfo.cli import load_command
+    from lightning_taskinfo.cli._parser import load_command
 
     parser = ArgumentParser(exit_on_error=False)
-    parser.add_function_arguments(load_command(words[1]), as_positional=False)
-    parser.parse_args(words[2:])
+    parser.add_argument("--config", action="config")
+    parser.add_function_arguments(load_command(words[1]), as_group=False)
+    known = {word for action in parser._actions for word in action.option_strings}
+    options = {re.split("[.=]", word)[0] for word in words[2:] if word.startswith("--")}
+    assert options <= known
 
 
 CHECKS = {

@@ -1,5 +1,6 @@
 """``certify(model, data, prior)``: what can be proved about a network that was simply trained."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -37,6 +38,9 @@ from lightning_taskinfo.fisher.fallback import Forward
 from lightning_taskinfo.functional.betting import betting_interval
 from lightning_taskinfo.functional.pac_bayes import monte_carlo_interval
 
+KNOWN_ERROR_MARGIN = (
+    0.05  # beside four standard errors: a known error may be of a few other samples
+)
 DRAW_SIZE = 64  # samples per fresh network: many networks on few samples tell more than few on many
 Interval: TypeAlias = Literal["betting", "kl"]
 
@@ -58,6 +62,7 @@ def certify(
     draws: int = 1000,
     interval: Interval = "betting",
     error: ErrorKind = "class",
+    known_error: float | None = None,
     loss_fn: Loss | None = None,
     batch_fn: Callable[[Any], Any] | None = None,
     forward_fn: Forward | None = None,
@@ -109,6 +114,8 @@ def certify(
             before looking at the results.
         error: What counts as an error: ``"class"`` for scores ``[N, C]``; for ``[N, T, V]`` the share of wrong
             ``"token"``\ s of each sequence, or whether a ``"sequence"`` has any. Targets of -100 do not count.
+        known_error: Error of the network on these samples, as you know it from training. If it is far from the error
+            found here, inputs are not prepared as they were then, and nothing is certified.
         loss_fn: Loss of each sample from outputs and targets, in ``[0, 1]``, instead of the error; it knows no
             disagreement, so it cannot go with ``unlabelled``.
         batch_fn: Picks ``(inputs, targets)`` out of a batch of ``data``, ``held_out`` or ``unlabelled``.
@@ -166,6 +173,9 @@ def certify(
         subject = Subject.of(
             model, samples, seed=seed, error=error, loss_fn=loss_fn, forward_fn=forward_fn
         )
+        model_risk = float(subject.all_losses().mean())
+        if known_error is not None:
+            _check_known_error(model_risk, known_error, subject.n)
         counts = None if fresh is None else _counts(subject, *fresh)
         reasons = reasons_against(model, prior, subject.some(slice(4)), subject.outputs)
         curvatures = curvatures_to_try(subject, structure, curvature_samples)
@@ -202,7 +212,6 @@ def certify(
             )
         proved = bound if network is None else network.bound
         test_set = held_out_bound(subject, labelled, proved, delta + delta_draws)
-        model_risk = float(subject.all_losses().mean())
     return Certificate(
         bound=bound,
         valid=not reasons + why_not,
@@ -230,6 +239,18 @@ def certify(
         candidates=tuple(rows),
         post=winner.post,
     )
+
+
+def _check_known_error(found: float, known: float, n: int) -> None:
+    """Refuse an error that is far from the one that the user knows: other inputs, or other preprocessing."""
+    if not 0 <= known <= 1:
+        raise ValueError(f"`known_error` must be between 0 and 1, got {known}.")
+    reach = KNOWN_ERROR_MARGIN + 4 * math.sqrt(found * (1 - found) / n)
+    if abs(found - known) > reach:
+        raise ValueError(
+            f"`known_error` must be near the network's error on these samples, {found:.4f}, got {known}: are inputs "
+            "prepared as for training, and are these the samples?"
+        )
 
 
 def _check_use(

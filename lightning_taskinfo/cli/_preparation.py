@@ -1,7 +1,6 @@
 """Whether images are prepared as they were for training: a certificate on others is valid, and of no use."""
 
 import math
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
+from lightning_taskinfo._batches import outputs_of
 from lightning_taskinfo._warn import warn
 
 MARGIN = 0.05  # beside four standard errors: by how much errors of different samples may differ
@@ -70,59 +70,51 @@ def stated_error(content: Any) -> tuple[str, float] | None:
     """
     states = content.get("callbacks", {}) if isinstance(content, Mapping) else {}
     for state in states.values() if isinstance(states, Mapping) else ():
-        name, score = (
-            (state.get(key) for key in ("monitor", "current_score"))
-            if isinstance(state, Mapping)
-            else (0, 0)
-        )
+        if not isinstance(state, Mapping):
+            continue
+        name, score = state.get("monitor"), state.get("current_score")
         if not isinstance(name, str) or score is None or not 0 <= float(score) <= 1:
             continue
-        if re.search("acc", name.lower()):
+        if "acc" in name.lower():
             return name, 1 - float(score)
-        if re.search("err", name.lower()):
+        if "err" in name.lower():
             return name, float(score)
     return None
 
 
-def check_error(
-    model: nn.Module,
-    inputs: Tensor,
-    targets: Tensor,
-    error: float | None,
-    kept: tuple[str, float] | None,
-) -> float:
-    """Compare the network's error on these samples with what is known of it, and return it.
+def warn_of_preparation(
+    model: nn.Module, inputs: Tensor, targets: Tensor, kept: tuple[str, float] | None
+) -> None:
+    """Warn where the network does clearly better with other samples or on images of another size.
 
     Args:
         model: The network.
         inputs: The samples as they are prepared here.
         targets: Their classes.
-        error: The error that the user states; another one is refused.
-        kept: Name and value of the error in the checkpoint, on other samples; a clearly larger one costs a warning.
-
-    Raises:
-        ValueError: If ``error`` is not between 0 and 1, or far from what is found here.
+        kept: Name and value of the error in the checkpoint, on other samples.
     """
-    if error is not None and not 0 <= error <= 1:
-        raise ValueError(f"`known_error` must be between 0 and 1, got {error}.")
     found = _error(model, inputs, targets)
-    reach = MARGIN + 4 * _standard_error(found, len(targets))
-    if error is not None and abs(found - error) > reach:
-        raise ValueError(
-            f"`known_error` must be near the network's error on these samples, {found:.4f}, got {error}: "
-            "are images prepared as for training (`size`, `mean`, `std`, `flatten`), and are these the samples?"
-        )
-    if kept is not None and found - kept[1] > reach:
+    if kept is not None and found - kept[1] > _reach(found, len(targets)):
         warn(
             f"The network's error on these samples is {found:.4f}, and {kept[1]:.4f} in its checkpoint ({kept[0]}): "
-            "are images prepared as for training (`size`, `mean`, `std`, `flatten`)?"
+            "are inputs prepared as for training?"
         )
-    if error is None and (better := _better_side(model, inputs[:LOOKED_AT], targets[:LOOKED_AT])):
+    if better := _better_side(model, inputs[:LOOKED_AT], targets[:LOOKED_AT]):
         warn(
             f"The network's error is {better[1]:.4f} on these images resized to {better[0]}×{better[0]}, and "
             f"{found:.4f} as they are, {'×'.join(map(str, inputs.shape[-2:]))}: was it trained on another size?"
         )
-    return found
+
+
+@torch.no_grad()
+def check_outputs(model: nn.Module, inputs: Tensor, targets: Tensor) -> None:
+    """See on two samples that the network knows these classes."""
+    outputs = outputs_of(model.eval(), inputs[:2])
+    if outputs.ndim != 2 or outputs.shape[1] <= int(targets.max()):
+        raise ValueError(
+            f"`model` must return scores [N, C] for classes up to {int(targets.max())}, got {list(outputs.shape)} for "
+            f"inputs {list(inputs[:2].shape)}."
+        )
 
 
 def _better_side(model: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[int, float] | None:
@@ -140,18 +132,19 @@ def _better_side(model: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[int
         except (RuntimeError, ValueError, IndexError):  # a network of one size
             continue
     error, side = min(found, default=(own, 0))
-    return (side, error) if own - error > MARGIN + 4 * _standard_error(own, len(targets)) else None
+    return (side, error) if own - error > _reach(own, len(targets)) else None
 
 
 @torch.no_grad()
 def _error(model: nn.Module, inputs: Tensor, targets: Tensor) -> float:
     model.eval()
     wrong = [
-        (model(x).argmax(1) != y).float()
+        (outputs_of(model, x).argmax(1) != y).float()
         for x, y in zip(inputs.split(1024), targets.split(1024), strict=True)
     ]
     return float(torch.cat(wrong).mean())
 
 
-def _standard_error(share: float, n: int) -> float:
-    return math.sqrt(share * (1 - share) / n)
+def _reach(share: float, n: int) -> float:
+    """How far the error of other samples may be from this one."""
+    return MARGIN + 4 * math.sqrt(share * (1 - share) / n)

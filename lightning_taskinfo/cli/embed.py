@@ -1,123 +1,97 @@
 """``taskinfo embed``."""
 
+import math
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from lightning_taskinfo._files import claim_folder, write_json
+from lightning_taskinfo._files import make_folder, write_json
 from lightning_taskinfo._progress import counted, shown
-from lightning_taskinfo.data import ArrayData, load_task
-from lightning_taskinfo.tasks.embedding import ALPHA, TaskEmbedding, embedding_distances
-from lightning_taskinfo.tasks.probe import default_probe
-from lightning_taskinfo.tasks.task2vec import Task2Vec
+from lightning_taskinfo._tables import text_table
+from lightning_taskinfo.cli._own import Data, Network, has_part, read_part, started
+from lightning_taskinfo.cli._tasks import Tasks, named_tasks
+from lightning_taskinfo.data import load_task
+from lightning_taskinfo.tasks import (
+    Task2Vec,
+    TaskEmbedding,
+    default_probe,
+    embedding_distances,
+    log_embeddings,
+    plot_difficulty,
+    plot_task_map,
+)
+from lightning_taskinfo.tasks.embedding import ALPHA
+from lightning_taskinfo.tasks.plots import embedding_rows
 
-TASKS = ("digits", "digits:even-odd", "digits:small-large", "letters", "digits:inverted")
+FIVE = ("digits", "digits:even-odd", "digits:small-large", "letters", "digits:inverted")
 
 
 def embed(
-    tasks: tuple[str, ...] = TASKS,
+    tasks: Tasks | None = None,
+    data: Data | None = None,
+    model: Network | None = None,
+    checkpoint: Path | None = None,
     folder: Path = Path("embeddings"),
     alpha: float = ALPHA,
-    labels: Literal["exact", "sampled"] = "exact",
-    max_samples: int = 1000,
-    weight_decay: float = 1e-3,
-    size: int = 28,
-    seed: int = 0,
-    data_dir: Path | None = None,
-    probe_epochs: int = 4,
     project: str | None = None,
+    **options: Any,
 ) -> str:
-    """Embed tasks by the Fisher information of a small probe, draw them on a map, and name the nearest source of each.
-
-    Embeddings that the folder already has are read, so an interrupted command continues.
+    """Embed tasks by the Fisher information of a probe, draw them on a map, and name the nearest source of each.
 
     Args:
         tasks: Names of embedded data (digits, letters), npz files or idx folders, each alone or with a variant behind a
             colon: even-odd, small-large, inverted, random-labels, a choice of classes like only-0-1-7, or one class
-            like one-3.
+            like one-3. Or data modules of your own, by name: ``{a: {class_path: my_package.Data, init_args: {…}}}``.
+            Five tasks of digits and letters where neither this nor ``data`` is given.
+        data: One more task: import path of your LightningDataModule, whose arguments follow, ``--data.batch_size 32``.
+        model: The probe: import path of your LightningModule or network, which returns scores; its arguments follow,
+            ``--model.width 64``. A small network trained on digits and letters where not given.
+        checkpoint: The probe's weights. Those kept in it are the defaults of the model's arguments.
         folder: Folder of the results: embeddings.json, an npz file per task, task_map.png and difficulty.png.
         alpha: How much the complexity of a source speaks for it; 0 for the symmetric distance.
-        labels: Fisher information exactly over the model's labels, or with labels sampled from it.
-        max_samples: At most this many samples of a task go into its Fisher information.
-        weight_decay: Penalty of the heads that are fitted to the probe's features.
-        size: Height and width of the embedded digits and letters, 28 or 8.
-        seed: Seed of everything that is drawn.
-        data_dir: Folder of npz files and idx folders; TASKINFO_DATA_DIR where not given.
-        probe_epochs: Epochs that the probe is trained for, once; it is cached.
         project: Also log figures and tables to this project of Weights & Biases.
+        **options: Arguments of :class:`lightning_taskinfo.Task2Vec`.
 
     Returns:
         A table of the tasks with norm, test error and nearest source.
 
     Raises:
-        ValueError: If an argument is outside its domain, or the folder holds results of another configuration.
+        ValueError: If an argument is outside its domain, or the probe does not take the inputs of a task.
     """
-    from lightning_taskinfo.tasks.plots import (
-        embedding_rows,
-        log_embeddings,
-        plot_difficulty,
-        plot_task_map,
-    )
-
-    if not tasks or len(set(tasks)) < len(tasks):
-        raise ValueError(f"`tasks` must name at least one task, each once, got {list(tasks)}.")
-    source: dict[str, Any] = {"size": size, "seed": seed, "data_dir": data_dir}
-    data = {task: load_task(task, **source) for task in tasks}
-    probe = default_probe(epochs=probe_epochs, seed=seed)
-    embedder = Task2Vec(
-        probe,
-        head="head",
-        labels=labels,
-        max_samples=max_samples,
-        weight_decay=weight_decay,
-        seed=seed,
-    )
-    configuration = {"probe": embedder.fingerprint, "labels": labels, "max_samples": max_samples}
-    configuration |= {
-        "weight_decay": weight_decay,
-        "size": size,
-        "seed": seed,
-        "data_dir": str(data_dir or ""),
-    }
-    claim_folder(
-        folder, configuration, results=["embeddings.json", *(_file_name(task) for task in tasks)]
-    )
-    with shown(True, "embed", len(tasks)) as tell:
-        turns = counted(tasks, len(tasks), tell, "tasks")
-        embeddings = [_embedded(embedder, task, folder, data[task]) for task in turns]
+    seed = options["seed"]
+    loaded = {
+        name: _read(one, seed) for name, one in named_tasks(tasks, data, FIVE).items()
+    }  # refused before anything is trained or written
+    probe = default_probe(seed=seed) if model is None else started(model, checkpoint)
+    embedder = Task2Vec(probe, **options)
+    with shown(True, "embed", len(loaded)) as tell:
+        turns = counted(list(loaded), len(loaded), tell, "tasks")
+        embeddings = [embedder.embed(name=name, **loaded[name]) for name in turns]
     rows = embedding_rows(embeddings, alpha=alpha)
-    write_json(folder / "embeddings.json", _as_json(embeddings, rows, alpha, configuration))
+    make_folder(folder)
+    for embedding in embeddings:
+        embedding.save(folder / f"{re.sub(r'[^A-Za-z0-9.+-]', '_', embedding.name)}.npz")
+    write_json(folder / "embeddings.json", _as_json(embeddings, rows, alpha))
     plot_task_map(embeddings)[0].savefig(folder / "task_map.png", dpi=150)
     plot_difficulty(embeddings)[0].savefig(folder / "difficulty.png", dpi=150)
     if project:
         import wandb
 
-        with wandb.init(
-            project=project, config=configuration | {"tasks": list(tasks), "alpha": alpha}
-        ) as run:
+        with wandb.init(project=project, config={"tasks": list(loaded), "alpha": alpha}) as run:
             log_embeddings(run, embeddings, alpha=alpha)
     return f"{_table(rows)}\n{folder}"
 
 
-def _embedded(embedder: Task2Vec, task: str, folder: Path, data: ArrayData) -> TaskEmbedding:
-    """Read the embedding of a task, or make and keep it."""
-    path = folder / _file_name(task)
-    if path.exists() and (kept := TaskEmbedding.load(path)).name == task:
-        return kept
-    embedding = embedder.embed(data, name=task)
-    embedding.save(path)
-    return embedding
-
-
-def _file_name(task: str) -> str:
-    return f"{re.sub(r'[^A-Za-z0-9.+-]', '_', task)}.npz"
+def _read(data: Data, seed: int) -> dict[str, Any]:
+    """Return training and test samples of a task."""
+    if isinstance(data, str):
+        return {"data": load_task(data, seed=seed)}
+    test = read_part(data, "test") if has_part(data, "test") else None
+    return {"data": read_part(data, "train"), "test": test}
 
 
 def _as_json(
-    embeddings: list[TaskEmbedding],
-    rows: list[dict[str, Any]],
-    alpha: float,
-    configuration: dict[str, Any],
+    embeddings: list[TaskEmbedding], rows: list[dict[str, Any]], alpha: float
 ) -> dict[str, Any]:
     vectors = [
         {
@@ -128,7 +102,8 @@ def _as_json(
         for e in embeddings
     ]
     return {
-        "configuration": configuration,
+        "probe": embeddings[0].probe,
+        "labels": embeddings[0].labels,
         "alpha": alpha,
         "tasks": [row | more for row, more in zip(rows, vectors, strict=True)],
         "symmetric_distances": embedding_distances(embeddings).tolist(),
@@ -137,14 +112,16 @@ def _as_json(
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
-    width = max(len("task"), *(len(row["task"]) for row in rows))
-    lines = [f"{'task':{width}} classes       norm  test_error  distance  nearest_source"]
-    for row in rows:
-        nearest = (
-            f"{row['distance']:9.4f}  {row['nearest_source']}"
-            if "distance" in row
-            else f"{'':9}  (no other)"
-        )
-        numbers = f"{row['classes']:7d} {row['norm']:10.4g} {row['test_error']:11.4f} {nearest}"
-        lines.append(f"{row['task']:{width}} {numbers}")
-    return "\n".join(lines)
+    columns = ["task", "classes", "norm", "test error", "nearest source", "distance"]
+    cells = [
+        [
+            row["task"],
+            str(row["classes"]),
+            f"{row['norm']:.4g}",
+            f"{row['test_error']:.4f}",
+            row.get("nearest_source", "(no other)"),
+            f"{row.get('distance', math.nan):.4f}",
+        ]
+        for row in rows
+    ]
+    return text_table(columns, cells)

@@ -1,11 +1,14 @@
 """``taskinfo phase-diagram``."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from lightning_taskinfo._tables import text_table
 from lightning_taskinfo.cli._pictures import check_picture
-from lightning_taskinfo.tasks.theory import Mode, PhaseDiagram, simulate_phase_diagram
+from lightning_taskinfo.tasks import PhaseDiagram, plot_phase_overview, simulate_phase_diagram
+from lightning_taskinfo.tasks.theory import Mode
 
 
 def phase_diagram(
@@ -14,10 +17,8 @@ def phase_diagram(
     out: Path = Path("phase_diagram.png"),
     angles: int = 5,
     gammas: tuple[float, ...] = (0.1, 0.25, 0.5, 0.75, 1.5, 2.0),
-    dimension: int = 200,
-    repetitions: int = 20,
-    depth: int = 2,
     seed: int = 0,
+    **options: Any,
 ) -> str:
     """Draw when transfer hurts a deep linear network: surface, signed map, and slices with simulated points.
 
@@ -27,10 +28,8 @@ def phase_diagram(
         out: Where the figure is written; the suffix decides its format.
         angles: Number of angles between source and target that are simulated, evenly from 0 to 90 degrees.
         gammas: Numbers of target samples per input dimension that are simulated.
-        dimension: Dimension of the inputs.
-        repetitions: Independent simulations a point.
-        depth: Number of layers.
         seed: Seed of the simulation.
+        **options: Arguments of :func:`lightning_taskinfo.tasks.simulate_phase_diagram`.
 
     Returns:
         A table of the simulated and the predicted gains over training from scratch.
@@ -38,8 +37,6 @@ def phase_diagram(
     Raises:
         ValueError: If an argument is outside its domain.
     """
-    from lightning_taskinfo.tasks.theory_plots import plot_phase_overview
-
     if angles < 1:
         raise ValueError(f"`angles` must be at least 1, got {angles}.")
     check_picture("out", out)
@@ -48,10 +45,8 @@ def phase_diagram(
         torch.linspace(0, torch.pi / 2, angles, dtype=torch.float64),
         torch.tensor(gammas, dtype=torch.float64),
         sigma,
-        dimension=dimension,
-        repetitions=repetitions,
-        depth=depth,
         generator=torch.Generator().manual_seed(seed),
+        **options,
     )
     fig, _ = plot_phase_overview(simulated)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -61,11 +56,9 @@ def phase_diagram(
 
 def _gain_table(simulated: PhaseDiagram) -> str:
     """One line per cell: angle, samples per dimension, simulated gain with its standard error, theory."""
-    lines = ["theta_deg   gamma       gain     error    theory"]
+    rows = []
     for a, theta in enumerate(simulated.theta.rad2deg().tolist()):
         for g, gamma in enumerate(simulated.gamma.tolist()):
-            mean, error, theory = (
-                t[a, g] for t in (simulated.mean, simulated.standard_error, simulated.theory)
-            )
-            lines.append(f"{theta:9.1f} {gamma:7.3f} {mean:10.4f} {error:9.4f} {theory:9.4f}")
-    return "\n".join(lines)
+            gains = (simulated.mean, simulated.standard_error, simulated.theory)
+            rows.append([f"{theta:.1f}", f"{gamma:.3f}", *(f"{gain[a, g]:.4f}" for gain in gains)])
+    return text_table(["theta_deg", "gamma", "gain", "error", "theory"], rows)

@@ -10,60 +10,44 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_taskinfo.cli._networks import current_folder_imported, find
-from lightning_taskinfo.transfer import BACKBONES, Stages, TransferDataModule, TransferReport
+from lightning_taskinfo.cli._own import Data, Network
+from lightning_taskinfo.cli._parser import find, is_import_path
+from lightning_taskinfo.data import load_task
+from lightning_taskinfo.transfer import TransferDataModule, TransferReport, group_name, log_to_wandb
 from lightning_taskinfo.transfer import transfer as run_transfer
 from lightning_taskinfo.transfer.logs import LoggerKind
-from lightning_taskinfo.transfer.run import group_name
 
 
 def transfer(
-    pair: str = "digits→letters",
-    methods: tuple[str, ...] = ("standard", "lautum", "mutual_information"),
-    labels: tuple[int, ...] = (50,),
-    seeds: int = 3,
-    model: str = "small_cnn",
-    stages: Stages = Stages(),  # noqa: B008 - frozen
-    weights: dict[str, float] | None = None,
-    batch_size: int = 64,
-    validation: int | None = None,
-    max_source: int | None = None,
-    max_unlabeled: int | None = None,
-    data_dir: Path | None = None,
+    data: Data = "digits→letters",
+    model: Network | None = None,
+    backbone: str = "small_cnn",
     folder: Path = Path("runs/transfer"),
     logger: LoggerKind = "csv",
-    project: str = "lightning-taskinfo",
-    name: str | None = None,
     workers: int | None = None,
     dask: str | None = None,
-    accelerator: str = "cpu",
+    **options: Any,
 ) -> str:
-    """Pretrain on a source, fine-tune on a few target labels, compare with training from scratch, and report.
+    """Train on a few target labels from every start and from scratch, and report which start helps.
+
+    With ``starts``, they are checkpoints of your own, for your own module and data. Without, they are made here: a
+    backbone is pretrained on a source beside unlabelled target inputs, and fine-tuned on the target.
 
     Args:
-        pair: Source and target with → or -> between them: digits, letters, names in the data folder, npz files or
-            idx folders.
-        methods: standard, temporal_ensembling, mk_mmd, lautum, mutual_information, information, local_minimum, or
-            several of them with + between them.
-        labels: Numbers of target labels.
-        seeds: How many seeds; each decides split, initial weights and order.
-        model: The backbone: mlp, small_cnn, large_cnn, resnet20, or the import path of a function that makes a network
-            for an image shape, such as package.module.backbone; modules of the current folder are found too.
-        stages: How long and how each stage trains.
-        weights: Weights of the penalties by name, where not the default.
-        batch_size: Samples in a labelled batch, and in an unlabelled one.
-        validation: Target samples whose labels are looked at but never trained on.
-        max_source: At most this many source samples.
-        max_unlabeled: At most this many unlabelled target inputs.
-        data_dir: Where names are looked up; TASKINFO_DATA_DIR where not given.
+        data: With ``starts``: import path of your LightningDataModule, whose arguments follow,
+            ``--data.batch_size 32``; or ``digits``, ``letters``, an npz file or an idx folder. Without: source and
+            target with → or -> between them, each such a name or path; or
+            ``lightning_taskinfo.transfer.TransferDataModule`` and its arguments.
+        model: With ``starts``: import path of your LightningModule, such as ``my_package.Net``; its arguments follow,
+            ``--model.width 64``.
+        backbone: Without ``starts``: mlp, small_cnn, large_cnn, resnet20, or the import path of a function that makes a
+            network for an image shape.
         folder: Folder of everything that is written. A run that was killed goes on from it.
         logger: Where each run logs its metrics.
-        project: Project in Weights & Biases.
-        name: What to call the experiment.
         workers: Processes that share the work; as many as there are cores where not given, 0 for none.
         dask: Address of a Dask scheduler whose workers share the work, on several machines; they need the folder
             of --folder as well, and one thread each.
-        accelerator: Lightning's accelerator.
+        **options: Arguments of :func:`lightning_taskinfo.transfer`.
 
     Returns:
         The table, and where the report is.
@@ -72,35 +56,42 @@ def transfer(
         ValueError: If an argument is out of its domain, or the folder belongs to another configuration.
     """
     os.environ.setdefault("WANDB_SILENT", "true")  # many runs, one terminal
-    source, target = _pair(pair)
-    data = TransferDataModule(
-        source,
-        target,
-        labels=max(labels, default=0),
-        validation=validation,
-        max_source=max_source,
-        max_unlabeled=max_unlabeled,
-        batch_size=batch_size,
-        data_dir=data_dir,
-    )
-    with current_folder_imported(), _executor(dask) as executor:
+    if (model is None) != (options["starts"] is None):
+        given, missing = ("starts", "model") if model is None else ("model", "starts")
+        raise ValueError(f"`{missing}` must be given with `{given}`, got None.")
+    with _executor(dask) as executor:
         report = run_transfer(
-            _backbone(model),
-            data,
-            methods=methods,
-            labels=labels,
-            seeds=seeds,
-            stages=stages,
-            weights=weights,
+            _backbone(backbone) if model is None else model,
+            _ready(data) if model is None else _target(data),
             folder=folder,
             logger=logger,
-            project=project,
-            name=name,
             executor=executor,
             workers=workers,
-            accelerator=accelerator,
+            **options,
         )
+    project = options["project"]
     return _written(report, folder, logger, project)
+
+
+def _backbone(name: str) -> Any:
+    return find(name, "backbone") if is_import_path(name) else name
+
+
+def _target(data: Data) -> Any:
+    if not isinstance(data, str):
+        return data
+    return load_task(data)
+
+
+def _ready(data: Data) -> Any:
+    if not isinstance(data, str):
+        return data
+    parts = [part.strip() for part in re.split("→|->", data)]
+    if len(parts) != 2 or not all(parts):
+        raise ValueError(
+            f"`data` must be a source and a target, like digits→letters, where there are no `starts`, got {data!r}."
+        )
+    return TransferDataModule(*parts)
 
 
 def _written(report: TransferReport, folder: Path, logger: LoggerKind, project: str) -> str:
@@ -108,8 +99,6 @@ def _written(report: TransferReport, folder: Path, logger: LoggerKind, project: 
     files = report.save(folder / "report")
     lines = [report.to_terminal(), "", f"Report:      {files['report.html']}"]
     if logger.startswith("wandb"):
-        from lightning_taskinfo.transfer.logs import log_to_wandb
-
         mode: Literal["online", "offline"] = "offline" if logger == "wandb_offline" else "online"
         run = log_to_wandb(
             report,
@@ -118,11 +107,10 @@ def _written(report: TransferReport, folder: Path, logger: LoggerKind, project: 
             mode=mode,
             folder=folder / "logs",
         )
-        lines += (
-            [f"Offline run: {run}", f"Look at it:  {_wandb()} leet {run}"]
-            if mode == "offline"
-            else [f"Run: {run}"]
-        )
+        if mode == "offline":
+            lines += [f"Offline run: {run}", f"Look at it:  {_wandb()} leet {run}"]
+        else:
+            lines.append(f"Run: {run}")
     return "\n".join(lines)
 
 
@@ -134,26 +122,6 @@ def _wandb() -> str:
     return min(
         os.path.join(os.path.relpath(os.path.dirname(path)), "wandb"), path, key=len
     )  # ./wandb, not a bare name
-
-
-def _pair(pair: str) -> tuple[str, str]:
-    parts = [part.strip() for part in re.split("→|->", pair)]
-    if len(parts) != 2 or not all(parts):
-        raise ValueError(
-            f"`pair` must be a source and a target, like digits→letters, got {pair!r}."
-        )
-    return parts[0], parts[1]
-
-
-def _backbone(name: str) -> Any:
-    if name in BACKBONES:
-        return name
-    try:
-        return find(name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"`model` must be one of {', '.join(BACKBONES)} or a function's import path, got {name!r} ({error})."
-        ) from error
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from lightning_taskinfo.tasks.plots import (
     plot_task_map,
 )
 from lightning_taskinfo.tasks.probe import SmallProbe, default_probe
-from lightning_taskinfo.tasks.specs import Task, network_for, prepare_task, trunk_for
+from lightning_taskinfo.tasks.specs import Task, network_for, prepare_task, trunk_for, trunk_of
 from lightning_taskinfo.tasks.structure import Estimate, StructureFunction
 from lightning_taskinfo.tasks.student_teacher import StudentTeacherRisks, simulate_student_teacher
 from lightning_taskinfo.tasks.task2vec import Task2Vec
@@ -67,4 +67,5 @@ __all__ = [
     "task_distance",
     "transferability",
     "trunk_for",
+    "trunk_of",
 ]

@@ -115,7 +115,12 @@ class DistanceMatrix:
         return ["nats from, to", *self.names], rows
 
     def __str__(self) -> str:
-        return f"{text_table(*self._cells())}\n{self.reading()}"
+        lines = [text_table(*self._cells())]
+        if short := self.unfinished():
+            lines.append(
+                f"Not to be trusted: {', '.join(short)} should be at distance 0 from itself; set more `training.steps`."
+            )
+        return "\n".join([*lines, self.reading()])
 
     def _repr_html_(self) -> str:
         return html_table(*self._cells(), self.reading())

@@ -11,6 +11,7 @@ from torch import Generator, Tensor, nn
 
 from lightning_taskinfo._ranges import check_counts
 from lightning_taskinfo.data import load_dataset, vary
+from lightning_taskinfo.tasks.head import find_head
 
 Labelled: TypeAlias = tuple[Tensor, Tensor]
 
@@ -136,6 +137,26 @@ def trunk_for(task: Task, width: int = 32) -> Callable[[], nn.Module]:
         width: Neurons of each of the two hidden layers.
     """
     return partial(small_trunk, task.inputs[0].numel(), width)
+
+
+def trunk_of(model_fn: Callable[[], nn.Module], head: str | None = None) -> Callable[[], nn.Module]:
+    """Return what makes the network of ``model_fn`` without its head, for ``task_distance``.
+
+    Args:
+        model_fn: Makes a network with a head, such as a LightningModule of your own.
+        head: Name of the head, as in ``named_modules()``; the last ``nn.Linear`` where ``None``.
+
+    Example:
+        >>> trunk_of(lambda: small_network(64, 10, width=8))()(torch.zeros(2, 1, 8, 8)).shape
+        torch.Size([2, 8])
+    """
+    return partial(_without_head, model_fn, head)
+
+
+def _without_head(model_fn: Callable[[], nn.Module], head: str | None) -> nn.Module:
+    model = model_fn()
+    model.set_submodule(find_head(model, head), nn.Identity())
+    return model
 
 
 def network_for(task: Task, width: int = 32) -> Callable[[], nn.Module]:

@@ -191,7 +191,13 @@ class StructureFunction:
         return ["β", "information, nats", "loss, nats", "loss per sample"], cells
 
     def __str__(self) -> str:
-        return f"{text_table(*self._cells())}\n{self.reading()}"
+        lines = [text_table(*self._cells())]
+        if short := self.unfinished():
+            prices = ", ".join(f"{beta:.4g}" for beta in short)
+            lines.append(
+                f"Not to be trusted: training stopped short of the minimum at β {prices}; set more `training.steps`."
+            )
+        return "\n".join([*lines, self.reading()])
 
     def _repr_html_(self) -> str:
         return html_table(*self._cells(), self.reading())

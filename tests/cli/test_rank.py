@@ -36,9 +36,7 @@ def test_prints_writes_and_draws(folder, capsys):
     more = [
         "--curve={20: 0.5, 80: 0.2}",
         "--picture=ranking.png",
-        "--fine_tune_steps=3",
-        "--mean=[0.5]",
-        "--std=[0.25]",
+        "--fine_tune.steps=3",
     ]
     assert main([*BASE, STARTS, *more]) == 0
     ranking = StartRanking.load(folder / "ranking.json")
@@ -52,7 +50,7 @@ def test_prints_writes_and_draws(folder, capsys):
 
 
 def test_without_scratch(folder):
-    assert main([*BASE, STARTS, "--scratch=false", "--layers=[1,2]"]) == 0
+    assert main([*BASE, STARTS, "--scratch=false", '--layers=["1","2"]']) == 0
     ranking = StartRanking.load(folder / "ranking.json")
     assert {start.name for start in ranking.starts} == {"good", "broken"}
     assert [layer.name for layer in ranking.best.layers] == ["1", "2"]
@@ -66,10 +64,9 @@ def test_without_scratch(folder):
         (["--starts={a: nowhere.pt}"], "`starts`"),
         ([STARTS, "--labels=0"], "`labels`"),
         ([STARTS, "--labels=1000"], "`labels`"),
-        ([STARTS, "--mean=[0.5,0.5]"], "`mean`"),
         ([STARTS, "--picture=ranking.txt"], "`picture`"),
-        ([STARTS, "--model_args={classes: 4}"], "`starts`"),
-        ([STARTS, "--data=nowhere.npz"], "`data`"),
+        ([STARTS, "--model.classes=4"], "`starts`"),
+        ([STARTS, "--data=nowhere.npz"], "A dataset"),
     ],
 )
 def test_says_no_before_anything_is_written(folder, capsys, arguments, named):

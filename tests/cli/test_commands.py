@@ -27,22 +27,42 @@ from tests.documented import PRELUDE
 from tests.pages import COMMANDS, ROOT, blocks
 from tests.transfer.tiny import tiny_task
 
-TRANSFER = (
-    "--seeds 1 --workers 0 --stages.pretrain_epochs 1 --stages.fine_tune_epochs 1 --max_source 90"
-)
-SMALL = f"{TRANSFER} --max_unlabeled 100 --methods [standard]"
-TASKS = "--max_samples 40 --steps 2"
+TRANSFER = "--seeds 1 --workers 0 --stages.pretrain_epochs 1 --stages.fine_tune_epochs 1"
+SMALL = f"{TRANSFER} --methods [standard]"
+FEW = "--data lightning_taskinfo.transfer.TransferDataModule --data.max_source 90 --data.max_unlabeled 300"
+TASKS = "--max_samples 40 --training.pretrain_steps 2 --training.steps 2"
+CERTIFY = "--draws 20 --betas [1] --structure diagonal"
 PHASES = "--dimension 20 --repetitions 2 --angles 2 --gammas [0.5]"
 CSV = "--trainer.max_epochs=1 --trainer.logger.save_dir=."
+
+SHIFTED = "{shifted: {class_path: mine.Data, init_args: {shift: 1}}}"
 
 QUICK = {  # command -> what makes it short
     "taskinfo phase-diagram --mode linear --sigma 0.2 --out phase.png": PHASES,
     "taskinfo phase-diagram --mode fine_tune --sigma 0.2 --repetitions 5 --out phase.png": PHASES,
     """taskinfo complexity --tasks '[digits,"digits:random-labels"]' --folder complexity""": f"{TASKS} --betas [1]",
     "taskinfo distance --tasks '[digits,letters]' --folder distance": f"{TASKS} --seeds 1 --workers 0",
-    """taskinfo transfer --pair "photos.npz→sketches.npz" --labels '[9]' --folder runs/sketches""": SMALL,
+    """taskinfo transfer --data "photos.npz→sketches.npz" --labels '[9]' --folder runs/sketches""": SMALL,
     "taskinfo rank --model my_package.nets.classifier --starts '{photos: photos.pt}' "
     "--data sketches.npz --labels 60": "--confidence 0.9",
+    "taskinfo certify --model mine.Net --checkpoint trained.ckpt --data mine.Data --data.batch_size 64 "
+    '--prior.center start.ckpt --prior.origin "random initialisation" --unlabelled predict --held_out test '
+    "--known_error 0.0": CERTIFY,
+    "taskinfo rank --model mine.Net --model.width 32 --starts '{trained: trained.ckpt, start: start.ckpt}' "
+    "--data mine.Data --data.shift 0.5 --labels 60": "",
+    "taskinfo transfer --model mine.Net --model.width 32 --starts.trained trained.ckpt --data mine.Data "
+    "--data.shift 0.5 --labels '[30,60]' --trainer.max_steps 100 --folder runs/mine": (
+        "--seeds 1 --workers 0 --trainer.max_steps 2"
+    ),
+    "taskinfo complexity --model mine.Net --model.width 16 --data mine.Data --folder runs/complexity": (
+        f"{TASKS} --betas [1]"
+    ),
+    f"taskinfo distance --model mine.Net --data mine.Data --tasks '{SHIFTED}' --folder runs/distance": (
+        f"{TASKS} --seeds 1 --workers 0"
+    ),
+    "taskinfo embed --model mine.Net --checkpoint trained.ckpt --data mine.Data "
+    f"--tasks '{SHIFTED}' --folder runs/embed": "--max_samples 20",
+    "taskinfo rank --config rank.yaml": "",
 }
 SLOW = {
     """taskinfo complexity --tasks '[digits, "digits:random-labels"]' --folder runs/complexity""": (
@@ -52,14 +72,14 @@ SLOW = {
         f"{TASKS} --seeds 1 --workers 0"
     ),
     """taskinfo embed --tasks '[digits,"digits:even-odd",letters]' --folder embeddings""": (
-        "--max_samples 20 --probe_epochs 1 --size 8"
+        "--max_samples 20"
     ),
-    'taskinfo transfer --pair "digits→letters" '
+    'taskinfo transfer --data "digits→letters" '
     "--methods '[standard,lautum,mutual_information]' --labels '[50,200]'": (
-        f"{TRANSFER} --max_unlabeled 300 --model mlp"
+        f"{TRANSFER} {FEW} --backbone mlp"
     ),
-    """taskinfo transfer --pair "photos.npz→sketches.npz" --labels '[50]' --seeds 3 --folder runs/sketches""": SMALL,
-    'taskinfo transfer --model my_package.nets.backbone --pair "digits→letters"': f"{SMALL} --labels [50]",
+    """taskinfo transfer --data "photos.npz→sketches.npz" --labels '[50]' --seeds 3 --folder runs/sketches""": SMALL,
+    'taskinfo transfer --backbone my_package.nets.backbone --data "digits→letters"': f"{SMALL} {FEW} --labels [50]",
     "python examples/watch.py fit --config examples/watch.yaml": CSV,
     "python examples/watch.py fit --trainer.callbacks+=lightning_taskinfo.FisherTrace "
     "--trainer.callbacks.every_n_steps=50": "--trainer.max_epochs=1",
@@ -71,6 +91,7 @@ SLOW = {
     "TASKINFO_CALLBACKS=FisherTrace,InformationInWeights python train.py": "",
 }
 ELSEWHERE = {  # command -> the test that runs it
+    "taskinfo rank --model mine.Net --data mine.Data --help": "tests/cli/test_own.py",
     "wandb leet wandb/latest-run": "test_leet_shows_the_run_of_train_py",
     **{
         f"python {path.relative_to(ROOT)}": "tests/test_examples.py"
@@ -85,7 +106,7 @@ NOT_RUN = {  # command -> why no test runs it
     "cd lightning-taskinfo": "goes with the clone",
     "make demo": "makes an environment; tests/test_examples.py runs the script behind it",
     "make test": "makes an environment, and would run itself",
-    'taskinfo transfer --pair "digits→letters" --seeds 10 --dask tcp://scheduler:8786 --folder /shared/letters': (
+    'taskinfo transfer --data "digits→letters" --seeds 10 --dask tcp://scheduler:8786 --folder /shared/letters': (
         "needs other machines; the page's Python runs on a local cluster"
     ),
     "wandb sweep sweep.yaml": "needs an account; what an agent would run is checked in test_code_blocks.py",
@@ -124,10 +145,34 @@ def reader(tmp_path, monkeypatch):
     (tmp_path / "train.py").write_text(
         f"{PRELUDE}\nfrom pytorch_lightning.loggers import CSVLogger, WandbLogger\n{TRAIN}"
     )
+    _own_commands(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
     return tmp_path
+
+
+def _own_commands(folder):
+    """The file, the checkpoints and the configuration of the page on own networks."""
+    page = ROOT / "docs" / "how-to" / "own-commands.md"
+    (text,) = (block["text"] for block in blocks(page, {"python"}))
+    (folder / "mine.py").write_text(text)
+    (configuration,) = (block["text"] for block in blocks(page, {"yaml"}))
+    (folder / "rank.yaml").write_text(configuration)
+    made: dict[str, Any] = {"__name__": "mine"}
+    exec(text, made)
+    torch.manual_seed(0)
+    model = made["Net"]()
+    torch.save({"state_dict": model.state_dict()}, folder / "start.ckpt")
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    x, y = made["Data"]().train_dataloader().dataset.tensors
+    for _ in range(300):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    kept = {"state_dict": model.state_dict(), "hyper_parameters": dict(model.hparams)}
+    torch.save(kept, folder / "trained.ckpt")
 
 
 TRAIN = """
@@ -185,6 +230,7 @@ WRITTEN = {  # part of a command -> a file that it leaves
     "distance": "*distance.json",
     "embed": "*embeddings.json",
     "taskinfo rank": "ranking.json",
+    "certify": "certificate.json",
     "transfer": "*report.html",
     "WANDB_MODE": "wandb/offline-run-*/run-*.wandb",  # where the page looks for it
     "TASKINFO_CALLBACKS": "*squared_displacement_table.csv",

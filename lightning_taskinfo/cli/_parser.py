@@ -1,0 +1,189 @@
+"""Parsers made of signatures: those of a command, and of the classes that a user names for its model and data."""
+
+import argparse
+import ast
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_taskinfo.cli import COMMANDS
+
+if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser, Namespace
+
+OWN = ("model", "data")  # options that name a class or a function, whose arguments become options
+HINT = (
+    "Several values stand in brackets, '[a,b]'. A command lists its options: taskinfo rank --help."
+)
+
+
+def run(words: Sequence[str]) -> str:
+    """Run the command that the words of a command line are about, and return what it says."""
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser(
+        prog="taskinfo", description=HINT, exit_on_error=False, allow_abbrev=False
+    )
+    commands = parser.add_subcommands(required=True)
+    parsers = {name: ArgumentParser(description=summary(name)) for name in COMMANDS}
+    for name, listed in parsers.items():
+        commands.add_subcommand(name, listed, help=listed.description)
+    if not words or words[0] not in COMMANDS:
+        parser.parse_args(words)  # shows the list, or refuses
+    command = load_command(words[0])
+    with current_folder_imported():
+        rest, makers = add_options(parsers[words[0]], command, words)
+        config = parser.parse_args(rest)
+        return command(**_arguments(parser, config, makers))
+
+
+def summary(name: str) -> str:
+    """Return the first sentence of a command's docstring, without importing it."""
+    function = name.replace("-", "_")
+    tree = ast.parse(Path(__file__).with_name(f"{function}.py").read_text())
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and node.name == function:
+            return " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
+    raise LookupError(name)
+
+
+def load_command(name: str) -> Callable[..., str]:
+    """Import a command of :data:`COMMANDS`."""
+    function = name.replace("-", "_")
+    command: Callable[..., str] = getattr(
+        import_module(f"lightning_taskinfo.cli.{function}"), function
+    )
+    return command
+
+
+@contextmanager
+def current_folder_imported() -> Iterator[None]:
+    """Let modules of the current folder be imported, by processes too that are started meanwhile.
+
+    A console script does not look there by itself.
+    """
+    folder = os.getcwd()
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
+
+
+def add_options(
+    parser: "ArgumentParser", command: Callable[..., str], words: Sequence[str]
+) -> tuple[list[str], dict[str, Callable[..., Any]]]:
+    """Add the options of a command, and those of the classes that the words name for its model and data.
+
+    Args:
+        parser: Where to.
+        command: The command.
+        words: The command line. A class in it is looked up before the others are parsed, so that ``--model.width 64``
+            is an option like any other, with the class's own help.
+
+    Returns:
+        The words without these classes, and the classes by option.
+    """
+    own = [name for name in OWN if name in inspect.signature(command).parameters]
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for name in (*own, "checkpoint"):
+        first.add_argument(f"--{name}")
+    given, rest = first.parse_known_args(list(words))
+    makers = {}
+    for name in own:
+        path = getattr(given, name)
+        if path is not None and (name == "model" or is_import_path(path)):
+            makers[name] = find(path, name)
+        elif path is not None:
+            rest += [f"--{name}", path]
+    if given.checkpoint is not None:
+        rest += ["--checkpoint", given.checkpoint]
+    parser.add_argument("--config", action="config", help="A YAML file of arguments.")
+    parser.add_function_arguments(command, as_group=False, skip=set(makers))
+    for name, maker in makers.items():
+        group = parser.add_argument_group(f"--{name} {getattr(given, name)}")
+        add_arguments(group, maker, name)
+    if "model" in makers and given.checkpoint is not None:
+        parser.set_defaults(_kept(makers["model"], given.checkpoint))
+    return rest, makers
+
+
+def add_arguments(parser: Any, maker: Callable[..., Any], key: str) -> None:
+    """Add the arguments of a class or function as options ``--key.argument``."""
+    is_class = inspect.isclass(maker)
+    add = parser.add_class_arguments if is_class else parser.add_function_arguments
+    add(maker, key, as_group=False, fail_untyped=False)
+
+
+def is_import_path(text: str) -> bool:
+    """Whether a text names something in a module, and no file or dataset."""
+    parts = text.split(".")
+    if len(parts) == 1 or not all(map(str.isidentifier, parts)) or Path(text).exists():
+        return False
+    return find_spec(parts[0]) is not None
+
+
+def find(path: str, argument: str) -> Callable[..., Any]:
+    """Return the class or function that an import path names."""
+    module, _, name = path.rpartition(".")
+    try:
+        found = getattr(import_module(module), name)
+    except Exception as error:  # of the user's own file
+        reason = error if module else f"no dot in it: module.{path}"
+        raise ValueError(
+            f"`{argument}` must be the import path of a class or function, got {path!r} ({reason})."
+        ) from error
+    if not callable(found):
+        raise ValueError(
+            f"`{argument}` must be the import path of a class or function, got {path!r}, a "
+            f"{type(found).__name__}."
+        )
+    return found
+
+
+def _kept(maker: Callable[..., Any], checkpoint: str) -> dict[str, Any]:
+    """Return the arguments of a network that Lightning kept in its checkpoint."""
+    from lightning_taskinfo.cli._own import read_checkpoint
+
+    known = inspect.signature(maker).parameters
+    kept = read_checkpoint("checkpoint", Path(checkpoint)).arguments
+    return {f"model.{name}": value for name, value in kept.items() if name in known}
+
+
+def _arguments(
+    parser: "ArgumentParser", config: "Namespace", makers: dict[str, Callable[..., Any]]
+) -> dict[str, Any]:
+    """Return what the command is called with; a network is made later, anew for each use."""
+    from jsonargparse import Namespace
+
+    from lightning_taskinfo.cli._own import DataModule, Network, made
+
+    chosen = config[config.subcommand]
+    own: dict[str, Any] = {}
+    for name in OWN:
+        given = chosen.get(name)
+        if name in makers:
+            maker, arguments = makers[name], given.as_dict() if given else {}
+        elif isinstance(given, Namespace):  # a class in a configuration file
+            maker, arguments = find(given.class_path, name), given.as_dict().get("init_args", {})
+        else:
+            continue
+        chosen.pop(name, None)
+        if name == "model":
+            own[name] = Network(maker, arguments)
+        else:
+            own[name] = made(DataModule, maker, arguments, name)
+    try:
+        ready = parser.instantiate(config)[config.subcommand]
+    except (
+        Exception
+    ) as error:  # of a class among the options; its own words are behind those of the parser
+        raise ValueError(str(error.__cause__ or error)) from error
+    ready.pop("config", None)
+    return {**ready, **own}
