@@ -160,7 +160,7 @@ def main() -> None:
     arguments.folder.mkdir(parents=True, exist_ok=True)
     if arguments.fast:
         source, target = made_up(400, 60, seed=0), made_up(500, 15, seed=1)
-        tested, epochs, labels, seeds, steps, workers = 200, 3, LABELS[:1], 2, 10, 0
+        tested, epochs, labels, seeds, steps, workers = 200, 20, LABELS[:1], 2, 10, 0
     else:
         source, target = read_reviews()
         tested, epochs, labels, seeds, steps = TESTED, 4, LABELS, 5, 200
