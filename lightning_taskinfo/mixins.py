@@ -286,7 +286,7 @@ def labeled_samples(trainer: "Trainer | None") -> int:
     Raises:
         ValueError: If it cannot be told.
     """
-    from lightning_taskinfo.callbacks._pool import readable  # late: it loads Lightning
+    from lightning_taskinfo.callbacks.source import readable  # late: it loads Lightning
 
     if trainer is None:
         raise ValueError(

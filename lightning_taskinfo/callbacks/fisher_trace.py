@@ -1,22 +1,19 @@
 """Follow the Fisher information of a network while it trains."""
 
 import math
-from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_taskinfo._batches import size
 from lightning_taskinfo._lightning import LightningModule, Trainer
 from lightning_taskinfo._observe import trainable_parameters
-from lightning_taskinfo.callbacks._probe import Probe
-from lightning_taskinfo.callbacks._processes import summed
-from lightning_taskinfo.callbacks._samples import Samples
+from lightning_taskinfo.callbacks.probe import Probe
+from lightning_taskinfo.callbacks.source import Samples
 from lightning_taskinfo.fisher.accumulators import Norms, TraceSums
-from lightning_taskinfo.fisher.measure import Request, measure
+from lightning_taskinfo.fisher.measure import measure
 
 
 class FisherTrace(Probe):
@@ -51,67 +48,37 @@ class FisherTrace(Probe):
 
     def __init__(self, **probe: Any) -> None:
         super().__init__(**probe)
-        self._temperature = math.nan
-        self._reduce: Callable[[list[float]], Tensor] | None = None
+        self._rate = math.nan
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_fit_start(trainer, pl_module)
-        self._reduce = partial(summed, trainer) if trainer.world_size > 1 else None
-
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._note_temperature(trainer, getattr(trainer.train_dataloader, "batch_size", None))
-        super().on_train_epoch_start(trainer, pl_module)
-
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
-        self._temperature = math.nan
-        if self._unforeseen(pl_module) or self._due_next(trainer):
-            self._begin(trainer, batch)
-
-    def _unforeseen(self, pl_module: LightningModule) -> bool:
-        """Whether any batch may be measured: training may end with it, or take several optimizer steps in it."""
-        return self.data in ("train", "val") or not pl_module.automatic_optimization
-
-    def _begin(self, trainer: Trainer, batch: Any) -> None:
-        """Note what the start of a batch shows: its size, and the rate, which a scheduler may change before its end."""
-        try:
-            samples = self.reader.count(trainer.lightning_module, batch)
-        except Exception:  # a batch that cannot be read is reported where it is measured
-            return
-        self._note_temperature(trainer, samples)
-
-    def _note_temperature(self, trainer: Trainer, samples: int | None) -> None:
-        self._temperature = math.nan
-        with suppress(
-            LookupError, TypeError
-        ):  # optimizers without a rate of their own, loaders without a batch size
-            together = samples * trainer.world_size * trainer.accumulate_grad_batches  # type: ignore[operator]
-            self._temperature = float(trainer.optimizers[0].param_groups[0]["lr"]) / together
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Any
+    ) -> None:  # the rate that the step uses: a scheduler may change it before the measurement
+        self._rate = optimizer.param_groups[0].get("lr", math.nan)
 
     def observe(self, model: nn.Module, samples: Samples) -> TraceSums:
         sink = Norms(size(samples.inputs))
         if sink.n:
-            request = Request(
-                labels=self.labels,
-                likelihood=samples.draws(self.likelihood, self.mc_samples),
-                mc_samples=self.mc_samples,
-                forward_fn=self.forward_fn,
-            )
-            measure(model, samples.inputs, samples.targets, request, sink)
+            measure(model, samples.inputs, samples.targets, samples.request(), sink)
         unused = torch.zeros_like(next(iter(sink.values.values()), torch.zeros(0, device="cpu")))
-        norms = {
-            name: sink.values.get(name, unused)[: samples.counted]
-            for name in trainable_parameters(model)
-        }
-        return TraceSums.of(norms)
+        norms = {name: sink.values.get(name, unused) for name in trainable_parameters(model)}
+        return TraceSums.of({name: part[: samples.counted] for name, part in norms.items()})
 
-    def summarise(self, observed: TraceSums) -> dict[str, float]:
-        if self._reduce is not None:
-            observed = observed._replace(sums=self._reduce(observed.sums).tolist())
-        trace, error, layers = observed.compute(self.group_fn)
+    def summarise(self, observed: TraceSums, samples: Samples) -> dict[str, float]:
+        together = observed._replace(sums=samples.summed(observed.sums).tolist())
+        trace, error, layers = together.compute(self.group_fn)
         values = {"fisher_trace": trace, "fisher_trace_standard_error": error}
         if self.per_layer:
             values |= {f"fisher_trace/{layer or 'module'}": part for layer, part in layers.items()}
-        return {**values, "sgd_temperature": self._temperature}
+        return {**values, "sgd_temperature": self._temperature(samples)}
+
+    def _temperature(self, samples: Samples) -> float:
+        """Return the learning rate over the samples of a step; NaN if one of them is not known."""
+        trainer = samples.trainer
+        with suppress(Exception):  # a batch that cannot be read is reported where it is measured
+            if trainer.global_step == 0:  # no step was made
+                self._rate = trainer.optimizers[0].param_groups[0]["lr"]
+            n: Any = getattr(trainer.train_dataloader, "batch_size", None)
+            if samples.batch is not None:
+                n = self.reader.count(trainer.lightning_module, samples.batch)
+            return float(self._rate) / (n * trainer.world_size * trainer.accumulate_grad_batches)
+        return math.nan

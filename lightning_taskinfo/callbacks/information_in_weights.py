@@ -2,26 +2,26 @@
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from lightning_taskinfo._batches import size
 from lightning_taskinfo._lightning import LightningModule, Trainer
-from lightning_taskinfo._observe import ParamDict, trainable_parameters
-from lightning_taskinfo._ranges import check_finite_tensors, check_positive
+from lightning_taskinfo._observe import ParamDict, observing, trainable_parameters
+from lightning_taskinfo._ranges import check_counts, check_positive
 from lightning_taskinfo._warn import warn
-from lightning_taskinfo.callbacks._center import Center
-from lightning_taskinfo.callbacks._checks import check_plain
-from lightning_taskinfo.callbacks._loss import LossOnTheWay, mean_loss
-from lightning_taskinfo.callbacks._pool import labeled_loader, readable
-from lightning_taskinfo.callbacks._probe import Probe
-from lightning_taskinfo.callbacks._processes import on_every_process, summed
-from lightning_taskinfo.callbacks._samples import Samples
+from lightning_taskinfo.callbacks.center import Center, checked_center
+from lightning_taskinfo.callbacks.checks import check_plain
+from lightning_taskinfo.callbacks.probe import Probe
+from lightning_taskinfo.callbacks.source import (
+    LossOnTheWay,
+    Samples,
+    labeled_loader,
+    on_every_process,
+    readable,
+)
 from lightning_taskinfo.distributions.post_family import (
     PostFamily,
     losses_with_noise,
@@ -29,9 +29,9 @@ from lightning_taskinfo.distributions.post_family import (
 )
 from lightning_taskinfo.fisher.accumulators import Diagonal
 from lightning_taskinfo.fisher.kron_metric import KroneckerFisher
-from lightning_taskinfo.fisher.measure import Request, measure
+from lightning_taskinfo.fisher.measure import measure
 from lightning_taskinfo.functional.information import InformationTerms, added, label_entropy
-from lightning_taskinfo.functional.likelihood import Categorical, as_likelihood
+from lightning_taskinfo.functional.likelihood import Categorical
 
 STRUCTURES = ("diagonal", "kron")
 AUTO_STDS = tuple(10 ** (j / 4) for j in range(-12, 5))  # 0.001 to 10
@@ -39,11 +39,26 @@ TRUSTED = (0.5, 2.0)  # measured over quadratic expected loss
 
 
 class _Observed(NamedTuple):
+    """What one process has measured."""
+
     model: nn.Module
-    samples: Samples
     fisher: ParamDict | KroneckerFisher  # the former summed over samples
     loss: float  # summed over samples, NaN where it is not known
     displacement: ParamDict
+
+
+class _Gaussian(NamedTuple):
+    """One Gaussian, the information in each weight, and its expected loss with a standard error."""
+
+    prior_std: float
+    parts: dict[str, InformationTerms]
+    expected_loss: float
+    error: float
+
+    def code_length(self) -> float:
+        """Return what to compare Gaussians by; one that could not be measured is the worst."""
+        length = added(self.parts.values()).code_length(self.expected_loss).item()
+        return math.inf if math.isnan(length) else length
 
 
 class InformationInWeights(Probe):
@@ -131,45 +146,28 @@ class InformationInWeights(Probe):
     ) -> None:
         super().__init__(max_samples=max_samples, data=data, **probe)
         check_positive(beta=beta)
-        if isinstance(prior_std, str):
-            if prior_std != "auto":
-                raise ValueError(
-                    f"`prior_std` must be a positive number or 'auto', got {prior_std!r}."
-                )
-        else:
+        if not isinstance(prior_std, str):
             check_positive(prior_std=prior_std)
+        elif prior_std != "auto":
+            raise ValueError(f"`prior_std` must be a positive number or 'auto', got {prior_std!r}.")
         if draws < 2 or draws % 2:
             raise ValueError(f"`draws` must be an even number, at least 2, got {draws}.")
-        if num_samples is not None and num_samples < 1:
-            raise ValueError(f"`num_samples` must be at least 1, got {num_samples}.")
-        if isinstance(prior_center, Mapping):
-            nested: Any = prior_center.get("state_dict", prior_center)
-            prior_center = dict(nested)
-            check_finite_tensors("prior_center", prior_center)
-        else:
-            prior_center = os.fspath(prior_center)
-            if prior_center not in ("initial", "zero") and not Path(prior_center).is_file():
-                raise ValueError(
-                    "`prior_center` must be 'initial', 'zero', a state dict or the path of a checkpoint, "
-                    f"got {prior_center!r}."
-                )
+        check_counts(num_samples=num_samples)
         if structure not in STRUCTURES:
             raise ValueError(
                 f"`structure` must be one of {', '.join(STRUCTURES)}, got {structure!r}."
             )
         self.prior_std = prior_std
         self.beta = beta
-        self.prior_center = prior_center
+        self.prior_center = checked_center(prior_center)
         self.structure = structure
         self.draws = draws
         self.num_samples = num_samples
         self.headline = ("squared_displacement",)
-        self._center = Center(self.state_key, prior_center)
+        self._center = Center(self.state_key, self.prior_center)
         self._chosen: int | None = None  # of AUTO_STDS, at the last measurement
         self._distrusted = False
-        self._samples = 0
-        self._sum: Callable[[Any], Tensor] = torch.as_tensor  # over processes
-        self._gather: Callable[[int], list[int]] = _alone
+        self._training_set = 0  # samples
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         check_plain(self.state_key, pl_module)
@@ -181,11 +179,8 @@ class InformationInWeights(Probe):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        self._samples = self.num_samples or _length(
-            labeled_loader(pl_module, trainer.train_dataloader)[1]
-        )
-        self._sum = partial(summed, trainer)
-        self._gather = partial(on_every_process, trainer)
+        with observing(pl_module):
+            self._training_set = self.num_samples or _length(trainer.train_dataloader)
         known = self._center.begin(pl_module)
         if self.prior_center == "initial" and not known and trainer.ckpt_path is not None:
             warn(
@@ -199,57 +194,49 @@ class InformationInWeights(Probe):
 
     def observe(self, model: nn.Module, samples: Samples) -> _Observed:
         """Measure this process's part of the Fisher information and of the loss."""
-        n = size(samples.inputs)
         moved = self._center.displacement(model)
         if self.structure == "kron":
             kron = KroneckerFisher(
                 labels=self.labels,
-                likelihood=samples.draws(self.likelihood, self.mc_samples),
+                likelihood=samples.draws(),
                 mc_samples=self.mc_samples,
                 forward_fn=self.forward_fn,
             ).to(next(model.parameters()).device)
             kron.update(model, samples.inputs, samples.targets)
-            return _Observed(model, samples, kron, n * self._mean_loss(model, samples), moved)
-        draws = samples.draws(self.likelihood, self.mc_samples, LossOnTheWay)
-        parameters = trainable_parameters(model)
+            return _Observed(model, kron, samples.loss(model), moved)
+        draws, parameters = samples.draws(LossOnTheWay), trainable_parameters(model)
         sink = Diagonal(parameters)
-        if n:
-            request = Request(self.labels, draws, self.mc_samples, forward_fn=self.forward_fn)
-            measure(model, samples.inputs, samples.targets, request, sink)
+        if samples.counted:
+            measure(model, samples.inputs, samples.targets, samples.request(draws), sink)
         diagonal = {name: sink.total(name, p).detach() for name, p in parameters.items()}
-        return _Observed(model, samples, diagonal, draws.loss if n else math.nan, moved)
+        return _Observed(model, diagonal, draws.loss, moved)
 
-    def _mean_loss(self, model: nn.Module, samples: Samples) -> float:
-        return mean_loss(model, samples.inputs, samples.targets, self.likelihood, self.forward_fn)
-
-    def summarise(self, observed: _Observed) -> dict[str, float]:
+    def summarise(self, observed: _Observed, samples: Samples) -> dict[str, float]:
         """Put the parts of all processes together, and measure the loss under the Gaussian that they give."""
-        samples = observed.samples
         loss = self._of_training_set(
             samples, torch.tensor([observed.loss], dtype=torch.float64)
         ).item()
         moved = {name: part for name, part in observed.displacement.items() if bool(part.any())}
-        measured = (
-            self._measured(observed, self._family(observed, moved))
-            if moved
-            else self._unmoved(loss)
-        )
-        std, parts, expected, error = measured
-        terms = added(parts.values())
-        quadratic = loss + terms.curvature_penalty.item()
+        if moved:
+            gaussian = self._best_gaussian(
+                observed, self._family(observed, moved, samples), samples
+            )
+        else:
+            gaussian = self._no_gaussian(loss)
+        terms, expected = added(gaussian.parts.values()), gaussian.expected_loss
         choices = len(AUTO_STDS) if moved and self.prior_std == "auto" else 1
         c_beta = terms.code_length(expected, choices=choices).item()
+        quadratic = loss + terms.curvature_penalty.item()
+        squares = [part.double().square().sum().item() for part in moved.values()]
         values = {
             "information_nats": terms.kl.item(),
             "displacement_nats": terms.displacement.item(),
             "curvature_nats": terms.curvature.item(),
-            "squared_displacement": math.fsum(
-                part.double().square().sum().item() for part in moved.values()
-            ),
-            "prior_std": std,
+            "squared_displacement": math.fsum(squares),
+            "prior_std": gaussian.prior_std,
             "loss_nats": loss,
             "expected_loss_nats": expected,
-            "expected_loss_nats_standard_error": error,
+            "expected_loss_nats_standard_error": gaussian.error,
             "quadratic_loss_nats": quadratic,
             "gaussian_misfit": _ratio(expected, quadratic),
             "c_beta": c_beta,
@@ -258,7 +245,7 @@ class InformationInWeights(Probe):
         }
         self._warn_of_misfit(values)
         if self.per_layer:
-            values |= self._by_group(observed.displacement, parts)
+            values |= self._by_group(observed.displacement, gaussian.parts)
         return values
 
     def _by_group(
@@ -273,82 +260,85 @@ class InformationInWeights(Probe):
 
     def _of_training_set(self, samples: Samples, losses: Tensor) -> Tensor:
         """Return losses of the whole training set, from sums over this process's samples."""
-        mine = losses.double() if size(samples.inputs) else torch.zeros(losses.shape)
-        return self._sum(mine).cpu() * (self._samples / samples.total)
+        mine = losses.double() if samples.counted else torch.zeros(losses.shape)
+        return samples.summed(mine).cpu() * (self._training_set / samples.total)
 
-    def _family(self, observed: _Observed, moved: ParamDict) -> PostFamily:
+    def _family(self, observed: _Observed, moved: ParamDict, samples: Samples) -> PostFamily:
         """Return the Gaussians around the network, from the Fisher information of all processes' samples."""
-        if isinstance(observed.fisher, KroneckerFisher):
-            eigen = observed.fisher.eigen()
+        fisher = observed.fisher
+        if isinstance(fisher, KroneckerFisher):
+            eigen = fisher.eigen()
             values = {
-                name: self._samples * eigen[name][0].view_as(part) for name, part in moved.items()
+                name: self._training_set * eigen[name][0].view_as(part)
+                for name, part in moved.items()
             }
-            bases = {name: eigen[name][1:] for name in moved}
-            return PostFamily(values, moved, self.beta, bases)
-        scale = self._samples / observed.samples.total
+            return PostFamily(values, moved, self.beta, {name: eigen[name][1:] for name in moved})
+        scale = self._training_set / samples.total
         diagonal = {
-            name: self._sum(observed.fisher[name]).view_as(part) * scale
-            for name, part in moved.items()
+            name: samples.summed(fisher[name]).view_as(part) * scale for name, part in moved.items()
         }
         return PostFamily(diagonal, moved, self.beta)
 
-    def _unmoved(self, loss: float) -> "_Measured":
+    def _no_gaussian(self, loss: float) -> _Gaussian:
         """Without a distance from the centre there is nothing to know: no noise, no nats, the network itself."""
         zero = torch.zeros((), dtype=torch.float64)
         nothing = InformationTerms(zero, zero, zero, zero, self.beta)
         std = math.nan if isinstance(self.prior_std, str) else self.prior_std
-        return _Measured(std, {"": nothing}, loss, 0.0)
+        return _Gaussian(std, {"": nothing}, loss, 0.0)
 
-    def _measured(self, observed: _Observed, family: PostFamily) -> "_Measured":
+    def _best_gaussian(
+        self, observed: _Observed, family: PostFamily, samples: Samples
+    ) -> _Gaussian:
         """Measure the loss under the Gaussian of ``prior_std``, or of the best of the grid."""
         noises = standard_noises(family.displacement, self.draws // 2, self.seed)
         if not isinstance(self.prior_std, str):
-            return self._at(self.prior_std, observed, family, noises)
-        tried: dict[int, _Measured] = {}
+            return self._gaussian(self.prior_std, observed.model, family, noises, samples)
+        tried: dict[int, _Gaussian] = {}
 
-        def best_of(indices: Iterable[int]) -> int:
-            for index in indices:
-                if 0 <= index < len(AUTO_STDS) and index not in tried:
-                    tried[index] = self._at(AUTO_STDS[index], observed, family, noises)
-            return min(tried, key=lambda index: tried[index].code_length())
+        def best_of(numbers: Iterable[int]) -> int:
+            for number in numbers:
+                if 0 <= number < len(AUTO_STDS) and number not in tried:
+                    std = AUTO_STDS[number]
+                    tried[number] = self._gaussian(std, observed.model, family, noises, samples)
+            return min(tried, key=lambda number: tried[number].code_length())
 
-        if self._chosen is None:  # the whole grid, from coarse to fine
+        best = self._chosen
+        if best is None:  # the whole grid, from coarse to fine
             best = best_of(range(0, len(AUTO_STDS), 4))
             best = best_of((best - 2, best + 2))
-        else:
-            best = self._chosen
         self._chosen = best_of((best, best - 1, best + 1))
         return tried[self._chosen]
 
-    def _at(
-        self, std: float, observed: _Observed, family: PostFamily, noises: list[ParamDict]
-    ) -> "_Measured":
+    def _gaussian(
+        self,
+        std: float,
+        model: nn.Module,
+        family: PostFamily,
+        noises: list[ParamDict],
+        samples: Samples,
+    ) -> _Gaussian:
         """Measure the loss under one Gaussian. Every process gets to the sum over processes, also one that fails."""
-        samples = observed.samples
-
-        def loss() -> float:
-            n = size(samples.inputs)
-            return n * self._mean_loss(observed.model, samples) if n else 0.0
-
         try:
-            losses = losses_with_noise(observed.model, loss, family.shaped(std), noises)
+            losses = losses_with_noise(
+                model, lambda: samples.loss(model), family.shaped(std), noises
+            )
         except Exception:  # e.g. out of memory: then NaN, on all processes
             losses = torch.full((len(noises), 2), math.nan)
         pairs = self._of_training_set(samples, losses).mean(1)
         error = pairs.std().item() / math.sqrt(len(pairs)) if len(pairs) > 1 else math.nan
-        return _Measured(std, family.terms(std), pairs.mean().item(), error)
+        return _Gaussian(std, family.terms(std), pairs.mean().item(), error)
 
     def _label_nats(self, samples: Samples) -> float:
         """Return what a code for the labels of the training set needs without a network; NaN if not class labels."""
-        targets = samples.targets
-        if not isinstance(as_likelihood(self.likelihood), Categorical):
+        if not isinstance(samples.likelihood, Categorical):
             return math.nan
-        mine = torch.zeros(0, dtype=torch.long)
+        targets, mine = samples.targets, torch.zeros(0, dtype=torch.long)
         if targets is not None and not targets.is_floating_point():
             mine = targets[targets >= 0].cpu()  # below 0: labels that do not count
-        classes = max(self._gather(int(mine.max()) + 1 if len(mine) else 0))
-        counts = self._sum(mine.bincount(minlength=classes)).cpu()
-        return label_entropy(counts) * counts.sum().item() * (self._samples / samples.total)
+        largest = int(mine.max()) if len(mine) else -1
+        classes = max(on_every_process(samples.trainer, largest + 1))
+        counts = samples.summed(mine.bincount(minlength=classes)).cpu()
+        return label_entropy(counts) * counts.sum().item() * (self._training_set / samples.total)
 
     def _warn_of_misfit(self, values: dict[str, float]) -> None:
         low, high = TRUSTED
@@ -380,30 +370,13 @@ class InformationInWeights(Probe):
             )
 
 
-class _Measured(NamedTuple):
-    """One Gaussian, the information in each weight, and its expected loss with a standard error."""
-
-    prior_std: float
-    parts: dict[str, InformationTerms]
-    expected_loss: float
-    error: float
-
-    def code_length(self) -> float:
-        """Return what to compare Gaussians by; one that could not be measured is the worst."""
-        length = added(self.parts.values()).code_length(self.expected_loss).item()
-        return math.inf if math.isnan(length) else length
-
-
 def _ratio(value: float, whole: float) -> float:
     return value / whole if whole else math.nan
 
 
-def _alone(number: int) -> list[int]:
-    """Return the number that each process has, where there is one process."""
-    return [number]
-
-
-def _length(loader: Any) -> int:
+def _length(loaders: Any) -> int:
+    """Return the samples of the labelled training set; call it inside ``observing``."""
+    loader = labeled_loader(loaders)[1]
     if not readable(loader):
         raise ValueError(
             "`num_samples` must be given where the training loader does not say how many samples there are, "

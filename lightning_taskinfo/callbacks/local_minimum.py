@@ -5,10 +5,11 @@ from typing import Any, ClassVar, Literal
 from torch import Generator, Tensor, nn
 
 from lightning_taskinfo._lightning import LightningModule, Trainer
-from lightning_taskinfo.callbacks._loss import mean_loss
-from lightning_taskinfo.callbacks._probe import Probe
-from lightning_taskinfo.callbacks._samples import Samples
+from lightning_taskinfo._ranges import check_counts
+from lightning_taskinfo.callbacks.probe import Probe
+from lightning_taskinfo.callbacks.source import Samples
 from lightning_taskinfo.fisher import gradient_gram
+from lightning_taskinfo.fisher.draws import NumberedDraws
 from lightning_taskinfo.functional.minima import local_minimum_summary, normalise_logits
 
 
@@ -65,14 +66,14 @@ class LocalMinimum(Probe):
             raise ValueError(
                 "`labels` must be 'empirical' or 'sampled' for a Gram matrix of gradients, got 'exact'."
             )
-        for argument, value in {"draws": draws, "subset_size": subset_size}.items():
-            if value is not None and value < 1:
-                raise ValueError(f"`{argument}` must be at least 1, got {value}.")
+        check_counts(draws=draws, subset_size=subset_size)
         if subset_size is not None and subset_size > max_samples:
             raise ValueError(
                 f"`subset_size` must be at most `max_samples`, {max_samples}, got {subset_size}."
             )
-        self.draws, self.subset_size, self.normalise_logits = draws, subset_size, normalise_logits
+        self.draws = draws
+        self.subset_size = subset_size
+        self.normalise_logits = normalise_logits
         self.headline = ("local_minimum/gamma",)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -92,19 +93,17 @@ class LocalMinimum(Probe):
             samples.inputs,
             samples.targets,
             labels=self.labels,
-            likelihood=samples.draws(self.likelihood, 1),
+            likelihood=NumberedDraws(samples.likelihood, seed=samples.seed, total=samples.total),
             forward_fn=self._outputs,
         )
-        generator = Generator().manual_seed(samples.seed)
-        size = None if self.subset_size is None else min(self.subset_size, len(gram))
         result = local_minimum_summary(
-            gram, subset_size=size, draws=self.draws, generator=generator
+            gram,
+            subset_size=None if self.subset_size is None else min(self.subset_size, len(gram)),
+            draws=self.draws,
+            generator=Generator().manual_seed(samples.seed),
         )
-        loss = mean_loss(model, samples.inputs, samples.targets, self.likelihood, self.forward_fn)
-        values = {name: value.item() for name, value in result._asdict().items()} | {
-            "mean_loss": loss
-        }
-        return {f"local_minimum/{name}": value for name, value in values.items()}
+        values = {name: value.item() for name, value in result._asdict().items()}
+        return values | {"mean_loss": samples.loss(model) / len(gram)}
 
-    def summarise(self, observed: dict[str, float]) -> dict[str, float]:
-        return observed
+    def summarise(self, observed: dict[str, float], samples: Samples) -> dict[str, float]:
+        return {f"local_minimum/{name}": value for name, value in observed.items()}

@@ -6,16 +6,15 @@ from typing import Any, ClassVar, cast, get_args
 import torch
 from torch import Tensor, nn
 
-from lightning_taskinfo._batches import NoLogitsError, first_samples
 from lightning_taskinfo._lightning import LightningModule, Trainer
 from lightning_taskinfo._observe import observing
 from lightning_taskinfo._ranges import check_positive
 from lightning_taskinfo._warn import warn
-from lightning_taskinfo.callbacks._center import Center
-from lightning_taskinfo.callbacks._checks import check_plain
-from lightning_taskinfo.callbacks._probe import Probe
-from lightning_taskinfo.callbacks._report import has_matplotlib, report
-from lightning_taskinfo.callbacks._samples import Samples
+from lightning_taskinfo.callbacks.center import Center
+from lightning_taskinfo.callbacks.checks import check_plain
+from lightning_taskinfo.callbacks.probe import Probe
+from lightning_taskinfo.callbacks.report import has_matplotlib, report
+from lightning_taskinfo.callbacks.source import Samples
 from lightning_taskinfo.certificates import (
     BETAS,
     PRIOR_STDS,
@@ -119,19 +118,18 @@ class PACBayesCertificate(Probe):
             raise ValueError(f"`error` must be one of {get_args(ErrorKind)}, got {error!r}.")
         self.error = error
         self.headline = ("certificate_bound", "certificate_risk")
-        self.prior_origin, self.structure, self.prior_stds, self.betas = (
-            prior_origin,
-            structure,
-            prior_stds,
-            betas,
-        )
-        self.draws, self.delta, self.delta_draws, self.pareto = draws, delta, delta_draws, pareto
+        self.prior_origin = prior_origin
+        self.structure = structure
+        self.prior_stds = prior_stds
+        self.betas = betas
+        self.draws = draws
+        self.delta = delta
+        self.delta_draws = delta_draws
+        self.pareto = pareto
         self.certificate: Certificate | None = None
         self.tradeoff: list[Candidate] = []
         self._center = Center(self.state_key)
-        self._fixed: dict[
-            str, bytes
-        ] = {}  # hashes of what was frozen, and of buffers, at the start
+        self._fixed: dict[str, bytes] = {}  # hashes of frozen weights and buffers at the start
         self._late = False
         self._bar = False
 
@@ -143,11 +141,10 @@ class PACBayesCertificate(Probe):
         check_plain(self.state_key, pl_module)
         super().on_fit_start(trainer, pl_module)
         layers = ((name, layer) for name, layer in pl_module.named_modules() if layer.training)
-        if norms := [
-            name for name, layer in layers if getattr(layer, "running_mean", None) is not None
-        ]:
+        learn = [name for name, layer in layers if getattr(layer, "running_mean", None) is not None]
+        if learn:
             warn(
-                f"{self.state_key} will not be valid: running statistics, like those of {norms[0]!r}, learn from the "
+                f"{self.state_key} will not be valid: running statistics, like those of {learn[0]!r}, learn from the "
                 "data outside of the KL. Use GroupNorm or LayerNorm, or hold such layers still by `.eval()`."
             )
         self.certificate, self.tradeoff = None, []
@@ -164,48 +161,29 @@ class PACBayesCertificate(Probe):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        if self._source is not None and self._source.pool is None:
+        if self._source is None or self._source.pool is None:
             raise ValueError(
                 f"{self.state_key} needs a training set that can be read by index, each sample once, got "
                 f"{type(trainer.train_dataloader).__name__} with a sampler of its own or without a length."
             )
 
-    def _check(self, pl_module: LightningModule, inputs: Any, targets: Tensor | None) -> None:
-        self._checked = True
-        few, few_targets = first_samples(inputs, targets, 2)
+    def _check_outputs(self, outputs: Tensor, targets: Tensor | None) -> None:
         shape = "[N, C]" if self.error == "class" else "[N, T, V]"
-        needed = f"{self.state_key} certifies classifiers: the module must return logits {shape} of at least 2 classes"
-        otherwise = "set `forward_fn` to a function of (module, inputs) that returns them"
-        try:
-            outputs = self.reader.outputs(pl_module, few)
-        except NoLogitsError as error:
-            raise ValueError(f"{needed}: {error}") from error
-        except Exception as error:
-            failed = f"which failed ({type(error).__name__}: {error})"
-            raise ValueError(
-                f"{needed} for the inputs of a batch, {failed}; {otherwise}."
-            ) from error
         if outputs.ndim != shape.count(",") + 1 or outputs.shape[-1] < 2:
-            two = (
-                "; a logit z of yes or no becomes two by torch.cat([0 * z, z], -1)"
-                if outputs.shape[1:] == (1,)
-                else ""
+            two = "; a logit z of yes or no becomes two by torch.cat([0 * z, z], -1)"
+            raise ValueError(
+                f"{self.state_key} certifies classifiers: the module must return logits {shape} of at least 2 classes, "
+                f"got {list(outputs.shape)}; set `forward_fn` to a function of (module, inputs) that returns them"
+                f"{two if outputs.shape[1:] == (1,) else ''}."
             )
-            raise ValueError(f"{needed}, got {list(outputs.shape)}; {otherwise}{two}.")
-        if (
-            few_targets is None
-            or few_targets.is_floating_point()
-            or few_targets.shape != outputs.shape[:-1]
-        ):
-            given = (
-                "none"
-                if few_targets is None
-                else f"{few_targets.dtype} of shape {list(few_targets.shape)}"
-            )
+        if targets is None or targets.is_floating_point() or targets.shape != outputs.shape[:-1]:
+            given = "none"
+            if targets is not None:
+                given = f"{targets.dtype} of shape {list(targets.shape)}"
             raise ValueError(
                 f"{self.state_key} needs class indices (integers) of shape [N] as targets, got {given}."
             )
-        as_likelihood("categorical").check(outputs, few_targets)
+        as_likelihood("categorical").check(outputs, targets)
 
     def observe(self, model: nn.Module, samples: Samples) -> Certificate:
         if samples.targets is None:
@@ -214,19 +192,25 @@ class PACBayesCertificate(Probe):
             model,
             (samples.inputs, samples.targets),
             self._prior(samples.targets.device),
-            batch_fn=_as_it_is,
-            error=self.error,
             structure=self.structure,
-            betas=self.betas,
             draws=self.draws,
-            delta=self.delta,
             delta_draws=self.delta_draws,
-            forward_fn=self.forward_fn,
-            seed=self.seed,
-            progress=self._bar,
+            **self._options(),
         )
 
-    def summarise(self, observed: Certificate) -> dict[str, float]:
+    def _options(self) -> dict[str, Any]:
+        """Return what the search of a certificate and that of the trade-off share."""
+        return {
+            "batch_fn": _as_it_is,
+            "forward_fn": self.forward_fn,
+            "error": self.error,
+            "betas": self.betas,
+            "delta": self.delta,
+            "seed": self.seed,
+            "progress": self._bar,
+        }
+
+    def summarise(self, observed: Certificate, samples: Samples) -> dict[str, float]:
         self.certificate = observed
         return {
             "certificate_bound": observed.bound,
@@ -238,56 +222,36 @@ class PACBayesCertificate(Probe):
         }
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        source = self._source
+        pool = None if self._source is None else self._source.pool
         super().on_train_end(trainer, pl_module)
-        if (
-            self.pareto
-            and source is not None
-            and self.certificate is not None
-            and trainer.is_global_zero
-        ):
-            try:
-                with observing(pl_module):
-                    inputs, targets = source.read(trainer, None)
-                    self._report_tradeoff(trainer, pl_module, (inputs, cast(Tensor, targets)))
-            except Exception as error:
-                self._failed(trainer, error)
+        wanted = self.pareto and self.certificate is not None and trainer.is_global_zero
+        if not wanted or pool is None:
+            return
+        try:
+            with observing(pl_module):
+                self._report_tradeoff(trainer, pl_module, (pool[0], cast(Tensor, pool[1])))
+        except Exception as error:
+            self._failed(trainer, error)
 
     def _report_tradeoff(
         self, trainer: Trainer, model: nn.Module, data: tuple[Any, Tensor]
     ) -> None:
         prior = self._prior(data[1].device)
-        options: dict[str, Any] = {
-            "betas": self.betas,
-            "delta": self.delta,
-            "seed": self.seed,
-            "progress": self._bar,
-        }
-        self.tradeoff = pareto_front(
-            model,
-            data,
-            prior,
-            error=self.error,
-            batch_fn=_as_it_is,
-            forward_fn=self.forward_fn,
-            **options,
-        )
+        self.tradeoff = pareto_front(model, data, prior, **self._options())
         rows = [
             {key: value for key, value in vars(row).items() if key != "prior_std"}
             for row in self.tradeoff
         ]
-        key, step = self._logged("certificate_pareto"), trainer.global_step
+        key, step = self._key("certificate_pareto"), trainer.global_step
         best: dict[str, float] = {}
         for row in self.tradeoff:
             name = f"{key}_{row.structure}"
             best[name] = min(row.bound, best.get(name, 1.0))
         for logger in trainer.loggers:
             logger.log_metrics(best, step=step)
-        figure = (
-            plot_pareto(self.tradeoff, len(data[1]), delta=self.delta)[0]
-            if has_matplotlib()
-            else None
-        )
+        figure = None
+        if has_matplotlib():
+            figure = plot_pareto(self.tradeoff, len(data[1]), delta=self.delta)[0]
         report(trainer.loggers, key, figure, rows, step)
 
     def _prior(self, device: torch.device) -> Prior:

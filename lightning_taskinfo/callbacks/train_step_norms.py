@@ -11,12 +11,10 @@ from lightning_taskinfo._batches import read_batch, read_by, sample_count
 from lightning_taskinfo._lightning import LightningModule, Trainer
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.callbacks._indices import BatchIndices
-from lightning_taskinfo.callbacks._pool import Source
-from lightning_taskinfo.callbacks._probe import Probe
-from lightning_taskinfo.callbacks._processes import on_every_process, summed
-from lightning_taskinfo.callbacks._report import has_matplotlib, report
-from lightning_taskinfo.callbacks._samples import Samples
+from lightning_taskinfo.callbacks.probe import Probe
+from lightning_taskinfo.callbacks.report import has_matplotlib, report
 from lightning_taskinfo.callbacks.sample_scores import SampleScores, SampleSums, Score
+from lightning_taskinfo.callbacks.source import Samples, on_every_process, summed
 from lightning_taskinfo.fisher.accumulators import TraceSums
 from lightning_taskinfo.fisher.capture import Graph
 from lightning_taskinfo.fisher.step_losses import StepLosses
@@ -268,21 +266,14 @@ class TrainStepNorms(Probe):
 
     # What is logged
 
-    def _observed(
-        self, trainer: Trainer, pl_module: LightningModule, source: Source, batch: Any
-    ) -> dict[str, float] | None:
+    def _values(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float] | None:
         """Read this process's part, and agree that all succeeded before anybody waits for another."""
-        error: Exception | None = None
-        observed = None
-        try:
-            observed = self._read_off()
-        except Exception as caught:
-            error = caught
-        together = trainer.strategy.reduce_boolean_decision(error is None)
+        observed = self._tried(self._read_off)
+        together = trainer.strategy.reduce_boolean_decision(observed is not None)
         if observed is None or not together:
-            self._failed(trainer, error or RuntimeError("another process failed"))
             return None
-        return self.summarise(observed)
+        names, sums = observed
+        return self._summary(names, summed(trainer, sums).tolist())
 
     def _read_off(self) -> tuple[list[str], list[float]]:
         """Return the names of parameters, and sums over samples: of norms, if they are read, and of losses."""
@@ -304,10 +295,10 @@ class TrainStepNorms(Probe):
     def observe(self, model: nn.Module, samples: Samples) -> Any:
         raise NotImplementedError("nothing is run: the training step is read")
 
-    def summarise(self, observed: tuple[list[str], list[float]]) -> dict[str, float]:
-        names, sums = observed
-        if self._trainer is not None:
-            sums = summed(self._trainer, sums).tolist()
+    def summarise(self, observed: Any, samples: Samples) -> dict[str, float]:
+        raise NotImplementedError("nothing is run: the training step is read")
+
+    def _summary(self, names: list[str], sums: list[float]) -> dict[str, float]:
         *of_norms, loss, count = sums
         values = {"sample_loss": loss / count if count else math.nan}
         if not of_norms:
@@ -324,10 +315,8 @@ class TrainStepNorms(Probe):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._merged = SampleSums(self._table_of_all())
-        if (
-            not self.history and self._problem is None
-        ):  # the training was shorter than `every_n_steps`
-            self._extra = self._measure(trainer, pl_module, None)
+        if not self.history and self._problem is None:  # shorter than `every_n_steps`
+            self._extra = self._measure(trainer, pl_module)
         super().on_train_end(trainer, pl_module)
         self.teardown(trainer, pl_module, "fit")
 
@@ -341,7 +330,7 @@ class TrainStepNorms(Probe):
             rows = samples.top(self.top_k)
             report(
                 trainer.loggers,
-                self._logged("suspicious_samples"),
+                self._key("suspicious_samples"),
                 figure,
                 rows,
                 trainer.global_step,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from lightning_taskinfo._files import atomic_write
 from lightning_taskinfo._lightning import DEFAULT
 from lightning_taskinfo._wandb import PREFIX, log_once, ours
-from lightning_taskinfo.callbacks._report import summary
+from lightning_taskinfo.callbacks.report import summary
 
 if TYPE_CHECKING:
     from lightning_taskinfo.transfer.report import TransferReport

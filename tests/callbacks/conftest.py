@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_taskinfo.callbacks._probe import Probe
+from lightning_taskinfo.callbacks.probe import Probe
 
 
 @pytest.fixture(autouse=True)

@@ -3,17 +3,18 @@
 import math
 import pickle
 import warnings
+from functools import partial
 
 import pytest
 import pytorch_lightning as pl
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 from lightning_taskinfo import TaskInfoWarning
 from lightning_taskinfo._batches import read_batch
-from lightning_taskinfo.callbacks import FisherTrace, LocalMinimum
-from lightning_taskinfo.callbacks._checks import check_finite
+from lightning_taskinfo.callbacks import FisherTrace, LocalMinimum, PACBayesCertificate
+from lightning_taskinfo.callbacks.checks import check_finite
 from lightning_taskinfo.fisher import fisher_trace
 from tests.callbacks.runs import PROBES, Classifier, digits, fit
 
@@ -193,8 +194,8 @@ def test_an_empty_dataset_measures_nothing(tmp_path, probe):
 @all_probes
 def test_a_summary_that_fails_leaves_a_gap(tmp_path, probe):
     class Broken(probe):
-        def summarise(self, observed):
-            values = super().summarise(observed)
+        def summarise(self, observed, samples):
+            values = super().summarise(observed, samples)
             self.calls = getattr(self, "calls", 0) + 1
             return values if self.calls == 2 else 1 / 0
 
@@ -363,3 +364,40 @@ def test_another_module_is_told_and_the_same_one_is_not(tmp_path, probe):
     ):
         fit(tmp_path, callback)
     pickle.dumps(callback)  # other processes get it
+
+
+UNREADABLE = {  # batch, forward, what to say
+    "batch": (
+        lambda x, y: [x, y, y],
+        lambda net, x: net(x),
+        "got list of Tensor, Tensor, Tensor; set `batch_fn`",
+    ),
+    "logits": (lambda x, y: (x, y), lambda net, x: {"scores": net(x)}, "scores; set `forward_fn`"),
+    "labels": (lambda x, y: (x, y[:, None].expand(-1, 5)), lambda net, x: net(x), r"\[2, 5\]"),
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+@pytest.mark.parametrize(
+    "probe",
+    [*PROBES.values(), partial(PACBayesCertificate, prior_origin="random initialisation")],
+    ids=[*PROBES, "PACBayesCertificate"],
+)
+def test_what_cannot_be_measured_is_one_sentence_before_the_first_step(tmp_path, name, probe):
+    batch_of, forward, message = UNREADABLE[name]
+
+    class Other(Plain):
+        def forward(self, x):
+            return forward(self.net, x)
+
+        def training_step(self, batch, batch_idx):
+            raise AssertionError("refused too late")
+
+    def collated(samples):
+        return batch_of(*default_collate(samples))
+
+    batches = DataLoader(digits(), batch_size=8, collate_fn=collated)
+    with pytest.raises(ValueError, match=message) as refused:
+        fit(tmp_path, probe(), model=Other, loader=batches)
+    assert len(str(refused.value).splitlines()) == 1
+    assert str(refused.value).endswith(".")

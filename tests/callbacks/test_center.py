@@ -6,7 +6,7 @@ from torch import nn
 
 from lightning_taskinfo import TaskInfoWarning
 from lightning_taskinfo.callbacks import FisherTrace, InformationInWeights
-from lightning_taskinfo.callbacks._center import Center
+from lightning_taskinfo.callbacks.center import Center
 from lightning_taskinfo.callbacks.pac_bayes_certificate import PACBayesCertificate
 from tests.callbacks.hugging_face import Module, loader, lora
 from tests.callbacks.runs import Classifier, fit, seed_everything

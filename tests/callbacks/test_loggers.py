@@ -14,7 +14,7 @@ from pytorch_lightning.loggers import CSVLogger, WandbLogger
 from torch.utils.data import DataLoader
 
 from lightning_taskinfo.callbacks import FisherTrace, InformationInWeights
-from lightning_taskinfo.callbacks._report import summary
+from lightning_taskinfo.callbacks.report import summary
 from tests.callbacks.runs import PROBES, Classifier, digits, fit, make_trainer, read_csv
 
 

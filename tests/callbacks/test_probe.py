@@ -16,10 +16,10 @@ from pytorch_lightning.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SubsetRandomSampler
 
-from lightning_taskinfo._batches import read_batch
+from lightning_taskinfo._batches import Reader, read_batch
 from lightning_taskinfo.callbacks import FisherTrace, LocalMinimum
-from lightning_taskinfo.callbacks._pool import Collected
-from lightning_taskinfo.callbacks._report import summary
+from lightning_taskinfo.callbacks.report import summary
+from lightning_taskinfo.callbacks.source import Source
 from tests.callbacks.runs import PROBES, Classifier, Noisy, digits, fit, make_trainer, read_csv
 
 all_probes = pytest.mark.parametrize("probe", PROBES.values(), ids=PROBES)
@@ -259,18 +259,16 @@ def test_a_probe_that_needs_all_samples_in_each_process_collects_where_there_is_
 
 
 def test_what_is_collected_stays_when_a_loader_fills_the_same_tensors_again():
-    pool, x, y = (
-        Collected(3),
-        torch.zeros(2, 1, requires_grad=True),
-        torch.zeros(2, dtype=torch.long),
-    )
+    source = Source("train", 3, 0, Reader(), split=True)
+    source.missing = 3
+    x, y = torch.zeros(2, 1, requires_grad=True), torch.zeros(2, dtype=torch.long)
     for step in range(2):
         with torch.no_grad():
             x.fill_(step), y.fill_(step)
-        pool.add(x, y, last=False)
+        source.collect(nn.Linear(1, 2), (x, y), last=False)
     x.data.fill_(9), y.fill_(9)
-    inputs, targets = pool.joined()
-    assert pool.complete
+    inputs, targets = source.pool
+    assert source.missing is None
     assert inputs.flatten().tolist() == targets.tolist() == [0, 0, 1]
     assert not inputs.requires_grad
 

@@ -112,9 +112,9 @@ class Batch(FisherTrace):
         self.share = (len(samples.inputs), samples.first, samples.total)
         return super().observe(model, samples)
 
-    def summarise(self, observed):
+    def summarise(self, observed, samples):
         return {
-            **super().summarise(observed),
+            **super().summarise(observed, samples),
             "first": float(self.share[1]),
             "total": float(self.share[2]),
         }

@@ -563,7 +563,7 @@ def test_what_is_not_finite_does_not_count(tmp_path):
 
 def test_callback_metrics_have_it(tmp_path):
     callback = TrainStepNorms(every_n_steps=2)
-    key = callback._logged("squared_gradient_norm")
+    key = callback._key("squared_gradient_norm")
     saved = ModelCheckpoint(tmp_path, monitor=key, save_top_k=2)
     fit(tmp_path, callback, saved, model=Plain, enable_checkpointing=True)
     values = {row["step"]: row["squared_gradient_norm"] for row in callback.history}

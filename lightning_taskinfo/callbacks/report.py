@@ -1,9 +1,8 @@
-"""A figure, a table and a summary to whatever loggers there are."""
+"""What is made of a history, and how figures, tables and summaries reach whatever loggers there are."""
 
 import csv
-import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ if TYPE_CHECKING:
 
 Row = dict[str, float]
 Cell = float | str
+ENDS = ["value", "of the run"]  # columns of a summary
 
 
 def table(history: Sequence[Mapping[str, Cell]]) -> tuple[list[str], list[list[Cell | None]]]:
@@ -29,7 +29,7 @@ def table(history: Sequence[Mapping[str, Cell]]) -> tuple[list[str], list[list[C
     return columns, [[row.get(column) for column in columns] for row in history]
 
 
-def summary(history: Sequence[Row], names: Sequence[str]) -> Row:
+def summary(history: Sequence[Row], names: Iterable[str]) -> Row:
     """Return first, last, smallest and largest value of each name.
 
     Example:
@@ -42,6 +42,17 @@ def summary(history: Sequence[Row], names: Sequence[str]) -> Row:
             ends = {"first": values[0], "last": values[-1], "min": min(values), "max": max(values)}
             result |= {f"{name}_{key}": value for key, value in ends.items()}
     return result
+
+
+def known(history: Sequence[Row], name: str) -> list[tuple[float, int]]:
+    """Return the finite values of a name, each with the number of its row.
+
+    Example:
+        >>> known([{"a": 2.0}, {"b": 1.0}, {"a": float("nan")}, {"a": 5.0}], "a")
+        [(2.0, 0), (5.0, 3)]
+    """
+    values = ((row.get(name, math.nan), number) for number, row in enumerate(history))
+    return [(value, number) for value, number in values if math.isfinite(value)]
 
 
 def thinned(history: Sequence[Row], names: Sequence[str], limit: int) -> list[Row]:
@@ -60,31 +71,23 @@ def thinned(history: Sequence[Row], names: Sequence[str], limit: int) -> list[Ro
         >>> [row["step"] for row in thinned(history, ["a"], limit=3)]
         [0, 3, 4, 8]
     """
-    last = len(history) - 1
-    if last < limit:
+    if len(history) <= limit:
         return [dict(row) for row in history]
-    kept = {round(last * i / (limit - 1)) for i in range(limit)}
+    kept = set(spread(len(history), limit))
     for name in names:
-        numbered = [
-            (row[name], i)
-            for i, row in enumerate(history)
-            if math.isfinite(row.get(name, math.nan))
-        ]
-        if numbered:
-            kept |= {min(numbered)[1], max(numbered)[1]}
+        if values := known(history, name):
+            kept |= {min(values)[1], max(values)[1]}
     return [dict(history[i]) for i in sorted(kept)]
 
 
-def measured(history: Sequence[Row], names: Sequence[str]) -> list[str]:
-    """Return the names of which a value is known.
+def spread(total: int, n: int) -> list[int]:
+    """Return ``n`` of ``total`` numbers, evenly from the first to the last.
 
     Example:
-        >>> measured([{"a": 2.0, "b": float("nan")}], ["a", "b", "c"])
-        ['a']
+        >>> spread(9, 3)
+        [0, 4, 8]
     """
-    return [
-        name for name in names if any(math.isfinite(row.get(name, math.nan)) for row in history)
-    ]
+    return [round(i * (total - 1) / max(1, n - 1)) for i in range(n)]
 
 
 def without_layers(row: Row) -> Row:
@@ -108,43 +111,33 @@ def with_few_layers(row: Row, limit: int) -> Row:
     whole = without_layers(row)
     layers = [name for name in row if name not in whole]
     if len(layers) > limit:
-        spread = [round(i * (len(layers) - 1) / max(1, limit - 1)) for i in range(limit)]
-        layers = [layers[i] for i in spread]
+        layers = [layers[i] for i in spread(len(layers), limit)]
     return whole | {name: row[name] for name in layers}
 
 
-def log_settings(
-    loggers: Sequence[Any], prefix: str, who: str, settings: Mapping[str, Any]
-) -> None:
+def log_settings(loggers: Sequence[Any], who: str, settings: Mapping[str, Any]) -> None:
     """Give a callback's settings to the configuration of each run, and tell W&B which axis its values have.
 
     Args:
         loggers: Lightning's loggers.
-        prefix: What all keys begin with.
         who: The callback.
         settings: Its arguments; functions and tensors are named, not stored.
     """
-    known = {f"{prefix}/{who}/{name}": _plain(value) for name, value in settings.items()}
+    stored = {f"{PREFIX}/{who}/{name}": _plain(value) for name, value in settings.items()}
     for logger in loggers:
-        if hasattr(logger.experiment, "define_metric"):  # W&B
-            logger.experiment.define_metric(f"{prefix}/*", step_metric="trainer/global_step")
-        if hasattr(
-            logger.experiment, "add_text"
-        ):  # TensorBoard, whose hyperparameters would bring a metric of their own
-            cells = [[name, str(value)] for name, value in known.items()]
-            logger.experiment.add_text(
-                f"{prefix}/{who}/settings", _markdown(["setting", "value"], cells), 0
-            )
+        if _is_wandb(logger):
+            logger.experiment.define_metric(f"{PREFIX}/*", step_metric="trainer/global_step")
+        if _is_tensorboard(logger):  # whose hyperparameters would bring a metric of their own
+            rows = [[name, str(value)] for name, value in stored.items()]
+            log_rows(logger, f"{PREFIX}/{who}/settings", ["setting", "value"], rows, 0)
         else:
-            logger.log_hyperparams(known)
+            logger.log_hyperparams(stored)
 
 
 def _plain(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    if isinstance(value, list | tuple) and all(
-        isinstance(part, int | float | str) for part in value
-    ):
+    if isinstance(value, list | tuple) and all(isinstance(x, int | float | str) for x in value):
         return list(value)
     return getattr(value, "__qualname__", type(value).__name__)
 
@@ -159,19 +152,10 @@ def log_summary(loggers: Sequence[Any], key: str, ends: Row, step: int) -> None:
         step: The optimizer step at the end of training.
     """
     for logger in loggers:
-        if hasattr(logger.experiment, "summary"):  # W&B
+        if _is_wandb(logger):
             logger.experiment.summary.update(ends)
-        elif hasattr(logger.experiment, "add_text"):  # TensorBoard
-            cells = [[name, _text(value)] for name, value in ends.items()]
-            logger.experiment.add_text(
-                f"{key}_summary", _markdown(["value", "of the run"], cells), step
-            )
-        elif isinstance(
-            getattr(logger, "log_dir", None), str
-        ):  # CSV, and others that write to a folder
-            _write_rows(
-                Path(logger.log_dir), f"{key}_summary", ["value", "of the run"], [*ends.items()]
-            )
+        else:
+            log_rows(logger, f"{key}_summary", ENDS, [*ends.items()], step)
 
 
 def report(
@@ -192,20 +176,34 @@ def report(
     """
     columns, rows = table(history)
     for logger in loggers:
-        if hasattr(logger, "log_table") and hasattr(logger, "log_image"):  # W&B
-            logger.log_table(f"{key}_table", columns=columns, data=rows, step=step)
-            if figure is not None:
-                logger.log_image(f"{key}_figure", images=[figure_pixels(figure).numpy()], step=step)
-        elif hasattr(logger.experiment, "add_image"):  # TensorBoard
-            logger.experiment.add_text(f"{key}_table", _markdown(columns, rows), step)
-            if figure is not None:
-                logger.experiment.add_image(
-                    f"{key}_figure", figure_pixels(figure), step, dataformats="HWC"
-                )
-        elif isinstance(
-            getattr(logger, "log_dir", None), str
-        ):  # CSV, and others that write to a folder
-            _write(Path(logger.log_dir), key, figure, columns, rows)
+        log_rows(logger, f"{key}_table", columns, rows, step)
+        if figure is not None:
+            log_figure(logger, f"{key}_figure", figure, step)
+
+
+def log_rows(
+    logger: Any, key: str, columns: list[str], rows: Sequence[Sequence[Cell | None]], step: int
+) -> None:
+    """Give a table to a logger: as a table of W&B, a text of TensorBoard, or a file beside what else it writes."""
+    if _is_wandb(logger):
+        logger.log_table(key, columns=columns, data=rows, step=step)
+    elif _is_tensorboard(logger):
+        lines = [columns, ["---"] * len(columns), *([_text(cell) for cell in row] for row in rows)]
+        text = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+        logger.experiment.add_text(key, text, step)
+    elif path := _file(logger, f"{key}.csv"):
+        with path.open("w", newline="") as file:
+            csv.writer(file).writerows([columns, *rows])
+
+
+def log_figure(logger: Any, key: str, figure: "Figure", step: int) -> None:
+    """Give a figure to a logger, in the way of :func:`log_rows`."""
+    if _is_wandb(logger):
+        logger.log_image(key, images=[figure_pixels(figure).numpy()], step=step)
+    elif _is_tensorboard(logger):
+        logger.experiment.add_image(key, figure_pixels(figure), step, dataformats="HWC")
+    elif path := _file(logger, f"{key}.png"):
+        figure.savefig(path, dpi=150)
 
 
 def has_matplotlib() -> bool:
@@ -213,37 +211,24 @@ def has_matplotlib() -> bool:
     return find_spec("matplotlib") is not None
 
 
-def _markdown(columns: list[str], rows: Sequence[Sequence[Cell | None]]) -> str:
-    lines = [columns, ["---"] * len(columns), *([_text(cell) for cell in row] for row in rows)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+def _is_wandb(logger: Any) -> bool:
+    return hasattr(logger.experiment, "define_metric")
+
+
+def _is_tensorboard(logger: Any) -> bool:
+    return hasattr(logger.experiment, "add_text")
+
+
+def _file(logger: Any, key: str) -> Path | None:
+    """Return where a logger that writes to a folder, as that of csv files, has a file of this key."""
+    folder = getattr(logger, "log_dir", None)
+    if not isinstance(folder, str):
+        return None
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    return Path(folder, key.removeprefix(f"{PREFIX}/").replace("/", "_"))
 
 
 def _text(cell: Cell | None) -> str:
     if cell is None:
         return ""
     return cell if isinstance(cell, str) else f"{cell:.6g}"
-
-
-def _write(
-    folder: Path,
-    key: str,
-    figure: "Figure | None",
-    columns: list[str],
-    rows: list[list[Cell | None]],
-) -> None:
-    _write_rows(folder, f"{key}_table", columns, rows)
-    if figure is not None:
-        figure.savefig(folder / f"{_file_name(key)}_figure.png", dpi=150)
-
-
-def _write_rows(
-    folder: Path, key: str, columns: list[str], rows: Sequence[Sequence[Cell | None]]
-) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    text = io.StringIO()
-    csv.writer(text).writerows([columns, *rows])
-    (folder / f"{_file_name(key)}.csv").write_text(text.getvalue())
-
-
-def _file_name(key: str) -> str:
-    return key.removeprefix(f"{PREFIX}/").replace("/", "_")

@@ -1,6 +1,8 @@
 """The weights from which information is measured: those that are trained, as they were before."""
 
+import os
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from lightning_taskinfo._observe import ParamDict, trainable_parameters
 from lightning_taskinfo._ranges import check_finite_tensors
 from lightning_taskinfo._warn import warn
 
+Start = str | Mapping[str, Tensor]
 NAMED = 5  # parameters that a message names
 
 
@@ -27,7 +30,7 @@ class Center:
         kept: The weights by name.
     """
 
-    def __init__(self, who: str, start: str | Mapping[str, Tensor] = "initial") -> None:
+    def __init__(self, who: str, start: Start = "initial") -> None:
         self.who = who
         self.start = start
         self.kept: ParamDict = {}
@@ -101,6 +104,25 @@ class Center:
         if self.start == "zero":
             return {name: w.clone() for name, w in full.items()}
         return {name: w - self.kept[name].to(w.device) for name, w in full.items()}
+
+
+def checked_center(start: str | os.PathLike[str] | Mapping[str, Tensor]) -> Start:
+    """Return ``prior_center`` as :class:`Center` takes it: a checkpoint's dict as its weights, and paths as text.
+
+    Raises:
+        ValueError: If it is a word or path that is not known, or holds numbers that are not finite.
+    """
+    if isinstance(start, Mapping):
+        nested: Any = start.get("state_dict", start)
+        check_finite_tensors("prior_center", nested)
+        return dict(nested)
+    start = os.fspath(start)
+    if start not in ("initial", "zero") and not Path(start).is_file():
+        raise ValueError(
+            "`prior_center` must be 'initial', 'zero', a state dict or the path of a checkpoint, "
+            f"got {start!r}."
+        )
+    return start
 
 
 def read_weights(path: str) -> Mapping[str, Tensor]:

@@ -1,11 +1,21 @@
-"""What every measuring callback shares: when to look, at what, and how to leave no trace."""
+"""What every measuring callback shares: when it looks, on which processes, and to which loggers it speaks.
+
+The way of one measurement::
+
+    Lightning calls on_train_batch_end ─ due? ─ _measure, which enters `observing`
+        Source.read       inputs and targets of this process            source.py
+        observe           numbers of this process                       the quantity's own file, the Fisher engine
+        (all processes say whether they succeeded, before any of them waits for another)
+        summarise         numbers of all processes, with their names    the quantity's own file
+    history, loggers, callback_metrics
+"""
 
 import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 from weakref import ref
 
 from torch import Tensor, nn
@@ -14,46 +24,43 @@ from lightning_taskinfo._batches import Reader, filled_up, size
 from lightning_taskinfo._layers import layer_of
 from lightning_taskinfo._lightning import Callback, LightningModule, Trainer
 from lightning_taskinfo._observe import observing
-from lightning_taskinfo._ranges import check_counts, check_seed
+from lightning_taskinfo._ranges import check_counts, check_not_negative, check_seed
 from lightning_taskinfo._wandb import PREFIX
 from lightning_taskinfo._warn import warn
-from lightning_taskinfo.callbacks._checks import (
+from lightning_taskinfo.callbacks.checks import (
+    LossComparison,
     check_batch,
     check_finite,
+    check_fit,
     check_shards,
     check_weights,
-    kind_of_shards,
     warn_nothing,
 )
-from lightning_taskinfo.callbacks._comparison import LossComparison
-from lightning_taskinfo.callbacks._pool import Source
-from lightning_taskinfo.callbacks._processes import on_every_process
-from lightning_taskinfo.callbacks._report import (
+from lightning_taskinfo.callbacks.report import (
     has_matplotlib,
+    known,
     log_settings,
     log_summary,
-    measured,
     report,
     summary,
     thinned,
     with_few_layers,
     without_layers,
 )
-from lightning_taskinfo.callbacks._samples import Samples
-from lightning_taskinfo.callbacks._schedule import Schedule
+from lightning_taskinfo.callbacks.source import Pair, Samples, Source, on_every_process
 from lightning_taskinfo.fisher.measure import Request
 from lightning_taskinfo.fisher.sharded import resharding
-from lightning_taskinfo.functional.likelihood import Labels, Likelihood
+from lightning_taskinfo.functional.likelihood import Labels, Likelihood, as_likelihood
 from lightning_taskinfo.plotting import plot_curves
 
 if TYPE_CHECKING:
     from lightning_taskinfo.plotting import Axes, Figure
 
-
+T = TypeVar("T")
 KEPT_ROWS = 256  # of the history, in a checkpoint
 
 
-class Probe(Schedule, Callback, ABC):
+class Probe(Callback, ABC):
     """Measure scalars while a network trains, and change nothing.
 
     A probe runs the model in eval mode, draws from its own generators and touches neither ``.grad`` nor the data
@@ -98,14 +105,14 @@ class Probe(Schedule, Callback, ABC):
 
     Example::
 
-        class Confidence(Probe):  # a quantity of your own, here without other processes
+        class Confidence(Probe):  # a quantity of your own, here of one process alone
             default_every_n_steps = 50
             headline = ("confidence",)
 
             def observe(self, model, samples):
                 return model(samples.inputs).softmax(-1).amax(-1).mean()
 
-            def summarise(self, observed):
+            def summarise(self, observed, samples):
                 return {"confidence": observed.item()}
     """
 
@@ -145,16 +152,13 @@ class Probe(Schedule, Callback, ABC):
         check_counts(
             every_n_steps=every_n_steps, every_n_epochs=every_n_epochs, max_samples=max_samples
         )
+        check_not_negative(max_layers=max_layers)
         check_seed(seed)
         if data not in self.data_options:
             raise ValueError(f"`data` must be one of {', '.join(self.data_options)}, got {data!r}.")
-        Request(
-            labels=labels, likelihood=likelihood, mc_samples=mc_samples
-        )  # refuses what it does not know
+        self._asked = Request(labels, likelihood, mc_samples, forward_fn=forward_fn)
         if every_n_steps is None and every_n_epochs is None:
             every_n_steps, every_n_epochs = self.default_every_n_steps, self.default_every_n_epochs
-        if max_layers < 0:
-            raise ValueError(f"`max_layers` must not be negative, got {max_layers}.")
         self.every_n_steps = every_n_steps
         self.every_n_epochs = every_n_epochs
         self.at_start = self.default_at_start if at_start is None else at_start
@@ -171,12 +175,12 @@ class Probe(Schedule, Callback, ABC):
         self.reader = Reader(batch_fn, forward_fn)
         self.group_fn = group_fn or layer_of
         self.history: list[dict[str, float]] = []
-        self._last_step, self._measured_at = (
-            0,
-            -1,
-        )  # after the last batch; at the last measurement of this fit
+        self._last_step = 0  # after the last batch
+        self._measured_at = -1  # the last measurement of this fit
+        self._batch: Any = None  # the last one
         self._source: Source | None = None
         self._comparison: LossComparison | None = None  # until the first batch was trained on
+        self._error: Exception | None = None  # of the measurement under way
         self._checked = self._warned = self._resumed = self._extra = self._sharded = False
         self._begins = False  # the first step is still to come, and wanted
         self._module: ref[LightningModule] | None = None  # of the last fit
@@ -186,7 +190,7 @@ class Probe(Schedule, Callback, ABC):
         """Measure this process's samples; called in eval mode with autograd on. No process may wait for another."""
 
     @abstractmethod
-    def summarise(self, observed: Any) -> Mapping[str, float]:
+    def summarise(self, observed: Any, samples: Samples) -> Mapping[str, float]:
         """Return the scalars to log from what was observed, the same on every process; may sum over processes."""
 
     def plot(self, *, ax: "Axes | None" = None) -> tuple["Figure", "Axes"]:
@@ -195,31 +199,21 @@ class Probe(Schedule, Callback, ABC):
         Args:
             ax: Draw here instead of in a new figure.
         """
-        return plot_curves(
-            self.history, measured(self.history, self.headline), ylabel=self.ylabel, ax=ax
-        )
+        names = [name for name in self.headline if known(self.history, name)]
+        return plot_curves(self.history, names, ylabel=self.ylabel, ax=ax)
 
     # When
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._checked = self._warned = False
         check_weights(self.state_key, pl_module)
-        if kind := kind_of_shards(pl_module, trainer.strategy.model or pl_module):
-            check_shards(
-                self.state_key,
-                pl_module,
-                kind,
-                self.needs_whole_weights,
-                self.max_samples,
-                trainer.world_size,
-            )
-        self._sharded = kind is not None
+        self._sharded = check_shards(
+            self.state_key, trainer, pl_module, self.needs_whole_weights, self.max_samples
+        )
         if not self._sharded:
-            self._comparison = LossComparison(self.state_key, self.reader, self.likelihood)
-        self._meet(pl_module)
-
-    def _meet(self, pl_module: LightningModule) -> None:
-        """Begin anew with another module than that of an earlier fit, unless a checkpoint says otherwise."""
+            self._comparison = LossComparison(
+                self.state_key, self.reader, as_likelihood(self.likelihood)
+            )
         if self._module is not None and self._module() is not pl_module and not self._resumed:
             warn(
                 f"{self.state_key} was used for another module before: its history goes on with this one. "
@@ -232,46 +226,51 @@ class Probe(Schedule, Callback, ABC):
         """Let go of what belongs to the module of an earlier fit."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if (
-            self._resumed and self._extra
-        ):  # measured only because the first part of the run had ended
-            self.history.pop()
+        if self._resumed and self._extra:
+            self.history.pop()  # measured only because the first part of the run had ended
         self._last_step, self._resumed, self._extra = trainer.global_step, False, False
-        self._measured_at = -1
+        self._measured_at, self._batch = -1, None
         self._begins = self.at_start and trainer.global_step == 0
         self._source = Source(
             self.data, self.max_samples, self.seed, self.reader, split=self.split_over_ranks
         )
-        if self.data in ("train", "val"):
-            with observing(pl_module):
+        with observing(pl_module):  # a logger may begin its run here
+            if self.data in ("train", "val"):
                 self._source.open(trainer, pl_module)
                 if self._source.pool is not None:
                     self._check(pl_module, *self._source.pool)
+            if not trainer.fast_dev_run and trainer.is_global_zero:  # type: ignore[attr-defined]
+                log_settings(trainer.loggers, self.state_key, self._settings())
 
-        if not trainer.fast_dev_run and trainer.is_global_zero:  # type: ignore[attr-defined]
-            with observing(pl_module):  # a logger may begin its run here
-                log_settings(trainer.loggers, PREFIX, self.state_key, self._settings())
+    def _check(self, pl_module: LightningModule, inputs: Any, targets: Tensor | None) -> None:
+        """Refuse samples that cannot be measured, before the first step."""
+        self._checked = True
+        with self._gathering(pl_module):
+            check_batch(
+                self.state_key, pl_module, inputs, targets, self._asked, self._check_outputs
+            )
+
+    def _check_outputs(self, outputs: Tensor, targets: Tensor | None) -> None:
+        """Refuse outputs of the first samples that are not what the quantity needs."""
+        check_fit(self.state_key, outputs, targets, as_likelihood(self.likelihood))
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.data in ("train", "val"):
-            self._measure_at_start(trainer, pl_module, None)
+        if self._begins and self.data in ("train", "val"):
+            self._begins = False
+            self._measure(trainer, pl_module)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        self._batch = batch
         if not self._checked:
             with observing(pl_module):
                 self._check(pl_module, *self.reader.read(pl_module, batch))
         if self._comparison is not None:
             self._comparison.before_the_step(trainer, pl_module, batch)
-        if self.data == "train_batch":
-            self._measure_at_start(trainer, pl_module, batch)
-
-    def _measure_at_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> None:
-        """Measure weights that no step has moved; once, and not in a training that goes on from a checkpoint."""
-        if self._begins:
+        if self._begins and self.data == "train_batch":
             self._begins = False
-            self._measure(trainer, pl_module, batch)
+            self._measure(trainer, pl_module)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -279,103 +278,107 @@ class Probe(Schedule, Callback, ABC):
         if self._comparison is not None:
             self._comparison.after_the_step(trainer, pl_module, outputs)
             self._comparison = None  # once
-        source = self._source
-        if source is not None and source.collecting is not None and source.pool is None:
+        if self._source is not None and self._source.missing is not None:
             try:
-                source.see(pl_module, batch, last=trainer.is_last_batch)
+                self._source.collect(pl_module, batch, last=trainer.is_last_batch)
             except Exception as error:
                 self._failed(trainer, error)
-        if self._due(trainer) and self._measure(trainer, pl_module, batch):
+        if self._due(trainer) and self._measure(trainer, pl_module):
             values = {**dict.fromkeys(self.headline, math.nan), **without_layers(self.history[-1])}
-            monitored = {
-                self._logged(name): value for name, value in values.items() if name != "step"
-            }
-            pl_module.log_dict(monitored, logger=False, on_step=True, on_epoch=False)
+            del values["step"]
+            pl_module.log_dict(self._logged(values), logger=False, on_step=True, on_epoch=False)
+
+    def _due(self, trainer: Trainer) -> bool:
+        if self.every_n_steps is not None:
+            step, last = trainer.global_step, self._last_step
+            self._last_step = step
+            return step // self.every_n_steps != last // self.every_n_steps
+        every = self.every_n_epochs  # first: this is asked at every batch, and looking up counts
+        if every is None or not trainer.is_last_batch:
+            return False
+        return (trainer.current_epoch + 1) % every == 0
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.data in ("train", "val") and self._measured_at != trainer.global_step:
-            self._extra = self._measure(trainer, pl_module, None)
+            self._extra = self._measure(trainer, pl_module)
         if self.history and trainer.loggers and trainer.is_global_zero:  # drawing takes a while
             with observing(pl_module):
                 self._report(trainer)
-        measured = any(row["step"] for row in self.history)  # beyond the start
-        if not (measured or self._warned or trainer.fast_dev_run) and trainer.global_step:  # type: ignore[attr-defined]
-            warn_nothing(
-                self.state_key,
-                trainer.global_step,
-                self.data,
-                self.every_n_steps,
-                self.every_n_epochs,
-            )
-        self._source = None
+        steps, beyond_start = trainer.global_step, any(row["step"] for row in self.history)
+        if steps and not (beyond_start or self._warned or trainer.fast_dev_run):  # type: ignore[attr-defined]
+            warn_nothing(self.state_key, steps, self.data, self.every_n_steps, self.every_n_epochs)
+        self._source = self._batch = None
 
-    def _check(self, pl_module: LightningModule, inputs: Any, targets: Tensor | None) -> None:
-        self._checked = True
-        with resharding(pl_module) if self._sharded else nullcontext():
-            check_batch(self.state_key, pl_module, inputs, targets, self.likelihood, self.reader)
+    # One measurement
 
-    # Leaving no trace
-
-    def _measure(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> bool:
+    def _measure(self, trainer: Trainer, pl_module: LightningModule) -> bool:
         """Measure, keep and log; return whether it succeeded."""
         if self._source is None or not self._source.ready:
             return False
+        self._error = None
         with observing(pl_module):
-            values = self._observed(trainer, pl_module, self._source, batch)
-        if values is None:
+            values = self._values(trainer, pl_module)
+        if self._error is not None or values is None:
+            self._failed(trainer, self._error or RuntimeError("another process failed"))
             return False
-        step = self._measured_at = trainer.global_step  # once: at every step, looking it up counts
+        step = self._measured_at = trainer.global_step
         self.history.append({"step": step, **values})
-        series = {
-            self._logged(name): value
-            for name, value in with_few_layers(values, self.max_layers).items()
-        }
+        series = self._logged(with_few_layers(dict(values), self.max_layers))
         for logger in trainer.loggers:
             logger.log_metrics(series, step=step)
         return True
 
-    def _observed(
-        self, trainer: Trainer, pl_module: LightningModule, source: Source, batch: Any
-    ) -> dict[str, float] | None:
-        """Measure on every process, and agree that all succeeded before anybody waits for another."""
-        error: Exception | None = None
-        mine, observed = -1, None
-        try:
-            check_finite(pl_module)
-            inputs, targets = source.read(trainer, batch)
-            mine = size(inputs)
-        except Exception as caught:
-            error = caught
-        sizes = on_every_process(trainer, mine)
+    def _values(self, trainer: Trainer, pl_module: LightningModule) -> Mapping[str, float] | None:
+        """Measure on every process; None where any has failed, of which all know before one waits for another."""
+        samples: Any = None
+        observed: Any = None
+        pair = self._tried(self._read, trainer, pl_module)
+        sizes = on_every_process(trainer, -1 if pair is None else size(pair[0]))
         if min(sizes) >= 0:
-            try:
-                with resharding(pl_module) if self._sharded else nullcontext():
-                    observed = self.observe(
-                        pl_module, self._prepared(trainer, inputs, targets, sizes)
-                    )
-            except Exception as caught:
-                error = caught
-        if not trainer.strategy.reduce_boolean_decision(error is None):
-            self._failed(trainer, error or RuntimeError("another process failed"))
+            samples = self._tried(self._samples, trainer, pair, sizes)
+        if samples is not None:
+            with self._gathering(pl_module):
+                observed = self._tried(self.observe, pl_module, samples)
+        succeeded = samples is not None and self._error is None
+        if not trainer.strategy.reduce_boolean_decision(succeeded):
             return None
+        return self._tried(self.summarise, observed, samples)
+
+    def _tried(self, work: Callable[..., T], *arguments: Any) -> T | None:
+        """Return what something returns, or keep its error."""
         try:
-            return dict(self.summarise(observed))
-        except Exception as caught:
-            self._failed(trainer, caught)
+            return work(*arguments)
+        except Exception as error:
+            self._error = error
             return None
 
-    def _prepared(
-        self, trainer: Trainer, inputs: Any, targets: Tensor | None, sizes: list[int]
-    ) -> Samples:
-        mine = size(inputs)
-        first, total = (
-            (sum(sizes[: trainer.global_rank]), sum(sizes)) if self.split_over_ranks else (0, mine)
-        )
+    def _read(self, trainer: Trainer, pl_module: LightningModule) -> Pair:
+        check_finite(pl_module)
+        return self._source.read(trainer, self._batch)  # type: ignore[union-attr]
+
+    def _samples(self, trainer: Trainer, pair: Pair, sizes: list[int]) -> Samples:
+        inputs, targets = pair
+        mine, first, total = size(inputs), 0, size(inputs)
+        if self.split_over_ranks:
+            first, total = sum(sizes[: trainer.global_rank]), sum(sizes)
         if self._sharded:  # whose weights are gathered by all processes together
             if min(sizes) == 0:
                 raise ValueError(f"sharded weights need a sample on every process, got {sizes}")
             inputs, targets = filled_up(inputs, targets, max(sizes))
-        return Samples(inputs, targets, first, total, hash((self.seed, trainer.global_step)), mine)
+        return Samples(
+            inputs,
+            targets,
+            counted=mine,
+            first=first,
+            total=total,
+            seed=hash((self.seed, trainer.global_step)),
+            asked=self._asked,
+            trainer=trainer,
+            batch=self._batch,
+        )
+
+    def _gathering(self, pl_module: LightningModule) -> Any:
+        return resharding(pl_module) if self._sharded else nullcontext()
 
     def _failed(self, trainer: Trainer, error: Exception) -> None:
         if not self._warned:
@@ -385,17 +388,16 @@ class Probe(Schedule, Callback, ABC):
             )
         self._warned = True
 
+    # Loggers
+
     def _report(self, trainer: Trainer) -> None:
         loggers = [] if trainer.fast_dev_run else trainer.loggers  # type: ignore[attr-defined]
-        ends = {
-            self._logged(name): value
-            for name, value in summary(self.history, self.headline).items()
-        }
-        key = self._logged(self.headline[0])
+        key, step = self._key(self.headline[0]), trainer.global_step
         try:
             figure = self.plot()[0] if has_matplotlib() else None
-            report(loggers, key, figure, self.history, trainer.global_step)
-            log_summary(loggers, key, ends, trainer.global_step)
+            report(loggers, key, figure, self.history, step)
+            ends = self._logged(summary(self.history, self.headline))
+            log_summary(loggers, key, ends, step)
         except Exception as error:
             self._failed(trainer, error)
 
@@ -405,25 +407,24 @@ class Probe(Schedule, Callback, ABC):
         names = [name for init in inits for name in inspect.signature(init).parameters]
         return {name: getattr(self, name) for name in names if hasattr(self, name)}
 
-    def _logged(self, name: str) -> str:
+    def _key(self, name: str) -> str:
         return f"{PREFIX}/{self.name}/{name}" if self.name else f"{PREFIX}/{name}"
+
+    def _logged(self, values: Mapping[str, float]) -> dict[str, float]:
+        return {self._key(name): value for name, value in values.items()}
+
+    # Checkpoints
 
     @property
     def state_key(self) -> str:  # the schedule is no part of it: a resumed run may change it
         return f"{type(self).__qualname__}({self.name})" if self.name else type(self).__qualname__
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {
-            **self.__dict__,
-            "_module": None,
-        }  # for other processes, which know it under another address
+    def __getstate__(self) -> dict[str, Any]:  # for other processes, which know it elsewhere
+        return {**self.__dict__, "_module": None}
 
     def state_dict(self) -> dict[str, Any]:
         return {"history": thinned(self.history, self.headline, KEPT_ROWS), "extra": self._extra}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.history, self._extra, self._resumed = (
-            list(state_dict["history"]),
-            state_dict["extra"],
-            True,
-        )
+        self.history = list(state_dict["history"])
+        self._extra, self._resumed = state_dict["extra"], True
