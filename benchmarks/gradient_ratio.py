@@ -5,8 +5,7 @@
 200 labelled and 1,000 unlabelled digits of 8x8 pixels, a network of one hidden layer, 600 steps of Adam. A penalty is
 trained at weights a factor of 10 apart; every 20 steps the norm of its gradient over the loss's is taken, as
 ``penalised`` logs it. Reported: the ratio over the first tenth of the training, its median over all of it, and the test
-accuracy against that of the same seed without a penalty. Late in a training the loss's own gradient goes to 0 and every
-ratio grows, whatever the penalty does.
+accuracy against that of the same seed without a penalty.
 """
 
 import argparse

@@ -51,8 +51,8 @@ class Lautum(Regularizer):
     Args:
         input_shape: Shape of one input.
         num_outputs: Number of logits :math:`K`.
-        weight: The :math:`\lambda`, or a :class:`WeightSchedule`. With 0.01 the penalty's gradient can be ten times the
-            loss's on small images, and the labels are hardly learned; ``gradient_ratio`` of ``penalised`` tells.
+        weight: The :math:`\lambda`, or a :class:`WeightSchedule`. With 0.01 the penalty's gradient was three
+            times the loss's on 8×8 digits, and the labels were not learned (``benchmarks/gradient_ratio.py``).
         proxy: What stands for the weights: ``"logits"`` or ``"jacobian"``.
         components: Principal directions :math:`r` of the inputs to keep. By default all of them for ``"logits"`` up to
             ``max_dim`` inputs and 256 beyond; 64 for ``"jacobian"``.
