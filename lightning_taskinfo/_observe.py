@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import NamedTuple, TypeAlias
 
@@ -14,7 +14,7 @@ from lightning_taskinfo._random import keep_random_states
 ParamDict: TypeAlias = dict[str, Tensor]
 """Tensors by parameter name, as in ``model.named_parameters()``."""
 
-_OBSERVING: ContextVar[bool] = ContextVar("observing", default=False)
+_OBSERVED: ContextVar[frozenset[int]] = ContextVar("observed", default=frozenset())  # modules' ids
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -66,7 +66,7 @@ def is_observing() -> bool:
         >>> is_observing()
         False
     """
-    return _OBSERVING.get()
+    return bool(_OBSERVED.get())
 
 
 @contextmanager
@@ -104,7 +104,8 @@ def observing_parts(observed: Parts) -> Iterator[None]:
     modules, parameters, buffers = observed
     devices = {t.device for t in (*parameters, *buffers)} | {torch.device("cpu")}
     with ExitStack() as stack:
-        stack.callback(_OBSERVING.reset, _OBSERVING.set(True))
+        everything = _OBSERVED.get() | {id(module) for module in modules}
+        stack.callback(_OBSERVED.reset, _OBSERVED.set(everything))
         stack.callback(keep_random_states(devices))
         stack.callback(_keep_grads(parameters))
         stack.callback(_keep_buffers(modules))
@@ -124,6 +125,24 @@ def observing_parts(observed: Parts) -> Iterator[None]:
             if p.grad is not None:
                 p.grad = None  # a `backward()` inside adds to a gradient of its own
         yield
+
+
+def observing_once(observed: Parts) -> AbstractContextManager[None]:
+    """Do what :func:`observing` does, unless that is done: the one outside will put everything back.
+
+    Args:
+        observed: The parts of a model, from :func:`parts`.
+    """
+    modules, parameters, buffers = observed
+    outside, kinds = _OBSERVED.get(), {t.device.type for t in (*parameters, *buffers)} - {"meta"}
+    done = (
+        all(id(module) in outside and not module.training for module in modules)
+        and all(p.grad is None for p in parameters)
+        and torch.is_grad_enabled()
+        and not torch.is_inference_mode_enabled()
+        and not any(torch.is_autocast_enabled(kind) for kind in kinds)
+    )
+    return nullcontext() if done else observing_parts(observed)
 
 
 HALVES = (torch.float16, torch.bfloat16)

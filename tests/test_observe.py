@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_taskinfo import observing
-from lightning_taskinfo._observe import trainable_parameters
+from lightning_taskinfo._observe import observing_once, parts, trainable_parameters
 
 
 class Frozen(nn.BatchNorm1d):
@@ -255,3 +255,31 @@ def test_trainable_parameters_are_the_ones_that_move(net):
     found = trainable_parameters(net)
     assert list(found) == ["0.bias", "1.weight", "1.bias", "4.weight", "4.bias", "5.bias"]
     assert found["4.weight"] is net[4].weight
+
+
+def test_what_is_observed_needs_not_be_observed_again(net):
+    with observing(net):
+        state = torch.get_rng_state()
+        with observing_once(parts(net)):
+            torch.rand(1)
+        assert not torch.equal(torch.get_rng_state(), state), "the one outside puts it back"
+
+
+@pytest.mark.parametrize("change", ["training", "grad", "no_grad", "autocast", "another"])
+def test_what_has_changed_inside_is_observed_again(net, change):
+    outer = {"no_grad": torch.no_grad, "autocast": lambda: torch.autocast("cpu", torch.bfloat16)}
+    other = nn.Linear(2, 2)
+    with observing(other if change == "another" else net):
+        if change == "training":
+            net.train()
+        if change == "grad":
+            next(net.parameters()).grad = torch.zeros_like(next(net.parameters()))
+        with outer.get(change, nullcontext)():
+            state = torch.get_rng_state()
+            with observing_once(parts(net)):
+                torch.rand(1)
+                assert not net.training
+                assert torch.is_grad_enabled()
+                assert not torch.is_autocast_enabled("cpu")
+                assert next(net.parameters()).grad is None
+            assert torch.equal(torch.get_rng_state(), state)

@@ -45,7 +45,7 @@ from lightning_taskinfo._batches import (
     tensors,
     with_targets,
 )
-from lightning_taskinfo._observe import ParamDict, full_precision, observing_parts, parts
+from lightning_taskinfo._observe import ParamDict, full_precision, observing_once, parts
 from lightning_taskinfo._ranges import check_counts
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.fisher.backpack import backpack_gradients
@@ -181,7 +181,7 @@ def measure(
         raise ValueError(f"`targets` must have one entry per sample ({n}), got {len(targets)}.")
     if request.forward_fn is None:
         call_on(model, inputs)  # before anything is watched
-    with observing_parts(observed), full_precision(observed), resharding(model):
+    with observing_once(observed), full_precision(observed), resharding(model):
         return Measurement(model, take(inputs, _usable), targets, request, accumulator).run(n)
 
 
