@@ -332,7 +332,7 @@ class Probe(Callback, ABC):
         """Measure on every process; None where any has failed, of which all know before one waits for another."""
         samples: Any = None
         observed: Any = None
-        pair = self._tried(self._read, trainer, pl_module)
+        pair = self._tried(self._pair, trainer, pl_module)
         sizes = on_every_process(trainer, -1 if pair is None else size(pair[0]))
         if min(sizes) >= 0:
             samples = self._tried(self._samples, trainer, pair, sizes)
@@ -352,7 +352,7 @@ class Probe(Callback, ABC):
             self._error = error
             return None
 
-    def _read(self, trainer: Trainer, pl_module: LightningModule) -> Pair:
+    def _pair(self, trainer: Trainer, pl_module: LightningModule) -> Pair:
         check_finite(pl_module)
         return self._source.read(trainer, self._batch)  # type: ignore[union-attr]
 
