@@ -400,7 +400,7 @@ def test_trainings_on_plain_batches_need_no_batch_fn(tmp_path, data, kind):
     ("batch", "found"),
     [
         ((X, Y, Y), "tuple of Tensor, Tensor, Tensor"),
-        (X, "Tensor"),
+        (X, r"Tensor of torch.float32 and shape \[2, 4\]"),
         ({"image": X, "mask": Y}, "dict with image, mask"),
         ({"target": X, "label": Y}, "dict with target, label"),
         ((X, [0, 1]), "tuple of Tensor, list"),
