@@ -7,7 +7,7 @@ from typing import TypeAlias
 import torch
 from torch import Generator
 
-from lightning_taskinfo.certificates.samples import read_samples
+from lightning_taskinfo.certificates.samples import read_pair
 from lightning_taskinfo.cli._own import Data, read_part
 from lightning_taskinfo.tasks import Task, prepare_task
 
@@ -57,6 +57,6 @@ def labelled(name: str, data: Data, *, max_samples: int, size: int, seed: int = 
     if isinstance(data, str):
         task = prepare_task(data, max_samples=max_samples, size=size, seed=seed)
         return replace(task, name=name)
-    inputs, targets = read_samples(read_part(data, "train"), argument=f"tasks[{name!r}]")
+    inputs, targets = read_pair(read_part(data, "train"), argument=f"tasks[{name!r}]")
     order = torch.randperm(len(targets), generator=Generator().manual_seed(seed))[:max_samples]
     return Task(name, inputs[order], targets[order], int(targets.max()) + 1)

@@ -392,7 +392,7 @@ def test_wrong_values_end_with_2_and_their_message(folder, capsys, arguments, me
     [
         (["--checkpoint=gone.pt"], "`checkpoint` must be a file, but there is none at gone.pt.", 2),
         (["--prior.center=gone.pt"], "`center` must be a file of weights, got gone.pt, which", 2),
-        (["--data=gone.npz"], "A dataset must be an npz file", 2),
+        (["--data=gone.npz"], "'gone.npz' was not found at this path.", 2),
         (["--out=squares.npz/c.json"], "squares.npz", 1),
     ],
 )

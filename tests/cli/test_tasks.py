@@ -90,8 +90,8 @@ def test_complexity_takes_the_path_of_an_npz_file_and_writes_into_its_folder_alo
     ("arguments", "message"),
     [
         (["complexity", "--max_samples=3"], "`data` must hold at least 8 samples, got 3."),
-        (["complexity", "--training.steps=-5"], "error: `steps` must be positive, got -5"),
-        (["distance", "--training.steps=-5"], "error: `steps` must be positive, got -5"),
+        (["complexity", "--training.steps=-5"], "error: `steps` must be at least 1, got -5"),
+        (["distance", "--training.steps=-5"], "error: `steps` must be at least 1, got -5"),
         (["complexity", "--tasks=[numbers]"], "'numbers' was not found"),
         (["complexity", "--betas=[0]"], "`betas` must be positive numbers"),
         (["distance", "--seeds=0"], "`seeds` must be different numbers, at least one, got []"),
