@@ -19,8 +19,8 @@ class RecordingLautum(Lautum):
     def _averages(self, local):
         averages = super()._averages(local)
         if self.first is None:
-            whitened = [local[0].detach(), self._whitened(local[1].detach())]
-            self.first = {"local": whitened, "average": [self.cov_w.clone(), self.cov_wx.clone()]}
+            own = [part.detach() for part in local]
+            self.first = {"local": own, "average": [self.cov_w.clone(), self.cov_wx.clone()]}
         return averages
 
 
