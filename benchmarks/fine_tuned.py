@@ -1,24 +1,20 @@
-"""Time the Fisher information of networks that people fine-tune, beside a plain forward and backward pass.
+"""Networks that people fine-tune: the time and memory of their Fisher information beside a plain step.
 
-Usage::
-
-    python benchmarks/fine_tuned.py --rounds 5
-
-Needs ``transformers`` and ``peft``. Each network runs in a process of its own. What counts is the ratio of a
-measurement to a plain step of the same batch right before it. The first measurement of a network, which has to find
-out where its samples are, is told apart.
+A part of ``fisher.py``, which runs each network in processes of its own. Needs ``transformers`` and ``peft``. What
+counts is the ratio of a measurement to a plain step of the same batch right before it. A diagonal needs one copy of the
+trainable weights beside what a plain step needs (whose gradients are such a copy), a trace none.
 """
 
-import argparse
-import json
+import gc
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from environment import environment
-from measure import in_child, seconds
+from measure import WRONG, reason, resident_bytes, seconds
+from peers import opacus_ghost
 from torch import Tensor, nn
 
 from lightning_taskinfo.fisher import fisher_diagonal, fisher_trace
@@ -87,6 +83,7 @@ CASES = {
     "Llama-like, 4×128 tokens": Case(llama, 1.2, 1.6),
     "LoRA on GPT-2 small, 4×128 tokens": Case(lora, 1.15),
 }
+OPACUS = "Opacus, ghost norms"
 
 
 def forward(model: nn.Module, x: Tensor) -> Tensor:
@@ -94,11 +91,26 @@ def forward(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).logits
 
 
-def ratios(name: str, rounds: int) -> list[dict[str, Any]]:
-    """Time a plain step and both quantities in turn, and return the ratios; the first call is told apart."""
+class Logits(nn.Module):
+    """A network whose forward pass returns logits, rows of classes last, and nothing random."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = forward(self.model, x)
+        return logits.movedim(-1, 1)  # as cross_entropy wants it
+
+
+def made(name: str, samples: int | None = None) -> dict[str, Callable[[], Any]]:
+    """Return what can be called for a network: a plain step, the trace, the diagonal, and the trace by Opacus."""
     torch.manual_seed(0)
-    case = CASES[name]
-    model, x = case.make()
+    model, x = CASES[name].make()
+    x = x[:samples]
     model.eval()
     with torch.no_grad():
         outputs = forward(model, x)
@@ -109,57 +121,85 @@ def ratios(name: str, rounds: int) -> list[dict[str, Any]]:
         logits = forward(model, x).flatten(0, -2)
         nn.functional.cross_entropy(logits, y.flatten(), reduction="sum").backward()
 
+    ghost: list[Callable[[], Tensor]] = []
+
+    def opacus() -> Tensor:
+        if not ghost:
+            ghost.append(opacus_ghost(Logits(deepcopy(model)), x, y))
+        return ghost[0]()
+
     options = {"labels": "empirical", "forward_fn": forward}
-    calls = {"trace": lambda: fisher_trace(model, x, y, **options)}
-    if case.diagonal is not None:
-        calls["diagonal"] = lambda: fisher_diagonal(model, x, y, **options)
+    return {
+        "plain": plain,
+        "trace": lambda: fisher_trace(model, x, y, **options),
+        "diagonal": lambda: fisher_diagonal(model, x, y, **options),
+        OPACUS: opacus,
+    }
+
+
+def ratios(name: str, rounds: int) -> list[dict[str, Any]]:
+    """Time each quantity in turn with a plain step, and return the ratios; the first call is told apart."""
+    calls = made(name)
+    plain = calls.pop("plain")
     plain()
     rows = []
     for quantity, call in calls.items():
-        first = seconds(call)
+        row = {"network": name, "quantity": quantity, "goal": getattr(CASES[name], quantity, None)}
+        rows.append(row)
+        try:
+            first = seconds(call)
+            if quantity == OPACUS:
+                row["error"] = abs(float(call()) / float(calls["trace"]()) - 1)
+        except Exception as error:  # whatever a peer raises: it does not serve this network
+            row["refused"] = reason(error)
+            continue
+        if row.get("error", 0.0) > WRONG:
+            continue
         times = [(seconds(plain), seconds(call)) for _ in range(rounds)]
         found = sorted(ours / step for step, ours in times)
-        rows.append(
-            {
-                "network": name,
-                "quantity": quantity,
-                "ratio": median(found),
-                "low": found[0],
-                "high": found[-1],
-                "goal": getattr(case, quantity),
-                "first": first / median(step for step, _ in times),
-                "plain_seconds": median(step for step, _ in times),
-                "rounds": rounds,
-            }
-        )
+        step = median(step for step, _ in times)
+        row |= {"ratio": median(found), "low": found[0], "high": found[-1]}
+        row |= {"first": first / step, "plain_seconds": step, "rounds": rounds}
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--networks", nargs="+", choices=CASES, default=[*CASES])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument(
-        "--output", type=Path, default=Path(__file__).parent / "results" / "fine_tuned.json"
-    )
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    results: dict[str, Any] = {"environment": environment(), "threads": args.threads, "speed": []}
-    if args.output.exists():
-        results["speed"] = json.loads(args.output.read_text())["speed"]
-    for name in args.networks:
-        kept = [row for row in results["speed"] if row["network"] != name]
-        rows = in_child(ratios, name, args.rounds)
-        results["speed"] = kept + rows
-        for row in rows:
-            print(
-                f"{name}, {row['quantity']}: {row['ratio']:.2f} (first {row['first']:.2f}), goal {row['goal']}"
-            )
-        args.output.write_text(json.dumps(results, indent=1) + "\n")
+def peak(name: str, quantity: str) -> dict[str, float]:
+    """Return by how much a call raises the peak of memory, and the size of the trainable weights, in MB (Linux).
+
+    It is not the first call, which looks for the samples; run this in a child of its own.
+    """
+    call = made(name)[quantity]
+    call()
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
+    before = resident_bytes()
+    call()
+    status = Path("/proc/self/status").read_text()
+    grown = 1024 * int(status.partition("VmHWM:")[2].split()[0]) - before
+    weights = sum(p.nbytes for p in CASES[name].make()[0].parameters() if p.requires_grad)
+    return {"peak_mb": grown / 1e6, "weights_mb": weights / 1e6}
 
 
-if __name__ == "__main__":
-    main()
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return the results as a table in Markdown."""
+    lines = [
+        "# Networks that people fine-tune",
+        "",
+        "Time over a plain forward and backward pass of the same batch, median (lowest to highest); that of the first "
+        "call, which finds out where the samples are; how much one call raises the peak of memory.",
+        "",
+        "| Network | Quantity | Ratio | Goal | First call | Memory, MB | Weights, MB |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        told = row.get("refused") or ""
+        if "ratio" in row:
+            told = f"{row['ratio']:.2f} ({row['low']:.2f} to {row['high']:.2f})"
+        elif "error" in row:
+            told = f"wrong by {row['error']:.0%}"
+        goal = "" if row.get("goal") is None else f"{row['goal']:.2f}"
+        first = f"{row['first']:.2f}" if "first" in row else ""
+        memory = [f"{row[key]:.0f}" if key in row else "" for key in ("peak_mb", "weights_mb")]
+        cells = (row["network"], row["quantity"], told, goal, first, *memory)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"

@@ -5,8 +5,7 @@ Usage::
     make bench                                                   # all of it, in an environment of its own
     .venv-bench/bin/python benchmarks/fisher.py --networks mlp --repeats 1
     .venv-bench/bin/python benchmarks/fisher.py --memory-growth  # and LeNet with 128 … 8,192 samples
-
-``fine_tuned.py`` times language models and adapters.
+    .venv-bench/bin/python benchmarks/fisher.py --networks fine-tuned    # language models, vision transformer, adapters
 
 Every number is taken in a fork of a process that has imported everything and computed nothing. Contenders
 take turns with a plain forward and backward pass of the same batch; what counts is the ratio of the two in a round.
@@ -27,13 +26,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import fine_tuned
 import torch
 from measure import WRONG, agreement, growth, in_child, peak_megabytes, race, reason
 from networks import CORNERS, NETWORKS
 from peers import CONTENDERS
 from report import OURS, markdown
-
-from lightning_taskinfo.fisher import engines_used
 
 QUANTITIES = ("trace", "diagonal", "exact", "gram")
 GRAM_SAMPLES = 100
@@ -46,13 +44,24 @@ PACKAGES = {  # contender -> module, distribution
     "ASDL": ("asdl", "asdfghjkl"),
 }
 LOOPS = ("loop engine", "batch-of-one loop")
+FINE_TUNED = "fine-tuned"
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--networks", nargs="*", choices=NETWORKS, default=[*NETWORKS])
+    parser.add_argument(
+        "--networks", nargs="*", choices=[*NETWORKS, FINE_TUNED], default=[*NETWORKS, FINE_TUNED]
+    )
+    parser.add_argument(
+        "--cases",
+        nargs="+",
+        choices=fine_tuned.CASES,
+        default=[*fine_tuned.CASES],
+        metavar="CASE",
+        help="which of the fine-tuned ones",
+    )
     parser.add_argument("--samples", nargs="+", type=int, default=[128, 512], help="batch sizes")
     parser.add_argument("--quantities", nargs="+", choices=QUANTITIES, default=QUANTITIES)
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=[*CONTENDERS])
@@ -90,18 +99,7 @@ def available() -> dict[str, str]:
             version(distribution)
         except (ImportError, PackageNotFoundError) as error:
             missing[name] = "needs torchvision" if "torchvision" in str(error) else "not installed"
-    answered_by = in_child(backpack_engine)
-    if answered_by != "backpack":
-        missing["backpack engine"] = f'`engine="backpack"` is answered by {answered_by}'
     return missing
-
-
-def backpack_engine() -> str:
-    """Return which engine answers when BackPACK's is asked for."""
-    try:
-        return engines_used(torch.nn.Linear(2, 2), torch.ones(2, 2), engine="backpack")["weight"]
-    except (ImportError, NotImplementedError, ValueError) as error:
-        return f"an error, {reason(error)}"
 
 
 def environment(threads: int) -> dict[str, Any]:
@@ -205,10 +203,38 @@ def guarded(function: Callable[..., Any], *args: Any) -> Any:
         return None
 
 
+def run_fine_tuned(args: argparse.Namespace) -> None:
+    """Time the networks that people fine-tune; of those that are not asked for, what was stored stays."""
+    path = args.output / "fine_tuned.json"
+    rows = json.loads(path.read_text())["speed"] if path.exists() else []
+    for name in args.cases:
+        rows = [row for row in rows if row["network"] != name]
+        found = guarded(fine_tuned.ratios, name, args.repeats) or []
+        memory = {
+            "network": name,
+            "quantity": "plain",
+            **(guarded(fine_tuned.peak, name, "plain") or {}),
+        }
+        for row in found:
+            if "ratio" in row:
+                row |= guarded(fine_tuned.peak, name, row["quantity"]) or {}
+        rows += [memory, *found]
+        print(fine_tuned.table([memory, *found]), flush=True)
+        results = {"environment": environment(args.threads), "speed": rows}
+        path.write_text(json.dumps(results, indent=1) + "\n")
+        path.with_suffix(".md").write_text(fine_tuned.table(rows))
+
+
 def main() -> None:
     args, start = arguments(), time.perf_counter()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(args.threads)
+    args.output.mkdir(parents=True, exist_ok=True)
+    if FINE_TUNED in args.networks:
+        args.networks.remove(FINE_TUNED)
+        run_fine_tuned(args)
+        if not args.networks:
+            return
     missing = available()
     names = [name for name in args.contenders if name not in missing]
     results: dict[str, Any] = {
@@ -219,7 +245,6 @@ def main() -> None:
         "plain_mb": {},
         "growth": [],
     }
-    args.output.mkdir(parents=True, exist_ok=True)
 
     def save(done: str) -> None:
         used = resource.getrusage(resource.RUSAGE_CHILDREN)

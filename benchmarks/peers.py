@@ -189,7 +189,6 @@ def asdl_diagonal(fisher_type: str) -> Builder:
 CONTENDERS: dict[str, dict[str, Builder]] = {
     "auto": ours("auto"),
     "per_sample": ours("per_sample"),
-    "backpack engine": ours("backpack"),
     "loop engine": ours("loop"),
     "torch.func": by_gradients(vmapped) | {"exact": over_classes(vmapped)},
     "BackPACK": BACKPACK,

@@ -187,9 +187,9 @@ class BatchIndices:
         else:
             numbers, source = getattr(trainer.train_dataloader, "delivered", None), "the sampler"
         try:
-            index = torch.as_tensor(numbers)
+            index = torch.as_tensor(numbers, device="cpu")
         except (TypeError, ValueError, RuntimeError):
-            index = torch.empty(0)
+            index = torch.empty(0, device="cpu")
         whole = not (index.is_floating_point() or index.is_complex() or index.dtype == torch.bool)
         if not whole or index.shape != (samples,) or (samples and int(index.min()) < 0):
             found = (

@@ -4,16 +4,13 @@ import math
 from contextlib import suppress
 from typing import Any, ClassVar
 
-import torch
 from torch import nn
 
-from lightning_taskinfo._batches import size
 from lightning_taskinfo._lightning import LightningModule, Trainer
-from lightning_taskinfo._observe import trainable_parameters
 from lightning_taskinfo.callbacks.probe import Probe
 from lightning_taskinfo.callbacks.source import Samples
-from lightning_taskinfo.fisher.accumulators import Norms, TraceSums
-from lightning_taskinfo.fisher.measure import measure
+from lightning_taskinfo.fisher.accumulators import TraceSums
+from lightning_taskinfo.fisher.measure import squared_norms_by_name
 
 
 class FisherTrace(Probe):
@@ -56,11 +53,8 @@ class FisherTrace(Probe):
         self._rate = optimizer.param_groups[0].get("lr", math.nan)
 
     def observe(self, model: nn.Module, samples: Samples) -> TraceSums:
-        sink = Norms(size(samples.inputs))
-        if sink.n:
-            measure(model, samples.inputs, samples.targets, samples.request(), sink)
-        unused = torch.zeros_like(next(iter(sink.values.values()), torch.zeros(0, device="cpu")))
-        norms = {name: sink.values.get(name, unused) for name in trainable_parameters(model)}
+        request = samples.request()
+        norms = squared_norms_by_name(model, samples.inputs, samples.targets, request)
         return TraceSums.of({name: part[: samples.counted] for name, part in norms.items()})
 
     def summarise(self, observed: TraceSums, samples: Samples) -> dict[str, float]:

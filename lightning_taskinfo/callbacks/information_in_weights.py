@@ -28,7 +28,8 @@ from lightning_taskinfo.distributions.post_family import (
     standard_noises,
 )
 from lightning_taskinfo.fisher.accumulators import Diagonal
-from lightning_taskinfo.fisher.kron_metric import KroneckerFisher
+from lightning_taskinfo.fisher.kron import as_factors, kronecker_sums
+from lightning_taskinfo.fisher.kron_sums import KroneckerSums
 from lightning_taskinfo.fisher.measure import measure
 from lightning_taskinfo.functional.information import InformationTerms, added, label_entropy
 from lightning_taskinfo.functional.likelihood import Categorical
@@ -42,7 +43,7 @@ class _Observed(NamedTuple):
     """What one process has measured."""
 
     model: nn.Module
-    fisher: ParamDict | KroneckerFisher  # the former summed over samples
+    fisher: ParamDict | KroneckerSums  # of this process
     loss: float  # summed over samples, NaN where it is not known
     displacement: ParamDict
 
@@ -196,25 +197,21 @@ class InformationInWeights(Probe):
         """Measure this process's part of the Fisher information and of the loss."""
         moved = self._center.displacement(model)
         if self.structure == "kron":
-            kron = KroneckerFisher(
-                labels=self.labels,
-                likelihood=samples.draws(),
-                mc_samples=self.mc_samples,
-                forward_fn=self.forward_fn,
-            ).to(next(model.parameters()).device)
-            kron.update(model, samples.inputs, samples.targets)
-            return _Observed(model, kron, samples.loss(model), moved)
-        draws, parameters = samples.draws(LossOnTheWay), trainable_parameters(model)
-        sink = Diagonal(parameters)
+            sums = KroneckerSums(model)
+            if samples.counted:
+                request = samples.request()
+                sums = kronecker_sums(model, samples.inputs, samples.targets, request)
+            return _Observed(model, sums, samples.loss(model), moved)
+        draws, sink = samples.draws(LossOnTheWay), Diagonal()
         if samples.counted:
             measure(model, samples.inputs, samples.targets, samples.request(draws), sink)
-        diagonal = {name: sink.total(name, p).detach() for name, p in parameters.items()}
+        diagonal = sink.by_name(trainable_parameters(model))
         return _Observed(model, diagonal, draws.loss, moved)
 
     def summarise(self, observed: _Observed, samples: Samples) -> dict[str, float]:
         """Put the parts of all processes together, and measure the loss under the Gaussian that they give."""
         loss = self._of_training_set(
-            samples, torch.tensor([observed.loss], dtype=torch.float64)
+            samples, torch.tensor([observed.loss], dtype=torch.float64, device="cpu")
         ).item()
         moved = {name: part for name, part in observed.displacement.items() if bool(part.any())}
         if moved:
@@ -260,14 +257,15 @@ class InformationInWeights(Probe):
 
     def _of_training_set(self, samples: Samples, losses: Tensor) -> Tensor:
         """Return losses of the whole training set, from sums over this process's samples."""
-        mine = losses.double() if samples.counted else torch.zeros(losses.shape)
+        mine = losses.double() if samples.counted else torch.zeros_like(losses)
         return samples.summed(mine).cpu() * (self._training_set / samples.total)
 
     def _family(self, observed: _Observed, moved: ParamDict, samples: Samples) -> PostFamily:
         """Return the Gaussians around the network, from the Fisher information of all processes' samples."""
         fisher = observed.fisher
-        if isinstance(fisher, KroneckerFisher):
-            eigen = fisher.eigen()
+        if isinstance(fisher, KroneckerSums):
+            factors = as_factors(fisher.summed(samples.summed), samples.total)
+            eigen = {name: block.eigen() for name, block in factors.items()}
             values = {
                 name: self._training_set * eigen[name][0].view_as(part)
                 for name, part in moved.items()
@@ -281,7 +279,7 @@ class InformationInWeights(Probe):
 
     def _no_gaussian(self, loss: float) -> _Gaussian:
         """Without a distance from the centre there is nothing to know: no noise, no nats, the network itself."""
-        zero = torch.zeros((), dtype=torch.float64)
+        zero = torch.zeros((), dtype=torch.float64, device="cpu")
         nothing = InformationTerms(zero, zero, zero, zero, self.beta)
         std = math.nan if isinstance(self.prior_std, str) else self.prior_std
         return _Gaussian(std, {"": nothing}, loss, 0.0)
@@ -323,7 +321,7 @@ class InformationInWeights(Probe):
                 model, lambda: samples.loss(model), family.shaped(std), noises
             )
         except Exception:  # e.g. out of memory: then NaN, on all processes
-            losses = torch.full((len(noises), 2), math.nan)
+            losses = torch.full((len(noises), 2), math.nan, device="cpu")
         pairs = self._of_training_set(samples, losses).mean(1)
         error = pairs.std().item() / math.sqrt(len(pairs)) if len(pairs) > 1 else math.nan
         return _Gaussian(std, family.terms(std), pairs.mean().item(), error)
@@ -332,7 +330,7 @@ class InformationInWeights(Probe):
         """Return what a code for the labels of the training set needs without a network; NaN if not class labels."""
         if not isinstance(samples.likelihood, Categorical):
             return math.nan
-        targets, mine = samples.targets, torch.zeros(0, dtype=torch.long)
+        targets, mine = samples.targets, torch.zeros(0, dtype=torch.long, device="cpu")
         if targets is not None and not targets.is_floating_point():
             mine = targets[targets >= 0].cpu()  # below 0: labels that do not count
         largest = int(mine.max()) if len(mine) else -1

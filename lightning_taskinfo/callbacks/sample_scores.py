@@ -94,7 +94,7 @@ class SampleSums:
 
     def __init__(self, table: Tensor | None = None) -> None:
         # Rows: sum of losses, their number, sum of squared norms, their number, and how often a sample was seen.
-        self.table = torch.zeros(5, 0) if table is None else table
+        self.table = torch.zeros(5, 0, device="cpu") if table is None else table
 
     def add(
         self, index: Tensor, losses: Tensor | None, norms: Tensor | None, first: int = 0

@@ -16,7 +16,7 @@ from lightning_taskinfo.callbacks.report import has_matplotlib, report
 from lightning_taskinfo.callbacks.sample_scores import SampleScores, SampleSums, Score
 from lightning_taskinfo.callbacks.source import Samples, on_every_process, summed
 from lightning_taskinfo.fisher.accumulators import TraceSums
-from lightning_taskinfo.fisher.capture import Graph
+from lightning_taskinfo.fisher.graph import Graph
 from lightning_taskinfo.fisher.step_losses import StepLosses
 from lightning_taskinfo.fisher.train_step import StepRecorder
 
@@ -162,7 +162,7 @@ class TrainStepNorms(Probe):
             self._merged or self._sums
         ).table  # of a checkpoint or an earlier fit, which counts once
         self._merged = None
-        self._sums = SampleSums(torch.zeros(5, 0) if trainer.global_rank else before)
+        self._sums = SampleSums(torch.zeros(5, 0, device="cpu") if trainer.global_rank else before)
         self._sums.table = self._sums.table.to(pl_module.device)
         reason = self._indices.unknown(trainer)
         if reason is not None:
@@ -279,7 +279,11 @@ class TrainStepNorms(Probe):
         """Return the names of parameters, and sums over samples: of norms, if they are read, and of losses."""
         if self._problem is not None:
             raise RuntimeError(self._problem)
-        losses = torch.zeros(0) if self._losses is None else self._losses[self._losses.isfinite()]
+        losses = (
+            torch.zeros(0, device="cpu")
+            if self._losses is None
+            else self._losses[self._losses.isfinite()]
+        )
         of_losses = [losses.double().sum().item(), float(len(losses))]
         if self._recorder is None:
             return [], of_losses

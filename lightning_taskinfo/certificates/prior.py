@@ -139,7 +139,9 @@ def half_prior(
             "`half_fn` needs a `prior` with a `center` to train from, got a centre at 0."
         )
     inputs, targets = data
-    order = torch.randperm(len(targets), generator=torch.Generator().manual_seed(seed))
+    order = torch.randperm(
+        len(targets), generator=torch.Generator().manual_seed(seed), device="cpu"
+    )
     first, second = order.tensor_split(2)
     half, rest = _part(inputs, targets, first), _part(inputs, targets, second)
     network = deepcopy(model)

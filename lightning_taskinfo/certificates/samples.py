@@ -153,7 +153,7 @@ def _read_unlabelled(
     if isinstance(batch, list | tuple) and len(batch) == 2 and batch[1] is None:
         return batch[0], None
     if isinstance(batch, Mapping) and not is_labeled(batch):
-        nothing = torch.zeros(sample_count(batch), dtype=torch.long)
+        nothing = torch.zeros(sample_count(batch), dtype=torch.long, device="cpu")
         return _read({**batch, "labels": nothing}, argument, model, reader)[0], None
     return _read(batch, argument, model, reader)
 

@@ -113,7 +113,7 @@ def losses_with_noise(
             with _holding(weights, drawn):
                 pair.append(loss())
         rows.append(pair)
-    return torch.tensor(rows, dtype=torch.float64)
+    return torch.tensor(rows, dtype=torch.float64, device="cpu")
 
 
 def standard_noises(weights: Mapping[str, Tensor], count: int, seed: int) -> list[ParamDict]:

@@ -1,18 +1,27 @@
 """Trace, diagonal, layer traces and Gram matrix: what is made of the squared gradients."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Generator, Tensor, nn
 
 from lightning_taskinfo._batches import sample_count
-from lightning_taskinfo._layers import layer_of
 from lightning_taskinfo._observe import ParamDict, trainable_parameters
-from lightning_taskinfo.fisher.accumulators import Diagonal, Gram, Norms
+from lightning_taskinfo._random import keep_random_states
+from lightning_taskinfo.fisher.accumulators import Diagonal, Gram, Norms, TraceSums
 from lightning_taskinfo.fisher.fallback import Forward
-from lightning_taskinfo.fisher.measure import Engine, Request, measure
+from lightning_taskinfo.fisher.measure import (
+    Engine,
+    Options,
+    Request,
+    measure,
+    squared_norms_by_name,
+)
 from lightning_taskinfo.fisher.ops import BLOCK
 from lightning_taskinfo.functional.likelihood import Labels, Likelihood
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # of `typing` from Python 3.11 on
 
 
 def fisher_trace(
@@ -50,8 +59,8 @@ def fisher_trace(
         generator: Source of the draws, on the device of the outputs. By default torch's own state decides them and is
             left as it is, so that two calls draw the same labels.
         engine: ``"hooks"`` reads layer inputs and output gradients of one forward and backward pass,
-            ``"per_sample"`` uses ``torch.func``, ``"loop"`` takes one sample at a time, ``"backpack"`` uses BackPACK;
-            ``"auto"`` takes the hooks where they are right and ``"per_sample"`` (or the loop) for what is left.
+            ``"per_sample"`` uses ``torch.func``, ``"loop"`` takes one sample at a time; ``"auto"`` takes the hooks
+            where they are right and ``"per_sample"`` (or the loop) for what is left, which a warning names.
         chunk_size: Samples of one forward pass; memory grows with it, not with ``N``.
         forward_fn: How to get the outputs, ``forward_fn(model, inputs) -> outputs``; found out by default: inputs are
             handed over as they are, or by name, and outputs may be a tensor or have ``logits``.
@@ -71,21 +80,15 @@ def fisher_trace(
         tensor(1.5000)
     """
     request = Request(labels, likelihood, mc_samples, generator, engine, chunk_size, forward_fn)
-    return _norms(model, inputs, targets, request)[0].mean()
+    norms = squared_norms_by_name(model, inputs, targets, request)
+    return _scalar(TraceSums.of(norms).compute().trace, norms)
 
 
 def per_sample_squared_norms(
     model: nn.Module,
     inputs: Any,
     targets: Tensor | None = None,
-    *,
-    labels: Labels = "sampled",
-    likelihood: str | Likelihood = "categorical",
-    mc_samples: int = 1,
-    generator: Generator | None = None,
-    engine: Engine = "auto",
-    chunk_size: int | None = None,
-    forward_fn: Forward | None = None,
+    **options: "Unpack[Options]",
 ) -> Tensor:
     r"""Squared gradient norm of each sample, :math:`\mathbb{E}_y \|\nabla_w \log p_w(y|x_n)\|^2`, shape ``[N]``.
 
@@ -97,22 +100,15 @@ def per_sample_squared_norms(
         >>> per_sample_squared_norms(net, tensor([[1.0], [2.0]]), labels="exact", likelihood="gaussian")  # x²
         tensor([1., 4.])
     """
-    request = Request(labels, likelihood, mc_samples, generator, engine, chunk_size, forward_fn)
-    return _norms(model, inputs, targets, request)[0]
+    norms = squared_norms_by_name(model, inputs, targets, Request(**options))
+    return torch.stack([*norms.values()]).sum(0)
 
 
 def layer_traces(
     model: nn.Module,
     inputs: Any,
     targets: Tensor | None = None,
-    *,
-    labels: Labels = "sampled",
-    likelihood: str | Likelihood = "categorical",
-    mc_samples: int = 1,
-    generator: Generator | None = None,
-    engine: Engine = "auto",
-    chunk_size: int | None = None,
-    forward_fn: Forward | None = None,
+    **options: "Unpack[Options]",
 ) -> dict[str, Tensor]:
     """Trace of the Fisher information by the module that owns the parameters; they add up to :func:`fisher_trace`.
 
@@ -125,27 +121,16 @@ def layer_traces(
         >>> list(layer_traces(net, ones(1, 1), labels="exact", likelihood="gaussian"))
         ['0', '1']
     """
-    request = Request(labels, likelihood, mc_samples, generator, engine, chunk_size, forward_fn)
-    norms = _norms(model, inputs, targets, request)[1]
-    traces: dict[str, Tensor] = {}
-    for name, of_samples in norms.items():
-        owner = layer_of(name)
-        traces[owner] = traces.get(owner, 0) + of_samples.mean()
-    return traces
+    norms = squared_norms_by_name(model, inputs, targets, Request(**options))
+    layers = TraceSums.of(norms).compute().layers
+    return {layer: _scalar(part, norms) for layer, part in layers.items()}
 
 
 def fisher_diagonal(
     model: nn.Module,
     inputs: Any,
     targets: Tensor | None = None,
-    *,
-    labels: Labels = "sampled",
-    likelihood: str | Likelihood = "categorical",
-    mc_samples: int = 1,
-    generator: Generator | None = None,
-    engine: Engine = "auto",
-    chunk_size: int | None = None,
-    forward_fn: Forward | None = None,
+    **options: "Unpack[Options]",
 ) -> ParamDict:
     r"""Diagonal of the Fisher information by parameter name, a mean over samples, shaped like the parameters.
 
@@ -160,12 +145,11 @@ def fisher_diagonal(
         >>> fisher_diagonal(net, tensor([[1.0, 2.0]]), labels="exact", likelihood="gaussian")
         {'weight': tensor([[1., 4.]]), 'bias': tensor([1.])}
     """
-    request = Request(labels, likelihood, mc_samples, generator, engine, chunk_size, forward_fn)
-    parameters = trainable_parameters(model)
-    sink = Diagonal(parameters)
-    measure(model, inputs, targets, request, sink)
+    diagonal = Diagonal()
+    measure(model, inputs, targets, Request(**options), diagonal)
     n = sample_count(inputs)
-    return {name: sink.total(name, p).div_(n) for name, p in parameters.items()}
+    sums = diagonal.by_name(trainable_parameters(model))
+    return {name: part.div_(n) for name, part in sums.items()}
 
 
 def gradient_gram(
@@ -204,18 +188,18 @@ def gradient_gram(
             "`labels` must be 'empirical' or 'sampled' for a Gram matrix of gradients, got 'exact'."
         )
     request = Request(labels, likelihood, 1, generator, engine, chunk_size, forward_fn)
-    n, wanted = sample_count(inputs), set(trainable_parameters(model))
+    n, wanted = sample_count(inputs), {*trainable_parameters(model)}
     gram = torch.zeros(n, n, dtype=torch.float64, device=next(model.parameters()).device)
     seed = None if generator is None else generator.get_state()
-    formed = False
-    while wanted:
+    restore = keep_random_states({gram.device, torch.device("cpu")})
+    while wanted:  # with the same labels in every pass
         if generator is not None and seed is not None:
-            generator.set_state(seed)  # the same labels in every pass
-        sink = Gram(gram, wanted, room=128 * BLOCK, formed=formed)
-        measure(model, inputs, targets, request, sink)
+            generator.set_state(seed)
+        sink = Gram(gram, wanted, room=128 * BLOCK)
+        measure(model, inputs, targets, request.again(), sink)
+        restore()
         sink.close()
-        wanted = sink.postponed | sink.unfinished()
-        formed = formed or bool(sink.unfinished())
+        wanted = sink.postponed
     return gram
 
 
@@ -223,14 +207,7 @@ def engines_used(
     model: nn.Module,
     inputs: Any,
     targets: Tensor | None = None,
-    *,
-    labels: Labels = "sampled",
-    likelihood: str | Likelihood = "categorical",
-    mc_samples: int = 1,
-    generator: Generator | None = None,
-    engine: Engine = "auto",
-    chunk_size: int | None = None,
-    forward_fn: Forward | None = None,
+    **options: "Unpack[Options]",
 ) -> dict[str, str]:
     """Return which engine serves each parameter, by running one measurement; arguments of :func:`fisher_trace`.
 
@@ -239,18 +216,9 @@ def engines_used(
         >>> engines_used(nn.Linear(2, 2), ones(4, 2))
         {'weight': 'hooks', 'bias': 'hooks'}
     """
-    request = Request(labels, likelihood, mc_samples, generator, engine, chunk_size, forward_fn)
-    return measure(model, inputs, targets, request, Norms(sample_count(inputs)))
+    return measure(model, inputs, targets, Request(**options), Norms(sample_count(inputs)))
 
 
-def _norms(
-    model: nn.Module, inputs: Any, targets: Tensor | None, request: Request
-) -> tuple[Tensor, ParamDict]:
-    """Return the squared norms ``[N]`` of all weights together, and of each parameter."""
-    sink = Norms(sample_count(inputs))
-    names = measure(model, inputs, targets, request, sink)
-    some = next(iter(sink.values.values()))
-    by_name = {
-        name: sink.values[name] if name in sink.values else torch.zeros_like(some) for name in names
-    }
-    return torch.stack([*by_name.values()]).sum(0), by_name
+def _scalar(value: float, norms: ParamDict) -> Tensor:
+    """Return a number as a tensor of the type and on the device of the norms it was made of."""
+    return next(iter(norms.values())).new_tensor(value)

@@ -1,4 +1,4 @@
-"""What BackPACK computes for us: per-sample gradients for comparison, and Kronecker factors of chains of layers."""
+"""What BackPACK computes for us: Kronecker factors of chains of layers."""
 
 import copy
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_taskinfo._batches import take
-from lightning_taskinfo._observe import ParamDict, trainable_parameters
+from lightning_taskinfo._observe import trainable_parameters
 from lightning_taskinfo.fisher.fallback import Forward
 
 # Layers whose Kronecker factors BackPACK has, or through which it can pass them on.
@@ -32,38 +32,6 @@ KNOWN = (
 
 class NotCoveredError(Exception):
     """BackPACK cannot serve this network; the text says why."""
-
-
-def backpack_gradients(
-    model: nn.Module, forward: Forward, inputs: Any, score: Tensor, names: set[str]
-) -> Iterator[tuple[int, ParamDict]]:
-    """Yield the per-sample gradients ``[N, *shape]`` of the named parameters, by BackPACK's ``BatchGrad``.
-
-    BackPACK's hooks stay on a module, so it works on a copy.
-
-    Raises:
-        ValueError: If BackPACK does not know a layer, or its gradients do not add up to the gradient of the batch.
-    """
-    backpack, extend, extensions = _backpack()
-    extended = extend(copy.deepcopy(model))
-    try:
-        with backpack(extensions.BatchGrad()):
-            (forward(extended, take(inputs, _with_gradient)) * score).sum().backward()
-    except (AssertionError, AttributeError, NotImplementedError, RuntimeError) as error:
-        raise ValueError(
-            f"`engine='backpack'` cannot run this model; use `engine='auto'`: {error}"
-        ) from error
-    gradients: dict[str, Any] = {
-        name: getattr(p, "grad_batch", None)
-        for name, p in extended.named_parameters()
-        if name in names
-    }
-    for name, g in gradients.items():
-        if g is None or not torch.allclose(
-            g.sum(0), extended.get_parameter(name).grad, rtol=1e-3, atol=1e-5
-        ):
-            raise ValueError(f"`engine='backpack'` does not cover {name}; use `engine='auto'`.")
-    yield 0, gradients
 
 
 class ChainFactors:
@@ -113,14 +81,14 @@ class ChainFactors:
         return outputs
 
     def factors(
-        self, outputs: Tensor, scores: list[Tensor], *, retain_graph: bool
-    ) -> Iterator[tuple[str, list[Tensor], int]]:
+        self, outputs: Tensor, scores: list[Tensor], *, keep: bool
+    ) -> Iterator[tuple[str, Tensor, Tensor | None, int]]:
         """Yield each parameter's name, BackPACK's factors as sums over samples, and the number of places.
 
         Args:
             outputs: What :meth:`outputs` returned, ``N`` samples.
             scores: Scores of these outputs.
-            retain_graph: Whether more scores of them will follow.
+            keep: Whether more scores of them will follow.
 
         Raises:
             NotCoveredError: If BackPACK fails.
@@ -130,8 +98,8 @@ class ChainFactors:
             torch.stack(scores)
         )  # a new one: it keeps what it has passed backwards
         try:
-            with backpack(extension, retain_graph=retain_graph):
-                self.loss(outputs, torch.zeros_like(outputs)).backward(retain_graph=retain_graph)
+            with backpack(extension, retain_graph=keep):
+                self.loss(outputs, torch.zeros_like(outputs)).backward(retain_graph=keep)
         except (
             AssertionError,
             AttributeError,
@@ -147,11 +115,9 @@ class ChainFactors:
                 raise NotCoveredError(f"there are no factors of {name!r}")
             delattr(p, extension.savefield)
             p.grad = None
-            sums = [
-                parts[0].detach(),
-                *(n * part.detach() for part in parts[1:]),
-            ]  # it has the mean of inputs
-            yield name, sums, self.places[name.rpartition(".")[0]]
+            of_rows, *of_columns = (part.detach() for part in parts)
+            columns = n * of_columns[0] if of_columns else None  # it has the mean of inputs
+            yield name, of_rows, columns, self.places[name.rpartition(".")[0]]
 
 
 class Link(NamedTuple):

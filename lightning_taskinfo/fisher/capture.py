@@ -15,187 +15,30 @@ Which is which is **shown, not guessed**. Let :math:`u_n` be any scores of the o
 """
 
 import re
-from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
+from lightning_taskinfo._batches import tensors
+from lightning_taskinfo.fisher.fallback import Forward
+from lightning_taskinfo.fisher.graph import Edge, Graph, shape_of
 from lightning_taskinfo.fisher.ops import Rows
-from lightning_taskinfo.fisher.vjp import Edge, shape_of
 
-# Operations whose output has entries of one input, each once at most: of a weight they make a weight.
-MOVE_ENTRIES = {"SqueezeBackward1", "SqueezeBackward2"} | {
-    f"{name}Backward0"
-    for name in (
-        *(
-            "T",
-            "Transpose",
-            "Permute",
-            "View",
-            "UnsafeView",
-            "ReshapeAlias",
-            "Unsqueeze",
-            "Squeeze",
-            "Alias",
-            "Clone",
-        ),
-        *(
-            "Slice",
-            "Select",
-            "Split",
-            "SplitWithSizes",
-            "UnsafeSplit",
-            "Unbind",
-            "Narrow",
-            "Diagonal",
-        ),
-    )
-}
 # Operations that move rows to places that depend on data: what was shown for one batch says nothing of another.
 MOVE_ROWS = re.compile(
     "Index|Gather|Scatter|Sort|Topk|Flip|Masked(?!Fill|Softmax)|Take|Put|Unique|Kthvalue|Embedding"
 )
 
 
-class Graph:
-    """The autograd graph of a forward pass: nodes in the order of a walk, and who uses the output of whom."""
-
-    def __init__(self, outputs: Tensor, parameters: dict[str, nn.Parameter]) -> None:
-        self.outputs = outputs
-        names = {id(p): name for name, p in parameters.items()}
-        self.number: dict[Node, int] = {outputs.grad_fn: 0}  # type: ignore[dict-item]
-        self.nodes: list[Node] = [outputs.grad_fn]  # type: ignore[list-item]
-        self.consumers: dict[Node, list[tuple[Node, int, int]]] = defaultdict(
-            list
-        )  # node, place, output number
-        self.leaves: dict[str, Node] = {}
-        self.names: dict[Node, str] = {}
-        self.signature: list[Any] = []  # of the nodes, in their order
-        for node in self.nodes:  # which grows
-            sources = node.next_functions
-            if not sources and hasattr(node, "variable"):
-                name = names.get(id(node.variable))
-                if name is not None:
-                    self.leaves[name] = node
-                    self.names[node] = name
-                self.signature.append((type(node), name))
-                continue
-            self.signature.append((type(node), *[tuple(m.shape) for m in node._input_metadata]))
-            for place, (source, number) in enumerate(sources):
-                if source is None:
-                    continue
-                self.consumers[source].append((node, place, number))
-                if source not in self.number:
-                    self.number[source] = len(self.nodes)
-                    self.nodes.append(source)
-
-    def uses(self, mixed: set[Node]) -> dict[Node, dict[int, Edge]]:
-        """Return the first operations on the ways from parameters that put out rows of samples, with their weights.
-
-        Args:
-            mixed: Operations whose outputs are no such rows.
-        """
-        found: dict[Node, dict[int, Edge]] = {}
-        stack = [*self.leaves.values()]
-        seen = {*stack}
-        while stack:
-            node = stack.pop()
-            for consumer, place, number in self.consumers[node]:
-                if consumer not in mixed and not moves_entries(consumer):
-                    found.setdefault(consumer, {})[place] = Edge(node, number)
-                elif consumer not in seen:
-                    seen.add(consumer)
-                    stack.append(consumer)
-        return found
-
-    def behind(self, nodes: set[Node], blocked: set[Node] = frozenset()) -> set[Node]:  # type: ignore[assignment]
-        """Return the operations between some and the outputs, without those behind ``blocked``."""
-        found: set[Node] = set()
-        stack = [*nodes]
-        while stack:
-            for consumer, _, _ in self.consumers[stack.pop()]:
-                if consumer not in found and consumer not in blocked:
-                    found.add(consumer)
-                    stack.append(consumer)
-        return found
-
-    def below(self, node: Node) -> set[Node]:
-        """Return an operation, and all that it was computed from."""
-        found = {node}
-        stack = [node]
-        while stack:
-            for source, _ in stack.pop().next_functions:
-                if source is not None and source not in found:
-                    found.add(source)
-                    stack.append(source)
-        return found
-
-    def roots(self, node: Node) -> set[str]:
-        """Return the names of the parameters that something was computed from."""
-        if node in self.names:
-            return {self.names[node]}
-        return {self.names[source] for source in self.below(node) if source in self.names}
-
-    def nested(self, sources: dict[int, Edge]) -> bool:
-        """Whether an input of an operation is another one, or was computed from it, and has a part in its gradient."""
-        edges = [*sources.values()]
-        if len(edges) == 1:
-            return False
-        below = {edge.node: self.below(edge.node) - {edge.node} for edge in edges}
-        return len({*edges}) < len(edges) or any(
-            edge.node in found for edge in edges for found in below.values()
-        )
-
-    def single_output(self, node: Node) -> bool:
-        """Whether only the first output of an operation is used."""
-        numbers = {number for _, _, number in self.consumers[node]}
-        if node is self.outputs.grad_fn:
-            numbers.add(self.outputs.output_nr)
-        return numbers <= {0}
-
-    def dtypes(self) -> set[torch.dtype]:
-        """Return the types of number that operations put out: rounding is that of the coarsest."""
-        kinds = {like.dtype for node in self.nodes for like in node._input_metadata}
-        return {kind for kind in kinds if kind.is_floating_point}
-
-    @cached_property
-    def checkpointed(self) -> bool:
-        """Whether reentrant checkpointing is used, which allows a backward pass to the parameters only."""
-        return any(kind.__name__ == "CheckpointFunctionBackward" for kind, *_ in self.signature)
-
-
-def moves_entries(node: Node) -> bool:
-    """Whether an operation only moves the entries of its one input, or shifts them by a number."""
-    kind = type(node).__name__
-    if kind in MOVE_ENTRIES:
-        return True
-    if kind == "ToCopyBackward0":  # to another precision, as autocast does
-        return not (_is_complex(node) or _is_complex(node.next_functions[0][0]))
-    if kind != "AddBackward0":
-        return False
-    (first, _), (second, _) = node.next_functions
-    return second is None and first is not None and _same_shape(node, first)
-
-
-def _is_complex(node: Any) -> bool:
-    return any(like.dtype.is_complex for like in node._input_metadata)
-
-
-def _counts_batch(node: Any) -> bool:
-    """Whether the backward pass of an operation divides by how often an index occurs in the whole batch."""
-    return bool(getattr(node, "_saved_scale_grad_by_freq", False))
-
-
-def _same_shape(node: Any, source: Any) -> bool:
-    return (
-        len(source._input_metadata) == 1
-        and source._input_metadata[0].shape == node._input_metadata[0].shape
-    )
+PLANS = 8  # kept for a model, as for the last chunk of a batch, which is smaller
+# Number of an operation; number and output of the source of each weight, by place; whose the rows are.
+Place = tuple[int, dict[int, tuple[int, int]], Rows]
 
 
 @dataclass
@@ -204,7 +47,7 @@ class Plan:
 
     Attributes:
         signature: Kinds and shapes of the graph's operations.
-        uses: Number of the operation; number and output of the source of each weight, by place; the rows.
+        uses: Where weights meet samples.
         left: Parameters whose gradients cannot be told apart by sample, with the reason.
         lasting: Whether what was shown holds for other data.
         apart: Parameters with several uses, none of the same entry.
@@ -212,11 +55,30 @@ class Plan:
     """
 
     signature: list[Any]
-    uses: list[tuple[int, dict[int, tuple[int, int]], Rows]]
+    uses: list[Place]
     left: dict[str, str]
     lasting: bool
     apart: set[str] = field(default_factory=set)
     seen: bool = False
+
+
+def _numbered(
+    graph: Graph, uses: dict[Node, dict[int, Edge]], rows: dict[Node, Rows]
+) -> list[Place]:
+    """Return uses and their rows in a form that fits every graph of this signature."""
+    return [
+        (
+            graph.number[node],
+            {place: (graph.number[e.node], e.output_nr) for place, e in uses[node].items()},
+            found,
+        )
+        for node, found in rows.items()
+    ]
+
+
+def _counts_batch(node: Any) -> bool:
+    """Whether the backward pass of an operation divides by how often an index occurs in the whole batch."""
+    return bool(getattr(node, "_saved_scale_grad_by_freq", False))
 
 
 def plan_of_one(graph: Graph) -> Plan | None:
@@ -228,16 +90,12 @@ def plan_of_one(graph: Graph) -> Plan | None:
     )
     if unusual or any(isinstance(node, BackwardCFunction) for node in graph.nodes):
         return None
-    numbered = [
-        (
-            graph.number[node],
-            {place: (graph.number[edge.node], edge.output_nr) for place, edge in sources.items()},
-            Rows(repeat=shape_of(node)[0]),
-        )
-        for node, sources in uses.items()
+    rows = {
+        node: Rows(repeat=shape_of(node)[0])
+        for node in uses
         if shape_of(node).numel()  # as of an expert without a token
-    ]
-    return Plan(graph.signature, numbered, {}, lasting=False)
+    }
+    return Plan(graph.signature, _numbered(graph, uses, rows), {}, lasting=False)
 
 
 class Prover:
@@ -292,15 +150,8 @@ class Prover:
         moving = any(MOVE_ROWS.search(type(node).__name__) for node in behind)
         lasting = not (moving or behind & mixed or (behind | {*served}) & silent or left)
         lasting = lasting and self._independent(mixed)
-        numbered = [
-            (
-                graph.number[node],
-                {place: (graph.number[e.node], e.output_nr) for place, e in uses[node].items()},
-                rows[node],
-            )
-            for node in served
-        ]
-        return Plan(graph.signature, numbered, left, lasting)  # type: ignore[arg-type]
+        found = {node: of_node for node in served if (of_node := rows[node]) is not None}
+        return Plan(graph.signature, _numbered(graph, uses, found), left, lasting)
 
     def _independent(self, mixed: set[Node]) -> bool:
         """Whether what samples are added up in looks the same for one sample, as what knows nothing of samples does."""
@@ -455,3 +306,69 @@ class Prover:
         place = torch.arange(len(rows), device=samples.device) - first[samples[rows]]
         index[samples[rows], place] = rows
         return Rows(axis, repeat, False, merged, index)
+
+
+# --- What is used again
+
+
+@dataclass
+class Known:
+    """What is known of a model on samples of one shape, called in one way.
+
+    A ``forward_fn`` can mix the samples before they reach the model, where no graph shows it: what was found with one
+    says nothing about another.
+
+    Attributes:
+        sample: Shapes and types of one sample.
+        forward_fn: How the model was called, a weak reference.
+        elements: Numbers that all uses put out for one sample.
+        outputs: Numbers that the model puts out for one sample.
+        alone: The signature of the graph of one sample.
+        plans: What was shown, for graphs of several sizes.
+    """
+
+    sample: list[tuple[torch.Size, torch.dtype]]
+    forward_fn: Callable[[], Any] | None
+    elements: int
+    outputs: int
+    alone: list[Any]
+    plans: list[Plan] = field(default_factory=list)
+
+    def keep(self, plan: Plan) -> None:
+        """Use a plan again."""
+        self.plans = [*self.plans[1 - PLANS :], plan]
+
+
+_KNOWN: "WeakKeyDictionary[nn.Module, Known]" = WeakKeyDictionary()
+
+
+def recall(model: nn.Module, inputs: Any, forward_fn: Forward | None) -> Known | None:
+    """Return what is known of a model on samples of this shape, called in this way, if anything."""
+    known = _KNOWN.get(model)
+    if known is None or known.sample != _sample(inputs):
+        return None
+    called = None if known.forward_fn is None else known.forward_fn()
+    same = called is forward_fn and (known.forward_fn is None) == (forward_fn is None)
+    return known if same else None
+
+
+def remember(
+    model: nn.Module,
+    inputs: Any,
+    forward_fn: Forward | None,
+    *,
+    elements: int,
+    outputs: int,
+    alone: list[Any],
+    keep: bool,
+) -> Known:
+    """Note what one sample shows, and keep it as long as the model lives."""
+    weakly = None if forward_fn is None else ref(forward_fn)
+    known = Known(_sample(inputs), weakly, elements, outputs, alone)
+    if keep:
+        _KNOWN[model] = known
+    return known
+
+
+def _sample(inputs: Any) -> list[tuple[torch.Size, torch.dtype]]:
+    return [(x.shape[1:], x.dtype) for x in tensors(inputs)]

@@ -12,6 +12,7 @@ from lightning_taskinfo._batches import take
 from lightning_taskinfo._observe import ParamDict
 
 Forward = Callable[[nn.Module, Any], Tensor]
+Blocks = Iterator[tuple[int, ParamDict]]  # gradients of some samples, and the number of the first
 
 
 class _Scored(nn.Module):
@@ -27,7 +28,7 @@ class _Scored(nn.Module):
 
 def vmapped_gradients(
     model: nn.Module, forward: Forward, inputs: Any, score: Tensor, names: set[str], step: int
-) -> Iterator[tuple[int, ParamDict]]:
+) -> Blocks:
     """Yield blocks of per-sample gradients ``[n, *shape]`` of the named parameters, by ``torch.func``."""
     scored, places = _Scored(model, forward), _places(model)
     state = {name: p.detach() for name, p in model.named_parameters()}
@@ -68,7 +69,7 @@ def _places(model: nn.Module) -> dict[str, str]:
 
 def looped_gradients(
     model: nn.Module, forward: Forward, inputs: Any, score: Tensor, names: set[str]
-) -> Iterator[tuple[int, ParamDict]]:
+) -> Blocks:
     """Yield the gradients of one sample after the other, by plain autograd: slow, and right for any model."""
     parameters = {name: p for name, p in model.named_parameters() if name in names}
     for n in range(len(score)):

@@ -1,7 +1,6 @@
 """Kronecker factors of the Fisher information of any network: one interface, and two ways to compute them."""
 
-import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, Literal, TypeAlias
 
@@ -14,7 +13,7 @@ from lightning_taskinfo._ranges import check_counts
 from lightning_taskinfo.fisher.backpack import ChainFactors, NotCoveredError
 from lightning_taskinfo.fisher.fallback import Forward
 from lightning_taskinfo.fisher.kron_sums import MAX_SIDE, KroneckerSums
-from lightning_taskinfo.fisher.measure import SCORES, Request, measure
+from lightning_taskinfo.fisher.measure import Request, measure
 from lightning_taskinfo.functional.likelihood import Labels, Likelihood
 
 KroneckerEngine: TypeAlias = Literal["auto", "backpack", "own"]
@@ -164,7 +163,7 @@ def kronecker_sums(
     check_counts(max_side=max_side)
     if engine != "own":
         try:
-            return _from_backpack(model, inputs, targets, _once_more(request), max_side)
+            return _from_backpack(model, inputs, targets, request.again(), max_side)
         except NotCoveredError as error:
             if engine == "backpack":
                 raise ValueError(
@@ -173,18 +172,13 @@ def kronecker_sums(
         except ModuleNotFoundError:
             if engine == "backpack":
                 raise
-    sums = KroneckerSums.zeros(model, max_side)
-    measure(model, inputs, targets, _once_more(request), sums)
+    sums = KroneckerSums(model, max_side)
+    measure(model, inputs, targets, request.again(), sums)
     if mixed := sums.mixed():
         # Some samples had to take a slower engine, which only knows whole gradients: take those of all samples.
-        sums = KroneckerSums.zeros(model, max_side, whole=mixed)
-        measure(model, inputs, targets, _once_more(request), sums)
+        sums = KroneckerSums(model, max_side, whole=mixed)
+        measure(model, inputs, targets, request.again(), sums)
     return sums
-
-
-def _once_more(request: Request) -> Request:
-    """Return the same request, with a likelihood that starts its draws from the same place again."""
-    return replace(request, likelihood=copy.copy(request.likelihood))
 
 
 def as_factors(sums: KroneckerSums, n: float) -> dict[str, KroneckerFactors]:
@@ -198,14 +192,14 @@ def as_factors(sums: KroneckerSums, n: float) -> dict[str, KroneckerFactors]:
             f"Kronecker factors of {min(mixed)!r} are of different kinds in different batches, as where only some of "
             "them are sorted or routed; measure the diagonal instead."
         )
-    return {name: KroneckerFactors(*sums.means(name, n)) for name in sums.sides}
+    return {name: KroneckerFactors(*found.means(n)) for name, found in sums.by_name.items()}
 
 
 def _from_backpack(
     model: nn.Module, inputs: Any, targets: Tensor | None, request: Request, max_side: int
 ) -> KroneckerSums:
     """Let BackPACK pass the output scores backwards, chunk by chunk."""
-    sums = KroneckerSums.zeros(model, max_side)
+    sums = KroneckerSums(model, max_side)
     generator = request.generator
     state = None if generator is None else generator.get_state()
     step = request.chunk_size or 128
@@ -215,18 +209,27 @@ def _from_backpack(
             for start in range(0, sample_count(inputs), step):
                 chunk = slice(start, start + step)
                 outputs = chain.outputs(take(take(inputs, itemgetter(chunk)), at_least_float32))
-                scores = [*request.scores(outputs, None if targets is None else targets[chunk])]
-                for i in range(0, len(scores), SCORES):
-                    last = i + SCORES >= len(scores)
-                    for found in chain.factors(
-                        outputs, scores[i : i + SCORES], retain_graph=not last
+                of_chunk = None if targets is None else targets[chunk]
+                first = True
+                for scores, last in request.scores(outputs, of_chunk):
+                    for name, rows, columns, places in chain.factors(
+                        outputs, scores, keep=not last
                     ):
-                        sums.add_sums(*found, inputs_too=i == 0)
+                        found = sums.by_name[name]
+                        found.rows += _as_kept(rows, found.rows)
+                        if first and columns is not None:
+                            found.columns += _as_kept(columns, found.columns)
+                            found.places += places
+                    first = False
     except NotCoveredError:
         if generator is not None and state is not None:
             generator.set_state(state)  # so that the labels of the first chunks are drawn again
         raise
     return sums
+
+
+def _as_kept(matrix: Tensor, kept: Tensor) -> Tensor:
+    return _diagonal(matrix) if kept.dim() == 1 else matrix
 
 
 def _diagonal(factor: Tensor) -> Tensor:

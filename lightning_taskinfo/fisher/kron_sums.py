@@ -18,180 +18,130 @@ processes simply add up:
 """
 
 import math
-from collections.abc import Iterator
-from itertools import product
+from collections.abc import Callable, Iterator
+from copy import copy
+from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from lightning_taskinfo._observe import ParamDict, at_least_float32, trainable_parameters
+from lightning_taskinfo._observe import at_least_float32, trainable_parameters
 from lightning_taskinfo.fisher.conv import Conv
-from lightning_taskinfo.fisher.ops import BLOCK, Embedding, Linear, Use
-from lightning_taskinfo.fisher.terms import Contribution, Term
+from lightning_taskinfo.fisher.ops import BLOCK, Embedding, Product, Use
+from lightning_taskinfo.fisher.terms import Gradients, Term
 
 MAX_SIDE = 8192  # of a factor that is kept as a whole: half a gigabyte in float64
+
+
+@dataclass
+class Sums:
+    """The sums of one parameter: two matrices, or their diagonals, and the two numbers that may divide them.
+
+    Attributes:
+        rows: Shape ``[R, R]``, or ``[R]``.
+        columns: Shape ``[D, D]``, or ``[D]``; nothing, ``[0]``, for a vector.
+        places: How often the weight was applied, as far as products of inputs and gradients were added.
+        squares: Squared norms of the gradients of single samples, as far as these were added.
+    """
+
+    rows: Tensor
+    columns: Tensor
+    places: Tensor
+    squares: Tensor
+
+    def add_gradients(self, gradients: Tensor) -> None:
+        """Give ``G Gᵀ`` to the rows and ``Gᵀ G`` to the columns, for gradients ``G`` of single samples."""
+        G = gradients.reshape(len(gradients), len(self.rows), -1)  # [n, R, D]
+        add_gram(self.rows, G.transpose(1, 2).flatten(0, 1))
+        if len(self.columns):
+            add_gram(self.columns, G.flatten(0, 1))
+            self.squares += G.square().sum()
+
+    def mixed(self) -> bool:
+        """Whether products were added for some samples, and whole gradients for others."""
+        return bool(self.places) and bool(self.squares)
+
+    def means(self, n: float) -> tuple[Tensor, Tensor | None]:
+        """Return the factors of rows and of columns, for sums over ``n`` samples."""
+        if not len(self.columns):
+            return self.rows / n, None
+        if self.squares:
+            return self.rows / n, self.columns / self.squares
+        return self.rows / self.places.clamp_min(1), self.columns / n  # an unused weight has zeros
 
 
 class KroneckerSums:
     """Sums over samples by parameter name, to which the engine adds what it finds; see the top of this file.
 
     Args:
-        sides: Numbers of rows and columns by parameter name; None in place of columns for a vector.
-        tables: Parameters of which the factor of the rows is a diagonal.
-        like: A tensor with the dtype and device of the sums.
+        model: The network whose trainable parameters are measured.
         max_side: The longest side of a factor that is kept as a whole.
         whole: Parameters whose factors are made of the gradients of single samples in any case.
     """
 
     def __init__(
-        self,
-        sides: dict[str, tuple[int, int | None]],
-        tables: set[str],
-        like: Tensor,
-        max_side: int = MAX_SIDE,
-        whole: frozenset[str] = frozenset(),
+        self, model: nn.Module, max_side: int = MAX_SIDE, whole: frozenset[str] = frozenset()
     ) -> None:
-        def zeros(side: int, diagonal: bool = False) -> Tensor:
-            return (
-                like.new_zeros(side) if diagonal or side > max_side else like.new_zeros(side, side)
-            )
-
-        self.sides = sides
-        self.whole = whole
-        self.rows = {name: zeros(r, name in tables) for name, (r, _) in sides.items()}
-        self.columns = {name: zeros(d) for name, (_, d) in sides.items() if d is not None}
-        self.places: ParamDict = {name: like.new_zeros(()) for name in self.columns}
-        self.squares: ParamDict = {name: like.new_zeros(()) for name in self.columns}
-        self._read: set[tuple[str, int]] = set()
-
-    @classmethod
-    def zeros(
-        cls, model: nn.Module, max_side: int = MAX_SIDE, whole: frozenset[str] = frozenset()
-    ) -> "KroneckerSums":
-        """Return the sums of no samples, for the trainable parameters of a model."""
         parameters = trainable_parameters(model)
         if not parameters:
             raise ValueError("`model` must have a parameter with `requires_grad=True`, got none.")
-        owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in parameters}
-        sides = {
-            name: matrix_shape(p.shape, kernel=isinstance(owners[name], _ConvNd))
-            for name, p in parameters.items()
-        }
-        tables = {name for name, owner in owners.items() if isinstance(owner, nn.Embedding)}
         like = at_least_float32(next(iter(parameters.values())).detach())
-        return cls(sides, tables, like, max_side, whole)
 
-    def add(self, name: str, samples: slice, contribution: Contribution) -> None:
-        """Add what the uses of a parameter contribute, for some samples and all scores."""
-        term, gradients = contribution.parts[0]
-        whole = name in self.whole or len(contribution.parts) > 1
-        if whole or not self._is_product(name, term):
-            for found in contribution.gradients():
-                self._add_gradients(name, found)
+        def zeros(side: int, diagonal: bool = False) -> Tensor:
+            return like.new_zeros([side] if diagonal or side > max_side else [side, side])
+
+        self.whole = whole
+        self.by_name: dict[str, Sums] = {}
+        self._read: set[tuple[str, int]] = set()
+        for name, p in parameters.items():
+            owner = model.get_submodule(name.rpartition(".")[0])
+            rows, columns = matrix_shape(p.shape, kernel=isinstance(owner, _ConvNd))
+            of_rows = zeros(rows, isinstance(owner, nn.Embedding))
+            of_columns = like.new_zeros(0) if columns is None else zeros(columns)
+            numbers = like.new_zeros(()), like.new_zeros(())
+            self.by_name[name] = Sums(of_rows, of_columns, *numbers)
+
+    def add(self, name: str, samples: slice, found: Gradients) -> None:
+        """Add the gradients of a parameter, for some samples and scores."""
+        sums = self.by_name[name]
+        if name in self.whole or len(found.parts) != 1 or not _is_product(*found.parts[0], sums):
+            for _, gradients in found.formed():
+                sums.add_gradients(gradients)
             return
-        # Scores come in groups. The inputs are the same for all groups of a chunk, and count once.
-        key = (name, samples.start)
-        unread = key not in self._read
-        self._read.add(key)
-        if isinstance(term.use, Embedding):
-            self._add_lookup(name, term.use, gradients, inputs_too=unread)
-        else:
-            self._add_product(name, term, gradients, inputs_too=unread)
-
-    def add_gradients(self, name: str, samples: slice, gradients: Tensor) -> None:
-        """Add the gradients ``[n, *shape]`` of single samples for one score."""
-        self._add_gradients(name, gradients)
-
-    def add_sums(self, name: str, sums: list[Tensor], places: int, *, inputs_too: bool) -> None:
-        """Add sums over samples that are made already: over rows, and over columns where there are any."""
-        self.rows[name] += _as_kept(sums[0], self.rows[name])
-        if inputs_too and name in self.columns:
-            self.columns[name] += _as_kept(sums[1], self.columns[name])
-            self.places[name] += places
-
-    def _is_product(self, name: str, term: Term) -> bool:
-        """Whether the gradient of a use's weight is a sum over places of a product of two vectors."""
+        # The gradient is Σ_t b_t a_tᵀ: one factor has b bᵀ of every score, the other has a aᵀ.
+        ((term, scores),) = found.parts
         use = term.use
-        if term.slot != "weight" or name not in self.columns:
-            return False
-        if isinstance(use, Conv):
-            of_rows = self.sides[name][0] == use.slots["weight"].shape[0]
-            plain = use.config["groups"] == 1 and not use.config.get("transposed")
-            return plain and of_rows and term.way == ()
-        if isinstance(use, Linear):
-            return use.config.get("transposed", False) and term.way in ((), ("TBackward0",))
-        return isinstance(use, Embedding) and term.way == ()
-
-    def _add_product(
-        self, name: str, term: Term, gradients: list[Tensor], *, inputs_too: bool
-    ) -> None:
-        """For ``G = Σ_t b_t a_tᵀ``, give ``b bᵀ`` of every score to the rows and ``a aᵀ`` to the columns.
-
-        A weight ``[D, C]`` that rows are multiplied by as it is has ``a aᵀ`` in the rows.
-        """
-        of_outputs, of_inputs = self.rows[name], self.columns[name]
-        if isinstance(term.use, Linear) and term.way == ():
+        of_outputs, of_inputs = sums.rows, sums.columns
+        if _has_inputs_in_rows(term):
             of_outputs, of_inputs = of_inputs, of_outputs
-        for b in gradients:
-            _add_gram(of_outputs, _by_place(term.use, b))
-        if inputs_too:
-            for a in _inputs_by_place(term.use):
-                _add_gram(of_inputs, a)
-                self.places[name] += len(a)
-
-    def _add_lookup(
-        self, name: str, use: Use, gradients: list[Tensor], *, inputs_too: bool
-    ) -> None:
-        """For ``G = Σ_t e_{x_t} b_tᵀ``, count the indices ``x`` in the rows and give ``b bᵀ`` to the columns."""
-        index = use.saved[0].reshape(-1)
-        padding = use.config["padding_idx"]
-        counted = torch.ones_like(index, dtype=torch.bool) if padding is None else index != padding
-        for b in gradients:
-            _add_gram(self.columns[name], b.flatten(0, -2)[counted])
-        if inputs_too:
-            rows = self.rows[name]
-            counts = torch.bincount(index[counted], minlength=len(rows))
-            (rows if rows.dim() == 1 else rows.diagonal()).add_(counts)
-            self.places[name] += counted.sum()
-
-    def _add_gradients(self, name: str, gradients: Tensor) -> None:
-        """Give ``G Gᵀ`` to the rows and ``Gᵀ G`` to the columns."""
-        rows = self.rows[name]
-        G = gradients.reshape(len(gradients), len(rows), -1)  # [n, R, D]
-        _add_gram(rows, G.transpose(1, 2).flatten(0, 1))
-        if name in self.columns:
-            _add_gram(self.columns[name], G.flatten(0, 1))
-            self.squares[name] += G.square().sum()
+        for b in scores:
+            add_gram(of_outputs, _outputs_by_place(use, b))
+        # Scores come in groups. The inputs are the same for all groups of a chunk, and count once.
+        if (name, samples.start) in self._read:
+            return
+        self._read.add((name, samples.start))
+        if isinstance(use, Embedding):  # a is one of the unit vectors
+            counts = torch.bincount(use.index[_counted(use)], minlength=use.shape[0])
+            (of_inputs if of_inputs.dim() == 1 else of_inputs.diagonal()).add_(counts)
+            sums.places += counts.sum()
+        else:
+            for a in _inputs_by_place(use):
+                add_gram(of_inputs, a)
+                sums.places += len(a)
 
     def mixed(self) -> frozenset[str]:
         """Return the parameters that got products for some samples and whole gradients for others."""
-        return frozenset(name for name in self.columns if self.places[name] and self.squares[name])
+        return frozenset(name for name, sums in self.by_name.items() if sums.mixed())
 
-    def means(self, name: str, n: float) -> tuple[Tensor, Tensor | None]:
-        """Return the factors of a parameter, of rows and of columns, for sums over ``n`` samples."""
-        if name not in self.columns:
-            return self.rows[name] / n, None
-        if self.squares[name]:
-            return self.rows[name] / n, self.columns[name] / self.squares[name]
-        places = self.places[name].clamp_min(1)  # a weight that was not used has zeros
-        return self.rows[name] / places, self.columns[name] / n
-
-    def flat(self) -> Tensor:
-        """Return all sums as one vector."""
-        return torch.cat([sums[name].flatten() for sums, name in self._all()])
-
-    def load_flat(self, values: Tensor) -> None:
-        """Take all sums from a vector that :meth:`flat` returned for the same parameters."""
-        sizes = [sums[name].numel() for sums, name in self._all()]
-        for (sums, name), part in zip(self._all(), values.split(sizes), strict=True):
-            sums[name] = part.view_as(sums[name])
-
-    def _all(self) -> Iterator[tuple[ParamDict, str]]:
-        for sums in (self.rows, self.columns, self.places, self.squares):
-            for name in sums:
-                yield sums, name
+    def summed(self, over_processes: Callable[[Tensor], Tensor]) -> "KroneckerSums":
+        """Return the sums of all processes, by a function that adds up the tensors that each of them has."""
+        whole = copy(self)
+        whole.by_name = {
+            name: Sums(*(over_processes(part) for part in vars(sums).values()))
+            for name, sums in self.by_name.items()
+        }
+        return whole
 
 
 def matrix_shape(shape: torch.Size, *, kernel: bool = False) -> tuple[int, int | None]:
@@ -215,50 +165,50 @@ def matrix_shape(shape: torch.Size, *, kernel: bool = False) -> tuple[int, int |
     return sizes[0], math.prod(sizes[1:])
 
 
-def _by_place(use: Use, b: Tensor) -> Tensor:
+def _is_product(term: Term, scores: Tensor, sums: Sums) -> bool:
+    """Whether the gradient of a use's weight is a sum over places of a product of two vectors."""
+    use = term.use
+    if isinstance(use, Conv):
+        return use.plain and len(sums.rows) == use.shape[0] and term.way == ()
+    return term.factored and len(sums.columns) > 0
+
+
+def _has_inputs_in_rows(term: Term) -> bool:
+    use = term.use
+    if isinstance(use, Product):  # a weight [D, C] that rows are multiplied by as it is
+        return use.turned != (term.way == ("TBackward0",))
+    return isinstance(use, Embedding)
+
+
+def _counted(use: Embedding) -> Tensor:
+    """Return which lookups count: not those of padding."""
+    padding = -1 if use.padding_idx is None else use.padding_idx
+    return use.index != padding
+
+
+def _outputs_by_place(use: Use, b: Tensor) -> Tensor:
     """Return the gradients by a use's output, one place a row: ``[places, R]``."""
     if isinstance(use, Conv):
         return b.flatten(2).transpose(1, 2).flatten(0, 1)
-    return b.flatten(0, -2)
+    if isinstance(use, Embedding):
+        return b[_counted(use)]
+    return use.rows.rows_first(b).flatten(0, -2)
 
 
 def _inputs_by_place(use: Use) -> Iterator[Tensor]:
     """Yield the inputs of a use in blocks, one place a row: ``[places, D]``."""
-    a = use.saved[0]
-    if not isinstance(use, Conv):
-        yield a.flatten(0, -2)
-        return
-    entries = math.prod(use.slots["weight"].shape[1:])
-    samples = max(1, 4 * BLOCK // (entries * use.shape[2:].numel()))
-    for some in a.split(samples):
-        yield _patches(use, some)
+    if isinstance(use, Product):
+        yield use.rows.rows_first(use.inputs).flatten(0, -2)
+    elif isinstance(use, Conv):
+        entries = math.prod(use.shape[1:]) * use.positions.numel()
+        for some in use.inputs.split(max(1, 4 * BLOCK // entries)):
+            yield use.patches(some).transpose(1, 2).flatten(0, 1)
 
 
-def _patches(use: Conv, a: Tensor) -> Tensor:
-    """Return what the kernel of a convolution meets at each position, ``[N·positions, C·kernel]``."""
-    kernel = use.slots["weight"].shape[2:]
-    positions = use.shape[2:]
-    axes = [*zip(use.config["dilation"], use.config["stride"], positions, strict=True)]
-    a = F.pad(a, [size for size in reversed(use.config["padding"]) for _ in ("before", "after")])
-    entries = []
-    for offsets in product(*map(range, kernel)):
-        window = [
-            slice(dilation * i, dilation * i + stride * (size - 1) + 1, stride)
-            for i, (dilation, stride, size) in zip(offsets, axes, strict=True)
-        ]
-        everywhere = [slice(None), slice(None)]  # samples and channels
-        entries.append(a[tuple(everywhere + window)].flatten(2))
-    return torch.stack(entries, dim=2).flatten(1, 2).transpose(1, 2).flatten(0, 1)
-
-
-def _add_gram(total: Tensor, x: Tensor) -> None:
+def add_gram(total: Tensor, x: Tensor) -> None:
     """Add ``xᵀx`` to a matrix, or the diagonal of it to a vector."""
     x = x.to(total.dtype)
     if total.dim() == 1:
         total += x.square().sum(0)
     else:
         total.addmm_(x.T, x)
-
-
-def _as_kept(matrix: Tensor, kept: Tensor) -> Tensor:
-    return matrix.diagonal() if kept.dim() == 1 else matrix

@@ -10,12 +10,17 @@ import torch
 from torch import Generator, Tensor, nn
 from torchmetrics import Metric
 
-from lightning_taskinfo._batches import sample_count, tensors
 from lightning_taskinfo._layers import layer_of
 from lightning_taskinfo._observe import ParamDict, observing, trainable_parameters
-from lightning_taskinfo.fisher.accumulators import Diagonal, Norms
+from lightning_taskinfo.fisher.accumulators import Diagonal, TraceSums
 from lightning_taskinfo.fisher.fallback import Forward
-from lightning_taskinfo.fisher.measure import Engine, Request, measure
+from lightning_taskinfo.fisher.measure import (
+    Engine,
+    Request,
+    measure,
+    number_of_samples,
+    squared_norms_by_name,
+)
 from lightning_taskinfo.functional.likelihood import Labels, Likelihood
 
 
@@ -71,7 +76,6 @@ class FisherInformation(Metric):
     full_state_update = False
 
     total: Tensor
-    squares: Tensor
     count: Tensor
 
     def __init__(
@@ -93,107 +97,65 @@ class FisherInformation(Metric):
         self.quantity, self.seed, self.drawn = quantity, seed, 0
         self.request = Request(labels, likelihood, mc_samples, None, engine, chunk_size, forward_fn)
         self.shapes: dict[str, torch.Size] = {}
-        zero = torch.zeros(
-            (), dtype=torch.float64, device="cpu"
-        )  # becomes a vector with the first update
-        self.add_state(
-            "total", zero, dist_reduce_fx="sum"
-        )  # [parameters], or [weights] for the diagonal
-        self.add_state("squares", zero.clone(), dist_reduce_fx="sum")
+        zero = torch.zeros((), dtype=torch.float64, device="cpu")
+        # A vector from the first update on: `TraceSums.sums`, or the squares of all weights' gradients.
+        self.add_state("total", zero, dist_reduce_fx="sum")
         self.add_state("count", zero.clone(), dist_reduce_fx="sum")
 
-    def update(
-        self,
-        model: nn.Module,
-        inputs: Any,
-        targets: Tensor | None = None,
-        *,
-        counted: int | None = None,
-    ) -> None:
+    def update(self, model: nn.Module, inputs: Any, targets: Tensor | None = None) -> None:
         """Add the samples of a batch.
 
         Args:
             model: The model to measure; its trainable parameters must keep their names and shapes between updates.
             inputs: A batch of inputs, ``[N, ...]``, or one of Hugging Face with its labels; ``N = 0`` adds nothing.
             targets: The dataset's labels ``[N, ...]``; needed for ``labels="empirical"``.
-            counted: Only this many of the samples count, the first ones, for a trace; all by default. The others let
-                processes with sharded weights run passes of one size.
 
         Raises:
             ValueError: If the parameters are not those of the first update, and as for ``fisher_trace``.
         """
-        self._remember({name: p.shape for name, p in trainable_parameters(model).items()})
-        if all(len(x) == 0 for x in tensors(inputs)):
-            self._add(torch.zeros(self._size, dtype=torch.float64, device=self.device))
-            return
-        with observing(model):
-            if self.quantity == "diagonal":
-                self._add_diagonal(model, inputs, targets)
-            else:
-                self._add_norms(model, inputs, targets, counted)
-        self.count = self.count + (sample_count(inputs) if counted is None else counted)
-
-    @property
-    def _size(self) -> int:
-        return (
-            sum(shape.numel() for shape in self.shapes.values())
-            if self.quantity == "diagonal"
-            else len(self.shapes)
-        )
-
-    def _add(self, sums: Tensor) -> None:
-        self.total = self.total + sums.to(self.total)
-
-    def _add_norms(
-        self, model: nn.Module, inputs: Any, targets: Tensor | None, counted: int | None
-    ) -> None:
-        sink = Norms(sample_count(inputs))
-        measure(model, inputs, targets, self._seeded(model), sink)
-        some = next(iter(sink.values.values()))
-        by_name = (sink.values.get(name, torch.zeros_like(some)) for name in self.shapes)
-        norms = torch.stack([values[:counted].double() for values in by_name])
-        self._add(norms.sum(1))
-        self.squares = self.squares + norms.sum(0).square().sum().to(self.squares)
-
-    def _add_diagonal(self, model: nn.Module, inputs: Any, targets: Tensor | None) -> None:
         parameters = trainable_parameters(model)
-        sink = Diagonal(parameters)
-        measure(model, inputs, targets, self._seeded(model), sink)
-        self._add(
-            torch.cat(
-                [sink.total(name, p).detach().flatten().double() for name, p in parameters.items()]
-            )
-        )
+        self._remember({name: p.shape for name, p in parameters.items()})
+        n = number_of_samples(inputs)
+        request = self._seeded(next(model.parameters()).device)
+        with observing(model):
+            if self.quantity == "trace":
+                norms = squared_norms_by_name(model, inputs, targets, request)
+                sums = self.total.new_tensor(TraceSums.of(norms).sums)
+            else:
+                diagonal = Diagonal()
+                if n:
+                    measure(model, inputs, targets, request, diagonal)
+                parts = diagonal.by_name(parameters).values()
+                sums = torch.cat([part.flatten().to(self.total) for part in parts])
+        self.total = self.total + sums
+        self.count = self.count + n
 
-    def _seeded(self, model: nn.Module) -> Request:
+    def _seeded(self, device: torch.device) -> Request:
         """Return the request with a generator for this update on this process."""
         rank = torch.distributed.get_rank() if self.distributed_available_fn() else 0
         self.drawn += 1  # torchmetrics' own count starts again inside `forward`
-        generator = Generator(next(model.parameters()).device).manual_seed(
-            hash((self.seed, rank, self.drawn))
-        )
-        return replace(self.request, generator=generator)
+        seed = hash((self.seed, rank, self.drawn))
+        return replace(self.request, generator=Generator(device).manual_seed(seed))
 
     def compute(self) -> FisherEstimate:
         """Return the estimate from the samples of all processes."""
-        if self.count == 0:
-            nan = torch.full_like(self.count, math.nan)
-            return FisherEstimate(nan, nan, self.count.long(), {}, {})
-        mean, n = self.total / self.count, self.count
-        diagonal = self._by_name(mean) if self.quantity == "diagonal" else {}
-        parts = {k: v.sum() for k, v in diagonal.items()} or dict(
-            zip(self.shapes, mean, strict=True)
-        )
-        layers: dict[str, Tensor] = {}
-        for name, part in parts.items():
+        scalar, samples = self.total.new_tensor, self.count.long()
+        if not samples:
+            return FisherEstimate(scalar(math.nan), scalar(math.nan), samples, {}, {})
+        if self.quantity == "trace":
+            trace, error, layers = TraceSums([*self.shapes], self.total.tolist()).compute()
+            by_layer = {layer: scalar(part) for layer, part in layers.items()}
+            return FisherEstimate(scalar(trace), scalar(error), samples, by_layer, {})
+        parts = (self.total / self.count).split([s.numel() for s in self.shapes.values()])
+        diagonal = {
+            name: part.view(shape)
+            for (name, shape), part in zip(self.shapes.items(), parts, strict=True)
+        }
+        by_layer = {}
+        for name, part in diagonal.items():
             owner = layer_of(name)
-            layers[owner] = layers.get(owner, torch.zeros_like(part)) + part
-        trace = mean.sum()
-        variance = (self.squares - n * trace.square()).clamp(min=0) / (
-            n - 1
-        )  # 0/0 = NaN for one sample
-        error = torch.full_like(trace, math.nan) if diagonal else (variance / n).sqrt()
-        return FisherEstimate(trace, error, n.long(), layers, diagonal)
+            by_layer[owner] = by_layer.get(owner, 0) + part.sum()
+        return FisherEstimate(torch.cat(parts).sum(), scalar(math.nan), samples, by_layer, diagonal)
 
     def merge_state(self, incoming_state: "dict[str, Any] | Metric") -> None:
         """Add the samples of another metric, which may be the first ones.
@@ -226,10 +188,3 @@ class FisherInformation(Metric):
                 f"`model` must have the trainable parameters of the first update, got others: {changed}."
             )
         self.shapes = shapes
-
-    def _by_name(self, flat: Tensor) -> ParamDict:
-        parts = flat.split([shape.numel() for shape in self.shapes.values()])
-        return {
-            name: part.view(shape)
-            for (name, shape), part in zip(self.shapes.items(), parts, strict=True)
-        }

@@ -1,29 +1,24 @@
 r"""What each operation contributes: per-sample gradients of its weights from its inputs and its output gradients.
 
-A *use* is one operation of a graph in which a weight meets the samples. With the operation's input :math:`a_n` and the
-gradient :math:`b_n` of sample :math:`n`'s log-likelihood by its output, the gradient of each weight follows without
+A *use* is one weight in one operation of a graph where it meets the samples. With the operation's input :math:`a_n` and
+the gradient :math:`b_n` of sample :math:`n`'s log-likelihood by its output, the gradient of the weight follows without
 another backward pass, and often its squared norm without forming it (Goodfellow, *Efficient per-example gradient
-computations*, 2015). The readers at the end of this file find input and options of an operation in its autograd node.
+computations*, 2015). :mod:`~lightning_taskinfo.fisher.readers` finds both in an autograd graph.
 """
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeAlias
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from lightning_taskinfo.fisher.vjp import batched_vjp
+from lightning_taskinfo._observe import at_least_float32
+from lightning_taskinfo.fisher.graph import Edge, pulled_to_weight
 
 BLOCK = 1 << 21  # elements of per-sample gradients formed at once: 8 MB in float32
-
-
-class Slot(NamedTuple):
-    """A weight's part in a use: its name, and its shape there."""
-
-    name: str
-    shape: tuple[int, ...]
+FEW = 4096  # elements of a gradient up to which samples are squared together rather than one by one
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +31,7 @@ class Rows:
         interleaved: Whether samples take turns, rather than having their rows next to each other.
         merged: How many leading axes are read as one.
         index: Row numbers ``[N, repeat]`` where there is no such order; the number of rows stands for no row.
+        chosen: The samples that are measured.
     """
 
     axis: int = 0
@@ -43,28 +39,7 @@ class Rows:
     interleaved: bool = False
     merged: int = 1
     index: Tensor | None = None
-
-    @property
-    def one_each(self) -> bool:
-        """Whether row ``n`` of axis 0 is sample ``n``."""
-        return self.axis == 0 and self.in_order
-
-    @property
-    def in_order(self) -> bool:
-        """Whether row ``n`` is sample ``n``, on any axis."""
-        return self.repeat == 1 and self.index is None and self.merged == 1
-
-    def samples_first(self, x: Tensor) -> Tensor:
-        """Return ``x`` as ``[N, ...]``, or as ``[N, repeat, ...]`` where rows are not just samples."""
-        x = self.rows_first(x)
-        if self.index is not None:
-            padded = torch.cat([x, x.new_zeros(1, *x.shape[1:])])
-            return padded[self.index]
-        if self.repeat == 1:
-            return x
-        if self.interleaved:
-            return x.unflatten(0, (self.repeat, -1)).transpose(0, 1)
-        return x.unflatten(0, (-1, self.repeat))
+    chosen: slice = field(default_factory=lambda: slice(None))
 
     def rows_first(self, x: Tensor) -> Tensor:
         """Return ``x`` with its rows along axis 0."""
@@ -72,382 +47,257 @@ class Rows:
             x = x.flatten(0, self.merged - 1)
         return x.movedim(self.axis, 0) if self.axis else x
 
-    @property
-    def next_to_each_other(self) -> bool:
-        """Whether the rows of a sample, and then those of the next one, follow on axis 0."""
-        return self.axis == 0 and self.merged == 1 and self.index is None and not self.interleaved
+    def samples_first(self, x: Tensor) -> Tensor:
+        """Return ``x`` as ``[N, repeat, ...]``."""
+        return self.by_sample(self.rows_first(x))
 
-    def of(self, samples: slice, rows: int, device: torch.device) -> "Rows":
-        """Return the rows of some samples, of so many ``rows`` of all."""
-        index = self.index
-        if index is None:
-            numbers = torch.arange(rows, device=device)
-            index = (
-                numbers.view(self.repeat, -1).T
-                if self.interleaved
-                else numbers.view(-1, self.repeat)
-            )
-        return replace(self, interleaved=False, index=index[samples])
-
-    @property
-    def extra(self) -> int:
-        """Axes that :meth:`samples_first` puts behind the samples."""
-        return int(self.repeat > 1 or self.index is not None)
-
-
-class Product(NamedTuple):
-    """Gradients ``[n, O·W]`` that are not formed yet: the batched product of ``[n, O, P]`` and ``[n, P, W]``."""
-
-    left: Tensor
-    right: Tensor
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Of the gradients."""
-        return self.left.shape[0], self.left.shape[1] * self.right.shape[2]
-
-    def formed(self) -> Tensor:
-        """Return the gradients."""
-        return torch.bmm(self.left, self.right).flatten(1)
-
-    def write(self, into: Tensor) -> None:
-        """Form the gradients where they are wanted, in rows without gaps."""
-        torch.bmm(self.left, self.right, out=into.unflatten(1, (self.left.shape[1], -1)))
-
-
-Factor: TypeAlias = Tensor | Product
+    def by_sample(self, rows: Tensor) -> Tensor:
+        """Return rows along axis 0 as ``[N, repeat, ...]``."""
+        if self.index is not None:
+            padded = torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])
+            return padded[self.index[self.chosen]]
+        if self.interleaved:
+            return rows.unflatten(0, (self.repeat, -1)).transpose(0, 1)[self.chosen]
+        return rows.unflatten(0, (-1, self.repeat))[self.chosen]
 
 
 @dataclass
 class Use:
-    """One operation: the weights in it, the shape of its output, and what it read.
+    """One weight in one operation.
 
-    ``config`` has the options of the operation, ``rows`` says which samples the rows of its output belong to.
+    ``shape`` is the weight's, and ``rows`` says which samples the rows of the operation's output belong to. Output
+    gradients are *arranged* once, with the samples first; everything else is made of arranged ones.
     """
 
-    slots: dict[str, Slot]
-    shape: torch.Size
-    saved: tuple[Tensor, ...]
-    config: dict[str, Any] = field(default_factory=dict)
-    rows: Rows = field(default_factory=Rows)
+    shape: tuple[int, ...]
+    rows: Rows = field(default_factory=Rows, kw_only=True)
 
     def fits(self) -> bool:
-        """Whether this kind of use can be computed for rows like these."""
+        """Whether gradients can be computed for rows like these."""
         return True
 
-    def grads(self, slot: str, b: Tensor) -> Tensor:
-        """Return the gradient of each sample, shape ``[N, *slot.shape]``."""
+    def arranged(self, b: Tensor) -> Tensor:
+        """Return the gradients by the operation's output with the samples first, ``[N, ...]``."""
         raise NotImplementedError
 
-    def blocks(self, slot: str, b: Tensor) -> Iterator[Tensor]:
-        """Yield the gradients of a few samples at a time, so that little memory is needed."""
-        yield self.grads(slot, b)
+    def gradients(self, b: Tensor, samples: slice) -> Tensor:
+        """Return the gradients of some samples, ``[n, *shape]``, from arranged ones of all."""
+        raise NotImplementedError
 
-    def norms(self, slot: str, scores: list[Tensor]) -> Tensor:
+    def norms(self, scores: list[Tensor]) -> Tensor:
         """Return the squared norm of each sample's gradient, summed over scores, shape ``[N]``."""
-        return total(torch.cat([squared_norms(g) for g in self.blocks(slot, b)]) for b in scores)
-
-    def diagonal(self, slot: str, scores: list[Tensor]) -> Tensor:
-        """Return the squared gradients, summed over samples and scores, shaped like the slot."""
-        return total(g.square().sum(0) for b in scores for g in self.blocks(slot, b))
-
-    def features(self, slot: str, b: Tensor) -> Iterator[list[tuple[Factor, ...]]]:
-        """Yield blocks of samples as parts, whose inner products add up to those of the gradients.
-
-        A part is a tuple of factors ``[n, D]``: the product of their inner products counts.
-        """
-        for gradients in self.blocks(slot, b):
-            yield [(gradients.reshape(len(gradients), -1),)]
-
-
-class Linear(Use):
-    r"""A matrix product on rows ``[..., D]``: with several a sample, :math:`\nabla W = \sum_t b_t a_t^\top`.
-
-    ``config["transposed"]`` says that the weight is ``[D, C]`` rather than ``[C, D]``, ``config["axis"]`` on which axis
-    of the output the rows must be.
-    """
-
-    shared: tuple[list[Tensor], Tensor] | None = (
-        None  # scores, and what weight and bias make of them alike
-    )
-
-    def fits(self) -> bool:
-        return self.rows.merged == 1 and self.rows.axis == self.config["axis"]
-
-    def _once(self, scores: list[Tensor], make: Callable[[list[Tensor]], Tensor]) -> Tensor:
-        """Return what ``make`` returns for the scores, made for the weight and kept for the bias."""
-        if self.shared is None or self.shared[0] is not scores:
-            self.shared = scores, make([self.flat(b) for b in scores])
-        return self.shared[1]
-
-    def flat(self, x: Tensor) -> Tensor:
-        """Return rows of inputs or gradients as ``[N, D]``, or ``[N, T, D]`` where a sample has several."""
-        if x.dim() > 2 or not self.rows.one_each:
-            x = self.rows.samples_first(x)
-        return x.flatten(1, -2) if x.dim() > 2 else x
-
-    def inputs(self) -> Tensor:
-        """Return the inputs as ``[N, D]``, or ``[N, T, D]`` where there are several positions."""
-        return self.flat(self.saved[0])
-
-    def _turned(self, gradients: Tensor) -> Tensor:
-        """Return ``[..., C, D]`` as the weight has it."""
-        return gradients.mT if self.config.get("transposed") else gradients
-
-    def grads(self, slot: str, b: Tensor) -> Tensor:
-        b = self.flat(b)
-        if slot == "bias":
-            return (b if b.dim() == 2 else b.sum(1)).reshape(-1, *self.slots[slot].shape)
-        return self._turned(_outer(b, self.inputs()))
-
-    def blocks(self, slot: str, b: Tensor) -> Iterator[Tensor]:
-        if slot == "bias":
-            yield self.grads(slot, b)
-            return
-        a, b = self.inputs(), self.flat(b)
-        step = max(1, BLOCK // math.prod(self.slots[slot].shape))
-        for i in range(0, len(a), step):
-            yield self._turned(_outer(b[i : i + step], a[i : i + step]))
-
-    def norms(self, slot: str, scores: list[Tensor]) -> Tensor:
-        if slot == "bias" and self.flat(scores[0]).dim() > 2:
-            return super().norms(slot, scores)
-        if slot == "bias" or self.inputs().dim() == 2:
-            norms = self._once(scores, lambda flat: total([squared_norms(b) for b in flat]))
-            return norms * squared_norms(self.inputs()) if slot == "weight" else norms.clone()
-        a = self.inputs()
-        return total(product_norms(self.flat(b), a) for b in scores)
-
-    def features(self, slot: str, b: Tensor) -> Iterator[list[tuple[Factor, ...]]]:
-        if slot == "bias":
-            yield from super().features(slot, b)
-            return
-        a = self.inputs()
-        if a.dim() > 2:
-            yield [(Product(self.flat(b).transpose(1, 2), a),)]
-        else:  # ⟨b aᵀ, b' a'ᵀ⟩ = (a·a')(b·b')
-            yield [(a, self.flat(b))]
-
-    def diagonal(self, slot: str, scores: list[Tensor]) -> Tensor:
-        if slot == "bias" and self.flat(scores[0]).dim() > 2:
-            return super().diagonal(slot, scores)
-        if slot == "bias":
-            return self._once(scores, summed_squares).sum(0).view(self.slots[slot].shape)
-        a = self.inputs()
-        if a.dim() == 2:
-            return self._turned(self._once(scores, summed_squares).T @ a.square())
-        flat = [self.flat(b) for b in scores]
-        step = max(1, BLOCK // math.prod(self.slots[slot].shape))
-        blocks = [slice(i, i + step) for i in range(0, len(a), step)]
-        return self._turned(
-            total((b[i].transpose(1, 2) @ a[i]).square_().sum(0) for b in flat for i in blocks)
+        return torch.cat(
+            [
+                total(squared_norms(self.gradients(b, samples)) for b in scores)
+                for samples in self.blocks(len(scores[0]))
+            ]
         )
 
+    def diagonal(self, scores: list[Tensor]) -> Tensor:
+        """Return the squared gradients, summed over samples and scores, shaped like the weight."""
+        return sum_of_squares(
+            self.gradients(b, samples) for samples in self.blocks(len(scores[0])) for b in scores
+        )
 
-class Grouped(Use):
-    """Several matrix products at once, ``[G, R, D] @ [G, D, C]``, with the samples among the rows."""
+    def blocks(self, n: int) -> Iterator[slice]:
+        """Yield a few of ``n`` samples at a time, so that little memory is needed."""
+        step = max(1, BLOCK // max(1, self.elements))
+        return (slice(i, i + step) for i in range(0, n, step))
+
+    @property
+    def elements(self) -> int:
+        """How many numbers are needed to form the gradient of one sample."""
+        return math.prod(self.shape)
+
+
+@dataclass
+class Product(Use):
+    r"""A matrix that rows are multiplied by, :math:`\nabla W = \sum_t b_t a_t^\top` over the rows of a sample.
+
+    ``inputs`` are the rows, on the ``axis`` on which the output has them. The matrix is ``[C, D]``, or ``[D, C]`` where
+    it is ``turned``. There may be several such matrices, and inputs ``[G, ..., ...]``, in one ``grouped`` product.
+    """
+
+    inputs: Tensor
+    axis: int = 0
+    turned: bool = False
+    grouped: bool = False
 
     def fits(self) -> bool:
-        return self.rows.merged == 1 and self.rows.axis == self.config["axis"]
+        return self.rows.merged == 1 and self.rows.axis == self.axis
 
-    def _flat(self, x: Tensor) -> Tensor:
-        """Return ``[N, G, T, ...]``."""
-        x = self.rows.samples_first(x)
-        return x.transpose(1, 2) if self.rows.extra else x.unsqueeze(2)
+    def arranged(self, b: Tensor) -> Tensor:
+        """Return inputs or output gradients as ``[N, G, T, D]``."""
+        x = self.rows.samples_first(b)
+        return x.transpose(1, 2) if self.grouped else x.reshape(len(x), 1, -1, x.shape[-1])
 
-    def grads(self, slot: str, b: Tensor) -> Tensor:
-        gradients = self._flat(b).mT @ self._flat(self.saved[0])  # [N, G, C, D]
-        return gradients.mT if self.config.get("transposed") else gradients
+    @cached_property
+    def a(self) -> Tensor:
+        """The arranged inputs."""
+        return self.arranged(at_least_float32(self.inputs))
 
-    def norms(self, slot: str, scores: list[Tensor]) -> Tensor:
-        a = self._flat(self.saved[0])
-        groups = [product_norms(self._flat(b).flatten(0, 1), a.flatten(0, 1)) for b in scores]
-        return total(groups).view(len(a), -1).sum(1)
+    def gradients(self, b: Tensor, samples: slice) -> Tensor:
+        product = b[samples].mT @ self.a[samples]  # [n, G, C, D]
+        return (product.mT if self.turned else product).reshape(-1, *self.shape)
+
+    def norms(self, scores: list[Tensor]) -> Tensor:
+        a = self.a.flatten(0, 1)
+        by_group = total(product_norms(b.flatten(0, 1), a) for b in scores)
+        return by_group.view(len(self.a), -1).sum(1)
+
+    def diagonal(self, scores: list[Tensor]) -> Tensor:
+        if self.a.shape[1:3] != (1, 1):
+            return super().diagonal(scores)
+        squares = total(b[:, 0, 0].square() for b in scores)  # of one row: (b aᵀ)² = b² (a²)ᵀ
+        product = squares.T @ self.a[:, 0, 0].square()
+        return (product.T if self.turned else product).reshape(self.shape)
 
 
+@dataclass
 class Elementwise(Use):
-    r"""``x ⊙ w`` or ``x + w`` with ``w`` broadcast over samples: scales and shifts, and raw weights.
+    r"""``x ⊙ w`` or ``x + w`` with ``w`` broadcast over samples: scales, shifts and biases.
 
-    ``config["aligned"]`` is the weight's shape as it meets the output's axes, by slot; ``config["factor"]`` gives
-    what the slot is multiplied by (a function, so that it is computed only when it is needed), or nothing for a shift.
-    A real weight that meets a complex tensor has the gradient ``Re(b · conj(factor))``.
+    ``aligned`` is the weight's shape as it meets the output's axes; ``factor`` returns what the weight is multiplied by
+    (a function, so that it is computed only when it is needed). A real weight that meets a complex tensor has the
+    gradient ``Re(b · conj(factor))``.
     """
 
+    aligned: list[int]
+    factor: Callable[[], Tensor] | None = None
+    scale: float = 1
+    is_complex: bool = False
+
     def fits(self) -> bool:
-        merged, axis = self.rows.merged, self.rows.axis
-        for slot in self.slots:
-            sizes = self.config["aligned"][slot]
-            rows = sizes[:merged] if merged > 1 else sizes[axis : axis + 1]
-            if (
-                len(sizes) != len(self.shape)
-                or any(size != 1 for size in rows)
-                or (merged > 1 and axis)
-            ):
-                return False
-        return True
+        axis, merged = self.rows.axis, self.rows.merged
+        return not (merged > 1 and axis) and set(self.aligned[axis : axis + merged]) == {1}
 
-    def grads(self, slot: str, b: Tensor) -> Tensor:
-        factor = self.config["factor"].get(slot)
-        product = b if factor is None else b * factor().conj()
-        if product.is_complex() and not self.config.get("complex"):
+    def arranged(self, b: Tensor) -> Tensor:
+        """Return the gradients of the weight."""
+        product = b if self.factor is None else b * self.factor().conj()
+        if product.is_complex() and not self.is_complex:
             product = product.real
+        others = list(self.aligned)
+        del others[self.rows.axis : self.rows.axis + self.rows.merged]
         product = self.rows.samples_first(product)
-        aligned = self.config["aligned"][slot][self.rows.merged - 1 :]
-        aligned = [size for axis, size in enumerate(aligned) if axis != self.rows.axis]
-        aligned = [1] * self.rows.extra + aligned
-        summed = [axis for axis, size in enumerate(aligned, start=1) if size == 1]
-        if summed:
-            product = product.sum(summed)
-        gradients = product.reshape(-1, *self.slots[slot].shape)
-        scale = self.config.get("scale", {}).get(slot, 1)
-        return gradients if scale == 1 else gradients * scale
+        summed = [axis for axis, size in enumerate([1, *others], start=1) if size == 1]
+        gradients = product.sum(summed).reshape(-1, *self.shape)
+        return gradients if self.scale == 1 else gradients * self.scale
+
+    def gradients(self, b: Tensor, samples: slice) -> Tensor:
+        return b[samples]
+
+    def blocks(self, n: int) -> Iterator[slice]:
+        yield slice(None)  # they are there already
 
 
-class BatchNorm(Elementwise):
-    """Batch norm on running statistics, ``config["statistics"]``: mean, variance and what is added to it."""
-
-    def grads(self, slot: str, b: Tensor) -> Tensor:
-        a, (mean, variance, eps) = self.saved[0][: len(b)], self.config["statistics"]
-        if (
-            slot != "weight"
-            or not self.rows.one_each
-            or b.dim() < 3
-            or not a.dtype == b.dtype == mean.dtype
-        ):
-            return super().grads(slot, b)
-        n, channels = b.shape[:2]
-        # Every channel of every sample is a channel of its own, so that the sums are those of single samples.
-        shape, mask = (1, n * channels, *b.shape[2:]), [False, True, False]
-        a, b, mean, variance = (
-            a.reshape(shape),
-            b.reshape(shape),
-            mean.repeat(n),
-            variance.repeat(n),
-        )
-        backward = torch.ops.aten.native_batch_norm_backward
-        return backward(b, a, None, mean, variance, None, None, False, eps, mask)[1].view(
-            n, channels
-        )
-
-
+@dataclass
 class Embedding(Use):
     """Rows of a table: a sample's gradient adds the output gradients of equal indices, before squaring."""
 
+    index: Tensor
+    padding_idx: int | None = None
+
     def fits(self) -> bool:
-        return self.rows.axis + self.rows.merged <= self.saved[0].dim()
+        return self.rows.axis + self.rows.merged <= self.index.dim()
 
-    def _pairs(self, b: Tensor) -> tuple[int, Tensor, Tensor]:
-        """Return the number of samples, and sample-and-row number and gradient of every lookup."""
-        index = self.rows.samples_first(self.saved[0])
-        table, width = self.slots["weight"].shape
-        b = self.rows.samples_first(b).reshape(-1, width)
-        sample = (
-            torch.arange(len(index), device=b.device)
-            .view(-1, *[1] * (index.dim() - 1))
-            .expand_as(index)
-        )
-        pairs = (sample * table + index).reshape(-1)
-        padding = self.config["padding_idx"]
-        if padding is not None:
-            kept = (index != padding).reshape(-1)
-            pairs, b = pairs[kept], b[kept]
-        return len(index), pairs, b
+    @cached_property
+    def tokens(self) -> Tensor:
+        """The indices, ``[N, T]``."""
+        return self.rows.samples_first(self.index).flatten(1)
 
-    def _summed(self, b: Tensor) -> tuple[int, Tensor, Tensor, Tensor]:
-        """Return the number of samples, and sample, row and summed gradient of every pair of them that occurs."""
-        n, pairs, b = self._pairs(b)
-        unique, where = pairs.unique(return_inverse=True)
-        summed = b.new_zeros(len(unique), b.shape[1]).index_add_(0, where, b)
-        table = self.slots["weight"].shape[0]
-        return n, unique // table, unique % table, summed
-
-    def grads(self, slot: str, b: Tensor) -> Tensor:
-        n, sample, row, summed = self._summed(b)
-        out = b.new_zeros(n, *self.slots[slot].shape)
-        out[sample, row] = summed
-        return out
-
-    def lookups(self, b: Tensor) -> tuple[Tensor, Tensor]:
-        """Return indices ``[N, T]`` and gradients ``[N, T, D]``, zero where a lookup does not count."""
-        index = self.rows.samples_first(self.saved[0])
+    def arranged(self, b: Tensor) -> Tensor:
+        """Return gradients ``[N, T, D]``, zero where a lookup does not count."""
         b = self.rows.samples_first(b)
-        padding = self.config["padding_idx"]
-        if padding is not None:
-            b = b.masked_fill((index == padding).unsqueeze(-1), 0)
-        return index.reshape(len(index), -1), b.reshape(len(index), -1, b.shape[-1])
+        b = b.reshape(*self.tokens.shape, b.shape[-1])
+        if self.padding_idx is None:
+            return b
+        return b.masked_fill((self.tokens == self.padding_idx).unsqueeze(-1), 0)
 
-    def norms(self, slot: str, scores: list[Tensor]) -> Tensor:
-        norms = []
-        for b in scores:
-            n, sample, _, summed = self._summed(b)
-            norms.append(b.new_zeros(n).index_add_(0, sample, squared_norms(summed)))
-        return total(norms)
+    def gradients(self, b: Tensor, samples: slice) -> Tensor:
+        b = b[samples]
+        return self.add_to(b.new_zeros(len(b), *self.shape), b, samples)
 
-    def diagonal(self, slot: str, scores: list[Tensor]) -> Tensor:
-        squares = scores[0].new_zeros(self.slots[slot].shape)
-        for b in scores:
-            _, _, row, summed = self._summed(b)
-            squares.index_add_(0, row, summed.square())
+    def add_to(self, gradients: Tensor, b: Tensor, samples: slice) -> Tensor:
+        """Add the gradients of some samples to those ``[n, V, D]`` of other uses."""
+        tokens = self.tokens[samples]
+        first = torch.arange(len(tokens), device=b.device).unsqueeze(1) * self.shape[0]
+        flat = gradients.view(-1, self.shape[1])
+        flat.index_add_(0, (first + tokens).flatten(), b.flatten(0, 1))
+        return gradients
+
+    def norms(self, scores: list[Tensor]) -> Tensor:
+        norms = scores[0].new_zeros(len(scores[0]))
+        for sample, _, gradients in map(self._by_token, scores):
+            norms.index_add_(0, sample, squared_norms(gradients))
+        return norms
+
+    def diagonal(self, scores: list[Tensor]) -> Tensor:
+        squares = scores[0].new_zeros(self.shape)
+        for _, token, gradients in map(self._by_token, scores):
+            squares.index_add_(0, token, gradients.square())
         return squares
 
+    def _by_token(self, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return sample, token and summed gradient ``[pairs, D]`` of every pair of them that occurs."""
+        table = self.shape[0]
+        first = torch.arange(len(b), device=b.device).unsqueeze(1) * table
+        pairs, where = (first + self.tokens).unique(return_inverse=True)
+        summed = b.new_zeros(len(pairs), b.shape[-1])
+        summed.index_add_(0, where.flatten(), b.flatten(0, 1))
+        return pairs // table, pairs % table, summed
 
+
+@dataclass
 class Other(Use):
     """Any other operation: its own backward pass, for the part of the gradient that belongs to one sample.
 
-    ``config["output"]`` is where the operation's output is in the graph, ``config["inputs"]`` where its weights are.
+    ``output`` is where the operation's output is in the graph, ``source`` where its weight is.
     """
 
-    def grads(self, slot: str, b: Tensor) -> Tensor:
-        return torch.cat([*self.blocks(slot, b)])
+    output: Edge
+    source: Edge
+    output_shape: torch.Size
 
-    def blocks(self, slot: str, b: Tensor) -> Iterator[Tensor]:
-        rows = self.rows.rows_first(b)
-        numbers = self.rows.index  # [N, rows of a sample]
-        if numbers is None:
-            numbers = self.rows.samples_first(
-                torch.arange(len(rows), device=b.device).view(self._as_rows(b))
-            )
-            numbers = numbers.reshape(len(numbers), -1)
-        step = max(1, 4 * BLOCK // max(1, b.numel(), math.prod(self.slots[slot].shape)))
-        for i in range(0, len(numbers), step):
-            some = numbers[i : i + step]
-            parts = rows.new_zeros(
-                len(some), len(rows) + 1, *rows.shape[1:]
-            )  # one more, for no row
-            sample = torch.arange(len(some), device=b.device).unsqueeze(1)
-            parts[sample, some] = torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])[some]
-            parts = parts[:, :-1]
-            if self.rows.axis:
-                parts = parts.movedim(1, self.rows.axis + 1)
-            parts = parts.reshape(len(some), *b.shape)
-            yield batched_vjp(self.config["output"], self.config["inputs"][slot], parts)
+    def arranged(self, b: Tensor) -> Tensor:
+        return self.rows.samples_first(b)
 
-    def _as_rows(self, b: Tensor) -> list[int]:
-        """Return the shape of row numbers that are laid out like ``b``, with one entry on all other axes."""
-        sizes = [1] * b.dim()
-        if self.rows.merged > 1:
-            sizes[: self.rows.merged] = b.shape[: self.rows.merged]
-        else:
-            sizes[self.rows.axis] = b.shape[self.rows.axis]
-        return sizes
+    def gradients(self, b: Tensor, samples: slice) -> Tensor:
+        count, *others = self._rows_first_shape
+        numbers, b = self._numbers[samples], b[samples]  # [n, repeat], [n, repeat, ...]
+        parts = b.new_zeros(len(b), count + 1, *others)  # one row more, for no row
+        sample = torch.arange(len(b), device=b.device).unsqueeze(1)
+        parts[sample, numbers] = b
+        parts = parts[:, :-1].movedim(1, self.rows.axis + 1)
+        parts = parts.reshape(len(b), *self.output_shape)
+        return pulled_to_weight(self.output, self.source, parts)
 
+    @property
+    def elements(self) -> int:
+        return max(self.output_shape.numel(), math.prod(self.shape))
 
-def _outer(b: Tensor, a: Tensor) -> Tensor:
-    """Return ``[N, C, D]``, summed over positions where there are several."""
-    if a.dim() == 2:
-        return b.unsqueeze(2) * a.unsqueeze(1)
-    return b.transpose(1, 2) @ a
+    @cached_property
+    def _rows_first_shape(self) -> torch.Size:
+        return self.rows.rows_first(torch.empty(self.output_shape, device="meta")).shape
+
+    @cached_property
+    def _numbers(self) -> Tensor:
+        """The number of each row of each sample, ``[N, repeat]``."""
+        if self.rows.index is not None:
+            return self.rows.index[self.rows.chosen]
+        like = self.output.node._input_metadata[0]
+        return self.rows.by_sample(torch.arange(self._rows_first_shape[0], device=like.device))
 
 
 def product_norms(b: Tensor, a: Tensor) -> Tensor:
     """Return the squared norms of ``bᵀ a``, of ``[N, T, C]`` and ``[N, T, D]``; formed only where that is cheaper."""
     positions, wide, high = a.shape[1], a.shape[2], b.shape[2]
+    if positions == 1:
+        return squared_norms(a) * squared_norms(b)
     if positions * (wide + high) < wide * high:  # ghost norm: Σ_{t,s} (a_t·a_s)(b_t·b_s)
-        gram = a @ a.transpose(1, 2)
-        return (gram * (b @ b.transpose(1, 2))).sum((1, 2))
+        return ((a @ a.mT) * (b @ b.mT)).sum((1, 2))
     step = max(1, BLOCK // (wide * high))
-    blocks = [slice(i, i + step) for i in range(0, len(a), step)]
-    return torch.cat([squared_norms(b[i].transpose(1, 2) @ a[i]) for i in blocks])
+    pairs = zip(b.split(step), a.split(step), strict=True)
+    return torch.cat([squared_norms(y.mT @ x) for y, x in pairs])
 
 
 def squared_norms(x: Tensor) -> Tensor:
@@ -457,11 +307,18 @@ def squared_norms(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, dim=tuple(range(1, x.dim()))).square_()
 
 
-def summed_squares(parts: list[Tensor]) -> Tensor:
-    """Add the squares of tensors of one shape."""
-    squares = parts[0].square()
-    for part in parts[1:]:
-        squares.addcmul_(part, part)
+def sum_of_squares(gradients: Iterable[Tensor]) -> Tensor:
+    """Add the squares of gradients ``[n, *shape]`` of all samples and scores, with no copy of large ones."""
+    squares: Tensor | None = None
+    for some in gradients:
+        if squares is None:
+            squares = torch.zeros_like(some[0])
+        if squares.numel() < FEW:
+            squares += some.square().sum(0)
+        else:
+            for g in some:
+                squares.addcmul_(g, g)
+    assert squares is not None
     return squares
 
 

@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from lightning_taskinfo._observe import at_least_float32
-from lightning_taskinfo.fisher.capture import Graph
-from lightning_taskinfo.fisher.vjp import Edge, shape_of
+from lightning_taskinfo.fisher.graph import Edge, Graph, shape_of
 
 Rows = tuple[Tensor, Tensor, Tensor]
 """Losses by row, which of them count, and the targets."""

@@ -6,10 +6,9 @@ backward pass of the training comes by a use, its input and the gradient of its 
 weight gradient.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, ClassVar, TypeVar
 
@@ -19,11 +18,11 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from lightning_taskinfo._observe import ParamDict, at_least_float32
-from lightning_taskinfo.fisher.capture import Graph, Plan, Prover
-from lightning_taskinfo.fisher.ops import Grouped, Other, Use, squared_norms
+from lightning_taskinfo.fisher.capture import Plan, Prover
+from lightning_taskinfo.fisher.graph import Edge, Graph
+from lightning_taskinfo.fisher.ops import Other, squared_norms
 from lightning_taskinfo.fisher.sharded import gathered_parameters
 from lightning_taskinfo.fisher.terms import Contribution, Term, apart, terms
-from lightning_taskinfo.fisher.vjp import Edge
 
 T = TypeVar("T")
 PLANS = 64  # kept of a training, as for sentences of different lengths
@@ -41,25 +40,27 @@ class Sum:
 
     name: str
     terms: list[Term]
-    gradients: dict[int, list[Tensor] | None] = field(default_factory=dict)  # by operation
+    gradients: dict[int, Tensor | None] = field(default_factory=dict)  # by operation
     formed: Tensor | None = None
 
     def __post_init__(self) -> None:
         self.missing = {term.operation for term in self.terms}
         self.waits = len(self.terms) == 1 or all(term.factored for term in self.terms)
 
-    def add(self, operation: int, scores: dict[int, list[Tensor]]) -> None:
-        """Take the gradients of an operation's output, by the uses that it is."""
+    def add(self, operation: int, b: Tensor | None) -> None:
+        """Take the gradient of an operation's output, which may be none."""
         self.missing.discard(operation)
         self.gradients[operation] = None
+        if b is None:
+            return
+        scores = at_least_float32(b).unsqueeze(0)
+        if self.waits:
+            self.gradients[operation] = scores
+            return
         for term in self.terms:
-            if term.operation != operation or id(term.use) not in scores:
-                continue
-            found = scores[id(term.use)]
-            if self.waits:
-                self.gradients[operation] = found
-            else:
-                gradients = torch.cat([*term.blocks(found[0])])
+            if term.operation == operation:
+                found = Contribution([term], {operation: scores}, apart=False)
+                gradients = torch.cat([some for _, some in found.formed()])
                 self.formed = gradients if self.formed is None else self.formed + gradients
 
     def norms(self) -> Tensor | None:
@@ -184,11 +185,10 @@ class StepRecorder:
 
     def _wait(self, edges: list[Edge], found: dict[str, list[Term]], apart: set[str]) -> None:
         """Let the uses tell when their gradients are there."""
-        uses = {id(term.use): term.use for name in found for term in found[name]}
-        samples, device = slice(self.first, self.first + self.count), self.all[0].device
-        for use in uses.values():
-            use.config["chosen"] = _choose(use, samples, device)
+        chosen = slice(self.first, self.first + self.count)
         for name, of_name in found.items():
+            for term in of_name:
+                term.use.rows = replace(term.use.rows, chosen=chosen)
             for some in [[term] for term in of_name] if name in apart else [of_name]:
                 one = Sum(name, some)
                 for operation in one.missing:
@@ -227,17 +227,8 @@ class StepRecorder:
         return stack
 
     def _add(self, operation: int, b: Tensor | None) -> None:
-        sums = self.waiting.pop(operation)
-        terms = [term for one in sums for term in one.terms if term.operation == operation]
-        scores: dict[
-            int, list[Tensor]
-        ] = {}  # one list for weight and bias, which have a part in common
-        for use in {id(term.use): term.use for term in terms}.values():
-            use.saved = tuple(map(at_least_float32, use.saved))
-            if b is not None:
-                scores[id(use)] = [at_least_float32(use.config["chosen"](b))]
-        for one in sums:
-            one.add(operation, scores)
+        for one in self.waiting.pop(operation):
+            one.add(operation, b)
             if one.missing:
                 continue
             norms = one.norms()
@@ -261,26 +252,6 @@ def _read(graph: Graph, plan: Plan) -> tuple[list[Edge], dict[str, list[Term]]]:
     return _inside_a_pass(read) if _check_saved(nodes) else read()
 
 
-def _choose(use: Use, samples: slice, device: torch.device) -> Callable[[Tensor], Tensor]:
-    """Leave some samples in a use; return what leaves them in a gradient of its output."""
-    rows, shape = use.rows, use.shape
-    count = math.prod(shape[: rows.merged]) if rows.merged > 1 else shape[rows.axis]
-    all_samples = len(rows.index) if rows.index is not None else count // rows.repeat
-    if all_samples == samples.stop - samples.start:
-        return lambda b: b
-    if not rows.next_to_each_other or isinstance(use, Grouped | Other):
-        use.rows = rows.of(samples, count, device)
-        return lambda b: b
-    some = slice(samples.start * rows.repeat, samples.stop * rows.repeat)
-    use.saved = tuple(x[some] for x in use.saved)
-    use.shape = torch.Size((some.stop - some.start, *shape[1:]))
-    factors = use.config.get("factor", {})
-    use.config["factor"] = {
-        slot: lambda factor=factor: factor().expand(shape)[some] for slot, factor in factors.items()
-    }
-    return lambda b: b[some]
-
-
 def _mixing(graph: Graph, found: dict[str, list[Term]]) -> dict[str, str]:
     """Return the parameters that every sample of a batch would need a backward pass of its own for, with a reason.
 
@@ -291,10 +262,9 @@ def _mixing(graph: Graph, found: dict[str, list[Term]]) -> dict[str, str]:
         for term in uses:
             nodes = graph.below(term.source.node) if term.way is None else set()
             kinds = [type(node).__name__ for node in nodes if _with_a_constant(node)]
-            if isinstance(term.use, Other) and isinstance(
-                term.use.config["output"].node, BackwardCFunction
-            ):
-                kinds.append(type(term.use.config["output"].node).__name__)
+            if isinstance(term.use, Other):
+                node = term.use.output.node
+                kinds += [type(node).__name__] if isinstance(node, BackwardCFunction) else []
             if kinds:
                 mixing[name] = kinds[0]
     return mixing

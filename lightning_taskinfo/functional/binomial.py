@@ -68,7 +68,7 @@ def binomial_upper_bound(errors: int, n: int, delta: float) -> Tensor:
     """
     _check_counts(errors, n)
     _check_delta(delta)
-    low = torch.tensor(errors / n, dtype=torch.float64)
+    low = torch.tensor(errors / n, dtype=torch.float64, device="cpu")
     high = torch.ones_like(low)
     if errors == n:
         return high
@@ -102,8 +102,8 @@ def most_errors_below(bound: float, n: int, delta: float) -> int:
     _check_delta(delta)
     if bound >= 1:
         return n
-    i = torch.arange(n + 1, dtype=torch.float64)
-    p = torch.tensor(float(bound), dtype=torch.float64)
+    i = torch.arange(n + 1, dtype=torch.float64, device="cpu")
+    p = torch.tensor(float(bound), dtype=torch.float64, device="cpu")
     log_terms = _log_choose(n, i) + torch.special.xlogy(i, p) + torch.special.xlog1py(n - i, -p)
     likely = log_terms.logcumsumexp(0) > math.log(delta)  # [n + 1], false first and then true
     return int((~likely).sum()) - 1

@@ -92,7 +92,9 @@ def normal_quantile(confidence: float) -> float:
     """
     if not 0 < confidence < 1:
         raise ValueError(f"`confidence` must be between 0 and 1, got {confidence}.")
-    return torch.special.ndtri(torch.tensor(0.5 + 0.5 * confidence, dtype=torch.float64)).item()
+    return torch.special.ndtri(
+        torch.tensor(0.5 + 0.5 * confidence, dtype=torch.float64, device="cpu")
+    ).item()
 
 
 def student_quantile(confidence: float, degrees: int) -> float:

@@ -115,7 +115,8 @@ def estimate_mutual_information(
     if isinstance(critic, nn.Module):
         fresh = deepcopy(critic)
     else:
-        fresh = make_critic(critic, tuple(inputs.shape[1:]), features.shape[1], seed=seed)
+        with torch.device("cpu"):  # the same weights, whatever the default device
+            fresh = make_critic(critic, tuple(inputs.shape[1:]), features.shape[1], seed=seed)
     fresh = fresh.to(inputs.device).float().requires_grad_()
     best = _train(fresh, x, z, held_out[0], steps, batch_size, learning_rate, negatives, generator)
     return _read(best, *held_out[1], clip)

@@ -12,9 +12,8 @@ from lightning_taskinfo.distributions.post_family import (
     losses_with_noise,
     standard_noises,
 )
-from lightning_taskinfo.fisher import fisher_diagonal
+from lightning_taskinfo.fisher import fisher_diagonal, kronecker_factors
 from lightning_taskinfo.fisher.kron import KroneckerFactors
-from lightning_taskinfo.fisher.kron_metric import KroneckerFisher
 
 
 @pytest.fixture
@@ -88,15 +87,14 @@ def test_the_weights_come_back_bit_for_bit_even_after_an_error(net, data):
 
 
 def test_noise_with_kronecker_factors_has_their_covariance(net, data):
-    metric = KroneckerFisher(labels="exact")
-    metric.update(net, data[0])
-    eigen = metric.eigen()
+    factors = kronecker_factors(net, data[0], labels="exact")
+    eigen = {name: block.eigen() for name, block in factors.items()}
     weights = {name: p.detach() for name, p in net.named_parameters()}
     curvature = {name: 24 * eigen[name][0].view_as(w) for name, w in weights.items()}
     shaped = PostFamily(
         curvature, weights, 0.5, {name: eigen[name][1:] for name in weights}
     ).shaped(0.7)
-    for name, block in metric.factors().items():
+    for name, block in factors.items():
         H = (
             24
             * (

@@ -1,5 +1,7 @@
 """What the quantities mean: whose labels, which likelihood, in what precision, and what is refused."""
 
+import re
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -7,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 
+from lightning_taskinfo import observing
 from lightning_taskinfo.fisher import (
     FisherInformation,
     engines_used,
@@ -16,6 +19,7 @@ from lightning_taskinfo.fisher import (
     per_sample_squared_norms,
 )
 from lightning_taskinfo.fisher.accumulators import inner_products
+from lightning_taskinfo.fisher.draws import NumberedDraws
 from lightning_taskinfo.functional.likelihood import Categorical, Gaussian
 from tests.fisher import networks as nets
 from tests.fisher.test_measure import empirical, loop, make, total
@@ -139,25 +143,6 @@ def test_engines_agree(case, engine):
     ) == {engine}
 
 
-@pytest.mark.parametrize("case", ["linear", "conv2d stride"])
-def test_backpack_agrees(case):
-    model, inputs, targets = make(case)
-    before = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
-    diagonal = fisher_diagonal(
-        model, inputs, targets, labels="empirical", engine="backpack", chunk_size=4
-    )
-    for name, g in empirical(model, inputs, targets).items():
-        torch.testing.assert_close(diagonal[name], g.square().mean(0), rtol=1e-9, atol=1e-12)
-    assert sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()) == before
-
-
-@pytest.mark.parametrize("case", ["module twice", "raw", "inplace relu"])
-def test_backpack_refuses_what_it_gets_wrong(case):
-    model, inputs, targets = make(case)
-    with pytest.raises(ValueError, match="use `engine='auto'`"):
-        fisher_trace(model, inputs, targets, labels="empirical", engine="backpack")
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_weights_are_measured_in_float32(dtype):
     model, inputs, targets = make("batch norm", torch.float32)
@@ -224,8 +209,26 @@ def test_a_tuple_and_a_dict_go_through_forward_fn():
 def test_more_than_fits_is_measured_in_several_passes(monkeypatch, case, chunk_size):
     model, inputs, targets = make(case)
     whole = gradient_gram(model, inputs, targets)
-    monkeypatch.setattr("lightning_taskinfo.fisher.api.BLOCK", 1)
+    monkeypatch.setattr("lightning_taskinfo.fisher.api.BLOCK", 0)
     torch.testing.assert_close(gradient_gram(model, inputs, targets, chunk_size=chunk_size), whole)
+
+
+@pytest.mark.parametrize("observed", [True, False])
+@pytest.mark.parametrize("numbered", [True, False])
+def test_labels_are_the_same_in_all_passes(monkeypatch, observed, numbered):
+    model, inputs, _ = make("linear")
+    torch.manual_seed(0)
+
+    def gram() -> Tensor:
+        likelihood = NumberedDraws(Categorical(), seed=1, total=10) if numbered else "categorical"
+        with observing(model) if observed else nullcontext():
+            return gradient_gram(
+                model, inputs, labels="sampled", likelihood=likelihood, chunk_size=4
+            )
+
+    whole = gram()
+    monkeypatch.setattr("lightning_taskinfo.fisher.api.BLOCK", 0)
+    torch.testing.assert_close(gram(), whole)
 
 
 def test_gram_of_float32_gradients_is_close_to_that_of_float64():
@@ -254,6 +257,15 @@ def test_inner_products_of_any_width(rows, width):
     expected = x.double() @ x.double().T
     lengths = expected.diagonal().sqrt()
     assert ((inner_products(x) - expected).abs() < 1e-6 * lengths.outer(lengths)).all()
+
+
+def test_what_takes_torch_func_is_named_once():
+    model, inputs, targets = make("embedding by frequency")
+    with pytest.warns(UserWarning, match="torch.func") as record:
+        fisher_trace(model, inputs, targets, labels="empirical", chunk_size=3)
+    (warning,) = record
+    named = r"gradients of 0.weight belong to \(EmbeddingBackward0\); torch.func computes them"
+    assert re.search(named, str(warning.message))
 
 
 def test_an_unused_parameter_has_no_fisher():
@@ -310,7 +322,7 @@ def test_an_input_changed_in_place_gives_no_number():
         ({"labels": "true"}, "`labels` must be one of sampled, exact, empirical, got 'true'"),
         (
             {"engine": "fast"},
-            "`engine` must be one of auto, hooks, per_sample, loop, backpack, got 'fast'",
+            "`engine` must be one of auto, hooks, per_sample, loop, got 'fast'",
         ),
         (
             {"likelihood": "poisson"},

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from lightning_taskinfo._observe import trainable_parameters
 from lightning_taskinfo.fisher import engines_used, per_sample_squared_norms
-from lightning_taskinfo.fisher.capture import Graph, Prover
-from lightning_taskinfo.fisher.measure import _KNOWN
+from lightning_taskinfo.fisher.capture import _KNOWN, Prover
+from lightning_taskinfo.fisher.graph import Graph
 from tests.fisher.test_measure import empirical
 
 
@@ -191,6 +191,7 @@ class ComputedFromEachOther(nn.Module):
         )
 
 
+@pytest.mark.filterwarnings("ignore:The graph does not show")
 @pytest.mark.parametrize("n", [1, 5])
 def test_inputs_of_an_operation_that_are_computed_from_each_other_count_once(n):
     torch.manual_seed(0)

@@ -1,11 +1,13 @@
 """Each way to a convolution's per-sample gradients against a loop, whatever the way its sizes would choose."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from lightning_taskinfo.fisher.conv import Conv
-from lightning_taskinfo.fisher.ops import Product, Rows, Slot
+from lightning_taskinfo.fisher.ops import Rows
 
 N = 5
 CASES = {  # channels, outputs, kernel, input, options
@@ -18,7 +20,7 @@ CASES = {  # channels, outputs, kernel, input, options
     "apart": (3, 4, (2, 3), (4, 6), {"stride": [2, 3]}),
     "1x1": (3, 4, (1, 1), (4, 4), {}),
 }
-WAYS = ["patches", "rows", "grouped"]
+WAYS = [True, False]  # by patches, or as groups
 
 
 def made(case, way, *, memory_format=torch.contiguous_format):
@@ -39,76 +41,84 @@ def made(case, way, *, memory_format=torch.contiguous_format):
         )
         for pairs in (list(zip(a, b, strict=True)) for b in scores)
     ]
-    use = Conv({"weight": Slot("w", tuple(w.shape))}, scores[0].shape, (a,), config)
-    use._way = way
-    return use, scores, expected
+    use = Conv(tuple(w.shape), a, scores[0].shape[2:], **config)
+    use.by_patches = way
+    return use, [use.arranged(b) for b in scores], expected
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("case", CASES)
 def test_every_way_gives_the_gradients_of_a_loop(case, way):
     use, scores, expected = made(case, way)
-    torch.testing.assert_close(use.grads("weight", scores[0]), expected[0])
+    everybody = slice(0, N)
+    torch.testing.assert_close(use.gradients(scores[0], everybody), expected[0])
+    torch.testing.assert_close(use.gradients(scores[1], slice(1, 3)), expected[1][1:3])
     torch.testing.assert_close(
-        use.norms("weight", scores), sum(g.flatten(1).square().sum(1) for g in expected)
+        use.norms(scores), sum(g.flatten(1).square().sum(1) for g in expected)
     )
-    torch.testing.assert_close(
-        use.diagonal("weight", scores), sum(g.square().sum(0) for g in expected)
-    )
-    gram = 0
-    for parts in use.features("weight", scores[0]):
-        for (part,) in parts:
-            rows = part.formed() if isinstance(part, Product) else part
-            gram = gram + rows @ rows.T
-    torch.testing.assert_close(gram, expected[0].flatten(1) @ expected[0].flatten(1).T)
+    torch.testing.assert_close(use.diagonal(scores), sum(g.square().sum(0) for g in expected))
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_inputs_may_lie_in_memory_as_they_like(way):
     use, scores, expected = made("3x3", way, memory_format=torch.channels_last)
-    torch.testing.assert_close(use.grads("weight", scores[0]), expected[0])
+    torch.testing.assert_close(use.gradients(scores[0], slice(0, N)), expected[0])
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_few_samples_at_a_time_give_the_same(way):
+def test_a_few_samples_at_a_time_give_the_same(monkeypatch, way):
     use, scores, expected = made("3x3", way)
-    use._samples_at_once = 2
+    monkeypatch.setattr("lightning_taskinfo.fisher.ops.BLOCK", 2 * use.elements)
+    assert len([*use.blocks(N)]) == 3
     torch.testing.assert_close(
-        use.norms("weight", scores), sum(g.flatten(1).square().sum(1) for g in expected)
+        use.norms(scores), sum(g.flatten(1).square().sum(1) for g in expected)
     )
-    torch.testing.assert_close(use.grads("weight", scores[1]), expected[1])
-    torch.testing.assert_close(
-        use.diagonal("weight", scores), sum(g.square().sum(0) for g in expected)
-    )
+    torch.testing.assert_close(use.diagonal(scores), sum(g.square().sum(0) for g in expected))
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_repeats_of_a_sample_add_up(way):
-    use, scores, expected = made("3x3", way)
-    use = Conv(use.slots, use.shape, use.saved, use.config, Rows(repeat=N))
-    use._way = way
-    torch.testing.assert_close(use.grads("weight", scores[0]), expected[0].sum(0, keepdim=True))
+@pytest.mark.parametrize(
+    ("rows", "samples"),
+    [
+        (Rows(repeat=3), [[0, 1, 2], [3, 4, 5]]),
+        (Rows(repeat=3, interleaved=True), [[0, 2, 4], [1, 3, 5]]),
+        (Rows(repeat=3, index=torch.tensor([[5, 0, 6], [1, 2, 4]])), [[5, 0], [1, 2, 4]]),
+    ],
+    ids=["in order", "interleaved", "in any order"],
+)
+def test_rows_of_a_sample_add_up(way, rows, samples):
+    use, _, _ = made("3x3", way)
+    torch.manual_seed(0)
+    use = replace(use, inputs=torch.randn(6, 3, 7, 6, dtype=torch.float64), rows=rows)
+    use.by_patches = way
+    b = torch.randn(6, 4, 7, 6, dtype=torch.float64)
+    single = replace(use, rows=Rows())
+    single.by_patches = way
+    each = single.gradients(single.arranged(b), slice(0, 6))
+    expected = torch.stack([each[numbers].sum(0) for numbers in samples])
+    arranged = use.arranged(b)
+    torch.testing.assert_close(use.gradients(arranged, slice(0, 2)), expected)
+    torch.testing.assert_close(use.norms([arranged]), expected.flatten(1).square().sum(1))
 
 
 @pytest.mark.parametrize(
-    ("sizes", "way"),
+    ("sizes", "by_patches"),
     [
-        ((128, 3, 32, 3, 32, 1), "patches"),  # few entries
-        ((128, 1, 4, 5, 28, 1), "rows"),  # a single channel with few outputs
-        ((128, 16, 64, 4, 32, 4), "patches"),  # apart
-        ((16, 16, 32, 3, 14, 1), "patches"),  # few altogether
-        ((128, 16, 32, 3, 14, 1), "grouped"),  # a large map
-        ((128, 64, 64, 3, 16, 1), "rows"),  # a large map with many channels
-        ((128, 64, 64, 3, 8, 1), "rows"),  # a small map
+        ((128, 3, 32, 3, 32, 1), True),  # few entries
+        ((128, 16, 64, 4, 32, 4), True),  # apart
+        ((16, 16, 32, 3, 14, 1), True),  # few altogether
+        ((128, 16, 32, 3, 14, 1), False),  # a large map
+        ((128, 64, 64, 3, 16, 1), True),  # a large map with many channels
+        ((128, 64, 64, 3, 8, 1), True),  # a small map
     ],
 )
-def test_sizes_choose_the_way(sizes, way):
+def test_sizes_choose_the_way(sizes, by_patches):
     n, channels, out, kernel, size, stride = sizes
-    outputs = torch.Size((n, out, size // stride, size // stride))
+    positions = torch.Size([size // stride] * 2)
     padding = [kernel // 2] * 2 if stride == 1 else [0, 0]
-    config = {"stride": [stride] * 2, "padding": padding, "dilation": [1, 1], "groups": 1}
-    use = Conv({"weight": Slot("w", (out, channels, kernel, kernel))}, outputs, (), config)
-    assert use._way == way
-    for other in ({"groups": 2}, {"dilation": [2, 1]}):
-        odd = Conv(use.slots, outputs, (), {**config, **other})
-        assert odd._way == "grouped"
+    inputs = torch.empty(n, channels, size, size, device="meta")
+    shape = (out, channels, kernel, kernel)
+    use = Conv(shape, inputs, positions, [stride] * 2, padding, [1, 1])
+    assert use.by_patches == by_patches
+    assert not replace(use, groups=2).by_patches
+    assert not replace(use, transposed=True).by_patches

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_taskinfo.fisher import KroneckerFactors, fisher_diagonal, kronecker_factors
-from lightning_taskinfo.fisher.kron_metric import KroneckerFisher
+from lightning_taskinfo.fisher.kron import as_factors, kronecker_sums
+from lightning_taskinfo.fisher.measure import Request
 from lightning_taskinfo.functional.likelihood import Gaussian
 from tests.fisher import networks
 
@@ -508,17 +509,15 @@ def test_refusals(arguments, match):
 
 
 @pytest.mark.parametrize("name", ["strided", "sequence"])
-def test_factors_of_several_batches_are_those_of_all_samples(name):
+def test_factors_of_several_processes_are_those_of_all_samples(name):
     model, inputs = prepared({**CHAINS, **OTHERS}[name])
-    parts = KroneckerFisher(labels="exact")
-    for part in (inputs[:2], inputs[:0], inputs[2:]):
-        parts.update(model, part)
-    whole = kronecker_factors(model, inputs, labels="exact")
-    eigenvalues = parts.compute()
-    for parameter, factors in whole.items():
-        torch.testing.assert_close(vars(parts.factors()[parameter]), vars(factors))
+    request = Request(labels="exact")
+    parts = [kronecker_sums(model, some, None, request) for some in (inputs[:2], inputs[2:])]
+    others = [part for sums in parts[1].by_name.values() for part in vars(sums).values()]
+    summed = parts[0].summed(lambda mine: mine + others.pop(0))
+    for parameter, factors in kronecker_factors(model, inputs, labels="exact").items():
+        found = as_factors(summed, len(inputs))[parameter]
+        torch.testing.assert_close(vars(found), vars(factors))
         expected = torch.linalg.eigvalsh(dense(factors))
-        torch.testing.assert_close(
-            eigenvalues[parameter].flatten().sort().values, expected, atol=1e-10, rtol=1e-6
-        )
-        assert eigenvalues[parameter].shape == dict(model.named_parameters())[parameter].shape
+        eigenvalues = found.eigenvalues().flatten().sort().values
+        torch.testing.assert_close(eigenvalues, expected, atol=1e-10, rtol=1e-6)

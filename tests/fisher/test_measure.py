@@ -111,6 +111,7 @@ ONE_BY_ONE = {"reentrant checkpoint"}  # torch.func cannot run these
 WARNED = {
     **dict.fromkeys(ONE_BY_ONE, "torch.func cannot run"),
     "mixing": "The model's outputs for a sample depend",
+    "embedding by frequency": "The graph does not show",
 }
 PARTLY = {  # case -> the parameters that are left to the fallback
     "mixing": {"a.weight", "a.bias", "c.weight", "c.bias"},

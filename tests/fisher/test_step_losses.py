@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_taskinfo.fisher.capture import Graph
+from lightning_taskinfo.fisher.graph import Graph
 from lightning_taskinfo.fisher.step_losses import StepLosses
 
 N, T, C = 6, 4, 5
