@@ -94,6 +94,12 @@ def per_sample_squared_norms(
 
     Their mean is :func:`fisher_trace`, which explains the arguments; their spread gives its standard error.
 
+    Args:
+        model: Any module.
+        inputs: A batch of ``N`` inputs.
+        targets: The dataset's labels.
+        **options: The other arguments of :func:`fisher_trace`.
+
     Example:
         >>> from torch import nn, tensor
         >>> net = nn.Linear(1, 1, bias=False)
@@ -114,6 +120,12 @@ def layer_traces(
 
     Takes the arguments of :func:`fisher_trace`. A tied parameter counts for the module that is named first, and all
     parts of an adapter for the layer that it adapts.
+
+    Args:
+        model: Any module.
+        inputs: A batch of ``N`` inputs.
+        targets: The dataset's labels.
+        **options: The other arguments of :func:`fisher_trace`.
 
     Example:
         >>> from torch import nn, ones
@@ -138,6 +150,12 @@ def fisher_diagonal(
 
     Each sample's gradient is squared, never the mean gradient of a batch. Takes the arguments of
     :func:`fisher_trace`.
+
+    Args:
+        model: Any module.
+        inputs: A batch of ``N`` inputs.
+        targets: The dataset's labels.
+        **options: The other arguments of :func:`fisher_trace`.
 
     Example:
         >>> from torch import nn, tensor
@@ -210,6 +228,12 @@ def engines_used(
     **options: "Unpack[Options]",
 ) -> dict[str, str]:
     """Return which engine serves each parameter, by running one measurement; arguments of :func:`fisher_trace`.
+
+    Args:
+        model: Any module.
+        inputs: A batch of ``N`` inputs.
+        targets: The dataset's labels.
+        **options: The other arguments of :func:`fisher_trace`.
 
     Example:
         >>> from torch import nn, ones
