@@ -1,7 +1,8 @@
-"""Write the list of public modules into ``api.md``, and the stored results into ``benchmarks.md``."""
+"""Write the list of public modules into ``api.md``, and the stored results with a summary into ``benchmarks.md``."""
 
 import ast
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from re import Match
@@ -12,7 +13,9 @@ PACKAGE = Path(__file__).parents[1] / "lightning_taskinfo"
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 MARKER = "<!-- modules -->"
 RESULT = pattern(r"<!-- results: (\S+) -->")
+SUMMARY = "<!-- summary -->"
 HEADING = pattern(r"(?m)^#+ ")
+LONG = 20  # lines of a stored table that are shown at once; longer ones can be unfolded
 
 
 def public_modules(folder: Path = PACKAGE) -> Iterator[str]:
@@ -44,6 +47,8 @@ def on_page_markdown(markdown: str, **kwargs: Any) -> str:
     """Replace the markers (an mkdocs event)."""
     if MARKER in markdown:
         markdown = markdown.replace(MARKER, "\n".join(map(_section, public_modules())))
+    if SUMMARY in markdown:
+        markdown = markdown.replace(SUMMARY, table(summary()))
     return RESULT.sub(_stored, markdown)
 
 
@@ -55,9 +60,131 @@ def _section(name: str) -> str:
 def _stored(match: Match[str]) -> str:
     """Return a stored table as Markdown; headings go below those of the page."""
     path = RESULTS / match[1]
-    if path.suffix == ".md":
-        return HEADING.sub("### ", path.read_text())
-    return table(rows(json.loads(path.read_text())))
+    stored = path.read_text()
+    text = HEADING.sub("### ", stored) if path.suffix == ".md" else table(rows(json.loads(stored)))
+    if len(text.splitlines()) <= LONG:
+        return text
+    return f'<details markdown="1"><summary>Show the table</summary>\n\n{text}\n\n</details>'
+
+
+def summary() -> list[dict[str, str]]:
+    """Return one row for each question, with the answer in numbers of the stored results."""
+    answers = {
+        "[What does a callback cost?](#callbacks)": _callbacks_summary,
+        "[What does a penalty cost?](#regularisers)": _regularizers_summary,
+        "[Which number shows memorisation?](#what-shows-memorisation)": _memorised_summary,
+        "[Does the training loss find wrong labels?](#wrong-labels)": _wrong_labels_summary,
+        "[Do penalties help transfer?](#semi-supervised-transfer)": _transfer_summary,
+        "[Is the sign of linear transfer predicted?](#feature-overlap)": _overlap_summary,
+        "[How good are certificates?](#certificates)": _certificate_summary,
+        "[Does theory match simulated transfer?](#deep-linear-networks)": _phase_summary,
+        "[Do task distances behave as they should?](#distances-between-tasks)": _distance_summary,
+        "[Is γ a good measure of minima?](#local-minima)": _minima_summary,
+    }
+    return [{"question": question, "answer": answer()} for question, answer in answers.items()]
+
+
+def _read(name: str) -> Any:
+    return json.loads((RESULTS / name).read_text())
+
+
+def _callbacks_summary() -> str:
+    networks = _read("callbacks.json")["results"].values()
+    parts = []
+    for name in ("FisherTrace()", "InformationInWeights()"):
+        shares = [100 * network["ratios"][name]["own"] for network in networks]
+        parts.append(f"`{name}`: {min(shares):.1f} to {max(shares):.1f} % of an epoch")
+    steps = [
+        100 * (ratio["by_steps"]["median"] - 1)
+        for network in networks
+        for ratio in network["ratios"].values()
+        if "by_steps" in ratio
+    ]
+    return "; ".join(
+        [*parts, f"`TrainStepNorms`: {min(steps):.0f} to {max(steps):.0f} % of a step"]
+    )
+
+
+def _regularizers_summary() -> str:
+    stored = rows(_read("regularizers.json"))
+    parts = []
+    for penalty in dict.fromkeys(row["penalty"] for row in stored):
+        ratios = [row["step over plain step"] for row in stored if row["penalty"] == penalty]
+        parts.append(
+            f"{penalty.replace('_', ' ')}: {min(ratios):.2g} to {max(ratios):.2g} times a plain step"
+        )
+    return "; ".join(parts)
+
+
+def _memorised_summary() -> str:
+    stored = _read("memorised_information.json")
+    good = [
+        name.replace("_", " ")
+        for name, found in stored["verdicts"].items()
+        if found["ordered"] and found["stable"]
+    ]
+    return f"{' and '.join(good)}, of {len(stored['verdicts'])} candidates"
+
+
+def _wrong_labels_summary() -> str:
+    stored = _read("wrong_labels.json")
+    areas = [float(row["area, loss"].split()[0]) for row in stored["rows"]]
+    shares = [float(row["precision, loss"].split()[0]) for row in stored["rows"]]
+    return (
+        f"mean area under the ROC curve {sum(areas) / len(areas):.2f}; "
+        f"{100 * sum(shares) / len(shares):.0f} % of the first tenth are wrong"
+    )
+
+
+def _transfer_summary() -> str:
+    text = (RESULTS / "transfer_table.md").read_text()
+    counts = {word: text.count(f"{word} |") for word in ("helps", "hurts", "cannot tell")}
+    said = ", ".join(f"{word} {count}" for word, count in counts.items())
+    return f"over plain fine-tuning, MNIST → notMNIST: {said} (times)"
+
+
+def _overlap_summary() -> str:
+    confusion = _read("feature_overlap.json")["confusion"]
+    right = sum(confusion[f"measured {word}, predicted {word}"] for word in ("helps", "hurts"))
+    wrong = (
+        confusion["measured helps, predicted hurts"] + confusion["measured hurts, predicted helps"]
+    )
+    return f"right in {right} of {right + wrong} decided cases"
+
+
+def _certificate_summary() -> str:
+    bounds: dict[str, float] = {}
+    for row in _read("certificate.json")["rows"]:
+        name = (
+            "prior at the initialisation"
+            if "initialisation" in row["prior_origin"]
+            else "prior trained on half"
+        )
+        bounds[name] = min(row["bound"], bounds.get(name, 1.0))
+    return "error on MNIST in two classes at most " + "; ".join(
+        f"{math.ceil(1000 * bound) / 10:.1f} % ({name})" for name, bound in bounds.items()
+    )
+
+
+def _phase_summary() -> str:
+    cells = [
+        found
+        for name, found in _read("phase_diagram_400.json")["summary"].items()
+        if name.endswith(", z")
+    ]
+    beyond, total = (sum(found[key] for found in cells) for key in ("cells_beyond_3", "cells"))
+    return f"{beyond} of {total} cells differ by more than 3 standard errors"
+
+
+def _distance_summary() -> str:
+    claims = _read("task_distance.json")["rows"]
+    return f"{sum(row['holds'] for row in claims)} of {len(claims)} claims hold"
+
+
+def _minima_summary() -> str:
+    found = _read("local_minima.json")["correlations"].items()
+    parts = [f"{name.replace('_', ' ')} {row['gamma']['spearman']:+.2f}" for name, row in found]
+    return f"rank correlation with the test error: {', '.join(parts)}"
 
 
 def rows(stored: dict[str, Any]) -> list[dict[str, Any]]:

@@ -11,7 +11,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["figure_pixels", "plot_bars", "plot_curves", "plot_pareto", "plot_ranking"]
+__all__ = [
+    "figure_pixels",
+    "plot_bars",
+    "plot_curves",
+    "plot_intervals",
+    "plot_pareto",
+    "plot_ranking",
+]
 
 
 class Tradeoff(Protocol):
@@ -194,6 +201,49 @@ def plot_bars(
     ax.set_xlabel(xlabel)
     ax.spines[["top", "right"]].set_visible(False)
     return fig, ax
+
+
+def plot_intervals(
+    names: Sequence[str],
+    low: Sequence[float],
+    middle: Sequence[float],
+    high: Sequence[float],
+    *,
+    xlabel: str,
+    ax: "Axes | None" = None,
+) -> tuple["Figure", "Axes"]:
+    """Draw one point with its interval for each name; what is not finite is left out.
+
+    Args:
+        names: Drawn from top to bottom.
+        low: Lower ends.
+        middle: The points.
+        high: Upper ends.
+        xlabel: What the values are.
+        ax: Draw here instead of in a new figure.
+
+    Returns:
+        The figure and its axes.
+
+    Example:
+        >>> fig, ax = plot_intervals(["body", "head"], [1.0, 2.0], [2.0, 3.0], [3.0, math.inf], xlabel="nats")
+        >>> [line.get_xdata().tolist() for line in ax.get_lines()]
+        [[1.0, 3.0], [2.0], [3.0]]
+    """
+    if ax is None:
+        from matplotlib.figure import Figure
+
+        ax = Figure(figsize=(6, 1 + 0.35 * len(names)), layout="constrained").subplots()
+    for place, ends in enumerate(zip(low, high, strict=True)):
+        if all(map(math.isfinite, ends)):
+            ax.plot(ends, [place, place], color="C0")
+        if math.isfinite(middle[place]):
+            ax.plot([middle[place]], [place], "o", color="C0")
+    ax.set_yticks(range(len(names)), names)
+    ax.set_ylim(len(names) - 0.5, -0.5)
+    ax.set_xlabel(xlabel)
+    ax.spines[["top", "right"]].set_visible(False)
+    return ax.figure, ax  # type: ignore[return-value]
 
 
 def figure_pixels(figure: "Figure") -> Tensor:

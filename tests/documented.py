@@ -41,9 +41,6 @@ model, datamodule, loader = Model(), Data(), Data().train_dataloader()
 
 PRELUDES = {
     "README.md": """
-from lightning_taskinfo.transfer import Stages
-
-
 class Classifier(Model):
     def test_step(self, batch, batch_idx):
         x, y = batch
@@ -51,8 +48,20 @@ class Classifier(Model):
 
 
 state_dict = Classifier().state_dict()
-torch.save({"state_dict": state_dict}, "mnist.ckpt")
+torch.save({"state_dict": state_dict}, "photos.ckpt")
+net, other = Classifier(), Classifier()
 target = {"train": (torch.randn(240, 4), torch.arange(240) % 3), "test": (torch.randn(60, 4), torch.arange(60) % 3)}
+
+
+def tiny_bert():
+    from transformers import DistilBertConfig, DistilBertForSequenceClassification
+
+    config = DistilBertConfig(vocab_size=20, dim=8, n_heads=2, n_layers=1, hidden_dim=16)
+    return DistilBertForSequenceClassification(config)
+
+
+def tiny_tokenizer(texts, return_tensors):
+    return {"input_ids": torch.ones(len(texts), 3, dtype=torch.long), "attention_mask": torch.ones(len(texts), 3)}
 """
 }
 """More of it, by page."""
@@ -66,12 +75,24 @@ FAST_TRANSFER = {
 SHORT_TRAINING = "training=Training(pretrain_steps=2, steps=2)"
 SHORTER = {  # by page: what is written -> what is run instead
     "README.md": {
-        **FAST_TRANSFER,
-        '"small_cnn", data, methods=["standard", "lautum"],': (
-            '"mlp", data, methods=["standard", "lautum"], stages=Stages(1, 1),'
-        ),
+        "AutoModelForSequenceClassification.from_pretrained(name)": "tiny_bert()",
+        "AutoTokenizer.from_pretrained(name)": "tiny_tokenizer",
+        "seeds=5": "seeds=1",
         "certify(model, train_set, prior)": "certify(model, train_set, prior, draws=50)",
         '"max_steps": 300': '"max_steps": 3',
+    },
+    "docs/tutorials/what-is-in-the-weights.md": {
+        "epochs=100": "epochs=2",
+        "max_epochs=20": "max_epochs=2",
+    },
+    "docs/tutorials/will-it-transfer.md": {
+        "epochs=10": "epochs=1",
+        "seeds=5": "seeds=1",
+        '"max_steps": 200': '"max_steps": 3',
+    },
+    "docs/tutorials/what-can-be-proved.md": {
+        "steps=300": "steps=20",
+        "held_out=digits.test()[:]": "held_out=digits.test()[:], draws=50, structure='isotropic'",
     },
     "docs/getting-started.md": {
         **FAST_TRANSFER,

@@ -79,7 +79,7 @@ def check_pip(words):
     )
     for word in words[2:]:
         name, _, extras = word.rstrip("]").partition("[")
-        assert name == "lightning-taskinfo"
+        assert name == "."
         assert set(filter(None, extras.split(","))) <= set(re.findall(r"^(\w+) = ", section, re.M))
 
 

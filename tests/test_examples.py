@@ -1,5 +1,6 @@
 """Every example runs, quickly, and leaves the figure and the run that it speaks of."""
 
+import importlib
 import json
 import os
 import re
@@ -48,9 +49,11 @@ def test_there_are_examples():
 
 LONG = {
     "own_data",
+    "penalties",
     "structure_function",
     "task2vec",
     "task_distance",
+    "wandb_project",
 }  # what they run has quick tests of its own
 
 
@@ -76,15 +79,74 @@ def test_runs_and_draws(script, tmp_path):
 
 
 def check_demo(printed, out):
-    """Four methods with two seeds each are in the report, and as many runs in one group, with the summary."""
-    report = TransferReport.load(out)
+    """The three answers hold the stored numbers, the page needs no other file, and the runs can be read."""
+    results = json.loads((out / "results.json").read_text())
+    report = TransferReport.load(out / "unlabelled" / "report")
     assert report.methods == ["scratch", "standard", "lautum", "mutual_information"]
-    runs = list((out / "logs" / "wandb").glob("offline-run-*"))
-    assert len(runs) == 9
-    summary = re.search(r"wandb leet (\S+)", printed)[1]
-    assert any(key.startswith("lautum/50_labels") for key in wandb_metrics(summary))
-    assert str(out / "report.html") in printed
-    assert "cannot tell" in printed or "helps" in printed or "hurts" in printed
+    assert [row["method"] for row in results["starts"]] == ["MNIST", "letters", "random-labels"]
+    answers = printed[printed.rindex("What is in the weights?") :]
+    one_line = " ".join(answers.split())
+    for row in results["starts"]:
+        assert f"{row['verdict']} ({row['points'][1]:+.1f}" in one_line
+    said = float(re.search(r"at most ([\d.]+) %", one_line)[1]) / 100
+    assert 0 <= said - results["certificates"][0]["bound"] < 0.001  # rounded up
+    page = (out / "demo.html").read_text()
+    assert str(out / "demo.html") in answers
+    assert re.findall(r'<img[^>]* src="(?!data:)', page) == []
+    pictures = {path.stem for path in out.glob("*.png")}
+    assert page.count("<img") == len(pictures - {"three_answers"})
+    runs = sorted(Path(re.search(r"wandb leet (\S+)", answers)[1]).glob("offline-run-*"))
+    assert len(runs) == len(results["settings"]["shares"]) + 1
+    metrics = {key for run in runs for key in wandb_metrics(run)}
+    assert {
+        "taskinfo/fisher_trace",
+        "taskinfo/squared_displacement",
+        "wrong_labels/precision",
+    } <= metrics
+
+
+@pytest.fixture
+def demo_page(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    return importlib.import_module("demo_page")
+
+
+def memorised(random, seeds=3):
+    """Rows of the first question: with right labels a number near 1, with random ones near ``random``."""
+    values = {0.0: 1.0, 1.0: random}
+    return [
+        {
+            "share": share,
+            "seed": seed,
+            "train_accuracy": 1.0,
+            "squared_displacement": value + seed * (0.1 + share),
+            "largest_fisher_trace": value + 0.1 * seed,
+        }
+        for share, value in values.items()
+        for seed in range(seeds)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("random", "moved"), [(9.0, "is 9.2 times as large"), (1.5, "is not clearly different")]
+)
+def test_the_demo_says_what_the_seeds_can_tell(demo_page, random, moved):
+    wrong = [{"precision": 0.8, "k": 10}, {"precision": 0.9, "k": 10}]
+    results = {
+        "settings": {"shares": [0.0, 1.0]},
+        "memorised": memorised(random),
+        "wrong_labels": wrong,
+    }
+    sentence, more = demo_page.about_weights(results)
+    assert (
+        moved in sentence
+    )  # (9 + 1.1) / (1 + 0.1); differences 0.5, 1.5, 2.5 have the interval [-1, 4]
+    assert "and 85 % of the 10 samples" in sentence
+    assert "85 % [21.4 %, 100 %]" in more
+
+
+def test_the_demo_rounds_a_proof_up(demo_page):
+    assert (demo_page.up(0.12301), demo_page.up(0.123)) == ("12.4 %", "12.3 %")
 
 
 def check_text_transfer(printed, out):

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from lightning_taskinfo.transfer.logs import log_to_wandb
-from lightning_taskinfo.transfer.overlap import FeatureOverlap, feature_overlap
+from lightning_taskinfo.transfer.overlap import FeatureOverlap, Onset, feature_overlap
 from lightning_taskinfo.transfer.rank import FineTuning, rank_starts
 from lightning_taskinfo.transfer.ranking import LayerReadout, RankedStart, StartRanking
 from lightning_taskinfo.transfer.ready.backbones import (
@@ -46,6 +46,7 @@ __all__ = [
     "FeatureOverlap",
     "FineTuning",
     "LayerReadout",
+    "Onset",
     "RankedStart",
     "Result",
     "Stages",

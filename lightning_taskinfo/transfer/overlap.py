@@ -1,18 +1,22 @@
 """Before fine-tuning: how much of a target task lies outside the span of a network's frozen features?"""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from lightning_taskinfo._tables import html_table, text_table
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.functional.features import fit_power_law, transfer_onset
 from lightning_taskinfo.functional.paired import normal_quantile
 from lightning_taskinfo.functional.readout import held_out_readout
 from lightning_taskinfo.transfer.features import Network, read_samples
+
+if TYPE_CHECKING:
+    from lightning_taskinfo.plotting import Axes, Figure
 
 REACH = (
     10  # times the measured numbers of labels to which a learning curve is followed without a word
@@ -21,6 +25,73 @@ LARGEST_SHARE = 4.0  # that of always being sure of the wrong one of two classes
 MAX_FEATURES = 1024  # of a layer, after pooling
 PowerLaw = tuple[Tensor, Tensor]
 """Amplitude and exponent."""
+
+
+@dataclass(frozen=True)
+class Onset:
+    """Predicted numbers of target labels above which linear transfer hurts; unpacks into lower end, middle, upper end.
+
+    Attributes:
+        layers: Names of the layers.
+        low: Lower ends of the intervals, shape ``[K]``.
+        middle: The predictions, shape ``[K]``; infinite where linear transfer is never predicted to hurt.
+        high: Upper ends of the intervals, shape ``[K]``.
+        confidence: Probability that an interval covers.
+    """
+
+    layers: tuple[str, ...]
+    low: Tensor
+    middle: Tensor
+    high: Tensor
+    confidence: float = 0.95
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter((self.low, self.middle, self.high))
+
+    def reading(self) -> str:
+        """Return one sentence on the layer whose features help for the most labels."""
+        last = int(self.middle.argmax())
+        layer, onset = self.layers[last], self.middle[last].item()
+        if math.isinf(onset):
+            return f"Linear transfer from {layer} is not predicted to hurt at any number of labels."
+        return (
+            f"Linear transfer helps longest from {layer}: above about {_labels(onset)} labels, training from scratch "
+            "is predicted to win."
+        )
+
+    def _cells(self) -> tuple[list[str], list[list[str]]]:
+        ends = zip(self.low.tolist(), self.middle.tolist(), self.high.tolist(), strict=True)
+        rows = [
+            [layer, _labels(middle), f"[{_labels(low)}, {_labels(high)}]"]
+            for layer, (low, middle, high) in zip(self.layers, ends, strict=True)
+        ]
+        return ["layer", "hurts above", f"{self.confidence:.0%} interval"], rows
+
+    def __str__(self) -> str:
+        return f"{text_table(*self._cells())}\n{self.reading()}"
+
+    def _repr_html_(self) -> str:
+        return html_table(*self._cells(), self.reading())
+
+    def plot(self, ax: "Axes | None" = None) -> tuple["Figure", "Axes"]:
+        """Draw the predictions with their intervals; needs matplotlib.
+
+        Args:
+            ax: Draw here instead of in a new figure.
+
+        Returns:
+            The figure and its axes.
+        """
+        from lightning_taskinfo.plotting import plot_intervals
+
+        figure, ax = plot_intervals(
+            self.layers,
+            *(part.tolist() for part in self),
+            xlabel="labels above which transfer hurts",
+            ax=ax,
+        )
+        ax.set_xscale("log")
+        return figure, ax
 
 
 @dataclass(frozen=True)
@@ -54,9 +125,44 @@ class FeatureOverlap:
         reach = normal_quantile(confidence) * self.standard_error
         return (self.outside - reach).clamp(min=0), self.outside + reach
 
-    def onset(
-        self, curve: Mapping[int, float], *, confidence: float = 0.95
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def reading(self) -> str:
+        """Return one sentence on the layer that misses least."""
+        best = int(self.outside.argmin())
+        low, high = (end[best].item() for end in self.interval())
+        return (
+            f"The features of {self.layers[best]} miss the least: {100 * self.outside[best].item():.1f} % "
+            f"[{100 * low:.1f}, {100 * high:.1f}] of the labels' variance, from {self.samples} labels."
+        )
+
+    def _cells(self) -> tuple[list[str], list[list[str]]]:
+        rows = zip(self.layers, self.outside.tolist(), self.standard_error.tolist(), strict=True)
+        cells = [[layer, f"{share:.3f}", f"{error:.3f}"] for layer, share, error in rows]
+        return ["layer", "missed share", "standard error"], cells
+
+    def __str__(self) -> str:
+        return f"{text_table(*self._cells())}\n{self.reading()}"
+
+    def _repr_html_(self) -> str:
+        return html_table(*self._cells(), self.reading())
+
+    def plot(self, ax: "Axes | None" = None) -> tuple["Figure", "Axes"]:
+        """Draw the missed share of each layer with its 95 % interval; needs matplotlib.
+
+        Args:
+            ax: Draw here instead of in a new figure.
+
+        Returns:
+            The figure and its axes.
+        """
+        from lightning_taskinfo.plotting import plot_intervals
+
+        low, high = self.interval()
+        ends = low.tolist(), self.outside.tolist(), high.tolist()
+        return plot_intervals(
+            self.layers, *ends, xlabel="share of the labels' variance missed", ax=ax
+        )
+
+    def onset(self, curve: Mapping[int, float], *, confidence: float = 0.95) -> Onset:
         r"""Predicted number of target labels above which linear transfer hurts, per layer, with its interval.
 
         A power law :math:`A\,n^{-\nu}` is fitted to the learning curve of training from scratch; it falls below the
@@ -70,7 +176,7 @@ class FeatureOverlap:
             confidence: Probability that an interval covers.
 
         Returns:
-            Lower end, onset and upper end, shape ``[K]`` each.
+            The onsets, which print, draw and unpack into lower end, onset and upper end, shape ``[K]`` each.
 
         Raises:
             ValueError: If the curve does not fall, or does not consist of positive shares.
@@ -83,7 +189,12 @@ class FeatureOverlap:
                 f"The onset of {', '.join(far)} is far from the numbers of labels that were measured, "
                 f"{min(curve):g} to {max(curve):g}: measure `curve` nearer to it before you rely on it."
             )
-        return ends
+        return Onset(self.layers, *ends, confidence)
+
+
+def _labels(number: float) -> str:
+    """Return a number of labels with two digits, or in words."""
+    return "never" if math.isinf(number) else f"{float(f'{number:.2g}'):,.0f}"
 
 
 def fitted_curve(curve: Mapping[int, float]) -> PowerLaw:

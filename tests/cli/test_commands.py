@@ -99,13 +99,10 @@ ELSEWHERE = {  # command -> the test that runs it
     },
 }
 NOT_RUN = {  # command -> why no test runs it
-    'pip install "lightning-taskinfo[wandb,plot,cli]"': "needs the package index; `make wheel` installs what is built",
-    "pip install lightning-taskinfo": "the same",
-    'pip install "lightning-taskinfo[examples]"': "the same",
-    "git clone https://github.com/lightning-taskinfo/lightning-taskinfo": "needs the network",
-    "cd lightning-taskinfo": "goes with the clone",
+    'pip install ".[wandb,plot,cli]"': "needs the package index; `make wheel` installs what is built",
+    "pip install .": "the same",
+    'pip install ".[examples]"': "the same",
     "make demo": "makes an environment; tests/test_examples.py runs the script behind it",
-    "make test": "makes an environment, and would run itself",
     'taskinfo transfer --data "digits→letters" --seeds 10 --dask tcp://scheduler:8786 --folder /shared/letters': (
         "needs other machines; the page's Python runs on a local cluster"
     ),
