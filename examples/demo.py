@@ -1,4 +1,4 @@
-"""Three questions in three minutes: what is in the weights, will it transfer, and what can be proved?
+"""Three questions in a few minutes: what is in the weights, will it transfer, and what can be proved?
 
 Small networks on digits of 8×8 pixels, several seeds each, on all cores. Run it with ``make demo``. The three answers
 are printed, and drawn on one page. Finished parts are kept: run it again to see them or to continue.
