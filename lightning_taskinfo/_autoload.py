@@ -19,8 +19,8 @@ VARIABLE = "TASKINFO_CALLBACKS"
 def callbacks_factory() -> list[Callback]:
     """Return the callbacks that ``TASKINFO_CALLBACKS`` names, each with its defaults; none where it is unset.
 
-    Lightning calls this entry point whenever a Trainer is made. A callback that cannot work with a script's module or
-    batches warns and does nothing more: the script runs as it would without it.
+    Lightning calls this entry point whenever a Trainer is made. A callback that cannot work with a
+    script's module or batches warns and does nothing more: the script runs as it would without it.
 
     Raises:
         ValueError: If a name is not a callback of this package, or one that needs arguments.

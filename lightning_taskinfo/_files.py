@@ -21,8 +21,8 @@ DAY = 86_400  # seconds
 def atomic_write(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO[Any]]:
     """Give a file to write to that takes the place of ``path`` when the block ends, and not before.
 
-    A process killed meanwhile, or an exception in the block, leaves what was there. What a killed process left
-    half-written is removed by the next one that writes the same file.
+    A process killed meanwhile, or an exception in the block, leaves what was there. What a killed
+    process left half-written is removed by the next one that writes the same file.
 
     Args:
         path: The file to write or replace; its folder must exist.
@@ -40,7 +40,8 @@ def atomic_write(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO[
 def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Give a path beside ``path`` for a file that takes its place when the block ends; see :func:`atomic_write`.
 
-    The name of the unfinished file begins with that of ``path``, says which process writes it, and ends in ``.tmp``.
+    The name of the unfinished file begins with that of ``path``, says which process writes it, and
+    ends in ``.tmp``.
     """
     path = Path(path)
     _remove_leftovers(path)
@@ -227,15 +228,16 @@ def claim_folder(
     """Make ``folder`` the place of one configuration, or see that it is: results of two are never mixed.
 
     Args:
-        folder: Made where missing. What it holds of the same configuration is good to continue from.
+        folder: Made where missing. What it holds of the same configuration is good to continue
+            from.
         configuration: What decides the results, as JSON-like values.
-        results: Patterns of names that results have there: a folder that has some, but lost the configuration they
-            belong to, is refused.
+        results: Patterns of names that results have there: a folder that has some, but lost the
+            configuration they belong to, is refused.
         argument: What the caller calls the folder, for the message.
 
     Raises:
-        ValueError: If the folder is a file, belongs to another configuration (the message lists what differs), or
-            holds results of an unknown one.
+        ValueError: If the folder is a file, belongs to another configuration (the message lists
+            what differs), or holds results of an unknown one.
     """
     path = make_folder(folder, argument=argument) / "configuration.json"
     mine = json.loads(json.dumps(configuration))  # tuples as lists, as they will be read

@@ -12,8 +12,8 @@ def layer_of(parameter: str) -> str:
         parameter: Name of the parameter, as in ``named_parameters()``.
 
     Returns:
-        The layer's name, without what peft puts around it; nothing for a parameter of the model itself. An adapter that
-        is not called ``"default"`` has its name behind that of the layer.
+        The layer's name, without what peft puts around it; nothing for a parameter of the model
+        itself. An adapter that is not called ``"default"`` has its name behind that of the layer.
 
     Example:
         >>> layer_of("net.0.weight"), layer_of("net.base_model.model.encoder.0.query.lora_A.default.weight")

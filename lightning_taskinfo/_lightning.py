@@ -1,8 +1,9 @@
 """The only import of Lightning: bases that both ``lightning.pytorch`` and ``pytorch_lightning`` accept.
 
-The two packages hold the same code under two names, and each refuses the other's classes. A callback or data
-module of ours therefore derives from both where both are installed. A ``LightningModule`` cannot have two bases
-(it fails under ``pytorch_lightning``): ready-made modules are base-free mixins, made concrete once a namespace.
+The two packages hold the same code under two names, and each refuses the other's classes. A
+callback or data module of ours therefore derives from both where both are installed. A
+``LightningModule`` cannot have two bases (it fails under ``pytorch_lightning``): ready-made modules
+are base-free mixins, made concrete once a namespace.
 """
 
 from importlib import import_module

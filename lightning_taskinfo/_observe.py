@@ -73,10 +73,11 @@ def is_observing() -> bool:
 def observing(model: nn.Module) -> Iterator[nn.Module]:
     """Run ``model`` in eval mode with gradients on, and put everything back afterwards, even on an exception.
 
-    Inside, autograd works (also within ``validate``, ``test`` and ``predict``), autocast is off and compiled
-    modules run eagerly, because hooks added after compilation are silently skipped. Afterwards the mode of
-    every module, every buffer, every ``.grad`` and the states of torch's, numpy's and Python's random
-    generators are what they were, so a training that is observed ends with the same bits as one that is not.
+    Inside, autograd works (also within ``validate``, ``test`` and ``predict``), autocast is off and
+    compiled modules run eagerly, because hooks added after compilation are silently skipped.
+    Afterwards the mode of every module, every buffer, every ``.grad`` and the states of torch's,
+    numpy's and Python's random generators are what they were, so a training that is observed ends
+    with the same bits as one that is not.
 
     Tensors made under ``torch.inference_mode()`` cannot take part in autograd: clone them inside.
 
@@ -213,7 +214,8 @@ def _keep_buffers(modules: list[nn.Module]) -> Restore:
         for module, name, buffer, value in kept:
             module._buffers[name] = buffer
             if buffer is not None and value is not None:
-                # Through `.data`, which counts as no change: a graph recorded before stays good for its backward.
+                # Through `.data`, which counts as no change: a graph recorded before stays good for
+                # its backward.
                 buffer.data.copy_(value)
 
     return restore

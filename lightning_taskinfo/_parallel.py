@@ -34,21 +34,26 @@ def run_jobs(
 ) -> dict[str, Any]:
     """Return ``{name: function(argument)}`` for every job; one that is already on disk is read, not run.
 
-    Every job runs with one torch thread, wherever it runs, so that all executors give the same numbers.
+    Every job runs with one torch thread, wherever it runs, so that all executors give the same
+    numbers.
 
     Args:
-        function: Does one job and returns JSON-like values. Other processes import it: it must be defined at
-            the top of a module, and so must what its argument refers to.
+        function: Does one job and returns JSON-like values. Other processes import it: it must be
+            defined at the top of a module, and so must what its argument refers to.
         jobs: The argument of each, by a name that is good as a file name.
-        folder: Where ``<name>.json`` is written, atomically, as soon as a job is finished; nowhere where ``None``.
+        folder: Where ``<name>.json`` is written, atomically, as soon as a job is finished; nowhere
+            where ``None``.
         executor: Anything like :class:`concurrent.futures.ProcessPoolExecutor`, such as Dask's
-            ``client.get_executor()`` (with ``threads_per_worker=1``); stays open. A pool of ``workers`` where ``None``.
-        workers: Processes of our own pool, at most one per cell; as many as there are cores where ``None``, and
-            ``0`` for this process alone.
-        on_done: Called with name and result, in this process, for every job, those from the disk first.
+            ``client.get_executor()`` (with ``threads_per_worker=1``); stays open. A pool of
+            ``workers`` where ``None``.
+        workers: Processes of our own pool, at most one per cell; as many as there are cores where
+            ``None``, and ``0`` for this process alone.
+        on_done: Called with name and result, in this process, for every job, those from the disk
+            first.
 
     Raises:
-        ValueError: If ``executor`` is a pool of threads, which share one random generator; or ``workers`` negative.
+        ValueError: If ``executor`` is a pool of threads, which share one random generator; or
+            ``workers`` negative.
         RuntimeError: If a job fails, with its name, after those that were running have been kept.
     """
     check_executor(executor, workers)
@@ -123,7 +128,8 @@ def _computed(
 def _pool(executor: Executor | None, workers: int | None, jobs: int) -> Iterator[Executor]:
     """The user's executor, left open; or a spawned pool of our own, closed with what it still has to do.
 
-    A plain pool waits for its processes after Ctrl-C, which may be an hour of training: here they are killed.
+    A plain pool waits for its processes after Ctrl-C, which may be an hour of training: here they
+    are killed.
     """
     if executor is not None:
         yield executor
@@ -159,7 +165,8 @@ def _deaf_children() -> Iterator[None]:
 def _end_with_parent() -> None:
     """End this process with a parent that was killed.
 
-    Processes of a plain pool go on with their job, and write into a folder that the next run continues from.
+    Processes of a plain pool go on with their job, and write into a folder that the next run
+    continues from.
     """
     threading.Thread(target=_wait_for_parent, daemon=True).start()
 

@@ -17,8 +17,8 @@ def shown(progress: Progress | bool, title: str, total: int) -> Iterator[Progres
     """Yield what is to be called with the number done, the total and a label; ``None`` where nobody wants to know.
 
     Args:
-        progress: ``True`` for a bar on standard error if that is a terminal or a notebook, and otherwise for a line
-            every ten seconds; ``False`` for nothing, or the function itself.
+        progress: ``True`` for a bar on standard error if that is a terminal or a notebook, and
+            otherwise for a line every ten seconds; ``False`` for nothing, or the function itself.
         title: What is going on.
         total: How much there is to do, at first.
 

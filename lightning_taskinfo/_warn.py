@@ -25,7 +25,8 @@ class TaskInfoWarning(UserWarning):
 def warn(message: str) -> None:
     """Warn, at the innermost call that is neither this package's nor a framework's.
 
-    Python 3.12 has ``skip_file_prefixes`` for this; older versions need the number of frames between.
+    Python 3.12 has ``skip_file_prefixes`` for this; older versions need the number of frames
+    between.
 
     Args:
         message: What to say.

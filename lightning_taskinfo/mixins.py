@@ -1,6 +1,7 @@
 """The regularizers as methods of a LightningModule, added to the loss in plain sight.
 
-Put the mixins before the LightningModule of either namespace, in any order; none of them overrides a hook::
+Put the mixins before the LightningModule of either namespace, in any order; none of them overrides
+a hook::
 
     class Net(MutualInformationMixin, LautumMixin, LightningModule):
         def __init__(self):
@@ -17,9 +18,9 @@ Put the mixins before the LightningModule of either namespace, in any order; non
                 mutual_information=self.mutual_information_penalty(x_u, self.features(x_u)),
             )
 
-``loss + self.lautum_penalty(...)`` does as well; :meth:`PenaltyMixin.penalised` also logs. A forward on ``x_u`` moves
-the statistics of batch normalisation towards the target: where that is not wanted, run it inside
-:func:`lightning_taskinfo.regularizers.frozen_batchnorm_statistics`.
+``loss + self.lautum_penalty(...)`` does as well; :meth:`PenaltyMixin.penalised` also logs. A
+forward on ``x_u`` moves the statistics of batch normalisation towards the target: where that is not
+wanted, run it inside :func:`lightning_taskinfo.regularizers.frozen_batchnorm_statistics`.
 """
 
 from collections.abc import Callable, Sequence
@@ -80,17 +81,20 @@ class PenaltyMixin(Base):
     def penalised(self, loss: Tensor, *unnamed: NoReturn, **penalties: Tensor) -> Tensor:
         """Return the loss plus all penalties, and log what each is made of.
 
-        Logged are, all behind ``taskinfo/``, ``loss_without_penalties``, and for every penalty by name:
+        Logged are, all behind ``taskinfo/``, ``loss_without_penalties``, and for every penalty by
+        name:
 
         - ``<name>/added_to_loss``, the objective that training descends, weight and sign included;
-        - ``<name>/quantity``, what the penalty is about, e.g. an information in nats, and ``<name>/weight``, where
-          ``self.<name>`` is a regularizer. The quantity may be another function than the objective: the mutual
-          information is read with one estimator and trained with another;
+        - ``<name>/quantity``, what the penalty is about, e.g. an information in nats, and
+          ``<name>/weight``, where ``self.<name>`` is a regularizer. The quantity may be another
+          function than the objective: the mutual information is read with one estimator and trained
+          with another;
         - in the first step in which a penalty acts, and every :attr:`gradient_ratio_every_n_steps`,
-          ``<name>/gradient_ratio``, the norm of its gradient over the loss's own. That costs a backward pass for each,
-          and leaves ``.grad`` alone. Below 0.05 early in a training no penalty has been seen to change the accuracy by
-          a point; above, some cost nothing and others nearly everything (``benchmarks/gradient_ratio.py``): choose the
-          weight by the accuracy.
+          ``<name>/gradient_ratio``, the norm of its gradient over the loss's own. That costs a
+          backward pass for each, and leaves ``.grad`` alone. Below 0.05 early in a training no
+          penalty has been seen to change the accuracy by a point; above, some cost nothing and
+          others nearly everything (``benchmarks/gradient_ratio.py``): choose the weight by the
+          accuracy.
 
         Args:
             loss: The loss itself, a scalar.
@@ -173,7 +177,8 @@ class InformationMixin(PenaltyMixin):
         Weight decay on the log-variances is warned about, once.
 
         Raises:
-            ValueError: If ``num_samples`` was not given and the size of the training set cannot be told.
+            ValueError: If ``num_samples`` was not given and the size of the training set cannot be
+                told.
         """
         information = _regularizer(self, "information", WeightInformation)
         trainer = _trainer(self)
@@ -193,8 +198,8 @@ class LautumMixin(PenaltyMixin):
         """Return ``-weight * L``, the Lautum information in nats.
 
         Args:
-            inputs: Unlabelled inputs, shape ``[B, *input_shape]``; with ``proxy="jacobian"`` they must require a
-                gradient before the network sees them.
+            inputs: Unlabelled inputs, shape ``[B, *input_shape]``; with ``proxy="jacobian"`` they
+                must require a gradient before the network sees them.
             outputs: Their logits, shape ``[B, num_outputs]``.
         """
         return _regularizer(self, "lautum", Lautum)(inputs, outputs, epoch=self.current_epoch)
@@ -225,12 +230,13 @@ class LocalMinimumMixin(PenaltyMixin):
     def local_minimum_penalty(self, loss_fn: Callable[[Any], Tensor], batch: Any) -> Tensor:
         """Return ``weight * R`` for the mean loss that ``loss_fn`` computes of a part of ``batch``.
 
-        By default it is 0 until the learning rate drops to half; a module without a scheduler is warned about that,
-        once.
+        By default it is 0 until the learning rate drops to half; a module without a scheduler is
+        warned about that, once.
 
         Args:
             loss_fn: The mean loss of a part of the batch, a scalar.
-            batch: A tensor, or a tuple, list or dict of tensors, whose first axes are cut into equal parts.
+            batch: A tensor, or a tuple, list or dict of tensors, whose first axes are cut into
+                equal parts.
         """
         regularizer = _regularizer(self, "local_minimum", LocalMinimumRegularizer)
         trainer = _trainer(self)

@@ -45,8 +45,8 @@ def plot_curves(
     """Draw measurements over the course of a training, one line per name.
 
     Args:
-        history: One mapping per measurement, as in the ``history`` of a callback or the rows of a CSV logger; a row
-            may lack a name or hold NaN for it, and is then left out of that line.
+        history: One mapping per measurement, as in the ``history`` of a callback or the rows of a
+            CSV logger; a row may lack a name or hold NaN for it, and is then left out of that line.
         names: What to draw; everything in ``history`` but ``x`` where not given.
         x: The name of the horizontal axis.
         ylabel: Label of the vertical axis.
@@ -93,9 +93,10 @@ def plot_pareto(
 ) -> tuple["Figure", "Axes"]:
     """Draw the accuracy of stochastic networks against their complexity, one line per structure of the curvature.
 
-    Where a point lies decides what it certifies: grey lines join points of the same bound, and the region in which the
-    bound beats chance is shaded. Rows named ``"oracle"`` are drawn dashed: their prior saw the data, so they certify
-    nothing, and they are a limit only as far as the second-order model of the loss holds.
+    Where a point lies decides what it certifies: grey lines join points of the same bound, and the
+    region in which the bound beats chance is shaded. Rows named ``"oracle"`` are drawn dashed:
+    their prior saw the data, so they certify nothing, and they are a limit only as far as the
+    second-order model of the loss holds.
 
     Args:
         rows: As from :func:`~lightning_taskinfo.certificates.pareto_front`.

@@ -31,8 +31,8 @@ class Call:
 
     Attributes:
         place: Name of the submodule that is called; nothing for the model itself.
-        how: With the inputs as one argument (``"whole"``), one argument for each (``"spread"``), or one for each by
-            its name (``"named"``).
+        how: With the inputs as one argument (``"whole"``), one argument for each (``"spread"``), or
+            one for each by its name (``"named"``).
         names: Which of the fields of a batch are handed over; ``None`` where inputs have no names.
     """
 
@@ -78,8 +78,8 @@ class Fields(dict[str, Any]):
 def logits_of(result: Any) -> Tensor:
     """Return the logits among a model's outputs.
 
-    They are a tensor, a field or attribute ``logits``, or the one tensor of a tuple that is no single number, as in
-    ``(loss, logits)``.
+    They are a tensor, a field or attribute ``logits``, or the one tensor of a tuple that is no
+    single number, as in ``(loss, logits)``.
 
     Raises:
         NoLogitsError: If there is no such thing.
@@ -126,7 +126,8 @@ def settle_call(model: nn.Module, fields: Any, target: str | None = None) -> tup
     Args:
         model: The model.
         fields: A few samples: the fields of a batch by name, or inputs without names.
-        target: Which of the fields are the labels; they are handed over only if the model does not run without.
+        target: Which of the fields are the labels; they are handed over only if the model does not
+            run without.
 
     Returns:
         The call, which :func:`settled_call` knows from now on, and its outputs.
@@ -144,7 +145,8 @@ def settle_call(model: nn.Module, fields: Any, target: str | None = None) -> tup
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            # A way to call the model that is not its own fails in any manner, and the next one is tried.
+            # A way to call the model that is not its own fails in any manner, and the next one is
+            # tried.
             if first_error is None or isinstance(error, NoLogitsError):  # which ran to the end
                 first_error = error
         else:

@@ -58,7 +58,8 @@ def parted(batch: Any, model: nn.Module | None) -> Parts:
 def fields_of(batch: Any, model: nn.Module | None = None) -> dict[str, Any]:
     """Return the fields of a mapping, dataclass or named tuple that hold tensors; nothing for other batches.
 
-    A tuple with a place for each argument of the model's ``forward``, labels among them, has their names.
+    A tuple with a place for each argument of the model's ``forward``, labels among them, has their
+    names.
     """
     if is_dataclass(batch) and not isinstance(batch, type):
         batch = {field.name: getattr(batch, field.name) for field in fields(batch)}

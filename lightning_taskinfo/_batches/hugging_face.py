@@ -60,8 +60,9 @@ def shifted(labels: Tensor) -> Tensor:
 def predicts_the_next(model: nn.Module, arguments: Mapping[str, Any], labels: Tensor) -> bool:
     """Whether the model's own loss compares the outputs at a token with the label of the next one.
 
-    The model itself is asked: its loss on a few samples is compared with the losses of both readings. Where that does
-    not decide (a loss with label smoothing, or none), the name of its class does.
+    The model itself is asked: its loss on a few samples is compared with the losses of both
+    readings. Where that does not decide (a loss with label smoothing, or none), the name of its
+    class does.
 
     Args:
         model: A Hugging Face model.

@@ -39,8 +39,8 @@ class Reader:
     """How batches are read, and how a model is called on their inputs.
 
     Args:
-        batch_fn: Picks ``(inputs, targets)`` out of a batch, targets aligned with the outputs; batches are understood
-            by themselves where ``None``.
+        batch_fn: Picks ``(inputs, targets)`` out of a batch, targets aligned with the outputs;
+            batches are understood by themselves where ``None``.
         forward_fn: How to get the outputs, ``forward_fn(model, inputs)``; found out where ``None``.
     """
 
@@ -125,14 +125,17 @@ def read_batch(
 ) -> tuple[Any, Tensor | None]:
     """Return inputs and targets of a batch whose meaning is plain.
 
-    That is a pair, or a mapping or dataclass with one field for the targets (``targets``, ``target``, ``labels``,
-    ``label`` or ``y``); or a mapping of such batches of which one is labelled, as a ``CombinedLoader`` makes them.
+    That is a pair, or a mapping or dataclass with one field for the targets (``targets``,
+    ``target``, ``labels``, ``label`` or ``y``); or a mapping of such batches of which one is
+    labelled, as a ``CombinedLoader`` makes them.
 
     Args:
         batch: The batch.
-        model: The model that is trained on it. It decides which fields are its inputs, and whether labels are those of
-            the next token; without a model all other fields are inputs, a single one by itself.
-        forward_fn: How the user calls the model, ``forward_fn(model, inputs)``, with all other fields as inputs.
+        model: The model that is trained on it. It decides which fields are its inputs, and whether
+            labels are those of the next token; without a model all other fields are inputs, a
+            single one by itself.
+        forward_fn: How the user calls the model, ``forward_fn(model, inputs)``, with all other
+            fields as inputs.
 
     Raises:
         ValueError: If the batch is anything else, or the model cannot be called on it.

@@ -1,8 +1,9 @@
 """Which samples of the dataset a training batch holds, known from the loader that delivered it.
 
-A loader's iterator asks its sampler for the numbers of a batch before the batch is read, and delivers batches in that
-order. Numbers are noted on the way from the sampler, and matched with the batch that is delivered: the dataset, its
-workers, the batch and every random state stay as they are.
+A loader's iterator asks its sampler for the numbers of a batch before the batch is read, and
+delivers batches in that order. Numbers are noted on the way from the sampler, and matched with the
+batch that is delivered: the dataset, its workers, the batch and every random state stay as they
+are.
 """
 
 from collections import deque

@@ -23,8 +23,8 @@ class Center:
 
     Args:
         who: The callback, for messages.
-        start: ``"initial"``; ``"zero"``, which keeps nothing; or a state dict, or the path of a checkpoint, whose
-            weights are taken where it has them.
+        start: ``"initial"``; ``"zero"``, which keeps nothing; or a state dict, or the path of a
+            checkpoint, whose weights are taken where it has them.
 
     Attributes:
         kept: The weights by name.
@@ -39,7 +39,8 @@ class Center:
     def begin(self, model: nn.Module) -> bool:
         """Keep what is trainable now and not kept yet; return whether anything was kept before.
 
-        What was kept in an earlier fit, or came from a checkpoint, stays, unless it has another shape.
+        What was kept in an earlier fit, or came from a checkpoint, stays, unless it has another
+        shape.
 
         Raises:
             ValueError: If a checkpoint of the user's cannot be read, or has no weight of the model.

@@ -164,9 +164,9 @@ def warn_nothing(
 class LossComparison:
     """Is what is measured what is trained? Its loss on the first batch beside that of the training step.
 
-    Made once for all callbacks that read batches in the same way. The loss is that of the module in its own modes, from
-    the random state that the training step will find: dropout and batch norm do the same in both. A comparison that is
-    not possible is left out, and never stops a training.
+    Made once for all callbacks that read batches in the same way. The loss is that of the module in
+    its own modes, from the random state that the training step will find: dropout and batch norm do
+    the same in both. A comparison that is not possible is left out, and never stops a training.
 
     Args:
         who: The callback, for the warning.

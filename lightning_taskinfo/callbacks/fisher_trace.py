@@ -18,12 +18,14 @@ class FisherTrace(Probe):
 
     .. math:: \operatorname{tr} F(w) = \mathbb{E}_{x,\, y \sim p_w(\cdot|x)} \|\nabla_w \log p_w(y|x)\|^2
 
-    Beside it go ``fisher_trace_standard_error`` over samples, ``fisher_trace/<layer>`` and ``sgd_temperature``, the
-    learning rate divided by the number of samples of an optimizer step. Every 100 steps unless told otherwise.
+    Beside it go ``fisher_trace_standard_error`` over samples, ``fisher_trace/<layer>`` and
+    ``sgd_temperature``, the learning rate divided by the number of samples of an optimizer step.
+    Every 100 steps unless told otherwise.
 
-    Weights that FSDP2 (``fully_shard``) spreads over processes are followed where the forward pass gathers them; what
-    only whole weights could show is refused before training starts. Processes then run every pass together: one that
-    fails within a pass keeps the others waiting, as in the training itself.
+    Weights that FSDP2 (``fully_shard``) spreads over processes are followed where the forward pass
+    gathers them; what only whole weights could show is refused before training starts. Processes
+    then run every pass together: one that fails within a pass keeps the others waiting, as in the
+    training itself.
 
     Args:
         **probe: When and at what to look, see :class:`~lightning_taskinfo.callbacks.Probe`.

@@ -18,19 +18,20 @@ class LocalMinimum(Probe):
 
     .. math:: \hat\gamma = \frac1T \sum_{t=1}^T \log|J_t J_t^\top|
 
-    with :math:`J_t` the gradients of :math:`N'` random training samples by their own labels; lower is better. Beside it
-    go ``local_minimum/gamma_standard_error`` over the draws, ``local_minimum/spectral_radius``, ``/frobenius``,
-    ``/trace`` and ``/mean_loss``: minima compare only at nearly equal training loss. Once at the end of training,
-    unless told otherwise. There is one Gram matrix of ``max_samples`` samples, and every draw is a part of it.
+    with :math:`J_t` the gradients of :math:`N'` random training samples by their own labels; lower
+    is better. Beside it go ``local_minimum/gamma_standard_error`` over the draws,
+    ``local_minimum/spectral_radius``, ``/frobenius``, ``/trace`` and ``/mean_loss``: minima compare
+    only at nearly equal training loss. Once at the end of training, unless told otherwise. There is
+    one Gram matrix of ``max_samples`` samples, and every draw is a part of it.
 
-    Processes do not share the samples: each has the whole matrix. Weights that FSDP2 spreads over processes are
-    followed as by :class:`FisherTrace`.
+    Processes do not share the samples: each has the whole matrix. Weights that FSDP2 spreads over
+    processes are followed as by :class:`FisherTrace`.
 
     Args:
         draws: :math:`T`.
         subset_size: :math:`N'`, at most ``max_samples``; ``min(100, samples // 2)`` by default.
-        normalise_logits: Whether to divide each logit vector by 0.04 times its norm first, so that networks of
-            different confidence compare.
+        normalise_logits: Whether to divide each logit vector by 0.04 times its norm first, so that
+            networks of different confidence compare.
         max_samples: At most this many samples are measured.
         data: As for every probe; a fixed subset of the training set by default.
         labels: The dataset's (``"empirical"``), or one draw from the model (``"sampled"``).
@@ -44,7 +45,8 @@ class LocalMinimum(Probe):
         trainer = Trainer(callbacks=[LocalMinimum()])
 
     References:
-        Jia, Su, *Information-theoretic local minima characterization and regularization*, ICML 2020.
+        Jia, Su, *Information-theoretic local minima characterization and regularization*, ICML
+        2020.
     """
 
     ylabel: ClassVar[str] = "log-determinant of the gradients' Gram matrix"

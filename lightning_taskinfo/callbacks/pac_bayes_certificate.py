@@ -35,36 +35,45 @@ from lightning_taskinfo.plotting import plot_pareto
 class PACBayesCertificate(Probe):
     r"""Log ``certificate_bound``: at most this is the true error of the trained network turned stochastic.
 
-    The prior is centred at the weights with which training began. They are copied when training starts, kept in
-    checkpoints, and independent of the training data only if ``prior_origin`` can say so. The last certificate is the
-    attribute ``certificate``; beside its bound go ``certificate_risk``, ``certificate_risk_upper``,
-    ``certificate_kl``, ``certificate_model_risk`` and ``certificate_valid`` (1 or 0) to the loggers. At the end of
-    training, unless told otherwise.
+    The prior is centred at the weights with which training began. They are copied when training
+    starts, kept in checkpoints, and independent of the training data only if ``prior_origin`` can
+    say so. The last certificate is the attribute ``certificate``; beside its bound go
+    ``certificate_risk``, ``certificate_risk_upper``, ``certificate_kl``, ``certificate_model_risk``
+    and ``certificate_valid`` (1 or 0) to the loggers. At the end of training, unless told
+    otherwise.
 
-    With ``pareto`` the loggers also get the trade-off of accuracy and complexity, structure by structure and for the
-    oracle prior: ``certificate_pareto_figure``, ``certificate_pareto_table`` and the smallest value of each structure,
-    ``certificate_pareto_neuron`` and so on. These are estimates from a few networks and certify nothing; the rows are
-    the attribute ``tradeoff``.
+    With ``pareto`` the loggers also get the trade-off of accuracy and complexity, structure by
+    structure and for the oracle prior: ``certificate_pareto_figure``, ``certificate_pareto_table``
+    and the smallest value of each structure, ``certificate_pareto_neuron`` and so on. These are
+    estimates from a few networks and certify nothing; the rows are the attribute ``tradeoff``.
 
     Args:
-        prior_origin: Where the weights at the start of training come from: ``"random initialisation"``, or a network
-            trained on other data. The certificate repeats it.
-        structure: Curvature that shapes the post-distribution, several to take the best, or ``"auto"`` for all that the
-            network's width allows; see :func:`~lightning_taskinfo.certify`.
-        prior_stds: Standard deviations of the prior to choose from, ordered by union-bound cost, cheapest first.
+        prior_origin: Where the weights at the start of training come from:
+            ``"random initialisation"``, or a network trained on other data. The certificate repeats
+            it.
+        structure: Curvature that shapes the post-distribution, several to take the best, or
+            ``"auto"`` for all that the network's width allows; see
+            :func:`~lightning_taskinfo.certify`.
+        prior_stds: Standard deviations of the prior to choose from, ordered by union-bound cost,
+            cheapest first.
         betas: Weights of the KL to try.
         draws: Number of fresh networks that the bound rests on.
         delta: Probability with which the theorem may fail.
         delta_draws: Probability with which the Monte-Carlo interval may fail.
-        error: What counts as an error: ``"class"`` for logits ``[N, C]``; for ``[N, T, V]`` the share of wrong
-            ``"token"`` positions of each sequence, or whether a ``"sequence"`` has any.
-        pareto: Whether to draw the trade-off at the end of training; it takes longer than the certificate.
-        every_n_epochs: Epochs between two certificates; only at the end by default. Each holds with its own confidence.
-        max_samples: At most this many random training samples are certified on; they are kept in memory.
+        error: What counts as an error: ``"class"`` for logits ``[N, C]``; for ``[N, T, V]`` the
+            share of wrong ``"token"`` positions of each sequence, or whether a ``"sequence"`` has
+            any.
+        pareto: Whether to draw the trade-off at the end of training; it takes longer than the
+            certificate.
+        every_n_epochs: Epochs between two certificates; only at the end by default. Each holds with
+            its own confidence.
+        max_samples: At most this many random training samples are certified on; they are kept in
+            memory.
         name: Prefix of the logged names, and identity in checkpoints.
         seed: Seed of all draws.
         batch_fn: Picks ``(inputs, targets)`` out of a batch.
-        forward_fn: How to get the logits, ``forward_fn(module, inputs)``; ``module(inputs)`` by default.
+        forward_fn: How to get the logits, ``forward_fn(module, inputs)``; ``module(inputs)`` by
+            default.
 
     Example::
 

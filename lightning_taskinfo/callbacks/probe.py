@@ -63,42 +63,49 @@ KEPT_ROWS = 256  # of the history, in a checkpoint
 class Probe(Callback, ABC):
     """Measure scalars while a network trains, and change nothing.
 
-    A probe runs the model in eval mode, draws from its own generators and touches neither ``.grad`` nor the data
-    loader, so that a run ends with the same bits with and without it.
+    A probe runs the model in eval mode, draws from its own generators and touches neither ``.grad``
+    nor the data loader, so that a run ends with the same bits with and without it.
 
-    Each measurement goes to every logger at once, whatever ``log_every_n_steps`` is, and without its layers into
-    ``trainer.callback_metrics``, where checkpointing and early stopping find it. Names begin with ``taskinfo/`` in both
-    places; in the attribute ``history`` they do not. The run's configuration gets the settings of the callback. At the
-    end of training the loggers get a figure, a table and a summary. A measurement that fails leaves a gap, and one
-    warning.
+    Each measurement goes to every logger at once, whatever ``log_every_n_steps`` is, and without
+    its layers into ``trainer.callback_metrics``, where checkpointing and early stopping find it.
+    Names begin with ``taskinfo/`` in both places; in the attribute ``history`` they do not. The
+    run's configuration gets the settings of the callback. At the end of training the loggers get a
+    figure, a table and a summary. A measurement that fails leaves a gap, and one warning.
 
-    The same object in a second ``fit`` of the same module goes on with its history, and with the weights it has taken
-    for the start; a training of its own has a callback of its own. A checkpoint keeps a long history thinned, with its
-    extremes.
+    The same object in a second ``fit`` of the same module goes on with its history, and with the
+    weights it has taken for the start; a training of its own has a callback of its own. A
+    checkpoint keeps a long history thinned, with its extremes.
 
     Args:
         every_n_steps: Optimizer steps between two measurements.
-        every_n_epochs: Epochs between two measurements, each after the last batch of an epoch. With neither of the
-            two, the class decides.
-        at_start: Whether to measure before the first step of a training, too. The class decides where it is not given.
+        every_n_epochs: Epochs between two measurements, each after the last batch of an epoch. With
+            neither of the two, the class decides.
+        at_start: Whether to measure before the first step of a training, too. The class decides
+            where it is not given.
         max_samples: At most this many samples are measured, over all processes together.
-        data: ``"train_batch"`` looks at the batch just trained on; ``"train"`` and ``"val"`` at a fixed subset, chosen
-            by ``seed``, that is read once at the start from a copy of the dataset and kept in memory. Where the
-            training set cannot be copied or indexed, or a sampler of your own leaves parts of it out, the subset is
-            collected from the first training batches, and measurements begin when it is full.
-        labels: Whose labels: ``"sampled"`` from the model, ``"exact"`` expectation over them, or the dataset's
-            (``"empirical"``, which is not the Fisher).
-        likelihood: What the outputs mean: ``"categorical"``, ``"bernoulli"`` or ``"gaussian"``, or an object.
+        data: ``"train_batch"`` looks at the batch just trained on; ``"train"`` and ``"val"`` at a
+            fixed subset, chosen by ``seed``, that is read once at the start from a copy of the
+            dataset and kept in memory. Where the training set cannot be copied or indexed, or a
+            sampler of your own leaves parts of it out, the subset is collected from the first
+            training batches, and measurements begin when it is full.
+        labels: Whose labels: ``"sampled"`` from the model, ``"exact"`` expectation over them, or
+            the dataset's (``"empirical"``, which is not the Fisher).
+        likelihood: What the outputs mean: ``"categorical"``, ``"bernoulli"`` or ``"gaussian"``, or
+            an object.
         mc_samples: Number of labels drawn for each sample, for ``labels="sampled"``.
-        per_layer: Whether to measure a value for each layer as well; the table at the end has all of them.
-        max_layers: At most this many layers are logged as series, spread evenly from the first to the last.
-        name: Prefix of the logged names, and identity in checkpoints; give two probes of one class different names.
+        per_layer: Whether to measure a value for each layer as well; the table at the end has all
+            of them.
+        max_layers: At most this many layers are logged as series, spread evenly from the first to
+            the last.
+        name: Prefix of the logged names, and identity in checkpoints; give two probes of one class
+            different names.
         seed: Seed of the probe's own draws and of its subset.
-        batch_fn: Picks ``(inputs, targets)`` out of a batch, targets where the outputs predict them; needed where the
-            batch does not say it plainly. Batches of Hugging Face do.
+        batch_fn: Picks ``(inputs, targets)`` out of a batch, targets where the outputs predict
+            them; needed where the batch does not say it plainly. Batches of Hugging Face do.
         forward_fn: How to get the outputs, ``forward_fn(module, inputs)``; found out by default.
-        group_fn: The layer that a parameter counts for, by its name in ``named_parameters()``. By default that is the
-            module that owns it; all parts of an adapter (LoRA's A and B) count for the layer that it adapts.
+        group_fn: The layer that a parameter counts for, by its name in ``named_parameters()``. By
+            default that is the module that owns it; all parts of an adapter (LoRA's A and B) count
+            for the layer that it adapts.
 
     Raises:
         ValueError: If an argument is out of its range.

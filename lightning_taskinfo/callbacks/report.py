@@ -58,8 +58,8 @@ def known(history: Sequence[Row], name: str) -> list[tuple[float, int]]:
 def thinned(history: Sequence[Row], names: Sequence[str], limit: int) -> list[Row]:
     """Return about ``limit`` rows of a history, evenly over it, if it has more.
 
-    The first and the last row, and those with the smallest and largest value of each name, are always among them:
-    what :func:`summary` says stays the same.
+    The first and the last row, and those with the smallest and largest value of each name, are
+    always among them: what :func:`summary` says stays the same.
 
     Args:
         history: One row per measurement.

@@ -17,7 +17,8 @@ LARGEST = 10**9  # numbers of samples: memory grows with them
 class SampleScores:
     """The mean loss and squared gradient norm of each sample over the steps of a training.
 
-    A sample with a large score was hard to learn: its label may be wrong, or it is unlike the others.
+    A sample with a large score was hard to learn: its label may be wrong, or it is unlike the
+    others.
 
     Args:
         loss: Mean training loss, ``[N]``; NaN where it was not read.
@@ -93,7 +94,8 @@ class SampleSums:
     """Adds up losses and squared norms by the number of the sample, in memory that grows with the largest number."""
 
     def __init__(self, table: Tensor | None = None) -> None:
-        # Rows: sum of losses, their number, sum of squared norms, their number, and how often a sample was seen.
+        # Rows: sum of losses, their number, sum of squared norms, their number, and how often a
+        # sample was seen.
         self.table = torch.zeros(5, 0, device="cpu") if table is None else table
 
     def add(

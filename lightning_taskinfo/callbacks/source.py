@@ -46,8 +46,8 @@ class Samples:
     Attributes:
         inputs: The inputs, ``[N, ...]``; ``N`` may be 0 where processes share few samples.
         targets: The dataset's labels, ``[N, ...]``.
-        counted: How many of the inputs count. More are there only where processes with sharded weights have to run
-            passes of one size; they repeat others.
+        counted: How many of the inputs count. More are there only where processes with sharded
+            weights have to run passes of one size; they repeat others.
         first: Number of the first of them among the samples of all processes.
         total: Samples of all processes together.
         seed: Seed of this measurement's draws, the same on all processes.
@@ -132,7 +132,8 @@ class Source:
 
     Attributes:
         pool: Inputs and targets of this process, where they stay the same and are known.
-        missing: How many the first training batches have still to give to the pool; None where they need not.
+        missing: How many the first training batches have still to give to the pool; None where they
+            need not.
     """
 
     def __init__(
@@ -279,7 +280,8 @@ def readable(loader: Any) -> bool:
 def read_samples(loader: DataLoader, chosen: Tensor, seed: int) -> Any:
     """Return one batch of the ``chosen`` samples, from a copy of the dataset; call it inside ``observing``.
 
-    Transforms that draw from global generators do so as the sample's number says, on whichever process.
+    Transforms that draw from global generators do so as the sample's number says, on whichever
+    process.
     """
     dataset, collate = copy.deepcopy((loader.dataset, loader.collate_fn))
     samples = []

@@ -24,40 +24,49 @@ from lightning_taskinfo.fisher.train_step import StepRecorder
 class TrainStepNorms(Probe):
     r"""Find the samples that are learned by heart, from the training step as it is.
 
-    Each sample's loss, and the squared norm of its gradient, are read off the training step's own forward and backward
-    pass, with its dropout masks and precision. Both are averaged over the steps in which the sample was trained on.
-    ``callback.samples`` ranks the samples, ``print`` shows the first of them, and the loggers get table and figure at
-    the end of training. Samples are numbered as in the training loader's dataset: ``loader.dataset[index]``. The
-    module and its batches stay as they are: the callback notes the numbers that the loader's sampler draws.
+    Each sample's loss, and the squared norm of its gradient, are read off the training step's own
+    forward and backward pass, with its dropout masks and precision. Both are averaged over the
+    steps in which the sample was trained on. ``callback.samples`` ranks the samples, ``print``
+    shows the first of them, and the loggers get table and figure at the end of training. Samples
+    are numbered as in the training loader's dataset: ``loader.dataset[index]``. The module and its
+    batches stay as they are: the callback notes the numbers that the loader's sampler draws.
 
-    ``squared_gradient_norm``, the mean over the measured samples of a batch, is logged with its standard error and
-    its layers. With the dataset's labels it is the trace of the empirical Fisher information, times what the training
-    adds: penalties of the outputs are part of it, and so is a mean over tokens or pixels. A BatchNorm in train mode
-    mixes the samples of a batch; norms are then those of each sample's contribution to the batch's gradient, times the
-    batch size. Lightning's division by ``accumulate_grad_batches`` and the gradient scaler's scale are undone.
+    ``squared_gradient_norm``, the mean over the measured samples of a batch, is logged with its
+    standard error and its layers. With the dataset's labels it is the trace of the empirical Fisher
+    information, times what the training
+    adds: penalties of the outputs are part of it, and so is a mean over tokens or pixels. A
+    BatchNorm in train mode mixes the samples of a batch; norms are then those of each sample's
+    contribution to the batch's gradient, times the batch size. Lightning's division by
+    ``accumulate_grad_batches`` and the gradient scaler's scale are undone.
 
-    Losses can be read for cross-entropy, binary cross-entropy and squared errors of torch, which Hugging Face models
-    use, too. Norms can be read of every network in which it can be shown which sample each row belongs to, by a few
-    more backward passes over the first step, and over every step of a network that moves rows by their values.
-    They are read with gradient checkpointing, too, unless it is reentrant or selective; the inputs of layers are then
-    computed once more, and kept in memory until they have been read. What cannot be read is said at the first step.
+    Losses can be read for cross-entropy, binary cross-entropy and squared errors of torch, which
+    Hugging Face models use, too. Norms can be read of every network in which it can be shown which
+    sample each row belongs to, by a few more backward passes over the first step, and over every
+    step of a network that moves rows by their values. They are read with gradient checkpointing,
+    too, unless it is reentrant or selective; the inputs of layers are then computed once more, and
+    kept in memory until they have been read. What cannot be read is said at the first step.
 
     Args:
-        every_n_steps: Optimizer steps between two values that are logged; samples are followed in all steps.
-        max_samples: Norms of at most this many samples of a batch are read in a step, on each process; other ones in
-            the next epoch. Losses are read of all.
-        norms: Whether gradient norms are read at all. Without them, losses of any network can be followed.
+        every_n_steps: Optimizer steps between two values that are logged; samples are followed in
+            all steps.
+        max_samples: Norms of at most this many samples of a batch are read in a step, on each
+            process; other ones in the next epoch. Losses are read of all.
+        norms: Whether gradient norms are read at all. Without them, losses of any network can be
+            followed.
         top_k: How many samples the table of the loggers has.
         rank_by: What ranks the samples: ``"loss"`` or ``"squared_norm"``.
-        loss_reduction: Whether the loss of a training step is the ``"mean"`` or the ``"sum"`` over the samples of its
-            batch.
+        loss_reduction: Whether the loss of a training step is the ``"mean"`` or the ``"sum"`` over
+            the samples of its batch.
         per_layer: Whether to log a value for each layer as well.
-        group_fn: The layer that a parameter counts for, by its name in ``named_parameters()``; its module by default.
-        name: Prefix of the logged names, and identity in checkpoints; give two callbacks different names.
-        batch_fn: Picks ``(inputs, targets)`` out of a batch; needed where the batch does not say it plainly. Targets
-            are what the loss sees, in its order.
-        index_fn: Picks the numbers of the samples out of a batch; needed where the loader does not know them, as with
-            an iterable dataset, or where ``collate_fn`` or a hook changes the order of samples.
+        group_fn: The layer that a parameter counts for, by its name in ``named_parameters()``; its
+            module by default.
+        name: Prefix of the logged names, and identity in checkpoints; give two callbacks different
+            names.
+        batch_fn: Picks ``(inputs, targets)`` out of a batch; needed where the batch does not say it
+            plainly. Targets are what the loss sees, in its order.
+        index_fn: Picks the numbers of the samples out of a batch; needed where the loader does not
+            know them, as with an iterable dataset, or where ``collate_fn`` or a hook changes the
+            order of samples.
 
     Raises:
         ValueError: If an argument is out of its range.

@@ -25,8 +25,8 @@ class Candidate:
         price: Price of choosing the prior's scales, in nats.
         bound: The bound at these numbers.
         prior_std: The chosen standard deviation by layer (``""`` for all).
-        disagreement: How often its draws and the network itself predict differently on the certified samples, roughly;
-            infinite for a loss that knows no disagreement.
+        disagreement: How often its draws and the network itself predict differently on the
+            certified samples, roughly; infinite for a loss that knows no disagreement.
     """
 
     structure: str
@@ -50,8 +50,8 @@ class NetworkBound:
 
     .. math:: R(h) \le R(Q) + \Pr_{x,\, w \sim Q}\big[ h_w(x) \ne h(x) \big]
 
-    The second term needs no labels. It is bounded on fresh inputs, in blocks that share one draw of the weights: their
-    means are independent, single inputs of a block are not.
+    The second term needs no labels. It is bounded on fresh inputs, in blocks that share one draw of
+    the weights: their means are independent, single inputs of a block are not.
 
     Attributes:
         bound: With probability ``confidence``, the true error of the network is at most this.
@@ -64,9 +64,11 @@ class NetworkBound:
         risk_upper: Its upper bound, which went into the first term.
         kl: ``KL(Q‖P)`` in nats.
         price: Price of choosing the prior's scales, in nats.
-        structure: The curvature that shaped this post-distribution, which need not be the certificate's own.
+        structure: The curvature that shaped this post-distribution, which need not be the
+            certificate's own.
         beta: Its weight of the KL.
-        delta: Probability with which either of the two upper bounds may fail; half of it is for each.
+        delta: Probability with which either of the two upper bounds may fail; half of it is for
+            each.
         confidence: Probability with which the bound holds, if the certificate is valid.
     """
 
@@ -91,11 +93,13 @@ class TestSetBound:
     """What held-out labels prove about the network itself, or would have to show in order to prove more.
 
     Attributes:
-        n: Number of held-out labels; without any, a fifth of the certified ones, as if they had been held out.
+        n: Number of held-out labels; without any, a fifth of the certified ones, as if they had
+            been held out.
         risk: The network's error on them; ``None`` without.
-        bound: With probability ``confidence``, the true error of the network is at most this; ``None`` without.
-        break_even: Up to this error on so many labels, the test-set bound is below the certificate's; negative if
-            no error is small enough.
+        bound: With probability ``confidence``, the true error of the network is at most this;
+            ``None`` without.
+        break_even: Up to this error on so many labels, the test-set bound is below the
+            certificate's; negative if no error is small enough.
         confidence: Probability with which the bound holds: the certificate's own.
     """
 
@@ -112,12 +116,13 @@ class TestSetBound:
 class Certificate:
     """A bound on the true risk of a **stochastic** classifier: weights drawn afresh from ``post`` for each prediction.
 
-    Beside it, where there was something to prove them with: ``network``, a bound for the network itself, and
-    ``test_set``, what held-out labels prove. Printed, it says which proof is stronger, and what would
-    tighten the other.
+    Beside it, where there was something to prove them with: ``network``, a bound for the network
+    itself, and ``test_set``, what held-out labels prove. Printed, it says which proof is stronger,
+    and what would tighten the other.
 
     Attributes:
-        bound: With probability ``confidence`` over the samples and the draws, the true risk is at most this.
+        bound: With probability ``confidence`` over the samples and the draws, the true risk is at
+            most this.
         valid: Whether that can be claimed.
         reasons: Why not.
         assumptions: The assumptions that could not be checked.
@@ -129,7 +134,8 @@ class Certificate:
         n: Number of samples.
         delta: Probability with which the theorem may fail.
         delta_draws: Probability with which the Monte-Carlo interval may fail.
-        draws: Number of stochastic networks drawn for the interval, none of them used in the search.
+        draws: Number of stochastic networks drawn for the interval, none of them used in the
+            search.
         interval: Which Monte-Carlo interval: ``"betting"`` or ``"kl"``.
         theorem: ``"kl"`` (Maurer–Seeger), ``"mcallester"`` or ``"catoni"``.
         structure: Which curvature shaped the post-distribution.
@@ -138,7 +144,8 @@ class Certificate:
         prior_std: The prior's standard deviation by layer (``""`` for all).
         prior_grid: Number of values it was chosen from.
         candidates: The search, one row a post-distribution.
-        error: What is counted: ``"class"``, ``"token"`` or ``"sequence"``; ``"loss"`` for a loss of the user's own.
+        error: What is counted: ``"class"``, ``"token"`` or ``"sequence"``; ``"loss"`` for a loss of
+            the user's own.
         network: The bound for the network itself; ``None`` without fresh unlabelled inputs.
         test_set: The test-set bound.
         post: The post-distribution.

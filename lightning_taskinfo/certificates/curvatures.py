@@ -68,8 +68,8 @@ def named_structures(structure: str | Iterable[str]) -> tuple[Structure, ...]:
 def affordable_structures(subject: Subject, structure: Structures) -> tuple[Structure, ...]:
     """Return the named structures; of ``"auto"`` those that this network can afford.
 
-    All of them share one prior and one price, so that trying more of them costs time and nothing else. The layer-wise
-    ones need a matrix as wide as a layer has inputs.
+    All of them share one prior and one price, so that trying more of them costs time and nothing
+    else. The layer-wise ones need a matrix as wide as a layer has inputs.
     """
     names = named_structures(structure)
     if subject.error != "class" and structure != "auto" and {"neuron", "kron"} & {*names}:
@@ -92,7 +92,8 @@ def curvatures_of(
 
     Args:
         subject: The network and its samples.
-        structures: Which ones; parameters that a layer-wise structure cannot represent get a diagonal.
+        structures: Which ones; parameters that a layer-wise structure cannot represent get a
+            diagonal.
         samples: How many inputs to look at.
     """
     model = subject.model

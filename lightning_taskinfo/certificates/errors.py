@@ -25,14 +25,16 @@ def predictions(outputs: Tensor) -> Tensor:
 def differences(predicted: Tensor, reference: Tensor, counted: Tensor, kind: ErrorKind) -> Tensor:
     """Return how far predictions differ from labels, or from another network's predictions, for each sample.
 
-    For one class per sample, or a whole sequence, that is 0 or 1; for tokens, the share that differs. All three obey
-    the triangle inequality, on which the bound for the network itself rests.
+    For one class per sample, or a whole sequence, that is 0 or 1; for tokens, the share that
+    differs. All three obey the triangle inequality, on which the bound for the network itself
+    rests.
 
     Args:
         predicted: Predicted classes, shape ``[N]`` or ``[N, T]``.
         reference: What they are compared with, of the same shape.
         counted: Where a difference counts, of the same shape, boolean.
-        kind: ``"class"``, ``"token"`` (share of the tokens that differ) or ``"sequence"`` (whether any does).
+        kind: ``"class"``, ``"token"`` (share of the tokens that differ) or ``"sequence"`` (whether
+            any does).
 
     Returns:
         A value in [0, 1] for each sample, float64, shape ``[N]``.
@@ -57,7 +59,8 @@ def zero_one_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     """Return 1 for each wrong class and 0 for each right one.
 
     Args:
-        outputs: Scores of the classes, shape ``[N, C]``; a sample with a score that is no number is wrong.
+        outputs: Scores of the classes, shape ``[N, C]``; a sample with a score that is no number is
+            wrong.
         targets: Indices of the right classes, integers of shape ``[N]``.
 
     Raises:

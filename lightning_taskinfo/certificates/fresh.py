@@ -48,8 +48,8 @@ def _rows(tensor: Tensor) -> Iterator[bytes]:
 def check_fresh(argument: str, fresh: Any, used: Any, what: str) -> str | None:
     """Refuse inputs that were used before; return what a reader should know about those that equal a used one.
 
-    Where inputs are few and short (text, categories), some are equal by chance. How many that may be is seen from the
-    used ones themselves, by how many of them have a twin among the others.
+    Where inputs are few and short (text, categories), some are equal by chance. How many that may
+    be is seen from the used ones themselves, by how many of them have a twin among the others.
 
     Args:
         argument: What the caller calls the inputs.

@@ -42,8 +42,9 @@ def block_disagreements(
 ) -> Disagreements:
     """Return the mean disagreement of each block of fresh inputs with one draw of the weights.
 
-    Inputs that share a draw are not independent of each other, but the means of blocks are: each has inputs and a draw
-    of its own. Blocks are equal in size, as small as ``draws`` allows; the inputs are put into them at random.
+    Inputs that share a draw are not independent of each other, but the means of blocks are: each
+    has inputs and a draw of its own. Blocks are equal in size, as small as ``draws`` allows; the
+    inputs are put into them at random.
 
     Args:
         subject: The network; the samples it was certified on are not used here.

@@ -44,10 +44,11 @@ def pareto_front(
 ) -> list[Candidate]:
     """Trade risk against complexity for several structures of the curvature, and for the oracle prior.
 
-    Each row is a post-distribution; ``risk`` is a rough estimate from a few networks, so the rows are a picture and
-    not certificates. Rows named ``"oracle"`` have the best diagonal prior around the same centre, chosen with the
-    data at no price: no diagonal prior does better in the second-order model of the loss. Real networks may still
-    lie above it, since far from the trained weights that model no longer holds.
+    Each row is a post-distribution; ``risk`` is a rough estimate from a few networks, so the rows
+    are a picture and not certificates. Rows named ``"oracle"`` have the best diagonal prior around
+    the same centre, chosen with the data at no price: no diagonal prior does better in the
+    second-order model of the loss. Real networks may still lie above it, since far from the trained
+    weights that model no longer holds.
 
     Args:
         model: The trained network.
@@ -59,11 +60,12 @@ def pareto_front(
         error: What counts as an error, as for :func:`~lightning_taskinfo.certificates.certify`.
         loss_fn: Loss of each sample, in ``[0, 1]``, instead of the error.
         batch_fn: Picks ``(inputs, targets)`` out of a batch of ``data``.
-        forward_fn: How to get the outputs, ``forward_fn(model, inputs)``; ``model(inputs)`` by default.
+        forward_fn: How to get the outputs, ``forward_fn(model, inputs)``; ``model(inputs)`` by
+            default.
         curvature_samples: How many samples the curvature is estimated from.
         seed: Seed of all draws.
-        progress: Whether to draw a bar where standard error is a terminal or a notebook; or a function, called with the
-            number of finished rows, their total and a label.
+        progress: Whether to draw a bar where standard error is a terminal or a notebook; or a
+            function, called with the number of finished rows, their total and a label.
 
     Returns:
         The rows, structure by structure.

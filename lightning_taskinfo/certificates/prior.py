@@ -24,15 +24,19 @@ class Prior:
     """The pre-distribution of a certificate: fixed before the certified data are looked at.
 
     Args:
-        center: Weights and buffers at the centre: a copy of the module at its start, or of its ``state_dict``, or the
-            file of a checkpoint; 0 by default. :meth:`of` keeps what is needed of a module that is about to be trained.
-        origin: Where the centre comes from, in words, **if it does not depend on the certified data**: ``"random
-            initialisation"``, ``"trained on the other half"``. The certificate repeats it; without it, it is not valid.
-        stds: Standard deviations to choose from, ordered by union-bound cost, cheapest first; a single one is free.
+        center: Weights and buffers at the centre: a copy of the module at its start, or of its
+            ``state_dict``, or the file of a checkpoint; 0 by default. :meth:`of` keeps what is
+            needed of a module that is about to be trained.
+        origin: Where the centre comes from, in words, **if it does not depend on the certified
+            data**: ``"random initialisation"``, ``"trained on the other half"``. The certificate
+            repeats it; without it, it is not valid.
+        stds: Standard deviations to choose from, ordered by union-bound cost, cheapest first; a
+            single one is free.
         per_layer: Whether each layer chooses its own, and pays for it.
-        fresh: Beginnings of the names of parameters that the centre is not to give, like ``"head."`` of a new head:
-            their centre is 0.
-        seen: Inputs that the centre was trained on, if they are at hand: a certificate on any of them is refused.
+        fresh: Beginnings of the names of parameters that the centre is not to give, like
+            ``"head."`` of a new head: their centre is 0.
+        seen: Inputs that the centre was trained on, if they are at hand: a certificate on any of
+            them is refused.
         fixed: Hashes of frozen parameters and buffers by name, as :meth:`of` takes them.
 
     Example:
@@ -64,11 +68,12 @@ class Prior:
     def of(cls, model: nn.Module, origin: str | None = None, **others: Any) -> "Prior":
         """Return the prior centred at a module's present weights, which it copies: to be taken before training.
 
-        Trainable weights are copied. Of frozen parameters and buffers only a hash is kept, to see later that they are
-        still the same: a frozen base of any size costs nothing.
+        Trainable weights are copied. Of frozen parameters and buffers only a hash is kept, to see
+        later that they are still the same: a frozen base of any size costs nothing.
 
         Args:
-            model: The module as training will start from it: random, or pretrained with a fresh head.
+            model: The module as training will start from it: random, or pretrained with a fresh
+                head.
             origin: Where its weights come from, in words.
             **others: Further arguments of :class:`Prior`.
         """
@@ -131,7 +136,8 @@ def half_prior(
         prior: The prior to begin with; its centre is where that training starts.
         model: A network of the same kind, copied and left as it is.
         data: All inputs and targets.
-        half_fn: Trains a network: ``half_fn(network, (inputs, targets))``, in place or by returning another one.
+        half_fn: Trains a network: ``half_fn(network, (inputs, targets))``, in place or by returning
+            another one.
         seed: Seed of the split, and of torch's generator while ``half_fn`` runs.
     """
     if prior.center is None:
@@ -151,7 +157,8 @@ def half_prior(
     with own_randomness(seed, device):
         returned = half_fn(network, half)
     trained = trainable_parameters(returned if isinstance(returned, nn.Module) else network)
-    # Frozen weights and buffers are still compared with the start: those of `model` may have learned from the rest.
+    # Frozen weights and buffers are still compared with the start: those of `model` may have
+    # learned from the rest.
     center = {**prior.values(), **{name: p.detach().clone() for name, p in trained.items()}}
     origin = (
         prior.origin

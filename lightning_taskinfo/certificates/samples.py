@@ -32,17 +32,20 @@ def read_samples(
 ) -> tuple[Any, Tensor]:
     """Return all inputs and targets.
 
-    A loader's dataset is read in its own order, without the loader's sampler: repeated, reweighted or dropped samples
-    would not be the independent draws that a certificate needs. A random augmentation is applied once.
+    A loader's dataset is read in its own order, without the loader's sampler: repeated, reweighted
+    or dropped samples would not be the independent draws that a certificate needs. A random
+    augmentation is applied once.
 
     Args:
         data: ``(inputs, targets)``, also as a list; or a dataset of such pairs, or a loader of one.
         argument: What the caller calls it, for messages.
-        model: The network that is trained on it, if there is one: it decides which fields of a batch are its inputs.
+        model: The network that is trained on it, if there is one: it decides which fields of a
+            batch are its inputs.
         reader: How batches are read, if the user says so.
 
     Raises:
-        ValueError: If it is something else, has fewer than 8 samples, or values that are not finite.
+        ValueError: If it is something else, has fewer than 8 samples, or values that are not
+            finite.
     """
     if isinstance(data, str):
         wanted = "(inputs, targets), a dataset of such pairs or a loader"
@@ -82,7 +85,8 @@ def read_inputs(
     """Return all inputs of data without labels, and their targets where there are some, else ``None``.
 
     Args:
-        data: Inputs: a tensor, or a dict of tensors; ``(inputs, targets)``; or a dataset or loader of any of these.
+        data: Inputs: a tensor, or a dict of tensors; ``(inputs, targets)``; or a dataset or loader
+            of any of these.
         argument: What the caller calls it, for messages.
         model: The network that is called on them.
         reader: How batches are read, if the user says so.

@@ -93,8 +93,8 @@ class Subject:
     def drawn(self, post: WeightGaussian) -> Iterator["Subject"]:
         """Draw one network; inside, the subject runs that one.
 
-        A network with trainable weights in half precision runs in float32 then: rounded draws would be those of
-        another post-distribution than the one whose KL is paid for.
+        A network with trainable weights in half precision runs in float32 then: rounded draws would
+        be those of another post-distribution than the one whose KL is paid for.
         """
         rounded = any(p.dtype in HALVES for p in trainable_parameters(self.model).values())
         with post.with_weights(self.model, self.generator):

@@ -1,8 +1,9 @@
 """The command line, ``taskinfo …``: a command is a documented function, alone in a module of its name.
 
-Its options are the arguments of that function and, behind its ``**options``, those of the library's function that it
-calls: jsonargparse reads both signatures and docstrings. A command is imported when it is called, so that all of them
-are listed without waiting for torch and Lightning.
+Its options are the arguments of that function and, behind its ``**options``, those of the library's
+function that it
+calls: jsonargparse reads both signatures and docstrings. A command is imported when it is called,
+so that all of them are listed without waiting for torch and Lightning.
 """
 
 import sys
@@ -20,8 +21,9 @@ def main(args: Sequence[str] | None = None) -> int:
         args: Arguments of the command line; those of the process if not given.
 
     Returns:
-        0 if all went well, 1 if a package is missing, a file cannot be written or a computation fails, 2 if an
-        argument is wrong or names a file that is not there, 130 if it was interrupted.
+        0 if all went well, 1 if a package is missing, a file cannot be written or a computation
+        fails, 2 if an argument is wrong or names a file that is not there, 130 if it was
+        interrupted.
     """
     from lightning_taskinfo.cli._parser import run
 

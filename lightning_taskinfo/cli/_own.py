@@ -20,9 +20,9 @@ from lightning_taskinfo.data import load_task
 class Network(ABC):  # noqa: B024 - torch modules are registered below
     """A class or function, and what to call it with: called, it makes the network.
 
-    Every call makes all of it anew, modules among the arguments too: no two networks share weights, and fresh weights
-    depend on torch's random state alone. Any torch module is registered as a subclass, so that a configuration file
-    may name one.
+    Every call makes all of it anew, modules among the arguments too: no two networks share weights,
+    and fresh weights depend on torch's random state alone. Any torch module is registered as a
+    subclass, so that a configuration file may name one.
 
     Args:
         maker: The class or function.
@@ -96,8 +96,8 @@ def read_part(data: Data, part: Part) -> DataLoader[Any]:
     """Return the loader of a part of the data.
 
     Args:
-        data: A data module; or a name, an npz file or an idx folder, whose images lie in [0, 1] and whose targets are
-            the labels of the file.
+        data: A data module; or a name, an npz file or an idx folder, whose images lie in [0, 1] and
+            whose targets are the labels of the file.
         part: Which part.
 
     Raises:

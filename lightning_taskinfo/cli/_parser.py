@@ -84,8 +84,8 @@ def add_options(
     Args:
         parser: Where to.
         command: The command.
-        words: The command line. A class in it is looked up before the others are parsed, so that ``--model.width 64``
-            is an option like any other, with the class's own help.
+        words: The command line. A class in it is looked up before the others are parsed, so that
+            ``--model.width 64`` is an option like any other, with the class's own help.
 
     Returns:
         The words without these classes, and the classes by option.

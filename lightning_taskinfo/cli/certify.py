@@ -37,16 +37,20 @@ def certify(
     """Bound the true error of a trained network, and of its stochastic version; nothing is retrained.
 
     Args:
-        model: Import path of your LightningModule or network, such as ``my_package.Net``, or of a function that
-            returns it; its arguments follow, ``--model.width 64``. Those kept in the checkpoint are the defaults.
-        checkpoint: The trained weights: a Lightning checkpoint, or a state dict saved by ``torch.save``. Of a larger
-            module's checkpoint, the part that fits the network is taken.
-        data: Import path of your LightningDataModule, whose arguments follow, ``--data.batch_size 32``; or ``digits``,
-            ``letters``, an npz file or an idx folder, whose images the network gets as they are, in [0, 1].
+        model: Import path of your LightningModule or network, such as ``my_package.Net``, or of a
+            function that returns it; its arguments follow, ``--model.width 64``. Those kept in the
+            checkpoint are the defaults.
+        checkpoint: The trained weights: a Lightning checkpoint, or a state dict saved by
+            ``torch.save``. Of a larger module's checkpoint, the part that fits the network is
+            taken.
+        data: Import path of your LightningDataModule, whose arguments follow,
+            ``--data.batch_size 32``; or ``digits``, ``letters``, an npz file or an idx folder,
+            whose images the network gets as they are, in [0, 1].
         part: Which part of the data to certify on.
-        unlabelled: Part of the data whose inputs are fresh, for a bound on the network itself: nothing else may have
-            been done with them. Labels are not looked at.
-        held_out: Part of the data that neither training nor a choice has seen, for the test-set bound.
+        unlabelled: Part of the data whose inputs are fresh, for a bound on the network itself:
+            nothing else may have been done with them. Labels are not looked at.
+        held_out: Part of the data that neither training nor a choice has seen, for the test-set
+            bound.
         out: Where the certificate is written, as JSON.
         picture: Where bounds and errors are drawn, if anywhere.
         **options: Arguments of :func:`lightning_taskinfo.certify`.
@@ -66,7 +70,8 @@ def certify(
         options["prior"] = replace(prior, center=fitting(prior.values(), network.state_dict()))
     loader = read_part(data, part)
 
-    # Inputs that are prepared in another way than for training give a valid certificate that is of no use.
+    # Inputs that are prepared in another way than for training give a valid certificate that is of
+    # no use.
     batch_fn, forward_fn = options["batch_fn"], options["forward_fn"]
     reader = Reader(batch_fn, forward_fn)
     inputs, targets = read_samples(loader, model=network, reader=reader)

@@ -28,16 +28,20 @@ def complexity(
     """Trace the structure function of tasks: how much loss a nat in the weights of a network buys.
 
     Args:
-        tasks: What to measure: digits, letters, an npz file or a folder of idx files, several with + in between; and
-            behind colons even-odd, small-large, inverted, random-labels, one-<class> or only-<class>-<class>…. Or data
-            modules of your own, by name: ``{a: {class_path: my_package.Data, init_args: {…}}}``. Digits with true and
-            with random labels where neither this nor ``data`` is given.
-        data: One more task: import path of your LightningDataModule, whose arguments follow, ``--data.batch_size 32``.
-        model: Import path of your LightningModule or network, which returns scores; its arguments follow,
-            ``--model.width 64``. A small network with two hidden layers where not given.
+        tasks: What to measure: digits, letters, an npz file or a folder of idx files, several with
+            + in between; and behind colons even-odd, small-large, inverted, random-labels,
+            one-<class> or only-<class>-<class>…. Or data modules of your own, by name:
+            ``{a: {class_path: my_package.Data, init_args: {…}}}``. Digits with true and with random
+            labels where neither this nor ``data`` is given.
+        data: One more task: import path of your LightningDataModule, whose arguments follow,
+            ``--data.batch_size 32``.
+        model: Import path of your LightningModule or network, which returns scores; its arguments
+            follow, ``--model.width 64``. A small network with two hidden layers where not given.
         checkpoint: Weights that the network starts from, and that the prior is centred at.
-        folder: Folder for complexity.json, complexity.png and what an interrupted call continues from.
-        max_samples: At most this many samples of each task; complexities are comparable at equal numbers only.
+        folder: Folder for complexity.json, complexity.png and what an interrupted call continues
+            from.
+        max_samples: At most this many samples of each task; complexities are comparable at equal
+            numbers only.
         size: Height and width of the embedded digits and letters, 8 or 28.
         width: Neurons of each hidden layer, where the network is not your own.
         **options: Arguments of :func:`lightning_taskinfo.structure_function`.

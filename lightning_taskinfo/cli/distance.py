@@ -30,16 +30,19 @@ def distance(
     """Measure the distance from each task to each other: what a network must learn in addition, in nats.
 
     Args:
-        tasks: What to compare: digits, letters, an npz file or a folder of idx files, several with + in between; and
-            behind colons even-odd, small-large, inverted, random-labels, one-<class> or only-<class>-<class>…. Or data
-            modules of your own, by name: ``{a: {class_path: my_package.Data, init_args: {…}}}``. Five tasks of digits
-            and letters where neither this nor ``data`` is given.
-        data: One more task: import path of your LightningDataModule, whose arguments follow, ``--data.batch_size 32``.
-        model: Import path of your LightningModule or network; its arguments follow, ``--model.width 64``. All tasks
-            share it but for its head. A small network with two hidden layers where not given.
+        tasks: What to compare: digits, letters, an npz file or a folder of idx files, several with
+            + in between; and behind colons even-odd, small-large, inverted, random-labels,
+            one-<class> or only-<class>-<class>…. Or data modules of your own, by name:
+            ``{a: {class_path: my_package.Data, init_args: {…}}}``. Five tasks of digits and letters
+            where neither this nor ``data`` is given.
+        data: One more task: import path of your LightningDataModule, whose arguments follow,
+            ``--data.batch_size 32``.
+        model: Import path of your LightningModule or network; its arguments follow,
+            ``--model.width 64``. All tasks share it but for its head. A small network with two
+            hidden layers where not given.
         checkpoint: Weights that the network starts from, and that the prior is centred at.
-        head: Name of the layer of your network that gives way to each task's own head; the last ``nn.Linear`` where
-            not given.
+        head: Name of the layer of your network that gives way to each task's own head; the last
+            ``nn.Linear`` where not given.
         folder: Folder for distance.json, distance.png and what an interrupted call continues from.
         beta: Price of a nat, beside the sum of the loss of the task that is known.
         max_samples: At most this many samples of each task.

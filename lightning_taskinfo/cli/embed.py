@@ -39,15 +39,20 @@ def embed(
     """Embed tasks by the Fisher information of a probe, draw them on a map, and name the nearest source of each.
 
     Args:
-        tasks: Names of embedded data (digits, letters), npz files or idx folders, each alone or with a variant behind a
-            colon: even-odd, small-large, inverted, random-labels, a choice of classes like only-0-1-7, or one class
-            like one-3. Or data modules of your own, by name: ``{a: {class_path: my_package.Data, init_args: {…}}}``.
-            Five tasks of digits and letters where neither this nor ``data`` is given.
-        data: One more task: import path of your LightningDataModule, whose arguments follow, ``--data.batch_size 32``.
-        model: The probe: import path of your LightningModule or network, which returns scores; its arguments follow,
-            ``--model.width 64``. A small network trained on digits and letters where not given.
+        tasks: Names of embedded data (digits, letters), npz files or idx folders, each alone or
+            with a variant behind a
+            colon: even-odd, small-large, inverted, random-labels, a choice of classes like
+            only-0-1-7, or one class like one-3. Or data modules of your own, by name:
+            ``{a: {class_path: my_package.Data, init_args: {…}}}``. Five tasks of digits and letters
+            where neither this nor ``data`` is given.
+        data: One more task: import path of your LightningDataModule, whose arguments follow,
+            ``--data.batch_size 32``.
+        model: The probe: import path of your LightningModule or network, which returns scores; its
+            arguments follow, ``--model.width 64``. A small network trained on digits and letters
+            where not given.
         checkpoint: The probe's weights. Those kept in it are the defaults of the model's arguments.
-        folder: Folder of the results: embeddings.json, an npz file per task, task_map.png and difficulty.png.
+        folder: Folder of the results: embeddings.json, an npz file per task, task_map.png and
+            difficulty.png.
         alpha: How much the complexity of a source speaks for it; 0 for the symmetric distance.
         project: Also log figures and tables to this project of Weights & Biases.
         **options: Arguments of :class:`lightning_taskinfo.Task2Vec`.
@@ -56,7 +61,8 @@ def embed(
         A table of the tasks with norm, test error and nearest source.
 
     Raises:
-        ValueError: If an argument is outside its domain, or the probe does not take the inputs of a task.
+        ValueError: If an argument is outside its domain, or the probe does not take the inputs of a
+            task.
     """
     seed = options["seed"]
     loaded = {

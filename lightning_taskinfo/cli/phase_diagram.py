@@ -26,7 +26,8 @@ def phase_diagram(
         mode: What is transferred: the features under a new last layer, or all layers.
         sigma: Standard deviation of the label noise.
         out: Where the figure is written; the suffix decides its format.
-        angles: Number of angles between source and target that are simulated, evenly from 0 to 90 degrees.
+        angles: Number of angles between source and target that are simulated, evenly from 0 to 90
+            degrees.
         gammas: Numbers of target samples per input dimension that are simulated.
         seed: Seed of the simulation.
         **options: Arguments of :func:`lightning_taskinfo.tasks.simulate_phase_diagram`.

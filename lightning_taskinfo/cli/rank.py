@@ -33,16 +33,19 @@ def rank(
     """Rank checkpoints as starts for a target task by linear read-outs of their frozen features; nothing is trained.
 
     Args:
-        model: Import path of your LightningModule or network, such as ``my_package.Net``, or of a function that
-            returns it; its arguments follow, ``--model.width 64``.
-        starts: Checkpoints by name, ``{mnist: mnist.ckpt, wiki: wiki.pt}``: Lightning's, or a state dict saved by
-            ``torch.save``. Of a larger module's checkpoint, the part that fits the network is taken.
-        data: The target: import path of your LightningDataModule, whose arguments follow, ``--data.batch_size 32``; or
-            ``digits``, ``letters``, an npz file or an idx folder, alone or with a variant behind a colon, whose images
-            the network gets as they are, in [0, 1].
-        labels: How many labels there are, drawn from the training samples; 200 where not given, or all if they are
-            fewer.
-        scratch: Whether the network with fresh weights takes part, so that starts are said to help or to hurt.
+        model: Import path of your LightningModule or network, such as ``my_package.Net``, or of a
+            function that returns it; its arguments follow, ``--model.width 64``.
+        starts: Checkpoints by name, ``{mnist: mnist.ckpt, wiki: wiki.pt}``: Lightning's, or a state
+            dict saved by ``torch.save``. Of a larger module's checkpoint, the part that fits the
+            network is taken.
+        data: The target: import path of your LightningDataModule, whose arguments follow,
+            ``--data.batch_size 32``; or ``digits``, ``letters``, an npz file or an idx folder,
+            alone or with a variant behind a colon, whose images the network gets as they are, in
+            [0, 1].
+        labels: How many labels there are, drawn from the training samples; 200 where not given, or
+            all if they are fewer.
+        scratch: Whether the network with fresh weights takes part, so that starts are said to help
+            or to hurt.
         seed: Seed of the labels' draw and of fresh weights.
         out: Where the ranking is written, as JSON.
         picture: Where the read-outs are drawn, if anywhere.

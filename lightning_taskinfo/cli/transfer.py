@@ -30,30 +30,33 @@ def transfer(
 ) -> str:
     """Train on a few target labels from every start and from scratch, and report which start helps.
 
-    With ``starts``, they are checkpoints of your own, for your own module and data. Without, they are made here: a
-    backbone is pretrained on a source beside unlabelled target inputs, and fine-tuned on the target.
+    With ``starts``, they are checkpoints of your own, for your own module and data. Without, they
+    are made here: a backbone is pretrained on a source beside unlabelled target inputs, and
+    fine-tuned on the target.
 
     Args:
         data: With ``starts``: import path of your LightningDataModule, whose arguments follow,
-            ``--data.batch_size 32``; or ``digits``, ``letters``, an npz file or an idx folder. Without: source and
-            target with → or -> between them, each such a name or path; or
+            ``--data.batch_size 32``; or ``digits``, ``letters``, an npz file or an idx folder.
+            Without: source and target with → or -> between them, each such a name or path; or
             ``lightning_taskinfo.transfer.TransferDataModule`` and its arguments.
-        model: With ``starts``: import path of your LightningModule, such as ``my_package.Net``; its arguments follow,
-            ``--model.width 64``.
-        backbone: Without ``starts``: mlp, small_cnn, large_cnn, resnet20, or the import path of a function that makes a
-            network for an image shape.
+        model: With ``starts``: import path of your LightningModule, such as ``my_package.Net``; its
+            arguments follow, ``--model.width 64``.
+        backbone: Without ``starts``: mlp, small_cnn, large_cnn, resnet20, or the import path of a
+            function that makes a network for an image shape.
         folder: Folder of everything that is written. A run that was killed goes on from it.
         logger: Where each run logs its metrics.
-        workers: Processes that share the work; as many as there are cores where not given, 0 for none.
-        dask: Address of a Dask scheduler whose workers share the work, on several machines; they need the folder
-            of --folder as well, and one thread each.
+        workers: Processes that share the work; as many as there are cores where not given, 0 for
+            none.
+        dask: Address of a Dask scheduler whose workers share the work, on several machines; they
+            need the folder of --folder as well, and one thread each.
         **options: Arguments of :func:`lightning_taskinfo.transfer`.
 
     Returns:
         The table, and where the report is.
 
     Raises:
-        ValueError: If an argument is out of its domain, or the folder belongs to another configuration.
+        ValueError: If an argument is out of its domain, or the folder belongs to another
+            configuration.
     """
     os.environ.setdefault("WANDB_SILENT", "true")  # many runs, one terminal
     if (model is None) != (options["starts"] is None):

@@ -14,8 +14,8 @@ CHANNELS = (1, 3, 4)
 def channels_last(shape: Sequence[int]) -> bool:
     """Whether images of this shape, samples first, have their channels at the end.
 
-    They do where the last axis is as long as channels are and the first one of an image is not; ``[N, 3, 8, 3]``,
-    where both are, has them first.
+    They do where the last axis is as long as channels are and the first one of an image is not;
+    ``[N, 3, 8, 3]``, where both are, has them first.
 
     Example:
         >>> channels_last((90, 12, 12, 3)), channels_last((90, 3, 12, 12)), channels_last((90, 3, 8, 3))
@@ -28,7 +28,8 @@ def as_images(images: Any, argument: str) -> NDArray[np.uint8]:
     """Return bytes of shape ``[N, C, H, W]``; nothing but axes is converted, numbers are refused and not guessed at.
 
     Args:
-        images: Of shape ``[N, H, W]``, ``[N, C, H, W]`` or ``[N, H, W, C]``; an array, a tensor or nested lists.
+        images: Of shape ``[N, H, W]``, ``[N, C, H, W]`` or ``[N, H, W, C]``; an array, a tensor or
+            nested lists.
         argument: What the caller calls them, for messages.
 
     Raises:

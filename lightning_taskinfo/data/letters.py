@@ -37,7 +37,8 @@ class Jitter:
         rotation: Largest turn to either side, in degrees.
         scale: Smallest and largest height or width, whichever is the longer, of a letter.
         shift: Largest shift along either axis.
-        stroke: Smallest and largest change of the stroke's width; below zero the letter gets thinner.
+        stroke: Smallest and largest change of the stroke's width; below zero the letter gets
+            thinner.
         noise: Standard deviation of the grey values' noise, where black is 0 and white is 1.
 
     Example:
@@ -162,7 +163,8 @@ class _Canvas:
         # Straight strokes stay where they are instead of moving to whole pixels.
         context.set_snap(False)
         context.set_linewidth(abs(stroke))
-        # Half of the line lies inside the outline: white it adds to the letter, black it takes away.
+        # Half of the line lies inside the outline: white it adds to the letter, black it takes
+        # away.
         context.set_foreground("white" if stroke > 0 else "black")
         to_pixels = Affine2D().rotate_deg(angle).scale(scale).translate(*centre)
         self.renderer.draw_path(context, outline, to_pixels, (1.0, 1.0, 1.0, 1.0))

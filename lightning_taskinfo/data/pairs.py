@@ -60,9 +60,10 @@ def load_dataset(
 ) -> ArrayData:
     """Return a dataset by its name.
 
-    ``digits`` and ``letters`` need no files: they are made once and cached in ``TASKINFO_CACHE_DIR``, or in
-    ``lightning_taskinfo`` below the user's cache folder. Any other name is a file ``<name>.npz`` or a folder
-    ``<name>`` of idx files in ``data_dir``, or else the path of an npz file or of such a folder.
+    ``digits`` and ``letters`` need no files: they are made once and cached in
+    ``TASKINFO_CACHE_DIR``, or in ``lightning_taskinfo`` below the user's cache folder. Any other
+    name is a file ``<name>.npz`` or a folder ``<name>`` of idx files in ``data_dir``, or else the
+    path of an npz file or of such a folder.
 
     Args:
         name: ``"digits"``, ``"letters"``, or the name or path of a file or folder.
@@ -106,7 +107,8 @@ def cache_dir() -> Path:
 def cached(name: str, arguments: dict[str, Any], build: Callable[[], ArrayData]) -> ArrayData:
     """Return what ``build`` made when it was last called with these arguments, or call it and keep the result.
 
-    A file that cannot be read is made anew, and a folder that cannot be written to costs a warning, not the data.
+    A file that cannot be read is made anew, and a folder that cannot be written to costs a warning,
+    not the data.
 
     Args:
         name: Name of what is built.

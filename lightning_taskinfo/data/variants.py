@@ -27,16 +27,17 @@ def load_task(
     """Return a task by its name: a dataset or several, and what to make of them.
 
     Args:
-        name: As in :func:`~lightning_taskinfo.data.load_dataset`, or several names with ``+`` between them (their
-            images together, each with classes of its own); then any variants of :func:`vary`, each behind a colon.
+        name: As in :func:`~lightning_taskinfo.data.load_dataset`, or several names with ``+``
+            between them (their images together, each with classes of its own); then any variants of
+            :func:`vary`, each behind a colon.
             Examples: ``"digits:even-odd"``, ``"digits+letters"``, ``"mnist:only-0-1:inverted"``.
         size: Height and width of the embedded digits and letters: 28, or 8.
         seed: Seed of the embedded digits' split, the letters' drawing and random labels.
         data_dir: Folder of further datasets; ``TASKINFO_DATA_DIR`` where not given.
 
     Raises:
-        ValueError: If there is no such dataset or variant, or datasets that are put together differ in the shape of
-            their images.
+        ValueError: If there is no such dataset or variant, or datasets that are put together differ
+            in the shape of their images.
 
     Example:
         >>> load_task("digits:even-odd", size=8).num_classes
@@ -57,9 +58,10 @@ def vary(data: ArrayData, variant: str, *, seed: int = 0) -> ArrayData:
 
     Args:
         data: The data.
-        variant: ``"even-odd"`` (of the class), ``"small-large"`` (first half of the classes or second), ``"inverted"``
-            (black for white), ``"random-labels"`` (uniform), a choice of classes such as ``"only-0-1-7"``, numbered
-            anew from 0, or one class against the others such as ``"one-3"``.
+        variant: ``"even-odd"`` (of the class), ``"small-large"`` (first half of the classes or
+            second), ``"inverted"`` (black for white), ``"random-labels"`` (uniform), a choice of
+            classes such as ``"only-0-1-7"``, numbered anew from 0, or one class against the others
+            such as ``"one-3"``.
         seed: Seed of random labels.
 
     Raises:

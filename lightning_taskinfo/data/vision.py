@@ -16,13 +16,15 @@ def load_torchvision(
     """Return a labelled image dataset of torchvision that has a training and a test split.
 
     Args:
-        name: Name of a class in ``torchvision.datasets``, e.g. ``"FashionMNIST"``, ``"CIFAR10"`` or ``"SVHN"``.
+        name: Name of a class in ``torchvision.datasets``, e.g. ``"FashionMNIST"``, ``"CIFAR10"`` or
+            ``"SVHN"``.
         data_dir: Folder that holds the dataset, or where it goes.
         download: Whether torchvision may download it.
 
     Raises:
         ImportError: If torchvision is not installed, or is installed but cannot be loaded.
-        ValueError: If torchvision has no such dataset, or the dataset has no training and test split.
+        ValueError: If torchvision has no such dataset, or the dataset has no training and test
+            split.
 
     Example::
 

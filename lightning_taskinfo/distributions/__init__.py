@@ -57,13 +57,15 @@ def post_distribution(
         = \beta\,(H + \beta\Lambda^{-1})^{-1}
 
     Args:
-        weights: :math:`w^*`: a trained module (its trainable parameters), or tensors by parameter name.
+        weights: :math:`w^*`: a trained module (its trainable parameters), or tensors by parameter
+            name.
         pre: The pre-distribution :math:`P = N(w_0, \Lambda)`.
         curvature: :math:`H` of the **sum** of the loss, from one of the ``*_curvature`` functions.
         beta: Weight of the KL beside the sum of the loss; 1 is the evidence lower bound.
 
     Returns:
-        A Gaussian that can ``sample``, give its ``kl(pre)`` and ``log_det()``, and be put into a module for a while.
+        A Gaussian that can ``sample``, give its ``kl(pre)`` and ``log_det()``, and be put into a
+        module for a while.
 
     Example:
         >>> import torch

@@ -21,15 +21,17 @@ def layer_input_matrices(
 
     .. math:: A_l = \frac1N \sum_x \sum_t z_{l,t}(x)\, z_{l,t}(x)^\top, \qquad z = (\text{layer input}, 1)
 
-    One forward pass is enough. The sum runs over the places :math:`t` at which a layer is applied: time steps, the
-    patches of a convolution, repeated calls. The 1 belongs to the bias. Layers with weights that are frozen,
-    parametrized, or shared with another module are left out, as are grouped convolutions.
+    One forward pass is enough. The sum runs over the places :math:`t` at which a layer is applied:
+    time steps, the patches of a convolution, repeated calls. The 1 belongs to the bias. Layers with
+    weights that are frozen, parametrized, or shared with another module are left out, as are
+    grouped convolutions.
 
     Args:
         model: The network, measured in eval mode.
         inputs: A batch of ``N`` inputs: a tensor, or tuples, lists and dicts of tensors.
         chunk_size: Inputs that go through the network at a time.
-        forward_fn: How to get the outputs, ``forward_fn(model, inputs)``; ``model(inputs)`` by default.
+        forward_fn: How to get the outputs, ``forward_fn(model, inputs)``; ``model(inputs)`` by
+            default.
 
     Returns:
         Float64 matrices ``[D, D]`` by layer.

@@ -23,8 +23,8 @@ from lightning_taskinfo.distributions.curvature import CurvatureBlock
 class WeightGaussian(ABC):
     """A Gaussian over named weights that can be drawn from, measured, and put into a module for a while.
 
-    The mean of half-precision weights is kept, and drawn around, in float32: a narrow Gaussian rounded to bfloat16 has
-    another width than its divergence is computed for.
+    The mean of half-precision weights is kept, and drawn around, in float32: a narrow Gaussian
+    rounded to bfloat16 has another width than its divergence is computed for.
 
     Args:
         mean: The mean by parameter name.
@@ -62,8 +62,9 @@ class WeightGaussian(ABC):
     ) -> Iterator[nn.Module]:
         """Put one draw into ``model``, and its own weights back afterwards, also on an exception.
 
-        The parameters stay the same objects, and what comes back are the very same tensors, bit for bit. Where a drawn
-        weight is in half precision, the whole module is float32 meanwhile, and needs inputs in float32.
+        The parameters stay the same objects, and what comes back are the very same tensors, bit for
+        bit. Where a drawn weight is in half precision, the whole module is float32 meanwhile, and
+        needs inputs in float32.
 
         Args:
             model: A module with parameters of these names and shapes.
@@ -144,7 +145,8 @@ class BlockGaussian(WeightGaussian):
 
     Args:
         mean: The mean by parameter name.
-        blocks: Groups whose ``eigenvalues`` are the **variances** in the group's basis, every parameter in one.
+        blocks: Groups whose ``eigenvalues`` are the **variances** in the group's basis, every
+            parameter in one.
 
     Example:
         >>> variances = [CurvatureBlock(("w",), torch.tensor([[4.0, 0.25]], dtype=torch.float64))]
@@ -195,7 +197,8 @@ def pre_distribution(
     r"""Pre-distribution of the weights, :math:`P = N(w_0, \lambda^2 I)`.
 
     Args:
-        center: :math:`w_0`: a module at its start (its trainable parameters), or tensors by parameter name.
+        center: :math:`w_0`: a module at its start (its trainable parameters), or tensors by
+            parameter name.
         prior_std: :math:`\lambda`, a standard deviation; for all weights, or by parameter name.
 
     Example:

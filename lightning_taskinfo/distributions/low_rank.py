@@ -17,7 +17,8 @@ from lightning_taskinfo.distributions.gaussian import (
 class LowRankGaussian(WeightGaussian):
     r"""Post-distribution for :math:`H = \mathrm{diag}(d) + U\,\mathrm{diag}(s)\,U^\top`.
 
-    Measured in units of the pre-distribution, :math:`\Sigma = \Lambda^{1/2} M^{-1} \Lambda^{1/2}` with
+    Measured in units of the pre-distribution, :math:`\Sigma = \Lambda^{1/2} M^{-1} \Lambda^{1/2}`
+    with
 
     .. math::
         M = I + \Lambda^{1/2} H \Lambda^{1/2} / \beta = E^{1/2} (I + V V^\top) E^{1/2}, \qquad

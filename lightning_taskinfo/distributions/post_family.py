@@ -20,12 +20,12 @@ class PostFamily:
     r"""For each width of the pre-distribution, the best Gaussian post-distribution around the same weights.
 
     Attributes:
-        curvature: :math:`h = N F` of the **sum** of the loss by name of the weight: its diagonal, or its eigenvalues
-            where ``bases`` has their eigenvectors; each shaped like the weight.
+        curvature: :math:`h = N F` of the **sum** of the loss by name of the weight: its diagonal,
+            or its eigenvalues where ``bases`` has their eigenvectors; each shaped like the weight.
         displacement: :math:`\Delta = w - w_0` by name of the weight.
         beta: Weight of the KL beside the sum of the loss.
-        bases: Eigenvectors of the Kronecker factors of a weight's rows and columns; None for a factor that is a
-            diagonal, or that there is not.
+        bases: Eigenvectors of the Kronecker factors of a weight's rows and columns; None for a
+            factor that is a diagonal, or that there is not.
     """
 
     curvature: ParamDict
@@ -52,7 +52,8 @@ class PostFamily:
         }
 
         def shape(name: str, noise: Tensor) -> Tensor:
-            # Into the eigenvectors' basis and back: this root is symmetric, and so the same for any choice of them.
+            # Into the eigenvectors' basis and back: this root is symmetric, and so the same for any
+            # choice of them.
             std = stds[name].to(noise.dtype)
             bases = [
                 None if basis is None else basis.to(noise)
@@ -86,18 +87,21 @@ def losses_with_noise(
 ) -> Tensor:
     r"""Losses of the network with weights :math:`w + \Sigma^{1/2}\varepsilon` and :math:`w - \Sigma^{1/2}\varepsilon`.
 
-    Both signs of each noise are tried. Both are draws from the same Gaussian, and what is linear in the noise cancels
-    in their mean. The same noises for several Gaussians make their losses comparable (common random numbers).
+    Both signs of each noise are tried. Both are draws from the same Gaussian, and what is linear in
+    the noise cancels in their mean. The same noises for several Gaussians make their losses
+    comparable (common random numbers).
 
     Args:
         model: The network; its own weights come back, bit for bit.
         loss: Returns the loss under the network's present weights.
-        shaped: Returns :math:`\Sigma^{1/2}\varepsilon` from the name of a weight and its :math:`\varepsilon`.
-        noises: Standard normal :math:`\varepsilon` by name, from :func:`standard_noises`; other weights keep their
-            values.
+        shaped: Returns :math:`\Sigma^{1/2}\varepsilon` from the name of a weight and its
+            :math:`\varepsilon`.
+        noises: Standard normal :math:`\varepsilon` by name, from :func:`standard_noises`; other
+            weights keep their values.
 
     Returns:
-        One row per noise, the losses of both signs beside each other, float64, shape ``[len(noises), 2]``.
+        One row per noise, the losses of both signs beside each other, float64, shape
+        ``[len(noises), 2]``.
     """
     parameters = dict(model.named_parameters())
     rows = []

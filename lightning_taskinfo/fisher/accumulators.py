@@ -59,8 +59,9 @@ class Diagonal:
 class Gram:
     """Inner products ``[n, n]`` of the samples' gradients.
 
-    They need all samples of a parameter at once. Gradients of chunks are kept, as two vectors where they are a product
-    of these, and what does not fit into ``room`` elements is ``postponed`` to another pass.
+    They need all samples of a parameter at once. Gradients of chunks are kept, as two vectors where
+    they are a product of these, and what does not fit into ``room`` elements is ``postponed`` to
+    another pass.
     """
 
     def __init__(self, gram: Tensor, wanted: set[str], room: int) -> None:
@@ -119,8 +120,8 @@ class TraceSums(NamedTuple):
 
     Attributes:
         names: Names of the parameters.
-        sums: Squared norms summed over samples by parameter, the sum of each sample's squared total, and the number of
-            samples.
+        sums: Squared norms summed over samples by parameter, the sum of each sample's squared
+            total, and the number of samples.
 
     Example:
         >>> norms = {"head.weight": torch.tensor([1.0, 2.0]), "head.bias": torch.tensor([1.0, 0.0])}

@@ -41,36 +41,40 @@ def fisher_trace(
 
     .. math:: \operatorname{tr} F(w) = \frac1N \sum_n \mathbb{E}_{y \sim p_w(\cdot|x_n)} \|\nabla_w \log p_w(y|x_n)\|^2
 
-    The model is measured in eval mode, in float32 or better, and comes back as it was: modes, buffers, gradients and
-    random states.
+    The model is measured in eval mode, in float32 or better, and comes back as it was: modes,
+    buffers, gradients and random states.
 
     Args:
         model: Any module; its parameters with ``requires_grad=True`` are measured.
-        inputs: A batch of ``N`` inputs: a tensor ``[N, ...]``, or tuples, lists and dicts of them; or a batch of
-            Hugging Face with its ``labels``, which are then the targets, shifted as the model's own loss does it.
-        targets: The dataset's labels, ``[N, ...]``. Needed for ``labels="empirical"``; otherwise they only say, by
-            ``ignore_index``, which outputs do not count.
-        labels: Whose labels: ``"sampled"`` from the model (unbiased), ``"exact"`` expectation over them, or the
-            dataset's (``"empirical"``, which is not the Fisher).
-        likelihood: What the outputs mean: ``"categorical"`` logits ``[N, C]`` or ``[N, T, C]``, ``"bernoulli"`` logits
-            or ``"gaussian"`` means; or a :class:`~lightning_taskinfo.functional.likelihood.Likelihood`, such as
+        inputs: A batch of ``N`` inputs: a tensor ``[N, ...]``, or tuples, lists and dicts of them;
+            or a batch of Hugging Face with its ``labels``, which are then the targets, shifted as
+            the model's own loss does it.
+        targets: The dataset's labels, ``[N, ...]``. Needed for ``labels="empirical"``; otherwise
+            they only say, by ``ignore_index``, which outputs do not count.
+        labels: Whose labels: ``"sampled"`` from the model (unbiased), ``"exact"`` expectation over
+            them, or the dataset's (``"empirical"``, which is not the Fisher).
+        likelihood: What the outputs mean: ``"categorical"`` logits ``[N, C]`` or ``[N, T, C]``,
+            ``"bernoulli"`` logits or ``"gaussian"`` means; or a
+            :class:`~lightning_taskinfo.functional.likelihood.Likelihood`, such as
             ``Gaussian(std=0.1)``.
         mc_samples: Number of labels drawn for each sample, for ``labels="sampled"``.
-        generator: Source of the draws, on the device of the outputs. By default torch's own state decides them and is
-            left as it is, so that two calls draw the same labels.
-        engine: ``"hooks"`` reads layer inputs and output gradients of one forward and backward pass,
-            ``"per_sample"`` uses ``torch.func``, ``"loop"`` takes one sample at a time; ``"auto"`` takes the hooks
-            where they are right and ``"per_sample"`` (or the loop) for what is left, which a warning names.
+        generator: Source of the draws, on the device of the outputs. By default torch's own state
+            decides them and is left as it is, so that two calls draw the same labels.
+        engine: ``"hooks"`` reads layer inputs and output gradients of one forward and backward
+            pass, ``"per_sample"`` uses ``torch.func``, ``"loop"`` takes one sample at a time;
+            ``"auto"`` takes the hooks where they are right and ``"per_sample"`` (or the loop) for
+            what is left, which a warning names.
         chunk_size: Samples of one forward pass; memory grows with it, not with ``N``.
-        forward_fn: How to get the outputs, ``forward_fn(model, inputs) -> outputs``; found out by default: inputs are
-            handed over as they are, or by name, and outputs may be a tensor or have ``logits``.
+        forward_fn: How to get the outputs, ``forward_fn(model, inputs) -> outputs``; found out by
+            default: inputs are handed over as they are, or by name, and outputs may be a tensor or
+            have ``logits``.
 
     Returns:
         The trace, a scalar.
 
     Raises:
-        ValueError: If an argument is out of its range, outputs and targets do not fit the likelihood, nothing is
-            trainable, or a BatchNorm is in train mode.
+        ValueError: If an argument is out of its range, outputs and targets do not fit the
+            likelihood, nothing is trainable, or a BatchNorm is in train mode.
 
     Example:
         >>> from torch import nn, ones
@@ -92,7 +96,8 @@ def per_sample_squared_norms(
 ) -> Tensor:
     r"""Squared gradient norm of each sample, :math:`\mathbb{E}_y \|\nabla_w \log p_w(y|x_n)\|^2`, shape ``[N]``.
 
-    Their mean is :func:`fisher_trace`, which explains the arguments; their spread gives its standard error.
+    Their mean is :func:`fisher_trace`, which explains the arguments; their spread gives its
+    standard error.
 
     Args:
         model: Any module.
@@ -118,8 +123,8 @@ def layer_traces(
 ) -> dict[str, Tensor]:
     """Trace of the Fisher information by the module that owns the parameters; they add up to :func:`fisher_trace`.
 
-    Takes the arguments of :func:`fisher_trace`. A tied parameter counts for the module that is named first, and all
-    parts of an adapter for the layer that it adapts.
+    Takes the arguments of :func:`fisher_trace`. A tied parameter counts for the module that is
+    named first, and all parts of an adapter for the layer that it adapts.
 
     Args:
         model: Any module.
@@ -186,12 +191,13 @@ def gradient_gram(
 
     .. math:: \xi_{nm} = \langle \nabla_w \log p_w(y_n|x_n), \nabla_w \log p_w(y_m|x_m) \rangle
 
-    Gradients are multiplied in the precision of the weights, a thousand entries at a time, and these products are
-    summed in float64. Takes the arguments of :func:`fisher_trace`; labels are the dataset's by default, or one draw
-    from the model.
+    Gradients are multiplied in the precision of the weights, a thousand entries at a time, and
+    these products are summed in float64. Takes the arguments of :func:`fisher_trace`; labels are
+    the dataset's by default, or one draw from the model.
 
     Raises:
-        ValueError: As for :func:`fisher_trace`, and for ``labels="exact"``, which has several gradients per sample.
+        ValueError: As for :func:`fisher_trace`, and for ``labels="exact"``, which has several
+            gradients per sample.
 
     Example:
         >>> from torch import nn, tensor

@@ -1,16 +1,20 @@
 r"""Which operations use which weights, and which sample each row of them belongs to: found in the autograd graph.
 
-The graph of a forward pass knows every use of every parameter. Going from a parameter towards the outputs, one meets
-operations that know nothing of the samples (a transposed weight, a table looked up at the same positions for all, a
-weight that is normed or computed from two others) and then one whose output has rows of single samples. That one is
-the *use*: what flows into it is a weight, computed from parameters alone, and what flows out belongs to samples.
+The graph of a forward pass knows every use of every parameter. Going from a parameter towards the
+outputs, one meets operations that know nothing of the samples (a transposed weight, a table looked
+up at the same positions for all, a weight that is normed or computed from two others) and then one
+whose output has rows of single samples. That one is the *use*: what flows into it is a weight,
+computed from parameters alone, and what flows out belongs to samples.
 
-Which is which is **shown, not guessed**. Let :math:`u_n` be any scores of the outputs of sample :math:`n`.
+Which is which is **shown, not guessed**. Let :math:`u_n` be any scores of the outputs of sample
+:math:`n`.
 
-1. Backpropagate :math:`\sum_n u_n` and :math:`\sum_n \pm u_n` with random signs. Where every entry of a gradient
-   belongs to one sample, the entries change their signs at most, and the norm stays. Where the norm changes,
-   samples are added up: the operation knows nothing of the samples, or mixes them.
-2. Backpropagate :math:`\sum_n a_n u_n` to the uses, with :math:`a_n` that all differ. A row of sample :math:`n` is
+1. Backpropagate :math:`\sum_n u_n` and :math:`\sum_n \pm u_n` with random signs. Where every entry
+   of a gradient belongs to one sample, the entries change their signs at most, and the norm stays.
+   Where the norm changes, samples are added up: the operation knows nothing of the samples, or
+   mixes them.
+2. Backpropagate :math:`\sum_n a_n u_n` to the uses, with :math:`a_n` that all differ. A row of
+   sample :math:`n` is
    :math:`a_n` times what it was, which tells :math:`n`: also where a batch was sorted, masked or routed to experts.
 """
 
@@ -30,14 +34,16 @@ from lightning_taskinfo.fisher.fallback import Forward
 from lightning_taskinfo.fisher.graph import Edge, Graph, shape_of
 from lightning_taskinfo.fisher.ops import Rows
 
-# Operations that move rows to places that depend on data: what was shown for one batch says nothing of another.
+# Operations that move rows to places that depend on data: what was shown for one batch says nothing
+# of another.
 MOVE_ROWS = re.compile(
     "Index|Gather|Scatter|Sort|Topk|Flip|Masked(?!Fill|Softmax)|Take|Put|Unique|Kthvalue|Embedding"
 )
 
 
 PLANS = 8  # kept for a model, as for the last chunk of a batch, which is smaller
-# Number of an operation; number and output of the source of each weight, by place; whose the rows are.
+# Number of an operation; number and output of the source of each weight, by place; whose the rows
+# are.
 Place = tuple[int, dict[int, tuple[int, int]], Rows]
 
 
@@ -113,7 +119,8 @@ class Prover:
         self.samples = samples
         self.rounds = rounds
         self.alone = alone  # the signature of the graph of one sample
-        # Where the samples are known: each has as many rows as the others, one sample after the other.
+        # Where the samples are known: each has as many rows as the others, one sample after the
+        # other.
         self.root = root or Edge(graph.nodes[0], graph.outputs.output_nr)
         like: Any = self.root.node._input_metadata[self.root.output_nr]
         self.like = {"device": like.device, "dtype": like.dtype}
@@ -126,7 +133,8 @@ class Prover:
         signs[:2] = torch.tensor([1.0, -1.0], device="cpu")[:samples]
         order = torch.randperm(samples, generator=generator, device="cpu")
         self.signs = signs.to(**self.like)
-        # Powers of two scale a gradient without rounding, so that even what is left of a sum of zero is told apart.
+        # Powers of two scale a gradient without rounding, so that even what is left of a sum of
+        # zero is told apart.
         span = 12 if torch.float16 in kinds else 40  # which float16 has little room for
         weights = torch.exp2((order - samples // 2) * min(1.0, span / samples))
         self.weights = weights.to(**self.like)
@@ -315,8 +323,8 @@ class Prover:
 class Known:
     """What is known of a model on samples of one shape, called in one way.
 
-    A ``forward_fn`` can mix the samples before they reach the model, where no graph shows it: what was found with one
-    says nothing about another.
+    A ``forward_fn`` can mix the samples before they reach the model, where no graph shows it: what
+    was found with one says nothing about another.
 
     Attributes:
         sample: Shapes and types of one sample.

@@ -1,9 +1,10 @@
 r"""Per-sample gradients of convolutions.
 
-A sample's gradient is :math:`\nabla W = B\,U^\top` with the output gradients :math:`B` (channels by positions) and the
-unfolded input :math:`U` (patch entries by positions). Where patches are few, small or do not overlap, they are copied
-out of the input, and the kernel is a matrix that patches are multiplied by. Elsewhere, and for options that patches do
-not know, samples become groups of one large convolution, whose weight gradient has all of theirs.
+A sample's gradient is :math:`\nabla W = B\,U^\top` with the output gradients :math:`B` (channels by
+positions) and the unfolded input :math:`U` (patch entries by positions). Where patches are few,
+small or do not overlap, they are copied out of the input, and the kernel is a matrix that patches
+are multiplied by. Elsewhere, and for options that patches do not know, samples become groups of one
+large convolution, whose weight gradient has all of theirs.
 """
 
 import math

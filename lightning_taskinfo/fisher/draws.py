@@ -12,11 +12,12 @@ from lightning_taskinfo.functional.likelihood import Bernoulli, Categorical, Gau
 class NumberedDraws:
     r"""A likelihood whose labels for sample ``first + n`` of ``total`` do not depend on who measures it.
 
-    All random numbers of a measurement come from ``seed``, one row for each of the ``total`` samples, and a process
-    uses the rows of its own samples: a categorical label is the inverse of the cumulative distribution at a uniform
-    number, a Gaussian one that of the normal distribution. One instance serves one measurement, whose samples come
-    in their order, ``mc_samples`` draws a chunk. A likelihood of another kind draws by itself, from a generator
-    seeded with the chunk's first sample: as good, but other labels for another number of processes.
+    All random numbers of a measurement come from ``seed``, one row for each of the ``total``
+    samples, and a process uses the rows of its own samples: a categorical label is the inverse of
+    the cumulative distribution at a uniform number, a Gaussian one that of the normal distribution.
+    One instance serves one measurement, whose samples come in their order, ``mc_samples`` draws a
+    chunk. A likelihood of another kind draws by itself, from a generator seeded with the chunk's
+    first sample: as good, but other labels for another number of processes.
 
     Args:
         likelihood: What the outputs mean.

@@ -50,7 +50,8 @@ def vmapped_gradients(
 def _places(model: nn.Module) -> dict[str, str]:
     """Return the parameter's first name for every place that holds it, a submodule with two names taken once.
 
-    ``functional_call`` finds tied weights by itself, but leaves the new ones behind in a submodule with two names.
+    ``functional_call`` finds tied weights by itself, but leaves the new ones behind in a submodule
+    with two names.
 
     Example:
         >>> net = nn.ModuleDict({"a": nn.Linear(1, 1, bias=False), "b": nn.Linear(1, 1, bias=False)})

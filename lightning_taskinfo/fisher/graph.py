@@ -13,7 +13,8 @@ from torch.autograd.graph import GradientEdge, Node
 
 Edge = GradientEdge
 
-# Operations whose output has entries of one input, each once at most: of a weight they make a weight.
+# Operations whose output has entries of one input, each once at most: of a weight they make a
+# weight.
 MOVE_ENTRIES = re.compile(
     r"(T|Transpose|Permute|View|UnsafeView|ReshapeAlias|Unsqueeze|Squeeze|Alias|Clone|Slice|Select|Split|"
     r"SplitWithSizes|UnsafeSplit|Unbind|Narrow|Diagonal)Backward\d"

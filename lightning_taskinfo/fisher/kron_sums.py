@@ -1,18 +1,20 @@
 r"""The sums over samples that Kronecker factors are made of.
 
-The gradient of a weight :math:`W`, seen as a matrix ``[R, D]``, is a sum over the places :math:`t` at which a layer is
-applied to sample :math:`n`: :math:`G_n = \sum_t b_{nt} a_{nt}^\top`. KFAC takes inputs :math:`a`, gradients :math:`b`
-by the outputs, and different places, for independent. So it needs no gradient of a single sample, and does not have to
-know which place belongs to which sample. What is kept are two matrices and a number, so that chunks, batches and
-processes simply add up:
+The gradient of a weight :math:`W`, seen as a matrix ``[R, D]``, is a sum over the places :math:`t`
+at which a layer is applied to sample :math:`n`: :math:`G_n = \sum_t b_{nt} a_{nt}^\top`. KFAC takes
+inputs :math:`a`, gradients :math:`b` by the outputs, and different places, for independent. So it
+needs no gradient of a single sample, and does not have to know which place belongs to which sample.
+What is kept are two matrices and a number, so that chunks, batches and processes simply add up:
 
 .. math:: F_W \approx \frac{\mathcal R \otimes \mathcal C}{N\,w}
 
-- a matrix or kernel with one use: :math:`\mathcal R = \sum b b^\top`, :math:`\mathcal C = \sum a a^\top`, :math:`w` the
-  number of places (KFAC);
-- a table of embeddings, whose inputs are the indices of its rows: :math:`\mathcal R` their counts, a diagonal,
+- a matrix or kernel with one use: :math:`\mathcal R = \sum b b^\top`,
+  :math:`\mathcal C = \sum a a^\top`, :math:`w` the number of places (KFAC);
+- a table of embeddings, whose inputs are the indices of its rows: :math:`\mathcal R` their counts,
+  a diagonal,
   :math:`\mathcal C = \sum b b^\top`, :math:`w` the number of places;
-- any other matrix: :math:`\mathcal R = \sum_n G_n G_n^\top`, :math:`\mathcal C = \sum_n G_n^\top G_n`,
+- any other matrix: :math:`\mathcal R = \sum_n G_n G_n^\top`,
+  :math:`\mathcal C = \sum_n G_n^\top G_n`,
   :math:`w = \sum_n \|G_n\|^2`;
 - a vector: :math:`\mathcal R = \sum_n g_n g_n^\top` alone, which is exact.
 """
@@ -41,7 +43,8 @@ class Sums:
     Attributes:
         rows: Shape ``[R, R]``, or ``[R]``.
         columns: Shape ``[D, D]``, or ``[D]``; nothing, ``[0]``, for a vector.
-        places: How often the weight was applied, as far as products of inputs and gradients were added.
+        places: How often the weight was applied, as far as products of inputs and gradients were
+            added.
         squares: Squared norms of the gradients of single samples, as far as these were added.
     """
 
@@ -149,7 +152,8 @@ def matrix_shape(shape: torch.Size, *, kernel: bool = False) -> tuple[int, int |
 
     Args:
         shape: The parameter's shape.
-        kernel: Whether it belongs to a convolution, whose first axis counts outputs, also if there is only one.
+        kernel: Whether it belongs to a convolution, whose first axis counts outputs, also if there
+            is only one.
 
     Example:
         >>> matrix_shape(torch.Size([1, 2, 5, 5]), kernel=True), matrix_shape(torch.Size([1, 7, 4]))

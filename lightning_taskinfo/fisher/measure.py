@@ -1,29 +1,31 @@
 r"""One measurement, from a batch to per-sample gradients.
 
-The Fisher information is a mean over samples of squared gradients, so every sample's own gradient is needed, and a
-plain backward pass only has their sum. A measurement goes over the batch in chunks. For each chunk:
+The Fisher information is a mean over samples of squared gradients, so every sample's own gradient
+is needed, and a plain backward pass only has their sum. A measurement goes over the batch in
+chunks. For each chunk:
 
-1. **Forward.** The model runs once, in eval mode and in float32 or better. Its autograd graph knows every use of
-   every parameter.
-2. **Plan** (:mod:`~lightning_taskinfo.fisher.capture`). In the graph, weights meet samples in certain operations, the
-   *uses*. Where they are, and which sample each row of their outputs belongs to, is shown by a few backward passes.
-   What was shown holds for every graph of the same operations and shapes, unless an operation moves rows by their
-   values; it is kept with the model, so that later measurements do without
-   these passes.
-3. **Scores.** The likelihood turns outputs into scores: gradients of log-probabilities by the outputs. Labels are the
-   dataset's, drawn from the model, or all of them by their probability.
-4. **Backward.** Each score is backpropagated to the outputs of the uses, no further: no weight gradient of the whole
-   batch is formed.
-5. **Terms** (:mod:`~lightning_taskinfo.fisher.terms`, :mod:`~lightning_taskinfo.fisher.ops`). Input and output
-   gradient of a use give each sample's gradient of its weight, or only its norm. A weight that was computed from
-   parameters hands it on to them, by a backward pass over that part of the graph alone.
-6. **Accumulate** (:mod:`~lightning_taskinfo.fisher.accumulators`). Norms, the diagonal or inner products are what
-   remains of the gradients.
+1. **Forward.** The model runs once, in eval mode and in float32 or better. Its autograd graph knows
+   every use of every parameter.
+2. **Plan** (:mod:`~lightning_taskinfo.fisher.capture`). In the graph, weights meet samples in
+   certain operations, the *uses*. Where they are, and which sample each row of their outputs
+   belongs to, is shown by a few backward passes. What was shown holds for every graph of the same
+   operations and shapes, unless an operation moves rows by their values; it is kept with the model,
+   so that later measurements do without these passes.
+3. **Scores.** The likelihood turns outputs into scores: gradients of log-probabilities by the
+   outputs. Labels are the dataset's, drawn from the model, or all of them by their probability.
+4. **Backward.** Each score is backpropagated to the outputs of the uses, no further: no weight
+   gradient of the whole batch is formed.
+5. **Terms** (:mod:`~lightning_taskinfo.fisher.terms`, :mod:`~lightning_taskinfo.fisher.ops`). Input
+   and output gradient of a use give each sample's gradient of its weight, or only its norm. A
+   weight that was computed from parameters hands it on to them, by a backward pass over that part
+   of the graph alone.
+6. **Accumulate** (:mod:`~lightning_taskinfo.fisher.accumulators`). Norms, the diagonal or inner
+   products are what remains of the gradients.
 
-For a chunk of one sample nothing has to be shown: all rows are its own. Parameters whose uses cannot be told apart
-by sample take a slower engine (:mod:`~lightning_taskinfo.fisher.fallback`): ``torch.func`` where it can run the model,
-otherwise a backward pass for each sample. One warning names them. Samples that depend on the others of their batch are
-measured alone.
+For a chunk of one sample nothing has to be shown: all rows are its own. Parameters whose uses
+cannot be told apart by sample take a slower engine (:mod:`~lightning_taskinfo.fisher.fallback`):
+``torch.func`` where it can run the model, otherwise a backward pass for each sample. One warning
+names them. Samples that depend on the others of their batch are measured alone.
 """
 
 import math

@@ -29,8 +29,8 @@ class FisherEstimate(NamedTuple):
 
     Attributes:
         trace: Trace of the Fisher information, a mean over samples; a float64 scalar.
-        standard_error: Standard error of the trace over samples, NaN where it is not estimable: for one sample, or
-            when only the diagonal was accumulated.
+        standard_error: Standard error of the trace over samples, NaN where it is not estimable: for
+            one sample, or when only the diagonal was accumulated.
         samples: Number of samples.
         layers: Trace by the module that owns the parameters; they add up to ``trace``.
         diagonal: Diagonal by parameter name, shaped like the parameters; empty unless asked for.
@@ -48,13 +48,15 @@ class FisherInformation(Metric):
 
     .. math:: \operatorname{tr} F(w) = \frac1N \sum_n \mathbb{E}_{y \sim p_w(\cdot|x_n)} \|\nabla_w \log p_w(y|x_n)\|^2
 
-    Every sample counts once, however unevenly they are spread over batches and processes. The model is measured in
-    eval mode and comes back as it was; the metric does not keep it. A process without samples has to call
-    :meth:`update` with an empty batch, so that all hold states of one shape.
+    Every sample counts once, however unevenly they are spread over batches and processes. The model
+    is measured in eval mode and comes back as it was; the metric does not keep it. A process
+    without samples has to call :meth:`update` with an empty batch, so that all hold states of one
+    shape.
 
     Args:
         quantity: ``"trace"`` with its standard error, or ``"diagonal"``.
-        labels: Whose labels: ``"sampled"`` from the model, ``"exact"`` expectation over them, or ``"empirical"``.
+        labels: Whose labels: ``"sampled"`` from the model, ``"exact"`` expectation over them, or
+            ``"empirical"``.
         likelihood: What the outputs mean, see :func:`~lightning_taskinfo.fisher.fisher_trace`.
         mc_samples: Number of labels drawn for each sample, for ``labels="sampled"``.
         seed: Seed of those draws, which differ from update to update and from process to process.
@@ -98,7 +100,8 @@ class FisherInformation(Metric):
         self.request = Request(labels, likelihood, mc_samples, None, engine, chunk_size, forward_fn)
         self.shapes: dict[str, torch.Size] = {}
         zero = torch.zeros((), dtype=torch.float64, device="cpu")
-        # A vector from the first update on: `TraceSums.sums`, or the squares of all weights' gradients.
+        # A vector from the first update on: `TraceSums.sums`, or the squares of all weights'
+        # gradients.
         self.add_state("total", zero, dist_reduce_fx="sum")
         self.add_state("count", zero.clone(), dist_reduce_fx="sum")
 
@@ -106,12 +109,15 @@ class FisherInformation(Metric):
         """Add the samples of a batch.
 
         Args:
-            model: The model to measure; its trainable parameters must keep their names and shapes between updates.
-            inputs: A batch of inputs, ``[N, ...]``, or one of Hugging Face with its labels; ``N = 0`` adds nothing.
+            model: The model to measure; its trainable parameters must keep their names and shapes
+                between updates.
+            inputs: A batch of inputs, ``[N, ...]``, or one of Hugging Face with its labels;
+                ``N = 0`` adds nothing.
             targets: The dataset's labels ``[N, ...]``; needed for ``labels="empirical"``.
 
         Raises:
-            ValueError: If the parameters are not those of the first update, and as for ``fisher_trace``.
+            ValueError: If the parameters are not those of the first update, and as for
+                ``fisher_trace``.
         """
         parameters = trainable_parameters(model)
         self._remember({name: p.shape for name, p in parameters.items()})
@@ -161,7 +167,8 @@ class FisherInformation(Metric):
         """Add the samples of another metric, which may be the first ones.
 
         Args:
-            incoming_state: A ``FisherInformation`` of the same quantity and model, or its ``metric_state``.
+            incoming_state: A ``FisherInformation`` of the same quantity and model, or its
+                ``metric_state``.
         """
         if isinstance(incoming_state, FisherInformation):
             self._remember(incoming_state.shapes or self.shapes)

@@ -1,9 +1,10 @@
 r"""What each operation contributes: per-sample gradients of its weights from its inputs and its output gradients.
 
-A *use* is one weight in one operation of a graph where it meets the samples. With the operation's input :math:`a_n` and
-the gradient :math:`b_n` of sample :math:`n`'s log-likelihood by its output, the gradient of the weight follows without
-another backward pass, and often its squared norm without forming it (Goodfellow, *Efficient per-example gradient
-computations*, 2015). :mod:`~lightning_taskinfo.fisher.readers` finds both in an autograd graph.
+A *use* is one weight in one operation of a graph where it meets the samples. With the operation's
+input :math:`a_n` and the gradient :math:`b_n` of sample :math:`n`'s log-likelihood by its output,
+the gradient of the weight follows without another backward pass, and often its squared norm without
+forming it (Goodfellow, *Efficient per-example gradient computations*, 2015).
+:mod:`~lightning_taskinfo.fisher.readers` finds both in an autograd graph.
 """
 
 import math
@@ -30,7 +31,8 @@ class Rows:
         repeat: Rows of one sample.
         interleaved: Whether samples take turns, rather than having their rows next to each other.
         merged: How many leading axes are read as one.
-        index: Row numbers ``[N, repeat]`` where there is no such order; the number of rows stands for no row.
+        index: Row numbers ``[N, repeat]`` where there is no such order; the number of rows stands
+            for no row.
         chosen: The samples that are measured.
     """
 
@@ -65,8 +67,9 @@ class Rows:
 class Use:
     """One weight in one operation.
 
-    ``shape`` is the weight's, and ``rows`` says which samples the rows of the operation's output belong to. Output
-    gradients are *arranged* once, with the samples first; everything else is made of arranged ones.
+    ``shape`` is the weight's, and ``rows`` says which samples the rows of the operation's output
+    belong to. Output gradients are *arranged* once, with the samples first; everything else is made
+    of arranged ones.
     """
 
     shape: tuple[int, ...]
@@ -114,8 +117,9 @@ class Use:
 class Product(Use):
     r"""A matrix that rows are multiplied by, :math:`\nabla W = \sum_t b_t a_t^\top` over the rows of a sample.
 
-    ``inputs`` are the rows, on the ``axis`` on which the output has them. The matrix is ``[C, D]``, or ``[D, C]`` where
-    it is ``turned``. There may be several such matrices, and inputs ``[G, ..., ...]``, in one ``grouped`` product.
+    ``inputs`` are the rows, on the ``axis`` on which the output has them. The matrix is ``[C, D]``,
+    or ``[D, C]`` where it is ``turned``. There may be several such matrices, and inputs
+    ``[G, ..., ...]``, in one ``grouped`` product.
     """
 
     inputs: Tensor
@@ -157,9 +161,9 @@ class Product(Use):
 class Elementwise(Use):
     r"""``x ⊙ w`` or ``x + w`` with ``w`` broadcast over samples: scales, shifts and biases.
 
-    ``aligned`` is the weight's shape as it meets the output's axes; ``factor`` returns what the weight is multiplied by
-    (a function, so that it is computed only when it is needed). A real weight that meets a complex tensor has the
-    gradient ``Re(b · conj(factor))``.
+    ``aligned`` is the weight's shape as it meets the output's axes; ``factor`` returns what the
+    weight is multiplied by (a function, so that it is computed only when it is needed). A real
+    weight that meets a complex tensor has the gradient ``Re(b · conj(factor))``.
     """
 
     aligned: list[int]

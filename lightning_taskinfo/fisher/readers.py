@@ -1,8 +1,9 @@
 """How the use of a weight is read off the autograd node of an operation.
 
-A node names the operation and keeps what its backward pass needs: the input of a matrix product whose matrix has a
-gradient, the indices of a lookup. An operation without a reader here, or with options that its reader does not know,
-is an :class:`~lightning_taskinfo.fisher.ops.Other`, which runs the operation's own backward pass.
+A node names the operation and keeps what its backward pass needs: the input of a matrix product
+whose matrix has a gradient, the indices of a lookup. An operation without a reader here, or with
+options that its reader does not know, is an :class:`~lightning_taskinfo.fisher.ops.Other`, which
+runs the operation's own backward pass.
 """
 
 from collections.abc import Callable

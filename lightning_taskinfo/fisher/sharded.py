@@ -1,8 +1,9 @@
 """Weights that are sharded over processes (FSDP2): which tensors a forward pass really uses.
 
-``torch.distributed.fsdp.fully_shard`` leaves a shard of each parameter in the module, gathers the whole one for the
-forward pass of its module and again for the backward pass, and frees it afterwards. The gathered parameter is one
-object for the whole training, so that a use of it can be recognised once it has been seen.
+``torch.distributed.fsdp.fully_shard`` leaves a shard of each parameter in the module, gathers the
+whole one for the forward pass of its module and again for the backward pass, and frees it
+afterwards. The gathered parameter is one object for the whole training, so that a use of it can be
+recognised once it has been seen.
 """
 
 import sys
@@ -24,11 +25,13 @@ def sharded(model: nn.Module) -> bool:
 def gathered_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the trainable parameters as forward passes use them, by name; those of the model if it is not sharded.
 
-    They are gathered a module at a time, and freed again: outside of a pass, a parameter of a sharded model has a name
-    and a shape, and no values. All processes have to call this, and to run the same passes afterwards.
+    They are gathered a module at a time, and freed again: outside of a pass, a parameter of a
+    sharded model has a name and a shape, and no values. All processes have to call this, and to run
+    the same passes afterwards.
 
     Raises:
-        ValueError: If a parameter is sharded in another way than by FSDP2, or gathered in half precision.
+        ValueError: If a parameter is sharded in another way than by FSDP2, or gathered in half
+            precision.
     """
     parameters = trainable_parameters(model)
     return _gathered(model, parameters) if any(map(_is_shard, parameters.values())) else parameters

@@ -49,12 +49,15 @@ class StepLosses:
     Args:
         graph: The graph of the loss.
         samples: Samples of the batch.
-        targets: The labels of the batch, to see that the loss has the samples in the same order; None if unknown.
+        targets: The labels of the batch, to see that the loss has the samples in the same order;
+            None if unknown.
 
     Attributes:
-        values: The loss of each sample, ``[samples]``: the mean over its own tokens or outputs, without weights of
-            classes and label smoothing; NaN where all its labels are ignored. None where they cannot be read.
-        root: Where the rows of the samples lie one after the other in the graph; None if that is not known.
+        values: The loss of each sample, ``[samples]``: the mean over its own tokens or outputs,
+            without weights of classes and label smoothing; NaN where all its labels are ignored.
+            None where they cannot be read.
+        root: Where the rows of the samples lie one after the other in the graph; None if that is
+            not known.
         problem: Why losses cannot be read.
     """
 

@@ -1,7 +1,7 @@
 r"""All that a parameter's uses contribute to its gradient.
 
-The gradient of a use's weight is pulled back to the parameter that it was computed from. Where that only moved
-entries, squares can be pulled back instead of gradients, and norms stay as they are.
+The gradient of a use's weight is pulled back to the parameter that it was computed from. Where that
+only moved entries, squares can be pulled back instead of gradients, and norms stay as they are.
 """
 
 from collections.abc import Iterator
@@ -39,8 +39,8 @@ Pair = tuple[Tensor, Tensor]
 class Term:
     """One use of a parameter: of a weight at ``source`` in the graph, computed from the parameter at ``leaf``.
 
-    ``operation`` numbers the operations whose output gradients are wanted; ``way`` has the kinds of the operations
-    between source and leaf if these only move entries, and is None otherwise.
+    ``operation`` numbers the operations whose output gradients are wanted; ``way`` has the kinds of
+    the operations between source and leaf if these only move entries, and is None otherwise.
     """
 
     use: Use
@@ -195,7 +195,8 @@ class Contribution(Gradients):
 def _factored_norms(dense: Pair | None, lookups: Pair | None) -> Tensor:
     r"""Return the norms of :math:`\sum_s l_s r_s^\top + \sum_t e_{x_t} v_t^\top`, without forming it.
 
-    As of a table that is a language model's head as well. The products of all pairs of positions are needed:
+    As of a table that is a language model's head as well. The products of all pairs of positions
+    are needed:
     :math:`(l_s \cdot l_{s'})(r_s \cdot r_{s'})`, :math:`v_t \cdot v_{t'}` where the tokens are equal, and twice
     :math:`l_s[x_t]\,(r_s \cdot v_t)`.
     """
@@ -221,7 +222,8 @@ def terms(
     Args:
         graph: The graph.
         plan: The plan.
-        batch_statistics: Whether a BatchNorm may normalise with the statistics of the batch, which mixes the samples.
+        batch_statistics: Whether a BatchNorm may normalise with the statistics of the batch, which
+            mixes the samples.
     """
     edges: list[Edge] = []
     by_name: dict[str, list[Term]] = {}

@@ -1,9 +1,9 @@
 """Per-sample squared gradient norms from a training step's own backward pass.
 
-The uses of weights are found in the graph of the step's loss, and it is shown which sample each of their rows belongs
-to, as for every other measurement (:mod:`~lightning_taskinfo.fisher.capture`). No score is backpropagated: when the
-backward pass of the training comes by a use, its input and the gradient of its output give each sample's share of the
-weight gradient.
+The uses of weights are found in the graph of the step's loss, and it is shown which sample each of
+their rows belongs to, as for every other measurement (:mod:`~lightning_taskinfo.fisher.capture`).
+No score is backpropagated: when the backward pass of the training comes by a use, its input and the
+gradient of its output give each sample's share of the weight gradient.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,8 +34,8 @@ PRODUCTS = {"MmBackward0": 0, "BmmBackward0": 0, "AddmmBackward0": 1, "Convoluti
 class Sum:
     """Uses of a parameter whose gradients add up before their norm is taken.
 
-    Matrix products and lookups wait for each other, since their factors are smaller than the gradients; others cannot
-    wait, since the backward pass takes away what they need.
+    Matrix products and lookups wait for each other, since their factors are smaller than the
+    gradients; others cannot wait, since the backward pass takes away what they need.
     """
 
     name: str
@@ -74,8 +74,8 @@ class Sum:
 class StepRecorder:
     """Reads the squared gradient norm of each sample off one training step at a time.
 
-    A BatchNorm in train mode mixes the samples of a batch; the norms are then those of each sample's contribution to
-    the batch's gradient.
+    A BatchNorm in train mode mixes the samples of a batch; the norms are then those of each
+    sample's contribution to the batch's gradient.
 
     Args:
         model: The model that is trained.
@@ -149,7 +149,8 @@ class StepRecorder:
             raise ValueError("it cannot be shown which row belongs to which sample")
         _check_saved(graph.nodes)
         with self._own_passes(), _without_statistics(graph):
-            # What knows nothing of the samples need not be told from what depends on all: so does a sample's loss.
+            # What knows nothing of the samples need not be told from what depends on all: so does a
+            # sample's loss.
             plan = Prover(graph, samples, 4, graph.signature, root).plan()
             found = _read(graph, plan)[1]
             plan.apart = {name for name, uses in found.items() if apart(uses)}
@@ -255,7 +256,8 @@ def _read(graph: Graph, plan: Plan) -> tuple[list[Edge], dict[str, list[Term]]]:
 def _mixing(graph: Graph, found: dict[str, list[Term]]) -> dict[str, str]:
     """Return the parameters that every sample of a batch would need a backward pass of its own for, with a reason.
 
-    A weight is one that was computed from samples if a product with what is no weight is on its way.
+    A weight is one that was computed from samples if a product with what is no weight is on its
+    way.
     """
     mixing: dict[str, str] = {}
     for name, uses in found.items():

@@ -51,8 +51,9 @@ def noise_risk(gamma: Tensor, sigma: Tensor, dimension: int | None = None) -> Te
 def layer_product(gamma: Tensor, sigma: Tensor, depth: int, dimension: int | None = None) -> Tensor:
     """Product ``b^(L-1)`` of the norms of all layers but one after fine-tuning, for ``gamma < 1``.
 
-    ``x = b²`` is the only positive root of ``x^L - u·x^(L-1) - s``, with ``u`` the unseen part of the pretrained
-    first layer and ``s`` the squared norm of the scratch solution. Newton's method from above falls to it.
+    ``x = b²`` is the only positive root of ``x^L - u·x^(L-1) - s``, with ``u`` the unseen part of
+    the pretrained first layer and ``s`` the squared norm of the scratch solution. Newton's method
+    from above falls to it.
     """
     check_counts(depth=depth)
     u = (1 - gamma).clamp(min=0)
@@ -69,14 +70,16 @@ def layer_product(gamma: Tensor, sigma: Tensor, depth: int, dimension: int | Non
 def ridge_moments(n: Tensor, ridge: Tensor) -> tuple[Tensor, Tensor]:
     """Means of ``(n·λ/(q + n·λ))²`` and of ``q/(q + n·λ)²`` for ``q`` chi-squared with ``n`` degrees of freedom.
 
-    The trapezoidal rule in ``log q`` is accurate to rounding: the integrand is smooth and vanishes at both ends.
+    The trapezoidal rule in ``log q`` is accurate to rounding: the integrand is smooth and vanishes
+    at both ends.
     """
     finite = n.isfinite()
     m, penalty = torch.where(finite, n, 3.0).double(), ridge.double()
     unit = torch.linspace(0, 1, 1001, dtype=torch.float64, device=n.device).reshape(
         -1, *[1] * n.dim()
     )
-    # The density of log q falls off like exp(n t / 2) on the left, and faster than a Gaussian on the right.
+    # The density of log q falls off like exp(n t / 2) on the left, and faster than a Gaussian on
+    # the right.
     right = 12 * (2 / m).sqrt()
     t = right - unit * (80 / m + 2 * right)  # log(q / n), [points, ...]
     weight = (0.5 * m * (t - t.exp())).softmax(0)

@@ -28,7 +28,8 @@ def check_same_shape(outputs: Tensor, targets: Tensor | None) -> None:
 def look_like_probabilities(outputs: Tensor) -> bool:
     """Whether ``outputs``, shape ``[N, ..., C]`` with ``C > 1``, are not negative and add up to 1 over classes.
 
-    Half precision rounds sums to about a hundredth. Logits of any use do not do this for every sample.
+    Half precision rounds sums to about a hundredth. Logits of any use do not do this for every
+    sample.
 
     Example:
         >>> look_like_probabilities(torch.tensor([[0.25, 0.75]])), look_like_probabilities(torch.tensor([[0.5, 0.75]]))

@@ -16,13 +16,13 @@ def betting_interval(values: Tensor, delta: float) -> tuple[Tensor, Tensor]:
 
     Whoever bets at fair odds that the mean is below :math:`m` multiplies the capital by
     :math:`1 + \lambda_t(m - x_t)` at each draw. If :math:`m` is the true mean this is a non-negative martingale that
-    reaches :math:`2/\delta'` with probability at most :math:`\delta'/2`, so a mean at which it does is rejected. The
-    stakes :math:`\lambda_t` may depend on earlier draws only; they follow their variance. The lower end is the same
-    for :math:`1 - x`.
+    reaches :math:`2/\delta'` with probability at most :math:`\delta'/2`, so a mean at which it does
+    is rejected. The stakes :math:`\lambda_t` may depend on earlier draws only; they follow their
+    variance. The lower end is the same for :math:`1 - x`.
 
     For stochastic networks tested on a few dozen samples each it is several times narrower than
-    :func:`~lightning_taskinfo.functional.pac_bayes.monte_carlo_interval`, which knows the mean only and must expect
-    draws of 0 and 1.
+    :func:`~lightning_taskinfo.functional.pac_bayes.monte_carlo_interval`, which knows the mean only
+    and must expect draws of 0 and 1.
 
     Args:
         values: The draws in the order they were made, shape ``[m]``.
@@ -37,7 +37,8 @@ def betting_interval(values: Tensor, delta: float) -> tuple[Tensor, Tensor]:
         True
 
     References:
-        Waudby-Smith, Ramdas, *Estimating means of bounded random variables by betting*, JRSS B 2024.
+        Waudby-Smith, Ramdas, *Estimating means of bounded random variables by betting*, JRSS B
+        2024.
     """
     x = _checked(values, delta)
     return 1 - _upper(1 - x, delta / 2), _upper(x, delta / 2)

@@ -1,7 +1,8 @@
 r"""What errors on held-out labels prove: the exact tail of the binomial distribution, inverted.
 
-A network that was fixed before ``n`` independent labels were looked at makes a number of errors on them that is
-binomial with its true error. Nothing else is assumed, so this is the proof that every other one has to beat.
+A network that was fixed before ``n`` independent labels were looked at makes a number of errors on
+them that is binomial with its true error. Nothing else is assumed, so this is the proof that every
+other one has to beat.
 """
 
 import math
@@ -46,8 +47,8 @@ def binomial_upper_bound(errors: int, n: int, delta: float) -> Tensor:
 
     .. math:: e \le \sup\Big\{ p : \sum_{i=0}^{k} \binom{n}{i} p^i (1-p)^{n-i} \ge \delta \Big\}
 
-    The one-sided Clopper–Pearson bound. Found by bisection to the last bit; the upper end of the last interval is
-    returned, so that it errs on the safe side.
+    The one-sided Clopper–Pearson bound. Found by bisection to the last bit; the upper end of the
+    last interval is returned, so that it errs on the safe side.
 
     Args:
         errors: Number :math:`k` of errors on the held-out labels.
@@ -92,7 +93,8 @@ def most_errors_below(bound: float, n: int, delta: float) -> int:
         delta: Probability with which the test-set bound may fail.
 
     Returns:
-        The number of errors; -1 if not even a network without errors could prove it with so few labels.
+        The number of errors; -1 if not even a network without errors could prove it with so few
+        labels.
 
     Example:
         >>> most_errors_below(0.145, 400, delta=0.05), most_errors_below(0.01, 100, delta=0.05)

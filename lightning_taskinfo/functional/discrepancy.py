@@ -44,8 +44,9 @@ def gaussian_kernel(a: Tensor, b: Tensor, widths: Tensor) -> Tensor:
         >>> gaussian_kernel(torch.zeros(1, 2), torch.zeros(3, 2), torch.tensor([1.0, 2.0]))
         tensor([[1., 1., 1.]])
     """
-    # Kernels depend on differences alone. What all samples have in common is removed before squaring: in float32 its
-    # square would leave few digits for the differences. It is a constant, so that gradients stay as they are.
+    # Kernels depend on differences alone. What all samples have in common is removed before
+    # squaring: in float32 its square would leave few digits for the differences. It is a constant,
+    # so that gradients stay as they are.
     center = torch.cat([a, b]).detach().mean(0)
     a = a - center
     b = b - center
@@ -69,14 +70,16 @@ def mk_mmd(
     Args:
         source: Samples of the first distribution, shape ``[N, D]``.
         target: Samples of the second, shape ``[M, D]``; ``M`` need not be ``N``.
-        widths: Kernel widths. By default nineteen, from 1/512 to 512 times the median distance of these samples
-            (held fixed in the gradient), so that a common scale of the features does not matter.
+        widths: Kernel widths. By default nineteen, from 1/512 to 512 times the median distance of
+            these samples (held fixed in the gradient), so that a common scale of the features does
+            not matter.
 
     Returns:
         The estimate, a scalar.
 
     Raises:
-        ValueError: If a sample has fewer than two rows, the dimensions differ, or a width is not positive.
+        ValueError: If a sample has fewer than two rows, the dimensions differ, or a width is not
+            positive.
 
     Example:
         >>> a = torch.tensor([[0.0], [0.0]])

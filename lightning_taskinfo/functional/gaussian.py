@@ -12,9 +12,10 @@ def gaussian_kl_diag(mean_q: Tensor, logvar_q: Tensor, mean_p: Tensor, logvar_p:
             \Big[ e^{\rho_i} - 1 - \rho_i + \frac{(\mu^q_i - \mu^p_i)^2}{\sigma^2_{p,i}} \Big],
         \qquad \rho_i = \log \frac{\sigma^2_{q,i}}{\sigma^2_{p,i}}.
 
-    With :math:`Q` the post-distribution and :math:`P` the pre-distribution of the weights this is the
-    information in the weights of [Achille2021]_. Writing it in :math:`\rho` and ``expm1`` keeps the
-    bracket non-negative and accurate when :math:`Q \to P`, which is where a regularizer drives it.
+    With :math:`Q` the post-distribution and :math:`P` the pre-distribution of the weights this is
+    the information in the weights of [Achille2021]_. Writing it in :math:`\rho` and ``expm1`` keeps
+    the bracket non-negative and accurate when :math:`Q \to P`, which is where a regularizer drives
+    it.
 
     Args:
         mean_q: Mean of :math:`Q`, shape ``[..., D]``.
@@ -45,8 +46,8 @@ def canonical_correlations(cov_x: Tensor, cov_w: Tensor, cov_xw: Tensor) -> Tens
 
     .. math:: \rho = \text{singular values of}\ \Sigma_x^{-1/2}\, \Sigma_{xw}\, \Sigma_w^{-1/2}
 
-    They are what an invertible linear map of either vector leaves alone, so any square root does: Cholesky
-    factors are used, and no inverse is formed.
+    They are what an invertible linear map of either vector leaves alone, so any square root does:
+    Cholesky factors are used, and no inverse is formed.
 
     Args:
         cov_x: Covariance of the first vector, positive definite, shape ``[..., D, D]``.
@@ -54,7 +55,8 @@ def canonical_correlations(cov_x: Tensor, cov_w: Tensor, cov_xw: Tensor) -> Tens
         cov_xw: Their cross-covariance, shape ``[..., D, K]``.
 
     Returns:
-        The correlations, shape ``[..., min(D, K)]``; all below 1 exactly if the joint covariance is positive definite.
+        The correlations, shape ``[..., min(D, K)]``; all below 1 exactly if the joint covariance is
+        positive definite.
 
     Raises:
         ValueError: If the shapes do not belong together.
@@ -104,9 +106,9 @@ def gaussian_lautum_information(cov_x: Tensor, cov_w: Tensor, cov_xw: Tensor) ->
         L(w; x) = \mathrm{KL}\big(p(w)p(x) \,\|\, p(w, x)\big)
             = \tfrac12 \sum_j \Big[ \log(1 - \rho_j^2) + \frac{2\rho_j^2}{1 - \rho_j^2} \Big]
 
-    with :math:`\rho_j` the canonical correlations. It is the mutual information with the arguments of the divergence
-    swapped, and unlike it grows as :math:`1/(1-\rho^2)`. Equation 9 of [Jakubovitz2023]_ is exactly twice this: it
-    is the form for complex-valued variables.
+    with :math:`\rho_j` the canonical correlations. It is the mutual information with the arguments
+    of the divergence swapped, and unlike it grows as :math:`1/(1-\rho^2)`. Equation 9 of
+    [Jakubovitz2023]_ is exactly twice this: it is the form for complex-valued variables.
 
     Args:
         cov_x: Covariance of the first vector, positive definite, shape ``[..., D, D]``.

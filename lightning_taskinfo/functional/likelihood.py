@@ -1,11 +1,14 @@
 r"""What a network's outputs say about labels: log-likelihood, its score, label sampling, the output Fisher.
 
-The Fisher information of the weights needs only the network's Jacobian :math:`J` and *output scores* :math:`s`:
-whosever labels are meant, it is a sum over scores of :math:`(J^\top s)(J^\top s)^\top`.
+The Fisher information of the weights needs only the network's Jacobian :math:`J` and *output
+scores* :math:`s`: whosever labels are meant, it is a sum over scores of
+:math:`(J^\top s)(J^\top s)^\top`.
 
-- ``"sampled"``: :math:`s = \nabla_f \log p(\tilde y|f)` with :math:`\tilde y` drawn from the model; unbiased.
+- ``"sampled"``: :math:`s = \nabla_f \log p(\tilde y|f)` with :math:`\tilde y` drawn from the model;
+  unbiased.
 - ``"exact"``: the columns of a root of the output Fisher; no randomness.
-- ``"empirical"``: :math:`s = \nabla_f \log p(y|f)` with the dataset's labels; this is *not* the Fisher.
+- ``"empirical"``: :math:`s = \nabla_f \log p(y|f)` with the dataset's labels; this is *not* the
+  Fisher.
 """
 
 import math
@@ -57,8 +60,9 @@ class Likelihood(Protocol):
 class Categorical:
     r"""Softmax over the last axis, :math:`p(c|f) = e^{f_c} / \sum_j e^{f_j}`; targets are class indices.
 
-    With outputs ``[N, T, C]`` a sample is a sequence, and its log-likelihood the sum over its tokens; with
-    ``[N, H, W, C]`` an image, and the sum over its pixels. The classes are on the last axis.
+    With outputs ``[N, T, C]`` a sample is a sequence, and its log-likelihood the sum over its
+    tokens; with ``[N, H, W, C]`` an image, and the sum over its pixels. The classes are on the last
+    axis.
 
     Args:
         ignore_index: Targets of this value (padding) count for nothing, whosever labels are used.
@@ -93,9 +97,11 @@ class Categorical:
     def roots(self, outputs: Tensor) -> Iterator[Tensor]:
         r"""Yield ``C - 1`` scores a token whose outer products add up to :math:`\mathrm{diag}(p) - pp^\top`.
 
-        With :math:`u = \sqrt p`, a unit vector, the output Fisher is :math:`\mathrm{diag}(u)(I - uu^\top)
+        With :math:`u = \sqrt p`, a unit vector, the output Fisher is
+        :math:`\mathrm{diag}(u)(I - uu^\top)
         \mathrm{diag}(u)`. The Householder reflection that takes :math:`u` to :math:`-e_0` has an orthonormal
-        basis of the complement of :math:`u` as its other columns: one score fewer than there are classes.
+        basis of the complement of :math:`u` as its other columns: one score fewer than there are
+        classes.
         """
         u = outputs.softmax(-1).sqrt()  # [N, ..., C]
         first = torch.zeros_like(u)
@@ -278,7 +284,8 @@ def output_scores(
 
     Args:
         outputs: The network's outputs, shape ``[N, ..., C]``.
-        targets: The dataset's labels; needed for ``labels="empirical"``, otherwise only to know what to ignore.
+        targets: The dataset's labels; needed for ``labels="empirical"``, otherwise only to know
+            what to ignore.
         labels: ``"sampled"``, ``"exact"`` or ``"empirical"``.
         likelihood: What the outputs mean.
         mc_samples: Draws of ``"sampled"`` labels; each score carries the factor :math:`1/\sqrt m`.

@@ -1,12 +1,13 @@
 r"""Variational estimates of the mutual information, all from one matrix of critic scores.
 
-Entry ``scores[i, j]`` is the critic :math:`M(x_i, z_j)`: the diagonal holds samples of the joint distribution,
-everything beside it samples of the product of the marginals. Expectations of :math:`e^M` go through ``logsumexp``.
-Every estimate is in nats.
+Entry ``scores[i, j]`` is the critic :math:`M(x_i, z_j)`: the diagonal holds samples of the joint
+distribution, everything beside it samples of the product of the marginals. Expectations of
+:math:`e^M` go through ``logsumexp``. Every estimate is in nats.
 
-``negatives="all"`` takes the whole matrix as samples of the product, the diagonal included, as torch-mist's losses do.
-A share :math:`1/B` of them is then of the joint distribution: scores are pulled towards zero, which takes variance away
-and, where the information is large beside :math:`\log B`, information too. ``"others"`` leaves the diagonal out.
+``negatives="all"`` takes the whole matrix as samples of the product, the diagonal included, as
+torch-mist's losses do. A share :math:`1/B` of them is then of the joint distribution: scores are
+pulled towards zero, which takes variance away and, where the information is large beside
+:math:`\log B`, information too. ``"others"`` leaves the diagonal out.
 """
 
 import math
@@ -36,8 +37,8 @@ def donsker_varadhan(scores: Tensor, *, negatives: Negatives = "others") -> Tens
 
     .. math:: \hat I = \mathbb{E}_{joint}[M] - \log \mathbb{E}_{prod}[e^M]
 
-    Its gradient on a mini-batch is biased, because the logarithm is outside of the mean: see :func:`mine`. With all
-    pairs as negatives it is never above :math:`\log B`.
+    Its gradient on a mini-batch is biased, because the logarithm is outside of the mean: see
+    :func:`mine`. With all pairs as negatives it is never above :math:`\log B`.
 
     Args:
         scores: Critic scores, shape ``[B, B]``.
@@ -61,8 +62,8 @@ def mine(scores: Tensor, log_average: Tensor, *, negatives: Negatives = "others"
 
     Args:
         scores: Critic scores, shape ``[B, B]``.
-        log_average: Logarithm of the moving average :math:`\overline{e^M}` over mini-batches, this one included
-            (:func:`update_log_average`), a scalar.
+        log_average: Logarithm of the moving average :math:`\overline{e^M}` over mini-batches, this
+            one included (:func:`update_log_average`), a scalar.
         negatives: Which pairs stand for the product: ``"others"`` or ``"all"``.
 
     Returns:
@@ -90,7 +91,8 @@ def update_log_average(
     r"""Move the logarithm of the average of :math:`e^M` over the product one mini-batch further.
 
     Args:
-        log_average: The average so far; :math:`-\infty` before the first mini-batch, which is then taken whole.
+        log_average: The average so far; :math:`-\infty` before the first mini-batch, which is then
+            taken whole.
         scores: Critic scores, shape ``[B, B]``.
         decay: Share of the old average that is kept.
         negatives: Which pairs stand for the product: ``"others"`` or ``"all"``.
@@ -113,9 +115,10 @@ def smile(scores: Tensor, clip: float = 5.0, *, negatives: Negatives = "others")
 
     .. math:: \hat I = \mathbb{E}_{joint}[M] - \log \mathbb{E}_{prod}[\mathrm{clip}(e^M, e^{-\tau}, e^{\tau})]
 
-    A **read-out, not an objective**: where the product scores are clipped nothing holds the joint scores back, and a
-    critic that ascends it runs away. Train with :func:`jensen_shannon` and read this. It is no lower bound: with the
-    optimal critic and :math:`\tau = 5` it reads about 6.7 at 6 nats and 12 at 10.
+    A **read-out, not an objective**: where the product scores are clipped nothing holds the joint
+    scores back, and a critic that ascends it runs away. Train with :func:`jensen_shannon` and read
+    this. It is no lower bound: with the optimal critic and :math:`\tau = 5` it reads about 6.7 at 6
+    nats and 12 at 10.
 
     Args:
         scores: Critic scores, shape ``[B, B]``.
@@ -133,7 +136,8 @@ def smile(scores: Tensor, clip: float = 5.0, *, negatives: Negatives = "others")
         tensor(5.)
 
     References:
-        Song, Ermon, *Understanding the Limitations of Variational Mutual Information Estimators*, ICLR 2020.
+        Song, Ermon, *Understanding the Limitations of Variational Mutual Information Estimators*,
+        ICLR 2020.
     """
     if not clip > 0:
         raise ValueError(f"`clip` must be positive, got {clip}.")
@@ -149,7 +153,8 @@ def nwj(scores: Tensor, *, negatives: Negatives = "others") -> Tensor:
     Unbiased on mini-batches, with a variance that grows as :math:`e^I`.
 
     Args:
-        scores: Critic scores, shape ``[B, B]``; the optimal critic is :math:`1 + \log p(x,z)/(p(x)p(z))`.
+        scores: Critic scores, shape ``[B, B]``; the optimal critic is
+            :math:`1 + \log p(x,z)/(p(x)p(z))`.
         negatives: Which pairs stand for the product: ``"others"`` or ``"all"``.
 
     Returns:
@@ -212,10 +217,12 @@ def joint_and_product(scores: Tensor, negatives: Negatives = "others") -> tuple[
 
     Args:
         scores: Score of each input (row) with each feature (column), shape ``[B, B]``.
-        negatives: Whether the ``"others"`` alone or ``"all"`` pairs stand for the product distribution.
+        negatives: Whether the ``"others"`` alone or ``"all"`` pairs stand for the product
+            distribution.
 
     Raises:
-        ValueError: If ``scores`` is not a square matrix of at least two samples, or ``negatives`` unknown.
+        ValueError: If ``scores`` is not a square matrix of at least two samples, or ``negatives``
+            unknown.
 
     Example:
         >>> joint_and_product(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))

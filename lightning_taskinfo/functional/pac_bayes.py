@@ -1,10 +1,12 @@
 r"""PAC-Bayes bounds on the error of a stochastic classifier, and the prices of what makes them valid.
 
-Every bound takes ``(risk, kl, n, delta)`` and holds for **all** post-distributions :math:`Q` at once, with
-probability at least ``1 - delta`` over the ``n`` samples, if the loss lies in ``[0, 1]`` and the pre-distribution
+Every bound takes ``(risk, kl, n, delta)`` and holds for **all** post-distributions :math:`Q` at
+once, with probability at least ``1 - delta`` over the ``n`` samples, if the loss lies in ``[0, 1]``
+and the pre-distribution
 :math:`P` does not depend on those samples. ``risk`` is the empirical risk of the stochastic classifier (weights
-drawn from :math:`Q`), ``kl`` is :math:`\mathrm{KL}(Q\,\|\,P)` in nats. Numbers or tensors go in and broadcast;
-float64 tensors come out. Nothing is cut off at 1: a value above 1 says how far from informative a bound is.
+drawn from :math:`Q`), ``kl`` is :math:`\mathrm{KL}(Q\,\|\,P)` in nats. Numbers or tensors go in and
+broadcast; float64 tensors come out. Nothing is cut off at 1: a value above 1 says how far from
+informative a bound is.
 """
 
 import math
@@ -46,8 +48,8 @@ def binary_kl(q: Number, p: Number) -> Tensor:
 
     .. math:: \mathrm{kl}(q \,\|\, p) = q \log\frac{q}{p} + (1 - q) \log\frac{1 - q}{1 - p}
 
-    It is written in ``log1p`` of the relative difference where ``q`` and ``p`` are close, which keeps digits
-    that the textbook form loses, and follows :math:`0 \log 0 = 0` at the ends.
+    It is written in ``log1p`` of the relative difference where ``q`` and ``p`` are close, which
+    keeps digits that the textbook form loses, and follows :math:`0 \log 0 = 0` at the ends.
 
     Args:
         q: Probability of the first distribution, in ``[0, 1]``.
@@ -75,8 +77,9 @@ def binary_kl_inverse(q: Number, bound: Number) -> Tensor:
 
     .. math:: \mathrm{kl}^{-1}(q, c) = \sup \{\, p \in [q, 1] : \mathrm{kl}(q \,\|\, p) \le c \,\}
 
-    Found by bisection to the last bit; the upper end of the last interval is returned, so that a certificate errs
-    on the safe side. The smallest such ``p`` is ``1 - binary_kl_inverse(1 - q, bound)``.
+    Found by bisection to the last bit; the upper end of the last interval is returned, so that a
+    certificate errs on the safe side. The smallest such ``p`` is
+    ``1 - binary_kl_inverse(1 - q, bound)``.
 
     Args:
         q: Probability, in ``[0, 1]``.
@@ -173,8 +176,8 @@ def catoni_bound(
         tensor(0.2068, dtype=torch.float64)
 
     References:
-        Catoni, *PAC-Bayesian supervised classification*, 2007; Achille et al., *The information complexity of
-        learning tasks, their structure and their distance*, Theorem 5.5.
+        Catoni, *PAC-Bayesian supervised classification*, 2007; Achille et al., *The information
+        complexity of learning tasks, their structure and their distance*, Theorem 5.5.
     """
     risk, kl, n, delta = _checked(risk, kl, n, delta)
     (beta,) = _numbers(beta)
@@ -188,8 +191,8 @@ def union_bound_price(index: Number, *, size: int | None = None) -> Tensor:
     .. math:: \log\frac{\delta}{\delta_j} = \log\frac{\pi^2 j^2}{6}, \qquad \sum_{j \ge 1} \delta_j = \delta
 
     Args:
-        index: Place :math:`j` of the chosen value in the grid, counted from 1; the grid and its order are fixed
-            before the data are seen, and it may be infinite.
+        index: Place :math:`j` of the chosen value in the grid, counted from 1; the grid and its
+            order are fixed before the data are seen, and it may be infinite.
         size: If given, the grid is finite and all its values cost the same, ``log(size)``.
 
     Returns:
@@ -212,9 +215,10 @@ def monte_carlo_interval(risk: Number, draws: Number, delta: Number) -> tuple[Te
 
     .. math:: \mathrm{kl}\big(\hat e_m \,\|\, \hat e(Q)\big) \le \frac{\log(2/\delta')}{m}
 
-    A draw is a network from :math:`Q` together with the samples it is tested on. The draws must be independent of
-    each other and of the choice of :math:`Q`: a winner picked by its estimate needs fresh ones. Putting the upper
-    end into a bound gives a bound that holds with probability :math:`1 - \delta - \delta'`.
+    A draw is a network from :math:`Q` together with the samples it is tested on. The draws must be
+    independent of each other and of the choice of :math:`Q`: a winner picked by its estimate needs
+    fresh ones. Putting the upper end into a bound gives a bound that holds with probability
+    :math:`1 - \delta - \delta'`.
 
     Args:
         risk: Mean risk :math:`\hat e_m` over the draws, each in ``[0, 1]``.

@@ -41,8 +41,9 @@ def paired_interval(
 ) -> tuple[float, float, float]:
     r"""Mean difference of two losses on the same samples, with its interval.
 
-    Of losses that are 0 or 1, with ``b`` samples where only the first is 1 and ``c`` where only the second is, the
-    interval is that of Agresti and Min, which adds half a sample to each of the four cells:
+    Of losses that are 0 or 1, with ``b`` samples where only the first is 1 and ``c`` where only the
+    second is, the interval is that of Agresti and Min, which adds half a sample to each of the four
+    cells:
 
     .. math:: \frac{b - c}{n + 2} \pm \frac{z}{n + 2} \sqrt{(b + c + 1) - \frac{(b - c)^2}{n + 2}}
 
@@ -62,7 +63,8 @@ def paired_interval(
         [-0.03, 0.6, 0.89]
 
     References:
-        Agresti, Min, *Simple improved confidence intervals for comparing matched proportions*, Stat. Med. 2005.
+        Agresti, Min, *Simple improved confidence intervals for comparing matched proportions*,
+        Stat. Med. 2005.
     """
     difference = (first - second).double()
     n = len(difference)
@@ -100,7 +102,8 @@ def normal_quantile(confidence: float) -> float:
 def student_quantile(confidence: float, degrees: int) -> float:
     r"""Return the number of standard errors that Student's interval reaches to either side.
 
-    The :math:`t` with :math:`P(|T_\nu| \le t) = c`, found by bisection of the angle :math:`\theta = \arctan(t /
+    The :math:`t` with :math:`P(|T_\nu| \le t) = c`, found by bisection of the angle
+    :math:`\theta = \arctan(t /
     \sqrt\nu)` in the finite sums that the probability is for whole :math:`\nu`.
 
     Args:

@@ -28,11 +28,12 @@ def pooled(
 ) -> Tensor:
     """Return the features of a layer as one row for each sample, with at most ``max_features`` entries.
 
-    Features that fit are only flattened. Larger ones are averaged: images ``[N, C, H, W]`` (or with the channels last,
-    where the image is square) over the cells of the finest grid that fits, sequences ``[N, T, D]`` over positions and,
-    side by side, over features, as either may be the channels; with a mask over the positions that count. What is still
-    too large is folded by a fixed random sketch that keeps inner products on average: each entry is added, with a
-    random sign, to one of ``max_features`` sums.
+    Features that fit are only flattened. Larger ones are averaged: images ``[N, C, H, W]`` (or with
+    the channels last, where the image is square) over the cells of the finest grid that fits,
+    sequences ``[N, T, D]`` over positions and, side by side, over features, as either may be the
+    channels; with a mask over the positions that count. What is still too large is folded by a
+    fixed random sketch that keeps inner products on average: each entry is added, with a random
+    sign, to one of ``max_features`` sums.
 
     Args:
         features: Output of a layer, shape ``[N, ...]``.
@@ -117,8 +118,8 @@ def held_out_readout(features: Tensor, columns: Tensor, fold: Tensor) -> HeldOut
 
     .. math:: \hat y(x) = \bar y + (x - \bar x)^\top \big(X^\top X + \lambda I\big)^{-1} X^\top (Y - \bar y)
 
-    with the means of the other folds. The penalty is picked among nine by the exact leave-one-out error within them, so
-    that no held-out label takes part in it.
+    with the means of the other folds. The penalty is picked among nine by the exact leave-one-out
+    error within them, so that no held-out label takes part in it.
 
     Args:
         features: Shape ``[N, D]``.
@@ -147,8 +148,8 @@ def held_out_readout(features: Tensor, columns: Tensor, fold: Tensor) -> HeldOut
 def ridge(x: Tensor, y: Tensor, new: Tensor) -> Tensor:
     """Predict at ``new`` by ridge regression without intercept, its penalty picked by leave-one-out errors.
 
-    One decomposition, of the smaller of the two products of ``x`` with itself, serves all penalties. The data are
-    taken as centred: that costs the ``1/n`` in the leverages.
+    One decomposition, of the smaller of the two products of ``x`` with itself, serves all
+    penalties. The data are taken as centred: that costs the ``1/n`` in the leverages.
 
     Args:
         x: Centred features, shape ``[n, D]``.

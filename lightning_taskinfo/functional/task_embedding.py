@@ -1,8 +1,8 @@
 r"""Embeddings of tasks by their Fisher information, compared in closed form.
 
-The embedding of a task is the diagonal of the Fisher information of a fixed probe network, averaged over the weights of
-each filter: how much each filter matters to the task [Achille2019]_. All entries are non-negative; how their sizes
-compare from filter to filter is what tells tasks apart.
+The embedding of a task is the diagonal of the Fisher information of a fixed probe network, averaged
+over the weights of each filter: how much each filter matters to the task [Achille2019]_. All
+entries are non-negative; how their sizes compare from filter to filter is what tells tasks apart.
 
 .. [Achille2019] Achille, Lam, Tewari, Ravichandran, Maji, Fowlkes, Soatto, Perona, *Task2Vec: Task Embedding for
    Meta-Learning*, ICCV 2019, arXiv:1902.03545.
@@ -21,7 +21,8 @@ class PlanarMap(NamedTuple):
 
     Attributes:
         points: Coordinates, shape ``[K, dimensions]``.
-        share: Part of the distances' spread that the points show: kept over all absolute eigenvalues, from 0 to 1.
+        share: Part of the distances' spread that the points show: kept over all absolute
+            eigenvalues, from 0 to 1.
     """
 
     points: Tensor
@@ -57,17 +58,19 @@ def embedding_distance(a: Tensor, b: Tensor) -> Tensor:
 
     .. math:: d(a, b) = 1 - \cos\Big( \frac{F_a}{F_a + F_b},\; \frac{F_b}{F_a + F_b} \Big)
 
-    Dividing filter by filter lets each count alike, however large its Fisher information is. A task differs by 0 from
-    itself times any factor, and a factor common to both changes nothing; a factor on one of two different embeddings
-    does. Filters without information in both tasks do not count. Computed as half the squared distance of the two unit
-    vectors, which is exactly 0 at equality and loses nothing to cancellation near it.
+    Dividing filter by filter lets each count alike, however large its Fisher information is. A task
+    differs by 0 from itself times any factor, and a factor common to both changes nothing; a factor
+    on one of two different embeddings does. Filters without information in both tasks do not count.
+    Computed as half the squared distance of the two unit vectors, which is exactly 0 at equality
+    and loses nothing to cancellation near it.
 
     Args:
         a: Non-negative embeddings, shape ``[..., D]``.
         b: Others, broadcastable with ``a``.
 
     Returns:
-        The distances, shape ``[...]``; NaN where an embedding is zero everywhere and has no direction.
+        The distances, shape ``[...]``; NaN where an embedding is zero everywhere and has no
+        direction.
 
     Example:
         >>> a, b = torch.tensor([1.0, 0.0]), torch.tensor([[3.0, 0.0], [0.0, 1.0]])
@@ -91,16 +94,18 @@ def asymmetric_embedding_distance(
 
     .. math:: d(a \to b) = d(a, b) - \alpha\, d(F_a + \varepsilon, \varepsilon)
 
-    The distance to the trivial task, whose Fisher information is zero, stands for the complexity of the source: a
-    network that learned a complex task is often the better start. As in the paper's estimator every weight has a little
-    information :math:`\varepsilon` from the prior, so that the trivial embedding is constant. Improperly called a
-    distance: it is not symmetric and can be negative. The cosine does not see a part of :math:`F_a` that is the same in
-    all filters.
+    The distance to the trivial task, whose Fisher information is zero, stands for the complexity of
+    the source: a network that learned a complex task is often the better start. As in the paper's
+    estimator every weight has a little information :math:`\varepsilon` from the prior, so that the
+    trivial embedding is constant. Improperly called a
+    distance: it is not symmetric and can be negative. The cosine does not see a part of :math:`F_a`
+    that is the same in all filters.
 
     Args:
         source: Embeddings of sources, shape ``[..., D]``.
         target: Embeddings of targets, broadcastable with ``source``.
-        trivial: :math:`\varepsilon`, positive, in the units of the embeddings; such as their mean entry.
+        trivial: :math:`\varepsilon`, positive, in the units of the embeddings; such as their mean
+            entry.
         alpha: How much complexity counts; 0.15 is the paper's choice for a ResNet-34.
 
     Returns:
@@ -133,8 +138,8 @@ def classical_scaling(distances: Tensor, *, dimensions: int = 2) -> PlanarMap:
 
     .. math:: B = -\tfrac12 J D^{\circ 2} J = V \Lambda V^\top, \qquad X = V_k \Lambda_k^{1/2}, \qquad J = I - \tfrac1K
 
-    Exact where the distances are those of points in so many dimensions. Axes are in falling order of their spread; the
-    sign of each is such that its largest coordinate is positive.
+    Exact where the distances are those of points in so many dimensions. Axes are in falling order
+    of their spread; the sign of each is such that its largest coordinate is positive.
 
     Args:
         distances: Symmetric, with zeros on the diagonal, shape ``[K, K]``.

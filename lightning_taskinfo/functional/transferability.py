@@ -1,6 +1,7 @@
 r"""Scores of a pretrained network for a target task, from its frozen features or its own classes, without training.
 
-All are computed from ``N`` labelled target samples, and larger is better. LogME and the H-score read features
+All are computed from ``N`` labelled target samples, and larger is better. LogME and the H-score
+read features
 :math:`F \in \mathbb R^{N \times D}`; LEEP and NCE read what the network says with the head of its source task.
 """
 
@@ -16,7 +17,8 @@ ROUNDS = 6  # of refinement, each ten times finer: beyond what the flat top of t
 def logme(features: Tensor, labels: Tensor) -> Tensor:
     r"""Logarithm of the maximum evidence of a linear model from features to labels, per sample.
 
-    Each column :math:`y` of the labels (one indicator per class) is modelled as :math:`y = F w + \varepsilon` with
+    Each column :math:`y` of the labels (one indicator per class) is modelled as
+    :math:`y = F w + \varepsilon` with
     :math:`w \sim N(0, \alpha^{-1} I)` and :math:`\varepsilon \sim N(0, \beta^{-1} I)`. With singular values
     :math:`\sigma_i` and left singular vectors :math:`u_i` of :math:`F` and :math:`t = \alpha / \beta`,
 
@@ -26,9 +28,11 @@ def logme(features: Tensor, labels: Tensor) -> Tensor:
         Q(t) = \|y\|^2 - \sum_i \frac{\sigma_i^2}{\sigma_i^2 + t} (u_i^\top y)^2 .
 
     :math:`\beta = N / Q(t)` is the best one for each :math:`t`, which leaves a search along one line. It is done on a
-    grid from :math:`10^{-10}` to :math:`10^{10}` times the mean squared singular value and refined around the best
-    point: the evidence may have two maxima, and the usual fixed-point iteration may end in the lower one. Where
-    features fit labels exactly and ``N > D`` the evidence has no bound, and the end of the grid is taken.
+    grid from :math:`10^{-10}` to :math:`10^{10}` times the mean squared singular value and refined
+    around the best
+    point: the evidence may have two maxima, and the usual fixed-point iteration may end in the
+    lower one. Where features fit labels exactly and ``N > D`` the evidence has no bound, and the
+    end of the grid is taken.
 
     Args:
         features: Frozen features :math:`F`, shape ``[N, D]``.
@@ -47,7 +51,8 @@ def logme(features: Tensor, labels: Tensor) -> Tensor:
         True
 
     References:
-        You, Liu, Wang, Long, *LogME: Practical assessment of pre-trained models for transfer learning*, ICML 2021.
+        You, Liu, Wang, Long, *LogME: Practical assessment of pre-trained models for transfer
+        learning*, ICML 2021.
     """
     F = _checked_features(features, labels)
     Y = _columns(labels)  # [N, K]
@@ -95,7 +100,8 @@ def h_score(features: Tensor, labels: Tensor, *, shrink: bool | None = None) -> 
 
     .. math:: H = \operatorname{tr}\big( \operatorname{cov}(F)^{-1} \operatorname{cov}(\mathbb E[F | y]) \big)
 
-    With fewer samples than features the covariance has no inverse, and with few more a poor one. It is then shrunk,
+    With fewer samples than features the covariance has no inverse, and with few more a poor one. It
+    is then shrunk,
     :math:`(1 - \delta) S + \delta \tfrac{\operatorname{tr} S}{D} I`, with the :math:`\delta` of Ledoit and Wolf. An
     unshrunk one that is singular is inverted on its range.
 
@@ -118,8 +124,9 @@ def h_score(features: Tensor, labels: Tensor, *, shrink: bool | None = None) -> 
         tensor(0., dtype=torch.float64)
 
     References:
-        Bao et al., *An information-theoretic approach to transferability in task transfer learning*, ICIP 2019;
-        Ibrahim, Ponomareva, Mazumder, *Newer is not always better*, ECML 2022 (the shrunk one).
+        Bao et al., *An information-theoretic approach to transferability in task transfer
+        learning*, ICIP 2019; Ibrahim, Ponomareva, Mazumder, *Newer is not always better*, ECML 2022
+        (the shrunk one).
     """
     F = _checked_features(features, labels)
     classes = _checked_classes(labels)
@@ -160,7 +167,8 @@ def ledoit_wolf_shrinkage(features: Tensor) -> Tensor:
         tensor(1., dtype=torch.float64)
 
     References:
-        Ledoit, Wolf, *A well-conditioned estimator for large-dimensional covariance matrices*, J. Multivar. Anal. 2004.
+        Ledoit, Wolf, *A well-conditioned estimator for large-dimensional covariance matrices*, J.
+        Multivar. Anal. 2004.
     """
     x = features.double()
     x = x - x.mean(0)
@@ -182,7 +190,8 @@ def leep(probabilities: Tensor, labels: Tensor) -> Tensor:
         \hat P(y | z) = \frac{\sum_{n: y_n = y} \theta(x_n)_z}{\sum_n \theta(x_n)_z}
 
     Args:
-        probabilities: :math:`\theta`, the source head's for target samples, shape ``[N, Z]``; rows add up to 1.
+        probabilities: :math:`\theta`, the source head's for target samples, shape ``[N, Z]``; rows
+            add up to 1.
         labels: Target classes, shape ``[N]``.
 
     Returns:
@@ -197,8 +206,8 @@ def leep(probabilities: Tensor, labels: Tensor) -> Tensor:
         (tensor(0., dtype=torch.float64), tensor(-0.6931, dtype=torch.float64))
 
     References:
-        Nguyen, Hassner, Seeger, Archambeau, *LEEP: A new measure to evaluate transferability of learned
-        representations*, ICML 2020.
+        Nguyen, Hassner, Seeger, Archambeau, *LEEP: A new measure to evaluate transferability of
+        learned representations*, ICML 2020.
     """
     theta = _checked_features(probabilities, labels, name="probabilities")
     classes = _checked_classes(labels)
@@ -217,11 +226,13 @@ def nce(source: Tensor, labels: Tensor) -> Tensor:
     r"""Negative conditional entropy :math:`-H(y | z)` of target labels, given what the source head calls each sample.
 
     Args:
-        source: Source classes :math:`z`, the most probable one of each target sample, shape ``[N]``.
+        source: Source classes :math:`z`, the most probable one of each target sample, shape
+            ``[N]``.
         labels: Target classes :math:`y`, shape ``[N]``.
 
     Returns:
-        The entropy in nats with its sign changed, in float64: at most 0, and at least minus the entropy of the labels.
+        The entropy in nats with its sign changed, in float64: at most 0, and at least minus the
+        entropy of the labels.
 
     Raises:
         ValueError: If shapes do not fit, or there is one target class only.
@@ -232,7 +243,8 @@ def nce(source: Tensor, labels: Tensor) -> Tensor:
         (tensor(0., dtype=torch.float64), tensor(-0.6931, dtype=torch.float64))
 
     References:
-        Tran, Nguyen, Hassner, *Transferability and hardness of supervised classification tasks*, ICCV 2019.
+        Tran, Nguyen, Hassner, *Transferability and hardness of supervised classification tasks*,
+        ICCV 2019.
     """
     if source.ndim != 1 or source.is_floating_point() or source.shape != labels.shape:
         raise ValueError(

@@ -18,7 +18,8 @@ Ramp = Literal["constant", "linear", "sigmoid"]
 class WeightSchedule:
     r"""A weight by epoch: zero before ``start``, then constant, or ramped up over ``length`` epochs.
 
-    With :math:`T = \min(1, (\text{epoch} - \text{start}) / \text{length})` the weight is multiplied by 1, by
+    With :math:`T = \min(1, (\text{epoch} - \text{start}) / \text{length})` the weight is multiplied
+    by 1, by
     :math:`T` (linear) or by :math:`e^{-5(1-T)^2}` (sigmoid, the ramp of Laine and Aila, 2017).
 
     Args:
@@ -67,8 +68,9 @@ class WeightSchedule:
 class Regularizer(nn.Module):
     """A penalty to add to a loss, in any training loop.
 
-    A subclass computes its objective in ``forward`` and returns :meth:`penalty`. The forward's ``epoch`` drives the
-    weight's schedule. With a weight of 0 the penalty is a constant zero, and training is what it is without.
+    A subclass computes its objective in ``forward`` and returns :meth:`penalty`. The forward's
+    ``epoch`` drives the weight's schedule. With a weight of 0 the penalty is a constant zero, and
+    training is what it is without.
 
     Args:
         weight: Factor of the penalty, or a :class:`WeightSchedule`.
@@ -153,7 +155,8 @@ def check_rows(
     """Return ``tensor`` if it holds ``rows`` rows (or at least ``minimum``) of shape ``row_shape``.
 
     Raises:
-        ValueError: If it is no tensor, its rows have another shape, or it has another number of them.
+        ValueError: If it is no tensor, its rows have another shape, or it has another number of
+            them.
     """
     if not isinstance(tensor, Tensor):
         found = type(tensor).__name__

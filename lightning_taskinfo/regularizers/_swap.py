@@ -12,8 +12,8 @@ def swapped(
 ) -> Iterator[None]:
     """Put ``values`` in the place of ``parameters`` wherever ``model`` holds them, and put them back afterwards.
 
-    Unlike ``torch.func.functional_call`` this works for any function that uses the model, and for a model that holds
-    the same submodule under two names, where that leaves the new values behind.
+    Unlike ``torch.func.functional_call`` this works for any function that uses the model, and for a
+    model that holds the same submodule under two names, where that leaves the new values behind.
 
     Example:
         >>> import torch

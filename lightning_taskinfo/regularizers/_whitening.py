@@ -28,14 +28,16 @@ def fit_whitening(
 ) -> Whitening:
     r"""Whiten by :math:`(\Sigma_x + \epsilon \bar\lambda I)^{-1/2}`, on all inputs or on leading principal directions.
 
-    With ``components == size`` the factor is a Cholesky factor; below, leading eigenvectors. These come from the
-    covariance where that fits (``size`` of at most 4,096), and from three passes of subspace iteration where not.
+    With ``components == size`` the factor is a Cholesky factor; below, leading eigenvectors. These
+    come from the covariance where that fits (``size`` of at most 4,096), and from three passes of
+    subspace iteration where not.
 
     Args:
         batches: Gives a new iterator over flat inputs ``[B, D]`` each time it is called.
         size: Number of inputs ``D``.
         components: Number of directions ``r`` to keep.
-        ridge: The :math:`\epsilon`, relative to the mean variance :math:`\bar\lambda` of the directions.
+        ridge: The :math:`\epsilon`, relative to the mean variance :math:`\bar\lambda` of the
+            directions.
         outputs: Number of variables that the inputs are to be compared with.
 
     Raises:
@@ -74,8 +76,8 @@ def warn_of_scale(
     """Warn if the variance of a batch is ``factor`` times, or a ``factor``-th of, what the fit expects.
 
     Args:
-        whitened: Whitened inputs, shape ``[B, r]``; fewer than ``minimum`` of them say too little, and copies of one
-            input nothing.
+        whitened: Whitened inputs, shape ``[B, r]``; fewer than ``minimum`` of them say too little,
+            and copies of one input nothing.
         effective_dim: Their expected total variance, of :class:`Whitening`.
         factor: How far is too far.
         minimum: Samples that are enough.
@@ -85,7 +87,8 @@ def warn_of_scale(
     apart = (whitened - whitened[0]).abs().max()
     if apart <= 1e-5 * whitened.abs().max():  # copies of one input, but for rounding
         return
-    # Around the batch's own mean: black images are not far from what images of bytes are like, as a whole.
+    # Around the batch's own mean: black images are not far from what images of bytes are like, as a
+    # whole.
     ratio = float(whitened.var(0).sum() / effective_dim)  # NaN where the fit saw constants
     if ratio > factor or ratio < 1 / factor:
         warn(
@@ -157,7 +160,8 @@ def _subspace(
 def flat_inputs(loader: Iterable[Any], shape: tuple[int, ...]) -> Iterator[Tensor]:
     """Yield the inputs of each batch of ``loader``, checked and flat.
 
-    A batch is a tensor, a tuple or list whose first element is the inputs, or a dict with ``"unlabeled"``.
+    A batch is a tensor, a tuple or list whose first element is the inputs, or a dict with
+    ``"unlabeled"``.
 
     Raises:
         ValueError: If a batch has another layout or shape, or holds values that are not finite.

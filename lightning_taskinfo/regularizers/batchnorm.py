@@ -11,8 +11,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 def frozen_batchnorm_statistics(model: nn.Module) -> Iterator[None]:
     """Let forwards in train mode normalise by their own batch, without moving the running statistics.
 
-    A forward on inputs of another task moves the statistics that evaluation uses towards that task. Where the
-    penalty needs such a forward and the statistics should stay those of the labelled data, run it in here.
+    A forward on inputs of another task moves the statistics that evaluation uses towards that task.
+    Where the penalty needs such a forward and the statistics should stay those of the labelled
+    data, run it in here.
 
     Args:
         model: The module whose batch-norm layers are frozen for a while.

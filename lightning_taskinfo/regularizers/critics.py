@@ -72,7 +72,8 @@ class ConcatenatedCritic(nn.Module):
         super().__init__()
         image = len(input_shape) == 3
         self.input_tower = tower(input_shape, hidden, embedding) if image else nn.Flatten()
-        # The first layer of [x, z] is the sum of one of x and one of z: B of each instead of B² of both.
+        # The first layer of [x, z] is the sum of one of x and one of z: B of each instead of B² of
+        # both.
         self.from_input = nn.Linear(embedding if image else math.prod(input_shape), hidden)
         self.from_features = nn.Linear(feature_dim, hidden, bias=False)
         self.score = nn.Sequential(

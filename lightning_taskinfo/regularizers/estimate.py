@@ -53,26 +53,29 @@ def estimate_mutual_information(
 ) -> MutualInformationEstimate:
     r"""Estimate :math:`I(x; z)` with a freshly trained critic, on held-out samples.
 
-    The critic is trained on 60 % of the samples (Jensen–Shannon objective), the best moment is picked on 20 %, and the
-    SMILE estimate is read on the remaining 20 %. A critic that is zero everywhere is among the candidates, so
-    that variables without a relation give 0 and not an overfitted number. Inputs and features are standardised
-    first, which does not change their information.
+    The critic is trained on 60 % of the samples (Jensen–Shannon objective), the best moment is
+    picked on 20 %, and the SMILE estimate is read on the remaining 20 %. A critic that is zero
+    everywhere is among the candidates, so that variables without a relation give 0 and not an
+    overfitted number. Inputs and features are standardised first, which does not change their
+    information.
 
-    A critic that has not converged reads too little (1.67 of 2 nats between 20-dimensional Gaussians after 1,000
-    steps on 12,000 samples): raise ``steps`` until the number stands. SMILE itself is not a lower bound: above about
-    5 nats it reads too much, see :func:`.functional.mutual_information.smile`.
+    A critic that has not converged reads too little (1.67 of 2 nats between 20-dimensional
+    Gaussians after 1,000 steps on 12,000 samples): raise ``steps`` until the number stands. SMILE
+    itself is not a lower bound: above about 5 nats it reads too much, see
+    :func:`.functional.mutual_information.smile`.
 
     Args:
         inputs: Samples, shape ``[N, *input_shape]``, or ``[N]`` for one number each.
         features: Their features, shape ``[N, F]``, or ``[N]`` for one number each.
-        critic: ``"separable"``, ``"bilinear"``, ``"concatenated"``, or a module that maps ``B`` inputs and features to
-            scores ``[B, B]``; it is copied, not changed.
+        critic: ``"separable"``, ``"bilinear"``, ``"concatenated"``, or a module that maps ``B``
+            inputs and features to scores ``[B, B]``; it is copied, not changed.
         steps: Training steps.
         batch_size: Samples a step.
         learning_rate: Learning rate of Adam.
-        negatives: Which pairs of a batch stand for the product while the critic is trained: ``"others"``, or ``"all"``,
-            the joint pairs included: less variance and less information, see :mod:`.functional.mutual_information`.
-            SMILE is read on the others in either case.
+        negatives: Which pairs of a batch stand for the product while the critic is trained:
+            ``"others"``, or ``"all"``, the joint pairs included: less variance and less
+            information, see :mod:`.functional.mutual_information`. SMILE is read on the others in
+            either case.
         clip: The :math:`\tau` of SMILE.
         seed: Seed of the split, the batches and the critic.
 
@@ -80,8 +83,8 @@ def estimate_mutual_information(
         Estimate, standard error and number of test samples.
 
     Raises:
-        ValueError: If there are fewer than 40 samples, shapes do not fit, values are not finite, a number is out of
-            range, or ``negatives`` is unknown.
+        ValueError: If there are fewer than 40 samples, shapes do not fit, values are not finite, a
+            number is out of range, or ``negatives`` is unknown.
 
     Example:
         >>> x = torch.randn(400, 2, generator=Generator().manual_seed(0))

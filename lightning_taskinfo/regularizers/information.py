@@ -16,13 +16,15 @@ class WeightInformation(Regularizer):
 
     .. math:: \frac1N C_\beta = \mathbb{E}_Q[L_D]/N + \frac{\beta}{N}\,\mathrm{KL}(Q \| P)
 
-    The model's weights must be noisy (:func:`lightning_taskinfo.add_weight_noise`). :math:`N` is the size of the
-    labelled training set over all ranks, never of a batch; :math:`\beta = 1` is the ELBO. Give the parameters whose
-    names end with ``log_variance`` no weight decay: it would pull every standard deviation to 1.
+    The model's weights must be noisy (:func:`lightning_taskinfo.add_weight_noise`). :math:`N` is
+    the size of the labelled training set over all ranks, never of a batch; :math:`\beta = 1` is the
+    ELBO. Give the parameters whose names end with ``log_variance`` no weight decay: it would pull
+    every standard deviation to 1.
 
     Args:
         beta: Factor of the divergence beside the **sum** loss, or a :class:`WeightSchedule`.
-        num_samples: The :math:`N`. In a LightningModule it may be left out: the mixin asks the Trainer.
+        num_samples: The :math:`N`. In a LightningModule it may be left out: the mixin asks the
+            Trainer.
 
     Raises:
         ValueError: If ``beta`` is negative or ``num_samples`` not positive.
@@ -37,8 +39,8 @@ class WeightInformation(Regularizer):
         tensor(0.0050, grad_fn=<MulBackward0>)
 
     References:
-        Achille, Paolini, Mbeng, Soatto, *The information complexity of learning tasks, their structure and their
-        distance*, 2019.
+        Achille, Paolini, Mbeng, Soatto, *The information complexity of learning tasks, their
+        structure and their distance*, 2019.
     """
 
     def __init__(
@@ -59,7 +61,8 @@ class WeightInformation(Regularizer):
             epoch: Current epoch, for the weight.
 
         Returns:
-            ``beta / N * KL``, a scalar; :attr:`value` is the divergence in nats, :attr:`weight` is beta.
+            ``beta / N * KL``, a scalar; :attr:`value` is the divergence in nats, :attr:`weight` is
+            beta.
 
         Raises:
             ValueError: If the model has no noisy weights, or :math:`N` is unknown.

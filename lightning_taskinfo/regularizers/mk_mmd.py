@@ -14,12 +14,13 @@ from lightning_taskinfo.regularizers._base import Regularizer, WeightSchedule, c
 class MultiKernelMMD(Regularizer):
     r"""Penalty :math:`\lambda\,\widehat{\mathrm{MMD}}^2` between features of source and unlabelled target inputs.
 
-    The unbiased estimate under a mean of Gaussian kernels, see :func:`.functional.discrepancy.mk_mmd`; the two
-    batches may have different sizes.
+    The unbiased estimate under a mean of Gaussian kernels, see
+    :func:`.functional.discrepancy.mk_mmd`; the two batches may have different sizes.
 
     Args:
         weight: The :math:`\lambda`, or a :class:`WeightSchedule`.
-        widths: Kernel widths; by default nineteen, from 1/512 to 512 times the median distance in the batch.
+        widths: Kernel widths; by default nineteen, from 1/512 to 512 times the median distance in
+            the batch.
 
     Raises:
         ValueError: If the weight is negative or a width not positive.
@@ -50,7 +51,8 @@ class MultiKernelMMD(Regularizer):
             ``weight * MMD²``, a scalar; :attr:`value` is the squared discrepancy.
 
         Raises:
-            ValueError: If a batch has fewer than two samples, the widths differ, or features are not finite.
+            ValueError: If a batch has fewer than two samples, the widths differ, or features are
+                not finite.
         """
         check_rows("source", source)
         check_rows("target", target, tuple(source.shape[1:]))

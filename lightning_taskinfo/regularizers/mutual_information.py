@@ -39,32 +39,36 @@ OBJECTIVES: dict[str, Callable[..., Tensor]] = {
 class MutualInformation(Regularizer):
     r"""Penalty :math:`\lambda \hat I(x; z)`: make the features of unlabelled target inputs tell less about them.
 
-    A critic :math:`M(x, z)` is trained to **maximise** the objective while the network, through the penalty,
-    minimises it, in turns: by step, or by epoch as in the paper (critic in even epochs, network in odd ones).
-    Critic and network follow ``objective``. What is reported, :attr:`value`, is in nats: the SMILE estimate for the
-    Jensen–Shannon objective, the objective itself for the others, which are estimates of their own. SMILE is refused
-    as an objective: once the product scores are clipped nothing holds the joint scores back. A lower bound that is
-    being minimised promises nothing: check the result with :func:`estimate_mutual_information`.
+    A critic :math:`M(x, z)` is trained to **maximise** the objective while the network, through the
+    penalty, minimises it, in turns: by step, or by epoch as in the paper (critic in even epochs,
+    network in odd ones). Critic and network follow ``objective``. What is reported, :attr:`value`,
+    is in nats: the SMILE estimate for the Jensen–Shannon objective, the objective itself for the
+    others, which are estimates of their own. SMILE is refused as an objective: once the product
+    scores are clipped nothing holds the joint scores back. A lower bound that is being minimised
+    promises nothing: check the result with :func:`estimate_mutual_information`.
 
-    The critic has its own optimizer in here, whose state goes into the checkpoint. Its parameters do not require
-    gradients, so that the network's optimizer, clipping and DDP never see them; its steps run in float32 on
-    copies, and their gradients are averaged over ranks, which keeps it the same on all of them.
+    The critic has its own optimizer in here, whose state goes into the checkpoint. Its parameters
+    do not require gradients, so that the network's optimizer, clipping and DDP never see them; its
+    steps run in float32 on copies, and their gradients are averaged over ranks, which keeps it the
+    same on all of them.
 
     Args:
         input_shape: Shape of one input.
         feature_dim: Width of the features.
         weight: The :math:`\lambda`, or a :class:`WeightSchedule`.
-        critic: ``"separable"``, ``"bilinear"``, ``"concatenated"``, or a module that maps inputs ``[B, *input_shape]``
-            and features ``[B, F]`` to scores ``[B, B]``.
-        objective: What critic and network follow: ``"jensen_shannon"``, ``"donsker_varadhan"``, ``"mine"`` (the same
-            with the moving-average correction of its gradient), ``"nwj"`` or ``"info_nce"``.
-        negatives: Which pairs of a batch stand for the product in the objective: ``"others"``, or ``"all"``, the joint
-            pairs included: less variance and less information, see :mod:`.functional.mutual_information`. The SMILE
-            estimate is read on the others in either case. InfoNCE always counts the joint pairs.
+        critic: ``"separable"``, ``"bilinear"``, ``"concatenated"``, or a module that maps inputs
+            ``[B, *input_shape]`` and features ``[B, F]`` to scores ``[B, B]``.
+        objective: What critic and network follow: ``"jensen_shannon"``, ``"donsker_varadhan"``,
+            ``"mine"`` (the same with the moving-average correction of its gradient), ``"nwj"`` or
+            ``"info_nce"``.
+        negatives: Which pairs of a batch stand for the product in the objective: ``"others"``, or
+            ``"all"``, the joint pairs included: less variance and less information, see
+            :mod:`.functional.mutual_information`. The SMILE estimate is read on the others in
+            either case. InfoNCE always counts the joint pairs.
         clip: The :math:`\tau` of the SMILE estimate.
         alternate: Take turns by ``"step"`` or by ``"epoch"``.
-        critic_steps: Critic steps per call. If a fresh estimate rises with the weight, the critic is too slow: take
-            more of them.
+        critic_steps: Critic steps per call. If a fresh estimate rises with the weight, the critic
+            is too slow: take more of them.
         learning_rate: Learning rate of the critic's Adam.
         seed: Seed of the critic's initial weights.
 
@@ -118,14 +122,17 @@ class MutualInformation(Regularizer):
 
         Args:
             inputs: Unlabelled inputs, shape ``[B, *input_shape]``.
-            features: Their features, shape ``[B, feature_dim]``; the penalty's gradient flows into these only.
+            features: Their features, shape ``[B, feature_dim]``; the penalty's gradient flows into
+                these only.
             epoch: Current epoch, for the weight and for turns by epoch.
 
         Returns:
-            ``weight * objective``, a scalar; :attr:`value` is the estimate. Zero while it is the critic's turn.
+            ``weight * objective``, a scalar; :attr:`value` is the estimate. Zero while it is the
+            critic's turn.
 
         Raises:
-            ValueError: If shapes are wrong, inputs are not finite, or the batch holds fewer than two samples.
+            ValueError: If shapes are wrong, inputs are not finite, or the batch holds fewer than
+                two samples.
         """
         check_rows("inputs", inputs, self.input_shape)
         check_rows("features", features, (self.feature_dim,), rows=len(inputs))

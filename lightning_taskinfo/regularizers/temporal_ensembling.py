@@ -15,23 +15,26 @@ class TemporalEnsembling(Regularizer):
     r"""Penalty :math:`w(t)\,\frac{1}{BC} \sum_i \|\mathrm{softmax}(f(x_i)) - \tilde z_i\|^2` of Laine and Aila.
 
     :math:`\tilde z_i` is a moving average of sample :math:`i`'s predictions over the epochs, corrected for its start
-    at zero. It is kept for every sample, labelled or not, and moved at the sample's first visit in an epoch:
-    loaders that cycle do not count a sample twice. A sample seen for the first time has no target yet and adds
-    nothing. The averages are buffers, equal on all ranks, so that checkpoints keep them.
+    at zero. It is kept for every sample, labelled or not, and moved at the sample's first visit in
+    an epoch: loaders that cycle do not count a sample twice. A sample seen for the first time has
+    no target yet and adds nothing. The averages are buffers, equal on all ranks, so that
+    checkpoints keep them.
 
     Args:
         num_samples: Number of samples that carry an index, labelled and unlabelled.
         num_outputs: Number of logits :math:`C`, one for each class.
         num_labeled: Number of labelled samples among them; the default weight rises to
             ``30 * num_labeled / num_samples``.
-        weight: Factor of the penalty, or a :class:`WeightSchedule`, instead of that default. It is 0 in epoch 0.
+        weight: Factor of the penalty, or a :class:`WeightSchedule`, instead of that default. It is
+            0 in epoch 0.
         ramp_epochs: Epochs of the default weight's sigmoid ramp.
         decay: Decay of the moving average.
-        dtype: What the averages are kept in: ``"float32"``, ``"bfloat16"`` or ``"float16"``; memory is
-            ``num_samples * num_outputs`` of it.
+        dtype: What the averages are kept in: ``"float32"``, ``"bfloat16"`` or ``"float16"``; memory
+            is ``num_samples * num_outputs`` of it.
 
     Raises:
-        ValueError: If an argument is out of range, or neither ``weight`` nor ``num_labeled`` is given.
+        ValueError: If an argument is out of range, or neither ``weight`` nor ``num_labeled`` is
+            given.
 
     Example:
         >>> regularizer = TemporalEnsembling(num_samples=10, num_outputs=2, weight=1.0)
@@ -89,11 +92,12 @@ class TemporalEnsembling(Regularizer):
         Args:
             outputs: Logits, shape ``[B, C]``.
             index: Which samples these are, whole numbers below ``num_samples``, shape ``[B]``.
-            epoch: Current epoch, counted from 0. It has to be given: averages move once an epoch, and in epoch 0 the
-                penalty is 0.
+            epoch: Current epoch, counted from 0. It has to be given: averages move once an epoch,
+                and in epoch 0 the penalty is 0.
 
         Returns:
-            ``weight`` times the mean squared difference, a scalar; :attr:`value` is that difference.
+            ``weight`` times the mean squared difference, a scalar; :attr:`value` is that
+            difference.
 
         Raises:
             TypeError: If ``index`` is not of whole numbers, or ``epoch`` is missing.

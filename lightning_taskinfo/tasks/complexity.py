@@ -55,24 +55,26 @@ def structure_function(
 
     .. math:: C_\beta = \min_Q\, E_Q[L_D] + \beta\,\mathrm{KL}(Q\|P), \qquad Q = N(\mu, \mathrm{diag}\,\sigma^2)
 
-    A network is trained plainly, then turned noisy and trained at the highest :math:`\beta`, where it forgets all that
-    is not worth its price; each lower one starts from there. Two sweeps with the same
-    seed over the same inputs differ by their labels alone.
+    A network is trained plainly, then turned noisy and trained at the highest :math:`\beta`, where
+    it forgets all that is not worth its price; each lower one starts from there. Two sweeps with
+    the same seed over the same inputs differ by their labels alone.
 
     Args:
         model_fn: Makes the network, the same one after the same ``torch.manual_seed``.
-        data: ``(inputs, targets)``, a dataset of such pairs, or a loader over one, whose dataset is read.
+        data: ``(inputs, targets)``, a dataset of such pairs, or a loader over one, whose dataset is
+            read.
         betas: Weights of the divergence beside the **sum** of the loss; used from high to low.
-        prior_center: Mean of the pre-distribution: the network's own start, ``"zero"``, or tensors by parameter name.
+        prior_center: Mean of the pre-distribution: the network's own start, ``"zero"``, or tensors
+            by parameter name.
         prior_std: Standard deviation of the pre-distribution.
         likelihood: What the outputs mean, as for :func:`~lightning_taskinfo.fisher.fisher_trace`.
         training: How long and how fast to train.
         seed: Seed of the network's start, the batches and the noise.
         name: What to call the task in plots.
-        folder: Keeps rows and network after each :math:`\beta`; a call that was interrupted continues there. Refused if
-            it belongs to other data, another network or other settings.
-        progress: Whether to draw a bar where standard error is a terminal or a notebook; or a function, called with the
-            number of finished :math:`\beta`, their total and a label.
+        folder: Keeps rows and network after each :math:`\beta`; a call that was interrupted
+            continues there. Refused if it belongs to other data, another network or other settings.
+        progress: Whether to draw a bar where standard error is a terminal or a notebook; or a
+            function, called with the number of finished :math:`\beta`, their total and a label.
 
     Returns:
         The points, with hull, complexity, critical :math:`\beta` and plots.
@@ -89,8 +91,8 @@ def structure_function(
         (True, True)
 
     References:
-        Achille, Paolini, Mbeng, Soatto, *The information complexity of learning tasks, their structure and their
-        distance*, sections 3 and 7.
+        Achille, Paolini, Mbeng, Soatto, *The information complexity of learning tasks, their
+        structure and their distance*, sections 3 and 7.
     """
     check_positive(prior_std=prior_std, betas=betas)
     betas = tuple(sorted({float(beta) for beta in betas}, reverse=True))
@@ -198,7 +200,8 @@ class Sweep:
     def step(self, beta: float) -> None:
         r"""Minimise :math:`C_\beta` from where the network is, and measure.
 
-        The first has the longest way to go, from plain weights to almost nothing: it is trained twice.
+        The first has the longest way to go, from plain weights to almost nothing: it is trained
+        twice.
         """
         for turn in range(1 if self.rows else 2):
             seed = seed_from(self.seed, 2, len(self.rows), turn)

@@ -40,7 +40,8 @@ class TaskEmbedding:
         labels: Whose labels: ``"exact"`` expectation over the model's, or ``"sampled"`` from it.
         samples: Number of samples behind the Fisher information.
         num_classes: Number of classes of the task.
-        test_error: Share of test samples that the fitted head gets wrong; NaN where there were none.
+        test_error: Share of test samples that the fitted head gets wrong; NaN where there were
+            none.
 
     Raises:
         ValueError: If the vector has not the sizes' length, or has a negative or infinite entry.
@@ -184,11 +185,12 @@ def embedding_distances(
 
     Args:
         embeddings: Of one probe.
-        alpha: How much the complexity of the source counts: 0, for a symmetric matrix of distances, unless told
-            otherwise, while :func:`nearest_source` prefers complex sources a little. See
-            :func:`~lightning_taskinfo.functional.task_embedding.asymmetric_embedding_distance`.
-        trivial: Fisher information of the trivial task, which only matters with ``alpha``; where ``None`` the geometric
-            mean of the embeddings' mean entries, so that their common scale does not matter.
+        alpha: How much the complexity of the source counts: 0, for a symmetric matrix of distances,
+            unless told otherwise, while :func:`nearest_source` prefers complex sources a little.
+            See :func:`~lightning_taskinfo.functional.task_embedding.asymmetric_embedding_distance`.
+        trivial: Fisher information of the trivial task, which only matters with ``alpha``; where
+            ``None`` the geometric mean of the embeddings' mean entries, so that their common scale
+            does not matter.
 
     Raises:
         ValueError: If there is no embedding, or they are not of one probe.

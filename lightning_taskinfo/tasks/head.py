@@ -100,16 +100,19 @@ def fit_linear_head(
     .. math:: \frac1N \sum_n -\log \mathrm{softmax}(W z_n + b)_{y_n} + \frac{\lambda}{2} \|W\|^2,
         \qquad z = (x - \bar x) / s
 
-    with the features standardised; a feature that never varies is left alone. In float64 and from zero, by L-BFGS.
+    with the features standardised; a feature that never varies is left alone. In float64 and from
+    zero, by L-BFGS.
 
     Args:
         features: Shape ``[N, D]``, float64.
         labels: Classes from 0 on, none of them empty, shape ``[N]``.
-        weight_decay: :math:`\lambda`, positive: without it the weights of separable classes have no bound.
+        weight_decay: :math:`\lambda`, positive: without it the weights of separable classes have no
+            bound.
         max_iter: Most steps of L-BFGS.
 
     Returns:
-        A float64 layer from the features as they are (the standardisation is folded in) to the classes' logits.
+        A float64 layer from the features as they are (the standardisation is folded in) to the
+        classes' logits.
     """
     mean, std = features.mean(0), features.std(0, correction=0)
     std = torch.where(std > 1e-12 * features.abs().amax(0), std, 1.0)

@@ -51,8 +51,9 @@ class SmallProbe(nn.Module):
 def default_probe(*, epochs: int = 4, seed: int = 0) -> SmallProbe:
     """Return the small probe, trained to tell the 20 classes of the embedded digits and letters apart.
 
-    Trained at the first call, in seconds and with one thread, then read from the folder of cached data: the same
-    weights every time. A file that cannot be read is made anew, and a folder that cannot be written to costs a warning.
+    Trained at the first call, in seconds and with one thread, then read from the folder of cached
+    data: the same weights every time. A file that cannot be read is made anew, and a folder that
+    cannot be written to costs a warning.
 
     Args:
         epochs: Passes over the 8,000 training images.

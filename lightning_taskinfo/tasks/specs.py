@@ -48,19 +48,21 @@ def prepare_task(
 ) -> Task:
     """Return the training part of the task that ``name`` describes, as tensors for a network.
 
-    A specification is a dataset or several, and what to make of them, as in :func:`lightning_taskinfo.data.load_task`.
+    A specification is a dataset or several, and what to make of them, as in
+    :func:`lightning_taskinfo.data.load_task`.
 
     Args:
-        name: Such as ``"digits"``, ``"digits:even-odd"``, ``"digits+letters"`` or ``"mnist:only-0-1:inverted"``; or a
-            path.
+        name: Such as ``"digits"``, ``"digits:even-odd"``, ``"digits+letters"`` or
+            ``"mnist:only-0-1:inverted"``; or a path.
         max_samples: At most this many samples, shuffled; all where ``None``.
         size: Height and width of the embedded digits and letters: 28, or 8.
-        seed: Seed of the shuffling, and of random labels, which leave the choice of images as it is.
+        seed: Seed of the shuffling, and of random labels, which leave the choice of images as it
+            is.
         data_dir: Folder of further datasets; ``TASKINFO_DATA_DIR`` where not given.
 
     Raises:
-        ValueError: If a dataset or a variant is unknown, a class does not exist, datasets that are put together
-            differ in the shape of their images, or ``max_samples`` is less than 1.
+        ValueError: If a dataset or a variant is unknown, a class does not exist, datasets that are
+            put together differ in the shape of their images, or ``max_samples`` is less than 1.
 
     Example:
         >>> task = prepare_task("digits:only-3-8", max_samples=100)

@@ -34,20 +34,22 @@ class StructureFunction:
         S_D(t) = \min_{\mathrm{KL}(Q\|P) \le t} E_Q[L_D], \qquad
         C_\beta = \min_t\, S_D(t) + \beta\,t, \qquad \frac{dS_D}{dt} = -\beta
 
-    Information and losses are in nats, losses are **sums** over the dataset, and their errors are Monte-Carlo standard
-    errors; the divergence has none, being in closed form. A training that stopped short of a minimum gives a point
-    above the true curve, never below.
+    Information and losses are in nats, losses are **sums** over the dataset, and their errors are
+    Monte-Carlo standard errors; the divergence has none, being in closed form. A training that
+    stopped short of a minimum gives a point above the true curve, never below.
 
     Attributes:
         betas: Weights of the divergence beside the sum of the loss, falling, ``B`` of them.
         kl: :math:`\mathrm{KL}(Q\|P)`.
         loss: :math:`E_Q[L_D]`.
-        loss_error: Its standard error; also that of :math:`C_\beta` at the sweep's own :math:`\beta`.
-        prior_loss: :math:`E_P[L_D]`, what weights without information lose: the curve's point at :math:`t = 0`.
+        loss_error: Its standard error; also that of :math:`C_\beta` at the sweep's own
+            :math:`\beta`.
+        prior_loss: :math:`E_P[L_D]`, what weights without information lose: the curve's point at
+            :math:`t = 0`.
         prior_loss_error: Its standard error.
         samples: Number of samples ``N``.
-        label_entropy: Entropy of the labels' frequencies per sample, the loss of the best constant classifier;
-            ``None`` where labels are not classes.
+        label_entropy: Entropy of the labels' frequencies per sample, the loss of the best constant
+            classifier; ``None`` where labels are not classes.
         name: What to call the task.
     """
 
@@ -72,10 +74,12 @@ class StructureFunction:
         r"""Return the information complexity :math:`C_\beta`: the least :math:`E_Q[L_D] + \beta\,\mathrm{KL}` found.
 
         Args:
-            beta: Weight of the divergence beside the **sum** of the loss; need not be one of the sweep's.
+            beta: Weight of the divergence beside the **sum** of the loss; need not be one of the
+                sweep's.
 
         Returns:
-            The least value, an upper bound on the true minimum, with the Monte-Carlo error of that point's loss.
+            The least value, an upper bound on the true minimum, with the Monte-Carlo error of that
+            point's loss.
 
         Raises:
             ValueError: If ``beta`` is negative.
@@ -110,8 +114,9 @@ class StructureFunction:
     def unfinished(self) -> tuple[float, ...]:
         r"""Return the :math:`\beta` whose training provably stopped short of the minimum.
 
-        That is where another point, or the prior's, has an :math:`E_Q[L_D] + \beta\,\mathrm{KL}` that is lower by more
-        than three standard errors. Where none has, the training may still have stopped short.
+        That is where another point, or the prior's, has an :math:`E_Q[L_D] + \beta\,\mathrm{KL}`
+        that is lower by more than three standard errors. Where none has, the training may still
+        have stopped short.
         """
         found = []
         for beta, own, error in zip(self.betas, self.objective, self.loss_error, strict=True):
@@ -123,8 +128,9 @@ class StructureFunction:
     def critical_beta(self, margin: float = 0.05) -> float | None:
         r"""Return :math:`\beta^*`, below which the minimiser is no longer a constant classifier.
 
-        The largest :math:`\beta` at which :math:`E_Q[L_D]/N` is ``margin`` below the entropy of the labels, between two
-        points of the sweep by linear interpolation over :math:`\log\beta`. Compare tasks at equal ``N`` only.
+        The largest :math:`\beta` at which :math:`E_Q[L_D]/N` is ``margin`` below the entropy of the
+        labels, between two points of the sweep by linear interpolation over :math:`\log\beta`.
+        Compare tasks at equal ``N`` only.
 
         Args:
             margin: Share of the label entropy that a classifier must gain to count as not constant.

@@ -1,8 +1,9 @@
 r"""Shallow ReLU students of ReLU teachers: the ablated set-up, many repetitions at once.
 
-The target teacher has some features, the source teacher what is left of them after a fraction was removed. A student
-learns the source from a stream of fresh samples, then the target from ``n`` samples. Its risk is exact: squared
-distances between ReLU networks over Gaussian inputs have a closed form.
+The target teacher has some features, the source teacher what is left of them after a fraction was
+removed. A student learns the source from a stream of fresh samples, then the target from ``n``
+samples. Its risk is exact: squared distances between ReLU networks over Gaussian inputs have a
+closed form.
 """
 
 from collections.abc import Iterable
@@ -49,8 +50,10 @@ class StudentTeacherRisks(TransferRisks):
         scratch: Risk of a student trained on the target's samples alone.
         linear: Risk after a new last layer on the pretrained student's features.
         fine_tune: Risk after all layers were trained on.
-        outside: Squared out-of-span norm for the pretrained student's features; no linear transfer gets below it.
-        outside_source: The same for the source teacher's features, what a perfect student would have.
+        outside: Squared out-of-span norm for the pretrained student's features; no linear transfer
+            gets below it.
+        outside_source: The same for the source teacher's features, what a perfect student would
+            have.
     """
 
     outside: Tensor
@@ -100,11 +103,13 @@ def train_networks(
 ) -> ReLUNetworks:
     """Gradient descent of both layers on half the mean squared error, one step per batch.
 
-    Rates are in units of the width, as in the mean-field limit: features move as far in a wide network as in a narrow.
+    Rates are in units of the width, as in the mean-field limit: features move as far in a wide
+    network as in a narrow.
 
     Args:
         networks: Where to start; left as they are.
-        batches: Inputs ``[R, n, d]`` and labels ``[R, n]``; the same pair again and again for full-batch descent.
+        batches: Inputs ``[R, n, d]`` and labels ``[R, n]``; the same pair again and again for
+            full-batch descent.
         learning_rate: Step size over the width.
 
     Returns:

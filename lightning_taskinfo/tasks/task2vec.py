@@ -40,26 +40,32 @@ class Task2Vec:
     .. math:: F_{ii} = \frac1N \sum_n \mathbb{E}_{y \sim p_w(\cdot|x_n)} (\partial_i \log p_w(y|x_n))^2,
         \qquad \text{embedding}_f = \frac{1}{|f|} \sum_{i \in f} F_{ii}
 
-    For every task a new linear head is fitted to the probe's frozen features; then each sample's gradient by the
-    probe's weights is squared (never the mean gradient of a batch) and averaged over the weights of each filter: the
-    output channel of a convolution, the row of a matrix. The head is left out, so tasks with different numbers of
-    classes have embeddings of one length. Biases and the vectors of normalisation layers are left out too. The probe is
-    copied and stays as it is; it is measured in eval mode.
+    For every task a new linear head is fitted to the probe's frozen features; then each sample's
+    gradient by the probe's weights is squared (never the mean gradient of a batch) and averaged
+    over the weights of each filter: the output channel of a convolution, the row of a matrix. The
+    head is left out, so tasks with different numbers of classes have embeddings of one length.
+    Biases and the vectors of normalisation layers are left out too. The probe is copied and stays
+    as it is; it is measured in eval mode.
 
     Args:
-        probe: Any module from inputs to logits; a small network trained on the embedded digits and letters where
-            ``None``, which takes images of any size.
-        head: Name of the module in the probe that the head takes the place of, as in ``named_modules()``; its input
-            must be one tensor ``[N, D]`` and its output the logits. The last ``nn.Linear`` where ``None``.
-        labels: ``"exact"`` expectation over the model's labels, whose cost grows with the classes, or ``"sampled"``.
+        probe: Any module from inputs to logits; a small network trained on the embedded digits and
+            letters where ``None``, which takes images of any size.
+        head: Name of the module in the probe that the head takes the place of, as in
+            ``named_modules()``; its input must be one tensor ``[N, D]`` and its output the logits.
+            The last ``nn.Linear`` where ``None``.
+        labels: ``"exact"`` expectation over the model's labels, whose cost grows with the classes,
+            or ``"sampled"``.
         mc_samples: Number of labels drawn for each sample, for ``labels="sampled"``.
-        max_samples: At most this many samples, drawn at random, go into the Fisher information; the head sees all.
-        weight_decay: Penalty :math:`\frac\lambda2\|W\|^2` of the head beside its mean loss, on standardised features;
-            it decides how sure the head gets, and with it the scale of the embedding.
+        max_samples: At most this many samples, drawn at random, go into the Fisher information; the
+            head sees all.
+        weight_decay: Penalty :math:`\frac\lambda2\|W\|^2` of the head beside its mean loss, on
+            standardised features; it decides how sure the head gets, and with it the scale of the
+            embedding.
         seed: Seed of the draws.
         engine: Engine of :func:`~lightning_taskinfo.fisher.fisher_diagonal`.
         forward_fn: How to get the logits, ``forward_fn(probe, inputs)``; found out by default.
-        batch_fn: Picks ``(inputs, labels)`` out of a batch; needed where the batch does not say it plainly.
+        batch_fn: Picks ``(inputs, labels)`` out of a batch; needed where the batch does not say it
+            plainly.
 
     Raises:
         ValueError: If an argument is outside its domain, or no weight is left beside the head.
@@ -114,17 +120,19 @@ class Task2Vec:
         """Fit a head to the task and return the embedding.
 
         Args:
-            data: The task's samples: ``(inputs, labels)``, a dataset of such pairs, a loader over one, or an
-                :class:`~lightning_taskinfo.data.ArrayData`, whose training split is taken. Labels are class indices,
-                shape ``[N]``; those that do not occur do not count.
+            data: The task's samples: ``(inputs, labels)``, a dataset of such pairs, a loader over
+                one, or an :class:`~lightning_taskinfo.data.ArrayData`, whose training split is
+                taken. Labels are class indices, shape ``[N]``; those that do not occur do not
+                count.
             name: What to call the task; the name of an ``ArrayData`` where not given.
-            test: Samples for :attr:`TaskEmbedding.test_error`; the test split of an ``ArrayData`` where not given.
+            test: Samples for :attr:`TaskEmbedding.test_error`; the test split of an ``ArrayData``
+                where not given.
 
         Raises:
             TypeError: If ``data`` or ``test`` is a name or path.
-            ValueError: If there is no name, the labels are not classes, fewer than two classes occur, the probe does
-                not take the inputs, they are not finite, or the head does not get one tensor ``[N, D]`` and put out
-                the logits.
+            ValueError: If there is no name, the labels are not classes, fewer than two classes
+                occur, the probe does not take the inputs, they are not finite, or the head does not
+                get one tensor ``[N, D]`` and put out the logits.
         """
         _check_kind(data=data, test=test)
         if isinstance(data, ArrayData):

@@ -1,7 +1,8 @@
 r"""Deep linear networks, pretrained on one linear task and transferred to another, many repetitions at once.
 
-:func:`simulate_transfer` draws target samples and takes the points at which gradient flow ends, which are known in
-closed form for each draw. :func:`simulate_phase_diagram` does so on a grid of task angles and sample numbers.
+:func:`simulate_transfer` draws target samples and takes the points at which gradient flow ends,
+which are known in closed form for each draw. :func:`simulate_phase_diagram` does so on a grid of
+task angles and sample numbers.
 """
 
 from dataclasses import dataclass
@@ -107,13 +108,14 @@ def simulate_transfer(
 ) -> TransferRisks:
     r"""Risks on drawn target samples of networks that gradient flow has trained to the end.
 
-    Scratch training ends in the minimum-norm solution :math:`\beta_{sc} = X^+ y`; linear transfer in ridge regression
-    on :math:`\beta_s^\top x`; fine-tuning in
+    Scratch training ends in the minimum-norm solution :math:`\beta_{sc} = X^+ y`; linear transfer
+    in ridge regression on :math:`\beta_s^\top x`; fine-tuning in
     :math:`\beta_{sc} + b^{L-1} (I - P)\beta_s` with :math:`P` the projection onto the samples and :math:`b` the layers'
     norm, :math:`b^{2L} = \|\beta_{sc}\|^2 + b^{2(L-1)}\,\|(I-P)\beta_s\|^2`.
 
     Args:
-        theta: Angles between source and target, any shape ``[...]``; all angles see the same inputs and noise.
+        theta: Angles between source and target, any shape ``[...]``; all angles see the same inputs
+            and noise.
         gamma: Samples per dimension; ``n`` is ``gamma * dimension``, rounded.
         sigma: Standard deviation of the label noise.
         dimension: Dimension of the inputs.
@@ -157,7 +159,8 @@ def minimum_norm(draws: LinearTasks) -> tuple[Tensor, Tensor]:
         draws: LinearTasks of target tasks.
 
     Returns:
-        ``[R, A, d]`` solutions and ``[R, d]`` unseen parts, which are 0 where there are at least ``d`` samples.
+        ``[R, A, d]`` solutions and ``[R, d]`` unseen parts, which are 0 where there are at least
+        ``d`` samples.
     """
     X, y = draws.inputs, draws.labels
     if X.shape[1] < X.shape[2]:  # n < d: (I - P) v = v - Xᵀ (X Xᵀ)⁻¹ X v
@@ -265,7 +268,8 @@ def simulate_phase_diagram(
 
     Args:
         mode: ``"linear"`` or ``"fine_tune"``.
-        theta: Angles between source and target, shape ``[A]``; one gamma's angles share inputs and noise.
+        theta: Angles between source and target, shape ``[A]``; one gamma's angles share inputs and
+            noise.
         gamma: Samples per dimension, shape ``[G]``.
         sigma: Standard deviation of the label noise.
         dimension: Dimension of the inputs.

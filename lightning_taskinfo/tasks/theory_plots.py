@@ -1,6 +1,7 @@
 """Pictures of phase diagrams: surface, signed map with its boundaries, slices with simulated points.
 
-Every function returns ``(fig, ax)`` and draws on a figure of its own unless it is given axes; pyplot is not involved.
+Every function returns ``(fig, ax)`` and draws on a figure of its own unless it is given axes;
+pyplot is not involved.
 """
 
 import math

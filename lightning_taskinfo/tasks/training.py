@@ -1,7 +1,8 @@
 r"""Minimise :math:`C_\beta` in a plain torch loop: without noise first, then with noisy weights.
 
-Everything random comes from the seed that a call is given: batches and noise from generators of their own, dropout from
-a global generator that is put back afterwards. The same seed gives the same bits, alone or beside other work.
+Everything random comes from the seed that a call is given: batches and noise from generators of
+their own, dropout from a global generator that is put back afterwards. The same seed gives the same
+bits, alone or beside other work.
 """
 
 import math
@@ -36,7 +37,8 @@ class Training:
         pretrain_steps: Optimizer steps without noise, before the first :math:`\beta`.
         steps: Optimizer steps with noisy weights, for each :math:`\beta`.
         batch_size: TaskData of one step.
-        noises: Networks drawn in one step, each for all samples of the batch; more of them end nearer the minimum.
+        noises: Networks drawn in one step, each for all samples of the batch; more of them end
+            nearer the minimum.
         learning_rate: Rate for weights and means.
         log_variance_learning_rate: Rate for the log-variances, which have further to go.
         draws: Networks drawn from :math:`Q` to estimate :math:`E_Q[L_D]` after the training.
@@ -192,7 +194,8 @@ def expected_loss(
 ) -> tuple[float, float]:
     r"""Estimate :math:`E_Q[L_D]`, the expected **sum** of the loss, with its Monte-Carlo standard error.
 
-    Every chunk of samples sees a network of its own, which is as unbiased as one network for all, and varies less.
+    Every chunk of samples sees a network of its own, which is as unbiased as one network for all,
+    and varies less.
     """
     model.eval()
     with sampling(model):

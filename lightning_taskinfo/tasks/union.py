@@ -1,7 +1,8 @@
 r"""One task, or the disjoint union of two: a shared trunk with a head for each, and the information in its parts.
 
-The divergence of each part is weighted by :math:`\beta` times the number of samples that reach it, over the number of
-samples of the first task: the trunk of a union of :math:`N_{12}` samples has :math:`\beta N_{12}/N_1`, the head of task
+The divergence of each part is weighted by :math:`\beta` times the number of samples that reach it,
+over the number of samples of the first task: the trunk of a union of :math:`N_{12}` samples has
+:math:`\beta N_{12}/N_1`, the head of task
 :math:`i` has :math:`\beta N_i/N_1`. That is one :math:`\beta` for the mean of the loss that a part sees, and the
 minimisers for :math:`D` and for :math:`D \sqcup D` are then the same, in any network.
 """

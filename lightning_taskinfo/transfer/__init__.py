@@ -1,8 +1,9 @@
 """Starts × ways to adapt × numbers of labels × seeds, compared with scratch and reported.
 
-:func:`transfer` in ``run.py`` reads the call, plans the trainings and collects their results. A training is a cell,
-``cells.py``; what it trains is known to a recipe, of the user's own module and starts (``own.py``) or of the ready
-parts (``ready/stages.py``). ``training.py`` trains it so that a killed one goes on. ``report.py`` compares the results.
+:func:`transfer` in ``run.py`` reads the call, plans the trainings and collects their results. A
+training is a cell, ``cells.py``; what it trains is known to a recipe, of the user's own module and
+starts (``own.py``) or of the ready parts (``ready/stages.py``). ``training.py`` trains it so that a
+killed one goes on. ``report.py`` compares the results.
 """
 
 import sys

@@ -35,9 +35,11 @@ def adapted(module: Any, way: Adapt, fresh: Sequence[str]) -> Any:
 
     Args:
         module: The module at its start.
-        way: ``"full"``; ``"linear"``, the head alone; ``"lora"``, low-rank adapters of all linear layers, and the head;
-            the name of a layer, which is frozen with all before it; or a function that freezes what it likes.
-        fresh: Names of parameters that have no pretrained weights: the head. The last layer, where there are none.
+        way: ``"full"``; ``"linear"``, the head alone; ``"lora"``, low-rank adapters of all linear
+            layers, and the head; the name of a layer, which is frozen with all before it; or a
+            function that freezes what it likes.
+        fresh: Names of parameters that have no pretrained weights: the head. The last layer, where
+            there are none.
 
     Raises:
         ValueError: If nothing is left to train.

@@ -32,10 +32,11 @@ class Job:
         test: What its ``test`` is called with; ``None`` for no test.
         options: Of the Trainer.
         weights: Returns what is kept of the trained module.
-        after: Returns what is found after training, under names of :class:`Result`, and what is logged of it.
+        after: Returns what is found after training, under names of :class:`Result`, and what is
+            logged of it.
         before: What is logged before training.
-        ours: Whether the module is ours, and not the user's: then what it logs has our prefix, and its checkpoints
-            are whole.
+        ours: Whether the module is ours, and not the user's: then what it logs has our prefix, and
+            its checkpoints are whole.
     """
 
     module: Any
@@ -141,7 +142,8 @@ class Cell:
     def run(self) -> dict[str, Any]:
         """Train, test, and return the result in JSON-like values; files of a killed run are continued from.
 
-        The global generators, which are the user's where this is the user's process, stay as they were.
+        The global generators, which are the user's where this is the user's process, stay as they
+        were.
         """
         begun = time.perf_counter()
         log = RunLog() if self.stage == "pretrain" else self.log

@@ -23,7 +23,8 @@ class Certified:
     Attributes:
         target: The target data; its test set gives the test-set bound.
         rows: Rows of training samples in random order.
-        labels: The first so many are trained on, and certified; the inputs of others serve nothing else.
+        labels: The first so many are trained on, and certified; the inputs of others serve nothing
+            else.
     """
 
     target: Target

@@ -108,7 +108,8 @@ class Frozen(NamedTuple):
 
     Attributes:
         features: By layer, shape ``[N, D]`` each, float32 or better, on the CPU.
-        logits: Output of the source head, shape ``[N, Z]``; ``None`` where the network ends in something else.
+        logits: Output of the source head, shape ``[N, Z]``; ``None`` where the network ends in
+            something else.
     """
 
     features: dict[str, Tensor]
@@ -123,7 +124,8 @@ class Network:
         model: The network.
         run: Returns its outputs on inputs.
         seen: What modules put out, in the order in which they finished; one entry per call.
-        head: Name of the linear layer whose output is the network's; ``None`` where it ends in something else.
+        head: Name of the linear layer whose output is the network's; ``None`` where it ends in
+            something else.
     """
 
     model: nn.Module
@@ -165,11 +167,14 @@ class Network:
 
         Args:
             samples: The samples.
-            layers: Names of modules; all that have no children, run and put out a tensor where ``None``.
-            max_features: Most of a layer, see :func:`~lightning_taskinfo.functional.readout.pooled`.
+            layers: Names of modules; all that have no children, run and put out a tensor where
+                ``None``.
+            max_features: Most of a layer, see
+                :func:`~lightning_taskinfo.functional.readout.pooled`.
 
         Raises:
-            ValueError: If a layer is unknown, does not run once a pass, or has no finite row for each sample.
+            ValueError: If a layer is unknown, does not run once a pass, or has no finite row for
+                each sample.
         """
         modules = dict(self.model.named_modules())
         names = layers
@@ -220,9 +225,10 @@ class Network:
     def spread_layers(self, number: int) -> list[str]:
         """Return names of up to ``number`` layers over the depth, the last one before the head among them.
 
-        The tree of modules is opened from the top, always the module with the most weights, until enough of them run
-        once and put out a tensor with a row for each sample; of these, evenly spaced ones are taken. The head is left
-        out, and so are modules whose output the next one hands on, and those that run before all weights.
+        The tree of modules is opened from the top, always the module with the most weights, until
+        enough of them run once and put out a tensor with a row for each sample; of these, evenly
+        spaced ones are taken. The head is left out, and so are modules whose output the next one
+        hands on, and those that run before all weights.
         """
         modules = dict(self.model.named_modules())
         usable: dict[str, Tensor] = {
@@ -345,7 +351,8 @@ def _weights(module: nn.Module) -> int:
 def caller(model: nn.Module, few: Any, forward_fn: Forward | None) -> Callable[[Any], Any]:
     """Find out how a network is called on inputs like these; return a function of inputs that returns its outputs.
 
-    Inputs go to the network's device. A network without logits, such as an encoder, only has to run.
+    Inputs go to the network's device. A network without logits, such as an encoder, only has to
+    run.
 
     Raises:
         ValueError: If it cannot be called on them.

@@ -29,8 +29,8 @@ class RunLog:
     """Which logger the runs of an experiment have.
 
     Args:
-        kind: ``"none"``; ``"csv"`` for a table of each run's epochs; ``"wandb"`` or ``"wandb_offline"`` for a run of
-            Weights & Biases each, all in one group.
+        kind: ``"none"``; ``"csv"`` for a table of each run's epochs; ``"wandb"`` or
+            ``"wandb_offline"`` for a run of Weights & Biases each, all in one group.
         project: Project in Weights & Biases.
         group: Group of the experiment there.
         folder: Where files go.
@@ -191,13 +191,15 @@ def log_to_wandb(
 ) -> Path:
     """Make a run that holds the table, the figures as images, and the numbers as scalars.
 
-    The numbers are called ``taskinfo/<method>/50_labels/accuracy``. Another run that is open meanwhile stays as it is.
+    The numbers are called ``taskinfo/<method>/50_labels/accuracy``. Another run that is open
+    meanwhile stays as it is.
 
     Args:
         report: What to log.
         project: Project in W&B.
         group: Group of the experiment's runs; the name of the report by default.
-        mode: ``"online"``, or ``"offline"`` (to look at with ``wandb leet``); what W&B is set to by default.
+        mode: ``"online"``, or ``"offline"`` (to look at with ``wandb leet``); what W&B is set to by
+            default.
         folder: Folder in which W&B makes its folder ``wandb``.
         confidence: Probability that an interval covers.
 

@@ -34,7 +34,8 @@ class Onset:
     Attributes:
         layers: Names of the layers.
         low: Lower ends of the intervals, shape ``[K]``.
-        middle: The predictions, shape ``[K]``; infinite where linear transfer is never predicted to hurt.
+        middle: The predictions, shape ``[K]``; infinite where linear transfer is never predicted to
+            hurt.
         high: Upper ends of the intervals, shape ``[K]``.
         confidence: Probability that an interval covers.
     """
@@ -98,12 +99,13 @@ class Onset:
 class FeatureOverlap:
     """Share of the target labels' variance that a linear read-out of frozen features misses, layer by layer.
 
-    Held-out shares: they count what lies outside the span and what the given number of labels cannot pin down, so
-    they are above the out-of-span share and fall towards it with more labels.
+    Held-out shares: they count what lies outside the span and what the given number of labels
+    cannot pin down, so they are above the out-of-span share and fall towards it with more labels.
 
     Attributes:
         layers: Names of the layers.
-        outside: Missed shares, shape ``[K]``; 0 is all explained, 1 nothing (more is possible on held-out labels).
+        outside: Missed shares, shape ``[K]``; 0 is all explained, 1 nothing (more is possible on
+            held-out labels).
         standard_error: Over samples, the folds' models taken as given, shape ``[K]``.
         samples: Number of labels used.
     """
@@ -165,18 +167,19 @@ class FeatureOverlap:
     def onset(self, curve: Mapping[int, float], *, confidence: float = 0.95) -> Onset:
         r"""Predicted number of target labels above which linear transfer hurts, per layer, with its interval.
 
-        A power law :math:`A\,n^{-\nu}` is fitted to the learning curve of training from scratch; it falls below the
-        missed share at the onset. The interval carries the uncertainty of the share, not that of the curve: a warning
-        says where the law is followed to more than ten times the largest number of labels, or less than a tenth of
-        the smallest.
+        A power law :math:`A\,n^{-\nu}` is fitted to the learning curve of training from scratch; it
+        falls below the missed share at the onset. The interval carries the uncertainty of the
+        share, not that of the curve: a warning says where the law is followed to more than ten
+        times the largest number of labels, or less than a tenth of the smallest.
 
         Args:
-            curve: Share of the labels' variance that scratch missed on held-out data, not in per cent, by number of
-                labels, two or more.
+            curve: Share of the labels' variance that scratch missed on held-out data, not in per
+                cent, by number of labels, two or more.
             confidence: Probability that an interval covers.
 
         Returns:
-            The onsets, which print, draw and unpack into lower end, onset and upper end, shape ``[K]`` each.
+            The onsets, which print, draw and unpack into lower end, onset and upper end, shape
+            ``[K]`` each.
 
         Raises:
             ValueError: If the curve does not fall, or does not consist of positive shares.
@@ -248,31 +251,33 @@ def feature_overlap(
 ) -> FeatureOverlap:
     """Measure, by cross-validation, what share of the labels' variance the features of each layer leave unexplained.
 
-    Ridge regression on the features of one layer predicts the labels (one-hot for classes) of a fold from the others;
-    its penalty is picked by the exact leave-one-out error within those, so that no held-out label takes part in it. The
-    share is the squared error over that of the mean label. The model is only observed. Beside the inputs, what is kept
-    of a sample is at most ``4 * max_features`` bytes for each layer.
+    Ridge regression on the features of one layer predicts the labels (one-hot for classes) of a
+    fold from the others; its penalty is picked by the exact leave-one-out error within those, so
+    that no held-out label takes part in it. The share is the squared error over that of the mean
+    label. The model is only observed. Beside the inputs, what is kept of a sample is at most
+    ``4 * max_features`` bytes for each layer.
 
     Args:
         model: The pretrained network.
-        data: Batches ``(inputs, labels)`` of the target task, or one, labels as class indices or as real values; a
-            mapping has them in its field ``labels``, ``label``, ``targets``, ``target`` or ``y``. Shuffled: folds are
-            taken in turns, sample by sample.
-        layers: Names of modules that run once a pass and put out one tensor; if not given, all modules without children
-            that run and put out a tensor.
+        data: Batches ``(inputs, labels)`` of the target task, or one, labels as class indices or as
+            real values; a mapping has them in its field ``labels``, ``label``, ``targets``,
+            ``target`` or ``y``. Shuffled: folds are taken in turns, sample by sample.
+        layers: Names of modules that run once a pass and put out one tensor; if not given, all
+            modules without children that run and put out a tensor.
         folds: Number of folds.
-        max_features: Most features of a layer: larger ones are averaged over neighbouring pixels or over tokens, see
-            :func:`~lightning_taskinfo.functional.readout.pooled`. ``None`` keeps all of them.
-        forward_fn: How to call the model, ``forward_fn(model, inputs)``; otherwise on the inputs, those of a mapping by
-            name.
+        max_features: Most features of a layer: larger ones are averaged over neighbouring pixels or
+            over tokens, see :func:`~lightning_taskinfo.functional.readout.pooled`. ``None`` keeps
+            all of them.
+        forward_fn: How to call the model, ``forward_fn(model, inputs)``; otherwise on the inputs,
+            those of a mapping by name.
         batch_fn: Picks ``(inputs, labels)`` out of a batch.
 
     Returns:
         The shares, with standard errors.
 
     Raises:
-        ValueError: If a layer is unknown or not as above, there are fewer than two folds or four samples per fold, all
-            labels are the same, or inputs, labels or features are not finite.
+        ValueError: If a layer is unknown or not as above, there are fewer than two folds or four
+            samples per fold, all labels are the same, or inputs, labels or features are not finite.
 
     Example:
         >>> x = torch.randn(60, 3, generator=torch.Generator().manual_seed(0))
@@ -346,10 +351,12 @@ def onset_of(overlap: Mapping[str, Any], curve: Mapping[int, float]) -> list[flo
 
     Args:
         overlap: Names of ``layers``, and for each a share ``outside`` and its ``standard_error``.
-        curve: By number of labels, the share of the labels' variance that training from scratch missed.
+        curve: By number of labels, the share of the labels' variance that training from scratch
+            missed.
 
     Returns:
-        ``None`` where scratch was measured at fewer than two numbers of labels, or its error does not fall.
+        ``None`` where scratch was measured at fewer than two numbers of labels, or its error does
+        not fall.
     """
     try:
         law = fitted_curve(curve)

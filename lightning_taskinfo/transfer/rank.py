@@ -73,27 +73,31 @@ def rank_starts(
 ) -> StartRanking:
     r"""Rank pretrained networks for a target task by what a linear read-out of their frozen features gets right.
 
-    For each start and layer, ridge regression on pooled features predicts the labels of a fold from the others. Starts
-    are ordered by the mean of two ranks, those by the held-out squared error of the last layer and by its LogME: the
-    two did best, and alike, in a small pilot against fine-tuning. Which starts cannot be told apart from the first
-    by these errors, in pairs over the samples, is said. H-score, LEEP and NCE stand beside it, see
-    :mod:`lightning_taskinfo.functional.transferability`. Nothing is trained, unless ``fine_tune`` asks for it, and the
-    networks are only observed.
+    For each start and layer, ridge regression on pooled features predicts the labels of a fold from
+    the others. Starts are ordered by the mean of two ranks, those by the held-out squared error of
+    the last layer and by its LogME: the two did best, and alike, in a small pilot against
+    fine-tuning. Which starts cannot be told apart from the first by these errors, in pairs over the
+    samples, is said. H-score, LEEP and NCE stand beside it, see
+    :mod:`lightning_taskinfo.functional.transferability`. Nothing is trained, unless ``fine_tune``
+    asks for it, and the networks are only observed.
 
     Args:
-        models: The starts by name: networks, or functions that make or load one, which are called one after the other,
-            so that only one is in memory.
-        data: The labelled target samples: batches ``(inputs, labels)``, or one; a mapping has the labels in its field
-            ``labels``, ``label``, ``targets``, ``target`` or ``y``. Classes, or real values.
-        layers: Which layers to read: a number of them, spread over the depth of each network up to the last one before
-            its head; names of modules; or names by start.
-        scratch: Name of the start with untrained weights, which the gains of the others are measured from. Whether they
-            help or hurt is said only beside ``fine_tune``: read-outs of trained and untrained features cannot tell.
-        curve: Test errors of training from scratch by number of labels, two or more (of real labels: the share of their
-            variance that is missed). It gives the number of labels above which scratch is predicted to win over a
-            read-out of the frozen start, and whether frozen features help or hurt at the labels at hand.
-        fine_tune: Also fine-tune every start on the labels, cross-validated, and order by that: seconds to minutes
-            each, and the honest rival of everything else here.
+        models: The starts by name: networks, or functions that make or load one, which are called
+            one after the other, so that only one is in memory.
+        data: The labelled target samples: batches ``(inputs, labels)``, or one; a mapping has the
+            labels in its field ``labels``, ``label``, ``targets``, ``target`` or ``y``. Classes, or
+            real values.
+        layers: Which layers to read: a number of them, spread over the depth of each network up to
+            the last one before its head; names of modules; or names by start.
+        scratch: Name of the start with untrained weights, which the gains of the others are
+            measured from. Whether they help or hurt is said only beside ``fine_tune``: read-outs of
+            trained and untrained features cannot tell.
+        curve: Test errors of training from scratch by number of labels, two or more (of real
+            labels: the share of their variance that is missed). It gives the number of labels above
+            which scratch is predicted to win over a read-out of the frozen start, and whether
+            frozen features help or hurt at the labels at hand.
+        fine_tune: Also fine-tune every start on the labels, cross-validated, and order by that:
+            seconds to minutes each, and the honest rival of everything else here.
         folds: Number of folds of the read-outs, with equal shares of each class.
         confidence: Probability that an interval covers.
         max_features: Most features of a layer; larger ones are pooled.
@@ -105,8 +109,9 @@ def rank_starts(
         The ranking, best first; it prints, draws, saves and logs itself.
 
     Raises:
-        ValueError: If there is no start, fewer than four samples per fold or one class only; if a network cannot be
-            called or has no such layer; or if ``scratch`` or ``curve`` does not fit.
+        ValueError: If there is no start, fewer than four samples per fold or one class only; if a
+            network cannot be called or has no such layer; or if ``scratch`` or ``curve`` does not
+            fit.
 
     Example:
         >>> x = torch.randn(60, 3, generator=torch.Generator().manual_seed(0))
@@ -165,7 +170,8 @@ class _Reading:
 class _Measured:
     """One start with what it is compared by: a loss for each sample, shape ``[N]``.
 
-    That is the squared error of the read-out of its last layer, or the error of cross-validated fine-tuning.
+    That is the squared error of the read-out of its last layer, or the error of cross-validated
+    fine-tuning.
     """
 
     start: RankedStart

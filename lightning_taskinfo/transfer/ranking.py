@@ -43,9 +43,11 @@ class RankedStart:
         name: Its name.
         layers: Read-outs in the order of depth.
         best: Layer with the smallest error.
-        freeze: Layer up to which to freeze: the deepest one that is not seen to be worse than the best.
-        error: Read-out error of the best layer. It was picked among layers, so that it is a little too small, and early
-            layers of untrained networks can be good: it says what freezing is worth, and does not order.
+        freeze: Layer up to which to freeze: the deepest one that is not seen to be worse than the
+            best.
+        error: Read-out error of the best layer. It was picked among layers, so that it is a little
+            too small, and early layers of untrained networks can be good: it says what freezing is
+            worth, and does not order.
         interval: Its confidence interval.
         missed: Share of the labels' variance that the last layer misses.
         logme: LogME of the last layer.
@@ -55,12 +57,14 @@ class RankedStart:
         parameters: Number of weights.
         seconds: That reading took.
         fine_tuned: Error of cross-validated fine-tuning, where that was asked for.
-        behind: How much more it misses than the first, paired: lower end, mean, upper end. With fine-tuning, how much
-            larger its error is.
+        behind: How much more it misses than the first, paired: lower end, mean, upper end. With
+            fine-tuning, how much larger its error is.
         gain: How much less than the untrained start, in the same way.
-        call: ``"helps"``, ``"hurts"`` or ``"cannot tell"``: fine-tuning, compared with that of the untrained start; or
-            frozen features, compared with the learning curve of scratch. ``None`` without either.
-        onset: Number of labels above which training from scratch is predicted to win: lower end, middle, upper end.
+        call: ``"helps"``, ``"hurts"`` or ``"cannot tell"``: fine-tuning, compared with that of the
+            untrained start; or frozen features, compared with the learning curve of scratch.
+            ``None`` without either.
+        onset: Number of labels above which training from scratch is predicted to win: lower end,
+            middle, upper end.
     """
 
     name: str

@@ -103,8 +103,8 @@ class TransferReport:
     """Results of a transfer experiment, and everything that is said about them.
 
     Args:
-        results: A :class:`~lightning_taskinfo.transfer.results.Result` for each method, number of labels and seed, or a
-            plain dict of its attributes.
+        results: A :class:`~lightning_taskinfo.transfer.results.Result` for each method, number of
+            labels and seed, or a plain dict of its attributes.
         configuration: What decided the results, as JSON-like values.
         name: Title of the experiment.
 
@@ -172,12 +172,13 @@ class TransferReport:
 
         .. math:: T = R_\text{scratch} - R_\text{transfer}
 
-        Paired over seeds, since the same seed means the same split. A baseline that is not among the results has no
-        comparisons; one that lacks a number of labels or a seed has comparisons that say so.
+        Paired over seeds, since the same seed means the same split. A baseline that is not among
+        the results has no comparisons; one that lacks a number of labels or a seed has comparisons
+        that say so.
 
         Args:
-            confidence: Probability that an interval covers the true gain. The intervals are not corrected for
-                their number.
+            confidence: Probability that an interval covers the true gain. The intervals are not
+                corrected for their number.
 
         Raises:
             ValueError: If ``confidence`` is not between 0 and 1.
@@ -204,8 +205,9 @@ class TransferReport:
     def table(self, confidence: float = 0.95) -> list[dict[str, Any]]:
         """Return one row for each number of labels and method, all with the same columns; what is not known is None.
 
-        Means over seeds, with ``_low`` and ``_high`` for the ends of their intervals; gains with ``_verdict`` and the
-        ``_reason`` why there is no interval. Accuracies and errors are shares, losses and information nats.
+        Means over seeds, with ``_low`` and ``_high`` for the ends of their intervals; gains with
+        ``_verdict`` and the ``_reason`` why there is no interval. Accuracies and errors are shares,
+        losses and information nats.
         """
         gains = {
             (c.labels, c.method, c.baseline, c.measure): c for c in self.transferability(confidence)
@@ -245,12 +247,13 @@ class TransferReport:
         """Write ``report.json``, ``report.md``, ``report.html`` and the figures, each of them whole or not at all.
 
         Args:
-            folder: Made where missing; files of the same names are replaced, and figures of the report that was there
-                before go.
+            folder: Made where missing; files of the same names are replaced, and figures of the
+                report that was there before go.
             confidence: Probability that an interval covers.
 
         Returns:
-            The written files by name, ``"report.json"`` last; without matplotlib there are no figures.
+            The written files by name, ``"report.json"`` last; without matplotlib there are no
+            figures.
 
         Raises:
             ValueError: If ``folder`` is a file.

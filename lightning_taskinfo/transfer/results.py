@@ -20,10 +20,12 @@ class Result:
         method: What was trained; ``"scratch"`` is the baseline.
         labels: Number of target labels.
         seed: The seed.
-        test: Numbers on the target test set by name: ``accuracy``, and ``loss`` in nats, or another metric.
+        test: Numbers on the target test set by name: ``accuracy``, and ``loss`` in nats, or another
+            metric.
         source: The same on the source's test set.
         curves: One dict per epoch, with its ``stage``.
-        information: Information in the weights, whole and by layer, before and after fine-tuning, and added by it.
+        information: Information in the weights, whole and by layer, before and after fine-tuning,
+            and added by it.
         fisher_trace: Trace of the Fisher information, in the same way.
         overlap: Share of the target labels that the features of each layer miss.
         certificate: Bounds on the true error, where they were asked for.
@@ -89,7 +91,8 @@ def checked_results(results: Iterable[Result | Mapping[str, Any]]) -> tuple[Resu
     """Return plain copies of the results.
 
     Raises:
-        ValueError: If there is none, two are of the same cell, or one has a key too many, too few or of a wrong kind.
+        ValueError: If there is none, two are of the same cell, or one has a key too many, too few
+            or of a wrong kind.
     """
     rows = plain([asdict(r) if isinstance(r, Result) else r for r in results], "results")
     try:
@@ -166,12 +169,13 @@ def mean_interval(
         values: One value per seed.
         confidence: Probability that the interval covers the true mean, for normal values.
         bounds: What the mean can be at all; the interval is cut there.
-        scale: Size of the numbers from which the values were computed, to tell spread from rounding; by default
-            that of the values.
+        scale: Size of the numbers from which the values were computed, to tell spread from
+            rounding; by default that of the values.
 
     Returns:
-        The interval, or the reason why there is none: fewer than two values, one that is not finite, or values that
-        are all the same (from which Student's interval would have width 0, whatever their number).
+        The interval, or the reason why there is none: fewer than two values, one that is not
+        finite, or values that are all the same (from which Student's interval would have width 0,
+        whatever their number).
 
     Example:
         >>> interval = mean_interval([0.0, 2.0], confidence=0.5)
@@ -202,7 +206,8 @@ def paired_gain(
 ) -> Interval:
     r"""Return the gain :math:`T = R_\text{baseline} - R_\text{method}`, its interval from differences seed by seed.
 
-    The same seed means the same split and the same labels, so what a lucky split gives to both cancels.
+    The same seed means the same split and the same labels, so what a lucky split gives to both
+    cancels.
 
     Args:
         baseline: Risk of the baseline by seed.

@@ -59,71 +59,85 @@ def transfer(
 ) -> TransferReport:
     """Train on a few target labels from every start and from scratch, and report which start helps.
 
-    With ``starts``, the module, the data and the starts are yours. Each start is adapted in every way, for every number
-    of labels and seed, beside training your module from scratch. A seed decides the labelled samples, the fresh
-    weights and the order of the batches, and is shared by all starts, so that they are compared in pairs.
+    With ``starts``, the module, the data and the starts are yours. Each start is adapted in every
+    way, for every number of labels and seed, beside training your module from scratch. A seed
+    decides the labelled samples, the fresh weights and the order of the batches, and is shared by
+    all starts, so that they are compared in pairs.
 
-    Without ``starts``, they are made here: for every method, a network is pretrained on the source of a
-    :class:`TransferDataModule` beside unlabelled target inputs, gets a new head, and is fine-tuned on the target's
-    labels by ``stages``.
+    Without ``starts``, they are made here: for every method, a network is pretrained on the source
+    of a :class:`TransferDataModule` beside unlabelled target inputs, gets a new head, and is
+    fine-tuned on the target's labels by ``stages``.
 
-    With a ``folder``, every run keeps its last finished epoch and its result there. A run that was killed goes on
-    where it was and ends with the same numbers; a finished one is read, not repeated; starts, ways to adapt, methods,
-    labels and seeds can be added; anything else that changes the numbers is refused, with what differs. Where it runs
-    (processes, accelerator, namespace) and what it logs to may change.
+    With a ``folder``, every run keeps its last finished epoch and its result there. A run that was
+    killed goes on where it was and ends with the same numbers; a finished one is read, not
+    repeated; starts, ways to adapt, methods, labels and seeds can be added; anything else that
+    changes the numbers is refused, with what differs. Where it runs (processes, accelerator,
+    namespace) and what it logs to may change.
 
     Args:
-        model: With ``starts``: a function without arguments that makes your LightningModule, with its own optimizers
-            and loss. Without: the backbone, a name in :data:`lightning_taskinfo.transfer.BACKBONES`, or a function (or
-            class) at the top of a module that makes a network for an image shape.
-        data: With ``starts``: the target, as a LightningDataModule, datasets ``{"train": …, "test": …}``, with
-            ``"validation"`` or not, or arrays ``(inputs, targets)`` in place of a dataset. Labelled samples are chosen
-            from its training set, in equal shares for the classes where targets are classes. Without: source and
-            target, as a :class:`TransferDataModule`.
-        starts: Starts by name: the path of a checkpoint or of a state dict, a state dict, or a function that makes a
-            LightningModule of any architecture. A head that does not fit ``model`` is fresh.
-        adapt: How starts are adapted: ``"full"``; ``"linear"``, the head alone; ``"lora"``, low-rank adapters, by peft;
-            the name of a layer, which is frozen with all before it; or a function that freezes what it likes in the
-            module it is given.
-        metric: Name of a metric that the module logs in its ``test_step``; where ``None``, the error of its outputs on
-            the test set, or their mean squared error where targets are real numbers.
-        mode: Whether the metric is better lower, ``"min"``, or higher, ``"max"``; by its name where ``None``.
-        trainer: Options of Lightning's Trainer, such as ``{"max_steps": 300}``; 20 epochs where there is no length.
+        model: With ``starts``: a function without arguments that makes your LightningModule, with
+            its own optimizers and loss. Without: the backbone, a name in
+            :data:`lightning_taskinfo.transfer.BACKBONES`, or a function (or class) at the top of a
+            module that makes a network for an image shape.
+        data: With ``starts``: the target, as a LightningDataModule, datasets
+            ``{"train": …, "test": …}``, with ``"validation"`` or not, or arrays
+            ``(inputs, targets)`` in place of a dataset. Labelled samples are chosen from its
+            training set, in equal shares for the classes where targets are classes. Without: source
+            and target, as a :class:`TransferDataModule`.
+        starts: Starts by name: the path of a checkpoint or of a state dict, a state dict, or a
+            function that makes a LightningModule of any architecture. A head that does not fit
+            ``model`` is fresh.
+        adapt: How starts are adapted: ``"full"``; ``"linear"``, the head alone; ``"lora"``,
+            low-rank adapters, by peft; the name of a layer, which is frozen with all before it; or
+            a function that freezes what it likes in the module it is given.
+        metric: Name of a metric that the module logs in its ``test_step``; where ``None``, the
+            error of its outputs on the test set, or their mean squared error where targets are real
+            numbers.
+        mode: Whether the metric is better lower, ``"min"``, or higher, ``"max"``; by its name where
+            ``None``.
+        trainer: Options of Lightning's Trainer, such as ``{"max_steps": 300}``; 20 epochs where
+            there is no length.
         batch_size: Samples in a training batch; that of the data module, or 32, where ``None``.
-        certify: With ``starts``: also bound the true error of every trained network, scratch too. In the report stand
-            the PAC-Bayes bound of a randomised network with the start's weights as the prior's centre, where frozen
-            weights cost nothing; the bound for the network itself, by its disagreement with the randomised one on
-            training inputs that serve nothing else; and the bound by the test set's labels. A certificate needs
-            independent draws: labelled samples are then chosen at random, not in equal shares for the classes. It is
-            valid only if the start was pretrained on other samples, which cannot be checked.
-        methods: Without ``starts``: see :class:`TransferClassifier`; ``["standard"]`` where ``None``.
+        certify: With ``starts``: also bound the true error of every trained network, scratch too.
+            In the report stand the PAC-Bayes bound of a randomised network with the start's weights
+            as the prior's centre, where frozen weights cost nothing; the bound for the network
+            itself, by its disagreement with the randomised one on training inputs that serve
+            nothing else; and the bound by the test set's labels. A certificate needs independent
+            draws: labelled samples are then chosen at random, not in equal shares for the classes.
+            It is valid only if the start was pretrained on other samples, which cannot be checked.
+        methods: Without ``starts``: see :class:`TransferClassifier`; ``["standard"]`` where
+            ``None``.
         stages: Without ``starts``: how long and how each stage trains.
         weights: Without ``starts``: weights of the penalties by name, where not those of
-            :data:`lightning_taskinfo.transfer.WEIGHTS`; of those too that are to be added later to the same ``folder``.
+            :data:`lightning_taskinfo.transfer.WEIGHTS`; of those too that are to be added later to
+            the same ``folder``.
         labels: Numbers of target labels; all training samples, or that of ``data``, where ``None``.
         seeds: The seeds, or how many.
-        folder: Where everything is kept; nowhere where ``None``. On several machines it must be a shared one, at the
-            same path.
+        folder: Where everything is kept; nowhere where ``None``. On several machines it must be a
+            shared one, at the same path.
         logger: What each run logs to.
         project: Project in Weights & Biases.
         name: What to call the experiment: its title, and its group in Weights & Biases.
-        executor: Runs the cells in other processes: a :class:`concurrent.futures.ProcessPoolExecutor`, or Dask's
-            ``client.get_executor()`` with ``threads_per_worker=1``.
-        workers: Processes of our own pool where there is no ``executor``; 0 for this process alone, ``None`` for as
-            many as there are cores. A script that uses processes needs ``if __name__ == "__main__":``.
+        executor: Runs the cells in other processes: a
+            :class:`concurrent.futures.ProcessPoolExecutor`, or Dask's ``client.get_executor()``
+            with ``threads_per_worker=1``.
+        workers: Processes of our own pool where there is no ``executor``; 0 for this process alone,
+            ``None`` for as many as there are cores. A script that uses processes needs
+            ``if __name__ == "__main__":``.
         accelerator: Lightning's accelerator of each cell, which has one device.
-        namespace: ``"pytorch_lightning"`` or ``"lightning.pytorch"``; a module of your own has its own.
-        progress: Whether to say how many runs there are, and to draw a bar where standard error is a terminal or a
-            notebook, and write a line now and then elsewhere; or a function, called with the number of finished
-            trainings, their total and a label.
+        namespace: ``"pytorch_lightning"`` or ``"lightning.pytorch"``; a module of your own has its
+            own.
+        progress: Whether to say how many runs there are, and to draw a bar where standard error is
+            a terminal or a notebook, and write a line now and then elsewhere; or a function, called
+            with the number of finished trainings, their total and a label.
         on_done: Called with each finished training and its result.
 
     Returns:
         The report.
 
     Raises:
-        ValueError: If an argument is out of range, the data or a start do not fit, a checkpoint in ``folder`` is
-            damaged, or ``folder`` belongs to another configuration.
+        ValueError: If an argument is out of range, the data or a start do not fit, a checkpoint in
+            ``folder`` is damaged, or ``folder`` belongs to another configuration.
         RuntimeError: If a cell fails, with its name.
 
     Example::

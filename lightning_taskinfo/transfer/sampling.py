@@ -29,8 +29,8 @@ def seed_from(*parts: int) -> int:
 class EpochSampler(Sampler[Draw]):
     """Every sample once a pass, in an order that depends on the seed, the epoch and the pass only.
 
-    A loader that is shorter than the one beside it is opened several times per epoch: each pass has its own order.
-    Lightning calls :meth:`set_epoch`.
+    A loader that is shorter than the one beside it is opened several times per epoch: each pass has
+    its own order. Lightning calls :meth:`set_epoch`.
 
     Args:
         length: Number of samples.
@@ -50,7 +50,8 @@ class EpochSampler(Sampler[Draw]):
         return self.length
 
     def __iter__(self) -> Iterator[Draw]:
-        # Not drawn before the first sample is asked for: Lightning may open a loader before it sets the epoch.
+        # Not drawn before the first sample is asked for: Lightning may open a loader before it sets
+        # the epoch.
         epoch, number = self.epoch, self.passes
         self.passes += 1
         order = np.random.default_rng(seed_from(self.seed, epoch, number)).permutation(self.length)
@@ -64,9 +65,10 @@ class Samples(Dataset[Any]):
     Args:
         x: Images, uint8 or float, shape ``[N, C, H, W]``. Bytes come out as floats from 0 to 1.
         y: Their classes, or ``None``: then there is nothing here that knows them.
-        index: What each sample is called in the ensemble of its predictions; 0 to N − 1 where not given.
-        augment: Changes one image, at random or not; torch's, numpy's and Python's global generators are seeded from
-            (seed, epoch, pass, index) for it and put back afterwards.
+        index: What each sample is called in the ensemble of its predictions; 0 to N − 1 where not
+            given.
+        augment: Changes one image, at random or not; torch's, numpy's and Python's global
+            generators are seeded from (seed, epoch, pass, index) for it and put back afterwards.
         seed: Seed of the augmentation.
     """
 
@@ -159,7 +161,8 @@ class Split:
     Attributes:
         labeled: Rows whose labels may be trained on.
         validation: Rows whose labels are only looked at.
-        unlabeled: All rows but ``validation``: inputs without labels, those of ``labeled`` among them.
+        unlabeled: All rows but ``validation``: inputs without labels, those of ``labeled`` among
+            them.
     """
 
     labeled: Rows
@@ -177,8 +180,9 @@ def split_target(
 ) -> Split:
     """Choose validation and labelled rows, each class in turn, without regard to the number of the other.
 
-    The first 50 labels are among the first 100: more labels are the same ones and others. The validation rows do
-    not depend on the number of labels; rows that are given for the labels are left out of them.
+    The first 50 labels are among the first 100: more labels are the same ones and others. The
+    validation rows do not depend on the number of labels; rows that are given for the labels are
+    left out of them.
 
     Args:
         y: Classes of the target's training split.
@@ -188,8 +192,8 @@ def split_target(
         seed: Seed of the choice.
 
     Raises:
-        ValueError: If there are not enough samples, a class would stay without a label, there is only one class, or
-            given rows are out of range, repeated or overlap.
+        ValueError: If there are not enough samples, a class would stay without a label, there is
+            only one class, or given rows are out of range, repeated or overlap.
 
     Example:
         >>> y = np.array([0, 1] * 10)

@@ -24,7 +24,8 @@ class Start:
     Attributes:
         name: What it is called.
         make: Makes the module.
-        weights: Weights that replace those of the fresh module, under its names; or the file that holds them.
+        weights: Weights that replace those of the fresh module, under its names; or the file that
+            holds them.
         fresh: Names of weights that stay as they were made: a head of another size.
     """
 
@@ -58,7 +59,8 @@ def read_start(name: str, given: Given, make: MakeModule) -> Start:
 
     Args:
         name: What it is called.
-        given: A path of a checkpoint or of a state dict, a state dict, or a function that makes a module.
+        given: A path of a checkpoint or of a state dict, a state dict, or a function that makes a
+            module.
         make: Makes the user's module, into which weights go.
 
     Raises:

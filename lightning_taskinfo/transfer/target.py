@@ -134,8 +134,8 @@ def read_target(data: Any, batch_size: int | None) -> Target:
     """Return the target data of what a user has.
 
     Args:
-        data: A LightningDataModule; datasets ``{"train": …, "test": …}``, with ``"validation"`` or not, or a pair of
-            them; in place of a dataset, arrays ``(inputs, targets)``; or an
+        data: A LightningDataModule; datasets ``{"train": …, "test": …}``, with ``"validation"`` or
+            not, or a pair of them; in place of a dataset, arrays ``(inputs, targets)``; or an
             :class:`~lightning_taskinfo.data.ArrayData`.
         batch_size: Samples in a training batch; that of the data module, or 32, where ``None``.
 

@@ -181,7 +181,8 @@ def interruptible() -> Iterator[None]:
 def save_checkpoint(trainer: Trainer, path: Path) -> None:
     """Write a checkpoint beside its place and move it there, so that a killed process leaves the one before.
 
-    No two processes write beside it under the same name: one of a killed run may be at work still, on another machine.
+    No two processes write beside it under the same name: one of a killed run may be at work still,
+    on another machine.
     """
     with atomic_path(path) as beside:
         trainer.save_checkpoint(beside)

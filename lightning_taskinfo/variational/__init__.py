@@ -1,10 +1,11 @@
 r"""Noisy weights on any module: :math:`w = \mu + \sigma \odot \varepsilon`, through ``torch.nn.utils.parametrize``.
 
-A weight's own parameter becomes the mean; a log-variance of the same shape stands beside it, and both are trained.
-Together with :func:`weight_kl` this minimises the information complexity
+A weight's own parameter becomes the mean; a log-variance of the same shape stands beside it, and
+both are trained. Together with :func:`weight_kl` this minimises the information complexity
 :math:`C_\beta = \mathbb{E}_Q[L_D] + \beta\,\mathrm{KL}(Q \| P)` of Achille et al. (2021).
 
-Give the log-variances no weight decay, which would pull every standard deviation to 1: the prior does that work.
+Give the log-variances no weight decay, which would pull every standard deviation to 1: the prior
+does that work.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -47,25 +48,28 @@ def add_weight_noise(
 ) -> nn.Module:
     r"""Turn the weights of ``model`` into diagonal Gaussians :math:`Q = \mathcal{N}(\mu, \sigma^2)`, in place.
 
-    In train mode every forward draws one sample of the weights; in eval mode the means are used, see
-    :func:`sampling`. A plain ``state_dict`` loads into the noisy model as its means, and :func:`plain_state_dict`
-    gives one back. Make the model noisy before the optimizer, and where processes are spawned inside of them: torch
-    does not pickle parametrized modules.
+    In train mode every forward draws one sample of the weights; in eval mode the means are used,
+    see :func:`sampling`. A plain ``state_dict`` loads into the noisy model as its means, and
+    :func:`plain_state_dict` gives one back. Make the model noisy before the optimizer, and where
+    processes are spawned inside of them: torch does not pickle parametrized modules.
 
     Args:
-        model: Any module. Tied weights, recurrent layers and weights that are already parametrized are refused.
+        model: Any module. Tied weights, recurrent layers and weights that are already parametrized
+            are refused.
         std: Standard deviation of every weight to begin with.
-        prior_center: Mean of the pre-distribution: the weights as they are now, zero, or a plain state dict, e.g. of a
-            pretrained model.
+        prior_center: Mean of the pre-distribution: the weights as they are now, zero, or a plain
+            state dict, e.g. of a pretrained model.
         prior_std: Standard deviation of the pre-distribution.
-        parameters: Picks the weights that become noisy, from name and parameter; all trainable ones by default.
+        parameters: Picks the weights that become noisy, from name and parameter; all trainable ones
+            by default.
         seed: Seed of the noise.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: If an argument is out of range, a weight cannot be made noisy, or none was picked.
+        ValueError: If an argument is out of range, a weight cannot be made noisy, or none was
+            picked.
 
     Example:
         >>> net = add_weight_noise(nn.Linear(2, 1))

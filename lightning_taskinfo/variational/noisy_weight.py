@@ -26,8 +26,9 @@ class _Held:
 class NoisyWeight(nn.Module):
     """Draws a weight from a diagonal Gaussian; :func:`lightning_taskinfo.add_weight_noise` puts it in place.
 
-    The noise comes from a generator of its own, seeded by ``seed``, the number of the draw and the rank, so that it
-    neither moves the global generator nor repeats over ranks, and a resumed run goes on where it stopped.
+    The noise comes from a generator of its own, seeded by ``seed``, the number of the draw and the
+    rank, so that it neither moves the global generator nor repeats over ranks, and a resumed run
+    goes on where it stopped.
 
     Args:
         mean: The weight as it is.

@@ -66,7 +66,8 @@ def small_cnn(image_shape: Shape, *, width: int = 16, feature_dim: int = 64) -> 
 def large_cnn(image_shape: Shape, *, width: int = 128) -> nn.Module:
     """Nine convolutions with batch normalisation and dropout, the network of Laine and Aila (2017).
 
-    It is the usual one of semi-supervised learning, and of Temporal Ensembling, one of the methods here.
+    It is the usual one of semi-supervised learning, and of Temporal Ensembling, one of the methods
+    here.
 
     Args:
         image_shape: Channels, height and width of an image.

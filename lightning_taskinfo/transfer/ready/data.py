@@ -37,34 +37,38 @@ DataStage = Literal["pretrain", "fine_tune"]
 class TransferDataModule(LightningDataModule):
     """Loaders for semi-supervised transfer, all of them decided by one seed.
 
-    Training batches are ``{"labeled": (x, y), "unlabeled": x}``, with ``"labeled_index"`` and ``"unlabeled_index"``
-    beside them: source labels and target inputs while pretraining, target labels and target inputs while
-    fine-tuning. The shorter of the two is gone through again until the longer one ends. While pretraining, the source's
-    test split validates; while fine-tuning, the target's validation samples. The target's test split is the test set.
+    Training batches are ``{"labeled": (x, y), "unlabeled": x}``, with ``"labeled_index"`` and
+    ``"unlabeled_index"`` beside them: source labels and target inputs while pretraining, target
+    labels and target inputs while fine-tuning. The shorter of the two is gone through again until
+    the longer one ends. While pretraining, the source's test split validates; while fine-tuning,
+    the target's validation samples. The target's test split is the test set.
 
-    Images are kept in memory. Those of the target are brought to the source's shape: one channel is replicated,
-    several are averaged, and height and width are resized. The unlabelled inputs are those of all target samples but
-    the validation's; their labels are dropped when the data is split, and nothing that reaches a model knows them. An
-    index names the same sample in both parts of a batch.
+    Images are kept in memory. Those of the target are brought to the source's shape: one channel is
+    replicated, several are averaged, and height and width are resized. The unlabelled inputs are
+    those of all target samples but the validation's; their labels are dropped when the data is
+    split, and nothing that reaches a model knows them. An index names the same sample in both parts
+    of a batch.
 
     Args:
         source: An :class:`~lightning_taskinfo.data.ArrayData`; a name as in
-            :func:`~lightning_taskinfo.data.load_dataset`, an npz file or an idx folder; or a pair of datasets, training
-            and test, of images ``[C, H, W]``, ``[H, W, C]`` or ``[H, W]`` and classes. Whole numbers from 0 to 255 are
-            bytes, which come out between 0 and 1; other images are used as they are.
+            :func:`~lightning_taskinfo.data.load_dataset`, an npz file or an idx folder; or a pair
+            of datasets, training and test, of images ``[C, H, W]``, ``[H, W, C]`` or ``[H, W]`` and
+            classes. Whole numbers from 0 to 255 are bytes, which come out between 0 and 1; other
+            images are used as they are.
         target: The same.
-        labels: Number of target labels to train on, in equal shares for the classes; or the rows of the target's
-            training split whose labels may be used.
-        validation: Number of target samples, or rows, whose labels are looked at but never trained on; a tenth of the
-            training split, at most 1,000, where ``None``.
-        unlabeled: Further target inputs without labels, an array of shape ``[M, C, H, W]``, ``[M, H, W, C]`` or
-            ``[M, H, W]``, in place of the target's own training inputs.
+        labels: Number of target labels to train on, in equal shares for the classes; or the rows of
+            the target's training split whose labels may be used.
+        validation: Number of target samples, or rows, whose labels are looked at but never trained
+            on; a tenth of the training split, at most 1,000, where ``None``.
+        unlabeled: Further target inputs without labels, an array of shape ``[M, C, H, W]``,
+            ``[M, H, W, C]`` or ``[M, H, W]``, in place of the target's own training inputs.
         max_source: At most this many source samples, and
         max_unlabeled: at most this many unlabelled inputs, chosen by the seed.
         image_shape: Channels, height and width to bring all images to; the source's where ``None``.
         batch_size: Samples in a labelled batch, and in an unlabelled one.
         num_workers: Worker processes of each loader.
-        augment: Changes one training image, see :class:`~lightning_taskinfo.transfer.sampling.Samples`.
+        augment: Changes one training image, see
+            :class:`~lightning_taskinfo.transfer.sampling.Samples`.
         seed: Decides split and order.
         data_dir: Where names are looked up; ``TASKINFO_DATA_DIR`` where ``None``.
 
@@ -232,7 +236,8 @@ class TransferDataModule(LightningDataModule):
 
     def _set_target(self, target: Task) -> None:
         x, y, split = target.train.x, target.train.y, self.split
-        # The unlabelled inputs do not depend on the number of labels: one pretraining serves them all.
+        # The unlabelled inputs do not depend on the number of labels: one pretraining serves them
+        # all.
         rows = torch.from_numpy(
             _limited(split.unlabeled, self.arguments["max_unlabeled"], self.seed)
         )
@@ -268,7 +273,8 @@ class TransferDataModule(LightningDataModule):
             sampler=EpochSampler(len(samples), seed=2 * self.seed + number, epoch=epoch),
             num_workers=self.num_workers,
             collate_fn=whole_batch,
-            # A batch of one sample has no covariance; but a rank whose share fills no batch must have one.
+            # A batch of one sample has no covariance; but a rank whose share fills no batch must
+            # have one.
             drop_last=len(samples) // ranks > self.batch_size,
         )
 

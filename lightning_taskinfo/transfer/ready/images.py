@@ -51,14 +51,16 @@ def as_task(what: Any, *, argument: str, data_dir: str | os.PathLike[str] | None
     """Return the task that ``what`` stands for.
 
     Args:
-        what: An :class:`ArrayData`; a name, npz file or idx folder; or a pair of map-style datasets, training and test,
-            of images ``[C, H, W]``, ``[H, W, C]`` or ``[H, W]`` and classes, which are read once and kept in memory.
+        what: An :class:`ArrayData`; a name, npz file or idx folder; or a pair of map-style
+            datasets, training and test, of images ``[C, H, W]``, ``[H, W, C]`` or ``[H, W]`` and
+            classes, which are read once and kept in memory.
         argument: What the caller calls it, for messages.
         data_dir: Where names are looked up.
 
     Raises:
         TypeError: If it is none of these.
-        ValueError: If a dataset is empty, its images are not of one shape or not finite, or a class is negative.
+        ValueError: If a dataset is empty, its images are not of one shape or not finite, or a class
+            is negative.
         FileNotFoundError: If a path does not exist.
     """
     if isinstance(what, Task):
@@ -126,12 +128,14 @@ def as_inputs(what: Any, *, argument: str) -> Tensor:
     """Return images without labels, shape ``[M, C, H, W]``, bytes or floats.
 
     Args:
-        what: An array, a tensor or nested lists, of shape ``[M, C, H, W]``, ``[M, H, W, C]`` or ``[M, H, W]``.
+        what: An array, a tensor or nested lists, of shape ``[M, C, H, W]``, ``[M, H, W, C]`` or
+            ``[M, H, W]``.
         argument: What the caller calls it, for messages.
 
     Raises:
         TypeError: If it is no array of numbers.
-        ValueError: If the shape is another one, there are fewer than two images, or a value is not finite.
+        ValueError: If the shape is another one, there are fewer than two images, or a value is not
+            finite.
     """
     check_inputs(what, argument=argument)
     try:
@@ -165,7 +169,8 @@ def check_inputs(what: Any, *, argument: str) -> None:
 def _pixels(x: Tensor, argument: str) -> Tensor:
     """Images with channels first, as they are used: bytes as bytes, and finite floats.
 
-    Whole numbers from 0 to 255 are bytes; where there are only 0 and 1, as in a drawing, they are black and white.
+    Whole numbers from 0 to 255 are bytes; where there are only 0 and 1, as in a drawing, they are
+    black and white.
     """
     x = x[:, None] if x.ndim == 3 else x
     x = x.movedim(-1, 1).contiguous() if channels_last(x.shape) else x

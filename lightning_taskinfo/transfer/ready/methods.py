@@ -116,7 +116,8 @@ def make_regularizers(
 ) -> nn.ModuleDict:
     """Return the regularizers of a stage by name.
 
-    The weight of Temporal Ensembling is Laine and Aila's 30 per share of labelled samples, ramped up over the stage.
+    The weight of Temporal Ensembling is Laine and Aila's 30 per share of labelled samples, ramped
+    up over the stage.
     """
     return nn.ModuleDict({name: _make(name, weights[name], sizes, seed) for name in names})
 

@@ -41,21 +41,26 @@ class TransferClassifierMixin(
 ):
     """A backbone with a linear head, trained in one stage of a transfer by one of its methods.
 
-    Batches are those of :class:`TransferDataModule`. A forward on unlabelled target inputs does not move the
-    statistics of batch normalisation while pretraining: they stay those of the source until fine-tuning.
+    Batches are those of :class:`TransferDataModule`. A forward on unlabelled target inputs does not
+    move the statistics of batch normalisation while pretraining: they stay those of the source
+    until fine-tuning.
 
     Args:
-        backbone: Maps images to features; a module, or a name in :data:`lightning_taskinfo.transfer.BACKBONES`.
+        backbone: Maps images to features; a module, or a name in
+            :data:`lightning_taskinfo.transfer.BACKBONES`.
         num_classes: Number of classes of the stage's labels.
         image_shape: Channels, height and width of an image.
-        method: ``"standard"``, or ``"temporal_ensembling"``, ``"mk_mmd"``, ``"lautum"``, ``"mutual_information"``,
-            ``"information"``, ``"local_minimum"``, or several with ``+`` between them. Those that do not act in the
-            stage are left out. In a Trainer of your own, call ``lautum.fit_inputs`` for ``"lautum"`` and
-            :meth:`add_noise` for ``"information"`` before ``fit``; :func:`transfer` does.
+        method: ``"standard"``, or ``"temporal_ensembling"``, ``"mk_mmd"``, ``"lautum"``,
+            ``"mutual_information"``, ``"information"``, ``"local_minimum"``, or several with ``+``
+            between them. Those that do not act in the stage are left out. In a Trainer of your own,
+            call ``lautum.fit_inputs`` for ``"lautum"`` and :meth:`add_noise` for ``"information"``
+            before ``fit``; :func:`transfer` does.
         stage: ``"pretrain"``, ``"fine_tune"`` or ``"scratch"``.
-        weights: Weights of the penalties by name, where not those of :data:`lightning_taskinfo.transfer.WEIGHTS`.
-        fine_tune: What fine-tuning trains: everything, the head on frozen features, or ``"layerwise"``: the head
-            first, then one more of the backbone's children, from the last to the first, in equal shares of the epochs.
+        weights: Weights of the penalties by name, where not those of
+            :data:`lightning_taskinfo.transfer.WEIGHTS`.
+        fine_tune: What fine-tuning trains: everything, the head on frozen features, or
+            ``"layerwise"``: the head first, then one more of the backbone's children, from the last
+            to the first, in equal shares of the epochs.
         learning_rate: Learning rate of Adam.
         weight_decay: Its weight decay; noisy weights' variances have none.
         num_labeled: Labelled training samples of the stage.

@@ -47,9 +47,9 @@ class Stages:
 
     Args:
         pretrain_epochs: Epochs on the source.
-        fine_tune_epochs: Epochs on the target, from the pretrained weights or from scratch. An epoch goes once through
-            the unlabelled inputs, or the labelled ones if they are more, with any method, so that all take the same
-            number of steps.
+        fine_tune_epochs: Epochs on the target, from the pretrained weights or from scratch. An
+            epoch goes once through the unlabelled inputs, or the labelled ones if they are more,
+            with any method, so that all take the same number of steps.
         fine_tune: ``"full"``, ``"linear"`` (the head on frozen features) or ``"layerwise"``.
         learning_rate: Of Adam while pretraining and from scratch.
         fine_tune_learning_rate: While fine-tuning; the same where ``None``.
