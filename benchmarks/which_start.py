@@ -658,6 +658,22 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
+def table(rows: Sequence[dict[str, Any]], missing: int, total: int) -> str:
+    """Return the judged rankings as Markdown."""
+    lines = [
+        "| fine-tuning | ranking | weighted τ | regret, points | τ minus the default's |",
+        "|---|---|---|---|---|",
+    ]
+    for row in rows:
+        if "tau" in row:
+            tau, ahead = (
+                "{:+.2f} ± {:.2f}".format(*row[key]) for key in ("tau", "tau_ahead_of_default")
+            )
+            regret = "{:.1f} ± {:.1f}".format(*(100 * part for part in row["regret"]))
+            lines.append(f"| {row['way']} | {row['ranking']} | {tau} | {regret} | {ahead} |")
+    return "\n".join([*lines, "", f"{total - missing} of {total} units are finished."]) + "\n"
+
+
 def report(bench: Bench, out: Path) -> None:
     """Judge what is there, and say what is missing."""
     cells, missing = collected(bench)
@@ -683,6 +699,7 @@ def report(bench: Bench, out: Path) -> None:
     print(f"calls: {result['calls']}")
     print(f"missing: {len(missing)} of {result['units']} units: {dict(result['units_missing'])}")
     write_json(out, result)
+    out.with_suffix(".md").write_text(table(rows, len(missing), result["units"]))
     store(bench, out.with_suffix(".jsonl"))
     if any("tau" in row for row in rows):
         draw(rows, out.with_suffix(".png"))
