@@ -92,7 +92,8 @@ def labeled_part(batch: Any) -> Any:
     """Return the labelled part of a batch that a ``CombinedLoader`` has put together; other batches as they are.
 
     Example:
-        >>> labeled_part({"labeled": (torch.ones(1), torch.zeros(1)), "unlabeled": torch.ones(2)})
+        >>> from torch import ones, zeros
+        >>> labeled_part({"labeled": (ones(1), zeros(1)), "unlabeled": ones(2)})
         (tensor([1.]), tensor([0.]))
     """
     if not isinstance(batch, Mapping) or target_of(batch) is not None:

@@ -214,9 +214,8 @@ class Measurement:
         self.alone: Tensor | None = None  # outputs of the first sample without the others
         self.mixing: bool | None = None
         self.named = False
-        self.reasons: dict[
-            str, str
-        ] = {}  # why the graph does not show the gradients of a parameter
+        # Why the graph does not show the gradients of a parameter.
+        self.reasons: dict[str, str] = {}
 
     def run(self, n: int) -> dict[str, str]:
         """Measure ``n`` samples, chunk by chunk, and return which engine served which parameter."""
@@ -256,7 +255,11 @@ class Measurement:
                     contribution = Contribution(found, gradients, name in plan.apart)
                     if contribution.parts and name not in left:
                         self.accumulator.add(name, samples, contribution)
-            if left:
+            if left and graph is not None and self.sharded:
+                for i, score in enumerate(scores):
+                    keep = not last or i < len(scores) - 1
+                    self._read_one(outputs, graph, score, samples, retain_graph=keep)
+            elif left:
                 for score in scores:
                     self._fall_back(inputs, score, left, samples)
 
@@ -369,6 +372,21 @@ class Measurement:
             raise ValueError(f"Hooks do not cover {named}; other engines need unsharded weights.")
         self.engines.update(dict.fromkeys(left, self.fallback))
         return left
+
+    def _read_one(
+        self, outputs: Tensor, graph: Graph, score: Tensor, samples: slice, *, retain_graph: bool
+    ) -> None:
+        """Take the gradients of the only sample of a chunk from the graph, by the gathered weights.
+
+        A backward pass over sharded weights themselves would add up the samples of all processes.
+        """
+        reached = {name: self.parameters[name] for name in graph.leaves}
+        found = torch.autograd.grad(
+            outputs, [*reached.values()], score, retain_graph=retain_graph, allow_unused=True
+        )
+        for name, g in zip(reached, found, strict=True):
+            if g is not None:
+                self.accumulator.add(name, samples, Gradients(g.to_dense().unsqueeze(0)))
 
     def _fall_back(self, inputs: Any, score: Tensor, names: set[str], samples: slice) -> None:
         """Take the gradients of some parameters for one score from a slower engine."""

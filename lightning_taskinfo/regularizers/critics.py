@@ -90,7 +90,8 @@ def tower(shape: Sequence[int], hidden: int, out: int) -> nn.Sequential:
     """Return a network from samples of ``shape`` to vectors: convolutional for images ``(C, H, W)``, else dense.
 
     Example:
-        >>> tower((1, 28, 28), hidden=64, out=8)(torch.zeros(2, 1, 28, 28)).shape
+        >>> from torch import zeros
+        >>> tower((1, 28, 28), hidden=64, out=8)(zeros(2, 1, 28, 28)).shape
         torch.Size([2, 8])
     """
     layers: list[nn.Module] = [nn.Flatten()]
@@ -127,8 +128,9 @@ def make_critic(
         ValueError: If ``kind`` is unknown or a width is not positive.
 
     Example:
+        >>> from torch import zeros
         >>> critic = make_critic("bilinear", (4,), 2)
-        >>> critic(torch.zeros(3, 4), torch.zeros(3, 2)).shape
+        >>> critic(zeros(3, 4), zeros(3, 2)).shape
         torch.Size([3, 3])
     """
     if kind not in get_args(CriticKind):

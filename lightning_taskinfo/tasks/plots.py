@@ -256,9 +256,13 @@ def _scatter(
     from matplotlib import colormaps
 
     for i, (embedding, (x, y), area) in enumerate(zip(embeddings, places, areas, strict=True)):
-        ax.scatter(
-            [x], [y], s=area, color=colormaps["tab20"](i % 20), alpha=0.9, label=embedding.name
-        )
+        color = colormaps["tab20"](i % 20)
+        ax.scatter([x], [y], s=area, color=color, alpha=0.9, label=_shortened(embedding.name))
     legend = ax.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     for handle in legend.legend_handles:
         handle.set_sizes([40])  # type: ignore[union-attr]
+
+
+def _shortened(name: str, length: int = 30) -> str:
+    """Return the end of a long name, as of a path, so that a legend leaves room for the picture."""
+    return name if len(name) <= length else f"…{name[1 - length :]}"

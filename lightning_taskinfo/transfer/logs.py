@@ -205,6 +205,11 @@ def log_to_wandb(
 
     Returns:
         The run's folder.
+
+    Example::
+
+        run = log_to_wandb(transfer(Classifier, target, starts=starts), mode="offline")
+        print(f"wandb leet {run}")
     """
     import wandb
 

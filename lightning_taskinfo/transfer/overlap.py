@@ -38,6 +38,11 @@ class Onset:
             hurt.
         high: Upper ends of the intervals, shape ``[K]``.
         confidence: Probability that an interval covers.
+
+    Example:
+        >>> from torch import tensor
+        >>> print(Onset(("conv",), tensor([80.0]), tensor([100.0]), tensor([130.0])).reading())
+        Linear transfer helps longest from conv: above about 100 labels, training from scratch is predicted to win.
     """
 
     layers: tuple[str, ...]

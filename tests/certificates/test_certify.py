@@ -334,7 +334,7 @@ def test_scores_without_an_axis_of_classes_and_complex_labels_are_refused():
         ),
         (
             {"loss_fn": nn.functional.cross_entropy},
-            r"`loss_fn` must return a value for each of 256, got shape \[\]",
+            r"`loss_fn` must return a value for each of 600, got shape \[\]",
         ),
         ({"draws": 0}, "`draws` must be at least 1, got 0"),
         ({"betas": ()}, r"`betas` must be positive numbers, got \[\]"),

@@ -250,7 +250,7 @@ def test_refuses_a_rising_curve_and_a_wrong_confidence():
 
 def test_being_sure_of_the_wrong_class_is_the_largest_share():
     with pytest.warns(TaskInfoWarning, match="far from"):
-        assert ONE.onset({50: 4.0, 100: 2.0})[1].item() == pytest.approx(2000)
+        assert ONE.onset({50: 4.0, 100: 2.0}).middle.item() == pytest.approx(2000)
 
 
 def test_two_folds_and_four_samples_in_each_are_enough():
