@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import (
@@ -14,6 +15,7 @@ from concurrent.futures import (
 )
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, nullcontext
+from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -151,15 +153,20 @@ def _pool(executor: Executor | None, workers: int | None, jobs: int) -> Iterator
 
 @contextmanager
 def _deaf_children() -> Iterator[None]:
-    """Start processes that ignore Ctrl-C, which a terminal sends to all: each would print a traceback of its own."""
-    if threading.current_thread() is not threading.main_thread():
+    """Start processes that do not hear Ctrl-C, which a terminal sends to all: each would print a traceback of its own.
+
+    The signal is blocked, which processes inherit, and not ignored: one that arrives meanwhile is
+    delivered afterwards.
+    """
+    if threading.current_thread() is not threading.main_thread() or sys.platform == "win32":
         yield
         return
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    resource_tracker.ensure_running()  # it unblocks the signal where it is started
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _end_with_parent() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lightning_taskinfo._files import read_result, write_result
-from lightning_taskinfo._parallel import run_jobs
+from lightning_taskinfo._parallel import _deaf_children, run_jobs
 
 JOBS = {f"seed-{seed}": seed for seed in range(4)}
 
@@ -178,6 +178,11 @@ def test_an_interrupt_does_not_wait_for_processes_that_are_starting(tmp_path):
     )  # which also ends when no process writes to the pipe any more
     assert printed.count("Traceback") == 1
     assert printed.endswith("KeyboardInterrupt\n")
+
+
+def test_an_interrupt_while_processes_are_started_is_not_lost():
+    with pytest.raises(KeyboardInterrupt), _deaf_children():
+        os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_bad_input():
