@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lightning_taskinfo._files import read_result, write_result
-from lightning_taskinfo._parallel import _deaf_children, run_jobs
+from lightning_taskinfo._parallel import run_jobs
 
 JOBS = {f"seed-{seed}": seed for seed in range(4)}
 
@@ -181,8 +181,16 @@ def test_an_interrupt_does_not_wait_for_processes_that_are_starting(tmp_path):
 
 
 def test_an_interrupt_while_processes_are_started_is_not_lost():
-    with pytest.raises(KeyboardInterrupt), _deaf_children():
-        os.kill(os.getpid(), signal.SIGINT)
+    code = (
+        "import os, signal; from lightning_taskinfo._parallel import _deaf_children\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "with _deaf_children(): os.kill(os.getpid(), signal.SIGINT)"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+    )
+    assert run.stderr.endswith("KeyboardInterrupt\n")
 
 
 def test_bad_input():
