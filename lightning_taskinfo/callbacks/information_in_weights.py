@@ -28,8 +28,7 @@ from lightning_taskinfo.distributions.post_family import (
     standard_noises,
 )
 from lightning_taskinfo.fisher.accumulators import Diagonal
-from lightning_taskinfo.fisher.kron import as_factors, kronecker_sums
-from lightning_taskinfo.fisher.kron_sums import KroneckerSums
+from lightning_taskinfo.fisher.kron import KroneckerSums, as_factors, kronecker_sums
 from lightning_taskinfo.fisher.measure import measure
 from lightning_taskinfo.functional.information import InformationTerms, added, label_entropy
 from lightning_taskinfo.functional.likelihood import Categorical

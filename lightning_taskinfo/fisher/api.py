@@ -12,7 +12,7 @@ from lightning_taskinfo.fisher.accumulators import Diagonal, Gram, Norms, TraceS
 from lightning_taskinfo.fisher.fallback import Forward
 from lightning_taskinfo.fisher.measure import (
     Engine,
-    Options,
+    EngineOptions,
     Request,
     measure,
     squared_norms_by_name,
@@ -60,10 +60,10 @@ def fisher_trace(
         mc_samples: Number of labels drawn for each sample, for ``labels="sampled"``.
         generator: Source of the draws, on the device of the outputs. By default torch's own state
             decides them and is left as it is, so that two calls draw the same labels.
-        engine: ``"hooks"`` reads layer inputs and output gradients of one forward and backward
-            pass, ``"per_sample"`` uses ``torch.func``, ``"loop"`` takes one sample at a time;
-            ``"auto"`` takes the hooks where they are right and ``"per_sample"`` (or the loop) for
-            what is left, which a warning names.
+        engine: ``"graph"`` reads layer inputs and output gradients off the autograd graph of one
+            forward and backward pass, ``"per_sample"`` uses ``torch.func``, ``"loop"`` takes one
+            sample at a time; ``"auto"`` takes the graph where it shows which gradient belongs to
+            which sample, and ``"per_sample"`` (or the loop) for what is left, which a warning names.
         chunk_size: Samples of one forward pass; memory grows with it, not with ``N``.
         forward_fn: How to get the outputs, ``forward_fn(model, inputs) -> outputs``; found out by
             default: inputs are handed over as they are, or by name, and outputs may be a tensor or
@@ -92,7 +92,7 @@ def per_sample_squared_norms(
     model: nn.Module,
     inputs: Any,
     targets: Tensor | None = None,
-    **options: "Unpack[Options]",
+    **options: "Unpack[EngineOptions]",
 ) -> Tensor:
     r"""Squared gradient norm of each sample, :math:`\mathbb{E}_y \|\nabla_w \log p_w(y|x_n)\|^2`, shape ``[N]``.
 
@@ -119,7 +119,7 @@ def layer_traces(
     model: nn.Module,
     inputs: Any,
     targets: Tensor | None = None,
-    **options: "Unpack[Options]",
+    **options: "Unpack[EngineOptions]",
 ) -> dict[str, Tensor]:
     """Trace of the Fisher information by the module that owns the parameters; they add up to :func:`fisher_trace`.
 
@@ -147,7 +147,7 @@ def fisher_diagonal(
     model: nn.Module,
     inputs: Any,
     targets: Tensor | None = None,
-    **options: "Unpack[Options]",
+    **options: "Unpack[EngineOptions]",
 ) -> ParamDict:
     r"""Diagonal of the Fisher information by parameter name, a mean over samples, shaped like the parameters.
 
@@ -179,13 +179,7 @@ def gradient_gram(
     model: nn.Module,
     inputs: Any,
     targets: Tensor | None = None,
-    *,
-    labels: Labels = "empirical",
-    likelihood: str | Likelihood = "categorical",
-    generator: Generator | None = None,
-    engine: Engine = "auto",
-    chunk_size: int | None = None,
-    forward_fn: Forward | None = None,
+    **options: "Unpack[EngineOptions]",
 ) -> Tensor:
     r"""Gram matrix :math:`\xi = J J^\top` of the samples' gradients, shape ``[N, N]``, in float64 and not divided.
 
@@ -195,9 +189,15 @@ def gradient_gram(
     these products are summed in float64. Takes the arguments of :func:`fisher_trace`; labels are
     the dataset's by default, or one draw from the model.
 
+    Args:
+        model: Any module.
+        inputs: A batch of ``N`` inputs.
+        targets: The dataset's labels.
+        **options: The other arguments of :func:`fisher_trace`.
+
     Raises:
-        ValueError: As for :func:`fisher_trace`, and for ``labels="exact"``, which has several
-            gradients per sample.
+        ValueError: As for :func:`fisher_trace`, and for ``labels="exact"`` or several
+            ``mc_samples``, which have several gradients per sample.
 
     Example:
         >>> from torch import nn, tensor
@@ -207,23 +207,30 @@ def gradient_gram(
         tensor([[1., 2.],
                 [2., 4.]], dtype=torch.float64)
     """
-    if labels == "exact":
+    options.setdefault("labels", "empirical")
+    request = Request(**options)
+    if request.labels == "exact":
         raise ValueError(
             "`labels` must be 'empirical' or 'sampled' for a Gram matrix of gradients, got 'exact'."
         )
-    request = Request(labels, likelihood, 1, generator, engine, chunk_size, forward_fn)
-    n, wanted = sample_count(inputs), {*trainable_parameters(model)}
+    if request.mc_samples > 1:
+        raise ValueError(
+            f"`mc_samples` must be 1 for a Gram matrix of gradients, got {request.mc_samples}."
+        )
+    n = sample_count(inputs)
     gram = torch.zeros(n, n, dtype=torch.float64, device=next(model.parameters()).device)
-    seed = None if generator is None else generator.get_state()
+    generator = request.generator
+    state = None if generator is None else generator.get_state()
     restore = keep_random_states({gram.device, torch.device("cpu")})
+    wanted = {*trainable_parameters(model)}
     while wanted:  # with the same labels in every pass
-        if generator is not None and seed is not None:
-            generator.set_state(seed)
-        sink = Gram(gram, wanted, room=128 * BLOCK)
-        measure(model, inputs, targets, request.again(), sink)
+        if generator is not None and state is not None:
+            generator.set_state(state)
+        products = Gram(gram, wanted, room=128 * BLOCK)
+        measure(model, inputs, targets, request.again(), products)
         restore()
-        sink.close()
-        wanted = sink.postponed
+        products.close()
+        wanted = products.postponed
     return gram
 
 
@@ -231,7 +238,7 @@ def engines_used(
     model: nn.Module,
     inputs: Any,
     targets: Tensor | None = None,
-    **options: "Unpack[Options]",
+    **options: "Unpack[EngineOptions]",
 ) -> dict[str, str]:
     """Return which engine serves each parameter, by running one measurement; arguments of :func:`fisher_trace`.
 
@@ -244,7 +251,7 @@ def engines_used(
     Example:
         >>> from torch import nn, ones
         >>> engines_used(nn.Linear(2, 2), ones(4, 2))
-        {'weight': 'hooks', 'bias': 'hooks'}
+        {'weight': 'graph', 'bias': 'graph'}
     """
     return measure(model, inputs, targets, Request(**options), Norms(sample_count(inputs)))
 

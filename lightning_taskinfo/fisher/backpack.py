@@ -1,16 +1,24 @@
 """What BackPACK computes for us: Kronecker factors of chains of layers."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from operator import itemgetter
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from lightning_taskinfo._batches import take
-from lightning_taskinfo._observe import trainable_parameters
+from lightning_taskinfo._batches import sample_count, take
+from lightning_taskinfo._observe import (
+    at_least_float32,
+    full_precision,
+    observing,
+    parts,
+    trainable_parameters,
+)
 from lightning_taskinfo.fisher.fallback import Forward
+from lightning_taskinfo.fisher.measure import Request
 
 # Layers whose Kronecker factors BackPACK has, or through which it can pass them on.
 KNOWN = (
@@ -32,6 +40,50 @@ KNOWN = (
 
 class NotCoveredError(Exception):
     """BackPACK cannot serve this network; the text says why."""
+
+
+class Sums(Protocol):
+    """The sums of one parameter."""
+
+    def add(self, rows: Tensor, columns: Tensor | None, places: int) -> None:
+        """Add sums of ``b bᵀ`` and of ``a aᵀ`` over so many places."""
+        ...
+
+
+def add_factors(
+    sums: Mapping[str, Sums],
+    model: nn.Module,
+    inputs: Any,
+    targets: Tensor | None,
+    request: Request,
+) -> None:
+    """Let BackPACK pass the output scores backwards, chunk by chunk, and add what it finds for each parameter.
+
+    Raises:
+        NotCoveredError: If BackPACK does not serve the network; the generator is then as it was.
+        ModuleNotFoundError: If BackPACK is not installed.
+    """
+    generator = request.generator
+    state = None if generator is None else generator.get_state()
+    step = request.chunk_size or 128
+    try:
+        with observing(model), full_precision(parts(model)):
+            chain = ChainFactors(model, request.forward)
+            for start in range(0, sample_count(inputs), step):
+                chunk = slice(start, start + step)
+                outputs = chain.outputs(take(take(inputs, itemgetter(chunk)), at_least_float32))
+                of_chunk = None if targets is None else targets[chunk]
+                counted = False  # whether the inputs are
+                for scores, last in request.scores(outputs, of_chunk):
+                    for name, rows, columns, places in chain.factors(
+                        outputs, scores, keep=not last
+                    ):
+                        sums[name].add(rows, None if counted else columns, places)
+                    counted = True
+    except NotCoveredError:
+        if generator is not None and state is not None:
+            generator.set_state(state)  # so that the labels of the first chunks are drawn again
+        raise
 
 
 class ChainFactors:
@@ -56,7 +108,7 @@ class ChainFactors:
     """
 
     def __init__(self, model: nn.Module, forward: Forward) -> None:
-        _, extend, _ = _backpack()
+        _, extend = _backpack()
         _check_layers(model)
         self.model = copy.deepcopy(model)
         self.forward = forward
@@ -93,10 +145,9 @@ class ChainFactors:
         Raises:
             NotCoveredError: If BackPACK fails.
         """
-        backpack, _, _ = _backpack()
-        extension = _factors_from(
-            torch.stack(scores)
-        )  # a new one: it keeps what it has passed backwards
+        backpack, _ = _backpack()
+        # A new one: it keeps what it has passed backwards.
+        extension = _factors_from(torch.stack(scores))
         try:
             with backpack(extension, retain_graph=keep):
                 self.loss(outputs, torch.zeros_like(outputs)).backward(retain_graph=keep)
@@ -110,12 +161,12 @@ class ChainFactors:
             raise NotCoveredError(str(error)) from error
         n = len(outputs)
         for name, p in trainable_parameters(self.model).items():
-            parts = getattr(p, extension.savefield, None)
-            if parts is None:
+            found = getattr(p, extension.savefield, None)
+            if found is None:
                 raise NotCoveredError(f"there are no factors of {name!r}")
             delattr(p, extension.savefield)
             p.grad = None
-            of_rows, *of_columns = (part.detach() for part in parts)
+            of_rows, *of_columns = (part.detach() for part in found)
             columns = n * of_columns[0] if of_columns else None  # it has the mean of inputs
             yield name, of_rows, columns, self.places[name.rpartition(".")[0]]
 
@@ -144,18 +195,17 @@ def _check_layers(model: nn.Module) -> None:
     if len(set(owned)) < len(owned):
         raise NotCoveredError("weights are tied")
     for name, layer in model.named_modules():
-        children = any(True for _ in layer.children())
-        if children and any(True for _ in layer.parameters(recurse=False)):
-            raise NotCoveredError(f"{name!r} has parameters beside its layers")
-        if children or isinstance(layer, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+        if type(layer) not in KNOWN:
+            if [*layer.parameters(recurse=False)]:
+                raise NotCoveredError(f"{name!r} is a {type(layer).__name__}")
             continue
-        has_weights = any(True for _ in layer.parameters())
-        if type(layer) not in KNOWN and has_weights:
-            raise NotCoveredError(f"{name!r} is a {type(layer).__name__}")
-        plain = getattr(layer, "padding_mode", "zeros") == "zeros" and not isinstance(
-            getattr(layer, "padding", 0), str
+        unusual = (
+            getattr(layer, "padding_mode", "zeros") != "zeros"
+            or isinstance(getattr(layer, "padding", 0), str)
+            or getattr(layer, "groups", 1) != 1
+            or getattr(layer, "inplace", False)
         )
-        if getattr(layer, "groups", 1) != 1 or getattr(layer, "inplace", False) or not plain:
+        if unusual:
             raise NotCoveredError(f"{name!r} is {layer}")
 
 
@@ -234,11 +284,11 @@ def _with_gradient(x: Tensor) -> Tensor:
     return x.detach().requires_grad_() if x.is_floating_point() else x
 
 
-def _backpack() -> tuple[Any, Any, Any]:
+def _backpack() -> tuple[Any, Any]:
     try:
-        from backpack import backpack, extend, extensions
+        from backpack import backpack, extend
     except ImportError as error:
         raise ModuleNotFoundError(
             "Install BackPACK for this: `pip install lightning-taskinfo[backpack]`."
         ) from error
-    return backpack, extend, extensions
+    return backpack, extend

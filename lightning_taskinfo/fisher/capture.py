@@ -19,7 +19,6 @@ Which is which is **shown, not guessed**. Let :math:`u_n` be any scores of the o
 """
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -323,23 +322,18 @@ class Prover:
 class Known:
     """What is known of a model on samples of one shape, called in one way.
 
-    A ``forward_fn`` can mix the samples before they reach the model, where no graph shows it: what
-    was found with one says nothing about another.
-
     Attributes:
-        sample: Shapes and types of one sample.
-        forward_fn: How the model was called, a weak reference.
-        elements: Numbers that all uses put out for one sample.
+        call: The way, see :func:`call_of`.
         outputs: Numbers that the model puts out for one sample.
+        elements: Numbers that all uses put out for one sample.
         alone: The signature of the graph of one sample.
         plans: What was shown, for graphs of several sizes.
     """
 
-    sample: list[tuple[torch.Size, torch.dtype]]
-    forward_fn: Callable[[], Any] | None
-    elements: int
+    call: "Call"
     outputs: int
-    alone: list[Any]
+    elements: int = 0
+    alone: list[Any] = field(default_factory=list)
     plans: list[Plan] = field(default_factory=list)
 
     def keep(self, plan: Plan) -> None:
@@ -347,36 +341,26 @@ class Known:
         self.plans = [*self.plans[1 - PLANS :], plan]
 
 
+Call = tuple[list[tuple[torch.Size, torch.dtype]], Any]
 _KNOWN: "WeakKeyDictionary[nn.Module, Known]" = WeakKeyDictionary()
 
 
-def recall(model: nn.Module, inputs: Any, forward_fn: Forward | None) -> Known | None:
-    """Return what is known of a model on samples of this shape, called in this way, if anything."""
+def call_of(inputs: Any, forward_fn: Forward | None) -> Call:
+    """Return shapes and types of one sample, and a weak reference to how the model is called.
+
+    A ``forward_fn`` can mix the samples before they reach the model, where no graph shows it: what
+    was found with one says nothing about another.
+    """
+    shapes = [(x.shape[1:], x.dtype) for x in tensors(inputs)]
+    return shapes, None if forward_fn is None else ref(forward_fn)
+
+
+def recall(model: nn.Module, call: Call) -> Known | None:
+    """Return what is known of a model that is called in this way, if anything."""
     known = _KNOWN.get(model)
-    if known is None or known.sample != _sample(inputs):
-        return None
-    called = None if known.forward_fn is None else known.forward_fn()
-    same = called is forward_fn and (known.forward_fn is None) == (forward_fn is None)
-    return known if same else None
+    return known if known is not None and known.call == call else None
 
 
-def remember(
-    model: nn.Module,
-    inputs: Any,
-    forward_fn: Forward | None,
-    *,
-    elements: int,
-    outputs: int,
-    alone: list[Any],
-    keep: bool,
-) -> Known:
-    """Note what one sample shows, and keep it as long as the model lives."""
-    weakly = None if forward_fn is None else ref(forward_fn)
-    known = Known(_sample(inputs), weakly, elements, outputs, alone)
-    if keep:
-        _KNOWN[model] = known
-    return known
-
-
-def _sample(inputs: Any) -> list[tuple[torch.Size, torch.dtype]]:
-    return [(x.shape[1:], x.dtype) for x in tensors(inputs)]
+def remember(model: nn.Module, known: Known) -> None:
+    """Keep what is known as long as the model lives."""
+    _KNOWN[model] = known

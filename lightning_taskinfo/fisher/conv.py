@@ -10,13 +10,15 @@ large convolution, whose weight gradient has all of theirs.
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_taskinfo._observe import at_least_float32
-from lightning_taskinfo.fisher.ops import BLOCK, Use, product_norms, total
+from lightning_taskinfo.fisher.graph import shape_of
+from lightning_taskinfo.fisher.ops import BLOCK, Use, elementwise, product_norms, saved, total
 
 SMALL_MAP = 100  # output positions up to which patches beat grouped convolutions
 WIDE_MAP, WIDE = 256, 2048  # the same for at least so many pairs of channels
@@ -40,9 +42,6 @@ class Conv(Use):
     def fits(self) -> bool:
         return self.rows.axis == 0 and self.rows.merged == 1
 
-    def arranged(self, b: Tensor) -> Tensor:
-        return self.rows.samples_first(b)
-
     @cached_property
     def a(self) -> Tensor:
         """The inputs with the samples first, ``[N, repeat, C, ...]``."""
@@ -58,12 +57,11 @@ class Conv(Use):
     def norms(self, scores: list[Tensor]) -> Tensor:
         if not self.by_patches:
             return super().norms(scores)
-        return torch.cat(
-            [
-                total(product_norms(_by_row(b[some]), self._patches(some)) for b in scores)
-                for some in self.blocks(len(self.a))
-            ]
-        )
+        norms = []
+        for some in self.blocks(len(self.a)):
+            patches = self._patches(some)
+            norms.append(total(product_norms(_by_row(b[some]), patches) for b in scores))
+        return torch.cat(norms)
 
     @property
     def elements(self) -> int:
@@ -81,18 +79,13 @@ class Conv(Use):
     def by_patches(self) -> bool:
         """Whether patches are quicker than a grouped convolution."""
         out, channels, *kernel = self.shape
-        entries, positions = channels * math.prod(kernel), self.positions.numel()
-        if not self.plain:
-            return False
+        entries = channels * math.prod(kernel)
+        positions = self.positions.numel()
         apart = kernel == self.stride
         few = entries <= FEW_ENTRIES and out >= FEW_CHANNELS
         small = entries * positions * len(self.inputs) <= BLOCK // 4
-        return (
-            apart
-            or few
-            or small
-            or positions <= (WIDE_MAP if out * channels >= WIDE else SMALL_MAP)
-        )
+        small_map = positions <= (WIDE_MAP if out * channels >= WIDE else SMALL_MAP)
+        return self.plain and (apart or few or small or small_map)
 
     def _patches(self, samples: slice) -> Tensor:
         """Return the patches of some samples, ``[n, places, entries]``; those of the last ones are kept."""
@@ -129,6 +122,26 @@ class Conv(Use):
             [False, True, False],
         )[1]
         return grouped.view(n, *shape)
+
+
+def read_convolution(node: Any, place: int, weight: Any) -> Use | None:
+    """Read the kernel (place 1) or the bias (place 2) of a convolution."""
+    if place == 2:
+        return elementwise(node, weight, behind=len(shape_of(node)) - 2)
+    (inputs,) = saved(node, "input")
+    if place == 0 or inputs.is_complex():
+        return None
+    return Conv(
+        tuple(weight.shape),
+        inputs,
+        shape_of(node)[2:],
+        list(node._saved_stride),
+        list(node._saved_padding),
+        list(node._saved_dilation),
+        list(node._saved_output_padding),
+        node._saved_groups,
+        node._saved_transposed,
+    )
 
 
 def _by_row(x: Tensor) -> Tensor:

@@ -10,9 +10,104 @@ from torch.func import functional_call, grad, vmap
 
 from lightning_taskinfo._batches import take
 from lightning_taskinfo._observe import ParamDict
+from lightning_taskinfo._warn import warn
+from lightning_taskinfo.fisher.ops import BLOCK
 
 Forward = Callable[[nn.Module, Any], Tensor]
 Blocks = Iterator[tuple[int, ParamDict]]  # gradients of some samples, and the number of the first
+
+
+class Fallback:
+    """Gradients of single samples where the graph does not show them, with a warning.
+
+    Args:
+        model: The network.
+        forward: How to get its outputs.
+        asked: The engine that the user wants.
+
+    Attributes:
+        engine: ``"per_sample"`` for ``torch.func``, or ``"loop"``, also once that has failed.
+    """
+
+    def __init__(self, model: nn.Module, forward: Forward, asked: str) -> None:
+        self.model = model
+        self.forward = forward
+        self.asked = asked
+        self.engine = "loop" if asked == "loop" else "per_sample"
+        self.named = False
+
+    def gradients(self, inputs: Any, score: Tensor, names: set[str], reason: str | None) -> Blocks:
+        """Yield blocks of per-sample gradients ``[n, *shape]`` of the named parameters for one score.
+
+        Args:
+            inputs: The samples.
+            score: A score of their outputs.
+            names: The parameters.
+            reason: Why the graph does not show them, if that has to be said.
+        """
+        several = len(score) > 1 or self.asked == "per_sample"
+        if self.engine == "per_sample" and several:
+            blocks = self._vmapped(inputs, score, names)
+            try:
+                first = next(blocks)
+            except Exception as error:  # torch.func names no type of its own for what it cannot run
+                if self.asked == "per_sample":
+                    raise
+                self.engine = "loop"
+                told = str(error).partition("\n")[0][:80]
+                warn(
+                    f"torch.func cannot run this model ({type(error).__name__}: {told}): {_some(names)} take a "
+                    f"backward pass for each of {len(score)} samples; measure fewer where that is too slow "
+                    "(`max_samples`)."
+                )
+            else:
+                if self.asked == "auto" and reason is not None and not self.named:
+                    self.named = True
+                    warn(
+                        f"The graph does not show which sample gradients of {_some(names)} belong to ({reason}); "
+                        "torch.func computes them, which is slower."
+                    )
+                yield first
+                yield from blocks
+                return
+        yield from self._looped(inputs, score, names)
+
+    def _vmapped(self, inputs: Any, score: Tensor, names: set[str]) -> Blocks:
+        scored = _Scored(self.model, self.forward)
+        places = _places(self.model)
+        state = {name: p.detach() for name, p in self.model.named_parameters()}
+        moving = {name: state.pop(name) for name in names}
+
+        def value(weights: ParamDict, sample: Any, sample_score: Tensor) -> Tensor:
+            one = take(sample, lambda x: x.unsqueeze(0))
+            all_weights = {**state, **weights}
+            placed = {f"model.{place}": all_weights[name] for place, name in places.items()}
+            arguments = (one, sample_score.unsqueeze(0))
+            return functional_call(scored, placed, arguments, tie_weights=False)
+
+        step = max(1, 8 * BLOCK // sum(p.numel() for p in moving.values()))
+        each = vmap(grad(value), in_dims=(None, 0, 0), randomness="different")
+        for start in range(0, len(score), step):
+            block = slice(start, start + step)
+            yield start, each(moving, take(inputs, itemgetter(block)), score[block])
+
+    def _looped(self, inputs: Any, score: Tensor, names: set[str]) -> Blocks:
+        """Yield the gradients of one sample after the other, by plain autograd: slow, and right for any model."""
+        parameters = {name: p for name, p in self.model.named_parameters() if name in names}
+        for n in range(len(score)):
+            block = slice(n, n + 1)
+            for p in parameters.values():
+                p.grad = None
+            # `backward`, not `autograd.grad`, which reentrant checkpointing refuses.
+            outputs = self.forward(self.model, take(inputs, itemgetter(block)))
+            (outputs * score[block]).sum().backward()
+            gradients: ParamDict = {}
+            for name, p in parameters.items():
+                g = torch.zeros_like(p) if p.grad is None else p.grad.to_dense()
+                gradients[name] = g.unsqueeze(0)
+            yield n, gradients
+        for p in parameters.values():
+            p.grad = None
 
 
 class _Scored(nn.Module):
@@ -20,31 +115,11 @@ class _Scored(nn.Module):
 
     def __init__(self, model: nn.Module, forward: Forward) -> None:
         super().__init__()
-        self.model, self.run = model, forward
+        self.model = model
+        self.run = forward
 
     def forward(self, inputs: Any, score: Tensor) -> Tensor:
         return (self.run(self.model, inputs) * score).sum()
-
-
-def vmapped_gradients(
-    model: nn.Module, forward: Forward, inputs: Any, score: Tensor, names: set[str], step: int
-) -> Blocks:
-    """Yield blocks of per-sample gradients ``[n, *shape]`` of the named parameters, by ``torch.func``."""
-    scored, places = _Scored(model, forward), _places(model)
-    state = {name: p.detach() for name, p in model.named_parameters()}
-    moving = {name: state.pop(name) for name in names}
-
-    def value(weights: ParamDict, sample: Any, sample_score: Tensor) -> Tensor:
-        one, all_weights = take(sample, lambda x: x.unsqueeze(0)), {**state, **weights}
-        placed = {f"model.{place}": all_weights[name] for place, name in places.items()}
-        return functional_call(scored, placed, (one, sample_score.unsqueeze(0)), tie_weights=False)
-
-    for start in range(0, len(score), step):
-        block = slice(start, start + step)
-        gradients = vmap(grad(value), in_dims=(None, 0, 0), randomness="different")(
-            moving, take(inputs, itemgetter(block)), score[block]
-        )
-        yield start, gradients
 
 
 def _places(model: nn.Module) -> dict[str, str]:
@@ -68,21 +143,7 @@ def _places(model: nn.Module) -> dict[str, str]:
     }
 
 
-def looped_gradients(
-    model: nn.Module, forward: Forward, inputs: Any, score: Tensor, names: set[str]
-) -> Blocks:
-    """Yield the gradients of one sample after the other, by plain autograd: slow, and right for any model."""
-    parameters = {name: p for name, p in model.named_parameters() if name in names}
-    for n in range(len(score)):
-        block = slice(n, n + 1)
-        for p in parameters.values():
-            p.grad = None
-        # `backward`, not `autograd.grad`, which reentrant checkpointing refuses.
-        (forward(model, take(inputs, itemgetter(block))) * score[block]).sum().backward()
-        gradients = {
-            name: torch.zeros_like(p) if p.grad is None else p.grad
-            for name, p in parameters.items()
-        }
-        yield n, {name: g.to_dense().unsqueeze(0) for name, g in gradients.items()}
-    for p in parameters.values():
-        p.grad = None
+def _some(names: set[str]) -> str:
+    """Name the first few."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(sorted(names)[:3]) + more

@@ -1,23 +1,47 @@
-"""Kronecker factors of the Fisher information of any network: one interface, and two ways to compute them."""
+r"""Kronecker factors of the Fisher information of any network: one interface, and two ways to compute them.
 
+The gradient of a weight :math:`W`, seen as a matrix ``[R, D]``, is a sum over the places :math:`t`
+at which a layer is applied to sample :math:`n`: :math:`G_n = \sum_t b_{nt} a_{nt}^\top`. KFAC takes
+inputs :math:`a`, gradients :math:`b` by the outputs, and different places, for independent. So it
+needs no gradient of a single sample, and does not have to know which place belongs to which sample.
+What is kept are two matrices and a number, so that chunks, batches and processes simply add up:
+
+.. math:: F_W \approx \frac{\mathcal R \otimes \mathcal C}{N\,w}
+
+- a matrix or kernel with one use: :math:`\mathcal R = \sum b b^\top`,
+  :math:`\mathcal C = \sum a a^\top`, :math:`w` the number of places (KFAC);
+- a table of embeddings, whose inputs are the indices of its rows: :math:`\mathcal R` their counts,
+  a diagonal, :math:`\mathcal C = \sum b b^\top`, :math:`w` the number of places;
+- any other matrix: :math:`\mathcal R = \sum_n G_n G_n^\top`,
+  :math:`\mathcal C = \sum_n G_n^\top G_n`, :math:`w = \sum_n \|G_n\|^2`;
+- a vector: :math:`\mathcal R = \sum_n g_n g_n^\top` alone, which is exact.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import dataclass
-from operator import itemgetter
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
-from lightning_taskinfo._batches import sample_count, take
-from lightning_taskinfo._observe import at_least_float32, full_precision, observing, parts
+from lightning_taskinfo._batches import sample_count
+from lightning_taskinfo._observe import at_least_float32, trainable_parameters
 from lightning_taskinfo._ranges import check_counts
-from lightning_taskinfo.fisher.backpack import ChainFactors, NotCoveredError
-from lightning_taskinfo.fisher.fallback import Forward
-from lightning_taskinfo.fisher.kron_sums import MAX_SIDE, KroneckerSums
-from lightning_taskinfo.fisher.measure import Request, measure
-from lightning_taskinfo.functional.likelihood import Labels, Likelihood
+from lightning_taskinfo.fisher.backpack import NotCoveredError, add_factors
+from lightning_taskinfo.fisher.conv import Conv
+from lightning_taskinfo.fisher.measure import Options, Request, measure
+from lightning_taskinfo.fisher.ops import BLOCK, Embedding, Product, Use
+from lightning_taskinfo.fisher.terms import Gradients, Term
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # of `typing` from Python 3.11 on
 
 KroneckerEngine: TypeAlias = Literal["auto", "backpack", "own"]
 ENGINES = ("auto", "backpack", "own")
+MAX_SIDE = 8192  # of a factor that is kept as a whole: half a gigabyte in float64
 
 
 @dataclass(frozen=True)
@@ -42,10 +66,8 @@ class KroneckerFactors:
 
     def eigenvalues(self) -> Tensor:
         """Return the eigenvalues of the block, ``[R, D]`` in float64; one column for a vector."""
-        of_rows = _eigenvalues(self.rows)
-        if self.columns is None:
-            return of_rows[:, None]
-        return of_rows.outer(_eigenvalues(self.columns))
+        values, _, _ = self.eigen()
+        return values
 
     def eigen(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return the eigenvalues ``[R, D]``, and the eigenvectors of rows and columns; None where there are none."""
@@ -67,19 +89,132 @@ class KroneckerFactors:
         return of_rows.sum() * of_columns.sum()
 
 
+@dataclass
+class Sums:
+    """The sums of one parameter: two matrices, or their diagonals, and the two numbers that may divide them.
+
+    Attributes:
+        rows: Shape ``[R, R]``, or ``[R]``.
+        columns: Shape ``[D, D]``, or ``[D]``; nothing, ``[0]``, for a vector.
+        places: How often the weight was applied, as far as products of inputs and gradients were
+            added.
+        squares: Squared norms of the gradients of single samples, as far as these were added.
+    """
+
+    rows: Tensor
+    columns: Tensor
+    places: Tensor
+    squares: Tensor
+
+    def add(self, rows: Tensor, columns: Tensor | None, places: int) -> None:
+        """Add whole matrices, of which the diagonal may be all that is kept."""
+        self.rows += _diagonal(rows) if self.rows.dim() == 1 else rows
+        if columns is not None:
+            self.columns += _diagonal(columns) if self.columns.dim() == 1 else columns
+            self.places += places
+
+    def add_gradients(self, gradients: Tensor) -> None:
+        """Give ``G Gᵀ`` to the rows and ``Gᵀ G`` to the columns, for gradients ``G`` of single samples."""
+        G = gradients.reshape(len(gradients), len(self.rows), -1)  # [n, R, D]
+        add_gram(self.rows, G.transpose(1, 2).flatten(0, 1))
+        if len(self.columns):
+            add_gram(self.columns, G.flatten(0, 1))
+            self.squares += G.square().sum()
+
+    def mixed(self) -> bool:
+        """Whether products were added for some samples, and whole gradients for others."""
+        return bool(self.places) and bool(self.squares)
+
+    def means(self, n: float) -> tuple[Tensor, Tensor | None]:
+        """Return the factors of rows and of columns, for sums over ``n`` samples."""
+        if not len(self.columns):
+            return self.rows / n, None
+        if self.squares:
+            return self.rows / n, self.columns / self.squares
+        return self.rows / self.places.clamp_min(1), self.columns / n  # an unused weight has zeros
+
+
+class KroneckerSums:
+    """Sums over samples by parameter name, to which the engine adds what it finds; see the top of this file.
+
+    Args:
+        model: The network whose trainable parameters are measured.
+        max_side: The longest side of a factor that is kept as a whole.
+        whole: Parameters whose factors are made of the gradients of single samples in any case.
+    """
+
+    def __init__(
+        self, model: nn.Module, max_side: int = MAX_SIDE, whole: frozenset[str] = frozenset()
+    ) -> None:
+        parameters = trainable_parameters(model)
+        if not parameters:
+            raise ValueError("`model` must have a parameter with `requires_grad=True`, got none.")
+        like = at_least_float32(next(iter(parameters.values())).detach())
+
+        def zeros(side: int, diagonal: bool = False) -> Tensor:
+            return like.new_zeros([side] if diagonal or side > max_side else [side, side])
+
+        self.whole = whole
+        self.by_name: dict[str, Sums] = {}
+        self._read: set[tuple[str, int]] = set()
+        for name, p in parameters.items():
+            owner = model.get_submodule(name.rpartition(".")[0])
+            rows, columns = matrix_shape(p.shape, kernel=isinstance(owner, _ConvNd))
+            of_rows = zeros(rows, isinstance(owner, nn.Embedding))
+            of_columns = like.new_zeros(0) if columns is None else zeros(columns)
+            numbers = like.new_zeros(()), like.new_zeros(())
+            self.by_name[name] = Sums(of_rows, of_columns, *numbers)
+
+    def add(self, name: str, samples: slice, found: Gradients) -> None:
+        """Add the gradients of a parameter, for some samples and scores."""
+        sums = self.by_name[name]
+        term = None if name in self.whole else _only_product(found, sums)
+        if term is None:
+            for _, gradients in found.formed():
+                sums.add_gradients(gradients)
+            return
+        # The gradient is Σ_t b_t a_tᵀ: one factor has b bᵀ of every score, the other has a aᵀ.
+        use = term.use
+        of_outputs, of_inputs = sums.rows, sums.columns
+        if term.inputs_in_rows:
+            of_outputs, of_inputs = of_inputs, of_outputs
+        for b in found.parts[0][1]:
+            add_gram(of_outputs, _outputs_by_place(use, b))
+        # Scores come in groups. The inputs are the same for all groups of a chunk, and count once.
+        if (name, samples.start) in self._read:
+            return
+        self._read.add((name, samples.start))
+        if isinstance(use, Embedding):  # a is one of the unit vectors
+            counts = torch.bincount(use.index[_counted(use)], minlength=use.shape[0])
+            _diagonal(of_inputs).add_(counts)
+            sums.places += counts.sum()
+        else:
+            for a in _inputs_by_place(use):
+                add_gram(of_inputs, a)
+                sums.places += len(a)
+
+    def mixed(self) -> frozenset[str]:
+        """Return the parameters that got products for some samples and whole gradients for others."""
+        return frozenset(name for name, sums in self.by_name.items() if sums.mixed())
+
+    def summed(self, over_processes: Callable[[Tensor], Tensor]) -> "KroneckerSums":
+        """Return the sums of all processes, by a function that adds up the tensors that each of them has."""
+        whole = copy(self)
+        whole.by_name = {
+            name: Sums(*(over_processes(part) for part in vars(sums).values()))
+            for name, sums in self.by_name.items()
+        }
+        return whole
+
+
 def kronecker_factors(
     model: nn.Module,
     inputs: Any,
     targets: Tensor | None = None,
     *,
-    labels: Labels = "sampled",
-    likelihood: str | Likelihood = "categorical",
-    mc_samples: int = 1,
-    generator: Generator | None = None,
     engine: KroneckerEngine = "auto",
-    chunk_size: int | None = None,
     max_side: int = MAX_SIDE,
-    forward_fn: Forward | None = None,
+    **options: "Unpack[Options]",
 ) -> dict[str, KroneckerFactors]:
     r"""Kronecker factors of the Fisher information for every trainable parameter, means over samples.
 
@@ -103,17 +238,12 @@ def kronecker_factors(
         model: Any module; its parameters with ``requires_grad=True`` are measured.
         inputs: A batch of ``N`` inputs: a tensor ``[N, ...]``, or tuples, lists and dicts of them.
         targets: The dataset's labels; needed for ``labels="empirical"``, otherwise they only say what to ignore.
-        labels: Whose labels: ``"sampled"`` from the model (KFAC), ``"exact"`` expectation over them (KFLR), or the
-            dataset's (``"empirical"``, which is not the Fisher).
-        likelihood: What the outputs mean, as for :func:`~lightning_taskinfo.fisher.fisher_trace`.
-        mc_samples: Number of labels drawn for each sample, for ``labels="sampled"``.
-        generator: Source of the draws, on the device of the outputs.
         engine: ``"backpack"`` for BackPACK, which serves chains of linear, convolution, activation and pooling layers;
             ``"own"`` for any network; ``"auto"`` takes BackPACK where it is installed and serves the network. Both give
             the same factors.
-        chunk_size: Samples of one forward pass.
         max_side: Of a factor with a longer side than this, such as that of a vocabulary, only the diagonal is kept.
-        forward_fn: How to get the outputs, ``forward_fn(model, inputs)``; ``model(inputs)`` by default.
+        **options: The other arguments of :func:`~lightning_taskinfo.fisher.fisher_trace`. Labels are drawn from the
+            model by default (KFAC); ``labels="exact"`` is KFLR.
 
     Returns:
         The factors by parameter name.
@@ -134,7 +264,7 @@ def kronecker_factors(
         Martens, *A Kronecker-factored approximate Fisher matrix for convolution layers*, ICML 2016; Eschenhagen et al.,
         *Kronecker-factored approximate curvature for modern neural network architectures*, NeurIPS 2023.
     """
-    request = Request(labels, likelihood, mc_samples, generator, "auto", chunk_size, forward_fn)
+    request = Request(**options)
     sums = kronecker_sums(model, inputs, targets, request, engine=engine, max_side=max_side)
     return as_factors(sums, sample_count(inputs))
 
@@ -162,8 +292,10 @@ def kronecker_sums(
         raise ValueError(f"`engine` must be one of {', '.join(ENGINES)}, got {engine!r}.")
     check_counts(max_side=max_side)
     if engine != "own":
+        sums = KroneckerSums(model, max_side)
         try:
-            return _from_backpack(model, inputs, targets, request.again(), max_side)
+            add_factors(sums.by_name, model, inputs, targets, request.again())
+            return sums
         except NotCoveredError as error:
             if engine == "backpack":
                 raise ValueError(
@@ -174,7 +306,8 @@ def kronecker_sums(
                 raise
     sums = KroneckerSums(model, max_side)
     measure(model, inputs, targets, request.again(), sums)
-    if mixed := sums.mixed():
+    mixed = sums.mixed()
+    if mixed:
         # Some samples had to take a slower engine, which only knows whole gradients: take those of all samples.
         sums = KroneckerSums(model, max_side, whole=mixed)
         measure(model, inputs, targets, request.again(), sums)
@@ -187,7 +320,8 @@ def as_factors(sums: KroneckerSums, n: float) -> dict[str, KroneckerFactors]:
     Raises:
         ValueError: If the samples of a parameter were served in different ways on different processes.
     """
-    if mixed := sums.mixed():
+    mixed = sums.mixed()
+    if mixed:
         raise ValueError(
             f"Kronecker factors of {min(mixed)!r} are of different kinds in different batches, as where only some of "
             "them are sorted or routed; measure the diagonal instead."
@@ -195,41 +329,71 @@ def as_factors(sums: KroneckerSums, n: float) -> dict[str, KroneckerFactors]:
     return {name: KroneckerFactors(*found.means(n)) for name, found in sums.by_name.items()}
 
 
-def _from_backpack(
-    model: nn.Module, inputs: Any, targets: Tensor | None, request: Request, max_side: int
-) -> KroneckerSums:
-    """Let BackPACK pass the output scores backwards, chunk by chunk."""
-    sums = KroneckerSums(model, max_side)
-    generator = request.generator
-    state = None if generator is None else generator.get_state()
-    step = request.chunk_size or 128
-    try:
-        with observing(model), full_precision(parts(model)):
-            chain = ChainFactors(model, request.forward)
-            for start in range(0, sample_count(inputs), step):
-                chunk = slice(start, start + step)
-                outputs = chain.outputs(take(take(inputs, itemgetter(chunk)), at_least_float32))
-                of_chunk = None if targets is None else targets[chunk]
-                first = True
-                for scores, last in request.scores(outputs, of_chunk):
-                    for name, rows, columns, places in chain.factors(
-                        outputs, scores, keep=not last
-                    ):
-                        found = sums.by_name[name]
-                        found.rows += _as_kept(rows, found.rows)
-                        if first and columns is not None:
-                            found.columns += _as_kept(columns, found.columns)
-                            found.places += places
-                    first = False
-    except NotCoveredError:
-        if generator is not None and state is not None:
-            generator.set_state(state)  # so that the labels of the first chunks are drawn again
-        raise
-    return sums
+def matrix_shape(shape: torch.Size, *, kernel: bool = False) -> tuple[int, int | None]:
+    """Return how many rows and columns a parameter has; None in place of columns for a vector or a number.
+
+    Args:
+        shape: The parameter's shape.
+        kernel: Whether it belongs to a convolution, whose first axis counts outputs, also if there
+            is only one.
+
+    Example:
+        >>> matrix_shape(torch.Size([1, 2, 5, 5]), kernel=True), matrix_shape(torch.Size([1, 7, 4]))
+        ((1, 50), (7, 4))
+        >>> matrix_shape(torch.Size([1, 1, 4])), matrix_shape(torch.Size([1, 4]))
+        ((4, None), (1, 4))
+    """
+    sizes = list(shape)
+    while len(shape) > 2 and len(sizes) > 1 and sizes[0] == 1 and not kernel:
+        del sizes[0]
+    if len(sizes) < 2:
+        return math.prod(sizes), None
+    return sizes[0], math.prod(sizes[1:])
 
 
-def _as_kept(matrix: Tensor, kept: Tensor) -> Tensor:
-    return _diagonal(matrix) if kept.dim() == 1 else matrix
+def _only_product(found: Gradients, sums: Sums) -> Term | None:
+    """Return the one use of a parameter, if its gradient is a sum over places of products of two vectors."""
+    if len(found.parts) != 1:
+        return None
+    term = found.parts[0][0]
+    if isinstance(term.use, Conv):
+        kernel = len(sums.rows) == term.use.shape[0] and term.way == ()
+        return term if kernel and term.use.plain else None
+    return term if term.factored and len(sums.columns) else None
+
+
+def _counted(use: Embedding) -> Tensor:
+    """Return which lookups count: not those of padding."""
+    padding = -1 if use.padding_idx is None else use.padding_idx
+    return use.index != padding
+
+
+def _outputs_by_place(use: Use, b: Tensor) -> Tensor:
+    """Return the gradients by a use's output, one place a row: ``[places, R]``."""
+    if isinstance(use, Conv):
+        return b.flatten(2).transpose(1, 2).flatten(0, 1)
+    if isinstance(use, Embedding):
+        return b[_counted(use)]
+    return use.rows.rows_first(b).flatten(0, -2)
+
+
+def _inputs_by_place(use: Use) -> Iterator[Tensor]:
+    """Yield the inputs of a use in blocks, one place a row: ``[places, D]``."""
+    if isinstance(use, Product):
+        yield use.rows.rows_first(use.inputs).flatten(0, -2)
+    elif isinstance(use, Conv):
+        entries = math.prod(use.shape[1:]) * use.positions.numel()
+        for some in use.inputs.split(max(1, 4 * BLOCK // entries)):
+            yield use.patches(some).transpose(1, 2).flatten(0, 1)
+
+
+def add_gram(total: Tensor, x: Tensor) -> None:
+    """Add ``xᵀx`` to a matrix, or the diagonal of it to a vector."""
+    x = x.to(total.dtype)
+    if total.dim() == 1:
+        total += x.square().sum(0)
+    else:
+        total.addmm_(x.T, x)
 
 
 def _diagonal(factor: Tensor) -> Tensor:
@@ -237,13 +401,8 @@ def _diagonal(factor: Tensor) -> Tensor:
 
 
 def _eigen(factor: Tensor) -> tuple[Tensor, Tensor | None]:
-    if factor.dim() == 1:
-        return _eigenvalues(factor), None
-    values, vectors = torch.linalg.eigh(factor.double())
-    return values.clamp_min(0), vectors
-
-
-def _eigenvalues(factor: Tensor) -> Tensor:
     factor = factor.double()
-    values = factor if factor.dim() == 1 else torch.linalg.eigvalsh(factor)
-    return values.clamp_min(0)  # rounding makes some negative
+    if factor.dim() == 1:
+        return factor.clamp_min(0), None
+    values, vectors = torch.linalg.eigh(factor)
+    return values.clamp_min(0), vectors  # rounding makes some negative

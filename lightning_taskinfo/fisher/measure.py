@@ -32,6 +32,7 @@ import math
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice
 from operator import itemgetter
 from typing import Any, Literal, Protocol, TypeAlias, TypedDict
@@ -59,8 +60,16 @@ from lightning_taskinfo._observe import (
 from lightning_taskinfo._ranges import check_counts
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.fisher.accumulators import Norms
-from lightning_taskinfo.fisher.capture import Known, Plan, Prover, plan_of_one, recall, remember
-from lightning_taskinfo.fisher.fallback import Blocks, Forward, looped_gradients, vmapped_gradients
+from lightning_taskinfo.fisher.capture import (
+    Known,
+    Plan,
+    Prover,
+    call_of,
+    plan_of_one,
+    recall,
+    remember,
+)
+from lightning_taskinfo.fisher.fallback import Fallback, Forward
 from lightning_taskinfo.fisher.graph import Edge, Graph, pulled_back, shape_of, stacked
 from lightning_taskinfo.fisher.ops import BLOCK, Other
 from lightning_taskinfo.fisher.sharded import gathered_parameters, resharding, sharded
@@ -72,10 +81,10 @@ from lightning_taskinfo.functional.likelihood import (
     output_scores,
 )
 
-Engine: TypeAlias = Literal["auto", "hooks", "per_sample", "loop"]
+Engine: TypeAlias = Literal["auto", "graph", "per_sample", "loop"]
 CHOICES = {
     "labels": ("sampled", "exact", "empirical"),
-    "engine": ("auto", "hooks", "per_sample", "loop"),
+    "engine": ("auto", "graph", "per_sample", "loop"),
 }
 SCORES = 16  # output scores whose gradients are held at once
 
@@ -95,9 +104,14 @@ class Options(TypedDict, total=False):
     likelihood: str | Likelihood
     mc_samples: int
     generator: Generator | None
-    engine: Engine
     chunk_size: int | None
     forward_fn: Forward | None
+
+
+class EngineOptions(Options, total=False):
+    """How to measure, and by which engine."""
+
+    engine: Engine
 
 
 @dataclass(frozen=True)
@@ -204,18 +218,15 @@ class Measurement:
         self.accumulator = accumulator
         self.parameters = gathered_parameters(model)
         _check_parameters(self.parameters)
-        self.reads_graph = request.engine in ("auto", "hooks")
-        self.fallback = "loop" if request.engine == "loop" else "per_sample"
-        served = "hooks" if self.reads_graph else self.fallback
-        self.engines = dict.fromkeys(self.parameters, served)
+        self.reads_graph = request.engine in ("auto", "graph")
+        # Parameters that the graph does not show.
+        self.unshown: set[str] = set() if self.reads_graph else {*self.parameters}
         # All processes gather shards in step: what one happens to know must not change its passes.
         self.sharded = sharded(model)
-        self.known = None if self.sharded else recall(model, inputs, request.forward_fn)
+        self.call = call_of(inputs, request.forward_fn)
+        self.known = None if self.sharded else recall(model, self.call)
         self.alone: Tensor | None = None  # outputs of the first sample without the others
         self.mixing: bool | None = None
-        self.named = False
-        # Why the graph does not show the gradients of a parameter.
-        self.reasons: dict[str, str] = {}
 
     def run(self, n: int) -> dict[str, str]:
         """Measure ``n`` samples, chunk by chunk, and return which engine served which parameter."""
@@ -227,27 +238,35 @@ class Measurement:
             step = math.ceil(n / chunks)  # chunks of about one size
         for start in range(0, n, step):
             self._measure_chunk(slice(start, min(start + step, n)))
-        return self.engines
+        return {
+            name: self.fallback.engine if name in self.unshown else "graph"
+            for name in self.parameters
+        }
 
     def _measure_chunk(self, samples: slice) -> None:
         inputs = take(self.inputs, itemgetter(samples))
         targets = None if self.targets is None else self.targets[samples]
 
-        # Forward, and where weights meet samples.
+        # Forward. The graph that leads to the outputs has every use of every weight.
         with torch.set_grad_enabled(self.reads_graph):
             outputs = self._outputs(inputs, samples.stop - samples.start)
         graph = Graph(outputs, self.parameters) if self.reads_graph else None
+
+        # Plan: where weights meet samples, and what the graph does not show of them.
         plan = self._plan(graph, len(outputs))
         if self._mixes(inputs, outputs, plan):
-            plan, outputs = None, self._outputs_one_by_one(inputs)
+            plan = None
+            outputs = self._outputs_one_by_one(inputs)
         left = self._left(plan, len(outputs))
+        reasons = {} if plan is None else plan.left
         edges: list[Edge] = []
         uses: dict[str, list[Term]] = {}
         if graph is not None and plan is not None:
             edges, uses = terms(graph, plan)
 
-        # Scores, backward to the uses, and what these contribute.
         for scores, last in self.request.scores(outputs, targets):
+            # Backward from the scores to the outputs of the uses. With what these operations have
+            # seen, that makes the gradients of single samples, or what is asked of them.
             if plan is not None:
                 keep = not last or _needs_graph(uses)
                 gradients = pulled_back(outputs, edges, stacked(scores), retain_graph=keep)
@@ -261,7 +280,7 @@ class Measurement:
                     self._read_one(outputs, graph, score, samples, retain_graph=keep)
             elif left:
                 for score in scores:
-                    self._fall_back(inputs, score, left, samples)
+                    self._fall_back(inputs, score, left, reasons, samples)
 
     def _outputs(self, inputs: Any, count: int) -> Tensor:
         """Run the model, and check that its outputs have a row for each sample and depend on parameters."""
@@ -288,20 +307,14 @@ class Measurement:
         """Run the model on the first sample alone, for the sizes, and for what its outputs are without the others."""
         outputs = self._outputs(_row(self.inputs, 0), 1)
         self.alone = outputs.detach()
-        elements, signature = 0, []
+        known = Known(self.call, outputs.numel())
         if self.reads_graph:
             graph = Graph(outputs, self.parameters)
-            signature = graph.signature
-            elements = sum(shape_of(node).numel() for node in graph.uses(set()))
-        return remember(
-            self.model,
-            self.inputs,
-            self.request.forward_fn,
-            elements=elements,
-            outputs=outputs.numel(),
-            alone=signature,
-            keep=self.reads_graph and not self.sharded,
-        )
+            known.alone = graph.signature
+            known.elements = sum(shape_of(node).numel() for node in graph.uses(set()))
+            if not self.sharded:
+                remember(self.model, known)
+        return known
 
     def _affordable(self, known: Known) -> int:
         """Return how many samples to take at once: as many as keep the uses' gradients in about 32 MB."""
@@ -338,10 +351,10 @@ class Measurement:
     def _mixes(self, inputs: Any, outputs: Tensor, plan: Plan | None) -> bool:
         """Whether the outputs of a sample depend on the batch it is in: looked at where nothing is known."""
         if self.mixing is None and len(outputs) > 1 and not (plan is not None and plan.seen):
-            with torch.no_grad():
-                first = _row(inputs, 0)
-                alone = self._outputs(first, 1) if self.alone is None else self.alone
-            self.mixing = _differ(alone, outputs.detach())
+            if self.alone is None:
+                with torch.no_grad():
+                    self.alone = self._outputs(_row(inputs, 0), 1)
+            self.mixing = _differ(self.alone, outputs.detach())
             if self.mixing:
                 warn(
                     "The model's outputs for a sample depend on the others of its batch; each is measured alone."
@@ -358,20 +371,24 @@ class Measurement:
 
     # --- What the graph does not show
 
+    @cached_property
+    def fallback(self) -> Fallback:
+        """The slower engines, for what the graph does not show."""
+        return Fallback(self.model, self.request.forward, self.request.engine)
+
     def _left(self, plan: Plan | None, n: int) -> set[str]:
         """Return the parameters of a chunk that another engine has to serve."""
         if n == 1 and self.reads_graph:
             return set() if plan is not None else {*self.parameters}
-        left = {*self.parameters} if plan is None else {*plan.left}
-        left |= {name for name, engine in self.engines.items() if engine != "hooks"}
-        self.reasons |= {} if plan is None else plan.left
-        named = ", ".join(sorted(left))
-        if left and self.request.engine == "hooks":
-            raise ValueError(f"`engine='hooks'` does not cover {named}; use `engine='auto'`.")
-        if left and self.sharded:
-            raise ValueError(f"Hooks do not cover {named}; other engines need unsharded weights.")
-        self.engines.update(dict.fromkeys(left, self.fallback))
-        return left
+        self.unshown |= self.parameters.keys() if plan is None else plan.left.keys()
+        named = ", ".join(sorted(self.unshown))
+        if self.unshown and self.request.engine == "graph":
+            raise ValueError(f"`engine='graph'` does not cover {named}; use `engine='auto'`.")
+        if self.unshown and self.sharded:
+            raise ValueError(
+                f"The graph does not show {named}; other engines need unsharded weights."
+            )
+        return self.unshown
 
     def _read_one(
         self, outputs: Tensor, graph: Graph, score: Tensor, samples: slice, *, retain_graph: bool
@@ -388,48 +405,17 @@ class Measurement:
             if g is not None:
                 self.accumulator.add(name, samples, Gradients(g.to_dense().unsqueeze(0)))
 
-    def _fall_back(self, inputs: Any, score: Tensor, names: set[str], samples: slice) -> None:
+    def _fall_back(
+        self, inputs: Any, score: Tensor, names: set[str], reasons: dict[str, str], samples: slice
+    ) -> None:
         """Take the gradients of some parameters for one score from a slower engine."""
-        for start, gradients in self._blocks(inputs, score, names):
+        reason = None  # what mixes samples has been said
+        if not self.mixing:
+            reason = reasons.get(min(names), "reentrant checkpointing")
+        for start, gradients in self.fallback.gradients(inputs, score, names, reason):
             for name, g in gradients.items():
                 first = samples.start + start
                 self.accumulator.add(name, slice(first, first + len(g)), Gradients(g.detach()))
-
-    def _blocks(self, inputs: Any, score: Tensor, names: set[str]) -> Blocks:
-        """Yield blocks of per-sample gradients, each with the number of its first sample."""
-        arguments = (self.model, self.request.forward, inputs, score, names)
-        if self.fallback == "per_sample" and not (self.reads_graph and len(score) == 1):
-            step = max(1, 8 * BLOCK // sum(self.parameters[name].numel() for name in names))
-            blocks = vmapped_gradients(*arguments, step)
-            try:
-                first = next(blocks)
-            except Exception as error:  # torch.func names no type of its own for what it cannot run
-                if self.request.engine == "per_sample":
-                    raise
-                self.fallback = "loop"
-                self.engines.update(dict.fromkeys(names, "loop"))
-                reason = str(error).partition("\n")[0][:80]
-                warn(
-                    f"torch.func cannot run this model ({type(error).__name__}: {reason}): {_some(names)} take a "
-                    f"backward pass for each of {len(score)} samples; measure fewer where that is too slow "
-                    "(`max_samples`)."
-                )
-            else:
-                self._name_once(names)
-                yield first
-                yield from blocks
-                return
-        yield from looped_gradients(*arguments)
-
-    def _name_once(self, names: set[str]) -> None:
-        """Say what takes torch.func though nobody has asked for it."""
-        if self.request.engine == "auto" and not self.mixing and not self.named:
-            self.named = True
-            reason = self.reasons.get(min(names), "reentrant checkpointing")
-            warn(
-                f"The graph does not show which sample gradients of {_some(names)} belong to ({reason}); torch.func "
-                "computes them, which is slower."
-            )
 
 
 def _check_batch(model: nn.Module, targets: Any, n: int) -> None:
@@ -460,12 +446,6 @@ def _check_parameters(parameters: dict[str, nn.Parameter]) -> None:
 def _needs_graph(uses: dict[str, list[Term]]) -> bool:
     """Whether the backward pass of an operation is run again to take its uses apart."""
     return any(isinstance(term.use, Other) for found in uses.values() for term in found)
-
-
-def _some(names: set[str]) -> str:
-    """Name the first few."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(sorted(names)[:3]) + more
 
 
 def _row(inputs: Any, n: int) -> Any:

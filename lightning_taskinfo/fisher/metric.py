@@ -10,7 +10,6 @@ import torch
 from torch import Generator, Tensor, nn
 from torchmetrics import Metric
 
-from lightning_taskinfo._layers import layer_of
 from lightning_taskinfo._observe import ParamDict, observing, trainable_parameters
 from lightning_taskinfo.fisher.accumulators import Diagonal, TraceSums
 from lightning_taskinfo.fisher.fallback import Forward
@@ -96,7 +95,9 @@ class FisherInformation(Metric):
         super().__init__(**kwargs)
         if quantity not in ("trace", "diagonal"):
             raise ValueError(f"`quantity` must be one of trace, diagonal, got {quantity!r}.")
-        self.quantity, self.seed, self.drawn = quantity, seed, 0
+        self.quantity = quantity
+        self.seed = seed
+        self.drawn = 0
         self.request = Request(labels, likelihood, mc_samples, None, engine, chunk_size, forward_fn)
         self.shapes: dict[str, torch.Size] = {}
         zero = torch.zeros((), dtype=torch.float64, device="cpu")
@@ -145,23 +146,21 @@ class FisherInformation(Metric):
 
     def compute(self) -> FisherEstimate:
         """Return the estimate from the samples of all processes."""
-        scalar, samples = self.total.new_tensor, self.count.long()
+        scalar = self.total.new_tensor
+        samples = self.count.long()
         if not samples:
             return FisherEstimate(scalar(math.nan), scalar(math.nan), samples, {}, {})
-        if self.quantity == "trace":
-            trace, error, layers = TraceSums([*self.shapes], self.total.tolist()).compute()
-            by_layer = {layer: scalar(part) for layer, part in layers.items()}
-            return FisherEstimate(scalar(trace), scalar(error), samples, by_layer, {})
-        parts = (self.total / self.count).split([s.numel() for s in self.shapes.values()])
-        diagonal = {
-            name: part.view(shape)
-            for (name, shape), part in zip(self.shapes.items(), parts, strict=True)
-        }
-        by_layer = {}
-        for name, part in diagonal.items():
-            owner = layer_of(name)
-            by_layer[owner] = by_layer.get(owner, 0) + part.sum()
-        return FisherEstimate(torch.cat(parts).sum(), scalar(math.nan), samples, by_layer, diagonal)
+        sums = self.total.tolist()
+        diagonal: ParamDict = {}
+        if self.quantity == "diagonal":
+            parts = self.total.split([shape.numel() for shape in self.shapes.values()])
+            for (name, shape), part in zip(self.shapes.items(), parts, strict=True):
+                diagonal[name] = part.view(shape) / self.count
+            of_parameters = [part.sum().item() for part in parts]
+            sums = [*of_parameters, math.nan, self.count.item()]  # without an error
+        trace, error, layers = TraceSums([*self.shapes], sums).compute()
+        by_layer = {layer: scalar(part) for layer, part in layers.items()}
+        return FisherEstimate(scalar(trace), scalar(error), samples, by_layer, diagonal)
 
     def merge_state(self, incoming_state: "dict[str, Any] | Metric") -> None:
         """Add the samples of another metric, which may be the first ones.

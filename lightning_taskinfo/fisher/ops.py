@@ -1,22 +1,27 @@
-r"""What each operation contributes: per-sample gradients of its weights from its inputs and its output gradients.
+r"""What an operation contributes: per-sample gradients of its weights, from its inputs and output gradients.
 
 A *use* is one weight in one operation of a graph where it meets the samples. With the operation's
 input :math:`a_n` and the gradient :math:`b_n` of sample :math:`n`'s log-likelihood by its output,
 the gradient of the weight follows without another backward pass, and often its squared norm without
 forming it (Goodfellow, *Efficient per-example gradient computations*, 2015).
-:mod:`~lightning_taskinfo.fisher.readers` finds both in an autograd graph.
+
+Beside each kind of use stands how it is *read* off the autograd node of an operation. A node keeps
+what its backward pass needs, such as the input of a matrix product or the indices of a lookup.
+``READERS`` has a function for each kind of node. What none of them knows is an :class:`Other`,
+which runs the operation's own backward pass.
 """
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_taskinfo._observe import at_least_float32
-from lightning_taskinfo.fisher.graph import Edge, pulled_to_weight
+from lightning_taskinfo.fisher.graph import Edge, pulled_to_weight, shape_of
 
 BLOCK = 1 << 21  # elements of per-sample gradients formed at once: 8 MB in float32
 FEW = 4096  # elements of a gradient up to which samples are squared together rather than one by one
@@ -50,11 +55,8 @@ class Rows:
         return x.movedim(self.axis, 0) if self.axis else x
 
     def samples_first(self, x: Tensor) -> Tensor:
-        """Return ``x`` as ``[N, repeat, ...]``."""
-        return self.by_sample(self.rows_first(x))
-
-    def by_sample(self, rows: Tensor) -> Tensor:
-        """Return rows along axis 0 as ``[N, repeat, ...]``."""
+        """Return ``x`` as ``[N, repeat, ...]``, with zeros for no row."""
+        rows = self.rows_first(x)
         if self.index is not None:
             padded = torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])
             return padded[self.index[self.chosen]]
@@ -81,7 +83,7 @@ class Use:
 
     def arranged(self, b: Tensor) -> Tensor:
         """Return the gradients by the operation's output with the samples first, ``[N, ...]``."""
-        raise NotImplementedError
+        return self.rows.samples_first(b)
 
     def gradients(self, b: Tensor, samples: slice) -> Tensor:
         """Return the gradients of some samples, ``[n, *shape]``, from arranged ones of all."""
@@ -89,23 +91,19 @@ class Use:
 
     def norms(self, scores: list[Tensor]) -> Tensor:
         """Return the squared norm of each sample's gradient, summed over scores, shape ``[N]``."""
-        return torch.cat(
-            [
-                total(squared_norms(self.gradients(b, samples)) for b in scores)
-                for samples in self.blocks(len(scores[0]))
-            ]
-        )
+        norms = []
+        for samples in self.blocks(len(scores[0])):
+            norms.append(total(squared_norms(self.gradients(b, samples)) for b in scores))
+        return torch.cat(norms)
 
     def diagonal(self, scores: list[Tensor]) -> Tensor:
         """Return the squared gradients, summed over samples and scores, shaped like the weight."""
-        return sum_of_squares(
-            self.gradients(b, samples) for samples in self.blocks(len(scores[0])) for b in scores
-        )
+        blocks = self.blocks(len(scores[0]))
+        return sum_of_squares(self.gradients(b, samples) for samples in blocks for b in scores)
 
     def blocks(self, n: int) -> Iterator[slice]:
         """Yield a few of ``n`` samples at a time, so that little memory is needed."""
-        step = max(1, BLOCK // max(1, self.elements))
-        return (slice(i, i + step) for i in range(0, n, step))
+        return blocks(n, self.elements)
 
     @property
     def elements(self) -> int:
@@ -133,7 +131,9 @@ class Product(Use):
     def arranged(self, b: Tensor) -> Tensor:
         """Return inputs or output gradients as ``[N, G, T, D]``."""
         x = self.rows.samples_first(b)
-        return x.transpose(1, 2) if self.grouped else x.reshape(len(x), 1, -1, x.shape[-1])
+        if self.grouped:
+            return x.transpose(1, 2)
+        return x.reshape(len(x), 1, -1, x.shape[-1])
 
     @cached_property
     def a(self) -> Tensor:
@@ -141,8 +141,7 @@ class Product(Use):
         return self.arranged(at_least_float32(self.inputs))
 
     def gradients(self, b: Tensor, samples: slice) -> Tensor:
-        product = b[samples].mT @ self.a[samples]  # [n, G, C, D]
-        return (product.mT if self.turned else product).reshape(-1, *self.shape)
+        return self._shaped(b[samples].mT @ self.a[samples]).reshape(-1, *self.shape)
 
     def norms(self, scores: list[Tensor]) -> Tensor:
         a = self.a.flatten(0, 1)
@@ -153,8 +152,24 @@ class Product(Use):
         if self.a.shape[1:3] != (1, 1):
             return super().diagonal(scores)
         squares = total(b[:, 0, 0].square() for b in scores)  # of one row: (b aᵀ)² = b² (a²)ᵀ
-        product = squares.T @ self.a[:, 0, 0].square()
-        return (product.T if self.turned else product).reshape(self.shape)
+        return self._shaped(squares.T @ self.a[:, 0, 0].square()).reshape(self.shape)
+
+    def _shaped(self, product: Tensor) -> Tensor:
+        return product.mT if self.turned else product
+
+
+def _product(left: str, right: str, *, first: int = 0, grouped: bool = False) -> "Reader":
+    """Read ``left @ right`` by the names of what is saved; ``first`` is the place of ``left``."""
+
+    def read(node: Any, place: int, weight: Any) -> Use | None:
+        on_the_right = place > first
+        (inputs,) = saved(node, left if on_the_right else right)
+        if inputs.is_complex():
+            return None
+        axis = int(not on_the_right) + int(grouped)
+        return Product(tuple(weight.shape), inputs, axis, on_the_right, grouped)
+
+    return read
 
 
 @dataclass
@@ -194,6 +209,88 @@ class Elementwise(Use):
         yield slice(None)  # they are there already
 
 
+def elementwise(
+    node: Any,
+    weight: Any,
+    factor: Callable[[], Tensor] | None = None,
+    *,
+    scale: float = 1,
+    behind: int = 0,
+) -> Elementwise:
+    """Read an operation on each entry, with a weight that is broadcast; ``behind`` it are so many axes more."""
+    shape = tuple(weight.shape)
+    before = len(shape_of(node)) - len(shape) - behind
+    aligned = [*[1] * before, *shape, *[1] * behind]
+    return Elementwise(shape, aligned, factor, scale, weight.dtype.is_complex)
+
+
+def _add(node: Any, place: int, weight: Any, sign: int = 1) -> Use:
+    return elementwise(node, weight, scale=sign * node._saved_alpha if place else 1)
+
+
+def _mul(node: Any, place: int, weight: Any) -> Use:
+    (other,) = saved(node, "self" if place else "other")
+    return elementwise(node, weight, lambda: other)
+
+
+def _expand(node: Any, place: int, weight: Any) -> Use:
+    return elementwise(node, weight)
+
+
+def _addmm(node: Any, place: int, weight: Any) -> Use | None:
+    if place == 0:
+        return elementwise(node, weight, scale=node._saved_beta)
+    if node._saved_alpha != 1:
+        return None
+    return _product("mat1", "mat2", first=1)(node, place, weight)
+
+
+def _layer_norm(node: Any, place: int, weight: Any) -> Use | None:
+    normed = partial(_normed, *saved(node, "input", "result1", "result2"))
+    return _scale_or_shift(node, place, weight, normed)
+
+
+def _rms_norm(node: Any, place: int, weight: Any) -> Use | None:
+    normed = partial(torch.mul, *saved(node, "input", "result1"))
+    return _scale_or_shift(node, place, weight, normed)
+
+
+def _group_norm(node: Any, place: int, weight: Any) -> Use | None:
+    x, mean, scale = saved(node, "input", "result1", "result2")
+    groups = node._saved_group
+
+    def normed() -> Tensor:
+        by_group = (part.reshape(len(x), groups, -1) for part in (x, mean, scale))
+        return _normed(*by_group).view(x.shape)
+
+    return _scale_or_shift(node, place, weight, normed, behind=x.dim() - 2)
+
+
+def _batch_norm(node: Any, place: int, weight: Any) -> Use | None:
+    (x,) = saved(node, "input")
+    if node._saved_training:
+        mean, scale = saved(node, "result1", "result2")
+    else:
+        mean, variance = saved(node, "running_mean", "running_var")
+        scale = (variance + node._saved_eps).rsqrt()
+    channels = (1, -1, *[1] * (x.dim() - 2))
+    normed = partial(_normed, x, mean.view(channels), scale.view(channels))
+    return _scale_or_shift(node, place, weight, normed, behind=x.dim() - 2)
+
+
+def _normed(x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
+    return (x - mean).mul_(scale)
+
+
+def _scale_or_shift(
+    node: Any, place: int, weight: Any, normed: Callable[[], Tensor], behind: int = 0
+) -> Use | None:
+    """Read the weight (place 1) or the bias (place 2) of a normalisation."""
+    if place == 0:
+        return None
+    return elementwise(node, weight, normed if place == 1 else None, behind=behind)
+
+
 @dataclass
 class Embedding(Use):
     """Rows of a table: a sample's gradient adds the output gradients of equal indices, before squaring."""
@@ -219,14 +316,8 @@ class Embedding(Use):
 
     def gradients(self, b: Tensor, samples: slice) -> Tensor:
         b = b[samples]
-        return self.add_to(b.new_zeros(len(b), *self.shape), b, samples)
-
-    def add_to(self, gradients: Tensor, b: Tensor, samples: slice) -> Tensor:
-        """Add the gradients of some samples to those ``[n, V, D]`` of other uses."""
-        tokens = self.tokens[samples]
-        first = torch.arange(len(tokens), device=b.device).unsqueeze(1) * self.shape[0]
-        flat = gradients.view(-1, self.shape[1])
-        flat.index_add_(0, (first + tokens).flatten(), b.flatten(0, 1))
+        gradients = b.new_zeros(len(b), *self.shape)
+        add_lookups(gradients, self.tokens[samples], b)
         return gradients
 
     def norms(self, scores: list[Tensor]) -> Tensor:
@@ -244,11 +335,37 @@ class Embedding(Use):
     def _by_token(self, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return sample, token and summed gradient ``[pairs, D]`` of every pair of them that occurs."""
         table = self.shape[0]
-        first = torch.arange(len(b), device=b.device).unsqueeze(1) * table
-        pairs, where = (first + self.tokens).unique(return_inverse=True)
+        pairs, where = _numbered(self.tokens, table).unique(return_inverse=True)
         summed = b.new_zeros(len(pairs), b.shape[-1])
-        summed.index_add_(0, where.flatten(), b.flatten(0, 1))
+        summed.index_add_(0, where, b.flatten(0, 1))
         return pairs // table, pairs % table, summed
+
+
+def add_lookups(gradients: Tensor, tokens: Tensor, b: Tensor) -> None:
+    """Add rows ``[n, T, D]`` to tables ``[n, V, D]``, each at its token ``[n, T]``."""
+    tables = gradients.view(-1, gradients.shape[-1])
+    tables.index_add_(0, _numbered(tokens, gradients.shape[1]), b.flatten(0, 1))
+
+
+def _numbered(tokens: Tensor, table: int) -> Tensor:
+    """Number the tokens ``[n, T]`` of all samples through, as rows of one table after the other."""
+    first = torch.arange(len(tokens), device=tokens.device).unsqueeze(1) * table
+    return (first + tokens).flatten()
+
+
+def _embedding(node: Any, place: int, weight: Any) -> Use | None:
+    if node._saved_scale_grad_by_freq:
+        return None
+    shape = tuple(weight.shape)
+    padding = node._saved_padding_idx  # -1, or that as an unsigned number, is none
+    return Embedding(shape, node._saved_indices, padding if 0 <= padding < shape[0] else None)
+
+
+def _index_select(node: Any, place: int, weight: Any) -> Use | None:
+    shape = tuple(weight.shape)
+    if node._saved_dim != 0 or len(shape) != 2:
+        return None
+    return Embedding(shape, node._saved_index)
 
 
 @dataclass
@@ -260,36 +377,68 @@ class Other(Use):
 
     output: Edge
     source: Edge
-    output_shape: torch.Size
-
-    def arranged(self, b: Tensor) -> Tensor:
-        return self.rows.samples_first(b)
 
     def gradients(self, b: Tensor, samples: slice) -> Tensor:
-        count, *others = self._rows_first_shape
-        numbers, b = self._numbers[samples], b[samples]  # [n, repeat], [n, repeat, ...]
+        numbers = self._numbers[samples]  # [n, repeat]
+        b = b[samples]  # [n, repeat, ...]
+        count, *others = self._row_shape
         parts = b.new_zeros(len(b), count + 1, *others)  # one row more, for no row
         sample = torch.arange(len(b), device=b.device).unsqueeze(1)
         parts[sample, numbers] = b
         parts = parts[:, :-1].movedim(1, self.rows.axis + 1)
-        parts = parts.reshape(len(b), *self.output_shape)
+        parts = parts.reshape(len(b), *shape_of(self.output.node))
         return pulled_to_weight(self.output, self.source, parts)
 
     @property
     def elements(self) -> int:
-        return max(self.output_shape.numel(), math.prod(self.shape))
+        return max(shape_of(self.output.node).numel(), math.prod(self.shape))
 
     @cached_property
-    def _rows_first_shape(self) -> torch.Size:
-        return self.rows.rows_first(torch.empty(self.output_shape, device="meta")).shape
+    def _row_shape(self) -> torch.Size:
+        """The shape of the output, with the rows first."""
+        return self.rows.rows_first(torch.empty(shape_of(self.output.node), device="meta")).shape
 
     @cached_property
     def _numbers(self) -> Tensor:
-        """The number of each row of each sample, ``[N, repeat]``."""
-        if self.rows.index is not None:
-            return self.rows.index[self.rows.chosen]
-        like = self.output.node._input_metadata[0]
-        return self.rows.by_sample(torch.arange(self._rows_first_shape[0], device=like.device))
+        """The number of each row of each sample, ``[N, repeat]``, and -1 for no row."""
+        device = self.output.node._input_metadata[0].device
+        numbers = torch.arange(1, self._row_shape[0] + 1, device=device)
+        return replace(self.rows, axis=0, merged=1).samples_first(numbers) - 1
+
+
+Reader = Callable[[Any, int, Any], Use | None]
+"""From a node, the place of a weight among its inputs, and its shape and type, to the use of it."""
+
+READERS: dict[str, Reader] = {
+    "MmBackward0": _product("self", "mat2"),
+    "BmmBackward0": _product("self", "mat2", grouped=True),
+    "AddmmBackward0": _addmm,
+    "EmbeddingBackward0": _embedding,
+    "IndexSelectBackward0": _index_select,
+    "NativeLayerNormBackward0": _layer_norm,
+    "NativeGroupNormBackward0": _group_norm,
+    "NativeBatchNormBackward0": _batch_norm,
+    "FusedRmsNormBackward0": _rms_norm,
+    "MulBackward0": _mul,
+    "AddBackward0": _add,
+    "SubBackward0": partial(_add, sign=-1),
+    "ExpandBackward0": _expand,
+}
+
+
+def saved(node: Any, *names: str) -> list[Tensor]:
+    """Return what an operation has kept for its backward pass."""
+    return [getattr(node, f"_saved_{name}").detach() for name in names]
+
+
+# Sums over samples, scores and positions
+
+
+def blocks(n: int, elements: int) -> Iterator[slice]:
+    """Yield a few of ``n`` samples at a time, which need so many elements each."""
+    step = max(1, BLOCK // max(1, elements))
+    for start in range(0, n, step):
+        yield slice(start, start + step)
 
 
 def product_norms(b: Tensor, a: Tensor) -> Tensor:
@@ -299,9 +448,8 @@ def product_norms(b: Tensor, a: Tensor) -> Tensor:
         return squared_norms(a) * squared_norms(b)
     if positions * (wide + high) < wide * high:  # ghost norm: Σ_{t,s} (a_t·a_s)(b_t·b_s)
         return ((a @ a.mT) * (b @ b.mT)).sum((1, 2))
-    step = max(1, BLOCK // (wide * high))
-    pairs = zip(b.split(step), a.split(step), strict=True)
-    return torch.cat([squared_norms(y.mT @ x) for y, x in pairs])
+    some = blocks(len(a), wide * high)
+    return torch.cat([squared_norms(b[samples].mT @ a[samples]) for samples in some])
 
 
 def squared_norms(x: Tensor) -> Tensor:

@@ -10,8 +10,10 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from lightning_taskinfo.fisher.capture import Plan
+from lightning_taskinfo.fisher.conv import read_convolution
 from lightning_taskinfo.fisher.graph import (
     Edge,
     Graph,
@@ -21,16 +23,19 @@ from lightning_taskinfo.fisher.graph import (
     shape_of,
 )
 from lightning_taskinfo.fisher.ops import (
-    BLOCK,
+    READERS,
     Embedding,
+    Other,
     Product,
+    Rows,
     Use,
+    add_lookups,
+    blocks,
     product_norms,
     squared_norms,
     sum_of_squares,
     total,
 )
-from lightning_taskinfo.fisher.readers import read
 
 Pair = tuple[Tensor, Tensor]
 
@@ -62,26 +67,31 @@ class Term:
             return self.way == ()
         return isinstance(self.use, Product) and self.way in ((), ("TBackward0",))
 
+    @property
+    def inputs_in_rows(self) -> bool:
+        """Whether a row of the parameter belongs to an entry of the inputs, rather than of the outputs."""
+        if isinstance(self.use, Product):  # a weight [D, C] that rows are multiplied by as it is
+            return self.use.turned != (self.way == ("TBackward0",))
+        return isinstance(self.use, Embedding)
+
     def factors(self, b: Tensor) -> Pair:
         """Return ``left`` and ``right``, each ``[N, T, ...]``, of a factored gradient ``Σ_t left_t right_tᵀ``.
 
         Of a lookup, ``left`` has indices instead of vectors.
         """
-        use = self.use
-        if isinstance(use, Embedding):
-            return use.tokens, b
-        assert isinstance(use, Product)
-        left, right = b.flatten(1, 2), use.a.flatten(1, 2)
-        turned = use.turned != (self.way == ("TBackward0",))
-        return (right, left) if turned else (left, right)
+        if isinstance(self.use, Embedding):
+            return self.use.tokens, b
+        assert isinstance(self.use, Product)
+        inputs = self.use.a.flatten(1, 2)
+        outputs = b.flatten(1, 2)
+        return (inputs, outputs) if self.inputs_in_rows else (outputs, inputs)
 
 
 class Gradients:
     """Gradients ``[n, *shape]`` of one parameter, of a few samples for one score."""
 
-    parts: (
-        "list[tuple[Term, Tensor]]"  # uses, with output gradients [S, ...], if it is made of them
-    )
+    # Uses, with output gradients [S, ...], where gradients are made of them.
+    parts: "list[tuple[Term, Tensor]]"
 
     def __init__(self, gradients: Tensor) -> None:
         self.parts = []
@@ -144,44 +154,28 @@ class Contribution(Gradients):
     def one_product(self) -> Pair | None:
         if len(self.parts) > 1 or not self.factored or isinstance(self.parts[0][0].use, Embedding):
             return None
-        left, right = self._arranged[0][0].factors(self._arranged[0][1][0])
+        ((term, scores),) = self._arranged
+        left, right = term.factors(scores[0])
         return (left[:, 0], right[:, 0]) if left.shape[1] == 1 else None
 
     def formed(self) -> Iterator[tuple[slice, Tensor]]:
         elements = max(self.shape.numel(), *(term.use.elements for term, _ in self.parts))
-        step = max(1, BLOCK // max(1, elements))
-        n, scores = len(self._arranged[0][1][0]), len(self.parts[0][1])
-        for start in range(0, n, step):
-            samples = slice(start, start + step)
-            for i in range(scores):
+        n = len(self._arranged[0][1][0])
+        for samples in blocks(n, elements):
+            for i in range(len(self.parts[0][1])):
                 yield samples, self._formed(i, samples)
 
     def _formed(self, i: int, samples: slice) -> Tensor:
         if len(self.parts) > 1 and self.factored:
-            return self._from_factors(i, samples)
+            return _from_factors(*self._pairs[i], samples, self.shape)
         first, *others = (term.gradients(scores[i], samples) for term, scores in self._arranged)
         return sum(others, start=first)
-
-    def _from_factors(self, i: int, samples: slice) -> Tensor:
-        """Return the gradients as one product of the rows of all uses, and the lookups added to it."""
-        dense, _ = self._pairs[i]
-        n = len(self._arranged[0][1][i][samples])
-        if dense is None:
-            gradients = self.parts[0][1].new_zeros(n, *self.shape)
-        else:
-            gradients = dense[0][samples].mT @ dense[1][samples]
-        for term, scores in self._arranged:
-            if isinstance(term.use, Embedding):
-                term.use.add_to(gradients, scores[i][samples], samples)
-        return gradients
 
     @cached_property
     def _pairs(self) -> list[tuple[Pair | None, Pair | None]]:
         """The factors of all matrix products, and those of all lookups, by score."""
-        return [
-            (self._joined(i, Product), self._joined(i, Embedding))
-            for i in range(len(self.parts[0][1]))
-        ]
+        scores = range(len(self.parts[0][1]))
+        return [(self._joined(i, Product), self._joined(i, Embedding)) for i in scores]
 
     def _joined(self, i: int, kind: type[Use]) -> Pair | None:
         """Put the positions of several uses behind each other."""
@@ -190,6 +184,20 @@ class Contribution(Gradients):
             return pairs[0] if pairs else None
         left, right = (torch.cat(of_uses, 1) for of_uses in zip(*pairs, strict=True))
         return left, right
+
+
+def _from_factors(
+    dense: Pair | None, lookups: Pair | None, samples: slice, shape: torch.Size
+) -> Tensor:
+    """Return the gradients of some samples as one product of the rows of all uses, and lookups added to it."""
+    if dense is not None:
+        gradients = dense[0][samples].mT @ dense[1][samples]
+    if lookups is not None:
+        index, v = lookups[0][samples], lookups[1][samples]
+        if dense is None:
+            gradients = v.new_zeros(len(v), *shape)
+        add_lookups(gradients, index, v)
+    return gradients
 
 
 def _factored_norms(dense: Pair | None, lookups: Pair | None) -> Tensor:
@@ -228,24 +236,51 @@ def terms(
     edges: list[Edge] = []
     by_name: dict[str, list[Term]] = {}
     for number, places, rows in plan.uses:
-        node = graph.nodes[number]
-        sources = {
-            place: Edge(graph.nodes[source], output) for place, (source, output) in places.items()
-        }
-        roots = {
-            place: graph.roots(edge.node) - plan.left.keys() for place, edge in sources.items()
-        }
-        wanted = {place: edge for place, edge in sources.items() if roots[place]}
-        if not wanted:
-            continue
-        for place, use in read(node, wanted, rows, batch_statistics=batch_statistics).items():
-            way = way_to_leaf(wanted[place])
-            for name in roots[place]:
+        output = Edge(graph.nodes[number], 0)
+        wanted = False
+        for place, (source_number, source_output) in places.items():
+            source = Edge(graph.nodes[source_number], source_output)
+            names = graph.roots(source.node) - plan.left.keys()
+            if not names:
+                continue
+            wanted = True
+            if not batch_statistics:
+                _check_statistics(output.node, rows)
+            use = _read(output, place, source, rows)
+            way = way_to_leaf(source)
+            for name in names:
                 leaf = Edge(graph.leaves[name], 0)
-                term = Term(use, len(edges), wanted[place], leaf, way)
+                term = Term(use, len(edges), source, leaf, way)
                 by_name.setdefault(name, []).append(term)
-        edges.append(Edge(node, 0))
+        if wanted:
+            edges.append(output)
     return edges, by_name
+
+
+def _read(output: Edge, place: int, source: Edge, rows: Rows) -> Use:
+    """Return the use of a weight from ``source``, the operation's input at ``place``."""
+    weight = source.node._input_metadata[source.output_nr]
+    reader = READERS.get(type(output.node).__name__)
+    if type(output.node).__name__ == "ConvolutionBackward0":
+        reader = read_convolution
+    try:
+        use = None if reader is None else reader(output.node, place, weight)
+    except AttributeError:  # another version of torch keeps other things
+        use = None
+    if use is not None:
+        use.rows = rows
+        if use.fits():
+            return use
+    return Other(tuple(weight.shape), output, source, rows=rows)
+
+
+def _check_statistics(node: Node, rows: Rows) -> None:
+    batch_norm = type(node).__name__ == "NativeBatchNormBackward0"
+    if batch_norm and node._saved_training and rows.axis == 0:  # type: ignore[attr-defined]
+        raise ValueError(
+            "BatchNorm that normalises with the statistics of the batch mixes the samples, so that none has a gradient "
+            "of its own; use running statistics: `model.eval()` and `track_running_stats=True`."
+        )
 
 
 def way_to_leaf(source: Edge) -> tuple[str, ...] | None:

@@ -160,7 +160,11 @@ REFUSED = [
         Sharded,
         "`max_samples` must be at least 1 for each of 2 processes with sha",
     ),
-    (FisherTrace, extra, r"Hooks do not cover net\.extra; other engines need unsharded weights"),
+    (
+        FisherTrace,
+        extra,
+        r"The graph does not show net\.extra; other engines need unsharded weights",
+    ),
     (
         FisherTrace,
         Half,

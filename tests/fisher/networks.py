@@ -67,7 +67,7 @@ class TiedModules(Tied):
 
 
 class Raw(nn.Module):
-    """Raw parameters: a shift, a scale, and a matrix that hooks do not know."""
+    """Raw parameters: a shift, a scale, and a matrix of no module."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -130,7 +130,7 @@ def test_draws_follow_the_generator_alone():
     assert not torch.equal(first, other)
 
 
-@pytest.mark.parametrize("engine", ["hooks", "per_sample", "loop"])
+@pytest.mark.parametrize("engine", ["graph", "per_sample", "loop"])
 @pytest.mark.parametrize("case", ["functional", "conv2d stride", "tied", "attention", "batch norm"])
 def test_engines_agree(case, engine):
     model, inputs, targets = make(case)
@@ -322,7 +322,7 @@ def test_an_input_changed_in_place_gives_no_number():
         ({"labels": "true"}, "`labels` must be one of sampled, exact, empirical, got 'true'"),
         (
             {"engine": "fast"},
-            "`engine` must be one of auto, hooks, per_sample, loop, got 'fast'",
+            "`engine` must be one of auto, graph, per_sample, loop, got 'fast'",
         ),
         (
             {"likelihood": "poisson"},
@@ -362,13 +362,15 @@ def test_bad_models_and_inputs_are_named():
     ):
         fisher_trace(model, inputs, forward_fn=lambda m, x: m(x).mean(0, keepdim=True))
     with pytest.raises(
-        ValueError, match=r"`engine='hooks'` does not cover .*c.weight.*; use `engine='auto'`"
+        ValueError, match=r"`engine='graph'` does not cover .*c.weight.*; use `engine='auto'`"
     ):
-        fisher_trace(nets.Checkpointed(use_reentrant=True).double(), inputs, engine="hooks")
+        fisher_trace(nets.Checkpointed(use_reentrant=True).double(), inputs, engine="graph")
     with pytest.raises(
         ValueError, match="`labels` must be 'empirical' or 'sampled' for a Gram matrix"
     ):
         gradient_gram(model, inputs, labels="exact")
+    with pytest.raises(ValueError, match=r"`mc_samples` must be 1 for a Gram matrix .* got 2"):
+        gradient_gram(model, inputs, labels="sampled", mc_samples=2)
     with pytest.raises(
         ValueError, match="`model` must return outputs that depend on its trainable parameters"
     ):
@@ -427,6 +429,6 @@ def test_several_scores_at_once(case):
     model = Cubic().double() if case == "cubic" else model
     for quantity in (fisher_diagonal, per_sample_squared_norms):
         at_once, one_by_one = (
-            quantity(model, inputs, labels="exact", engine=engine) for engine in ("hooks", "loop")
+            quantity(model, inputs, labels="exact", engine=engine) for engine in ("graph", "loop")
         )
         torch.testing.assert_close(at_once, one_by_one, rtol=1e-9, atol=1e-12)

@@ -172,10 +172,10 @@ def test_only_a_few_plans_are_kept():
     assert len(_KNOWN[model].plans) == 8
 
 
-def test_is_served_by_hooks_all_the_same(model):
+def test_the_graph_serves_it_all_the_same(model):
     x, y = data(7)
     first, again = (engines_used(model, x, y) for _ in range(2))
-    assert first == again == dict.fromkeys(first, "hooks")
+    assert first == again == dict.fromkeys(first, "graph")
 
 
 class ComputedFromEachOther(nn.Module):

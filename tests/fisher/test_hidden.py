@@ -1,4 +1,4 @@
-"""A parameter that is used where autograd does not look, and yet has a gradient: hooks must leave it to others."""
+"""A parameter that is used where autograd does not look, and yet has a gradient: the graph must leave it to others."""
 
 import pytest
 import torch
@@ -64,10 +64,10 @@ def test_only_what_is_hidden_is_left_to_another_engine(batch):
         UserWarning, match=r"torch.func cannot run .*middle.bias, middle.weight take a backward"
     ):
         engines = engines_used(Net(hide=True), *batch, labels="empirical")
-    assert {name for name, engine in engines.items() if engine == "hooks"} == {
+    assert {name for name, engine in engines.items() if engine == "graph"} == {
         f"{layer}.{slot}" for layer in ("first", "last") for slot in ("weight", "bias")
     }
     with pytest.raises(
-        ValueError, match=r"`engine='hooks'` does not cover middle.bias, middle.weight"
+        ValueError, match=r"`engine='graph'` does not cover middle.bias, middle.weight"
     ):
-        engines_used(Net(hide=True), *batch, labels="empirical", engine="hooks")
+        engines_used(Net(hide=True), *batch, labels="empirical", engine="graph")

@@ -495,7 +495,7 @@ def test_without_backpack(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ({"engine": "hooks"}, "`engine` must be .*'?auto'?.* got 'hooks'"),
+        ({"engine": "graph"}, "`engine` must be .*'?auto'?.* got 'graph'"),
         ({"max_side": 0}, "`max_side` must be at least 1, got 0"),
         ({"labels": "true"}, "`labels` must be .* got 'true'"),
         ({"labels": "empirical"}, "`targets` must be given"),

@@ -208,7 +208,7 @@ def test_auto_equals_a_loop_over_samples(case):
     for owner, value in traces.items():
         own = [g for name, g in rows.items() if name.rpartition(".")[0] == owner]
         torch.testing.assert_close(value, sum(g.square().sum() / len(g) for g in own), **exact)
-    assert {name for name, engine in engines.items() if engine != "hooks"} == PARTLY.get(
+    assert {name for name, engine in engines.items() if engine != "graph"} == PARTLY.get(
         case, set()
     )
     assert ("loop" in engines.values()) == (case in ONE_BY_ONE)

@@ -58,4 +58,4 @@ def test_no_parameter_takes_a_slower_engine_and_all_are_right(name):
     gram = gradient_gram(model, x, y, **options)
     torch.testing.assert_close(gram, flat @ flat.T, rtol=1e-5, atol=1e-5 * float(gram.abs().max()))
     engines = engines_used(model, x, y, **options)
-    assert set(engines.values()) == {"hooks"}
+    assert set(engines.values()) == {"graph"}
