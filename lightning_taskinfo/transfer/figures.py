@@ -33,28 +33,29 @@ def plot_accuracy(
     """
     from matplotlib import colormaps
 
+    from lightning_taskinfo.plotting import figure_and_axes
+
     methods, counts, measure = report.methods, report.labels, report.measures[0]
-    if ax is None:
-        height = 1.1 + len(methods) * (0.22 + 0.17 * len(counts))
-        ax = _grid(1, 1, 6.4, height)[0][0]
-    for index, labels in enumerate(counts):
-        color: Any = colormaps["viridis"](0.3 + 0.45 * index / max(1, len(counts) - 1))
-        offset = (index - (len(counts) - 1) / 2) * 0.7 / len(counts)
-        for row, method in enumerate(methods):
-            y = row + offset
-            values = [result.test[measure.value] for result in report.cell(method, labels).values()]
-            seeds = [measure.scale * value for value in values]
-            if not seeds:
-                continue
-            mean = sum(seeds) / len(seeds)
-            interval = report.summary(method, labels, measure.value, confidence)
-            ax.plot(seeds, [y] * len(seeds), "|", color=color, alpha=0.6, markersize=7)
-            if interval.low is not None and interval.high is not None:
-                ends = [measure.scale * interval.low, measure.scale * interval.high]
-                ax.plot(ends, [y, y], color=color, linewidth=1.5)
-            ax.plot([mean], [y], "o", color=color, markersize=6)
-            if method == "scratch":
-                ax.axvline(mean, color=color, linestyle=":", linewidth=1, zorder=0)
+    height = 1.1 + len(methods) * (0.22 + 0.17 * len(counts))
+    figure, ax = figure_and_axes(ax, size=(6.4, height))
+    last = max(1, len(counts) - 1)
+    shades = (colormaps["viridis"](0.3 + 0.45 * index / last) for index in range(len(counts)))
+    colors = dict(zip(counts, shades, strict=True))
+    for labels, method, results in report.cells():
+        color = colors[labels]
+        place = counts.index(labels) - (len(counts) - 1) / 2
+        y = methods.index(method) + place * 0.7 / len(counts)
+        seeds = [measure.scale * result.test[measure.value] for result in results]
+        mean = sum(seeds) / len(seeds)
+        ax.plot(seeds, [y] * len(seeds), "|", color=color, alpha=0.6, markersize=7)
+        interval = report.summary(method, labels, measure.value, confidence)
+        if interval.low is not None and interval.high is not None:
+            ends = [measure.scale * interval.low, measure.scale * interval.high]
+            ax.plot(ends, [y, y], color=color, linewidth=1.5)
+        ax.plot([mean], [y], "o", color=color, markersize=6)
+        if method == "scratch":
+            ax.axvline(mean, color=color, linestyle=":", linewidth=1, zorder=0)
+    for labels, color in colors.items():
         ax.plot([], [], "o", color=color, label=f"{labels}")
     only = f" ({counts[0]} target labels)" if len(counts) == 1 else ""
     ax.set_yticks(range(len(methods)), methods)
@@ -67,7 +68,7 @@ def plot_accuracy(
     if not only:
         ax.legend(frameon=False, title="target labels", loc="center left", bbox_to_anchor=(1, 0.5))
     ax.spines[["top", "right"]].set_visible(False)
-    return ax.figure, ax  # type: ignore[return-value]
+    return figure, ax
 
 
 def plot_information(
@@ -87,6 +88,8 @@ def plot_information(
     Raises:
         ValueError: If nothing was measured at this number of labels.
     """
+    from matplotlib.figure import Figure
+
     labels = report.labels[0] if labels is None else labels
     found = {method: layer_information(report, method, labels) for method in report.methods}
     found = {method: moments for method, moments in found.items() if moments}
@@ -100,8 +103,8 @@ def plot_information(
     rows = math.ceil(len(found) / 4)
     columns = math.ceil(len(found) / rows)
     height = 0.9 + rows * (0.6 + 0.24 * len(layers))
-    grid = _grid(rows, columns, 2.2 + 2.0 * columns, height, sharex=True, sharey=True)
-    axes = [ax for axes_row in grid for ax in axes_row]
+    figure = Figure(figsize=(2.2 + 2.0 * columns, height), layout="constrained")
+    axes = list(figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flat)
     for ax in axes[len(found) :]:
         ax.remove()
     for index, (ax, (method, moments)) in enumerate(zip(axes, found.items(), strict=False)):
@@ -112,12 +115,11 @@ def plot_information(
     axes[0].set_ylim(len(layers) - 0.5, -0.5)
     axes[0].set_xlim(0.6 * min(nats) if min(nats) >= 1 else 0, 1.7 * max(nats))
     title = f"information in the weights by layer, nats ({labels} target labels)"
-    axes[0].figure.suptitle(title, fontsize="medium")
-    figure: Any = axes[0].figure
+    figure.suptitle(title, fontsize="medium")
     handles, names = axes[0].get_legend_handles_labels()
-    place = {"loc": "outside lower center", "ncols": len(names)}
+    place: dict[str, Any] = {"loc": "outside lower center", "ncols": len(names)}
     figure.legend(handles, names, frameon=False, fontsize="small", **place)
-    return axes[0].figure, axes[: len(found)]  # type: ignore[return-value]
+    return figure, axes[: len(found)]
 
 
 def layer_information(
@@ -159,10 +161,3 @@ def draw_all(report: "TransferReport", *, confidence: float = 0.95) -> dict[str,
         if any(layer_information(report, method, labels) for method in report.methods):
             figures[f"information_{labels}"] = plot_information(report, labels)[0]
     return figures
-
-
-def _grid(rows: int, columns: int, width: float, height: float, **share: Any) -> list[list["Axes"]]:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    return figure.subplots(rows, columns, squeeze=False, **share).tolist()

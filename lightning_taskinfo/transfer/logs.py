@@ -2,7 +2,6 @@
 
 import csv
 import hashlib
-import io
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -75,7 +74,7 @@ class RunLog:
         run = Run(logger, self.folder / f"{name}.csv" if self.kind == "csv" else None)
         try:
             for row in pretraining:
-                run.log({"pretrain": {_plain(key): value for key, value in row.items()}})
+                run.log({"pretrain": _plain(row)})
             yield run
         finally:
             if logger is not None:
@@ -85,14 +84,13 @@ class RunLog:
         import wandb
 
         self.folder.mkdir(parents=True, exist_ok=True)
+        whole = f"{self.folder.absolute()}/{self.group}/{name}"
         run = wandb.init(  # not by Lightning, whose call W&B answers with a warning about an old argument
             name=name,
             dir=self.folder,
             project=self.project,
             group=self.group,
-            id=hashlib.sha256(f"{self.folder.absolute()}/{self.group}/{name}".encode()).hexdigest()[
-                :12
-            ],
+            id=hashlib.sha256(whole.encode()).hexdigest()[:12],
             resume="allow",
             mode="offline" if self.kind == "wandb_offline" else None,
             config=dict(configuration),
@@ -125,7 +123,8 @@ class Run:
     """
 
     def __init__(self, logger: Any, path: Path | None) -> None:
-        self.logger, self.path = logger, path
+        self.logger = logger
+        self.path = path
 
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
         """Log numbers, nested dicts with ``/`` between the names; what is no number is left out.
@@ -140,25 +139,23 @@ class Run:
     def end(self, curve: Sequence[Row]) -> None:
         """Put first, last, smallest and largest value of the epochs into the run's summary, or all into a csv file."""
         if self.logger is not None:
-            rows = [{_plain(key): value for key, value in row.items()} for row in curve]
+            rows = [_plain(row) for row in curve]
             names = dict.fromkeys(key for row in rows for key in row if key != "epoch")
             ends = summary(rows, [*names])
             self.logger.experiment.summary.update({ours(key): ends[key] for key in ends})
         if self.path is None or not curve:
             return
         columns = list(dict.fromkeys(key for row in curve for key in row))
-        text = io.StringIO()
-        writer = csv.DictWriter(text, columns, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(curve)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(self.path, "w") as file:
-            file.write(text.getvalue())
+            writer = csv.DictWriter(file, columns, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(curve)
 
 
-def _plain(key: str) -> str:
-    """Return the name of a metric without our prefix."""
-    return key.removeprefix(f"{PREFIX}/")
+def _plain(row: Row) -> Row:
+    """Return metrics by their names without our prefix."""
+    return {key.removeprefix(f"{PREFIX}/"): value for key, value in row.items()}
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> Row:

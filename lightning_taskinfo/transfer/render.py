@@ -8,10 +8,12 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib.util import find_spec
+from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import lightning_taskinfo
+from lightning_taskinfo._tables import text_table
 from lightning_taskinfo.certificates.reading import percent, round_up
 from lightning_taskinfo.functional.paired import student_quantile
 from lightning_taskinfo.transfer.overlap import is_far
@@ -20,41 +22,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from lightning_taskinfo.transfer.report import Comparison, Measure, TransferReport
-    from lightning_taskinfo.transfer.results import Result
 
 GAIN = "gain over"  # how the titles of columns with verdicts begin
 COLORS = {"helps": "green", "hurts": "red", "cannot tell": "yellow"}
-
-
-class TextTable(NamedTuple):
-    """A table as text; the last word of a cell may be a verdict."""
-
-    caption: str
-    header: list[str]
-    rows: list[list[str]]
-
-
-def main_table(
-    report: "TransferReport", confidence: float, measures: Sequence["Measure"] | None = None
-) -> TextTable:
-    """What was measured and the gains, one row for each number of labels and method."""
-    rows = report.table(confidence)
-    columns = {name: [str(row[name]) for row in rows] for name in ("labels", "method", "seeds")}
-    measures = measures or report.measures
-    for measure in measures:
-        columns[measure.title] = [_estimate(row, measure.value, measure) for row in rows]
-    for baseline in ("scratch", "standard"):
-        for measure in measures:
-            cells = [
-                _estimate(row, f"over_{baseline}_{measure.name}", measure, "+") for row in rows
-            ]
-            unit = f", {measure.unit}" if measure.unit else ""
-            columns[f"{GAIN} {baseline}: {measure.name}{unit}"] = cells
-    kept = {title: cells for title, cells in columns.items() if any(cells)}
-    caption = f"Means over seeds [{100 * confidence:g} % interval]"
-    return TextTable(caption, list(kept), [list(row) for row in zip(*kept.values(), strict=True)])
-
-
+PROOFS = {"stochastic": "randomised", "network": "the network itself", "test_set": "by test labels"}
 HELD = {  # columns of what networks hold: name in the report's table, scale, format
     "source accuracy, %": ("source_accuracy", 100, ".1f"),
     "information before, nats": ("information_before", 1, ",.1f"),
@@ -63,72 +34,99 @@ HELD = {  # columns of what networks hold: name in the report's table, scale, fo
     "Fisher trace before": ("fisher_trace_before", 1, ".4g"),
     "Fisher trace after": ("fisher_trace_after", 1, ".4g"),
 }
+MANY = 5  # seeds from which more of them narrow an interval slowly
+CAPTIONS = {  # name of the figure's file -> what it shows; `information_50` is that with 50 labels
+    "accuracy": "Results on the target test set, by method and number of target labels",
+    "information": "Information in the weights by layer, before and after fine-tuning",
+}
 
 
-def information_table(report: "TransferReport") -> TextTable | None:
-    """What the networks hold before and after fine-tuning, means over seeds; None where nothing was measured."""
+class TextTable(NamedTuple):
+    """A table as text, whose first two columns say of what the others are; a cell may hold a verdict."""
+
+    caption: str
+    header: list[str]
+    rows: list[list[str]]
+
+    @classmethod
+    def of(cls, caption: str, columns: Mapping[str, Sequence[str]]) -> "TextTable":
+        """Return the table of some columns; one without anything in it is left out."""
+        kept = {title: cells for title, cells in columns.items() if any(cells)}
+        return cls(caption, [*kept], [[*row] for row in zip(*kept.values(), strict=True)])
+
+    def begins(self) -> list[bool]:
+        """Whether each row begins another group than the one above."""
+        return [above[0] != row[0] for above, row in pairwise([*self.rows[:1], *self.rows])]
+
+
+def main_table(report: "TransferReport", confidence: float, *, short: bool = False) -> TextTable:
+    """What was measured and the gains, one row for each number of labels and method.
+
+    Args:
+        report: The report.
+        confidence: Of the intervals.
+        short: Whether to show the first measure alone, and no seeds where all have as many.
+    """
+    rows = report.table(confidence)
+    names = ["labels", "method", "seeds"]
+    measures = report.measures
+    if short:
+        measures = measures[:1]
+        names = names[: 3 if len({row["seeds"] for row in rows}) > 1 else 2]
+    columns = {name: [str(row[name]) for row in rows] for name in names}
+    for measure in measures:
+        columns[measure.title] = [_estimate(row, measure.value, measure) for row in rows]
+    for baseline in ("scratch", "standard"):
+        for measure in measures:
+            key = f"over_{baseline}_{measure.name}"
+            unit = f", {measure.unit}" if measure.unit else ""
+            cells = [_estimate(row, key, measure, "+") for row in rows]
+            columns[f"{GAIN} {baseline}: {measure.name}{unit}"] = cells
+    return TextTable.of(f"Means over seeds [{100 * confidence:g} % interval]", columns)
+
+
+def information_table(report: "TransferReport") -> TextTable:
+    """What the networks hold before and after fine-tuning, means over seeds."""
     rows = report.table()
-    known = {
-        title: column
-        for title, column in HELD.items()
-        if any(row[column[0]] is not None for row in rows)
-    }
-    if not known:
-        return None
-    cells = [
-        [str(row["labels"]), row["method"], *(_number(row[k], scale, f) for k, scale, f in known.values())]
-        for row in rows
-    ]  # fmt: skip
-    return TextTable("Estimates, means over seeds", ["labels", "method", *known], cells)
+    columns = {name: [str(row[name]) for row in rows] for name in ("labels", "method")}
+    for title, (key, scale, form) in HELD.items():
+        columns[title] = [_number(row[key], scale, form) for row in rows]
+    return TextTable.of("Estimates, means over seeds", columns)
 
 
-def overlap_table(report: "TransferReport") -> TextTable | None:
+def overlap_table(report: "TransferReport") -> TextTable:
     """Share of the target labels' variance that the features of each layer miss, mean and range over seeds."""
-    rows = []
-    for labels, method, results in _cells(report):
-        overlaps = [result.overlap for result in results if result.overlap]
-        onsets = [overlap["onset"] for overlap in overlaps if overlap.get("onset")]
-        onset = _onset(onsets, report.labels)
-        for place, layer in enumerate(overlaps[0]["layers"] if overlaps else ()):
-            shares = _range([overlap["outside"][place] for overlap in overlaps])
-            errors = _range([overlap["standard_error"][place] for overlap in overlaps])
-            rows.append([str(labels), method, layer, shares, errors, onset])
-    if not rows:
-        return None
     header = ["labels", "method", "layer", "outside, %", "standard error, %"]
-    header.append("predicted to hurt from, labels")
-    kept = len(header) if any(row[-1] for row in rows) else -1  # it needs two numbers of labels
-    return TextTable("Mean (range) over seeds", header[:kept], [row[:kept] for row in rows])
+    header.append("predicted to hurt from, labels")  # which needs two numbers of labels
+    columns: dict[str, list[str]] = {title: [] for title in header}
+    for labels, method, results in report.cells():
+        overlaps = [result.overlap for result in results if result.overlap]
+        onset = _onset([one["onset"] for one in overlaps if one.get("onset")], report.labels)
+        for place, layer in enumerate(overlaps[0]["layers"] if overlaps else ()):
+            shares, errors = (
+                _range([overlap[key][place] for overlap in overlaps])
+                for key in ("outside", "standard_error")
+            )
+            row = (str(labels), method, layer, shares, errors, onset)
+            for title, cell in zip(header, row, strict=True):
+                columns[title].append(cell)
+    return TextTable.of("Mean (range) over seeds", columns)
 
 
-PROOFS = {"stochastic": "randomised", "network": "the network itself", "test_set": "by test labels"}
-
-
-def certificate_table(report: "TransferReport") -> TextTable | None:
-    """Upper bounds on the true error, rounded up, mean and range over seeds; None where none were asked for."""
+def certificate_table(report: "TransferReport") -> TextTable:
+    """Upper bounds on the true error, rounded up, mean and range over seeds."""
     rows = []
-    for labels, method, results in _cells(report):
-        found = [result.certificate for result in results if result.certificate]
-        if found:
-            bounds = [
-                _range([round_up(bound, 3) for bound in _known(found, name)]) for name in PROOFS
-            ]
-            valid = len([one for one in found if one["valid"]])
-            rows.append([str(labels), method, *bounds, f"{valid} of {len(found)}"])
-    if not rows:
-        return None
+    for labels, method, results in report.cells():
+        if found := [result.certificate for result in results if result.certificate]:
+            known = [[round_up(bound, 3) for bound in _known(found, name)] for name in PROOFS]
+            valid = f"{sum(one['valid'] for one in found)} of {len(found)}"
+            rows.append([str(labels), method, *map(_range, known), valid])
     header = ["labels", "method", *(f"{proof}, %" for proof in PROOFS.values()), "valid"]
     return TextTable("Upper bounds on the true error, mean (range) over seeds", header, rows)
 
 
 def _known(certificates: Iterable[Mapping[str, Any]], name: str) -> list[float]:
     return [one[name] for one in certificates if one[name] is not None]
-
-
-def _cells(report: "TransferReport") -> Iterable[tuple[int, str, list["Result"]]]:
-    for labels in report.labels:
-        for method in report.methods:
-            yield labels, method, list(report.cell(method, labels).values())
 
 
 def tables(report: "TransferReport", confidence: float) -> dict[str, TextTable]:
@@ -139,7 +137,7 @@ def tables(report: "TransferReport", confidence: float) -> dict[str, TextTable]:
         "What the networks hold": information_table(report),
         "Before fine-tuning: what the features miss": overlap_table(report),
     }
-    return {heading: table for heading, table in found.items() if table is not None}
+    return {name: table for name, table in found.items() if table.rows and len(table.header) > 2}
 
 
 def _estimate(row: dict[str, Any], key: str, measure: "Measure", sign: str = "") -> str:
@@ -210,35 +208,28 @@ def _markdown(table: TextTable) -> str:
 
 def to_terminal(report: "TransferReport", confidence: float, width: int | None) -> str:
     """The gains by the first measure as a table, and the findings, which speak of the others too."""
-    caption, header, rows = main_table(report, confidence, report.measures[:1])
-    title, place = report.name, header.index("seeds")
-    if len(counts := {row[place] for row in rows}) == 1:
-        count = counts.pop()
-        title += f", {count} seed{'s' * (count != '1')}"
-        header, *rows = ([*row[:place], *row[place + 1 :]] for row in (header, *rows))
-    table = TextTable(caption, header, rows)
-    drawn = _rich(title, table, width) if find_spec("rich") else f"{title}\n{_columns(table)}\n"
+    table = main_table(report, confidence, short=True)
+    title = report.name
+    if "seeds" not in table.header:
+        count = len(next(report.cells())[2])
+        title += f", {count} seed{'s' * (count != 1)}"
+    drawn = f"{title}\n{text_table(table.header, table.rows)}\n"
+    if find_spec("rich"):
+        drawn = _rich(title, table, width)
     return drawn + "\n".join(findings(report, confidence))
-
-
-def _columns(table: TextTable) -> str:
-    widths = [max(map(len, column)) for column in zip(table.header, *table.rows, strict=True)]
-    lines = [table.header, ["-" * width for width in widths], *table.rows]
-    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
 
 def _rich(title: str, table: TextTable, width: int | None) -> str:
     from rich.console import Console
 
     console = Console(width=width)
-    wide = _drawn(title, table, pad_edge=True)
+    drawn = _drawn(title, table, pad_edge=True)
     unlimited = console.options.update(max_width=10_000)
-    if console.measure(wide, options=unlimited).maximum > console.width:
-        rows = [[_in_lines(cell) for cell in row] for row in table.rows]
-        header = [_in_lines(cell) for cell in table.header]
-        wide = _drawn(title, TextTable(table.caption, header, rows), pad_edge=False)
+    if console.measure(drawn, options=unlimited).maximum > console.width:
+        header, *rows = ([_in_lines(cell) for cell in row] for row in (table.header, *table.rows))
+        drawn = _drawn(title, TextTable(table.caption, header, rows), pad_edge=False)
     with console.capture() as capture:
-        console.print(wide)
+        console.print(drawn)
     return capture.get()
 
 
@@ -249,12 +240,14 @@ def _drawn(title: str, table: TextTable, *, pad_edge: bool) -> Any:
     drawn = Table(title=Text(title), pad_edge=pad_edge)
     for name in table.header:
         drawn.add_column(Text(name), overflow="fold")
-    last = ""
-    for row in table.rows:
-        if last and row[0] != last:
+    for row, begins in zip(table.rows, table.begins(), strict=True):
+        if begins:
             drawn.add_section()
-        drawn.add_row(*map(_colored, table.header, row))
-        last = row[0]
+        cells = [Text(cell) for cell in row]
+        for name, cell in zip(table.header, cells, strict=True):
+            for verdict, color in COLORS.items() if name.startswith(GAIN) else ():
+                cell.highlight_words([verdict], color)
+        drawn.add_row(*cells)
     return drawn
 
 
@@ -262,22 +255,6 @@ def _in_lines(cell: str) -> str:
     """Break a cell where a reader would: a method at its plus, an estimate before its interval and its verdict."""
     cell = re.sub(r"(?<=[a-z]\+)(?=[a-z])|(?<=:) ", "\n", cell.replace(f"{GAIN} ", f"{GAIN}\n"))
     return re.sub(rf" (?=\[|\(|{'|'.join(COLORS)})", "\n", cell)
-
-
-def _colored(title: str, cell: str) -> Any:
-    from rich.text import Text
-
-    text = Text(cell)
-    for verdict, color in COLORS.items() if title.startswith(GAIN) else ():
-        text.highlight_words([verdict], color)
-    return text
-
-
-MANY = 5  # seeds from which more of them narrow an interval slowly
-CAPTIONS = {  # name of the figure's file -> what it shows; `information_50` is that with 50 labels
-    "accuracy": "Results on the target test set, by method and number of target labels",
-    "information": "Information in the weights by layer, before and after fine-tuning",
-}
 
 
 def caption(name: str) -> str:
@@ -294,26 +271,19 @@ def caption(name: str) -> str:
 def findings(report: "TransferReport", confidence: float) -> list[str]:
     """One sentence for each number of labels and baseline; and what is missing."""
     gains = report.transferability(confidence)
+    groups: dict[tuple[int, str], list[Comparison]] = {}
+    for gain in sorted(gains, key=lambda gain: gain.labels):
+        groups.setdefault((gain.labels, gain.baseline), []).append(gain)
     lines = []
-    for labels in report.labels:
-        for baseline in dict.fromkeys(gain.baseline for gain in gains):
-            group = [gain for gain in gains if (gain.labels, gain.baseline) == (labels, baseline)]
-            if group:
-                words = {
-                    m.name: _words([g for g in group if g.measure == m.name])
-                    for m in report.measures
-                }
-                first, *others = words.items()
-                said = [f"by the {first[0]} {first[1]}"]
-                said += [
-                    f"by the {name} {'the same' if also == first[1] else also}"
-                    for name, also in others
-                ]
-                lines.append(f"{labels} labels, against {baseline}: {'; '.join(said)}.")
-    few = min(
-        (gain.gain.n for gain in gains if gain.verdict == "cannot tell" and not gain.gain.reason),
-        default=MANY,
-    )
+    for (labels, baseline), group in groups.items():
+        said: dict[str, str] = {}
+        for measure in report.measures:
+            words = _words([gain for gain in group if gain.measure == measure.name])
+            said[measure.name] = "the same" if words in said.values() else words
+        parts = "; ".join(f"by the {name} {words}" for name, words in said.items())
+        lines.append(f"{labels} labels, against {baseline}: {parts}.")
+    unsure = [gain.gain for gain in gains if gain.verdict == "cannot tell" and not gain.gain.reason]
+    few = min((gain.n for gain in unsure), default=MANY)
     if few < MANY:
         reach, later = (student_quantile(confidence, n - 1) / math.sqrt(n) for n in (few, MANY))
         lines.append(
@@ -331,7 +301,7 @@ def findings(report: "TransferReport", confidence: float) -> list[str]:
 def _proved(report: "TransferReport") -> list[str]:
     """What the valid certificates say, in the worst case over seeds."""
     said: dict[int, list[str]] = {}
-    for labels, method, results in _cells(report):
+    for labels, method, results in report.cells():
         valid = [one.certificate for one in results if one.certificate and one.certificate["valid"]]
         bounds = {proof: _known(valid, name) for name, proof in PROOFS.items()}
         proofs = [f"{percent(max(known))} ({proof})" for proof, known in bounds.items() if known]
@@ -345,18 +315,14 @@ def _proved(report: "TransferReport") -> list[str]:
 
 def notes(report: "TransferReport", confidence: float) -> dict[str, str]:
     """What each number means, by term: only of what the report shows."""
-    counts = sorted({len(report.cell(m, n)) for m in report.methods for n in report.labels} - {0})
-    seeds = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    counts = sorted({len(results) for _, _, results in report.cells()})
+    seeds = " to ".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
     values = " and ".join(measure.value for measure in report.measures)
+    nats = "; the loss is the mean cross-entropy in nats" * (report.measures[-1].unit == "nats")
+    one = " One seed has no interval, and no verdict rests on it." * (counts[0] == 1)
     said = {
-        f"{values[0].upper()}{values[1:]}": "Means over seeds on the target test set"
-        + (
-            "; the loss is the mean cross-entropy in nats."
-            if report.measures[-1].unit == "nats"
-            else "."
-        ),
-        "Seeds": f"{seeds} for each method and number of labels."
-        + (" One seed has no interval, and no verdict rests on it." if counts[0] == 1 else ""),
+        f"{values[0].upper()}{values[1:]}": f"Means over seeds on the target test set{nats}.",
+        "Seeds": f"{seeds} for each method and number of labels.{one}",
         "Intervals": f"Student's t intervals at {100 * confidence:g} % over seeds, for normally distributed values. "
         "They say how sure the mean over seeds is, not how far one more run may lie from it; with two or three seeds "
         "they are wide. Seeds that all gave the same have no interval.",
@@ -430,14 +396,12 @@ def _about_certificates(certificates: Sequence[Mapping[str, Any]]) -> str:
 def _words(group: "list[Comparison]") -> str:
     """Which methods help, which hurt, and of which nothing can be said, and why."""
     parts = []
-    for verdict in ("helps", "hurts", "cannot tell"):
+    for verdict in COLORS:
         members = [gain for gain in group if gain.verdict == verdict]
+        names = ", ".join(gain.method for gain in members)
+        reasons = "; ".join(sorted({gain.gain.reason for gain in members} - {""}))
         if members:
-            names = ", ".join(gain.method for gain in members)
-            reasons = sorted({gain.gain.reason for gain in members} - {""})
-            parts.append(
-                f"“{verdict}” for {names}" + (f" ({'; '.join(reasons)})" if reasons else "")
-            )
+            parts.append(f"“{verdict}” for {names}" + (f" ({reasons})" if reasons else ""))
     return ", ".join(parts)
 
 
@@ -533,11 +497,10 @@ def _scrolled(content: str, name: str) -> str:
 
 def _table(table: TextTable) -> str:
     head = "".join(f'<th scope="col">{escape(title)}</th>' for title in table.header)
-    rows, last = [], ""
-    for row in table.rows:
-        first = ' class="first"' if last and row[0] != last else ""
+    rows = []
+    for row, begins in zip(table.rows, table.begins(), strict=True):
+        first = ' class="first"' * begins
         rows.append(f"<tr{first}>{''.join(map(_cell, table.header, row))}</tr>")
-        last = row[0]
     body, about = "\n".join(rows), escape(table.caption)
     return _scrolled(
         f"<table><caption>{about}</caption><thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table>",
@@ -558,17 +521,14 @@ def _cell(title: str, cell: str) -> str:
 
 def _figure(report: "TransferReport", name: str, figure: "Figure") -> str:
     """A figure in black on nothing; the style inverts it where the reader prefers the dark."""
-    width = (
-        7 * figure.get_figwidth()
-    )  # in rem; a phone scrolls rather than shrink the text beyond reading
+    # In rem: a phone scrolls rather than shrink the text beyond reading.
+    width = 7 * figure.get_figwidth()
     size = f"min-width: {min(width, 34):.0f}rem; max-width: {width:.0f}rem"
-    image = f'<img src="{_data_url(figure)}" alt="{escape(_alternative(report, name))}" style="{size}" />'
-    return f"<figure>{_scrolled(image, caption(name))}<figcaption>{escape(caption(name))}</figcaption></figure>"
-
-
-def _alternative(report: "TransferReport", name: str) -> str:
+    about = caption(name)
     where = "the first table" if name == "accuracy" else "report.json"
-    return f"{caption(name)}. Methods: {', '.join(report.methods)}. The numbers are in {where}."
+    words = f"{about}. Methods: {', '.join(report.methods)}. The numbers are in {where}."
+    image = f'<img src="{_data_url(figure)}" alt="{escape(words)}" style="{size}" />'
+    return f"<figure>{_scrolled(image, about)}<figcaption>{escape(about)}</figcaption></figure>"
 
 
 def _data_url(figure: "Figure") -> str:

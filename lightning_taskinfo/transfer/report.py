@@ -3,9 +3,10 @@
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -136,10 +137,7 @@ class TransferReport:
     def methods(self) -> list[str]:
         """The methods: the two baselines first where they are there, the others as they came."""
         names = list(dict.fromkeys(row.method for row in self.results))
-        return [
-            *(name for name in BASELINES if name in names),
-            *(name for name in names if name not in BASELINES),
-        ]
+        return sorted(names, key=(*BASELINES, *names).index)
 
     @property
     def labels(self) -> list[int]:
@@ -157,10 +155,17 @@ class TransferReport:
     def _measure(self, name: str) -> Measure:
         low, high = (end(row.test[name] for row in self.results) for end in (min, max))
         share = bool(re.search(SHARES, name.lower())) and 0 <= low <= high <= 1
-        mode = self.configuration.get("mode") or (
-            "max" if re.search(HIGHER, name.lower()) else "min"
-        )
-        return Measure(name, name, "points" if share else "", share, mode == "max")
+        higher = bool(re.search(HIGHER, name.lower()))
+        if mode := self.configuration.get("mode"):
+            higher = mode == "max"
+        return Measure(name, name, "points" if share else "", share, higher)
+
+    def cells(self) -> Iterator[tuple[int, str, list[Result]]]:
+        """Yield number of labels, method and results of all seeds, where there are some."""
+        for labels in self.labels:
+            for method in self.methods:
+                if results := list(self.cell(method, labels).values()):
+                    yield labels, method, results
 
     def cell(self, method: str, labels: int) -> dict[int, Result]:
         """Return the results of one method and number of labels by seed; empty where there are none."""
@@ -199,7 +204,8 @@ class TransferReport:
         """Return mean and interval over seeds of a number in ``test``, such as ``"accuracy"``."""
         values = [row.test[name] for row in self.cell(method, labels).values()]
         share = any(measure.share for measure in self.measures if measure.value == name)
-        bounds = (0.0, 1.0) if share else (0.0 if name == "loss" else -math.inf, math.inf)
+        low = 0.0 if share or name == "loss" else -math.inf
+        bounds = (low, 1.0 if share else math.inf)
         return mean_interval(values, confidence=confidence, bounds=bounds)
 
     def table(self, confidence: float = 0.95) -> list[dict[str, Any]]:
@@ -210,21 +216,18 @@ class TransferReport:
         losses and information nats.
         """
         gains = {
-            (c.labels, c.method, c.baseline, c.measure): c for c in self.transferability(confidence)
+            (c.labels, c.method, c.baseline, c.measure): c.gain
+            for c in self.transferability(confidence)
         }
         rows = []
-        for labels, method in (
-            (labels, method) for labels in self.labels for method in self.methods
-        ):
-            if cell := list(self.cell(method, labels).values()):
-                row: dict[str, Any] = {"labels": labels, "method": method, "seeds": len(cell)}
-                for measure in self.measures:
-                    row |= _ends(
-                        measure.value, self.summary(method, labels, measure.value, confidence)
-                    )
-                for key in ((b, m.name) for b in BASELINES for m in self.measures):
-                    row |= _gain("over_{}_{}".format(*key), gains.get((labels, method, *key)))
-                rows.append(row | _means(cell))
+        for labels, method, results in self.cells():
+            row: dict[str, Any] = {"labels": labels, "method": method, "seeds": len(results)}
+            for measure in self.measures:
+                value = measure.value
+                row |= _ends(value, self.summary(method, labels, value, confidence))
+            for key in product(BASELINES, (measure.name for measure in self.measures)):
+                row |= _gain("_".join(("over", *key)), gains.get((labels, method, *key)))
+            rows.append(row | _means(results))
         return rows
 
     def to_markdown(self, confidence: float = 0.95, *, figures: Iterable[str] = ()) -> str:
@@ -292,13 +295,10 @@ class TransferReport:
         """
         path = Path(path) / "report.json" if Path(path).is_dir() else Path(path)
         values = read_json(path)
-        if not isinstance(values, dict) or values.keys() - {"figures"} != {
-            "name",
-            "configuration",
-            "results",
-        }:
+        names = {field.name for field in fields(cls)}
+        if not isinstance(values, dict) or values.keys() - {"figures"} != names:
             raise ValueError(f"{path}: not a report of a transfer experiment.")
-        return cls(**{key: value for key, value in values.items() if key != "figures"})
+        return cls(**{name: values[name] for name in names})
 
     def same_as(self, other: "TransferReport") -> bool:
         """Whether both say the same apart from how long it took; the order of the results plays no part."""
@@ -334,10 +334,11 @@ def _ends(name: str, interval: Interval) -> dict[str, float | None]:
     return {name: interval.mean, f"{name}_low": interval.low, f"{name}_high": interval.high}
 
 
-def _gain(name: str, comparison: Comparison | None) -> dict[str, Any]:
-    gain = Interval(None, None, None, 0) if comparison is None else comparison.gain
-    words = (None, None) if comparison is None else (gain.verdict, gain.reason)
-    return {**_ends(name, gain), f"{name}_verdict": words[0], f"{name}_reason": words[1]}
+def _gain(name: str, gain: Interval | None) -> dict[str, Any]:
+    if gain is None:
+        parts = ("", "_low", "_high", "_verdict", "_reason")
+        return dict.fromkeys(f"{name}{part}" for part in parts)
+    return {**_ends(name, gain), f"{name}_verdict": gain.verdict, f"{name}_reason": gain.reason}
 
 
 MEANS = {  # columns of means over seeds: where a result has them
@@ -348,18 +349,15 @@ MEANS = {  # columns of means over seeds: where a result has them
 }
 
 
-def _means(rows: Sequence[Result]) -> dict[str, float | None]:
+def _means(results: Sequence[Result]) -> dict[str, float | None]:
     """Means over seeds of what is told beside the risks, over those that have it."""
-    means = {name: _mean(_inside(vars(row), path) for row in rows) for name, path in MEANS.items()}
-    return {**means, "seconds": _mean(sum(row.seconds.values()) or None for row in rows)}
+    values = {name: [_inside(vars(one), path) for one in results] for name, path in MEANS.items()}
+    values["seconds"] = [sum(one.seconds.values()) or None for one in results]
+    known = {name: [v for v in found if v is not None] for name, found in values.items()}
+    return {name: sum(found) / len(found) if found else None for name, found in known.items()}
 
 
 def _inside(value: Any, path: Iterable[str]) -> Any:
     for key in path:
         value = None if value is None else value.get(key)
     return value
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None

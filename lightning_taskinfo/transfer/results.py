@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from lightning_taskinfo.functional.paired import student_quantile
 
-Cell = tuple[str, int, int]
+Key = tuple[str, int, int]
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Result:
                 )
 
     @property
-    def cell(self) -> Cell:
+    def key(self) -> Key:
         """What it is a result of: method, number of labels, seed."""
         return self.method, self.labels, self.seed
 
@@ -91,7 +91,7 @@ def checked_results(results: Iterable[Result | Mapping[str, Any]]) -> tuple[Resu
     """Return plain copies of the results.
 
     Raises:
-        ValueError: If there is none, two are of the same cell, or one has a key too many, too few
+        ValueError: If there is none, two have the same key, or one has a key too many, too few
             or of a wrong kind.
     """
     rows = plain([asdict(r) if isinstance(r, Result) else r for r in results], "results")
@@ -101,13 +101,13 @@ def checked_results(results: Iterable[Result | Mapping[str, Any]]) -> tuple[Resu
         raise ValueError(f"`results` must hold results, or dicts like them: {error}.") from error
     if not found:
         raise ValueError("`results` must hold at least one result, got none.")
-    seen: set[Cell] = set()
+    seen: set[Key] = set()
     for result in found:
-        if result.cell in seen:
+        if result.key in seen:
             raise ValueError(
                 f"`results` must hold one result per method, number of labels and seed, got two {result}."
             )
-        seen.add(result.cell)
+        seen.add(result.key)
         if result.test.keys() != found[0].test.keys():
             raise ValueError(
                 f"`test` must hold the same numbers in all results, got {', '.join(result.test)} in {result} and "
@@ -116,9 +116,9 @@ def checked_results(results: Iterable[Result | Mapping[str, Any]]) -> tuple[Resu
     return found
 
 
-def without_timings(results: Iterable[Result]) -> dict[Cell, str]:
-    """Return each result without its timings by its cell, as text: NaN equals NaN there, and order plays no part."""
-    return {r.cell: json.dumps({**asdict(r), "seconds": None}, sort_keys=True) for r in results}
+def without_timings(results: Iterable[Result]) -> dict[Key, str]:
+    """Return each result without its timings by its key, as text: NaN equals NaN there, and order plays no part."""
+    return {r.key: json.dumps({**asdict(r), "seconds": None}, sort_keys=True) for r in results}
 
 
 Verdict = Literal["helps", "hurts", "cannot tell"]
