@@ -21,6 +21,24 @@ def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
+class Tabled:
+    """A result that prints as a table with a sentence below it, and shows both in notebooks."""
+
+    def _cells(self) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+        """Return names of columns, and rows of cells."""
+        raise NotImplementedError
+
+    def reading(self) -> str:
+        """Return the sentence."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return f"{text_table(*self._cells())}\n{self.reading()}"
+
+    def _repr_html_(self) -> str:
+        return html_table(*self._cells(), self.reading())
+
+
 def html_table(columns: Sequence[str], rows: Sequence[Sequence[str]], sentence: str = "") -> str:
     """Return cells as an HTML table, with a sentence below it.
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_taskinfo._files import atomic_write, digest
-from lightning_taskinfo._tables import html_table, text_table
+from lightning_taskinfo._tables import Tabled
 from lightning_taskinfo.functional.task_embedding import (
     PlanarMap,
     asymmetric_embedding_distance,
@@ -28,7 +28,7 @@ ALPHA = 0.15
 
 
 @dataclass(frozen=True, eq=False)
-class TaskEmbedding:
+class TaskEmbedding(Tabled):
     """What the filters of a probe matter to a task, as :class:`~lightning_taskinfo.tasks.task2vec.Task2Vec` returns it.
 
     Args:
@@ -103,12 +103,6 @@ class TaskEmbedding:
         return ["layer", "filters", "norm"], [
             [n, str(size), f"{norm:.3g}"] for n, size, norm in rows
         ]
-
-    def __str__(self) -> str:
-        return f"{text_table(*self._cells())}\n{self.reading()}"
-
-    def _repr_html_(self) -> str:
-        return html_table(*self._cells(), self.reading())
 
     def plot(self, ax: "Axes | None" = None) -> tuple["Figure", "Axes"]:
         """Draw the norm of each layer; ``plot_map`` and others draw several tasks.

@@ -80,18 +80,16 @@ def _batches(data: Any) -> Iterable[Any]:
 
 
 def _read(batch: Any, batch_fn: BatchFn | None) -> tuple[Any, Tensor]:
-    try:
-        inputs, labels = read_batch(batch) if batch_fn is None else read_by(batch_fn, batch)
-    except ValueError as error:
-        if batch_fn is not None:
-            raise
-        raise ValueError(
-            f"`data` must yield batches (inputs, labels), got {described(batch)}: {error}"
-        ) from error
+    rule = "`data` must yield batches (inputs, labels), got"
+    if batch_fn is not None:
+        inputs, labels = read_by(batch_fn, batch)
+    else:
+        try:
+            inputs, labels = read_batch(batch)
+        except ValueError as error:
+            raise ValueError(f"{rule} {described(batch)}: {error}") from error
     if labels is None:
-        raise ValueError(
-            f"`data` must yield batches (inputs, labels), got {described(batch)} without labels."
-        )
+        raise ValueError(f"{rule} {described(batch)} without labels.")
     n = sample_count(inputs)
     if not labels.ndim or len(labels) != n or (labels.ndim > 1 and not labels.is_floating_point()):
         raise ValueError(
@@ -150,11 +148,8 @@ class Network:
 
         with hooked(modules, note), observing(model), torch.no_grad():
             output = first_tensor(run(few))
-        heads = [
-            name
-            for name, outputs in seen.items()
-            if isinstance(modules[name], nn.Linear) and outputs[-1] is output is not None
-        ]
+        linear = [name for name in seen if isinstance(modules[name], nn.Linear)]
+        heads = [name for name in linear if seen[name][-1] is output is not None]
         seen.pop("", None)
         return cls(model, run, seen, heads[0] if heads else None)
 
@@ -231,20 +226,15 @@ class Network:
         hands on, and those that run before all weights.
         """
         modules = dict(self.model.named_modules())
-        usable: dict[str, Tensor] = {
-            name: out[0] for name, out in self.seen.items() if _has_rows(out)
-        }
-        for (
-            name
-        ) in self.seen:  # what runs before the first weights shows the inputs, not the network
-            if _weights(modules[name]):
-                break
-            usable.pop(name, None)
-        if (
-            self.head is not None
-        ):  # and with it every module that does nothing but return its output
-            end = self.seen[self.head][-1]
-            usable = {name: values for name, values in usable.items() if values is not end}
+        end = None if self.head is None else self.seen[self.head][-1]
+        usable: dict[str, Tensor] = {}
+        begun = False  # what runs before the first weights shows the inputs, not the network
+        for name, outputs in self.seen.items():
+            begun = begun or _weights(modules[name]) > 0
+            values = outputs[0]
+            # Not the head, and no module that does nothing but return its output.
+            if begun and len(outputs) == 1 and _has_rows(values) and values is not end:
+                usable[name] = values
         order = {name: place for place, name in enumerate(self.seen)}  # in which they finished
         frontier = sorted(_opened_until(modules, usable, number), key=order.__getitem__)
         last = {usable[name].data_ptr(): name for name in frontier}
@@ -315,10 +305,9 @@ def first_tensor(output: Any) -> Tensor | None:
     return logits if isinstance(logits, Tensor) else next(tensors(output), None)
 
 
-def _has_rows(outputs: Sequence[Any]) -> bool:
-    """Whether a module ran once and put out a row for each of two samples."""
-    values = outputs[0]
-    return len(outputs) == 1 and isinstance(values, Tensor) and values.ndim > 1 and len(values) == 2
+def _has_rows(values: Any) -> bool:
+    """Whether a module put out a row for each of two samples."""
+    return isinstance(values, Tensor) and values.ndim > 1 and len(values) == 2
 
 
 def _opened_until(
@@ -358,22 +347,22 @@ def caller(model: nn.Module, few: Any, forward_fn: Forward | None) -> Callable[[
         ValueError: If it cannot be called on them.
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    if forward_fn is not None:
-        return lambda inputs: forward_fn(model, moved(inputs, device))
-    try:
-        with torch.no_grad():
-            found = call_on(model, moved(few, device))
-    except NoLogitsError:
-        return lambda inputs: _plainly(model, moved(inputs, device))
-    except Exception as error:
-        raise ValueError(
-            f"`forward_fn` must say how to call a {type(model).__name__} on {described(few)}; by itself that failed "
-            f"({type(error).__name__}: {error})."
-        ) from error
+    call = forward_fn
+    if call is None:
+        try:
+            with torch.no_grad():
+                call = call_on(model, moved(few, device))
+        except NoLogitsError:
+            call = _plainly
+        except Exception as error:
+            raise ValueError(
+                f"`forward_fn` must say how to call a {type(model).__name__} on {described(few)}; by itself that "
+                f"failed ({type(error).__name__}: {error})."
+            ) from error
 
     def run(inputs: Any) -> Any:
         try:
-            return found(model, moved(inputs, device))
+            return call(model, moved(inputs, device))
         except NoLogitsError:  # it ran, and its layers were seen
             return None
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_taskinfo._tables import html_table, text_table
+from lightning_taskinfo._tables import Tabled
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.functional.features import fit_power_law, transfer_onset
 from lightning_taskinfo.functional.paired import normal_quantile
@@ -28,7 +28,7 @@ PowerLaw = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class Onset:
+class Onset(Tabled):
     """Predicted numbers of target labels above which linear transfer hurts; unpacks into lower end, middle, upper end.
 
     Attributes:
@@ -66,18 +66,10 @@ class Onset:
         )
 
     def _cells(self) -> tuple[list[str], list[list[str]]]:
-        ends = zip(self.low.tolist(), self.middle.tolist(), self.high.tolist(), strict=True)
-        rows = [
-            [layer, _labels(middle), f"[{_labels(low)}, {_labels(high)}]"]
-            for layer, (low, middle, high) in zip(self.layers, ends, strict=True)
-        ]
+        lows, middles, highs = ([_labels(end) for end in part.tolist()] for part in self)
+        intervals = [f"[{low}, {high}]" for low, high in zip(lows, highs, strict=True)]
+        rows = [[*row] for row in zip(self.layers, middles, intervals, strict=True)]
         return ["layer", "hurts above", f"{self.confidence:.0%} interval"], rows
-
-    def __str__(self) -> str:
-        return f"{text_table(*self._cells())}\n{self.reading()}"
-
-    def _repr_html_(self) -> str:
-        return html_table(*self._cells(), self.reading())
 
     def plot(self, ax: "Axes | None" = None) -> tuple["Figure", "Axes"]:
         """Draw the predictions with their intervals; needs matplotlib.
@@ -90,18 +82,15 @@ class Onset:
         """
         from lightning_taskinfo.plotting import plot_intervals
 
-        figure, ax = plot_intervals(
-            self.layers,
-            *(part.tolist() for part in self),
-            xlabel="labels above which transfer hurts",
-            ax=ax,
-        )
+        ends = (part.tolist() for part in self)
+        what = "labels above which transfer hurts"
+        figure, ax = plot_intervals(self.layers, *ends, xlabel=what, ax=ax)
         ax.set_xscale("log")
         return figure, ax
 
 
 @dataclass(frozen=True)
-class FeatureOverlap:
+class FeatureOverlap(Tabled):
     """Share of the target labels' variance that a linear read-out of frozen features misses, layer by layer.
 
     Held-out shares: they count what lies outside the span and what the given number of labels
@@ -146,12 +135,6 @@ class FeatureOverlap:
         cells = [[layer, f"{share:.3f}", f"{error:.3f}"] for layer, share, error in rows]
         return ["layer", "missed share", "standard error"], cells
 
-    def __str__(self) -> str:
-        return f"{text_table(*self._cells())}\n{self.reading()}"
-
-    def _repr_html_(self) -> str:
-        return html_table(*self._cells(), self.reading())
-
     def plot(self, ax: "Axes | None" = None) -> tuple["Figure", "Axes"]:
         """Draw the missed share of each layer with its 95 % interval; needs matplotlib.
 
@@ -164,10 +147,9 @@ class FeatureOverlap:
         from lightning_taskinfo.plotting import plot_intervals
 
         low, high = self.interval()
-        ends = low.tolist(), self.outside.tolist(), high.tolist()
-        return plot_intervals(
-            self.layers, *ends, xlabel="share of the labels' variance missed", ax=ax
-        )
+        ends = (part.tolist() for part in (low, self.outside, high))
+        what = "share of the labels' variance missed"
+        return plot_intervals(self.layers, *ends, xlabel=what, ax=ax)
 
     def onset(self, curve: Mapping[int, float], *, confidence: float = 0.95) -> Onset:
         r"""Predicted number of target labels above which linear transfer hurts, per layer, with its interval.
@@ -217,9 +199,7 @@ def fitted_curve(curve: Mapping[int, float]) -> PowerLaw:
             "`curve` must hold positive shares, not in per cent, at two or more numbers of labels, got "
             f"{dict(curve)}."
         )
-    n, errors = (
-        torch.tensor([*part], dtype=torch.float64) for part in zip(*curve.items(), strict=True)
-    )
+    n, errors = torch.tensor([*curve.items()], dtype=torch.float64).T
     amplitude, exponent = fit_power_law(n, errors)
     if exponent <= 0:
         raise ValueError(f"`curve` must fall with the number of labels, got {dict(curve)}.")
@@ -367,9 +347,8 @@ def onset_of(overlap: Mapping[str, Any], curve: Mapping[int, float]) -> list[flo
         law = fitted_curve(curve)
     except ValueError:
         return None
-    share, error = (
-        torch.tensor(overlap[key][-1], dtype=torch.float64) for key in ("outside", "standard_error")
-    )
+    last = [overlap[key][-1] for key in ("outside", "standard_error")]
+    share, error = torch.tensor(last, dtype=torch.float64)
     found = FeatureOverlap((), share, error, samples=0)
     low, high = found.interval()
     return [end.item() for end in crossings(low, found.outside, high, law)]

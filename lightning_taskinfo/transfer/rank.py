@@ -11,6 +11,8 @@ from torch import Generator, Tensor, nn
 
 from lightning_taskinfo._batches import Forward, take
 from lightning_taskinfo._progress import counted, shown
+from lightning_taskinfo._random import own_randomness
+from lightning_taskinfo._ranges import check_positive
 from lightning_taskinfo.functional.paired import normal_quantile, paired_interval, wilson_interval
 from lightning_taskinfo.functional.readout import stratified_folds
 from lightning_taskinfo.functional.transferability import h_score, leep, logme, nce
@@ -28,6 +30,7 @@ from lightning_taskinfo.transfer.ranking import LayerReadout, RankedStart, Start
 from lightning_taskinfo.transfer.results import verdict_of
 
 Model: TypeAlias = nn.Module | Callable[[], nn.Module]
+Layers: TypeAlias = int | Sequence[str] | Mapping[str, Sequence[str]]
 
 
 @dataclass(frozen=True)
@@ -52,15 +55,14 @@ class FineTuning:
         for name, least in (("steps", 1), ("batch_size", 1), ("folds", 2)):
             if getattr(self, name) < least:
                 raise ValueError(f"`{name}` must be at least {least}, got {getattr(self, name)}.")
-        if not self.learning_rate > 0:
-            raise ValueError(f"`learning_rate` must be positive, got {self.learning_rate}.")
+        check_positive(learning_rate=self.learning_rate)
 
 
 def rank_starts(
     models: Mapping[str, Model],
     data: Iterable[Any] | Mapping[str, Any],
     *,
-    layers: int | Sequence[str] | Mapping[str, Sequence[str]] = 5,
+    layers: Layers = 5,
     scratch: str | None = None,
     curve: Mapping[int, float] | None = None,
     fine_tune: FineTuning | None = None,
@@ -129,53 +131,14 @@ def rank_starts(
     samples = read_samples(data, batch_fn)
     columns = label_columns(samples.labels, folds)
     law = None if curve is None else fitted_curve(curve)
-    how = _Reading(layers, folds, max_features, confidence)
-    found = []
+    ruler = _Ruler(samples, columns, layers, folds, max_features, confidence, forward_fn, fine_tune)
+    starts: list[RankedStart] = []
+    losses: dict[str, Tensor] = {}
     with shown(progress, "rank", len(models)) as tell:
         for name in counted(list(models), len(models), tell, "starts"):
-            model = _opened(models[name], name)
-            measured = _measure(name, model, samples, columns, how, forward_fn)
-            if fine_tune is not None:
-                losses = _tuned_losses(model, samples, columns, fine_tune, forward_fn)
-                start = replace(measured.start, fine_tuned=losses.mean().item())
-                measured = _Measured(start, losses)
-            found.append(measured)
-            del model
-    tuned = fine_tune is not None
-    return _compared(found, scratch, law, confidence, samples.labels, tuned=tuned)
-
-
-@dataclass(frozen=True)
-class _Reading:
-    """What is read of a network, and how."""
-
-    layers: int | Sequence[str] | Mapping[str, Sequence[str]]
-    folds: int
-    max_features: int
-    confidence: float
-
-    def layers_of(self, name: str, network: Network) -> list[str]:
-        if isinstance(self.layers, int):
-            if self.layers < 1:
-                raise ValueError(f"`layers` must be at least 1 or name modules, got {self.layers}.")
-            return network.spread_layers(self.layers)
-        if not isinstance(self.layers, Mapping):
-            return list(self.layers)
-        if name not in self.layers:
-            raise ValueError(f"`layers` must name layers of every start, got none for {name!r}.")
-        return list(self.layers[name])
-
-
-@dataclass(frozen=True)
-class _Measured:
-    """One start with what it is compared by: a loss for each sample, shape ``[N]``.
-
-    That is the squared error of the read-out of its last layer, or the error of cross-validated
-    fine-tuning.
-    """
-
-    start: RankedStart
-    losses: Tensor
+            start, losses[name] = ruler.measure(name, _opened(models[name], name))
+            starts.append(start)
+    return ruler.compared(starts, losses, scratch, law)
 
 
 def _opened(model: Model, name: str) -> nn.Module:
@@ -189,225 +152,210 @@ def _opened(model: Model, name: str) -> nn.Module:
     return model
 
 
-def _measure(
-    name: str,
-    model: nn.Module,
-    samples: Samples,
-    columns: Tensor,
-    how: _Reading,
-    forward_fn: Forward | None,
-) -> _Measured:
-    """Read all layers of one start."""
-    begin = time.perf_counter()
-    network = Network.of(model, samples.few, forward_fn)
-    features, logits = network.read(samples, how.layers_of(name, network), how.max_features)
-    labels, real = samples.labels, samples.labels.is_floating_point()
-    fold = stratified_folds(labels, how.folds)
-    found = [read_out(values, columns, fold) for values in features.values()]
-    rows = [
-        _row(layer, one, how.confidence, real=real)
-        for layer, one in zip(features, found, strict=True)
-    ]
-    losses = [one.squares if real else one.wrong for one in found]
-    best = min(range(len(rows)), key=lambda i: (rows[i].error, rows[i].missed))
-    last = features[rows[-1].name]
-    probabilities = None if logits is None or real else logits.softmax(1)
-    start = RankedStart(
-        name=name,
-        layers=tuple(rows),
-        best=rows[best].name,
-        freeze=rows[_deepest_equal(losses, best, how.confidence)].name,
-        error=rows[best].error,
-        interval=rows[best].interval,
-        missed=rows[-1].missed,
-        logme=logme(last, labels).item(),
-        h_score=None if real else h_score(last, labels).item(),
-        leep=None if probabilities is None else leep(probabilities, labels).item(),
-        nce=None if probabilities is None else nce(probabilities.argmax(1), labels).item(),
-        parameters=sum(p.numel() for p in model.parameters()),
-        seconds=time.perf_counter() - begin,
-    )
-    return _Measured(start, found[-1].squares)
+@dataclass(frozen=True)
+class _Ruler:
+    """What all starts are measured with: samples ``[N]``, their labels as columns ``[N, C]``, and how to read them."""
 
+    samples: Samples
+    columns: Tensor
+    layers: Layers
+    folds: int
+    max_features: int
+    confidence: float
+    forward_fn: Forward | None
+    fine_tune: FineTuning | None
 
-def _row(layer: str, found: ReadOut, confidence: float, *, real: bool) -> LayerReadout:
-    missed = found.missed.item()
-    if real:
-        reach = normal_quantile(confidence) * found.standard_error.item()
-        return LayerReadout(layer, missed, (max(0.0, missed - reach), missed + reach), missed)
-    error = found.wrong.mean().item()
-    return LayerReadout(layer, error, wilson_interval(error, len(found.wrong), confidence), missed)
+    @property
+    def real(self) -> bool:
+        """Whether labels are real numbers, and not classes."""
+        return self.samples.labels.is_floating_point()
 
+    def layers_of(self, name: str, network: Network) -> list[str]:
+        """Return which layers of a start are read."""
+        if isinstance(self.layers, int):
+            if self.layers < 1:
+                raise ValueError(f"`layers` must be at least 1 or name modules, got {self.layers}.")
+            return network.spread_layers(self.layers)
+        if not isinstance(self.layers, Mapping):
+            return list(self.layers)
+        if name not in self.layers:
+            raise ValueError(f"`layers` must name layers of every start, got none for {name!r}.")
+        return list(self.layers[name])
 
-def _deepest_equal(losses: Sequence[Tensor], best: int, confidence: float) -> int:
-    """Return the deepest layer whose read-out is not seen to be worse than the best one."""
-    equal = [
-        i
-        for i, loss in enumerate(losses)
-        if i == best or paired_interval(loss, losses[best], confidence)[0] <= 0
-    ]
-    return max(equal)
+    def measure(self, name: str, model: nn.Module) -> tuple[RankedStart, Tensor]:
+        """Read all layers of one start; return it with what it is compared by, a loss for each sample, ``[N]``.
 
-
-# Comparing starts with each other, and with scratch.
-
-
-def _compared(
-    found: Sequence[_Measured],
-    scratch: str | None,
-    law: PowerLaw | None,
-    confidence: float,
-    labels: Tensor,
-    *,
-    tuned: bool,
-) -> StartRanking:
-    """Order the starts, and say which of them can be told apart."""
-    first, *others = sorted(found, key=_mean_loss if tuned else _mean_rank(found))
-    base = next((one for one in found if one.start.name == scratch), None)
-    starts = []
-    for one in (first, *others):
-        start = replace(one.start, behind=paired_interval(one.losses, first.losses, confidence))
-        if base is not None and one is not base:
-            gain = paired_interval(base.losses, one.losses, confidence)
-            start = replace(start, gain=gain, call=verdict_of(gain[0], gain[2]) if tuned else None)
-        if law is not None:
-            start = _beside_curve(start, law, len(labels), tuned=tuned)
-        starts.append(start)
-    return StartRanking(
-        starts=tuple(starts),
-        tied=tuple(s.name for s in starts if s is starts[0] or s.behind[0] <= 0),
-        samples=len(labels),
-        classes=None if labels.is_floating_point() else len(labels.unique()),
-        confidence=confidence,
-        scratch=scratch,
-        ordered_by="fine-tuning" if tuned else "read-out and LogME",
-    )
-
-
-def _beside_curve(start: RankedStart, law: PowerLaw, labels: int, *, tuned: bool) -> RankedStart:
-    """Compare the read-out with training from scratch: at the labels at hand, and where it falls below."""
-    low, middle, high = (
-        torch.tensor(share, dtype=torch.float64)
-        for share in (start.interval[0], start.error, start.interval[1])
-    )
-    first, second, third = crossings(low, middle, high, law)
-    start = replace(start, onset=(first.item(), second.item(), third.item()))
-    if tuned:
-        return start
-    at_hand = law[0] * labels ** -law[1]
-    ends = (at_hand - high).item(), (at_hand - low).item()
-    return replace(start, call=verdict_of(*ends))
-
-
-def _mean_loss(one: _Measured) -> tuple[float, ...]:
-    return (one.losses.mean().item(),)
-
-
-def _mean_rank(found: Sequence[_Measured]) -> Callable[[_Measured], tuple[float, ...]]:
-    """Return a key to sort by: the mean rank by held-out squared error and by LogME; the first decides where equal."""
-    by_error = [one.start.name for one in sorted(found, key=lambda one: one.start.missed)]
-    by_logme = [one.start.name for one in sorted(found, key=lambda one: -one.start.logme)]
-
-    def key(one: _Measured) -> tuple[float, ...]:
-        name = one.start.name
-        return (by_error.index(name) + by_logme.index(name)) / 2, one.start.missed
-
-    return key
-
-
-# The honest rival: fine-tune on the labels at hand.
-
-
-def _tuned_losses(
-    model: nn.Module,
-    samples: Samples,
-    columns: Tensor,
-    how: FineTuning,
-    forward_fn: Forward | None,
-) -> Tensor:
-    """Fine-tune copies of a start on all folds but one, and return the loss of each sample in the fold left out."""
-    labels = samples.labels
-    fold = stratified_folds(labels, how.folds)
-    losses = torch.empty(len(columns), dtype=torch.float64)
-    for k in range(how.folds):
-        kept, held = (fold != k).nonzero().flatten(), (fold == k).nonzero().flatten()
-        network = _fine_tuned(model, samples, columns, kept, how, forward_fn)
-        with torch.no_grad():
-            outputs = _outputs(network, samples.inputs, held).double().cpu()
-        if labels.is_floating_point():
-            baseline = (columns - columns[kept].mean(0)).square().sum(1).mean()
-            losses[held] = (outputs - columns[held]).square().sum(1) / baseline
-        else:
-            losses[held] = (outputs.argmax(1) != columns[held].argmax(1)).double()
-    return losses
-
-
-def _fine_tuned(
-    model: nn.Module,
-    samples: Samples,
-    columns: Tensor,
-    kept: Tensor,
-    how: FineTuning,
-    forward_fn: Forward | None,
-) -> Network:
-    """Return a copy of a start with a fresh head, trained on some of the samples; the start itself is left alone."""
-    copy = deepcopy(model)
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(how.seed)
-        network = _with_fresh_head(copy, samples.few, columns.shape[1], forward_fn)
-        copy.train().requires_grad_(True)
-        optimizer = torch.optim.Adam(copy.parameters(), lr=how.learning_rate)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(
-            optimizer, how.learning_rate, total_steps=max(how.steps, 2)
+        That is the squared error of the read-out of its last layer, or the error of
+        cross-validated fine-tuning.
+        """
+        begin = time.perf_counter()
+        labels = self.samples.labels
+        network = Network.of(model, self.samples.few, self.forward_fn)
+        names = self.layers_of(name, network)
+        features, logits = network.read(self.samples, names, self.max_features)
+        fold = stratified_folds(labels, self.folds)
+        found = [read_out(values, self.columns, fold) for values in features.values()]
+        rows = [self._row(layer, one) for layer, one in zip(features, found, strict=True)]
+        best = min(range(len(rows)), key=lambda i: (rows[i].error, rows[i].missed))
+        losses = [one.squares if self.real else one.wrong for one in found]
+        behind = [paired_interval(loss, losses[best], self.confidence)[0] for loss in losses]
+        # The deepest layer whose read-out is not seen to be worse than the best one.
+        deepest = max(i for i, low in enumerate(behind) if i == best or low <= 0)
+        last = features[rows[-1].name]
+        start = RankedStart(
+            name=name,
+            layers=tuple(rows),
+            best=rows[best].name,
+            freeze=rows[deepest].name,
+            error=rows[best].error,
+            interval=rows[best].interval,
+            missed=rows[-1].missed,
+            logme=logme(last, labels).item(),
+            h_score=None if self.real else h_score(last, labels).item(),
+            leep=None,
+            nce=None,
+            parameters=sum(p.numel() for p in model.parameters()),
+            seconds=0.0,
         )
-        targets = columns.to(device)
+        if logits is not None and not self.real:
+            source = logits.softmax(1)
+            start = replace(start, leep=leep(source, labels).item())
+            start = replace(start, nce=nce(source.argmax(1), labels).item())
+        start = replace(start, seconds=time.perf_counter() - begin)
+        if self.fine_tune is None:
+            return start, found[-1].squares
+        tuned = self._tuned_losses(model, self.fine_tune)
+        return replace(start, fine_tuned=tuned.mean().item()), tuned
+
+    def _row(self, layer: str, found: ReadOut) -> LayerReadout:
+        missed = found.missed.item()
+        if self.real:
+            reach = normal_quantile(self.confidence) * found.standard_error.item()
+            return LayerReadout(layer, missed, (max(0.0, missed - reach), missed + reach), missed)
+        error = found.wrong.mean().item()
+        interval = wilson_interval(error, len(found.wrong), self.confidence)
+        return LayerReadout(layer, error, interval, missed)
+
+    def compared(
+        self,
+        starts: Sequence[RankedStart],
+        losses: Mapping[str, Tensor],
+        scratch: str | None,
+        law: PowerLaw | None,
+    ) -> StartRanking:
+        """Order the starts, and say which of them can be told apart, and whether they win over scratch."""
+        tuned = self.fine_tune is not None
+        by_error = sorted(starts, key=lambda start: start.missed)
+        by_logme = sorted(starts, key=lambda start: -start.logme)
+        ordered = sorted(by_error, key=lambda s: by_error.index(s) + by_logme.index(s))
+        if tuned:
+            ordered = sorted(starts, key=lambda start: start.fine_tuned or 0.0)
+        compared = []
+        for start in ordered:
+            mine, first = losses[start.name], losses[ordered[0].name]
+            start = replace(start, behind=paired_interval(mine, first, self.confidence))
+            if scratch is not None and start.name != scratch:
+                gain = paired_interval(losses[scratch], mine, self.confidence)
+                call = verdict_of(gain[0], gain[2]) if tuned else None
+                start = replace(start, gain=gain, call=call)
+            if law is not None:
+                start = self._beside_curve(start, law)
+            compared.append(start)
+        return StartRanking(
+            starts=tuple(compared),
+            tied=tuple(s.name for s in compared if s is compared[0] or s.behind[0] <= 0),
+            samples=len(self.columns),
+            classes=None if self.real else len(self.samples.labels.unique()),
+            confidence=self.confidence,
+            scratch=scratch,
+            ordered_by="fine-tuning" if tuned else "read-out and LogME",
+        )
+
+    def _beside_curve(self, start: RankedStart, law: PowerLaw) -> RankedStart:
+        """Compare the read-out with training from scratch: at the labels at hand, and where it falls below."""
+        shares = start.interval[0], start.error, start.interval[1]
+        low, middle, high = (torch.tensor(share, dtype=torch.float64) for share in shares)
+        first, second, third = (end.item() for end in crossings(low, middle, high, law))
+        start = replace(start, onset=(first, second, third))
+        if self.fine_tune is not None:
+            return start
+        at_hand = law[0] * len(self.columns) ** -law[1]
+        return replace(start, call=verdict_of((at_hand - high).item(), (at_hand - low).item()))
+
+    # The honest rival: fine-tune on the labels at hand.
+
+    def _tuned_losses(self, model: nn.Module, how: FineTuning) -> Tensor:
+        """Fine-tune copies of a start on all folds but one, and return the loss of each sample in the fold left out."""
+        columns = self.columns
+        fold = stratified_folds(self.samples.labels, how.folds)
+        losses = torch.empty(len(columns), dtype=torch.float64)
+        for k in range(how.folds):
+            kept, held = (fold != k).nonzero().flatten(), (fold == k).nonzero().flatten()
+            network = self._fine_tuned(model, kept, how)
+            with torch.no_grad():
+                outputs = self._outputs(network, held).double().cpu()
+            if self.real:
+                baseline = (columns - columns[kept].mean(0)).square().sum(1).mean()
+                losses[held] = (outputs - columns[held]).square().sum(1) / baseline
+            else:
+                losses[held] = (outputs.argmax(1) != columns[held].argmax(1)).double()
+        return losses
+
+    def _fine_tuned(self, model: nn.Module, kept: Tensor, how: FineTuning) -> Network:
+        """Return a copy of a start with a fresh head, trained on some samples; the start itself is left alone."""
+        copy = deepcopy(model)
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        targets = self.columns.to(device)
         generator = Generator().manual_seed(how.seed)
         order = torch.empty(0, dtype=torch.long)
-        with torch.inference_mode(False), torch.enable_grad():
+        with own_randomness(how.seed, device), torch.inference_mode(False), torch.enable_grad():
+            network = self._with_fresh_head(copy)
+            copy.train().requires_grad_(True)
+            optimizer = torch.optim.Adam(copy.parameters(), lr=how.learning_rate)
+            schedule = torch.optim.lr_scheduler.OneCycleLR(
+                optimizer, how.learning_rate, total_steps=max(how.steps, 2)
+            )
             for _ in range(how.steps):
                 if len(order) < min(how.batch_size, len(kept)):
                     order = kept[torch.randperm(len(kept), generator=generator)]
                 picked, order = order[: how.batch_size], order[how.batch_size :]
-                outputs = _outputs(network, samples.inputs, picked)
+                outputs = self._outputs(network, picked)
                 optimizer.zero_grad()
-                _loss(outputs, targets[picked.to(device)]).backward()
+                self._loss(outputs, targets[picked.to(device)].to(outputs)).backward()
                 optimizer.step()
                 schedule.step()
-    copy.eval()
-    return network
+        copy.eval()
+        return network
 
+    def _loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Cross-entropy of indicators, and the squared error of real labels."""
+        loss = nn.functional.mse_loss if self.real else nn.functional.cross_entropy
+        return loss(outputs, targets)
 
-def _loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy of indicators, and the squared error of anything else."""
-    if bool((targets.sum(1) == 1).all()) and targets.shape[1] > 1:
-        return nn.functional.cross_entropy(outputs, targets.to(outputs))
-    return nn.functional.mse_loss(outputs, targets.to(outputs))
+    def _outputs(self, network: Network, picked: Tensor) -> Tensor:
+        inputs = take(self.samples.inputs, lambda x: x[picked.to(x.device)])
+        outputs = first_tensor(network.run(inputs))
+        if outputs is None or outputs.ndim != 2:
+            raise ValueError(
+                "`models` must put out one row of scores for each sample to be fine-tuned; set `forward_fn`."
+            )
+        return outputs
 
+    def _with_fresh_head(self, model: nn.Module) -> Network:
+        """Replace the linear layer that a network ends in by a fresh one.
 
-def _outputs(network: Network, inputs: Any, picked: Tensor) -> Tensor:
-    outputs = first_tensor(network.run(take(inputs, lambda x: x[picked.to(x.device)])))
-    if outputs is None or outputs.ndim != 2:
-        raise ValueError(
-            "`models` must put out one row of scores for each sample to be fine-tuned; set `forward_fn`."
-        )
-    return outputs
-
-
-def _with_fresh_head(model: nn.Module, few: Any, width: int, forward_fn: Forward | None) -> Network:
-    """Replace the linear layer that a network ends in by a fresh one.
-
-    Raises:
-        ValueError: If it does not end in one.
-    """
-    network = Network.of(model, few, forward_fn)
-    if network.head is None:
-        raise ValueError(
-            "`fine_tune` needs starts that end in an nn.Linear, their head, which is made anew; got one that ends in "
-            "something else."
-        )
-    parent, _, child = network.head.rpartition(".")
-    old: Any = model.get_submodule(network.head)
-    fresh = nn.Linear(old.in_features, width, device=old.weight.device, dtype=old.weight.dtype)
-    setattr(model.get_submodule(parent), child, fresh)
-    return network
+        Raises:
+            ValueError: If it does not end in one.
+        """
+        network = Network.of(model, self.samples.few, self.forward_fn)
+        if network.head is None:
+            raise ValueError(
+                "`fine_tune` needs starts that end in an nn.Linear, their head, which is made anew; got one that ends "
+                "in something else."
+            )
+        parent, _, child = network.head.rpartition(".")
+        weight: Any = model.get_submodule(network.head).weight
+        like = {"device": weight.device, "dtype": weight.dtype}
+        fresh = nn.Linear(weight.shape[1], self.columns.shape[1], **like)
+        setattr(model.get_submodule(parent), child, fresh)
+        return network

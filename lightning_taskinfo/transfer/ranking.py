@@ -3,11 +3,11 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
-from html import escape
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from lightning_taskinfo._files import read_json, write_json
+from lightning_taskinfo._tables import html_table, text_table
 from lightning_taskinfo._wandb import log_once
 
 if TYPE_CHECKING:
@@ -124,33 +124,31 @@ class StartRanking:
     def advice(self) -> str:
         """Return one sentence on what to do."""
         best = self.best
+        others = ", ".join(self.tied[1:])
+        said = [f"Start from {best.name}, frozen up to {best.freeze} if at all"]
         if len(self.starts) == 1:
-            sentence = f"Freeze {best.name} up to {best.freeze}"
-        elif len(self.tied) == 1:
-            sentence = f"Start from {best.name}, frozen up to {best.freeze} if at all"
-        else:
-            others = ", ".join(self.tied[1:])
-            sentence = f"{self.samples} labels cannot tell {best.name} from {others}: try them, or get more labels"
+            said = [f"Freeze {best.name} up to {best.freeze}"]
+        elif others:
+            rule = "try them, or get more labels"
+            said = [f"{self.samples} labels cannot tell {best.name} from {others}: {rule}"]
         what = "fine-tuning it" if self.ordered_by == "fine-tuning" else "freezing it"
         if best.call == "cannot tell":
-            sentence += f"; whether {what} helps over scratch cannot be told"
+            said.append(f"whether {what} helps over scratch cannot be told")
         elif best.call is not None:
-            sentence += f"; {what} {best.call} over scratch"
+            said.append(f"{what} {best.call} over scratch")
         elif self.scratch == best.name:
-            sentence += "; no other start is ahead of the untrained one"
+            said.append("no other start is ahead of the untrained one")
         if best.onset is not None and math.isfinite(best.onset[1]):
-            count = _count(best.onset[1])
-            sentence += (
-                f"; from about {count} labels on, scratch is predicted to win over frozen features"
-            )
-        return f"{sentence}."
+            wins = "labels on, scratch is predicted to win over frozen features"
+            said.append(f"from about {_count(best.onset[1])} {wins}")
+        return f"{'; '.join(said)}."
 
     def table(self) -> tuple[list[str], list[list[Any]]]:
         """Return names of columns and one row for each start, numbers as numbers."""
         rows = [_flat(start) for start in self.starts]
         return list(rows[0]), [list(row.values()) for row in rows]
 
-    def _text_rows(self) -> tuple[list[str], list[list[str]]]:
+    def _cells(self) -> tuple[list[str], list[list[str]]]:
         """Columns and cells as they are shown; what nobody asked for has no column."""
         columns = {title: [show(start) for start in self.starts] for title, show in SHOWN.items()}
         if len(self.tied) > 1:
@@ -160,27 +158,16 @@ class StartRanking:
         return list(asked), [list(row) for row in zip(*asked.values(), strict=True)]
 
     def __str__(self) -> str:
-        columns, rows = self._text_rows()
-        widths = [max(len(row[i]) for row in (columns, *rows)) for i in range(len(columns))]
-        lines = [
-            "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True))
-            for row in (columns, *rows)
-        ]
         what = "real labels" if self.classes is None else f"labels of {self.classes} classes"
         title = (
             f"Starts by {self.ordered_by}, {self.samples} {what}, {self.confidence:.0%} intervals"
         )
         if len(self.tied) > 1:
             title += "; = cannot be told apart from the first"
-        return "\n".join([title, *(line.rstrip() for line in lines), self.advice()])
+        return f"{title}\n{text_table(*self._cells())}\n{self.advice()}"
 
     def _repr_html_(self) -> str:
-        columns, rows = self._text_rows()
-        head = "".join(f"<th>{escape(name)}</th>" for name in columns)
-        body = "".join(
-            "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
-        )
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{escape(self.advice())}</p>"
+        return html_table(*self._cells(), self.advice())
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write everything to a JSON file; an onset that is never reached is ``null`` there.
@@ -215,34 +202,25 @@ class StartRanking:
         Returns:
             The figure and its axes.
         """
-        from matplotlib.figure import Figure
+        from lightning_taskinfo.plotting import figure_and_axes
 
-        if ax is None:
-            ax = Figure(figsize=(6, 1.2 + 0.35 * len(self.starts)), layout="constrained").subplots()
+        figure, ax = figure_and_axes(ax, size=(6, 1.2 + 0.35 * len(self.starts)))
         for row, start in enumerate(self.starts):
             color = "C0" if start.name in self.tied else "0.55"
-            ax.scatter(
-                [layer.error for layer in start.layers],
-                [row] * len(start.layers),
-                s=10,
-                color=color,
-                alpha=0.4,
-            )
-            low, high = start.interval
-            ax.plot([low, high], [row, row], color=color, linewidth=1.5)
+            errors = [layer.error for layer in start.layers]
+            ax.scatter(errors, [row] * len(errors), s=10, color=color, alpha=0.4)
+            ax.plot(start.interval, [row, row], color=color, linewidth=1.5)
             ax.plot([start.error], [row], "o", color=color)
             if start.fine_tuned is not None:
                 ax.plot([start.fine_tuned], [row], "x", color="black")
         ax.set_yticks(range(len(self.starts)), [start.name for start in self.starts])
         ax.invert_yaxis()
-        what = (
-            "share of the labels' variance missed"
-            if self.classes is None
-            else "error of a linear read-out"
-        )
+        what = "error of a linear read-out"
+        if self.classes is None:
+            what = "share of the labels' variance missed"
         ax.set_xlabel(f"{what}, held out, {self.samples} labels")
         ax.spines[["top", "right"]].set_visible(False)
-        return ax.figure, ax  # type: ignore[return-value]
+        return figure, ax
 
     def log(self, run: Any, *, key: str = "rank_starts") -> None:
         """Log the figure as an image, the table, and the errors as scalars to a W&B run.
@@ -293,7 +271,7 @@ def _flat(start: RankedStart) -> dict[str, Any]:
         if name == "interval":
             row["error_low"], row["error_high"] = value
         elif name in ("behind", "gain", "onset"):
-            low, middle, high = (None, None, None) if value is None else value
+            low, middle, high = value or (None, None, None)
             row |= {name: middle, f"{name}_low": low, f"{name}_high": high}
         elif name != "layers":
             row[name] = value
@@ -312,8 +290,7 @@ def _finite(value: Any) -> Any:
 def _start(values: Mapping[str, Any]) -> RankedStart:
     found = dict(values)
     layers = [{**layer, "interval": tuple(layer["interval"])} for layer in found["layers"]]
-    found["layers"] = tuple(LayerReadout(**layer) for layer in layers)
     for name in ("interval", "behind", "gain", "onset"):
         if found[name] is not None:
             found[name] = tuple(math.inf if end is None else end for end in found[name])
-    return RankedStart(**found)
+    return RankedStart(**{**found, "layers": tuple(LayerReadout(**layer) for layer in layers)})
