@@ -22,9 +22,9 @@ import torch
 from lightning_taskinfo._lightning import DEFAULT
 from lightning_taskinfo._parallel import run_jobs
 from lightning_taskinfo.transfer import Stages, TransferDataModule, TransferReport, transfer
-from lightning_taskinfo.transfer.cells import Cell
 from lightning_taskinfo.transfer.logs import RunLog
-from lightning_taskinfo.transfer.ready.stages import ready_recipe
+from lightning_taskinfo.transfer.ready.stages import Ready
+from lightning_taskinfo.transfer.training import Trial
 
 METHODS = (
     "standard", "temporal_ensembling", "mk_mmd", "lautum+mutual_information", "lautum", "lautum+temporal_ensembling",
@@ -39,7 +39,7 @@ GRID = {"mk_mmd": (0.1, 1.0), "lautum": (0.01, 0.1), "mutual_information": (0.03
 BUDGET, HELD_OUT = 50, 20
 
 
-def search_cells(args: argparse.Namespace, seed: int) -> list[list[Cell]]:
+def search_trials(args: argparse.Namespace, seed: int) -> list[list[Trial]]:
     """One pretraining and one fine-tuning for every weight of the grid, on 30 of the seed's 50 labels."""
     data = make_data(args, seed)
     data.setup()
@@ -48,26 +48,26 @@ def search_cells(args: argparse.Namespace, seed: int) -> list[list[Cell]]:
     pairs = []
     for method, weights in GRID.items():
         for weight in weights:
-            recipe = ready_recipe(
+            recipe = Ready(
                 args.model,
                 search,
                 [method],
                 None,
                 [seed],
-                stages(args),
-                {method: weight},
-                DEFAULT,
-                "cpu",
+                stages=stages(args),
+                weights={method: weight},
+                namespace=DEFAULT,
+                accelerator="cpu",
             )
             folder = args.folder / "search" / f"seed{seed}-{method}-{weight}"
-            cells = recipe.cells(folder, RunLog())
-            pairs.append([cell for cell in cells if cell.stage != "scratch"])
+            trials = recipe.trials(folder, RunLog())
+            pairs.append([trial for trial in trials if trial.stage != "scratch"])
     return pairs
 
 
-def run_pair(cells: list[Cell]) -> dict[str, Any]:
+def run_pair(pair: list[Trial]) -> dict[str, Any]:
     """Pretrain and fine-tune, and return the last loss on the held-out labels."""
-    _, tuned = (cell.run() for cell in cells)
+    _, tuned = (trial.run() for trial in pair)
     return {"loss": tuned["curve"][-1]["val_loss"], "accuracy": tuned["curve"][-1]["val_accuracy"]}
 
 
@@ -93,12 +93,12 @@ def make_data(args: argparse.Namespace, seed: int) -> TransferDataModule:
 
 def run(args: argparse.Namespace) -> tuple[TransferReport, dict[str, Any]]:
     """Search and train, seed by seed, and return all results in one report."""
-    cells = {
-        pair[0].root.name: pair for seed in range(args.seeds) for pair in search_cells(args, seed)
+    pairs = {
+        pair[0].root.name: pair for seed in range(args.seeds) for pair in search_trials(args, seed)
     }
     shown = lambda name, result: print(name, json.dumps(result), flush=True)  # noqa: E731
     found = run_jobs(
-        run_pair, cells, folder=args.folder / "searched", workers=args.workers, on_done=shown
+        run_pair, pairs, folder=args.folder / "searched", workers=args.workers, on_done=shown
     )
     results, chosen = [], {}
     for seed in range(args.seeds):

@@ -1,9 +1,9 @@
 """Starts × ways to adapt × numbers of labels × seeds, compared with scratch and reported.
 
 :func:`transfer` in ``run.py`` reads the call, plans the trainings and collects their results. A
-training is a cell, ``cells.py``; what it trains is known to a recipe, of the user's own module and
-starts (``own.py``) or of the ready parts (``ready/stages.py``). ``training.py`` trains it so that a
-killed one goes on. ``report.py`` compares the results.
+recipe knows what is trained: the user's own module from their starts (``own.py``), or the ready
+parts (``ready/stages.py``). ``training.py`` trains it so that a killed training goes on.
+``report.py`` compares the results.
 """
 
 import sys
@@ -22,8 +22,12 @@ from lightning_taskinfo.transfer.ready.backbones import (
     small_cnn,
 )
 from lightning_taskinfo.transfer.ready.data import TransferDataModule
-from lightning_taskinfo.transfer.ready.methods import PENALTIES, WEIGHTS
-from lightning_taskinfo.transfer.ready.module import CLASSES, TransferClassifier
+from lightning_taskinfo.transfer.ready.module import (
+    CLASSES,
+    PENALTIES,
+    WEIGHTS,
+    TransferClassifier,
+)
 from lightning_taskinfo.transfer.ready.stages import Stages
 from lightning_taskinfo.transfer.report import TransferReport
 from lightning_taskinfo.transfer.results import Result

@@ -7,27 +7,12 @@ from typing import Any, TypeAlias
 from torch import nn
 
 Adapt: TypeAlias = str | Callable[[Any], None]
-WAYS = ("full", "linear", "lora")
 RANK = 8  # of the adapters
 
 
 def way_name(way: Adapt) -> str:
     """Return what a way to adapt is called."""
     return way if isinstance(way, str) else getattr(way, "__name__", type(way).__name__)
-
-
-def check_way(way: Adapt, module: nn.Module) -> None:
-    """Raise a ``ValueError`` for a way that is none, or that the module has no layer for."""
-    if not isinstance(way, str):
-        return
-    if way == "lora" and find_spec("peft") is None:
-        raise ValueError(
-            "`adapt` must be a way that is installed, got 'lora', which needs peft: pip install peft."
-        )
-    if way not in WAYS and way not in dict(module.named_modules()):
-        raise ValueError(
-            f"`adapt` must be 'full', 'linear', 'lora', a function, or a layer's name to freeze up to, got {way!r}."
-        )
 
 
 def adapted(module: Any, way: Adapt, fresh: Sequence[str]) -> Any:
@@ -42,7 +27,7 @@ def adapted(module: Any, way: Adapt, fresh: Sequence[str]) -> Any:
             there are none.
 
     Raises:
-        ValueError: If nothing is left to train.
+        ValueError: If it is no way, the module has no layer for it, or nothing is left to train.
     """
     head = set(fresh) or _last_layer(module)
     if not isinstance(way, str):
@@ -73,32 +58,32 @@ def frozen_modules(module: nn.Module) -> list[nn.Module]:
 
 def _last_layer(module: nn.Module) -> set[str]:
     """Names of the parameters of the last layer that has any."""
-    names = [name for name, _ in module.named_parameters()]
-    layer = names[-1].rpartition(".")[0]
-    return {name for name in names if name.rpartition(".")[0] == layer}
+    layers = {name: name.rpartition(".")[0] for name, _ in module.named_parameters()}
+    last = [*layers.values()][-1]
+    return {name for name, layer in layers.items() if layer == last}
 
 
 def _freeze_up_to(module: nn.Module, layer: str) -> None:
     """Freeze a layer and what was defined before it."""
-    names = [name for name, _ in module.named_parameters()]
-    inside = [place for place, name in enumerate(names) if name.startswith(f"{layer}.")]
-    last = inside[-1] if inside else _place_of(module, layer, names)
-    for name in names[: last + 1]:
-        module.get_parameter(name).requires_grad_(False)
-
-
-def _place_of(module: nn.Module, layer: str, names: Sequence[str]) -> int:
-    """Number of the last parameter that is defined before a layer without any."""
-    last = -1
+    if layer not in dict(module.named_modules()):
+        raise ValueError(
+            f"`adapt` must be 'full', 'linear', 'lora', a function, or a layer's name to freeze up to, got {layer!r}."
+        )
+    reached = False
     for name, part in module.named_modules():
-        if name == layer:
-            break
-        own = [f"{name}.{key}".lstrip(".") for key, _ in part.named_parameters(recurse=False)]
-        last = max([last, *(names.index(key) for key in own if key in names)])
-    return last
+        inside = f"{name}.".startswith(f"{layer}.")
+        if reached and not inside:
+            return
+        reached = reached or inside
+        for parameter in part.parameters(recurse=False):
+            parameter.requires_grad_(False)
 
 
 def _add_adapters(module: nn.Module, head: set[str]) -> None:
+    if find_spec("peft") is None:
+        raise ValueError(
+            "`adapt` must be a way that is installed, got 'lora', which needs peft: pip install peft."
+        )
     from peft import LoraConfig, inject_adapter_in_model
 
     layers = [

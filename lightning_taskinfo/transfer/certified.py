@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
+from torch.utils.data import DataLoader
 
 from lightning_taskinfo.certificates import Prior, certify
 from lightning_taskinfo.certificates.fresh import check_fresh
@@ -36,14 +37,19 @@ class Certified:
         """Rows of the inputs that serve nothing else."""
         return self.rows[self.labels :][:MOST_FRESH]
 
+    @property
+    def unlabelled(self) -> DataLoader[Any] | None:
+        """Those inputs, where there are enough of them."""
+        enough = len(self.fresh) >= FEWEST
+        return self.target.plain_loader(self.fresh) if enough else None
+
     def check(self, model: nn.Module) -> None:
         """Raise a ``ValueError`` where inputs occur twice, so that they cannot serve nothing else."""
         target = self.target
         used, _ = read_inputs(target.plain_loader(self.rows[: self.labels]), model=model)
-        others = [target.test_loader()]
-        if len(self.fresh) >= FEWEST:
-            others.append(target.plain_loader(self.fresh))
-        for loader in others:
+        for loader in (target.test_loader(), self.unlabelled):
+            if loader is None:
+                continue
             inputs, _ = read_inputs(loader, argument="data", model=model)
             check_fresh("data", inputs, used, "the labelled samples, where `certify` is asked for")
 
@@ -56,45 +62,39 @@ class Certified:
             seed: Of all draws.
         """
         reseed(seed, STREAM)
-        enough = len(self.fresh) >= FEWEST
         found = certify(
             model,
             self.target.plain_loader(self.rows[: self.labels]),
             prior,
-            unlabelled=self.target.plain_loader(self.fresh) if enough else None,
+            unlabelled=self.unlabelled,
             held_out=self.target.test_loader(),
             seed=seed,
             progress=False,
         )
-        missing = f"no bound for the network itself, which needs {FEWEST} inputs without labels"
-        network, test = found.network, found.test_set
-        return {
+        network = found.network
+        bounds: dict[str, Any] = {
             "stochastic": found.bound,
-            "network": None if network is None else network.bound,
-            "test_set": test.bound,
+            "network": network and network.bound,
+            "test_set": found.test_set.bound,
             "confidence": min(found.confidence, network.confidence if network else 1.0),
             "valid": found.valid,
             "reasons": list(found.reasons),
-            "assumptions": [*found.assumptions, *([] if enough else [missing])],
+            "assumptions": list(found.assumptions),
             "kl": found.kl,
             "risk": found.risk,
-            "disagreement": None if network is None else network.disagreement,
+            "disagreement": network and network.disagreement,
         }
+        if network is None:
+            missing = f"no bound for the network itself, which needs {FEWEST} inputs without labels"
+            bounds["assumptions"].append(missing)
+        return bounds
 
 
 def start_prior(model: nn.Module, start: str, *, scratch: bool) -> Prior:
     """Return the prior centred at a module that is about to be trained; what is frozen in it costs nothing."""
-    if scratch:
-        return Prior.of(model, origin="random initialisation")
-    return Prior.of(
-        model,
-        origin=f"the start {start!r}, said to be pretrained on other samples than the certified ones",
-    )
-
-
-def check_classes(labels: Tensor | None) -> None:
-    """Raise a ``ValueError`` where errors cannot be counted."""
-    if labels is None or labels.is_floating_point():
-        raise ValueError(
-            "`certify` must go with one class for each sample, got targets that are none."
+    origin = "random initialisation"
+    if not scratch:
+        origin = (
+            f"the start {start!r}, said to be pretrained on other samples than the certified ones"
         )
+    return Prior.of(model, origin=origin)

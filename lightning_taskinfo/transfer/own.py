@@ -5,7 +5,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +14,39 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_taskinfo._batches import moved, outputs_of, read_batch
-from lightning_taskinfo._batches.hugging_face import IGNORED
-from lightning_taskinfo._files import write_tensors
-from lightning_taskinfo._lightning import NAMESPACES, Callback
+from lightning_taskinfo._batches import IGNORED, moved, outputs_of, read_batch
+from lightning_taskinfo._files import claim_folder
+from lightning_taskinfo._lightning import Callback
 from lightning_taskinfo._observe import observing, trainable_parameters
-from lightning_taskinfo.transfer.adapt import Adapt, adapted, check_way, way_name
-from lightning_taskinfo.transfer.cells import SCRATCH, Cell, Job, Recipe
-from lightning_taskinfo.transfer.certified import Certified, check_classes, start_prior
+from lightning_taskinfo.transfer.adapt import Adapt, adapted, way_name
+from lightning_taskinfo.transfer.certified import Certified, start_prior
 from lightning_taskinfo.transfer.logs import RunLog
-from lightning_taskinfo.transfer.sampling import Rows, generators_kept
-from lightning_taskinfo.transfer.starts import Given, MakeModule, Start, make_module, read_start
-from lightning_taskinfo.transfer.target import Target, chosen_rows, read_target
-from lightning_taskinfo.transfer.training import Fitted, make_trainer, quiet
+from lightning_taskinfo.transfer.sampling import generators_kept
+from lightning_taskinfo.transfer.starts import (
+    Given,
+    MakeModule,
+    Start,
+    make_module,
+    namespace_of,
+    read_start,
+)
+from lightning_taskinfo.transfer.target import chosen_rows, read_target
+from lightning_taskinfo.transfer.training import (
+    SCRATCH,
+    Fitted,
+    Job,
+    Recipe,
+    Trial,
+    first_line,
+    make_trainer,
+    quiet,
+)
 
 VERSION = 1  # of the files in a folder: raise it when the same configuration gives other numbers
 STREAM = 5  # of random numbers
-OWN_METRICS = {False: "error", True: "squared error"}  # by whether targets are real numbers
 TRIED = 3  # training steps to estimate a time from
+LENGTHS = {"max_epochs", "max_steps", "max_time"}
+VALIDATION = {"limit_val_batches", "check_val_every_n_epoch", "val_check_interval"}
 RESERVED = (
     "logger",
     "enable_checkpointing",
@@ -41,44 +56,100 @@ RESERVED = (
 )
 
 
-@dataclass(frozen=True)
 class Own(Recipe):
-    """Trainings of the user's module.
+    """Trainings of the user's module; all is read, and seen to fit and to train, before anything is written.
 
-    Attributes:
-        starts: The starts by name, scratch first.
-        ways: The ways to adapt by name.
-        target: The target data.
-        rows: By seed, rows of training samples: the first ``n`` are the labelled ones.
+    Args:
+        make: Makes the user's module.
+        data: Their target data.
+        starts: Their starts by name.
+        ways: Ways to adapt.
+        labels: Numbers of labels; all training samples where ``None``.
+        seeds: The seeds.
         metric: Name of the logged test metric; ``None`` for the error of the outputs.
+        mode: Whether less or more of it is better; by its name where ``None``.
         trainer: Options of Lightning's Trainer.
+        batch_size: Samples in a training batch.
+        accelerator: Where to train.
         certify: Whether the true error of every trained network is bounded.
+
+    Raises:
+        ValueError: If something does not fit.
+        TypeError: If ``make`` is no function.
     """
 
-    starts: Mapping[str, Start]
-    ways: Mapping[str, Adapt]
-    target: Target
-    rows: Mapping[int, Rows]
-    metric: str | None
-    trainer: Mapping[str, Any]
-    certify: bool
+    def __init__(
+        self,
+        make: MakeModule,
+        data: Any,
+        starts: Mapping[str, Given],
+        ways: Sequence[Adapt],
+        labels: Sequence[int] | None,
+        seeds: Sequence[int],
+        *,
+        metric: str | None,
+        mode: str | None,
+        trainer: Mapping[str, Any],
+        batch_size: int | None,
+        accelerator: str,
+        certify: bool,
+    ) -> None:
+        if isinstance(make, str) or not callable(make):
+            raise TypeError(
+                f"`model` must be a function that makes your LightningModule beside `starts`, got {make!r}."
+            )
+        if taken := [name for name in RESERVED if name in trainer]:
+            raise ValueError(
+                f"`trainer` must leave {taken[0]} to transfer, got {trainer[taken[0]]!r}."
+            )
+        self.trainer = {**trainer} if LENGTHS & {*trainer} else {"max_epochs": 20, **trainer}
+        self.target = read_target(data, batch_size)
+        self.labels = [len(self.target.train)] if labels is None else labels
+        self.seeds = seeds
+        self.metric = metric
+        self.accelerator = accelerator
+        self.certify = certify
+        with generators_kept():
+            self.starts = _read_starts(make, starts)
+            self.ways = self._checked_ways(ways)
+            module = self.starts[SCRATCH].module(0)
+            self.namespace = str(namespace_of(module))
+            self.title = f"{type(module).__name__} from {', '.join(starts)}"
+            classes, fingerprint = self.target.labels()
+            size = len(self.target.train)
+            self.rows = {seed: chosen_rows(classes, size, self.labels, seed) for seed in seeds}
+            self._check_range(classes)
+            if certify:  # equal shares of classes would be no independent draws
+                self.rows = {seed: np.random.default_rng(seed).permutation(size) for seed in seeds}
+                self._check_certified(classes, module)
+            name, self.seconds = self._tried()
+        self.configuration = {
+            "version": VERSION,
+            "module": f"{type(module).__module__}.{type(module).__qualname__}",
+            "data": {"training": fingerprint, "samples": size, "test": len(self.target.test)},
+            "batch_size": self.target.batch_size,
+            "trainer": {option: _plain(value) for option, value in self.trainer.items()},
+            "metric": name,
+            "mode": mode,
+        }
+        if certify:
+            self.configuration["certify"] = True
 
-    def cells(self, root: Path, log: RunLog) -> list[Cell]:
-        """Return all trainings, scratch in full and the others in every way; none carries the weights of its start."""
-        starts = {name: start.stored(root / "starts" / name) for name, start in self.starts.items()}
-        stored = replace(self, starts=starts)
+    def trials(self, root: Path, log: RunLog) -> list[Trial]:
+        """Return all trainings, scratch in full and the others in every way."""
         pairs = [(name, way) for name in self.starts if name != SCRATCH for way in self.ways]
         return [
-            stored.cell(start, way, count, seed, root, log)
+            self._trial(start, way, count, seed, root, log)
             for seed in self.seeds
             for count in self.labels
             for start, way in [(SCRATCH, "full"), *pairs]
         ]
 
-    def cell(self, start: str, way: str, labels: int, seed: int, root: Path, log: RunLog) -> Cell:
-        """Return one training."""
+    def _trial(
+        self, start: str, way: str, labels: int, seed: int, root: Path, log: RunLog
+    ) -> Trial:
         one = start == SCRATCH or len(self.ways) == 1
-        return Cell(
+        return Trial(
             self,
             root,
             log,
@@ -91,48 +162,40 @@ class Own(Recipe):
             way=way,
         )
 
-    def parts(self) -> dict[str, dict[str, Any]]:
-        """Return what tells each start from others of its name."""
-        with generators_kept():
-            return {f"starts/{name}": {"weights": s.digest()} for name, s in self.starts.items()}
-
     def store(self, root: Path) -> None:
-        """Write the weights of the starts."""
+        """Write the weights of the starts, each of which may be added but not changed: no training carries them."""
         for name, start in self.starts.items():
-            path = root / "starts" / name / "weights.pt"
-            if start.weights and not path.exists():
-                write_tensors(path, start.weights)
+            folder = root / "starts" / name
+            with generators_kept():
+                claim_folder(folder, {"weights": start.digest()})
+            self.starts[name] = start.stored(folder / "weights.pt")
 
-    def job(self, cell: Cell) -> Job:
+    def job(self, trial: Trial) -> Job:
         """Return a start, adapted, with the loaders of its labelled samples."""
-        start, target = self.starts[cell.start], self.target
-        way = "full" if cell.start == SCRATCH else self.ways[cell.way]
-        module = adapted(start.module(cell.seed), way, start.fresh)
-        rows = self.rows[cell.seed][: cell.labels]
-        fit: dict[str, Any] = {"train_dataloaders": target.train_loader(rows, cell.seed)}
-        validation = target.validation_loader()
-        if validation is not None and _validates(self.trainer):
-            fit["val_dataloaders"] = validation
+        seed, target, scratch = trial.seed, self.target, trial.start == SCRATCH
+        start = self.starts[trial.start]
+        way = "full" if scratch else self.ways[trial.way]
+        module = adapted(start.module(seed), way, start.fresh)
+        rows = self.rows[seed][: trial.labels]
+        fit: dict[str, Any] = {"train_dataloaders": target.train_loader(rows, seed)}
+        # Epochs of a few labels are too short for validation to be the default.
+        if target.validation is not None and VALIDATION & {*self.trainer}:
+            fit["val_dataloaders"] = target.evaluation_loader(target.validation)
         loader = target.test_loader()
-
-        prior = None
-        if self.certify:
-            prior = start_prior(module, cell.start, scratch=cell.start == SCRATCH)
+        prior = start_prior(module, trial.start, scratch=scratch) if self.certify else None
 
         def after(fitted: Fitted) -> tuple[dict[str, Any], dict[str, Any]]:
-            test = fitted.test if self.metric else own_error(module, loader)
-            found: dict[str, Any] = {
-                "test": {self.metric: test[self.metric]} if self.metric else test
-            }
+            name = self.metric
+            test = own_error(module, loader) if name is None else {name: fitted.test[name]}
             if prior is None:
-                return found, {}
-            samples = Certified(target, self.rows[cell.seed], cell.labels)
-            found["certificate"] = samples.bounds(module, prior, cell.seed)
-            return found, {"certified": found["certificate"]}
+                return {"test": test}, {}
+            samples = Certified(target, self.rows[seed], trial.labels)
+            bounds = samples.bounds(module, prior, seed)
+            return {"test": test, "certificate": bounds}, {"certified": bounds}
 
         return Job(
             module,
-            seeds=(cell.seed, STREAM),
+            seeds=(seed, STREAM),
             fit=fit,
             test=None if self.metric is None else {"dataloaders": loader},
             options=self._options(),
@@ -148,7 +211,48 @@ class Own(Recipe):
         options["callbacks"] = deepcopy(list(options.get("callbacks", [])))
         return options
 
-    def tried(self) -> tuple[str, float]:
+    def _checked_ways(self, ways: Sequence[Adapt]) -> dict[str, Adapt]:
+        """Ways to adapt by name, each tried on each start."""
+        named = {way_name(way): way for way in ways}
+        if not named or len(named) < len(ways):
+            raise ValueError(
+                f"`adapt` must be at least one way, each once, got {[way_name(way) for way in ways]}."
+            )
+        for name, start in self.starts.items():
+            for way in () if name == SCRATCH else named.values():
+                adapted(start.module(0), way, start.fresh)
+        return named
+
+    def _check_range(self, labels: Tensor | None) -> None:
+        """Raise a ``ValueError`` for a class that a module has no output for, where that can be seen."""
+        if labels is None or labels.is_floating_point():
+            return
+        for start in {start.make: start for start in self.starts.values()}.values():
+            module = start.module(0)
+            try:
+                with observing(module), torch.no_grad():
+                    inputs, _ = read_batch(next(iter(self.target.test_loader())), module)
+                    outputs = outputs_of(module, inputs)
+            except Exception:  # what is wrong with it is said when it is trained
+                continue
+            classes = outputs.shape[-1]
+            odd = labels[(labels >= classes) | ((labels < 0) & (labels != IGNORED))]
+            if outputs.ndim == 2 and len(odd):
+                raise ValueError(
+                    f"`data` must have classes from 0 to {classes - 1}, the outputs of {type(module).__name__}, "
+                    f"got {int(odd[0])}."
+                )
+
+    def _check_certified(self, labels: Tensor | None, module: Any) -> None:
+        """Raise a ``ValueError`` where errors cannot be counted, or inputs occur twice."""
+        if labels is None or labels.is_floating_point():
+            raise ValueError(
+                "`certify` must go with one class for each sample, got targets that are none."
+            )
+        for rows in self.rows.values():
+            Certified(self.target, rows, max(self.labels)).check(module)
+
+    def _tried(self) -> tuple[str, float]:
         """Train from the last start for a few steps and test it on one batch.
 
         Returns:
@@ -157,18 +261,17 @@ class Own(Recipe):
         Raises:
             ValueError: If the module does not log the metric, or training fails.
         """
-        labels = max(self.labels)
-        cell = self.cell(
-            [*self.starts][-1], next(iter(self.ways)), labels, self.seeds[0], Path(), RunLog()
-        )
-        job = self.job(cell)
-        loader, options, clock = self.target.test_loader(), dict(job.options), Clock()
-        steps, epochs = options.get("max_steps", -1), options.get("max_epochs")
-        options |= {"max_steps": TRIED, "max_epochs": -1, "limit_test_batches": 1}
-        options |= {"limit_val_batches": 0, "callbacks": [*options["callbacks"], clock]}
+        labels, way = max(self.labels), next(iter(self.ways))
+        last = [*self.starts][-1]
+        job = self.job(self._trial(last, way, labels, self.seeds[0], Path(), RunLog()))
+        loader, clock = self.target.test_loader(), Clock()
+        steps, epochs = job.options.get("max_steps", -1), job.options.get("max_epochs")
+        options = {**job.options, "callbacks": [*job.options["callbacks"], clock], "logger": False}
+        options |= {"max_steps": TRIED, "max_epochs": -1}
+        options |= {"limit_test_batches": 1, "limit_val_batches": 0}
         try:
             with quiet():
-                trainer = make_trainer(self.namespace, {**options, "logger": False})
+                trainer = make_trainer(self.namespace, options)
                 trainer.fit(job.module, train_dataloaders=job.fit["train_dataloaders"])
                 begun = time.perf_counter()
                 if self.metric is None:
@@ -179,7 +282,7 @@ class Own(Recipe):
         except ValueError:
             raise
         except Exception as error:  # of the user's own module
-            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            reason = f"{type(error).__name__}: {first_line(error)}"
             raise ValueError(
                 f"`model` must make a module that can be trained on `data`, but {reason}"
             ) from error
@@ -188,80 +291,9 @@ class Own(Recipe):
                 f"`metric` must be one that the module logs in its test_step, got {self.metric!r}; it logs "
                 f"{', '.join(logged) or 'none'}."
             )
-        wanted = steps if steps > 0 else (epochs or 1) * math.ceil(labels / self.target.batch_size)
-        return self.metric or next(iter(logged)), wanted * clock.each + test
-
-
-def own_recipe(
-    make: MakeModule,
-    data: Any,
-    starts: Mapping[str, Given],
-    ways: Sequence[Adapt],
-    labels: Sequence[int] | None,
-    seeds: Sequence[int],
-    *,
-    metric: str | None,
-    mode: str | None,
-    trainer: Mapping[str, Any],
-    batch_size: int | None,
-    accelerator: str,
-    certify: bool,
-) -> Own:
-    """Read starts, ways to adapt and data, and see that they fit and can be trained, before anything is written.
-
-    Raises:
-        ValueError: If something does not fit.
-    """
-    if isinstance(make, str) or not callable(make):
-        raise TypeError(
-            f"`model` must be a function that makes your LightningModule beside `starts`, got {make!r}."
-        )
-    trainer = check_trainer(trainer)
-    target = read_target(data, batch_size)
-    counts = [len(target.train)] if labels is None else labels
-    with generators_kept():
-        read = _read_starts(make, starts)
-        named = _checked_ways(ways, [start for name, start in read.items() if name != SCRATCH])
-        found, fingerprint = target.labels()
-        rows = {seed: chosen_rows(found, len(target.train), counts, seed) for seed in seeds}
-        module = read[SCRATCH].module(0)
-        for start in {start.make: start for start in read.values()}.values():
-            _check_range(found, start.module(0), target)
-        if certify:  # equal shares of classes would be no independent draws
-            check_classes(found)
-            rows = {
-                seed: np.random.default_rng(seed).permutation(len(target.train)) for seed in seeds
-            }
-            for chosen in rows.values():
-                Certified(target, chosen, max(counts)).check(module)
-        recipe = Own(
-            f"{type(module).__name__} from {', '.join(starts)}",
-            namespace_of(module),
-            {},
-            counts,
-            seeds,
-            accelerator,
-            None,
-            read,
-            named,
-            target,
-            rows,
-            metric,
-            trainer,
-            certify,
-        )
-        name, seconds = recipe.tried()
-    configuration = {
-        "version": VERSION,
-        "module": f"{type(module).__module__}.{type(module).__qualname__}",
-        "data": {"training": fingerprint, "samples": len(target.train), "test": len(target.test)},
-        "batch_size": target.batch_size,
-        "trainer": {name: _plain(value) for name, value in trainer.items()},
-        "metric": name,
-        "mode": mode,
-        **({"certify": True} if certify else {}),
-    }
-    return replace(recipe, configuration=configuration, seconds=seconds)
+        if steps <= 0:
+            steps = (epochs or 1) * math.ceil(labels / self.target.batch_size)
+        return self.metric or next(iter(logged)), steps * clock.each + test
 
 
 def _read_starts(make: MakeModule, starts: Mapping[str, Given]) -> dict[str, Start]:
@@ -275,40 +307,6 @@ def _read_starts(make: MakeModule, starts: Mapping[str, Given]) -> dict[str, Sta
     make_module(make)
     read = {name: read_start(name, given, make) for name, given in starts.items()}
     return {SCRATCH: Start(SCRATCH, make, {}), **read}
-
-
-def _checked_ways(ways: Sequence[Adapt], starts: Sequence[Start]) -> dict[str, Adapt]:
-    """Ways to adapt by name, each tried on each start."""
-    named = {way_name(way): way for way in ways}
-    if not named or len(named) < len(ways):
-        raise ValueError(
-            f"`adapt` must be at least one way, each once, got {[way_name(way) for way in ways]}."
-        )
-    for start in starts:
-        for way in named.values():
-            module = start.module(0)
-            check_way(way, module)
-            adapted(module, way, start.fresh)
-    return named
-
-
-def _check_range(labels: Tensor | None, module: Any, target: Target) -> None:
-    """Raise a ``ValueError`` for a class that a module has no output for, where that can be seen."""
-    if labels is None or labels.is_floating_point():
-        return
-    try:
-        with observing(module), torch.no_grad():
-            inputs, _ = read_batch(next(iter(target.test_loader())), module)
-            outputs = outputs_of(module, inputs)
-    except Exception:  # what is wrong with it is said when it is trained
-        return
-    classes = outputs.shape[-1]
-    odd = labels[(labels >= classes) | ((labels < 0) & (labels != IGNORED))]
-    if outputs.ndim == 2 and len(odd):
-        raise ValueError(
-            f"`data` must have classes from 0 to {classes - 1}, the outputs of {type(module).__name__}, "
-            f"got {int(odd[0])}."
-        )
 
 
 def _plain(value: Any) -> Any:
@@ -340,56 +338,27 @@ def own_error(module: Any, loader: DataLoader[Any], batches: int | None = None) 
         ValueError: If a batch cannot be read.
     """
     total = count = 0.0
-    real = False
     with observing(module):
-        for number, batch in enumerate(loader):
-            if batches is not None and number >= batches:
-                break
-            batch = moved(batch, module.device)
-            inputs, targets = read_batch(batch, module)
+        for batch in islice(loader, batches):
+            inputs, targets = read_batch(moved(batch, module.device), module)
             if targets is None:
                 raise ValueError(
                     "`metric` must be given where the targets of a test batch are not plain."
                 )
-            outputs = outputs_of(module, inputs)
-            real = targets.is_floating_point()
-            losses = _losses(outputs, targets, real=real)
+            name, losses = _losses(outputs_of(module, inputs), targets)
             total += float(losses.sum())
             count += losses.numel()
-    return {OWN_METRICS[real]: total / count}
+    return {name: total / count}
 
 
-def _losses(outputs: Tensor, targets: Tensor, *, real: bool) -> Tensor:
-    if real:
-        return (outputs.reshape(targets.shape) - targets).square().double()
+def _losses(outputs: Tensor, targets: Tensor) -> tuple[str, Tensor]:
+    """The name of the error, and that of each target."""
+    if targets.is_floating_point():
+        return "squared error", (outputs.reshape(targets.shape) - targets).square().double()
     if outputs.ndim < 2 or outputs.ndim != targets.ndim + 1:
         raise ValueError(
             f"`metric` must be given where outputs are no scores of classes, got outputs {list(outputs.shape)} for "
             f"targets {list(targets.shape)}."
         )
     kept = targets >= 0  # -100 marks what does not count
-    return (outputs.argmax(-1) != targets)[kept].double()
-
-
-def namespace_of(module: Any) -> str:
-    """Return whose LightningModule it is."""
-    return next(
-        name for name, space in NAMESPACES.items() if isinstance(module, space.LightningModule)
-    )
-
-
-def check_trainer(trainer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of the Trainer, with a length.
-
-    Raises:
-        ValueError: If one of them is ours to set.
-    """
-    if taken := [name for name in RESERVED if name in trainer]:
-        raise ValueError(f"`trainer` must leave {taken[0]} to transfer, got {trainer[taken[0]]!r}.")
-    length = {} if {"max_epochs", "max_steps", "max_time"} & {*trainer} else {"max_epochs": 20}
-    return {**length, **trainer}
-
-
-def _validates(trainer: Mapping[str, Any]) -> bool:
-    """Whether the user asked for validation: epochs of a few labels are too short for it to be the default."""
-    return bool({"limit_val_batches", "check_val_every_n_epoch", "val_check_interval"} & {*trainer})
+    return "error", (outputs.argmax(-1) != targets)[kept].double()

@@ -17,17 +17,24 @@ from lightning_taskinfo._files import claim_folder
 from lightning_taskinfo._lightning import DEFAULT, NAMESPACES
 from lightning_taskinfo._parallel import check_executor, run_jobs
 from lightning_taskinfo._progress import Progress, shown
-from lightning_taskinfo.transfer.cells import Cell, Recipe, results_of, run_cell
+from lightning_taskinfo._wandb import PREFIX
 from lightning_taskinfo.transfer.logs import LoggerKind, RunLog
-from lightning_taskinfo.transfer.own import own_recipe
+from lightning_taskinfo.transfer.overlap import onset_of
+from lightning_taskinfo.transfer.own import Own
 from lightning_taskinfo.transfer.ready.backbones import Backbone
-from lightning_taskinfo.transfer.ready.stages import Stages, ready_recipe
+from lightning_taskinfo.transfer.ready.stages import Ready, Stages
 from lightning_taskinfo.transfer.report import TransferReport
+from lightning_taskinfo.transfer.results import Result
 from lightning_taskinfo.transfer.sampling import check_different
 from lightning_taskinfo.transfer.starts import MakeModule
-from lightning_taskinfo.transfer.training import check_accelerator
+from lightning_taskinfo.transfer.training import (
+    Recipe,
+    Trial,
+    check_accelerator,
+    first_line,
+)
 
-Done = Callable[[Cell, Mapping[str, Any]], None]
+Done = Callable[[Trial, Mapping[str, Any]], None]
 
 
 def transfer(
@@ -118,13 +125,13 @@ def transfer(
         logger: What each run logs to.
         project: Project in Weights & Biases.
         name: What to call the experiment: its title, and its group in Weights & Biases.
-        executor: Runs the cells in other processes: a
+        executor: Runs the trainings in other processes: a
             :class:`concurrent.futures.ProcessPoolExecutor`, or Dask's ``client.get_executor()``
             with ``threads_per_worker=1``.
         workers: Processes of our own pool where there is no ``executor``; 0 for this process alone,
             ``None`` for as many as there are cores. A script that uses processes needs
             ``if __name__ == "__main__":``.
-        accelerator: Lightning's accelerator of each cell, which has one device.
+        accelerator: Lightning's accelerator of each training, which has one device.
         namespace: ``"pytorch_lightning"`` or ``"lightning.pytorch"``; a module of your own has its
             own.
         progress: Whether to say how many runs there are, and to draw a bar where standard error is
@@ -138,7 +145,7 @@ def transfer(
     Raises:
         ValueError: If an argument is out of range, the data or a start do not fit, a checkpoint in
             ``folder`` is damaged, or ``folder`` belongs to another configuration.
-        RuntimeError: If a cell fails, with its name.
+        RuntimeError: If a training fails, with its name.
 
     Example::
 
@@ -158,37 +165,31 @@ def transfer(
         check_accelerator(accelerator, namespace)
     if folder is None and logger in ("csv", "wandb_offline"):
         raise ValueError(f"`folder` must be given for the files of `logger` {logger!r}, got None.")
-    ready = {"methods": methods, "stages": stages, "weights": weights}
+    _check_unused("with", starts, methods=methods, stages=stages, weights=weights)
     own = {"metric": metric, "mode": mode, "trainer": trainer, "batch_size": batch_size}
-    own["certify"] = certify or None
-    other, given = ("with", ready) if starts is not None else ("without", own)
-    if unused := [argument for argument, value in given.items() if value is not None]:
-        raise ValueError(
-            f"`{unused[0]}` must be left out {other} `starts`, got {given[unused[0]]!r}."
-        )
+    _check_unused("without", starts, **own, certify=certify or None)
     counts = None if labels is None else _whole_numbers("labels", labels)
-    chosen = _seeds(seeds)
     recipe: Recipe
     if starts is None:
-        recipe = ready_recipe(
+        recipe = Ready(
             cast(Backbone, model),
             data,
             ("standard",) if methods is None else methods,
             counts,
-            chosen,
-            stages or Stages(),
-            weights or {},
-            namespace,
-            accelerator,
+            _seeds(seeds),
+            stages=stages or Stages(),
+            weights=weights or {},
+            namespace=namespace,
+            accelerator=accelerator,
         )
     else:
-        recipe = own_recipe(
+        recipe = Own(
             cast(MakeModule, model),
             data,
             starts,
             [adapt] if isinstance(adapt, str) else list(adapt),
             counts,
-            chosen,
+            _seeds(seeds),
             metric=metric,
             mode=mode,
             trainer=trainer or {},
@@ -201,19 +202,25 @@ def transfer(
         root = Path(temporary if folder is None else folder).absolute()  # a worker's is another
         group = f"{title} {uuid.uuid4().hex[:6]}" if folder is None else group_name(title, folder)
         log = RunLog(logger, project, group, root / "logs", recipe.namespace)
-        cells = recipe.cells(root, log)
         if workers != 0 and executor is None:
-            _check_travels(cells[0])
+            _check_travels(recipe)
+        trials = recipe.trials(root, log)
         if progress is True:
-            told = announced(len(cells), recipe.seconds, workers, executor)
+            told = announced(len(trials), recipe.seconds, workers, executor)
             sys.stderr.write(f"transfer: {told}\n")
         claim_folder(root, recipe.configuration, results=["results/*", "stages/*"])
-        for part, configuration in recipe.parts().items():  # may be added to, but not changed
-            claim_folder(root / part, configuration)
         recipe.store(root)
-        with shown(progress, "transfer", len(cells)) as tell:
-            found = _run(cells, executor, workers, on_done, tell)
-    return TransferReport(results_of(cells, found), recipe.configuration, title)
+        with shown(progress, "transfer", len(trials)) as tell:
+            found = _run(trials, executor, workers, on_done, tell)
+    results = [_result(one, trials, found) for one in trials if one.stage != "pretrain"]
+    return TransferReport(results, recipe.configuration, title)
+
+
+def _check_unused(when: str, starts: Any, **arguments: Any) -> None:
+    """Refuse what only serves the other kind of transfer."""
+    for argument, value in arguments.items():
+        if (when == "with") == (starts is not None) and value is not None:
+            raise ValueError(f"`{argument}` must be left out {when} `starts`, got {value!r}.")
 
 
 def announced(
@@ -269,49 +276,76 @@ def _whole_numbers(argument: str, given: Any) -> list[int]:
     return numbers
 
 
-def _check_travels(cell: Cell) -> None:
+def _check_travels(recipe: Recipe) -> None:
     """Raise a ``ValueError`` for what other processes cannot import, before anything is trained."""
     try:
-        pickle.dumps(cell)
+        pickle.dumps(recipe)
     except Exception as error:  # what cannot be pickled says so in many ways
         raise ValueError(
             "`workers` must be 0 where `model`, a start, `adapt` or `data` cannot be pickled; functions and "
-            f"classes at the top of a module can ({str(error).partition(chr(10))[0]})."
+            f"classes at the top of a module can ({first_line(error)})."
         ) from error
 
 
 def _run(
-    cells: Sequence[Cell],
+    trials: Sequence[Trial],
     executor: Executor | None,
     workers: int | None,
     on_done: Done | None,
     tell: Progress | None,
 ) -> dict[str, Any]:
-    """Run what needs nothing first, then what starts from it; a finished stage's checkpoints are not needed."""
-    named = {cell.name: cell for cell in cells}
+    """Run what needs nothing first, then what starts from it; checkpoints of a finished one are not needed."""
+    named = {trial.name: trial for trial in trials}
     finished = itertools.count(1)
 
     def done(name: str, result: Any) -> None:
         for checkpoint in named[name].folder.glob("last.ckpt*"):
             checkpoint.unlink(missing_ok=True)
         if tell is not None:
-            tell(next(finished), len(cells), named[name].description)
+            tell(next(finished), len(trials), named[name].description)
         if on_done is not None:
             on_done(named[name], result)
 
-    for cell in cells:  # a pretraining is done again if its weights are gone and still needed
-        if cell.needs and not cell.result().exists() and not cell.pretrained.exists():
-            cell.result(cell.needs).unlink(missing_ok=True)
+    for one in trials:  # a pretraining is done again if its weights are gone and still needed
+        if one.needs and not one.result().exists() and not one.pretrained.exists():
+            one.result(one.needs).unlink(missing_ok=True)
     results: dict[str, Any] = {}
+    folder = trials[0].root / "results"
+    where: dict[str, Any] = {"executor": executor, "workers": workers}
     for needy in (False, True):
-        wave = {name: cell for name, cell in named.items() if bool(cell.needs) is needy}
-        if wave:
-            results |= run_jobs(
-                run_cell,
-                wave,
-                folder=cells[0].root / "results",
-                executor=executor,
-                workers=workers,
-                on_done=done,
-            )
+        if wave := {name: one for name, one in named.items() if bool(one.needs) is needy}:
+            results |= run_jobs(Trial.run, wave, folder=folder, on_done=done, **where)
     return results
+
+
+def _result(trial: Trial, trials: Sequence[Trial], found: Mapping[str, Any]) -> Result:
+    """What a training and the pretraining that it needs have found, as it is reported."""
+    own = found[trial.name]
+    stages = {trial.stage: own}
+    source = None
+    if trial.needs is not None:
+        source = found[trial.needs]["test"]
+        stages = {"pretrain": found[trial.needs], **stages}
+    overlap = own.get("overlap")
+    if overlap is not None:
+        same = [one for one in trials if one.stage == "scratch" and one.seed == trial.seed]
+        curve = {one.labels: found[one.name]["missed_share"] for one in same}
+        overlap = {**overlap, "onset": onset_of(overlap, curve)}
+    return Result(
+        trial.method,
+        trial.labels,
+        trial.seed,
+        test=own["test"],
+        source=source,
+        curves=[_point(stage, row) for stage, one in stages.items() for row in one["curve"]],
+        information=own.get("information"),
+        fisher_trace=own.get("fisher_trace"),
+        overlap=overlap,
+        certificate=own.get("certificate"),
+        seconds={stage: one["seconds"] for stage, one in stages.items()},
+    )
+
+
+def _point(stage: str, row: Mapping[str, float]) -> dict[str, Any]:
+    """An epoch without what was measured beside training: a run that is killed measures at other steps."""
+    return {"stage": stage, **{k: v for k, v in row.items() if not k.startswith(f"{PREFIX}/")}}

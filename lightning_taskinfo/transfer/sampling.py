@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
+
+from lightning_taskinfo._batches import take
+from lightning_taskinfo._random import keep_random_states, seed_everything
 
 Draw = tuple[int, int, int]
 """Epoch, pass within the epoch, and index of a sample."""
@@ -39,12 +43,16 @@ class EpochSampler(Sampler[Draw]):
     """
 
     def __init__(self, length: int, *, seed: int, epoch: int = 0) -> None:
-        self.length, self.seed, self.epoch, self.passes = length, seed, epoch, 0
+        self.length = length
+        self.seed = seed
+        self.epoch = epoch
+        self.passes = 0
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch; nothing happens if it has begun already."""
         if epoch != self.epoch:
-            self.epoch, self.passes = epoch, 0
+            self.epoch = epoch
+            self.passes = 0
 
     def __len__(self) -> int:
         return self.length
@@ -81,15 +89,17 @@ class Samples(Dataset[Any]):
         augment: Callable[[Tensor], Tensor] | None = None,
         seed: int = 0,
     ) -> None:
-        self.x, self.y, self.augment, self.seed = x, y, augment, seed
+        self.x = x
+        self.y = y
+        self.augment = augment
+        self.seed = seed
         self.index = torch.arange(len(x)) if index is None else index
 
     def __len__(self) -> int:
         return len(self.x)
 
     def __getitem__(self, draw: int | Draw) -> Any:
-        inputs, index = self.__getitems__([(0, 0, draw) if isinstance(draw, int) else draw])
-        return ((inputs[0][0], inputs[1][0]) if self.y is not None else inputs[0]), index[0]
+        return take(self.__getitems__([draw]), itemgetter(0))
 
     def __getitems__(self, draws: Sequence[Draw | int]) -> tuple[Any, Tensor]:
         """Return ``((x, y), index)`` of a batch, or ``(x, index)`` where there are no labels."""
@@ -98,15 +108,12 @@ class Samples(Dataset[Any]):
         x = self.x[rows]
         x = x.float() / 255 if x.dtype == torch.uint8 else x
         if self.augment is not None:
-            x = torch.stack(
-                [self._augmented(image, draw) for image, draw in zip(x, plain, strict=True)]
-            )
+            images = []
+            for image, draw in zip(x, plain, strict=True):
+                with seeded(self.seed, *draw):
+                    images.append(self.augment(image))
+            x = torch.stack(images)
         return (x if self.y is None else (x, self.y[rows])), self.index[rows]
-
-    def _augmented(self, image: Tensor, draw: Draw) -> Tensor:
-        assert self.augment is not None
-        with seeded(self.seed, *draw):
-            return self.augment(image)
 
 
 def whole_batch(batch: Any) -> Any:
@@ -116,39 +123,32 @@ def whole_batch(batch: Any) -> Any:
 
 def reseed(*parts: int) -> None:
     """Seed torch's, numpy's and Python's global generators from ``parts``, on every device."""
-    seed = seed_from(*parts)
-    torch.manual_seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002 - user code draws from it
-    random.seed(seed)
+    seed_everything(seed_from(*parts))
 
 
 @contextmanager
 def generators_kept() -> Iterator[None]:
     """Put torch's, numpy's and Python's global generators back afterwards, on every device that is in use."""
-    states = np.random.get_state(), random.getstate()  # noqa: NPY002
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    restore = keep_random_states(torch.device("cuda", index) for index in devices)
     try:
-        with torch.random.fork_rng(devices=devices):
-            yield
+        yield
     finally:
-        np.random.set_state(states[0])  # noqa: NPY002
-        random.setstate(states[1])
+        restore()
 
 
 @contextmanager
 def seeded(*parts: int) -> Iterator[None]:
     """Seed the generators of this processor from ``parts``, and put them back afterwards."""
-    states = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
+    restore = keep_random_states()
     seed = seed_from(*parts)
     try:
         torch.default_generator.manual_seed(seed)
-        np.random.seed(seed % 2**32)  # noqa: NPY002
+        np.random.seed(seed % 2**32)  # noqa: NPY002 - user code draws from it
         random.seed(seed)
         yield
     finally:
-        torch.set_rng_state(states[0])
-        np.random.set_state(states[1])  # noqa: NPY002
-        random.setstate(states[2])
+        restore()
 
 
 Rows = NDArray[np.int64]
@@ -201,19 +201,17 @@ def split_target(
         >>> y[split.labeled].tolist().count(0), len(split.validation), len(split.unlabeled)
         (2, 6, 14)
     """
-    rng = np.random.default_rng(seed)
-    order = by_turns(y, num_classes, rng)
-    kept, labeled = _given("validation", validation, len(y)), _given("labels", labels, len(y))
-    if kept is None:
-        assert isinstance(validation, int)
-        kept = _first(
-            "validation", order if labeled is None else _without(order, labeled, y), validation
-        )
-    if labeled is None:
-        assert isinstance(labels, int)
-        labeled = _first(
-            "labels", _without(order, kept, y), labels, f" beside {len(kept)} for validation"
-        )
+    order = by_turns(y, num_classes, np.random.default_rng(seed))
+    if isinstance(validation, int):
+        taken = order[:0] if isinstance(labels, int) else _given("labels", labels, len(y))
+        kept = _first("validation", _without(order, taken, y), validation)
+    else:
+        kept = _given("validation", validation, len(y))
+    if isinstance(labels, int):
+        beside = f" beside {len(kept)} for validation"
+        labeled = _first("labels", _without(order, kept, y), labels, beside)
+    else:
+        labeled = _given("labels", labels, len(y))
     _check_classes(y, labeled, num_classes, given=not isinstance(labels, int))
     if both := np.intersect1d(labeled, kept).tolist():
         raise ValueError(f"`labels` and `validation` must not share rows, got {both[:5]} in both.")
@@ -269,41 +267,37 @@ def _first(argument: str, order: Rows, count: int, beside: str = "") -> Rows:
     return order[:count]
 
 
-def _given(argument: str, rows: int | Sequence[int], length: int) -> Rows | None:
-    if isinstance(rows, int):
-        return None
+def _given(argument: str, rows: Sequence[int], length: int) -> Rows:
     array = np.asarray(rows, dtype=np.int64)
     if array.size and (array.min() < 0 or array.max() >= length):
         raise ValueError(
             f"`{argument}` must hold rows from 0 to {length - 1}, got {array.min()} to {array.max()}."
         )
-    if len(np.unique(array)) != len(array):
-        raise ValueError(
-            f"`{argument}` must not repeat a row, got {len(array) - len(np.unique(array))} repetitions."
-        )
+    if repeated := len(array) - len(np.unique(array)):
+        raise ValueError(f"`{argument}` must not repeat a row, got {repeated} repetitions.")
     return array
 
 
 def _check_classes(y: Rows, labeled: Rows, num_classes: int, *, given: bool) -> None:
-    present = np.unique(y)
+    present = np.unique(y).tolist()
     if len(present) < 2:
         raise ValueError(
-            f"`target` must have samples of at least two classes, got class {present.tolist()} only."
+            f"`target` must have samples of at least two classes, got class {present} only."
         )
-    if absent := sorted(set(range(num_classes)) - set(present.tolist())):
+    absent, missing = (
+        ", ".join([str(label) for label in range(num_classes) if label not in there][:10])
+        for there in ({*present}, {*y[labeled].tolist()})
+    )
+    if absent:
         raise ValueError(
             f"`target` must have training samples of every one of its {num_classes} classes, got none of class "
-            f"{', '.join(map(str, absent[:10]))}; classes count from 0."
+            f"{absent}; classes count from 0."
         )
-    if missing := sorted(set(range(num_classes)) - set(y[labeled].tolist())):
-        hint = (
-            " A list of `labels` names rows; numbers of labels to compare go to `transfer(labels=[…])`."
-            if given
-            else ""
-        )
+    if missing:
+        hint = " A list of `labels` names rows; numbers of labels to compare go to `transfer(labels=[…])`."
         raise ValueError(
             f"`labels` must give every one of the {num_classes} classes at least one label, got {len(labeled)} labels "
-            f"and none for class {', '.join(map(str, missing[:10]))}.{hint}"
+            f"and none for class {missing}.{hint * given}"
         )
 
 

@@ -1,6 +1,7 @@
 """Where a training on the target starts from: a checkpoint, a state dict, a module of another architecture, scratch."""
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,9 +10,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from lightning_taskinfo._files import digest, read_tensors
+from lightning_taskinfo._files import digest, read_tensors, write_tensors
 from lightning_taskinfo._lightning import NAMESPACES
 from lightning_taskinfo.transfer.sampling import reseed
+from lightning_taskinfo.transfer.training import first_line
 
 MakeModule: TypeAlias = Callable[[], Any]
 Given: TypeAlias = str | os.PathLike[str] | Mapping[str, Tensor] | MakeModule
@@ -45,9 +47,13 @@ class Start:
             module.load_state_dict(dict(weights), strict=False)
         return module
 
-    def stored(self, folder: Path) -> "Start":
+    def stored(self, path: Path) -> "Start":
         """Return this start with its weights in a file: every run reads them there, none carries them."""
-        return replace(self, weights=folder / "weights.pt") if self.weights else self
+        if not self.weights:
+            return self
+        if not path.exists():
+            write_tensors(path, self.weights)
+        return replace(self, weights=path)
 
     def digest(self) -> str:
         """Return what tells this start from others of its name."""
@@ -93,15 +99,21 @@ def make_module(make: MakeModule, *, argument: str = "model") -> Any:
     try:
         module = make()
     except Exception as error:  # of the user's own function
-        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        reason = f"{type(error).__name__}: {first_line(error)}"
         raise ValueError(
             f"`{argument}` must make a LightningModule, but it failed ({reason})."
         ) from error
-    if not isinstance(
-        module, tuple(namespace.LightningModule for namespace in NAMESPACES.values())
-    ):
+    if namespace_of(module) is None:
         raise ValueError(f"`{argument}` must make a LightningModule, got {type(module).__name__}.")
     return module
+
+
+def namespace_of(module: Any) -> str | None:
+    """Return whose LightningModule it is, if it is one."""
+    for name, namespace in NAMESPACES.items():
+        if isinstance(module, namespace.LightningModule):
+            return name
+    return None
 
 
 def _read(path: Path, argument: str) -> Mapping[str, Tensor]:
@@ -135,69 +147,57 @@ def _fitted(name: str, given: Mapping[str, Any], make: MakeModule, argument: str
         )
     module = make_module(make)
     own = {key: tensor for key, tensor in module.state_dict().items() if isinstance(tensor, Tensor)}
-    renamed = max(_renamed(given, own), key=lambda state: _shared(state, own))
-    weights = {
-        key: tensor
-        for key, tensor in renamed.items()
-        if key in own and tensor.shape == own[key].shape
-    }
+    renamed = _renamed(given, own)
+    weights = _shared(renamed, own)
     parameters = [key for key, _ in module.named_parameters()]
     fresh = tuple(key for key in parameters if key not in weights)
+    there, here = (
+        {key: f"{key} {list(tensor.shape)}" for key, tensor in state.items()}
+        for state in (renamed, own)
+    )
     if len(fresh) == len(parameters):
+        first, mine = (next(iter(shapes.values())) for shapes in (there, here))
         raise ValueError(
-            f"`{argument}` must have weights in common with `model`, got none: {_first(given)} there, "
-            f"{_first(own)} here."
+            f"`{argument}` must have weights in common with `model`, got none: {first} there, {mine} here."
         )
     if 2 * len(fresh) > len(parameters):
-        odd = next((key for key in fresh if key in renamed), fresh[0])
-        shape = (
-            f"{list(renamed[odd].shape)} there, {list(own[odd].shape)} here"
-            if odd in renamed
-            else "missing there"
-        )
+        odd = next((key for key in fresh if key in there), fresh[0])
         raise ValueError(
             f"`{argument}` must fit `model` but for its head, got weights for {len(parameters) - len(fresh)} of "
-            f"{len(parameters)} parameters; {odd}: {shape}."
+            f"{len(parameters)} parameters: {there.get(odd, 'nothing')} there for {here[odd]} here."
         )
     for key, tensor in weights.items():
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
             raise ValueError(
                 f"`{argument}` must hold finite weights, got NaN or infinity in {key}."
             )
-    return Start(
-        name, make, {key: tensor.detach().cpu().clone() for key, tensor in weights.items()}, fresh
-    )
+        weights[key] = tensor.detach().cpu().clone()
+    return Start(name, make, weights, fresh)
 
 
-def _renamed(given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    """The given weights under every name that a module inside another may give them."""
-    return [
-        {
-            new + key.removeprefix(old): tensor
-            for key, tensor in given.items()
-            if key.startswith(old)
-        }
+def _renamed(given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The given weights under the names, of all that a module inside another may give them, that suit most."""
+    every = [
+        {new + key.removeprefix(old): given[key] for key in given if key.startswith(old)}
         for old in _prefixes(given)
         for new in _prefixes(own)
     ]
+    return max(every, key=lambda state: len(_shared(state, own)))
 
 
 def _prefixes(names: Iterable[str]) -> list[str]:
     """What at least half of the names begin with, up to a dot."""
-    names = list(names)
-    starts: dict[str, int] = {"": len(names)}
+    starts: Counter[str] = Counter()
     for name in names:
-        parts = name.split(".")[:-1]
-        for depth in range(1, len(parts) + 1):
-            prefix = ".".join(parts[:depth]) + "."
-            starts[prefix] = starts.get(prefix, 0) + 1
-    return [prefix for prefix, count in starts.items() if 2 * count >= len(names)]
+        starts[""] += 1
+        starts.update(name[:place] for place in range(len(name)) if name[:place].endswith("."))
+    return [prefix for prefix, count in starts.items() if 2 * count >= starts[""]]
 
 
-def _shared(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> int:
-    return sum(tensor.shape == own[key].shape for key, tensor in state.items() if key in own)
-
-
-def _first(state: Mapping[str, Tensor]) -> str:
-    name, tensor = next(iter(state.items()))
-    return f"{name} {list(tensor.shape)}"
+def _shared(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights of the same name and shape."""
+    return {
+        key: tensor
+        for key, tensor in state.items()
+        if key in own and tensor.shape == own[key].shape
+    }

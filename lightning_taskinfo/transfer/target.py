@@ -1,9 +1,9 @@
 """Target data of the user's own: a data module, datasets or arrays, of which a few labels are trained on."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -12,9 +12,17 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default
 
 from lightning_taskinfo._batches import read_batch, tensors
 from lightning_taskinfo.data import ArrayData
-from lightning_taskinfo.transfer.sampling import EpochSampler, Rows, by_turns, seeded, whole_batch
+from lightning_taskinfo.transfer.sampling import (
+    Draw,
+    EpochSampler,
+    Rows,
+    by_turns,
+    seeded,
+    whole_batch,
+)
 
-TRAIN_NAMES = ("train", "test", "validation")
+PARTS = ("train", "test", "validation")
+Collate: TypeAlias = Callable[[list[Any]], Any]
 
 
 @dataclass(frozen=True)
@@ -34,30 +42,25 @@ class Target:
     test: Any
     validation: Any
     batch_size: int
-    collate: Callable[[list[Any]], Any]
-    evaluated: tuple[int, Callable[[list[Any]], Any]]
+    collate: Collate
+    evaluated: tuple[int, Collate]
 
     def labels(self) -> tuple[Tensor | None, str]:
         """Return the targets of all training samples where they can be read, and a digest of the samples."""
         digest = hashlib.sha256()
-        found: list[Tensor] | None = []
-        for batch in self._batches(self.train, self.collate):
+        found = []
+        size = max(self.batch_size, 256)
+        for begin in range(0, len(self.train), size):
+            rows = range(begin, min(begin + size, len(self.train)))
+            with seeded(0, begin):
+                batch = self.collate([self.train[row] for row in rows])
             for tensor in tensors(batch):
-                digest.update(
-                    tensor.detach()
-                    .cpu()
-                    .contiguous()
-                    .reshape(-1)
-                    .view(torch.uint8)
-                    .numpy()
-                    .tobytes()
-                )
-            targets = _targets(batch)
-            if targets is None:
-                found = None
-            elif found is not None:
-                found.append(targets)
-        return (None if found is None else torch.cat(found)), digest.hexdigest()[:16]
+                plain = tensor.detach().cpu().contiguous().reshape(-1)
+                digest.update(plain.view(torch.uint8).numpy().tobytes())
+            found.append(_targets(batch))
+        known = [targets for targets in found if targets is not None]
+        labels = torch.cat(known) if len(known) == len(found) else None
+        return labels, digest.hexdigest()[:16]
 
     def train_loader(self, rows: Rows, seed: int) -> DataLoader[Any]:
         """Return a loader of some training samples, in an order that depends on seed and epoch alone."""
@@ -74,24 +77,14 @@ class Target:
         samples = Subset(self.train, rows.tolist())
         return DataLoader(samples, self.batch_size, collate_fn=self.collate)
 
+    def evaluation_loader(self, samples: Any) -> DataLoader[Any]:
+        """Return a loader of test or validation samples."""
+        size, collate = self.evaluated
+        return DataLoader(samples, size, collate_fn=collate)
+
     def test_loader(self) -> DataLoader[Any]:
         """Return the loader of the test set."""
-        return DataLoader(self.test, self.evaluated[0], collate_fn=self.evaluated[1])
-
-    def validation_loader(self) -> DataLoader[Any] | None:
-        """Return the loader to validate with, if there is one."""
-        if self.validation is None:
-            return None
-        return DataLoader(self.validation, self.evaluated[0], collate_fn=self.evaluated[1])
-
-    def _batches(self, samples: Any, collate: Callable[[list[Any]], Any]) -> Iterator[Any]:
-        size = max(self.batch_size, 256)
-        for start in range(0, len(samples), size):
-            with seeded(0, start):
-                batch = collate(
-                    [samples[row] for row in range(start, min(start + size, len(samples)))]
-                )
-            yield batch
+        return self.evaluation_loader(self.test)
 
 
 def _targets(batch: Any) -> Tensor | None:
@@ -113,9 +106,7 @@ class Drawn(Dataset[Any]):
         seed: Seed of what samples and batches draw, such as augmentations.
     """
 
-    def __init__(
-        self, samples: Any, rows: Rows, collate: Callable[[list[Any]], Any], seed: int
-    ) -> None:
+    def __init__(self, samples: Any, rows: Rows, collate: Collate, seed: int) -> None:
         self.samples = samples
         self.rows = rows
         self.collate = collate
@@ -124,7 +115,7 @@ class Drawn(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitems__(self, draws: Sequence[tuple[int, int, int]]) -> Any:
+    def __getitems__(self, draws: Sequence[Draw]) -> Any:
         """Return a batch."""
         with seeded(self.seed, *draws[0]):
             return self.collate([self.samples[int(self.rows[index])] for *_, index in draws])
@@ -150,10 +141,10 @@ def read_target(data: Any, batch_size: int | None) -> Target:
     else:
         parts = {name: _dataset(part, name) for name, part in _parts(data).items()}
         size = batch_size or 32
-        validation = parts.get("validation")
         evaluated = (max(size, 256), default_collate)
-        target = Target(parts["train"], parts["test"], validation, size, default_collate, evaluated)
-    for name in TRAIN_NAMES:
+        train, test, validation = (parts.get(name) for name in PARTS)
+        target = Target(train, test, validation, size, default_collate, evaluated)
+    for name in PARTS:
         part = getattr(target, name)
         if part is not None and (not hasattr(part, "__len__") or not len(part)):
             raise ValueError(
@@ -167,8 +158,7 @@ def _of_module(data: Any, batch_size: int | None) -> Target:
     data.prepare_data()
     data.setup("fit")
     data.setup("test")
-    train = _loader(data, "train_dataloader")
-    test = _loader(data, "test_dataloader")
+    train, test = (_loader(data, f"{part}_dataloader") for part in ("train", "test"))
     try:
         validation = _loader(data, "val_dataloader").dataset
     except ValueError:
@@ -198,13 +188,13 @@ def _parts(data: Any) -> dict[str, Any]:
     if isinstance(data, ArrayData):
         return {"train": data.train(), "test": data.test()}
     if isinstance(data, Mapping):
-        if not {"train", "test"} <= {*data} <= {*TRAIN_NAMES}:
+        if not {"train", "test"} <= {*data} <= {*PARTS}:
             raise ValueError(
                 f"`data` must have the parts train, test and maybe validation, got {', '.join(data)}."
             )
         return dict(data)
     if isinstance(data, list | tuple) and len(data) in (2, 3):
-        return dict(zip(TRAIN_NAMES, data, strict=False))
+        return dict(zip(PARTS, data, strict=False))
     raise TypeError(
         f"`data` must be a LightningDataModule or datasets {{'train': …, 'test': …}}, got a {type(data).__name__}."
     )
@@ -212,21 +202,17 @@ def _parts(data: Any) -> dict[str, Any]:
 
 def _dataset(part: Any, name: str) -> Any:
     """A dataset as it is, and arrays as one."""
-    if (
-        isinstance(part, list | tuple)
-        and len(part) == 2
-        and all(hasattr(array, "shape") for array in part)
-    ):
-        arrays = [
-            torch.as_tensor(array if isinstance(array, Tensor) else np.asarray(array))
+    pair = isinstance(part, list | tuple) and len(part) == 2
+    if pair and all(hasattr(array, "shape") for array in part):
+        inputs, targets = (
+            array if isinstance(array, Tensor) else torch.as_tensor(np.asarray(array))
             for array in part
-        ]
-        if len(arrays[0]) != len(arrays[1]):
-            lengths = " and ".join(str(len(array)) for array in arrays)
+        )
+        if len(inputs) != len(targets):
             raise ValueError(
-                f"`data` must have as many targets as inputs to {name} on, got {lengths}."
+                f"`data` must have as many targets as inputs to {name} on, got {len(targets)} for {len(inputs)}."
             )
-        return TensorDataset(*arrays)
+        return TensorDataset(inputs, targets)
     if not (hasattr(part, "__getitem__") and hasattr(part, "__len__")):
         raise TypeError(
             f"`data` must have a dataset or arrays (inputs, targets) to {name} on, got {type(part)}."
@@ -249,11 +235,10 @@ def chosen_rows(labels: Tensor | None, length: int, counts: Sequence[int], seed:
         ValueError: If there are not as many samples, or a class would have no label.
     """
     rng = np.random.default_rng(seed)
-    for count in counts:
-        if not 1 <= count <= length:
-            raise ValueError(
-                f"`labels` must be between 1 and the {length} training samples there are, got {count}."
-            )
+    if odd := [count for count in counts if not 1 <= count <= length]:
+        raise ValueError(
+            f"`labels` must be between 1 and the {length} training samples there are, got {odd[0]}."
+        )
     if labels is None or labels.is_floating_point():
         return rng.permutation(length)
     classes, y = np.unique(labels.cpu().numpy(), return_inverse=True)

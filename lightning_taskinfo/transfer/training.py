@@ -1,28 +1,178 @@
-"""One stage of training that a killed process continues from its last finished epoch, with the same numbers."""
+"""One training of a transfer: any process can run it, or go on where another was killed, with the same numbers."""
 
 import logging
 import signal
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from lightning_taskinfo._files import atomic_path, check_archive, read_tensors
+from torch import Tensor
+
+from lightning_taskinfo._files import atomic_path, check_archive, read_result, write_tensors
 from lightning_taskinfo._lightning import NAMESPACES, Callback, LightningModule, Trainer
 from lightning_taskinfo.transfer.adapt import frozen_modules
-from lightning_taskinfo.transfer.sampling import reseed
+from lightning_taskinfo.transfer.logs import Row, RunLog
+from lightning_taskinfo.transfer.sampling import generators_kept, reseed
 
-Row = dict[str, float]
+Stage = Literal["pretrain", "scratch", "fine_tune"]
+SCRATCH = "scratch"
+ADVICE = "Delete it to train that stage again."
+NOISE = (
+    ".*does not have many workers.*",
+    ".*LeafSpec.*",
+    ".*No .*dataloader.*",
+    ".*in eval mode.*",
+)
+"""What Lightning warns of that many small trainings need not hear."""
 
 
 class Fitted(NamedTuple):
-    """What a stage leaves: a row of metrics an epoch, and those of the test."""
+    """What a training leaves: a row of metrics an epoch, and those of the test."""
 
     curve: list[Row]
     test: Row
+
+
+@dataclass(frozen=True)
+class Job:
+    """A module at its start, ready to be trained.
+
+    Attributes:
+        module: The module.
+        seeds: What all randomness is drawn from, together with the epoch.
+        fit: What the Trainer's ``fit`` is called with: a data module or loaders.
+        test: What its ``test`` is called with; ``None`` for no test.
+        options: Of the Trainer.
+        weights: Returns what is kept of the trained module.
+        after: Returns what is found after training, under names of
+            :class:`~lightning_taskinfo.transfer.report.Result`, and what is logged of it.
+        before: What is logged before training.
+        ours: Whether the module is ours, and not the user's: then what it logs has our prefix, and
+            its checkpoints are whole.
+    """
+
+    module: Any
+    seeds: tuple[int, ...]
+    fit: Mapping[str, Any]
+    test: Mapping[str, Any] | None
+    options: Mapping[str, Any]
+    weights: Callable[[], dict[str, Tensor]]
+    after: Callable[[Fitted], tuple[dict[str, Any], dict[str, Any]]]
+    before: Mapping[str, Any] = field(default_factory=dict)
+    ours: bool = False
+
+
+class Recipe(ABC):
+    """What is trained, and how: the user's own module from their starts, or the ready parts from starts made here.
+
+    Attributes:
+        title: What to call the transfer.
+        namespace: Whose modules they are.
+        configuration: What decides the numbers.
+        labels: Numbers of target labels.
+        seeds: The seeds.
+        seconds: Estimate of the time of a training, if there is one.
+    """
+
+    title: str
+    namespace: str
+    configuration: dict[str, Any]
+    labels: Sequence[int]
+    seeds: Sequence[int]
+    seconds: float | None = None
+
+    @abstractmethod
+    def trials(self, root: Path, log: RunLog) -> list["Trial"]:
+        """Return all trainings, each after the one that it needs."""
+
+    @abstractmethod
+    def job(self, trial: "Trial") -> Job:
+        """Return what a training trains."""
+
+    def store(self, root: Path) -> None:  # noqa: B027 - most have nothing to write
+        """Write what all trainings read into the folder of the transfer."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One training.
+
+    Attributes:
+        recipe: Knows what is trained.
+        root: The folder of the transfer.
+        log: Where metrics go.
+        name: A name that is good for a file.
+        stage: ``"pretrain"``, ``"scratch"`` or ``"fine_tune"``.
+        method: What the report calls it.
+        labels: Number of target labels.
+        seed: The seed.
+        start: Name of the start.
+        way: Name of the way to adapt.
+        needs: Name of the pretraining whose weights it starts from.
+    """
+
+    recipe: Recipe = field(repr=False)
+    root: Path
+    log: RunLog = field(repr=False)
+    name: str
+    stage: Stage
+    method: str
+    labels: int
+    seed: int
+    start: str = SCRATCH
+    way: str = "full"
+    needs: str | None = None
+
+    @property
+    def description(self) -> str:
+        """What it is, in words."""
+        if self.stage == "pretrain":
+            return f"pretrain {self.start}, seed {self.seed}"
+        return f"{self.method}, {self.labels} labels, seed {self.seed}"
+
+    @property
+    def folder(self) -> Path:
+        """Where its files are."""
+        return self.root / "stages" / self.name
+
+    @property
+    def pretrained(self) -> Path:
+        """The file of the weights that it starts from."""
+        return self.root / "stages" / str(self.needs) / "weights.pt"
+
+    def result(self, name: str | None = None) -> Path:
+        """Return the file with the result of this training, or of another."""
+        return self.root / "results" / f"{name or self.name}.json"
+
+    def run(self) -> dict[str, Any]:
+        """Train, test, and return the result in JSON-like values; files of a killed run are continued from.
+
+        The global generators, which are the user's where this is the user's process, stay as they
+        were.
+        """
+        begun = time.perf_counter()
+        log = RunLog() if self.stage == "pretrain" else self.log
+        settings = {"method": self.method, "labels": self.labels, "seed": self.seed}
+        settings |= {"start": self.start, "adapt": self.way}
+        before: list[Row] = []  # epochs of the pretraining stand in the log of all that need it
+        if self.needs and self.result(self.needs).exists():
+            before = read_result(self.result(self.needs))["curve"]
+        with generators_kept():
+            job = self.recipe.job(self)
+            with log.run(self.name, settings, before, own_module=job.ours) as run:
+                run.log(job.before, step=0)
+                fitted = fit_stage(job, self.folder, self.recipe.namespace, run.logger)
+                found, logged = job.after(fitted)
+                run.log({"target": found["test"], **logged})
+                run.end(fitted.curve)
+            write_tensors(self.folder / "weights.pt", job.weights())
+        return {**found, "curve": fitted.curve, "seconds": time.perf_counter() - begun}
 
 
 class EpochKeeper(Callback):
@@ -36,7 +186,7 @@ class EpochKeeper(Callback):
         lean: Whether parts that are frozen run as in evaluation, and stay out of the checkpoint.
     """
 
-    def __init__(self, folder: Path, parts: tuple[int, ...], *, lean: bool = False) -> None:
+    def __init__(self, folder: Path, parts: tuple[int, ...], *, lean: bool) -> None:
         self.folder = folder
         self.parts = parts
         self.lean = lean
@@ -56,8 +206,9 @@ class EpochKeeper(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let frozen parts run as in evaluation: no dropout, and statistics of batch normalisation that stay."""
-        for part in frozen_modules(pl_module) if self.lean else ():
-            part.eval()
+        if self.lean:
+            for part in frozen_modules(pl_module):
+                part.eval()
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -97,48 +248,33 @@ class EpochKeeper(Callback):
         self.curve = [dict(row) for row in state_dict["curve"]]
 
 
-def fit_stage(
-    module: LightningModule,
-    *,
-    folder: Path,
-    seeds: tuple[int, ...],
-    fit: Mapping[str, Any],
-    test: Mapping[str, Any] | None,
-    options: Mapping[str, Any],
-    namespace: str,
-    lean: bool = False,
-) -> Fitted:
+def fit_stage(job: Job, folder: Path, namespace: str, logger: Any = None) -> Fitted:
     """Train from the last finished epoch in ``folder`` if there is one, and test.
 
     Args:
-        module: What to train; its weights are the trained ones afterwards.
-        folder: Of this stage alone.
-        seeds: What all randomness is drawn from, together with the epoch.
-        fit: What the Trainer's ``fit`` is called with: a data module or loaders.
-        test: What its ``test`` is called with; ``None`` for no test.
-        options: Of the Trainer.
-        namespace: Whose Trainer: that of ``module``.
-        lean: See :class:`EpochKeeper`.
+        job: What to train; the weights of its module are the trained ones afterwards.
+        folder: Of this training alone.
+        namespace: Whose Trainer: that of the module.
+        logger: For the Trainer; ``None`` for none.
 
     Raises:
         ValueError: If the checkpoint is damaged. It is left as it is.
     """
     folder.mkdir(parents=True, exist_ok=True)
     last = folder / "last.ckpt"
-    keeper = EpochKeeper(folder, seeds, lean=lean)
-    if lean:
-        module.strict_loading = False  # what is frozen is not in the checkpoint
-    with quiet():
-        trainer = make_trainer(
-            namespace, {**options, "callbacks": [*options.get("callbacks", []), keeper]}
-        )
+    keeper = EpochKeeper(folder, job.seeds, lean=not job.ours)
+    if keeper.lean:
+        job.module.strict_loading = False  # what is frozen is not in the checkpoint
+    callbacks = [*job.options.get("callbacks", []), keeper]
+    options = {**job.options, "logger": logger or False, "callbacks": callbacks}
+    with quiet(), interruptible():
+        trainer = make_trainer(namespace, options)
         if last.exists():
-            check_archive(
-                last, advice="Delete it to train that stage again."
-            )  # before Lightning says so
-        with interruptible():
-            trainer.fit(module, **fit, ckpt_path=str(last) if last.exists() else None)
-            found = trainer.test(module, **test, verbose=False)[0] if test is not None else {}
+            check_archive(last, advice=ADVICE)  # before Lightning says so
+        trainer.fit(job.module, **job.fit, ckpt_path=str(last) if last.exists() else None)
+        found: Mapping[str, float] = {}
+        if job.test is not None:
+            found = trainer.test(job.module, **job.test, verbose=False)[0]
     return Fitted(keeper.curve, {name: float(value) for name, value in found.items()})
 
 
@@ -153,14 +289,22 @@ def check_accelerator(accelerator: str, namespace: str) -> None:
     """Raise a ``ValueError`` if Lightning finds no such accelerator on this machine."""
     try:
         with quiet():
-            NAMESPACES[namespace].Trainer(
-                accelerator=accelerator, devices=1, logger=False, enable_checkpointing=False
-            )
+            make_trainer(namespace, {"accelerator": accelerator, "devices": 1, "logger": False})
     except Exception as error:  # of a kind of its own for each
-        reason = str(error).partition("\n")[0]
+        reason = first_line(error)
         raise ValueError(
             f"`accelerator` must be one that Lightning finds here, got {accelerator!r} ({reason})."
         ) from error
+
+
+def save_checkpoint(trainer: Trainer, path: Path) -> None:
+    """Write a checkpoint beside its place and move it there, so that a killed process leaves the one before.
+
+    No two processes write beside it under the same name: one of a killed run may be at work still,
+    on another machine.
+    """
+    with atomic_path(path) as beside:
+        trainer.save_checkpoint(beside)
 
 
 @contextmanager
@@ -178,48 +322,25 @@ def interruptible() -> Iterator[None]:
         raise KeyboardInterrupt from None
 
 
-def save_checkpoint(trainer: Trainer, path: Path) -> None:
-    """Write a checkpoint beside its place and move it there, so that a killed process leaves the one before.
-
-    No two processes write beside it under the same name: one of a killed run may be at work still,
-    on another machine.
-    """
-    with atomic_path(path) as beside:
-        trainer.save_checkpoint(beside)
-
-
-def load_weights(path: Path) -> Any:
-    """Return what a file of tensors holds.
-
-    Raises:
-        ValueError: If it is damaged; the message names it.
-    """
-    return read_tensors(path, advice="Delete it to train that stage again.")
-
-
 @contextmanager
 def quiet() -> Iterator[None]:
     """Keep Lightning from telling what a run of many small trainings need not hear."""
-    loggers = [
-        logging.getLogger(name)
-        for name in ("pytorch_lightning", "lightning.pytorch", "lightning.fabric")
-    ]
-    levels = [logger.level for logger in loggers]
+    names = ("pytorch_lightning", "lightning.pytorch", "lightning.fabric")
+    levels = {name: logging.getLogger(name).level for name in names}
     with warnings.catch_warnings():
-        for message in (
-            ".*does not have many workers.*",
-            ".*LeafSpec.*",
-            ".*No .*dataloader.*",
-            ".*in eval mode.*",
-        ):
+        for message in NOISE:
             warnings.filterwarnings("ignore", message=message)
-        warnings.filterwarnings(
-            "ignore", category=UserWarning, module="pytorch_lightning|lightning"
-        )
+        ours = "pytorch_lightning|lightning"
+        warnings.filterwarnings("ignore", category=UserWarning, module=ours)
         try:
-            for logger in loggers:
-                logger.setLevel(logging.WARNING)
+            for name in names:
+                logging.getLogger(name).setLevel(logging.WARNING)
             yield
         finally:
-            for logger, level in zip(loggers, levels, strict=True):
-                logger.setLevel(level)
+            for name, level in levels.items():
+                logging.getLogger(name).setLevel(level)
+
+
+def first_line(error: Exception) -> str:
+    """Return what an error says in its first line."""
+    return str(error).partition("\n")[0]

@@ -11,7 +11,7 @@ from torch import nn
 from lightning_taskinfo._lightning import NAMESPACES, Callback
 from lightning_taskinfo.transfer import BACKBONES, CLASSES, PENALTIES, TransferClassifier
 from lightning_taskinfo.transfer.ready.backbones import backbone_name, feature_dim, make_backbone
-from lightning_taskinfo.transfer.ready.methods import acting, check_weights, parse_method
+from lightning_taskinfo.transfer.ready.module import acting, check_weights, parse_method
 from lightning_taskinfo.transfer.training import quiet
 from tests.transfer.tiny import tiny_data, tiny_net
 
@@ -168,7 +168,7 @@ def test_target_inputs_do_not_move_batch_statistics_while_pretraining():
         nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64)), 3, SHAPE, method="mk_mmd"
     )
     x = torch.randn(16, *SHAPE)
-    net.train()._unlabeled_penalties({"unlabeled": x + 5}, net.features(x), torch.zeros(16, 3))
+    net.train()._penalties({"unlabeled": x + 5}, net.features(x), torch.zeros(16, 3))
     assert net.backbone[1].running_mean.abs().max() < 0.2
 
 
@@ -226,7 +226,7 @@ def test_names_of_methods():
             lambda: check_weights({"lautum": math.inf}),
             "`weights` must be finite and not negative, got inf for 'lautum'",
         ),
-        (lambda: check_weights({"lautm": 1.0}), r"got 'lautm'\. Did you mean 'lautum'\?"),
+        (lambda: check_weights({"lautm": 1.0}), r"got 'lautm'; did you mean 'lautum'\?"),
         (
             lambda: check_weights({"lautum": float("nan")}),
             "must be finite and not negative, got nan for 'lautum'",

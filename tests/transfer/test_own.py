@@ -119,15 +119,15 @@ def test_starts_ways_labels_and_seeds_can_be_added_and_nothing_else_changed(refe
 
 
 def test_all_starts_of_a_seed_have_the_same_labels_in_equal_shares(monkeypatch):
-    from lightning_taskinfo.transfer import cells
+    from lightning_taskinfo.transfer import training
 
     seen = []
 
-    def remember(module, *, fit, **rest):
-        seen.append(fit["train_dataloaders"].dataset)
+    def remember(job, *rest):
+        seen.append(job.fit["train_dataloaders"].dataset)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cells, "fit_stage", remember)
+    monkeypatch.setattr(training, "fit_stage", remember)
     for seeds in ([0], [1]):
         with pytest.raises(KeyboardInterrupt):
             run(seeds=seeds, labels=[12])
@@ -317,7 +317,8 @@ def test_a_metric_of_every_second_epoch_is_not_lost_when_a_run_goes_on(tmp_path,
         if trainer.current_epoch == 1:
             raise KeyboardInterrupt
 
-    clock = SimpleNamespace(monotonic=lambda: 0.0)  # writing takes no time
+    still = {"monotonic": lambda: 0.0}  # writing takes no time
+    clock = SimpleNamespace(**still, perf_counter=time.perf_counter)
     monkeypatch.setattr(training, "time", clock)
     monkeypatch.setattr(training, "save_checkpoint", stop)
     with pytest.raises(KeyboardInterrupt):
@@ -464,9 +465,9 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_one_sentence_before_training(tmp_path, name, monkeypatch):
-    from lightning_taskinfo.transfer import cells
+    from lightning_taskinfo.transfer import training
 
-    monkeypatch.setattr(cells, "fit_stage", None)
+    monkeypatch.setattr(training, "fit_stage", None)
     options, message = BAD[name]
     with pytest.raises((ValueError, TypeError), match=message) as caught:
         run(tmp_path / "new", **options)

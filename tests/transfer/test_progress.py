@@ -1,7 +1,7 @@
 """A transfer tells how far it is: of every finished training, those from the disk too."""
 
 from lightning_taskinfo.transfer import transfer
-from tests.transfer.tiny import STAGES, tiny_cells, tiny_data, tiny_net
+from tests.transfer.tiny import STAGES, tiny_data, tiny_net, tiny_trials
 
 
 def test_transfer_tells_of_every_training_those_from_the_disk_too(tmp_path):
@@ -22,7 +22,7 @@ def test_transfer_tells_of_every_training_those_from_the_disk_too(tmp_path):
 
 
 def test_a_cell_in_words(tmp_path):
-    words = [cell.description for cell in tiny_cells(tmp_path, methods=["lautum"])]
+    words = [cell.description for cell in tiny_trials(tmp_path, methods=["lautum"])]
     assert words == [
         "pretrain lautum, seed 0",
         "scratch, 9 labels, seed 0",

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from lightning_taskinfo import TaskInfoWarning
+from lightning_taskinfo._files import read_tensors
 from lightning_taskinfo.transfer import TransferReport, transfer
 from lightning_taskinfo.transfer.ready.stages import Stages, check_used
 from lightning_taskinfo.transfer.results import without_timings
 from lightning_taskinfo.transfer.run import _seeds, _whole_numbers
-from lightning_taskinfo.transfer.training import load_weights
-from tests.transfer.tiny import STAGES, tiny_cells, tiny_data, tiny_net, tiny_task
+from tests.transfer.tiny import STAGES, tiny_data, tiny_net, tiny_task, tiny_trials
 
 METHODS = ["standard", "lautum", "lautum+temporal_ensembling"]
 
@@ -204,12 +204,12 @@ def test_a_damaged_checkpoint_is_named_and_left(reference, tmp_path):
 
 def test_weights_that_are_not_there_are_not_called_damaged(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"weights\.pt"):
-        load_weights(tmp_path / "weights.pt")
+        read_tensors(tmp_path / "weights.pt", advice="Delete it.")
 
 
 def test_a_stage_killed_after_its_last_epoch_has_nothing_left_to_train(tmp_path):
     """Between the last checkpoint and the result: what is left is to test and to measure."""
-    (cell,) = (cell for cell in tiny_cells(tmp_path) if cell.stage == "scratch")
+    (cell,) = (cell for cell in tiny_trials(tmp_path) if cell.stage == "scratch")
     first = cell.run()
     (cell.folder / "weights.pt").unlink()
     last = cell.folder / "last.ckpt"
@@ -406,7 +406,7 @@ def test_bad_stages(arguments, message):
 
 def test_the_initial_weights_depend_on_the_seed_alone(reference):
     """Pretraining and scratch start from the same backbone, whatever the method."""
-    cells = tiny_cells(reference[1], methods=["lautum"], seeds=(0, 1))
+    cells = tiny_trials(reference[1], methods=["lautum"], seeds=(0, 1))
     starts = [
         cell.recipe._module(cell, cell.recipe._data(cell), "standard").backbone[1].weight
         for cell in cells

@@ -7,7 +7,7 @@ from lightning_taskinfo._lightning import DEFAULT
 from lightning_taskinfo.data import ArrayData
 from lightning_taskinfo.transfer import Stages, TransferDataModule
 from lightning_taskinfo.transfer.logs import RunLog
-from lightning_taskinfo.transfer.ready.stages import ready_recipe
+from lightning_taskinfo.transfer.ready.stages import Ready
 
 STAGES = Stages(pretrain_epochs=2, fine_tune_epochs=2, learning_rate=0.02)
 
@@ -39,7 +39,8 @@ def tiny_net(image_shape):
     )
 
 
-def tiny_cells(folder, *, methods=("standard",), seeds=(0,)):
+def tiny_trials(folder, *, methods=("standard",), seeds=(0,)):
     """The trainings that ``transfer`` would run."""
-    recipe = ready_recipe(tiny_net, tiny_data(), methods, None, seeds, STAGES, {}, DEFAULT, "cpu")
-    return recipe.cells(folder, RunLog())
+    options = {"stages": STAGES, "weights": {}, "namespace": DEFAULT, "accelerator": "cpu"}
+    recipe = Ready(tiny_net, tiny_data(), methods, None, seeds, **options)
+    return recipe.trials(folder, RunLog())

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_taskinfo._observe import observing
+from lightning_taskinfo._ranges import check_counts
+from lightning_taskinfo.transfer.training import first_line
 
 Shape = tuple[int, int, int]
 Backbone: TypeAlias = str | Callable[[Shape], nn.Module]
@@ -26,7 +28,7 @@ def mlp(image_shape: Shape, *, width: int = 128) -> nn.Module:
         torch.Size([2, 128])
     """
     channels, height, wide = image_shape
-    _positive(width=width)
+    check_counts(width=width)
     return nn.Sequential(
         nn.Flatten(),
         nn.Linear(channels * height * wide, width),
@@ -49,7 +51,7 @@ def small_cnn(image_shape: Shape, *, width: int = 16, feature_dim: int = 64) -> 
         torch.Size([2, 64])
     """
     channels, height, wide = _at_least(image_shape, 8)
-    _positive(width=width, feature_dim=feature_dim)
+    check_counts(width=width, feature_dim=feature_dim)
     return nn.Sequential(
         nn.Conv2d(channels, width, 3, padding=1),
         nn.ReLU(),
@@ -78,7 +80,7 @@ def large_cnn(image_shape: Shape, *, width: int = 128) -> nn.Module:
         torch.Size([2, 4])
     """
     channels, *_ = _at_least(image_shape, 20)
-    _positive(width=width)
+    check_counts(width=width)
     return nn.Sequential(
         _convolutions(channels, *[width] * 3),
         nn.Sequential(nn.MaxPool2d(2), nn.Dropout()),
@@ -103,7 +105,7 @@ def resnet20(image_shape: Shape, *, width: int = 16) -> nn.Module:
         torch.Size([2, 16])
     """
     channels, *_ = _at_least(image_shape, 8)
-    _positive(width=width)
+    check_counts(width=width)
     stages = [(width, width, 1), (width, 2 * width, 2), (2 * width, 4 * width, 2)]
     return nn.Sequential(
         nn.Sequential(
@@ -153,7 +155,7 @@ def make_backbone(
     except ValueError:
         raise
     except Exception as error:  # of the user's own function
-        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        reason = f"{type(error).__name__}: {first_line(error)}"
         name = getattr(backbone, "__qualname__", backbone)
         raise ValueError(
             f"`{argument}` must make a network for an image shape, but {name}({tuple(image_shape)}) failed ({reason})."
@@ -182,15 +184,15 @@ def backbone_name(backbone: Backbone, *, argument: str = "backbone") -> str:
 
 def feature_dim(backbone: nn.Module, image_shape: Shape, *, argument: str = "backbone") -> int:
     """Return the number of features that ``backbone`` puts out, from one forward pass that leaves no trace."""
-    images = torch.zeros(2, *image_shape, device=_device(backbone))
+    device = next((p.device for p in backbone.parameters()), torch.device("cpu"))
+    images = torch.zeros(2, *image_shape, device=device)
     with observing(backbone), torch.no_grad():
         try:
             features = backbone(images)
         except (RuntimeError, TypeError, NotImplementedError, AttributeError, IndexError) as error:
-            reason = str(error).partition("\n")[0]
             raise ValueError(
                 f"`{argument}` must take images of shape {list(images.shape)}, but {type(backbone).__name__} failed "
-                f"({reason})."
+                f"({first_line(error)})."
             ) from error
     return flat(features).shape[1]
 
@@ -211,17 +213,14 @@ def flat(features: Any) -> Tensor:
 class _Residual(nn.Module):
     def __init__(self, inner: int, outer: int, stride: int = 1) -> None:
         super().__init__()
-        self.first, self.norm1 = (
-            nn.Conv2d(inner, outer, 3, stride, 1, bias=False),
-            nn.BatchNorm2d(outer),
-        )
-        self.second, self.norm2 = (
-            nn.Conv2d(outer, outer, 3, 1, 1, bias=False),
-            nn.BatchNorm2d(outer),
-        )
-        same = stride == 1 and inner == outer
-        shortcut = (nn.Conv2d(inner, outer, 1, stride, bias=False), nn.BatchNorm2d(outer))
-        self.shortcut = nn.Identity() if same else nn.Sequential(*shortcut)
+        self.first = nn.Conv2d(inner, outer, 3, stride, 1, bias=False)
+        self.norm1 = nn.BatchNorm2d(outer)
+        self.second = nn.Conv2d(outer, outer, 3, 1, 1, bias=False)
+        self.norm2 = nn.BatchNorm2d(outer)
+        # Made in any case: the weights of later blocks are drawn after it.
+        projection = nn.Conv2d(inner, outer, 1, stride, bias=False)
+        shortcut = nn.Sequential(projection, nn.BatchNorm2d(outer))
+        self.shortcut = shortcut if stride > 1 else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm2(self.second(self.norm1(self.first(x)).relu()))
@@ -249,13 +248,3 @@ def _at_least(image_shape: Shape, size: int) -> Shape:
             f"`image_shape` must have a height and width of at least {size}, got {image_shape}."
         )
     return image_shape
-
-
-def _positive(**sizes: int) -> None:
-    for argument, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"`{argument}` must be at least 1, got {size}.")
-
-
-def _device(module: nn.Module) -> torch.device:
-    return next((p.device for p in module.parameters()), torch.device("cpu"))

@@ -15,8 +15,8 @@ from lightning_taskinfo._lightning import LightningDataModule
 from lightning_taskinfo.data import ArrayData
 from lightning_taskinfo.transfer.ready.images import (
     Images,
+    ImageTask,
     Shape,
-    Task,
     as_inputs,
     as_task,
     check_inputs,
@@ -104,21 +104,19 @@ class TransferDataModule(LightningDataModule):
         labels = count_or_rows("labels", labels)
         validation = None if validation is None else count_or_rows("validation", validation)
         check_inputs(unlabeled, argument="unlabeled")
-        limits = {
-            "batch_size": batch_size,
-            "max_source": max_source,
-            "max_unlabeled": max_unlabeled,
-        }
-        for argument, value in limits.items():
-            if value is not None and value < 2:
-                raise ValueError(f"`{argument}` must be at least 2, got {value}.")
         self.arguments = {
             "source": source, "target": target, "labels": labels, "validation": validation, "unlabeled": unlabeled,
             "max_source": max_source, "max_unlabeled": max_unlabeled, "image_shape": image_shape,
             "batch_size": batch_size, "num_workers": num_workers, "augment": augment, "seed": seed,
             "data_dir": data_dir,
         }  # fmt: skip
-        self.batch_size, self.num_workers, self.seed = batch_size, num_workers, seed
+        for argument in ("batch_size", "max_source", "max_unlabeled"):
+            value = self.arguments[argument]
+            if value is not None and value < 2:
+                raise ValueError(f"`{argument}` must be at least 2, got {value}.")
+        self.batch_size = batch_size
+        self.num_workers = num_workers
+        self.seed = seed
         self.stage: DataStage = "pretrain"
         self._ready = False
 
@@ -156,29 +154,25 @@ class TransferDataModule(LightningDataModule):
         self._set_target(target)
         self._ready = True
 
-    def tasks(self) -> tuple[Task, Task]:
+    def tasks(self) -> tuple[ImageTask, ImageTask]:
         """Return source and target as they are, before they are split."""
         where = self.arguments["data_dir"]
-        return (
-            as_task(self.arguments["source"], argument="source", data_dir=where),
-            as_task(self.arguments["target"], argument="target", data_dir=where),
+        source, target = (
+            as_task(self.arguments[name], argument=name, data_dir=where)
+            for name in ("source", "target")
         )
+        return source, target
 
     def describe(self) -> dict[str, Any]:
         """Return what decides the data but for seed and number of labels, in JSON-like values; arrays as a digest."""
         source, target = self.tasks()
         used = self.arguments | {"unlabeled": self._unlabeled()}
-        plain = {
-            name: _plain(value)
-            for name, value in used.items()
-            if name not in ("data_dir", "augment")
-        }
-        plain["augment"] = _function(self.arguments["augment"])
-        plain |= {"source": _digest(source), "target": _digest(target)}
-        free = {"seed", "num_workers"} | (
-            {"labels"} if isinstance(self.arguments["labels"], int) else set()
-        )
-        return {name: value for name, value in plain.items() if name not in free}
+        used |= {"augment": _function(self.arguments["augment"])}
+        used |= {"source": _digest(source), "target": _digest(target)}
+        free = {"seed", "num_workers", "data_dir"}
+        if isinstance(used["labels"], int):
+            free.add("labels")
+        return {name: _plain(value) for name, value in used.items() if name not in free}
 
     def use(self, stage: DataStage) -> "TransferDataModule":
         """Choose the loaders: ``"pretrain"`` or ``"fine_tune"``."""
@@ -199,9 +193,8 @@ class TransferDataModule(LightningDataModule):
 
     def test_dataloader(self) -> Any:
         """Return the target's test split, or the source's while pretraining."""
-        return _plain_loader(
-            self.source_test if self.stage == "pretrain" else self.target_test, self.batch_size
-        )
+        samples = self.source_test if self.stage == "pretrain" else self.target_test
+        return _plain_loader(samples, self.batch_size)
 
     def unlabeled_dataloader(self) -> DataLoader[Any]:
         """Return the unlabelled inputs once, in order, for :meth:`Lautum.fit_inputs`."""
@@ -215,7 +208,7 @@ class TransferDataModule(LightningDataModule):
         parts = {name: part[0] for name, part in batch.items()}
         return parts | {f"{name}_index": part[1] for name, part in batch.items()}
 
-    def _split(self, target: Task) -> Split:
+    def _split(self, target: ImageTask) -> Split:
         validation = self.arguments["validation"]
         if validation is None:
             validation = min(1000, len(target.train.y) // 10)
@@ -227,26 +220,27 @@ class TransferDataModule(LightningDataModule):
             seed=self.seed,
         )
 
-    def _set_source(self, source: Task) -> None:
+    def _set_source(self, source: ImageTask) -> None:
         rows = _limited(np.arange(len(source.train.y)), self.arguments["max_source"], self.seed)
         x, y = source.train.x[rows], source.train.y[rows]
         augment = self.arguments["augment"]
         self.source = Samples(fit_images(x, self.image_shape), y, augment=augment, seed=self.seed)
         self.source_test = self._labelled(source.test)
 
-    def _set_target(self, target: Task) -> None:
+    def _set_target(self, target: ImageTask) -> None:
         x, y, split = target.train.x, target.train.y, self.split
         # The unlabelled inputs do not depend on the number of labels: one pretraining serves them
         # all.
-        rows = torch.from_numpy(
-            _limited(split.unlabeled, self.arguments["max_unlabeled"], self.seed)
-        )
-        inputs, self.num_indices = x[rows], len(x)
-        if (given := self._unlabeled()) is not None:
-            rows = torch.from_numpy(
-                _limited(np.arange(len(given)), self.arguments["max_unlabeled"], self.seed)
-            )
-            inputs, rows, self.num_indices = given[rows], len(x) + rows, len(x) + len(given)
+        given, most = self._unlabeled(), self.arguments["max_unlabeled"]
+        if given is None:
+            rows = torch.from_numpy(_limited(split.unlabeled, most, self.seed))
+            inputs = x[rows]
+            self.num_indices = len(x)
+        else:
+            chosen = torch.from_numpy(_limited(np.arange(len(given)), most, self.seed))
+            inputs = given[chosen]
+            rows = len(x) + chosen
+            self.num_indices = len(x) + len(given)
         options = {"augment": self.arguments["augment"], "seed": self.seed}
         own = torch.from_numpy(split.labeled)
         self.labeled = Samples(fit_images(x[own], self.image_shape), y[own], index=own, **options)
@@ -262,14 +256,11 @@ class TransferDataModule(LightningDataModule):
         return Samples(fit_images(images.x, self.image_shape), images.y)
 
     def _loader(self, samples: Samples, number: int) -> DataLoader[Any]:
-        trainer = self.trainer
-        epoch, ranks = (
-            (trainer.current_epoch, trainer.world_size) if trainer is not None else (0, 1)
-        )
+        epoch = getattr(self.trainer, "current_epoch", 0)  # not 0 in a run that is resumed
+        ranks = getattr(self.trainer, "world_size", 1)
         return DataLoader(
             samples,
             self.batch_size,
-            # The epoch is not 0 in a run that is resumed.
             sampler=EpochSampler(len(samples), seed=2 * self.seed + number, epoch=epoch),
             num_workers=self.num_workers,
             collate_fn=whole_batch,
@@ -303,7 +294,7 @@ def _function(augment: Any) -> str | None:
     return f"{getattr(augment, '__qualname__', type(augment).__qualname__)} {digest}"
 
 
-def _digest(task: Task) -> dict[str, Any]:
+def _digest(task: ImageTask) -> dict[str, Any]:
     hashed = hashlib.sha256()
     for images in (task.train, task.test):
         hashed.update(images.x.contiguous().numpy().tobytes())
@@ -312,7 +303,7 @@ def _digest(task: Task) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, str | int | float | bool) or value is None:
+    if isinstance(value, str | int | float | bool | dict) or value is None:
         return value
     if isinstance(value, tuple | list):
         return [_plain(part) for part in value]

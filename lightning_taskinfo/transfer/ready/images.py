@@ -1,7 +1,6 @@
 """Labelled images from whatever a user has, brought to one shape."""
 
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from lightning_taskinfo.data import ArrayData, load_idx, load_npz, load_task
 from lightning_taskinfo.data._images import channels_last
 
 Shape = tuple[int, int, int]
-Splits = tuple[Iterable[Any], Iterable[Any]]
+CHUNK = 4096  # images resized at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +31,7 @@ class Images:
 
 
 @dataclass(frozen=True, eq=False)
-class Task:
+class ImageTask:
     """A classification task: a training and a test split, with a name."""
 
     name: str
@@ -47,7 +46,9 @@ class Task:
         return channels, height, width
 
 
-def as_task(what: Any, *, argument: str, data_dir: str | os.PathLike[str] | None = None) -> Task:
+def as_task(
+    what: Any, *, argument: str, data_dir: str | os.PathLike[str] | None = None
+) -> ImageTask:
     """Return the task that ``what`` stands for.
 
     Args:
@@ -63,16 +64,14 @@ def as_task(what: Any, *, argument: str, data_dir: str | os.PathLike[str] | None
             is negative.
         FileNotFoundError: If a path does not exist.
     """
-    if isinstance(what, Task):
+    if isinstance(what, ImageTask):
         return what
     if isinstance(what, str | os.PathLike):
-        what = _load_named(what, argument, data_dir)
+        what = _load_named(what, data_dir)
     if isinstance(what, ArrayData):
-        parts = [
-            Images(torch.from_numpy(x), torch.from_numpy(y))
-            for x, y in ((what.x_train, what.y_train), (what.x_test, what.y_test))
-        ]
-        return Task(what.name, what.num_classes, *parts)
+        train = Images(torch.from_numpy(what.x_train), torch.from_numpy(what.y_train))
+        test = Images(torch.from_numpy(what.x_test), torch.from_numpy(what.y_test))
+        return ImageTask(what.name, what.num_classes, train, test)
     if isinstance(what, tuple | list) and len(what) == 2:
         train, test = (_read(part, argument) for part in what)
         classes = 1 + int(max(train.y.max(), test.y.max()))
@@ -81,20 +80,19 @@ def as_task(what: Any, *, argument: str, data_dir: str | os.PathLike[str] | None
                 f"`{argument}` has no training sample of {len(absent)} of {classes} classes, the first of them "
                 f"{absent[0]}; classes count from 0."
             )
-        return Task(type(what[0]).__name__, classes, train, test)
+        return ImageTask(type(what[0]).__name__, classes, train, test)
     raise TypeError(
         f"`{argument}` must be an ArrayData, a name, an npz file, an idx folder or a pair of datasets, "
         f"got {type(what).__name__}."
     )
 
 
-def fit_images(x: Tensor, shape: Shape, *, chunk: int = 4096) -> Tensor:
+def fit_images(x: Tensor, shape: Shape) -> Tensor:
     """Return images in the shape that the other task has: channels replicated or averaged, then resized.
 
     Args:
         x: Images, shape ``[N, C, H, W]``; bytes stay bytes.
         shape: Channels, height and width to come out.
-        chunk: Images resized at once.
 
     Raises:
         ValueError: If the channels differ, and neither number is 1.
@@ -106,11 +104,9 @@ def fit_images(x: Tensor, shape: Shape, *, chunk: int = 4096) -> Tensor:
     channels, *size = shape
     if x.shape[1] != channels and 1 not in (channels, x.shape[1]):
         raise ValueError(f"`image_shape` must have {x.shape[1]} channels or 1, got {channels}.")
-    return (
-        torch.cat([_fit(part, channels, size) for part in x.split(chunk)])
-        if tuple(x.shape[1:]) != shape
-        else x
-    )
+    if tuple(x.shape[1:]) == shape:
+        return x
+    return torch.cat([_fit(part, channels, size) for part in x.split(CHUNK)])
 
 
 def _fit(x: Tensor, channels: int, size: list[int]) -> Tensor:
@@ -139,7 +135,7 @@ def as_inputs(what: Any, *, argument: str) -> Tensor:
     """
     check_inputs(what, argument=argument)
     try:
-        x = what.detach().cpu() if isinstance(what, Tensor) else torch.as_tensor(np.asarray(what))
+        x = _tensor(what)
     except (TypeError, ValueError) as error:
         kind = type(what).__name__
         raise TypeError(
@@ -151,6 +147,12 @@ def as_inputs(what: Any, *, argument: str) -> Tensor:
             f"{tuple(x.shape)}."
         )
     return _pixels(x, argument)
+
+
+def _tensor(image: Any) -> Tensor:
+    if isinstance(image, Tensor):
+        return image.detach().cpu()
+    return torch.as_tensor(np.asarray(image))
 
 
 def check_inputs(what: Any, *, argument: str) -> None:
@@ -194,9 +196,7 @@ def _whole_bytes(x: Tensor) -> bool:
     return bool(x.min() >= 0 and 1 < x.max() <= 255)
 
 
-def _load_named(
-    what: str | os.PathLike[str], argument: str, data_dir: str | os.PathLike[str] | None
-) -> ArrayData:
+def _load_named(what: str | os.PathLike[str], data_dir: Any) -> ArrayData:
     path = Path(what)
     if path.suffix == ".npz":
         return load_npz(path)
@@ -207,18 +207,15 @@ def _read(dataset: Any, argument: str) -> Images:
     samples = [dataset[i] for i in range(len(dataset))]
     if not samples:
         raise ValueError(f"`{argument}` must hold samples, got an empty dataset.")
-    if odd := [
-        sample for sample in samples if not isinstance(sample, tuple | list) or len(sample) != 2
-    ]:
-        many = f" of {len(odd[0])}" if isinstance(odd[0], tuple | list) else ""
-        raise ValueError(
-            f"`{argument}` must be two datasets, training and test, of pairs (image, class), got a sample of "
-            f"type {type(odd[0]).__name__}{many}; arrays make an `ArrayData`."
-        )
-    images = [
-        x.detach().cpu() if isinstance(x, Tensor) else torch.as_tensor(np.asarray(x))
-        for x, _ in samples
-    ]
+    for sample in samples:
+        several = isinstance(sample, tuple | list)
+        if not several or len(sample) != 2:
+            many = f" of {len(sample)}" if several else ""
+            raise ValueError(
+                f"`{argument}` must be two datasets, training and test, of pairs (image, class), got a sample of "
+                f"type {type(sample).__name__}{many}; arrays make an `ArrayData`."
+            )
+    images = [_tensor(x) for x, _ in samples]
     shapes = {tuple(x.shape) for x in images}
     if len(shapes) != 1 or len(next(iter(shapes))) not in (2, 3):
         raise ValueError(

@@ -1,6 +1,9 @@
-"""A ready classifier for every stage of a transfer, on the mixins."""
+"""A ready classifier for every stage of a transfer, on the mixins, and the methods by which it is trained."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -17,18 +20,89 @@ from lightning_taskinfo.mixins import (
     MutualInformationMixin,
     TemporalEnsemblingMixin,
 )
-from lightning_taskinfo.regularizers import frozen_batchnorm_statistics
-from lightning_taskinfo.transfer.cells import Stage
-from lightning_taskinfo.transfer.ready.backbones import Shape, feature_dim, flat, make_backbone
-from lightning_taskinfo.transfer.ready.methods import (
-    Sizes,
-    acting,
-    check_weights,
-    make_regularizers,
+from lightning_taskinfo.regularizers import (
+    Lautum,
+    LocalMinimumRegularizer,
+    MultiKernelMMD,
+    MutualInformation,
+    Regularizer,
+    TemporalEnsembling,
+    WeightInformation,
+    WeightSchedule,
+    frozen_batchnorm_statistics,
 )
+from lightning_taskinfo.transfer.ready.backbones import Shape, feature_dim, flat, make_backbone
+from lightning_taskinfo.transfer.training import Stage
 from lightning_taskinfo.variational import add_weight_noise
 
 FineTune = Literal["full", "linear", "layerwise"]
+PENALTIES: dict[str, tuple[Stage, ...]] = {  # name -> the stages in which it acts
+    "temporal_ensembling": ("fine_tune",),
+    "mk_mmd": ("pretrain",),
+    "lautum": ("pretrain",),
+    "mutual_information": ("pretrain",),
+    "information": ("pretrain", "fine_tune"),
+    "local_minimum": ("pretrain", "fine_tune"),
+}
+WEIGHTS = {
+    "temporal_ensembling": 30.0, "mk_mmd": 1.0, "lautum": 0.01, "mutual_information": 0.1, "information": 0.01,
+    "local_minimum": 10.0,
+}  # fmt: skip
+
+
+def parse_method(method: str, *, argument: str = "method") -> tuple[str, ...]:
+    """Return the penalties of a method, in the order of :data:`PENALTIES`.
+
+    Args:
+        method: ``"standard"`` for none, or names of :data:`PENALTIES` with ``+`` between them.
+        argument: What the caller calls it, for messages.
+
+    Raises:
+        ValueError: If a name is unknown or repeated.
+
+    Example:
+        >>> parse_method("standard"), parse_method("lautum+temporal_ensembling")
+        ((), ('temporal_ensembling', 'lautum'))
+    """
+    if method in ("standard", "scratch"):
+        return ()
+    parts = [part.strip() for part in method.split("+")]
+    if unknown := [part for part in parts if part not in PENALTIES]:
+        known = ["standard", *PENALTIES]
+        raise ValueError(
+            f"`{argument}` must be made of {', '.join(known)}, with '+' between them, got {unknown[0]!r} in "
+            f"{method!r}{_hint(unknown[0], known)}"
+        )
+    if len(set(parts)) != len(parts):
+        raise ValueError(f"`{argument}` must name each part once, got {method!r}.")
+    return tuple(name for name in PENALTIES if name in parts)
+
+
+def acting(method: str, stage: Stage) -> tuple[str, ...]:
+    """Return the penalties of ``method`` that act in ``stage``; training from scratch has none."""
+    return tuple(name for name in parse_method(method) if stage in PENALTIES[name])
+
+
+def check_weights(weights: Mapping[str, float]) -> dict[str, float]:
+    """Return all weights, the defaults where none are given.
+
+    Raises:
+        ValueError: If a name is unknown or a weight negative.
+    """
+    for name, weight in weights.items():
+        if name not in WEIGHTS:
+            hint = _hint(name, WEIGHTS)
+            raise ValueError(f"`weights` must be for {', '.join(WEIGHTS)}, got {name!r}{hint}")
+        if not 0 <= weight < math.inf:
+            raise ValueError(
+                f"`weights` must be finite and not negative, got {weight} for {name!r}."
+            )
+    return {**WEIGHTS, **weights}
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+    near = get_close_matches(name, known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else "."
 
 
 class TransferClassifierMixin(
@@ -97,26 +171,51 @@ class TransferClassifierMixin(
         seed: int = 0,
     ) -> None:
         super().__init__()
-        _check(num_classes, stage, fine_tune, learning_rate)
-        self.backbone = (
-            make_backbone(backbone, image_shape) if isinstance(backbone, str) else backbone
-        )
-        width = feature_dim(self.backbone, image_shape)
+        if num_classes < 2:
+            raise ValueError(f"`num_classes` must be at least 2, got {num_classes}.")
+        if stage not in ("pretrain", "fine_tune", "scratch"):
+            raise ValueError(
+                f"`stage` must be 'pretrain', 'fine_tune' or 'scratch', got {stage!r}."
+            )
+        check_fine_tune(fine_tune)
+        check_positive(learning_rate=learning_rate)
+        if isinstance(backbone, str):
+            backbone = make_backbone(backbone, image_shape)
+        self.backbone = backbone
+        width = feature_dim(backbone, image_shape)
         self.head = nn.Linear(width, num_classes)
-        self.num_classes, self.stage, self.fine_tune, self.epochs = (
-            num_classes,
-            stage,
-            fine_tune,
-            epochs,
-        )
-        self.learning_rate, self.weight_decay, self.seed = learning_rate, weight_decay, seed
+        self.num_classes = num_classes
+        self.stage = stage
+        self.fine_tune = fine_tune
+        self.epochs = epochs
+        self.learning_rate = learning_rate
+        self.weight_decay = weight_decay
+        self.seed = seed
         self.penalties = acting(method, stage)
-        sizes = Sizes(
-            tuple(image_shape), width, num_classes, num_labeled, num_unlabeled, num_indices, epochs
-        )
-        made = make_regularizers(self.penalties, check_weights(weights or {}), sizes, seed)
-        for name, regularizer in made.items():
-            self.add_module(name, regularizer)
+        weight = check_weights(weights or {})
+        # Laine and Aila's weight is for each share of labelled samples, ramped up over the stage.
+        share = num_labeled / max(1, num_unlabeled)
+        # As many directions of the inputs as four samples each can tell apart.
+        directions = min(math.prod(image_shape), 1024, max(1, num_unlabeled // 4))
+        of_inputs: dict[str, Any] = {"input_shape": tuple(image_shape), "seed": seed}
+        make: dict[str, Callable[[float], Regularizer]] = {
+            "temporal_ensembling": lambda w: TemporalEnsembling(
+                num_indices,
+                num_classes,
+                weight=WeightSchedule(w * share, "sigmoid", length=epochs),
+            ),
+            "mk_mmd": lambda w: MultiKernelMMD(weight=w),
+            "lautum": lambda w: Lautum(
+                num_outputs=num_classes, weight=w, components=directions, **of_inputs
+            ),
+            "mutual_information": lambda w: MutualInformation(
+                feature_dim=width, weight=w, **of_inputs
+            ),
+            "information": WeightInformation,
+            "local_minimum": lambda w: LocalMinimumRegularizer(weight=w, start=0),
+        }
+        for name in self.penalties:
+            self.add_module(name, make[name](weight[name]))
 
     def features(self, x: Tensor) -> Tensor:
         """Return the backbone's features, shape ``[N, F]``."""
@@ -144,37 +243,30 @@ class TransferClassifierMixin(
 
     def _penalties(self, batch: Any, z: Tensor, logits: Tensor) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
-        if {"mk_mmd", "lautum", "mutual_information", "temporal_ensembling"} & set(self.penalties):
-            found |= self._unlabeled_penalties(batch, z, logits)
-        if "information" in self.penalties:
+        acting = {*self.penalties}
+        if acting - {"information", "local_minimum"}:
+            x_u = batch["unlabeled"]
+            keep = frozen_batchnorm_statistics if self.stage == "pretrain" else nullcontext
+            with keep(self):
+                z_u = self.features(x_u)
+        if acting & {"lautum", "temporal_ensembling"}:
+            logits_u = self.head(z_u)
+        if "mk_mmd" in acting:
+            found["mk_mmd"] = self.mk_mmd_penalty(z, z_u)
+        if "mutual_information" in acting:
+            found["mutual_information"] = self.mutual_information_penalty(x_u, z_u)
+        if "lautum" in acting:
+            found["lautum"] = self.lautum_penalty(x_u, logits_u)
+        if "temporal_ensembling" in acting:
+            index = torch.cat([batch["labeled_index"], batch["unlabeled_index"]])
+            both = torch.cat([logits, logits_u])
+            found["temporal_ensembling"] = self.temporal_ensembling_penalty(both, index)
+        if "information" in acting:
             found["information"] = self.information_penalty()
-        if "local_minimum" in self.penalties:
+        if "local_minimum" in acting:
             found["local_minimum"] = self.local_minimum_penalty(
                 lambda part: cross_entropy(self(part[0]), part[1]), batch["labeled"]
             )
-        return found
-
-    def _unlabeled_penalties(self, batch: Any, z: Tensor, logits: Tensor) -> dict[str, Tensor]:
-        x_u = batch["unlabeled"]
-        found: dict[str, Tensor] = {}
-        if self.stage == "pretrain":
-            with frozen_batchnorm_statistics(self):
-                z_u = self.features(x_u)
-        else:
-            z_u = self.features(x_u)
-        if "mk_mmd" in self.penalties:
-            found["mk_mmd"] = self.mk_mmd_penalty(z, z_u)
-        if "mutual_information" in self.penalties:
-            found["mutual_information"] = self.mutual_information_penalty(x_u, z_u)
-        if {"lautum", "temporal_ensembling"} & set(self.penalties):
-            logits_u = self.head(z_u)
-            if "lautum" in self.penalties:
-                found["lautum"] = self.lautum_penalty(x_u, logits_u)
-            if "temporal_ensembling" in self.penalties:
-                index = torch.cat([batch["labeled_index"], batch["unlabeled_index"]])
-                found["temporal_ensembling"] = self.temporal_ensembling_penalty(
-                    torch.cat([logits, logits_u]), index
-                )
         return found
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -201,19 +293,16 @@ class TransferClassifierMixin(
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return Adam over everything that the stage may train."""
         every = self.fine_tune == "layerwise"  # what is frozen now may not stay so
-        parts = [
-            (name, p) for part in (self.backbone, self.head) for name, p in part.named_parameters()
-        ]
-        named = [(name, p) for name, p in parts if p.requires_grad or every]
-        variances = [p for name, p in named if name.endswith("log_variance")]
-        others = [p for name, p in named if not name.endswith("log_variance")]
-        groups = [
-            {"params": others, "weight_decay": self.weight_decay},
-            {"params": variances, "weight_decay": 0.0},
-        ]
-        return torch.optim.Adam(
-            [group for group in groups if group["params"]], lr=self.learning_rate
-        )
+        variances: list[nn.Parameter] = []
+        others: list[nn.Parameter] = []
+        for part in (self.backbone, self.head):
+            for name, parameter in part.named_parameters():
+                if parameter.requires_grad or every:
+                    group = variances if name.endswith("log_variance") else others
+                    group.append(parameter)
+        groups: list[dict[str, Any]] = [{"params": others, "weight_decay": self.weight_decay}]
+        groups.append({"params": variances, "weight_decay": 0.0})
+        return torch.optim.Adam([g for g in groups if g["params"]], lr=self.learning_rate)
 
     def setup(self, stage: str) -> None:
         """Freeze what is never trained before the optimizer is made, and before ranks agree on what is."""
@@ -229,16 +318,13 @@ class TransferClassifierMixin(
         if self.stage != "fine_tune" or self.fine_tune == "full":
             return
         children = list(self.backbone.children())
-        layers = [
-            place for place, child in enumerate(children) if any(True for _ in child.parameters())
-        ]
+        layers = [place for place, child in enumerate(children) if [*child.parameters()]]
         steps = max(1, len(layers))
         count = epoch * (steps + 1) // max(1, self.epochs) if self.fine_tune == "layerwise" else 0
         self.backbone.requires_grad_(count >= steps).train(count >= steps)
         if 0 < count < steps:
-            for child in children[
-                layers[-count] :
-            ]:  # dropout behind a trained layer is on, before it off
+            first = layers[-count]
+            for child in children[first:]:  # dropout behind a trained layer is on, before it off
                 child.requires_grad_(True).train()
 
     def _check_classes(self, y: Tensor) -> None:
@@ -249,14 +335,10 @@ class TransferClassifierMixin(
             )
 
 
-def _check(num_classes: int, stage: str, fine_tune: str, learning_rate: float) -> None:
-    if num_classes < 2:
-        raise ValueError(f"`num_classes` must be at least 2, got {num_classes}.")
-    if stage not in ("pretrain", "fine_tune", "scratch"):
-        raise ValueError(f"`stage` must be 'pretrain', 'fine_tune' or 'scratch', got {stage!r}.")
+def check_fine_tune(fine_tune: str) -> None:
+    """Refuse an unknown way to fine-tune."""
     if fine_tune not in ("full", "linear", "layerwise"):
         raise ValueError(f"`fine_tune` must be 'full', 'linear' or 'layerwise', got {fine_tune!r}.")
-    check_positive(learning_rate=learning_rate)
 
 
 CLASSES = module_classes(TransferClassifierMixin, "TransferClassifier")

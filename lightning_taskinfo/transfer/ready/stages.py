@@ -1,17 +1,21 @@
 """The ready recipe: starts are pretrained on a source, then fine-tuned on the target's labels."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Generator, Tensor, nn
 
-from lightning_taskinfo._ranges import check_not_negative, check_positive
+from lightning_taskinfo._files import read_tensors
+from lightning_taskinfo._ranges import check_counts, check_not_negative, check_positive
 from lightning_taskinfo._warn import TaskInfoWarning, warn
-from lightning_taskinfo.transfer.cells import SCRATCH, Cell, Job, Recipe, Stage
+from lightning_taskinfo.fisher import fisher_diagonal
+from lightning_taskinfo.functional.information import information_in_weights
 from lightning_taskinfo.transfer.logs import RunLog
+from lightning_taskinfo.transfer.overlap import feature_overlap
 from lightning_taskinfo.transfer.ready.backbones import (
     Backbone,
     backbone_name,
@@ -19,26 +23,33 @@ from lightning_taskinfo.transfer.ready.backbones import (
     make_backbone,
 )
 from lightning_taskinfo.transfer.ready.data import TransferDataModule
-from lightning_taskinfo.transfer.ready.measure import (
-    fisher_of,
-    information_by_layer,
-    overlap_of,
-    trace_by_layer,
-)
-from lightning_taskinfo.transfer.ready.methods import (
+from lightning_taskinfo.transfer.ready.module import (
+    CLASSES,
     PENALTIES,
+    FineTune,
     acting,
+    check_fine_tune,
     check_weights,
     parse_method,
 )
-from lightning_taskinfo.transfer.ready.module import CLASSES, FineTune
 from lightning_taskinfo.transfer.sampling import check_different, generators_kept, reseed
-from lightning_taskinfo.transfer.training import Fitted, load_weights
+from lightning_taskinfo.transfer.training import (
+    ADVICE,
+    SCRATCH,
+    Fitted,
+    Job,
+    Recipe,
+    Stage,
+    Trial,
+)
 from lightning_taskinfo.variational import plain_state_dict
 
 VERSION = 3  # of the files in a folder: raise it when the same configuration gives other numbers
 STREAMS = {"pretrain": 0, "fine_tune": 1, "scratch": 2, "backbone": 3, "head": 4}  # of randomness
 MEASURED = 256  # target inputs in the Fisher information
+MAX_EXACT_CLASSES = 20  # their cost grows with the classes: beyond, labels are sampled
+PRIOR_STD = 0.1
+FEWEST = 20  # labels for five folds
 
 
 @dataclass(frozen=True)
@@ -57,6 +68,7 @@ class Stages:
 
     Raises:
         ValueError: If a number is out of range.
+        TypeError: If a number of epochs is no whole number.
     """
 
     pretrain_epochs: int = 5
@@ -67,49 +79,97 @@ class Stages:
     weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("pretrain_epochs", "fine_tune_epochs"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
+        check_counts(pretrain_epochs=self.pretrain_epochs, fine_tune_epochs=self.fine_tune_epochs)
         check_positive(
             learning_rate=self.learning_rate,
             fine_tune_learning_rate=self.fine_tune_learning_rate,
         )
         check_not_negative(weight_decay=self.weight_decay)
-        if self.fine_tune not in ("full", "linear", "layerwise"):
-            raise ValueError(
-                f"`fine_tune` must be 'full', 'linear' or 'layerwise', got {self.fine_tune!r}."
-            )
+        check_fine_tune(self.fine_tune)
 
     def epochs(self, stage: Stage) -> int:
         """Return the epochs of a stage; training from scratch has those of fine-tuning."""
         return self.pretrain_epochs if stage == "pretrain" else self.fine_tune_epochs
 
 
-@dataclass(frozen=True)
 class Ready(Recipe):
-    """Trainings of the ready parts.
+    """Trainings of the ready parts; all is checked, split and made once before a file is.
 
-    Attributes:
+    Args:
         backbone: Name or function of the network.
-        data: Arguments of :class:`TransferDataModule`, but for labels and seed.
+        data: Source and target.
         methods: The methods.
+        labels: Numbers of labels; that of ``data`` where ``None``.
+        seeds: The seeds.
         stages: How each stage trains.
-        weights: Weights of the penalties.
+        weights: Weights of the penalties, where not the usual ones.
+        namespace: Whose modules they are.
+        accelerator: Where to train.
+
+    Raises:
+        ValueError: If something does not fit.
+        TypeError: If ``data`` is of another kind.
     """
 
-    backbone: Backbone
-    data: Mapping[str, Any]
-    methods: Sequence[str]
-    stages: Stages
-    weights: Mapping[str, float]
+    def __init__(
+        self,
+        backbone: Backbone,
+        data: TransferDataModule,
+        methods: Sequence[str],
+        labels: Sequence[int] | None,
+        seeds: Sequence[int],
+        *,
+        stages: Stages,
+        weights: Mapping[str, float],
+        namespace: str,
+        accelerator: str,
+    ) -> None:
+        if not isinstance(data, TransferDataModule):
+            raise TypeError(
+                f"`data` must be a TransferDataModule where there are no `starts`, got a {type(data).__name__}; "
+                "`starts` takes your own module, data and checkpoints."
+            )
+        if isinstance(methods, str):
+            raise ValueError(
+                f"`methods` must be a list of methods, got {methods!r}; one alone is [{methods!r}]."
+            )
+        self.methods = [method for method in dict.fromkeys(methods) if method != SCRATCH]
+        check_different("methods", self.methods)
+        check_used(weights, self.methods)
+        rows = data.arguments["labels"]
+        given = not isinstance(rows, int)
+        if given and labels is not None:
+            raise ValueError("`labels` must be left out where `data` names the labelled rows.")
+        self.labels = labels or [len(rows) if given else rows]
+        self.seeds = seeds
+        self.stages = stages
+        self.weights = check_weights(weights)
+        self.namespace = namespace
+        self.accelerator = accelerator
+        self.backbone = backbone
+        self.title = " → ".join(task.name for task in data.tasks())
+        for count in self.labels:
+            split = data.replaced(seed=seeds[0], labels=rows if given else count)
+            split.setup()
+        with generators_kept():
+            network = make_backbone(backbone, split.image_shape, argument="model")
+            feature_dim(network, split.image_shape, argument="model")
+        self.configuration = {
+            "version": VERSION,
+            "backbone": backbone_name(backbone, argument="model"),
+            "data": data.describe(),
+            "stages": asdict(stages),
+            "weights": self.weights,
+        }
+        self.data = data.settled().arguments
 
-    def cells(self, root: Path, log: RunLog) -> list[Cell]:
+    def trials(self, root: Path, log: RunLog) -> list[Trial]:
         """Return all trainings, pretraining and scratch first; methods that pretrain alike share one."""
 
-        def cell(stage: Stage, method: str, count: int, seed: int) -> Cell:
+        def trial(stage: Stage, method: str, count: int, seed: int) -> Trial:
             start = "+".join(acting(method, "pretrain")) or "standard"
             pretraining = f"pretrain-{start}-seed{seed}"
-            return Cell(
+            return Trial(
                 self,
                 root,
                 log,
@@ -125,23 +185,23 @@ class Ready(Recipe):
 
         most = max(self.labels)
         pairs = [(count, seed) for seed in self.seeds for count in self.labels]
-        cells = [cell("pretrain", m, most, seed) for seed in self.seeds for m in self.methods]
-        cells += [cell("scratch", SCRATCH, count, seed) for count, seed in pairs]
-        cells += [cell("fine_tune", m, count, seed) for count, seed in pairs for m in self.methods]
-        return list({cell.name: cell for cell in reversed(cells)}.values())[::-1]
+        found = [trial("pretrain", m, most, seed) for seed in self.seeds for m in self.methods]
+        found += [trial("scratch", SCRATCH, *pair) for pair in pairs]
+        found += [trial("fine_tune", m, *pair) for pair in pairs for m in self.methods]
+        first = {one.name: one for one in reversed(found)}  # of those that share a name
+        return [*reversed(first.values())]
 
-    def job(self, cell: Cell) -> Job:
+    def job(self, trial: Trial) -> Job:
         """Return the network of a stage, with what is known of it before and found after training."""
-        data = self._data(cell)
-        pretraining = cell.stage == "pretrain"
-        module = self._module(cell, data, cell.method)
+        data = self._data(trial)
+        module = self._module(trial, data, trial.method)
         job: dict[str, Any] = {
             "module": module,
-            "seeds": (cell.seed, STREAMS[cell.stage]),
+            "seeds": (trial.seed, STREAMS[trial.stage]),
             "fit": {"datamodule": data},
             "test": {"datamodule": data},
             "options": {
-                "max_epochs": self.stages.epochs(cell.stage),
+                "max_epochs": self.stages.epochs(trial.stage),
                 "accelerator": self.accelerator,
                 "devices": 1,
                 "log_every_n_steps": 10,
@@ -149,62 +209,64 @@ class Ready(Recipe):
             "weights": lambda: _plain(module),
             "ours": True,
         }
-        if pretraining:
+        if trial.stage == "pretrain":
             if "lautum" in module.penalties:
                 module.lautum.fit_inputs(_InputsOnly(data))
             module.add_noise()
             return Job(**job, after=lambda fitted: ({"test": _scores(fitted.test)}, {}))
         initial = _plain(module)
-        if cell.needs is not None:
-            module.backbone.load_state_dict(_backbone(load_weights(cell.pretrained)))
-        begun = _plain(module)
-        before = self._measure(cell, data, begun, information=initial)
         overlap = None
-        if cell.needs is not None:
-            labelled = data.labeled.__getitems__(range(len(data.labeled)))[0]
-            overlap = overlap_of(module.backbone, *labelled, seed=cell.seed)
+        if trial.needs is not None:
+            weights = read_tensors(trial.pretrained, advice=ADVICE)
+            module.backbone.load_state_dict(_backbone(weights))
+        begun = _plain(module)
+        before = self._measure(trial, data, begun, information=initial)
+        if trial.needs is not None:
+            overlap = _overlap(data, module.backbone, trial.seed)
         module.freeze_for(0)
         module.add_noise()
 
         def after(fitted: Fitted) -> tuple[dict[str, Any], dict[str, Any]]:
-            found = self._measure(cell, data, _plain(module), information=initial, added=begun)
+            found = self._measure(trial, data, _plain(module), information=initial, added=begun)
             added = found.pop("added")
-            traces = {"before": before["fisher_trace"], "after": found["fisher_trace"]}
-            nats = {"before": before["information"], "after": found["information"], "added": added}
+            measured = {
+                name: {"before": before[name], "after": found[name]}
+                for name in ("information", "fisher_trace")
+            }
+            measured["information"]["added"] = added
             return {
                 "test": _scores(fitted.test),
                 "missed_share": fitted.test["test_squared_error"] / _label_variance(data),
-                "information": nats,
-                "fisher_trace": traces,
+                **measured,
                 "overlap": overlap,
             }, {"after": found, "added": added}
 
         missed = {} if overlap is None else zip(overlap["layers"], overlap["outside"], strict=True)
         return Job(**job, after=after, before={"before": before, "outside_span": dict(missed)})
 
-    def _data(self, cell: Cell) -> TransferDataModule:
-        arguments = {**self.data, "seed": cell.seed}
+    def _data(self, trial: Trial) -> TransferDataModule:
+        arguments = {**self.data, "seed": trial.seed}
         if isinstance(arguments["labels"], int):  # otherwise the labelled rows are given
-            arguments["labels"] = cell.labels
+            arguments["labels"] = trial.labels
         data = TransferDataModule(**arguments)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", TaskInfoWarning)  # heard before the first cell
+            warnings.simplefilter("ignore", TaskInfoWarning)  # heard before the first training
             data.setup()
-        return data.use("pretrain" if cell.stage == "pretrain" else "fine_tune")
+        return data.use("pretrain" if trial.stage == "pretrain" else "fine_tune")
 
-    def _module(self, cell: Cell, data: TransferDataModule, method: str) -> Any:
+    def _module(self, trial: Trial, data: TransferDataModule, method: str) -> Any:
         """A network whose initial weights depend on the seed alone: those of a pretraining are those of scratch."""
-        pretraining, stages = cell.stage == "pretrain", self.stages
-        reseed(cell.seed, STREAMS["backbone"])
+        pretraining, stages = trial.stage == "pretrain", self.stages
+        reseed(trial.seed, STREAMS["backbone"])
         backbone = make_backbone(self.backbone, data.image_shape)
-        reseed(cell.seed, STREAMS["head"])
-        rate = stages.fine_tune_learning_rate if cell.stage == "fine_tune" else None
+        reseed(trial.seed, STREAMS["head"])
+        rate = stages.fine_tune_learning_rate if trial.stage == "fine_tune" else None
         return CLASSES[self.namespace](
             backbone,
             data.source_classes if pretraining else data.target_classes,
             data.image_shape,
             method=method,
-            stage=cell.stage,
+            stage=trial.stage,
             weights=self.weights,
             fine_tune=stages.fine_tune,
             learning_rate=rate or stages.learning_rate,
@@ -212,93 +274,70 @@ class Ready(Recipe):
             num_labeled=len(data.source if pretraining else data.labeled),
             num_unlabeled=len(data.unlabeled),
             num_indices=data.num_indices,
-            epochs=stages.epochs(cell.stage),
-            seed=cell.seed,
+            epochs=stages.epochs(trial.stage),
+            seed=trial.seed,
         )
 
     def _measure(
         self,
-        cell: Cell,
+        trial: Trial,
         data: TransferDataModule,
         weights: Mapping[str, Tensor],
         **origins: Mapping[str, Tensor],
     ) -> dict[str, Any]:
-        """The Fisher trace, and the information in the weights from each of some origins, by name."""
-        model = self._module(cell, data, "standard")
+        r"""The Fisher trace, and the information in the weights from each of some origins, by name.
+
+        That is :math:`\mathrm{KL}(Q \| P)` in nats for :math:`P = N(w_0, 0.1^2 I)`, with
+        :math:`\beta = 1`; see
+        :func:`~lightning_taskinfo.functional.information.information_in_weights`.
+        """
+        model = self._module(trial, data, "standard")
         model.load_state_dict(dict(weights))
         inputs, _ = data.unlabeled.__getitems__(range(min(MEASURED, len(data.unlabeled))))
-        fisher = fisher_of(model, inputs, data.target_classes, seed=cell.seed)
-        nats = {
-            name: information_by_layer(fisher, weights, w0, len(data.labeled))
-            for name, w0 in origins.items()
-        }
-        return {"fisher_trace": trace_by_layer(fisher), **nats}
+        fisher = fisher_diagonal(
+            model.eval(),
+            inputs,
+            labels="exact" if data.target_classes <= MAX_EXACT_CLASSES else "sampled",
+            generator=Generator(inputs.device).manual_seed(trial.seed),
+        )
+        traces = {name: float(f.double().sum()) for name, f in fisher.items()}
+        found = {"fisher_trace": _by_layer(traces)}
+        n = len(data.labeled)
+        for origin, w0 in origins.items():
+            nats = {}
+            for name, f in fisher.items():
+                moved = weights[name] - w0[name]
+                information = information_in_weights(n * f, moved, prior_std=PRIOR_STD, beta=1.0)
+                nats[name] = float(information.kl)
+            found[origin] = _by_layer(nats)
+        return found
 
 
-def ready_recipe(
-    model: Backbone,
-    data: TransferDataModule,
-    methods: Sequence[str],
-    labels: Sequence[int] | None,
-    seeds: Sequence[int],
-    stages: Stages,
-    weights: Mapping[str, float],
-    namespace: str,
-    accelerator: str,
-) -> Ready:
-    """Check everything, split for every number of labels and make a network, before a file is made.
+def _by_layer(values: Mapping[str, float]) -> dict[str, Any]:
+    """``{"total": value, "layers": {name: value}}`` of values by parameter."""
+    layers: dict[str, float] = {}
+    for name, value in values.items():
+        layer = name.rpartition(".")[0] or name
+        layers[layer] = layers.get(layer, 0.0) + value
+    return {"total": sum(layers.values()), "layers": layers}
 
-    Raises:
-        ValueError: If something does not fit.
-        TypeError: If ``data`` is of another kind.
+
+def _overlap(data: TransferDataModule, backbone: nn.Module, seed: int) -> dict[str, Any] | None:
+    """What the features of a pretrained network miss of the target labels; ``None`` with too few for five folds.
+
+    The seed decides the order in which folds are taken.
     """
-    if not isinstance(data, TransferDataModule):
-        raise TypeError(
-            f"`data` must be a TransferDataModule where there are no `starts`, got a {type(data).__name__}; "
-            "`starts` takes your own module, data and checkpoints."
-        )
-    if isinstance(methods, str):
-        raise ValueError(
-            f"`methods` must be a list of methods, got {methods!r}; one alone is [{methods!r}]."
-        )
-    methods = [method for method in dict.fromkeys(methods) if method != SCRATCH]
-    check_different("methods", methods)
-    check_used(weights, methods)
-    rows = data.arguments["labels"]
-    given = not isinstance(rows, int)
-    if given and labels is not None:
-        raise ValueError("`labels` must be left out where `data` names the labelled rows.")
-    if labels is None:
-        labels = [len(rows) if given else rows]
-    weights = check_weights(weights)
-    source, target = data.tasks()
-    for count in labels:
-        split = data.replaced(seed=seeds[0], **({} if given else {"labels": count}))
-        split.setup()
-    with generators_kept():
-        network = make_backbone(model, split.image_shape, argument="model")
-        feature_dim(network, split.image_shape, argument="model")
-    configuration = {
-        "version": VERSION,
-        "backbone": backbone_name(model, argument="model"),
-        "data": data.describe(),
-        "stages": asdict(stages),
-        "weights": weights,
+    n = len(data.labeled)
+    if n < FEWEST:
+        return None
+    order = torch.randperm(n, generator=Generator().manual_seed(seed))
+    batch, _ = data.labeled.__getitems__(order.tolist())
+    found = feature_overlap(backbone, [batch])
+    return {
+        "layers": list(found.layers),
+        "outside": found.outside.tolist(),
+        "standard_error": found.standard_error.tolist(),
     }
-    return Ready(
-        f"{source.name} → {target.name}",
-        namespace,
-        configuration,
-        labels,
-        seeds,
-        accelerator,
-        None,
-        model,
-        data.settled().arguments,
-        methods,
-        stages,
-        weights,
-    )
 
 
 def check_used(weights: Mapping[str, float], methods: Sequence[str]) -> None:
@@ -314,7 +353,7 @@ class _InputsOnly:
     def __init__(self, data: TransferDataModule) -> None:
         self.data = data
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[Tensor]:
         return (x for x, _ in self.data.unlabeled_dataloader())
 
 
