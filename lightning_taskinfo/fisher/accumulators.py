@@ -30,9 +30,8 @@ class Norms:
 
     def by_name(self, names: Iterable[str]) -> ParamDict:
         """Return the norms of all parameters, zeros for one that no gradient has reached."""
-        zeros = torch.zeros(self.n, device="cpu")
-        zeros = torch.zeros_like(next(iter(self.values.values()), zeros))
-        return {name: self.values.get(name, zeros) for name in names}
+        like = next(iter(self.values.values()), torch.empty(self.n, device="cpu"))
+        return {name: self.values.get(name, torch.zeros_like(like)) for name in names}
 
 
 class Diagonal:

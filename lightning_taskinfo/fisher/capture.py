@@ -19,7 +19,8 @@ Which is which is **shown, not guessed**. Let :math:`u_n` be any scores of the o
 """
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
+from torch.nn.utils.rnn import pad_sequence
 
 from lightning_taskinfo._batches import tensors
 from lightning_taskinfo.fisher.fallback import Forward
@@ -81,25 +83,25 @@ def _numbered(
     ]
 
 
-def _counts_batch(node: Any) -> bool:
-    """Whether the backward pass of an operation divides by how often an index occurs in the whole batch."""
-    return bool(getattr(node, "_saved_scale_grad_by_freq", False))
+def _unusual(graph: Graph, node: Any, weights: dict[int, Edge]) -> bool:
+    """Whether the output gradient of a use does not tell the gradients of its weights by sample."""
+    # How often an index occurs in the whole batch divides the gradient.
+    by_frequency = getattr(node, "_saved_scale_grad_by_freq", False)
+    return by_frequency or not graph.single_output(node) or graph.nested(weights)
 
 
 def plan_of_one(graph: Graph) -> Plan | None:
     """Return the plan of a graph of one sample, to whom all rows belong; None where a use is unusual."""
     uses = graph.uses(set())
-    unusual = any(
-        not graph.single_output(node) or not shape_of(node) or graph.nested(sources)
-        for node, sources in uses.items()
-    )
-    if unusual or any(isinstance(node, BackwardCFunction) for node in graph.nodes):
+    rows: dict[Node, Rows] = {}
+    for node, weights in uses.items():
+        shape = shape_of(node)
+        if not shape or _unusual(graph, node, weights):
+            return None
+        if shape.numel():  # not as of an expert without a token
+            rows[node] = Rows(repeat=shape[0])
+    if any(isinstance(node, BackwardCFunction) for node in graph.nodes):
         return None
-    rows = {
-        node: Rows(repeat=shape_of(node)[0])
-        for node in uses
-        if shape_of(node).numel()  # as of an expert without a token
-    }
     return Plan(graph.signature, _numbered(graph, uses, rows), {}, lasting=False)
 
 
@@ -122,21 +124,23 @@ class Prover:
         # other.
         self.root = root or Edge(graph.nodes[0], graph.outputs.output_nr)
         like: Any = self.root.node._input_metadata[self.root.output_nr]
-        self.like = {"device": like.device, "dtype": like.dtype}
         kinds = graph.dtypes() | {like.dtype}
-        generator = torch.Generator().manual_seed(samples)
-        score = torch.randn(like.shape[1:], generator=generator, dtype=torch.float64, device="cpu")
-        own = torch.rand(like.shape, generator=generator, dtype=torch.float64, device="cpu")
-        self.score = (score * (0.5 + own)).to(**self.like)
-        signs = torch.randint(2, (samples,), generator=generator, device="cpu") * 2.0 - 1
+        # Random numbers are the same on every device. One draw is as large as the outputs, which
+        # have a row for each token and a column for each word in a language model.
+        drawn: dict[str, Any] = {"device": "cpu"}
+        drawn["generator"] = torch.Generator().manual_seed(samples)
+        scores = torch.rand(like.shape, **drawn).add_(0.5)
+        scores.mul_(torch.randn(like.shape[1:], **drawn))  # so that samples do not cancel out
+        signs = torch.randint(2, (samples,), **drawn) * 2.0 - 1
         signs[:2] = torch.tensor([1.0, -1.0], device="cpu")[:samples]
-        order = torch.randperm(samples, generator=generator, device="cpu")
-        self.signs = signs.to(**self.like)
         # Powers of two scale a gradient without rounding, so that even what is left of a sum of
         # zero is told apart.
         span = 12 if torch.float16 in kinds else 40  # which float16 has little room for
-        weights = torch.exp2((order - samples // 2) * min(1.0, span / samples))
-        self.weights = weights.to(**self.like)
+        order = torch.randperm(samples, **drawn)
+        factors = torch.exp2((order - samples // 2) * min(1.0, span / samples))
+        self.scores, self.signs, self.factors = (
+            x.to(device=like.device, dtype=like.dtype) for x in (scores, signs, factors)
+        )
         self.eps = max(torch.finfo(kind).eps for kind in kinds)
 
     def plan(self) -> Plan:
@@ -151,168 +155,162 @@ class Prover:
             if not failed:
                 break
             mixed |= failed
-        left = self._left(uses, rows, mixed, silent)
-        served = [node for node in uses if rows[node] is not None]
-        behind = graph.behind({*served})
+        shown = {node: found for node, found in rows.items() if found is not None}
+        left = self._left(uses, shown, mixed, silent)
+        behind = graph.behind({*shown})
         moving = any(MOVE_ROWS.search(type(node).__name__) for node in behind)
-        lasting = not (moving or behind & mixed or (behind | {*served}) & silent or left)
-        lasting = lasting and self._independent(mixed)
-        found = {node: of_node for node in served if (of_node := rows[node]) is not None}
-        return Plan(graph.signature, _numbered(graph, uses, found), left, lasting)
+        open_ends = behind & mixed or (behind | {*shown}) & silent
+        lasting = not (moving or open_ends or left) and self._independent(mixed)
+        return Plan(graph.signature, _numbered(graph, uses, shown), left, lasting)
 
     def _independent(self, mixed: set[Node]) -> bool:
         """Whether what samples are added up in looks the same for one sample, as what knows nothing of samples does."""
-        numbers = [self.graph.number[node] for node in mixed]
-        if not numbers:
+        if not mixed:
             return True
-        if self.alone is None or len(self.alone) != len(self.graph.signature):
+        signature = self.graph.signature
+        if self.alone is None or len(self.alone) != len(signature):
             return False
-        return all(self.alone[i] == self.graph.signature[i] for i in numbers)
+        numbers = [self.graph.number[node] for node in mixed]
+        return all(self.alone[i] == signature[i] for i in numbers)
 
     def _left(
         self,
         uses: dict[Node, dict[int, Edge]],
-        rows: dict[Node, Rows | None],
+        shown: dict[Node, Rows],
         mixed: set[Node],
         silent: set[Node],
     ) -> dict[str, str]:
         """Return the parameters that other engines have to serve, each with the operation that is the reason."""
         graph = self.graph
-        left: dict[str, str] = {}
-        odd = {
-            node
-            for node in uses
-            if rows[node] is None
-            or not graph.single_output(node)
-            or _counts_batch(node)
-            or graph.nested(uses[node])
-        }
+        odd = {node for node in uses if node not in shown or _unusual(graph, node, uses[node])}
         # What mixes samples, and has rows of samples behind it, would count these rows twice.
         odd |= graph.behind({*uses} - odd, blocked=silent) & mixed
-        if self.root.node in mixed:
-            odd.add(self.root.node)
+        odd |= {self.root.node} & mixed
         odd |= uses.keys() - graph.below(self.root.node)  # as of a penalty on weights
+        left: dict[str, str] = {}
         for node in odd:
             for name in graph.roots(node):
                 left.setdefault(name, type(node).__name__)
         return left
 
+    def _backward(self, nodes: list[Node], by_sample: Tensor | None) -> list[Tensor | None]:
+        """Backpropagate the scores, times a number for each sample, to the outputs of some operations."""
+        if not nodes:
+            return []
+        scores = self.scores
+        if by_sample is not None:
+            by_row = by_sample.repeat_interleave(len(scores) // self.samples)
+            scores = scores * by_row.view(-1, *[1] * (scores.dim() - 1))
+        edges = [Edge(node, 0) for node in nodes]
+        found = torch.autograd.grad(
+            [self.root], edges, [scores], retain_graph=True, allow_unused=True
+        )
+        return [*found]
+
+    # 1. Where samples are added up
+
     def _mixed(self, uses: list[Node]) -> tuple[set[Node], set[Node]]:
         """Return the operations at whose outputs samples are added up, and those that no gradient reaches."""
-        norms = [self._norms(uses, weights) for weights in (None, self.signs)]
-        nodes = [node for node in norms[0] if node in norms[1]]
-        plain, signed = (torch.stack([by_node[node] for node in nodes]) for by_node in norms)
-        largest = torch.maximum(plain, signed)
-        changed = ((plain - signed).abs() > 512 * self.eps * largest).tolist()
+        plain = self._norms(uses, None)
+        signed = self._norms(uses, self.signs)
+        nodes = [node for node in plain if node in signed]
+        before = torch.stack([plain[node] for node in nodes])
+        after = torch.stack([signed[node] for node in nodes])
+        largest = torch.maximum(before, after)
+        changed = (before - after).abs() > 512 * self.eps * largest
+        mixed = {node for node, flag in zip(nodes, changed.tolist(), strict=True) if flag}
         nothing = (largest == 0).tolist()
-        mixed = {node for node, flag in zip(nodes, changed, strict=True) if flag}
         return mixed, {node for node, flag in zip(nodes, nothing, strict=True) if flag}
 
-    def _norms(self, uses: list[Node], weights: Tensor | None) -> dict[Node, Tensor]:
+    def _norms(self, uses: list[Node], by_sample: Tensor | None) -> dict[Node, Tensor]:
         """Return the squared norm of the gradient at the output of every operation down to ``uses``."""
         norms: dict[Node, Tensor] = {}
 
-        def note(node: Node) -> Any:
-            def hook(gradients: tuple[Tensor | None, ...]) -> None:
-                if any(g is not None and g.numel() for g in gradients):
-                    norms[node] = self._squared(gradients)
-
-            return hook
+        def note(node: Node, gradients: tuple[Tensor | None, ...]) -> None:
+            if any(g is not None and g.numel() for g in gradients):
+                norms[node] = self._squared(gradients)
 
         inner = self.graph.behind({*uses})
-        handles = [node.register_prehook(note(node)) for node in inner]
+        handles = [node.register_prehook(partial(note, node)) for node in inner]
         try:
-            captured = self._backward(uses, weights)
+            captured = self._backward(uses, by_sample)
         finally:
             for handle in handles:
                 handle.remove()
         return norms | {node: self._squared((b,)) for node, b in zip(uses, captured, strict=True)}
 
     def _squared(self, gradients: tuple[Tensor | None, ...]) -> Tensor:
-        parts = [torch.linalg.vector_norm(g).square().double() for g in gradients if g is not None]
-        return (
-            torch.stack(parts).sum()
-            if parts
-            else torch.zeros((), dtype=torch.float64, device=self.signs.device)
-        )
+        squared = torch.zeros((), dtype=torch.float64, device=self.signs.device)
+        for g in gradients:
+            if g is not None:
+                squared = squared + torch.linalg.vector_norm(g).square().double()
+        return squared
 
-    def _backward(self, nodes: list[Node], weights: Tensor | None) -> list[Tensor | None]:
-        score = self.score
-        if weights is not None:
-            by_row = weights.repeat_interleave(len(score) // self.samples)
-            score = score * by_row.view(-1, *[1] * (score.dim() - 1))
-        edges = [Edge(node, 0) for node in nodes]
-        if not edges:
-            return []
-        return [
-            *torch.autograd.grad([self.root], edges, [score], retain_graph=True, allow_unused=True)
-        ]
+    # 2. Whose the rows are
 
     def _rows(self, nodes: list[Node]) -> dict[Node, Rows | None]:
         """Return which sample each row belongs to, by operation; None where a row belongs to several."""
         plain = self._backward(nodes, None)
-        scaled = self._backward(nodes, self.weights)
+        scaled = self._backward(nodes, self.factors)
         rows: dict[Node, Rows | None] = {}
         for node, b, c in zip(nodes, plain, scaled, strict=True):
             if b is None or c is None:
-                rows[node] = Rows(
-                    index=torch.zeros(self.samples, 0, dtype=torch.long, device=self.signs.device)
-                )
+                nobody = torch.zeros(self.samples, 0, dtype=torch.long, device=self.signs.device)
+                rows[node] = Rows(index=nobody)
             else:
                 rows[node] = self._rows_of(b, c)
         return rows
 
     def _rows_of(self, plain: Tensor, scaled: Tensor) -> Rows | None:
+        """Try each axis, those first that samples divide, and then leading axes that are read as one."""
         sizes = plain.shape
-        floor = 16 * self.eps * float(torch.linalg.vector_norm(plain))  # rows below it are rounding
         axes = sorted(
             range(len(sizes)), key=lambda axis: axis > 0 and sizes[axis] % self.samples != 0
         )
-        ways = [(1, axis) for axis in axes] + [(merged, 0) for merged in range(2, len(sizes))]
-        for merged, axis in ways:
-            rows = Rows(axis=axis, merged=merged)
-            samples = self._samples(rows.rows_first(plain), rows.rows_first(scaled), floor)
+        floor = 16 * self.eps * float(torch.linalg.vector_norm(plain))  # rows below it are rounding
+        ways = [Rows(axis=axis) for axis in axes]
+        ways += [Rows(merged=merged) for merged in range(2, len(sizes))]
+        for way in ways:
+            samples = self._samples(way.rows_first(plain), way.rows_first(scaled), floor)
             if samples is not None:
-                return self._in_order(samples, axis, merged)
+                return self._in_order(samples, way)
         return None
 
     def _samples(self, plain: Tensor, scaled: Tensor, floor: float) -> Tensor | None:
         """Return the sample of each row, -1 where it has no gradient; None if a row belongs to several samples."""
         if plain.numel() == 0:
             return torch.full((len(plain),), -1, device=plain.device)
-        plain, scaled = plain.reshape(len(plain), -1), scaled.reshape(len(scaled), -1)
+        plain = plain.reshape(len(plain), -1)
+        scaled = scaled.reshape(len(scaled), -1)
         norms = torch.linalg.vector_norm(plain, dim=1)
         ratio = torch.linalg.vector_norm(scaled, dim=1) / norms
-        known, order = self.weights.sort()
+        # The sample whose factor is nearest, and whether it explains the row.
+        known, order = self.factors.sort()
         middle = (known[1:] * known[:-1]).sqrt()
         sample = order[torch.bucketize(ratio, middle)]
-        off = torch.linalg.vector_norm(scaled - self.weights[sample].unsqueeze(1) * plain, dim=1)
+        factor = self.factors[sample]
+        off = torch.linalg.vector_norm(scaled - factor.unsqueeze(1) * plain, dim=1)
+        fits = off <= self.eps**0.5 * factor * norms
         nothing = norms <= floor
-        fits = off <= self.eps**0.5 * self.weights[sample] * norms
         if not bool((fits | nothing).all()):
             return None
-        return sample.masked_fill(nothing & ~fits, -1).masked_fill(norms == 0, -1)
+        return sample.masked_fill(nothing & ~fits | (norms == 0), -1)
 
-    def _in_order(self, samples: Tensor, axis: int, merged: int) -> Rows:
-        """Return rows of a simple order if they have one."""
+    def _in_order(self, samples: Tensor, way: Rows) -> Rows:
+        """Return the rows in a simple order if they have one, otherwise by their numbers."""
         n, count = self.samples, len(samples)
-        numbers = torch.arange(n, device=samples.device)
         known = samples >= 0
         if count and count % n == 0:
             repeat = count // n
+            numbers = torch.arange(n, device=samples.device)
             if bool(((samples == numbers.repeat_interleave(repeat)) | ~known).all()):
-                return Rows(axis, repeat, False, merged)
+                return replace(way, repeat=repeat)
             if bool(((samples == numbers.repeat(repeat)) | ~known).all()):
-                return Rows(axis, repeat, True, merged)
+                return replace(way, repeat=repeat, interleaved=True)
+        rows = samples.argsort(stable=True)[count - int(known.sum()) :]
         counts = torch.bincount(samples[known], minlength=n)
-        repeat = int(counts.max()) if count else 0
-        index = torch.full((n, repeat), count, device=samples.device)
-        rows = known.nonzero().squeeze(1)
-        rows = rows[samples[rows].argsort(stable=True)]
-        first = counts.cumsum(0) - counts
-        place = torch.arange(len(rows), device=samples.device) - first[samples[rows]]
-        index[samples[rows], place] = rows
-        return Rows(axis, repeat, False, merged, index)
+        index = pad_sequence(rows.split(counts.tolist()), batch_first=True, padding_value=count)
+        return replace(way, repeat=index.shape[1], index=index)
 
 
 # --- What is used again

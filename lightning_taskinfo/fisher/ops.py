@@ -91,15 +91,17 @@ class Use:
 
     def norms(self, scores: list[Tensor]) -> Tensor:
         """Return the squared norm of each sample's gradient, summed over scores, shape ``[N]``."""
-        norms = []
-        for samples in self.blocks(len(scores[0])):
-            norms.append(total(squared_norms(self.gradients(b, samples)) for b in scores))
-        return torch.cat(norms)
+        return sum_of_norms(self.formed(scores))
 
     def diagonal(self, scores: list[Tensor]) -> Tensor:
         """Return the squared gradients, summed over samples and scores, shaped like the weight."""
-        blocks = self.blocks(len(scores[0]))
-        return sum_of_squares(self.gradients(b, samples) for samples in blocks for b in scores)
+        return sum_of_squares(g for _, g in self.formed(scores))
+
+    def formed(self, scores: list[Tensor]) -> Iterator[tuple[slice, Tensor]]:
+        """Yield a few samples, and their gradients for one score after the other."""
+        for samples in self.blocks(len(scores[0])):
+            for b in scores:
+                yield samples, self.gradients(b, samples)
 
     def blocks(self, n: int) -> Iterator[slice]:
         """Yield a few of ``n`` samples at a time, so that little memory is needed."""
@@ -205,8 +207,9 @@ class Elementwise(Use):
     def gradients(self, b: Tensor, samples: slice) -> Tensor:
         return b[samples]
 
-    def blocks(self, n: int) -> Iterator[slice]:
-        yield slice(None)  # they are there already
+    @property
+    def elements(self) -> int:
+        return 1  # none is formed: they are there already
 
 
 def elementwise(
@@ -457,6 +460,15 @@ def squared_norms(x: Tensor) -> Tensor:
     if x.dim() == 1:  # of a parameter that is one number
         return x.square()
     return torch.linalg.vector_norm(x, dim=tuple(range(1, x.dim()))).square_()
+
+
+def sum_of_norms(formed: Iterable[tuple[slice, Tensor]]) -> Tensor:
+    """Return the squared norm of each sample's gradient, of gradients ``[n, *shape]`` for several scores each."""
+    norms: dict[int, Tensor] = {}
+    for samples, gradients in formed:
+        some = squared_norms(gradients)
+        norms[samples.start] = some + norms.get(samples.start, 0)
+    return torch.cat([*norms.values()])
 
 
 def sum_of_squares(gradients: Iterable[Tensor]) -> Tensor:

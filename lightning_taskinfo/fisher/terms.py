@@ -32,7 +32,7 @@ from lightning_taskinfo.fisher.ops import (
     add_lookups,
     blocks,
     product_norms,
-    squared_norms,
+    sum_of_norms,
     sum_of_squares,
     total,
 )
@@ -103,11 +103,7 @@ class Gradients:
 
     def norms(self) -> Tensor:
         """Return the squared norm of each sample's gradient, summed over scores."""
-        norms: dict[int, Tensor] = {}
-        for samples, g in self.formed():
-            some = squared_norms(g)
-            norms[samples.start] = norms[samples.start] + some if samples.start in norms else some
-        return torch.cat([*norms.values()])
+        return sum_of_norms(self.formed())
 
     def diagonal(self) -> Tensor:
         """Return the squared gradients, summed over samples and scores."""

@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_taskinfo._observe import trainable_parameters
 from lightning_taskinfo.fisher import engines_used, per_sample_squared_norms
@@ -176,6 +177,27 @@ def test_the_graph_serves_it_all_the_same(model):
     x, y = data(7)
     first, again = (engines_used(model, x, y) for _ in range(2))
     assert first == again == dict.fromkeys(first, "graph")
+
+
+class Double(TorchDispatchMode):
+    """Notes the size of the largest float64 tensor that is made."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, Tensor) and made.dtype == torch.float64:
+            self.largest = max(self.largest, made.numel())
+        return made
+
+
+def test_a_proof_needs_no_more_precision_than_the_outputs_have():
+    """The outputs of a language model have a column for each word: a copy of them in float64 is large."""
+    model = nn.Linear(4, 100)
+    graph = Graph(model(torch.randn(7, 4)), trainable_parameters(model))
+    with Double() as made:
+        Prover(graph, 7, rounds=4).plan()
+    assert made.largest < 100  # norms by operation
 
 
 class ComputedFromEachOther(nn.Module):
