@@ -63,7 +63,7 @@ def race(network: str, n: int, labels: str, rounds: int) -> dict:
     for turn in range(rounds + 1):  # the first is to warm up
         now = {
             "ours": seconds(lambda: embedder._fisher(x)),
-            "loop": seconds(lambda: looped(embedder.probe, weights, x, labels)),
+            "loop": seconds(lambda: looped(embedder.network, weights, x, labels)),
             "head": seconds(lambda: embedder._fit(x, y)),
         }
         for name, value in now.items() if turn else ():
@@ -86,7 +86,7 @@ def race(network: str, n: int, labels: str, rounds: int) -> dict:
 
 def disagreement(network: str, n: int) -> float:
     embedder, x, _ = fitted(network, n, "exact", torch.float64)
-    reference = looped(embedder.probe, list(embedder.filters), x, "exact")
+    reference = looped(embedder.network, list(embedder.filters), x, "exact")
     found = embedder._fisher(x)
     return (
         ((found - reference).abs() / reference.clamp(min=torch.finfo(torch.float64).tiny))
@@ -96,7 +96,7 @@ def disagreement(network: str, n: int) -> float:
 
 
 def _parameters(embedder: Task2Vec) -> list[Tensor]:
-    return [embedder.probe.get_parameter(name) for name in embedder.filters]
+    return [embedder.network.get_parameter(name) for name in embedder.filters]
 
 
 def main() -> None:

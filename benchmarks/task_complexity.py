@@ -26,7 +26,7 @@ from torch.nn.functional import adaptive_avg_pool2d
 
 from lightning_taskinfo import Training, __version__, structure_function
 from lightning_taskinfo._parallel import run_jobs
-from lightning_taskinfo.tasks.specs import prepare_task, small_network
+from lightning_taskinfo.tasks.ready import prepare_task, small_network
 
 BETAS = tuple(10 ** (1.5 - j / 3) for j in range(14))  # 32 … 0.0015
 SIDE = 12

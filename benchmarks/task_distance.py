@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from lightning_taskinfo import Training, __version__, task_distance
 from lightning_taskinfo.tasks import DistanceMatrix
-from lightning_taskinfo.tasks.specs import Centred, prepare_task, trunk_for
+from lightning_taskinfo.tasks.ready import Centred, prepare_task, trunk_for
 from lightning_taskinfo.tasks.training import ModelFn
 
 TASKS = ("digits", "digits:only-0-1", "digits:inverted", "letters", "digits+letters")

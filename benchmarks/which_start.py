@@ -71,9 +71,7 @@ from lightning_taskinfo._files import claim_folder, read_json, write_json
 from lightning_taskinfo.data import load_task
 from lightning_taskinfo.functional.paired import paired_interval
 from lightning_taskinfo.tasks import embedding_distances
-from lightning_taskinfo.tasks.head import fit_linear_head
-from lightning_taskinfo.tasks.probe import default_probe
-from lightning_taskinfo.tasks.specs import small_trunk
+from lightning_taskinfo.tasks.ready import fit_linear_head, reference_network, small_trunk
 from lightning_taskinfo.transfer import small_cnn
 
 FILES = {"cifar10": "cifar10_12k"}  # names of files that are not those of their tasks
@@ -390,7 +388,7 @@ def distances(bench: Bench) -> dict[str, Any]:
 def embeddings(bench: Bench) -> dict[str, Any]:
     """Task2Vec's asymmetric distances, with 200 labels of each task."""
     begin = time.perf_counter()
-    embedder = Task2Vec(default_probe(), head="head", max_samples=200)
+    embedder = Task2Vec(reference_network(), head="head", max_samples=200)
     found = []
     for name in dict.fromkeys((*SOURCES, *TARGETS)):
         task = load(name, 28, bench.data_dir)

@@ -1,8 +1,8 @@
 """Put tasks on a map: all digits, even or odd, small or large, letters, inverted digits. Which is whose best source?
 
-A small probe network, trained once on digits and letters, gets a new head for each task. The Fisher information of its
+A small network, trained once on digits and letters, gets a new head for each task. The Fisher information of its
 filters then says what matters to the task: near tasks need the same filters, and a large norm tells a task that the
-probe finds hard.
+network finds hard.
 
     python examples/task2vec.py --folder figures
 """
@@ -16,18 +16,18 @@ from matplotlib.figure import Figure
 from lightning_taskinfo import Task2Vec
 from lightning_taskinfo.data import load_task
 from lightning_taskinfo.tasks import (
-    default_probe,
     embedding_distances,
     nearest_source,
     plot_difficulty,
     plot_task_map,
+    reference_network,
 )
 
 parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
 )
 parser.add_argument(
-    "--fast", action="store_true", help="one epoch for the probe and fewer samples, a few seconds"
+    "--fast", action="store_true", help="one epoch for the network and fewer samples, a few seconds"
 )
 parser.add_argument(
     "--folder", type=Path, default=Path("runs/task2vec"), help="folder of the figure"
@@ -51,9 +51,9 @@ if args.fast:
         if name in ("digits", "digits:even-odd", "digits:only-0-1", "letters")
     }
 
-# %% Embed them; any module can be the probe, `Task2Vec(my_network, head="fc")`
-probe = default_probe(epochs=1 if args.fast else 4)
-embedder = Task2Vec(probe, max_samples=50 if args.fast else 1000)
+# %% Embed them; any module can be the network, `Task2Vec(my_network, head="fc")`
+network = reference_network(epochs=1 if args.fast else 4)
+embedder = Task2Vec(network, max_samples=50 if args.fast else 1000)
 embeddings = [embedder.embed(load_task(name), name=title) for title, name in names.items()]
 
 # %% Who is near whom?

@@ -1,7 +1,44 @@
 """Small tables of results: aligned text for ``print``, HTML for notebooks."""
 
+import json
 from collections.abc import Sequence
 from html import escape
+from typing import Any, TypeAlias
+
+Cells: TypeAlias = tuple[list[str], list[list[str]]]
+
+
+class Tabled:
+    """A result that prints itself: a table, remarks where there is cause for them, and one sentence.
+
+    Subclasses have ``_cells`` and ``reading``; those with a ``to_dict`` can be written as JSON.
+    """
+
+    def _cells(self) -> Cells:
+        """Return column names and rows, as they are shown."""
+        raise NotImplementedError
+
+    def _remarks(self) -> list[str]:
+        """Return what a reader of the table must know."""
+        return []
+
+    def reading(self) -> str:
+        """Return the result as one sentence."""
+        raise NotImplementedError
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything, ready for JSON."""
+        raise NotImplementedError
+
+    def to_json(self, **options: Any) -> str:
+        """Return everything as JSON; ``options`` go to ``json.dumps``."""
+        return json.dumps(self.to_dict(), **options)
+
+    def __str__(self) -> str:
+        return "\n".join([text_table(*self._cells()), *self._remarks(), self.reading()])
+
+    def _repr_html_(self) -> str:
+        return html_table(*self._cells(), self.reading())
 
 
 def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -21,24 +58,6 @@ def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-class Tabled:
-    """A result that prints as a table with a sentence below it, and shows both in notebooks."""
-
-    def _cells(self) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
-        """Return names of columns, and rows of cells."""
-        raise NotImplementedError
-
-    def reading(self) -> str:
-        """Return the sentence."""
-        raise NotImplementedError
-
-    def __str__(self) -> str:
-        return f"{text_table(*self._cells())}\n{self.reading()}"
-
-    def _repr_html_(self) -> str:
-        return html_table(*self._cells(), self.reading())
-
-
 def html_table(columns: Sequence[str], rows: Sequence[Sequence[str]], sentence: str = "") -> str:
     """Return cells as an HTML table, with a sentence below it.
 
@@ -46,9 +65,12 @@ def html_table(columns: Sequence[str], rows: Sequence[Sequence[str]], sentence: 
         >>> html_table(["layer"], [["a<b"]])
         '<table><thead><tr><th>layer</th></tr></thead><tbody><tr><td>a&lt;b</td></tr></tbody></table>'
     """
-    head = "".join(f"<th>{escape(name)}</th>" for name in columns)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
-    )
+    head = _html_row("th", columns)
+    body = "".join(_html_row("td", row) for row in rows)
     below = f"<p>{escape(sentence)}</p>" if sentence else ""
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{below}"
+    return f"<table><thead>{head}</thead><tbody>{body}</tbody></table>{below}"
+
+
+def _html_row(tag: str, cells: Sequence[str]) -> str:
+    row = "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells)
+    return f"<tr>{row}</tr>"

@@ -137,6 +137,10 @@ def test_the_width_of_the_logits_has_one_name():
     """``num_classes`` is a number of classes: of data, of labels, and of a classifier made for them."""
     of_logits = {name for name, thing in NAMES.items() if "num_outputs" in parameters(thing)}
     of_classes = {name for name, thing in NAMES.items() if "num_classes" in parameters(thing)}
-    assert of_logits == {"Lautum", "TemporalEnsembling", "tasks.SmallProbe"}
+    assert of_logits == {"Lautum", "TemporalEnsembling", "tasks.ReferenceNetwork"}
     of_files = {"data.ArrayData", "data.load_idx", "data.load_npz"}
-    assert of_classes == of_files | {"TransferClassifier", "tasks.Task", "tasks.TaskEmbedding"}
+    assert of_classes == of_files | {
+        "TransferClassifier",
+        "tasks.PreparedTask",
+        "tasks.TaskEmbedding",
+    }

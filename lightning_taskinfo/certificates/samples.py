@@ -177,7 +177,7 @@ def _joined(parts: list[Any], argument: str) -> Any:
 
 
 def _pair_of(data: Any) -> Any:
-    """The pair of something like a ``tasks.Task``, or what was given."""
+    """The pair of something like a ``tasks.PreparedTask``, or what was given."""
     own = getattr(data, "data", None)
     return own if isinstance(own, tuple) and len(own) == 2 else data
 

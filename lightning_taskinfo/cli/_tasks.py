@@ -9,7 +9,7 @@ from torch import Generator
 
 from lightning_taskinfo.certificates.samples import read_pair
 from lightning_taskinfo.cli._own import Data, read_part
-from lightning_taskinfo.tasks import Task, prepare_task
+from lightning_taskinfo.tasks import PreparedTask, prepare_task
 
 Tasks: TypeAlias = list[Data] | dict[str, Data] | str
 
@@ -44,7 +44,7 @@ def _name(data: Data) -> str:
     return data if isinstance(data, str) else type(data).__name__
 
 
-def labelled(name: str, data: Data, *, max_samples: int, size: int, seed: int = 0) -> Task:
+def labelled(name: str, data: Data, *, max_samples: int, size: int, seed: int = 0) -> PreparedTask:
     """Return the training samples of a task, shuffled, and at most so many of them.
 
     Args:
@@ -59,4 +59,4 @@ def labelled(name: str, data: Data, *, max_samples: int, size: int, seed: int = 
         return replace(task, name=name)
     inputs, targets = read_pair(read_part(data, "train"), argument=f"tasks[{name!r}]")
     order = torch.randperm(len(targets), generator=Generator().manual_seed(seed))[:max_samples]
-    return Task(name, inputs[order], targets[order], int(targets.max()) + 1)
+    return PreparedTask(name, inputs[order], targets[order], int(targets.max()) + 1)

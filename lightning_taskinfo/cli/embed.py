@@ -14,14 +14,13 @@ from lightning_taskinfo.data import load_task
 from lightning_taskinfo.tasks import (
     Task2Vec,
     TaskEmbedding,
-    default_probe,
     embedding_distances,
     log_embeddings,
     plot_difficulty,
     plot_task_map,
+    reference_network,
 )
-from lightning_taskinfo.tasks.embedding import ALPHA
-from lightning_taskinfo.tasks.plots import embedding_rows
+from lightning_taskinfo.tasks.embedding import ALPHA, embedding_rows
 
 FIVE = ("digits", "digits:even-odd", "digits:small-large", "letters", "digits:inverted")
 
@@ -36,7 +35,7 @@ def embed(
     project: str | None = None,
     **options: Any,
 ) -> str:
-    """Embed tasks by the Fisher information of a probe, draw them on a map, and name the nearest source of each.
+    """Embed tasks by the Fisher information of a network, draw them on a map, and name the nearest source of each.
 
     Args:
         tasks: Names of embedded data (digits, letters), npz files or idx folders, each alone or
@@ -47,10 +46,10 @@ def embed(
             where neither this nor ``data`` is given.
         data: One more task: import path of your LightningDataModule, whose arguments follow,
             ``--data.batch_size 32``.
-        model: The probe: import path of your LightningModule or network, which returns scores; its
+        model: The network: import path of your LightningModule or network, which returns scores; its
             arguments follow, ``--model.width 64``. A small network trained on digits and letters
             where not given.
-        checkpoint: The probe's weights. Those kept in it are the defaults of the model's arguments.
+        checkpoint: Its weights. Those kept in it are the defaults of the model's arguments.
         folder: Folder of the results: embeddings.json, an npz file per task, task_map.png and
             difficulty.png.
         alpha: How much the complexity of a source speaks for it; 0 for the symmetric distance.
@@ -61,15 +60,15 @@ def embed(
         A table of the tasks with norm, test error and nearest source.
 
     Raises:
-        ValueError: If an argument is outside its domain, or the probe does not take the inputs of a
+        ValueError: If an argument is outside its domain, or the network does not take the inputs of a
             task.
     """
     seed = options["seed"]
     loaded = {
         name: _read(one, seed) for name, one in named_tasks(tasks, data, FIVE).items()
     }  # refused before anything is trained or written
-    probe = default_probe(seed=seed) if model is None else started(model, checkpoint)
-    embedder = Task2Vec(probe, **options)
+    network = reference_network(seed=seed) if model is None else started(model, checkpoint)
+    embedder = Task2Vec(network, **options)
     with shown(True, "embed", len(loaded)) as tell:
         turns = counted(list(loaded), len(loaded), tell, "tasks")
         embeddings = [embedder.embed(name=name, **loaded[name]) for name in turns]
@@ -108,7 +107,7 @@ def _as_json(
         for e in embeddings
     ]
     return {
-        "probe": embeddings[0].probe,
+        "probe": embeddings[0].network,
         "labels": embeddings[0].labels,
         "alpha": alpha,
         "tasks": [row | more for row, more in zip(rows, vectors, strict=True)],

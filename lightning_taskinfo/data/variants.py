@@ -43,14 +43,32 @@ def load_task(
         >>> load_task("digits:even-odd", size=8).num_classes
         2
     """
+    parts = task_parts(name, size=size, seed=seed, data_dir=data_dir, variant_seed=seed)
+    return parts[0] if len(parts) == 1 else _together(parts)
+
+
+def task_parts(name: str | PathLike[str], *, variant_seed: int, **options: Any) -> list[ArrayData]:
+    """Return the datasets of a task one by one, each varied; they have images of one shape.
+
+    Args:
+        name: As for :func:`load_task`.
+        variant_seed: Seed of random labels.
+        **options: Of :func:`~lightning_taskinfo.data.load_dataset`.
+
+    Raises:
+        ValueError: As :func:`load_task` does.
+    """
     name = fspath(name)
     names, *variants = name.split(":")
-    parts = [
-        load_dataset(part, size=size, seed=seed, data_dir=data_dir) for part in names.split("+")
-    ]
+    parts = [load_dataset(part, **options) for part in names.split("+")]
+    shapes = [str(part.image_shape) for part in parts]
+    if len({*shapes}) > 1:
+        raise ValueError(
+            f"{name!r} must put images of one shape together, got {', '.join(shapes)}."
+        )
     for variant in variants:
-        parts = [vary(part, variant, seed=seed) for part in parts]
-    return parts[0] if len(parts) == 1 else _together(parts, name)
+        parts = [vary(part, variant, seed=variant_seed) for part in parts]
+    return parts
 
 
 def vary(data: ArrayData, variant: str, *, seed: int = 0) -> ArrayData:
@@ -123,10 +141,7 @@ def _chosen(data: ArrayData, classes: list[int], name: str) -> ArrayData:
     return ArrayData(**splits, name=name, num_classes=len(classes))
 
 
-def _together(parts: list[ArrayData], name: str) -> ArrayData:
-    if len({part.image_shape for part in parts}) > 1:
-        shapes = ", ".join(str(part.image_shape) for part in parts)
-        raise ValueError(f"{name!r} must put images of one shape together, got {shapes}.")
+def _together(parts: list[ArrayData]) -> ArrayData:
     starts = np.cumsum([0, *(part.num_classes for part in parts)])
     splits: dict[str, Any] = {}
     for split in ("train", "test"):

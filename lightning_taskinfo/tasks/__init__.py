@@ -1,36 +1,45 @@
-"""Questions about tasks: complexity, distance, and simulated transfer whose answer is known."""
+"""Questions about tasks: complexity, distance, embedding, and simulated transfer whose answer is known."""
 
-from lightning_taskinfo.tasks.complexity import structure_function
+from lightning_taskinfo.tasks.complexity import (
+    Estimate,
+    StructureFunction,
+    plot_structure_functions,
+    structure_function,
+)
 from lightning_taskinfo.tasks.distance import DistanceMatrix, task_distance
 from lightning_taskinfo.tasks.embedding import (
     Recommendation,
     TaskEmbedding,
     embedding_distances,
-    nearest_source,
-)
-from lightning_taskinfo.tasks.plots import (
     log_embeddings,
+    nearest_source,
     plot_difficulty,
-    plot_structure_functions,
     plot_task_map,
 )
-from lightning_taskinfo.tasks.probe import SmallProbe, default_probe
-from lightning_taskinfo.tasks.specs import Task, network_for, prepare_task, trunk_for, trunk_of
-from lightning_taskinfo.tasks.structure import Estimate, StructureFunction
-from lightning_taskinfo.tasks.student_teacher import StudentTeacherRisks, simulate_student_teacher
-from lightning_taskinfo.tasks.task2vec import Task2Vec
-from lightning_taskinfo.tasks.theory import (
+from lightning_taskinfo.tasks.phase_diagram import (
     PhaseDiagram,
-    TransferRisks,
-    simulate_phase_diagram,
-    simulate_transfer,
-    transferability,
-)
-from lightning_taskinfo.tasks.theory_plots import (
     plot_phase_map,
     plot_phase_overview,
     plot_phase_slices,
     plot_phase_surface,
+    simulate_phase_diagram,
+    transferability,
+)
+from lightning_taskinfo.tasks.ready import (
+    PreparedTask,
+    ReferenceNetwork,
+    network_for,
+    prepare_task,
+    reference_network,
+    trunk_for,
+    trunk_of,
+)
+from lightning_taskinfo.tasks.task2vec import Task2Vec
+from lightning_taskinfo.tasks.theory import (
+    StudentTeacherRisks,
+    TransferRisks,
+    simulate_student_teacher,
+    simulate_transfer,
 )
 from lightning_taskinfo.tasks.training import Training
 
@@ -38,16 +47,15 @@ __all__ = [
     "DistanceMatrix",
     "Estimate",
     "PhaseDiagram",
+    "PreparedTask",
     "Recommendation",
-    "SmallProbe",
+    "ReferenceNetwork",
     "StructureFunction",
     "StudentTeacherRisks",
-    "Task",
     "Task2Vec",
     "TaskEmbedding",
     "Training",
     "TransferRisks",
-    "default_probe",
     "embedding_distances",
     "log_embeddings",
     "nearest_source",
@@ -60,6 +68,7 @@ __all__ = [
     "plot_structure_functions",
     "plot_task_map",
     "prepare_task",
+    "reference_network",
     "simulate_phase_diagram",
     "simulate_student_teacher",
     "simulate_transfer",

@@ -1,12 +1,11 @@
 """How far is it from one task to another? What a network must learn in addition, in nats; not symmetric."""
 
-import json
 import os
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import asdict, dataclass
-from itertools import count, product
+from dataclasses import asdict, dataclass, fields
+from itertools import count, permutations, product
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
@@ -17,11 +16,12 @@ from lightning_taskinfo._files import claim_folder, digest
 from lightning_taskinfo._parallel import check_executor, run_jobs
 from lightning_taskinfo._progress import Progress, shown
 from lightning_taskinfo._ranges import check_positive
-from lightning_taskinfo._tables import html_table, text_table
+from lightning_taskinfo._tables import Cells, Tabled
 from lightning_taskinfo._wandb import log_once
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.certificates.samples import Data, read_pair
 from lightning_taskinfo.functional.likelihood import Likelihood, as_likelihood
+from lightning_taskinfo.plotting import figure_and_axes
 from lightning_taskinfo.tasks.training import ModelFn, Training, network_digest
 from lightning_taskinfo.tasks.union import HeadFn, Method, Plan, Union, solve
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class DistanceMatrix:
+class DistanceMatrix(Tabled):
     r"""Distances between ``K`` tasks, in nats: what a network that knows one must learn to know both.
 
     .. math:: d_\beta(D_1 \to D_2) = \mathrm{KL}(Q_{12}\|P) - \mathrm{KL}(Q_1\|P)
@@ -88,20 +88,19 @@ class DistanceMatrix:
     def table(self) -> tuple[list[str], list[list[str | float]]]:
         """Return column names and one row for each ordered pair."""
         columns = ["from", "to", "distance", "standard_error", "new_head"]
-        values = [t.tolist() for t in (self.mean, self.standard_error, self.new_head.mean(0))]
-        K = range(len(self.names))
-        return columns, [
-            [self.names[i], self.names[j], *(v[i][j] for v in values)] for i in K for j in K
-        ]
+        measured = torch.stack([self.mean, self.standard_error, self.new_head.mean(0)])
+        values = measured.flatten(1).T.tolist()  # [K * K, 3]
+        pairs = product(self.names, repeat=2)
+        return columns, [[*pair, *row] for pair, row in zip(pairs, values, strict=True)]
 
     def reading(self) -> str:
         """Return one sentence on the nearest pair of different tasks."""
-        pairs = [row for row in self.table()[1] if row[0] != row[1]]
-        if not pairs:
+        K = len(self.names)
+        if K == 1:
             return f"{self.names[0]} is {self._cell(0, 0)} nats from itself; 0 would be exact."
-        nearest = min(pairs, key=lambda row: float(row[2]))
-        i, j = (self.names.index(str(name)) for name in nearest[:2])
-        return f"A network that knows {nearest[0]} needs the fewest further nats for {nearest[1]}: {self._cell(i, j)}."
+        i, j = min(permutations(range(K), 2), key=lambda pair: self.mean[pair].item())
+        known, added = self.names[i], self.names[j]
+        return f"A network that knows {known} needs the fewest further nats for {added}: {self._cell(i, j)}."
 
     def _cell(self, i: int, j: int) -> str:
         distance = f"{self.mean[i, j].item():,.0f}"
@@ -109,45 +108,53 @@ class DistanceMatrix:
             return distance
         return f"{distance} ± {self.standard_error[i, j].item():,.0f}"
 
-    def _cells(self) -> tuple[list[str], list[list[str]]]:
+    def _cells(self) -> Cells:
         tasks = range(len(self.names))
         rows = [[self.names[i], *(self._cell(i, j) for j in tasks)] for i in tasks]
         return ["nats from, to", *self.names], rows
 
-    def __str__(self) -> str:
-        lines = [text_table(*self._cells())]
-        if short := self.unfinished():
-            lines.append(
-                f"Not to be trusted: {', '.join(short)} should be at distance 0 from itself; set more `training.steps`."
-            )
-        return "\n".join([*lines, self.reading()])
-
-    def _repr_html_(self) -> str:
-        return html_table(*self._cells(), self.reading())
+    def _remarks(self) -> list[str]:
+        tasks = ", ".join(self.unfinished())
+        if not tasks:
+            return []
+        return [
+            f"Not to be trusted: {tasks} should be at distance 0 from itself; set more `training.steps`."
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything, ready for JSON; an error that a single seed cannot give is ``None``."""
-        values = {
-            key: getattr(self, key) for key in ("names", "method", "beta", "samples", "seeds")
-        }
-        measured = ("mean", "distances", "new_head", "information", "objective")
-        error = self.standard_error.tolist() if len(self.seeds) > 1 else None
-        return {
-            **values,
-            "standard_error": error,
-            **{key: getattr(self, key).tolist() for key in measured},
-        }
-
-    def to_json(self, **options: Any) -> str:
-        """Return everything as JSON; ``options`` go to ``json.dumps``."""
-        return json.dumps(self.to_dict(), **options)
+        values = {part.name: getattr(self, part.name) for part in fields(self)}
+        values["mean"] = self.mean
+        values["standard_error"] = self.standard_error if len(self.seeds) > 1 else None
+        return {k: v.tolist() if isinstance(v, Tensor) else v for k, v in values.items()}
 
     def plot(self, ax: "Axes | None" = None) -> tuple["Figure", "Axes"]:
-        """Draw the mean distances as colours with numbers and standard errors."""
-        from lightning_taskinfo.tasks.plots import plot_distances
+        """Draw the mean distances as colours with numbers and standard errors.
 
-        title = rf"$d_\beta$ from row to column, {self.method}, $\beta = {self.beta:g}$"
-        return plot_distances(self.names, self.mean, self.standard_error, title=title, ax=ax)
+        Args:
+            ax: Draw here instead of in a new figure.
+
+        Returns:
+            The figure and its axes.
+        """
+        mean, error = self.mean, self.standard_error
+        tasks = range(len(self.names))
+        side = 1.6 + 0.9 * len(self.names)
+        fig, ax = figure_and_axes(ax, size=(side + 0.8, side))
+        image = ax.imshow(mean.numpy(), cmap="viridis_r")
+        fig.colorbar(image, ax=ax, label="distance (nats)", shrink=0.8)
+        middle = 0.5 * (mean.min() + mean.max())
+        for row, column in product(tasks, repeat=2):
+            text = f"{round(mean[row, column].item())}"
+            if error[row, column].isfinite():
+                text += f"\n±{error[row, column]:.0f}"
+            color = "white" if mean[row, column] > middle else "black"
+            ax.text(column, row, text, ha="center", va="center", color=color, fontsize=8)
+        ax.set_xticks(tasks, self.names, rotation=30, ha="right")
+        ax.set_yticks(tasks, self.names)
+        ax.set(xlabel="to: the task that is added", ylabel="from: the task that is known")
+        ax.set_title(rf"$d_\beta$ from row to column, {self.method}, $\beta = {self.beta:g}$")
+        return fig, ax
 
     def log(self, run: Any, *, key: str = "task_distance") -> None:
         """Log figure (as an image), table and scalars to a W&B run.
@@ -158,8 +165,8 @@ class DistanceMatrix:
         """
         columns, rows = self.table()
         scalars = {f"{row[0]}→{row[1]}": float(row[2]) for row in rows}
-        figures, tables = {"figure": self.plot()[0]}, {"table": (columns, rows)}
-        log_once(run, key, scalars=scalars, figures=figures, tables=tables)
+        figures = {"figure": self.plot()[0]}
+        log_once(run, key, scalars=scalars, figures=figures, tables={"table": (columns, rows)})
 
 
 def task_distance(
@@ -270,10 +277,7 @@ def task_distance(
         found = run_jobs(
             solve, jobs, folder=folder, executor=executor, workers=workers, on_done=on_done
         )
-    by_seed = [_distances(sizes, {p: found[_name(seed, p)] for p in wanted}) for seed in seeds]
-    measured = {
-        key: torch.tensor([one[key] for one in by_seed], dtype=torch.float64) for key in by_seed[0]
-    }
+    measured = _measured(found, sizes, seeds)
     return DistanceMatrix(tuple(tasks), method, beta, tuple(sizes), tuple(seeds), **measured)
 
 
@@ -300,24 +304,31 @@ def _check_importable(**functions: Callable[..., Any]) -> None:
             ) from error
 
 
-def _distances(sizes: list[int], found: Mapping[tuple[int, ...], Any]) -> dict[str, Any]:
-    """Distances, new heads, and information and objective of each task alone, for one seed."""
-    K = len(sizes)
-    alone = [found[i,] for i in range(K)]
-    information = [one["kl"]["trunk"] + one["kl"]["heads.0"] for one in alone]
-    distances = [[0.0] * K for _ in range(K)]
-    new_head = [[0.0] * K for _ in range(K)]
-    for i, j in product(range(K), repeat=2):
-        parts = _trained((i, j), sizes)
-        kl = found[parts]["kl"]
-        known = parts.index(i)
-        distances[i][j] = kl["trunk"] + kl[f"heads.{known}"] - information[i]
-        new_head[i][j] = kl[f"heads.{1 - known}"]
+def _measured(
+    found: Mapping[str, Any], sizes: list[int], seeds: Sequence[int]
+) -> dict[str, Tensor]:
+    """Distances, new heads, and information and objective of each task alone, from all trainings."""
+    S, K = len(seeds), len(sizes)
+    distances = torch.zeros(S, K, K, dtype=torch.float64)
+    new_head = torch.zeros(S, K, K, dtype=torch.float64)
+    information = torch.zeros(S, K, dtype=torch.float64)
+    objective = torch.zeros(S, K, dtype=torch.float64)
+    for s, seed in enumerate(seeds):
+        for i in range(K):
+            alone = found[_name(seed, (i,))]
+            information[s, i] = alone["kl"]["trunk"] + alone["kl"]["heads.0"]
+            objective[s, i] = alone["objective"]
+        for i, j in product(range(K), repeat=2):
+            parts = _trained((i, j), sizes)
+            known = parts.index(i)
+            kl = found[_name(seed, parts)]["kl"]
+            distances[s, i, j] = kl["trunk"] + kl[f"heads.{known}"] - information[s, i]
+            new_head[s, i, j] = kl[f"heads.{1 - known}"]
     return {
         "distances": distances,
         "new_head": new_head,
         "information": information,
-        "objective": [one["objective"] for one in alone],
+        "objective": objective,
     }
 
 

@@ -1,42 +1,45 @@
-"""Embedded tasks: kept on disk, compared, and recommended as sources of transfer."""
+"""Embedded tasks: kept on disk, compared, drawn, and recommended as sources of transfer."""
 
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lightning_taskinfo._files import atomic_write, digest
-from lightning_taskinfo._tables import Tabled
+from lightning_taskinfo._files import atomic_write
+from lightning_taskinfo._tables import Cells, Tabled
+from lightning_taskinfo._wandb import log_once
 from lightning_taskinfo.functional.task_embedding import (
     PlanarMap,
     asymmetric_embedding_distance,
     classical_scaling,
     embedding_distance,
 )
+from lightning_taskinfo.plotting import figure_and_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 ALPHA = 0.15
+IN_FILE = {"network": "probe"}  # names of fields that are others in files
 
 
 @dataclass(frozen=True, eq=False)
 class TaskEmbedding(Tabled):
-    """What the filters of a probe matter to a task, as :class:`~lightning_taskinfo.tasks.task2vec.Task2Vec` returns it.
+    """What the filters of a network matter to a task, as ``Task2Vec.embed`` returns it.
 
     Args:
         name: What to call the task.
         vector: Mean diagonal Fisher information of each filter, float64, shape ``[F]``.
         layers: Names of the weights that the filters belong to, in the order of ``vector``.
         sizes: Number of filters of each.
-        probe: Fingerprint of the probe; embeddings of different probes cannot be compared.
+        network: Fingerprint of the network; embeddings by different networks cannot be compared.
         labels: Whose labels: ``"exact"`` expectation over the model's, or ``"sampled"`` from it.
         samples: Number of samples behind the Fisher information.
         num_classes: Number of classes of the task.
@@ -48,7 +51,7 @@ class TaskEmbedding(Tabled):
 
     Example:
         >>> vector = torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64)
-        >>> task = TaskEmbedding("sign", vector, ("0.weight",), (3,), "probe", "exact", samples=60, num_classes=2)
+        >>> task = TaskEmbedding("sign", vector, ("0.weight",), (3,), "a network", "exact", samples=60, num_classes=2)
         >>> task.norm
         7.0
     """
@@ -57,52 +60,50 @@ class TaskEmbedding(Tabled):
     vector: Tensor
     layers: tuple[str, ...]
     sizes: tuple[int, ...]
-    probe: str
+    network: str
     labels: str
     samples: int
     num_classes: int
     test_error: float = math.nan
 
     def __post_init__(self) -> None:
-        if self.vector.shape != (sum(self.sizes),) or len(self.sizes) != len(self.layers):
+        shape = list(self.vector.shape)
+        filters = sum(self.sizes)
+        if shape != [filters] or len(self.sizes) != len(self.layers):
             raise ValueError(
-                f"`vector` must have the {sum(self.sizes)} filters of `sizes`, got the shape {list(self.vector.shape)}."
+                f"`vector` must have the {filters} filters of `sizes`, got the shape {shape}."
             )
         if not ((self.vector >= 0) & self.vector.isfinite()).all():
-            raise ValueError(
-                f"`vector` must be finite and at least 0, got {self.vector.min().item()}."
-            )
+            smallest = self.vector.min().item()
+            raise ValueError(f"`vector` must be finite and at least 0, got {smallest}.")
 
     @property
     def norm(self) -> float:
-        """Sum of the entries, their L1 norm: how much the task depends on the probe's weights."""
+        """Sum of the entries, their L1 norm: how much the task depends on the network's weights."""
         return self.vector.sum().item()
 
     @property
     def layer_norms(self) -> dict[str, float]:
         """The part of each layer in :attr:`norm`."""
-        return {
-            n: part.sum().item()
-            for n, part in zip(self.layers, self.vector.split(list(self.sizes)), strict=True)
-        }
+        parts = self.vector.split(list(self.sizes))
+        return {name: part.sum().item() for name, part in zip(self.layers, parts, strict=True)}
 
     def reading(self) -> str:
         """Return one sentence on what the task depends on."""
         norms = self.layer_norms
         largest = max(norms, key=lambda name: norms[name])
         share = norms[largest] / self.norm if self.norm else 0.0
-        error = (
-            ""
-            if math.isnan(self.test_error)
-            else f" Its head has a test error of {self.test_error:.1%}."
+        sentence = (
+            f"{self.name} depends most on {largest}, with {share:.0%} of the norm {self.norm:.3g}."
         )
-        return f"{self.name} depends most on {largest}, with {share:.0%} of the norm {self.norm:.3g}.{error}"
+        if math.isnan(self.test_error):
+            return sentence
+        return f"{sentence} Its head has a test error of {self.test_error:.1%}."
 
-    def _cells(self) -> tuple[list[str], list[list[str]]]:
+    def _cells(self) -> Cells:
         rows = zip(self.layers, self.sizes, self.layer_norms.values(), strict=True)
-        return ["layer", "filters", "norm"], [
-            [n, str(size), f"{norm:.3g}"] for n, size, norm in rows
-        ]
+        cells = [[name, str(size), f"{norm:.3g}"] for name, size, norm in rows]
+        return ["layer", "filters", "norm"], cells
 
     def plot(self, ax: "Axes | None" = None) -> tuple["Figure", "Axes"]:
         """Draw the norm of each layer; ``plot_map`` and others draw several tasks.
@@ -123,9 +124,8 @@ class TaskEmbedding(Tabled):
         Args:
             path: The file to write or replace; its folder must exist.
         """
-        arrays: dict[str, Any] = {
-            name: np.asarray(getattr(self, name)) for name in self.__dataclass_fields__
-        }
+        names = [field.name for field in fields(self)]
+        arrays: dict[str, Any] = {IN_FILE.get(n, n): np.asarray(getattr(self, n)) for n in names}
         with atomic_write(path) as file:
             np.savez(file, **arrays)
 
@@ -145,17 +145,16 @@ class TaskEmbedding(Tabled):
             raise FileNotFoundError(
                 f"`path` must be a saved embedding, but there is no file at {path}."
             )
+        names = [field.name for field in fields(cls)]
         try:
             with path.open("rb") as file:
-                arrays = {
-                    key: np.asarray(value)
-                    for key, value in np.load(file, allow_pickle=False).items()
-                }
-            fields = {
-                key: arrays[key].tolist() for key in cls.__dataclass_fields__ if key != "vector"
-            }
-            fields |= {key: tuple(fields[key]) for key in ("layers", "sizes")}
-            return cls(vector=torch.from_numpy(arrays["vector"]), **fields)
+                arrays = np.load(file, allow_pickle=False)
+                values = {name: arrays[IN_FILE.get(name, name)] for name in names}
+            plain = {name: value.tolist() for name, value in values.items()}
+            plain["vector"] = torch.from_numpy(values["vector"])
+            plain["layers"] = tuple(plain["layers"])
+            plain["sizes"] = tuple(plain["sizes"])
+            return cls(**plain)
         except Exception as error:  # zip, zlib and numpy each have words of their own for damage
             raise ValueError(f"{path}: not a readable task embedding ({error}).") from error
 
@@ -178,7 +177,7 @@ def embedding_distances(
     r"""Distances between all tasks, from the one of the row to the one of the column, shape ``[K, K]``.
 
     Args:
-        embeddings: Of one probe.
+        embeddings: Of one network.
         alpha: How much the complexity of the source counts: 0, for a symmetric matrix of distances,
             unless told otherwise, while :func:`nearest_source` prefers complex sources a little.
             See :func:`~lightning_taskinfo.functional.task_embedding.asymmetric_embedding_distance`.
@@ -187,11 +186,11 @@ def embedding_distances(
             does not matter.
 
     Raises:
-        ValueError: If there is no embedding, or they are not of one probe.
+        ValueError: If there is no embedding, or they are not of one network.
 
     Example:
         >>> vectors = torch.tensor([[1.0, 0.0], [2.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
-        >>> common = (("0.weight",), (2,), "probe", "exact", 60, 2)
+        >>> common = (("0.weight",), (2,), "a network", "exact", 60, 2)
         >>> embedding_distances([TaskEmbedding(name, vector, *common) for name, vector in zip("abc", vectors)])
         tensor([[0., 0., 1.],
                 [0., 0., 1.],
@@ -223,11 +222,11 @@ def nearest_source(
         trivial: As in :func:`embedding_distances`, by default from all given embeddings.
 
     Raises:
-        ValueError: If there is no source, or they are not of the target's probe.
+        ValueError: If there is no source, or they are not of the target's network.
 
     Example:
         >>> vectors = torch.tensor([[1.0, 2.0], [1.0, 3.0], [3.0, 1.0]], dtype=torch.float64)
-        >>> common = (("0.weight",), (2,), "probe", "exact", 60, 2)
+        >>> common = (("0.weight",), (2,), "a network", "exact", 60, 2)
         >>> a, b, c = (TaskEmbedding(name, vector, *common) for name, vector in zip("abc", vectors))
         >>> [recommendation.source for recommendation in nearest_source(a, [a, b, c])]
         ['b', 'c']
@@ -246,23 +245,154 @@ def task_map(embeddings: Sequence[TaskEmbedding]) -> PlanarMap:
     """Return the tasks as points of a plane, by classical scaling of their symmetric distances.
 
     Args:
-        embeddings: Of one probe.
+        embeddings: Of one network.
     """
     return classical_scaling(embedding_distances(embeddings))
-
-
-def fingerprint(module: nn.Module, leave_out: str) -> str:
-    """Return a short hash of all parameters and buffers but those below ``leave_out``, names included."""
-    state = sorted(module.state_dict().items())
-    return digest((name, x) for name, x in state if not name.startswith(f"{leave_out}."))
 
 
 def _stacked(embeddings: Sequence[TaskEmbedding]) -> Tensor:
     if not embeddings:
         raise ValueError("`embeddings` must hold at least one embedding, got none.")
-    probes = {(embedding.probe, embedding.layers) for embedding in embeddings}
-    if len(probes) > 1:
-        raise ValueError(
-            f"`embeddings` must be of one probe, got {sorted(probe for probe, _ in probes)}."
-        )
+    networks = {(embedding.network, embedding.layers) for embedding in embeddings}
+    if len(networks) > 1:
+        names = sorted(name for name, _ in networks)
+        raise ValueError(f"`embeddings` must be of one network, got {names}.")
     return torch.stack([embedding.vector for embedding in embeddings])
+
+
+def plot_task_map(
+    embeddings: Sequence[TaskEmbedding], *, ax: "Axes | None" = None
+) -> "tuple[Figure, Axes]":
+    """Draw tasks as points of a plane whose distances come near their symmetric distances.
+
+    The area of a point goes with the logarithm of the embedding's norm; the title says how much of the distances'
+    spread the plane shows.
+
+    Args:
+        embeddings: Of one network.
+        ax: Axes to draw on; a new figure if not given.
+
+    Returns:
+        The figure and its axes.
+    """
+    fig, ax = figure_and_axes(ax, size=(6, 4))
+    points, share = task_map(embeddings)
+    logs = torch.stack([embedding.vector.sum() for embedding in embeddings]).log()
+    heights = (logs - logs.min()) / (logs.max() - logs.min())
+    areas = 30 + 150 * heights.nan_to_num(0.5)  # not a number where all are alike, or one is 0
+    _scatter(ax, embeddings, points.tolist(), areas.tolist())
+    ax.set_title(f"tasks by their Fisher information ({share:.0%} of the spread)", fontsize=10)
+    ax.set_aspect("equal", adjustable="datalim")
+    ax.margins(0.2)
+    return fig, ax
+
+
+def plot_difficulty(
+    embeddings: Sequence[TaskEmbedding], *, ax: "Axes | None" = None
+) -> "tuple[Figure, Axes]":
+    """Draw the test error of each task's fitted head against the norm of its embedding.
+
+    Args:
+        embeddings: Those without a test error are left out.
+        ax: Axes to draw on; a new figure if not given.
+
+    Returns:
+        The figure and its axes.
+
+    Raises:
+        ValueError: If no embedding has a test error.
+    """
+    tested = [embedding for embedding in embeddings if not math.isnan(embedding.test_error)]
+    if not tested:
+        raise ValueError("`embeddings` must have a test error, got none that has.")
+    fig, ax = figure_and_axes(ax, size=(6, 4))
+    places = [(embedding.norm, 100 * embedding.test_error) for embedding in tested]
+    _scatter(ax, tested, places, [40.0] * len(tested))
+    ax.set(xscale="log", xlabel="norm of the embedding", ylabel="test error of the head (%)")
+    ax.margins(0.15)
+    ax.spines[["top", "right"]].set_visible(False)
+    return fig, ax
+
+
+def embedding_rows(
+    embeddings: Sequence[TaskEmbedding], *, alpha: float = ALPHA
+) -> list[dict[str, Any]]:
+    """Return one row per task: size, norm, test error, place on the map, and the nearest source among the others.
+
+    Args:
+        embeddings: Of one network.
+        alpha: How much the complexity of a source speaks for it, see
+            :func:`~lightning_taskinfo.tasks.embedding.nearest_source`.
+    """
+    rows = []
+    places = task_map(embeddings).points.tolist()
+    for embedding, (x, y) in zip(embeddings, places, strict=True):
+        row: dict[str, Any] = {
+            "task": embedding.name,
+            "classes": embedding.num_classes,
+            "samples": embedding.samples,
+            "norm": embedding.norm,
+            "test_error": embedding.test_error,
+            "x": x,
+            "y": y,
+        }
+        if len(embeddings) > 1:
+            best = nearest_source(embedding, embeddings, alpha=alpha)[0]
+            row |= {"nearest_source": best.source, "distance": best.distance}
+        rows.append(row)
+    return rows
+
+
+def log_embeddings(
+    run: Any, embeddings: Sequence[TaskEmbedding], *, alpha: float = ALPHA, key: str = "task2vec"
+) -> None:
+    """Log figures as images, rows and distances as tables, and norms and errors as scalars to a run of W&B.
+
+    Args:
+        run: What ``wandb.init()`` returns, or the ``experiment`` of Lightning's ``WandbLogger``.
+        embeddings: Of one network.
+        alpha: How much the complexity of a source speaks for it.
+        key: What stands before the names, behind ``taskinfo/``.
+
+    Example::
+
+        with wandb.init(project="tasks") as run:
+            log_embeddings(run, [Task2Vec().embed(load_task(name), name=name) for name in ("digits", "letters")])
+    """
+    rows = embedding_rows(embeddings, alpha=alpha)
+    scalars = {f"norm/{row['task']}": row["norm"] for row in rows}
+    figures = {"map": plot_task_map(embeddings)[0]}
+    known = [row for row in rows if not math.isnan(row["test_error"])]
+    if known:
+        scalars |= {f"test_error/{row['task']}": row["test_error"] for row in known}
+        figures["difficulty"] = plot_difficulty(embeddings)[0]
+    names = [embedding.name for embedding in embeddings]
+    distances = embedding_distances(embeddings, alpha=alpha).tolist()
+    distance_rows = [[name, *row] for name, row in zip(names, distances, strict=True)]
+    tables = {
+        "tasks": (list(rows[0]), [list(row.values()) for row in rows]),
+        "distances": (["from", *names], distance_rows),
+    }
+    log_once(run, key, scalars=scalars, figures=figures, tables=tables)
+
+
+def _scatter(
+    ax: "Axes",
+    embeddings: Sequence[TaskEmbedding],
+    places: Sequence[Sequence[float]],
+    areas: Sequence[float],
+) -> None:
+    """Draw a point per task, named in the legend: names at the points would overlap for similar tasks."""
+    from matplotlib import colormaps
+
+    for i, (embedding, (x, y), area) in enumerate(zip(embeddings, places, areas, strict=True)):
+        color = colormaps["tab20"](i % 20)
+        ax.scatter([x], [y], s=area, color=color, alpha=0.9, label=_shortened(embedding.name))
+    legend = ax.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    for handle in legend.legend_handles:
+        handle.set_sizes([40])  # type: ignore[union-attr]
+
+
+def _shortened(name: str, length: int = 30) -> str:
+    """Return the end of a long name, as of a path, so that a legend leaves room for the picture."""
+    return name if len(name) <= length else f"…{name[1 - length :]}"

@@ -1,4 +1,4 @@
-"""Tasks as vectors: what a fixed probe network's filters matter to each."""
+"""Tasks as vectors: what the filters of a fixed network matter to each."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -8,18 +8,8 @@ from typing import Any, Literal
 import torch
 from torch import Generator, Tensor, nn
 
-from lightning_taskinfo._batches import (
-    Forward,
-    NoLogitsError,
-    Reader,
-    first_samples,
-    moved,
-    outputs_of,
-    sample_count,
-    split,
-    take,
-    tensors,
-)
+from lightning_taskinfo import _batches
+from lightning_taskinfo._files import digest
 from lightning_taskinfo._observe import observing
 from lightning_taskinfo._ranges import check_counts, check_positive
 from lightning_taskinfo.certificates.samples import Data, read_samples
@@ -27,30 +17,29 @@ from lightning_taskinfo.data.arrays import ArrayData
 from lightning_taskinfo.fisher import fisher_diagonal
 from lightning_taskinfo.fisher.measure import Engine
 from lightning_taskinfo.functional.task_embedding import filter_means
-from lightning_taskinfo.tasks.embedding import TaskEmbedding, fingerprint
-from lightning_taskinfo.tasks.head import BATCH, collect_features, find_head, fit_linear_head
-from lightning_taskinfo.tasks.probe import default_probe
+from lightning_taskinfo.tasks import ready
+from lightning_taskinfo.tasks.embedding import TaskEmbedding
 
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 class Task2Vec:
-    r"""Embed tasks by the Fisher information of a probe network.
+    r"""Embed tasks by the Fisher information of a fixed network, the probe network of the paper.
 
     .. math:: F_{ii} = \frac1N \sum_n \mathbb{E}_{y \sim p_w(\cdot|x_n)} (\partial_i \log p_w(y|x_n))^2,
         \qquad \text{embedding}_f = \frac{1}{|f|} \sum_{i \in f} F_{ii}
 
-    For every task a new linear head is fitted to the probe's frozen features; then each sample's
-    gradient by the probe's weights is squared (never the mean gradient of a batch) and averaged
+    For every task a new linear head is fitted to the network's frozen features; then each sample's
+    gradient by the network's weights is squared (never the mean gradient of a batch) and averaged
     over the weights of each filter: the output channel of a convolution, the row of a matrix. The
     head is left out, so tasks with different numbers of classes have embeddings of one length.
-    Biases and the vectors of normalisation layers are left out too. The probe is copied and stays
+    Biases and the vectors of normalisation layers are left out too. The network is copied and stays
     as it is; it is measured in eval mode.
 
     Args:
-        probe: Any module from inputs to logits; a small network trained on the embedded digits and
+        network: Any module from inputs to logits; a small network trained on the embedded digits and
             letters where ``None``, which takes images of any size.
-        head: Name of the module in the probe that the head takes the place of, as in
+        head: Name of the module in the network that the head takes the place of, as in
             ``named_modules()``; its input must be one tensor ``[N, D]`` and its output the logits.
             The last ``nn.Linear`` where ``None``.
         labels: ``"exact"`` expectation over the model's labels, whose cost grows with the classes,
@@ -63,7 +52,7 @@ class Task2Vec:
             embedding.
         seed: Seed of the draws.
         engine: Engine of :func:`~lightning_taskinfo.fisher.fisher_diagonal`.
-        forward_fn: How to get the logits, ``forward_fn(probe, inputs)``; found out by default.
+        forward_fn: How to get the logits, ``forward_fn(network, inputs)``; found out by default.
         batch_fn: Picks ``(inputs, labels)`` out of a batch; needed where the batch does not say it
             plainly.
 
@@ -71,9 +60,9 @@ class Task2Vec:
         ValueError: If an argument is outside its domain, or no weight is left beside the head.
 
     Example:
-        >>> probe = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+        >>> network = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
         >>> x = torch.randn(60, 4, generator=Generator().manual_seed(0))
-        >>> embedding = Task2Vec(probe, head="2").embed((x, (x[:, 0] > 0).long()), name="sign")
+        >>> embedding = Task2Vec(network, head="2").embed((x, (x[:, 0] > 0).long()), name="sign")
         >>> embedding.vector.shape, embedding.layers
         (torch.Size([3]), ('0.weight',))
 
@@ -83,7 +72,7 @@ class Task2Vec:
 
     def __init__(
         self,
-        probe: nn.Module | None = None,
+        network: nn.Module | None = None,
         *,
         head: str | None = None,
         labels: Literal["exact", "sampled"] = "exact",
@@ -92,7 +81,7 @@ class Task2Vec:
         weight_decay: float = 1e-3,
         seed: int = 0,
         engine: Engine = "auto",
-        forward_fn: Forward | None = None,
+        forward_fn: _batches.Forward | None = None,
         batch_fn: Callable[[Any], Any] | None = None,
     ) -> None:
         if labels not in ("exact", "sampled"):
@@ -107,12 +96,14 @@ class Task2Vec:
         self.engine = engine
         self.forward_fn = forward_fn
         self.batch_fn = batch_fn
-        self.probe = deepcopy(default_probe() if probe is None else probe).eval()
-        self.head = find_head(self.probe, head)
-        self.filters = _filters(self.probe, self.head)  # weight -> how its filters lie in it
-        for name, parameter in self.probe.named_parameters():
+        if network is None:
+            network = ready.reference_network()
+        self.network = deepcopy(network).eval()
+        self.head = ready.find_head(self.network, head)
+        self.filters = _filters(self.network, self.head)  # weight -> how its filters lie in it
+        for name, parameter in self.network.named_parameters():
             parameter.requires_grad_(name in self.filters)
-        self.fingerprint = fingerprint(self.probe, self.head)
+        self.fingerprint = fingerprint(self.network, self.head)
 
     def embed(
         self, data: ArrayData | Data, *, name: str | None = None, test: Data | None = None
@@ -131,133 +122,120 @@ class Task2Vec:
         Raises:
             TypeError: If ``data`` or ``test`` is a name or path.
             ValueError: If there is no name, the labels are not classes, fewer than two classes
-                occur, the probe does not take the inputs, they are not finite, or the head does not
+                occur, the network does not take the inputs, they are not finite, or the head does not
                 get one tensor ``[N, D]`` and put out the logits.
         """
         _check_kind(data=data, test=test)
         if isinstance(data, ArrayData):
-            name, test = name or data.name, data.test() if test is None else test
+            name = name or data.name
+            test = data.test() if test is None else test
+            data = data.train()
         if not name:
             raise ValueError("`name` must be given for data without a name of its own.")
-        inputs, labels = self._read(data.train() if isinstance(data, ArrayData) else data, "data")
+        inputs, labels = self._read(data, "data")
         classes, targets = _classes(labels)
-        self._check_inputs("data", inputs)
         tested = None if test is None else self._read(test, "test")
-        if tested is not None:
-            self._check_inputs("test", tested[0])
         self._fit(inputs, targets)
         picked = self._pick(len(labels))
+        weights = dict(self.network.named_parameters())
+        filters = self.filters.items()
         return TaskEmbedding(
             name=name,
-            vector=self._fisher(take(inputs, lambda x: x[picked.to(x.device)])),
+            vector=self._fisher(_batches.take(inputs, lambda x: x[picked.to(x.device)])),
             layers=tuple(self.filters),
-            sizes=tuple(
-                len(filter_means(p, **self.filters[n]))
-                for n, p in self.probe.named_parameters()
-                if n in self.filters
-            ),
-            probe=self.fingerprint,
+            sizes=tuple(len(filter_means(weights[n], **layout)) for n, layout in filters),
+            network=self.fingerprint,
             labels=self.labels,
             samples=len(picked),
             num_classes=len(classes),
             test_error=float("nan") if tested is None else self._error(*tested, classes),
         )
 
+    @property
+    def _device(self) -> torch.device:
+        return next(self.network.parameters()).device
+
     def _read(self, data: Data, argument: str) -> tuple[Any, Tensor]:
-        """Return all inputs and labels, by the user's own function where there is one."""
-        if self.batch_fn is None:
-            return read_samples(data, argument=argument)
-        reader = Reader(self.batch_fn, self.forward_fn)
-        return read_samples(data, argument=argument, model=self.probe, reader=reader)
-
-    def _outputs(self, inputs: Any) -> Tensor:
-        """Run the probe, on its own device."""
-        return outputs_of(
-            self.probe, moved(inputs, next(self.probe.parameters()).device), self.forward_fn
-        )
-
-    def _check_inputs(self, argument: str, inputs: Any) -> None:
-        """See on two inputs that the probe takes them."""
+        """Return all inputs and labels, by the user's own function where there is one; the network takes the inputs."""
+        reader = self.batch_fn and _batches.Reader(self.batch_fn, self.forward_fn)
+        inputs, labels = read_samples(data, argument=argument, model=self.network, reader=reader)
         try:
-            with observing(self.probe), torch.no_grad():
-                self._outputs(first_samples(inputs, None, 2)[0])
-        except NoLogitsError:
+            with observing(self.network), torch.no_grad():
+                self._outputs(_batches.first_samples(inputs, None, 2)[0])
+        except _batches.NoLogitsError:
             raise
         except Exception as error:
-            hint = (
-                ""
-                if all(x.dtype != torch.uint8 for x in tensors(inputs))
-                else "; bytes of images are divided by 255 first"
-            )
-            kinds = ", ".join(f"{x.dtype} {list(x.shape)}" for x in tensors(inputs))
+            found = _batches.tensors(inputs)
+            kinds = ", ".join(f"{x.dtype} {list(x.shape)}" for x in found)
+            if any(x.dtype == torch.uint8 for x in found):
+                kinds += "; bytes of images are divided by 255 first"
             reason = str(error).partition("\n")[0]
             raise ValueError(
-                f"`{argument}` must hold inputs that the probe takes, got {kinds}{hint} ({reason})."
+                f"`{argument}` must hold inputs that the network takes, got {kinds} ({reason})."
             ) from error
+        return inputs, labels
+
+    def _outputs(self, inputs: Any) -> Tensor:
+        """Run the network, on its own device."""
+        inputs = _batches.moved(inputs, self._device)
+        return _batches.outputs_of(self.network, inputs, self.forward_fn)
 
     def _fit(self, inputs: Any, targets: Tensor) -> None:
-        """Put a fitted head into the probe."""
-        features = collect_features(self.probe, self.head, inputs, self.forward_fn)
-        fitted = fit_linear_head(features, targets, weight_decay=self.weight_decay)
-        like = next(self.probe.parameters())
+        """Put a fitted head into the network."""
+        features = ready.collect_features(self.network, self.head, inputs, self.forward_fn)
+        fitted = ready.fit_linear_head(features, targets, weight_decay=self.weight_decay)
+        like = next(self.network.parameters())
         head = fitted.to(like).eval().requires_grad_(False)
-        self.probe.set_submodule(self.head, head)
-        some, _ = first_samples(inputs, None, 8)
+        self.network.set_submodule(self.head, head)
+        some, _ = _batches.first_samples(inputs, None, 8)
         with torch.no_grad():
-            logits = head(features[:8].to(like))
-            if not self._answers(some, logits):
+            if not self._answers(some, head(features[:8].to(like))):
                 raise ValueError(
-                    f"`head` must be the last layer, whose outputs are the probe's logits; {self.head!r} is not."
+                    f"`head` must be the last layer, whose outputs are the network's logits; {self.head!r} is not."
                 )
 
-    def _pick(self, n: int) -> Tensor:
-        if n <= self.max_samples:
-            return torch.arange(n)
-        return (
-            torch.randperm(n, generator=Generator().manual_seed(self.seed))[: self.max_samples]
-            .sort()
-            .values
-        )
-
     def _answers(self, inputs: Any, logits: Tensor) -> bool:
-        """Whether the probe's outputs mean the same as the logits of its head, whatever the head's outputs are."""
+        """Whether the network's outputs mean the same as the logits of its head, whatever the head's outputs are."""
         try:
             outputs = self._outputs(inputs)
         except RuntimeError:  # a layer behind the head wants another number of inputs
             return False
-        return outputs.shape == logits.shape and torch.allclose(
-            outputs.softmax(-1), logits.softmax(-1), atol=1e-3
-        )
+        if outputs.shape != logits.shape:
+            return False
+        return torch.allclose(outputs.softmax(-1), logits.softmax(-1), atol=1e-3)
+
+    def _pick(self, n: int) -> Tensor:
+        """Return which samples go into the Fisher information."""
+        if n <= self.max_samples:
+            return torch.arange(n)
+        order = torch.randperm(n, generator=Generator().manual_seed(self.seed))
+        return order[: self.max_samples].sort().values
 
     def _fisher(self, inputs: Any) -> Tensor:
         """Return the filters' mean Fisher information, ``[F]``, float64 on the CPU."""
-        device = next(self.probe.parameters()).device
-        generator = Generator(device).manual_seed(self.seed)
+        generator = Generator(self._device).manual_seed(self.seed)
         total = torch.zeros((), dtype=torch.float64)
-        n = sample_count(inputs)
-        for batch in split(inputs, BATCH):
+        n = _batches.sample_count(inputs)
+        for batch in _batches.split(inputs, ready.BATCH):
             diagonal = fisher_diagonal(
-                self.probe,
-                moved(batch, device),
+                self.network,
+                _batches.moved(batch, self._device),
                 labels=self.labels,
                 mc_samples=self.mc_samples,
                 generator=generator,
                 engine=self.engine,
                 forward_fn=self.forward_fn,
             )
-            parts = [
-                filter_means(diagonal[name].double(), **layout)
-                for name, layout in self.filters.items()
-            ]
-            total = total + torch.cat(parts).cpu() * sample_count(batch) / n
+            filters = self.filters.items()
+            parts = [filter_means(diagonal[name].double(), **layout) for name, layout in filters]
+            total = total + torch.cat(parts).cpu() * _batches.sample_count(batch) / n
         return total
 
     def _error(self, inputs: Any, labels: Tensor, classes: Tensor) -> float:
-        """Share of wrong answers of the probe with its fitted head; a class that was not fitted is always wrong."""
-        with observing(self.probe), torch.no_grad():
-            answers = torch.cat(
-                [self._outputs(batch).argmax(-1).cpu() for batch in split(inputs, BATCH)]
-            )
+        """Share of wrong answers of the network with its fitted head; a class that was not fitted is always wrong."""
+        with observing(self.network), torch.no_grad():
+            batches = _batches.split(inputs, ready.BATCH)
+            answers = torch.cat([self._outputs(batch).argmax(-1).cpu() for batch in batches])
         return (classes[answers] != labels.cpu()).double().mean().item()
 
 
@@ -272,21 +250,27 @@ def _check_kind(**given: Any) -> None:
             )
 
 
-def _filters(probe: nn.Module, head: str) -> dict[str, dict[str, Any]]:
+def fingerprint(network: nn.Module, head: str) -> str:
+    """Return a short hash of all parameters and buffers but those of the head, names included."""
+    state = sorted(network.state_dict().items())
+    return digest((name, x) for name, x in state if not name.startswith(f"{head}."))
+
+
+def _filters(network: nn.Module, head: str) -> dict[str, dict[str, Any]]:
     """Return how filters lie in each weight of two or more axes outside the head, by the weight's name."""
     found: dict[str, dict[str, Any]] = {}
-    # The first owns it.
-    owners = {id(p): m for m in reversed([*probe.modules()]) for p in m.parameters(recurse=False)}
-    for name, parameter in probe.named_parameters():
+    modules = reversed([*network.modules()])  # so that the first owner of a shared weight counts
+    owners = {id(p): module for module in modules for p in module.parameters(recurse=False)}
+    for name, parameter in network.named_parameters():
         if parameter.ndim < 2 or not parameter.is_floating_point() or name.startswith(f"{head}."):
             continue
         module = owners[id(parameter)]
-        found[name] = (
-            {"transposed": True, "groups": module.groups} if isinstance(module, TRANSPOSED) else {}
-        )
+        found[name] = {}
+        if isinstance(module, TRANSPOSED):
+            found[name] = {"transposed": True, "groups": module.groups}
     if not found:
         raise ValueError(
-            f"`probe` must have a weight with filters beside its head {head!r}, got none."
+            f"`network` must have a weight with filters beside its head {head!r}, got none."
         )
     return found
 
@@ -294,9 +278,8 @@ def _filters(probe: nn.Module, head: str) -> dict[str, dict[str, Any]]:
 def _classes(labels: Tensor) -> tuple[Tensor, Tensor]:
     """Return the classes that occur, ``[C]``, and each sample's place among them, ``[N]``."""
     if labels.ndim != 1 or labels.is_floating_point():
-        raise ValueError(
-            f"`data` must have class indices as labels, [N], got {labels.dtype} {list(labels.shape)}."
-        )
+        found = f"{labels.dtype} {list(labels.shape)}"
+        raise ValueError(f"`data` must have class indices as labels, [N], got {found}.")
     classes, targets = labels.cpu().unique(return_inverse=True)
     if len(classes) < 2:
         raise ValueError(f"`data` must hold at least two classes, got {len(classes)}.")

@@ -1,23 +1,24 @@
-r"""Deep linear networks, pretrained on one linear task and transferred to another, many repetitions at once.
+r"""Transfer whose answer is known: deep linear networks, and shallow ReLU students of ReLU teachers.
 
-:func:`simulate_transfer` draws target samples and takes the points at which gradient flow ends,
-which are known in closed form for each draw. :func:`simulate_phase_diagram` does so on a grid of
-task angles and sample numbers.
+Both are simulated many repetitions at once. :func:`simulate_transfer` draws samples of a linear
+target task and takes the points at which gradient flow ends, which are known in closed form for
+each draw.
+
+:func:`simulate_student_teacher` is the ablated set-up: the target teacher has some features, the
+source teacher what is left of them after a fraction was removed. A student learns the source from a
+stream of fresh samples, then the target from ``n`` samples. Its risk is exact: squared distances
+between ReLU networks over Gaussian inputs have a closed form.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from itertools import repeat
 
 import torch
 from torch import Generator, Tensor
 
-from lightning_taskinfo._ranges import check_counts
-from lightning_taskinfo.functional.deep_linear import (
-    fine_tuning_transferability,
-    linear_transferability,
-)
-
-Mode = Literal["linear", "fine_tune"]
+from lightning_taskinfo._ranges import check_counts, check_positive
+from lightning_taskinfo.functional.features import ablate, relu_kernel, span_norms
 
 
 @dataclass(frozen=True)
@@ -135,21 +136,27 @@ def simulate_transfer(
         >>> risks.fine_tune.shape, bool((risks.fine_tune < 1e-6).all())
         (torch.Size([3]), True)
     """
-    theta = torch.as_tensor(
-        theta, dtype=None if isinstance(theta, Tensor) else torch.get_default_dtype()
-    )
-    n = round(gamma * dimension)
+    if not isinstance(theta, Tensor):
+        theta = torch.tensor(float(theta))
     draws = draw_tasks(
-        theta.flatten(), n, sigma, dimension=dimension, repetitions=repetitions, generator=generator
+        theta.flatten(),
+        round(gamma * dimension),
+        sigma,
+        dimension=dimension,
+        repetitions=repetitions,
+        generator=generator,
     )
     scratch, unseen = minimum_norm(draws)
-    tuned = scratch + _layer_product(scratch, unseen, depth).unsqueeze(-1) * unseen.unsqueeze(1)
-    linear = _ridge_on_feature(draws, ridge).unsqueeze(-1) * draws.source.unsqueeze(1)
-    risks = [
-        (beta - draws.target).square().sum(-1).mT.reshape(*theta.shape, -1)
-        for beta in (scratch, linear, tuned)
-    ]
-    return TransferRisks(*risks)
+    factor = _layer_product(scratch, unseen, depth)  # [R, A]
+    tuned = scratch + factor.unsqueeze(-1) * unseen.unsqueeze(1)
+    last_layer = _ridge_on_feature(draws, ridge)  # [R, A]
+    linear = last_layer.unsqueeze(-1) * draws.source.unsqueeze(1)
+
+    def risk(beta: Tensor) -> Tensor:
+        squares = (beta - draws.target).square().sum(-1)  # [R, A]
+        return squares.mT.reshape(*theta.shape, -1)
+
+    return TransferRisks(risk(scratch), risk(linear), risk(tuned))
 
 
 def minimum_norm(draws: LinearTasks) -> tuple[Tensor, Tensor]:
@@ -175,130 +182,233 @@ def minimum_norm(draws: LinearTasks) -> tuple[Tensor, Tensor]:
 def _ridge_on_feature(draws: LinearTasks, ridge: float) -> Tensor:
     """Last layers ``[R, A]`` fitted to the one pretrained feature."""
     z = draws.inputs @ draws.source.unsqueeze(-1)  # [R, n, 1]
-    return (z.mT @ draws.labels / (z.square().sum(1, keepdim=True) + z.shape[1] * ridge)).squeeze(1)
+    scale = z.square().sum(1, keepdim=True) + z.shape[1] * ridge
+    return (z.mT @ draws.labels / scale).squeeze(1)
 
 
 def _layer_product(scratch: Tensor, unseen: Tensor, depth: int) -> Tensor:
     """Products ``b^(L-1)``, ``[R, A]``, by bisection in ``b²``: slower than Newton's method, and independent of it."""
-    s, u = scratch.square().sum(-1), unseen.square().sum(-1, keepdim=True)  # [R, A], [R, 1]
-    low, high = u.expand_as(s), u + s.pow(1 / depth)
+    s = scratch.square().sum(-1)  # [R, A]
+    u = unseen.square().sum(-1, keepdim=True)  # [R, 1]
+    low = u.expand_as(s)
+    high = u + s.pow(1 / depth)
     for _ in range(60):
         middle = 0.5 * (low + high)
         above = middle.pow(depth - 1) * (middle - u) > s
-        low, high = torch.where(above, low, middle), torch.where(above, middle, high)
+        low = torch.where(above, low, middle)
+        high = torch.where(above, middle, high)
     return (0.5 * (low + high)).pow(0.5 * (depth - 1))
 
 
 @dataclass(frozen=True)
-class PhaseDiagram:
-    """Gains ``T`` over training from scratch, simulated on a grid of ``A`` angles and ``G`` sample numbers.
+class ReLUNetworks:
+    """Shallow networks ``x -> mean_i c_i · relu(w_i · x)``, one a repetition.
 
     Attributes:
-        mode: What was transferred.
-        sigma: Standard deviation of the label noise.
-        depth: Number of layers.
-        theta: Angles between source and target, shape ``[A]``.
-        gamma: Samples per dimension, shape ``[G]``.
-        mean: Mean gain over repetitions, shape ``[A, G]``.
-        standard_error: Of this mean, shape ``[A, G]``.
+        weights: First layers, shape ``[R, m, d]``.
+        coefficients: Last layers, shape ``[R, m]``.
     """
 
-    mode: Mode
-    sigma: float
-    depth: int
-    theta: Tensor
-    gamma: Tensor
-    mean: Tensor
-    standard_error: Tensor
+    weights: Tensor
+    coefficients: Tensor
 
-    @property
-    def theory(self) -> Tensor:
-        """Gains in the limit of many dimensions, shape ``[A, G]``."""
-        return transferability(
-            self.mode, self.theta[:, None], self.gamma, self.sigma, depth=self.depth
-        )
+    def __call__(self, inputs: Tensor) -> Tensor:
+        """Return the outputs, ``[R, n]``, on inputs ``[R, n, d]``."""
+        sums = torch.bmm(self.features(inputs), self.coefficients.unsqueeze(-1))
+        return sums.squeeze(-1) / self.weights.shape[1]
+
+    def features(self, inputs: Tensor) -> Tensor:
+        """Return the hidden layer, ``[R, n, m]``."""
+        return torch.bmm(inputs, self.weights.mT).relu()
 
 
-def transferability(
-    mode: Mode,
-    theta: Tensor | float,
-    gamma: Tensor | float,
-    sigma: Tensor | float,
+@dataclass(frozen=True)
+class StudentTeacherRisks(TransferRisks):
+    """Risks of the students, and the part of the target outside the span of features, one entry a repetition.
+
+    Attributes:
+        scratch: Risk of a student trained on the target's samples alone.
+        linear: Risk after a new last layer on the pretrained student's features.
+        fine_tune: Risk after all layers were trained on.
+        outside: Squared out-of-span norm for the pretrained student's features; no linear transfer
+            gets below it.
+        outside_source: The same for the source teacher's features, what a perfect student would
+            have.
+    """
+
+    outside: Tensor
+    outside_source: Tensor
+
+
+def random_networks(
+    repetitions: int,
+    width: int,
+    dimension: int,
     *,
-    depth: int = 2,
-) -> Tensor:
-    """Gain of a mode of transfer over training from scratch, in the limit of many dimensions.
-
-    Args:
-        mode: ``"linear"`` or ``"fine_tune"``.
-        theta: Angle between source and target, any shape.
-        gamma: Samples per dimension, broadcastable with ``theta``.
-        sigma: Standard deviation of the label noise, broadcastable with ``theta``.
-        depth: Number of layers; linear transfer does not depend on it.
-
-    Returns:
-        The gain, in the broadcast shape; negative where transfer hurts.
-
-    Raises:
-        ValueError: If an argument is outside its domain.
+    generator: Generator | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> ReLUNetworks:
+    """Networks with features of unit norm, uniform on the sphere, and standard normal last layers.
 
     Example:
-        >>> transferability("linear", 0.0, 0.5, 0.0)
-        tensor(0.5000)
+        >>> random_networks(3, 5, 2)(torch.zeros(3, 7, 2, dtype=torch.float64)).shape
+        torch.Size([3, 7])
     """
-    if mode == "linear":
-        return linear_transferability(theta, gamma, sigma)
-    if mode == "fine_tune":
-        return fine_tuning_transferability(theta, gamma, sigma, depth=depth)
-    raise ValueError(f"`mode` must be 'linear' or 'fine_tune', got {mode!r}.")
+    weights = torch.randn(repetitions, width, dimension, generator=generator, dtype=dtype)
+    coefficients = torch.randn(repetitions, width, generator=generator, dtype=dtype)
+    return ReLUNetworks(weights / weights.norm(dim=-1, keepdim=True), coefficients)
 
 
-def simulate_phase_diagram(
-    mode: Mode,
-    theta: Tensor,
-    gamma: Tensor,
-    sigma: float,
-    *,
-    dimension: int = 200,
-    repetitions: int = 20,
-    depth: int = 2,
-    generator: Generator | None = None,
-) -> PhaseDiagram:
-    """Simulate the gain of transfer on a grid, see :func:`simulate_transfer`.
+def squared_distance(networks: ReLUNetworks, others: ReLUNetworks) -> Tensor:
+    """Mean squared difference of outputs over Gaussian inputs, exactly, shape ``[R]``.
+
+    Example:
+        >>> networks = random_networks(2, 3, 4)
+        >>> twice = ReLUNetworks(networks.weights, 2 * networks.coefficients)
+        >>> zero = ReLUNetworks(networks.weights, 0 * networks.coefficients)
+        >>> torch.allclose(squared_distance(twice, networks), squared_distance(networks, zero))
+        True
+    """
+    weights = torch.cat([networks.weights, others.weights], 1)
+    ours = networks.coefficients / networks.weights.shape[1]
+    theirs = others.coefficients / others.weights.shape[1]
+    c = torch.cat([ours, -theirs], 1).unsqueeze(-1)
+    return (c.mT @ relu_kernel(weights, weights) @ c).flatten().clamp(min=0)
+
+
+def train_networks(
+    networks: ReLUNetworks, batches: Iterable[tuple[Tensor, Tensor]], *, learning_rate: float = 0.5
+) -> ReLUNetworks:
+    """Gradient descent of both layers on half the mean squared error, one step per batch.
+
+    Rates are in units of the width, as in the mean-field limit: features move as far in a wide
+    network as in a narrow.
 
     Args:
-        mode: ``"linear"`` or ``"fine_tune"``.
-        theta: Angles between source and target, shape ``[A]``; one gamma's angles share inputs and
-            noise.
-        gamma: Samples per dimension, shape ``[G]``.
-        sigma: Standard deviation of the label noise.
+        networks: Where to start; left as they are.
+        batches: Inputs ``[R, n, d]`` and labels ``[R, n]``; the same pair again and again for
+            full-batch descent.
+        learning_rate: Step size over the width.
+
+    Returns:
+        The trained networks.
+
+    Raises:
+        ValueError: If ``learning_rate`` is not positive.
+
+    Example:
+        >>> inputs = torch.ones(1, 1, 1, dtype=torch.float64)
+        >>> start = ReLUNetworks(inputs, inputs[0])
+        >>> train_networks(start, [(inputs, torch.zeros(1, 1))], learning_rate=0.5).coefficients
+        tensor([[0.5000]], dtype=torch.float64)
+    """
+    check_positive(learning_rate=learning_rate)
+    now = networks
+    for inputs, labels in batches:
+        scale = learning_rate / inputs.shape[1]
+        hidden = now.features(inputs)
+        residual = (now(inputs) - labels).unsqueeze(-1)  # [R, n, 1]
+        slope = residual * (hidden > 0) * now.coefficients.unsqueeze(1)  # [R, n, m]
+        weights = now.weights - scale * torch.bmm(slope.mT, inputs)
+        coefficients = now.coefficients - scale * torch.bmm(hidden.mT, residual).squeeze(-1)
+        now = ReLUNetworks(weights, coefficients)
+    return now
+
+
+def fit_last_layer(
+    networks: ReLUNetworks, inputs: Tensor, labels: Tensor, *, ridge: float = 1e-4
+) -> ReLUNetworks:
+    """Linear transfer: ridge regression of the labels on the frozen features.
+
+    Args:
+        networks: Networks whose first layers are kept.
+        inputs: Inputs, shape ``[R, n, d]``.
+        labels: Labels, shape ``[R, n]``.
+        ridge: Penalty ``n * ridge`` on the squared weights of the features.
+
+    Returns:
+        The networks with new last layers.
+
+    Raises:
+        ValueError: If ``ridge`` is not positive.
+    """
+    check_positive(ridge=ridge)
+    n, m = inputs.shape[1], networks.weights.shape[1]
+    hidden = networks.features(inputs)
+    gram = torch.bmm(hidden.mT, hidden) / n + ridge * torch.eye(m, dtype=inputs.dtype)
+    right = torch.bmm(hidden.mT, labels.unsqueeze(-1)) / n
+    solved = torch.cholesky_solve(right, torch.linalg.cholesky(gram)).squeeze(-1)
+    return ReLUNetworks(networks.weights, m * solved)
+
+
+def simulate_student_teacher(
+    fraction: float,
+    n: int,
+    *,
+    sigma: float = 0.0,
+    dimension: int = 10,
+    teacher_width: int = 8,
+    student_width: int = 40,
+    repetitions: int = 10,
+    steps: int = 2000,
+    ridge: float = 1e-4,
+    generator: Generator | None = None,
+) -> StudentTeacherRisks:
+    """Pretrain students on ablated teachers and transfer them to the whole ones.
+
+    Args:
+        fraction: Fraction of the target teacher's features that the source teacher lacks.
+        n: Number of target samples.
+        sigma: Standard deviation of the label noise on the target.
         dimension: Dimension of the inputs.
-        repetitions: Number of independent draws, at least 2.
-        depth: Number of layers.
+        teacher_width: Number of features of the target teacher.
+        student_width: Number of features of the students.
+        repetitions: Number ``R`` of independent draws.
+        steps: Steps of gradient descent, for pretraining, scratch training and fine-tuning each.
+        ridge: See :func:`fit_last_layer`.
         generator: Source of randomness; torch's own if not given.
 
     Returns:
-        Means and standard errors of the paired differences between scratch and transfer.
+        Risks and out-of-span norms, each of shape ``[R]``.
 
     Raises:
         ValueError: If an argument is outside its domain.
 
     Example:
-        >>> angles, numbers = torch.tensor([0.0, 1.0]), torch.tensor([0.5, 1.5, 2.0])
-        >>> simulate_phase_diagram("linear", angles, numbers, 0.1, dimension=10).mean.shape
-        torch.Size([2, 3])
+        >>> simulate_student_teacher(0.5, 20, repetitions=2, steps=5).linear.shape
+        torch.Size([2])
     """
-    transferability(mode, theta[:, None], gamma, sigma, depth=depth)  # refuses what is outside
-    if repetitions < 2:
-        raise ValueError(
-            f"`repetitions` must be at least 2 for a standard error, got {repetitions}."
-        )
-    options = {"dimension": dimension, "repetitions": repetitions, "depth": depth}
-    gains = []
-    for value in gamma.tolist():
-        risks = simulate_transfer(theta, value, sigma, **options, generator=generator)
-        transferred = risks.linear if mode == "linear" else risks.fine_tune
-        gains.append(risks.scratch - transferred)
-    drawn = torch.stack(gains, 1)  # [A, G, R]
-    error = drawn.std(-1) / repetitions**0.5
-    return PhaseDiagram(mode, sigma, depth, theta, gamma, drawn.mean(-1), error)
+    target = random_networks(repetitions, teacher_width, dimension, generator=generator)
+    features = torch.cat([target.weights, target.coefficients.unsqueeze(-1)], -1)
+    kept = ablate(features, fraction, generator=generator)
+    source = ReLUNetworks(kept[..., :-1].contiguous(), kept[..., -1].contiguous())
+    student = random_networks(repetitions, student_width, dimension, generator=generator)
+    pretrained = train_networks(student, _stream(source, steps, generator))
+    inputs = torch.randn(repetitions, n, dimension, generator=generator, dtype=torch.float64)
+    noise = torch.randn(repetitions, n, generator=generator, dtype=torch.float64)
+    labels = target(inputs) + sigma * noise
+    scratch = train_networks(student, repeat((inputs, labels), steps))
+    linear = fit_last_layer(pretrained, inputs, labels, ridge=ridge)
+    fine_tuned = train_networks(pretrained, repeat((inputs, labels), steps))
+
+    def outside(features: Tensor) -> Tensor:
+        return span_norms(features, target.weights, target.coefficients).outside
+
+    return StudentTeacherRisks(
+        scratch=squared_distance(scratch, target),
+        linear=squared_distance(linear, target),
+        fine_tune=squared_distance(fine_tuned, target),
+        outside=outside(pretrained.weights),
+        outside_source=outside(source.weights),
+    )
+
+
+def _stream(
+    teacher: ReLUNetworks, steps: int, generator: Generator | None
+) -> Iterable[tuple[Tensor, Tensor]]:
+    """Fresh samples of a teacher, a batch of 256 a step: the population loss, as far as a step can see it."""
+    repetitions, _, dimension = teacher.weights.shape
+    for _ in range(steps):
+        shape = (repetitions, 256, dimension)
+        inputs = torch.randn(shape, generator=generator, dtype=teacher.weights.dtype)
+        yield inputs, teacher(inputs)

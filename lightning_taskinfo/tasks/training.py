@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -36,13 +37,13 @@ class Training:
     Args:
         pretrain_steps: Optimizer steps without noise, before the first :math:`\beta`.
         steps: Optimizer steps with noisy weights, for each :math:`\beta`.
-        batch_size: TaskData of one step.
+        batch_size: Samples of one step.
         noises: Networks drawn in one step, each for all samples of the batch; more of them end
             nearer the minimum.
         learning_rate: Rate for weights and means.
         log_variance_learning_rate: Rate for the log-variances, which have further to go.
         draws: Networks drawn from :math:`Q` to estimate :math:`E_Q[L_D]` after the training.
-        chunk_size: TaskData that go through the network at a time where nothing is trained.
+        chunk_size: Samples that go through the network at a time where nothing is trained.
 
     Raises:
         ValueError: If a number of steps is negative, or another value not positive.
@@ -129,8 +130,8 @@ def train_plain(
     seed: int,
 ) -> None:
     """Minimise the sum of the loss plus ``penalty``, for ``training.pretrain_steps``."""
-    groups = [{"params": list(trainable_parameters(model).values()), "lr": training.learning_rate}]
-    _descend(model, samples, penalty, groups, training, training.pretrain_steps, 1, seed)
+    weights = {"params": list(trainable_parameters(model).values()), "lr": training.learning_rate}
+    _descend(model, samples, penalty, [weights], training, training.pretrain_steps, 1, seed)
 
 
 def train_noisy(
@@ -157,16 +158,17 @@ def _descend(
     noises: int,
     seed: int,
 ) -> None:
+    batches = _batches(len(samples), training.batch_size, Generator().manual_seed(seed))
     optimizer = torch.optim.Adam(groups, fused=True)  # one call for many small tensors
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(_cosine, steps=max(1, steps)))
-    N = len(samples)
+    cosine = partial(_cosine, steps=max(1, steps))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, cosine)
     model.train()
     with own_randomness(seed), torch.enable_grad():
-        for index in _batches(N, training.batch_size, steps, Generator().manual_seed(seed)):
-            drawn = torch.stack([samples.losses(model, index).mean() for _ in range(noises)])
-            loss = drawn.mean()
+        for index in islice(batches, steps):
+            drawn = [samples.losses(model, index).mean() for _ in range(noises)]
+            loss = torch.stack(drawn).mean()
             if penalty is not None:
-                loss = loss + penalty(model) / N  # N, never the size of the batch
+                loss = loss + penalty(model) / len(samples)  # never the size of the batch
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -177,18 +179,13 @@ def _cosine(t: int, steps: int) -> float:
     return 0.5 + 0.5 * math.cos(math.pi * t / steps)
 
 
-def _batches(n: int, batch_size: int, steps: int, generator: Generator) -> Iterator[Tensor]:
-    """Yield ``steps`` batches of shuffled indices; what is left of a pass is dropped, so that all have one size."""
+def _batches(n: int, batch_size: int, generator: Generator) -> Iterator[Tensor]:
+    """Yield batches of shuffled indices without end; what is left of a pass is dropped, so that all have one size."""
     size = min(batch_size, n)
     while True:
-        for index in torch.randperm(n, generator=generator).split(size)[: n // size]:
-            if steps == 0:
-                return
-            steps -= 1
-            yield index
+        yield from torch.randperm(n, generator=generator).split(size)[: n // size]
 
 
-@torch.no_grad()
 def expected_loss(
     model: nn.Module, samples: TaskData, *, training: Training
 ) -> tuple[float, float]:
@@ -197,11 +194,9 @@ def expected_loss(
     Every chunk of samples sees a network of its own, which is as unbiased as one network for all,
     and varies less.
     """
-    model.eval()
     with sampling(model):
-        sums = torch.stack(
-            [_loss_sum(model, samples, training.chunk_size) for _ in range(training.draws)]
-        )
+        drawn = [loss_sum(model, samples, training=training) for _ in range(training.draws)]
+    sums = torch.tensor(drawn, dtype=torch.float64)
     return sums.mean().item(), (sums.std() / math.sqrt(training.draws)).item()
 
 
@@ -209,14 +204,10 @@ def expected_loss(
 def loss_sum(model: nn.Module, samples: TaskData, *, training: Training) -> float:
     """Return the sum of the loss of the network as it is, in eval mode."""
     model.eval()
-    return _loss_sum(model, samples, training.chunk_size).item()
-
-
-def _loss_sum(model: nn.Module, samples: TaskData, chunk_size: int) -> Tensor:
-    starts = range(0, len(samples), chunk_size)
-    return torch.stack(
-        [samples.losses(model, slice(s, s + chunk_size)).double().sum() for s in starts]
-    ).sum()
+    size = training.chunk_size
+    starts = range(0, len(samples), size)
+    chunks = [samples.losses(model, slice(start, start + size)) for start in starts]
+    return torch.stack([losses.double().sum() for losses in chunks]).sum().item()
 
 
 def initial_weights(model: nn.Module) -> ParamDict:

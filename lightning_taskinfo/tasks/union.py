@@ -21,19 +21,8 @@ from lightning_taskinfo._random import seed_from
 from lightning_taskinfo.fisher import fisher_diagonal
 from lightning_taskinfo.functional.information import information_in_weights
 from lightning_taskinfo.functional.likelihood import Categorical, Likelihood
-from lightning_taskinfo.tasks.training import (
-    START,
-    ModelFn,
-    TaskData,
-    Training,
-    build,
-    center_of,
-    expected_loss,
-    initial_weights,
-    loss_sum,
-    train_noisy,
-    train_plain,
-)
+from lightning_taskinfo.tasks import training as train
+from lightning_taskinfo.tasks.training import ModelFn, TaskData, Training
 from lightning_taskinfo.variational import add_weight_noise, noisy_weights
 
 HeadFn: TypeAlias = Callable[[int, int], nn.Module]
@@ -86,14 +75,12 @@ class Union:
         plan: What all trainings have in common.
         inputs: Inputs of each task.
         targets: Their targets.
-        outputs: Number of outputs of each task.
         seed: Seed of everything.
     """
 
     plan: Plan
     inputs: tuple[np.ndarray[Any, Any], ...]
     targets: tuple[np.ndarray[Any, Any], ...]
-    outputs: tuple[int, ...]
     seed: int
 
     @classmethod
@@ -103,8 +90,7 @@ class Union:
         plan = replace(plan, training=replace(plan.training, batch_size=size))
         inputs = tuple(x.numpy() for x, _ in data)
         targets = tuple(y.numpy() for _, y in data)
-        outputs = tuple(output_count(y, plan.likelihood) for _, y in data)
-        return cls(plan, inputs, targets, outputs, seed)
+        return cls(plan, inputs, targets, seed)
 
     def data(self) -> TaskData:
         """All samples, each with the index of its task."""
@@ -115,33 +101,45 @@ class Union:
 
     def model(self) -> MultiHead:
         """The network at its start; heads of one size start alike, whatever their task."""
-        trunk = build(self.plan.trunk_fn, self.seed, argument="trunk_fn")
+        trunk = train.build(self.plan.trunk_fn, self.seed, argument="trunk_fn")
         with torch.no_grad():
             features = trunk.eval()(torch.from_numpy(self.inputs[0][:2])).shape[1]
         heads = []
-        for outputs in self.outputs:
+        for targets in self.targets:
+            outputs = output_count(torch.from_numpy(targets), self.plan.likelihood)
             make = partial(self.plan.head_fn, features, outputs)
-            heads.append(build(make, seed_from(self.seed, 1), argument="head_fn"))
+            heads.append(train.build(make, seed_from(self.seed, 1), argument="head_fn"))
         return MultiHead(trunk, heads)
 
     def betas(self) -> dict[str, float]:
         """The weight of the divergence of each part."""
         sizes = [len(a) for a in self.inputs]
-        parts = {"trunk": sum(sizes), **{f"heads.{index}": n for index, n in enumerate(sizes)}}
-        return {part: self.plan.beta * n / sizes[0] for part, n in parts.items()}
+        beta = self.plan.beta
+        heads = {f"heads.{index}": beta * n / sizes[0] for index, n in enumerate(sizes)}
+        return {"trunk": beta * sum(sizes) / sizes[0], **heads}
 
 
 def solve(union: Union) -> dict[str, Any]:
-    r"""Train, and return the information ``kl`` of each part, the loss (a sum) with its error, and :math:`C_\beta`."""
-    model, data = union.model(), union.data()
+    r"""Train, and return the information ``kl`` of each part, the loss (a sum) with its error, and :math:`C_eta`."""
+    model = union.model()
+    data = union.data()
     data.check(model)
-    start = initial_weights(model)
-    centre = center_of(start, union.plan.prior_center)
+    plan = union.plan
+    start = train.initial_weights(model)
+    centre = train.center_of(start, plan.prior_center)
     betas = union.betas()
     weights = {name: betas[_part(name)] for name in start}
-    pull = partial(_map_penalty, centre=centre, weights=weights, prior_std=union.plan.prior_std)
-    train_plain(model, data, pull, training=union.plan.training, seed=seed_from(union.seed, 2))
-    finish = _variational if union.plan.method == "variational" else _laplace
+    scale = 2 * plan.prior_std**2
+
+    def penalty(model: nn.Module) -> Tensor:
+        """What weights pay for leaving the centre: their means' share of β times the divergence."""
+        parameters = model.named_parameters()
+        terms = [weights[name] * (p - centre[name]).square().sum() for name, p in parameters]
+        return torch.stack(terms).sum() / scale
+
+    seed = seed_from(union.seed, 2)
+    train.train_plain(model, data, penalty, training=plan.training, seed=seed)
+    finish = _variational if plan.method == "variational" else _laplace
     found = finish(union, model, data, centre, weights)
     kl = dict.fromkeys(betas, 0.0)
     for name, value in found.kl.items():
@@ -168,17 +166,18 @@ def _variational(
     union: Union, model: nn.Module, data: TaskData, centre: ParamDict, weights: dict[str, float]
 ) -> Found:
     """Noisy weights, trained from where the plain ones are."""
-    plan = union.plan
-    std = START * plan.prior_std
+    prior_std, training = union.plan.prior_std, union.plan.training
+    std = train.START * prior_std
     seed = seed_from(union.seed, 3)
-    add_weight_noise(model, std=std, prior_center=centre, prior_std=plan.prior_std, seed=seed)
+    add_weight_noise(model, std=std, prior_center=centre, prior_std=prior_std, seed=seed)
 
     def penalty(model: nn.Module) -> Tensor:
         terms = [weights[name] * noise.kl(mean) for name, mean, noise in noisy_weights(model)]
         return torch.stack(terms).sum()
 
-    train_noisy(model, data, penalty, training=plan.training, seed=seed_from(union.seed, 4))
-    loss, error = expected_loss(model, data, training=plan.training)
+    seed = seed_from(union.seed, 4)
+    train.train_noisy(model, data, penalty, training=training, seed=seed)
+    loss, error = train.expected_loss(model, data, training=training)
     kl = {name: noise.kl(mean).item() for name, mean, noise in noisy_weights(model)}
     return Found(kl, loss, error)
 
@@ -197,24 +196,14 @@ def _laplace(
         chunk_size=plan.training.chunk_size,
     )
     kl = {}
-    loss = loss_sum(model, data, training=plan.training)
-    for name, weight in initial_weights(model).items():
+    loss = train.loss_sum(model, data, training=plan.training)
+    for name, weight in train.initial_weights(model).items():
         h = len(data) * F[name]
         shift = weight - centre[name]
         found = information_in_weights(h, shift, prior_std=plan.prior_std, beta=weights[name])
         kl[name] = found.kl.item()
         loss += found.curvature_penalty.item()
     return Found(kl, loss, 0.0)
-
-
-def _map_penalty(
-    model: nn.Module, *, centre: ParamDict, weights: dict[str, float], prior_std: float
-) -> Tensor:
-    """What weights pay for leaving the centre of the pre-distribution: their means' share of β times the divergence."""
-    terms = [
-        weights[name] * (p - centre[name]).square().sum() for name, p in model.named_parameters()
-    ]
-    return torch.stack(terms).sum() / (2 * prior_std**2)
 
 
 def output_count(targets: Tensor, likelihood: Likelihood) -> int:

@@ -114,9 +114,9 @@ def test_wrong_values_end_with_2_and_their_message(argument, message, written, c
     assert not out.exists()
 
 
-def test_a_wrong_task_is_refused_before_the_probe_is_trained(tmp_path, capsys, monkeypatch):
+def test_a_wrong_task_is_refused_before_the_network_is_trained(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(
-        "lightning_taskinfo.cli.embed.default_probe", lambda **_: pytest.fail("not needed")
+        "lightning_taskinfo.cli.embed.reference_network", lambda **_: pytest.fail("not needed")
     )
     assert cli.main(["embed", "--tasks=[digits,nothing]", f"--folder={tmp_path / 'new'}"]) == 2
     assert "'nothing' was not found" in capsys.readouterr().err

@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_taskinfo.functional.likelihood import Categorical
 from lightning_taskinfo.tasks.complexity import Sweep, structure_function
-from lightning_taskinfo.tasks.specs import Task
+from lightning_taskinfo.tasks.ready import PreparedTask
 from lightning_taskinfo.tasks.training import (
     TaskData,
     Training,
@@ -380,6 +380,6 @@ def test_refuses_what_makes_no_network(model_fn, match):
 
 
 def test_a_prepared_task_is_data():
-    task = Task("mine", *classes(), num_classes=3)
+    task = PreparedTask("mine", *classes(), num_classes=3)
     found = structure_function(network, task, [1.0], training=QUICK)
     assert found == structure_function(network, classes(), [1.0], training=QUICK)

@@ -8,7 +8,7 @@ import torch
 
 from lightning_taskinfo.tasks.complexity import structure_function
 from lightning_taskinfo.tasks.distance import task_distance
-from lightning_taskinfo.tasks.specs import network_for, prepare_task, trunk_for
+from lightning_taskinfo.tasks.ready import network_for, prepare_task, trunk_for
 from lightning_taskinfo.tasks.training import Training
 
 pytestmark = pytest.mark.slow

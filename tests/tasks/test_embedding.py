@@ -7,19 +7,19 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.figure import Figure
-from torch import Generator, nn
+from torch import Generator
 
 from lightning_taskinfo.functional.task_embedding import (
     asymmetric_embedding_distance,
     embedding_distance,
 )
 from lightning_taskinfo.tasks import TaskEmbedding, embedding_distances, nearest_source
-from lightning_taskinfo.tasks.embedding import fingerprint, task_map
-from lightning_taskinfo.tasks.plots import (
+from lightning_taskinfo.tasks.embedding import (
     embedding_rows,
     log_embeddings,
     plot_difficulty,
     plot_task_map,
+    task_map,
 )
 
 
@@ -28,7 +28,7 @@ def make(name, vector, **changes):
     fields = {
         "layers": ("a.weight", "b.weight"),
         "sizes": (1, len(vector) - 1),
-        "probe": "0123",
+        "network": "0123",
         "labels": "exact",
     }
     fields |= {"samples": 100, "num_classes": 3, "test_error": 0.25}
@@ -56,7 +56,7 @@ def test_comes_back_from_disk_bit_for_bit(tmp_path, tasks):
         saved.save(tmp_path / "task.npz")  # replaces the one before
         loaded = TaskEmbedding.load(tmp_path / "task.npz")
         assert torch.equal(loaded.vector, saved.vector)
-        for field in ("name", "layers", "sizes", "probe", "labels", "samples", "num_classes"):
+        for field in ("name", "layers", "sizes", "network", "labels", "samples", "num_classes"):
             assert getattr(loaded, field) == getattr(saved, field)
         assert loaded.test_error == saved.test_error or math.isnan(saved.test_error)
     assert [path.name for path in tmp_path.iterdir()] == ["task.npz"]
@@ -145,29 +145,17 @@ def test_complexity_speaks_for_a_source(tasks):
     assert nearest_source(tasks[0], tasks, alpha=100.0)[0].source == "b"
 
 
-def test_distances_need_one_probe(tasks):
+def test_distances_need_one_network(tasks):
     with pytest.raises(
-        ValueError, match=r"`embeddings` must be of one probe, got \['0123', '4567'\]"
+        ValueError, match=r"`embeddings` must be of one network, got \['0123', '4567'\]"
     ):
-        embedding_distances([tasks[0], make("e", tasks[0].vector, probe="4567")])
+        embedding_distances([tasks[0], make("e", tasks[0].vector, network="4567")])
     with pytest.raises(ValueError, match="`embeddings` must hold at least one embedding, got none"):
         embedding_distances([])
     with pytest.raises(
         ValueError, match=r"`sources` must hold a task other than the target, got \['a'\]"
     ):
         nearest_source(tasks[0], tasks[:1])
-
-
-def test_the_fingerprint_is_of_weights_and_buffers_outside_the_head():
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
-    first = fingerprint(net, "2")
-    net[2].weight.data += 1
-    assert fingerprint(net, "2") == first
-    net[1].running_mean += 1
-    second = fingerprint(net, "2")
-    net[0].weight.data[0, 0] += 1
-    assert len({first, second, fingerprint(net, "2")}) == 3
 
 
 def test_the_map_shows_the_tasks_where_they_are(tasks):

@@ -9,10 +9,11 @@ from torch import Generator, nn
 from lightning_taskinfo import Task2Vec
 from lightning_taskinfo.data import ArrayData
 from lightning_taskinfo.tasks import task2vec
-from lightning_taskinfo.tasks.head import fit_linear_head
+from lightning_taskinfo.tasks.ready import fit_linear_head
+from lightning_taskinfo.tasks.task2vec import fingerprint
 
 
-def conv_probe(dtype=torch.float64):
+def conv_network(dtype=torch.float64):
     """A small network of each kind of filter: convolution, transposed convolution in groups, matrix."""
     torch.manual_seed(0)
     return nn.Sequential(
@@ -52,7 +53,7 @@ def looped_embedding(model, weights, inputs):
 
 @pytest.fixture(scope="module")
 def embedder():
-    return Task2Vec(conv_probe(), weight_decay=0.1)
+    return Task2Vec(conv_network(), weight_decay=0.1)
 
 
 @pytest.mark.parametrize("batch", [512, 10])
@@ -64,19 +65,19 @@ def test_equals_a_loop_over_samples_and_classes(embedder, batch, monkeypatch):
     weights = ["0.weight", "3.weight", "6.weight"]
     assert embedding.layers == tuple(weights)
     assert embedding.sizes == (4, 6, 5)
-    expected = looped_embedding(embedder.probe.requires_grad_(True), weights, x)
-    embedder.probe.requires_grad_(False)
+    expected = looped_embedding(embedder.network.requires_grad_(True), weights, x)
+    embedder.network.requires_grad_(False)
     for name in weights:
-        embedder.probe.get_parameter(name).requires_grad_(True)
+        embedder.network.get_parameter(name).requires_grad_(True)
     torch.testing.assert_close(embedding.vector, expected, rtol=1e-9, atol=0)
 
 
 def test_sampled_labels_agree_with_exact_ones_within_their_error():
     x, y = task(n=40)
-    exact = Task2Vec(conv_probe(), weight_decay=0.1).embed((x, y), name="a").vector
+    exact = Task2Vec(conv_network(), weight_decay=0.1).embed((x, y), name="a").vector
     draws = torch.stack(
         [
-            Task2Vec(conv_probe(), weight_decay=0.1, labels="sampled", mc_samples=20, seed=s)
+            Task2Vec(conv_network(), weight_decay=0.1, labels="sampled", mc_samples=20, seed=s)
             .embed((x, y), name="a")
             .vector
             for s in range(8)
@@ -127,7 +128,7 @@ def test_labels_matter(embedder):
 
 
 def test_the_norm_grows_with_the_overlap_of_two_classes():
-    """A controlled family: two Gaussian classes on a line, ever nearer to each other, seen by a fixed probe."""
+    """A controlled family: two Gaussian classes on a line, ever nearer to each other, seen by a fixed network."""
     torch.manual_seed(0)
     embedder = Task2Vec(nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 2)))
     g = Generator().manual_seed(0)
@@ -140,17 +141,17 @@ def test_the_norm_grows_with_the_overlap_of_two_classes():
     assert norms[-1] > 3 * norms[0]
 
 
-def test_the_probe_stays_as_it_was():
-    probe = conv_probe(torch.float32).train()
-    probe[0].weight.requires_grad_(False)
-    before = {name: value.clone() for name, value in probe.state_dict().items()}
+def test_the_network_stays_as_it_was():
+    network = conv_network(torch.float32).train()
+    network[0].weight.requires_grad_(False)
+    before = {name: value.clone() for name, value in network.state_dict().items()}
     state = torch.get_rng_state()
-    Task2Vec(probe).embed(task(dtype=torch.float32), name="a")
+    Task2Vec(network).embed(task(dtype=torch.float32), name="a")
     assert torch.equal(torch.get_rng_state(), state)
-    assert probe.training
-    assert [p.requires_grad for p in probe.parameters()] == [False] + [True] * 9
-    assert all(p.grad is None for p in probe.parameters())
-    for name, value in probe.state_dict().items():
+    assert network.training
+    assert [p.requires_grad for p in network.parameters()] == [False] + [True] * 9
+    assert all(p.grad is None for p in network.parameters())
+    for name, value in network.state_dict().items():
         assert torch.equal(value, before[name]), name
 
 
@@ -170,41 +171,43 @@ def test_the_head_is_found_by_name_or_is_the_last_linear_layer():
     assert Task2Vec(Named(), head="classifier").embed(
         task(dtype=torch.float32), name="a"
     ).layers == ("body.weight",)
-    assert Task2Vec(conv_probe()).head == "8"
+    assert Task2Vec(conv_network()).head == "8"
 
 
 @pytest.mark.parametrize("classes", [2, 5])
 def test_refuses_a_head_whose_outputs_are_not_the_logits(classes):
     """The last linear layer by name is the body here; with five classes the shapes would fit."""
-    probe = Named()
-    probe.classifier = nn.Linear(5, 5)
+    network = Named()
+    network.classifier = nn.Linear(5, 5)
     with pytest.raises(
         ValueError, match=r"`head` must be the last layer, whose outputs .* '2\.body' is not"
     ):
-        Task2Vec(nn.Sequential(nn.Flatten(), nn.Linear(64, 64), probe), head="2.body").embed(
+        Task2Vec(nn.Sequential(nn.Flatten(), nn.Linear(64, 64), network), head="2.body").embed(
             task(n=60, classes=classes, dtype=torch.float32), name="a"
         )
 
 
 def test_a_whole_module_may_be_the_head():
-    probe = conv_probe()
-    probe = nn.ModuleDict({"trunk": probe[:6], "mlp": probe[6:]})
+    network = conv_network()
+    network = nn.ModuleDict({"trunk": network[:6], "mlp": network[6:]})
     net = nn.Sequential()
-    net.add_module("trunk", probe["trunk"])
-    net.add_module("mlp", probe["mlp"])
+    net.add_module("trunk", network["trunk"])
+    net.add_module("mlp", network["mlp"])
     embedding = Task2Vec(net, head="mlp").embed(task(), name="a")
     assert embedding.layers == ("trunk.0.weight", "trunk.3.weight")
 
 
 def test_at_most_so_many_samples_are_measured_but_all_are_fitted():
     x, y = task(n=64)
-    few = Task2Vec(conv_probe(), weight_decay=0.1, max_samples=16)
+    few = Task2Vec(conv_network(), weight_decay=0.1, max_samples=16)
     embedding = few.embed((x, y), name="a")
     assert embedding.samples == 16
-    everything = Task2Vec(conv_probe(), weight_decay=0.1)
+    everything = Task2Vec(conv_network(), weight_decay=0.1)
     everything.embed((x, y), name="a")
-    torch.testing.assert_close(few.probe[8].weight, everything.probe[8].weight)
-    assert not torch.equal(few._pick(64), Task2Vec(conv_probe(), max_samples=16, seed=1)._pick(64))
+    torch.testing.assert_close(few.network[8].weight, everything.network[8].weight)
+    assert not torch.equal(
+        few._pick(64), Task2Vec(conv_network(), max_samples=16, seed=1)._pick(64)
+    )
 
 
 def test_test_error_counts_a_class_that_was_not_fitted_as_wrong(embedder):
@@ -213,7 +216,7 @@ def test_test_error_counts_a_class_that_was_not_fitted_as_wrong(embedder):
     embedding = embedder.embed((x, y), name="a", test=(x[:10], torch.full((10,), 9)))
     assert embedding.test_error == 1.0
     with torch.no_grad():
-        answers = embedder.probe(x).argmax(1)
+        answers = embedder.network(x).argmax(1)
     assert embedder.embed((x, y + 5), name="a", test=(x, answers + 5)).test_error == 0.0
 
 
@@ -224,7 +227,7 @@ def test_array_data_brings_its_name_and_its_test_split():
     data = ArrayData(
         images[:30], labels[:30], images[30:], labels[30:], name="halves", num_classes=2
     )
-    embedding = Task2Vec(conv_probe(torch.float32)).embed(data)
+    embedding = Task2Vec(conv_network(torch.float32)).embed(data)
     assert (embedding.name, embedding.samples, embedding.num_classes) == ("halves", 30, 2)
     assert 0 <= embedding.test_error <= 1
 
@@ -236,34 +239,34 @@ def test_array_data_brings_its_name_and_its_test_split():
         ({"mc_samples": 0}, "`mc_samples` must be at least 1, got 0"),
         ({"max_samples": 0}, "`max_samples` must be at least 1, got 0"),
         ({"weight_decay": 0.0}, "`weight_decay` must be positive, got 0.0"),
-        ({"head": "fc"}, "`head` must name a module of the probe, got 'fc'; there are"),
-        ({"head": ""}, "`head` must name a part of the probe, got the whole of it"),
+        ({"head": "fc"}, "`head` must name a module of the network, got 'fc'; there are"),
+        ({"head": ""}, "`head` must name a part of the network, got the whole of it"),
     ],
 )
 def test_refuses_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
-        Task2Vec(conv_probe(), **arguments)
+        Task2Vec(conv_network(), **arguments)
 
 
 @pytest.mark.parametrize(
-    ("probe", "arguments", "message"),
+    ("network", "arguments", "message"),
     [
-        (nn.Sequential(nn.Conv2d(1, 2, 3)), {}, "`head` must name the probe's last layer"),
+        (nn.Sequential(nn.Conv2d(1, 2, 3)), {}, "`head` must name the network's last layer"),
         (
             nn.Sequential(nn.Flatten(), nn.Linear(64, 2)),
             {},
-            "`probe` must have a weight with filters beside its head",
+            "`network` must have a weight with filters beside its head",
         ),
         (
-            conv_probe(),
+            conv_network(),
             {"head": "6.weight"},
-            "`head` must name a module of the probe, got '6.weight'",
+            "`head` must name a module of the network, got '6.weight'",
         ),
     ],
 )
-def test_refuses_probes(probe, arguments, message):
+def test_refuses_networks(network, arguments, message):
     with pytest.raises(ValueError, match=message):
-        Task2Vec(probe, **arguments)
+        Task2Vec(network, **arguments)
 
 
 @pytest.mark.parametrize(
@@ -299,7 +302,7 @@ def test_refuses_data(embedder, labels, name, message):
         ),
         (
             lambda x: x.expand(-1, 3, -1, -1),
-            r"must hold inputs that the probe takes, got .* \[24, 3, 8, 8\] \(.*channels",
+            r"must hold inputs that the network takes, got .* \[24, 3, 8, 8\] \(.*channels",
         ),
     ],
     ids=["nan", "bytes", "channels"],
@@ -322,14 +325,14 @@ def test_refuses_a_name_in_place_of_data(embedder, argument):
 
 @pytest.mark.parametrize("head", ["0", "8"])
 def test_refuses_a_head_that_does_not_get_one_row_a_sample(head):
-    probe = conv_probe()
+    network = conv_network()
     if head == "8":
-        probe[8] = nn.Linear(5, 5).double()
-        probe.append(probe[8])  # runs twice
+        network[8] = nn.Linear(5, 5).double()
+        network.append(network[8])  # runs twice
     with pytest.raises(
         ValueError, match=rf"`head` must run once a pass, on one tensor \[N, D\], .*; '{head}' got"
     ):
-        Task2Vec(probe, head=head).embed(task(), name="a")
+        Task2Vec(network, head=head).embed(task(), name="a")
 
 
 @pytest.mark.filterwarnings("ignore:torch.func cannot run")
@@ -337,14 +340,14 @@ def test_inputs_of_any_structure_and_a_model_with_logits():
     from tests.callbacks.hugging_face import Sentences, bert_classifier
 
     torch.manual_seed(0)
-    probe, fields = bert_classifier(), Sentences("BERT classifier", 24).fields
+    network, fields = bert_classifier(), Sentences("BERT classifier", 24).fields
     labels = fields.pop("labels")
-    found = Task2Vec(probe).embed((fields, labels), name="sentences")
+    found = Task2Vec(network).embed((fields, labels), name="sentences")
 
     class Stacked(nn.Module):
         def __init__(self):
             super().__init__()
-            self.bert = probe
+            self.bert = network
 
         def forward(self, both):
             return self.bert(input_ids=both[:, 0], attention_mask=both[:, 1]).logits
@@ -352,7 +355,7 @@ def test_inputs_of_any_structure_and_a_model_with_logits():
     stacked = torch.stack([fields["input_ids"], fields["attention_mask"]], 1)
     expected = Task2Vec(Stacked()).embed((stacked, labels), name="sentences")
     torch.testing.assert_close(found.vector, expected.vector)
-    told = Task2Vec(probe, forward_fn=lambda model, inputs: model(**inputs)).embed(
+    told = Task2Vec(network, forward_fn=lambda model, inputs: model(**inputs)).embed(
         (fields, labels), name="sentences"
     )
     torch.testing.assert_close(told.vector, expected.vector)
@@ -361,10 +364,22 @@ def test_inputs_of_any_structure_and_a_model_with_logits():
 def test_batch_fn_picks_inputs_and_labels_out_of_a_batch():
     x, y = task()
     test_x, test_y = task(seed=1)
-    plain = Task2Vec(conv_probe()).embed((x, y), name="task", test=(test_x, test_y))
-    named = Task2Vec(conv_probe(), batch_fn=lambda batch: (batch["image"], batch["kind"]))
+    plain = Task2Vec(conv_network()).embed((x, y), name="task", test=(test_x, test_y))
+    named = Task2Vec(conv_network(), batch_fn=lambda batch: (batch["image"], batch["kind"]))
     other = named.embed(
         {"image": x, "kind": y}, name="task", test={"image": test_x, "kind": test_y}
     )
     assert torch.equal(other.vector, plain.vector)
     assert other.test_error == plain.test_error
+
+
+def test_the_fingerprint_is_of_weights_and_buffers_outside_the_head():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+    first = fingerprint(net, "2")
+    net[2].weight.data += 1
+    assert fingerprint(net, "2") == first
+    net[1].running_mean += 1
+    second = fingerprint(net, "2")
+    net[0].weight.data[0, 0] += 1
+    assert len({first, second, fingerprint(net, "2")}) == 3

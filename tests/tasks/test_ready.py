@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from lightning_taskinfo.data import ArrayData, load_dataset, save_npz
-from lightning_taskinfo.tasks.specs import network_for, prepare_task, trunk_for
+from lightning_taskinfo.tasks.ready import network_for, prepare_task, trunk_for
 
 
 @pytest.fixture(scope="module")

@@ -5,16 +5,14 @@ import math
 import pytest
 import torch
 
-from lightning_taskinfo.tasks.theory import (
-    simulate_phase_diagram,
-    simulate_transfer,
-    transferability,
-)
-from lightning_taskinfo.tasks.theory_plots import (
+from lightning_taskinfo.tasks.phase_diagram import (
     plot_phase_map,
     plot_phase_slices,
     plot_phase_surface,
+    simulate_phase_diagram,
+    transferability,
 )
+from lightning_taskinfo.tasks.theory import simulate_transfer
 
 MODES = ["linear", "fine_tune"]
 ANGLES = torch.tensor([0.0, 1.0, math.pi / 2], dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""The default probe: trained once, the same every time, good at what it was trained on."""
+"""The reference network: trained once, the same every time, good at what it was trained on."""
 
 import numpy as np
 import pytest
@@ -6,13 +6,13 @@ import torch
 
 from lightning_taskinfo import Task2Vec
 from lightning_taskinfo.data.pairs import cache_dir, load_dataset
-from lightning_taskinfo.tasks import probe as module
-from lightning_taskinfo.tasks.probe import SmallProbe, default_probe
+from lightning_taskinfo.tasks import ready as module
+from lightning_taskinfo.tasks.ready import ReferenceNetwork, reference_network
 
 
 @pytest.fixture(scope="module")
-def probe():
-    return default_probe(epochs=1)
+def network():
+    return reference_network(epochs=1)
 
 
 @pytest.fixture
@@ -22,30 +22,30 @@ def few_images(monkeypatch):
     monkeypatch.setattr(module, "_images_of_all_classes", lambda: (images[::40], labels[::40]))
 
 
-def test_tells_digits_and_letters_apart(probe):
+def test_tells_digits_and_letters_apart(network):
     for name, first in (("digits", 0), ("letters", 10)):
         images, labels = load_dataset(name).test().tensors
         with torch.no_grad():
-            accuracy = (probe(images).argmax(1) == labels + first).float().mean()
+            accuracy = (network(images).argmax(1) == labels + first).float().mean()
         assert accuracy > 0.75  # a twentieth by chance
 
 
-def test_takes_images_of_any_size_and_colour(probe):
+def test_takes_images_of_any_size_and_colour(network):
     g = torch.Generator().manual_seed(0)
     colours = torch.rand(2, 3, 28, 28, generator=g)
-    assert torch.allclose(probe(colours), probe(colours.mean(1, keepdim=True)), atol=1e-5)
-    assert probe(torch.rand(2, 3, 32, 40, generator=g)).shape == (2, 20)
-    assert probe(torch.rand(2, 1, 8, 8, generator=g)).shape == (2, 20)
+    assert torch.allclose(network(colours), network(colours.mean(1, keepdim=True)), atol=1e-5)
+    assert network(torch.rand(2, 3, 32, 40, generator=g)).shape == (2, 20)
+    assert network(torch.rand(2, 1, 8, 8, generator=g)).shape == (2, 20)
 
 
-def test_is_read_from_the_cache_and_leaves_the_random_state_alone(probe, monkeypatch):
+def test_is_read_from_the_cache_and_leaves_the_random_state_alone(network, monkeypatch):
     monkeypatch.setattr(module, "_train", lambda *_: pytest.fail("trained again"))
     state = torch.get_rng_state()
-    again = default_probe(epochs=1)
+    again = reference_network(epochs=1)
     assert torch.equal(torch.get_rng_state(), state)
     assert not again.training
     for name, value in again.state_dict().items():
-        assert torch.equal(value, probe.state_dict()[name])
+        assert torch.equal(value, network.state_dict()[name])
 
 
 @pytest.mark.usefixtures("few_images")
@@ -54,7 +54,7 @@ def test_training_repeats_itself_and_depends_on_the_seed(tmp_path, monkeypatch):
     for folder, seed in (("a", 0), ("b", 0), ("c", 1)):
         monkeypatch.setenv("TASKINFO_CACHE_DIR", str(tmp_path / folder))
         torch.manual_seed(len(weights))
-        weights.append(default_probe(epochs=2, seed=seed).head.weight)
+        weights.append(reference_network(epochs=2, seed=seed).head.weight)
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])
 
@@ -63,7 +63,7 @@ def test_training_repeats_itself_and_depends_on_the_seed(tmp_path, monkeypatch):
 @pytest.mark.parametrize("damage", ["cut", "text", "shape"])
 def test_a_damaged_cache_is_made_anew(tmp_path, monkeypatch, damage):
     monkeypatch.setenv("TASKINFO_CACHE_DIR", str(tmp_path))
-    before = default_probe(epochs=1).state_dict()
+    before = reference_network(epochs=1).state_dict()
     (path,) = cache_dir().glob("probe-*.npz")
     if damage == "cut":
         path.write_bytes(path.read_bytes()[:1000])
@@ -71,7 +71,7 @@ def test_a_damaged_cache_is_made_anew(tmp_path, monkeypatch, damage):
         path.write_text("not an archive")
     else:
         np.savez(path, **{name: value.numpy()[:1] for name, value in before.items()})
-    after = default_probe(epochs=1).state_dict()
+    after = reference_network(epochs=1).state_dict()
     assert all(torch.equal(after[name], before[name]) for name in before)
     with np.load(path, allow_pickle=False) as arrays:
         assert set(arrays) == set(before)
@@ -82,23 +82,23 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("TASKINFO_CACHE_DIR", str(tmp_path / "file"))
     monkeypatch.setattr(module, "load_dataset", lambda _: pytest.fail("not needed"))
-    with pytest.warns(UserWarning, match="The probe is not cached"):
-        assert isinstance(default_probe(epochs=1), SmallProbe)
+    with pytest.warns(UserWarning, match="The reference network is not cached"):
+        assert isinstance(reference_network(epochs=1), ReferenceNetwork)
 
 
-def test_inputs_that_are_no_images_need_a_probe_of_their_own(probe):
-    with pytest.raises(ValueError, match=r"takes images .*, got \[3, 10\]; set `probe`"):
-        probe(torch.ones(3, 10))
+def test_inputs_that_are_no_images_need_a_network_of_their_own(network):
+    with pytest.raises(ValueError, match=r"takes images .*, got \[3, 10\]; set `network`"):
+        network(torch.ones(3, 10))
 
 
 def test_refuses_no_epochs():
     with pytest.raises(ValueError, match="`epochs` must be at least 1, got 0"):
-        default_probe(epochs=0)
+        reference_network(epochs=0)
 
 
-def test_the_norm_grows_with_the_number_of_classes(probe):
+def test_the_norm_grows_with_the_number_of_classes(network):
     """A controlled family on real data: the first 2, 5 and 10 digits."""
-    embedder = Task2Vec(probe, max_samples=200)
+    embedder = Task2Vec(network, max_samples=200)
     (images, labels), (x_test, y_test) = (
         split.tensors for split in (load_dataset("digits").train(), load_dataset("digits").test())
     )

@@ -6,7 +6,11 @@ import math
 import pytest
 import torch
 
-from lightning_taskinfo.tasks.structure import Estimate, StructureFunction
+from lightning_taskinfo.tasks.complexity import (
+    Estimate,
+    StructureFunction,
+    plot_structure_functions,
+)
 
 
 def curve(**changes):
@@ -102,8 +106,6 @@ def test_the_picture_has_both_panels():
 
 
 def test_no_curves_no_picture():
-    from lightning_taskinfo.tasks.plots import plot_structure_functions
-
     with pytest.raises(
         ValueError, match="`curves` must hold at least one structure function, got none"
     ):

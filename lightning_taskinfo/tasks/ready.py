@@ -1,0 +1,392 @@
+"""Ready tasks and networks: tasks by name, small networks for them, and the head of any network."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Generator, Tensor, nn
+from torch.nn.functional import cross_entropy, interpolate
+
+from lightning_taskinfo import _batches
+from lightning_taskinfo._files import atomic_write
+from lightning_taskinfo._observe import observing
+from lightning_taskinfo._random import own_randomness
+from lightning_taskinfo._ranges import check_counts
+from lightning_taskinfo._warn import warn
+from lightning_taskinfo.data.pairs import cache_dir, load_dataset
+from lightning_taskinfo.data.variants import task_parts
+
+VERSION = 1  # part of the cache file's name: raise it when the network or its training changes
+SIDE = 28  # height and width of the images of the reference network
+BATCH = 512
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedTask:
+    """Labelled images of a task, from the training split of its dataset.
+
+    Attributes:
+        name: The specification it was made from.
+        inputs: Images in [0, 1], shape ``[N, C, H, W]``.
+        targets: Classes, shape ``[N]``.
+        num_classes: Number of classes.
+    """
+
+    name: str
+    inputs: Tensor
+    targets: Tensor
+    num_classes: int
+
+    @property
+    def data(self) -> tuple[Tensor, Tensor]:
+        """Inputs and targets."""
+        return self.inputs, self.targets
+
+
+def prepare_task(
+    name: str | os.PathLike[str],
+    *,
+    max_samples: int | None = None,
+    size: int = 8,
+    seed: int = 0,
+    data_dir: str | os.PathLike[str] | None = None,
+) -> PreparedTask:
+    """Return the training part of the task that ``name`` describes, as tensors for a network.
+
+    A specification is a dataset or several, and what to make of them, as in
+    :func:`lightning_taskinfo.data.load_task`.
+
+    Args:
+        name: Such as ``"digits"``, ``"digits:even-odd"``, ``"digits+letters"`` or
+            ``"mnist:only-0-1:inverted"``; or a path.
+        max_samples: At most this many samples, shuffled; all where ``None``.
+        size: Height and width of the embedded digits and letters: 28, or 8.
+        seed: Seed of the shuffling, and of random labels, which leave the choice of images as it
+            is.
+        data_dir: Folder of further datasets; ``TASKINFO_DATA_DIR`` where not given.
+
+    Raises:
+        ValueError: If a dataset or a variant is unknown, a class does not exist, datasets that are
+            put together differ in the shape of their images, or ``max_samples`` is less than 1.
+
+    Example:
+        >>> task = prepare_task("digits:only-3-8", max_samples=100)
+        >>> task.inputs.shape, task.num_classes
+        (torch.Size([100, 1, 8, 8]), 2)
+    """
+    check_counts(max_samples=max_samples)
+    name = os.fspath(name)
+    parts = task_parts(name, size=size, data_dir=data_dir, variant_seed=seed)
+    generator = Generator().manual_seed(seed)
+    inputs = []
+    targets = []
+    classes = 0
+    for place, part in enumerate(parts):
+        x, y = part.train().tensors
+        order = torch.randperm(len(y), generator=generator)
+        if max_samples is not None:
+            order = order[: len(range(place, max_samples, len(parts)))]  # datasets take turns
+        inputs.append(x[order])
+        targets.append(y[order] + classes)
+        classes += part.num_classes
+    return PreparedTask(name, torch.cat(inputs), torch.cat(targets), classes)
+
+
+class Centred(nn.Module):
+    """Flattened images with grey values from -1/2 to 1/2, so that an inverted image is the negative of its original."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return ``[N, D]`` for images ``[N, ...]`` in [0, 1]."""
+        return images.flatten(1) - 0.5
+
+
+def small_trunk(num_inputs: int, width: int = 32) -> nn.Module:
+    """Return two hidden layers over centred pixels: small enough for a laptop, large enough for digits.
+
+    Args:
+        num_inputs: Number of pixels, channels included.
+        width: Neurons of each layer.
+
+    Raises:
+        ValueError: If a number is below 1.
+    """
+    check_counts(num_inputs=num_inputs, width=width)
+    first, second = nn.Linear(num_inputs, width), nn.Linear(width, width)
+    return nn.Sequential(Centred(), first, nn.ReLU(), second, nn.ReLU())
+
+
+def small_network(num_inputs: int, num_outputs: int, width: int = 32) -> nn.Module:
+    """Return :func:`small_trunk` with a linear head.
+
+    Args:
+        num_inputs: Number of pixels, channels included.
+        num_outputs: Number of logits, one for each class.
+        width: Neurons of each hidden layer.
+
+    Example:
+        >>> small_network(64, 10)(torch.zeros(2, 1, 8, 8)).shape
+        torch.Size([2, 10])
+    """
+    return nn.Sequential(small_trunk(num_inputs, width), nn.Linear(width, num_outputs))
+
+
+def trunk_for(task: PreparedTask, width: int = 32) -> Callable[[], nn.Module]:
+    """Return what makes a :func:`small_trunk` for the images of ``task``; good for other processes.
+
+    Args:
+        task: What :func:`prepare_task` returns.
+        width: Neurons of each of the two hidden layers.
+    """
+    return partial(small_trunk, task.inputs[0].numel(), width)
+
+
+def trunk_of(model_fn: Callable[[], nn.Module], head: str | None = None) -> Callable[[], nn.Module]:
+    """Return what makes the network of ``model_fn`` without its head, for ``task_distance``.
+
+    Args:
+        model_fn: Makes a network with a head, such as a LightningModule of your own.
+        head: Name of the head, as in ``named_modules()``; the last ``nn.Linear`` where ``None``.
+
+    Example:
+        >>> trunk_of(lambda: small_network(64, 10, width=8))()(torch.zeros(2, 1, 8, 8)).shape
+        torch.Size([2, 8])
+    """
+    return partial(_without_head, model_fn, head)
+
+
+def _without_head(model_fn: Callable[[], nn.Module], head: str | None) -> nn.Module:
+    model = model_fn()
+    model.set_submodule(find_head(model, head), nn.Identity())
+    return model
+
+
+def network_for(task: PreparedTask, width: int = 32) -> Callable[[], nn.Module]:
+    """Return what makes a :func:`small_network` for ``task``; good for other processes.
+
+    Args:
+        task: What :func:`prepare_task` returns.
+        width: Neurons of each of the two hidden layers.
+    """
+    return partial(small_network, task.inputs[0].numel(), task.num_classes, width)
+
+
+class ReferenceNetwork(nn.Module):
+    """Three convolutions and a hidden layer, for images of any size: they are made grey and 28×28 first.
+
+    Args:
+        num_outputs: Outputs of the head.
+    """
+
+    def __init__(self, num_outputs: int = 20) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(1, 16, 5, 2, 2), nn.ReLU(),  # 14×14
+            nn.Conv2d(16, 32, 3, 2, 1), nn.ReLU(),  # 7×7
+            nn.Conv2d(32, 48, 3, 2, 1), nn.ReLU(),  # 4×4
+            nn.Flatten(), nn.Linear(48 * 16, 64), nn.ReLU(),
+        )  # fmt: skip
+        self.head = nn.Linear(64, num_outputs)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return logits ``[N, C]`` of images ``[N, channels, H, W]`` with values in ``[0, 1]``."""
+        if images.dim() != 4:
+            raise ValueError(
+                f"The reference network takes images [N, channels, height, width], got {list(images.shape)}; "
+                "set `network` to one for your inputs."
+            )
+        grey = images.mean(1, keepdim=True)
+        if grey.shape[-2:] != (SIDE, SIDE):
+            grey = interpolate(grey, (SIDE, SIDE), mode="bilinear", antialias=True)
+        return self.head(self.body(grey))
+
+
+def reference_network(*, epochs: int = 4, seed: int = 0) -> ReferenceNetwork:
+    """Return the network that embeds tasks by default: it tells the 20 embedded digits and letters apart.
+
+    Trained at the first call, in seconds and with one thread, then read from the folder of cached
+    data: the same weights every time. A file that cannot be read is made anew, and a folder that
+    cannot be written to costs a warning.
+
+    Args:
+        epochs: Passes over the 8,000 training images.
+        seed: Seed of the initial weights and of the order of the images.
+
+    Raises:
+        ValueError: If ``epochs`` is not positive.
+    """
+    check_counts(epochs=epochs)
+    key = json.dumps([VERSION, epochs, seed])
+    path = cache_dir() / f"probe-{hashlib.sha256(key.encode()).hexdigest()[:16]}.npz"
+    with own_randomness(seed):  # its first weights are drawn, and replaced
+        network = ReferenceNetwork()
+    state = network.state_dict()
+    try:
+        with path.open("rb") as file:  # numpy leaves a broken file open
+            arrays = np.load(file, allow_pickle=False)
+            network.load_state_dict({name: torch.from_numpy(arrays[name]) for name in state})
+    except Exception:  # not there, not readable, or damaged: zip, numpy and torch each have words of their own for it
+        _train(network, epochs, seed)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_write(path) as file:
+                np.savez(file, **{name: value.numpy() for name, value in state.items()})
+        except OSError as error:
+            warn(f"The reference network is not cached: {error}")
+    return network.eval()
+
+
+def _train(network: ReferenceNetwork, epochs: int, seed: int) -> None:
+    """Adam on both embedded datasets; deterministic, and the global random state stays as it is."""
+    generator = Generator().manual_seed(seed)
+    images, labels = _images_of_all_classes()
+    for parameter in network.parameters():
+        if parameter.ndim > 1:
+            nn.init.kaiming_normal_(parameter, nonlinearity="relu", generator=generator)
+        else:
+            nn.init.zeros_(parameter)
+    optimizer = torch.optim.Adam(network.parameters(), lr=2e-3)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # sums are split over threads, so their number shows in the last bits
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            for _ in range(epochs):
+                for batch in torch.randperm(len(images), generator=generator).split(64):
+                    optimizer.zero_grad()
+                    cross_entropy(network(images[batch]), labels[batch]).backward()
+                    optimizer.step()
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _images_of_all_classes() -> tuple[Tensor, Tensor]:
+    """Digits as classes 0 to 9, letters as 10 to 19."""
+    digits, y = load_dataset("digits").train().tensors
+    letters, z = load_dataset("letters").train().tensors
+    return torch.cat([digits, letters]), torch.cat([y, z + 10])
+
+
+def find_head(network: nn.Module, head: str | None) -> str:
+    """Return the name of the head: what the user says, or the last ``nn.Linear`` of the network.
+
+    Raises:
+        ValueError: If there is no such module, no linear layer, or nothing but the head.
+    """
+    modules = dict(network.named_modules())
+    if head is None:
+        linear = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
+        if not linear:
+            raise ValueError("`head` must name the network's last layer, as it has no nn.Linear.")
+        head = linear[-1]
+    if head not in modules:
+        raise ValueError(
+            f"`head` must name a module of the network, got {head!r}; there are {list(modules)[1:]}."
+        )
+    if not head:
+        raise ValueError("`head` must name a part of the network, got the whole of it.")
+    return head
+
+
+def collect_features(
+    network: nn.Module, head: str, inputs: Any, forward_fn: _batches.Forward | None = None
+) -> Tensor:
+    """Return what the head gets as input, ``[N, D]``, in float64 on the CPU; the network is only observed.
+
+    Args:
+        network: The network.
+        head: Name of the module that is its head.
+        inputs: A tensor, or tuples, lists and dicts of tensors, ``N`` samples along the first axis.
+        forward_fn: How to call the network, ``forward_fn(network, inputs)``; found out where ``None``.
+
+    Raises:
+        ValueError: If the head does not run once a pass, on one tensor ``[N, D]``.
+    """
+    if forward_fn is None:  # before the hook, which would see it being tried
+        _batches.call_on(network, _batches.first_samples(inputs, None, 2)[0])
+    seen: list[tuple[object, ...]] = []
+    module = network.get_submodule(head)
+    handle = module.register_forward_pre_hook(lambda _module, args: seen.append(args))
+    device = next(network.parameters()).device
+    parts = []
+    try:
+        with observing(network), torch.no_grad():
+            for batch in _batches.split(inputs, BATCH):
+                seen.clear()
+                _batches.outputs_of(network, _batches.moved(batch, device), forward_fn)
+                parts.append(_features(seen, head, _batches.sample_count(batch)))
+    finally:
+        handle.remove()
+    return torch.cat(parts)
+
+
+def _features(seen: list[tuple[object, ...]], head: str, n: int) -> Tensor:
+    if len(seen) == 1 and len(seen[0]) == 1:
+        (features,) = seen[0]
+        if isinstance(features, Tensor) and features.ndim == 2 and len(features) == n:
+            return features.detach().double().cpu()
+    got = [
+        [list(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in args]
+        for args in seen
+    ]
+    raise ValueError(
+        f"`head` must run once a pass, on one tensor [N, D], and is the last nn.Linear where not given; {head!r} got "
+        f"{got} for {n} samples."
+    )
+
+
+def fit_linear_head(
+    features: Tensor, labels: Tensor, *, weight_decay: float, max_iter: int = 1000
+) -> nn.Linear:
+    r"""Fit a linear classifier to frozen features: the one minimum of a strictly convex loss, whatever the order.
+
+    .. math:: \frac1N \sum_n -\log \mathrm{softmax}(W z_n + b)_{y_n} + \frac{\lambda}{2} \|W\|^2,
+        \qquad z = (x - \bar x) / s
+
+    with the features standardised; a feature that never varies is left alone. In float64 and from
+    zero, by L-BFGS.
+
+    Args:
+        features: Shape ``[N, D]``, float64.
+        labels: Classes from 0 on, none of them empty, shape ``[N]``.
+        weight_decay: :math:`\lambda`, positive: without it the weights of separable classes have no
+            bound.
+        max_iter: Most steps of L-BFGS.
+
+    Returns:
+        A float64 layer from the features as they are (the standardisation is folded in) to the
+        classes' logits.
+    """
+    mean = features.mean(0)
+    std = features.std(0, correction=0)
+    std = torch.where(std > 1e-12 * features.abs().amax(0), std, 1.0)
+    z = (features - mean) / std
+    C = int(labels.max()) + 1
+    W = torch.zeros(C, z.shape[1], dtype=torch.float64, requires_grad=True)
+    b = torch.zeros(C, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.LBFGS(
+        [W, b],
+        max_iter=max_iter,
+        tolerance_grad=1e-9,
+        tolerance_change=0,
+        line_search_fn="strong_wolfe",
+    )
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        value = cross_entropy(z @ W.T + b, labels) + 0.5 * weight_decay * W.square().sum()
+        value.backward()
+        return value
+
+    with torch.inference_mode(False), torch.enable_grad():
+        optimizer.step(loss)
+    # No draw from the global generator.
+    head = nn.utils.skip_init(nn.Linear, z.shape[1], C, dtype=torch.float64)
+    with torch.no_grad():
+        head.weight.copy_(W / std)
+        head.bias.copy_(b - (W / std) @ mean)
+    return head
