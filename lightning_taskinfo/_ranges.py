@@ -102,3 +102,31 @@ def check_finite_tensors(argument: str, tensors: Mapping[str, Any]) -> None:
     for name, tensor in tensors.items():
         if hasattr(tensor, "isfinite") and not bool(tensor.isfinite().all()):
             raise ValueError(f"`{argument}` must hold finite numbers, got others in {name!r}.")
+
+
+def check_probability(**arguments: float) -> None:
+    """Refuse arguments that are not above 0 and below 1.
+
+    Raises:
+        ValueError: Naming the argument and its value.
+
+    Example:
+        >>> check_probability(delta=1.0)
+        Traceback (most recent call last):
+        ValueError: `delta` must be in (0, 1), got 1.0.
+    """
+    for name, value in arguments.items():
+        if not 0 < value < 1:
+            raise ValueError(f"`{name}` must be in (0, 1), got {value}.")
+
+
+def check_finite(argument: str, tensor: Any) -> None:
+    """Raise a ``ValueError`` if ``tensor`` holds NaN or infinity."""
+    # A sum is far cheaper than a look at every value, and finite only where all of them are.
+    if tensor.sum().isfinite():
+        return
+    count = int((~tensor.isfinite()).sum())
+    if count:
+        raise ValueError(
+            f"`{argument}` must be finite, got {count} values that are not: clean the data."
+        )

@@ -25,8 +25,12 @@ from lightning_taskinfo._warn import warn
 from lightning_taskinfo.fisher.accumulators import Norms
 from lightning_taskinfo.fisher.measure import Request, measure
 from lightning_taskinfo.fisher.sharded import gathered_parameters, sharded
-from lightning_taskinfo.functional._tensors import look_like_probabilities
-from lightning_taskinfo.functional.likelihood import Bernoulli, Categorical, Likelihood
+from lightning_taskinfo.functional.likelihood import (
+    Bernoulli,
+    Categorical,
+    Likelihood,
+    look_like_probabilities,
+)
 from lightning_taskinfo.regularizers import Regularizer
 from lightning_taskinfo.variational import noisy_weights
 

@@ -35,7 +35,7 @@ from lightning_taskinfo.certificates.subject import Loss, Subject, check_weights
 from lightning_taskinfo.certificates.validity import assumptions, reasons_against
 from lightning_taskinfo.distributions import WeightGaussian
 from lightning_taskinfo.fisher.fallback import Forward
-from lightning_taskinfo.functional.betting import betting_interval
+from lightning_taskinfo.functional.intervals import betting_interval
 from lightning_taskinfo.functional.pac_bayes import monte_carlo_interval
 
 KNOWN_ERROR_MARGIN = (

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_taskinfo._batches import sample_count, tensors
-from lightning_taskinfo.functional.binomial import binomial_log_tail, binomial_upper_bound
+from lightning_taskinfo.functional.intervals import binomial_log_tail, binomial_upper_bound
 
 UNLIKELY = 1e-3  # more equal inputs than this chance explains are no chance
 

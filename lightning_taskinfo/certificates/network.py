@@ -13,8 +13,11 @@ from lightning_taskinfo.certificates.errors import differences
 from lightning_taskinfo.certificates.search import Bound, Proposal
 from lightning_taskinfo.certificates.subject import Subject, pick
 from lightning_taskinfo.distributions import WeightGaussian
-from lightning_taskinfo.functional.betting import betting_upper_bound
-from lightning_taskinfo.functional.binomial import binomial_upper_bound, most_errors_below
+from lightning_taskinfo.functional.intervals import (
+    betting_upper_bound,
+    binomial_upper_bound,
+    most_errors_below,
+)
 
 FEWEST = 100  # fresh inputs; fewer prove nothing, even where all predictions agree
 HELD_OUT = 5  # one label in so many would be held out

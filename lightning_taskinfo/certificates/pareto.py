@@ -23,7 +23,7 @@ from lightning_taskinfo.certificates.search import BETAS, Proposal, bound_of, pr
 from lightning_taskinfo.certificates.subject import Loss, Subject
 from lightning_taskinfo.distributions import BlockGaussian, CurvatureBlock
 from lightning_taskinfo.fisher.fallback import Forward
-from lightning_taskinfo.functional.pac_bayes_diagnostics import oracle_complexity
+from lightning_taskinfo.functional.pac_bayes import oracle_complexity
 
 
 def pareto_front(

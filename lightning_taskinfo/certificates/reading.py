@@ -6,7 +6,7 @@ import html
 import math
 from typing import TYPE_CHECKING
 
-from lightning_taskinfo.functional.binomial import binomial_upper_bound
+from lightning_taskinfo.functional.intervals import binomial_upper_bound
 
 if TYPE_CHECKING:
     from lightning_taskinfo.certificates.certificate import Certificate, NetworkBound

@@ -17,7 +17,7 @@ from lightning_taskinfo._batches import (
     take,
     tensors,
 )
-from lightning_taskinfo.functional._tensors import check_finite
+from lightning_taskinfo._ranges import check_finite
 
 Data: TypeAlias = tuple[Any, Tensor] | Dataset[Any] | DataLoader[Any]
 BATCH = 256  # samples that are collated at a time

@@ -13,17 +13,30 @@ A risk in :math:`\gamma` is the limit :math:`n, d \to \infty` at fixed :math:`\g
    regression*, ICML 2025, arXiv:2410.08194.
 """
 
-from typing import NamedTuple
+import math
+from collections.abc import Callable
+from functools import reduce
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from lightning_taskinfo.functional._deep_linear import (
-    checked,
-    layer_product,
-    noise_risk,
-    ridge_moments,
-)
+from lightning_taskinfo._ranges import check_counts
+
+Number: TypeAlias = Tensor | float
+
+
+def _not_negative(t: Tensor) -> Tensor:
+    return (t >= 0) & t.isfinite()
+
+
+_RULES: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {  # argument -> its domain
+    "theta": ("in [0, pi]", lambda t: (t >= 0) & (t <= math.pi + 1e-6)),
+    "gamma": ("positive and finite", lambda t: (t > 0) & t.isfinite()),
+    "sigma": ("non-negative and finite", _not_negative),
+    "n": ("greater than 2", lambda t: t > 2),
+    "ridge": ("non-negative and finite", _not_negative),
+}
 
 
 class NegativeTransfer(NamedTuple):
@@ -40,9 +53,7 @@ class NegativeTransfer(NamedTuple):
     onset: Tensor
 
 
-def scratch_risk(
-    gamma: Tensor | float, sigma: Tensor | float, *, dimension: int | None = None
-) -> Tensor:
+def scratch_risk(gamma: Number, sigma: Number, *, dimension: int | None = None) -> Tensor:
     r"""Risk of the minimum-norm solution, which is what a deep linear network learns from scratch.
 
     .. math:: R_{sc} = (1-\gamma)_+ + \sigma^2\, \frac{\min(\gamma, 1)}{|1-\gamma|}
@@ -65,13 +76,11 @@ def scratch_risk(
         >>> scratch_risk(torch.tensor([0.5, 1.0, 2.0]), 1.0)
         tensor([1.5000,    inf, 1.0000])
     """
-    gamma, sigma = checked(gamma=gamma, sigma=sigma)
-    return (1 - gamma).clamp(min=0) + noise_risk(gamma, sigma, dimension)
+    gamma, sigma = _checked(gamma=gamma, sigma=sigma)
+    return (1 - gamma).clamp(min=0) + _noise_risk(gamma, sigma, dimension)
 
 
-def linear_transfer_risk(
-    theta: Tensor | float, sigma: Tensor | float, n: Tensor | float, *, ridge: Tensor | float = 0.0
-) -> Tensor:
+def linear_transfer_risk(theta: Number, sigma: Number, n: Number, *, ridge: Number = 0.0) -> Tensor:
     r"""Mean risk after the last layer was fitted to ``n`` target samples, on the pretrained feature.
 
     Pretraining leaves one feature, :math:`z = \beta_s^\top x`. With :math:`q = \sum_i z_i^2 \sim \chi^2_n` and the
@@ -101,16 +110,17 @@ def linear_transfer_risk(
         >>> linear_transfer_risk(torch.pi / 2, 1.0, torch.tensor([4.0, float("inf")]))
         tensor([2., 1.])
     """
-    theta, sigma, n, ridge = checked(theta=theta, sigma=sigma, n=n, ridge=ridge)
-    shrunk, gain = ridge_moments(n, ridge)
+    theta, sigma, n, ridge = _checked(theta=theta, sigma=sigma, n=n, ridge=ridge)
+    shrunk, gain = _ridge_moments(n, ridge)
     outside = theta.sin().square()
-    return outside + theta.cos().square() * shrunk + (sigma.square() + outside) * gain
+    inside = theta.cos().square()
+    return outside + inside * shrunk + (sigma.square() + outside) * gain
 
 
 def fine_tuning_risk(
-    theta: Tensor | float,
-    gamma: Tensor | float,
-    sigma: Tensor | float,
+    theta: Number,
+    gamma: Number,
+    sigma: Number,
     *,
     depth: int = 2,
     dimension: int | None = None,
@@ -146,14 +156,12 @@ def fine_tuning_risk(
         >>> fine_tuning_risk(0.0, torch.tensor([0.25, 2.0]), 0.0)
         tensor([0., 0.])
     """
-    theta, gamma, sigma = checked(theta=theta, gamma=gamma, sigma=sigma)
+    theta, gamma, sigma = _checked(theta=theta, gamma=gamma, sigma=sigma)
     shift = -fine_tuning_transferability(theta, gamma, sigma, depth=depth, dimension=dimension)
     return scratch_risk(gamma, sigma, dimension=dimension) + shift
 
 
-def fine_tuning_risk_noiseless(
-    theta: Tensor | float, gamma: Tensor | float, sigma: Tensor | float
-) -> Tensor:
+def fine_tuning_risk_noiseless(theta: Number, gamma: Number, sigma: Number) -> Tensor:
     r"""Risk of fine-tuning as [Tahir2024]_ print it, which is right for :math:`\sigma = 0` only.
 
     .. math:: R_{sc} + (1-\gamma)_+ (1 - 2\cos\theta)
@@ -179,9 +187,7 @@ def fine_tuning_risk_noiseless(
     return fine_tuning_risk(theta, gamma, sigma, depth=1)
 
 
-def linear_transferability(
-    theta: Tensor | float, gamma: Tensor | float, sigma: Tensor | float
-) -> Tensor:
+def linear_transferability(theta: Number, gamma: Number, sigma: Number) -> Tensor:
     r"""What linear transfer gains over scratch, :math:`T = R_{sc} - R_{lt}`, as :math:`n \to \infty` at fixed gamma.
 
     .. math:: T_{lt} = (1-\gamma)_+ + \sigma^2\,\frac{\min(\gamma, 1)}{|1-\gamma|} - \sin^2\theta
@@ -203,14 +209,14 @@ def linear_transferability(
         >>> linear_transferability(torch.pi / 2, torch.tensor([0.5, 2.0]), 0.0)
         tensor([-0.5000, -1.0000])
     """
-    theta, gamma, sigma = checked(theta=theta, gamma=gamma, sigma=sigma)
+    theta, gamma, sigma = _checked(theta=theta, gamma=gamma, sigma=sigma)
     return scratch_risk(gamma, sigma) - theta.sin().square()
 
 
 def fine_tuning_transferability(
-    theta: Tensor | float,
-    gamma: Tensor | float,
-    sigma: Tensor | float,
+    theta: Number,
+    gamma: Number,
+    sigma: Number,
     *,
     depth: int = 2,
     dimension: int | None = None,
@@ -239,13 +245,14 @@ def fine_tuning_transferability(
         >>> fine_tuning_transferability(torch.tensor([0.0, torch.pi / 2]), 0.5, 0.0)
         tensor([ 0.5000, -0.5000])
     """
-    theta, gamma, sigma = checked(theta=theta, gamma=gamma, sigma=sigma)
-    product = layer_product(gamma, sigma, depth, dimension)  # b^(L-1)
-    gain = (1 - gamma).clamp(min=0) * product * (2 * theta.cos() - product)
+    theta, gamma, sigma = _checked(theta=theta, gamma=gamma, sigma=sigma)
+    product = _layer_product(gamma, sigma, depth, dimension)  # b^(L-1)
+    unseen = (1 - gamma).clamp(min=0)
+    gain = unseen * product * (2 * theta.cos() - product)
     return torch.where((gamma < 1) & product.isfinite(), gain, 0.0)
 
 
-def fine_tuning_boundary(gamma: Tensor | float, sigma: Tensor | float, *, depth: int = 2) -> Tensor:
+def fine_tuning_boundary(gamma: Number, sigma: Number, *, depth: int = 2) -> Tensor:
     r"""Angle below which fine-tuning helps, :math:`\arccos(b^{L-1}/2)`.
 
     Args:
@@ -264,12 +271,13 @@ def fine_tuning_boundary(gamma: Tensor | float, sigma: Tensor | float, *, depth:
         >>> fine_tuning_boundary(torch.tensor([0.5, 2.0]), 0.0)  # pi / 3
         tensor([1.0472,    nan])
     """
-    gamma, sigma = checked(gamma=gamma, sigma=sigma)
-    angle = (0.5 * layer_product(gamma, sigma, depth)).clamp(max=1).arccos()
+    gamma, sigma = _checked(gamma=gamma, sigma=sigma)
+    cosine = 0.5 * _layer_product(gamma, sigma, depth)
+    angle = cosine.clamp(max=1).arccos()
     return torch.where(gamma < 1, angle, torch.nan)
 
 
-def negative_transfer_interval(theta: Tensor | float, sigma: Tensor | float) -> NegativeTransfer:
+def negative_transfer_interval(theta: Number, sigma: Number) -> NegativeTransfer:
     r"""Numbers of samples per dimension at which linear transfer hurts, as :math:`n \to \infty`.
 
     .. math::
@@ -295,21 +303,95 @@ def negative_transfer_interval(theta: Tensor | float, sigma: Tensor | float) -> 
         >>> upper, onset
         (tensor(0.7500), tensor(1.2500))
     """
-    theta, sigma = checked(theta=theta, sigma=sigma)
+    theta, sigma = _checked(theta=theta, sigma=sigma)
     cos = theta.cos().abs()
-    total = 1 + cos.square() - sigma.square()  # sum of the two roots; their product is cos²
+    sin = theta.sin().abs()
+    noise = sigma.square()
+    total = 1 + cos.square() - noise  # sum of the two roots; their product is cos²
     # (total - 2cos)(total + 2cos), factored so that it is exactly positive up to the interval's vanishing
-    root = (
-        (((1 - cos).square() - sigma.square()) * ((1 + cos).square() - sigma.square()))
-        .clamp(min=0)
-        .sqrt()
-    )
-    upper = 0.5 * (total + root)
+    squares = ((1 - cos).square() - noise) * ((1 + cos).square() - noise)
+    upper = 0.5 * (total + squares.clamp(min=0).sqrt())
     lower = cos.square() / upper  # without the cancellation of total - root
     exists = sigma < 1 - cos
-    nan = torch.full_like(upper, torch.nan)
-    onset = torch.where(sigma == 0, 1.0, 1 + sigma.square() / theta.sin().square())
-    parallel = torch.where(theta.sin().abs() < 1e-7, torch.inf, onset)
-    return NegativeTransfer(
-        torch.where(exists, lower, nan), torch.where(exists, upper, nan), parallel
-    )
+    lower = torch.where(exists, lower, torch.nan)
+    upper = torch.where(exists, upper, torch.nan)
+    onset = torch.where(sigma == 0, 1.0, 1 + noise / sin.square())
+    return NegativeTransfer(lower, upper, torch.where(sin < 1e-7, torch.inf, onset))
+
+
+def _checked(**values: Number) -> list[Tensor]:
+    """Return the arguments as tensors of one dtype, broadcast against each other, or say which one is wrong."""
+    given = [value for value in values.values() if isinstance(value, Tensor)]
+    # Numbers take the tensors' dtype, and are never rounded to a smaller one.
+    dtypes = [value.dtype for value in given if value.is_floating_point()]
+    dtype = reduce(torch.promote_types, dtypes) if dtypes else torch.get_default_dtype()
+    device = given[0].device if given else None
+    tensors = []
+    for name, value in values.items():
+        tensor = torch.as_tensor(value, dtype=dtype, device=device)
+        rule, is_right = _RULES[name]
+        right = is_right(tensor)
+        if not right.all():
+            wrong = tensor[~right].flatten()[0].item()
+            raise ValueError(f"`{name}` must be {rule}, got {wrong}.")
+        tensors.append(tensor)
+    return list(torch.broadcast_tensors(*tensors))
+
+
+def _noise_risk(gamma: Tensor, sigma: Tensor, dimension: int | None = None) -> Tensor:
+    """Squared norm that label noise adds to the minimum-norm solution: ``sigma²`` times the mean of ``tr (XᵀX)⁺``."""
+    check_counts(dimension=dimension)
+    sample = 0.0 if dimension is None else 1 / dimension
+    gap = (1 - gamma).abs() - sample
+    is_gap = gap > 1e-3 * sample  # gamma·d is whole but for rounding
+    gain = torch.where(is_gap, gamma.clamp(max=1) / gap, torch.inf)
+    return torch.where(sigma == 0, 0.0, sigma.square() * gain)
+
+
+def _layer_product(
+    gamma: Tensor, sigma: Tensor, depth: int, dimension: int | None = None
+) -> Tensor:
+    """Product ``b^(L-1)`` of the norms of all layers but one after fine-tuning, for ``gamma < 1``.
+
+    ``x = b²`` is the only positive root of ``x^L - u·x^(L-1) - s``, with ``u`` the unseen part of
+    the pretrained first layer and ``s`` the squared norm of the scratch solution. Newton's method
+    from above falls to it.
+    """
+    check_counts(depth=depth)
+    u = (1 - gamma).clamp(min=0)
+    s = gamma.clamp(max=1) + _noise_risk(gamma, sigma, dimension)
+    x = u + s.pow(1 / depth)
+    # Quadratic near the root; far from it a step shrinks the error by at least (L-1)/L.
+    for _ in range(60):
+        power = x.pow(depth - 1)
+        value = power * (x - u) - s
+        slope = depth * power - (depth - 1) * u * x.pow(depth - 2)
+        x = torch.where(s.isfinite(), x - value / slope, torch.inf)
+    return x.pow((depth - 1) / 2)
+
+
+def _ridge_moments(n: Tensor, ridge: Tensor) -> tuple[Tensor, Tensor]:
+    """Means of ``(n·λ/(q + n·λ))²`` and of ``q/(q + n·λ)²`` for ``q`` chi-squared with ``n`` degrees of freedom.
+
+    The trapezoidal rule in ``log q`` is accurate to rounding: the integrand is smooth and vanishes
+    at both ends.
+    """
+    finite = n.isfinite()
+    m = torch.where(finite, n, 3.0).double()
+    penalty = ridge.double()
+    unit = torch.linspace(0, 1, 1001, dtype=torch.float64, device=n.device)
+    unit = unit.reshape(-1, *[1] * n.dim())
+    # The density of log q falls off like exp(n t / 2) on the left, and faster than a Gaussian on
+    # the right.
+    right = 12 * (2 / m).sqrt()
+    t = right - unit * (80 / m + 2 * right)  # log(q / n), [points, ...]
+    q = t.exp()
+    weight = (0.5 * m * (t - q)).softmax(0)
+    total = q + penalty
+    shrunk = (weight * (penalty / total).square()).sum(0)
+    gain = (weight * q / total.square()).sum(0) / m
+    gain = torch.where(penalty == 0, 1 / (m - 2), gain)
+    limit = (penalty / (1 + penalty)).square()
+    shrunk = torch.where(finite, shrunk, limit)
+    gain = torch.where(finite, gain, 0.0)
+    return shrunk.to(n.dtype), gain.to(n.dtype)

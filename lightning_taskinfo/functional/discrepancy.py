@@ -23,7 +23,8 @@ def median_distance(source: Tensor, target: Tensor) -> Tensor:
         >>> median_distance(torch.tensor([[0.0]]), torch.tensor([[3.0]]))
         tensor(3.)
     """
-    median = torch.pdist(torch.cat([source, target]).detach()).median()
+    samples = torch.cat([source, target]).detach()
+    median = torch.pdist(samples).median()
     return torch.where(median > 0, median, torch.ones_like(median))
 
 
@@ -50,8 +51,9 @@ def gaussian_kernel(a: Tensor, b: Tensor, widths: Tensor) -> Tensor:
     center = torch.cat([a, b]).detach().mean(0)
     a = a - center
     b = b - center
-    norms = a.square().sum(1)[:, None] + b.square().sum(1)[None]  # [N, M]
-    squares = (norms - 2 * a @ b.T).clamp_min(0)
+    rows = a.square().sum(1)[:, None]
+    columns = b.square().sum(1)[None]
+    squares = (rows + columns - 2 * a @ b.T).clamp_min(0)  # [N, M]
     exponents = squares[..., None] * (-0.5 / widths.square())  # [N, M, m]
     return exponents.exp().mean(-1)
 
@@ -103,13 +105,16 @@ def mk_mmd(
     widths = torch.as_tensor(widths, dtype=source.dtype, device=source.device)
     if widths.numel() == 0 or not (widths > 0).all():
         raise ValueError(f"`widths` must be positive, got {widths.tolist()}.")
-    within = sum(_mean_off_diagonal(gaussian_kernel(s, s, widths)) for s in (source, target))
-    return within - 2 * gaussian_kernel(source, target, widths).mean()
+    sources = _mean_off_diagonal(gaussian_kernel(source, source, widths))
+    targets = _mean_off_diagonal(gaussian_kernel(target, target, widths))
+    between = gaussian_kernel(source, target, widths).mean()
+    return sources + targets - 2 * between
 
 
 def _mean_off_diagonal(kernel: Tensor) -> Tensor:
     N = len(kernel)
-    return (kernel.sum() - kernel.diagonal().sum()) / (N * (N - 1))
+    others = kernel.sum() - kernel.diagonal().sum()
+    return others / (N * (N - 1))
 
 
 def ensemble_targets(average: Tensor, count: Tensor, decay: float) -> Tensor:

@@ -75,9 +75,13 @@ def relu_kernel(weights: Tensor, others: Tensor) -> Tensor:
         raise ValueError(
             f"`weights` and `others` must have the same last dimension, got {weights.shape[-1]} and {others.shape[-1]}."
         )
-    norms = weights.norm(dim=-1).unsqueeze(-1) * others.norm(dim=-1).unsqueeze(-2)  # [..., m, k]
-    u = (weights @ others.mT / norms.clamp(min=torch.finfo(norms.dtype).tiny)).clamp(-1, 1)
-    return norms / (2 * torch.pi) * ((1 - u.square()).sqrt() + u * (torch.pi - u.arccos()))
+    rows = weights.norm(dim=-1).unsqueeze(-1)  # [..., m, 1]
+    columns = others.norm(dim=-1).unsqueeze(-2)  # [..., 1, k]
+    norms = rows * columns
+    tiny = torch.finfo(norms.dtype).tiny
+    u = (weights @ others.mT / norms.clamp(min=tiny)).clamp(-1, 1)
+    sine = (1 - u.square()).sqrt()
+    return norms / (2 * torch.pi) * (sine + u * (torch.pi - u.arccos()))
 
 
 def feature_kernels(model: Tensor, target: Tensor) -> FeatureKernels:
@@ -141,9 +145,11 @@ def span_norms(model: Tensor, target: Tensor, coefficients: Tensor) -> SpanNorms
         )
     K, K_cross, K_target = feature_kernels(model, target)
     c = coefficients.unsqueeze(-1)  # [..., m*, 1]
-    total = (c.mT @ K_target @ c).squeeze((-2, -1)) / target.shape[-2]
     v = K_cross @ c  # [..., m, 1]
-    inside = (v.mT @ torch.linalg.pinv(K, hermitian=True) @ v).squeeze((-2, -1)) / target.shape[-2]
+    inverse = torch.linalg.pinv(K, hermitian=True)
+    width = target.shape[-2]
+    total = (c.mT @ K_target @ c).squeeze((-2, -1)) / width
+    inside = (v.mT @ inverse @ v).squeeze((-2, -1)) / width
     outside = (total - inside).clamp(min=0)  # rounding may leave a small negative number
     return SpanNorms(total, total - outside, outside)
 
@@ -174,9 +180,8 @@ def ablate(weights: Tensor, fraction: float, *, generator: Generator | None = No
         raise ValueError(
             f"`fraction` must be in [0, 1) and leave a feature of {m}, got {fraction}."
         )
-    order = torch.randperm(
-        m, generator=generator, device=None if generator is None else generator.device
-    )
+    device = None if generator is None else generator.device
+    order = torch.randperm(m, generator=generator, device=device)
     kept = order[round(fraction * m) :].sort().values
     return weights.index_select(-2, kept.to(weights.device))
 
@@ -203,10 +208,12 @@ def fit_power_law(n: Tensor, risk: Tensor) -> tuple[Tensor, Tensor]:
             raise ValueError(f"`{name}` must be positive, got {values.min().item()}.")
     if n.unique().numel() < 2:
         raise ValueError(f"`n` must have at least two different values, got {n.tolist()}.")
-    x, y = n.to(risk.dtype).log(), risk.log()
+    x = n.to(risk.dtype).log()
+    y = risk.log()
     centred = x - x.mean()
     slope = (centred * y).sum(-1) / centred.square().sum()
-    return (y.mean(-1) - slope * x.mean()).exp(), -slope
+    intercept = y.mean(-1) - slope * x.mean()
+    return intercept.exp(), -slope
 
 
 def transfer_onset(outside: Tensor, amplitude: Tensor | float, exponent: Tensor | float) -> Tensor:

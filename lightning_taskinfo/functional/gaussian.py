@@ -73,9 +73,11 @@ def canonical_correlations(cov_x: Tensor, cov_w: Tensor, cov_xw: Tensor) -> Tens
                 f"`{argument}` must have shape [..., {size}, {size}] beside a `cov_xw` of shape {tuple(cov_xw.shape)}, "
                 f"got {tuple(cov.shape)}."
             )
-    chol_x, chol_w = torch.linalg.cholesky(cov_x), torch.linalg.cholesky(cov_w)
+    chol_x = torch.linalg.cholesky(cov_x)
+    chol_w = torch.linalg.cholesky(cov_w)
     half = torch.linalg.solve_triangular(chol_x, cov_xw, upper=False)  # [..., D, K]
-    return torch.linalg.svdvals(torch.linalg.solve_triangular(chol_w, half.mT, upper=False))
+    whitened = torch.linalg.solve_triangular(chol_w, half.mT, upper=False)  # [..., K, D]
+    return torch.linalg.svdvals(whitened)
 
 
 def lautum_from_correlations(squared_correlations: Tensor) -> Tensor:
@@ -96,7 +98,8 @@ def lautum_from_correlations(squared_correlations: Tensor) -> Tensor:
         tensor(0.)
     """
     squared = squared_correlations
-    return 0.5 * (torch.log1p(-squared) + 2 * squared / (1 - squared)).sum(-1)
+    odds = 2 * squared / (1 - squared)
+    return 0.5 * (torch.log1p(-squared) + odds).sum(-1)
 
 
 def gaussian_lautum_information(cov_x: Tensor, cov_w: Tensor, cov_xw: Tensor) -> Tensor:
@@ -151,4 +154,5 @@ def gaussian_mutual_information(cov_x: Tensor, cov_w: Tensor, cov_xw: Tensor) ->
         >>> gaussian_mutual_information(eye(1), eye(1), tensor([[0.5]]))  # -log(3/4) / 2
         tensor(0.1438)
     """
-    return -0.5 * torch.log1p(-canonical_correlations(cov_x, cov_w, cov_xw).square()).sum(-1)
+    squared = canonical_correlations(cov_x, cov_w, cov_xw).square()
+    return -0.5 * torch.log1p(-squared).sum(-1)

@@ -74,11 +74,15 @@ def added(parts: Iterable[InformationTerms]) -> InformationTerms:
         tensor(6.)
     """
     parts = list(parts)
+
+    def total(term: str) -> Tensor:
+        return torch.stack([getattr(part, term) for part in parts]).sum()
+
     return InformationTerms(
-        displacement=torch.stack([part.displacement for part in parts]).sum(),
-        curvature=torch.stack([part.curvature for part in parts]).sum(),
-        effective_parameters=torch.stack([part.effective_parameters for part in parts]).sum(),
-        curvature_penalty=torch.stack([part.curvature_penalty for part in parts]).sum(),
+        displacement=total("displacement"),
+        curvature=total("curvature"),
+        effective_parameters=total("effective_parameters"),
+        curvature_penalty=total("curvature_penalty"),
         beta=parts[0].beta,
     )
 
@@ -177,24 +181,25 @@ def information_sweep(
     check_positive(beta=beta)
     for std in prior_stds:
         check_positive(prior_std=std)
-    scales = torch.tensor(
-        [std**2 / beta for std in prior_stds], dtype=torch.float64, device=curvature.device
-    )
+    variances = [std**2 for std in prior_stds]
+    gains = [variance / beta for variance in variances]
+    scales = torch.tensor(gains, dtype=torch.float64, device=curvature.device)
     distance = scales.new_zeros(())
-    determined, logarithms = torch.zeros_like(scales), torch.zeros_like(scales)
+    determined = torch.zeros_like(scales)
+    logarithms = torch.zeros_like(scales)
     step = max(1, BLOCK // len(prior_stds))
-    for h, moved in zip(
-        curvature.reshape(-1).split(step), displacement.reshape(-1).split(step), strict=True
-    ):
+    curvatures = curvature.reshape(-1).split(step)
+    moves = displacement.reshape(-1).split(step)
+    for h, moved in zip(curvatures, moves, strict=True):
         known, logarithm = _sums(_non_negative(h), scales)
         moved = moved.double()
         distance += moved.dot(moved)
         determined += known
         logarithms += logarithm
-    displacements = 0.5 * distance / scales.new_tensor([std**2 for std in prior_stds])
-    curvatures = 0.5 * (logarithms - determined).clamp_min(0)
+    displacements = 0.5 * distance / scales.new_tensor(variances)
+    narrowing = 0.5 * (logarithms - determined).clamp_min(0)
     penalties = 0.5 * beta * determined
-    columns = (displacements, curvatures, determined, penalties)
+    columns = (displacements, narrowing, determined, penalties)
     return [InformationTerms(*terms, beta) for terms in zip(*columns, strict=True)]
 
 
@@ -275,7 +280,9 @@ def label_entropy(counts: Tensor) -> float:
     if not len(counts):
         return math.nan
     n = counts.sum()
-    return (n.log() - (counts * counts.log()).sum() / n + (len(counts) - 1) / (2 * n)).item()
+    plain = n.log() - (counts * counts.log()).sum() / n
+    missing = (len(counts) - 1) / (2 * n)
+    return (plain + missing).item()
 
 
 def _sums(h: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
@@ -286,8 +293,10 @@ def _sums(h: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     """
     if not h.numel() or not bool(h.max() * scales.max() < LARGE):
         gain = h * scales.unsqueeze(1)  # [widths, weights]
-        return (gain / (gain + 1)).sum(1), gain.log1p().sum(1)
-    a, b = (pad(h, (0, -len(h) % 16)) * scales.unsqueeze(1)).chunk(2, 1)
+        known = gain / (gain + 1)
+        return known.sum(1), gain.log1p().sum(1)
+    padded = pad(h, (0, -len(h) % 16))
+    a, b = (padded * scales.unsqueeze(1)).chunk(2, 1)
     product = a * b
     gain = (a + b).add_(product)
     known = product.add_(gain).div_(gain + 1).sum(1)
@@ -299,6 +308,6 @@ def _sums(h: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
 
 def _non_negative(curvature: Tensor) -> Tensor:
     h = curvature.double()
-    if h.numel() and bool((smallest := h.min()) < 0):
-        raise ValueError(f"`curvature` must be non-negative, got {smallest.item()}.")
+    if h.numel() and bool(h.min() < 0):
+        raise ValueError(f"`curvature` must be non-negative, got {h.min().item()}.")
     return h

@@ -22,7 +22,6 @@ from torch.nn.functional import logsigmoid
 
 from lightning_taskinfo._ranges import check_positive
 from lightning_taskinfo._warn import warn
-from lightning_taskinfo.functional._tensors import check_same_shape
 
 MOVE = "move the classes to the last axis, in `forward_fn`: `model(inputs).movedim(1, -1)`."
 Labels: TypeAlias = Literal["sampled", "exact", "empirical"]
@@ -75,23 +74,20 @@ class Categorical:
     ignore_index: int = -100
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:  # noqa: D102
-        log_p = outputs.log_softmax(-1).gather(-1, self._index(outputs, targets))
+        index = self._index(outputs, targets)
+        log_p = outputs.log_softmax(-1).gather(-1, index)
         return _per_sample(log_p * self.counted(outputs, targets))
 
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:  # noqa: D102
-        return (
-            torch.zeros_like(outputs)
-            .scatter_(-1, self._index(outputs, targets), 1.0)
-            .sub_(outputs.softmax(-1))
-        )
+        index = self._index(outputs, targets)
+        one_hot = torch.zeros_like(outputs).scatter_(-1, index, 1.0)
+        return one_hot.sub_(outputs.softmax(-1))
 
     def sample(self, outputs: Tensor, generator: Generator | None = None) -> Tensor:  # noqa: D102
         below = outputs.softmax(-1).cumsum(-1)
-        u = torch.rand(
-            below[..., -1:].shape, generator=generator, device=below.device, dtype=below.dtype
-        )
-        # The sum may be 1 but for rounding.
-        drawn = torch.searchsorted(below, u.mul_(below[..., -1:]), right=True)
+        total = below[..., -1:]  # 1 but for rounding
+        u = torch.rand(total.shape, generator=generator, device=total.device, dtype=total.dtype)
+        drawn = torch.searchsorted(below, u.mul_(total), right=True)
         return drawn.squeeze(-1).clamp_(max=outputs.shape[-1] - 1)
 
     def roots(self, outputs: Tensor) -> Iterator[Tensor]:
@@ -129,8 +125,8 @@ class Categorical:
             )
         if targets is None:
             return
-        # As for `cross_entropy`.
-        second = outputs.dim() > 2 and targets.shape == outputs.shape[:1] + outputs.shape[2:]
+        as_for_cross_entropy = outputs.shape[:1] + outputs.shape[2:]
+        second = outputs.dim() > 2 and targets.shape == as_for_cross_entropy
         if targets.is_floating_point() or targets.shape != outputs.shape[:-1]:
             end = "; a callback's `forward_fn` or `batch_fn` fixes it."
             if targets.is_floating_point():
@@ -144,13 +140,13 @@ class Categorical:
             warn(
                 f"Outputs {list(outputs.shape)} are read with the classes last; if they are on axis 1, {MOVE}"
             )
-        low, high = (int(end) for end in targets.aminmax()) if targets.numel() else (0, 0)
-        if low >= 0 and high < outputs.shape[-1]:
+        classes = outputs.shape[-1]
+        if _inside(targets, classes):
             return
         named = targets[targets != self.ignore_index]
-        if named.numel() and (named.min() < 0 or named.max() >= outputs.shape[-1]):
+        if not _inside(named, classes):
             raise ValueError(
-                f"`targets` must lie in [0, {outputs.shape[-1]}) or be `ignore_index` ({self.ignore_index}), "
+                f"`targets` must lie in [0, {classes}) or be `ignore_index` ({self.ignore_index}), "
                 f"got values from {named.min().item()} to {named.max().item()}."
             )
 
@@ -183,11 +179,13 @@ class Bernoulli:
         return torch.ones_like(outputs)
 
     def check(self, outputs: Tensor, targets: Tensor | None) -> None:  # noqa: D102
-        check_same_shape(outputs, targets)
-        if targets is not None and targets.numel() and (targets.min() < 0 or targets.max() > 1):
+        _check_same_shape(outputs, targets)
+        if targets is None or not targets.numel():
+            return
+        low, high = targets.min().item(), targets.max().item()
+        if low < 0 or high > 1:
             raise ValueError(
-                f"`targets` of a Bernoulli likelihood must lie in [0, 1], "
-                f"got values from {targets.min().item()} to {targets.max().item()}."
+                f"`targets` of a Bernoulli likelihood must lie in [0, 1], got values from {low} to {high}."
             )
 
 
@@ -213,7 +211,8 @@ class Gaussian:
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:  # noqa: D102
         constant = math.log(2 * math.pi * self.std**2)
-        return _per_sample(-0.5 * ((targets - outputs).square() / self.std**2 + constant))
+        squares = (targets - outputs).square() / self.std**2
+        return _per_sample(-0.5 * (squares + constant))
 
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:  # noqa: D102
         return (targets - outputs) / self.std**2
@@ -232,7 +231,7 @@ class Gaussian:
         return torch.ones_like(outputs)
 
     def check(self, outputs: Tensor, targets: Tensor | None) -> None:  # noqa: D102
-        check_same_shape(outputs, targets)
+        _check_same_shape(outputs, targets)
 
 
 METHODS = ("log_prob", "score", "sample", "roots", "counted", "check")
@@ -303,13 +302,23 @@ def output_scores(
             raise ValueError("`targets` must be given for `labels='empirical'`, got None.")
         yield likelihood.score(outputs, targets) * likelihood.counted(outputs, targets)
         return
-    drawn = (
-        likelihood.score(outputs, likelihood.sample(outputs, generator)) for _ in range(mc_samples)
-    )
-    scores = likelihood.roots(outputs) if labels == "exact" else drawn
-    weight = 1.0 if labels == "exact" else 1 / math.sqrt(mc_samples)
-    counted = weight if targets is None else weight * likelihood.counted(outputs, targets)
-    yield from (score * counted for score in scores)
+    weight: float | Tensor = 1.0 if labels == "exact" else 1 / math.sqrt(mc_samples)
+    if targets is not None:
+        weight = weight * likelihood.counted(outputs, targets)
+    if labels == "exact":
+        yield from (score * weight for score in likelihood.roots(outputs))
+        return
+    for _ in range(mc_samples):
+        drawn = likelihood.sample(outputs, generator)
+        yield likelihood.score(outputs, drawn) * weight
+
+
+def _inside(targets: Tensor, classes: int) -> bool:
+    """Whether all targets are classes; without one, they are."""
+    if not targets.numel():
+        return True
+    low, high = targets.aminmax()
+    return bool(low >= 0) and bool(high < classes)
 
 
 def _per_sample(values: Tensor) -> Tensor:
@@ -330,3 +339,30 @@ def _one_output_at_a_time(root: Tensor) -> Iterator[Tensor]:
     outputs = math.prod(root.shape[1:])
     for keep in torch.eye(outputs, device=root.device, dtype=root.dtype):
         yield root * keep.view(root.shape[1:])
+
+
+def _check_same_shape(outputs: Tensor, targets: Tensor | None) -> None:
+    """Raise a ``ValueError`` if there are targets of another shape than the outputs have."""
+    if targets is not None and targets.shape != outputs.shape:
+        pick = "module(x).squeeze(-1)" if outputs.shape[-1:] == (1,) else "module(x)[..., 0]"
+        raise ValueError(
+            f"`targets` must have the outputs' shape {list(outputs.shape)}, got {list(targets.shape)}; "
+            "an extra or missing axis would silently broadcast. A callback's `forward_fn` or `batch_fn` fixes it, "
+            f"such as `lambda module, x: {pick}`, or whatever picks the prediction."
+        )
+
+
+def look_like_probabilities(outputs: Tensor) -> bool:
+    """Whether ``outputs``, shape ``[N, ..., C]`` with ``C > 1``, are not negative and add up to 1 over classes.
+
+    Half precision rounds sums to about a hundredth. Logits of any use do not do this for every
+    sample.
+
+    Example:
+        >>> look_like_probabilities(torch.tensor([[0.25, 0.75]])), look_like_probabilities(torch.tensor([[0.5, 0.75]]))
+        (True, False)
+    """
+    rows = outputs.detach().float()
+    if rows.shape[-1] < 2 or (rows < 0).any():
+        return False
+    return bool(((rows.sum(-1) - 1).abs() < 0.01).all())

@@ -52,7 +52,8 @@ def log_determinant(gram: Tensor) -> Tensor:
     correlation = xi * unit.unsqueeze(-1) * unit.unsqueeze(-2)
     eigenvalues = torch.linalg.eigvalsh(correlation)  # [..., N], ascending
     noise = torch.finfo(xi.dtype).eps * xi.shape[-1] * eigenvalues[..., -1:]
-    return scale.log().sum(-1) + eigenvalues.where(eigenvalues > noise, 0.0).log().sum(-1)
+    kept = eigenvalues.where(eigenvalues > noise, 0.0)
+    return scale.log().sum(-1) + kept.log().sum(-1)
 
 
 def local_minimum_summary(
@@ -100,9 +101,8 @@ def local_minimum_summary(
             f"`subset_size` must lie between 1 and the {pool} samples of `gram`, got {n}."
         )
     check_counts(draws=draws)
-    keys = torch.rand(
-        draws, pool, generator=generator, device=generator.device if generator else "cpu"
-    )
+    device = generator.device if generator else "cpu"
+    keys = torch.rand(draws, pool, generator=generator, device=device)
     chosen = keys.argsort(1)[:, :n].to(gram.device)  # [T, N'], without replacement
     xi = gram.double()[chosen.unsqueeze(2), chosen.unsqueeze(1)]  # [T, N', N']
     gammas = log_determinant(xi)
@@ -111,21 +111,27 @@ def local_minimum_summary(
             f"The gradients of {n} samples span {_rank(xi[gammas.isinf()][0])} directions only, so that the "
             "log-determinant of their Gram matrix is -inf; set `subset_size` well below that.",
         )
+    error = torch.full_like(gammas[0], math.nan)
+    if draws > 1:
+        error = gammas.std() / math.sqrt(draws)
+    largest = torch.linalg.eigvalsh(xi)[:, -1]
+    squares = xi.square().sum((1, 2))
+    traces = xi.diagonal(dim1=1, dim2=2).sum(1)
     return LocalMinimumSummary(
         gamma=gammas.mean(),
-        gamma_standard_error=gammas.std() / math.sqrt(draws)
-        if draws > 1
-        else torch.full_like(gammas[0], math.nan),
-        spectral_radius=torch.linalg.eigvalsh(xi)[:, -1].mean() / n,
-        frobenius=xi.square().sum((1, 2)).mean() / n**2,
-        trace=xi.diagonal(dim1=1, dim2=2).sum(1).mean() / n,
+        gamma_standard_error=error,
+        spectral_radius=largest.mean() / n,
+        frobenius=squares.mean() / n**2,
+        trace=traces.mean() / n,
     )
 
 
 def _rank(gram: Tensor) -> int:
     """Number of directions of a Gram matrix, scaled to a unit diagonal as for its determinant."""
-    scale = gram.diagonal().clamp(min=torch.finfo(gram.dtype).tiny).rsqrt()
-    return int(torch.linalg.matrix_rank(scale[:, None] * gram * scale, hermitian=True))
+    tiny = torch.finfo(gram.dtype).tiny
+    scale = gram.diagonal().clamp(min=tiny).rsqrt()
+    correlation = scale[:, None] * gram * scale
+    return int(torch.linalg.matrix_rank(correlation, hermitian=True))
 
 
 def normalise_logits(logits: Tensor, *, scale: float = 0.04) -> Tensor:
@@ -143,6 +149,5 @@ def normalise_logits(logits: Tensor, *, scale: float = 0.04) -> Tensor:
         tensor([[2.4000, 3.2000]])
     """
     check_positive(scale=scale)
-    return logits / (
-        scale * torch.linalg.vector_norm(logits, dim=-1, keepdim=True).clamp_min(1e-12)
-    )
+    norms = torch.linalg.vector_norm(logits, dim=-1, keepdim=True)
+    return logits / (scale * norms.clamp_min(1e-12))

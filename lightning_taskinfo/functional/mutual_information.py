@@ -107,7 +107,9 @@ def update_log_average(
     current = log_mean_exp(joint_and_product(scores.detach(), negatives)[1])
     if log_average == -math.inf or decay == 0:
         return current
-    return torch.logaddexp(log_average + math.log(decay), current + math.log1p(-decay))
+    old = log_average + math.log(decay)
+    new = current + math.log1p(-decay)
+    return torch.logaddexp(old, new)
 
 
 def smile(scores: Tensor, clip: float = 5.0, *, negatives: Negatives = "others") -> Tensor:
@@ -184,7 +186,8 @@ def info_nce(scores: Tensor) -> Tensor:
         tensor(1.3863)
     """
     joint, _ = joint_and_product(scores)
-    return (joint - torch.logsumexp(scores, dim=1)).mean() + math.log(len(scores))
+    log_ratios = joint - torch.logsumexp(scores, dim=1)
+    return log_ratios.mean() + math.log(len(scores))
 
 
 def jensen_shannon(scores: Tensor, *, negatives: Negatives = "others") -> Tensor:

@@ -7,40 +7,60 @@ and the pre-distribution
 drawn from :math:`Q`), ``kl`` is :math:`\mathrm{KL}(Q\,\|\,P)` in nats. Numbers or tensors go in and
 broadcast; float64 tensors come out. Nothing is cut off at 1: a value above 1 says how far from
 informative a bound is.
+
+:func:`oracle_complexity` and :func:`local_minimum_bound` are numbers to set beside a certificate: their
+pre-distribution depends on the data, so they certify nothing.
 """
 
 import math
-from typing import TypeAlias
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.special import xlog1py, xlogy
+
+from lightning_taskinfo._ranges import check_counts, check_positive, check_probability
 
 Number: TypeAlias = float | Tensor
 
 
-def _numbers(*values: Number) -> list[Tensor]:
-    device = next(
-        (value.device for value in values if isinstance(value, Tensor)), torch.device("cpu")
-    )
-    return list(
-        torch.broadcast_tensors(
-            *(torch.as_tensor(value, dtype=torch.float64, device=device) for value in values)
-        )
-    )
+def _is_share(value: Tensor) -> Tensor:
+    return (value >= 0) & (value <= 1)
+
+
+_DOMAINS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
+    "risk": ("in [0, 1]", _is_share),
+    "q": ("in [0, 1]", _is_share),
+    "p": ("in [0, 1]", _is_share),
+    "kl": ("non-negative", lambda value: value >= 0),
+    "bound": ("non-negative", lambda value: value >= 0),
+    "n": ("at least 8", lambda value: value >= 8),
+    "draws": ("at least 1", lambda value: value >= 1),
+    "index": ("at least 1", lambda value: value >= 1),
+    "beta": ("above 0.5", lambda value: value > 0.5),
+    "delta": ("in (0, 1)", lambda value: (value > 0) & (value < 1)),
+}
+
+
+def _numbers(**values: Number) -> list[Tensor]:
+    """Return arguments as float64 tensors of one shape, or say which one is outside its domain."""
+    devices = [value.device for value in values.values() if isinstance(value, Tensor)]
+    device = devices[0] if devices else torch.device("cpu")
+    tensors = []
+    for argument, value in values.items():
+        tensor = torch.as_tensor(value, dtype=torch.float64, device=device)
+        rule, holds = _DOMAINS[argument]
+        _require(argument, tensor, holds(tensor), rule)
+        tensors.append(tensor)
+    return list(torch.broadcast_tensors(*tensors))
 
 
 def _require(argument: str, value: Tensor, holds: Tensor, rule: str) -> None:
+    """Raise a ``ValueError`` that names the argument, the rule, and the first value that breaks it."""
     if not bool(holds.all()):
-        raise ValueError(f"`{argument}` must be {rule}, got {value[~holds].flatten()[0].item()}.")
-
-
-def _checked(risk: Number, kl: Number, n: Number, delta: Number) -> list[Tensor]:
-    risk_, kl_, n_, delta_ = numbers = _numbers(risk, kl, n, delta)
-    _require("risk", risk_, (risk_ >= 0) & (risk_ <= 1), "in [0, 1]")
-    _require("kl", kl_, kl_ >= 0, "non-negative")
-    _require("n", n_, n_ >= 8, "at least 8")
-    _require("delta", delta_, (delta_ > 0) & (delta_ < 1), "in (0, 1)")
-    return numbers
+        wrong = value[~holds].flatten()[0].item()
+        raise ValueError(f"`{argument}` must be {rule}, got {wrong}.")
 
 
 def binary_kl(q: Number, p: Number) -> Tensor:
@@ -62,14 +82,13 @@ def binary_kl(q: Number, p: Number) -> Tensor:
         >>> binary_kl(0.0, 0.5), binary_kl(0.25, 0.0)
         (tensor(0.6931, dtype=torch.float64), tensor(inf, dtype=torch.float64))
     """
-    q, p = _numbers(q, p)
-    for argument, value in {"q": q, "p": p}.items():
-        _require(argument, value, (value >= 0) & (value <= 1), "in [0, 1]")
-    far = torch.special.xlogy(q, q) - torch.special.xlogy(q, p)
-    far = far + torch.special.xlog1py(1 - q, -q) - torch.special.xlog1py(1 - q, -p)
+    q, p = _numbers(q=q, p=p)
+    rest = 1 - q
     step = p - q
-    near = -q * torch.log1p(step / q) - (1 - q) * torch.log1p(-step / (1 - q))
-    return torch.where(step.abs() < 0.5 * torch.minimum(q, 1 - q), near, far).clamp_min(0)
+    far = xlogy(q, q) - xlogy(q, p) + xlog1py(rest, -q) - xlog1py(rest, -p)
+    near = -q * torch.log1p(step / q) - rest * torch.log1p(-step / rest)
+    is_near = step.abs() < 0.5 * torch.minimum(q, rest)
+    return torch.where(is_near, near, far).clamp_min(0)
 
 
 def binary_kl_inverse(q: Number, bound: Number) -> Tensor:
@@ -92,14 +111,14 @@ def binary_kl_inverse(q: Number, bound: Number) -> Tensor:
         >>> binary_kl_inverse(0.0, math.log(2))  # 1 - exp(-c)
         tensor(0.5000, dtype=torch.float64)
     """
-    q, bound = _numbers(q, bound)
-    _require("q", q, (q >= 0) & (q <= 1), "in [0, 1]")
-    _require("bound", bound, bound >= 0, "non-negative")
-    low, high = q.clone(), torch.ones_like(q)
+    q, bound = _numbers(q=q, bound=bound)
+    low = q.clone()
+    high = torch.ones_like(q)
     for _ in range(100):  # the interval shrinks to neighbouring floats, also next to 0
         middle = low + 0.5 * (high - low)
         inside = binary_kl(q, middle) <= bound
-        low, high = torch.where(inside, middle, low), torch.where(inside, high, middle)
+        low = torch.where(inside, middle, low)
+        high = torch.where(inside, high, middle)
     return high
 
 
@@ -124,8 +143,9 @@ def kl_bound(risk: Number, kl: Number, n: Number, delta: Number) -> Tensor:
     References:
         Maurer, *A note on the PAC Bayesian theorem*, 2004.
     """
-    risk, kl, n, delta = _checked(risk, kl, n, delta)
-    return binary_kl_inverse(risk, (kl + (2 * n.sqrt() / delta).log()) / n)
+    risk, kl, n, delta = _numbers(risk=risk, kl=kl, n=n, delta=delta)
+    log_term = (2 * n.sqrt() / delta).log()
+    return binary_kl_inverse(risk, (kl + log_term) / n)
 
 
 def mcallester_bound(risk: Number, kl: Number, n: Number, delta: Number) -> Tensor:
@@ -149,8 +169,9 @@ def mcallester_bound(risk: Number, kl: Number, n: Number, delta: Number) -> Tens
     References:
         McAllester, *PAC-Bayesian model averaging*, COLT 1999.
     """
-    risk, kl, n, delta = _checked(risk, kl, n, delta)
-    return risk + ((kl + (2 * n.sqrt() / delta).log()) / (2 * n)).sqrt()
+    risk, kl, n, delta = _numbers(risk=risk, kl=kl, n=n, delta=delta)
+    log_term = (2 * n.sqrt() / delta).log()
+    return risk + ((kl + log_term) / (2 * n)).sqrt()
 
 
 def catoni_bound(
@@ -179,10 +200,9 @@ def catoni_bound(
         Catoni, *PAC-Bayesian supervised classification*, 2007; Achille et al., *The information
         complexity of learning tasks, their structure and their distance*, Theorem 5.5.
     """
-    risk, kl, n, delta = _checked(risk, kl, n, delta)
-    (beta,) = _numbers(beta)
-    _require("beta", beta, beta > 0.5, "above 0.5")
-    return (n * risk + beta * (kl - delta.log())) / (n * (1 - 1 / (2 * beta)))
+    risk, kl, n, delta, beta = _numbers(risk=risk, kl=kl, n=n, delta=delta, beta=beta)
+    loss = n * risk + beta * (kl - delta.log())
+    return loss / (n * (1 - 1 / (2 * beta)))
 
 
 def union_bound_price(index: Number, *, size: int | None = None) -> Tensor:
@@ -202,8 +222,7 @@ def union_bound_price(index: Number, *, size: int | None = None) -> Tensor:
         >>> union_bound_price(10), union_bound_price(10, size=10)
         (tensor(5.1029, dtype=torch.float64), tensor(2.3026, dtype=torch.float64))
     """
-    (index,) = _numbers(index)
-    _require("index", index, index >= 1, "at least 1")
+    (index,) = _numbers(index=index)
     if size is None:
         return math.log(math.pi**2 / 6) + 2 * index.log()
     _require("index", index, index <= size, f"at most `size` = {size}")
@@ -235,9 +254,122 @@ def monte_carlo_interval(risk: Number, draws: Number, delta: Number) -> tuple[Te
     References:
         Langford, Caruana, *(Not) bounding the true error*, NeurIPS 2002.
     """
-    risk, draws, delta = _numbers(risk, draws, delta)
-    _require("risk", risk, (risk >= 0) & (risk <= 1), "in [0, 1]")
-    _require("draws", draws, draws >= 1, "at least 1")
-    _require("delta", delta, (delta > 0) & (delta < 1), "in (0, 1)")
+    risk, draws, delta = _numbers(risk=risk, draws=draws, delta=delta)
     radius = (2 / delta).log() / draws
     return 1 - binary_kl_inverse(1 - risk, radius), binary_kl_inverse(risk, radius)
+
+
+class OracleComplexity(NamedTuple):
+    """Complexity under the best diagonal pre-distribution, see :func:`oracle_complexity`.
+
+    Attributes:
+        objective: Smallest ``½tr(HΣ) + β·KL``, scalar.
+        kl: Its ``KL(Q‖P)`` in nats, scalar.
+        prior_variance: The oracle's variance of each weight, shaped like the curvature.
+        post_variance: Variance of each weight under ``Q``, shaped like the curvature.
+    """
+
+    objective: Tensor
+    kl: Tensor
+    prior_variance: Tensor
+    post_variance: Tensor
+
+
+def oracle_complexity(curvature: Tensor, displacement: Tensor, *, beta: float) -> OracleComplexity:
+    r"""Least complexity that any diagonal Gaussian pre-distribution around the start could have led to.
+
+    .. math::
+        \min_{\Lambda,\,\Sigma}\; \tfrac12 \mathrm{tr}(H\Sigma) + \beta\,\mathrm{KL}(Q\|P)
+        = \frac{\beta}{2} \sum_i \Big[ s_i + \log\Big(1 + \frac{u_i}{s_i}\Big) \Big], \qquad
+        u_i = \frac{h_i \Delta_i^2}{\beta}, \quad s_i = \frac{2}{1 + \sqrt{1 + 4/u_i}}
+
+    with :math:`P = N(w_0, \Lambda)`, :math:`Q = N(w^*, \Sigma)`, both diagonal. The oracle chooses
+    :math:`\Lambda` after seeing the data: a lower limit for what can be certified with such distributions, never a
+    certificate. Weights that did not move, or that the loss does not feel, cost nothing: the limits
+    :math:`\Delta_i \to 0` and :math:`h_i \to 0` are both 0.
+
+    Args:
+        curvature: Diagonal :math:`h` of the loss curvature, non-negative, shape ``[...]``.
+        displacement: :math:`\Delta = w^* - w_0`, broadcastable with ``curvature``.
+        beta: Weight of the KL beside the same loss as ``curvature``: both for the sum over the data, as everywhere
+            in this package, or both for the mean.
+
+    Returns:
+        The objective and the KL as float64 scalars, and the two variances.
+
+    Example:
+        >>> oracle_complexity(torch.tensor([2.0, 0.0, 3.0]), torch.tensor([1.0, 1.0, 0.0]), beta=4.0).objective
+        tensor(2.3863, dtype=torch.float64)
+
+    References:
+        Pitas, *On PAC-Bayes bounds for deep neural networks using the loss curvature*, Lemma 4.2.
+    """
+    check_positive(beta=beta)
+    h, delta = torch.broadcast_tensors(curvature.double(), displacement.double())
+    if bool((h < 0).any()):
+        raise ValueError(f"`curvature` must be non-negative, got {h.min().item()}.")
+    root_u = h.sqrt() * delta.abs() / math.sqrt(beta)
+    other = torch.hypot(root_u, torch.full_like(root_u, 2.0))  # √(u + 4): no division by u
+    shift = 2 * root_u / (root_u + other)  # s = Δ²/λ²
+    ratio = 0.5 * root_u * (root_u + other)  # u/s = λ²h/β
+    costs = shift + ratio.log1p()
+    objective = 0.5 * beta * costs.sum()
+    kl = 0.5 * (costs - ratio / (1 + ratio)).sum()
+    # Unfelt by the loss: any width costs nothing.
+    prior = torch.where(h > 0, beta * ratio / h, torch.inf)
+    post = torch.where(h > 0, prior / (1 + ratio), torch.inf)
+    return OracleComplexity(objective, kl, prior, post)
+
+
+def local_minimum_bound(
+    loss: float,
+    log_det_fisher: float,
+    num_parameters: int,
+    n: int,
+    delta: float,
+    *,
+    log_volume: float,
+) -> Tensor:
+    r"""Jia and Su's bound for a local minimum, from the log-determinant of its Fisher information.
+
+    .. math::
+        L_0 + A + 2\sqrt{\frac{2L_0 + 2A + \log(2N/\delta)}{N - 1}}, \qquad
+        A = \frac{W\,V^{2/W} \pi^{1/W} e^{\gamma/W}}{4\pi e}
+
+    :math:`A` is the height that the loss reaches on the ellipsoid of volume :math:`V` around the minimum, by
+    Stirling's formula without its factor :math:`W^{1/W} \approx 1 + \log(W)/W`. The root is generous: take :math:`P`
+    uniform on the ellipsoid and :math:`Q \propto e^{-L}` there, then :math:`\mathrm{KL}(Q\|P) \le A`, and McAllester's
+    bound at the risk :math:`L_0 + A` with this KL is never above the value. The volume is free and such a
+    pre-distribution depends on the data: a number to compare minima of one network by, never a certificate. The
+    constants under the root have been checked by this argument, not against the printed theorem.
+
+    Args:
+        loss: Mean loss :math:`L_0` at the minimum, in ``[0, 1]``.
+        log_det_fisher: :math:`\gamma = \log|F|`.
+        num_parameters: Number :math:`W` of weights.
+        n: Number :math:`N` of samples, at least 2.
+        delta: Probability in the bound's statement.
+        log_volume: :math:`\log V`; the volume itself would underflow.
+
+    Returns:
+        The value, float64 scalar.
+
+    Example:
+        >>> local_minimum_bound(0.1, -2_000.0, 1_000, n=10_000, delta=0.05, log_volume=-500.0)
+        tensor(1.6392, dtype=torch.float64)
+
+    References:
+        Jia, Su, *Information-theoretic local minima characterization and regularization*, ICML 2020, Theorem 1.
+    """
+    if not 0 <= loss <= 1:
+        raise ValueError(f"`loss` must be in [0, 1], got {loss}.")
+    check_counts(num_parameters=num_parameters)
+    if n < 2:
+        raise ValueError(f"`n` must be at least 2, got {n}.")
+    check_probability(delta=delta)
+    W = num_parameters
+    log_height = (2 * log_volume + math.log(math.pi) + log_det_fisher) / W
+    height = torch.tensor(log_height, dtype=torch.float64, device="cpu").exp()
+    A = W * height / (4 * math.pi * math.e)
+    inner = (2 * loss + 2 * A + math.log(2 * n / delta)) / (n - 1)
+    return loss + A + 2 * inner.sqrt()

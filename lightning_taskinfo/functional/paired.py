@@ -29,10 +29,12 @@ def wilson_interval(share: Tensor | float, n: int, confidence: float = 0.95) -> 
     References:
         Wilson, *Probable inference, the law of succession, and statistical inference*, JASA 1927.
     """
-    p, z = float(share), normal_quantile(confidence)
+    p = float(share)
+    z = normal_quantile(confidence)
     scale = 1 + z**2 / n
     middle = (p + z**2 / (2 * n)) / scale
-    reach = z / scale * (p * (1 - p) / n + z**2 / (4 * n**2)) ** 0.5
+    variance = p * (1 - p) / n + z**2 / (4 * n**2)
+    reach = z / scale * variance**0.5
     return max(0.0, middle - reach), min(1.0, middle + reach)
 
 
@@ -70,10 +72,13 @@ def paired_interval(
     n = len(difference)
     mean = difference.mean().item()
     z = normal_quantile(confidence)
-    if bool(((first == 0) | (first == 1)).all()) and bool(((second == 0) | (second == 1)).all()):
-        b, c = (difference > 0).sum().item(), (difference < 0).sum().item()
+    losses = torch.cat([first, second])
+    if bool(((losses == 0) | (losses == 1)).all()):
+        b = (difference > 0).sum().item()
+        c = (difference < 0).sum().item()
         middle = (b - c) / (n + 2)
-        reach = z / (n + 2) * ((b + c + 1) - (b - c) ** 2 / (n + 2)) ** 0.5
+        variance = (b + c + 1) - (b - c) ** 2 / (n + 2)
+        reach = z / (n + 2) * variance**0.5
         return middle - reach, mean, middle + reach
     reach = student_quantile(confidence, n - 1) * difference.std().item() / n**0.5
     return mean - reach, mean, mean + reach
@@ -94,9 +99,8 @@ def normal_quantile(confidence: float) -> float:
     """
     if not 0 < confidence < 1:
         raise ValueError(f"`confidence` must be between 0 and 1, got {confidence}.")
-    return torch.special.ndtri(
-        torch.tensor(0.5 + 0.5 * confidence, dtype=torch.float64, device="cpu")
-    ).item()
+    p = torch.tensor(0.5 + 0.5 * confidence, dtype=torch.float64, device="cpu")
+    return torch.special.ndtri(p).item()
 
 
 def student_quantile(confidence: float, degrees: int) -> float:
@@ -125,17 +129,20 @@ def student_quantile(confidence: float, degrees: int) -> float:
     if degrees < 1:
         raise ValueError(f"`degrees` must be at least 1, got {degrees}.")
     low, high = 0.0, math.pi / 2
-    while low < (middle := 0.5 * (low + high)) < high:
+    middle = 0.5 * (low + high)
+    while low < middle < high:
         if _central_probability(middle, degrees) < confidence:
             low = middle
         else:
             high = middle
+        middle = 0.5 * (low + high)
     return math.sqrt(degrees) * math.tan(low)
 
 
 def _central_probability(theta: float, degrees: int) -> float:
     """``P(|T| <= sqrt(degrees) tan(theta))``."""
-    square, total = math.cos(theta) ** 2, 0.0
+    square = math.cos(theta) ** 2
+    total = 0.0
     if degrees % 2:
         term = math.cos(theta)
         for k in range(1, degrees - 1, 2):

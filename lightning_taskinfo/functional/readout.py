@@ -55,7 +55,8 @@ def pooled(
     check_counts(max_features=max_features)
     if mask is not None and features.ndim == 3 and features.shape[:2] == mask.shape:
         weights = mask.to(features).unsqueeze(-1)  # [N, T, 1]
-        rows = (features * weights).sum(1) / weights.sum(1).clamp(min=1)
+        counts = weights.sum(1).clamp(min=1)
+        rows = (features * weights).sum(1) / counts
     elif features.ndim < 2 or features[0].numel() <= max_features:
         rows = features.reshape(len(features), -1)
     elif features.ndim == 3:
@@ -85,10 +86,12 @@ def _averaged_over_cells(features: Tensor, max_features: int) -> Tensor:
 
 def _sketched(rows: Tensor, size: int) -> Tensor:
     """Add each column, with a random sign, to one of ``size`` sums: the same ones for rows of the same length."""
-    generator = Generator().manual_seed(rows.shape[1])
-    place = torch.randint(size, (rows.shape[1],), generator=generator).to(rows.device)
-    sign = (2 * torch.randint(2, (rows.shape[1],), generator=generator) - 1).to(rows)
-    return rows.new_zeros(len(rows), size).index_add_(1, place, rows * sign)
+    N, D = rows.shape
+    generator = Generator().manual_seed(D)
+    place = torch.randint(size, (D,), generator=generator).to(rows.device)
+    coin = torch.randint(2, (D,), generator=generator)
+    sign = (2 * coin - 1).to(rows)
+    return rows.new_zeros(N, size).index_add_(1, place, rows * sign)
 
 
 def stratified_folds(labels: Tensor, folds: int) -> Tensor:
@@ -165,7 +168,7 @@ def ridge(x: Tensor, y: Tensor, new: Tensor) -> Tensor:
         tensor([[6.]], dtype=torch.float64)
     """
     n, D = x.shape
-    tiny = torch.finfo(x.dtype).tiny
+    tiny, eps = torch.finfo(x.dtype).tiny, torch.finfo(x.dtype).eps
     if n <= D:
         spectrum, U = torch.linalg.eigh(x @ x.T)  # [n], [n, n]
         to_new = new @ x.T @ U  # [m, n], divided by the singular values once too little
@@ -173,7 +176,7 @@ def ridge(x: Tensor, y: Tensor, new: Tensor) -> Tensor:
         spectrum, V = torch.linalg.eigh(x.T @ x)  # [D], [D, D]
         U = x @ V / spectrum.clamp(min=tiny).sqrt()
         to_new = new @ V * spectrum.clamp(min=0).sqrt()
-    known = spectrum > spectrum.max() * max(n, D) * torch.finfo(x.dtype).eps  # the rest is rounding
+    known = spectrum > spectrum.max() * max(n, D) * eps  # the rest is rounding
     spectrum = spectrum[known]
     U = U[:, known]
     to_new = to_new[:, known]
@@ -183,6 +186,8 @@ def ridge(x: Tensor, y: Tensor, new: Tensor) -> Tensor:
     projected = U.T @ y  # [R, K]
     fitted = torch.einsum("nr,pr,rk->pnk", U, shrink, projected)
     leverage = torch.einsum("nr,pr->pn", U.square(), shrink) + 1 / n
-    errors = ((y - fitted) / (1 - leverage).clamp(min=1e-9).unsqueeze(-1)).square().sum((1, 2))
+    left = (1 - leverage).clamp(min=1e-9).unsqueeze(-1)
+    errors = ((y - fitted) / left).square().sum((1, 2))
     best = errors.argmin()
-    return to_new @ ((shrink[best] / spectrum).unsqueeze(-1) * projected)
+    scale = (shrink[best] / spectrum).unsqueeze(-1)
+    return to_new @ (scale * projected)

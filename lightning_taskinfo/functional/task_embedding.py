@@ -1,6 +1,6 @@
 r"""Embeddings of tasks by their Fisher information, compared in closed form.
 
-The embedding of a task is the diagonal of the Fisher information of a fixed probe network, averaged
+The embedding of a task is the diagonal of the Fisher information of a fixed network, averaged
 over the weights of each filter: how much each filter matters to the task [Achille2019]_. All
 entries are non-negative; how their sizes compare from filter to filter is what tells tasks apart.
 
@@ -48,8 +48,8 @@ def filter_means(fisher: Tensor, *, transposed: bool = False, groups: int = 1) -
         tensor([2.5000, 3.5000])
     """
     if transposed:
-        # [out, in / groups, ...]
-        fisher = fisher.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)
+        grouped = fisher.unflatten(0, (groups, -1))  # [groups, in / groups, out / groups, ...]
+        fisher = grouped.transpose(1, 2).flatten(0, 1)  # [out, in / groups, ...]
     return fisher.flatten(1).mean(1)
 
 
@@ -82,8 +82,10 @@ def embedding_distance(a: Tensor, b: Tensor) -> Tensor:
     """
     a, b = torch.broadcast_tensors(a, b)
     total = (a + b).clamp(min=torch.finfo(a.dtype).tiny)
-    u, v = a / total, b / total  # [..., D]
-    u, v = (x / x.norm(dim=-1, keepdim=True) for x in (u, v))
+    u = a / total  # [..., D]
+    v = b / total
+    u = u / u.norm(dim=-1, keepdim=True)
+    v = v / v.norm(dim=-1, keepdim=True)
     return 0.5 * (u - v).square().sum(-1)
 
 
@@ -172,7 +174,6 @@ def classical_scaling(distances: Tensor, *, dimensions: int = 2) -> PlanarMap:
     points[:, : len(kept)] = vectors.flip(1)[:, :dimensions] * kept.sqrt()
     largest = points.gather(0, points.abs().argmax(0, keepdim=True))  # [1, dimensions]
     spread = values.abs().sum()
-    share = torch.where(
-        spread > 0, kept.sum() / spread.clamp(min=torch.finfo(values.dtype).tiny), 1.0
-    )
+    tiny = torch.finfo(values.dtype).tiny
+    share = torch.where(spread > 0, kept.sum() / spread.clamp(min=tiny), 1.0)
     return PlanarMap(torch.where(largest < 0, -points, points), share)

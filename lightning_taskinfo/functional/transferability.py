@@ -7,6 +7,8 @@ read features
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
+from torch.special import xlogy
 
 # Of the two precisions, relative to the features.
 RATIOS = 10.0 ** torch.linspace(-10, 10, 201, dtype=torch.float64)
@@ -60,9 +62,11 @@ def logme(features: Tensor, labels: Tensor) -> Tensor:
     U, s, _ = torch.linalg.svd(F, full_matrices=False)
     spectrum = s.square()  # [R]
     projected = (U.T @ Y).square()  # [R, K]
-    outside = (Y.square().sum(0) - projected.sum(0)).clamp(min=0)  # [K]
+    norms = Y.square().sum(0)
+    outside = (norms - projected.sum(0)).clamp(min=0)  # [K]
     parts = zip(projected.split(COLUMNS, dim=1), outside.split(COLUMNS), strict=True)
-    return torch.cat([_best_evidence(spectrum, part, rest, N) for part, rest in parts]).mean() / N
+    evidence = [_best_evidence(spectrum, part, rest, N) for part, rest in parts]
+    return torch.cat(evidence).mean() / N
 
 
 def _best_evidence(spectrum: Tensor, projected: Tensor, outside: Tensor, N: int) -> Tensor:
@@ -88,8 +92,10 @@ def _evidence(
     ratios: Tensor, spectrum: Tensor, projected: Tensor, outside: Tensor, N: int
 ) -> Tensor:
     """Log evidence at ratios ``[K, T]``, one row per column of the labels, with the noise at its best."""
-    kept = ratios.unsqueeze(-1) / (spectrum + ratios.unsqueeze(-1))  # [K, T, R]
-    Q = (kept * projected.T.unsqueeze(1)).sum(-1) + outside.unsqueeze(-1)  # [K, T]
+    ratios = ratios.unsqueeze(-1)
+    kept = ratios / (spectrum + ratios)  # [K, T, R]
+    inside = (kept * projected.T.unsqueeze(1)).sum(-1)
+    Q = inside + outside.unsqueeze(-1)  # [K, T]
     Q = Q.clamp(min=torch.finfo(Q.dtype).tiny)
     noise = torch.log(2 * torch.pi * Q / N) + 1
     return 0.5 * kept.log().sum(-1) - 0.5 * N * noise
@@ -134,11 +140,12 @@ def h_score(features: Tensor, labels: Tensor, *, shrink: bool | None = None) -> 
     F = F - F.mean(0)
     U, s, _ = torch.linalg.svd(F, full_matrices=False)
     spectrum = s.square() / N  # eigenvalues of the covariance, [R]
-    indicators = torch.nn.functional.one_hot(classes).to(F)  # [N, C]
+    indicators = one_hot(classes).to(F)  # [N, C]
     counts = indicators.sum(0)
     # Deviations of class means in the basis of right singular vectors: s times the mean rows of U.
     means = s * (indicators.T @ U) / counts.unsqueeze(-1)  # [C, R]
-    between = (counts.unsqueeze(-1) / N * means.square()).sum(0)  # [R]
+    shares = counts.unsqueeze(-1) / N
+    between = (shares * means.square()).sum(0)  # [R]
     if shrink is None:
         shrink = N <= D
     if shrink:
@@ -176,7 +183,8 @@ def ledoit_wolf_shrinkage(features: Tensor) -> Tensor:
     gram = x @ x.T if N < D else x.T @ x  # the two have the same squared norm
     norm = gram.square().sum() / N**2  # of S
     trace = x.square().sum() / N
-    spread = (x.square().sum(1).square().sum() / N - norm) / N
+    lengths = x.square().sum(1)
+    spread = (lengths.square().sum() / N - norm) / N
     distance = norm - trace.square() / D
     if distance <= torch.finfo(x.dtype).eps * norm:
         return torch.ones_like(trace) if trace > 0 else torch.zeros_like(trace)
@@ -217,8 +225,9 @@ def leep(probabilities: Tensor, labels: Tensor) -> Tensor:
             f"`probabilities` must be at least 0 and add up to 1 in each row, got a smallest of "
             f"{theta.min().item():g} and a sum that is off by {off:g}."
         )
-    joint = torch.nn.functional.one_hot(classes).to(theta).T @ theta  # [C, Z]
-    given = joint / joint.sum(0).clamp(min=torch.finfo(theta.dtype).tiny)  # P(y|z)
+    joint = one_hot(classes).to(theta).T @ theta  # [C, Z]
+    tiny = torch.finfo(theta.dtype).tiny
+    given = joint / joint.sum(0).clamp(min=tiny)  # P(y|z)
     return (theta * given[classes]).sum(1).log().mean()
 
 
@@ -253,19 +262,15 @@ def nce(source: Tensor, labels: Tensor) -> Tensor:
         )
     classes = _checked_classes(labels)
     z = source.unique(return_inverse=True)[1]
-    one_hot = torch.nn.functional.one_hot
-    joint = (one_hot(classes).double().T @ one_hot(z).double()) / len(z)  # [C, Z]
-    return (torch.special.xlogy(joint, joint) - torch.special.xlogy(joint, joint.sum(0))).sum()
+    counts = one_hot(classes).double().T @ one_hot(z).double()  # [C, Z]
+    joint = counts / len(z)
+    return (xlogy(joint, joint) - xlogy(joint, joint.sum(0))).sum()
 
 
 def _checked_features(features: Tensor, labels: Tensor, name: str = "features") -> Tensor:
     """Return features in float64."""
-    if (
-        features.ndim != 2
-        or not labels.ndim
-        or len(features) != len(labels)
-        or not features.numel()
-    ):
+    rows = features.ndim == 2 and features.numel() > 0
+    if not rows or not labels.ndim or len(features) != len(labels):
         raise ValueError(
             f"`{name}` must have the shape [N, D] with a row for each of the labels, got {list(features.shape)} for "
             f"labels of shape {list(labels.shape)}."
@@ -292,7 +297,7 @@ def _checked_classes(labels: Tensor) -> Tensor:
 def _columns(labels: Tensor) -> Tensor:
     """Indicators of the classes that occur, or real values as columns, in float64."""
     if not labels.is_floating_point():
-        return torch.nn.functional.one_hot(_checked_classes(labels)).double()
+        return one_hot(_checked_classes(labels)).double()
     columns = labels.double().reshape(len(labels), -1)
     if not columns.isfinite().all() or not (columns != columns[0]).any():
         raise ValueError(

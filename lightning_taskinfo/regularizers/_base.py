@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_taskinfo._warn import warn
-from lightning_taskinfo.functional._tensors import look_like_probabilities
+from lightning_taskinfo.functional.likelihood import look_like_probabilities
 
 Ramp = Literal["constant", "linear", "sigmoid"]
 

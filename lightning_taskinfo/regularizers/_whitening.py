@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_taskinfo._ranges import check_finite
 from lightning_taskinfo._warn import warn
-from lightning_taskinfo.functional._tensors import check_finite
 from lightning_taskinfo.regularizers._ranks import sum_over_ranks
 
 _FACTORED = 4096  # inputs up to which their covariance is formed and factored

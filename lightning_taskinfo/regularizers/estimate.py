@@ -7,8 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Generator, Tensor, nn
 
-from lightning_taskinfo._ranges import check_counts, check_positive
-from lightning_taskinfo.functional._tensors import check_finite
+from lightning_taskinfo._ranges import check_counts, check_finite, check_positive
 from lightning_taskinfo.functional.mutual_information import (
     Negatives,
     check_negatives,

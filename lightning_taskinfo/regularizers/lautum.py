@@ -9,7 +9,7 @@ from torch import Generator, Tensor
 
 from lightning_taskinfo._observe import observing
 from lightning_taskinfo._random import seed_from
-from lightning_taskinfo.functional._tensors import check_finite
+from lightning_taskinfo._ranges import check_finite
 from lightning_taskinfo.functional.gaussian import lautum_from_correlations
 from lightning_taskinfo.regularizers._base import (
     Regularizer,

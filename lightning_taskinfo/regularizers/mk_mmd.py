@@ -5,8 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_taskinfo._ranges import check_positive
-from lightning_taskinfo.functional._tensors import check_finite
+from lightning_taskinfo._ranges import check_finite, check_positive
 from lightning_taskinfo.functional.discrepancy import mk_mmd
 from lightning_taskinfo.regularizers._base import Regularizer, WeightSchedule, check_rows
 

@@ -293,8 +293,8 @@ def _draw_curve(curve: StructureFunction, color: str, left: "Axes", right: "Axes
 
     loss, error = per_sample(curve.loss), per_sample(curve.loss_error)
     left.errorbar(curve.betas, loss, error, fmt=".-", color=color, label=curve.name or None)
-    kl, loss, error = zip(*curve._points(), strict=True)
-    right.errorbar(kl, per_sample(loss), per_sample(error), fmt=".", color=color)
+    kl, losses, errors = zip(*curve._points(), strict=True)
+    right.errorbar(kl, per_sample(losses), per_sample(errors), fmt=".", color=color)
     t, S = zip(*curve.hull(), strict=True)
     right.plot(t, per_sample(S), color=color, linewidth=1)
     if curve.label_entropy is not None:

@@ -165,7 +165,7 @@ class Task2Vec:
         except _batches.NoLogitsError:
             raise
         except Exception as error:
-            found = _batches.tensors(inputs)
+            found = list(_batches.tensors(inputs))
             kinds = ", ".join(f"{x.dtype} {list(x.shape)}" for x in found)
             if any(x.dtype == torch.uint8 for x in found):
                 kinds += "; bytes of images are divided by 255 first"

@@ -10,8 +10,11 @@ from lightning_taskinfo.certificates.network import block_disagreements
 from lightning_taskinfo.certificates.search import best_of
 from lightning_taskinfo.certificates.subject import Subject
 from lightning_taskinfo.distributions import pre_distribution
-from lightning_taskinfo.functional.betting import betting_upper_bound
-from lightning_taskinfo.functional.binomial import binomial_upper_bound, most_errors_below
+from lightning_taskinfo.functional.intervals import (
+    betting_upper_bound,
+    binomial_upper_bound,
+    most_errors_below,
+)
 from lightning_taskinfo.functional.pac_bayes import kl_bound
 from tests.certificates.conftest import blobs
 

@@ -10,8 +10,7 @@ from lightning_taskinfo.certificates import Candidate, Prior, pareto_front
 from lightning_taskinfo.certificates.curvatures import curvatures_of
 from lightning_taskinfo.certificates.pareto import _oracle
 from lightning_taskinfo.certificates.subject import Subject
-from lightning_taskinfo.functional.pac_bayes import kl_bound
-from lightning_taskinfo.functional.pac_bayes_diagnostics import oracle_complexity
+from lightning_taskinfo.functional.pac_bayes import kl_bound, oracle_complexity
 from lightning_taskinfo.plotting import plot_pareto
 
 BETAS = (0.1, 1.0, 10.0)

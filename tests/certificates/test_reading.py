@@ -6,7 +6,7 @@ import pytest
 
 from lightning_taskinfo.certificates import Prior, TestSetBound, certify
 from lightning_taskinfo.certificates.reading import advice, comparison, percent, reading
-from lightning_taskinfo.functional.binomial import binomial_upper_bound
+from lightning_taskinfo.functional.intervals import binomial_upper_bound
 from tests.certificates.conftest import blobs
 
 

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from lightning_taskinfo.functional._deep_linear import layer_product
 from lightning_taskinfo.functional.deep_linear import (
+    _layer_product,
     fine_tuning_boundary,
     fine_tuning_risk,
     fine_tuning_risk_noiseless,
@@ -122,7 +122,7 @@ def test_ridge_only_hurts_with_many_samples_and_helps_a_little_with_few():
 @pytest.mark.parametrize("depth", [1, 2, 3, 6])
 def test_layers_balance(depth):
     gamma, sigma = torch.meshgrid(GAMMAS[:3], SIGMAS, indexing="ij")
-    b = layer_product(gamma, sigma, depth + 1).pow(
+    b = _layer_product(gamma, sigma, depth + 1).pow(
         1 / depth
     )  # depth + 1 layers, so that the root can be undone
     norm = gamma + gamma * sigma.square() / (1 - gamma)

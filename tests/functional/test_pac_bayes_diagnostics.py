@@ -6,9 +6,9 @@ import pytest
 import torch
 from scipy import integrate, optimize, special
 
-from lightning_taskinfo.functional.pac_bayes import mcallester_bound
-from lightning_taskinfo.functional.pac_bayes_diagnostics import (
+from lightning_taskinfo.functional.pac_bayes import (
     local_minimum_bound,
+    mcallester_bound,
     oracle_complexity,
 )
 

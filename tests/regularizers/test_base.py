@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_taskinfo.functional._tensors import check_finite
+from lightning_taskinfo._ranges import check_finite
 from lightning_taskinfo.regularizers import (
     Lautum,
     MultiKernelMMD,

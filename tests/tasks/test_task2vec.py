@@ -8,7 +8,7 @@ from torch import Generator, nn
 
 from lightning_taskinfo import Task2Vec
 from lightning_taskinfo.data import ArrayData
-from lightning_taskinfo.tasks import task2vec
+from lightning_taskinfo.tasks import ready
 from lightning_taskinfo.tasks.ready import fit_linear_head
 from lightning_taskinfo.tasks.task2vec import fingerprint
 
@@ -59,7 +59,7 @@ def embedder():
 @pytest.mark.parametrize("batch", [512, 10])
 def test_equals_a_loop_over_samples_and_classes(embedder, batch, monkeypatch):
     """In one batch, and in three of which the last is smaller."""
-    monkeypatch.setattr(task2vec, "BATCH", batch)
+    monkeypatch.setattr(ready, "BATCH", batch)
     x, y = task()
     embedding = embedder.embed((x, y), name="three")
     weights = ["0.weight", "3.weight", "6.weight"]

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lightning_taskinfo.functional.betting import MAX_BET, betting_interval, betting_upper_bound
+from lightning_taskinfo.functional.intervals import MAX_BET, betting_interval, betting_upper_bound
 from lightning_taskinfo.functional.pac_bayes import monte_carlo_interval
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from scipy.stats import beta, binom
 
-from lightning_taskinfo.functional.binomial import (
+from lightning_taskinfo.functional.intervals import (
     binomial_log_tail,
     binomial_upper_bound,
     most_errors_below,

@@ -1,9 +1,9 @@
-"""What tensors look like."""
+"""Which outputs look like probabilities."""
 
 import pytest
 import torch
 
-from lightning_taskinfo.functional._tensors import look_like_probabilities
+from lightning_taskinfo.functional.likelihood import look_like_probabilities
 
 
 @pytest.mark.parametrize("shape", [(4, 2), (4, 3, 5), (1, 1000)])
