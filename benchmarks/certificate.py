@@ -29,7 +29,7 @@ from torch.nn.functional import cross_entropy
 
 from lightning_taskinfo._files import write_json
 from lightning_taskinfo.certificates import Certificate, Prior, certify, pareto_front, zero_one_loss
-from lightning_taskinfo.certificates.reading import round_up
+from lightning_taskinfo.certificates.certificate import round_up
 from lightning_taskinfo.data import load_dataset
 from lightning_taskinfo.plotting import plot_pareto
 

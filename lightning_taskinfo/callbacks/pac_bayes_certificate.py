@@ -26,8 +26,8 @@ from lightning_taskinfo.certificates import (
 )
 from lightning_taskinfo.certificates.certify import check_choices
 from lightning_taskinfo.certificates.curvatures import Structures, named_structures
-from lightning_taskinfo.certificates.errors import ErrorKind
 from lightning_taskinfo.certificates.prior import fixed_tensors, hashes
+from lightning_taskinfo.certificates.subject import ErrorKind
 from lightning_taskinfo.functional.likelihood import as_likelihood
 from lightning_taskinfo.plotting import plot_pareto
 

@@ -8,10 +8,10 @@ from lightning_taskinfo.certificates.certificate import (
 )
 from lightning_taskinfo.certificates.certify import certify
 from lightning_taskinfo.certificates.curvatures import Structure
-from lightning_taskinfo.certificates.errors import zero_one_loss
 from lightning_taskinfo.certificates.pareto import pareto_front
 from lightning_taskinfo.certificates.prior import PRIOR_STDS, Prior
 from lightning_taskinfo.certificates.search import BETAS
+from lightning_taskinfo.certificates.subject import zero_one_loss
 
 __all__ = [
     "BETAS",

@@ -1,16 +1,45 @@
-"""What was proved: the certificate with all that makes it one, and the other two proofs beside it."""
+"""What was proved: the certificate with all that makes it one, two other proofs beside it, and all of it in words."""
 
+import html
 import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from lightning_taskinfo.certificates.reading import as_html, as_text, reading
 from lightning_taskinfo.distributions import WeightGaussian
+from lightning_taskinfo.functional.intervals import binomial_upper_bound
 
 if TYPE_CHECKING:
     from lightning_taskinfo.plotting import Axes, Figure
+
+
+UNIT = {
+    "class": "errs on at most {} of new inputs",
+    "token": "errs on at most {} of the tokens of a new sequence on average",
+    "sequence": "makes an error in at most {} of new sequences",
+    "loss": "has a mean loss of at most {} on new inputs",
+}
+
+
+def round_up(bound: float, digits: int = 4) -> float:
+    """Round a bound to so many digits without promising more than was proved.
+
+    Example:
+        >>> round_up(0.21250582), round_up(0.25)
+        (0.2126, 0.25)
+    """
+    return min(1.0, math.ceil(bound * 10**digits) / 10**digits)
+
+
+def percent(bound: float) -> str:
+    """Return a bound in percent, rounded up.
+
+    Example:
+        >>> percent(0.1446), percent(0.03)
+        ('14.5 %', '3.0 %')
+    """
+    return f"{math.ceil(1000 * bound - 1e-9) / 10:.1f} %"
 
 
 @dataclass(frozen=True)
@@ -111,6 +140,15 @@ class TestSetBound:
     break_even: float
     confidence: float
 
+    def in_words(self) -> str:
+        """Return what was proved, if anything was."""
+        if self.bound is None:
+            return "no held-out labels were given (`held_out`)"
+        return (
+            f"true risk of the network itself at most {round_up(self.bound):.4f}  (error {self.risk:.4f} on "
+            f"{self.n} held-out labels, confidence {self.confidence:.4g})"
+        )
+
 
 @dataclass(frozen=True)
 class Certificate:
@@ -189,9 +227,8 @@ class Certificate:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything but the distribution itself, ready for JSON."""
-        values = {
-            part.name: getattr(self, part.name) for part in fields(self) if part.name != "post"
-        }
+        values = {part.name: getattr(self, part.name) for part in fields(self)}
+        del values["post"]
         values["confidence"] = self.confidence
         values["candidates"] = [_row(row) for row in self.candidates]
         values["network"] = None if self.network is None else asdict(self.network)
@@ -204,7 +241,104 @@ class Certificate:
 
     def reading(self) -> str:
         """Return the certificate as one sentence."""
-        return reading(self)
+        says = UNIT[self.error]
+        stochastic = says.format(percent(self.bound))
+        if not self.valid:
+            reasons = "; ".join(self.reasons)
+            return f"Nothing can be claimed about the stochastic network: {reasons}."
+        sure = f"With confidence {self.confidence:.4g} the stochastic network {stochastic}"
+        network = self.network
+        if network is None:
+            return f"{sure}; nothing follows from that for the network itself."
+        own = says.format(percent(network.bound))
+        return f"{sure}, and with confidence {network.confidence:.4g} the network itself {own}."
+
+    def comparison(self) -> str:
+        """Return which proof is stronger."""
+        test_set = self.test_set
+        ours = self._proved()
+        whose = "the bound for the stochastic network"
+        if self.network is not None:
+            whose = "the bound for the network itself"
+        if test_set.bound is None and test_set.break_even < 0:
+            return (
+                f"{test_set.n} held-out labels would prove less than {whose}, whatever the network's error on "
+                "them."
+            )
+        if test_set.bound is None:
+            return (
+                f"{test_set.n} of these labels held out of training would prove more than {whose}, if the network that "
+                f"learned from the others had an error of at most {test_set.break_even:.4f} on them."
+            )
+        if test_set.bound <= ours:
+            return f"The test-set bound is stronger: {percent(test_set.bound)} against {percent(ours)} by {whose}."
+        return f"{whose.capitalize()} is stronger: {percent(ours)} against {percent(test_set.bound)} on the test set."
+
+    def advice(self) -> str:
+        """Return what would tighten the weaker proof."""
+        test_set = self.test_set
+        if test_set.bound is None or test_set.risk is None or test_set.bound <= self._proved():
+            return self._largest_part()
+        four = 4 * test_set.n
+        tail = binomial_upper_bound(round(four * test_set.risk), four, 1 - test_set.confidence)
+        better = percent(float(tail))
+        return f"More held-out labels tighten the test-set bound: {four} with the same error give {better}."
+
+    def _proved(self) -> float:
+        """The bound for the network itself, or else for its stochastic version."""
+        return self.bound if self.network is None else self.network.bound
+
+    def _largest_part(self) -> str:
+        """Name the largest part of the bound, and its remedy."""
+        network = self.network
+        if network is None:
+            risk, upper = self.risk, self.risk_interval[1]
+            parts = {"complexity": self.bound - upper}
+        else:
+            risk, upper = network.risk, network.risk_upper
+            parts = {
+                "complexity": network.stochastic_bound - upper,
+                "disagreement": network.disagreement,
+                "inputs": network.disagreement_upper - network.disagreement,
+            }
+        parts |= {"risk": risk, "draws": upper - risk}
+        kl = self.kl if network is None else network.kl
+        remedies = {
+            "complexity": f"the KL of {kl:.0f} nats for {self.n} labels: a prior nearer to the trained weights "
+            "(pretrained, or trained on half of the labels by `half_fn`), frozen weights, or more labels lower it",
+            "disagreement": "the network and its draws disagree: a narrower post-distribution does so less, and "
+            "becomes cheaper with more labels or a prior nearer to the trained weights",
+            "inputs": "so few unlabelled inputs: more of them lower it",
+            "risk": "the error of the stochastic network itself: a network that fits the labels better, or whose "
+            "predictions bear noise in the weights, has a lower one",
+            "draws": "the Monte-Carlo interval: more `draws` narrow it",
+        }
+        largest = max(parts, key=lambda name: parts[name])
+        return f"The largest part of the certificate is {percent(parts[largest])} for {remedies[largest]}."
+
+    def rows(self) -> dict[str, str]:
+        """Return everything about a certificate, line by line."""
+        low, high = self.risk_interval
+        stds = self.prior_std.items()
+        return {
+            "true risk at most": f"{round_up(self.bound):.4f}  ({self.theorem} bound, "
+            f"confidence {self.confidence:.4g})",
+            "of": "the stochastic classifier: weights drawn afresh for each prediction",
+            "valid": "yes" if self.valid else "NO: " + "; ".join(self.reasons),
+            "empirical risk": f"{self.risk:.4f}  in [{1 - round_up(1 - low):.4f}, {round_up(high):.4f}] "
+            f"by {self.draws} fresh networks",
+            "network itself": _in_words(self.network),
+            "test-set bound": self.test_set.in_words(),
+            "its training risk": f"{self.model_risk:.4f}  (the network's own, on the certified samples)",
+            "KL(Q‖P)": f"{self.kl:.1f} nats, + {self.price:.1f} for choosing the prior's scale "
+            f"from {self.prior_grid}",
+            "samples": f"{self.n}",
+            "prior": f"centre: {self.prior_origin}; std: "
+            + ", ".join(f"{std:.4g} for {layer or 'all layers'}" for layer, std in stds),
+            "post": f"{self.structure} curvature, beta {self.beta:.3g}; the best of "
+            f"{len(self.candidates)} tried ({', '.join(self.structures)})",
+            "taken on trust": "; ".join(self.assumptions),
+        }
 
     def plot(self, ax: "Axes | None" = None) -> tuple["Figure", "Axes"]:
         """Draw the bounds that were proved above the errors on the certified samples; needs matplotlib.
@@ -228,13 +362,33 @@ class Certificate:
             ax.set_title("not valid")
         return figure, ax
 
+    def _sentences(self) -> list[str]:
+        return [self.reading(), self.comparison(), self.advice()]
+
     def __str__(self) -> str:
-        return as_text(self)
+        lines = [f"{name:18s} {value}" for name, value in self.rows().items()]
+        return "\n".join([*lines, "", " ".join(self._sentences())])
 
     def _repr_html_(self) -> str:
-        return as_html(self)
+        left = "style='text-align:left'"
+        cells = ""
+        for name, value in self.rows().items():
+            head = f"<th {left}>{html.escape(name)}</th>"
+            cells += f"<tr>{head}<td {left}>{html.escape(value)}</td></tr>"
+        first, *others = map(html.escape, self._sentences())
+        return f"<p><b>{first}</b> {' '.join(others)}</p><table>{cells}</table>"
 
 
 def _row(row: Candidate) -> dict[str, Any]:
     """Return a row of the search for JSON, which knows no infinity."""
     return {name: None if value == math.inf else value for name, value in vars(row).items()}
+
+
+def _in_words(network: NetworkBound | None) -> str:
+    if network is None:
+        return "not certified: that needs fresh inputs without labels (`unlabelled`)"
+    return (
+        f"true risk at most {round_up(network.bound):.4f}  = {round_up(network.stochastic_bound):.4f} for a "
+        f"stochastic one + {round_up(network.disagreement_upper):.4f} for disagreement on {network.inputs} "
+        f"unlabelled inputs (confidence {network.confidence:.4g})"
+    )

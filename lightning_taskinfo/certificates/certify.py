@@ -7,14 +7,12 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor, nn
 
-from lightning_taskinfo._batches import Reader, sample_count
+from lightning_taskinfo._batches import IGNORED, Reader, sample_count
 from lightning_taskinfo._observe import observing
 from lightning_taskinfo._progress import Progress, counted, shown
-from lightning_taskinfo._ranges import check_counts, check_positive
+from lightning_taskinfo._ranges import check_counts, check_positive, check_probability
 from lightning_taskinfo.certificates.certificate import Certificate
 from lightning_taskinfo.certificates.curvatures import Curvature, Structures, curvatures_to_try
-from lightning_taskinfo.certificates.errors import IGNORED, ErrorKind
-from lightning_taskinfo.certificates.fresh import check_fresh
 from lightning_taskinfo.certificates.network import (
     FEWEST,
     block_disagreements,
@@ -22,7 +20,7 @@ from lightning_taskinfo.certificates.network import (
     network_bound,
 )
 from lightning_taskinfo.certificates.prior import Prior, half_prior
-from lightning_taskinfo.certificates.samples import Data, read_inputs, read_samples
+from lightning_taskinfo.certificates.samples import Data, check_fresh, read_inputs, read_samples
 from lightning_taskinfo.certificates.search import (
     BETAS,
     Theorem,
@@ -31,16 +29,15 @@ from lightning_taskinfo.certificates.search import (
     propose,
     search,
 )
-from lightning_taskinfo.certificates.subject import Loss, Subject, check_weights
+from lightning_taskinfo.certificates.subject import ErrorKind, Loss, Subject, check_weights
 from lightning_taskinfo.certificates.validity import assumptions, reasons_against
 from lightning_taskinfo.distributions import WeightGaussian
 from lightning_taskinfo.fisher.fallback import Forward
 from lightning_taskinfo.functional.intervals import betting_interval
 from lightning_taskinfo.functional.pac_bayes import monte_carlo_interval
 
-KNOWN_ERROR_MARGIN = (
-    0.05  # beside four standard errors: a known error may be of a few other samples
-)
+# Beside four standard errors: a known error may be of a few other samples.
+KNOWN_ERROR_MARGIN = 0.05
 DRAW_SIZE = 64  # samples per fresh network: many networks on few samples tell more than few on many
 Interval: TypeAlias = Literal["betting", "kl"]
 
@@ -201,11 +198,14 @@ def certify(
             # Its post-distribution is fixed before the fresh inputs are touched.
             proposal = propose(subject, prior, curvatures[other.structure], other.beta)
             own_risks, _ = _fresh_risks(subject, proposal.post, draws, tell)
+            disagreements = block_disagreements(
+                subject, proposal.post, fresh[0], counts, draws, tell
+            )
             network = network_bound(
                 other,
                 proposal,
                 own_risks,
-                block_disagreements(subject, proposal.post, fresh[0], counts, draws, tell),
+                disagreements,
                 bound=bound_by,
                 delta=delta,
                 delta_network=delta_network,
@@ -302,8 +302,8 @@ def _fresh_risks(
 ) -> tuple[Tensor, list[str]]:
     """Return the mean loss of each of some networks that nothing was chosen by, and what is wrong with the losses."""
     turns = counted(range(draws), draws, progress, "draws")
-    # [draws, samples]
-    losses = torch.stack([subject.draw_losses(post, DRAW_SIZE)[0] for _ in turns])
+    drawn = [subject.draw_losses(post, DRAW_SIZE)[0] for _ in turns]
+    losses = torch.stack(drawn)  # [draws, samples]
     outside = losses[(losses < 0) | (losses > 1)]
     wrong = [f"the loss must lie in [0, 1], got {outside[0].item()}"] if len(outside) else []
     return losses.clamp(0, 1).mean(1), wrong
@@ -333,11 +333,9 @@ def check_choices(
     delta_network: float = 0.01,
 ) -> None:
     """Raise a ``ValueError`` if probabilities, numbers of draws or weights of the KL are out of their range."""
-    shares = {"delta": delta, "delta_draws": delta_draws, "delta_network": delta_network}
-    for argument, value in shares.items():
-        if not 0 < value < 1:
-            raise ValueError(f"`{argument}` must be in (0, 1), got {value}.")
-    for argument, value in (("delta_draws", delta_draws), ("delta_network", delta_network)):
+    others = {"delta_draws": delta_draws, "delta_network": delta_network}
+    check_probability(delta=delta, **others)
+    for argument, value in others.items():
         if delta + value >= 1:
             raise ValueError(
                 f"`delta` and `{argument}` must add up to less than 1, got {delta + value}."

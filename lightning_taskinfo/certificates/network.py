@@ -9,9 +9,8 @@ from torch import Tensor
 from lightning_taskinfo._batches import sample_count
 from lightning_taskinfo._progress import Progress, counted
 from lightning_taskinfo.certificates.certificate import Candidate, NetworkBound, TestSetBound
-from lightning_taskinfo.certificates.errors import differences
 from lightning_taskinfo.certificates.search import Bound, Proposal
-from lightning_taskinfo.certificates.subject import Subject, pick
+from lightning_taskinfo.certificates.subject import Subject, differences, pick
 from lightning_taskinfo.distributions import WeightGaussian
 from lightning_taskinfo.functional.intervals import (
     betting_upper_bound,

@@ -16,11 +16,10 @@ from lightning_taskinfo.certificates.curvatures import (
     curvatures_of,
     named_structures,
 )
-from lightning_taskinfo.certificates.errors import ErrorKind
 from lightning_taskinfo.certificates.prior import Prior
 from lightning_taskinfo.certificates.samples import Data, read_samples
 from lightning_taskinfo.certificates.search import BETAS, Proposal, bound_of, propose
-from lightning_taskinfo.certificates.subject import Loss, Subject
+from lightning_taskinfo.certificates.subject import ErrorKind, Loss, Subject
 from lightning_taskinfo.distributions import BlockGaussian, CurvatureBlock
 from lightning_taskinfo.fisher.fallback import Forward
 from lightning_taskinfo.functional.pac_bayes import oracle_complexity

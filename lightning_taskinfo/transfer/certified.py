@@ -7,9 +7,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_taskinfo.certificates import Prior, certify
-from lightning_taskinfo.certificates.fresh import check_fresh
 from lightning_taskinfo.certificates.network import FEWEST
-from lightning_taskinfo.certificates.samples import read_inputs
+from lightning_taskinfo.certificates.samples import check_fresh, read_inputs
 from lightning_taskinfo.transfer.sampling import Rows, reseed
 from lightning_taskinfo.transfer.target import Target
 

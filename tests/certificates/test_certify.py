@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from lightning_taskinfo.certificates import PRIOR_STDS, Prior, certify, zero_one_loss
-from lightning_taskinfo.certificates.reading import round_up
+from lightning_taskinfo.certificates.certificate import round_up
 from lightning_taskinfo.certificates.samples import read_pair, read_samples
 from lightning_taskinfo.distributions import (
     CurvatureBlock,

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_taskinfo.certificates import Prior, TestSetBound, certify
-from lightning_taskinfo.certificates.reading import advice, comparison, percent, reading
+from lightning_taskinfo.certificates.certificate import percent
 from lightning_taskinfo.functional.intervals import binomial_upper_bound
 from tests.certificates.conftest import blobs
 
@@ -26,24 +26,24 @@ def test_percents_are_rounded_up():
 
 
 def test_the_sentence_names_both_bounds(certificate):
-    said = reading(certificate)
+    said = certificate.reading()
     assert percent(certificate.bound) in said
     assert percent(certificate.network.bound) in said
-    assert percent(certificate.bound) in reading(replace(certificate, network=None))
+    assert percent(certificate.bound) in replace(certificate, network=None).reading()
 
 
 def test_nothing_is_claimed_where_it_is_not_valid(certificate):
-    said = reading(replace(certificate, valid=False, reasons=("it saw the data",)))
+    said = replace(certificate, valid=False, reasons=("it saw the data",)).reading()
     assert "it saw the data" in said
     assert "%" not in said
 
 
 def test_the_stronger_proof_is_named_and_the_weaker_one_gets_the_advice(certificate):
     strong, weak = with_test_set(certificate, 0.01), with_test_set(certificate, 1.0)
-    assert comparison(strong).startswith("The test-set bound is stronger")
-    assert comparison(weak).startswith("The bound for the network itself is stronger")
-    assert "largest part of the certificate" in advice(strong)
-    assert percent(binomial_upper_bound(40, 400, 0.05).item()) in advice(weak)
+    assert strong.comparison().startswith("The test-set bound is stronger")
+    assert weak.comparison().startswith("The bound for the network itself is stronger")
+    assert "largest part of the certificate" in strong.advice()
+    assert percent(binomial_upper_bound(40, 400, 0.05).item()) in weak.advice()
 
 
 @pytest.mark.parametrize(
@@ -68,15 +68,15 @@ def test_the_advice_is_about_the_largest_part(certificate, change, remedy):
         "disagreement_upper": 0.02,
     }
     network = replace(certificate.network, **{**small, **change})
-    assert remedy in advice(replace(certificate, network=network))
+    assert remedy in replace(certificate, network=network).advice()
 
 
 def test_without_held_out_labels_the_error_to_beat_is_told(certificate):
-    assert f"{certificate.test_set.break_even:.4f}" in comparison(certificate)
+    assert f"{certificate.test_set.break_even:.4f}" in certificate.comparison()
 
 
 def test_a_notebook_shows_the_same_escaped(certificate):
     shown = certificate._repr_html_()
     assert "random &lt;initialisation&gt;" in shown
     assert percent(certificate.network.bound) in shown
-    assert reading(certificate) in str(certificate)
+    assert certificate.reading() in str(certificate)

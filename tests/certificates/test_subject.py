@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lightning_taskinfo.certificates import Prior, certify
-from lightning_taskinfo.certificates.errors import differences, predictions
+from lightning_taskinfo.certificates.subject import differences, predictions
 from lightning_taskinfo.functional.intervals import betting_upper_bound
 from tests.certificates.conftest import fit
 

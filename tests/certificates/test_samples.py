@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_taskinfo.certificates.fresh import check_fresh, fingerprints
+from lightning_taskinfo.certificates.samples import check_fresh, fingerprints
 
 
 def test_equal_rows_have_equal_prints_whatever_holds_them():
