@@ -1,7 +1,7 @@
-"""Look at a model without leaving a trace."""
+"""The parts of a model, and how to look at it without leaving a trace."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import NamedTuple, TypeAlias
@@ -13,6 +13,10 @@ from lightning_taskinfo._random import keep_random_states
 
 ParamDict: TypeAlias = dict[str, Tensor]
 """Tensors by parameter name, as in ``model.named_parameters()``."""
+
+WRAPPER = "base_model.model."  # that peft puts around a network
+ADAPTERS = ("lora_", "ia3_", "hada_", "lokr_", "oft_", "boft_", "vera_", "modules_to_save")
+"""How the parts of a layer begin that peft adds to it; behind them stands the adapter's name."""
 
 _OBSERVED: ContextVar[frozenset[int]] = ContextVar("observed", default=frozenset())  # modules' ids
 
@@ -30,6 +34,31 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
         ['1.weight', '1.bias']
     """
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def layer_of(parameter: str) -> str:
+    """Return the layer that owns a parameter; all parts of an adapter belong to the layer that it adapts.
+
+    Args:
+        parameter: Name of the parameter, as in ``named_parameters()``.
+
+    Returns:
+        The layer's name, without what peft puts around it; nothing for a parameter of the model
+        itself. An adapter that is not called ``"default"`` has its name behind that of the layer.
+
+    Example:
+        >>> layer_of("net.0.weight"), layer_of("net.base_model.model.encoder.0.query.lora_A.default.weight")
+        ('net.0', 'net.encoder.0.query')
+        >>> layer_of("base_model.model.query.lora_B.german.weight")
+        'query:german'
+    """
+    *owners, last = parameter.replace(WRAPPER, "").split(".")
+    for place, part in enumerate(owners):
+        if part.startswith(ADAPTERS):
+            adapter = (owners[place + 1 :] or [last])[0]
+            layer = ".".join(owners[:place])
+            return layer if adapter == "default" else f"{layer}:{adapter}"
+    return ".".join(owners)
 
 
 class Parts(NamedTuple):
@@ -144,6 +173,24 @@ def observing_once(observed: Parts) -> AbstractContextManager[None]:
         and not any(torch.is_autocast_enabled(kind) for kind in kinds)
     )
     return nullcontext() if done else observing_parts(observed)
+
+
+@contextmanager
+def holding(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Let parameters hold other values, and their own tensors again afterwards, also on an exception.
+
+    Args:
+        parameters: Parameters by name.
+        values: What each of them is to hold.
+    """
+    kept = {name: p.data for name, p in parameters.items()}
+    try:
+        for name, p in parameters.items():
+            p.data = values[name]
+        yield
+    finally:
+        for name, p in parameters.items():
+            p.data = kept[name]
 
 
 HALVES = (torch.float16, torch.bfloat16)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_taskinfo._layers import layer_of
+from lightning_taskinfo._observe import layer_of
 from lightning_taskinfo.callbacks import FisherTrace, InformationInWeights
 from tests.callbacks.hugging_face import Module, bert_classifier, loader, lora
 from tests.callbacks.runs import fit

@@ -4,7 +4,7 @@ import ast
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "lightning_taskinfo"
-MATHS = {"torch", "_batches", "_layers", "_observe", "_random", "_ranges", "_warn", "functional"}
+MATHS = {"torch", "_batches", "_observe", "_random", "_ranges", "_warn", "functional"}
 FILES = {"_files", "_parallel"}
 DATASETS = {"matplotlib", "mlxtend", "sklearn", "torchvision"}
 STATE = MATHS | {"_progress", "torchmetrics", "backpack"}
@@ -17,7 +17,6 @@ ALLOWED = {  # layer -> the layers and frameworks it may import
     "_batches": {"torch", "_batches", "_observe"},
     "_wandb": {"matplotlib", "plotting", "wandb"},
     "_warn": set(),
-    "_layers": set(),
     "_ranges": set(),
     "_tables": set(),
     "_progress": {"tqdm"},

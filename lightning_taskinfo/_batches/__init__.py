@@ -19,12 +19,14 @@ How the model is called is found out with the first batch, by calling it on two 
 """
 
 from lightning_taskinfo._batches.calls import NoLogitsError
-from lightning_taskinfo._batches.fields import is_labeled, labeled_key, labeled_part
 from lightning_taskinfo._batches.reading import (
     BatchFn,
     Forward,
     Reader,
     call_on,
+    is_labeled,
+    labeled_key,
+    labeled_part,
     outputs_of,
     read_batch,
     read_by,

@@ -21,9 +21,8 @@ from weakref import ref
 from torch import Tensor, nn
 
 from lightning_taskinfo._batches import Reader, filled_up, size
-from lightning_taskinfo._layers import layer_of
 from lightning_taskinfo._lightning import Callback, LightningModule, Trainer
-from lightning_taskinfo._observe import observing
+from lightning_taskinfo._observe import layer_of, observing
 from lightning_taskinfo._ranges import check_counts, check_not_negative, check_seed
 from lightning_taskinfo._wandb import PREFIX
 from lightning_taskinfo._warn import warn

@@ -1,4 +1,4 @@
-"""Gaussians over the weights of a network: before training, and after."""
+"""Gaussians over weights: isotropic, block-diagonal in bases of their own, and of low rank by Woodbury's identity."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,11 +13,12 @@ from lightning_taskinfo._observe import (
     ParamDict,
     at_least_float32,
     full_precision,
+    holding,
     parts,
     trainable_parameters,
 )
 from lightning_taskinfo._ranges import check_positive
-from lightning_taskinfo.distributions.curvature import CurvatureBlock
+from lightning_taskinfo.distributions.curvature import CurvatureBlock, LowRankCurvature
 
 
 class WeightGaussian(ABC):
@@ -76,15 +77,10 @@ class WeightGaussian(ABC):
         parameters = dict(model.named_parameters())
         drawn = self.sample(generator)
         rounded = any(parameters[name].dtype in HALVES for name in drawn)
-        with full_precision(parts(model)) if rounded else nullcontext():
-            kept = {name: parameters[name].data for name in drawn}
-            try:
-                for name, value in drawn.items():
-                    parameters[name].data = value
-                yield model
-            finally:
-                for name, value in kept.items():
-                    parameters[name].data = value
+        own = {name: parameters[name] for name in drawn}
+        whole = full_precision(parts(model)) if rounded else nullcontext()
+        with whole, holding(own, drawn):
+            yield model
 
     def _noise(self, name: str, generator: Generator | None) -> Tensor:
         mean = self.mean[name]
@@ -95,11 +91,11 @@ class WeightGaussian(ABC):
         if self.mean.keys() != pre.mean.keys():
             names = sorted(self.mean.keys() ^ pre.mean.keys())
             raise ValueError(f"`pre` must have the same parameters, got a difference in {names}.")
-        parts = [
-            ((self.mean[n].double() - pre.mean[n].double()) / pre.std[n]).square().sum()
-            for n in self.mean
-        ]
-        return torch.stack(parts).sum()
+        squares = []
+        for name, mean in self.mean.items():
+            shift = mean.double() - pre.mean[name].double()
+            squares.append((shift / pre.std[name]).square().sum())
+        return torch.stack(squares).sum()
 
 
 class IsotropicGaussian(WeightGaussian):
@@ -210,22 +206,6 @@ def pre_distribution(
     return IsotropicGaussian(mean, std)
 
 
-def block_post_distribution(
-    weights: nn.Module | Mapping[str, Tensor],
-    pre: IsotropicGaussian,
-    curvature: Sequence[CurvatureBlock],
-    beta: float,
-) -> BlockGaussian:
-    """Return the post-distribution of a block-diagonal curvature; see ``post_distribution``."""
-    blocks = []
-    for block in curvature:
-        variance = block_std(block, pre) ** 2
-        blocks.append(
-            replace(block, eigenvalues=variance / (1 + variance * block.eigenvalues / beta))
-        )
-    return BlockGaussian(named_weights(weights), blocks)
-
-
 def block_std(block: CurvatureBlock, pre: IsotropicGaussian) -> float:
     """Return the one standard deviation ``pre`` has in a block: a rotated basis needs it to be one."""
     stds = {pre.std[name] for name in block.names}
@@ -255,3 +235,132 @@ def _on_cpu(numbers: Sequence[float]) -> Tensor:
 def named_weights(source: nn.Module | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Return a module's trainable parameters by name, or the mapping itself."""
     return trainable_parameters(source) if isinstance(source, nn.Module) else source
+
+
+class LowRankGaussian(WeightGaussian):
+    r"""Post-distribution for :math:`H = \mathrm{diag}(d) + U\,\mathrm{diag}(s)\,U^\top`.
+
+    Measured in units of the pre-distribution, :math:`\Sigma = \Lambda^{1/2} M^{-1} \Lambda^{1/2}`
+    with
+
+    .. math::
+        M = I + \Lambda^{1/2} H \Lambda^{1/2} / \beta = E^{1/2} (I + V V^\top) E^{1/2}, \qquad
+        V = Q\, \mathrm{diag}(\sigma)\, R^\top \in \mathbb{R}^{k \times r},
+
+    :math:`E` diagonal. Woodbury's identity and the matrix determinant lemma then need the :math:`r \times r`
+    eigenproblem of :math:`V^\top V` only, never a :math:`k \times k` matrix.
+
+    Args:
+        mean: The mean by parameter name.
+        pre: The pre-distribution it was made for.
+        curvature: The curvature of the sum of the loss.
+        beta: Weight of the KL beside the sum of the loss.
+
+    Example:
+        >>> zero, one = {"w": torch.zeros(2)}, torch.tensor([1.0])
+        >>> pre = IsotropicGaussian(zero, {"w": 1.0})
+        >>> curvature = LowRankCurvature(zero, {"w": torch.tensor([[1.0, 0.0]])}, one)  # felt in one direction
+        >>> LowRankGaussian(zero, pre, curvature, beta=1.0).log_det()  # log 1/2, and log 1
+        tensor(-0.6931, dtype=torch.float64)
+    """
+
+    def __init__(
+        self,
+        mean: Mapping[str, Tensor],
+        pre: IsotropicGaussian,
+        curvature: LowRankCurvature,
+        beta: float,
+    ) -> None:
+        super().__init__(mean)
+        for part in (curvature.diagonal, curvature.factor):
+            if part.keys() != self.mean.keys():
+                wrong = sorted(part.keys() ^ self.mean.keys())
+                raise ValueError(
+                    f"`curvature` must cover every parameter once, got none or several for {wrong}."
+                )
+        self._prior_std = self._flat_std(pre)  # [k]
+        self._stretch = 1 + self._prior_std**2 * self._flat(curvature.diagonal) / beta  # E, [k]
+        factors = [curvature.factor[name].double().flatten(1) for name in self.mean]
+        U = torch.cat(factors, dim=1).T  # [k, r]
+        scales = (curvature.scales.double() / beta).sqrt()
+        units = self._prior_std / self._stretch.sqrt()
+        V = units[:, None] * U * scales
+        squares, R = torch.linalg.eigh(V.T @ V)
+        tiny = torch.finfo(torch.float64).tiny
+        used = squares > 1e-14 * squares.max().clamp_min(tiny)
+        self._squares = squares[used]  # σ², [r]
+        self._directions = V @ R[:, used] / self._squares.sqrt()  # Q, [k, r]
+
+    def sample(self, generator: Generator | None = None) -> ParamDict:  # noqa: D102
+        z = torch.cat([self._noise(name, generator).flatten() for name in self.mean]).double()
+        shrink = 1 - (1 + self._squares).rsqrt()
+        z = z - self._directions @ (shrink * (self._directions.T @ z))  # (I + VVᵀ)^{-1/2} z
+        noise = self._prior_std * self._stretch.rsqrt() * z
+        parts = noise.split([mean.numel() for mean in self.mean.values()])
+        drawn = {}
+        for (name, mean), part in zip(self.mean.items(), parts, strict=True):
+            drawn[name] = mean + part.view_as(mean).to(mean.dtype)
+        return drawn
+
+    def log_det(self) -> Tensor:  # noqa: D102
+        unshrunk = 2 * self._prior_std.log().sum() - self._stretch.log().sum()
+        return unshrunk - self._squares.log1p().sum()
+
+    def kl(self, pre: IsotropicGaussian) -> Tensor:  # noqa: D102
+        shift = self._squared_shift(pre)
+        std = self._flat_std(pre)
+        plain = (self._prior_std / std) ** 2 / self._stretch  # diag(E⁻¹), in units of `pre`
+        shrink = self._squares / (1 + self._squares)
+        along = (plain[:, None] * self._directions**2).sum(0)
+        trace = plain.sum() - (shrink * along).sum()
+        return 0.5 * (shift + trace - len(std) + 2 * std.log().sum() - self.log_det())
+
+    def _flat_std(self, pre: IsotropicGaussian) -> Tensor:
+        stds = {name: torch.full_like(mean, pre.std[name]) for name, mean in self.mean.items()}
+        return self._flat(stds)
+
+    def _flat(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        return torch.cat([tensors[name].detach().double().flatten() for name in self.mean])
+
+
+def post_distribution(
+    weights: nn.Module | Mapping[str, Tensor],
+    pre: IsotropicGaussian,
+    curvature: Sequence[CurvatureBlock] | LowRankCurvature,
+    *,
+    beta: float = 1.0,
+) -> BlockGaussian | LowRankGaussian:
+    r"""Best Gaussian around trained weights, given the curvature of the loss there.
+
+    .. math::
+        Q = N(w^*, \Sigma^*), \qquad
+        \Sigma^* = \arg\min_\Sigma\, \tfrac12\mathrm{tr}(H\Sigma) + \beta\,\mathrm{KL}(Q\|P)
+        = \beta\,(H + \beta\Lambda^{-1})^{-1}
+
+    Args:
+        weights: :math:`w^*`: a trained module (its trainable parameters), or tensors by parameter
+            name.
+        pre: The pre-distribution :math:`P = N(w_0, \Lambda)`.
+        curvature: :math:`H` of the **sum** of the loss, from one of the ``*_curvature`` functions.
+        beta: Weight of the KL beside the sum of the loss; 1 is the evidence lower bound.
+
+    Returns:
+        A Gaussian that can ``sample``, give its ``kl(pre)`` and ``log_det()``, and be put into a
+        module for a while.
+
+    Example:
+        >>> pre = pre_distribution({"w": torch.zeros(2)}, prior_std=1.0)
+        >>> post = post_distribution({"w": torch.ones(2)}, pre, diagonal_curvature({"w": torch.tensor([0.0, 3.0])}))
+        >>> post.log_det(), post.kl(pre)
+        (tensor(-1.3863, dtype=torch.float64), tensor(1.3181, dtype=torch.float64))
+    """
+    check_positive(beta=beta)
+    mean = named_weights(weights)
+    if isinstance(curvature, LowRankCurvature):
+        return LowRankGaussian(mean, pre, curvature, beta)
+    blocks = []
+    for block in curvature:
+        variance = block_std(block, pre) ** 2
+        shrunk = variance / (1 + variance * block.eigenvalues / beta)
+        blocks.append(replace(block, eigenvalues=shrunk))
+    return BlockGaussian(mean, blocks)

@@ -1,13 +1,12 @@
 """The Gaussians of every width around one network, and the losses that their draws have."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Generator, Tensor, nn
 
-from lightning_taskinfo._observe import ParamDict
+from lightning_taskinfo._observe import ParamDict, holding
 from lightning_taskinfo.functional.information import (
     InformationTerms,
     information_in_weights,
@@ -44,37 +43,35 @@ class PostFamily:
 
     def shaped(self, prior_std: float) -> Callable[[str, Tensor], Tensor]:
         r"""Return the function that makes :math:`\Sigma^{1/2}\varepsilon` of a weight's name and its noise."""
-        stds = {
-            name: post_variance(self.curvature[name], prior_std=prior_std, beta=self.beta)
-            .sqrt()
-            .float()
-            for name in self.displacement
-        }
+        stds = {}
+        for name in self.displacement:
+            variance = post_variance(self.curvature[name], prior_std=prior_std, beta=self.beta)
+            stds[name] = variance.sqrt().float()
 
         def shape(name: str, noise: Tensor) -> Tensor:
             # Into the eigenvectors' basis and back: this root is symmetric, and so the same for any
             # choice of them.
             std = stds[name].to(noise.dtype)
-            bases = [
-                None if basis is None else basis.to(noise)
-                for basis in self.bases.get(name, (None, None))
-            ]
-            rows, columns = bases
-            turned = _turned(
-                noise, None if rows is None else rows.T, None if columns is None else columns.T
-            )
+            rows, columns = self.bases.get(name, (None, None))
+            turned = _turned(noise, rows, columns, back=True)
             return _turned(std * turned, rows, columns)
 
         return shape
 
 
-def _turned(tensor: Tensor, rows: Tensor | None, columns: Tensor | None) -> Tensor:
-    """Return ``rows @ tensor @ columns.T``, the tensor seen as a matrix."""
+def _turned(
+    tensor: Tensor, rows: Tensor | None, columns: Tensor | None, *, back: bool = False
+) -> Tensor:
+    """Return ``rows @ tensor @ columns.T``, the tensor seen as a matrix; with both transposed on the way back."""
     turned = tensor
     if rows is not None:
-        turned = rows @ turned.reshape(len(rows), -1)
+        left = rows.to(tensor)
+        left = left.T if back else left
+        turned = left @ turned.reshape(len(rows), -1)
     if columns is not None:
-        turned = turned.reshape(-1, len(columns)) @ columns.T
+        right = columns.to(tensor)
+        right = right if back else right.T
+        turned = turned.reshape(-1, len(columns)) @ right
     return turned.reshape(tensor.shape)
 
 
@@ -110,11 +107,10 @@ def losses_with_noise(
         shifts = {name: shaped(name, part) for name, part in noise.items()}
         pair = []
         for sign in (1.0, -1.0):
-            drawn = {
-                name: torch.add(p, shifts[name], alpha=sign).to(p.dtype)
-                for name, p in weights.items()
-            }
-            with _holding(weights, drawn):
+            drawn = {}
+            for name, p in weights.items():
+                drawn[name] = torch.add(p, shifts[name], alpha=sign).to(p.dtype)
+            with holding(weights, drawn):
                 pair.append(loss())
         rows.append(pair)
     return torch.tensor(rows, dtype=torch.float64, device="cpu")
@@ -144,16 +140,3 @@ def standard_noises(weights: Mapping[str, Tensor], count: int, seed: int) -> lis
             )
         noises.append(noise)
     return noises
-
-
-@contextmanager
-def _holding(parameters: Mapping[str, nn.Parameter], values: ParamDict) -> Iterator[None]:
-    """Let parameters hold other values, and their own tensors again afterwards, also on an exception."""
-    kept = {name: p.data for name, p in parameters.items()}
-    try:
-        for name, p in parameters.items():
-            p.data = values[name]
-        yield
-    finally:
-        for name, p in parameters.items():
-            p.data = kept[name]

@@ -7,8 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_taskinfo._layers import layer_of
-from lightning_taskinfo._observe import ParamDict
+from lightning_taskinfo._observe import ParamDict, layer_of
 from lightning_taskinfo.fisher.ops import BLOCK
 from lightning_taskinfo.fisher.terms import Gradients
 

@@ -19,8 +19,7 @@ from lightning_taskinfo._observe import observing
 from lightning_taskinfo._random import own_randomness
 from lightning_taskinfo._ranges import check_counts
 from lightning_taskinfo._warn import warn
-from lightning_taskinfo.data.pairs import cache_dir, load_dataset
-from lightning_taskinfo.data.variants import task_parts
+from lightning_taskinfo.data.names import cache_dir, load_dataset, task_parts
 
 VERSION = 1  # part of the cache file's name: raise it when the network or its training changes
 SIDE = 28  # height and width of the images of the reference network

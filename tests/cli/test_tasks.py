@@ -9,7 +9,7 @@ import pytest
 from lightning_taskinfo import cli
 from lightning_taskinfo.cli._parser import load_command
 from lightning_taskinfo.data import ArrayData, save_npz
-from lightning_taskinfo.data.variants import VARIANTS
+from lightning_taskinfo.data.names import VARIANTS
 
 SMALL = ["--max_samples=40", "--width=4", "--training.steps=3", "--training.pretrain_steps=3"]
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from lightning_taskinfo import Task2Vec
-from lightning_taskinfo.data.pairs import cache_dir, load_dataset
+from lightning_taskinfo.data.names import cache_dir, load_dataset
 from lightning_taskinfo.tasks import ready as module
 from lightning_taskinfo.tasks.ready import ReferenceNetwork, reference_network
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.data import ArrayData, load_idx, load_npz, load_task
-from lightning_taskinfo.data._images import channels_last
+from lightning_taskinfo.data.arrays import channels_last
 
 Shape = tuple[int, int, int]
 CHUNK = 4096  # images resized at once

@@ -9,7 +9,7 @@ from matplotlib.ft2font import FT2Font
 from sklearn.neighbors import KNeighborsClassifier
 
 from lightning_taskinfo.data import Jitter, load_letters
-from lightning_taskinfo.data.letters import LETTERS, TEST_FACES, TRAIN_FACES
+from lightning_taskinfo.data.embedded import LETTERS, TEST_FACES, TRAIN_FACES
 
 STILL = Jitter(rotation=0, scale=(0.7, 0.7), shift=0, stroke=(0, 0), noise=0)
 

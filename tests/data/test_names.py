@@ -20,12 +20,12 @@ from lightning_taskinfo.data import (
     pairs,
     save_npz,
 )
-from lightning_taskinfo.data.pairs import cache_dir, cached
+from lightning_taskinfo.data.names import cache_dir, cached
 
 WRITER = """
 import numpy as np
 from lightning_taskinfo.data import ArrayData
-from lightning_taskinfo.data.pairs import cached
+from lightning_taskinfo.data.names import cached
 x, y = np.ones((60_000, 1, 32, 32), np.uint8), np.zeros(60_000, np.int64)
 cached("data", {"seed": 0}, lambda: ArrayData(x, y, x, y, name="big", num_classes=2))
 """

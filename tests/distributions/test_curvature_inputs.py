@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lightning_taskinfo.distributions import layer_input_matrices
-from lightning_taskinfo.distributions.factors import _columns
+from lightning_taskinfo.distributions.curvature import _columns
 
 CONVOLUTIONS = {
     "plain": {},
