@@ -12,13 +12,14 @@ import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeAlias
 
+StrPath: TypeAlias = str | os.PathLike[str]
 DAY = 86_400  # seconds
 
 
 @contextmanager
-def atomic_write(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO[Any]]:
+def atomic_write(path: StrPath, mode: str = "wb") -> Iterator[IO[Any]]:
     """Give a file to write to that takes the place of ``path`` when the block ends, and not before.
 
     A process killed meanwhile, or an exception in the block, leaves what was there. What a killed
@@ -37,7 +38,7 @@ def atomic_write(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO[
 
 
 @contextmanager
-def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
+def atomic_path(path: StrPath) -> Iterator[Path]:
     """Give a path beside ``path`` for a file that takes its place when the block ends; see :func:`atomic_write`.
 
     The name of the unfinished file begins with that of ``path``, says which process writes it, and
@@ -85,7 +86,7 @@ def _alive(process: int) -> bool:
     return True
 
 
-def write_json(path: str | os.PathLike[str], value: Any) -> None:
+def write_json(path: StrPath, value: Any) -> None:
     """Write ``value`` as JSON, atomically; numbers come back bit for bit."""
     # Before the file is touched: it may fail.
     text = json.dumps(value, indent=1, ensure_ascii=False)
@@ -93,7 +94,7 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
         file.write(text + "\n")
 
 
-def read_json(path: str | os.PathLike[str]) -> Any:
+def read_json(path: StrPath) -> Any:
     """Return what :func:`write_json` wrote.
 
     Raises:
@@ -105,12 +106,12 @@ def read_json(path: str | os.PathLike[str]) -> Any:
         raise ValueError(f"{path}: not a readable JSON file ({error}).") from error
 
 
-def write_result(path: str | os.PathLike[str], result: Any) -> None:
+def write_result(path: StrPath, result: Any) -> None:
     """Write a result as JSON with a checksum beside it, atomically."""
     write_json(path, {"result": result, "sha256": _checksum(result)})
 
 
-def read_result(path: str | os.PathLike[str]) -> Any:
+def read_result(path: StrPath) -> Any:
     """Return what :func:`write_result` wrote.
 
     Raises:
@@ -149,7 +150,7 @@ def digest(named: Iterable[tuple[str, Any]]) -> str:
     return total.hexdigest()[:16]
 
 
-def write_tensors(path: str | os.PathLike[str], content: Any) -> None:
+def write_tensors(path: StrPath, content: Any) -> None:
     """Write tensors and plain values by ``torch.save``, atomically."""
     import torch
 
@@ -157,7 +158,7 @@ def write_tensors(path: str | os.PathLike[str], content: Any) -> None:
         torch.save(content, file)
 
 
-def read_tensors(path: str | os.PathLike[str], *, advice: str = "") -> Any:
+def read_tensors(path: StrPath, *, advice: str = "") -> Any:
     """Return tensors and plain values that ``torch.save`` wrote, on the processor; nothing in the file is run.
 
     Args:
@@ -178,7 +179,7 @@ def read_tensors(path: str | os.PathLike[str], *, advice: str = "") -> Any:
         ) from error
 
 
-def check_archive(path: str | os.PathLike[str], *, advice: str = "") -> None:
+def check_archive(path: StrPath, *, advice: str = "") -> None:
     """Verify the checksums in a file of ``torch.save``: a zip archive with one for each part, which torch ignores.
 
     Args:
@@ -199,7 +200,7 @@ def check_archive(path: str | os.PathLike[str], *, advice: str = "") -> None:
         raise ValueError(f"{path}: not as it was written ({reason}). {advice}".strip()) from error
 
 
-def make_folder(folder: str | os.PathLike[str], *, argument: str = "folder") -> Path:
+def make_folder(folder: StrPath, *, argument: str = "folder") -> Path:
     """Make ``folder`` where it is missing, with the folders above it.
 
     Args:
@@ -219,7 +220,7 @@ def make_folder(folder: str | os.PathLike[str], *, argument: str = "folder") -> 
 
 
 def claim_folder(
-    folder: str | os.PathLike[str],
+    folder: StrPath,
     configuration: Mapping[str, Any],
     *,
     results: Sequence[str] = (),

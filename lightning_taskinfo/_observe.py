@@ -85,19 +85,6 @@ def parts(model: nn.Module) -> Parts:
     return Parts(modules, [*parameters.values()], [*buffers.values()])
 
 
-def is_observing() -> bool:
-    """Return whether the caller runs inside :func:`observing`: what runs there is no part of the training.
-
-    Example:
-        >>> with observing(nn.Linear(1, 1)):
-        ...     is_observing()
-        True
-        >>> is_observing()
-        False
-    """
-    return bool(_OBSERVED.get())
-
-
 @contextmanager
 def observing(model: nn.Module) -> Iterator[nn.Module]:
     """Run ``model`` in eval mode with gradients on, and put everything back afterwards, even on an exception.

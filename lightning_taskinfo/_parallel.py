@@ -22,14 +22,14 @@ from typing import Any
 
 import torch
 
-from lightning_taskinfo._files import make_folder, read_result, write_result
+from lightning_taskinfo._files import StrPath, make_folder, read_result, write_result
 
 
 def run_jobs(
     function: Callable[[Any], Any],
     jobs: Mapping[str, Any],
     *,
-    folder: str | os.PathLike[str] | None = None,
+    folder: StrPath | None = None,
     executor: Executor | None = None,
     workers: int | None = None,
     on_done: Callable[[str, Any], None] | None = None,

@@ -13,8 +13,8 @@ BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]"  # how many a 
 
 
 @contextmanager
-def shown(progress: Progress | bool, title: str, total: int) -> Iterator[Progress | None]:
-    """Yield what is to be called with the number done, the total and a label; ``None`` where nobody wants to know.
+def shown(progress: Progress | bool, title: str, total: int) -> Iterator[Progress]:
+    """Yield what is to be called with the number done, the total and a label.
 
     Args:
         progress: ``True`` for a bar on standard error if that is a terminal or a notebook, and
@@ -30,7 +30,7 @@ def shown(progress: Progress | bool, title: str, total: int) -> Iterator[Progres
     if not isinstance(progress, bool):
         yield progress
     elif not progress:
-        yield None
+        yield silent
     elif visible():
         with bar(title, total) as draw:
             yield draw
@@ -69,9 +69,7 @@ def lines(title: str) -> Progress:
     return write
 
 
-def counted(
-    items: Iterable[Item], total: int, progress: Progress | None, label: str
-) -> Iterator[Item]:
+def counted(items: Iterable[Item], total: int, progress: Progress, label: str) -> Iterator[Item]:
     """Yield the items, and tell ``progress`` after each how many are done, of how many, and of what.
 
     Example:
@@ -82,8 +80,11 @@ def counted(
     """
     for done, item in enumerate(items, 1):
         yield item
-        if progress is not None:
-            progress(done, total, label)
+        progress(done, total, label)
+
+
+def silent(done: int, total: int, label: str) -> None:
+    """What is called where nobody wants to know."""
 
 
 def visible() -> bool:

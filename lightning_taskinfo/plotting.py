@@ -1,7 +1,7 @@
 """Figures of what was measured: every function returns ``(figure, axes)`` and needs neither pyplot nor a screen."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -65,20 +65,18 @@ def plot_curves(
     """
     rows = list(history)
     if names is None:
-        names = [name for name in dict.fromkeys(key for row in rows for key in row) if name != x]
-    fig, ax = figure_and_axes(ax)
+        keys = dict.fromkeys(key for row in rows for key in row)
+        names = [name for name in keys if name != x]
+    fig, ax = figure_and_axes(ax, frame=False)
     for name in names:
-        points = [
-            (row[x], row[name])
-            for row in rows
-            if not any(math.isnan(row.get(k, math.nan)) for k in (x, name))
-        ]
+        pairs = [(row.get(x, math.nan), row.get(name, math.nan)) for row in rows]
+        points = [pair for pair in pairs if not any(map(math.isnan, pair))]
         if not points:
             raise ValueError(f"`names` must have been measured together with {x!r}, got {name!r}.")
-        ax.plot(*zip(*points, strict=True), marker="." if len(points) < 50 else "", label=name)
+        marker = "." if len(points) < 50 else ""
+        ax.plot(*zip(*points, strict=True), marker=marker, label=name)
     ax.set_xlabel(x)
     ax.set_ylabel(ylabel)
-    ax.spines[["top", "right"]].set_visible(False)
     ax.legend(frameon=False)
     return fig, ax
 
@@ -111,18 +109,18 @@ def plot_pareto(
     groups: dict[str, list[Tradeoff]] = {}
     for row in rows:
         groups.setdefault(row.structure, []).append(row)
-    fig, ax = figure_and_axes(ax)
+    fig, ax = figure_and_axes(ax, frame=False)
     extra = math.log(2 * math.sqrt(n) / delta)
     for name, members in groups.items():
         points = sorted(((row.kl + row.price + extra) / n, 1 - row.risk) for row in members)
-        ax.plot(*zip(*points, strict=True), "k--" if name == "oracle" else ".-", label=name)
+        line = "k--" if name == "oracle" else ".-"
+        ax.plot(*zip(*points, strict=True), line, label=name)
     ax.set(
         xscale="log",
         xlabel="complexity: (KL + price + log term) / N",
         ylabel="accuracy of stochastic networks",
     )
     _draw_bounds(ax, chance)
-    ax.spines[["top", "right"]].set_visible(False)
     ax.legend(frameon=False, title="curvature")
     return fig, ax
 
@@ -138,13 +136,16 @@ def _draw_bounds(ax: "Axes", chance: float) -> None:
     ax.set(xlim=ax.get_xlim(), ylim=(ax.get_ylim()[0], 1.0))
     for bound in sorted({0.05, 0.1, 0.2, 0.3, chance}):
         risk = np.linspace(1e-9, bound - 1e-9, 500)
-        complexity = risk * np.log(risk / bound) + (1 - risk) * np.log((1 - risk) / (1 - bound))
-        ax.plot(complexity, 1 - risk, color="0.7", linewidth=0.8, zorder=0)
-        ax.annotate(
-            f"≤ {bound:g}", (complexity[0], 1.0), fontsize=7, color="0.4", ha="center", va="bottom"
-        )
+        accuracy = 1 - risk
+        wrong = risk * np.log(risk / bound)
+        right = accuracy * np.log(accuracy / (1 - bound))
+        complexity = wrong + right
+        ax.plot(complexity, accuracy, color="0.7", linewidth=0.8, zorder=0)
+        place = (complexity[0], 1.0)
+        ax.annotate(f"≤ {bound:g}", place, fontsize=7, color="0.4", ha="center", va="bottom")
         if bound == chance:
-            ax.fill_betweenx(1 - risk, ax.get_xlim()[0], complexity, color="0.95", zorder=-1)
+            left, _ = ax.get_xlim()
+            ax.fill_betweenx(accuracy, left, complexity, color="0.95", zorder=-1)
 
 
 def plot_ranking(
@@ -166,12 +167,12 @@ def plot_ranking(
         >>> [line.get_label() for line in ax.get_lines()]
         ['all samples', 'first 1']
     """
-    fig, ax = figure_and_axes(ax)
+    fig, ax = figure_and_axes(ax, frame=False)
     ranks = range(1, len(scores) + 1)
     ax.plot(ranks, scores, color="0.6", label="all samples")
-    ax.plot(ranks[:k], scores[:k], color="C3", linewidth=3, label=f"first {min(k, len(scores))}")
+    first = f"first {min(k, len(scores))}"
+    ax.plot(ranks[:k], scores[:k], color="C3", linewidth=3, label=first)
     ax.set(xlabel="rank of the sample", ylabel=ylabel)
-    ax.spines[["top", "right"]].set_visible(False)
     ax.legend(frameon=False)
     return fig, ax
 
@@ -194,13 +195,12 @@ def plot_bars(
         >>> [float(bar.get_width()) for bar in ax.patches]
         [3.0, 1.0]
     """
-    fig, ax = figure_and_axes(ax, size=(6, 1 + 0.35 * len(values)))
+    fig, ax = figure_and_axes(ax, size=_rows(values), frame=False)
     bars = ax.barh([*values], [*values.values()])
     ax.bar_label(bars, fmt="{:.3g}", padding=3)
     ax.margins(x=0.15)
     ax.invert_yaxis()
     ax.set_xlabel(xlabel)
-    ax.spines[["top", "right"]].set_visible(False)
     return fig, ax
 
 
@@ -231,10 +231,7 @@ def plot_intervals(
         >>> [line.get_xdata().tolist() for line in ax.get_lines()]
         [[1.0, 3.0], [2.0], [3.0]]
     """
-    if ax is None:
-        from matplotlib.figure import Figure
-
-        ax = Figure(figsize=(6, 1 + 0.35 * len(names)), layout="constrained").subplots()
+    fig, ax = figure_and_axes(ax, size=_rows(names), frame=False)
     for place, ends in enumerate(zip(low, high, strict=True)):
         if all(map(math.isfinite, ends)):
             ax.plot(ends, [place, place], color="C0")
@@ -243,8 +240,12 @@ def plot_intervals(
     ax.set_yticks(range(len(names)), names)
     ax.set_ylim(len(names) - 0.5, -0.5)
     ax.set_xlabel(xlabel)
-    ax.spines[["top", "right"]].set_visible(False)
-    return ax.figure, ax  # type: ignore[return-value]
+    return fig, ax
+
+
+def _rows(names: Collection[str]) -> tuple[float, float]:
+    """Size of a figure with one row per name, in inches."""
+    return 6, 1 + 0.35 * len(names)
 
 
 def figure_pixels(figure: "Figure") -> Tensor:
@@ -263,24 +264,25 @@ def figure_pixels(figure: "Figure") -> Tensor:
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     width, height = canvas.get_width_height()
-    return torch.frombuffer(bytearray(canvas.buffer_rgba()), dtype=torch.uint8).view(
-        height, width, 4
-    )[..., :3]
+    pixels = torch.frombuffer(bytearray(canvas.buffer_rgba()), dtype=torch.uint8)
+    return pixels.view(height, width, 4)[..., :3]
 
 
 def figure_and_axes(
-    ax: Any, *, size: tuple[float, float] = (5, 3.5), **subplot: Any
+    ax: Any, *, size: tuple[float, float] = (5, 3.5), frame: bool = True, **subplot: Any
 ) -> tuple[Any, Any]:
     """Return the given axes with their figure, or those of a new one.
 
     Args:
         ax: Axes to draw on, or ``None``.
         size: Width and height of a new figure, in inches.
+        frame: Whether the axes are framed on all four sides.
         **subplot: How its axes are made, e.g. ``projection="3d"``.
     """
     from matplotlib.figure import Figure
 
-    if ax is not None:
-        return ax.figure, ax
-    figure = Figure(figsize=size, layout="constrained")
-    return figure, figure.add_subplot(**subplot)
+    if ax is None:
+        ax = Figure(figsize=size, layout="constrained").add_subplot(**subplot)
+    if not frame:
+        ax.spines[["top", "right"]].set_visible(False)
+    return ax.figure, ax

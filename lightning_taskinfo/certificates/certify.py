@@ -298,7 +298,7 @@ def _counts(subject: Subject, inputs: Any, targets: Any) -> Tensor | None:
 
 
 def _fresh_risks(
-    subject: Subject, post: WeightGaussian, draws: int, progress: Progress | None
+    subject: Subject, post: WeightGaussian, draws: int, progress: Progress
 ) -> tuple[Tensor, list[str]]:
     """Return the mean loss of each of some networks that nothing was chosen by, and what is wrong with the losses."""
     turns = counted(range(draws), draws, progress, "draws")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_taskinfo._batches import sample_count
-from lightning_taskinfo._progress import Progress, counted
+from lightning_taskinfo._progress import Progress, counted, silent
 from lightning_taskinfo.certificates.certificate import Candidate, NetworkBound, TestSetBound
 from lightning_taskinfo.certificates.search import Bound, Proposal
 from lightning_taskinfo.certificates.subject import Subject, differences, pick
@@ -40,7 +40,7 @@ def block_disagreements(
     inputs: Any,
     counts: Tensor | None,
     draws: int,
-    progress: Progress | None = None,
+    progress: Progress = silent,
 ) -> Disagreements:
     """Return the mean disagreement of each block of fresh inputs with one draw of the weights.
 

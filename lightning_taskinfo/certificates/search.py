@@ -81,7 +81,7 @@ def search(
     *,
     bound: Bound,
     network: bool,
-    progress: Progress | None,
+    progress: Progress,
 ) -> list[Candidate]:
     """Return rows of curvatures and β with what a few draws promise: some of a long grid, then those near the best.
 

@@ -3,7 +3,6 @@
 import gzip
 import inspect
 import math
-import os
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_taskinfo._files import atomic_write
+from lightning_taskinfo._files import StrPath, atomic_write
 from lightning_taskinfo.data.arrays import ArrayData, from_any
 
 KEYS = ("x_train", "y_train", "x_test", "y_test")
@@ -38,7 +37,7 @@ _UNREADABLE = (
 
 
 def load_npz(
-    path: str | os.PathLike[str], *, name: str | None = None, num_classes: int | None = None
+    path: StrPath, *, name: str | None = None, num_classes: int | None = None
 ) -> ArrayData:
     """Return the arrays ``x_train``, ``y_train``, ``x_test`` and ``y_test`` of an npz file.
 
@@ -74,7 +73,7 @@ def load_npz(
         return from_any({key: arrays[key] for key in KEYS}, name=name, num_classes=num_classes)
 
 
-def save_npz(path: str | os.PathLike[str], data: ArrayData) -> None:
+def save_npz(path: StrPath, data: ArrayData) -> None:
     """Write ``data`` so that :func:`load_npz` returns it; a process killed meanwhile leaves what was there before.
 
     Args:
@@ -93,7 +92,7 @@ def save_npz(path: str | os.PathLike[str], data: ArrayData) -> None:
 
 
 def load_idx(
-    folder: str | os.PathLike[str], *, name: str | None = None, num_classes: int | None = None
+    folder: StrPath, *, name: str | None = None, num_classes: int | None = None
 ) -> ArrayData:
     """Return the dataset of a folder in the format of MNIST: four idx files, gzipped or not.
 
@@ -174,9 +173,7 @@ def _read_idx(path: Path) -> NDArray[np.uint8]:
     return values.reshape(shape).copy()  # a buffer of bytes is read-only
 
 
-def load_torchvision(
-    name: str, data_dir: str | os.PathLike[str], *, download: bool = False
-) -> ArrayData:
+def load_torchvision(name: str, data_dir: StrPath, *, download: bool = False) -> ArrayData:
     """Return a labelled image dataset of torchvision that has a training and a test split.
 
     Args:

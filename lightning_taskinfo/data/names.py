@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from lightning_taskinfo._files import StrPath
 from lightning_taskinfo._random import seed_from
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.data.arrays import ArrayData
@@ -30,7 +31,7 @@ def load_pair(
     *,
     size: int = 28,
     seed: int = 0,
-    data_dir: str | os.PathLike[str] | None = None,
+    data_dir: StrPath | None = None,
 ) -> tuple[ArrayData, ArrayData]:
     """Return the source and the target of a transfer.
 
@@ -58,11 +59,11 @@ def load_pair(
 
 
 def load_dataset(
-    name: str | os.PathLike[str],
+    name: StrPath,
     *,
     size: int = 28,
     seed: int = 0,
-    data_dir: str | os.PathLike[str] | None = None,
+    data_dir: StrPath | None = None,
 ) -> ArrayData:
     """Return a dataset by its name.
 
@@ -136,11 +137,11 @@ def cached(name: str, arguments: dict[str, Any], build: Callable[[], ArrayData])
 
 
 def load_task(
-    name: str | os.PathLike[str],
+    name: StrPath,
     *,
     size: int = 28,
     seed: int = 0,
-    data_dir: str | os.PathLike[str] | None = None,
+    data_dir: StrPath | None = None,
 ) -> ArrayData:
     """Return a task by its name: a dataset or several, and what to make of them.
 
@@ -165,9 +166,7 @@ def load_task(
     return parts[0] if len(parts) == 1 else _together(parts)
 
 
-def task_parts(
-    name: str | os.PathLike[str], *, variant_seed: int, **options: Any
-) -> list[ArrayData]:
+def task_parts(name: StrPath, *, variant_seed: int, **options: Any) -> list[ArrayData]:
     """Return the datasets of a task one by one, each varied; they have images of one shape.
 
     Args:

@@ -353,10 +353,13 @@ def _check_same_shape(outputs: Tensor, targets: Tensor | None) -> None:
 
 
 def look_like_probabilities(outputs: Tensor) -> bool:
-    """Whether ``outputs``, shape ``[N, ..., C]`` with ``C > 1``, are not negative and add up to 1 over classes.
+    """Whether outputs are not negative and add up to 1 over more than one class.
 
     Half precision rounds sums to about a hundredth. Logits of any use do not do this for every
     sample.
+
+    Args:
+        outputs: The network's outputs, shape ``[N, ..., C]``.
 
     Example:
         >>> look_like_probabilities(torch.tensor([[0.25, 0.75]])), look_like_probabilities(torch.tensor([[0.5, 0.75]]))

@@ -1,7 +1,6 @@
 """How complex is a dataset? Its structure function, traced by training noisy weights."""
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_taskinfo._files import claim_folder, digest, read_tensors, write_tensors
+from lightning_taskinfo._files import StrPath, claim_folder, digest, read_tensors, write_tensors
 from lightning_taskinfo._observe import ParamDict
 from lightning_taskinfo._progress import Progress, shown
 from lightning_taskinfo._random import seed_from
@@ -83,9 +82,8 @@ class StructureFunction(Tabled):
     @property
     def objective(self) -> tuple[float, ...]:
         r"""The sweep's own :math:`E_Q[L_D] + \beta\,\mathrm{KL}` at each :math:`\beta`."""
-        return tuple(
-            e + beta * t for beta, t, e in zip(self.betas, self.kl, self.loss, strict=True)
-        )
+        rows = zip(self.betas, self.kl, self.loss, strict=True)
+        return tuple(e + beta * t for beta, t, e in rows)
 
     def complexity(self, beta: float) -> Estimate:
         r"""Return the information complexity :math:`C_\beta`: the least :math:`E_Q[L_D] + \beta\,\mathrm{KL}` found.
@@ -109,11 +107,12 @@ class StructureFunction(Tabled):
         """Return the corners ``(t, S)`` of the lower-left convex hull of all points, the prior's among them."""
         corners: list[tuple[float, float]] = []
         for t, e, _ in sorted(self._points()):
+            corner = (t, e)
             if corners and e >= corners[-1][1]:
                 continue
-            while len(corners) > 1 and _slope(*corners[-2:]) >= _slope(corners[-1], (t, e)):
+            while len(corners) > 1 and _slope(*corners[-2:]) >= _slope(corners[-1], corner):
                 corners.pop()
-            corners.append((t, e))
+            corners.append(corner)
         return tuple(corners)
 
     def slopes(self) -> tuple[Estimate, ...]:
@@ -121,7 +120,8 @@ class StructureFunction(Tabled):
         slopes = []
         for (t, e, a), (u, f, b) in pairwise(self._points()[1:]):
             length = u - t or math.nan
-            slopes.append(Estimate((e - f) / length, math.hypot(a, b) / abs(length)))
+            error = math.hypot(a, b) / abs(length)
+            slopes.append(Estimate((e - f) / length, error))
         return tuple(slopes)
 
     def unfinished(self) -> tuple[float, ...]:
@@ -176,7 +176,8 @@ class StructureFunction(Tabled):
             "objective": self.objective,
             "mean_loss": tuple(e / self.samples for e in self.loss),
         }
-        return list(columns), [list(row) for row in zip(*columns.values(), strict=True)]
+        rows = zip(*columns.values(), strict=True)
+        return list(columns), [list(row) for row in rows]
 
     def reading(self) -> str:
         """Return one sentence on what the sweep found."""
@@ -232,7 +233,8 @@ class StructureFunction(Tabled):
         if critical is not None:
             scalars["critical_beta"] = critical
         figures = {"figure": self.plot()[0]}
-        log_once(run, key, scalars=scalars, figures=figures, tables={"table": self.table()})
+        tables = {"table": self.table()}
+        log_once(run, key, scalars=scalars, figures=figures, tables=tables)
 
     def _critical_beta(self) -> float | None:
         """The critical value; ``None`` also where labels are not classes."""
@@ -316,7 +318,7 @@ def structure_function(
     training: Training | None = None,
     seed: int = 0,
     name: str = "",
-    folder: str | os.PathLike[str] | None = None,
+    folder: StrPath | None = None,
     progress: Progress | bool = True,
 ) -> StructureFunction:
     r"""Trace the structure function of a dataset by training noisy weights at ever lower prices of information.
@@ -385,10 +387,11 @@ def structure_function(
     sweep = Sweep(model, samples, centre, prior_std=prior_std, training=training, seed=seed)
     with shown(progress, name or "structure_function", len(betas)) as tell:
         sweep.run(betas, None if folder is None else Path(folder) / "sweep.pt", tell)
-    measured = {key: tuple(row[key] for row in sweep.rows) for key in ("kl", "loss", "loss_error")}
     return StructureFunction(
         betas=betas,
-        **measured,
+        kl=sweep.column("kl"),
+        loss=sweep.column("loss"),
+        loss_error=sweep.column("loss_error"),
         prior_loss=sweep.prior["loss"],
         prior_loss_error=sweep.prior["loss_error"],
         samples=len(samples),
@@ -442,7 +445,7 @@ class Sweep:
         self.prior: dict[str, float] = {}
         self.rows: list[dict[str, float]] = []
 
-    def run(self, betas: Sequence[float], path: Path | None, progress: Progress | None) -> None:
+    def run(self, betas: Sequence[float], path: Path | None, progress: Progress) -> None:
         """Go through the list, from where the file at ``path`` ends; it is written after every step."""
         if path is not None and path.exists():
             self.load(path)
@@ -453,8 +456,11 @@ class Sweep:
                 self.step(beta)
                 if path is not None:
                     self.save(path)
-            if progress is not None:
-                progress(done, len(betas), f"β = {beta:.3g}")
+            progress(done, len(betas), f"β = {beta:.3g}")
+
+    def column(self, key: str) -> tuple[float, ...]:
+        """Return one of the measured numbers, of every step."""
+        return tuple(row[key] for row in self.rows)
 
     def begin(self) -> None:
         """Measure the pre-distribution itself, then train without noise."""
@@ -479,7 +485,8 @@ class Sweep:
         for turn in range(1 if self.rows else 2):
             seed = seed_from(self.seed, 2, len(self.rows), turn)
             train.train_noisy(self.model, self.samples, price, training=self.training, seed=seed)
-        self.rows.append({"beta": beta, "kl": weight_kl(self.model).item(), **self._loss()})
+        kl = weight_kl(self.model).item()
+        self.rows.append({"beta": beta, "kl": kl, **self._loss()})
 
     def save(self, path: Path) -> None:
         """Write network and rows, atomically."""
@@ -511,4 +518,5 @@ def _set_gaussian(model: nn.Module, means: Mapping[str, Tensor], std: float) -> 
     """Put means into noisy weights, and deviations that are ``std`` times the prior's."""
     for name, mean, noise in noisy_weights(model):
         mean.copy_(means[name])
-        noise.log_variance.copy_((noise.prior_log_variance + 2 * math.log(std)).expand_as(mean))
+        log_variance = noise.prior_log_variance + 2 * math.log(std)
+        noise.log_variance.copy_(log_variance.expand_as(mean))

@@ -1,21 +1,19 @@
 """How far is it from one task to another? What a network must learn in addition, in nats; not symmetric."""
 
-import os
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass, fields
-from itertools import count, permutations, product
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from itertools import compress, count, permutations, product
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_taskinfo._files import claim_folder, digest
+from lightning_taskinfo._files import StrPath, claim_folder, digest
 from lightning_taskinfo._parallel import check_executor, run_jobs
 from lightning_taskinfo._progress import Progress, shown
-from lightning_taskinfo._ranges import check_positive
 from lightning_taskinfo._tables import Cells, Tabled
 from lightning_taskinfo._wandb import log_once
 from lightning_taskinfo._warn import warn
@@ -73,7 +71,9 @@ class DistanceMatrix(Tabled):
 
         It covers what starts, batches and noise do, not which samples stand for a task.
         """
-        return standard_error(self.distances)
+        if len(self.seeds) < 2:
+            return torch.full_like(self.distances[0], torch.nan)
+        return self.distances.std(0) / len(self.seeds) ** 0.5
 
     def unfinished(self) -> tuple[str, ...]:
         """Return the tasks whose trainings stopped short of their minimum, or ended in different ones.
@@ -81,14 +81,16 @@ class DistanceMatrix(Tabled):
         That is where a task's distance to itself is beyond three standard errors and one per cent of its information,
         instead of 0. Where none is, a training may still have stopped short.
         """
-        itself, error = self.mean.diagonal().abs(), self.standard_error.diagonal().nan_to_num()
+        itself = self.mean.diagonal().abs()
+        error = self.standard_error.diagonal().nan_to_num()
         far = (itself > 3 * error) & (itself > 0.01 * self.information.mean(0))
-        return tuple(name for name, is_far in zip(self.names, far.tolist(), strict=True) if is_far)
+        return tuple(compress(self.names, far.tolist()))
 
     def table(self) -> tuple[list[str], list[list[str | float]]]:
         """Return column names and one row for each ordered pair."""
         columns = ["from", "to", "distance", "standard_error", "new_head"]
-        measured = torch.stack([self.mean, self.standard_error, self.new_head.mean(0)])
+        new_head = self.new_head.mean(0)
+        measured = torch.stack([self.mean, self.standard_error, new_head])
         values = measured.flatten(1).T.tolist()  # [K * K, 3]
         pairs = product(self.names, repeat=2)
         return columns, [[*pair, *row] for pair, row in zip(pairs, values, strict=True)]
@@ -98,7 +100,8 @@ class DistanceMatrix(Tabled):
         K = len(self.names)
         if K == 1:
             return f"{self.names[0]} is {self._cell(0, 0)} nats from itself; 0 would be exact."
-        i, j = min(permutations(range(K), 2), key=lambda pair: self.mean[pair].item())
+        mean = self.mean
+        i, j = min(permutations(range(K), 2), key=lambda pair: mean[pair].item())
         known, added = self.names[i], self.names[j]
         return f"A network that knows {known} needs the fewest further nats for {added}: {self._cell(i, j)}."
 
@@ -166,7 +169,8 @@ class DistanceMatrix(Tabled):
         columns, rows = self.table()
         scalars = {f"{row[0]}→{row[1]}": float(row[2]) for row in rows}
         figures = {"figure": self.plot()[0]}
-        log_once(run, key, scalars=scalars, figures=figures, tables={"table": (columns, rows)})
+        tables = {"table": (columns, rows)}
+        log_once(run, key, scalars=scalars, figures=figures, tables=tables)
 
 
 def task_distance(
@@ -181,7 +185,7 @@ def task_distance(
     likelihood: str | Likelihood = "categorical",
     training: Training | None = None,
     seeds: Sequence[int] | int = 3,
-    folder: str | os.PathLike[str] | None = None,
+    folder: StrPath | None = None,
     executor: Executor | None = None,
     workers: int | None = 0,
     progress: Progress | bool = True,
@@ -238,8 +242,13 @@ def task_distance(
         Achille, Paolini, Mbeng, Soatto, *The information complexity of learning tasks, their structure and their
         distance*, section 6.
     """
-    seeds = range(seeds) if isinstance(seeds, int | np.integer) else [int(seed) for seed in seeds]
-    _check(tasks, beta, prior_center, prior_std, method, seeds)
+    if isinstance(seeds, int | np.integer):
+        seeds = range(seeds)
+    seeds = [int(seed) for seed in seeds]
+    if not seeds or len(set(seeds)) != len(seeds):
+        raise ValueError(f"`seeds` must be different numbers, at least one, got {seeds}.")
+    if not tasks:
+        raise ValueError("`tasks` must hold at least one task, got none.")
     check_executor(executor, workers)
     data = [_read(name, task) for name, task in tasks.items()]
     if executor is None and workers != 0:  # an executor may have ways of its own, as Dask has
@@ -261,18 +270,17 @@ def task_distance(
         claim_folder(folder, _configuration(plan, tasks, data), results=["seed-*.json"])
     sizes = [len(targets) for _, targets in data]
     K = range(len(data))
-    wanted = {_trained(parts, sizes) for parts in [*((i,) for i in K), *product(K, repeat=2)]}
-    jobs = {
-        _name(seed, parts): Union.of(plan, [data[i] for i in parts], seed)
-        for seed in seeds
-        for parts in sorted(wanted)
-    }
+    wanted: set[tuple[int, ...]] = {(i,) for i in K}
+    wanted |= {_trained(pair, sizes) for pair in product(K, repeat=2)}
+    jobs = {}
+    for seed, parts in product(seeds, sorted(wanted)):
+        own = [data[i] for i in parts]
+        jobs[_name(seed, parts)] = Union.of(plan, own, seed)
     with shown(progress, "task_distance", len(jobs)) as tell:
         numbers = count(1)
 
         def on_done(name: str, _: Any) -> None:
-            if tell is not None:
-                tell(next(numbers), len(jobs), name)
+            tell(next(numbers), len(jobs), name)
 
         found = run_jobs(
             solve, jobs, folder=folder, executor=executor, workers=workers, on_done=on_done
@@ -334,7 +342,8 @@ def _measured(
 
 def _trained(parts: tuple[int, ...], sizes: list[int]) -> tuple[int, ...]:
     """Return which training serves a pair: tasks of one size have the same β either way, and are trained once."""
-    return tuple(sorted(parts)) if len({sizes[i] for i in parts}) == 1 else parts
+    same = len({sizes[i] for i in parts}) == 1
+    return tuple(sorted(parts)) if same else parts
 
 
 def _name(seed: int, parts: tuple[int, ...]) -> str:
@@ -359,29 +368,3 @@ def _configuration(
             for name, (x, y) in zip(tasks, data, strict=True)
         },
     }
-
-
-def _check(
-    tasks: Mapping[str, Data],
-    beta: float,
-    prior_center: str,
-    prior_std: float,
-    method: str,
-    seeds: Sequence[int],
-) -> None:
-    if not tasks:
-        raise ValueError("`tasks` must hold at least one task, got none.")
-    check_positive(beta=beta, prior_std=prior_std)
-    if method not in get_args(Method):
-        raise ValueError(f"`method` must be one of {', '.join(get_args(Method))}, got {method!r}.")
-    if prior_center not in ("initial", "zero"):
-        raise ValueError(f"`prior_center` must be 'initial' or 'zero', got {prior_center!r}.")
-    if not seeds or len(set(seeds)) != len(seeds):
-        raise ValueError(f"`seeds` must be different numbers, at least one, got {list(seeds)}.")
-
-
-def standard_error(values: Tensor) -> Tensor:
-    """Return the standard error of the mean over axis 0; NaN where there is only one value."""
-    if len(values) < 2:
-        return torch.full_like(values[0], torch.nan)
-    return values.std(0) / len(values) ** 0.5

@@ -1,7 +1,6 @@
 """Embedded tasks: kept on disk, compared, drawn, and recommended as sources of transfer."""
 
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -11,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_taskinfo._files import atomic_write
+from lightning_taskinfo._files import StrPath, atomic_write
 from lightning_taskinfo._tables import Cells, Tabled
 from lightning_taskinfo._wandb import log_once
 from lightning_taskinfo.functional.task_embedding import (
@@ -118,19 +117,21 @@ class TaskEmbedding(Tabled):
 
         return plot_bars(self.layer_norms, xlabel=f"norm of the embedding of {self.name}", ax=ax)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: StrPath) -> None:
         """Write an npz file of plain arrays, atomically, that :meth:`load` reads.
 
         Args:
             path: The file to write or replace; its folder must exist.
         """
-        names = [field.name for field in fields(self)]
-        arrays: dict[str, Any] = {IN_FILE.get(n, n): np.asarray(getattr(self, n)) for n in names}
+        arrays: dict[str, Any] = {}
+        for field in fields(self):
+            key = IN_FILE.get(field.name, field.name)
+            arrays[key] = np.asarray(getattr(self, field.name))
         with atomic_write(path) as file:
             np.savez(file, **arrays)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> "TaskEmbedding":
+    def load(cls, path: StrPath) -> "TaskEmbedding":
         """Return what :meth:`save` wrote; nothing is unpickled.
 
         Args:
@@ -171,19 +172,16 @@ class Recommendation(NamedTuple):
     distance: float
 
 
-def embedding_distances(
-    embeddings: Sequence[TaskEmbedding], *, alpha: float = 0.0, trivial: float | None = None
-) -> Tensor:
+def embedding_distances(embeddings: Sequence[TaskEmbedding], *, alpha: float = 0.0) -> Tensor:
     r"""Distances between all tasks, from the one of the row to the one of the column, shape ``[K, K]``.
 
     Args:
         embeddings: Of one network.
         alpha: How much the complexity of the source counts: 0, for a symmetric matrix of distances,
             unless told otherwise, while :func:`nearest_source` prefers complex sources a little.
-            See :func:`~lightning_taskinfo.functional.task_embedding.asymmetric_embedding_distance`.
-        trivial: Fisher information of the trivial task, which only matters with ``alpha``; where
-            ``None`` the geometric mean of the embeddings' mean entries, so that their common scale
-            does not matter.
+            See :func:`~lightning_taskinfo.functional.task_embedding.asymmetric_embedding_distance`;
+            the trivial task's Fisher information is the geometric mean of the embeddings' mean
+            entries, so that their common scale does not matter.
 
     Raises:
         ValueError: If there is no embedding, or they are not of one network.
@@ -200,8 +198,8 @@ def embedding_distances(
     sources, targets = vectors[:, None], vectors[None]
     if not alpha:
         return embedding_distance(sources, targets)
-    scale = vectors.mean(1).log().mean().exp().item() if trivial is None else trivial
-    return asymmetric_embedding_distance(sources, targets, trivial=scale, alpha=alpha)
+    trivial = vectors.mean(1).log().mean().exp().item()
+    return asymmetric_embedding_distance(sources, targets, trivial=trivial, alpha=alpha)
 
 
 def nearest_source(
@@ -209,7 +207,6 @@ def nearest_source(
     sources: Sequence[TaskEmbedding],
     *,
     alpha: float = ALPHA,
-    trivial: float | None = None,
 ) -> list[Recommendation]:
     """Recommend sources of transfer to a target, the nearest first; the target itself is left out, by its name.
 
@@ -219,7 +216,6 @@ def nearest_source(
         target: The task to learn.
         sources: Tasks that networks were trained on.
         alpha: How much the complexity of a source speaks for it; 0 for the symmetric distance.
-        trivial: As in :func:`embedding_distances`, by default from all given embeddings.
 
     Raises:
         ValueError: If there is no source, or they are not of the target's network.
@@ -236,8 +232,9 @@ def nearest_source(
         raise ValueError(
             f"`sources` must hold a task other than the target, got {[s.name for s in sources]}."
         )
-    distances = embedding_distances([target, *others], alpha=alpha, trivial=trivial)[1:, 0].tolist()
-    found = [Recommendation(source.name, d) for source, d in zip(others, distances, strict=True)]
+    distances = embedding_distances([target, *others], alpha=alpha)[1:, 0].tolist()
+    names = [source.name for source in others]
+    found = map(Recommendation, names, distances)
     return sorted(found, key=lambda recommendation: recommendation.distance)
 
 
@@ -305,12 +302,11 @@ def plot_difficulty(
     tested = [embedding for embedding in embeddings if not math.isnan(embedding.test_error)]
     if not tested:
         raise ValueError("`embeddings` must have a test error, got none that has.")
-    fig, ax = figure_and_axes(ax, size=(6, 4))
+    fig, ax = figure_and_axes(ax, size=(6, 4), frame=False)
     places = [(embedding.norm, 100 * embedding.test_error) for embedding in tested]
     _scatter(ax, tested, places, [40.0] * len(tested))
     ax.set(xscale="log", xlabel="norm of the embedding", ylabel="test error of the head (%)")
     ax.margins(0.15)
-    ax.spines[["top", "right"]].set_visible(False)
     return fig, ax
 
 
@@ -369,8 +365,9 @@ def log_embeddings(
     names = [embedding.name for embedding in embeddings]
     distances = embedding_distances(embeddings, alpha=alpha).tolist()
     distance_rows = [[name, *row] for name, row in zip(names, distances, strict=True)]
+    task_rows = [list(row.values()) for row in rows]
     tables = {
-        "tasks": (list(rows[0]), [list(row.values()) for row in rows]),
+        "tasks": (list(rows[0]), task_rows),
         "distances": (["from", *names], distance_rows),
     }
     log_once(run, key, scalars=scalars, figures=figures, tables=tables)
@@ -385,14 +382,16 @@ def _scatter(
     """Draw a point per task, named in the legend: names at the points would overlap for similar tasks."""
     from matplotlib import colormaps
 
-    for i, (embedding, (x, y), area) in enumerate(zip(embeddings, places, areas, strict=True)):
+    for i, embedding in enumerate(embeddings):
+        x, y = places[i]
         color = colormaps["tab20"](i % 20)
-        ax.scatter([x], [y], s=area, color=color, alpha=0.9, label=_shortened(embedding.name))
+        label = _shortened(embedding.name)
+        ax.scatter([x], [y], s=areas[i], color=color, alpha=0.9, label=label)
     legend = ax.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     for handle in legend.legend_handles:
         handle.set_sizes([40])  # type: ignore[union-attr]
 
 
-def _shortened(name: str, length: int = 30) -> str:
+def _shortened(name: str) -> str:
     """Return the end of a long name, as of a path, so that a legend leaves room for the picture."""
-    return name if len(name) <= length else f"…{name[1 - length :]}"
+    return name if len(name) <= 30 else f"…{name[-29:]}"

@@ -202,7 +202,8 @@ def plot_phase_map(
     """
     fig, ax = figure_and_axes(ax, size=SIZE)
     theta, gamma, gain = _grid(mode, sigma, depth, max_gamma, 300)
-    image = ax.pcolormesh(gamma, theta, gain, cmap="RdBu", vmin=-clip, vmax=clip, rasterized=True)
+    colours: dict[str, Any] = {"cmap": "RdBu", "vmin": -clip, "vmax": clip}
+    image = ax.pcolormesh(gamma, theta, gain, **colours, rasterized=True)
     fig.colorbar(image, ax=ax, label="gain $T$ over scratch", extend="both")
     for x, y in _boundaries(mode, sigma, depth, max_gamma):
         ax.plot(x, y * DEGREES, color="black", linewidth=1.5)
@@ -235,7 +236,8 @@ def plot_phase_slices(
     points: dict[str, Any] = {"fmt": "o", "markersize": 4, "capsize": 2}
     for index, theta in enumerate(simulated.theta.tolist()):
         color = colormaps["viridis"](0.9 * index / max(1, len(simulated.theta) - 1))
-        ax.plot(gamma, transferability(mode, theta, gamma, sigma, depth=depth), color=color)
+        theory = transferability(mode, theta, gamma, sigma, depth=depth)
+        ax.plot(gamma, theory, color=color)
         if printed and mode == "fine_tune":
             scratch = deep_linear.scratch_risk(gamma, sigma)
             gain = scratch - deep_linear.fine_tuning_risk_noiseless(theta, gamma, sigma)
@@ -289,7 +291,8 @@ def _grid(mode: Mode, sigma: float, depth: int, max_gamma: float, points: int) -
     middles = torch.arange(points, dtype=torch.float64) + 0.5
     gamma = (middles * max_gamma / points)[None]
     gain = transferability(mode, theta, gamma, sigma, depth=depth)
-    return [t.expand_as(gain).numpy() for t in (theta * DEGREES, gamma, gain)]
+    degrees = theta * DEGREES
+    return [t.expand_as(gain).numpy() for t in (degrees, gamma, gain)]
 
 
 def _boundaries(
@@ -297,7 +300,8 @@ def _boundaries(
 ) -> list[tuple[Tensor, Tensor]]:
     """Curves ``(gamma, theta)`` on which the gain is 0."""
     if mode == "fine_tune":
-        gamma = torch.linspace(1e-3, min(1.0, max_gamma) - 1e-6, 2000, dtype=torch.float64)
+        largest = min(1.0, max_gamma) - 1e-6
+        gamma = torch.linspace(1e-3, largest, 2000, dtype=torch.float64)
         return [(gamma, deep_linear.fine_tuning_boundary(gamma, sigma, depth=depth))]
     theta = torch.linspace(1e-4, math.pi / 2, 4000, dtype=torch.float64)
     curves = deep_linear.negative_transfer_interval(theta, sigma)

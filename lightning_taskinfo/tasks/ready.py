@@ -14,7 +14,7 @@ from torch import Generator, Tensor, nn
 from torch.nn.functional import cross_entropy, interpolate
 
 from lightning_taskinfo import _batches
-from lightning_taskinfo._files import atomic_write
+from lightning_taskinfo._files import StrPath, atomic_write
 from lightning_taskinfo._observe import observing
 from lightning_taskinfo._random import own_randomness
 from lightning_taskinfo._ranges import check_counts
@@ -49,12 +49,12 @@ class PreparedTask:
 
 
 def prepare_task(
-    name: str | os.PathLike[str],
+    name: StrPath,
     *,
     max_samples: int | None = None,
     size: int = 8,
     seed: int = 0,
-    data_dir: str | os.PathLike[str] | None = None,
+    data_dir: StrPath | None = None,
 ) -> PreparedTask:
     """Return the training part of the task that ``name`` describes, as tensors for a network.
 
@@ -233,8 +233,9 @@ def reference_network(*, epochs: int = 4, seed: int = 0) -> ReferenceNetwork:
         _train(network, epochs, seed)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            saved: dict[str, Any] = {name: value.numpy() for name, value in state.items()}
             with atomic_write(path) as file:
-                np.savez(file, **{name: value.numpy() for name, value in state.items()})
+                np.savez(file, **saved)
         except OSError as error:
             warn(f"The reference network is not cached: {error}")
     return network.eval()
@@ -328,14 +329,15 @@ def _features(seen: list[tuple[object, ...]], head: str, n: int) -> Tensor:
         (features,) = seen[0]
         if isinstance(features, Tensor) and features.ndim == 2 and len(features) == n:
             return features.detach().double().cpu()
-    got = [
-        [list(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in args]
-        for args in seen
-    ]
+    got = [[_described(x) for x in args] for args in seen]
     raise ValueError(
         f"`head` must run once a pass, on one tensor [N, D], and is the last nn.Linear where not given; {head!r} got "
         f"{got} for {n} samples."
     )
+
+
+def _described(x: object) -> list[int] | str:
+    return list(x.shape) if isinstance(x, Tensor) else type(x).__name__
 
 
 def fit_linear_head(
@@ -377,7 +379,8 @@ def fit_linear_head(
 
     def loss() -> Tensor:
         optimizer.zero_grad()
-        value = cross_entropy(z @ W.T + b, labels) + 0.5 * weight_decay * W.square().sum()
+        mean_loss = cross_entropy(z @ W.T + b, labels)
+        value = mean_loss + 0.5 * weight_decay * W.square().sum()
         value.backward()
         return value
 

@@ -172,7 +172,8 @@ def minimum_norm(draws: LinearTasks) -> tuple[Tensor, Tensor]:
     X, y = draws.inputs, draws.labels
     if X.shape[1] < X.shape[2]:  # n < d: (I - P) v = v - Xᵀ (X Xᵀ)⁻¹ X v
         factor = torch.linalg.cholesky(X @ X.mT)
-        right = torch.cat([y, X @ draws.source.unsqueeze(-1)], -1)
+        seen = X @ draws.source.unsqueeze(-1)
+        right = torch.cat([y, seen], -1)
         solved = (X.mT @ torch.cholesky_solve(right, factor)).mT  # [R, A + 1, d]
         return solved[:, :-1], draws.source - solved[:, -1]
     factor = torch.linalg.cholesky(X.mT @ X)
@@ -246,7 +247,6 @@ def random_networks(
     dimension: int,
     *,
     generator: Generator | None = None,
-    dtype: torch.dtype = torch.float64,
 ) -> ReLUNetworks:
     """Networks with features of unit norm, uniform on the sphere, and standard normal last layers.
 
@@ -254,8 +254,9 @@ def random_networks(
         >>> random_networks(3, 5, 2)(torch.zeros(3, 7, 2, dtype=torch.float64)).shape
         torch.Size([3, 7])
     """
-    weights = torch.randn(repetitions, width, dimension, generator=generator, dtype=dtype)
-    coefficients = torch.randn(repetitions, width, generator=generator, dtype=dtype)
+    shape = (repetitions, width)
+    weights = torch.randn(*shape, dimension, generator=generator, dtype=torch.float64)
+    coefficients = torch.randn(shape, generator=generator, dtype=torch.float64)
     return ReLUNetworks(weights / weights.norm(dim=-1, keepdim=True), coefficients)
 
 
@@ -273,7 +274,8 @@ def squared_distance(networks: ReLUNetworks, others: ReLUNetworks) -> Tensor:
     ours = networks.coefficients / networks.weights.shape[1]
     theirs = others.coefficients / others.weights.shape[1]
     c = torch.cat([ours, -theirs], 1).unsqueeze(-1)
-    return (c.mT @ relu_kernel(weights, weights) @ c).flatten().clamp(min=0)
+    kernel = relu_kernel(weights, weights)
+    return (c.mT @ kernel @ c).flatten().clamp(min=0)
 
 
 def train_networks(
@@ -335,7 +337,8 @@ def fit_last_layer(
     check_positive(ridge=ridge)
     n, m = inputs.shape[1], networks.weights.shape[1]
     hidden = networks.features(inputs)
-    gram = torch.bmm(hidden.mT, hidden) / n + ridge * torch.eye(m, dtype=inputs.dtype)
+    penalty = ridge * torch.eye(m, dtype=inputs.dtype)
+    gram = torch.bmm(hidden.mT, hidden) / n + penalty
     right = torch.bmm(hidden.mT, labels.unsqueeze(-1)) / n
     solved = torch.cholesky_solve(right, torch.linalg.cholesky(gram)).squeeze(-1)
     return ReLUNetworks(networks.weights, m * solved)
@@ -381,7 +384,8 @@ def simulate_student_teacher(
     target = random_networks(repetitions, teacher_width, dimension, generator=generator)
     features = torch.cat([target.weights, target.coefficients.unsqueeze(-1)], -1)
     kept = ablate(features, fraction, generator=generator)
-    source = ReLUNetworks(kept[..., :-1].contiguous(), kept[..., -1].contiguous())
+    weights, coefficients = kept[..., :-1], kept[..., -1]
+    source = ReLUNetworks(weights.contiguous(), coefficients.contiguous())
     student = random_networks(repetitions, student_width, dimension, generator=generator)
     pretrained = train_networks(student, _stream(source, steps, generator))
     inputs = torch.randn(repetitions, n, dimension, generator=generator, dtype=torch.float64)

@@ -99,9 +99,8 @@ class TaskData:
             raise ValueError(
                 f"The network must return a tensor of outputs, got {type(outputs).__name__}."
             )
-        self.likelihood.check(
-            outputs[:1].expand(len(self.targets), *outputs.shape[1:]), self.targets
-        )
+        shape = (len(self.targets), *outputs.shape[1:])
+        self.likelihood.check(outputs[:1].expand(shape), self.targets)
 
     def losses(self, model: nn.Module, index: Tensor | slice) -> Tensor:
         """Return the negative log-likelihood of the picked samples in nats, shape ``[B]``."""
@@ -197,7 +196,8 @@ def expected_loss(
     with sampling(model):
         drawn = [loss_sum(model, samples, training=training) for _ in range(training.draws)]
     sums = torch.tensor(drawn, dtype=torch.float64)
-    return sums.mean().item(), (sums.std() / math.sqrt(training.draws)).item()
+    error = sums.std() / math.sqrt(training.draws)
+    return sums.mean().item(), error.item()
 
 
 @torch.no_grad()
@@ -205,9 +205,11 @@ def loss_sum(model: nn.Module, samples: TaskData, *, training: Training) -> floa
     """Return the sum of the loss of the network as it is, in eval mode."""
     model.eval()
     size = training.chunk_size
-    starts = range(0, len(samples), size)
-    chunks = [samples.losses(model, slice(start, start + size)) for start in starts]
-    return torch.stack([losses.double().sum() for losses in chunks]).sum().item()
+    sums = []
+    for start in range(0, len(samples), size):
+        losses = samples.losses(model, slice(start, start + size))
+        sums.append(losses.double().sum())
+    return torch.stack(sums).sum().item()
 
 
 def initial_weights(model: nn.Module) -> ParamDict:

@@ -10,7 +10,7 @@ minimisers for :math:`D` and for :math:`D \sqcup D` are then the same, in any ne
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lightning_taskinfo._observe import ParamDict
 from lightning_taskinfo._random import seed_from
+from lightning_taskinfo._ranges import check_positive
 from lightning_taskinfo.fisher import fisher_diagonal
 from lightning_taskinfo.functional.information import information_in_weights
 from lightning_taskinfo.functional.likelihood import Categorical, Likelihood
@@ -49,7 +50,10 @@ class MultiHead(nn.Module):
         features = self.trunk(x)
         outputs = [head(features) for head in self.heads]
         width = max(output.shape[1] for output in outputs)
-        padded = [nn.functional.pad(o, (0, width - o.shape[1]), value=IMPOSSIBLE) for o in outputs]
+        padded = []
+        for output in outputs:
+            missing = width - output.shape[1]
+            padded.append(nn.functional.pad(output, (0, missing), value=IMPOSSIBLE))
         return torch.stack(padded, 1)[torch.arange(len(x)), task]
 
 
@@ -65,6 +69,16 @@ class Plan:
     prior_std: float
     likelihood: Likelihood
     training: Training
+
+    def __post_init__(self) -> None:
+        check_positive(beta=self.beta, prior_std=self.prior_std)
+        methods = get_args(Method)
+        if self.method not in methods:
+            raise ValueError(f"`method` must be one of {', '.join(methods)}, got {self.method!r}.")
+        if self.prior_center not in ("initial", "zero"):
+            raise ValueError(
+                f"`prior_center` must be 'initial' or 'zero', got {self.prior_center!r}."
+            )
 
 
 @dataclass(frozen=True)
@@ -86,7 +100,8 @@ class Union:
     @classmethod
     def of(cls, plan: Plan, data: Sequence[tuple[Tensor, Tensor]], seed: int) -> "Union":
         """Return the union of one or two tasks; its batches have ``batch_size`` samples of the first on average."""
-        size = round(plan.training.batch_size * sum(len(y) for _, y in data) / len(data[0][1]))
+        sizes = [len(y) for _, y in data]
+        size = round(plan.training.batch_size * sum(sizes) / sizes[0])
         plan = replace(plan, training=replace(plan.training, batch_size=size))
         inputs = tuple(x.numpy() for x, _ in data)
         targets = tuple(y.numpy() for _, y in data)
@@ -96,14 +111,16 @@ class Union:
         """All samples, each with the index of its task."""
         x = torch.cat([torch.from_numpy(a) for a in self.inputs])
         y = torch.cat([torch.from_numpy(a) for a in self.targets])
-        task = torch.cat([torch.full((len(a),), index) for index, a in enumerate(self.inputs)])
+        sizes = torch.tensor([len(a) for a in self.inputs])
+        task = torch.arange(len(sizes)).repeat_interleave(sizes)
         return TaskData((x, task), y, self.plan.likelihood)
 
     def model(self) -> MultiHead:
         """The network at its start; heads of one size start alike, whatever their task."""
         trunk = train.build(self.plan.trunk_fn, self.seed, argument="trunk_fn")
+        two = torch.from_numpy(self.inputs[0][:2])
         with torch.no_grad():
-            features = trunk.eval()(torch.from_numpy(self.inputs[0][:2])).shape[1]
+            features = trunk.eval()(two).shape[1]
         heads = []
         for targets in self.targets:
             outputs = output_count(torch.from_numpy(targets), self.plan.likelihood)
@@ -133,8 +150,10 @@ def solve(union: Union) -> dict[str, Any]:
 
     def penalty(model: nn.Module) -> Tensor:
         """What weights pay for leaving the centre: their means' share of β times the divergence."""
-        parameters = model.named_parameters()
-        terms = [weights[name] * (p - centre[name]).square().sum() for name, p in parameters]
+        terms = []
+        for name, p in model.named_parameters():
+            shift = p - centre[name]
+            terms.append(weights[name] * shift.square().sum())
         return torch.stack(terms).sum() / scale
 
     seed = seed_from(union.seed, 2)

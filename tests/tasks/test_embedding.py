@@ -112,14 +112,16 @@ def test_refuses_sizes_that_do_not_fit():
 
 def test_distances_are_those_of_all_pairs(tasks):
     symmetric = embedding_distances(tasks)
-    corrected = embedding_distances(tasks, alpha=0.5, trivial=0.1)
+    corrected = embedding_distances(tasks, alpha=0.5)
+    means = [e.vector.mean().log().item() for e in tasks]
+    trivial = math.exp(sum(means) / len(means))  # their geometric mean
     for i, source in enumerate(tasks):
         for j, target in enumerate(tasks):
             assert symmetric[i, j] == embedding_distance(source.vector, target.vector)
             expected = asymmetric_embedding_distance(
-                source.vector, target.vector, trivial=0.1, alpha=0.5
+                source.vector, target.vector, trivial=trivial, alpha=0.5
             )
-            assert corrected[i, j] == expected
+            torch.testing.assert_close(corrected[i, j], expected)
     assert torch.equal(symmetric, symmetric.T)
     assert torch.equal(symmetric.diagonal(), torch.zeros(4, dtype=torch.float64))
 
