@@ -17,7 +17,7 @@ from lightning_taskinfo.data import (
     load_letters,
     load_pair,
     load_task,
-    pairs,
+    names,
     save_npz,
 )
 from lightning_taskinfo.data.names import cache_dir, cached
@@ -119,7 +119,7 @@ def test_built_once_for_each_name_arguments_and_version(folder, build, monkeypat
     ]:
         cached(name, arguments, build)
     assert build.calls == 3
-    monkeypatch.setattr(pairs, "VERSION", pairs.VERSION + 1)
+    monkeypatch.setattr(names, "VERSION", names.VERSION + 1)
     cached("a", {"seed": 0}, build)
     assert build.calls == 4
     assert len(list(folder.iterdir())) == 4
