@@ -151,7 +151,8 @@ def observing_once(observed: Parts) -> AbstractContextManager[None]:
         observed: The parts of a model, from :func:`parts`.
     """
     modules, parameters, buffers = observed
-    outside, kinds = _OBSERVED.get(), {t.device.type for t in (*parameters, *buffers)} - {"meta"}
+    outside = _OBSERVED.get()
+    kinds = {t.device.type for t in (*parameters, *buffers)} - {"meta"}
     done = (
         all(id(module) in outside and not module.training for module in modules)
         and all(p.grad is None for p in parameters)

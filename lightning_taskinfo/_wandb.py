@@ -46,4 +46,5 @@ def log_once(
         values[name] = wandb.Image(figure_pixels(figure).numpy())
     for name, (columns, rows) in tables.items():
         values[name] = wandb.Table(columns=list(columns), data=[list(row) for row in rows])
-    run.log({ours(f"{key}/{name}" if key else name): value for name, value in values.items()})
+    before = f"{key}/" if key else ""
+    run.log({ours(before + name): value for name, value in values.items()})

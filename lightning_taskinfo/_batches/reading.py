@@ -95,7 +95,11 @@ def fields_of(batch: Any, model: nn.Module | None = None) -> dict[str, Any]:
         batch = batch[0]  # beside it something else than the labels, such as the samples' numbers
     if not isinstance(batch, Mapping):
         return {}
-    return {str(name): value for name, value in batch.items() if any(True for _ in tensors(value))}
+    return {str(name): value for name, value in batch.items() if _has_tensors(value)}
+
+
+def _has_tensors(value: Any) -> bool:
+    return next(tensors(value), None) is not None
 
 
 def target_of(named: Mapping[str, Any]) -> str | None:
@@ -226,7 +230,11 @@ def call_on(model: nn.Module, inputs: Any) -> Call:
     """
     if isinstance(inputs, Tensor) and has_forward(model):
         return Call("", "whole")
-    return settled_call(model, inputs) or settle_call(model, first_samples(inputs, None, FEW)[0])[0]
+    known = settled_call(model, inputs)
+    if known is not None:
+        return known
+    few, _ = first_samples(inputs, None, FEW)
+    return settle_call(model, few)[0]
 
 
 def read_batch(
@@ -335,7 +343,7 @@ def _reading(model: nn.Module, parts: Parts, forward_fn: Forward | None) -> Read
     known = _readings.setdefault(model, {})
     kind = (tuple(parts.named) or type(parts.inputs), forward_fn)
     if kind not in known:
-        if not any(True for _ in tensors(parts.inputs)):
+        if not _has_tensors(parts.inputs):
             raise ValueError(
                 "the inputs of a batch must be tensors, samples along the first axis, or lists and dicts of them, got "
                 f"{described(parts.inputs)}; set `batch_fn` to a function of the batch that returns such inputs and "
@@ -402,9 +410,8 @@ def _find_alignment(reading: Reading, model: nn.Module, parts: Parts, outputs: T
 def _tokens(parts: Parts) -> Tensor | None:
     """Return the tokens that labels may be a copy of."""
     inputs = parts.named.get("input_ids", parts.inputs)
-    found = [
-        x for x in tensors(inputs) if x.shape == parts.targets.shape and not x.is_floating_point()
-    ]
+    whole = [x for x in tensors(inputs) if not x.is_floating_point()]
+    found = [x for x in whole if x.shape == parts.targets.shape]
     return found[0] if len(found) == 1 else None
 
 

@@ -94,7 +94,8 @@ def joined(parts: list[Any]) -> Any:
         return {key: joined([part[key] for part in parts]) for key in parts[0]}
     if isinstance(parts[0], list | tuple):
         groups = [joined(list(group)) for group in zip(*parts, strict=True)]
-        return type(parts[0])(*groups) if hasattr(parts[0], "_fields") else type(parts[0])(groups)
+        kind = type(parts[0])
+        return kind(*groups) if hasattr(kind, "_fields") else kind(groups)
     return parts[0]
 
 
@@ -131,7 +132,8 @@ def _of_one_length(parts: list[Any]) -> list[Any]:
 def _longer(x: Tensor, length: int, value: int) -> Tensor:
     """Return ``[N, T, ...]`` with so many places on the second axis, the new ones filled with a value."""
     behind = [0, 0] * (x.ndim - 2)
-    return nn.functional.pad(x, (*behind, 0, length - x.shape[1]), value=value)
+    missing = length - x.shape[1]
+    return nn.functional.pad(x, (*behind, 0, missing), value=value)
 
 
 def sample_count(inputs: Any) -> int:
@@ -157,7 +159,8 @@ def sample_count(inputs: Any) -> int:
 
 def first_samples(inputs: Any, targets: Tensor | None, n: int) -> tuple[Any, Tensor | None]:
     """Return the first ``n`` samples of a batch."""
-    return take(inputs, lambda x: x[:n]), None if targets is None else targets[:n]
+    few = take(inputs, lambda x: x[:n])
+    return few, None if targets is None else targets[:n]
 
 
 def filled_up(inputs: Any, targets: Tensor | None, n: int) -> tuple[Any, Tensor | None]:

@@ -124,7 +124,8 @@ def curvatures_of(
         if structure == "diagonal":
             found[structure] = diagonal_curvature(diagonal)
         elif structure == "isotropic":
-            mean = torch.cat([h.flatten() for h in diagonal.values()]).mean().item()
+            everything = torch.cat([h.flatten() for h in diagonal.values()])
+            mean = everything.mean().item()
             same = {name: torch.full_like(h, mean) for name, h in diagonal.items()}
             found[structure] = diagonal_curvature(same)
         elif structure == "kron":
@@ -152,9 +153,8 @@ def _felt(weight: KroneckerFactors, A: Tensor) -> Tensor:
 def diagonal_of(curvature: LowRankCurvature) -> list[CurvatureBlock]:
     """Return the diagonal of a curvature of low rank."""
     scales = curvature.scales.double()
-    return diagonal_curvature(
-        {
-            name: h.double() + torch.tensordot(scales, curvature.factor[name].double() ** 2, dims=1)
-            for name, h in curvature.diagonal.items()
-        }
-    )
+    diagonal = {}
+    for name, h in curvature.diagonal.items():
+        squares = curvature.factor[name].double() ** 2
+        diagonal[name] = h.double() + torch.tensordot(scales, squares, dims=1)
+    return diagonal_curvature(diagonal)

@@ -145,11 +145,9 @@ def half_prior(
             "`half_fn` needs a `prior` with a `center` to train from, got a centre at 0."
         )
     inputs, targets = data
-    order = torch.randperm(
-        len(targets), generator=torch.Generator().manual_seed(seed), device="cpu"
-    )
-    first, second = order.tensor_split(2)
-    half, rest = _part(inputs, targets, first), _part(inputs, targets, second)
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(targets), generator=generator, device="cpu")
+    half, rest = (_part(inputs, targets, index) for index in order.tensor_split(2))
     network = deepcopy(model)
     start = {**prior.values(), **prior.center_of(model)}
     network.load_state_dict({**network.state_dict(), **start})
@@ -159,16 +157,19 @@ def half_prior(
     trained = trainable_parameters(returned if isinstance(returned, nn.Module) else network)
     # Frozen weights and buffers are still compared with the start: those of `model` may have
     # learned from the rest.
-    center = {**prior.values(), **{name: p.detach().clone() for name, p in trained.items()}}
-    origin = (
-        prior.origin
-        and f"{prior.origin}, then trained on a random half of the samples, which is not certified"
-    )
+    center = prior.values()
+    center |= {name: p.detach().clone() for name, p in trained.items()}
+    origin = prior.origin
+    if origin:
+        origin += ", then trained on a random half of the samples, which is not certified"
     return replace(prior, center=center, origin=origin, fresh=(), seen=half[0]), rest
 
 
 def _part(inputs: Any, targets: Tensor, index: Tensor) -> tuple[Any, Tensor]:
-    return take(inputs, lambda x: x[index.to(x.device)]), targets[index.to(targets.device)]
+    def picked(x: Tensor) -> Tensor:
+        return x[index.to(x.device)]
+
+    return take(inputs, picked), picked(targets)
 
 
 def fixed_tensors(model: nn.Module) -> dict[str, Tensor]:

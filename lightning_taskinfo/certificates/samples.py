@@ -105,20 +105,20 @@ def read_inputs(
     for values in tensors(inputs):
         check_finite(argument, values)
     sample_count(inputs)
-    targets = None if pairs[0][1] is None else _joined([pair[1] for pair in pairs], argument)
-    return inputs, targets
+    targets = [pair[1] for pair in pairs]
+    return inputs, None if targets[0] is None else _joined(targets, argument)
 
 
 def _is_one_batch(data: Any) -> bool:
     """Whether data are all samples at once, and no dataset or loader."""
-    as_batch = (
-        isinstance(data, list)
-        and len(data) == 2
-        and isinstance(data[0], Tensor)
-        and data[0].ndim > 0
-    )
-    same = as_batch and isinstance(data[1], Tensor) and len(data[0]) == len(data[1])
-    return isinstance(data, tuple | Mapping) or bool(same)
+    if isinstance(data, tuple | Mapping):
+        return True
+    if not isinstance(data, list) or len(data) != 2:
+        return False
+    inputs, targets = data
+    if not isinstance(inputs, Tensor) or not isinstance(targets, Tensor) or not inputs.ndim:
+        return False
+    return len(inputs) == len(targets)
 
 
 def _read(
@@ -226,9 +226,7 @@ def _rows(tensor: Tensor) -> Iterator[bytes]:
         values = torch.view_as_real(values)
     kind = torch.float32 if values.is_floating_point() else torch.int64
     values = values.to(kind) + 0  # -0.0 becomes 0.0
-    for row in (
-        values.flatten(1).contiguous().numpy() if values.ndim > 1 else values[:, None].numpy()
-    ):
+    for row in values.unsqueeze(-1).flatten(1).contiguous().numpy():
         yield row.tobytes()
 
 

@@ -64,7 +64,8 @@ class Proposal:
     def row(self, subject: Subject, structure: str, beta: float, bound: Bound) -> Candidate:
         """Try it out on a few draws: good enough to choose by, no certificate."""
         drawn = [subject.draw_losses(self.post, TRY_SIZE) for _ in range(TRY_DRAWS)]
-        risk = float(torch.stack([losses.mean() for losses, _ in drawn]).mean().clamp(0, 1))
+        risks = torch.stack([losses.mean() for losses, _ in drawn])
+        risk = float(risks.mean().clamp(0, 1))
         found = bound(risk, self.kl + self.price)
         candidate = Candidate(structure, beta, risk, self.kl, self.price, found, self.prior_std)
         disagreements = [values.mean() for _, values in drawn if values is not None]
@@ -127,11 +128,9 @@ def best_of(rows: Sequence[Candidate], *, network: bool) -> list[Candidate]:
 def propose(subject: Subject, prior: Prior, curvature: Curvature, beta: float) -> Proposal:
     """Return the post-distribution for one ``beta``."""
     center = prior.center_of(subject.model)
-    weights = {
-        name: at_least_float32(p.detach())
-        for name, p in trainable_parameters(subject.model).items()
-    }
-    displacement = {name: w - center[name] for name, w in weights.items()}
+    displacement = {}
+    for name, p in trainable_parameters(subject.model).items():
+        displacement[name] = at_least_float32(p.detach()) - center[name]
     blocks = diagonal_of(curvature) if isinstance(curvature, LowRankCurvature) else curvature
     by_name, by_layer, price = choose_scales(blocks, displacement, prior, beta)
     pre = pre_distribution(center, prior_std=by_name)
@@ -157,12 +156,14 @@ def choose_scales(
     for block in blocks:
         layer = _layer(block) if prior.per_layer else ""
         members.setdefault(layer, []).extend(block.names)
-        shift = sum(float(displacement[name].double().square().sum()) for name in block.names)
-        gains = [float((std**2 * block.eigenvalues / beta).log1p().sum()) for std in prior.stds]
-        cost = [shift / std**2 + gain for std, gain in zip(prior.stds, gains, strict=True)]
-        costs[layer] = costs.get(layer, 2 * prices) + torch.tensor(
-            cost, dtype=torch.float64, device="cpu"
-        )
+        shifts = [displacement[name].double().square().sum() for name in block.names]
+        shift = sum(map(float, shifts))
+        block_costs = []
+        for std in prior.stds:
+            gain = (std**2 * block.eigenvalues / beta).log1p().sum()
+            block_costs.append(shift / std**2 + float(gain))
+        added = torch.tensor(block_costs, dtype=torch.float64, device="cpu")
+        costs[layer] = costs.get(layer, 2 * prices) + added
     chosen = {layer: int(cost.argmin()) for layer, cost in costs.items()}
     by_layer = {layer: prior.stds[j] for layer, j in chosen.items()}
     by_name = {name: by_layer[layer] for layer, names in members.items() for name in names}

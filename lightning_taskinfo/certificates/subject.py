@@ -107,13 +107,14 @@ class Subject:
     def predictions(self, inputs: Any) -> Tensor:
         """Return the predictions of the network's present weights for many inputs."""
         parts = []
-        for index in torch.arange(sample_count(inputs), device="cpu").split(CHUNK):
-            parts.append(predictions(self.outputs(pick(inputs, index, self.device))))
+        for index in _chunks(sample_count(inputs)):
+            outputs = self.outputs(pick(inputs, index, self.device))
+            parts.append(predictions(outputs))
         return torch.cat(parts)
 
     def all_losses(self) -> Tensor:
         """Return the losses of all samples under the network's present weights."""
-        parts = [self.losses(index)[0] for index in torch.arange(self.n, device="cpu").split(CHUNK)]
+        parts = [self.losses(index)[0] for index in _chunks(self.n)]
         return torch.cat(parts)
 
     @torch.no_grad()
@@ -151,6 +152,10 @@ class Subject:
             return one.losses(index)
 
 
+def _chunks(n: int) -> tuple[Tensor, ...]:
+    return torch.arange(n, device="cpu").split(CHUNK)
+
+
 def check_weights(model: nn.Module) -> None:
     """Raise a ``ValueError`` for a network that has no weights to put a Gaussian around, or has one already."""
     if any(noisy_weights(model)):
@@ -183,7 +188,8 @@ def predictions(outputs: Tensor) -> Tensor:
         >>> predictions(torch.tensor([[2.0, 1.0], [torch.nan, 1.0]]))
         tensor([ 0, -1])
     """
-    return outputs.argmax(-1).masked_fill(outputs.isnan().any(-1), -1)
+    no_number = outputs.isnan().any(-1)
+    return outputs.argmax(-1).masked_fill(no_number, -1)
 
 
 def differences(predicted: Tensor, reference: Tensor, counted: Tensor, kind: ErrorKind) -> Tensor:
@@ -215,7 +221,8 @@ def differences(predicted: Tensor, reference: Tensor, counted: Tensor, kind: Err
         return differs.double()
     if kind == "sequence":
         return differs.any(-1).double()
-    return differs.sum(-1).double() / counted.sum(-1).clamp_min(1)
+    count = counted.sum(-1).clamp_min(1)
+    return differs.sum(-1).double() / count
 
 
 def zero_one_loss(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -42,17 +42,16 @@ def assumptions(model: nn.Module, prior: Prior) -> list[str]:
     ]
     if prior.center is None:
         return trusted
-    if not _said_to_be_initial(prior) and _equals(
-        trainable_parameters(model), prior.center_of(model)
-    ):
-        trusted.insert(
-            0, "the network is the prior's centre itself: it has learned nothing from these samples"
+    same = _equals(trainable_parameters(model), prior.center_of(model))
+    if same and not _said_to_be_initial(prior):
+        itself = (
+            "the network is the prior's centre itself: it has learned nothing from these samples"
         )
-    return (
-        [f"the prior's centre does not depend on the samples: {prior.origin}", *trusted]
-        if prior.origin
-        else trusted
-    )
+        trusted.insert(0, itself)
+    if prior.origin:
+        centre = f"the prior's centre does not depend on the samples: {prior.origin}"
+        trusted.insert(0, centre)
+    return trusted
 
 
 def _about_the_center(model: nn.Module, prior: Prior, center: Mapping[str, Tensor]) -> list[str]:

@@ -152,12 +152,9 @@ class ArrayData:
         if self.num_classes < 2:
             raise ValueError(f"`num_classes` must be at least 2, got {self.num_classes}.")
         for split in ("train", "test"):
-            object.__setattr__(
-                self, f"x_{split}", as_images(getattr(self, f"x_{split}"), f"x_{split}")
-            )
-            object.__setattr__(
-                self, f"y_{split}", as_labels(getattr(self, f"y_{split}"), f"y_{split}")
-            )
+            images, labels = f"x_{split}", f"y_{split}"
+            object.__setattr__(self, images, as_images(getattr(self, images), images))
+            object.__setattr__(self, labels, as_labels(getattr(self, labels), labels))
             self._check(split)
         if self.x_test.shape[1:] != self.image_shape:
             raise ValueError(
@@ -213,16 +210,18 @@ def from_any(splits: dict[str, Any], *, name: str, num_classes: int | None = Non
     if not np.array_equal(occurring, np.arange(len(occurring))) and occurring.min() >= 0:
         labels = tuple(occurring.tolist())
         arrays |= {key: np.searchsorted(occurring, arrays[key]) for key in ("y_train", "y_test")}
-        shown = ", ".join(
-            map(str, [*labels[:3], *(["…"] if len(labels) > 4 else []), *labels[3:][-1:]])
-        )
+        words = [str(label) for label in labels]
+        if len(words) > 4:
+            words = [*words[:3], "…", words[-1]]
+        shown = ", ".join(words)
         warn(
             f"`y_train` and `y_test` of {name!r} have the labels {shown}, which become the classes 0 to "
             f"{len(labels) - 1}; `num_classes` keeps labels that count from 0 as they are.",
         )
     # Refuses labels below 0.
     data = ArrayData(**arrays, name=name, num_classes=len(occurring) or 2, labels=labels)
-    if len(absent := np.setdiff1d(np.arange(len(occurring)), data.y_train)) and data.y_train.size:
+    absent = np.setdiff1d(np.arange(len(occurring)), data.y_train)
+    if len(absent) and data.y_train.size:
         warn(
             f"`y_train` of {name!r} has no sample of {len(absent)} of {len(occurring)} classes: {absent[0]} first."
         )

@@ -158,7 +158,8 @@ def load_letters(
     for argument, value in {"train_size": train_size, "test_size": test_size}.items():
         if value < len(LETTERS):
             raise ValueError(f"`{argument}` must be at least {len(LETTERS)}, got {value}.")
-    train, test = (np.random.default_rng(s) for s in np.random.SeedSequence(seed).spawn(2))
+    streams = np.random.SeedSequence(seed).spawn(2)
+    train, test = (np.random.default_rng(stream) for stream in streams)
     jitter = jitter or Jitter()
     return ArrayData(
         *_draw(TRAIN_FACES, train_size, size, jitter, train),
@@ -180,15 +181,14 @@ def _draw(
     centre = size * (0.5 + rng.uniform(-jitter.shift, jitter.shift, (count, 2)))
     stroke = size * rng.uniform(*jitter.stroke, count)
     canvas = _Canvas(size)
-    # [N, H, W]
-    images = np.stack(
-        [
-            canvas.draw(outlines[chosen[i]][labels[i]], angle[i], scale[i], centre[i], stroke[i])
-            for i in range(count)
-        ]
-    )
+    drawn = []
+    for i in range(count):
+        outline = outlines[chosen[i]][labels[i]]
+        drawn.append(canvas.draw(outline, angle[i], scale[i], centre[i], stroke[i]))
+    images = np.stack(drawn)  # [N, H, W]
     noisy = images + rng.normal(scale=255 * jitter.noise, size=images.shape)
-    return noisy.round().clip(0, 255).astype(np.uint8)[:, None], labels
+    whole = noisy.round().clip(0, 255).astype(np.uint8)
+    return whole[:, None], labels
 
 
 @cache
@@ -202,11 +202,8 @@ def _outline(face: str, letter: str) -> "Outline":
     file = Path(matplotlib.get_data_path(), "fonts", "ttf", f"{face}.ttf")
     path = TextPath((0, 0), letter, size=100, prop=FontProperties(fname=str(file)))
     box = path.get_extents()
-    to_unit = (
-        Affine2D()
-        .translate(-(box.x0 + box.x1) / 2, -(box.y0 + box.y1) / 2)
-        .scale(1 / max(box.width, box.height))
-    )
+    x, y = (box.x0 + box.x1) / 2, (box.y0 + box.y1) / 2
+    to_unit = Affine2D().translate(-x, -y).scale(1 / max(box.width, box.height))
     return to_unit.transform_path(path)
 
 

@@ -19,7 +19,7 @@ from lightning_taskinfo._random import seed_from
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.data.arrays import ArrayData
 from lightning_taskinfo.data.embedded import load_digits, load_letters
-from lightning_taskinfo.data.files import load_idx, load_npz, save_npz
+from lightning_taskinfo.data.files import KEYS, load_idx, load_npz, save_npz
 
 VERSION = 2  # part of every cache file's name: raise it when a loader's output changes
 EMBEDDED: dict[str, Callable[..., ArrayData]] = {"digits": load_digits, "letters": load_letters}
@@ -88,9 +88,9 @@ def load_dataset(
     folder = data_dir or os.environ.get("TASKINFO_DATA_DIR")
     if folder and Path(folder, f"{name}.npz").is_file():
         return load_npz(Path(folder, f"{name}.npz"))
-    path = next(
-        (path for path in (Path(folder or "", name), Path(name)) if path.exists()), Path(name)
-    )
+    path = Path(folder or "", name)
+    if not path.exists():
+        path = Path(name)
     if path.suffix == ".npz" and path.is_file():
         return load_npz(path)
     if name and path.is_dir():
@@ -231,11 +231,11 @@ def vary(data: ArrayData, variant: str, *, seed: int = 0) -> ArrayData:
 
 def _random_labels(data: ArrayData, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     generator = torch.Generator().manual_seed(seed_from(seed, 1))
-    train, test = (
-        torch.randint(data.num_classes, (len(y),), generator=generator).numpy()
-        for y in (data.y_train, data.y_test)
-    )
-    return train, test
+
+    def drawn(y: NDArray[np.int64]) -> NDArray[np.int64]:
+        return torch.randint(data.num_classes, (len(y),), generator=generator).numpy()
+
+    return drawn(data.y_train), drawn(data.y_test)
 
 
 def _relabelled(data: ArrayData, rule: Callable[[int], int], name: str) -> ArrayData:
@@ -261,19 +261,15 @@ def _chosen(data: ArrayData, classes: list[int], name: str) -> ArrayData:
 
 
 def _together(parts: list[ArrayData]) -> ArrayData:
-    starts = np.cumsum([0, *(part.num_classes for part in parts)])
-    splits: dict[str, Any] = {}
-    for split in ("train", "test"):
-        splits[f"x_{split}"] = np.concatenate([getattr(part, f"x_{split}") for part in parts])
-        splits[f"y_{split}"] = np.concatenate(
-            [
-                getattr(part, f"y_{split}") + start
-                for part, start in zip(parts, starts[:-1], strict=True)
-            ]
-        )
-    return ArrayData(
-        **splits, name="+".join(part.name for part in parts), num_classes=int(starts[-1])
-    )
+    arrays: dict[str, list[Any]] = {key: [] for key in KEYS}
+    classes = 0
+    for part in parts:
+        for split in ("train", "test"):
+            arrays[f"x_{split}"].append(getattr(part, f"x_{split}"))
+            arrays[f"y_{split}"].append(getattr(part, f"y_{split}") + classes)
+        classes += part.num_classes
+    together: dict[str, Any] = {key: np.concatenate(several) for key, several in arrays.items()}
+    return ArrayData(**together, name="+".join(part.name for part in parts), num_classes=classes)
 
 
 def _classes(text: str, variant: str, data: ArrayData) -> list[int]:

@@ -55,17 +55,15 @@ class CurvatureBlock:
 
     def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return the group's tensors as one matrix ``[R, D]``."""
-        return torch.cat(
-            [tensors[name].reshape(len(self.eigenvalues), -1) for name in self.names], dim=1
-        )
+        rows = len(self.eigenvalues)
+        parts = [tensors[name].reshape(rows, -1) for name in self.names]
+        return torch.cat(parts, dim=1)
 
     def unpack(self, matrix: Tensor, shapes: Mapping[str, Sequence[int]]) -> ParamDict:
         """Cut a matrix ``[R, D]`` into tensors of the given shapes."""
         widths = [torch.Size(shapes[name]).numel() // len(matrix) for name in self.names]
-        columns = matrix.split(widths, dim=1)
-        return {
-            name: part.reshape(shapes[name]) for name, part in zip(self.names, columns, strict=True)
-        }
+        columns = zip(self.names, matrix.split(widths, dim=1), strict=True)
+        return {name: part.reshape(shapes[name]) for name, part in columns}
 
 
 @dataclass(frozen=True)
@@ -152,12 +150,11 @@ def neuron_curvature(
         values, basis = _eigh(layer, matrix)
         names = parameter_names(model, layer)
         neurons = len(trainable_parameters(model)[names[0]])
-        scale = (
-            torch.ones(neurons, device=values.device)
-            if scales is None
-            else _non_negative(layer, scales[layer])
-        )
-        blocks.append(CurvatureBlock(names, scale.double()[:, None] * values, right=basis))
+        scale = torch.ones(neurons, device=values.device)
+        if scales is not None:
+            scale = _non_negative(layer, scales[layer])
+        eigenvalues = scale.double()[:, None] * values
+        blocks.append(CurvatureBlock(names, eigenvalues, right=basis))
     return blocks
 
 
@@ -204,9 +201,8 @@ def with_diagonal(
     """
     blocks = list(blocks)
     covered = {name for block in blocks for name in block.names}
-    return blocks + diagonal_curvature(
-        {name: h for name, h in diagonal.items() if name not in covered}
-    )
+    others = {name: h for name, h in diagonal.items() if name not in covered}
+    return blocks + diagonal_curvature(others)
 
 
 def parameter_names(model: nn.Module, layer: str) -> tuple[str, ...]:
@@ -334,4 +330,7 @@ def _columns(module: nn.Module, z: Tensor) -> Tensor:
             z, module.kernel_size, module.dilation, padding, module.stride
         ).transpose(1, 2)
     z = z.flatten(0, -2)
-    return z if module.bias is None else torch.cat([z, z.new_ones(len(z), 1)], dim=1)
+    if module.bias is None:
+        return z
+    ones = z.new_ones(len(z), 1)
+    return torch.cat([z, ones], dim=1)

@@ -82,10 +82,6 @@ class WeightGaussian(ABC):
         with whole, holding(own, drawn):
             yield model
 
-    def _noise(self, name: str, generator: Generator | None) -> Tensor:
-        mean = self.mean[name]
-        return torch.randn(mean.shape, generator=generator, dtype=mean.dtype, device=mean.device)
-
     def _squared_shift(self, pre: "IsotropicGaussian") -> Tensor:
         """``Δᵀ Λ⁻¹ Δ``, after seeing that both Gaussians are over the same weights."""
         if self.mean.keys() != pre.mean.keys():
@@ -118,10 +114,10 @@ class IsotropicGaussian(WeightGaussian):
         self.std = {name: float(std[name]) for name in self.mean}
 
     def sample(self, generator: Generator | None = None) -> ParamDict:  # noqa: D102
-        return {
-            name: mean + self.std[name] * self._noise(name, generator)
-            for name, mean in self.mean.items()
-        }
+        drawn = {}
+        for name, mean in self.mean.items():
+            drawn[name] = mean + self.std[name] * _randn_like(mean, generator)
+        return drawn
 
     def log_det(self) -> Tensor:  # noqa: D102
         log_std = _on_cpu([self.std[name] for name in self.mean]).log()
@@ -129,8 +125,10 @@ class IsotropicGaussian(WeightGaussian):
 
     def kl(self, pre: "IsotropicGaussian") -> Tensor:  # noqa: D102
         shift = self._squared_shift(pre)
-        ratio = 2 * _on_cpu([self.std[name] / pre.std[name] for name in self.mean]).log()
-        return 0.5 * (shift.cpu() + (self._counts() * (ratio.expm1() - ratio)).sum())
+        ratios = [self.std[name] / pre.std[name] for name in self.mean]
+        rho = 2 * _on_cpu(ratios).log()
+        widths = self._counts() * (rho.expm1() - rho)
+        return 0.5 * (shift.cpu() + widths.sum())
 
     def _counts(self) -> Tensor:
         return _on_cpu([mean.numel() for mean in self.mean.values()])
@@ -155,35 +153,36 @@ class BlockGaussian(WeightGaussian):
         check_cover(self.mean, blocks)
         self.blocks = list(blocks)
         self._shapes = {name: value.shape for name, value in self.mean.items()}
-        dtypes = [self.mean[block.names[0]].dtype for block in self.blocks]
-        self._drawing = [  # in the weights' own precision, once: thousands of networks are drawn
-            tuple(
-                None if part is None else part.to(dtype)
-                for part in (b.eigenvalues.sqrt(), b.left, b.right)
-            )
-            for b, dtype in zip(self.blocks, dtypes, strict=True)
-        ]
+        # In the weights' own precision, once: thousands of networks are drawn.
+        self._drawing = [self._in_their_precision(block) for block in self.blocks]
+
+    def _in_their_precision(self, block: CurvatureBlock) -> CurvatureBlock:
+        """Return a block of standard deviations, in the dtype of the weights it is about."""
+        dtype = self.mean[block.names[0]].dtype
+        left = None if block.left is None else block.left.to(dtype)
+        right = None if block.right is None else block.right.to(dtype)
+        return CurvatureBlock(block.names, block.eigenvalues.sqrt().to(dtype), left, right)
 
     def sample(self, generator: Generator | None = None) -> ParamDict:  # noqa: D102
         drawn: ParamDict = {}
-        for block, (std, left, right) in zip(self.blocks, self._drawing, strict=True):
-            assert std is not None  # the other two may be
-            noise = std * torch.randn(
-                std.shape, generator=generator, dtype=std.dtype, device=std.device
-            )
-            noise = noise if right is None else noise @ right.T
-            noise = noise if left is None else left @ noise
+        for block in self._drawing:
+            noise = block.eigenvalues * _randn_like(block.eigenvalues, generator)
+            if block.right is not None:
+                noise = noise @ block.right.T
+            if block.left is not None:
+                noise = block.left @ noise
             drawn |= block.unpack(noise, self._shapes)
         return {name: mean + drawn[name] for name, mean in self.mean.items()}
 
     def log_det(self) -> Tensor:  # noqa: D102
-        return torch.stack([block.eigenvalues.log().sum() for block in self.blocks]).sum()
+        logs = [block.eigenvalues.log().sum() for block in self.blocks]
+        return torch.stack(logs).sum()
 
     def kl(self, pre: IsotropicGaussian) -> Tensor:  # noqa: D102
         total = self._squared_shift(pre)
         for block in self.blocks:
-            ratio = (block.eigenvalues / block_std(block, pre) ** 2).log()  # [R, D]
-            total = total + (ratio.expm1() - ratio).sum()
+            rho = (block.eigenvalues / block_std(block, pre) ** 2).log()  # [R, D]
+            total = total + (rho.expm1() - rho).sum()
         return 0.5 * total
 
 
@@ -220,12 +219,15 @@ def check_cover(mean: Mapping[str, Tensor], blocks: Sequence[CurvatureBlock]) ->
     """Refuse blocks that miss a parameter, or hold one twice."""
     names = [name for block in blocks for name in block.names]
     if sorted(names) != sorted(mean):
-        wrong = sorted(set(names) ^ set(mean)) or sorted(
-            {name for name in names if names.count(name) > 1}
-        )
+        twice = {name for name in names if names.count(name) > 1}
+        wrong = sorted(set(names) ^ set(mean)) or sorted(twice)
         raise ValueError(
             f"`curvature` must cover every parameter once, got none or several for {wrong}."
         )
+
+
+def _randn_like(like: Tensor, generator: Generator | None) -> Tensor:
+    return torch.randn(like.shape, generator=generator, dtype=like.dtype, device=like.device)
 
 
 def _on_cpu(numbers: Sequence[float]) -> Tensor:
@@ -292,7 +294,8 @@ class LowRankGaussian(WeightGaussian):
         self._directions = V @ R[:, used] / self._squares.sqrt()  # Q, [k, r]
 
     def sample(self, generator: Generator | None = None) -> ParamDict:  # noqa: D102
-        z = torch.cat([self._noise(name, generator).flatten() for name in self.mean]).double()
+        noises = [_randn_like(mean, generator).flatten() for mean in self.mean.values()]
+        z = torch.cat(noises).double()
         shrink = 1 - (1 + self._squares).rsqrt()
         z = z - self._directions @ (shrink * (self._directions.T @ z))  # (I + VVᵀ)^{-1/2} z
         noise = self._prior_std * self._stretch.rsqrt() * z
@@ -320,7 +323,8 @@ class LowRankGaussian(WeightGaussian):
         return self._flat(stds)
 
     def _flat(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        return torch.cat([tensors[name].detach().double().flatten() for name in self.mean])
+        parts = [tensors[name].detach().double().flatten() for name in self.mean]
+        return torch.cat(parts)
 
 
 def post_distribution(
