@@ -149,7 +149,11 @@ def _draw_bounds(ax: "Axes", chance: float) -> None:
 
 
 def plot_ranking(
-    scores: Sequence[float], *, k: int = 50, ylabel: str = "", ax: "Axes | None" = None
+    scores: Sequence[float],
+    *,
+    k: int = 50,
+    ylabel: str = "",
+    ax: "Axes | None" = None,
 ) -> tuple["Figure", "Axes"]:
     """Draw the scores of samples by rank, with the first ``k`` marked.
 
@@ -178,7 +182,10 @@ def plot_ranking(
 
 
 def plot_bars(
-    values: Mapping[str, float], *, xlabel: str, ax: "Axes | None" = None
+    values: Mapping[str, float],
+    *,
+    xlabel: str,
+    ax: "Axes | None" = None,
 ) -> tuple["Figure", "Axes"]:
     """Draw one horizontal bar for each value, with the number beside it.
 
@@ -269,7 +276,11 @@ def figure_pixels(figure: "Figure") -> Tensor:
 
 
 def figure_and_axes(
-    ax: Any, *, size: tuple[float, float] = (5, 3.5), frame: bool = True, **subplot: Any
+    ax: Any,
+    *,
+    size: tuple[float, float] = (5, 3.5),
+    frame: bool = True,
+    **subplot: Any,
 ) -> tuple[Any, Any]:
     """Return the given axes with their figure, or those of a new one.
 

@@ -238,7 +238,9 @@ def call_on(model: nn.Module, inputs: Any) -> Call:
 
 
 def read_batch(
-    batch: Any, model: nn.Module | None = None, forward_fn: Forward | None = None
+    batch: Any,
+    model: nn.Module | None = None,
+    forward_fn: Forward | None = None,
 ) -> tuple[Any, Tensor | None]:
     """Return inputs and targets of a batch whose meaning is plain.
 
@@ -269,7 +271,10 @@ def read_batch(
 
 
 def with_targets(
-    model: nn.Module, inputs: Any, targets: Tensor | None, forward_fn: Forward | None = None
+    model: nn.Module,
+    inputs: Any,
+    targets: Tensor | None,
+    forward_fn: Forward | None = None,
 ) -> tuple[Any, Tensor | None]:
     """Return inputs and targets that were given to a function; ``labels`` of a dict are targets if there are no others.
 
@@ -359,7 +364,11 @@ def _reading(model: nn.Module, parts: Parts, forward_fn: Forward | None) -> Read
 
 
 def _find_call(
-    model: nn.Module, few: Any, few_targets: Any, target: str | None, forward_fn: Forward | None
+    model: nn.Module,
+    few: Any,
+    few_targets: Any,
+    target: str | None,
+    forward_fn: Forward | None,
 ) -> tuple[Reading, Tensor]:
     """Call the model in every way that it may be meant; return the first that works, and its outputs."""
     try:

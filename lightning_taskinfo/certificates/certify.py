@@ -146,7 +146,11 @@ def certify(
         raise TypeError(f"`prior` must be a Prior or None, got a {type(prior).__name__}.")
     _check_words(theorem, interval)
     check_choices(
-        delta=delta, delta_draws=delta_draws, draws=draws, betas=betas, delta_network=delta_network
+        delta=delta,
+        delta_draws=delta_draws,
+        draws=draws,
+        betas=betas,
+        delta_network=delta_network,
     )
     if unlabelled is not None and loss_fn is not None:
         raise ValueError(
@@ -168,7 +172,12 @@ def certify(
 
     with observing(model), shown(progress, "certify", len(betas)) as tell:
         subject = Subject.of(
-            model, samples, seed=seed, error=error, loss_fn=loss_fn, forward_fn=forward_fn
+            model,
+            samples,
+            seed=seed,
+            error=error,
+            loss_fn=loss_fn,
+            forward_fn=forward_fn,
         )
         model_risk = float(subject.all_losses().mean())
         if known_error is not None:
@@ -298,7 +307,10 @@ def _counts(subject: Subject, inputs: Any, targets: Any) -> Tensor | None:
 
 
 def _fresh_risks(
-    subject: Subject, post: WeightGaussian, draws: int, progress: Progress
+    subject: Subject,
+    post: WeightGaussian,
+    draws: int,
+    progress: Progress,
 ) -> tuple[Tensor, list[str]]:
     """Return the mean loss of each of some networks that nothing was chosen by, and what is wrong with the losses."""
     turns = counted(range(draws), draws, progress, "draws")

@@ -28,7 +28,9 @@ WIDEST = 2048  # inputs of a layer up to which "auto" tries matrices of them
 
 
 def curvatures_to_try(
-    subject: Subject, structure: Structures | Curvature, samples: int
+    subject: Subject,
+    structure: Structures | Curvature,
+    samples: int,
 ) -> dict[str, Curvature]:
     """Return the curvatures to search by name: those of the named structures, or the given one.
 
@@ -86,7 +88,9 @@ def affordable_structures(subject: Subject, structure: Structures) -> tuple[Stru
 
 
 def curvatures_of(
-    subject: Subject, structures: Sequence[Structure], samples: int
+    subject: Subject,
+    structures: Sequence[Structure],
+    samples: int,
 ) -> dict[str, Curvature]:
     """Return curvatures of the **sum** of the loss by name, estimated from one random part of the inputs.
 
@@ -108,7 +112,12 @@ def curvatures_of(
     diagonal: dict[str, Tensor] = {}
     if {*structures} != {"kron"}:
         fisher = fisher_diagonal(
-            model, inputs, targets, labels="sampled", generator=g, forward_fn=forward
+            model,
+            inputs,
+            targets,
+            labels="sampled",
+            generator=g,
+            forward_fn=forward,
         )
         diagonal = {name: n * h for name, h in fisher.items()}
     matrices: dict[str, Tensor] = {}
@@ -117,7 +126,11 @@ def curvatures_of(
     factors: Mapping[str, KroneckerFactors] = {}
     if {"neuron", "kron"} & {*structures}:
         factors = kronecker_factors(
-            model, inputs, labels="sampled", generator=g, forward_fn=forward
+            model,
+            inputs,
+            labels="sampled",
+            generator=g,
+            forward_fn=forward,
         )
     found: dict[str, Curvature] = {}
     for structure in structures:

@@ -117,7 +117,10 @@ def network_bound(
 
 
 def held_out_bound(
-    subject: Subject, held_out: tuple[Any, Tensor] | None, best: float, delta: float
+    subject: Subject,
+    held_out: tuple[Any, Tensor] | None,
+    best: float,
+    delta: float,
 ) -> TestSetBound:
     """Bound the network's error by held-out labels, or say what they would have to show.
 

@@ -77,7 +77,12 @@ def pareto_front(
     rows = []
     with observing(model), shown(progress, "pareto_front", total) as tell:
         subject = Subject.of(
-            model, samples, seed=seed, error=error, loss_fn=loss_fn, forward_fn=forward_fn
+            model,
+            samples,
+            seed=seed,
+            error=error,
+            loss_fn=loss_fn,
+            forward_fn=forward_fn,
         )
         wanted = dict.fromkeys((*structures, "diagonal"))  # the oracle needs the diagonal
         curvatures = curvatures_of(

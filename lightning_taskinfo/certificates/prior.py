@@ -128,7 +128,11 @@ class Prior:
 
 
 def half_prior(
-    prior: Prior, model: nn.Module, data: tuple[Any, Tensor], half_fn: Callable[..., Any], seed: int
+    prior: Prior,
+    model: nn.Module,
+    data: tuple[Any, Tensor],
+    half_fn: Callable[..., Any],
+    seed: int,
 ) -> tuple[Prior, tuple[Any, Tensor]]:
     """Train the centre on a random half of the samples; return the new prior, and the other half.
 

@@ -122,7 +122,10 @@ def _is_one_batch(data: Any) -> bool:
 
 
 def _read(
-    batch: Any, argument: str, model: nn.Module | None, reader: Reader | None
+    batch: Any,
+    argument: str,
+    model: nn.Module | None,
+    reader: Reader | None,
 ) -> tuple[Any, Any]:
     """Read one batch the way that callbacks do."""
     if reader is None or reader.batch_fn is None:
@@ -151,7 +154,10 @@ def _read(
 
 
 def _read_unlabelled(
-    batch: Any, argument: str, model: nn.Module | None, reader: Reader | None
+    batch: Any,
+    argument: str,
+    model: nn.Module | None,
+    reader: Reader | None,
 ) -> tuple[Any, Any]:
     if reader is not None and reader.batch_fn is not None:
         return reader.read(model or nn.Identity(), batch)

@@ -139,7 +139,10 @@ def propose(subject: Subject, prior: Prior, curvature: Curvature, beta: float) -
 
 
 def choose_scales(
-    blocks: Sequence[CurvatureBlock], displacement: dict[str, Tensor], prior: Prior, beta: float
+    blocks: Sequence[CurvatureBlock],
+    displacement: dict[str, Tensor],
+    prior: Prior,
+    beta: float,
 ) -> tuple[dict[str, float], dict[str, float], float]:
     r"""Choose the prior's standard deviations by the closed form of the objective, price included.
 

@@ -14,7 +14,10 @@ from lightning_taskinfo.certificates.prior import Prior, fixed_tensors, hashes
 
 
 def reasons_against(
-    model: nn.Module, prior: Prior, inputs: Any, forward: Callable[[Any], Tensor] | None = None
+    model: nn.Module,
+    prior: Prior,
+    inputs: Any,
+    forward: Callable[[Any], Tensor] | None = None,
 ) -> list[str]:
     """Return what makes a certificate for ``model`` invalid; nothing if all is well.
 

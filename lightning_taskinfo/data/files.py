@@ -37,7 +37,10 @@ _UNREADABLE = (
 
 
 def load_npz(
-    path: StrPath, *, name: str | None = None, num_classes: int | None = None
+    path: StrPath,
+    *,
+    name: str | None = None,
+    num_classes: int | None = None,
 ) -> ArrayData:
     """Return the arrays ``x_train``, ``y_train``, ``x_test`` and ``y_test`` of an npz file.
 
@@ -92,7 +95,10 @@ def save_npz(path: StrPath, data: ArrayData) -> None:
 
 
 def load_idx(
-    folder: StrPath, *, name: str | None = None, num_classes: int | None = None
+    folder: StrPath,
+    *,
+    name: str | None = None,
+    num_classes: int | None = None,
 ) -> ArrayData:
     """Return the dataset of a folder in the format of MNIST: four idx files, gzipped or not.
 

@@ -241,7 +241,11 @@ def _random_labels(data: ArrayData, seed: int) -> tuple[NDArray[np.int64], NDArr
 def _relabelled(data: ArrayData, rule: Callable[[int], int], name: str) -> ArrayData:
     table = np.array([rule(label) for label in range(data.num_classes)], dtype=np.int64)
     return replace(
-        data, y_train=table[data.y_train], y_test=table[data.y_test], name=name, num_classes=2
+        data,
+        y_train=table[data.y_train],
+        y_test=table[data.y_test],
+        name=name,
+        num_classes=2,
     )
 
 

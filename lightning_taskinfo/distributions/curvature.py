@@ -124,7 +124,10 @@ def layer_curvature(model: nn.Module, matrices: Mapping[str, Tensor]) -> list[Cu
 
 
 def neuron_curvature(
-    model: nn.Module, matrices: Mapping[str, Tensor], *, scales: Mapping[str, Tensor] | None = None
+    model: nn.Module,
+    matrices: Mapping[str, Tensor],
+    *,
+    scales: Mapping[str, Tensor] | None = None,
 ) -> list[CurvatureBlock]:
     r"""Give every neuron of a layer the same matrix over its incoming weights.
 
@@ -238,7 +241,11 @@ def _eigh(layer: str, matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def layer_input_matrices(
-    model: nn.Module, inputs: Any, *, chunk_size: int = 1024, forward_fn: Forward | None = None
+    model: nn.Module,
+    inputs: Any,
+    *,
+    chunk_size: int = 1024,
+    forward_fn: Forward | None = None,
 ) -> dict[str, Tensor]:
     r"""Mean of :math:`z_l z_l^\top` over the inputs of each linear and convolutional layer.
 

@@ -60,7 +60,11 @@ class PostFamily:
 
 
 def _turned(
-    tensor: Tensor, rows: Tensor | None, columns: Tensor | None, *, back: bool = False
+    tensor: Tensor,
+    rows: Tensor | None,
+    columns: Tensor | None,
+    *,
+    back: bool = False,
 ) -> Tensor:
     """Return ``rows @ tensor @ columns.T``, the tensor seen as a matrix; with both transposed on the way back."""
     turned = tensor
@@ -136,7 +140,10 @@ def standard_noises(weights: Mapping[str, Tensor], count: int, seed: int) -> lis
         for name, w in weights.items():
             dtype = torch.promote_types(w.dtype, torch.float32)
             noise[name] = torch.randn(
-                w.shape, generator=generators[w.device], dtype=dtype, device=w.device
+                w.shape,
+                generator=generators[w.device],
+                dtype=dtype,
+                device=w.device,
             )
         noises.append(noise)
     return noises

@@ -349,7 +349,10 @@ def _noise_risk(gamma: Tensor, sigma: Tensor, dimension: int | None = None) -> T
 
 
 def _layer_product(
-    gamma: Tensor, sigma: Tensor, depth: int, dimension: int | None = None
+    gamma: Tensor,
+    sigma: Tensor,
+    depth: int,
+    dimension: int | None = None,
 ) -> Tensor:
     """Product ``b^(L-1)`` of the norms of all layers but one after fine-tuning, for ``gamma < 1``.
 

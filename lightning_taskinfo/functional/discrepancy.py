@@ -59,7 +59,10 @@ def gaussian_kernel(a: Tensor, b: Tensor, widths: Tensor) -> Tensor:
 
 
 def mk_mmd(
-    source: Tensor, target: Tensor, *, widths: Sequence[float] | Tensor | None = None
+    source: Tensor,
+    target: Tensor,
+    *,
+    widths: Sequence[float] | Tensor | None = None,
 ) -> Tensor:
     r"""Unbiased estimate of the squared maximum mean discrepancy under a mean of Gaussian kernels.
 

@@ -112,7 +112,11 @@ def post_variance(curvature: Tensor, *, prior_std: float, beta: float = 1.0) -> 
 
 
 def information_in_weights(
-    curvature: Tensor, displacement: Tensor, *, prior_std: float, beta: float = 1.0
+    curvature: Tensor,
+    displacement: Tensor,
+    *,
+    prior_std: float,
+    beta: float = 1.0,
 ) -> InformationTerms:
     r"""Information that the weights hold about the data they were trained on.
 
@@ -154,7 +158,11 @@ def information_in_weights(
 
 
 def information_sweep(
-    curvature: Tensor, displacement: Tensor, *, prior_stds: Sequence[float], beta: float = 1.0
+    curvature: Tensor,
+    displacement: Tensor,
+    *,
+    prior_stds: Sequence[float],
+    beta: float = 1.0,
 ) -> list[InformationTerms]:
     r"""Information in the weights for several widths of the pre-distribution, from one pass over the weights.
 

@@ -219,7 +219,10 @@ class Gaussian:
 
     def sample(self, outputs: Tensor, generator: Generator | None = None) -> Tensor:  # noqa: D102
         noise = torch.randn(
-            outputs.shape, generator=generator, device=outputs.device, dtype=outputs.dtype
+            outputs.shape,
+            generator=generator,
+            device=outputs.device,
+            dtype=outputs.dtype,
         )
         return outputs + self.std * noise
 

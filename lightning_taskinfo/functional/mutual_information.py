@@ -86,7 +86,11 @@ def mine(scores: Tensor, log_average: Tensor, *, negatives: Negatives = "others"
 
 
 def update_log_average(
-    log_average: Tensor, scores: Tensor, decay: float, *, negatives: Negatives = "others"
+    log_average: Tensor,
+    scores: Tensor,
+    decay: float,
+    *,
+    negatives: Negatives = "others",
 ) -> Tensor:
     r"""Move the logarithm of the average of :math:`e^M` over the product one mini-batch further.
 

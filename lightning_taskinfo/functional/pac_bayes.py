@@ -175,7 +175,12 @@ def mcallester_bound(risk: Number, kl: Number, n: Number, delta: Number) -> Tens
 
 
 def catoni_bound(
-    risk: Number, kl: Number, n: Number, delta: Number, *, beta: Number = 1.0
+    risk: Number,
+    kl: Number,
+    n: Number,
+    delta: Number,
+    *,
+    beta: Number = 1.0,
 ) -> Tensor:
     r"""Linear bound on the true risk, the one behind the information in the weights.
 

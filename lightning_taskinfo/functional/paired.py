@@ -39,7 +39,9 @@ def wilson_interval(share: Tensor | float, n: int, confidence: float = 0.95) -> 
 
 
 def paired_interval(
-    first: Tensor, second: Tensor, confidence: float = 0.95
+    first: Tensor,
+    second: Tensor,
+    confidence: float = 0.95,
 ) -> tuple[float, float, float]:
     r"""Mean difference of two losses on the same samples, with its interval.
 

@@ -24,7 +24,10 @@ class HeldOut(NamedTuple):
 
 
 def pooled(
-    features: Tensor, max_features: int | None = 1024, *, mask: Tensor | None = None
+    features: Tensor,
+    max_features: int | None = 1024,
+    *,
+    mask: Tensor | None = None,
 ) -> Tensor:
     """Return the features of a layer as one row for each sample, with at most ``max_features`` entries.
 

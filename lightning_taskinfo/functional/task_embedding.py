@@ -90,7 +90,11 @@ def embedding_distance(a: Tensor, b: Tensor) -> Tensor:
 
 
 def asymmetric_embedding_distance(
-    source: Tensor, target: Tensor, *, trivial: Tensor | float, alpha: float = 0.15
+    source: Tensor,
+    target: Tensor,
+    *,
+    trivial: Tensor | float,
+    alpha: float = 0.15,
 ) -> Tensor:
     r"""Distance from a source task to a target task that favours complex sources.
 

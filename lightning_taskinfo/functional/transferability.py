@@ -89,7 +89,11 @@ def _best_evidence(spectrum: Tensor, projected: Tensor, outside: Tensor, N: int)
 
 
 def _evidence(
-    ratios: Tensor, spectrum: Tensor, projected: Tensor, outside: Tensor, N: int
+    ratios: Tensor,
+    spectrum: Tensor,
+    projected: Tensor,
+    outside: Tensor,
+    N: int,
 ) -> Tensor:
     """Log evidence at ratios ``[K, T]``, one row per column of the labels, with the noise at its best."""
     ratios = ratios.unsqueeze(-1)

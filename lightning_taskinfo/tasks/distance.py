@@ -283,7 +283,12 @@ def task_distance(
             tell(next(numbers), len(jobs), name)
 
         found = run_jobs(
-            solve, jobs, folder=folder, executor=executor, workers=workers, on_done=on_done
+            solve,
+            jobs,
+            folder=folder,
+            executor=executor,
+            workers=workers,
+            on_done=on_done,
         )
     measured = _measured(found, sizes, seeds)
     return DistanceMatrix(tuple(tasks), method, beta, tuple(sizes), tuple(seeds), **measured)
@@ -313,7 +318,9 @@ def _check_importable(**functions: Callable[..., Any]) -> None:
 
 
 def _measured(
-    found: Mapping[str, Any], sizes: list[int], seeds: Sequence[int]
+    found: Mapping[str, Any],
+    sizes: list[int],
+    seeds: Sequence[int],
 ) -> dict[str, Tensor]:
     """Distances, new heads, and information and objective of each task alone, from all trainings."""
     S, K = len(seeds), len(sizes)
@@ -351,7 +358,9 @@ def _name(seed: int, parts: tuple[int, ...]) -> str:
 
 
 def _configuration(
-    plan: Plan, tasks: Mapping[str, Data], data: list[tuple[Tensor, Tensor]]
+    plan: Plan,
+    tasks: Mapping[str, Data],
+    data: list[tuple[Tensor, Tensor]],
 ) -> dict[str, Any]:
     """What decides the numbers of a training; not the seeds, so that more of them can be added."""
     first = Union.of(plan, data[:1], 0)

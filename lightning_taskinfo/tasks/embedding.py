@@ -340,7 +340,11 @@ def embedding_rows(
 
 
 def log_embeddings(
-    run: Any, embeddings: Sequence[TaskEmbedding], *, alpha: float = ALPHA, key: str = "task2vec"
+    run: Any,
+    embeddings: Sequence[TaskEmbedding],
+    *,
+    alpha: float = ALPHA,
+    key: str = "task2vec",
 ) -> None:
     """Log figures as images, rows and distances as tables, and norms and errors as scalars to a run of W&B.
 

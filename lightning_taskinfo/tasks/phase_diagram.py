@@ -213,7 +213,10 @@ def plot_phase_map(
 
 
 def plot_phase_slices(
-    simulated: PhaseDiagram, *, printed: bool = False, ax: "Axes | None" = None
+    simulated: PhaseDiagram,
+    *,
+    printed: bool = False,
+    ax: "Axes | None" = None,
 ) -> "tuple[Figure, Axes]":
     """Draw the gain against the number of samples, theory as lines, simulation as points with standard errors.
 
@@ -296,7 +299,10 @@ def _grid(mode: Mode, sigma: float, depth: int, max_gamma: float, points: int) -
 
 
 def _boundaries(
-    mode: Mode, sigma: float, depth: int, max_gamma: float
+    mode: Mode,
+    sigma: float,
+    depth: int,
+    max_gamma: float,
 ) -> list[tuple[Tensor, Tensor]]:
     """Curves ``(gamma, theta)`` on which the gain is 0."""
     if mode == "fine_tune":

@@ -293,7 +293,10 @@ def find_head(network: nn.Module, head: str | None) -> str:
 
 
 def collect_features(
-    network: nn.Module, head: str, inputs: Any, forward_fn: _batches.Forward | None = None
+    network: nn.Module,
+    head: str,
+    inputs: Any,
+    forward_fn: _batches.Forward | None = None,
 ) -> Tensor:
     """Return what the head gets as input, ``[N, D]``, in float64 on the CPU; the network is only observed.
 
@@ -341,7 +344,11 @@ def _described(x: object) -> list[int] | str:
 
 
 def fit_linear_head(
-    features: Tensor, labels: Tensor, *, weight_decay: float, max_iter: int = 1000
+    features: Tensor,
+    labels: Tensor,
+    *,
+    weight_decay: float,
+    max_iter: int = 1000,
 ) -> nn.Linear:
     r"""Fit a linear classifier to frozen features: the one minimum of a strictly convex loss, whatever the order.
 

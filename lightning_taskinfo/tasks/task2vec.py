@@ -106,7 +106,11 @@ class Task2Vec:
         self.fingerprint = fingerprint(self.network, self.head)
 
     def embed(
-        self, data: ArrayData | Data, *, name: str | None = None, test: Data | None = None
+        self,
+        data: ArrayData | Data,
+        *,
+        name: str | None = None,
+        test: Data | None = None,
     ) -> TaskEmbedding:
         """Fit a head to the task and return the embedding.
 

@@ -279,7 +279,10 @@ def squared_distance(networks: ReLUNetworks, others: ReLUNetworks) -> Tensor:
 
 
 def train_networks(
-    networks: ReLUNetworks, batches: Iterable[tuple[Tensor, Tensor]], *, learning_rate: float = 0.5
+    networks: ReLUNetworks,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    *,
+    learning_rate: float = 0.5,
 ) -> ReLUNetworks:
     """Gradient descent of both layers on half the mean squared error, one step per batch.
 
@@ -318,7 +321,11 @@ def train_networks(
 
 
 def fit_last_layer(
-    networks: ReLUNetworks, inputs: Tensor, labels: Tensor, *, ridge: float = 1e-4
+    networks: ReLUNetworks,
+    inputs: Tensor,
+    labels: Tensor,
+    *,
+    ridge: float = 1e-4,
 ) -> ReLUNetworks:
     """Linear transfer: ridge regression of the labels on the frozen features.
 
@@ -408,7 +415,9 @@ def simulate_student_teacher(
 
 
 def _stream(
-    teacher: ReLUNetworks, steps: int, generator: Generator | None
+    teacher: ReLUNetworks,
+    steps: int,
+    generator: Generator | None,
 ) -> Iterable[tuple[Tensor, Tensor]]:
     """Fresh samples of a teacher, a batch of 256 a step: the population loss, as far as a step can see it."""
     repetitions, _, dimension = teacher.weights.shape

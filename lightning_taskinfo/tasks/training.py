@@ -134,7 +134,12 @@ def train_plain(
 
 
 def train_noisy(
-    model: nn.Module, samples: TaskData, penalty: Penalty, *, training: Training, seed: int
+    model: nn.Module,
+    samples: TaskData,
+    penalty: Penalty,
+    *,
+    training: Training,
+    seed: int,
 ) -> None:
     """Minimise the expected sum of the loss plus ``penalty``, for ``training.steps``."""
     variances = [noise.log_variance for *_, noise in noisy_weights(model)]
@@ -186,7 +191,10 @@ def _batches(n: int, batch_size: int, generator: Generator) -> Iterator[Tensor]:
 
 
 def expected_loss(
-    model: nn.Module, samples: TaskData, *, training: Training
+    model: nn.Module,
+    samples: TaskData,
+    *,
+    training: Training,
 ) -> tuple[float, float]:
     r"""Estimate :math:`E_Q[L_D]`, the expected **sum** of the loss, with its Monte-Carlo standard error.
 

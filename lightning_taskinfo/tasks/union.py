@@ -182,7 +182,11 @@ def _part(name: str) -> str:
 
 
 def _variational(
-    union: Union, model: nn.Module, data: TaskData, centre: ParamDict, weights: dict[str, float]
+    union: Union,
+    model: nn.Module,
+    data: TaskData,
+    centre: ParamDict,
+    weights: dict[str, float],
 ) -> Found:
     """Noisy weights, trained from where the plain ones are."""
     prior_std, training = union.plan.prior_std, union.plan.training
@@ -202,7 +206,11 @@ def _variational(
 
 
 def _laplace(
-    union: Union, model: nn.Module, data: TaskData, centre: ParamDict, weights: dict[str, float]
+    union: Union,
+    model: nn.Module,
+    data: TaskData,
+    centre: ParamDict,
+    weights: dict[str, float],
 ) -> Found:
     """The closed form around the trained weights, with the diagonal of the Fisher information as curvature."""
     plan = union.plan

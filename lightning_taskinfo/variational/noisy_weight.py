@@ -48,7 +48,13 @@ class NoisyWeight(nn.Module):
     prior_log_variance: Tensor
 
     def __init__(
-        self, mean: Tensor, *, std: float, prior_mean: Tensor, prior_std: float, seed: int
+        self,
+        mean: Tensor,
+        *,
+        std: float,
+        prior_mean: Tensor,
+        prior_std: float,
+        seed: int,
     ) -> None:
         super().__init__()
         log_variance = 2 * math.log(std) if std > 0 else -math.inf
