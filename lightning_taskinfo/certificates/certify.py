@@ -19,7 +19,7 @@ from lightning_taskinfo.certificates.network import (
     held_out_bound,
     network_bound,
 )
-from lightning_taskinfo.certificates.prior import Prior, half_prior
+from lightning_taskinfo.certificates.prior import Prior, assumptions, half_prior, reasons_against
 from lightning_taskinfo.certificates.samples import Data, check_fresh, read_inputs, read_samples
 from lightning_taskinfo.certificates.search import (
     BETAS,
@@ -30,7 +30,6 @@ from lightning_taskinfo.certificates.search import (
     search,
 )
 from lightning_taskinfo.certificates.subject import ErrorKind, Loss, Subject, check_weights
-from lightning_taskinfo.certificates.validity import assumptions, reasons_against
 from lightning_taskinfo.distributions import WeightGaussian
 from lightning_taskinfo.fisher.fallback import Forward
 from lightning_taskinfo.functional.intervals import betting_interval

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from lightning_taskinfo.certificates import Candidate, Prior, pareto_front
 from lightning_taskinfo.certificates.curvatures import curvatures_of
-from lightning_taskinfo.certificates.pareto import _oracle
+from lightning_taskinfo.certificates.search import _oracle
 from lightning_taskinfo.certificates.subject import Subject
 from lightning_taskinfo.functional.pac_bayes import kl_bound, oracle_complexity
 from lightning_taskinfo.plotting import plot_pareto

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lightning_taskinfo.certificates import Prior, certify
-from lightning_taskinfo.certificates.validity import assumptions, reasons_against
+from lightning_taskinfo.certificates.prior import assumptions, reasons_against
 from lightning_taskinfo.distributions import diagonal_curvature
 from tests.certificates.conftest import fit
 
