@@ -354,7 +354,8 @@ def post_distribution(
 
     Example:
         >>> pre = pre_distribution({"w": torch.zeros(2)}, prior_std=1.0)
-        >>> post = post_distribution({"w": torch.ones(2)}, pre, diagonal_curvature({"w": torch.tensor([0.0, 3.0])}))
+        >>> curvature = [CurvatureBlock(("w",), torch.tensor([[0.0, 3.0]]).double())]
+        >>> post = post_distribution({"w": torch.ones(2)}, pre, curvature)
         >>> post.log_det(), post.kl(pre)
         (tensor(-1.3863, dtype=torch.float64), tensor(1.3181, dtype=torch.float64))
     """

@@ -71,9 +71,10 @@ class DistanceMatrix(Tabled):
 
         It covers what starts, batches and noise do, not which samples stand for a task.
         """
-        if len(self.seeds) < 2:
+        S = len(self.distances)
+        if S < 2:
             return torch.full_like(self.distances[0], torch.nan)
-        return self.distances.std(0) / len(self.seeds) ** 0.5
+        return self.distances.std(0) / S**0.5
 
     def unfinished(self) -> tuple[str, ...]:
         """Return the tasks whose trainings stopped short of their minimum, or ended in different ones.
