@@ -20,8 +20,15 @@ from lightning_taskinfo._wandb import log_once
 from lightning_taskinfo.certificates.samples import Data, read_pair
 from lightning_taskinfo.functional.likelihood import Categorical, Likelihood, as_likelihood
 from lightning_taskinfo.tasks import training as train
-from lightning_taskinfo.tasks.training import Center, ModelFn, TaskData, Training
-from lightning_taskinfo.variational import add_weight_noise, noisy_weights, sampling, weight_kl
+from lightning_taskinfo.tasks.training import ModelFn, TaskData, Training
+from lightning_taskinfo.variational import (
+    PriorCenter,
+    add_weight_noise,
+    noisy_weights,
+    prior_means,
+    sampling,
+    weight_kl,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -312,7 +319,7 @@ def structure_function(
     data: Data,
     betas: Sequence[float] = BETAS,
     *,
-    prior_center: Center = "initial",
+    prior_center: PriorCenter = "initial",
     prior_std: float = 0.1,
     likelihood: str | Likelihood = "categorical",
     training: Training | None = None,
@@ -371,7 +378,7 @@ def structure_function(
     samples = TaskData(inputs, targets, as_likelihood(likelihood))
     model = train.build(model_fn, seed)
     samples.check(model)
-    centre = train.center_of(train.initial_weights(model), prior_center)
+    centre = prior_means(prior_center, train.initial_weights(model))
     if folder is not None:
         made = {
             "betas": betas,

@@ -6,12 +6,12 @@ bits, alone or beside other work.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
@@ -24,7 +24,6 @@ from lightning_taskinfo._ranges import check_counts, check_not_negative, check_p
 from lightning_taskinfo.functional.likelihood import Likelihood
 from lightning_taskinfo.variational import noisy_weights, sampling
 
-Center: TypeAlias = Literal["initial", "zero"] | Mapping[str, Tensor]
 ModelFn = Callable[[], nn.Module]
 Penalty = Callable[[nn.Module], Tensor]
 START = 0.3  # noise to begin with, as a share of the prior's: the full one shakes the means off their place
@@ -223,23 +222,6 @@ def loss_sum(model: nn.Module, samples: TaskData, *, training: Training) -> floa
 def initial_weights(model: nn.Module) -> ParamDict:
     """Return a copy of the trainable weights by name."""
     return {name: p.detach().clone() for name, p in trainable_parameters(model).items()}
-
-
-def center_of(start: ParamDict, center: Center) -> ParamDict:
-    """Return the mean of the pre-distribution by name; what a mapping lacks is refused where noise is added.
-
-    Raises:
-        ValueError: If ``prior_center`` is an unknown word.
-    """
-    if center == "initial":
-        return start
-    if center == "zero":
-        return {name: torch.zeros_like(value) for name, value in start.items()}
-    if isinstance(center, str):
-        raise ValueError(
-            f"`prior_center` must be 'initial', 'zero' or tensors by name, got {center!r}."
-        )
-    return dict(center)
 
 
 @torch.no_grad()

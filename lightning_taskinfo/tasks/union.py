@@ -24,7 +24,7 @@ from lightning_taskinfo.functional.information import information_in_weights
 from lightning_taskinfo.functional.likelihood import Categorical, Likelihood
 from lightning_taskinfo.tasks import training as train
 from lightning_taskinfo.tasks.training import ModelFn, TaskData, Training
-from lightning_taskinfo.variational import add_weight_noise, noisy_weights
+from lightning_taskinfo.variational import add_weight_noise, noisy_weights, prior_means
 
 HeadFn: TypeAlias = Callable[[int, int], nn.Module]
 Method: TypeAlias = Literal["variational", "laplace"]
@@ -143,7 +143,7 @@ def solve(union: Union) -> dict[str, Any]:
     data.check(model)
     plan = union.plan
     start = train.initial_weights(model)
-    centre = train.center_of(start, plan.prior_center)
+    centre = prior_means(plan.prior_center, start)
     betas = union.betas()
     weights = {name: betas[_part(name)] for name in start}
     scale = 2 * plan.prior_std**2

@@ -10,7 +10,7 @@ does that work.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +25,14 @@ from lightning_taskinfo.variational.noisy_weight import (
     noisy_weights,
 )
 
+PriorCenter: TypeAlias = Literal["initial", "zero"] | Mapping[str, Tensor]
+
 __all__ = [
     "NoisyWeight",
     "add_weight_noise",
     "noisy_weights",
     "plain_state_dict",
+    "prior_means",
     "remove_weight_noise",
     "repeatable_noise",
     "sampling",
@@ -41,7 +44,7 @@ def add_weight_noise(
     model: nn.Module,
     *,
     std: float = 0.01,
-    prior_center: Literal["initial", "zero"] | Mapping[str, Tensor] = "initial",
+    prior_center: PriorCenter = "initial",
     prior_std: float = 0.1,
     parameters: Callable[[str, nn.Parameter], bool] | None = None,
     seed: int = 0,
@@ -79,7 +82,7 @@ def add_weight_noise(
     check_not_negative(std=std)
     check_positive(prior_std=prior_std)
     picked = _pick(model, parameters)
-    centres = _prior_means(prior_center, picked)
+    centres = prior_means(prior_center, picked)
     owners: dict[nn.Module, None] = {model: None}
     for index, (name, mean) in enumerate(picked.items()):
         path, _, attribute = name.rpartition(".")
@@ -129,24 +132,35 @@ def _pick(
     return picked
 
 
-def _prior_means(
-    center: str | Mapping[str, Tensor], picked: Mapping[str, Tensor]
-) -> Mapping[str, Tensor]:
+def prior_means(center: PriorCenter, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the mean of the pre-distribution of each weight.
+
+    Args:
+        center: The weights as they are now, zero, or a plain state dict.
+        weights: The weights by name.
+
+    Raises:
+        ValueError: If ``center`` is another word, or lacks a weight in its shape.
+
+    Example:
+        >>> prior_means("zero", {"weight": torch.ones(2)})
+        {'weight': tensor([0., 0.])}
+    """
     if center == "initial":
-        return picked
+        return dict(weights)
     if center == "zero":
-        return {name: torch.zeros_like(p) for name, p in picked.items()}
+        return {name: torch.zeros_like(p) for name, p in weights.items()}
     if isinstance(center, str):
         raise ValueError(
             f"`prior_center` must be 'initial', 'zero' or a state dict, got {center!r}."
         )
-    for name, p in picked.items():
+    for name, p in weights.items():
         if name not in center or center[name].shape != p.shape:
             found = tuple(center[name].shape) if name in center else "nothing"
             raise ValueError(
                 f"`prior_center` must hold `{name}` with shape {tuple(p.shape)}, got {found}."
             )
-    return center
+    return dict(center)
 
 
 def weight_kl(model: nn.Module) -> Tensor:

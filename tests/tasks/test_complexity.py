@@ -262,7 +262,7 @@ def test_a_network_is_known_by_its_weights_its_modules_and_what_it_answers_to_tw
         ({"prior_std": 0.0}, r"`prior_std` must be positive, got 0\.0\."),
         (
             {"prior_center": "one"},
-            "`prior_center` must be 'initial', 'zero' or tensors by name, got 'one'",
+            "`prior_center` must be 'initial', 'zero' or a state dict, got 'one'",
         ),
         (
             {"likelihood": "poisson"},
