@@ -8,7 +8,9 @@ say the same with less noise, except for what reading off a training step does i
 and without it take turns at random within one training, where a slow second of the machine falls on both.
 
 What is measured once an epoch, or every 100 steps, is timed on an epoch of 200 steps; what costs the same in every
-step, or only at the end of training, on one of 50. In a longer epoch the measurement after it weighs less.
+step, or only at the end of training, on one of 50. In a longer epoch the measurement after it weighs less. The second
+epoch of a training is timed; the seconds that the first one takes longer inside of the callbacks (the measurement
+before training, and showing once which rows belong to which sample) are given beside it, as a share of an epoch.
 """
 
 import argparse
@@ -67,15 +69,12 @@ def cnn() -> nn.Module:
     )
 
 
-def train_step(**arguments):
-    return TrainStepNorms(every_n_steps=50, **arguments)
-
-
 NETWORKS = {"MLP 784-300-300-10": mlp, "CNN 16-32-64": cnn}
 LONG, SHORT = 200, 50  # steps of an epoch
 EACH_STEP = {
-    "training step, every step": train_step,
-    "training step, every step, whole batch": lambda: train_step(max_samples=10_000),
+    "TrainStepNorms()": TrainStepNorms,
+    "TrainStepNorms(norms_every_n_steps=1)": lambda: TrainStepNorms(norms_every_n_steps=1),
+    "TrainStepNorms(norms=False)": lambda: TrainStepNorms(norms=False),
 }
 DEFAULTS, EVERY_STEP = 1.03, 1.15  # the ratios that are aimed at
 VARIANTS = {
@@ -90,7 +89,7 @@ VARIANTS = {
 
 
 class Clock(pl.Callback):
-    """Wall-clock and CPU time of the epoch, and of the end of training after it."""
+    """Wall-clock and CPU time of the last epoch, and of the end of training after it."""
 
     def __init__(self):
         self.marks = {}
@@ -111,17 +110,25 @@ class Clock(pl.Callback):
         return [b - a for a, b in zip(self.marks[first], self.marks[last], strict=True)]
 
 
-HOOKS = ("on_train_batch_start", "on_before_backward", "on_train_batch_end", "on_train_epoch_end")
+HOOKS = (
+    "on_train_start",
+    "on_train_epoch_start",
+    "on_train_batch_start",
+    "on_before_backward",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+    "on_train_epoch_end",
+)
 
 
 def timed(callback, spent):
-    """Let a callback's own methods add to the seconds that were ``spent`` during the epoch."""
+    """Let a callback's own methods add to the seconds that were ``spent`` during each epoch."""
 
     def wrapped(hook):
-        def call(*arguments):
+        def call(trainer, *arguments):
             start = time.perf_counter()
-            hook(*arguments)
-            spent[0] += time.perf_counter() - start
+            hook(trainer, *arguments)
+            spent[trainer.current_epoch] += time.perf_counter() - start
 
         return call
 
@@ -164,10 +171,10 @@ class NowAndThen(pl.Callback):
         self.callback.on_train_end(*arguments)
 
 
-def fit(make, callbacks, data, batch_size):
+def fit(make, callbacks, data, batch_size, epochs=1):
     torch.manual_seed(0)
     trainer = pl.Trainer(
-        max_epochs=1,
+        max_epochs=epochs,
         accelerator="cpu",
         callbacks=callbacks,
         logger=False,
@@ -199,13 +206,16 @@ def by_steps(make, callback, data, *, batch_size, repeats):
 
 
 def run(make, callbacks, data, batch_size):
-    """Train for an epoch; return wall-clock and CPU seconds of it, of the end of training, and inside of callbacks."""
-    clock, spent = Clock(), [0.0]
-    fit(make, [*(timed(callback, spent) for callback in callbacks), clock], data, batch_size)
+    """Train for two epochs; return wall-clock and CPU seconds of the second, of the end of training, and of callbacks."""
+    clock, spent = Clock(), [0.0, 0.0]
+    watched = [timed(callback, spent) for callback in callbacks]
+    fit(make, [*watched, clock], data, batch_size, epochs=2)
+    first, second = spent
     return {
         "epoch": clock.seconds("start", "epoch"),
         "end": clock.seconds("epoch", "end"),
-        "own": spent,
+        "own": [second],
+        "start": [first - second],
     }
 
 
@@ -261,8 +271,10 @@ def summary(name, watched, plain):
         ends = [a["end"][i] - b["end"][i] for a, b in zip(watched, plain, strict=True)]
         found |= {kind: statistics.median(ratios), f"{kind}_range": [min(ratios), max(ratios)]}
         found[f"end_{kind}_seconds"] = statistics.median(ends)
-    own = [a["own"][0] / b["epoch"][0] for a, b in zip(watched, plain, strict=True)]
-    return found | {"own": statistics.median(own), "own_range": [min(own), max(own)]}
+    for kind in ("own", "start"):
+        shares = [a[kind][0] / b["epoch"][0] for a, b in zip(watched, plain, strict=True)]
+        found |= {kind: statistics.median(shares), f"{kind}_range": [min(shares), max(shares)]}
+    return found
 
 
 def main() -> None:
@@ -290,18 +302,20 @@ def main() -> None:
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(report, indent=2) + "\n")
     print(
-        "| network | variant | epoch, wall | epoch, CPU | own methods | by steps | goal | end of fit, seconds |"
+        "| network | variant | epoch, wall | epoch, CPU | own methods | start | by steps | goal | end of fit, seconds |"
     )
-    print("|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|")
     for network, result in results.items():
         for name, r in result["ratios"].items():
             goal = "" if r["goal"] is None else f"{r['goal']:.2f}"
             steps = (
-                "{median:.3f} [{range[0]:.3f}, {range[1]:.3f}]".format(**r["by_steps"])
+                "{of_means:.3f} [{of_means_range[0]:.3f}, {of_means_range[1]:.3f}]".format(
+                    **r["by_steps"]
+                )
                 if "by_steps" in r
                 else ""
             )
-            times = f"{r['wall']:.3f} | {r['cpu']:.3f} | {r['own']:.3f} | {steps} | {goal}"
+            times = f"{r['wall']:.3f} | {r['cpu']:.3f} | {r['own']:.3f} | {r['start']:.3f} | {steps} | {goal}"
             print(f"| {network} | {name} | {times} | {r['end_wall_seconds']:.2f} |")
     print(f"\n{report['seconds']:.0f} s, load average {before['load_average']} before")
 

@@ -95,13 +95,11 @@ def _callbacks_summary() -> str:
         shares = [100 * network["ratios"][name]["own"] for network in networks]
         parts.append(f"`{name}`: {min(shares):.1f} to {max(shares):.1f} % of an epoch")
     steps = [
-        100 * (ratio["by_steps"]["median"] - 1)
+        100 * (network["ratios"]["TrainStepNorms()"]["by_steps"]["of_means"] - 1)
         for network in networks
-        for ratio in network["ratios"].values()
-        if "by_steps" in ratio
     ]
     return "; ".join(
-        [*parts, f"`TrainStepNorms`: {min(steps):.0f} to {max(steps):.0f} % of a step"]
+        [*parts, f"`TrainStepNorms()`: {min(steps):.0f} to {max(steps):.0f} % of a step"]
     )
 
 

@@ -2,7 +2,8 @@
 
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from statistics import fmean, stdev
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -35,6 +36,7 @@ from lightning_taskinfo.functional.likelihood import Categorical
 
 STRUCTURES = ("diagonal", "kron")
 AUTO_STDS = tuple(10 ** (j / 4) for j in range(-12, 5))  # 0.001 to 10
+PARTS = 2  # of the samples, one for each noise in turn
 TRUSTED = (0.5, 2.0)  # measured over quadratic expected loss
 
 
@@ -43,7 +45,7 @@ class _Observed(NamedTuple):
 
     model: nn.Module
     fisher: ParamDict | KroneckerSums  # of this process
-    loss: float  # summed over samples, NaN where it is not known
+    losses: Tensor  # of its samples, NaN where they are not known
     displacement: ParamDict
 
 
@@ -108,6 +110,7 @@ class InformationInWeights(Probe):
             :func:`~lightning_taskinfo.fisher.kronecker_factors`. It needs memory for a matrix as wide as a layer has
             inputs, and one as wide as it has outputs.
         draws: Networks drawn from :math:`Q` for the measured loss, an even number: noise is used with both signs.
+            Each is tried on half of the samples.
         num_samples: :math:`N`; the length of the training set unless given.
         max_samples: At most this many samples are measured.
         data: As for every probe; a fixed subset of the training set by default.
@@ -200,18 +203,16 @@ class InformationInWeights(Probe):
             if samples.counted:
                 request = samples.request()
                 sums = kronecker_sums(model, samples.inputs, samples.targets, request)
-            return _Observed(model, sums, samples.loss(model), moved)
+            return _Observed(model, sums, samples.losses(model), moved)
         draws, sink = samples.draws(LossOnTheWay), Diagonal()
         if samples.counted:
             measure(model, samples.inputs, samples.targets, samples.request(draws), sink)
         diagonal = sink.by_name(trainable_parameters(model))
-        return _Observed(model, diagonal, draws.loss, moved)
+        return _Observed(model, diagonal, draws.losses(), moved)
 
     def summarise(self, observed: _Observed, samples: Samples) -> dict[str, float]:
         """Put the parts of all processes together, and measure the loss under the Gaussian that they give."""
-        loss = self._of_training_set(
-            samples, torch.tensor([observed.loss], dtype=torch.float64, device="cpu")
-        ).item()
+        loss = self._of_training_set(samples, observed.losses.sum()).item()
         moved = {name: part for name, part in observed.displacement.items() if bool(part.any())}
         if moved:
             gaussian = self._best_gaussian(
@@ -289,14 +290,14 @@ class InformationInWeights(Probe):
         """Measure the loss under the Gaussian of ``prior_std``, or of the best of the grid."""
         noises = standard_noises(family.displacement, self.draws // 2, self.seed)
         if not isinstance(self.prior_std, str):
-            return self._gaussian(self.prior_std, observed.model, family, noises, samples)
+            return self._gaussian(self.prior_std, observed, family, noises, samples)
         tried: dict[int, _Gaussian] = {}
 
         def best_of(numbers: Iterable[int]) -> int:
             for number in numbers:
                 if 0 <= number < len(AUTO_STDS) and number not in tried:
                     std = AUTO_STDS[number]
-                    tried[number] = self._gaussian(std, observed.model, family, noises, samples)
+                    tried[number] = self._gaussian(std, observed, family, noises, samples)
             return min(tried, key=lambda number: tried[number].code_length())
 
         best = self._chosen
@@ -309,21 +310,29 @@ class InformationInWeights(Probe):
     def _gaussian(
         self,
         std: float,
-        model: nn.Module,
+        observed: _Observed,
         family: PostFamily,
         noises: list[ParamDict],
         samples: Samples,
     ) -> _Gaussian:
-        """Measure the loss under one Gaussian. Every process gets to the sum over processes, also one that fails."""
-        try:
-            losses = losses_with_noise(
-                model, lambda: samples.loss(model), family.shaped(std), noises
-            )
-        except Exception:  # e.g. out of memory: then NaN, on all processes
-            losses = torch.full((len(noises), 2), math.nan, device="cpu")
-        pairs = self._of_training_set(samples, losses).mean(1)
-        error = pairs.std().item() / math.sqrt(len(pairs)) if len(pairs) > 1 else math.nan
-        return _Gaussian(std, family.terms(std), pairs.mean().item(), error)
+        """Measure the loss under one Gaussian. Every process gets to the sum over processes, also one that fails.
+
+        Each noise is tried on every second sample, and what it adds to their loss stands for all
+        samples: losses under one noise rise together, so that more noises say more than more samples.
+        """
+        shaped = family.shaped(std)
+        parts = min(PARTS, len(noises), samples.total)
+        excess = []
+        for number, noise in enumerate(noises):
+            part = number % parts
+            some = slice((part - samples.first) % parts, None, parts)
+            share = len(range(part, samples.total, parts)) / samples.total
+            excess.append(_excess(observed, shaped, noise, samples, some) / share)
+        mine = torch.tensor([observed.losses.sum(), *excess], dtype=torch.float64, device="cpu")
+        loss, *others = self._of_training_set(samples, mine).tolist()
+        pairs = [loss + more for more in others]
+        error = stdev(pairs) / math.sqrt(len(pairs)) if len(pairs) > 1 else math.nan
+        return _Gaussian(std, family.terms(std), fmean(pairs), error)
 
     def _label_nats(self, samples: Samples) -> float:
         """Return what a code for the labels of the training set needs without a network; NaN if not class labels."""
@@ -365,6 +374,24 @@ class InformationInWeights(Probe):
                 f"{self.state_key} goes on with `prior_std` and `beta` {now}, and its history was measured with "
                 f"{before}: the two parts do not compare.",
             )
+
+
+def _excess(
+    observed: _Observed,
+    shaped: Callable[[str, Tensor], Tensor],
+    noise: ParamDict,
+    samples: Samples,
+    some: slice,
+) -> float:
+    """Return what noise of both signs adds to the loss of some samples in the mean; NaN where that fails."""
+    model = observed.model
+    try:
+        rows = losses_with_noise(
+            model, lambda: samples.losses(model, some).sum().item(), shaped, [noise]
+        )
+    except Exception:  # e.g. out of memory: then NaN, on all processes
+        return math.nan
+    return rows.mean().item() - observed.losses[some].sum().item()
 
 
 def _ratio(value: float, whole: float) -> float:

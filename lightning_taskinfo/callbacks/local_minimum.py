@@ -105,7 +105,7 @@ class LocalMinimum(Probe):
             generator=Generator().manual_seed(samples.seed),
         )
         values = {name: value.item() for name, value in result._asdict().items()}
-        return values | {"mean_loss": samples.loss(model) / len(gram)}
+        return values | {"mean_loss": samples.losses(model).mean().item()}
 
     def summarise(self, observed: dict[str, float], samples: Samples) -> dict[str, float]:
         return {f"local_minimum/{name}": value for name, value in observed.items()}

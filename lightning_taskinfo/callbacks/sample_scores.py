@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 Score: TypeAlias = Literal["loss", "squared_norm"]
 LARGEST = 10**9  # numbers of samples: memory grows with them
+BATCHES = 32  # added up at once
 
 
 @dataclass(frozen=True)
@@ -91,12 +92,16 @@ class SampleScores:
 
 
 class SampleSums:
-    """Adds up losses and squared norms by the number of the sample, in memory that grows with the largest number."""
+    """Adds up losses and squared norms by the number of the sample, in memory that grows with the largest number.
+
+    Args:
+        table: Sums so far, as :attr:`table` has them.
+    """
 
     def __init__(self, table: Tensor | None = None) -> None:
-        # Rows: sum of losses, their number, sum of squared norms, their number, and how often a
-        # sample was seen.
-        self.table = torch.zeros(5, 0, device="cpu") if table is None else table
+        self._table = torch.zeros(5, 0, device="cpu") if table is None else table
+        self._losses: list[tuple[Tensor, Tensor | None]] = []  # batches that are to be added
+        self._norms: list[tuple[Tensor, Tensor]] = []
 
     def add(
         self, index: Tensor, losses: Tensor | None, norms: Tensor | None, first: int = 0
@@ -117,25 +122,44 @@ class SampleSums:
         largest = int(index.max())
         if largest >= LARGEST:
             raise ValueError(f"numbers of samples must be less than {LARGEST}, got {largest}")
-        self._grow_to(largest + 1)
-        index = index.to(self.table.device)
-        self.table[4].index_add_(0, index, torch.ones_like(index, dtype=self.table.dtype))
-        if losses is not None:
-            self._add(0, index, losses)
+        self._losses.append((index, None if losses is None else losses.detach()))
         if norms is not None:
-            self._add(2, index[first : first + len(norms)], norms)
+            self._norms.append((index[first : first + len(norms)], norms.detach()))
+        if len(self._losses) == BATCHES:
+            self._add_all()
 
-    def _add(self, row: int, index: Tensor, values: Tensor) -> None:
-        values = values.detach().to(self.table)
+    @property
+    def table(self) -> Tensor:
+        """By row: sum of losses, their number, sum of squared norms, their number, and how often a sample was seen."""
+        if self._losses:
+            self._add_all()
+        return self._table
+
+    def _add_all(self) -> None:
+        """Add the batches that wait: a few at once take little longer than one."""
+        seen = torch.cat([index for index, _ in self._losses])
+        self._grow_to(int(seen.max()) + 1)
+        seen = seen.to(self._table.device)
+        self._table[4].index_add_(0, seen, torch.ones_like(seen, dtype=self._table.dtype))
+        self._add(0, [(index, losses) for index, losses in self._losses if losses is not None])
+        self._add(2, self._norms)
+        self._losses = []
+        self._norms = []
+
+    def _add(self, row: int, batches: list[tuple[Tensor, Tensor]]) -> None:
+        if not batches:
+            return
+        index = torch.cat([numbers for numbers, _ in batches]).to(self._table.device)
+        values = torch.cat([part for _, part in batches]).to(self._table)
         finite = values.isfinite()
-        self.table[row].index_add_(0, index, torch.where(finite, values, 0))
-        self.table[row + 1].index_add_(0, index, finite.to(self.table))
+        self._table[row].index_add_(0, index, torch.where(finite, values, 0))
+        self._table[row + 1].index_add_(0, index, finite.to(self._table))
 
     def _grow_to(self, size: int) -> None:
-        missing = size - self.table.shape[1]
+        missing = size - self._table.shape[1]
         if missing > 0:
-            more = max(missing, self.table.shape[1] // 2)
-            self.table = torch.nn.functional.pad(self.table, (0, more))
+            more = max(missing, self._table.shape[1] // 2)
+            self._table = torch.nn.functional.pad(self._table, (0, more))
 
     def scores(self, rank_by: Score) -> SampleScores:
         """Return the means over steps."""

@@ -85,17 +85,19 @@ class Samples:
         """Return what the engine is asked for."""
         return replace(self.asked, likelihood=draws or self.draws())
 
-    def loss(self, model: nn.Module) -> float:
-        """Return the negative log-likelihood of the targets in nats, summed; NaN without targets."""
+    def losses(self, model: nn.Module, some: slice = slice(None)) -> Tensor:
+        """Return the negative log-likelihood of some samples' targets in nats, ``[n]``; NaN without targets."""
+        inputs = take(self.inputs, itemgetter(some))
         if self.targets is None:
-            return math.nan
-        total = torch.zeros((), dtype=torch.float64, device="cpu")
+            return torch.full((size(inputs),), math.nan, dtype=torch.float64, device="cpu")
+        targets = self.targets[some]
+        found = [torch.zeros(0, dtype=torch.float64, device="cpu")]
         with torch.no_grad():
-            for start in range(0, size(self.inputs), CHUNK):
+            for start in range(0, len(targets), CHUNK):
                 part = itemgetter(slice(start, start + CHUNK))
-                outputs = self.asked.forward(model, take(self.inputs, part))
-                total -= self.likelihood.log_prob(outputs, part(self.targets)).double().sum().cpu()
-        return total.item()
+                outputs = self.asked.forward(model, take(inputs, part))
+                found.append(-self.likelihood.log_prob(outputs, part(targets)).double().cpu())
+        return torch.cat(found)
 
     def summed(self, values: Tensor | list[float]) -> Tensor:
         """Return what all processes' values add up to, in float64; every process has to ask."""
@@ -103,21 +105,24 @@ class Samples:
 
 
 class LossOnTheWay(NumberedDraws):
-    """Draws of labels that also add up the loss of the dataset's labels, from outputs that are there anyway.
+    """Draws of labels that also note the loss of the dataset's labels, from outputs that are there anyway."""
 
-    Attributes:
-        loss: The sum of the negative log-likelihood so far, in nats; NaN without targets.
-    """
-
-    loss: float = 0.0
+    def __init__(self, likelihood: Likelihood, **numbers: int) -> None:
+        super().__init__(likelihood, **numbers)
+        self._found = [torch.zeros(0, dtype=torch.float64, device="cpu")]
 
     def check(self, outputs: Tensor, targets: Tensor | None) -> None:  # once a chunk
-        """See that outputs and targets fit the likelihood, and add their loss."""
+        """See that outputs and targets fit the likelihood, and note their losses."""
         super().check(outputs, targets)
         if targets is None:
-            self.loss = math.nan
+            losses = torch.full((len(outputs),), math.nan, device="cpu")
         else:
-            self.loss -= self.likelihood.log_prob(outputs.detach(), targets).double().sum().item()
+            losses = -self.likelihood.log_prob(outputs.detach(), targets)
+        self._found.append(losses.double().cpu())
+
+    def losses(self) -> Tensor:
+        """Return the negative log-likelihood of each sample so far, in nats; NaN without targets."""
+        return torch.cat(self._found)
 
 
 class Source:

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from lightning_taskinfo._batches import read_batch, read_by, sample_count
 from lightning_taskinfo._lightning import LightningModule, Trainer
+from lightning_taskinfo._observe import ParamDict
+from lightning_taskinfo._ranges import check_counts
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.callbacks._indices import BatchIndices
 from lightning_taskinfo.callbacks.probe import Probe
@@ -16,7 +18,6 @@ from lightning_taskinfo.callbacks.report import has_matplotlib, report
 from lightning_taskinfo.callbacks.sample_scores import SampleScores, SampleSums, Score
 from lightning_taskinfo.callbacks.source import Samples, on_every_process, summed
 from lightning_taskinfo.fisher.accumulators import TraceSums
-from lightning_taskinfo.fisher.graph import Graph
 from lightning_taskinfo.fisher.step_losses import StepLosses
 from lightning_taskinfo.fisher.train_step import StepRecorder
 
@@ -49,10 +50,12 @@ class TrainStepNorms(Probe):
     Args:
         every_n_steps: Optimizer steps between two values that are logged; samples are followed in
             all steps.
-        max_samples: Norms of at most this many samples of a batch are read in a step, on each
-            process; other ones in the next epoch. Losses are read of all.
         norms: Whether gradient norms are read at all. Without them, losses of any network can be
             followed.
+        norms_every_n_steps: Norms are read in one of this many steps, other steps in the next epoch,
+            and where values are logged. Losses are read in all steps.
+        max_samples: Norms of at most this many samples of a batch are read in a step, on each
+            process; other ones the next time.
         top_k: How many samples the table of the loggers has.
         rank_by: What ranks the samples: ``"loss"`` or ``"squared_norm"``.
         loss_reduction: Whether the loss of a training step is the ``"mean"`` or the ``"sum"`` over
@@ -86,8 +89,9 @@ class TrainStepNorms(Probe):
         self,
         *,
         every_n_steps: int | None = None,
-        max_samples: int = 16,
         norms: bool = True,
+        norms_every_n_steps: int = 4,
+        max_samples: int = 64,
         top_k: int = 100,
         rank_by: Score = "loss",
         loss_reduction: Literal["mean", "sum"] = "mean",
@@ -113,11 +117,11 @@ class TrainStepNorms(Probe):
                 raise ValueError(
                     f"`{argument}` must be one of {', '.join(options)}, got {value!r}."
                 )
-        if top_k < 1:
-            raise ValueError(f"`top_k` must be at least 1, got {top_k}.")
+        check_counts(top_k=top_k, norms_every_n_steps=norms_every_n_steps)
         if rank_by == "squared_norm" and not norms:
             raise ValueError(f"`rank_by` must be 'loss' with `norms=False`, got {rank_by!r}.")
         self.norms = norms
+        self.norms_every_n_steps = norms_every_n_steps
         self.top_k = top_k
         self.rank_by: Score = rank_by
         self.loss_reduction = loss_reduction
@@ -129,12 +133,14 @@ class TrainStepNorms(Probe):
         self._recorder: StepRecorder | None = None
         self._follow = True  # whether samples are known by number
         self._first_step = True
+        self._norms: tuple[ParamDict, float] | None = None  # the last ones, with their scale
         self._reset()
 
     def _reset(self) -> None:
         """Forget the step before."""
         self._size = 0
-        self._turn = 0  # which samples' norms are read
+        self._turn = 0  # of the steps and samples whose norms are read
+        self._reads_norms = False
         self._scale = math.nan
         self._index: Tensor | None = None
         self._targets: Any = None
@@ -158,6 +164,7 @@ class TrainStepNorms(Probe):
             )
         if self.norms:
             self._recorder = StepRecorder(pl_module, self.max_samples)
+        self._norms = None
         self._checked = True  # the module is not called by us,
         self._comparison = None  # and its own loss is read
         self._follow = True
@@ -167,12 +174,11 @@ class TrainStepNorms(Probe):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        before = (
-            self._merged or self._sums
-        ).table  # of a checkpoint or an earlier fit, which counts once
+        before = (self._merged or self._sums).table  # of a checkpoint or an earlier fit
+        if trainer.global_rank:  # it counts once
+            before = torch.zeros(5, 0, device="cpu")
         self._merged = None
-        self._sums = SampleSums(torch.zeros(5, 0, device="cpu") if trainer.global_rank else before)
-        self._sums.table = self._sums.table.to(pl_module.device)
+        self._sums = SampleSums(before.to(pl_module.device))
         reason = self._indices.unknown(trainer)
         if reason is not None:
             self._follow = False
@@ -225,16 +231,25 @@ class TrainStepNorms(Probe):
 
     def _read(self, trainer: Trainer, loss: Tensor) -> None:
         """Read the losses, and the gradients when they come."""
-        recorder = self._recorder
-        graph = Graph(loss, {}) if recorder is None else recorder.graph(loss)
-        losses = StepLosses(graph, self._size, self._targets)
+        losses = StepLosses(loss, self._size, self._targets)
         self._losses = losses.values
-        if recorder is not None:
-            first = self.max_samples * (self._turn % math.ceil(self._size / self.max_samples))
-            recorder.listen(graph, losses.root, self._size, first)
+        recorder = self._recorder
+        self._reads_norms = recorder is not None and self._norms_are_due(trainer)
+        if recorder is not None and (self._reads_norms or self._first_step):
             self._scale = self._per_sample(trainer)
+            parts = math.ceil(self._size / self.max_samples)
+            part = self._turn // self.norms_every_n_steps % parts
+            recorder.listen(recorder.graph(loss), losses.root, self._size, self.max_samples * part)
         if self._first_step:
             self._refuse(losses)
+
+    def _norms_are_due(self, trainer: Trainer) -> bool:
+        """Whether norms are read in this step: it is their turn, or the values after it are logged."""
+        every = self.every_n_steps
+        logged = (
+            every is not None and (trainer.global_step + 1) // every != self._last_step // every
+        )
+        return logged or self._turn % self.norms_every_n_steps == 0
 
     def _per_sample(self, trainer: Trainer) -> float:
         """Return what a sample's part of the backward pass has to be multiplied by to be its own gradient."""
@@ -264,13 +279,14 @@ class TrainStepNorms(Probe):
 
     def _add_samples(self) -> None:
         """Add what this step has shown of its samples."""
-        if self._index is None or self._problem is not None:
+        if self._problem is not None:
             return
         norms, first = None, 0
-        if self._recorder is not None and self._recorder.norms:
+        if self._recorder is not None and self._reads_norms and self._recorder.norms:
+            self._norms = self._recorder.norms, self._scale**2
             norms = self._scale**2 * torch.stack([*self._recorder.norms.values()]).sum(0)
             first = self._recorder.first
-        if norms is not None or self._losses is not None:
+        if self._index is not None and (norms is not None or self._losses is not None):
             self._sums.add(self._index, self._losses, norms, first)
 
     # What is logged
@@ -296,11 +312,11 @@ class TrainStepNorms(Probe):
         of_losses = [losses.double().sum().item(), float(len(losses))]
         if self._recorder is None:
             return [], of_losses
-        if not self._recorder.norms:
+        if self._norms is None or (self._reads_norms and not self._recorder.norms):
             raise RuntimeError(
                 self._recorder.problem or "the backward pass did not come by all weights"
             )
-        names, of_norms = TraceSums.of(self._recorder.norms, self._scale**2)
+        names, of_norms = TraceSums.of(*self._norms)
         if not all(map(math.isfinite, of_norms)):
             raise RuntimeError("the gradients of the training step are not finite")
         return names, [*of_norms, *of_losses]

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from lightning_taskinfo._observe import at_least_float32
-from lightning_taskinfo.fisher.graph import Edge, Graph, shape_of
+from lightning_taskinfo.fisher.graph import Edge, shape_of
 
 Rows = tuple[Tensor, Tensor, Tensor]
 """Losses by row, which of them count, and the targets."""
@@ -47,7 +47,7 @@ class StepLosses:
     """What the loss of a training step shows of its samples.
 
     Args:
-        graph: The graph of the loss.
+        loss: What the training step has returned.
         samples: Samples of the batch.
         targets: The labels of the batch, to see that the loss has the samples in the same order;
             None if unknown.
@@ -61,11 +61,11 @@ class StepLosses:
         problem: Why losses cannot be read.
     """
 
-    def __init__(self, graph: Graph, samples: int, targets: Any) -> None:
+    def __init__(self, loss: Tensor, samples: int, targets: Any) -> None:
         self.values: Tensor | None = None
         self.root: Edge | None = None
         self.problem: str | None = None
-        found = [node for node in graph.nodes if type(node).__name__ in LOSSES]
+        found = _known_losses(loss)
         if len(found) == 1:
             self._read(found[0], samples, targets)
             return
@@ -73,7 +73,7 @@ class StepLosses:
         self.problem = (
             f"the training step must compute one loss of {known}, not compiled, got {len(found)}"
         )
-        self.root = _made_scalar(graph, samples)
+        self.root = _made_scalar(loss, samples)
 
     def _read(self, node: Node, samples: int, targets: Any) -> None:
         with torch.no_grad():
@@ -94,9 +94,25 @@ class StepLosses:
         self.root = None if source is None else Edge(source, number)
 
 
-def _made_scalar(graph: Graph, samples: int) -> Edge | None:
+def _known_losses(loss: Tensor) -> list[Node]:
+    """Return the operations of :data:`LOSSES` that a loss was computed from; what is below them is no matter."""
+    found: list[Node] = []
+    nodes = [loss.grad_fn]
+    seen = {*nodes}
+    for node in nodes:  # which grows
+        if type(node).__name__ in LOSSES:
+            found.append(node)
+            continue
+        for source, _ in node.next_functions:
+            if source is not None and source not in seen:
+                seen.add(source)
+                nodes.append(source)
+    return found
+
+
+def _made_scalar(loss: Tensor, samples: int) -> Edge | None:
     """Return what a loss of one's own is the mean or the sum of, if that has one axis of samples, the first."""
-    scalars = [graph.nodes[0]]
+    scalars = [loss.grad_fn]
     for node in scalars:  # which grows
         for source, number in node.next_functions:
             if source is None or not source.next_functions:

@@ -5,7 +5,6 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_taskinfo.fisher.graph import Graph
 from lightning_taskinfo.fisher.step_losses import StepLosses
 
 N, T, C = 6, 4, 5
@@ -21,7 +20,7 @@ def outputs(*shape, generator):
 
 
 def read(loss, targets):
-    return StepLosses(Graph(loss, {}), N, targets)
+    return StepLosses(loss, N, targets)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
