@@ -206,7 +206,7 @@ def by_steps(make, callback, data, *, batch_size, repeats):
 
 
 def run(make, callbacks, data, batch_size):
-    """Train for two epochs; return wall-clock and CPU seconds of the second, of the end of training, and of callbacks."""
+    """Train for two epochs; return seconds of the second, of the end of training, and inside of callbacks."""
     clock, spent = Clock(), [0.0, 0.0]
     watched = [timed(callback, spent) for callback in callbacks]
     fit(make, [*watched, clock], data, batch_size, epochs=2)

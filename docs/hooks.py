@@ -197,7 +197,7 @@ def rows(stored: dict[str, Any]) -> list[dict[str, Any]]:
                 "epoch over plain epoch": ratio["wall"],
                 "range": " to ".join(map(_shown, ratio["wall_range"])),
                 "share of the callbacks' own methods": ratio["own"],
-                "step over plain step": ratio.get("by_steps", {}).get("median", ""),
+                "step over plain step": ratio.get("by_steps", {}).get("of_means", ""),
             }
             for network, result in stored["results"].items()
             for name, ratio in result["ratios"].items()

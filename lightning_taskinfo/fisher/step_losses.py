@@ -97,7 +97,7 @@ class StepLosses:
 def _known_losses(loss: Tensor) -> list[Node]:
     """Return the operations of :data:`LOSSES` that a loss was computed from; what is below them is no matter."""
     found: list[Node] = []
-    nodes = [loss.grad_fn]
+    nodes: list[Any] = [loss.grad_fn]
     seen = {*nodes}
     for node in nodes:  # which grows
         if type(node).__name__ in LOSSES:
@@ -112,7 +112,7 @@ def _known_losses(loss: Tensor) -> list[Node]:
 
 def _made_scalar(loss: Tensor, samples: int) -> Edge | None:
     """Return what a loss of one's own is the mean or the sum of, if that has one axis of samples, the first."""
-    scalars = [loss.grad_fn]
+    scalars: list[Any] = [loss.grad_fn]
     for node in scalars:  # which grows
         for source, number in node.next_functions:
             if source is None or not source.next_functions:
