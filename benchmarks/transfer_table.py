@@ -51,13 +51,13 @@ def search_trials(args: argparse.Namespace, seed: int) -> list[list[Trial]]:
             recipe = Ready(
                 args.model,
                 search,
-                [method],
                 None,
                 [seed],
+                "cpu",
+                DEFAULT,
+                methods=[method],
                 stages=stages(args),
                 weights={method: weight},
-                namespace=DEFAULT,
-                accelerator="cpu",
             )
             folder = args.folder / "search" / f"seed{seed}-{method}-{weight}"
             trials = recipe.trials(folder, RunLog())

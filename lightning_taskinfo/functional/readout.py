@@ -23,6 +23,22 @@ class HeldOut(NamedTuple):
     baseline: Tensor
 
 
+class ReadOut(NamedTuple):
+    """What a linear read-out of one layer's features predicts of held-out labels.
+
+    Attributes:
+        missed: Share of the labels' variance that it misses.
+        standard_error: Of the share, over samples, to first order.
+        squares: Squared error of each sample, over that of the mean label, shape ``[N]``.
+        wrong: Whether the largest column is another than the label's, shape ``[N]``.
+    """
+
+    missed: Tensor
+    standard_error: Tensor
+    squares: Tensor
+    wrong: Tensor
+
+
 def pooled(
     features: Tensor,
     max_features: int | None = 1024,
@@ -149,6 +165,31 @@ def held_out_readout(features: Tensor, columns: Tensor, fold: Tensor) -> HeldOut
         predicted[test] = mean_y + ridge(x, y, features[test] - mean_x)
         baseline[test] = mean_y
     return HeldOut(predicted, baseline)
+
+
+def read_out(features: Tensor, columns: Tensor, fold: Tensor) -> ReadOut:
+    """Predict the columns of each fold from the features of the others, and say how much of them is missed.
+
+    Args:
+        features: Shape ``[N, D]``.
+        columns: Labels as real columns, classes as indicators, shape ``[N, K]``.
+        fold: Fold of each sample, from 0 on, shape ``[N]``.
+
+    Returns:
+        Shares and errors, in float64.
+
+    Example:
+        >>> x = torch.arange(6.0).unsqueeze(1)
+        >>> bool(read_out(x, 2 * x + 1, torch.arange(6) % 2).missed < 1e-6)
+        True
+    """
+    predicted, mean = held_out_readout(features, columns, fold)
+    residual = (columns - predicted).square().sum(-1)
+    baseline = (columns - mean).square().sum(-1)
+    missed = residual.sum() / baseline.sum()
+    error = (residual - missed * baseline).std() / baseline.mean() / len(baseline) ** 0.5
+    wrong = (predicted.argmax(1) != columns.argmax(1)).double()
+    return ReadOut(missed, error, residual / baseline.mean(), wrong)
 
 
 def ridge(x: Tensor, y: Tensor, new: Tensor) -> Tensor:

@@ -47,11 +47,6 @@ class Samples(NamedTuple):
         """Inputs of two samples, to find things out with."""
         return take(self.inputs, itemgetter(slice(2)))
 
-    def places(self) -> Iterator[slice]:
-        """Yield the rows of each forward pass."""
-        for begin in range(0, len(self.labels), self.chunk):
-            yield slice(begin, begin + self.chunk)
-
 
 def read_samples(data: Any, batch_fn: BatchFn | None) -> Samples:
     """Return all samples of one batch, or of an iterable of batches.
@@ -179,33 +174,47 @@ class Network:
             raise ValueError(
                 f"`layers` must name modules of the model, got {unknown[0]!r}; there are {list(modules)}."
             )
-        found: dict[str, Tensor] = {}
-        rows: dict[str, Tensor] = {}  # of one pass
+        n = len(samples.labels)
+        found: dict[str, Tensor] = {}  # a tensor a layer: small ones between large ones hold memory
         logits: list[Tensor] = []
+        place = slice(0)  # of one pass, as its inputs and the layers it has seen
         inputs: Any = None
+        seen: set[str] = set()
 
         def keep(name: str, output: Any) -> None:
             values = first_tensor(output)
-            if values is not None and values.ndim:
-                if name in rows:
-                    raise _not_once(name)
-                rows[name] = pooled(values.detach(), max_features, mask=_mask(inputs))
+            if values is None or not values.ndim:
+                return
+            part = pooled(values.detach(), max_features, mask=_mask(inputs))
+            if name not in found:
+                dtype = torch.promote_types(part.dtype, torch.float32)
+                found[name] = torch.empty(n, part.shape[1], dtype=dtype)
+            room = found[name][place]
+            if name in seen or room.shape[1] != part.shape[1]:
+                raise _not_once(name)
+            if len(room) != len(part):
+                raise ValueError(
+                    f"`layers` must put out one row for each sample, got {len(part)} rows for {len(room)} samples "
+                    f"from {name!r}."
+                )
+            room.copy_(part)
+            seen.add(name)
 
         with (
             hooked({name: modules[name] for name in names}, keep),
             observing(self.model),
             torch.no_grad(),
         ):
-            for place in samples.places():
+            for begin in range(0, n, samples.chunk):
+                place = slice(begin, begin + samples.chunk)
                 inputs = take(samples.inputs, itemgetter(place))
                 output = first_tensor(self.run(inputs))
                 if self.head is not None and output is not None and output.ndim == 2:
                     logits.append(output.double().cpu())
-                if missing := [n for n in (found if layers is None else names) if n not in rows]:
-                    raise _not_once(missing[0])
-                for name, part in rows.items():
-                    _put(found, name, place, part, samples)
-                rows.clear()
+                for name in found if layers is None else names:
+                    if name not in seen:
+                        raise _not_once(name)
+                seen.clear()
         if not found:
             raise ValueError("`layers` must name at least one module, got none.")
         for name, values in found.items():
@@ -214,7 +223,7 @@ class Network:
                     f"`model` must have finite features, got {count} values that are not in layer {name!r}."
                 )
         features = {name: found[name] for name in names if name in found}
-        whole = sum(map(len, logits)) == len(samples.labels)
+        whole = sum(map(len, logits)) == n
         return Frozen(features, torch.cat(logits) if whole else None)
 
     def spread_layers(self, number: int) -> list[str]:
@@ -248,22 +257,6 @@ class Network:
         if number == 1:
             return names[-1:]
         return [names[round(i * (len(names) - 1) / (number - 1))] for i in range(number)]
-
-
-def _put(found: dict[str, Tensor], name: str, place: slice, part: Tensor, samples: Samples) -> None:
-    """Copy rows to their place: all of a layer in one tensor, since small ones between large ones hold memory."""
-    if name not in found:
-        dtype = torch.promote_types(part.dtype, torch.float32)
-        found[name] = torch.empty(len(samples.labels), part.shape[1], dtype=dtype)
-    room = found[name][place]
-    if room.shape[1] != part.shape[1]:
-        raise _not_once(name)
-    if len(room) != len(part):
-        raise ValueError(
-            f"`layers` must put out one row for each sample, got {len(part)} rows for {len(room)} samples from "
-            f"{name!r}."
-        )
-    room.copy_(part)
 
 
 def _not_once(layer: str) -> ValueError:

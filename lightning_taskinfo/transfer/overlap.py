@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from lightning_taskinfo._tables import Tabled
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.functional.features import fit_power_law, transfer_onset
 from lightning_taskinfo.functional.paired import normal_quantile
-from lightning_taskinfo.functional.readout import held_out_readout
+from lightning_taskinfo.functional.readout import read_out
 from lightning_taskinfo.transfer.features import Network, read_samples
 
 if TYPE_CHECKING:
@@ -302,33 +302,6 @@ def label_columns(labels: Tensor, folds: int) -> Tensor:
             f"`data` must have labels that differ (of two classes at least), got {len(columns)} equal ones."
         )
     return columns
-
-
-class ReadOut(NamedTuple):
-    """What a linear read-out of one layer's features predicts of held-out labels.
-
-    Attributes:
-        missed: Share of the labels' variance that it misses.
-        standard_error: Of the share, over samples, to first order.
-        squares: Squared error of each sample, over that of the mean label, shape ``[N]``.
-        wrong: Whether the largest column is another than the label's, shape ``[N]``.
-    """
-
-    missed: Tensor
-    standard_error: Tensor
-    squares: Tensor
-    wrong: Tensor
-
-
-def read_out(features: Tensor, columns: Tensor, fold: Tensor) -> ReadOut:
-    """Predict the columns of each fold from the features of the others."""
-    predicted, mean = held_out_readout(features, columns, fold)
-    residual = (columns - predicted).square().sum(-1)
-    baseline = (columns - mean).square().sum(-1)
-    missed = residual.sum() / baseline.sum()
-    error = (residual - missed * baseline).std() / baseline.mean() / len(baseline) ** 0.5
-    wrong = (predicted.argmax(1) != columns.argmax(1)).double()
-    return ReadOut(missed, error, residual / baseline.mean(), wrong)
 
 
 def onset_of(overlap: Mapping[str, Any], curve: Mapping[int, float]) -> list[float] | None:

@@ -4,7 +4,7 @@ import math
 import re
 import time
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
+from copy import copy, deepcopy
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_taskinfo._batches import IGNORED, moved, outputs_of, read_batch
-from lightning_taskinfo._files import claim_folder
+from lightning_taskinfo._files import claim_folder, write_tensors
 from lightning_taskinfo._lightning import Callback
 from lightning_taskinfo._observe import observing, trainable_parameters
 from lightning_taskinfo.transfer.adapt import Adapt, adapted, way_name
@@ -63,14 +63,14 @@ class Own(Recipe):
         make: Makes the user's module.
         data: Their target data.
         starts: Their starts by name.
-        ways: Ways to adapt.
+        adapt: Ways to adapt.
         labels: Numbers of labels; all training samples where ``None``.
         seeds: The seeds.
+        accelerator: Where to train.
         metric: Name of the logged test metric; ``None`` for the error of the outputs.
         mode: Whether less or more of it is better; by its name where ``None``.
-        trainer: Options of Lightning's Trainer.
+        trainer: Options of Lightning's Trainer; 20 epochs where there is no length.
         batch_size: Samples in a training batch.
-        accelerator: Where to train.
         certify: Whether the true error of every trained network is bounded.
 
     Raises:
@@ -83,26 +83,27 @@ class Own(Recipe):
         make: MakeModule,
         data: Any,
         starts: Mapping[str, Given],
-        ways: Sequence[Adapt],
+        adapt: Sequence[Adapt] | str,
         labels: Sequence[int] | None,
         seeds: Sequence[int],
+        accelerator: str,
         *,
         metric: str | None,
         mode: str | None,
-        trainer: Mapping[str, Any],
+        trainer: Mapping[str, Any] | None,
         batch_size: int | None,
-        accelerator: str,
-        certify: bool,
+        certify: bool | None,
     ) -> None:
         if isinstance(make, str) or not callable(make):
             raise TypeError(
                 f"`model` must be a function that makes your LightningModule beside `starts`, got {make!r}."
             )
-        if taken := [name for name in RESERVED if name in trainer]:
-            raise ValueError(
-                f"`trainer` must leave {taken[0]} to transfer, got {trainer[taken[0]]!r}."
-            )
-        self.trainer = {**trainer} if LENGTHS & {*trainer} else {"max_epochs": 20, **trainer}
+        self.trainer = dict(trainer or {})
+        if taken := [name for name in RESERVED if name in self.trainer]:
+            value = self.trainer[taken[0]]
+            raise ValueError(f"`trainer` must leave {taken[0]} to transfer, got {value!r}.")
+        if not LENGTHS & {*self.trainer}:
+            self.trainer = {"max_epochs": 20, **self.trainer}
         self.target = read_target(data, batch_size)
         self.labels = [len(self.target.train)] if labels is None else labels
         self.seeds = seeds
@@ -111,7 +112,7 @@ class Own(Recipe):
         self.certify = certify
         with generators_kept():
             self.starts = _read_starts(make, starts)
-            self.ways = self._checked_ways(ways)
+            self.ways = self._checked_ways([adapt] if isinstance(adapt, str) else list(adapt))
             module = self.starts[SCRATCH].module(0)
             self.namespace = str(namespace_of(module))
             self.title = f"{type(module).__name__} from {', '.join(starts)}"
@@ -136,10 +137,12 @@ class Own(Recipe):
             self.configuration["certify"] = True
 
     def trials(self, root: Path, log: RunLog) -> list[Trial]:
-        """Return all trainings, scratch in full and the others in every way."""
+        """Return all trainings, scratch in full and the others in every way; none carries the weights of its start."""
+        light = copy(self)
+        light.starts = {n: start.stored(root / "starts" / n) for n, start in self.starts.items()}
         pairs = [(name, way) for name in self.starts if name != SCRATCH for way in self.ways]
         return [
-            self._trial(start, way, count, seed, root, log)
+            light._trial(start, way, count, seed, root, log)
             for seed in self.seeds
             for count in self.labels
             for start, way in [(SCRATCH, "full"), *pairs]
@@ -163,12 +166,13 @@ class Own(Recipe):
         )
 
     def store(self, root: Path) -> None:
-        """Write the weights of the starts, each of which may be added but not changed: no training carries them."""
+        """Write the weights of the starts, each of which may be added but not changed."""
         for name, start in self.starts.items():
             folder = root / "starts" / name
             with generators_kept():
                 claim_folder(folder, {"weights": start.digest()})
-            self.starts[name] = start.stored(folder / "weights.pt")
+            if start.weights and not (folder / "weights.pt").exists():
+                write_tensors(folder / "weights.pt", start.weights)
 
     def job(self, trial: Trial) -> Job:
         """Return a start, adapted, with the loaders of its labelled samples."""
@@ -182,6 +186,10 @@ class Own(Recipe):
         if target.validation is not None and VALIDATION & {*self.trainer}:
             fit["val_dataloaders"] = target.evaluation_loader(target.validation)
         loader = target.test_loader()
+        options = {"accelerator": self.accelerator, **self.trainer}
+        if "max_steps" in options:
+            options.setdefault("max_epochs", -1)
+        options["callbacks"] = deepcopy(list(options.get("callbacks", [])))
         prior = start_prior(module, trial.start, scratch=scratch) if self.certify else None
 
         def after(fitted: Fitted) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -198,18 +206,10 @@ class Own(Recipe):
             seeds=(seed, STREAM),
             fit=fit,
             test=None if self.metric is None else {"dataloaders": loader},
-            options=self._options(),
+            options=options,
             weights=lambda: {n: p.detach().cpu() for n, p in trainable_parameters(module).items()},
             after=after,
         )
-
-    def _options(self) -> dict[str, Any]:
-        options: dict[str, Any] = {"accelerator": self.accelerator, "devices": 1}
-        options |= {"log_every_n_steps": 10, **self.trainer}
-        if "max_steps" in options:
-            options.setdefault("max_epochs", -1)
-        options["callbacks"] = deepcopy(list(options.get("callbacks", [])))
-        return options
 
     def _checked_ways(self, ways: Sequence[Adapt]) -> dict[str, Adapt]:
         """Ways to adapt by name, each tried on each start."""

@@ -14,20 +14,18 @@ from lightning_taskinfo._progress import counted, shown
 from lightning_taskinfo._random import own_randomness
 from lightning_taskinfo._ranges import check_positive
 from lightning_taskinfo.functional.paired import normal_quantile, paired_interval, wilson_interval
-from lightning_taskinfo.functional.readout import stratified_folds
+from lightning_taskinfo.functional.readout import ReadOut, read_out, stratified_folds
+from lightning_taskinfo.functional.student import verdict_of
 from lightning_taskinfo.functional.transferability import h_score, leep, logme, nce
 from lightning_taskinfo.transfer.features import Network, Samples, first_tensor, read_samples
 from lightning_taskinfo.transfer.overlap import (
     MAX_FEATURES,
     PowerLaw,
-    ReadOut,
     crossings,
     fitted_curve,
     label_columns,
-    read_out,
 )
 from lightning_taskinfo.transfer.ranking import LayerReadout, RankedStart, StartRanking
-from lightning_taskinfo.transfer.results import verdict_of
 
 Model: TypeAlias = nn.Module | Callable[[], nn.Module]
 Layers: TypeAlias = int | Sequence[str] | Mapping[str, Sequence[str]]
@@ -201,7 +199,6 @@ class _Ruler:
         behind = [paired_interval(loss, losses[best], self.confidence)[0] for loss in losses]
         # The deepest layer whose read-out is not seen to be worse than the best one.
         deepest = max(i for i, low in enumerate(behind) if i == best or low <= 0)
-        last = features[rows[-1].name]
         start = RankedStart(
             name=name,
             layers=tuple(rows),
@@ -210,22 +207,27 @@ class _Ruler:
             error=rows[best].error,
             interval=rows[best].interval,
             missed=rows[-1].missed,
-            logme=logme(last, labels).item(),
-            h_score=None if self.real else h_score(last, labels).item(),
-            leep=None,
-            nce=None,
+            **self._scores(features[rows[-1].name], logits),
             parameters=sum(p.numel() for p in model.parameters()),
-            seconds=0.0,
+            seconds=time.perf_counter() - begin,
         )
-        if logits is not None and not self.real:
-            source = logits.softmax(1)
-            start = replace(start, leep=leep(source, labels).item())
-            start = replace(start, nce=nce(source.argmax(1), labels).item())
-        start = replace(start, seconds=time.perf_counter() - begin)
         if self.fine_tune is None:
             return start, found[-1].squares
         tuned = self._tuned_losses(model, self.fine_tune)
         return replace(start, fine_tuned=tuned.mean().item()), tuned
+
+    def _scores(self, features: Tensor, logits: Tensor | None) -> dict[str, Any]:
+        """What others rank by: the features of the last layer ``[N, D]``, and the source head's say ``[N, Z]``."""
+        labels = self.samples.labels
+        found: dict[str, Any] = {"logme": logme(features, labels).item()}
+        found |= dict.fromkeys(("h_score", "leep", "nce"))
+        if not self.real:
+            found["h_score"] = h_score(features, labels).item()
+        if logits is not None and not self.real:
+            source = logits.softmax(1)
+            found["leep"] = leep(source, labels).item()
+            found["nce"] = nce(source.argmax(1), labels).item()
+        return found
 
     def _row(self, layer: str, found: ReadOut) -> LayerReadout:
         missed = found.missed.item()

@@ -11,18 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_taskinfo._files import atomic_write, make_folder, read_json, write_json
+from lightning_taskinfo.functional.student import Interval, Verdict, mean_interval, paired_gain
 from lightning_taskinfo.transfer import render
 from lightning_taskinfo.transfer.figures import draw_all
-from lightning_taskinfo.transfer.results import (
-    Interval,
-    Result,
-    Verdict,
-    checked_results,
-    mean_interval,
-    paired_gain,
-    plain,
-    without_timings,
-)
+from lightning_taskinfo.transfer.results import Result, checked_results, plain, without_timings
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

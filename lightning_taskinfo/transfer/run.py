@@ -165,46 +165,30 @@ def transfer(
         check_accelerator(accelerator, namespace)
     if folder is None and logger in ("csv", "wandb_offline"):
         raise ValueError(f"`folder` must be given for the files of `logger` {logger!r}, got None.")
-    _check_unused("with", starts, methods=methods, stages=stages, weights=weights)
-    own = {"metric": metric, "mode": mode, "trainer": trainer, "batch_size": batch_size}
-    _check_unused("without", starts, **own, certify=certify or None)
+    ready: dict[str, Any] = {"methods": methods, "stages": stages, "weights": weights}
+    own: dict[str, Any] = {"metric": metric, "mode": mode, "trainer": trainer}
+    own |= {"batch_size": batch_size, "certify": certify or None}
+    other = "without" if starts is None else "with"
+    for argument, value in (own if starts is None else ready).items():
+        if value is not None:
+            raise ValueError(f"`{argument}` must be left out {other} `starts`, got {value!r}.")
     counts = None if labels is None else _whole_numbers("labels", labels)
+    chosen = _seeds(seeds)
     recipe: Recipe
     if starts is None:
-        recipe = Ready(
-            cast(Backbone, model),
-            data,
-            ("standard",) if methods is None else methods,
-            counts,
-            _seeds(seeds),
-            stages=stages or Stages(),
-            weights=weights or {},
-            namespace=namespace,
-            accelerator=accelerator,
-        )
+        made = cast(Backbone, model)
+        recipe = Ready(made, data, counts, chosen, accelerator, namespace, **ready)
     else:
-        recipe = Own(
-            cast(MakeModule, model),
-            data,
-            starts,
-            [adapt] if isinstance(adapt, str) else list(adapt),
-            counts,
-            _seeds(seeds),
-            metric=metric,
-            mode=mode,
-            trainer=trainer or {},
-            batch_size=batch_size,
-            accelerator=accelerator,
-            certify=certify,
-        )
+        make = cast(MakeModule, model)
+        recipe = Own(make, data, starts, adapt, counts, chosen, accelerator, **own)
     title = name or recipe.title
     with TemporaryDirectory() as temporary:
         root = Path(temporary if folder is None else folder).absolute()  # a worker's is another
         group = f"{title} {uuid.uuid4().hex[:6]}" if folder is None else group_name(title, folder)
         log = RunLog(logger, project, group, root / "logs", recipe.namespace)
-        if workers != 0 and executor is None:
-            _check_travels(recipe)
         trials = recipe.trials(root, log)
+        if workers != 0 and executor is None:
+            _check_travels(trials[0])
         if progress is True:
             told = announced(len(trials), recipe.seconds, workers, executor)
             sys.stderr.write(f"transfer: {told}\n")
@@ -214,13 +198,6 @@ def transfer(
             found = _run(trials, executor, workers, on_done, tell)
     results = [_result(one, trials, found) for one in trials if one.stage != "pretrain"]
     return TransferReport(results, recipe.configuration, title)
-
-
-def _check_unused(when: str, starts: Any, **arguments: Any) -> None:
-    """Refuse what only serves the other kind of transfer."""
-    for argument, value in arguments.items():
-        if (when == "with") == (starts is not None) and value is not None:
-            raise ValueError(f"`{argument}` must be left out {when} `starts`, got {value!r}.")
 
 
 def announced(
@@ -276,10 +253,10 @@ def _whole_numbers(argument: str, given: Any) -> list[int]:
     return numbers
 
 
-def _check_travels(recipe: Recipe) -> None:
+def _check_travels(trial: Trial) -> None:
     """Raise a ``ValueError`` for what other processes cannot import, before anything is trained."""
     try:
-        pickle.dumps(recipe)
+        pickle.dumps(trial)
     except Exception as error:  # what cannot be pickled says so in many ways
         raise ValueError(
             "`workers` must be 0 where `model`, a start, `adapt` or `data` cannot be pickled; functions and "

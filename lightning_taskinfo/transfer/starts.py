@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from lightning_taskinfo._files import digest, read_tensors, write_tensors
+from lightning_taskinfo._files import digest, read_tensors
 from lightning_taskinfo._lightning import NAMESPACES
 from lightning_taskinfo.transfer.sampling import reseed
 from lightning_taskinfo.transfer.training import first_line
@@ -47,13 +47,9 @@ class Start:
             module.load_state_dict(dict(weights), strict=False)
         return module
 
-    def stored(self, path: Path) -> "Start":
+    def stored(self, folder: Path) -> "Start":
         """Return this start with its weights in a file: every run reads them there, none carries them."""
-        if not self.weights:
-            return self
-        if not path.exists():
-            write_tensors(path, self.weights)
-        return replace(self, weights=path)
+        return replace(self, weights=folder / "weights.pt") if self.weights else self
 
     def digest(self) -> str:
         """Return what tells this start from others of its name."""

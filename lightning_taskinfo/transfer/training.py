@@ -51,7 +51,7 @@ class Job:
         options: Of the Trainer.
         weights: Returns what is kept of the trained module.
         after: Returns what is found after training, under names of
-            :class:`~lightning_taskinfo.transfer.report.Result`, and what is logged of it.
+            :class:`~lightning_taskinfo.transfer.results.Result`, and what is logged of it.
         before: What is logged before training.
         ours: Whether the module is ours, and not the user's: then what it logs has our prefix, and
             its checkpoints are whole.
@@ -280,8 +280,9 @@ def fit_stage(job: Job, folder: Path, namespace: str, logger: Any = None) -> Fit
 
 def make_trainer(namespace: str, options: Mapping[str, Any]) -> Trainer:
     """Return a Trainer that draws and writes nothing by itself."""
-    ours = {"num_sanity_val_steps": 0, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer: Trainer = NAMESPACES[namespace].Trainer(**ours, enable_model_summary=False, **options)
+    usual = {"devices": 1, "log_every_n_steps": 10, "num_sanity_val_steps": 0, **options}
+    quiet = ("enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    trainer: Trainer = NAMESPACES[namespace].Trainer(**dict.fromkeys(quiet, False), **usual)
     return trainer
 
 
@@ -289,7 +290,7 @@ def check_accelerator(accelerator: str, namespace: str) -> None:
     """Raise a ``ValueError`` if Lightning finds no such accelerator on this machine."""
     try:
         with quiet():
-            make_trainer(namespace, {"accelerator": accelerator, "devices": 1, "logger": False})
+            make_trainer(namespace, {"accelerator": accelerator, "logger": False})
     except Exception as error:  # of a kind of its own for each
         reason = first_line(error)
         raise ValueError(

@@ -8,6 +8,7 @@ from lightning_taskinfo.functional.readout import (
     RIDGES,
     held_out_readout,
     pooled,
+    read_out,
     ridge,
     stratified_folds,
 )
@@ -23,6 +24,37 @@ def fitted(x, y, penalty):
     gram = (x - mean_x).T @ (x - mean_x) + penalty * torch.eye(x.shape[1], dtype=torch.float64)
     weights = torch.linalg.solve(gram, (x - mean_x).T @ (y - mean_y))
     return lambda new: mean_y + (new - mean_x) @ weights
+
+
+def test_missed_share_squares_and_wrong_classes_are_those_of_a_loop_over_samples():
+    features, classes = randn(30, 3), torch.arange(30) % 3
+    features[:, 0] += classes
+    columns = nn.functional.one_hot(classes).double()
+    fold = torch.arange(30) // 10
+    predicted, mean = held_out_readout(features, columns, fold)
+    residuals = [
+        sum((y - p) ** 2 for y, p in zip(*pair, strict=True))
+        for pair in zip(columns, predicted, strict=True)
+    ]
+    baselines = [
+        sum((y - m) ** 2 for y, m in zip(*pair, strict=True))
+        for pair in zip(columns, mean, strict=True)
+    ]
+    found = read_out(features, columns, fold)
+    share = sum(residuals) / sum(baselines)
+    assert found.missed.item() == pytest.approx(share.item())
+    assert found.squares.mean().item() == pytest.approx(share.item())
+    assert found.squares[4].item() == pytest.approx((30 * residuals[4] / sum(baselines)).item())
+    wrong = [float(p.argmax() != c) for p, c in zip(predicted, classes, strict=True)]
+    assert found.wrong.tolist() == wrong
+    assert 0 < sum(wrong) < 30
+    resampled = []
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(4000):
+        rows = torch.randint(30, (30,), generator=generator).tolist()
+        resampled.append(sum(residuals[i] for i in rows) / sum(baselines[i] for i in rows))
+    bootstrap = torch.stack(resampled).std().item()
+    assert found.standard_error.item() == pytest.approx(bootstrap, rel=0.1)
 
 
 @pytest.mark.parametrize("width", [3, 40], ids=["n>d", "n<d"])

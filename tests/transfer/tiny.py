@@ -41,6 +41,6 @@ def tiny_net(image_shape):
 
 def tiny_trials(folder, *, methods=("standard",), seeds=(0,)):
     """The trainings that ``transfer`` would run."""
-    options = {"stages": STAGES, "weights": {}, "namespace": DEFAULT, "accelerator": "cpu"}
-    recipe = Ready(tiny_net, tiny_data(), methods, None, seeds, **options)
+    options = {"methods": methods, "stages": STAGES, "weights": None}
+    recipe = Ready(tiny_net, tiny_data(), None, seeds, "cpu", DEFAULT, **options)
     return recipe.trials(folder, RunLog())

@@ -98,13 +98,13 @@ class Ready(Recipe):
     Args:
         backbone: Name or function of the network.
         data: Source and target.
-        methods: The methods.
         labels: Numbers of labels; that of ``data`` where ``None``.
         seeds: The seeds.
+        accelerator: Where to train.
+        namespace: Whose modules they are.
+        methods: The methods; ``["standard"]`` where ``None``.
         stages: How each stage trains.
         weights: Weights of the penalties, where not the usual ones.
-        namespace: Whose modules they are.
-        accelerator: Where to train.
 
     Raises:
         ValueError: If something does not fit.
@@ -115,14 +115,14 @@ class Ready(Recipe):
         self,
         backbone: Backbone,
         data: TransferDataModule,
-        methods: Sequence[str],
         labels: Sequence[int] | None,
         seeds: Sequence[int],
-        *,
-        stages: Stages,
-        weights: Mapping[str, float],
-        namespace: str,
         accelerator: str,
+        namespace: str,
+        *,
+        methods: Sequence[str] | None,
+        stages: Stages | None,
+        weights: Mapping[str, float] | None,
     ) -> None:
         if not isinstance(data, TransferDataModule):
             raise TypeError(
@@ -133,17 +133,18 @@ class Ready(Recipe):
             raise ValueError(
                 f"`methods` must be a list of methods, got {methods!r}; one alone is [{methods!r}]."
             )
-        self.methods = [method for method in dict.fromkeys(methods) if method != SCRATCH]
+        wanted = dict.fromkeys(["standard"] if methods is None else methods)
+        self.methods = [method for method in wanted if method != SCRATCH]
         check_different("methods", self.methods)
-        check_used(weights, self.methods)
+        check_used(weights or {}, self.methods)
         rows = data.arguments["labels"]
         given = not isinstance(rows, int)
         if given and labels is not None:
             raise ValueError("`labels` must be left out where `data` names the labelled rows.")
         self.labels = labels or [len(rows) if given else rows]
         self.seeds = seeds
-        self.stages = stages
-        self.weights = check_weights(weights)
+        self.stages = stages or Stages()
+        self.weights = check_weights(weights or {})
         self.namespace = namespace
         self.accelerator = accelerator
         self.backbone = backbone
@@ -158,7 +159,7 @@ class Ready(Recipe):
             "version": VERSION,
             "backbone": backbone_name(backbone, argument="model"),
             "data": data.describe(),
-            "stages": asdict(stages),
+            "stages": asdict(self.stages),
             "weights": self.weights,
         }
         self.data = data.settled().arguments
@@ -203,8 +204,6 @@ class Ready(Recipe):
             "options": {
                 "max_epochs": self.stages.epochs(trial.stage),
                 "accelerator": self.accelerator,
-                "devices": 1,
-                "log_every_n_steps": 10,
             },
             "weights": lambda: _plain(module),
             "ours": True,

@@ -7,7 +7,7 @@ import torch
 from scipy import stats
 
 from lightning_taskinfo.functional.paired import student_quantile
-from lightning_taskinfo.transfer.results import Interval, mean_interval, paired_gain
+from lightning_taskinfo.functional.student import Interval, mean_interval, paired_gain
 
 
 def sample(n, *, seed=0):
