@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_taskinfo._lightning import LightningModule, Trainer
-from lightning_taskinfo._observe import ParamDict, observing, trainable_parameters
+from lightning_taskinfo._observe import ParamDict, observing
 from lightning_taskinfo._ranges import check_counts, check_positive
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.callbacks.center import Center, checked_center
@@ -28,9 +28,8 @@ from lightning_taskinfo.distributions.post_family import (
     losses_with_noise,
     standard_noises,
 )
-from lightning_taskinfo.fisher.accumulators import Diagonal
 from lightning_taskinfo.fisher.kron import KroneckerSums, as_factors, kronecker_sums
-from lightning_taskinfo.fisher.measure import measure
+from lightning_taskinfo.fisher.measure import squared_gradients_by_name
 from lightning_taskinfo.functional.information import InformationTerms, added, label_entropy
 from lightning_taskinfo.functional.likelihood import Categorical
 
@@ -204,11 +203,10 @@ class InformationInWeights(Probe):
                 request = samples.request()
                 sums = kronecker_sums(model, samples.inputs, samples.targets, request)
             return _Observed(model, sums, samples.losses(model), moved)
-        draws, sink = samples.draws(LossOnTheWay), Diagonal()
-        if samples.counted:
-            measure(model, samples.inputs, samples.targets, samples.request(draws), sink)
-        diagonal = sink.by_name(trainable_parameters(model))
-        return _Observed(model, diagonal, draws.losses(), moved)
+        draws = samples.draws(LossOnTheWay)
+        request = samples.request(draws)
+        squares = squared_gradients_by_name(model, samples.inputs, samples.targets, request)
+        return _Observed(model, squares, draws.losses(), moved)
 
     def summarise(self, observed: _Observed, samples: Samples) -> dict[str, float]:
         """Put the parts of all processes together, and measure the loss under the Gaussian that they give."""

@@ -8,13 +8,14 @@ from torch import Generator, Tensor, nn
 from lightning_taskinfo._batches import sample_count
 from lightning_taskinfo._observe import ParamDict, trainable_parameters
 from lightning_taskinfo._random import keep_random_states
-from lightning_taskinfo.fisher.accumulators import Diagonal, Gram, Norms, TraceSums
+from lightning_taskinfo.fisher.accumulators import Gram, Norms, TraceSums
 from lightning_taskinfo.fisher.fallback import Forward
 from lightning_taskinfo.fisher.measure import (
     Engine,
     EngineOptions,
     Request,
     measure,
+    squared_gradients_by_name,
     squared_norms_by_name,
 )
 from lightning_taskinfo.fisher.ops import BLOCK
@@ -168,10 +169,8 @@ def fisher_diagonal(
         >>> fisher_diagonal(net, tensor([[1.0, 2.0]]), labels="exact", likelihood="gaussian")
         {'weight': tensor([[1., 4.]]), 'bias': tensor([1.])}
     """
-    diagonal = Diagonal()
-    measure(model, inputs, targets, Request(**options), diagonal)
     n = sample_count(inputs)
-    sums = diagonal.by_name(trainable_parameters(model))
+    sums = squared_gradients_by_name(model, inputs, targets, Request(**options))
     return {name: part.div_(n) for name, part in sums.items()}
 
 

@@ -126,10 +126,12 @@ class Conv(Use):
 
 def read_convolution(node: Any, place: int, weight: Any) -> Use | None:
     """Read the kernel (place 1) or the bias (place 2) of a convolution."""
+    if place == 0:
+        return None
     if place == 2:
         return elementwise(node, weight, behind=len(shape_of(node)) - 2)
     (inputs,) = saved(node, "input")
-    if place == 0 or inputs.is_complex():
+    if inputs.is_complex():
         return None
     return Conv(
         tuple(weight.shape),

@@ -37,13 +37,12 @@ class NumberedDraws:
     def __init__(
         self, likelihood: Likelihood, *, seed: int, total: int, first: int = 0, mc_samples: int = 1
     ) -> None:
-        self.likelihood, self.seed, self.total, self.mc_samples = (
-            likelihood,
-            seed,
-            total,
-            mc_samples,
-        )
-        self.position, self.draw = first, 0
+        self.likelihood = likelihood
+        self.seed = seed
+        self.total = total
+        self.mc_samples = mc_samples
+        self.position = first
+        self.draw = 0
         self._uniform: Tensor | None = None  # [mc_samples, total, ...]
 
     def sample(self, outputs: Tensor, generator: Generator | None = None) -> Tensor:
@@ -68,14 +67,14 @@ class NumberedDraws:
             generator = Generator().manual_seed(self.seed)
             drawn = torch.rand(shape, generator=generator, dtype=torch.float64, device="cpu")
             self._uniform = drawn.clamp(min=2.0**-54)
-        start, stop = self.position, self.position + len(outputs)
-        rows = (
-            torch.arange(start, stop, device="cpu") % self.total
-        )  # what fills a batch up draws something
+        stop = self.position + len(outputs)
+        # What fills a batch up draws something, too.
+        rows = torch.arange(self.position, stop, device="cpu") % self.total
         u = self._uniform[self.draw, rows]
         self.draw += 1
         if self.draw == self.mc_samples:
-            self.draw, self.position = 0, stop
+            self.draw = 0
+            self.position = stop
         return u.to(outputs.device)
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:

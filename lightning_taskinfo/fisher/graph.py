@@ -5,6 +5,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
+from itertools import permutations
 from typing import Any
 
 import torch
@@ -57,10 +58,8 @@ def pulled_back(
             with warnings.catch_warnings():  # what vmap takes one by one is no slower than without
                 warnings.filterwarnings("ignore", message="There is a performance drop")
                 return [*once(gradients, keep=True, batched=True)]
-        except (
-            Exception
-        ):  # of an operation of the user's; if it is no matter of vmap, it comes again
-            pass
+        except Exception:
+            pass  # of an operation of the user's; if it is no matter of vmap, it comes again
     last = len(gradients) - 1
     passes = [once(g, keep=retain_graph or i < last) for i, g in enumerate(gradients)]
     found = zip(*passes, strict=True)
@@ -90,9 +89,8 @@ class Graph:
         names = {id(p): name for name, p in parameters.items()}
         self.number: dict[Node, int] = {outputs.grad_fn: 0}  # type: ignore[dict-item]
         self.nodes: list[Node] = [outputs.grad_fn]  # type: ignore[list-item]
-        self.consumers: dict[Node, list[tuple[Node, int, int]]] = defaultdict(
-            list
-        )  # node, place, output number
+        # By node: who uses its output, at which place, and which of its outputs.
+        self.consumers: dict[Node, list[tuple[Node, int, int]]] = defaultdict(list)
         self.leaves: dict[str, Node] = {}
         self.names: dict[Node, str] = {}
         self.signature: list[Any] = []  # of the nodes, in their order
@@ -150,13 +148,10 @@ class Graph:
 
     def nested(self, sources: dict[int, Edge]) -> bool:
         """Whether an input of an operation is another one, or was computed from it, and has a part in its gradient."""
-        edges = [*sources.values()]
-        if len(edges) == 1:
-            return False
-        below = {edge.node: self.below(edge.node) - {edge.node} for edge in edges}
-        return len({*edges}) < len(edges) or any(
-            edge.node in found for edge in edges for found in below.values()
-        )
+        if len({*sources.values()}) < len(sources):
+            return True
+        pairs = permutations({edge.node for edge in sources.values()}, 2)
+        return any(first in self.below(second) for first, second in pairs)
 
     def single_output(self, node: Node) -> bool:
         """Whether only the first output of an operation is used."""
@@ -190,25 +185,16 @@ def _reached(
     return found
 
 
-def moves_entries(node: Node) -> bool:
+def moves_entries(node: Any) -> bool:
     """Whether an operation only moves the entries of its one input, or shifts them by a number."""
     kind = type(node).__name__
     if MOVE_ENTRIES.fullmatch(kind):
         return True
+    source: Any = node.next_functions[0][0] if node.next_functions else None
     if kind == "ToCopyBackward0":  # to another precision, as autocast does
-        return not (_is_complex(node) or _is_complex(node.next_functions[0][0]))
-    if kind != "AddBackward0":
-        return False
-    (first, _), (second, _) = node.next_functions
-    return second is None and first is not None and _same_shape(node, first)
-
-
-def _is_complex(node: Any) -> bool:
-    return any(like.dtype.is_complex for like in node._input_metadata)
-
-
-def _same_shape(node: Any, source: Any) -> bool:
-    return (
-        len(source._input_metadata) == 1
-        and source._input_metadata[0].shape == node._input_metadata[0].shape
-    )
+        likes = [*node._input_metadata, *source._input_metadata]
+        return not any(like.dtype.is_complex for like in likes)
+    if kind == "AddBackward0" and source is not None and node.next_functions[1][0] is None:
+        shapes = [like.shape for like in source._input_metadata]
+        return shapes == [node._input_metadata[0].shape]
+    return False

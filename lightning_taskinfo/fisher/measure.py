@@ -59,7 +59,7 @@ from lightning_taskinfo._observe import (
 )
 from lightning_taskinfo._ranges import check_counts
 from lightning_taskinfo._warn import warn
-from lightning_taskinfo.fisher.accumulators import Norms
+from lightning_taskinfo.fisher.accumulators import Diagonal, Norms
 from lightning_taskinfo.fisher.capture import (
     Known,
     Plan,
@@ -189,6 +189,16 @@ def squared_norms_by_name(
     if norms.n:
         measure(model, inputs, targets, request, norms)
     return norms.by_name(trainable_parameters(model))
+
+
+def squared_gradients_by_name(
+    model: nn.Module, inputs: Any, targets: Tensor | None, request: Request
+) -> ParamDict:
+    """Return the squared gradients of each trainable parameter, summed over ``N`` samples; ``N`` may be 0."""
+    diagonal = Diagonal()
+    if number_of_samples(inputs):
+        measure(model, inputs, targets, request, diagonal)
+    return diagonal.by_name(trainable_parameters(model))
 
 
 def number_of_samples(inputs: Any) -> int:

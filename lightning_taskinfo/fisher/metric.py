@@ -11,13 +11,13 @@ from torch import Generator, Tensor, nn
 from torchmetrics import Metric
 
 from lightning_taskinfo._observe import ParamDict, observing, trainable_parameters
-from lightning_taskinfo.fisher.accumulators import Diagonal, TraceSums
+from lightning_taskinfo.fisher.accumulators import TraceSums
 from lightning_taskinfo.fisher.fallback import Forward
 from lightning_taskinfo.fisher.measure import (
     Engine,
     Request,
-    measure,
     number_of_samples,
+    squared_gradients_by_name,
     squared_norms_by_name,
 )
 from lightning_taskinfo.functional.likelihood import Labels, Likelihood
@@ -120,22 +120,17 @@ class FisherInformation(Metric):
             ValueError: If the parameters are not those of the first update, and as for
                 ``fisher_trace``.
         """
-        parameters = trainable_parameters(model)
-        self._remember({name: p.shape for name, p in parameters.items()})
-        n = number_of_samples(inputs)
+        self._remember({name: p.shape for name, p in trainable_parameters(model).items()})
         request = self._seeded(next(model.parameters()).device)
         with observing(model):
             if self.quantity == "trace":
                 norms = squared_norms_by_name(model, inputs, targets, request)
                 sums = self.total.new_tensor(TraceSums.of(norms).sums)
             else:
-                diagonal = Diagonal()
-                if n:
-                    measure(model, inputs, targets, request, diagonal)
-                parts = diagonal.by_name(parameters).values()
-                sums = torch.cat([part.flatten().to(self.total) for part in parts])
+                squares = squared_gradients_by_name(model, inputs, targets, request)
+                sums = torch.cat([part.flatten().to(self.total) for part in squares.values()])
         self.total = self.total + sums
-        self.count = self.count + n
+        self.count = self.count + number_of_samples(inputs)
 
     def _seeded(self, device: torch.device) -> Request:
         """Return the request with a generator for this update on this process."""

@@ -248,28 +248,41 @@ def _addmm(node: Any, place: int, weight: Any) -> Use | None:
     return _product("mat1", "mat2", first=1)(node, place, weight)
 
 
-def _layer_norm(node: Any, place: int, weight: Any) -> Use | None:
-    normed = partial(_normed, *saved(node, "input", "result1", "result2"))
-    return _scale_or_shift(node, place, weight, normed)
+def _norm(
+    normed: Callable[[Any], Callable[[], Tensor]], *, channels_second: bool = False
+) -> "Reader":
+    """Read the weight (place 1) or the bias (place 2) of a normalisation."""
+
+    def read(node: Any, place: int, weight: Any) -> Use | None:
+        if place == 0:
+            return None
+        behind = len(shape_of(node)) - 2 if channels_second else 0
+        # Where activations are checkpointed, what is saved can be had only once: not for the bias.
+        return elementwise(node, weight, normed(node) if place == 1 else None, behind=behind)
+
+    return read
 
 
-def _rms_norm(node: Any, place: int, weight: Any) -> Use | None:
-    normed = partial(torch.mul, *saved(node, "input", "result1"))
-    return _scale_or_shift(node, place, weight, normed)
+def _layer_normed(node: Any) -> Callable[[], Tensor]:
+    return partial(_standardised, *saved(node, "input", "result1", "result2"))
 
 
-def _group_norm(node: Any, place: int, weight: Any) -> Use | None:
+def _rms_normed(node: Any) -> Callable[[], Tensor]:
+    return partial(torch.mul, *saved(node, "input", "result1"))
+
+
+def _group_normed(node: Any) -> Callable[[], Tensor]:
     x, mean, scale = saved(node, "input", "result1", "result2")
-    groups = node._saved_group
+    groups = (len(x), node._saved_group, -1)
 
     def normed() -> Tensor:
-        by_group = (part.reshape(len(x), groups, -1) for part in (x, mean, scale))
-        return _normed(*by_group).view(x.shape)
+        by_group = (part.reshape(groups) for part in (x, mean, scale))
+        return _standardised(*by_group).view(x.shape)
 
-    return _scale_or_shift(node, place, weight, normed, behind=x.dim() - 2)
+    return normed
 
 
-def _batch_norm(node: Any, place: int, weight: Any) -> Use | None:
+def _batch_normed(node: Any) -> Callable[[], Tensor]:
     (x,) = saved(node, "input")
     if node._saved_training:
         mean, scale = saved(node, "result1", "result2")
@@ -277,21 +290,11 @@ def _batch_norm(node: Any, place: int, weight: Any) -> Use | None:
         mean, variance = saved(node, "running_mean", "running_var")
         scale = (variance + node._saved_eps).rsqrt()
     channels = (1, -1, *[1] * (x.dim() - 2))
-    normed = partial(_normed, x, mean.view(channels), scale.view(channels))
-    return _scale_or_shift(node, place, weight, normed, behind=x.dim() - 2)
+    return partial(_standardised, x, mean.view(channels), scale.view(channels))
 
 
-def _normed(x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
+def _standardised(x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
     return (x - mean).mul_(scale)
-
-
-def _scale_or_shift(
-    node: Any, place: int, weight: Any, normed: Callable[[], Tensor], behind: int = 0
-) -> Use | None:
-    """Read the weight (place 1) or the bias (place 2) of a normalisation."""
-    if place == 0:
-        return None
-    return elementwise(node, weight, normed if place == 1 else None, behind=behind)
 
 
 @dataclass
@@ -418,10 +421,10 @@ READERS: dict[str, Reader] = {
     "AddmmBackward0": _addmm,
     "EmbeddingBackward0": _embedding,
     "IndexSelectBackward0": _index_select,
-    "NativeLayerNormBackward0": _layer_norm,
-    "NativeGroupNormBackward0": _group_norm,
-    "NativeBatchNormBackward0": _batch_norm,
-    "FusedRmsNormBackward0": _rms_norm,
+    "NativeLayerNormBackward0": _norm(_layer_normed),
+    "NativeGroupNormBackward0": _norm(_group_normed, channels_second=True),
+    "NativeBatchNormBackward0": _norm(_batch_normed, channels_second=True),
+    "FusedRmsNormBackward0": _norm(_rms_normed),
     "MulBackward0": _mul,
     "AddBackward0": _add,
     "SubBackward0": partial(_add, sign=-1),

@@ -704,6 +704,24 @@ def test_checkpointing(reentrant, generator):
             torch.testing.assert_close(measured, in_the_batch(net, x, y))
 
 
+@pytest.mark.parametrize("norm", [nn.LayerNorm(4), nn.RMSNorm(4), nn.GroupNorm(2, 4)], ids=str)
+def test_what_is_saved_in_a_checkpointed_region_is_read_once(norm, generator):
+    class Normed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.norm, self.c = nn.Linear(3, 4), norm, nn.Linear(4, C)
+
+        def forward(self, x):
+            region = nn.Sequential(self.norm, nn.Tanh(), self.c)
+            return checkpoint(region, self.a(x), use_reentrant=False)
+
+    net, x, y = Normed(), torch.randn(N, 3, generator=generator), torch.arange(N) % C
+    recorder = step(net, x, y, max_samples=N)
+    assert recorder.problem is None
+    measured = {name: norms * N**2 for name, norms in recorder.norms.items()}
+    torch.testing.assert_close(measured, in_the_batch(net, x, y))
+
+
 def test_a_checkpointed_region_is_run_once_more_in_a_step(generator):
     calls = []
 
