@@ -29,8 +29,7 @@ from lightning_taskinfo.transfer.ready.module import (
     TransferClassifier,
 )
 from lightning_taskinfo.transfer.ready.stages import Stages
-from lightning_taskinfo.transfer.report import TransferReport
-from lightning_taskinfo.transfer.results import Result
+from lightning_taskinfo.transfer.report import Result, TransferReport
 from lightning_taskinfo.transfer.run import group_name, transfer
 
 

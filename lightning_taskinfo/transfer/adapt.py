@@ -46,16 +46,6 @@ def adapted(module: Any, way: Adapt, fresh: Sequence[str]) -> Any:
     return module
 
 
-def frozen_modules(module: nn.Module) -> list[nn.Module]:
-    """Return the modules with weights of which none is trained: they run as in evaluation."""
-    found = []
-    for part in module.modules():
-        parameters = list(part.parameters())
-        if parameters and not any(parameter.requires_grad for parameter in parameters):
-            found.append(part)
-    return found
-
-
 def _last_layer(module: nn.Module) -> set[str]:
     """Names of the parameters of the last layer that has any."""
     layers = {name: name.rpartition(".")[0] for name, _ in module.named_parameters()}

@@ -149,7 +149,10 @@ class Network:
         return cls(model, run, seen, heads[0] if heads else None)
 
     def read(
-        self, samples: Samples, layers: Sequence[str] | None, max_features: int | None
+        self,
+        samples: Samples,
+        layers: Sequence[str] | None,
+        max_features: int | None,
     ) -> Frozen:
         """Return pooled features of some layers; the network is only observed.
 
@@ -304,7 +307,9 @@ def _has_rows(values: Any) -> bool:
 
 
 def _opened_until(
-    modules: Mapping[str, nn.Module], usable: Mapping[str, Tensor], number: int
+    modules: Mapping[str, nn.Module],
+    usable: Mapping[str, Tensor],
+    number: int,
 ) -> list[str]:
     """Open modules from the top until ``number`` usable ones are found, or all are open."""
     frontier = [""]

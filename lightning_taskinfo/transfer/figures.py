@@ -17,7 +17,10 @@ MOMENTS = {  # of information in the weights: label, colour, marker
 
 
 def plot_accuracy(
-    report: "TransferReport", *, confidence: float = 0.95, ax: "Axes | None" = None
+    report: "TransferReport",
+    *,
+    confidence: float = 0.95,
+    ax: "Axes | None" = None,
 ) -> tuple["Figure", "Axes"]:
     """Draw the target test accuracy, or the metric, of every method: mean and interval, one colour a number of labels.
 
@@ -72,7 +75,8 @@ def plot_accuracy(
 
 
 def plot_information(
-    report: "TransferReport", labels: int | None = None
+    report: "TransferReport",
+    labels: int | None = None,
 ) -> tuple["Figure", list["Axes"]]:
     """Draw the information in the weights of each layer before and after fine-tuning, and what it added.
 
@@ -123,7 +127,9 @@ def plot_information(
 
 
 def layer_information(
-    report: "TransferReport", method: str, labels: int
+    report: "TransferReport",
+    method: str,
+    labels: int,
 ) -> dict[str, dict[str, float]]:
     """Return nats by layer, mean over seeds, for those of before, after and added that were measured."""
     found: dict[str, dict[str, list[float]]] = {}

@@ -207,7 +207,10 @@ def fitted_curve(curve: Mapping[int, float]) -> PowerLaw:
 
 
 def crossings(
-    low: Tensor, middle: Tensor, high: Tensor, curve: PowerLaw
+    low: Tensor,
+    middle: Tensor,
+    high: Tensor,
+    curve: PowerLaw,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return where a learning curve falls below the ends and the middle of a share's interval, in rising order."""
     first, second, third = (transfer_onset(share, *curve) for share in (high, middle, low))

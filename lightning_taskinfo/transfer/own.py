@@ -19,7 +19,6 @@ from lightning_taskinfo._files import claim_folder, write_tensors
 from lightning_taskinfo._lightning import Callback
 from lightning_taskinfo._observe import observing, trainable_parameters
 from lightning_taskinfo.transfer.adapt import Adapt, adapted, way_name
-from lightning_taskinfo.transfer.certified import Certified, start_prior
 from lightning_taskinfo.transfer.logs import RunLog
 from lightning_taskinfo.transfer.sampling import generators_kept
 from lightning_taskinfo.transfer.starts import (
@@ -30,7 +29,7 @@ from lightning_taskinfo.transfer.starts import (
     namespace_of,
     read_start,
 )
-from lightning_taskinfo.transfer.target import chosen_rows, read_target
+from lightning_taskinfo.transfer.target import Certified, chosen_rows, read_target, start_prior
 from lightning_taskinfo.transfer.training import (
     SCRATCH,
     Fitted,
@@ -149,7 +148,13 @@ class Own(Recipe):
         ]
 
     def _trial(
-        self, start: str, way: str, labels: int, seed: int, root: Path, log: RunLog
+        self,
+        start: str,
+        way: str,
+        labels: int,
+        seed: int,
+        root: Path,
+        log: RunLog,
     ) -> Trial:
         one = start == SCRATCH or len(self.ways) == 1
         return Trial(
@@ -327,7 +332,8 @@ class Clock(Callback):
     @property
     def each(self) -> float:
         """Seconds of a step, without those of the first, which prepares."""
-        return (self.ends[-1] - self.ends[0]) / max(1, len(self.ends) - 1)
+        elapsed = self.ends[-1] - self.ends[0]
+        return elapsed / max(1, len(self.ends) - 1)
 
 
 @torch.no_grad()

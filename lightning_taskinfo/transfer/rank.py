@@ -292,7 +292,7 @@ class _Ruler:
         fold = stratified_folds(self.samples.labels, how.folds)
         losses = torch.empty(len(columns), dtype=torch.float64)
         for k in range(how.folds):
-            kept, held = (fold != k).nonzero().flatten(), (fold == k).nonzero().flatten()
+            held, kept = (same.nonzero().flatten() for same in (fold == k, fold != k))
             network = self._fine_tuned(model, kept, how)
             with torch.no_grad():
                 outputs = self._outputs(network, held).double().cpu()
@@ -315,7 +315,9 @@ class _Ruler:
             copy.train().requires_grad_(True)
             optimizer = torch.optim.Adam(copy.parameters(), lr=how.learning_rate)
             schedule = torch.optim.lr_scheduler.OneCycleLR(
-                optimizer, how.learning_rate, total_steps=max(how.steps, 2)
+                optimizer,
+                how.learning_rate,
+                total_steps=max(how.steps, 2),
             )
             for _ in range(how.steps):
                 if len(order) < min(how.batch_size, len(kept)):

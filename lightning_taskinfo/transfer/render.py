@@ -56,7 +56,8 @@ class TextTable(NamedTuple):
 
     def begins(self) -> list[bool]:
         """Whether each row begins another group than the one above."""
-        return [above[0] != row[0] for above, row in pairwise([*self.rows[:1], *self.rows])]
+        firsts = [row[0] for row in self.rows]
+        return [above != first for above, first in pairwise([*firsts[:1], *firsts])]
 
 
 def main_table(report: "TransferReport", confidence: float, *, short: bool = False) -> TextTable:
@@ -466,7 +467,9 @@ def to_html(report: "TransferReport", confidence: float, figures: Mapping[str, "
 
 
 def _sections(
-    report: "TransferReport", confidence: float, figures: Mapping[str, "Figure"]
+    report: "TransferReport",
+    confidence: float,
+    figures: Mapping[str, "Figure"],
 ) -> list[str]:
     lines = "".join(f"<li>{escape(line)}</li>" for line in findings(report, confidence))
     first, *others = (

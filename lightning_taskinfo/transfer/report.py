@@ -1,5 +1,6 @@
 """The report of a transfer experiment: did it help, by how much, over how many seeds, and what did it cost in nats?"""
 
+import json
 import math
 import os
 import re
@@ -14,7 +15,6 @@ from lightning_taskinfo._files import atomic_write, make_folder, read_json, writ
 from lightning_taskinfo.functional.student import Interval, Verdict, mean_interval, paired_gain
 from lightning_taskinfo.transfer import render
 from lightning_taskinfo.transfer.figures import draw_all
-from lightning_taskinfo.transfer.results import Result, checked_results, plain, without_timings
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,6 +24,118 @@ SHARES = (
     r"acc|err|auc|auroc|f1|precision|recall"  # metrics between 0 and 1, if all their values are
 )
 HIGHER = r"acc|auc|auroc|f1|precision|recall|r2|score|likelihood"  # metrics of which more is better
+
+
+Key = tuple[str, int, int]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came out for one method, number of labels and seed, in plain values.
+
+    Attributes:
+        method: What was trained; ``"scratch"`` is the baseline.
+        labels: Number of target labels.
+        seed: The seed.
+        test: Numbers on the target test set by name: ``accuracy``, and ``loss`` in nats, or another
+            metric.
+        source: The same on the source's test set.
+        curves: One dict per epoch, with its ``stage``.
+        information: Information in the weights, whole and by layer, before and after fine-tuning,
+            and added by it.
+        fisher_trace: Trace of the Fisher information, in the same way.
+        overlap: Share of the target labels that the features of each layer miss.
+        certificate: Bounds on the true error, where they were asked for.
+        seconds: Seconds by stage.
+    """
+
+    method: str
+    labels: int
+    seed: int
+    test: dict[str, float]
+    source: dict[str, float] | None = None
+    curves: list[dict[str, Any]] = field(default_factory=list)
+    information: dict[str, Any] | None = None
+    fisher_trace: dict[str, Any] | None = None
+    overlap: dict[str, Any] | None = None
+    certificate: dict[str, Any] | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.method, str) or not self.method:
+            raise ValueError(f"`method` must be a name, got {self.method!r}.")
+        for name, least in (("labels", 1), ("seed", 0)):
+            value = getattr(self, name)
+            if not _is(value, int) or value < least:
+                raise ValueError(
+                    f"`{name}` must be a whole number of at least {least}, got {value!r} in {self}."
+                )
+        for name, numbers in {"test": self.test, "source": self.source or {"loss": 0.0}}.items():
+            values = numbers.values() if isinstance(numbers, dict) else ()
+            if not values or not all(_is(value, int | float) for value in values):
+                raise ValueError(f"`{name}` must hold numbers by name, got {numbers!r} in {self}.")
+            if not 0 <= numbers.get("accuracy", 0) <= 1:
+                raise ValueError(
+                    f"`{name}` must hold an accuracy between 0 and 1, got {numbers['accuracy']} in {self}."
+                )
+
+    @property
+    def key(self) -> Key:
+        """What it is a result of: method, number of labels, seed."""
+        return self.method, self.labels, self.seed
+
+    def __str__(self) -> str:
+        return f"({self.method}, {self.labels} labels, seed {self.seed})"
+
+
+def _is(value: Any, kind: Any) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def plain(value: Any, argument: str) -> Any:
+    """Return a copy of ``value`` in JSON's types alone, as it would be read from a file.
+
+    Raises:
+        ValueError: If it holds anything else, such as a tensor.
+    """
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"`{argument}` must hold plain JSON-like values: {error}.") from error
+
+
+def checked_results(results: Iterable[Result | Mapping[str, Any]]) -> tuple[Result, ...]:
+    """Return plain copies of the results.
+
+    Raises:
+        ValueError: If there is none, two have the same key, or one has a key too many, too few
+            or of a wrong kind.
+    """
+    rows = plain([asdict(r) if isinstance(r, Result) else r for r in results], "results")
+    try:
+        found = tuple(Result(**row) for row in rows)
+    except TypeError as error:
+        raise ValueError(f"`results` must hold results, or dicts like them: {error}.") from error
+    if not found:
+        raise ValueError("`results` must hold at least one result, got none.")
+    seen: set[Key] = set()
+    for result in found:
+        if result.key in seen:
+            raise ValueError(
+                f"`results` must hold one result per method, number of labels and seed, got two {result}."
+            )
+        seen.add(result.key)
+        if result.test.keys() != found[0].test.keys():
+            raise ValueError(
+                f"`test` must hold the same numbers in all results, got {', '.join(result.test)} in {result} and "
+                f"{', '.join(found[0].test)} in {found[0]}."
+            )
+    return found
+
+
+def without_timings(results: Iterable[Result]) -> dict[Key, str]:
+    """Return each result without its timings by its key, as text: NaN equals NaN there, and order plays no part."""
+    return {r.key: json.dumps({**asdict(r), "seconds": None}, sort_keys=True) for r in results}
 
 
 @dataclass(frozen=True)
@@ -96,7 +208,7 @@ class TransferReport:
     """Results of a transfer experiment, and everything that is said about them.
 
     Args:
-        results: A :class:`~lightning_taskinfo.transfer.results.Result` for each method, number of
+        results: A :class:`Result` for each method, number of
             labels and seed, or a plain dict of its attributes.
         configuration: What decided the results, as JSON-like values.
         name: Title of the experiment.
@@ -217,8 +329,9 @@ class TransferReport:
             for measure in self.measures:
                 value = measure.value
                 row |= _ends(value, self.summary(method, labels, value, confidence))
-            for key in product(BASELINES, (measure.name for measure in self.measures)):
-                row |= _gain("_".join(("over", *key)), gains.get((labels, method, *key)))
+            for baseline, measure in product(BASELINES, self.measures):
+                gain = gains.get((labels, method, baseline, measure.name))
+                row |= _gain(f"over_{baseline}_{measure.name}", gain)
             rows.append(row | _means(results))
         return rows
 
@@ -301,7 +414,12 @@ class TransferReport:
         )
 
     def _compare(
-        self, method: str, labels: int, baseline: str, measure: Measure, confidence: float
+        self,
+        method: str,
+        labels: int,
+        baseline: str,
+        measure: Measure,
+        confidence: float,
     ) -> Comparison:
         risks = [
             {seed: measure.risk(row.test) for seed, row in self.cell(name, labels).items()}
@@ -343,13 +461,19 @@ MEANS = {  # columns of means over seeds: where a result has them
 
 def _means(results: Sequence[Result]) -> dict[str, float | None]:
     """Means over seeds of what is told beside the risks, over those that have it."""
-    values = {name: [_inside(vars(one), path) for one in results] for name, path in MEANS.items()}
-    values["seconds"] = [sum(one.seconds.values()) or None for one in results]
-    known = {name: [v for v in found if v is not None] for name, found in values.items()}
-    return {name: sum(found) / len(found) if found else None for name, found in known.items()}
+    means = {}
+    for name, path in MEANS.items():
+        means[name] = _mean([_inside(vars(one), path) for one in results])
+    means["seconds"] = _mean([sum(one.seconds.values()) or None for one in results])
+    return means
 
 
 def _inside(value: Any, path: Iterable[str]) -> Any:
     for key in path:
         value = None if value is None else value.get(key)
     return value
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None

@@ -23,8 +23,7 @@ from lightning_taskinfo.transfer.overlap import onset_of
 from lightning_taskinfo.transfer.own import Own
 from lightning_taskinfo.transfer.ready.backbones import Backbone
 from lightning_taskinfo.transfer.ready.stages import Ready, Stages
-from lightning_taskinfo.transfer.report import TransferReport
-from lightning_taskinfo.transfer.results import Result
+from lightning_taskinfo.transfer.report import Result, TransferReport
 from lightning_taskinfo.transfer.sampling import check_different
 from lightning_taskinfo.transfer.starts import MakeModule
 from lightning_taskinfo.transfer.training import (
@@ -201,7 +200,10 @@ def transfer(
 
 
 def announced(
-    runs: int, seconds: float | None, workers: int | None, executor: Executor | None
+    runs: int,
+    seconds: float | None,
+    workers: int | None,
+    executor: Executor | None,
 ) -> str:
     """Return how many runs there are, and how long they may take.
 
@@ -325,4 +327,5 @@ def _result(trial: Trial, trials: Sequence[Trial], found: Mapping[str, Any]) -> 
 
 def _point(stage: str, row: Mapping[str, float]) -> dict[str, Any]:
     """An epoch without what was measured beside training: a run that is killed measures at other steps."""
-    return {"stage": stage, **{k: v for k, v in row.items() if not k.startswith(f"{PREFIX}/")}}
+    kept = {name: value for name, value in row.items() if not name.startswith(f"{PREFIX}/")}
+    return {"stage": stage, **kept}

@@ -1,4 +1,4 @@
-"""Target data of the user's own: a data module, datasets or arrays, of which a few labels are trained on."""
+"""Target data of the user's own: a data module, datasets or arrays; what is trained on, and what is certified."""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -7,21 +7,27 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
 from lightning_taskinfo._batches import read_batch, tensors
+from lightning_taskinfo.certificates import Prior, certify
+from lightning_taskinfo.certificates.network import FEWEST
+from lightning_taskinfo.certificates.samples import check_fresh, read_inputs
 from lightning_taskinfo.data import ArrayData
 from lightning_taskinfo.transfer.sampling import (
     Draw,
     EpochSampler,
     Rows,
     by_turns,
+    reseed,
     seeded,
     whole_batch,
 )
 
 PARTS = ("train", "test", "validation")
+MOST_FRESH = 5000  # inputs to compare predictions on
+STREAM = 6  # of random numbers in a certificate
 Collate: TypeAlias = Callable[[list[Any]], Any]
 
 
@@ -69,7 +75,11 @@ class Target:
         # A batch of one sample has no statistics for batch normalisation.
         drop = len(rows) > self.batch_size and len(rows) % self.batch_size == 1
         return DataLoader(
-            drawn, self.batch_size, sampler=sampler, collate_fn=whole_batch, drop_last=drop
+            drawn,
+            self.batch_size,
+            sampler=sampler,
+            collate_fn=whole_batch,
+            drop_last=drop,
         )
 
     def plain_loader(self, rows: Rows) -> DataLoader[Any]:
@@ -251,3 +261,86 @@ def chosen_rows(labels: Tensor | None, length: int, counts: Sequence[int], seed:
             f"`labels` must give every one of the {len(classes)} classes at least one label, got {min(counts)}."
         )
     return by_turns(y.astype(np.int64), len(classes), rng)
+
+
+@dataclass(frozen=True)
+class Certified:
+    """The samples that a certificate needs, all of them independent draws.
+
+    Attributes:
+        target: The target data; its test set gives the test-set bound.
+        rows: Rows of training samples in random order.
+        labels: The first so many are trained on, and certified; the inputs of others serve nothing
+            else.
+    """
+
+    target: Target
+    rows: Rows
+    labels: int
+
+    @property
+    def fresh(self) -> Rows:
+        """Rows of the inputs that serve nothing else."""
+        return self.rows[self.labels :][:MOST_FRESH]
+
+    @property
+    def unlabelled(self) -> DataLoader[Any] | None:
+        """Those inputs, where there are enough of them."""
+        enough = len(self.fresh) >= FEWEST
+        return self.target.plain_loader(self.fresh) if enough else None
+
+    def check(self, model: nn.Module) -> None:
+        """Raise a ``ValueError`` where inputs occur twice, so that they cannot serve nothing else."""
+        target = self.target
+        used, _ = read_inputs(target.plain_loader(self.rows[: self.labels]), model=model)
+        for loader in (target.test_loader(), self.unlabelled):
+            if loader is None:
+                continue
+            inputs, _ = read_inputs(loader, argument="data", model=model)
+            check_fresh("data", inputs, used, "the labelled samples, where `certify` is asked for")
+
+    def bounds(self, model: nn.Module, prior: Prior, seed: int) -> dict[str, Any]:
+        """Return the three bounds on the true error, as plain values.
+
+        Args:
+            model: The trained network.
+            prior: The prior, taken before training.
+            seed: Of all draws.
+        """
+        reseed(seed, STREAM)
+        found = certify(
+            model,
+            self.target.plain_loader(self.rows[: self.labels]),
+            prior,
+            unlabelled=self.unlabelled,
+            held_out=self.target.test_loader(),
+            seed=seed,
+            progress=False,
+        )
+        network = found.network
+        bounds: dict[str, Any] = {
+            "stochastic": found.bound,
+            "network": network and network.bound,
+            "test_set": found.test_set.bound,
+            "confidence": min(found.confidence, network.confidence if network else 1.0),
+            "valid": found.valid,
+            "reasons": list(found.reasons),
+            "assumptions": list(found.assumptions),
+            "kl": found.kl,
+            "risk": found.risk,
+            "disagreement": network and network.disagreement,
+        }
+        if network is None:
+            missing = f"no bound for the network itself, which needs {FEWEST} inputs without labels"
+            bounds["assumptions"].append(missing)
+        return bounds
+
+
+def start_prior(model: nn.Module, start: str, *, scratch: bool) -> Prior:
+    """Return the prior centred at a module that is about to be trained; what is frozen in it costs nothing."""
+    origin = "random initialisation"
+    if not scratch:
+        origin = (
+            f"the start {start!r}, said to be pretrained on other samples than the certified ones"
+        )
+    return Prior.of(model, origin=origin)

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from lightning_taskinfo._files import atomic_path, check_archive, read_result, write_tensors
 from lightning_taskinfo._lightning import NAMESPACES, Callback, LightningModule, Trainer
-from lightning_taskinfo.transfer.adapt import frozen_modules
 from lightning_taskinfo.transfer.logs import Row, RunLog
 from lightning_taskinfo.transfer.sampling import generators_kept, reseed
 
@@ -51,7 +50,7 @@ class Job:
         options: Of the Trainer.
         weights: Returns what is kept of the trained module.
         after: Returns what is found after training, under names of
-            :class:`~lightning_taskinfo.transfer.results.Result`, and what is logged of it.
+            :class:`~lightning_taskinfo.transfer.report.Result`, and what is logged of it.
         before: What is logged before training.
         ours: Whether the module is ours, and not the user's: then what it logs has our prefix, and
             its checkpoints are whole.
@@ -206,12 +205,17 @@ class EpochKeeper(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let frozen parts run as in evaluation: no dropout, and statistics of batch normalisation that stay."""
-        if self.lean:
-            for part in frozen_modules(pl_module):
+        for part in pl_module.modules() if self.lean else ():
+            trained = [parameter.requires_grad for parameter in part.parameters()]
+            if trained and not any(trained):
                 part.eval()
 
     def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        batch: Any,
+        batch_idx: int,
     ) -> None:
         """Seed; earlier hooks come before Lightning itself has drawn what it draws."""
         if batch_idx == 0:
@@ -229,7 +233,10 @@ class EpochKeeper(Callback):
             self._next_write = ended + 20 * (ended - begun) if self.lean else 0.0
 
     def on_save_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        checkpoint: dict[str, Any],
     ) -> None:
         """Leave out what a run knows without it: arguments, of any kind, and weights that were never trained."""
         if self.lean:

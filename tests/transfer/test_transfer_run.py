@@ -17,7 +17,7 @@ from lightning_taskinfo import TaskInfoWarning
 from lightning_taskinfo._files import read_tensors
 from lightning_taskinfo.transfer import TransferReport, transfer
 from lightning_taskinfo.transfer.ready.stages import Stages, check_used
-from lightning_taskinfo.transfer.results import without_timings
+from lightning_taskinfo.transfer.report import without_timings
 from lightning_taskinfo.transfer.run import _seeds, _whole_numbers
 from tests.transfer.tiny import STAGES, tiny_data, tiny_net, tiny_task, tiny_trials
 

@@ -109,11 +109,15 @@ def resnet20(image_shape: Shape, *, width: int = 16) -> nn.Module:
     stages = [(width, width, 1), (width, 2 * width, 2), (2 * width, 4 * width, 2)]
     return nn.Sequential(
         nn.Sequential(
-            nn.Conv2d(channels, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()
+            nn.Conv2d(channels, width, 3, padding=1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(),
         ),
         *(
             nn.Sequential(
-                _Residual(inner, outer, stride), _Residual(outer, outer), _Residual(outer, outer)
+                _Residual(inner, outer, stride),
+                _Residual(outer, outer),
+                _Residual(outer, outer),
             )
             for inner, outer, stride in stages
         ),
@@ -128,7 +132,10 @@ BACKBONES: dict[str, Callable[..., nn.Module]] = {
 
 
 def make_backbone(
-    backbone: Backbone, image_shape: Shape, *, argument: str = "backbone"
+    backbone: Backbone,
+    image_shape: Shape,
+    *,
+    argument: str = "backbone",
 ) -> nn.Module:
     """Return the network of a name or a function for images of a shape.
 
@@ -228,7 +235,10 @@ class _Residual(nn.Module):
 
 
 def _convolutions(
-    inner: int, *outer: int, kernel: int = 3, padding: int | None = None
+    inner: int,
+    *outer: int,
+    kernel: int = 3,
+    padding: int | None = None,
 ) -> nn.Sequential:
     padding = kernel // 2 if padding is None else padding
     layers: list[nn.Module] = []

@@ -47,7 +47,10 @@ class ImageTask:
 
 
 def as_task(
-    what: Any, *, argument: str, data_dir: str | os.PathLike[str] | None = None
+    what: Any,
+    *,
+    argument: str,
+    data_dir: str | os.PathLike[str] | None = None,
 ) -> ImageTask:
     """Return the task that ``what`` stands for.
 
@@ -111,13 +114,20 @@ def fit_images(x: Tensor, shape: Shape) -> Tensor:
 
 def _fit(x: Tensor, channels: int, size: list[int]) -> Tensor:
     y = x.float()
-    if x.shape[1] != channels:
-        y = y.mean(1, keepdim=True) if channels == 1 else y.expand(-1, channels, -1, -1)
+    if channels == 1:
+        y = y.mean(1, keepdim=True)
+    y = y.expand(-1, channels, -1, -1)
     if list(y.shape[2:]) != size:
         y = torch.nn.functional.interpolate(
-            y, size, mode="bilinear", antialias=True, align_corners=False
+            y,
+            size,
+            mode="bilinear",
+            antialias=True,
+            align_corners=False,
         )
-    return y.round().clamp(0, 255).to(x.dtype) if x.dtype == torch.uint8 else y.to(x.dtype)
+    if x.dtype == torch.uint8:
+        y = y.round().clamp(0, 255)
+    return y.to(x.dtype)
 
 
 def as_inputs(what: Any, *, argument: str) -> Tensor:

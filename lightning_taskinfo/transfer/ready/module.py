@@ -206,10 +206,15 @@ class TransferClassifierMixin(
             ),
             "mk_mmd": lambda w: MultiKernelMMD(weight=w),
             "lautum": lambda w: Lautum(
-                num_outputs=num_classes, weight=w, components=directions, **of_inputs
+                num_outputs=num_classes,
+                weight=w,
+                components=directions,
+                **of_inputs,
             ),
             "mutual_information": lambda w: MutualInformation(
-                feature_dim=width, weight=w, **of_inputs
+                feature_dim=width,
+                weight=w,
+                **of_inputs,
             ),
             "information": WeightInformation,
             "local_minimum": lambda w: LocalMinimumRegularizer(weight=w, start=0),
@@ -265,7 +270,8 @@ class TransferClassifierMixin(
             found["information"] = self.information_penalty()
         if "local_minimum" in acting:
             found["local_minimum"] = self.local_minimum_penalty(
-                lambda part: cross_entropy(self(part[0]), part[1]), batch["labeled"]
+                lambda part: cross_entropy(self(part[0]), part[1]),
+                batch["labeled"],
             )
         return found
 
