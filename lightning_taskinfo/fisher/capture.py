@@ -55,7 +55,7 @@ class Plan:
     Attributes:
         signature: Kinds and shapes of the graph's operations.
         uses: Where weights meet samples.
-        left: Parameters whose gradients cannot be told apart by sample, with the reason.
+        unshown: Parameters whose gradients cannot be told apart by sample, with the reason.
         lasting: Whether what was shown holds for other data.
         apart: Parameters with several uses, none of the same entry.
         seen: Whether a sample's outputs were seen not to depend on the others of its batch.
@@ -63,7 +63,7 @@ class Plan:
 
     signature: list[Any]
     uses: list[Place]
-    left: dict[str, str]
+    unshown: dict[str, str]
     lasting: bool
     apart: set[str] = field(default_factory=set)
     seen: bool = False
@@ -156,12 +156,12 @@ class Prover:
                 break
             mixed |= failed
         shown = {node: found for node, found in rows.items() if found is not None}
-        left = self._left(uses, shown, mixed, silent)
+        unshown = self._unshown(uses, shown, mixed, silent)
         behind = graph.behind({*shown})
         moving = any(MOVE_ROWS.search(type(node).__name__) for node in behind)
         open_ends = behind & mixed or (behind | {*shown}) & silent
-        lasting = not (moving or open_ends or left) and self._independent(mixed)
-        return Plan(graph.signature, _numbered(graph, uses, shown), left, lasting)
+        lasting = not (moving or open_ends or unshown) and self._independent(mixed)
+        return Plan(graph.signature, _numbered(graph, uses, shown), unshown, lasting)
 
     def _independent(self, mixed: set[Node]) -> bool:
         """Whether what samples are added up in looks the same for one sample, as what knows nothing of samples does."""
@@ -173,7 +173,7 @@ class Prover:
         numbers = [self.graph.number[node] for node in mixed]
         return all(self.alone[i] == signature[i] for i in numbers)
 
-    def _left(
+    def _unshown(
         self,
         uses: dict[Node, dict[int, Edge]],
         shown: dict[Node, Rows],
@@ -187,11 +187,11 @@ class Prover:
         odd |= graph.behind({*uses} - odd, blocked=silent) & mixed
         odd |= {self.root.node} & mixed
         odd |= uses.keys() - graph.below(self.root.node)  # as of a penalty on weights
-        left: dict[str, str] = {}
+        unshown: dict[str, str] = {}
         for node in odd:
             for name in graph.roots(node):
-                left.setdefault(name, type(node).__name__)
-        return left
+                unshown.setdefault(name, type(node).__name__)
+        return unshown
 
     def _backward(self, nodes: list[Node], by_sample: Tensor | None) -> list[Tensor | None]:
         """Backpropagate the scores, times a number for each sample, to the outputs of some operations."""

@@ -257,40 +257,42 @@ class Measurement:
         inputs = take(self.inputs, itemgetter(samples))
         targets = None if self.targets is None else self.targets[samples]
 
-        # Forward. The graph that leads to the outputs has every use of every weight.
+        # 1. Forward. The graph that leads to the outputs has every use of every weight.
         with torch.set_grad_enabled(self.reads_graph):
             outputs = self._outputs(inputs, samples.stop - samples.start)
         graph = Graph(outputs, self.parameters) if self.reads_graph else None
 
-        # Plan: where weights meet samples, and what the graph does not show of them.
+        # 2. Plan: where weights meet samples, and which parameters the graph does not show.
         plan = self._plan(graph, len(outputs))
         if self._mixes(inputs, outputs, plan):
             plan = None
             outputs = self._outputs_one_by_one(inputs)
-        left = self._left(plan, len(outputs))
-        reasons = {} if plan is None else plan.left
+        others = self._for_other_engines(plan, len(outputs))
         edges: list[Edge] = []
         uses: dict[str, list[Term]] = {}
         if graph is not None and plan is not None:
             edges, uses = terms(graph, plan)
 
+        # 3. Scores of the outputs, a few at a time.
         for scores, last in self.request.scores(outputs, targets):
-            # Backward from the scores to the outputs of the uses. With what these operations have
-            # seen, that makes the gradients of single samples, or what is asked of them.
             if plan is not None:
+                # 4. Backward, from the scores to the outputs of the uses.
                 keep = not last or _needs_graph(uses)
                 gradients = pulled_back(outputs, edges, stacked(scores), retain_graph=keep)
+                # 5. Terms: with what the operations have seen, that makes gradients of samples.
                 for name, found in uses.items():
                     contribution = Contribution(found, gradients, name in plan.apart)
-                    if contribution.parts and name not in left:
+                    # 6. Accumulate what is asked of them.
+                    if contribution.parts and name not in others:
                         self.accumulator.add(name, samples, contribution)
-            if left and graph is not None and self.sharded:
+            if others and graph is not None and self.sharded:
                 for i, score in enumerate(scores):
                     keep = not last or i < len(scores) - 1
                     self._read_one(outputs, graph, score, samples, retain_graph=keep)
-            elif left:
+            elif others:
+                reason = self._reason(plan, others)
                 for score in scores:
-                    self._fall_back(inputs, score, left, reasons, samples)
+                    self._fall_back(inputs, score, others, reason, samples)
 
     def _outputs(self, inputs: Any, count: int) -> Tensor:
         """Run the model, and check that its outputs have a row for each sample and depend on parameters."""
@@ -347,14 +349,14 @@ class Measurement:
         for name, p in self.parameters.items():
             if p.grad is not None:  # by a backward pass inside of an operation, unseen in the graph
                 p.grad = None
-                plan.left[name] = "a use that autograd does not see"
+                plan.unshown[name] = "a use that autograd does not see"
         uses = terms(graph, plan)[1]
         plan.apart = {name for name, found in uses.items() if len(found) > 1 and apart(found)}
         if self.sharded:  # what is computed from a weight has no graph once the weight is a shard
             for name, found in uses.items():
                 if any(term.way is None or isinstance(term.use, Other) for term in found):
-                    plan.left[name] = "a weight that is computed from it"
-        elif plan.lasting and not plan.left:
+                    plan.unshown[name] = "a weight that is computed from it"
+        elif plan.lasting and not plan.unshown:
             self.known.keep(plan)
         return plan
 
@@ -386,11 +388,11 @@ class Measurement:
         """The slower engines, for what the graph does not show."""
         return Fallback(self.model, self.request.forward, self.request.engine)
 
-    def _left(self, plan: Plan | None, n: int) -> set[str]:
+    def _for_other_engines(self, plan: Plan | None, n: int) -> set[str]:
         """Return the parameters of a chunk that another engine has to serve."""
         if n == 1 and self.reads_graph:
             return set() if plan is not None else {*self.parameters}
-        self.unshown |= self.parameters.keys() if plan is None else plan.left.keys()
+        self.unshown |= self.parameters.keys() if plan is None else plan.unshown.keys()
         named = ", ".join(sorted(self.unshown))
         if self.unshown and self.request.engine == "graph":
             raise ValueError(f"`engine='graph'` does not cover {named}; use `engine='auto'`.")
@@ -415,13 +417,16 @@ class Measurement:
             if g is not None:
                 self.accumulator.add(name, samples, Gradients(g.to_dense().unsqueeze(0)))
 
+    def _reason(self, plan: Plan | None, names: set[str]) -> str | None:
+        """Return why the graph does not show some parameters, unless that has been said."""
+        if self.mixing:
+            return None
+        return "reentrant checkpointing" if plan is None else plan.unshown.get(min(names), "")
+
     def _fall_back(
-        self, inputs: Any, score: Tensor, names: set[str], reasons: dict[str, str], samples: slice
+        self, inputs: Any, score: Tensor, names: set[str], reason: str | None, samples: slice
     ) -> None:
         """Take the gradients of some parameters for one score from a slower engine."""
-        reason = None  # what mixes samples has been said
-        if not self.mixing:
-            reason = reasons.get(min(names), "reentrant checkpointing")
         for start, gradients in self.fallback.gradients(inputs, score, names, reason):
             for name, g in gradients.items():
                 first = samples.start + start

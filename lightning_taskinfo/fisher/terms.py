@@ -236,7 +236,7 @@ def terms(
         wanted = False
         for place, (source_number, source_output) in places.items():
             source = Edge(graph.nodes[source_number], source_output)
-            names = graph.roots(source.node) - plan.left.keys()
+            names = graph.roots(source.node) - plan.unshown.keys()
             if not names:
                 continue
             wanted = True

@@ -154,7 +154,7 @@ class StepRecorder:
             plan = Prover(graph, samples, 4, graph.signature, root).plan()
             found = _read(graph, plan)[1]
             plan.apart = {name for name, uses in found.items() if apart(uses)}
-        reasons = plan.left | _mixing(graph, found)
+        reasons = plan.unshown | _mixing(graph, found)
         for name, kind in reasons.items():
             raise ValueError(
                 f"it cannot be shown which sample the gradient of {name!r} belongs to: {kind} mixes the samples, or "

@@ -148,7 +148,7 @@ def test_no_proof_lasts_where_rows_are_moved():
 
     found = plan(Sorted().double(), torch.randn(7, 4, dtype=torch.float64))
     assert not found.lasting
-    assert not found.left
+    assert not found.unshown
 
 
 def test_signatures_differ_with_operations_and_shapes(model):
