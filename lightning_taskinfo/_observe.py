@@ -163,6 +163,15 @@ def observing_once(observed: Parts) -> AbstractContextManager[None]:
     return nullcontext() if done else observing_parts(observed)
 
 
+def weights_now(model: nn.Module) -> ParamDict:
+    """Return a copy of the trainable weights, by name.
+
+    Args:
+        model: Any module.
+    """
+    return {name: p.detach().clone() for name, p in trainable_parameters(model).items()}
+
+
 @contextmanager
 def holding(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> Iterator[None]:
     """Let parameters hold other values, and their own tensors again afterwards, also on an exception.

@@ -4,7 +4,7 @@ import html
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lightning_taskinfo.distributions import WeightGaussian
@@ -227,7 +227,7 @@ class Certificate:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything but the distribution itself, ready for JSON."""
-        values = {part.name: getattr(self, part.name) for part in fields(self)}
+        values: dict[str, Any] = dict(vars(self))
         del values["post"]
         values["confidence"] = self.confidence
         values["candidates"] = [_row(row) for row in self.candidates]

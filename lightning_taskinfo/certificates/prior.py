@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_taskinfo._batches import take
-from lightning_taskinfo._observe import trainable_parameters
+from lightning_taskinfo._observe import trainable_parameters, weights_now
 from lightning_taskinfo._random import own_randomness
 from lightning_taskinfo._ranges import check_finite_tensors, check_positive
 
@@ -79,8 +79,7 @@ class Prior:
             origin: Where its weights come from, in words.
             **others: Further arguments of :class:`Prior`.
         """
-        center = {name: p.detach().clone() for name, p in trainable_parameters(model).items()}
-        return cls(center, origin, fixed=hashes(fixed_tensors(model)), **others)
+        return cls(weights_now(model), origin, fixed=hashes(fixed_tensors(model)), **others)
 
     def values(self) -> dict[str, Tensor]:
         """Return parameters and buffers of the centre by name; empty for a centre at 0."""
@@ -160,11 +159,10 @@ def half_prior(
     device = next(network.parameters()).device
     with own_randomness(seed, device):
         returned = half_fn(network, half)
-    trained = trainable_parameters(returned if isinstance(returned, nn.Module) else network)
+    trained = returned if isinstance(returned, nn.Module) else network
     # Frozen weights and buffers are still compared with the start: those of `model` may have
     # learned from the rest.
-    center = prior.values()
-    center |= {name: p.detach().clone() for name, p in trained.items()}
+    center = prior.values() | weights_now(trained)
     origin = prior.origin
     if origin:
         origin += ", then trained on a random half of the samples, which is not certified"

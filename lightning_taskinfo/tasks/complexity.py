@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_taskinfo._files import StrPath, claim_folder, digest, read_tensors, write_tensors
-from lightning_taskinfo._observe import ParamDict
+from lightning_taskinfo._observe import ParamDict, weights_now
 from lightning_taskinfo._progress import Progress, shown
 from lightning_taskinfo._random import seed_from
 from lightning_taskinfo._ranges import check_positive
@@ -218,7 +218,7 @@ class StructureFunction(Tabled):
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything, ready for JSON."""
-        values = {part.name: getattr(self, part.name) for part in fields(self)}
+        values: dict[str, Any] = dict(vars(self))
         values["objective"] = self.objective
         values["hull"] = self.hull()
         values["critical_beta"] = self._critical_beta()
@@ -378,7 +378,7 @@ def structure_function(
     samples = TaskData(inputs, targets, as_likelihood(likelihood))
     model = train.build(model_fn, seed)
     samples.check(model)
-    centre = prior_means(prior_center, train.initial_weights(model))
+    centre = prior_means(prior_center, weights_now(model))
     if folder is not None:
         made = {
             "betas": betas,

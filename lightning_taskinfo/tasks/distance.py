@@ -3,7 +3,7 @@
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from itertools import compress, count, permutations, product
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -127,7 +127,7 @@ class DistanceMatrix(Tabled):
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything, ready for JSON; an error that a single seed cannot give is ``None``."""
-        values = {part.name: getattr(self, part.name) for part in fields(self)}
+        values: dict[str, Any] = dict(vars(self))
         values["mean"] = self.mean
         values["standard_error"] = self.standard_error if len(self.seeds) > 1 else None
         return {k: v.tolist() if isinstance(v, Tensor) else v for k, v in values.items()}

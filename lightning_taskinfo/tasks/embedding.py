@@ -124,9 +124,8 @@ class TaskEmbedding(Tabled):
             path: The file to write or replace; its folder must exist.
         """
         arrays: dict[str, Any] = {}
-        for field in fields(self):
-            key = IN_FILE.get(field.name, field.name)
-            arrays[key] = np.asarray(getattr(self, field.name))
+        for name, value in vars(self).items():
+            arrays[IN_FILE.get(name, name)] = np.asarray(value)
         with atomic_write(path) as file:
             np.savez(file, **arrays)
 

@@ -18,7 +18,7 @@ from torch import Generator, Tensor, nn
 
 from lightning_taskinfo._batches import sample_count, take
 from lightning_taskinfo._files import digest
-from lightning_taskinfo._observe import ParamDict, observing, trainable_parameters
+from lightning_taskinfo._observe import observing, trainable_parameters, weights_now
 from lightning_taskinfo._random import own_randomness
 from lightning_taskinfo._ranges import check_counts, check_not_negative, check_positive
 from lightning_taskinfo.functional.likelihood import Likelihood
@@ -219,11 +219,6 @@ def loss_sum(model: nn.Module, samples: TaskData, *, training: Training) -> floa
     return torch.stack(sums).sum().item()
 
 
-def initial_weights(model: nn.Module) -> ParamDict:
-    """Return a copy of the trainable weights by name."""
-    return {name: p.detach().clone() for name, p in trainable_parameters(model).items()}
-
-
 @torch.no_grad()
 def network_digest(model: nn.Module, inputs: Any) -> dict[str, str]:
     """Return what tells a network at its start from others: its weights, its modules, and what it makes of two samples.
@@ -233,7 +228,7 @@ def network_digest(model: nn.Module, inputs: Any) -> dict[str, str]:
     with observing(model):
         answers = model(take(inputs, lambda x: x[:2])).double()
     return {
-        "weights": digest(initial_weights(model).items()),
+        "weights": digest(weights_now(model).items()),
         "modules": repr(model),
         "answers": f"{answers.abs().mean():.2e}",
     }

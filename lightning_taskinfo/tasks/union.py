@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_taskinfo._observe import ParamDict
+from lightning_taskinfo._observe import ParamDict, weights_now
 from lightning_taskinfo._random import seed_from
 from lightning_taskinfo._ranges import check_positive
 from lightning_taskinfo.fisher import fisher_diagonal
@@ -142,7 +142,7 @@ def solve(union: Union) -> dict[str, Any]:
     data = union.data()
     data.check(model)
     plan = union.plan
-    start = train.initial_weights(model)
+    start = weights_now(model)
     centre = prior_means(plan.prior_center, start)
     betas = union.betas()
     weights = {name: betas[_part(name)] for name in start}
@@ -224,7 +224,7 @@ def _laplace(
     )
     kl = {}
     loss = train.loss_sum(model, data, training=plan.training)
-    for name, weight in train.initial_weights(model).items():
+    for name, weight in weights_now(model).items():
         h = len(data) * F[name]
         shift = weight - centre[name]
         found = information_in_weights(h, shift, prior_std=plan.prior_std, beta=weights[name])

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_taskinfo._observe import weights_now
 from lightning_taskinfo.functional.likelihood import Categorical
 from lightning_taskinfo.tasks.complexity import Sweep, structure_function
 from lightning_taskinfo.tasks.ready import PreparedTask
 from lightning_taskinfo.tasks.training import (
     TaskData,
     Training,
-    initial_weights,
     network_digest,
 )
 from tests.tasks import regression
@@ -179,7 +179,7 @@ def test_a_folder_belongs_to_one_sweep(tmp_path):
 
 def sweep():
     model, samples = network(), TaskData(*classes(), Categorical())
-    return Sweep(model, samples, initial_weights(model), prior_std=0.1, training=QUICK, seed=0)
+    return Sweep(model, samples, weights_now(model), prior_std=0.1, training=QUICK, seed=0)
 
 
 def test_a_sweep_that_cannot_be_written_leaves_the_old_one(tmp_path):
