@@ -69,7 +69,7 @@ from torch.nn.functional import cross_entropy, interpolate
 from lightning_taskinfo import Task2Vec, Training, rank_starts, task_distance
 from lightning_taskinfo._files import claim_folder, read_json, write_json
 from lightning_taskinfo.data import load_task
-from lightning_taskinfo.functional.paired import paired_interval
+from lightning_taskinfo.functional.intervals import paired_interval
 from lightning_taskinfo.tasks import embedding_distances
 from lightning_taskinfo.tasks.ready import fit_linear_head, reference_network, small_trunk
 from lightning_taskinfo.transfer import small_cnn

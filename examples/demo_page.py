@@ -17,7 +17,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from lightning_taskinfo.functional.paired import paired_interval
+from lightning_taskinfo.functional.intervals import paired_interval
 from lightning_taskinfo.transfer import StartRanking
 
 QUESTIONS = ("What is in the weights?", "Will it transfer?", "What can be proved?")

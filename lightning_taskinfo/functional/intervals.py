@@ -1,12 +1,17 @@
-r"""What draws and errors prove about a mean: intervals by betting, and the exact tail of the binomial inverted.
+r"""What draws, errors and pairs of losses prove: confidence intervals that are sound for few samples.
 
 The betting interval is for the mean of bounded draws, and profits from their small variance. The binomial one
 is for errors on held-out labels: a network that was fixed before ``n`` independent labels were looked at makes
 a number of errors on them that is binomial with its true error. Nothing else is assumed, so this is the proof
-that every other one has to beat.
+that every other one has to beat. Shares have Wilson's interval, differences of two losses on the same samples
+that of Agresti and Min, and means over seeds Student's.
 """
 
 import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -212,3 +217,270 @@ def _check_counts(errors: int, n: int) -> None:
     check_counts(n=n)
     if not 0 <= errors <= n:
         raise ValueError(f"`errors` must be from 0 to `n` = {n}, got {errors}.")
+
+
+def wilson_interval(share: Tensor | float, n: int, confidence: float = 0.95) -> tuple[float, float]:
+    r"""Interval of Wilson for a share of ``n`` samples.
+
+    .. math:: \frac{p + \frac{z^2}{2n}}{1 + \frac{z^2}{n}}
+        \pm \frac{z}{1 + \frac{z^2}{n}} \sqrt{\frac{p (1 - p)}{n} + \frac{z^2}{4 n^2}}
+
+    It has a width where the share is 0 or 1, unlike the normal one.
+
+    Args:
+        share: :math:`p`, between 0 and 1.
+        n: Number of samples.
+        confidence: Probability that the interval covers.
+
+    Returns:
+        The two ends.
+
+    Example:
+        >>> [round(end, 3) for end in wilson_interval(0.0, 20)]
+        [0.0, 0.161]
+
+    References:
+        Wilson, *Probable inference, the law of succession, and statistical inference*, JASA 1927.
+    """
+    p = float(share)
+    z = normal_quantile(confidence)
+    scale = 1 + z**2 / n
+    middle = (p + z**2 / (2 * n)) / scale
+    variance = p * (1 - p) / n + z**2 / (4 * n**2)
+    reach = z / scale * variance**0.5
+    return max(0.0, middle - reach), min(1.0, middle + reach)
+
+
+def paired_interval(
+    first: Tensor,
+    second: Tensor,
+    confidence: float = 0.95,
+) -> tuple[float, float, float]:
+    r"""Mean difference of two losses on the same samples, with its interval.
+
+    Of losses that are 0 or 1, with ``b`` samples where only the first is 1 and ``c`` where only the
+    second is, the interval is that of Agresti and Min, which adds half a sample to each of the four
+    cells:
+
+    .. math:: \frac{b - c}{n + 2} \pm \frac{z}{n + 2} \sqrt{(b + c + 1) - \frac{(b - c)^2}{n + 2}}
+
+    For other losses it is Student's, from the standard deviation of the differences.
+
+    Args:
+        first: Losses, shape ``[n]``.
+        second: Losses on the same samples, shape ``[n]``.
+        confidence: Probability that the interval covers.
+
+    Returns:
+        Lower end, mean of ``first - second``, upper end.
+
+    Example:
+        >>> a, b = torch.tensor([1.0, 1, 1, 0, 0]), torch.zeros(5)
+        >>> [round(value, 2) for value in paired_interval(a, b)]
+        [-0.03, 0.6, 0.89]
+
+    References:
+        Agresti, Min, *Simple improved confidence intervals for comparing matched proportions*,
+        Stat. Med. 2005.
+    """
+    difference = (first - second).double()
+    n = len(difference)
+    mean = difference.mean().item()
+    z = normal_quantile(confidence)
+    losses = torch.cat([first, second])
+    if bool(((losses == 0) | (losses == 1)).all()):
+        b = (difference > 0).sum().item()
+        c = (difference < 0).sum().item()
+        middle = (b - c) / (n + 2)
+        variance = (b + c + 1) - (b - c) ** 2 / (n + 2)
+        reach = z / (n + 2) * variance**0.5
+        return middle - reach, mean, middle + reach
+    reach = student_quantile(confidence, n - 1) * difference.std().item() / n**0.5
+    return mean - reach, mean, mean + reach
+
+
+def normal_quantile(confidence: float) -> float:
+    """Return the number of standard errors that a normal interval reaches to either side.
+
+    Args:
+        confidence: Probability that the interval covers.
+
+    Raises:
+        ValueError: If it is not between 0 and 1.
+
+    Example:
+        >>> round(normal_quantile(0.95), 2)
+        1.96
+    """
+    if not 0 < confidence < 1:
+        raise ValueError(f"`confidence` must be between 0 and 1, got {confidence}.")
+    p = torch.tensor(0.5 + 0.5 * confidence, dtype=torch.float64, device="cpu")
+    return torch.special.ndtri(p).item()
+
+
+def student_quantile(confidence: float, degrees: int) -> float:
+    r"""Return the number of standard errors that Student's interval reaches to either side.
+
+    The :math:`t` with :math:`P(|T_\nu| \le t) = c`, found by bisection of the angle
+    :math:`\theta = \arctan(t /
+    \sqrt\nu)` in the finite sums that the probability is for whole :math:`\nu`.
+
+    Args:
+        confidence: The probability :math:`c`.
+        degrees: Degrees of freedom :math:`\nu`, one less than the number of values.
+
+    Raises:
+        ValueError: If ``confidence`` is not between 0 and 1, or ``degrees`` is below 1.
+
+    Example:
+        >>> round(student_quantile(0.5, 1), 6), round(student_quantile(0.95, 4), 3)
+        (1.0, 2.776)
+
+    References:
+        Abramowitz and Stegun, *Handbook of Mathematical Functions*, 26.7.3 and 26.7.4.
+    """
+    if not 0 < confidence < 1:
+        raise ValueError(f"`confidence` must be between 0 and 1, got {confidence}.")
+    if degrees < 1:
+        raise ValueError(f"`degrees` must be at least 1, got {degrees}.")
+    low, high = 0.0, math.pi / 2
+    middle = 0.5 * (low + high)
+    while low < middle < high:
+        if _central_probability(middle, degrees) < confidence:
+            low = middle
+        else:
+            high = middle
+        middle = 0.5 * (low + high)
+    return math.sqrt(degrees) * math.tan(low)
+
+
+def _central_probability(theta: float, degrees: int) -> float:
+    """``P(|T| <= sqrt(degrees) tan(theta))``."""
+    square = math.cos(theta) ** 2
+    total = 0.0
+    if degrees % 2:
+        term = math.cos(theta)
+        for k in range(1, degrees - 1, 2):
+            total += term
+            term *= square * (k + 1) / (k + 2)
+        return 2 / math.pi * (theta + math.sin(theta) * total)
+    term = 1.0
+    for k in range(1, degrees, 2):
+        total += term
+        term *= square * k / (k + 1)
+    return math.sin(theta) * total
+
+
+Verdict = Literal["helps", "hurts", "cannot tell"]
+ROUNDING = 1e-6  # relative: results come from float32
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean over seeds, with Student's interval where there is one.
+
+    Attributes:
+        mean: The mean; None without values.
+        low: Lower end; None without an interval.
+        high: Upper end; None without an interval.
+        n: Number of seeds.
+        reason: Why there is no interval; empty where there is one.
+    """
+
+    mean: float | None
+    low: float | None
+    high: float | None
+    n: int
+    reason: str = ""
+
+    @property
+    def verdict(self) -> Verdict:
+        """What the interval says of a gain: ``"helps"`` above 0, ``"hurts"`` below, ``"cannot tell"`` otherwise."""
+        return verdict_of(self.low, self.high)
+
+
+def verdict_of(low: float | None, high: float | None) -> Verdict:
+    """Return what an interval of a gain says.
+
+    Args:
+        low: Its lower end; ``None`` without an interval.
+        high: Its upper end.
+
+    Example:
+        >>> verdict_of(0.1, 0.3), verdict_of(-0.1, 0.3)
+        ('helps', 'cannot tell')
+    """
+    if low is None or high is None:
+        return "cannot tell"
+    return "helps" if low > 0 else "hurts" if high < 0 else "cannot tell"
+
+
+def mean_interval(
+    values: Sequence[float],
+    *,
+    confidence: float = 0.95,
+    bounds: tuple[float, float] = (-math.inf, math.inf),
+    scale: float | None = None,
+) -> Interval:
+    r"""Return the mean of independent values with Student's interval :math:`\bar v \pm t_{n-1}\, s / \sqrt n`.
+
+    Args:
+        values: One value per seed.
+        confidence: Probability that the interval covers the true mean, for normal values.
+        bounds: What the mean can be at all; the interval is cut there.
+        scale: Size of the numbers from which the values were computed, to tell spread from
+            rounding; by default that of the values.
+
+    Returns:
+        The interval, or the reason why there is none: fewer than two values, one that is not
+        finite, or values that are all the same (from which Student's interval would have width 0,
+        whatever their number).
+
+    Example:
+        >>> interval = mean_interval([0.0, 2.0], confidence=0.5)
+        >>> round(interval.mean, 6), round(interval.low, 6), round(interval.high, 6)
+        (1.0, 0.0, 2.0)
+    """
+    n = len(values)
+    if n == 0:
+        return Interval(None, None, None, 0, "no seed")
+    if not all(map(math.isfinite, values)):
+        return Interval(sum(values) / n, None, None, n, "a value is not finite")
+    mean = statistics.fmean(values)
+    if n == 1:
+        return Interval(mean, None, None, n, "one seed")
+    spread = statistics.stdev(values)
+    if spread <= ROUNDING * (max(map(abs, values)) if scale is None else scale):
+        return Interval(mean, None, None, n, "all seeds gave the same")
+    reach = student_quantile(confidence, n - 1) * spread / math.sqrt(n)
+    return Interval(mean, max(bounds[0], mean - reach), min(bounds[1], mean + reach), n)
+
+
+def paired_gain(
+    baseline: Mapping[int, float],
+    method: Mapping[int, float],
+    *,
+    confidence: float = 0.95,
+    bounds: tuple[float, float] = (-math.inf, math.inf),
+) -> Interval:
+    r"""Return the gain :math:`T = R_\text{baseline} - R_\text{method}`, its interval from differences seed by seed.
+
+    The same seed means the same split and the same labels, so what a lucky split gives to both
+    cancels.
+
+    Args:
+        baseline: Risk of the baseline by seed.
+        method: Risk of the method by seed; seeds that only one of them has are left out.
+        confidence: Probability that the interval covers the true gain, for normal differences.
+        bounds: What the gain can be at all; the interval is cut there.
+
+    Example:
+        >>> paired_gain({0: 0.5, 1: 0.25}, {0: 0.25, 7: 0.0})
+        Interval(mean=0.25, low=None, high=None, n=1, reason='one seed')
+    """
+    seeds = [seed for seed in baseline if seed in method]
+    if not seeds:
+        return Interval(None, None, None, 0, "no seed in common")
+    risks = [abs(risk[seed]) for risk in (baseline, method) for seed in seeds]
+    gains = [baseline[seed] - method[seed] for seed in seeds]
+    return mean_interval(gains, confidence=confidence, bounds=bounds, scale=max(risks))

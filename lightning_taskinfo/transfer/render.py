@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import lightning_taskinfo
 from lightning_taskinfo._tables import text_table
 from lightning_taskinfo.certificates.certificate import percent, round_up
-from lightning_taskinfo.functional.paired import student_quantile
+from lightning_taskinfo.functional.intervals import student_quantile
 from lightning_taskinfo.transfer.overlap import is_far
 
 if TYPE_CHECKING:

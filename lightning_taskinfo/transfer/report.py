@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_taskinfo._files import atomic_write, make_folder, read_json, write_json
-from lightning_taskinfo.functional.student import Interval, Verdict, mean_interval, paired_gain
+from lightning_taskinfo.functional.intervals import Interval, Verdict, mean_interval, paired_gain
 from lightning_taskinfo.transfer import render
 from lightning_taskinfo.transfer.figures import draw_all
 

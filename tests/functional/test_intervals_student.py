@@ -6,8 +6,12 @@ import pytest
 import torch
 from scipy import stats
 
-from lightning_taskinfo.functional.paired import student_quantile
-from lightning_taskinfo.functional.student import Interval, mean_interval, paired_gain
+from lightning_taskinfo.functional.intervals import (
+    Interval,
+    mean_interval,
+    paired_gain,
+    student_quantile,
+)
 
 
 def sample(n, *, seed=0):

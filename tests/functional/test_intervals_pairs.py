@@ -4,7 +4,7 @@ import pytest
 import torch
 from scipy import stats
 
-from lightning_taskinfo.functional.paired import paired_interval, wilson_interval
+from lightning_taskinfo.functional.intervals import paired_interval, wilson_interval
 
 
 @pytest.mark.parametrize(("wrong", "n"), [(0, 20), (3, 20), (10, 20), (20, 20), (120, 1000)])
