@@ -35,7 +35,7 @@ LABELED = ("labeled", "labelled")  # the part of a combined batch that has targe
 
 
 @dataclass(frozen=True)
-class Parts:
+class BatchParts:
     """The parts of a batch, before a model has said what it takes.
 
     Attributes:
@@ -56,7 +56,7 @@ class Parts:
         return self.named or self.inputs
 
 
-def parted(batch: Any, model: nn.Module | None) -> Parts:
+def parted(batch: Any, model: nn.Module | None) -> BatchParts:
     """Tell the targets of a batch from its inputs, by their place or name.
 
     Raises:
@@ -68,9 +68,9 @@ def parted(batch: Any, model: nn.Module | None) -> Parts:
     if target is not None:
         others = {name: value for name, value in named.items() if name != target}
         inputs = next(iter(others.values())) if len(others) == 1 else others
-        return Parts(inputs, named[target], named, target)
+        return BatchParts(inputs, named[target], named, target)
     if is_pair(batch):
-        return Parts(batch[0], batch[1], {}, None)
+        return BatchParts(batch[0], batch[1], {}, None)
     raise ValueError(
         f"A batch must be a pair (inputs, targets), or have one field of {', '.join(TARGETS)} and others, got "
         f"{described(batch)}; set `batch_fn` to a function of the batch that returns (inputs, targets)."
@@ -325,7 +325,7 @@ class Reading:
     follows: bool = False
     prompt: int = 0
 
-    def inputs_of(self, parts: Parts) -> Any:
+    def inputs_of(self, parts: BatchParts) -> Any:
         """Return what the model is called with."""
         if self.call is not None and self.call.names is not None:
             return self.call.inputs_of(parts.fields)
@@ -343,7 +343,7 @@ class Reading:
 _readings: "WeakKeyDictionary[nn.Module, dict[Any, Reading]]" = WeakKeyDictionary()
 
 
-def _reading(model: nn.Module, parts: Parts, forward_fn: Forward | None) -> Reading | None:
+def _reading(model: nn.Module, parts: BatchParts, forward_fn: Forward | None) -> Reading | None:
     """Return how batches of this kind are read; none if this one has no samples to find out with."""
     known = _readings.setdefault(model, {})
     kind = (tuple(parts.named) or type(parts.inputs), forward_fn)
@@ -394,7 +394,9 @@ def _find_call(
         ) from error
 
 
-def _find_alignment(reading: Reading, model: nn.Module, parts: Parts, outputs: Tensor) -> Reading:
+def _find_alignment(
+    reading: Reading, model: nn.Module, parts: BatchParts, outputs: Tensor
+) -> Reading:
     """Find out which of the outputs at a sequence's tokens predict which of its labels ``[N, T]``."""
     targets = parts.targets
     whole = isinstance(targets, Tensor) and not targets.is_floating_point()
@@ -416,7 +418,7 @@ def _find_alignment(reading: Reading, model: nn.Module, parts: Parts, outputs: T
     return replace(reading, follows=follows, prompt=prompt)
 
 
-def _tokens(parts: Parts) -> Tensor | None:
+def _tokens(parts: BatchParts) -> Tensor | None:
     """Return the tokens that labels may be a copy of."""
     inputs = parts.named.get("input_ids", parts.inputs)
     whole = [x for x in tensors(inputs) if not x.is_floating_point()]

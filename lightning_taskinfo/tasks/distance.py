@@ -21,7 +21,7 @@ from lightning_taskinfo.certificates.samples import Data, read_pair
 from lightning_taskinfo.functional.likelihood import Likelihood, as_likelihood
 from lightning_taskinfo.plotting import figure_and_axes
 from lightning_taskinfo.tasks.training import ModelFn, Training, network_digest
-from lightning_taskinfo.tasks.union import HeadFn, Method, Plan, Union, solve
+from lightning_taskinfo.tasks.union import HeadFn, Method, Settings, Union, solve
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -254,7 +254,7 @@ def task_distance(
     data = [_read(name, task) for name, task in tasks.items()]
     if executor is None and workers != 0:  # an executor may have ways of its own, as Dask has
         _check_importable(trunk_fn=trunk_fn, head_fn=head_fn)
-    plan = Plan(
+    settings = Settings(
         trunk_fn=trunk_fn,
         head_fn=head_fn,
         method=method,
@@ -265,10 +265,10 @@ def task_distance(
         training=training or Training(),
     )
     for one in data:  # here and now, where an error is seen as it is
-        union = Union.of(plan, [one], seeds[0])
+        union = Union.of(settings, [one], seeds[0])
         union.data().check(union.model())
     if folder is not None:
-        claim_folder(folder, _configuration(plan, tasks, data), results=["seed-*.json"])
+        claim_folder(folder, _configuration(settings, tasks, data), results=["seed-*.json"])
     sizes = [len(targets) for _, targets in data]
     K = range(len(data))
     wanted: set[tuple[int, ...]] = {(i,) for i in K}
@@ -276,7 +276,7 @@ def task_distance(
     jobs = {}
     for seed, parts in product(seeds, sorted(wanted)):
         own = [data[i] for i in parts]
-        jobs[_name(seed, parts)] = Union.of(plan, own, seed)
+        jobs[_name(seed, parts)] = Union.of(settings, own, seed)
     with shown(progress, "task_distance", len(jobs)) as tell:
         numbers = count(1)
 
@@ -359,19 +359,19 @@ def _name(seed: int, parts: tuple[int, ...]) -> str:
 
 
 def _configuration(
-    plan: Plan,
+    settings: Settings,
     tasks: Mapping[str, Data],
     data: list[tuple[Tensor, Tensor]],
 ) -> dict[str, Any]:
     """What decides the numbers of a training; not the seeds, so that more of them can be added."""
-    first = Union.of(plan, data[:1], 0)
+    first = Union.of(settings, data[:1], 0)
     return {
-        "method": plan.method,
-        "beta": plan.beta,
-        "prior_center": plan.prior_center,
-        "prior_std": plan.prior_std,
-        "likelihood": repr(plan.likelihood),
-        "training": asdict(plan.training),
+        "method": settings.method,
+        "beta": settings.beta,
+        "prior_center": settings.prior_center,
+        "prior_std": settings.prior_std,
+        "likelihood": repr(settings.likelihood),
+        "training": asdict(settings.training),
         "network": network_digest(first.model(), first.data().inputs),
         "tasks": {
             name: digest([("inputs", x), ("targets", y)])

@@ -58,7 +58,7 @@ class MultiHead(nn.Module):
 
 
 @dataclass(frozen=True)
-class Plan:
+class Settings:
     """What all trainings of a matrix have in common; the arguments of ``task_distance``."""
 
     trunk_fn: ModelFn
@@ -86,26 +86,26 @@ class Union:
     """Everything another process needs to train on one task or on two; arrays, which can be pickled anywhere.
 
     Args:
-        plan: What all trainings have in common.
+        settings: What all trainings have in common.
         inputs: Inputs of each task.
         targets: Their targets.
         seed: Seed of everything.
     """
 
-    plan: Plan
+    settings: Settings
     inputs: tuple[np.ndarray[Any, Any], ...]
     targets: tuple[np.ndarray[Any, Any], ...]
     seed: int
 
     @classmethod
-    def of(cls, plan: Plan, data: Sequence[tuple[Tensor, Tensor]], seed: int) -> "Union":
+    def of(cls, settings: Settings, data: Sequence[tuple[Tensor, Tensor]], seed: int) -> "Union":
         """Return the union of one or two tasks; its batches have ``batch_size`` samples of the first on average."""
         sizes = [len(y) for _, y in data]
-        size = round(plan.training.batch_size * sum(sizes) / sizes[0])
-        plan = replace(plan, training=replace(plan.training, batch_size=size))
+        size = round(settings.training.batch_size * sum(sizes) / sizes[0])
+        settings = replace(settings, training=replace(settings.training, batch_size=size))
         inputs = tuple(x.numpy() for x, _ in data)
         targets = tuple(y.numpy() for _, y in data)
-        return cls(plan, inputs, targets, seed)
+        return cls(settings, inputs, targets, seed)
 
     def data(self) -> TaskData:
         """All samples, each with the index of its task."""
@@ -113,25 +113,25 @@ class Union:
         y = torch.cat([torch.from_numpy(a) for a in self.targets])
         sizes = torch.tensor([len(a) for a in self.inputs])
         task = torch.arange(len(sizes)).repeat_interleave(sizes)
-        return TaskData((x, task), y, self.plan.likelihood)
+        return TaskData((x, task), y, self.settings.likelihood)
 
     def model(self) -> MultiHead:
         """The network at its start; heads of one size start alike, whatever their task."""
-        trunk = train.build(self.plan.trunk_fn, self.seed, argument="trunk_fn")
+        trunk = train.build(self.settings.trunk_fn, self.seed, argument="trunk_fn")
         two = torch.from_numpy(self.inputs[0][:2])
         with torch.no_grad():
             features = trunk.eval()(two).shape[1]
         heads = []
         for targets in self.targets:
-            outputs = output_count(torch.from_numpy(targets), self.plan.likelihood)
-            make = partial(self.plan.head_fn, features, outputs)
+            outputs = output_count(torch.from_numpy(targets), self.settings.likelihood)
+            make = partial(self.settings.head_fn, features, outputs)
             heads.append(train.build(make, seed_from(self.seed, 1), argument="head_fn"))
         return MultiHead(trunk, heads)
 
     def betas(self) -> dict[str, float]:
         """The weight of the divergence of each part."""
         sizes = [len(a) for a in self.inputs]
-        beta = self.plan.beta
+        beta = self.settings.beta
         heads = {f"heads.{index}": beta * n / sizes[0] for index, n in enumerate(sizes)}
         return {"trunk": beta * sum(sizes) / sizes[0], **heads}
 
@@ -141,12 +141,12 @@ def solve(union: Union) -> dict[str, Any]:
     model = union.model()
     data = union.data()
     data.check(model)
-    plan = union.plan
+    settings = union.settings
     start = weights_now(model)
-    centre = prior_means(plan.prior_center, start)
+    centre = prior_means(settings.prior_center, start)
     betas = union.betas()
     weights = {name: betas[_part(name)] for name in start}
-    scale = 2 * plan.prior_std**2
+    scale = 2 * settings.prior_std**2
 
     def penalty(model: nn.Module) -> Tensor:
         """What weights pay for leaving the centre: their means' share of β times the divergence."""
@@ -157,8 +157,8 @@ def solve(union: Union) -> dict[str, Any]:
         return torch.stack(terms).sum() / scale
 
     seed = seed_from(union.seed, 2)
-    train.train_plain(model, data, penalty, training=plan.training, seed=seed)
-    finish = _variational if plan.method == "variational" else _laplace
+    train.train_plain(model, data, penalty, training=settings.training, seed=seed)
+    finish = _variational if settings.method == "variational" else _laplace
     found = finish(union, model, data, centre, weights)
     kl = dict.fromkeys(betas, 0.0)
     for name, value in found.kl.items():
@@ -189,7 +189,7 @@ def _variational(
     weights: dict[str, float],
 ) -> Found:
     """Noisy weights, trained from where the plain ones are."""
-    prior_std, training = union.plan.prior_std, union.plan.training
+    prior_std, training = union.settings.prior_std, union.settings.training
     std = train.START * prior_std
     seed = seed_from(union.seed, 3)
     add_weight_noise(model, std=std, prior_center=centre, prior_std=prior_std, seed=seed)
@@ -213,21 +213,21 @@ def _laplace(
     weights: dict[str, float],
 ) -> Found:
     """The closed form around the trained weights, with the diagonal of the Fisher information as curvature."""
-    plan = union.plan
+    settings = union.settings
     model.eval()
     F = fisher_diagonal(
         model,
         data.inputs,
         labels="exact",
-        likelihood=plan.likelihood,
-        chunk_size=plan.training.chunk_size,
+        likelihood=settings.likelihood,
+        chunk_size=settings.training.chunk_size,
     )
     kl = {}
-    loss = train.loss_sum(model, data, training=plan.training)
+    loss = train.loss_sum(model, data, training=settings.training)
     for name, weight in weights_now(model).items():
         h = len(data) * F[name]
         shift = weight - centre[name]
-        found = information_in_weights(h, shift, prior_std=plan.prior_std, beta=weights[name])
+        found = information_in_weights(h, shift, prior_std=settings.prior_std, beta=weights[name])
         kl[name] = found.kl.item()
         loss += found.curvature_penalty.item()
     return Found(kl, loss, 0.0)

@@ -18,7 +18,7 @@ from lightning_taskinfo.fisher import fisher_diagonal
 from lightning_taskinfo.functional.likelihood import Categorical, Gaussian
 from lightning_taskinfo.tasks.distance import DistanceMatrix, task_distance
 from lightning_taskinfo.tasks.training import Training
-from lightning_taskinfo.tasks.union import MultiHead, Plan, Union, solve
+from lightning_taskinfo.tasks.union import MultiHead, Settings, Union, solve
 from tests.tasks import regression
 
 QUICK = Training(pretrain_steps=5, steps=5, draws=2)
@@ -93,7 +93,9 @@ def test_variational_agrees_with_the_exact_posterior_of_linear_regression():
         log_variance_learning_rate=0.15,
         draws=20,
     )
-    settings = plan(method="variational", likelihood=Gaussian(), training=training, **REGRESSION)
+    settings = make_settings(
+        method="variational", likelihood=Gaussian(), training=training, **REGRESSION
+    )
     alone, both, itself = (
         [solve(Union.of(settings, tasks, seed)) for seed in range(4)]
         for tasks in ([FIRST], [FIRST, SECOND], [FIRST, FIRST])
@@ -123,7 +125,7 @@ def test_a_fixed_beta_would_call_twice_the_data_a_distance():
     assert fixed == pytest.approx(1.5 * math.log(2), rel=1e-3)
 
 
-def plan(**changes):
+def make_settings(**changes):
     values = {
         "trunk_fn": trunk,
         "head_fn": nn.Linear,
@@ -132,12 +134,12 @@ def plan(**changes):
         "prior_center": "initial",
     }
     values |= {"prior_std": 0.1, "likelihood": Categorical(), "training": QUICK}
-    return Plan(**{**values, **changes})
+    return Settings(**{**values, **changes})
 
 
 def test_each_part_is_priced_by_the_samples_that_reach_it():
     data = list(some_tasks().values())
-    union = Union.of(plan(), [data[0], data[2]], 0)
+    union = Union.of(make_settings(), [data[0], data[2]], 0)
     assert union.betas() == {"trunk": 2.0 * 64 / 40, "heads.0": 2.0, "heads.1": 2.0 * 24 / 40}
     assert union.plan.training.batch_size == round(QUICK.batch_size * 64 / 40)
 
@@ -154,7 +156,7 @@ def test_a_sample_sees_its_own_head_only():
 
 
 def test_the_fisher_of_two_heads_equals_the_loop():
-    union = Union.of(plan(), list(some_tasks().values())[:2], 0)
+    union = Union.of(make_settings(), list(some_tasks().values())[:2], 0)
     found, loop = (
         fisher_diagonal(union.model(), union.data().inputs, labels="exact", engine=engine)
         for engine in ("auto", "loop")
@@ -165,7 +167,7 @@ def test_the_fisher_of_two_heads_equals_the_loop():
 
 def test_heads_of_one_size_start_alike_and_seeds_start_apart():
     one, _, few = some_tasks().values()
-    heads = [Union.of(plan(), [one, few], seed).model().heads for seed in (0, 1)]
+    heads = [Union.of(make_settings(), [one, few], seed).model().heads for seed in (0, 1)]
     assert torch.equal(heads[0][0].weight, heads[0][1].weight)
     assert not torch.equal(heads[0][0].weight, heads[1][0].weight)
 
@@ -177,7 +179,7 @@ def here():
 
 def test_every_entry_is_the_difference_of_two_trainings(here):
     data = list(some_tasks().values())
-    settings = plan(method="variational", beta=1.0)
+    settings = make_settings(method="variational", beta=1.0)
     for i, j in ((0, 1), (1, 0), (2, 0), (2, 2)):
         kl = solve(Union.of(settings, [data[i], data[j]], 1))["kl"]
         alone = solve(Union.of(settings, [data[i]], 1))["kl"]
