@@ -200,12 +200,11 @@ def check_archive(path: StrPath, *, advice: str = "") -> None:
         raise ValueError(f"{path}: not as it was written ({reason}). {advice}".strip()) from error
 
 
-def make_folder(folder: StrPath, *, argument: str = "folder") -> Path:
+def make_folder(folder: StrPath) -> Path:
     """Make ``folder`` where it is missing, with the folders above it.
 
     Args:
         folder: The folder.
-        argument: What the caller calls it, for the message.
 
     Raises:
         ValueError: If it is a file, or below one.
@@ -215,7 +214,7 @@ def make_folder(folder: StrPath, *, argument: str = "folder") -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
         file = next(path for path in (folder, *folder.parents) if path.exists())
-        raise ValueError(f"`{argument}` must be a folder, got the file {file}.") from error
+        raise ValueError(f"`folder` must be a folder, got the file {file}.") from error
     return folder
 
 
@@ -224,7 +223,6 @@ def claim_folder(
     configuration: Mapping[str, Any],
     *,
     results: Sequence[str] = (),
-    argument: str = "folder",
 ) -> None:
     """Make ``folder`` the place of one configuration, or see that it is: results of two are never mixed.
 
@@ -234,24 +232,23 @@ def claim_folder(
         configuration: What decides the results, as JSON-like values.
         results: Patterns of names that results have there: a folder that has some, but lost the
             configuration they belong to, is refused.
-        argument: What the caller calls the folder, for the message.
 
     Raises:
         ValueError: If the folder is a file, belongs to another configuration (the message lists
             what differs), or holds results of an unknown one.
     """
-    path = make_folder(folder, argument=argument) / "configuration.json"
+    path = make_folder(folder) / "configuration.json"
     mine = json.loads(json.dumps(configuration))  # tuples as lists, as they will be read
     if not path.exists():
         if found := [file for pattern in results for file in path.parent.glob(pattern)]:
             raise ValueError(
-                f"`{argument}` must be new or have its configuration.json; {folder} has none, but results such as "
+                f"`folder` must be new or have its configuration.json; {folder} has none, but results such as "
                 f"{found[0].relative_to(path.parent)}, which may belong to another one. Take a new folder."
             )
         write_json(path, mine)
     elif changes := _differences(read_json(path), mine):
         raise ValueError(
-            f"`{argument}` must be new or of the same configuration; {folder} was begun with another:\n"
+            f"`folder` must be new or of the same configuration; {folder} was begun with another:\n"
             + "\n".join(f"  {line}" for line in changes)
         )
 
@@ -260,11 +257,9 @@ def _differences(old: Any, new: Any, name: str = "") -> list[str]:
     """One line for every leaf of nested dicts that is not the same in both."""
     if isinstance(old, dict) and isinstance(new, dict):
         keys = [*old, *(key for key in new if key not in old)]
-        return [
-            line
-            for key in keys
-            for line in _differences(
-                old.get(key, "(not set)"), new.get(key, "(not set)"), f"{name}.{key}".lstrip(".")
-            )
-        ]
+        lines = []
+        for key in keys:
+            before, now = old.get(key, "(not set)"), new.get(key, "(not set)")
+            lines += _differences(before, now, f"{name}.{key}".lstrip("."))
+        return lines
     return [] if old == new else [f"{name}: {old} there, {new} now"]

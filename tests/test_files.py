@@ -177,8 +177,8 @@ def test_results_that_lost_their_configuration_are_refused(tmp_path):
     claim_folder(tmp_path, {"steps": 60}, results=["results/*"])
     write_result(make_folder(tmp_path / "results") / "a.json", 1)
     (tmp_path / "configuration.json").unlink()
-    with pytest.raises(ValueError, match=r"`out` must .*results/a\.json"):
-        claim_folder(tmp_path, {"steps": 30}, results=["results/*"], argument="out")
+    with pytest.raises(ValueError, match=r"`folder` must .*results/a\.json"):
+        claim_folder(tmp_path, {"steps": 30}, results=["results/*"])
     assert not (tmp_path / "configuration.json").exists()
     claim_folder(tmp_path, {"steps": 30})  # files of others are in nobody's way
 
@@ -187,12 +187,11 @@ def test_a_folder_keeps_its_configuration(tmp_path):
     claim_folder(tmp_path / "run", {"seed": 0, "stage": {"epochs": 3, "sizes": (1, 2)}})
     claim_folder(tmp_path / "run", {"seed": 0, "stage": {"epochs": 3, "sizes": (1, 2)}})
     with pytest.raises(
-        ValueError, match=r"`out` must be new(.|\n)*stage\.epochs: 3 there, 4 now"
+        ValueError, match=r"`folder` must be new(.|\n)*stage\.epochs: 3 there, 4 now"
     ) as caught:
         claim_folder(
             tmp_path / "run",
             {"seed": 0, "stage": {"epochs": 4, "sizes": (1, 2)}, "new": 1},
-            argument="out",
         )
     assert "new: (not set) there, 1 now" in str(caught.value)
     assert "seed" not in str(caught.value)
@@ -208,9 +207,9 @@ def test_a_folder_keeps_its_configuration(tmp_path):
 def test_a_file_is_no_folder(tmp_path, below):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(
-        ValueError, match=rf"^`out` must be a folder, got the file {tmp_path}/file\.$"
+        ValueError, match=rf"^`folder` must be a folder, got the file {tmp_path}/file\.$"
     ):
-        claim_folder(tmp_path / "file" / below, {"seed": 0}, argument="out")
+        claim_folder(tmp_path / "file" / below, {"seed": 0})
     assert (tmp_path / "file").read_text() == "in the way"
     assert make_folder(tmp_path / "new" / below).is_dir()
 
