@@ -4,7 +4,16 @@ import ast
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "lightning_taskinfo"
-MATHS = {"torch", "_batches", "_observe", "_random", "_ranges", "_warn", "functional"}
+MATHS = {
+    "torch",
+    "_batches",
+    "_checkpoints",
+    "_observe",
+    "_random",
+    "_ranges",
+    "_warn",
+    "functional",
+}
 FILES = {"_files", "_parallel"}
 DATASETS = {"matplotlib", "mlxtend", "sklearn", "torchvision"}
 STATE = MATHS | {"_progress", "torchmetrics", "backpack"}
@@ -16,6 +25,7 @@ ALLOWED = {  # layer -> the layers and frameworks it may import
     "_observe": {"torch", "_random"},
     "_batches": {"torch", "_batches", "_observe"},
     "_wandb": {"matplotlib", "plotting", "wandb"},
+    "_checkpoints": {"torch"},
     "_warn": set(),
     "_ranges": set(),
     "_tables": set(),

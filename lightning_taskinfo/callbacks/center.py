@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_taskinfo._checkpoints import read_checkpoint
 from lightning_taskinfo._observe import ParamDict, trainable_parameters
 from lightning_taskinfo._ranges import check_finite_tensors
 from lightning_taskinfo._warn import warn
@@ -74,7 +75,7 @@ class Center:
         """Return the checkpoint's weights; those that it does not have, e.g. of a new head, count from the start."""
         stored = self.start
         if isinstance(stored, str):
-            stored = read_weights(stored)
+            stored = read_checkpoint("prior_center", stored).state
             check_finite_tensors(
                 "prior_center", {name: stored[name] for name in weights if name in stored}
             )
@@ -124,27 +125,6 @@ def checked_center(start: str | os.PathLike[str] | Mapping[str, Tensor]) -> Star
             f"got {start!r}."
         )
     return start
-
-
-def read_weights(path: str) -> Mapping[str, Tensor]:
-    """Return the weights in a checkpoint, or in a state dict that was saved by itself.
-
-    Raises:
-        ValueError: If the file is neither, or holds objects that are not read for safety.
-    """
-    needed = "`prior_center` must be the path of a checkpoint or of a saved state dict"
-    try:
-        stored: Any = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        # Not torch's own words: they recommend to run whatever the file says.
-        raise ValueError(
-            f"{needed}, got {path!r}, which holds no tensors that can be read safely."
-        ) from error
-    if isinstance(stored, Mapping):
-        stored = stored.get("state_dict", stored)
-    if not isinstance(stored, Mapping) or not any(isinstance(w, Tensor) for w in stored.values()):
-        raise ValueError(f"{needed}, got {path!r} with a {type(stored).__name__} without tensors.")
-    return {str(name): w for name, w in stored.items() if isinstance(w, Tensor)}
 
 
 def _some(names: Iterable[str]) -> str:

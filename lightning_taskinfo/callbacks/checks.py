@@ -162,7 +162,7 @@ def warn_nothing(
         reason = f"`every_n_epochs={every_n_epochs}` is longer"
     else:
         reason = "set one of `every_n_steps`, `every_n_epochs`"
-    warn(f"{who} has measured nothing: training ended after {steps} steps; {reason}.")
+    warn(f"{who} has measured nothing during training, which ended after {steps} steps; {reason}.")
 
 
 class LossComparison:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_taskinfo._batches import take
+from lightning_taskinfo._checkpoints import read_checkpoint
 from lightning_taskinfo._observe import trainable_parameters, weights_now
 from lightning_taskinfo._random import own_randomness
 from lightning_taskinfo._ranges import check_finite_tensors, check_positive
@@ -63,7 +64,7 @@ class Prior:
                 f"`fresh` must be a sequence of beginnings of names, got {self.fresh!r}."
             )
         if isinstance(self.center, str | PathLike):
-            object.__setattr__(self, "center", read_checkpoint(self.center))
+            object.__setattr__(self, "center", read_checkpoint("center", self.center).state)
         check_finite_tensors("center", self.values())
 
     @classmethod
@@ -192,29 +193,6 @@ def hashes(tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
             hashed.update(values.reshape(-1).view(torch.uint8).numpy().data)
         found[name] = hashed.digest()
     return found
-
-
-def read_checkpoint(path: str | PathLike[str]) -> dict[str, Tensor]:
-    """Return the weights of a Lightning checkpoint, or of a state dict that was saved by ``torch.save``."""
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise ValueError(
-            f"`center` must be a file of weights, got {path}, which does not exist."
-        ) from None
-    except Exception as error:
-        raise ValueError(
-            f"`center` must be a file of weights, got {path}, which cannot be read."
-        ) from error
-    if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):
-        content = content["state_dict"]
-    if not isinstance(content, Mapping) or not all(
-        isinstance(value, Tensor) for value in content.values()
-    ):
-        raise ValueError(
-            f"`center` must be a file of weights by name, got {path} with something else."
-        )
-    return dict(content)
 
 
 def reasons_against(

@@ -4,16 +4,15 @@ from abc import ABC
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from pathlib import Path
-from pickle import UnpicklingError
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_taskinfo._checkpoints import Checkpoint, read_checkpoint
 from lightning_taskinfo._lightning import NAMESPACES
 from lightning_taskinfo.cli._parser import add_arguments
-from lightning_taskinfo.cli._preparation import stated_error
 from lightning_taskinfo.data import load_task
 
 
@@ -137,33 +136,6 @@ def _loader(data: Any, part: Part) -> DataLoader[Any]:
         got = type(loader).__name__
         raise ValueError(f"`data` must return one DataLoader from {part}_dataloader, got {got}.")
     return loader
-
-
-class Checkpoint(NamedTuple):
-    """The tensors of a checkpoint, and what Lightning keeps beside them: arguments, and an error it was kept for."""
-
-    state: dict[str, Tensor]
-    arguments: dict[str, Any]
-    error: tuple[str, float] | None
-
-
-def read_checkpoint(argument: str, path: Path) -> Checkpoint:
-    """Return what a checkpoint or a file of a state dict holds; nothing in it is run."""
-    if not path.is_file():
-        raise FileNotFoundError(f"`{argument}` must be a file, but there is none at {path}.")
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except (EOFError, KeyError, RuntimeError, UnpicklingError, ValueError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        rule = "a Lightning checkpoint or a whole file of `model.state_dict()`, not of the model itself"
-        raise ValueError(f"`{argument}` must be {rule}, got {path} ({reason}).") from error
-    content = content if isinstance(content, Mapping) else {"state_dict": content}
-    state = content.get("state_dict", content)
-    if not isinstance(state, Mapping) or not all(isinstance(t, Tensor) for t in state.values()):
-        raise ValueError(
-            f"`{argument}` must hold a Lightning checkpoint or a state dict, got {path} with neither."
-        )
-    return Checkpoint(dict(state), content.get("hyper_parameters", {}), stated_error(content))
 
 
 def fitting(state: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_taskinfo._batches import Reader
+from lightning_taskinfo._checkpoints import read_checkpoint
 from lightning_taskinfo._files import atomic_write, write_json
 from lightning_taskinfo.certificates import certify as certify_network
 from lightning_taskinfo.certificates.samples import read_samples
@@ -15,12 +16,16 @@ from lightning_taskinfo.cli._own import (
     Network,
     Part,
     fitting,
-    read_checkpoint,
     read_part,
     with_weights,
 )
 from lightning_taskinfo.cli._pictures import check_picture
-from lightning_taskinfo.cli._preparation import check_outputs, check_size, warn_of_preparation
+from lightning_taskinfo.cli._preparation import (
+    check_outputs,
+    check_size,
+    stated_error,
+    warn_of_preparation,
+)
 
 
 def certify(
@@ -80,7 +85,7 @@ def certify(
         check_size(network, model.arguments, inputs)
         check_outputs(network, inputs, targets)
         if options["known_error"] is None:
-            warn_of_preparation(network, inputs, targets, kept.error)
+            warn_of_preparation(network, inputs, targets, stated_error(kept.content))
 
     for path in filter(None, (out, picture)):
         path.parent.mkdir(parents=True, exist_ok=True)  # before the work: it may fail

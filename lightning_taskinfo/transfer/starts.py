@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor, nn
 
+from lightning_taskinfo._checkpoints import read_checkpoint
 from lightning_taskinfo._files import digest, read_tensors
 from lightning_taskinfo._lightning import NAMESPACES
 from lightning_taskinfo.transfer.sampling import reseed
@@ -71,7 +71,7 @@ def read_start(name: str, given: Given, make: MakeModule) -> Start:
     """
     argument = f"starts[{name!r}]"
     if isinstance(given, str | os.PathLike):
-        given = _read(Path(given), argument)
+        given = read_checkpoint(argument, given).state
     if isinstance(given, nn.Module):
         raise TypeError(
             f"`{argument}` must be a function that makes a module, got a module; its state_dict() is a start."
@@ -110,29 +110,6 @@ def namespace_of(module: Any) -> str | None:
         if isinstance(module, namespace.LightningModule):
             return name
     return None
-
-
-def _read(path: Path, argument: str) -> Mapping[str, Tensor]:
-    """The tensors of a file; nothing in it is run."""
-    if not path.is_file():
-        raise ValueError(f"`{argument}` must be a file, but there is none at {path}.")
-    try:
-        if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
-            return load_file(path)
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # of a kind of its own for every kind of damage
-        rule = "a Lightning checkpoint or a whole file of a state dict"
-        raise ValueError(
-            f"`{argument}` must be {rule}, got {path} ({type(error).__name__})."
-        ) from error
-    state = content.get("state_dict", content) if isinstance(content, Mapping) else content
-    if not isinstance(state, Mapping):
-        raise ValueError(
-            f"`{argument}` must hold a state dict, got {path} with a {type(state).__name__}."
-        )
-    return state
 
 
 def _fitted(name: str, given: Mapping[str, Any], make: MakeModule, argument: str) -> Start:

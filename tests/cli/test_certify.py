@@ -322,10 +322,16 @@ def damaged(name: str, folder) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("cut", "must be a Lightning checkpoint or a whole file of `model.state_dict()`, not"),
-        ("empty", "must be a Lightning checkpoint or a whole file of `model.state_dict()`, not"),
-        ("module", "must be a Lightning checkpoint or a whole file of `model.state_dict()`, not"),
-        ("list", "must hold a Lightning checkpoint or a state dict, got bad.pt with neither."),
+        ("cut", "must be the file of a Lightning checkpoint or a state dict, not of a whole model"),
+        (
+            "empty",
+            "must be the file of a Lightning checkpoint or a state dict, not of a whole model",
+        ),
+        (
+            "module",
+            "must be the file of a Lightning checkpoint or a state dict, not of a whole model",
+        ),
+        ("list", "checkpoint or a state dict, got bad.pt without tensors by name."),
         ("nan", "must hold finite weights, got bad.pt with NaN or infinity in '3.bias'."),
         ("shape", "must hold the weights of the model, got bad.pt: size mismatch for 3.bias"),
         (
@@ -390,8 +396,16 @@ def test_wrong_values_end_with_2_and_their_message(folder, capsys, arguments, me
 @pytest.mark.parametrize(
     ("arguments", "message", "code"),
     [
-        (["--checkpoint=gone.pt"], "`checkpoint` must be a file, but there is none at gone.pt.", 2),
-        (["--prior.center=gone.pt"], "`center` must be a file of weights, got gone.pt, which", 2),
+        (
+            ["--checkpoint=gone.pt"],
+            "`checkpoint` must be the file of a Lightning checkpoint",
+            2,
+        ),
+        (
+            ["--prior.center=gone.pt"],
+            "`center` must be the file of a Lightning checkpoint or",
+            2,
+        ),
         (["--data=gone.npz"], "'gone.npz' was not found at this path.", 2),
         (["--out=squares.npz/c.json"], "squares.npz", 1),
     ],

@@ -264,7 +264,7 @@ FIT = "must be made from its arguments, but mine."
         ([*CERTIFY, DATA, "--part=val"], "`data` must have a val_dataloader, got Data without."),
         ([*CERTIFY, "--data=digits", "--part=val"], "`data` must be a data module to have a part 'val', got 'd"),
         ([*CERTIFY, DATA, "--prior.center=other.ckpt"], "`center` must have the shapes of the model's parameters"),
-        ([*CERTIFY, DATA, "--prior.center=gone.ckpt"], "`center` must be a file of weights, got gone.ckpt, whic"),
+        ([*CERTIFY, DATA, "--prior.center=gone.ckpt"], "`center` must be the file of a Lightning checkpoint or"),
         ([*CERTIFY, DATA, "--checkpoint=other.ckpt"], "`checkpoint` must hold the weights of the model, got o"),
         ([*CERTIFY, "--data=mine.UsedInputs", *OTHERS], "`unlabelled` must be inputs that nothing else was don"),
         ([*CERTIFY, "--data=mine.FewInputs", *OTHERS], "`unlabelled` must hold at least"),

@@ -412,7 +412,10 @@ BAD = {
         {"starts": {"a": {k: v * float("nan") for k, v in Net().state_dict().items()}}},
         r"finite",
     ),
-    "no file": ({"starts": {"a": "nowhere.ckpt"}}, r"`starts\['a'\]` must be a file.*nowhere.ckpt"),
+    "no file": (
+        {"starts": {"a": "nowhere.ckpt"}},
+        r"`starts\['a'\]` must be the file .*nowhere.ckpt",
+    ),
     "a module": ({"starts": {"a": Net()}}, r"`starts\['a'\]`"),
     "no starts": ({"starts": {}}, "`starts` must hold at least one"),
     "scratch itself": ({"starts": {"scratch": Net}}, "`starts` must have names"),
