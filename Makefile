@@ -49,7 +49,7 @@ BENCH_PIP := .venv-bench/bin/python -m pip --disable-pip-version-check install -
 .venv-bench/installed: pyproject.toml constraints.txt benchmarks/requirements.txt
 	test -x .venv-bench/bin/python || $(PYTHON) -m venv .venv-bench
 	$(BENCH_PIP) torch
-	$(BENCH_PIP) --editable . einops unfoldNd einconv linear_operator numpy opt-einsum scipy tqdm
+	$(BENCH_PIP) --editable . einops unfoldNd einconv linear_operator numpy opt-einsum peft scipy tqdm transformers
 	$(BENCH_PIP) --no-deps --requirement benchmarks/requirements.txt
 	touch $@
 

@@ -5,6 +5,7 @@ counts is the ratio of a measurement to a plain step of the same batch right bef
 trainable weights beside what a plain step needs (whose gradients are such a copy), a trace none.
 """
 
+import ctypes
 import gc
 from collections.abc import Callable
 from copy import deepcopy
@@ -171,6 +172,7 @@ def peak(name: str, quantity: str) -> dict[str, float]:
     call = made(name)[quantity]
     call()
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # or the call takes what the one before has left
     Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
     before = resident_bytes()
     call()
