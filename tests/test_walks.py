@@ -1,0 +1,34 @@
+"""The maps in CONTRIBUTING.md are those of the code as it is."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def walks():
+    spec = importlib.util.spec_from_file_location("walks", ROOT / "docs" / "walks.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_maps_are_true(walks):
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    written = text.partition(walks.BEGIN)[2].partition(walks.END)[0]
+    assert written == walks.section(), "run `python docs/walks.py --write`"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_measurement_goes_through_few_files(walks):
+    walk = walks.Walk()
+    walks.watch(walks.Walk())
+    walks.watch(walk)
+    names = [path.relative_to(walks.PACKAGE).as_posix() for path in walk.files]
+    assert names[0] == "callbacks/probe.py"
+    assert "fisher/measure.py" in names
+    assert len(names) <= 16
