@@ -197,6 +197,7 @@ def rows(stored: dict[str, Any]) -> list[dict[str, Any]]:
                 "epoch over plain epoch": ratio["wall"],
                 "range": " to ".join(map(_shown, ratio["wall_range"])),
                 "share of the callbacks' own methods": ratio["own"],
+                "start": ratio["start"],
                 "step over plain step": ratio.get("by_steps", {}).get("of_means", ""),
             }
             for network, result in stored["results"].items()
