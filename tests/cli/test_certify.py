@@ -331,7 +331,7 @@ def damaged(name: str, folder) -> None:
             "module",
             "must be the file of a Lightning checkpoint or a state dict, not of a whole model",
         ),
-        ("list", "checkpoint or a state dict, got bad.pt without tensors by name."),
+        ("list", "must be the file of a Lightning checkpoint or a state dict, got bad.pt without"),
         ("nan", "must hold finite weights, got bad.pt with NaN or infinity in '3.bias'."),
         ("shape", "must hold the weights of the model, got bad.pt: size mismatch for 3.bias"),
         (
