@@ -48,8 +48,8 @@ class Classifier(Model):
 
 
 state_dict = Classifier().state_dict()
-torch.save({"state_dict": state_dict}, "photos.ckpt")
-net, other = Classifier(), Classifier()
+torch.save({"state_dict": state_dict, "pytorch-lightning_version": "2.0.0", "hyper_parameters": {}}, "photos.ckpt")
+other = Classifier()
 target = {"train": (torch.randn(240, 4), torch.arange(240) % 3), "test": (torch.randn(60, 4), torch.arange(60) % 3)}
 
 

@@ -10,6 +10,7 @@ The way of one measurement::
     history, loggers, callback_metrics
 """
 
+import copy
 import inspect
 import math
 from abc import ABC, abstractmethod
@@ -269,7 +270,8 @@ class Probe(Callback, ABC):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self._batch = batch
+        # As the training step gets it: one that pops the labels takes them out of its own dict.
+        self._batch = copy.copy(batch) if isinstance(batch, Mapping) else batch
         if not self._checked:
             with observing(pl_module):
                 self._check(pl_module, *self.reader.read(pl_module, batch))
@@ -287,7 +289,7 @@ class Probe(Callback, ABC):
             self._comparison = None  # once
         if self._source is not None and self._source.missing is not None:
             try:
-                self._source.collect(pl_module, batch, last=trainer.is_last_batch)
+                self._source.collect(pl_module, self._batch, last=trainer.is_last_batch)
             except Exception as error:
                 self._failed(trainer, error)
         if self._due(trainer) and self._measure(trainer, pl_module):

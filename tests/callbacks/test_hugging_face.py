@@ -58,6 +58,26 @@ def test_a_watched_training_ends_with_the_same_bits(tmp_path, name):
     same(alone.state_dict(), watched.state_dict())
 
 
+class Popping(Module):
+    """Takes the labels out of its batch, as many training steps do."""
+
+    def training_step(self, batch, batch_idx):
+        labels = batch.pop("labels")
+        return torch.nn.functional.cross_entropy(self.model(**batch).logits, labels)
+
+
+def test_labels_that_a_training_step_pops_are_measured_all_the_same(tmp_path):
+    probes = []
+    for kind in (Module, Popping):
+        probe = FisherTrace(every_n_steps=1, labels="empirical")
+        seed_everything()
+        module = kind(MODELS["BERT classifier"]())
+        fit(tmp_path, probe, model=module, loader=loader("BERT classifier"), max_epochs=1)
+        probes.append([row["fisher_trace"] for row in probe.history])
+    assert len(probes[0]) == 4
+    assert probes[0] == pytest.approx(probes[1])
+
+
 class Stream(IterableDataset):
     """Sentences that cannot be read by index."""
 

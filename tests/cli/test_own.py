@@ -273,7 +273,7 @@ FIT = "must be made from its arguments, but mine."
         (["transfer", *NET, DATA, "--workers=0"], "`starts` must be given with `model`, got None."),
         (["transfer", DATA, "--starts.a=a.ckpt"], "`model` must be given with `starts`, got None."),
         (["distance", DATA, "--tasks+=mine.Data"], "`tasks` must be at least one, with different names, got ['D"),
-        (["distance", DATA, *NET, "--head=gone"], "`head` must name a module of the probe, got 'gone'"),
+        (["distance", DATA, *NET, "--head=gone"], "`head` must name a module of the network, got 'gone'"),
     ],
 )  # fmt: skip
 def test_bad_input_ends_with_2_and_one_sentence_and_writes_nothing(
