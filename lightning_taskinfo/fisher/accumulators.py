@@ -73,12 +73,13 @@ class Gram:
     def add(self, name: str, samples: slice, found: Gradients) -> None:
         if name not in self.wanted or name in self.postponed:
             return
-        features = found.one_product() or (_flat(found, samples),)
-        if samples.stop - samples.start == len(self.gram):
+        count = samples.stop - samples.start
+        features = found.one_product() or (_flat(found, count),)
+        if count == len(self.gram):
             self._count(features)
             return
         held = sum(x.numel() for x in features)
-        expected = held * len(self.gram) // (samples.stop - samples.start)
+        expected = held * len(self.gram) // count
         if name not in self.kept and self.kept and self.held + expected > self.room:
             self.postponed.add(name)  # one parameter always fits
         else:
@@ -158,13 +159,13 @@ class TraceSums(NamedTuple):
         return Trace(trace, math.sqrt(variance / n), layers)
 
 
-def _flat(found: Gradients, samples: slice) -> Tensor:
-    """Return the gradients as one matrix ``[n, weights]``."""
+def _flat(found: Gradients, n: int) -> Tensor:
+    """Return the gradients of ``n`` samples as one matrix ``[n, weights]``."""
     rows: Tensor | None = None
     for some, gradients in found.formed():
         flat = gradients.reshape(len(gradients), -1)
         if rows is None:
-            rows = flat.new_empty(samples.stop - samples.start, flat.shape[1])
+            rows = flat.new_empty(n, flat.shape[1])
         rows[some] = flat
     assert rows is not None
     return rows
@@ -179,8 +180,10 @@ def _multiplied(features: tuple[Tensor, ...]) -> Tensor:
 
 def inner_products(x: Tensor) -> Tensor:
     """Return ``x xᵀ`` in float64, from products of a block of columns at a time; one of its corners is mirrored."""
-    n, whole = len(x), x.shape[1] // COLUMNS * COLUMNS
-    rest, half = x[:, whole:], n // 2
+    n = len(x)
+    half = n // 2
+    whole = x.shape[1] // COLUMNS * COLUMNS
+    rest = x[:, whole:]
     gram = (rest @ rest.T).double()
     step = COLUMNS * max(1, BLOCK // n**2)  # of columns whose products are held at once
     for start in range(0, whole, step):

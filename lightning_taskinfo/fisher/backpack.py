@@ -4,7 +4,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from operator import itemgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -151,13 +151,7 @@ class ChainFactors:
         try:
             with backpack(extension, retain_graph=keep):
                 self.loss(outputs, torch.zeros_like(outputs)).backward(retain_graph=keep)
-        except (
-            AssertionError,
-            AttributeError,
-            IndexError,
-            NotImplementedError,
-            RuntimeError,
-        ) as error:
+        except (AssertionError, AttributeError, IndexError, RuntimeError) as error:
             raise NotCoveredError(str(error)) from error
         n = len(outputs)
         for name, p in trainable_parameters(self.model).items():
@@ -171,16 +165,12 @@ class ChainFactors:
             yield name, of_rows, columns, self.places[name.rpartition(".")[0]]
 
 
-class Link(NamedTuple):
+class Link:
     """A tensor at a moment: an operation in place makes another link of it."""
 
-    tensor: Tensor
-    version: int
-
-    @classmethod
-    def of(cls, x: Tensor) -> "Link":
-        """Return the tensor as it is now."""
-        return cls(x, x._version)
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.version = tensor._version
 
     def holds(self, x: Any) -> bool:
         """Whether ``x`` has the same memory and shape, unchanged; hooks hand on aliases of tensors."""
@@ -231,7 +221,7 @@ def _watching(model: nn.Module, places: dict[str, int]) -> Iterator[list[Link]]:
             if isinstance(layer, nn.Linear) and output.dim() != 2:
                 raise NotCoveredError(f"{name!r} is applied to sequences")
             places[name] = len(output) * output.shape[2:].numel()
-            chain.append(Link.of(output))
+            chain.append(Link(output))
 
         return hook
 

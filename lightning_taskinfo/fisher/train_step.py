@@ -190,8 +190,10 @@ class StepRecorder:
         for name, of_name in found.items():
             for term in of_name:
                 term.use.rows = replace(term.use.rows, chosen=chosen)
-            for some in [[term] for term in of_name] if name in apart else [of_name]:
-                one = Sum(name, some)
+            # What uses different entries has norms that add up.
+            groups = [[term] for term in of_name] if name in apart else [of_name]
+            for group in groups:
+                one = Sum(name, group)
                 for operation in one.missing:
                     self.waiting.setdefault(operation, []).append(one)
         for operation in self.waiting:
