@@ -45,9 +45,9 @@ def test_one_measurement(tmp_path):
     assert ours == {
         f"callbacks/{n}.py" for n in ("fisher_trace", "probe", "checks", "source", "report")
     }
-    drawn = (PACKAGE.parent / "CONTRIBUTING.md").read_text().partition("## The way of one")[2]
+    drawn = (PACKAGE.parent / "CONTRIBUTING.md").read_text().partition("**Watch**")[2]
     measured = {file for file in files if file.startswith("fisher/")}
-    assert measured == {*re.findall(r"fisher/\w+\.py", drawn.partition("\n## ")[0])}
+    assert measured == {*re.findall(r"fisher/\w+\.py", drawn.partition("\n**")[0])}
     pair = {str(PACKAGE / "callbacks" / name) for name in ("probe.py", "fisher_trace.py")}
     crossings = [name for caller, file, name in callback.calls if {caller, file} == pair]
     assert crossings == ["observe", "summarise"]
