@@ -251,6 +251,8 @@ class Certificate:
         if network is None:
             return f"{sure}; nothing follows from that for the network itself."
         own = says.format(percent(network.bound))
+        if network.confidence == self.confidence:
+            return f"{sure}, and the network itself {own}."
         return f"{sure}, and with confidence {network.confidence:.4g} the network itself {own}."
 
     def comparison(self) -> str:
@@ -267,8 +269,8 @@ class Certificate:
             )
         if test_set.bound is None:
             return (
-                f"{test_set.n} of these labels held out of training would prove more than {whose}, if the network that "
-                f"learned from the others had an error of at most {test_set.break_even:.4f} on them."
+                f"Holding out {test_set.n} of these labels for testing would give a better bound than {whose}, if the "
+                f"error on them is at most {100 * test_set.break_even:.1f} %."
             )
         if test_set.bound <= ours:
             return f"The test-set bound is stronger: {percent(test_set.bound)} against {percent(ours)} by {whose}."
@@ -310,7 +312,7 @@ class Certificate:
             "becomes cheaper with more labels or a prior nearer to the trained weights",
             "inputs": "so few unlabelled inputs: more of them lower it",
             "risk": "the error of the stochastic network itself: a network that fits the labels better, or whose "
-            "predictions bear noise in the weights, has a lower one",
+            "predictions tolerate noise in the weights, has a lower one",
             "draws": "the Monte-Carlo interval: more `draws` narrow it",
         }
         largest = max(parts, key=lambda name: parts[name])
@@ -335,7 +337,7 @@ class Certificate:
             "samples": f"{self.n}",
             "prior": f"centre: {self.prior_origin}; std: "
             + ", ".join(f"{std:.4g} for {layer or 'all layers'}" for layer, std in stds),
-            "post": f"{self.structure} curvature, beta {self.beta:.3g}; the best of "
+            "post-distribution": f"{self.structure} curvature, beta {self.beta:.3g}; the best of "
             f"{len(self.candidates)} tried ({', '.join(self.structures)})",
             "taken on trust": "; ".join(self.assumptions),
         }

@@ -49,7 +49,9 @@ class Prior:
         ['bias', 'weight']
     """
 
-    center: nn.Module | Mapping[str, Tensor] | str | PathLike[str] | None = None
+    center: nn.Module | Mapping[str, Tensor] | str | PathLike[str] | None = field(
+        default=None, repr=False
+    )
     origin: str | None = None
     stds: Sequence[float] = PRIOR_STDS
     per_layer: bool = True

@@ -131,6 +131,8 @@ class Categorical:
             end = "; a callback's `forward_fn` or `batch_fn` fixes it."
             if targets.is_floating_point():
                 end = "; set `likelihood` to 'gaussian', or to 'bernoulli' for yes and no."
+                if targets.shape == outputs.shape[:-1] and bool((targets == targets.round()).all()):
+                    end = "; if they are classes, convert them with `.long()`."
             raise ValueError(
                 "`targets` must be class indices (integers) of shape "
                 f"{list(outputs.shape[:-1])} for outputs {list(outputs.shape)}, "

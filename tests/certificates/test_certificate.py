@@ -72,7 +72,7 @@ def test_the_advice_is_about_the_largest_part(certificate, change, remedy):
 
 
 def test_without_held_out_labels_the_error_to_beat_is_told(certificate):
-    assert f"{certificate.test_set.break_even:.4f}" in certificate.comparison()
+    assert f"{100 * certificate.test_set.break_even:.1f} %" in certificate.comparison()
 
 
 def test_a_notebook_shows_the_same_escaped(certificate):

@@ -149,3 +149,9 @@ def test_a_half_needs_a_start(trained, data):
 def test_beginnings_of_names_are_a_sequence():
     with pytest.raises(ValueError, match=r"`fresh` .*got 'head'"):
         Prior(fresh="head")
+
+
+def test_a_prior_is_shown_without_its_tensors():
+    shown = repr(Prior.of(nn.Linear(300, 300), origin="random initialisation"))
+    assert "random initialisation" in shown
+    assert "tensor" not in shown

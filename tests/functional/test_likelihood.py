@@ -179,7 +179,7 @@ def test_a_loss_is_no_likelihood():
     [
         (Categorical(), torch.zeros(4, 1), None, r"with at least 2 classes, got \[4, 1\]"),
         (Categorical(), torch.zeros(4), None, "at least 2 classes"),
-        (Categorical(), torch.zeros(4, 3), torch.zeros(4), r"`targets` must be class indices .* set `likelihood` to"),
+        (Categorical(), torch.zeros(4, 3), torch.rand(4), r"`targets` must be class indices .* set `likelihood` to"),
         (Categorical(), torch.zeros(4, 3), torch.zeros(4, 1, dtype=torch.long), r"got torch.int64 of shape \[4, 1\]"),
         (Categorical(), torch.zeros(2, 3, 4, 5), torch.zeros(2, 4, 5).long(), r"to the last axis.*movedim\(1, -1\)"),
         (Categorical(), torch.zeros(2, 3, 4, 5), torch.zeros(2, 4, 4).long(), r"got torch.*\[2, 4, 4\]; a callback"),
@@ -213,3 +213,10 @@ def test_bad_arguments_are_named():
         ValueError, match="`targets` must be given for `labels='empirical'`, got None"
     ):
         next(output_scores(torch.zeros(2, 3), None, labels="empirical", likelihood=Categorical()))
+
+
+def test_classes_given_as_floats_are_told_apart_from_real_targets():
+    with pytest.raises(ValueError, match=r"`targets` .*float32.*\.long\(\)"):
+        Categorical().check(torch.zeros(4, 3), torch.tensor([0.0, 2.0, 1.0, 1.0]))
+    with pytest.raises(ValueError, match=r"`targets` .*`likelihood` to 'gaussian'"):
+        Categorical().check(torch.zeros(4, 3), torch.tensor([0.5, 2.0, 1.0, 1.0]))
