@@ -29,7 +29,7 @@ def adapted(module: Any, way: Adapt, fresh: Sequence[str]) -> Any:
     Raises:
         ValueError: If it is no way, the module has no layer for it, or nothing is left to train.
     """
-    head = set(fresh) or _last_layer(module)
+    head = set(fresh) or last_layer(module)
     if not isinstance(way, str):
         way(module)
     elif way == "linear":
@@ -46,8 +46,8 @@ def adapted(module: Any, way: Adapt, fresh: Sequence[str]) -> Any:
     return module
 
 
-def _last_layer(module: nn.Module) -> set[str]:
-    """Names of the parameters of the last layer that has any."""
+def last_layer(module: nn.Module) -> set[str]:
+    """Return names of the parameters of the last layer that has any."""
     layers = {name: name.rpartition(".")[0] for name, _ in module.named_parameters()}
     last = [*layers.values()][-1]
     return {name for name, layer in layers.items() if layer == last}

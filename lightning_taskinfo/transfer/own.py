@@ -112,6 +112,7 @@ class Own(Recipe):
         with generators_kept():
             self.starts = _read_starts(make, starts)
             self.ways = self._checked_ways([adapt] if isinstance(adapt, str) else list(adapt))
+            self.origins = {name: self.starts[name].origin() for name in starts}
             module = self.starts[SCRATCH].module(0)
             self.namespace = str(namespace_of(module))
             self.title = f"{type(module).__name__} from {', '.join(starts)}"

@@ -270,7 +270,7 @@ def caption(name: str) -> str:
 
 
 def findings(report: "TransferReport", confidence: float) -> list[str]:
-    """One sentence for each number of labels and baseline; and what is missing."""
+    """One sentence for each number of labels and baseline, and for each start; and what is missing."""
     gains = report.transferability(confidence)
     groups: dict[tuple[int, str], list[Comparison]] = {}
     for gain in sorted(gains, key=lambda gain: gain.labels):
@@ -292,6 +292,7 @@ def findings(report: "TransferReport", confidence: float) -> list[str]:
             f"{MANY} it is {later:.1f}: where it cannot tell, add seeds; a `folder` keeps those that are done."
         )
     lines += _proved(report)
+    lines += [f"Start {name}: {origin}." for name, origin in report.starts.items()]
     if "scratch" not in report.methods:
         lines.append(
             "No run from scratch is among the results: whether transfer helps cannot be said."

@@ -212,6 +212,7 @@ class TransferReport:
             labels and seed, or a plain dict of its attributes.
         configuration: What decided the results, as JSON-like values.
         name: Title of the experiment.
+        starts: Where the weights of each start come from, in words.
 
     Raises:
         ValueError: If there are no results, two of the same cell, or one is not as above.
@@ -230,12 +231,14 @@ class TransferReport:
     results: Sequence[Result] = field(repr=False)
     configuration: dict[str, Any] = field(repr=False)
     name: str = "transfer"
+    starts: dict[str, str] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.configuration, dict):
             raise ValueError(f"`configuration` must be a dict, got {self.configuration!r}.")
         object.__setattr__(self, "results", checked_results(self.results))
         object.__setattr__(self, "configuration", plain(self.configuration, "configuration"))
+        object.__setattr__(self, "starts", plain(self.starts, "starts"))
 
     @property
     def methods(self) -> list[str]:
@@ -382,8 +385,8 @@ class TransferReport:
         pictures = [f"{name}.png" for name in figures]
         outdated = set(_pictures(folder)) - set(pictures)
         rows = [asdict(result) for result in self.results]
-        values = {"name": self.name, "configuration": self.configuration, "results": rows}
-        write_json(folder / "report.json", {**values, "figures": pictures})
+        values = {"name": self.name, "configuration": self.configuration, "starts": self.starts}
+        write_json(folder / "report.json", {**values, "results": rows, "figures": pictures})
         for name in outdated:
             (folder / name).unlink(missing_ok=True)
         return {name: folder / name for name in (*pictures, *pages, "report.json")}
@@ -401,15 +404,17 @@ class TransferReport:
         path = Path(path) / "report.json" if Path(path).is_dir() else Path(path)
         values = read_json(path)
         names = {field.name for field in fields(cls)}
-        if not isinstance(values, dict) or values.keys() - {"figures"} != names:
+        # A report of an earlier version has no starts.
+        if not isinstance(values, dict) or {*values, "starts"} - {"figures"} != names:
             raise ValueError(f"{path}: not a report of a transfer experiment.")
-        return cls(**{name: values[name] for name in names})
+        return cls(**{name: value for name, value in values.items() if name in names})
 
     def same_as(self, other: "TransferReport") -> bool:
         """Whether both say the same apart from how long it took; the order of the results plays no part."""
         return (
             self.name == other.name
             and self.configuration == other.configuration
+            and self.starts == other.starts
             and without_timings(self.results) == without_timings(other.results)
         )
 

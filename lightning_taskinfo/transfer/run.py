@@ -92,7 +92,8 @@ def transfer(
             and target, as a :class:`TransferDataModule`.
         starts: Starts by name: the path of a checkpoint or of a state dict, a state dict, or a
             function that makes a LightningModule of any architecture. A head that does not fit
-            ``model`` is fresh.
+            ``model`` is fresh. One that fits is kept: leave it out of the state dict if its classes
+            are others.
         adapt: How starts are adapted: ``"full"``; ``"linear"``, the head alone; ``"lora"``,
             low-rank adapters, by peft; the name of a layer, which is frozen with all before it; or
             a function that freezes what it likes in the module it is given.
@@ -133,9 +134,10 @@ def transfer(
         accelerator: Lightning's accelerator of each training, which has one device.
         namespace: ``"pytorch_lightning"`` or ``"lightning.pytorch"``; a module of your own has its
             own.
-        progress: Whether to say how many runs there are, and to draw a bar where standard error is
-            a terminal or a notebook, and write a line now and then elsewhere; or a function, called
-            with the number of finished trainings, their total and a label.
+        progress: Whether to say how many runs there are and which weights of each start are fresh,
+            and to draw a bar where standard error is a terminal or a notebook, and write a line now
+            and then elsewhere; or a function, called with the number of finished trainings, their
+            total and a label.
         on_done: Called with each finished training and its result.
 
     Returns:
@@ -190,13 +192,14 @@ def transfer(
             _check_travels(trials[0])
         if progress is True:
             told = announced(len(trials), recipe.seconds, workers, executor)
-            sys.stderr.write(f"transfer: {told}\n")
+            origins = (f"start {name}: {origin}" for name, origin in recipe.origins.items())
+            sys.stderr.writelines(f"transfer: {line}\n" for line in (told, *origins))
         claim_folder(root, recipe.configuration, results=["results/*", "stages/*"])
         recipe.store(root)
         with shown(progress, "transfer", len(trials)) as tell:
             found = _run(trials, executor, workers, on_done, tell)
     results = [_result(one, trials, found) for one in trials if one.stage != "pretrain"]
-    return TransferReport(results, recipe.configuration, title)
+    return TransferReport(results, recipe.configuration, title, dict(recipe.origins))
 
 
 def announced(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_taskinfo._checkpoints import read_checkpoint
 from lightning_taskinfo._files import digest, read_tensors
 from lightning_taskinfo._lightning import NAMESPACES
+from lightning_taskinfo.transfer.adapt import last_layer
 from lightning_taskinfo.transfer.sampling import reseed
 from lightning_taskinfo.transfer.training import first_line
 
@@ -50,6 +51,19 @@ class Start:
     def stored(self, folder: Path) -> "Start":
         """Return this start with its weights in a file: every run reads them there, none carries them."""
         return replace(self, weights=folder / "weights.pt") if self.weights else self
+
+    def origin(self) -> str:
+        """Return which of its weights are fresh and which are taken over, in words."""
+        if not self.weights:
+            return "all weights as its function makes them"
+        said = "all weights are taken over"
+        if self.fresh:
+            said = f"fresh {', '.join(self.fresh)}; all other weights are taken over"
+        if last_layer(make_module(self.make)) <= set(self.fresh):
+            return said
+        return (
+            f"{said}, the last layer too; if its classes are others, leave it out of the state dict"
+        )
 
     def digest(self) -> str:
         """Return what tells this start from others of its name."""

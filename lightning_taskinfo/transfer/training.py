@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
@@ -77,6 +78,7 @@ class Recipe(ABC):
         labels: Numbers of target labels.
         seeds: The seeds.
         seconds: Estimate of the time of a training, if there is one.
+        origins: Where the weights of each start of the user's come from, in words.
     """
 
     title: str
@@ -85,6 +87,7 @@ class Recipe(ABC):
     labels: Sequence[int]
     seeds: Sequence[int]
     seconds: float | None = None
+    origins: Mapping[str, str] = MappingProxyType({})
 
     @abstractmethod
     def trials(self, root: Path, log: RunLog) -> list["Trial"]:

@@ -171,6 +171,49 @@ def test_a_head_that_fits_is_taken_and_one_that_does_not_is_fresh():
     assert errors["whole"] < min(errors["body"], errors["scratch"])
 
 
+KEPT = "the last layer too; if its classes are others, leave it out of the state dict"
+ORIGINS = {
+    "whole": f"all weights are taken over, {KEPT}",
+    "four": "fresh head.weight, head.bias; all other weights are taken over",
+    "headless": "fresh head.weight, head.bias; all other weights are taken over",
+    "wide": f"fresh body.0.weight; all other weights are taken over, {KEPT}",
+    "other": "all weights as its function makes them",
+}
+
+
+def test_which_weights_of_a_start_are_fresh_is_printed_first_and_stands_in_the_report(
+    tmp_path, capsys
+):
+    whole = pretrained(Net)
+    starts = {
+        "whole": whole,
+        "four": pretrained(Net, classes=4),
+        "headless": {name: tensor for name, tensor in whole.items() if "head" not in name},
+        "wide": {**whole, "body.0.weight": torch.zeros(16, 9)},
+        "other": Other,
+    }
+    report = run(starts=starts, seeds=1, trainer={"max_steps": 1}, progress=True)
+    printed = capsys.readouterr().err.splitlines()[1:6]
+    assert printed == [f"transfer: start {name}: {origin}" for name, origin in ORIGINS.items()]
+    assert report.starts == ORIGINS
+    files = report.save(tmp_path)
+    assert TransferReport.load(tmp_path).starts == ORIGINS
+    texts = [report.to_terminal(), files["report.html"].read_text()]
+    texts.append(files["report.md"].read_text().replace("\\", ""))
+    for text in texts:
+        assert all(f"Start {name}: {origin}." in text for name, origin in ORIGINS.items())
+
+
+def test_a_report_of_an_earlier_version_without_its_starts_is_read(reference, tmp_path):
+    report, _ = reference
+    path = report.save(tmp_path)["report.json"]
+    values = json.loads(path.read_text())
+    del values["starts"]
+    path.write_text(json.dumps(values))
+    assert TransferReport.load(path).starts == {}
+    assert not TransferReport.load(path).same_as(report)
+
+
 def test_another_architecture_is_compared_too():
     report = run(starts={"other": Other, "mine": Net}, seeds=1)
     assert report.methods == ["scratch", "other", "mine"]
