@@ -33,6 +33,10 @@ from lightning_taskinfo.transfer.ranking import LayerReadout, RankedStart, Start
 
 Model: TypeAlias = nn.Module | Callable[[], nn.Module]
 Layers: TypeAlias = int | Sequence[str] | Mapping[str, Sequence[str]]
+MODELS = (  # the rule of `models`
+    "`models` must be a dict of names to networks, or to functions that make or load one, such as "
+    '{"mine": lambda: Net.load_from_checkpoint(path)}'
+)
 
 
 @dataclass(frozen=True)
@@ -116,6 +120,7 @@ def rank_starts(
         ValueError: If there is no start, fewer than four samples per fold or one class only; if a
             network cannot be called or has no such layer; or if ``scratch`` or ``curve`` does not
             fit.
+        TypeError: If ``models`` is no dict, or holds something else, such as a path.
 
     Example:
         >>> x = torch.randn(60, 3, generator=torch.Generator().manual_seed(0))
@@ -126,8 +131,7 @@ def rank_starts(
         >>> ranking.best.name, ranking.tied
         ('good', ('good',))
     """
-    if not models:
-        raise ValueError("`models` must hold at least one start, got none.")
+    _check_models(models)
     if scratch is not None and scratch not in models:
         raise ValueError(f"`scratch` must name one of the starts {list(models)}, got {scratch!r}.")
     samples = read_samples(data, batch_fn)
@@ -143,13 +147,24 @@ def rank_starts(
     return ruler.compared(starts, losses, scratch, law)
 
 
+def _check_models(models: Any) -> None:
+    """Raise an error for what holds no networks and no functions by name."""
+    if not isinstance(models, Mapping):
+        raise TypeError(f"{MODELS}, got {type(models).__name__}.")
+    if not models:
+        raise ValueError("`models` must hold at least one start, got none.")
+    for name, model in models.items():
+        if not callable(model):  # as networks are, too
+            raise TypeError(f"{MODELS}, got {type(model).__name__} for {name!r}.")
+
+
 def _opened(model: Model, name: str) -> nn.Module:
     """Return a network, made now where it is given as a function."""
     if not isinstance(model, nn.Module):
         model = model()
     if not isinstance(model, nn.Module):
         raise ValueError(
-            f"`models` must be or make torch modules, got {type(model).__name__} for {name!r}."
+            f"{MODELS}, got a function that returns {type(model).__name__} for {name!r}."
         )
     return model
 

@@ -383,10 +383,30 @@ def test_logs_a_table_a_figure_and_errors(ranking):
 
 
 @pytest.mark.parametrize(
+    ("models", "got"),
+    [
+        ("a.ckpt", "got str."),
+        ({"a": "a.ckpt"}, "got str for 'a'."),
+        ({"a": Body(4), "b": Body(4).state_dict()}, "got OrderedDict for 'b'."),
+        (Body(4), "got Body."),
+        ([Body(4)], "got list."),
+    ],
+    ids=["path", "path by name", "state dict", "network", "list"],
+)
+def test_what_holds_no_networks_is_refused_with_the_rule(models, got):
+    rule = "`models` must be a dict of names to networks, or to functions that make or load one"
+    with pytest.raises(TypeError) as caught:
+        rank_starts(models, target(), progress=False)
+    assert str(caught.value).startswith(rule)
+    assert "lambda: Net.load_from_checkpoint(path)" in str(caught.value)
+    assert str(caught.value).endswith(got)
+
+
+@pytest.mark.parametrize(
     ("arguments", "match"),
     [
         ({"models": {}}, "`models` .*none"),
-        ({"models": {"a": lambda: 3}}, "`models` .*int for 'a'"),
+        ({"models": {"a": lambda: 3}}, "`models` .*function that returns int for 'a'"),
         ({"scratch": "nobody"}, r"`scratch` .*\['a'\], got 'nobody'"),
         ({"curve": {20: 0.5}}, "`curve` .*two or more"),
         ({"curve": {20: 0.5, 40: 0.6}}, "`curve` must fall"),
