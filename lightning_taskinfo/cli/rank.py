@@ -53,7 +53,7 @@ def rank(
         **options: Arguments of :func:`lightning_taskinfo.rank_starts`.
 
     Returns:
-        The ranking as a table, with one sentence of advice.
+        The ranking as a table with its legend, and one sentence of advice.
 
     Raises:
         ValueError: If an argument is outside its domain, or a checkpoint does not fit the network.

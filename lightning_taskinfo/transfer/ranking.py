@@ -143,6 +143,18 @@ class StartRanking:
             said.append(f"from about {_count(best.onset[1])} {wins}")
         return f"{'; '.join(said)}."
 
+    def legend(self) -> str:
+        """Return in two lines what the columns mean, which direction is good, and what orders the starts."""
+        order = "The order is the mean of the ranks by both."
+        if self.ordered_by == "fine-tuning":
+            order = "The order is by fine-tuned, the error after fine-tuning (lower is better)."
+        what = "share of wrong classes" if self.classes is not None else "share missed"
+        return (
+            "Of the last layer: missed, the share of the labels' variance that a linear read-out misses (lower is "
+            "better); LogME, the evidence for the labels (higher is better).\n"
+            f"{order} error: {what} by a read-out of the best layer (lower is better)."
+        )
+
     def table(self) -> tuple[list[str], list[list[Any]]]:
         """Return names of columns and one row for each start, numbers as numbers."""
         rows = [_flat(start) for start in self.starts]
@@ -164,10 +176,10 @@ class StartRanking:
         )
         if len(self.tied) > 1:
             title += "; = cannot be told apart from the first"
-        return f"{title}\n{text_table(*self._cells())}\n{self.advice()}"
+        return f"{title}\n{text_table(*self._cells())}\n{self.legend()}\n{self.advice()}"
 
     def _repr_html_(self) -> str:
-        return html_table(*self._cells(), self.advice())
+        return html_table(*self._cells(), f"{self.legend()} {self.advice()}")
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write everything to a JSON file; an onset that is never reached is ``null`` there.
@@ -250,7 +262,7 @@ def _count(value: float) -> str:
 SHOWN: dict[str, Callable[[RankedStart], str]] = {  # columns of the table
     "start": lambda s: s.name,
     "fine-tuned": lambda s: _number(s.fine_tuned),
-    "scratch": lambda s: s.call or UNKNOWN,
+    "against scratch": lambda s: s.call or UNKNOWN,
     "scratch wins from": lambda s: UNKNOWN if s.onset is None else _count(s.onset[1]),
     "missed": lambda s: _number(s.missed),
     "LogME": lambda s: _number(s.logme),

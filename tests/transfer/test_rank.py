@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -348,6 +349,20 @@ def test_saves_loads_draws_prints_and_shows_a_page(ranking, tmp_path):
     assert text.endswith(ranking.advice())
     columns, rows = ranking.table()
     assert all(len(row) == len(columns) for row in rows)
+
+
+def test_a_legend_says_what_the_columns_mean_and_what_orders(ranking):
+    _, header, *_, first, second, _ = str(ranking).splitlines()
+    assert "  against scratch  " in header
+    assert "missed, the share of the labels' variance that a linear read-out misses (lower" in first
+    assert "LogME, the evidence for the labels (higher is better)" in first
+    assert second.startswith("The order is the mean of the ranks by both. error: share of wrong")
+    assert second.endswith("by a read-out of the best layer (lower is better).")
+    assert "(higher is better)" in ranking._repr_html_()
+    assert "error: share missed" in replace(ranking, classes=None).legend()
+    tuned = replace(ranking, ordered_by="fine-tuning").legend()
+    assert "The order is by fine-tuned, the error after fine-tuning (lower" in tuned
+    assert "mean of the ranks" not in tuned
 
 
 def test_an_onset_that_is_never_reached_survives_the_file(tmp_path):
