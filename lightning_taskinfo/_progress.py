@@ -18,7 +18,7 @@ def shown(progress: Progress | bool, title: str, total: int) -> Iterator[Progres
 
     Args:
         progress: ``True`` for a bar on standard error if that is a terminal or a notebook, and
-            otherwise for a line every ten seconds; ``False`` for nothing, or the function itself.
+            otherwise for a line every ten seconds and a last one; ``False`` for nothing, or the function itself.
         title: What is going on.
         total: How much there is to do, at first.
 
@@ -57,13 +57,15 @@ def bar(title: str, total: int) -> Iterator[Progress]:
 
 
 def lines(title: str) -> Progress:
-    """Return a function that writes a line to standard error, at most one in :data:`PAUSE` seconds."""
+    """Return a function that writes a line to standard error: one in :data:`PAUSE` seconds, and where all is done."""
     last = time.monotonic()
+    open_end = False  # whether the last line says that there is more to do
 
     def write(done: int, total: int, label: str) -> None:
-        nonlocal last
-        if time.monotonic() - last >= PAUSE:
+        nonlocal last, open_end
+        if time.monotonic() - last >= PAUSE or (open_end and done == total):
             last = time.monotonic()
+            open_end = done < total
             sys.stderr.write(f"[{done}/{total}] {title} {label}\n")
 
     return write

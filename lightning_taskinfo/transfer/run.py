@@ -213,16 +213,25 @@ def announced(
     Example:
         >>> announced(24, 10.0, 2, None)
         '24 trainings of about 10 s, about 2 min in 2 processes'
+        >>> announced(24, 0.2, 0, None)
+        '24 trainings of about 0.2 s, about 4.8 s in 1 process'
     """
     if seconds is None:
         return f"{runs} trainings"
-    each = f"{runs} trainings of about {max(1, round(seconds))} s"
+    each = f"{runs} trainings of about {_time(seconds)}"
     if executor is not None:
         return each
     count = 1 if workers == 0 else min(workers or os.cpu_count() or 1, runs)
-    minutes = runs * seconds / count / 60
-    long = f"{minutes:.0f} min" if minutes >= 1 else f"{60 * minutes:.0f} s"
-    return f"{each}, about {long} in {count} process{'es' * (count > 1)}"
+    all_of_them = _time(runs * seconds / count)
+    return f"{each}, about {all_of_them} in {count} process{'es' * (count > 1)}"
+
+
+def _time(seconds: float) -> str:
+    """A time with two digits at least, so that one of a training and one of all agree."""
+    number, unit = seconds, "s"
+    if seconds >= 60:
+        number, unit = seconds / 60, "min"
+    return f"{number:.2g} {unit}" if number < 10 else f"{number:.0f} {unit}"
 
 
 def group_name(title: str, folder: str | os.PathLike[str]) -> str:

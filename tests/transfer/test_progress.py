@@ -1,6 +1,9 @@
 """A transfer tells how far it is: of every finished training, those from the disk too."""
 
+import pytest
+
 from lightning_taskinfo.transfer import transfer
+from lightning_taskinfo.transfer.run import announced
 from tests.transfer.tiny import STAGES, tiny_data, tiny_net, tiny_trials
 
 
@@ -28,3 +31,16 @@ def test_a_cell_in_words(tmp_path):
         "scratch, 9 labels, seed 0",
         "lautum, 9 labels, seed 0",
     ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"),
+    [
+        (0.21, "24 trainings of about 0.21 s, about 5 s in 1 process"),
+        (1.4, "24 trainings of about 1.4 s, about 34 s in 1 process"),
+        (3.75, "24 trainings of about 3.8 s, about 1.5 min in 1 process"),
+        (300.0, "24 trainings of about 5 min, about 120 min in 1 process"),
+    ],
+)
+def test_the_time_of_one_training_agrees_with_that_of_all(seconds, told):
+    assert announced(24, seconds, 0, None) == told
