@@ -291,13 +291,18 @@ def label_columns(labels: Tensor, folds: int) -> Tensor:
     """
     if labels.is_floating_point():
         columns = labels.double().reshape(len(labels), -1)
+        if columns.shape[1] == 1 and bool((columns == columns.round()).all()):
+            warn(
+                "The labels of `data` are whole numbers of a floating type, and are taken as real values; convert "
+                "them with .long() if they are classes."
+            )
     else:
         columns = nn.functional.one_hot(labels.flatten().unique(return_inverse=True)[1]).double()
     if folds < 2:
         raise ValueError(f"`folds` must be at least 2, got {folds}.")
     if len(columns) < 4 * folds:
         raise ValueError(
-            f"`data` must have at least 4 samples per fold, got {len(columns)} for {folds} folds."
+            f"`data` must have at least {4 * folds} samples, 4 for each of {folds} folds, got {len(columns)}."
         )
     if not (columns != columns[0]).any():
         raise ValueError(

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_taskinfo._batches import IGNORED, moved, outputs_of, read_batch
@@ -74,7 +74,7 @@ class Own(Recipe):
 
     Raises:
         ValueError: If something does not fit.
-        TypeError: If ``make`` is no function.
+        TypeError: If ``make`` is no class or function.
     """
 
     def __init__(
@@ -93,10 +93,11 @@ class Own(Recipe):
         batch_size: int | None,
         certify: bool | None,
     ) -> None:
+        rule = "`model` must be the class of your LightningModule, or a function that makes it"
+        if isinstance(make, nn.Module):
+            raise TypeError(f"{rule}, got a {type(make).__name__} that is made already.")
         if isinstance(make, str) or not callable(make):
-            raise TypeError(
-                f"`model` must be a function that makes your LightningModule beside `starts`, got {make!r}."
-            )
+            raise TypeError(f"{rule}, beside `starts`, got {make!r}.")
         self.trainer = dict(trainer or {})
         if taken := [name for name in RESERVED if name in self.trainer]:
             value = self.trainer[taken[0]]

@@ -125,7 +125,7 @@ def test_far_is_more_than_ten_times_the_largest_or_less_than_a_tenth_of_the_smal
         ),
         ({"layers": []}, "`layers` must name at least one module, got none"),
         ({"folds": 1}, "`folds` must be at least 2, got 1"),
-        ({"folds": 11}, "`data` must have at least 4 samples per fold, got 40 for 11 folds"),
+        ({"folds": 11}, "`data` must have at least 44 samples, 4 for each of 11 folds, got 40"),
     ],
 )
 def test_refuses(arguments, message):
@@ -256,6 +256,6 @@ def test_being_sure_of_the_wrong_class_is_the_largest_share():
 def test_two_folds_and_four_samples_in_each_are_enough():
     assert feature_overlap(Frozen(3), (randn(8, 4), randn(8)), folds=2).samples == 8
     with pytest.raises(
-        ValueError, match="`data` must have at least 4 samples per fold, got 39 for 10 folds"
+        ValueError, match="`data` must have at least 40 samples, 4 for each of 10 folds, got 39"
     ):
         feature_overlap(Frozen(3), (randn(39, 4), randn(39)), folds=10)

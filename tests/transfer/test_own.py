@@ -494,6 +494,14 @@ BAD = {
     "an unknown way": ({"adapt": ["linaer"]}, "`adapt` must be .*'linaer'"),
     "a way that leaves nothing": ({"adapt": ["head"]}, "`adapt` must leave something to train"),
     "no way": ({"adapt": []}, "`adapt` must be at least one way"),
+    "a module in place of its class": (
+        {"make": Net()},
+        "`model` must be the class of your LightningModule, or a function .*got a Net that is made",
+    ),
+    "a name in place of a class": (
+        {"make": "small_cnn"},
+        "`model` must be the class .*beside `starts`, got 'small_cnn'",
+    ),
     "no module": ({"make": lambda: torch.nn.Linear(1, 1)}, "`model` must make a LightningModule"),
     "a failing module": (
         {"make": lambda: 1 / 0},

@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_taskinfo import FineTuning, feature_overlap, rank_starts
+from lightning_taskinfo import FineTuning, TaskInfoWarning, feature_overlap, rank_starts
 from lightning_taskinfo.functional.transferability import h_score, leep, logme, nce
 from lightning_taskinfo.transfer import StartRanking, small_cnn
 from lightning_taskinfo.transfer.features import Network
@@ -157,6 +158,18 @@ def test_real_labels():
     assert ranking.best.error <= ranking.best.missed < 0.3
     low, high = ranking.best.interval
     assert low < ranking.best.error < high
+
+
+def test_whole_numbers_of_a_floating_type_are_warned_about_once():
+    x, y = target()
+    with pytest.warns(TaskInfoWarning, match=r"whole numbers .*with \.long\(\)") as caught:
+        ranking = rank_starts({"a": Body(4), "b": Body(2)}, (x, y.float()), progress=False)
+    assert len(caught) == 1
+    assert ranking.classes is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rank_starts({"a": Body(4)}, (x, y), progress=False)
+        rank_starts({"a": Body(4)}, (x, y + 0.5), progress=False)
 
 
 def test_fine_tuning_orders_where_it_is_asked_for():
@@ -430,7 +443,7 @@ def test_what_holds_no_networks_is_refused_with_the_rule(models, got):
         ({"layers": {"b": ["act"]}}, "`layers` .*'a'"),
         ({"layers": ["nowhere"]}, "`layers` .*'nowhere'"),
         ({"folds": 1}, "`folds` .*1"),
-        ({"folds": 40}, "`data` .*120 for 40 folds"),
+        ({"folds": 40}, "`data` .*160 samples, 4 for each of 40 folds, got 120"),
         ({"confidence": 1.0}, "`confidence` .*1.0"),
         ({"max_features": 0}, "`max_features` .*0"),
         ({"data": []}, "`data` .*none"),
