@@ -329,7 +329,9 @@ class InformationInWeights(Probe):
         mine = torch.tensor([observed.losses.sum(), *excess], dtype=torch.float64, device="cpu")
         loss, *others = self._of_training_set(samples, mine).tolist()
         pairs = [loss + more for more in others]
-        error = stdev(pairs) / math.sqrt(len(pairs)) if len(pairs) > 1 else math.nan
+        error = math.nan
+        if len(pairs) > 1 and all(map(math.isfinite, pairs)):
+            error = stdev(pairs) / math.sqrt(len(pairs))
         return _Gaussian(std, family.terms(std), fmean(pairs), error)
 
     def _label_nats(self, samples: Samples) -> float:

@@ -87,7 +87,7 @@ class Samples:
 
     def losses(self, model: nn.Module, some: slice = slice(None)) -> Tensor:
         """Return the negative log-likelihood of some samples' targets in nats, ``[n]``; NaN without targets."""
-        inputs = take(self.inputs, itemgetter(some))
+        inputs = take(self.inputs, lambda x: x[some].contiguous())  # a model may take views of it
         if self.targets is None:
             return torch.full((size(inputs),), math.nan, dtype=torch.float64, device="cpu")
         targets = self.targets[some]

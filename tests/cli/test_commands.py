@@ -93,6 +93,7 @@ SLOW = {
 ELSEWHERE = {  # command -> the test that runs it
     "taskinfo rank --model mine.Net --data mine.Data --help": "tests/cli/test_own.py",
     "wandb leet wandb/latest-run": "test_leet_shows_the_run_of_train_py",
+    "wandb leet inspect --summary wandb/latest-run": "test_leet_shows_the_run_of_train_py",
     **{
         f"python {path.relative_to(ROOT)}": "tests/test_examples.py"
         for path in ROOT.glob("examples/*.py")
@@ -261,3 +262,4 @@ def test_leet_shows_the_run_of_train_py(reader):
         os.killpg(running.pid, signal.SIGKILL)
         running.wait()
     assert b"taskinf" in seen, seen[-2000:]
+    assert "taskinfo/" in shell("wandb leet inspect --summary wandb/latest-run", reader)

@@ -167,7 +167,7 @@ FUNCTIONS = {  # command -> what it calls; defaults of its own: what a shell kee
         {"beta", "folder", "tasks", "workers"},
         {"tasks", "trunk_fn", "beta"},
     ),
-    "embed": (Task2Vec, set(), {"probe"}),
+    "embed": (Task2Vec, set(), {"network"}),
     "phase-diagram": (
         simulate_phase_diagram,
         {"mode", "sigma"},
