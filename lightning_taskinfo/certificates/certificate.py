@@ -388,7 +388,7 @@ def _row(row: Candidate) -> dict[str, Any]:
 
 def _in_words(network: NetworkBound | None) -> str:
     if network is None:
-        return "not certified: that needs fresh inputs without labels (`unlabelled`)"
+        return "no bound by disagreement: that needs fresh inputs without labels (`unlabelled`)"
     return (
         f"true risk at most {round_up(network.bound):.4f}  = {round_up(network.stochastic_bound):.4f} for a "
         f"stochastic one + {round_up(network.disagreement_upper):.4f} for disagreement on {network.inputs} "

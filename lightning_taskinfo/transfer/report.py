@@ -342,6 +342,9 @@ class TransferReport:
         """Return the report as Markdown; ``figures`` are names of PNG files beside it, without the suffix."""
         return render.to_markdown(self, confidence, figures)
 
+    def __str__(self) -> str:
+        return self.to_terminal()
+
     def to_terminal(self, confidence: float = 0.95, *, width: int | None = None) -> str:
         """Return the main table for a terminal of ``width`` columns: drawn by rich where it is installed."""
         return render.to_terminal(self, confidence, width)

@@ -171,6 +171,7 @@ def test_terminal_without_rich_is_the_same_table(monkeypatch):
     drawn = experiment.to_terminal(width=200)
     monkeypatch.setattr("lightning_taskinfo.transfer.render.find_spec", lambda name: None)
     plain = experiment.to_terminal()
+    assert str(experiment) == plain
     cells = [re.split(r"\s{2,}", line.strip()) for line in plain.splitlines()[2:5]]
     assert [row[1] for row in cells] == list(METHODS[:3])
     assert all(cell in drawn for row in cells for cell in row)
