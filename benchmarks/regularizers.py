@@ -1,11 +1,12 @@
 """What the regularizers cost a step.
 
-    python benchmarks/regularizers.py [--parts lautum information] [--threads 1] [--quick]
+    python benchmarks/regularizers.py [--parts lautum information] [--networks resnet18] [--threads 1] [--quick]
 
 The plain step is the same step with the penalty deleted and the forward on the unlabelled inputs kept. Contenders take
-turns of 42 steps each, and are compared by the median of their ratios to the plain steps of the same turn, in CPU time
-of the process, so that a busy machine hits all of them alike (it still makes memory slow). The naive D×D inverse is
-one step. How well the mutual information is read is in ``mutual_information.py``.
+turns of 42 steps each (6 of ResNet-18, which needs ``transformers``), and are compared by the median of their ratios to
+the plain steps of the same turn, in CPU time of the process, so that a busy machine hits all of them alike (it still
+makes memory slow). The naive D×D inverse is one step. How well the mutual information is read is in
+``mutual_information.py``.
 """
 
 import argparse
@@ -52,6 +53,30 @@ def mlp() -> nn.Module:
         nn.ReLU(),
         nn.Linear(300, K),
     )
+
+
+class Pooled(nn.Module):
+    """ResNet-18 as Hugging Face has it, up to its pooled features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import ResNetConfig, ResNetModel
+
+        widths = [64, 128, 256, 512]
+        config = ResNetConfig(depths=[2, 2, 2, 2], hidden_sizes=widths, layer_type="basic")
+        self.model = ResNetModel(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x).pooler_output.flatten(1)
+
+
+def resnet() -> nn.Module:
+    return nn.Sequential(Pooled(), nn.Linear(512, K))
+
+
+def steps_of(network: Callable[[], nn.Module]) -> int:
+    """Fewer steps a turn of a network that takes long."""
+    return 6 if network is resnet else STEPS_A_TURN
 
 
 def in_turns(
@@ -121,10 +146,8 @@ def lautum_cost(network, turns: int) -> dict:
     step_with(naive)()
     cpu_ms = 1000 * (time.process_time() - begin)
     plain = step_with(lambda x_u, out_u: 0 * out_u.sum())
-    result = in_turns(
-        {"plain": plain, "lautum": step_with(ours)},
-        turns,
-    )
+    contenders = {"plain": plain, "lautum": step_with(ours)}
+    result = in_turns(contenders, turns, steps_of(network))
     return result | {"naive": {"cpu_ms": cpu_ms, "ratio": cpu_ms / result["plain"]["cpu_ms"]}}
 
 
@@ -155,7 +178,7 @@ def information_cost(network, turns: int, batch_size: int = 128) -> dict:
             network(), lambda m: 0 * noise.normal_().sum()
         ),  # no draw can be cheaper
     }
-    return in_turns(contenders, turns) | {"weights": weights}
+    return in_turns(contenders, turns, steps_of(network)) | {"weights": weights}
 
 
 def penalty_cost(network, turns: int, name: str) -> dict:
@@ -196,17 +219,16 @@ def penalty_cost(network, turns: int, name: str) -> dict:
         flat = LocalMinimumRegularizer(start=0)
         penalty = lambda model, loss_fn, z, z_u, out_u: flat(model, loss_fn, (x, y))  # noqa: E731
     plain = step_with(lambda model, loss_fn, z, z_u, out_u: 0 * out_u.sum())
-    return in_turns({"plain": plain, name: step_with(penalty)}, turns)
+    return in_turns({"plain": plain, name: step_with(penalty)}, turns, steps_of(network))
 
 
-NETWORKS = {"cnn": cnn, "mlp": mlp}
+NETWORKS = {"cnn": cnn, "mlp": mlp, "resnet18": resnet}
 OTHERS = ("mutual_information", "mk_mmd", "temporal_ensembling", "local_minimum")
 COSTS = {
     **{name: dict.fromkeys(NETWORKS, partial(penalty_cost, name=name)) for name in OTHERS},
-    "lautum": {"cnn": lautum_cost, "mlp": lautum_cost},
+    "lautum": dict.fromkeys(NETWORKS, lautum_cost),
     "information": {
-        "cnn": information_cost,
-        "mlp": information_cost,
+        **dict.fromkeys(NETWORKS, information_cost),
         "mlp, batches of 512": partial(
             information_cost, batch_size=512
         ),  # a weight is drawn once for more samples
@@ -219,6 +241,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--parts", nargs="+", choices=COSTS, default=list(COSTS))
+    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
     parser.add_argument("--turns", type=int, default=9, help="of each contender")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="one turn, to see that it runs")
@@ -230,6 +253,8 @@ def main() -> None:
     results = read_json(args.output) if args.output.exists() else {}
     for part in args.parts:
         for name, cost in COSTS[part].items():
+            if name.partition(",")[0] not in args.networks:
+                continue
             found = cost(NETWORKS[name.partition(",")[0]], 1 if args.quick else args.turns)
             results.setdefault(part, {})[name] = {**found, "environment": environment()}
             print(
