@@ -21,14 +21,3 @@ def test_the_maps_are_true(walks):
     text = (ROOT / "CONTRIBUTING.md").read_text()
     written = text.partition(walks.BEGIN)[2].partition(walks.END)[0]
     assert written == walks.section(), "run `python docs/walks.py --write`"
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_measurement_goes_through_few_files(walks):
-    walk = walks.Walk()
-    walks.watch(walks.Walk())
-    walks.watch(walk)
-    names = [path.relative_to(walks.PACKAGE).as_posix() for path in walk.files]
-    assert names[0] == "callbacks/probe.py"
-    assert "fisher/measure.py" in names
-    assert len(names) <= 17

@@ -109,7 +109,7 @@ class InformationInWeights(Probe):
             :func:`~lightning_taskinfo.fisher.kronecker_factors`. It needs memory for a matrix as wide as a layer has
             inputs, and one as wide as it has outputs.
         draws: Networks drawn from :math:`Q` for the measured loss, an even number: noise is used with both signs.
-            Each is tried on half of the samples.
+            Each is tried on half of the samples if ``draws`` is a multiple of 4.
         num_samples: :math:`N`; the length of the training set unless given.
         max_samples: At most this many samples are measured.
         data: As for every probe; a fixed subset of the training set by default.
@@ -315,11 +315,12 @@ class InformationInWeights(Probe):
     ) -> _Gaussian:
         """Measure the loss under one Gaussian. Every process gets to the sum over processes, also one that fails.
 
-        Each noise is tried on every second sample, and what it adds to their loss stands for all
+        An even number of noises are tried on every second sample each, and what it adds to their loss stands for all
         samples: losses under one noise rise together, so that more noises say more than more samples.
         """
         shaped = family.shaped(std)
-        parts = min(PARTS, len(noises), samples.total)
+        even = len(noises) % PARTS == 0 and samples.total >= PARTS
+        parts = PARTS if even else 1  # or some samples would count more than others
         excess = []
         for number, noise in enumerate(noises):
             part = number % parts

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_taskinfo import TaskInfoWarning, add_weight_noise
 from lightning_taskinfo.callbacks import InformationInWeights
 from lightning_taskinfo.callbacks.information_in_weights import AUTO_STDS
+from lightning_taskinfo.distributions.post_family import standard_noises
 from lightning_taskinfo.fisher import fisher_diagonal
 from lightning_taskinfo.functional.information import label_entropy
 from tests.callbacks.runs import Classifier, digits, fit
@@ -107,6 +108,31 @@ def test_the_measured_loss_is_that_of_brute_force(tmp_path, loader):
     assert row["expected_loss_nats"] - row["loss_nats"] > 10 * error, (
         "which is more than the network's own loss"
     )
+
+
+@pytest.mark.parametrize("draws", [2, 4, 6])
+def test_no_sample_counts_more_than_another(tmp_path, loader, draws):
+    """At noise of almost no width, what is measured is the loss of all samples, however they are divided."""
+    callback = InformationInWeights(prior_std=0.02, labels="exact", draws=draws)
+    model = fit(tmp_path, callback, model=steady, loader=loader).lightning_module.eval()
+    x, y = digits().tensors
+    means = {name: p.detach().clone() for name, p in model.named_parameters()}
+    fisher = fisher_diagonal(model, x, labels="exact")
+    stds = {name: (1 / (32 * fisher[name] + 1 / 0.02**2)).sqrt() for name in means}
+    noises = standard_noises(means, draws // 2, seed=0)
+    parts = 2 if draws == 4 else 1
+    plain = F.cross_entropy(model(x), y, reduction="none").detach()
+    found = []
+    with torch.no_grad():
+        for i, noise in enumerate(noises):
+            some = slice(i % parts, None, parts)
+            for sign in (1, -1):
+                for name, p in model.named_parameters():
+                    p.copy_(means[name] + sign * stds[name] * noise[name])
+                excess = F.cross_entropy(model(x), y, reduction="none")[some] - plain[some]
+                found.append(plain.sum() + parts * excess.sum())
+    row = callback.history[-1]
+    assert row["expected_loss_nats"] == pytest.approx(torch.stack(found).mean().item(), rel=1e-4)
 
 
 def test_draws_repeat_from_measurement_to_measurement(tmp_path, loader):
