@@ -2,6 +2,8 @@
 
 import os
 import platform
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,10 +11,17 @@ import torch
 import lightning_taskinfo
 
 
+def commit() -> str:
+    """Short hash of the commit that is checked out; empty outside of a repository."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
 def environment() -> dict[str, Any]:
     """Versions, machine and load."""
     return {
         "lightning_taskinfo": lightning_taskinfo.__version__,
+        "commit": commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "machine": f"{platform.system()} {platform.machine()}",
