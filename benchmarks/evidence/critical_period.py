@@ -32,9 +32,14 @@ from pytorch_lightning import LightningModule, Trainer
 from scipy import stats
 from torch import Generator, Tensor, nn
 from torch.nn.functional import adaptive_avg_pool2d, cross_entropy, interpolate
+from torch.utils.data import DataLoader
 from units import Experiment, Row, main
 
 from lightning_taskinfo import FisherTrace
+
+for namespace in ("lightning.pytorch", "pytorch_lightning"):
+    logging.getLogger(namespace).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module=namespace)
 
 LENGTHS = (0, 5, 10, 20, 30)
 FLIPPED = 20
@@ -84,13 +89,14 @@ class Impaired(LightningModule):
     def forward(self, x: Tensor) -> Tensor:
         return self.model(x)
 
-    def train_dataloader(self) -> list[tuple[Tensor, Tensor]]:
+    def train_dataloader(self) -> DataLoader:
         """The batches of one epoch; the Trainer asks for them anew in each."""
         epoch = self.trainer.current_epoch
         x = self.images[epoch < self.settings["epochs"]]
         generator = Generator().manual_seed(1000 * self.settings["seed"] + epoch)
         order = torch.randperm(len(x), generator=generator)
-        return [(x[rows], self.y[rows]) for rows in order.split(100)]
+        batches = [(x[rows], self.y[rows]) for rows in order.split(100)]
+        return DataLoader(batches, batch_size=None)
 
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
         x, y = batch
@@ -103,8 +109,6 @@ class Impaired(LightningModule):
 
 
 def run(settings: Row, data_dir: str | None) -> Row:
-    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module="pytorch_lightning")
     (x, y), (x_test, y_test) = drawn(
         "cifar10_12k",
         samples=settings["samples"],

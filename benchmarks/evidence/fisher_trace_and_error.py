@@ -37,16 +37,16 @@ GROUPS = ("subsets", "label noise", "pairs")
 
 
 def units(short: bool) -> dict[str, Row]:
-    planned = {}
-    samples, seeds = (100, 1) if short else (1000, 3)
+    tasks = []
     for dataset in DATASETS[:1] if short else DATASETS:
-        subsets = [f"{dataset}:{variant}" for variant in (*PAIRS, *HALVES)]
-        tasks = [(name, 0.0) for name in (*subsets, dataset)]
-        tasks += [(dataset, share) for share in SHARES]
+        tasks += [(f"{dataset}:{variant}", 0.0) for variant in (*PAIRS, *HALVES)]
+        tasks += [(dataset, share) for share in (0.0, *SHARES)]
+    samples, seeds = (100, 1) if short else (1000, 3)
+    planned = {}
+    for seed in range(seeds):
         for task, noise in tasks:
-            for seed in range(seeds):
-                settings = {"task": task, "noise": noise, "samples": samples, "seed": seed}
-                planned[f"{task}, noise {noise}, seed {seed}"] = settings
+            settings = {"task": task, "noise": noise, "samples": samples, "seed": seed}
+            planned[f"{task}, noise {noise}, seed {seed}"] = settings
     return planned
 
 
