@@ -27,7 +27,7 @@ from lightning_taskinfo.regularizers import (
     MutualInformation,
     WeightInformation,
 )
-from lightning_taskinfo.regularizers._gradients import gradient_norms
+from lightning_taskinfo.regularizers._network import gradient_norms
 from lightning_taskinfo.variational import add_weight_noise
 
 WEIGHTS = {

@@ -44,7 +44,7 @@ from lightning_taskinfo.regularizers import (
     WeightInformation,
 )
 from lightning_taskinfo.regularizers._base import check_scalar
-from lightning_taskinfo.regularizers._gradients import gradient_norms
+from lightning_taskinfo.regularizers._network import gradient_norms
 from lightning_taskinfo.regularizers.information import warn_of_decay
 
 if TYPE_CHECKING:

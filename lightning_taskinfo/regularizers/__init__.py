@@ -1,7 +1,7 @@
 """Penalties from information theory, each a module for any training loop."""
 
 from lightning_taskinfo.regularizers._base import Regularizer, WeightSchedule
-from lightning_taskinfo.regularizers.batchnorm import frozen_batchnorm_statistics
+from lightning_taskinfo.regularizers._network import frozen_batchnorm_statistics
 from lightning_taskinfo.regularizers.estimate import (
     MutualInformationEstimate,
     estimate_mutual_information,

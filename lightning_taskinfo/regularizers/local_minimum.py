@@ -11,8 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from lightning_taskinfo._observe import ParamDict, trainable_parameters
 from lightning_taskinfo._ranges import check_counts, check_positive
 from lightning_taskinfo.regularizers._base import Regularizer, WeightSchedule
-from lightning_taskinfo.regularizers._swap import swapped
-from lightning_taskinfo.regularizers.batchnorm import frozen_batchnorm_statistics
+from lightning_taskinfo.regularizers._network import frozen_batchnorm_statistics, swapped
 from lightning_taskinfo.variational import repeatable_noise
 
 

@@ -25,8 +25,8 @@ from lightning_taskinfo.regularizers._base import (
     check_rows,
     checked_shape,
 )
+from lightning_taskinfo.regularizers._network import swapped
 from lightning_taskinfo.regularizers._ranks import mean_over_ranks
-from lightning_taskinfo.regularizers._swap import swapped
 from lightning_taskinfo.regularizers.critics import CriticKind, make_critic
 
 Objective = Literal["jensen_shannon", "donsker_varadhan", "mine", "nwj", "info_nce"]
