@@ -1,11 +1,6 @@
 """Questions about tasks: complexity, distance, embedding, and simulated transfer whose answer is known."""
 
-from lightning_taskinfo.tasks.complexity import (
-    Estimate,
-    StructureFunction,
-    plot_structure_functions,
-    structure_function,
-)
+from lightning_taskinfo.tasks.complexity import structure_function
 from lightning_taskinfo.tasks.distance import DistanceMatrix, task_distance
 from lightning_taskinfo.tasks.embedding import (
     Recommendation,
@@ -33,6 +28,11 @@ from lightning_taskinfo.tasks.ready import (
     reference_network,
     trunk_for,
     trunk_of,
+)
+from lightning_taskinfo.tasks.structure import (
+    Estimate,
+    StructureFunction,
+    plot_structure_functions,
 )
 from lightning_taskinfo.tasks.task2vec import Task2Vec
 from lightning_taskinfo.tasks.theory import (
