@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lightning_taskinfo.distributions import WeightGaussian
-from lightning_taskinfo.functional.intervals import binomial_upper_bound
+from lightning_taskinfo.functional.tail_bounds import binomial_upper_bound
 
 if TYPE_CHECKING:
     from lightning_taskinfo.plotting import Axes, Figure

@@ -32,8 +32,8 @@ from lightning_taskinfo.certificates.search import (
 from lightning_taskinfo.certificates.subject import ErrorKind, Loss, Subject, check_weights
 from lightning_taskinfo.distributions import WeightGaussian
 from lightning_taskinfo.fisher.fallback import Forward
-from lightning_taskinfo.functional.intervals import betting_interval
 from lightning_taskinfo.functional.pac_bayes import monte_carlo_interval
+from lightning_taskinfo.functional.tail_bounds import betting_interval
 
 # Beside four standard errors: a known error may be of a few other samples.
 KNOWN_ERROR_MARGIN = 0.05

@@ -12,7 +12,7 @@ from lightning_taskinfo.certificates.certificate import Candidate, NetworkBound,
 from lightning_taskinfo.certificates.search import Bound, Proposal
 from lightning_taskinfo.certificates.subject import Subject, differences, pick
 from lightning_taskinfo.distributions import WeightGaussian
-from lightning_taskinfo.functional.intervals import (
+from lightning_taskinfo.functional.tail_bounds import (
     betting_upper_bound,
     binomial_upper_bound,
     most_errors_below,

@@ -21,7 +21,7 @@ from lightning_taskinfo._batches import (
     tensors,
 )
 from lightning_taskinfo._ranges import check_finite
-from lightning_taskinfo.functional.intervals import binomial_log_tail, binomial_upper_bound
+from lightning_taskinfo.functional.tail_bounds import binomial_log_tail, binomial_upper_bound
 
 Data: TypeAlias = tuple[Any, Tensor] | Dataset[Any] | DataLoader[Any]
 BATCH = 256  # samples that are collated at a time

@@ -6,7 +6,7 @@ import pytest
 
 from lightning_taskinfo.certificates import Prior, TestSetBound, certify
 from lightning_taskinfo.certificates.certificate import percent
-from lightning_taskinfo.functional.intervals import binomial_upper_bound
+from lightning_taskinfo.functional.tail_bounds import binomial_upper_bound
 from tests.certificates.conftest import blobs
 
 

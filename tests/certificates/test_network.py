@@ -10,12 +10,12 @@ from lightning_taskinfo.certificates.network import block_disagreements
 from lightning_taskinfo.certificates.search import best_of
 from lightning_taskinfo.certificates.subject import Subject
 from lightning_taskinfo.distributions import pre_distribution
-from lightning_taskinfo.functional.intervals import (
+from lightning_taskinfo.functional.pac_bayes import kl_bound
+from lightning_taskinfo.functional.tail_bounds import (
     betting_upper_bound,
     binomial_upper_bound,
     most_errors_below,
 )
-from lightning_taskinfo.functional.pac_bayes import kl_bound
 from tests.certificates.conftest import blobs
 
 QUICK = {"draws": 100, "betas": (0.03, 0.1, 0.3, 1.0, 3.0, 10.0), "structure": "diagonal"}

@@ -6,7 +6,7 @@ from torch import nn
 
 from lightning_taskinfo.certificates import Prior, certify
 from lightning_taskinfo.certificates.subject import differences, predictions
-from lightning_taskinfo.functional.intervals import betting_upper_bound
+from lightning_taskinfo.functional.tail_bounds import betting_upper_bound
 from tests.certificates.conftest import fit
 
 QUICK = {"draws": 50, "betas": (0.1, 1.0), "curvature_samples": 200}
