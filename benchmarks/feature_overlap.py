@@ -23,7 +23,8 @@ from torch import nn
 from torch.nn.functional import mse_loss, one_hot
 
 from lightning_taskinfo import __version__, feature_overlap
-from lightning_taskinfo.functional.features import fit_power_law, ridge
+from lightning_taskinfo.functional.features import fit_power_law
+from lightning_taskinfo.functional.readout import ridge
 
 NUMBERS = (20, 40, 80, 160, 320)
 SIZES = {"source": 600, "overlap": 300, "target": 400, "test": 497}

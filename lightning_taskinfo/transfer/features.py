@@ -24,7 +24,7 @@ from lightning_taskinfo._batches import (
     tensors,
 )
 from lightning_taskinfo._observe import observing
-from lightning_taskinfo.functional.features import pooled
+from lightning_taskinfo.functional.readout import pooled
 
 MAX_CHUNK = 64  # samples of a forward pass, where the user's batches are larger
 
@@ -163,7 +163,7 @@ class Network:
             layers: Names of modules; all that have no children, run and put out a tensor where
                 ``None``.
             max_features: Most of a layer, see
-                :func:`~lightning_taskinfo.functional.features.pooled`.
+                :func:`~lightning_taskinfo.functional.readout.pooled`.
 
         Raises:
             ValueError: If a layer is unknown, does not run once a pass, or has no finite row for

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from lightning_taskinfo._tables import Tabled
 from lightning_taskinfo._warn import warn
-from lightning_taskinfo.functional.features import fit_power_law, read_out, transfer_onset
+from lightning_taskinfo.functional.features import fit_power_law, transfer_onset
 from lightning_taskinfo.functional.intervals import normal_quantile
+from lightning_taskinfo.functional.readout import read_out
 from lightning_taskinfo.transfer.features import Network, read_samples
 
 if TYPE_CHECKING:
@@ -253,7 +254,7 @@ def feature_overlap(
             modules without children that run and put out a tensor.
         folds: Number of folds.
         max_features: Most features of a layer: larger ones are averaged over neighbouring pixels or
-            over tokens, see :func:`~lightning_taskinfo.functional.features.pooled`. ``None`` keeps
+            over tokens, see :func:`~lightning_taskinfo.functional.readout.pooled`. ``None`` keeps
             all of them.
         forward_fn: How to call the model, ``forward_fn(model, inputs)``; otherwise on the inputs,
             those of a mapping by name.

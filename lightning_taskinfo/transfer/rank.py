@@ -13,13 +13,13 @@ from lightning_taskinfo._batches import Forward, take
 from lightning_taskinfo._progress import counted, shown
 from lightning_taskinfo._random import own_randomness
 from lightning_taskinfo._ranges import check_positive
-from lightning_taskinfo.functional.features import ReadOut, read_out, stratified_folds
 from lightning_taskinfo.functional.intervals import (
     normal_quantile,
     paired_interval,
     verdict_of,
     wilson_interval,
 )
+from lightning_taskinfo.functional.readout import ReadOut, read_out, stratified_folds
 from lightning_taskinfo.functional.transferability import h_score, leep, logme, nce
 from lightning_taskinfo.transfer.features import Network, Samples, first_tensor, read_samples
 from lightning_taskinfo.transfer.overlap import (

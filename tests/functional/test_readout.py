@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_taskinfo.functional.features import (
+from lightning_taskinfo.functional.readout import (
     RIDGES,
     held_out_readout,
     pooled,

@@ -1,0 +1,250 @@
+"""What a linear read-out of features predicts: pooled to a bounded size, fitted by ridge, judged held out."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Generator, Tensor
+from torch.nn.functional import adaptive_avg_pool2d, adaptive_avg_pool3d
+
+from lightning_taskinfo._ranges import check_counts
+
+RIDGES = 10.0 ** torch.arange(-6, 3, dtype=torch.float64)  # relative to the mean squared feature
+
+
+class HeldOut(NamedTuple):
+    """What a read-out says about samples that it was not fitted to.
+
+    Attributes:
+        predicted: Predicted columns of the labels, shape ``[N, K]``.
+        baseline: Mean label of the samples that it was fitted to, shape ``[N, K]``.
+    """
+
+    predicted: Tensor
+    baseline: Tensor
+
+
+class ReadOut(NamedTuple):
+    """What a linear read-out of one layer's features predicts of held-out labels.
+
+    Attributes:
+        missed: Share of the labels' variance that it misses.
+        standard_error: Of the share, over samples, to first order.
+        squares: Squared error of each sample, over that of the mean label, shape ``[N]``.
+        wrong: Whether the largest column is another than the label's, shape ``[N]``.
+    """
+
+    missed: Tensor
+    standard_error: Tensor
+    squares: Tensor
+    wrong: Tensor
+
+
+def pooled(
+    features: Tensor,
+    max_features: int | None = 1024,
+    *,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Return the features of a layer as one row for each sample, with at most ``max_features`` entries.
+
+    Features that fit are only flattened. Larger ones are averaged: images ``[N, C, H, W]`` (or with
+    the channels last, where the image is square) over the cells of the finest grid that fits,
+    sequences ``[N, T, D]`` over positions and, side by side, over features, as either may be the
+    channels; with a mask over the positions that count. What is still too large is folded by a
+    fixed random sketch that keeps inner products on average: each entry is added, with a random
+    sign, to one of ``max_features`` sums.
+
+    Args:
+        features: Output of a layer, shape ``[N, ...]``.
+        max_features: Most entries of a row; ``None`` flattens.
+        mask: Which of the positions of a sequence count, shape ``[N, T]``.
+
+    Returns:
+        Shape ``[N, D]``, in the features' precision.
+
+    Raises:
+        ValueError: If ``max_features`` is not positive.
+
+    Example:
+        >>> pooled(torch.ones(2, 3, 8, 8), 100).shape, pooled(torch.ones(2, 7), 100).shape
+        (torch.Size([2, 75]), torch.Size([2, 7]))
+    """
+    if max_features is None:
+        return features.flatten(1)
+    check_counts(max_features=max_features)
+    if mask is not None and features.ndim == 3 and features.shape[:2] == mask.shape:
+        weights = mask.to(features).unsqueeze(-1)  # [N, T, 1]
+        counts = weights.sum(1).clamp(min=1)
+        rows = (features * weights).sum(1) / counts
+    elif features.ndim < 2 or features[0].numel() <= max_features:
+        rows = features.reshape(len(features), -1)
+    elif features.ndim == 3:
+        rows = torch.cat([features.mean(1), features.mean(2)], 1)
+    elif features.ndim in (4, 5):
+        rows = _averaged_over_cells(features, max_features)
+    else:
+        rows = features.flatten(1)
+    return rows if rows.shape[1] <= max_features else _sketched(rows, max_features)
+
+
+def _averaged_over_cells(features: Tensor, max_features: int) -> Tensor:
+    """Average over the cells of the finest grid whose entries fit."""
+    sizes = features.shape[1:]
+    if sizes[0] == sizes[1] != sizes[-1]:  # square, with the channels last
+        features = features.movedim(-1, 1)
+    channels, *space = features.shape[1:]
+    grid = [1 for _ in space]
+    for cells in range(2, max(space) + 1):
+        finer = [min(cells, size) for size in space]
+        if channels * torch.Size(finer).numel() > max_features:
+            break
+        grid = finer
+    pool: Any = adaptive_avg_pool2d if len(space) == 2 else adaptive_avg_pool3d
+    return pool(features, grid).flatten(1)
+
+
+def _sketched(rows: Tensor, size: int) -> Tensor:
+    """Add each column, with a random sign, to one of ``size`` sums: the same ones for rows of the same length."""
+    N, D = rows.shape
+    generator = Generator().manual_seed(D)
+    place = torch.randint(size, (D,), generator=generator).to(rows.device)
+    coin = torch.randint(2, (D,), generator=generator)
+    sign = (2 * coin - 1).to(rows)
+    return rows.new_zeros(N, size).index_add_(1, place, rows * sign)
+
+
+def stratified_folds(labels: Tensor, folds: int) -> Tensor:
+    """Return the fold of each sample: those of a class, in the order in which they come, go to the folds in turns.
+
+    Args:
+        labels: Classes, shape ``[N]``; real values are one class.
+        folds: Number of folds.
+
+    Returns:
+        Folds from 0 on, of equal size up to 1, shape ``[N]``.
+
+    Example:
+        >>> stratified_folds(torch.tensor([0, 0, 1, 1, 0, 0]), 2)
+        tensor([0, 1, 0, 1, 0, 1])
+    """
+    order = torch.arange(len(labels))
+    if labels.ndim == 1 and not labels.is_floating_point():
+        order = labels.cpu().argsort(stable=True)
+    fold = torch.empty(len(labels), dtype=torch.long)
+    fold[order] = torch.arange(len(labels)) % folds
+    return fold
+
+
+def held_out_readout(features: Tensor, columns: Tensor, fold: Tensor) -> HeldOut:
+    r"""Predict the labels of each fold by ridge regression on the features of the others.
+
+    .. math:: \hat y(x) = \bar y + (x - \bar x)^\top \big(X^\top X + \lambda I\big)^{-1} X^\top (Y - \bar y)
+
+    with the means of the other folds. The penalty is picked among nine by the exact leave-one-out
+    error within them, so that no held-out label takes part in it.
+
+    Args:
+        features: Shape ``[N, D]``.
+        columns: Labels as real columns, classes as indicators, shape ``[N, K]``.
+        fold: Fold of each sample, from 0 on, shape ``[N]``.
+
+    Returns:
+        Predictions and the mean labels that they are compared with, in float64.
+
+    Example:
+        >>> x = torch.arange(6.0).unsqueeze(1)
+        >>> held_out_readout(x, 2 * x + 1, torch.arange(6) % 2).predicted.flatten().round(decimals=3)
+        tensor([ 1.,  3.,  5.,  7.,  9., 11.], dtype=torch.float64)
+    """
+    features = features.double()
+    columns = columns.double()
+    predicted = torch.empty_like(columns)
+    baseline = torch.empty_like(columns)
+    for k in fold.unique():
+        test = fold == k
+        x = features[~test]
+        y = columns[~test]
+        mean_x = x.mean(0)
+        mean_y = y.mean(0)
+        new = features[test] - mean_x
+        predicted[test] = mean_y + ridge(x - mean_x, y - mean_y, new)
+        baseline[test] = mean_y
+    return HeldOut(predicted, baseline)
+
+
+def read_out(features: Tensor, columns: Tensor, fold: Tensor) -> ReadOut:
+    """Predict the columns of each fold from the features of the others, and say how much of them is missed.
+
+    Args:
+        features: Shape ``[N, D]``.
+        columns: Labels as real columns, classes as indicators, shape ``[N, K]``.
+        fold: Fold of each sample, from 0 on, shape ``[N]``.
+
+    Returns:
+        Shares and errors, in float64.
+
+    Example:
+        >>> x = torch.arange(6.0).unsqueeze(1)
+        >>> bool(read_out(x, 2 * x + 1, torch.arange(6) % 2).missed < 1e-6)
+        True
+    """
+    predicted, mean = held_out_readout(features, columns, fold)
+    residual = (columns - predicted).square().sum(-1)  # [N]
+    baseline = (columns - mean).square().sum(-1)  # [N]
+    scale = baseline.mean()
+    missed = residual.sum() / baseline.sum()
+    spread = (residual - missed * baseline).std()
+    standard_error = spread / scale / len(baseline) ** 0.5
+    wrong = predicted.argmax(1) != columns.argmax(1)
+    return ReadOut(missed, standard_error, residual / scale, wrong.double())
+
+
+def ridge(x: Tensor, y: Tensor, new: Tensor) -> Tensor:
+    """Predict at ``new`` by ridge regression without intercept, its penalty picked by leave-one-out errors.
+
+    One decomposition, of the smaller of the two products of ``x`` with itself, serves all
+    penalties. The data are taken as centred: that costs the ``1/n`` in the leverages.
+
+    Args:
+        x: Centred features, shape ``[n, D]``.
+        y: Centred labels, shape ``[n, K]``.
+        new: Features to predict at, shape ``[m, D]``.
+
+    Returns:
+        Shape ``[m, K]``.
+
+    Example:
+        >>> x = torch.tensor([[-1.0], [0.0], [1.0]]).double()
+        >>> ridge(x, 3 * x, torch.tensor([[2.0]]).double()).round(decimals=3)
+        tensor([[6.]], dtype=torch.float64)
+    """
+    n, D = x.shape
+    spectrum, U, to_new = _decomposed(x, new)
+    tiny = torch.finfo(x.dtype).tiny
+    # n times the mean squared feature, times each ridge.
+    penalties = RIDGES.to(x) * x.square().sum() / D  # [P]
+    total = spectrum + penalties.unsqueeze(-1)
+    shrink = spectrum / total.clamp(min=tiny)  # [P, R]
+    projected = U.T @ y  # [R, K]
+    fitted = torch.einsum("nr,pr,rk->pnk", U, shrink, projected)
+    leverage = torch.einsum("nr,pr->pn", U.square(), shrink) + 1 / n
+    left = (1 - leverage).clamp(min=1e-9).unsqueeze(-1)
+    left_out = (y - fitted) / left  # error at each sample of the fit without it, [P, n, K]
+    best = left_out.square().sum((1, 2)).argmin()
+    scale = (shrink[best] / spectrum).unsqueeze(-1)
+    return to_new @ (scale * projected)
+
+
+def _decomposed(x: Tensor, new: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return of ``x = U S Vᵀ`` the squares ``S²`` that are more than rounding, their ``U``, and ``new V S``."""
+    n, D = x.shape
+    limits = torch.finfo(x.dtype)
+    if n <= D:
+        squares, U = torch.linalg.eigh(x @ x.T)  # [n], [n, n]
+        to_new = new @ x.T @ U  # [m, n]
+    else:
+        squares, V = torch.linalg.eigh(x.T @ x)  # [D], [D, D]
+        U = x @ V / squares.clamp(min=limits.tiny).sqrt()
+        to_new = new @ V * squares.clamp(min=0).sqrt()
+    known = squares > squares.max() * max(n, D) * limits.eps
+    return squares[known], U[:, known], to_new[:, known]
