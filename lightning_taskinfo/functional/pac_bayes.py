@@ -83,6 +83,11 @@ def binary_kl(q: Number, p: Number) -> Tensor:
         (tensor(0.6931, dtype=torch.float64), tensor(inf, dtype=torch.float64))
     """
     q, p = _numbers(q=q, p=p)
+    return _binary_kl(q, p)
+
+
+def _binary_kl(q: Tensor, p: Tensor) -> Tensor:
+    """The same, of probabilities that have been checked: a bisection asks for many."""
     rest = 1 - q
     step = p - q
     far = xlogy(q, q) - xlogy(q, p) + xlog1py(rest, -q) - xlog1py(rest, -p)
@@ -116,7 +121,7 @@ def binary_kl_inverse(q: Number, bound: Number) -> Tensor:
     high = torch.ones_like(q)
     for _ in range(100):  # the interval shrinks to neighbouring floats, also next to 0
         middle = low + 0.5 * (high - low)
-        inside = binary_kl(q, middle) <= bound
+        inside = _binary_kl(q, middle) <= bound
         low = torch.where(inside, middle, low)
         high = torch.where(inside, high, middle)
     return high
