@@ -12,7 +12,7 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ class Walk:
 
     def __init__(self) -> None:
         self.files: list[Path] = []
+        self._seen: set[CodeType] = set()
 
     def __enter__(self) -> "Walk":
         sys.setprofile(self._note)
@@ -45,10 +46,13 @@ class Walk:
         sys.setprofile(None)
 
     def _note(self, frame: FrameType, event: str, _: Any) -> None:
-        name = frame.f_code.co_name
-        if event != "call" or name.startswith("<"):  # an import, or a part of a function
+        code = frame.f_code
+        if event != "call" or code in self._seen:
             return
-        path = Path(frame.f_code.co_filename)
+        self._seen.add(code)
+        if code.co_name.startswith("<"):  # an import, or a part of a function
+            return
+        path = Path(code.co_filename)
         if path not in self.files and PACKAGE in path.parents and not _helper(path):
             self.files.append(path)
 

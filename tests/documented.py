@@ -99,6 +99,7 @@ SHORTER = {  # by page: what is written -> what is run instead
         "stages=Stages(5, 20)": "stages=Stages(1, 1)",
         '"small_cnn"': '"mlp"',
     },
+    "docs/how-to/regularise.md": {"torch.randn(500, 1, 8, 8)": "torch.randn(160, 1, 8, 8)"},
     "docs/tasks.md": {
         "max_samples=1000": "max_samples=40",
         "max_samples=280": "max_samples=40",

@@ -1,13 +1,27 @@
-"""Run a function in several processes that talk through gloo."""
+"""Run a function in another process, or in several that talk through gloo; forked, so that nothing is imported anew."""
 
 import tempfile
 from collections.abc import Callable
+from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import distributed
 from torch.multiprocessing import start_processes
+
+
+def forked(function: Callable[..., Any], *args: Any, **options: Any) -> BaseProcess:
+    """Start ``function(*args, **options)`` in a process of its own, and return that."""
+    process = get_context("fork").Process(target=_alone, args=(function, args, options))
+    process.start()
+    return process
+
+
+def _alone(function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    torch.set_num_threads(1)  # the parent's threads do not survive a fork
+    function(*args, **options)
 
 
 def on_ranks(function: Callable[..., Any], *args: Any, world_size: int = 2) -> list[Any]:

@@ -2,8 +2,9 @@
 
 import importlib
 import json
-import os
+import logging
 import re
+import runpy
 import subprocess
 import sys
 from importlib import import_module
@@ -13,21 +14,31 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
+from lightning_taskinfo._lightning import NAMESPACES
 from lightning_taskinfo.transfer import TransferReport
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = [path for path in sorted(ROOT.glob("examples/*.py")) if '"--fast"' in path.read_text()]
 
 
-def run(script, out):
-    """Run an example with ``--fast`` in a process of its own, and return what it printed."""
-    environment = {**os.environ, "WANDB_MODE": "offline", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, script, "--fast", "--folder", out]
-    done = subprocess.run(
-        command, cwd=out, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.fixture
+def run(monkeypatch, capsys, tmp_path):
+    """Run an example with ``--fast``, as Python runs a script, and return what it printed."""
+    levels = {name: logging.getLogger(name).level for name in NAMESPACES}
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(ROOT / "examples")
+
+    def run_script(script):
+        words = [str(script), "--fast", "--folder", str(tmp_path)]
+        monkeypatch.setattr(sys, "argv", words)
+        runpy.run_path(str(script), run_name="__main__")
+        return capsys.readouterr().out
+
+    yield run_script
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
 
 
 def wandb_metrics(run_folder):
@@ -64,8 +75,9 @@ LONG = {
         for path in SCRIPTS
     ],
 )
-def test_runs_and_draws(script, tmp_path):
-    printed = run(script, tmp_path)
+@pytest.mark.filterwarnings("default")  # as in a process of its own
+def test_runs_and_draws(script, run, tmp_path):
+    printed = run(script)
     figures = list(tmp_path.glob("*.png"))
     assert figures
     assert all(figure.read_bytes().startswith(b"\x89PNG") for figure in figures)

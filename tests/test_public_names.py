@@ -7,8 +7,6 @@ from functools import cache
 from pathlib import Path
 from typing import get_args
 
-import pytest
-
 import lightning_taskinfo
 from lightning_taskinfo.fisher import fisher_trace
 from tests.test_docs import load
@@ -78,18 +76,16 @@ def test_the_parts_are_found():
     assert some <= set(NAMES)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_has_a_docstring_of_its_own_that_names_every_argument_and_no_other(name):
-    thing = NAMES[name]
-    assert thing.__doc__  # not `getdoc`, which takes a parent's
-    named, taken = documented(thing.__doc__), parameters(thing)
-    if SAME.search(thing.__doc__):
-        named |= documented(fisher_trace.__doc__)
-    assert taken <= named
-    if inspect.isfunction(thing) and not SAME.search(
-        thing.__doc__
-    ):  # classes tell of attributes too
-        assert named <= taken
+def test_all_have_docstrings_of_their_own_that_name_every_argument_and_no_other():
+    for name, thing in NAMES.items():
+        assert thing.__doc__, name  # not `getdoc`, which takes a parent's
+        named, taken = documented(thing.__doc__), parameters(thing)
+        refers = SAME.search(thing.__doc__)
+        if refers:
+            named |= documented(fisher_trace.__doc__)
+        assert taken <= named, name
+        if inspect.isfunction(thing) and not refers:  # classes tell of attributes too
+            assert named <= taken, name
 
 
 @cache
@@ -116,10 +112,10 @@ def returned():
     return [part for kind in kinds for part in (kind, *get_args(kind))]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_has_an_example(name):
-    """Its own, one in the documentation, or that of what returns it."""
-    assert shows_itself(NAMES[name]) or NAMES[name] in returned()
+def test_all_have_an_example():
+    """Their own, one in the documentation, or that of what returns them."""
+    without = [name for name, thing in NAMES.items() if not shows_itself(thing)]
+    assert [name for name in without if NAMES[name] not in returned()] == []
 
 
 def test_the_api_page_lists_what_can_be_imported_from_the_package_itself():

@@ -1,25 +1,60 @@
 """Two real processes: what must be the same on both ranks is, and what must differ does."""
 
-import subprocess
-import sys
-from pathlib import Path
+import os
 
 import pytest
 import torch
 
 from lightning_taskinfo.regularizers import Lautum
-from tests.penalised_net import D, K, N, Pairs
+from lightning_taskinfo.regularizers._ranks import gather_rows
+from lightning_taskinfo.variational import noisy_weights
+from tests.penalised_net import WEIGHTS, D, K, N, Net, Pairs, fit
 from tests.test_mixins import same
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+
+
+class RecordingLautum(Lautum):
+    """Keeps what this rank's first batch gave, beside what the ranks made of it."""
+
+    first = None
+
+    def _averages(self, local):
+        averages = super()._averages(local)
+        if self.first is None:
+            own = [part.detach() for part in local]
+            self.first = {"local": own, "average": [self.cov_w.clone(), self.cov_wx.clone()]}
+        return averages
+
+
+class DistributedNet(Net):
+    """Writes what each rank has in the end."""
+
+    def __init__(self, folder):
+        super().__init__(WEIGHTS)
+        self.folder = folder
+
+    def on_fit_start(self):
+        self.lautum = RecordingLautum((D,), K, weight=0.1, decay=0.9)
+        self.lautum.fit_inputs([Pairs().x_u[self.global_rank :: 2]])  # each rank brings its part
+
+    def on_train_end(self):
+        _, mean, noise = next(noisy_weights(self))
+        state = {
+            "state": self.state_dict(),
+            "first": self.lautum.first,
+            "noise": (noise(mean) - mean).detach(),
+            "gathered": gather_rows(torch.arange(self.global_rank + 1)),
+            "information": (self.information_penalty().detach(), self.information.value),
+        }
+        torch.save(state, self.folder / f"rank{self.global_rank}.pt")
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-m", "tests.ddp_penalised", str(folder)]
-    run = subprocess.run(
-        command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=200
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
+    model = DistributedNet(folder)
+    fit(model, strategy="ddp_fork", devices=2, accumulate_grad_batches=2)
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
 
 

@@ -132,15 +132,16 @@ def test_nothing_in_the_package_warns_otherwise():
 
 @pytest.mark.parametrize("how", ["-c", "-", "interactive"])
 def test_warns_where_there_is_no_file(how):
-    code = "from lightning_taskinfo.functional.minima import local_minimum_summary\nimport torch\n"
-    code += "local_minimum_summary(torch.ones(4, 4), subset_size=3)\nprint('went on')\n"
+    code = "from lightning_taskinfo._warn import warn\n"
+    code += "ours = {'__name__': 'lightning_taskinfo.somewhere', 'warn': warn}\n"
+    code += "exec('def call(): warn(\\'here\\')', ours)\nours['call']()\nprint('went on')\n"
     words = {"-c": ["-c", code], "-": ["-"], "interactive": ["-i", "-q"]}[how]
     given = None if how == "-c" else code
     done = subprocess.run(
         [sys.executable, *words], input=given, capture_output=True, text=True, timeout=120
     )
     assert "went on" in done.stdout, done.stderr
-    assert "TaskInfoWarning" in done.stderr
+    assert "TaskInfoWarning: here" in done.stderr
     assert "Error" not in done.stderr
 
 

@@ -168,17 +168,23 @@ def test_batch_size_one(tmp_path, probe, data):
         assert all(math.isnan(row["fisher_trace_standard_error"]) for row in callback.history)
 
 
-@all_probes
-@pytest.mark.parametrize("data", ["train_batch", "train"])
-def test_more_samples_than_there_are(tmp_path, probe, data):
-    def history(max_samples):
-        callback = probe(every_n_steps=2, data=data, max_samples=max_samples)
-        fit(tmp_path, callback, loader=DataLoader(digits(), batch_size=8), max_epochs=1)
-        return callback.history
-
-    everything = 8 if data == "train_batch" else 32
-    assert history(10_000) == history(everything)
-    assert history(everything) != history(everything - 1)
+def test_more_samples_than_there_are(tmp_path):
+    everything = {"train_batch": 8, "train": 32}
+    probes = {}
+    for kind, probe in PROBES.items():
+        for data, size in everything.items():
+            for samples in (10_000, size, size - 1):
+                name = f"{kind} {data} {samples}"
+                probes[name] = probe(every_n_steps=2, data=data, max_samples=samples, name=name)
+    loader = DataLoader(digits(), batch_size=8)
+    fit(tmp_path, *probes.values(), loader=loader, max_epochs=1)
+    for kind in PROBES:
+        for data, size in everything.items():
+            more, all_of_them, fewer = (
+                probes[f"{kind} {data} {samples}"].history for samples in (10_000, size, size - 1)
+            )
+            assert more == all_of_them != fewer
+            assert len(more) == 2
 
 
 @all_probes

@@ -37,25 +37,24 @@ def loop(model, name, samples):
 
 
 @models
-def test_trace_and_loss_are_those_of_the_models_own_loss(tmp_path, name):
-    module = make(name)
-    trace, information = FisherTrace(every_n_steps=4, labels="empirical"), InformationInWeights()
-    fit(tmp_path, trace, information, model=module, loader=loader(name), max_epochs=1)
+def test_trace_and_loss_are_those_of_the_models_own_loss_and_the_training_keeps_its_bits(
+    tmp_path, name
+):
+    alone, watched = make(name), make(name)
+    drawn = FisherTrace(every_n_steps=1)
+    trace = FisherTrace(every_n_steps=4, labels="empirical", name="trace")
+    information = InformationInWeights()
+    fit(tmp_path, model=alone, loader=loader(name), max_epochs=1)
+    probes = (drawn, trace, information)
+    fit(tmp_path, *probes, model=watched, loader=loader(name), max_epochs=1)
+    assert len(drawn.history) == 4
+    same(alone.state_dict(), watched.state_dict())
+
     everything = [*Sentences(name)]
-    norm, _ = loop(module.model, name, everything[-4:])
-    _, loss = loop(module.model, name, everything)
+    norm, _ = loop(watched.model, name, everything[-4:])
+    _, loss = loop(watched.model, name, everything)
     assert trace.history[-1]["fisher_trace"] == pytest.approx(norm, rel=1e-3)
     assert information.history[-1]["loss_nats"] == pytest.approx(16 * loss, rel=1e-4)
-
-
-@models
-def test_a_watched_training_ends_with_the_same_bits(tmp_path, name):
-    alone, watched = make(name), make(name)
-    fit(tmp_path, model=alone, loader=loader(name))
-    probe = FisherTrace(every_n_steps=1)
-    fit(tmp_path, probe, InformationInWeights(), model=watched, loader=loader(name))
-    assert len(probe.history) == 8
-    same(alone.state_dict(), watched.state_dict())
 
 
 class Popping(Module):

@@ -13,7 +13,7 @@ from packaging.version import Version
 from pytorch_lightning.loggers import CSVLogger, WandbLogger
 from torch.utils.data import DataLoader
 
-from lightning_taskinfo.callbacks import FisherTrace, InformationInWeights
+from lightning_taskinfo.callbacks import FisherTrace
 from lightning_taskinfo.callbacks.report import summary
 from tests.callbacks.runs import PROBES, Classifier, digits, fit, make_trainer, read_csv
 
@@ -59,10 +59,13 @@ def offline(monkeypatch):
 
 
 @pytest.mark.usefixtures("offline")
-def test_an_offline_wandb_run_has_numbers_image_and_table(tmp_path):
+def test_an_offline_wandb_run_has_numbers_image_table_and_settings(tmp_path):
     probes = [probe(every_n_steps=2, name=None) for probe in PROBES.values()]
+    named = FisherTrace(labels="exact", forward_fn=forward, data="train", name="mine")
     logger, model = WandbLogger(save_dir=tmp_path, project="test"), Classifier()
-    trainer = make_trainer(tmp_path, *probes, logger=logger, max_epochs=1, log_every_n_steps=1)
+    trainer = make_trainer(
+        tmp_path, *probes, named, logger=logger, max_epochs=1, log_every_n_steps=1
+    )
     trainer.fit(model, DataLoader(digits(), batch_size=8))
     trainer.fit_loop.max_epochs = 2  # a second fit with the same logger
     trainer.fit(model, DataLoader(digits(), batch_size=8))
@@ -89,22 +92,12 @@ def test_an_offline_wandb_run_has_numbers_image_and_table(tmp_path):
             assert summaries[f"taskinfo/{end}"] == pytest.approx(value)
             assert f"taskinfo/{end}" not in last, "it is no series"
     assert any(r.get("glob_name") == "taskinfo/*" for r in definitions(records))
-
-
-@pytest.mark.usefixtures("offline")
-def test_the_configuration_of_a_wandb_run_has_the_settings(tmp_path):
-    logger = WandbLogger(save_dir=tmp_path, project="test")
-    trace = FisherTrace(labels="exact", forward_fn=forward, data="train")
-    callbacks = [InformationInWeights(prior_std=0.3, name="mine"), trace]
-    fit(tmp_path, *callbacks, logger=logger, max_epochs=1)
-    logger.experiment.finish()
-    ((_, records),) = wandb_records(tmp_path)
     stored = updates(records, "config")
-    assert stored["taskinfo/InformationInWeights(mine)/prior_std"] == 0.3
-    assert stored["taskinfo/InformationInWeights(mine)/prior_center"] == "initial"
-    assert stored["taskinfo/FisherTrace/labels"] == "exact"
-    assert stored["taskinfo/FisherTrace/every_n_steps"] == 100
-    assert stored["taskinfo/FisherTrace/forward_fn"] == "forward"
+    assert stored["taskinfo/InformationInWeights/prior_center"] == "initial"
+    assert stored["taskinfo/FisherTrace/every_n_steps"] == 2
+    assert stored["taskinfo/FisherTrace(mine)/labels"] == "exact"
+    assert stored["taskinfo/FisherTrace(mine)/every_n_steps"] == 100
+    assert stored["taskinfo/FisherTrace(mine)/forward_fn"] == "forward"
 
 
 def forward(module, inputs):

@@ -29,27 +29,34 @@ def stored_steps(logger, name):
     return [row["step"] for row in read_csv(logger) if name in row]
 
 
-@all_probes
-@pytest.mark.parametrize(
-    ("schedule", "accumulate", "expected"),
-    [
-        ({"every_n_steps": 1}, 1, [1, 2, 3, 4, 5, 6, 7, 8]),
-        ({"every_n_steps": 3}, 1, [3, 6]),
-        ({"every_n_steps": 1}, 2, [1, 2, 3, 4]),
-        ({"every_n_steps": 3}, 3, [3]),  # 4 batches an epoch: steps after batches 3 and 4
-        ({"every_n_epochs": 1}, 1, [4, 8]),
-        ({"every_n_epochs": 2}, 1, [8]),
-        ({"every_n_epochs": 1}, 3, [2, 4]),
+DUE = {  # by the number of batches that make a step, of 4 an epoch: schedules, and when they are due
+    1: [
+        ({"every_n_steps": 1}, [1, 2, 3, 4, 5, 6, 7, 8]),
+        ({"every_n_steps": 3}, [3, 6]),
+        ({"every_n_epochs": 1}, [4, 8]),
+        ({"every_n_epochs": 2}, [8]),
     ],
-    ids=str,
-)
-def test_the_logger_stores_every_due_measurement_once(
-    tmp_path, probe, schedule, accumulate, expected
-):
-    callback, logger = probe(**schedule, data="train_batch"), CSVLogger(tmp_path)
-    fit(tmp_path, callback, logger=logger, log_every_n_steps=3, accumulate_grad_batches=accumulate)
-    assert stored_steps(logger, callback.headline[0]) == expected
-    assert [row["step"] for row in callback.history] == expected
+    2: [({"every_n_steps": 1}, [1, 2, 3, 4])],
+    3: [  # steps after batches 3 and 4
+        ({"every_n_steps": 3}, [3]),
+        ({"every_n_epochs": 1}, [2, 4]),
+    ],
+}
+
+
+@pytest.mark.parametrize("accumulate", DUE)
+def test_the_logger_stores_every_due_measurement_once(tmp_path, accumulate):
+    expected = {}
+    for number, (schedule, steps) in enumerate(DUE[accumulate]):
+        for kind, probe in PROBES.items():
+            callback = probe(**schedule, data="train_batch", name=f"{kind} {number}")
+            expected[callback] = steps
+    logger = CSVLogger(tmp_path)
+    settings = {"log_every_n_steps": 3, "accumulate_grad_batches": accumulate}
+    fit(tmp_path, *expected, logger=logger, **settings)
+    for callback, steps in expected.items():
+        assert stored_steps(logger, f"{callback.name}/{callback.headline[0]}") == steps
+        assert [row["step"] for row in callback.history] == steps
 
 
 @pytest.mark.parametrize("log_every_n_steps", [1, 2, 50])

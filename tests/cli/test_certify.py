@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 import sys
 
 import numpy as np
@@ -46,24 +47,36 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Flatten(), nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
 
 
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
     """A module ``small_nets``, data of three classes, and a network trained on them from a known start."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delitem(sys.modules, "small_nets", raising=False)
-    (tmp_path / "small_nets.py").write_text(SOURCE)
+    made = tmp_path_factory.mktemp("trained")
+    (made / "small_nets.py").write_text(SOURCE)
     data = ArrayData(*images(200, 0), *images(20, 1), name="squares", num_classes=3)
-    save_npz(tmp_path / "squares.npz", data)
+    save_npz(made / "squares.npz", data)
     torch.manual_seed(0)
     model = network()
-    torch.save(model.state_dict(), tmp_path / "start.pt")
+    torch.save(model.state_dict(), made / "start.pt")
     x, y = data.train().tensors
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    for _ in range(60):
+    fit(model, x, y, optimizer, steps=60)
+    torch.save(model.state_dict(), made / "trained.pt")
+    return made
+
+
+def fit(model, x, y, optimizer, steps):
+    for _ in range(steps):
         optimizer.zero_grad()
         cross_entropy(model(x), y).backward()
         optimizer.step()
-    torch.save(model.state_dict(), tmp_path / "trained.pt")
+
+
+@pytest.fixture
+def folder(trained, tmp_path, monkeypatch):
+    """What was trained, in a folder of this test's own."""
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "small_nets", raising=False)
     return tmp_path
 
 
@@ -187,31 +200,34 @@ def stripes(n: int) -> tuple[torch.Tensor, torch.Tensor]:
     return (127 * (1 + wave))[:, None, None].expand(n, 1, 14, 14).round().to(torch.uint8), labels
 
 
-@pytest.fixture
-def resized(folder):
+@pytest.fixture(scope="module")
+def pooled(tmp_path_factory):
     """A network with pooling, good for images of any size, trained on images that were resized to 28×28."""
-    (folder / "pooled_nets.py").write_text(POOLED)
-    sys.modules.pop("pooled_nets", None)
+    made = tmp_path_factory.mktemp("pooled")
+    (made / "pooled_nets.py").write_text(POOLED)
     x, y = stripes(200)
     save_npz(
-        folder / "stripes.npz",
+        made / "stripes.npz",
         ArrayData(x.numpy(), y.numpy(), x.numpy(), y.numpy(), name="stripes", num_classes=2),
     )
-    sys.path.insert(0, str(folder))
-    from pooled_nets import Pooled
-
-    sys.path.remove(str(folder))
+    defined = {"__name__": "pooled_nets"}
+    exec(POOLED, defined)
     torch.manual_seed(0)
-    model = Pooled()
+    model = defined["Pooled"]()
     inputs = interpolate(x.float() / 255, size=(28, 28), mode="bilinear", antialias=True)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
-    for _ in range(150):
-        optimizer.zero_grad()
-        cross_entropy(model(inputs), y).backward()
-        optimizer.step()
+    fit(model, inputs, y, optimizer, steps=150)
     assert (model(inputs).argmax(1) != y).float().mean() < 0.05
     assert (model(x.float() / 255).argmax(1) != y).float().mean() > 0.2
-    torch.save(model.state_dict(), folder / "pooled.pt")
+    torch.save(model.state_dict(), made / "pooled.pt")
+    return made
+
+
+@pytest.fixture
+def resized(pooled, folder, monkeypatch):
+    """The network with pooling, in a folder of this test's own."""
+    shutil.copytree(pooled, folder, dirs_exist_ok=True)
+    monkeypatch.delitem(sys.modules, "pooled_nets", raising=False)
     return folder
 
 

@@ -1,10 +1,7 @@
 """Pairs by name, and a cache that survives kills, damage and folders nobody may write to."""
 
-import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -21,14 +18,12 @@ from lightning_taskinfo.data import (
     save_npz,
 )
 from lightning_taskinfo.data.names import cache_dir, cached
+from tests.ranks import forked
 
-WRITER = """
-import numpy as np
-from lightning_taskinfo.data import ArrayData
-from lightning_taskinfo.data.names import cached
-x, y = np.ones((60_000, 1, 32, 32), np.uint8), np.zeros(60_000, np.int64)
-cached("data", {"seed": 0}, lambda: ArrayData(x, y, x, y, name="big", num_classes=2))
-"""
+
+def write():
+    x, y = np.ones((60_000, 1, 32, 32), np.uint8), np.zeros(60_000, np.int64)
+    cached("data", {"seed": 0}, lambda: ArrayData(x, y, x, y, name="big", num_classes=2))
 
 
 @pytest.fixture
@@ -156,13 +151,12 @@ def a_part_is_written(folder):
 def kill_while_writing(folder):
     """Start a process that fills the cache and kill it as soon as a part of the file is on disk; return that part."""
     for _ in range(5):  # on a busy machine the writer may be done before we look
-        with subprocess.Popen([sys.executable, "-c", WRITER]) as writer:
-            while writer.poll() is None:
-                if a_part_is_written(folder):
-                    os.kill(writer.pid, signal.SIGKILL)
-                    writer.wait()
-                time.sleep(0.001)
-        if writer.returncode == -signal.SIGKILL:
+        writer = forked(write)
+        while writer.is_alive() and not a_part_is_written(folder):
+            time.sleep(0.001)
+        writer.kill()
+        writer.join()
+        if writer.exitcode == -signal.SIGKILL:
             (part,) = folder.glob("*.tmp")
             return part
         shutil.rmtree(folder)

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -42,10 +43,20 @@ def pretrained():
     return net.state_dict()
 
 
+@contextmanager
+def quickly():
+    """Certificates of fewer draws and a shorter search than by default."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(certify.__kwdefaults__, "draws", 100)
+        patch.setitem(certify.__kwdefaults__, "betas", (0.1, 1.0, 10.0, 100.0))
+        yield
+
+
 def run(folder=None, *, make=Plain, data=DATA, **options):
     options = {"labels": LABELS, "seeds": 1, "trainer": {"max_epochs": 10}, **options}
     options = {"starts": {"four": pretrained()}, "adapt": ["full", "linear"], **options}
-    return transfer(make, data, folder=folder, certify=True, progress=False, **options)
+    with quickly():
+        return transfer(make, data, folder=folder, certify=True, progress=False, **options)
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +94,8 @@ def test_the_bounds_are_those_of_certify(reference, method):
     rows = torch.from_numpy(np.random.default_rng(0).permutation(400))
     labelled = tuple(part[rows[:LABELS]] for part in TRAIN)
     fresh = TRAIN[0][rows[LABELS:]]
-    found = certify(net, labelled, prior, unlabelled=fresh, held_out=TEST, progress=False)
+    with quickly():
+        found = certify(net, labelled, prior, unlabelled=fresh, held_out=TEST, progress=False)
     kept = report.cell(method, LABELS)[0].certificate
     assert kept["stochastic"] == pytest.approx(found.bound, rel=1e-6)
     assert kept["network"] == pytest.approx(found.network.bound, rel=1e-6)

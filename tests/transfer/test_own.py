@@ -2,12 +2,8 @@
 
 import functools
 import json
-import os
 import pickle
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -17,6 +13,7 @@ import pytest
 import torch
 
 from lightning_taskinfo.transfer import TransferReport, transfer
+from tests.ranks import forked
 from tests.transfer.own_nets import (
     Deep,
     DictData,
@@ -290,20 +287,13 @@ def test_a_higher_metric_can_be_better(reference):
     assert other.gain.mean == pytest.approx(-gain.gain.mean)
 
 
-CHILD = """
-import sys
-from tests.transfer.test_own import run
-run(sys.argv[1])
-"""
-
-
 def kill_when(folder, ready):
     """Start the run in another process, and kill it as soon as it is ready."""
-    with subprocess.Popen([sys.executable, "-c", CHILD, str(folder)]) as child:
-        while child.poll() is None and not ready():
-            time.sleep(0.002)
-        if child.poll() is None:
-            os.kill(child.pid, signal.SIGKILL)
+    child = forked(run, folder)
+    while child.is_alive() and not ready():
+        time.sleep(0.002)
+    child.kill()
+    child.join()
 
 
 def test_a_killed_run_ends_with_the_same_report(reference, tmp_path):

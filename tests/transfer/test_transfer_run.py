@@ -1,11 +1,7 @@
 """A whole transfer: the same numbers for the same seed, however often it was killed and wherever it ran."""
 
-import os
 import random
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 
@@ -19,6 +15,7 @@ from lightning_taskinfo.transfer import TransferReport, transfer
 from lightning_taskinfo.transfer.ready.stages import Stages, check_used
 from lightning_taskinfo.transfer.report import without_timings
 from lightning_taskinfo.transfer.run import _seeds, _whole_numbers
+from tests.ranks import forked
 from tests.transfer.tiny import STAGES, tiny_data, tiny_net, tiny_task, tiny_trials
 
 METHODS = ["standard", "lautum", "lautum+temporal_ensembling"]
@@ -126,34 +123,15 @@ def test_labels_of_the_unlabelled_part_never_reach_the_model():
     )
 
 
-CHILD = """
-import sys
-from tests.transfer.test_transfer_run import run
-if __name__ == "__main__":
-    print("go", flush=True)
-    run(sys.argv[1], seeds=int(sys.argv[2]), workers=0)
-"""
-
-
-def start(folder, seeds=1):
-    environment = {**os.environ, "PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", CHILD, str(folder), str(seeds)]
-    child = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    assert child.stdout.readline() == b"go\n"
-    return child
-
-
 def test_a_killed_run_continues_from_its_last_epoch_and_ends_the_same(reference, tmp_path):
     """Killed as soon as the first epoch of the first fine-tuning is on the disk."""
-    child = start(tmp_path)
+    child = forked(run, tmp_path)
     begun = tmp_path / "stages" / "standard-9-seed0" / "last.ckpt"
     while not begun.exists():
-        assert child.poll() is None, child.stderr.read().decode()
+        assert child.is_alive()
         time.sleep(0.001)
-    child.send_signal(signal.SIGKILL)
-    child.communicate()
+    child.kill()
+    child.join()
     assert run(tmp_path).same_as(reference[0])
 
 
@@ -182,11 +160,11 @@ def test_a_run_killed_ten_times_ends_the_same(tmp_path):
     """At random moments of one run, wherever it is then: in an epoch, between two, while a file is written."""
     rng, killed = random.Random(0), []
     for _ in range(10):
-        child = start(tmp_path, seeds=4)
+        child = forked(run, tmp_path, seeds=4)
         time.sleep(rng.uniform(0.1, 1.0))
-        killed.append(child.poll() is None)
-        child.send_signal(signal.SIGKILL)
-        child.communicate()
+        killed.append(child.is_alive())
+        child.kill()
+        child.join()
     assert all(killed), f"the run ended after {killed.index(False)} kills"
     assert (tmp_path / "results").exists(), "no cell was finished between the kills"
     assert run(tmp_path, seeds=4).same_as(run(seeds=4))
