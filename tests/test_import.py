@@ -1,8 +1,10 @@
 """Importing is light: names are lazy, what is optional stays out, a torchvision that cannot be loaded does no harm."""
 
 import ast
+import inspect
 import json
 import os
+import pydoc
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +43,14 @@ def broken_torchvision(tmp_path):
     (tmp_path / "torchvision").mkdir()
     (tmp_path / "torchvision" / "__init__.py").write_text(f"raise RuntimeError({BROKEN!r})")
     return tmp_path
+
+
+def test_help_on_transfer_tells_how_to_call_it():
+    from lightning_taskinfo import transfer
+    from lightning_taskinfo.transfer.run import transfer as function
+
+    assert inspect.signature(transfer) == inspect.signature(function)
+    assert function.__doc__.splitlines()[0] in pydoc.render_doc(transfer)
 
 
 def test_type_checkers_see_what_users_can_import():

@@ -7,8 +7,8 @@ parts (``ready/stages.py``). ``training.py`` trains it so that a killed training
 """
 
 import sys
+from inspect import signature
 from types import ModuleType
-from typing import Any
 
 from lightning_taskinfo.transfer.logs import log_to_wandb
 from lightning_taskinfo.transfer.overlap import FeatureOverlap, Onset, feature_overlap
@@ -32,12 +32,14 @@ from lightning_taskinfo.transfer.ready.stages import Stages
 from lightning_taskinfo.transfer.report import Result, TransferReport
 from lightning_taskinfo.transfer.run import group_name, transfer
 
+__doc__ = transfer.__doc__ or ""  # so that `help` tells how to call it
+__signature__ = signature(transfer)
+
 
 class _Transfer(ModuleType):
     """This package; called, it is its function, for those who write ``from lightning_taskinfo import transfer``."""
 
-    def __call__(self, *args: Any, **arguments: Any) -> TransferReport:
-        return transfer(*args, **arguments)
+    __call__ = staticmethod(transfer)
 
 
 sys.modules[__name__].__class__ = _Transfer

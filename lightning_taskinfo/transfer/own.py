@@ -278,14 +278,16 @@ class Own(Recipe):
         options |= {"limit_test_batches": 1, "limit_val_batches": 0}
         try:
             with quiet():
+                begun = time.perf_counter()
                 trainer = make_trainer(self.namespace, options)
                 trainer.fit(job.module, train_dataloaders=job.fit["train_dataloaders"])
-                begun = time.perf_counter()
+                fitted = time.perf_counter()
                 if self.metric is None:
                     logged: Mapping[str, float] = own_error(job.module, loader, 1)
                 else:
                     logged = trainer.test(job.module, dataloaders=loader, verbose=False)[0]
-            test = (time.perf_counter() - begun) * max(1, len(loader))
+            test = (time.perf_counter() - fitted) * max(1, len(loader))
+            around = fitted - begun - clock.elapsed  # what a Trainer takes beside its steps
         except ValueError:
             raise
         except Exception as error:  # of the user's own module
@@ -300,7 +302,7 @@ class Own(Recipe):
             )
         if steps <= 0:
             steps = (epochs or 1) * math.ceil(labels / self.target.batch_size)
-        return self.metric or next(iter(logged)), steps * clock.each + test
+        return self.metric or next(iter(logged)), around + steps * clock.each + test
 
 
 def _read_starts(make: MakeModule, starts: Mapping[str, Given]) -> dict[str, Start]:
@@ -332,10 +334,14 @@ class Clock(Callback):
         self.ends.append(time.perf_counter())
 
     @property
+    def elapsed(self) -> float:
+        """Seconds of all steps but the first, which prepares."""
+        return self.ends[-1] - self.ends[0]
+
+    @property
     def each(self) -> float:
-        """Seconds of a step, without those of the first, which prepares."""
-        elapsed = self.ends[-1] - self.ends[0]
-        return elapsed / max(1, len(self.ends) - 1)
+        """Seconds of a step."""
+        return self.elapsed / max(1, len(self.ends) - 1)
 
 
 @torch.no_grad()

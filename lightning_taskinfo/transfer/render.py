@@ -214,6 +214,8 @@ def to_terminal(report: "TransferReport", confidence: float, width: int | None) 
     if "seeds" not in table.header:
         count = len(next(report.cells())[2])
         title += f", {count} seed{'s' * (count != 1)}"
+    if any("[" in cell for row in table.rows for cell in row):
+        title += f", {100 * confidence:g} % intervals"
     drawn = f"{title}\n{text_table(table.header, table.rows)}\n"
     if find_spec("rich"):
         drawn = _rich(title, table, width)
@@ -269,8 +271,32 @@ def caption(name: str) -> str:
     return CAPTIONS[kind] + (f", with {labels} target labels" if labels else "")
 
 
+def advice(report: "TransferReport", confidence: float) -> list[str]:
+    """One sentence on what to take for each number of labels: what helps most over scratch, or scratch itself."""
+    measure = report.measures[0]
+    gains = [
+        gain
+        for gain in report.transferability(confidence)
+        if (gain.baseline, gain.measure) == ("scratch", measure.name)
+    ]
+    said = []
+    for labels in sorted({gain.labels for gain in gains}):
+        here = [gain for gain in gains if gain.labels == labels]
+        helping = [gain for gain in here if gain.verdict == "helps"]
+        if helping:
+            best = max(helping, key=lambda gain: gain.gain.mean or 0.0)
+            by = _number(best.gain.mean, measure.scale, "+.1f" if measure.share else "+.3f")
+            what = f"take {best.method} ({' '.join((by, measure.unit)).strip()} over scratch)"
+        elif all(gain.verdict == "hurts" for gain in here):
+            what = "train from scratch"
+        else:
+            what = "nothing was seen to help: train from scratch, or add seeds"
+        said.append(f"with {labels} labels {what}")
+    return [f"Advice: {'; '.join(said)}."] if said else []
+
+
 def findings(report: "TransferReport", confidence: float) -> list[str]:
-    """One sentence for each number of labels and baseline, and for each start; and what is missing."""
+    """One sentence for each number of labels and baseline, and for each start; what is missing; and advice."""
     gains = report.transferability(confidence)
     groups: dict[tuple[int, str], list[Comparison]] = {}
     for gain in sorted(gains, key=lambda gain: gain.labels):
@@ -297,7 +323,7 @@ def findings(report: "TransferReport", confidence: float) -> list[str]:
         lines.append(
             "No run from scratch is among the results: whether transfer helps cannot be said."
         )
-    return lines
+    return lines + advice(report, confidence)
 
 
 def _proved(report: "TransferReport") -> list[str]:

@@ -1,9 +1,13 @@
 """A transfer tells how far it is: of every finished training, those from the disk too."""
 
+import re
+import time
+
 import pytest
 
 from lightning_taskinfo.transfer import transfer
 from lightning_taskinfo.transfer.run import announced
+from tests.transfer.own_nets import Net, clusters
 from tests.transfer.tiny import STAGES, tiny_data, tiny_net, tiny_trials
 
 
@@ -44,3 +48,18 @@ def test_a_cell_in_words(tmp_path):
 )
 def test_the_time_of_one_training_agrees_with_that_of_all(seconds, told):
     assert announced(24, seconds, 0, None) == told
+
+
+class Slow(Net):
+    """Takes its time before it trains, whatever the number of steps."""
+
+    def on_fit_start(self):
+        time.sleep(0.3)
+
+
+def test_the_estimate_counts_what_lightning_does_before_the_first_step(capsys):
+    target = {"train": clusters(12, 3), "test": clusters(6, 3, seed=1)}
+    options = {"trainer": {"max_steps": 1}, "seeds": 1}
+    transfer(Slow, target, starts={"mine": Net().state_dict()}, **options)
+    estimate = re.search(r"2 trainings of about (\S+) s,", capsys.readouterr().err)
+    assert float(estimate[1]) >= 0.3

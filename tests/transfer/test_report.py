@@ -70,11 +70,32 @@ def test_one_seed_cannot_tell_and_says_why():
     assert "[" not in experiment.to_terminal(width=120)
 
 
+@pytest.mark.parametrize(
+    ("accuracies", "said"),
+    [
+        ({"a": [0.8, 0.91], "b": [0.7, 0.81]}, "take a (+30.5 points over scratch)"),
+        ({"a": [0.3, 0.41]}, "train from scratch"),
+        ({"a": [0.3, 0.81]}, "nothing was seen to help: train from scratch, or add seeds"),
+    ],
+)
+def test_one_sentence_advises(accuracies, said):
+    experiment = simple(scratch=[0.5, 0.6], **accuracies)
+    assert experiment.to_terminal(width=120).endswith(f"Advice: with 50 labels {said}.")
+    for page in (experiment.to_markdown(), experiment.to_html()):
+        assert "Advice: with 50 labels" in page
+
+
+def test_the_table_names_the_level_of_its_intervals():
+    experiment = simple(scratch=[0.5, 0.6], a=[0.8, 0.91])
+    assert "2 seeds, 90 % intervals" in experiment.to_terminal(0.9, width=120)
+
+
 def test_without_scratch_there_is_no_gain_over_it():
     experiment = simple(standard=[0.5, 0.6], lautum=[0.7, 0.9])
     assert {c.baseline for c in experiment.transferability()} == {"standard"}
     assert "gain over scratch" not in experiment.to_markdown()
     assert "No run from scratch is among the results" in experiment.to_terminal(width=120)
+    assert "Advice" not in experiment.to_terminal(width=120)
 
 
 @pytest.mark.parametrize(("seeds", "reach"), [(1, None), (2, "9.0"), (4, "1.6"), (5, None)])
@@ -317,7 +338,7 @@ def test_in_80_columns_no_name_and_no_number_is_broken():
     assert "│ lautum+temporal_ensembling │" in wide
     lines = narrow.splitlines()
     assert max(map(len, lines)) <= 80
-    assert lines[0].strip() == "digits → letters, 3 seeds"
+    assert lines[0].strip() == "digits → letters, 3 seeds, 95 % intervals"
     cells = {cell.strip() for line in lines for cell in line.split("│")}
     assert {"lautum+", "mutual_information", "temporal_ensembling", "helps"} <= cells
     intervals = {f"[{inside}]" for inside in re.findall(r"\[(.+?)\]", wide)}
