@@ -4,7 +4,7 @@ CONSTRAINTS ?= constraints.txt
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint $(CONSTRAINTS)
 
-.PHONY: setup demo test test-all lint format bench docs wheel clean
+.PHONY: setup demo test test-all lint format bench evidence docs wheel clean
 
 setup: .venv/installed
 
@@ -42,6 +42,10 @@ format: setup
 
 bench: .venv-bench/installed
 	.venv-bench/bin/python benchmarks/fisher.py --memory-growth
+
+# Compares docs/evidence.md with the stored results, and runs the short version of every experiment.
+evidence: setup
+	$(BIN)/python benchmarks/evidence/page.py --short
 
 # The peers go in without their dependencies, one of which breaks Lightning here too; what they import is named instead.
 BENCH_PIP := .venv-bench/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt

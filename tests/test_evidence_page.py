@@ -1,0 +1,79 @@
+"""The page of the evidence says what the stored results say."""
+
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[1] / "benchmarks" / "evidence"
+HEAD = "# Evidence\n\n| Claim | Here | Verdict | Based on | Command |\n|---|---|---|---|---|\n"
+OLD = "| old | 0 of 252 | **reproduced** | seed 0, 36 s | `benchmarks/phase_diagram.py` |\n"
+STORED = {
+    "sentence": "ρ = 0.50 [0.25, 0.75]",
+    "verdict": "reproduced in part",
+    "seeds": [0, 1, 2],
+    "units": 5,
+    "planned": 6,
+    "seconds": 240.0,
+    "environment": {"commit": "abc1234"},
+}
+ROW = (
+    "| ρ > 0 | ρ = 0.50 [0.25, 0.75] | **reproduced in part** | seeds 0 to 2, 5 of 6 units, 4 min, `abc1234` "
+    "| `benchmarks/evidence/rho.py --store` |\n"
+)
+
+
+@pytest.fixture
+def page(monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    import page
+
+    return page
+
+
+def test_the_page_agrees_with_what_is_stored(page):
+    results = page.read_results()
+    found = page.problems(page.PAGE.read_text(), results, list(results))
+    assert not found, "\n".join(found)
+
+
+def test_a_page_that_agrees_has_no_problems(page):
+    assert page.problems(HEAD + OLD + ROW, {"rho": STORED}, ["rho"]) == []
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ("0.50 [0.25", "0.51 [0.25", "differs from evidence_rho.json"),
+        ("reproduced in part", "reproduced", "differs from evidence_rho.json"),
+        ("abc1234", "abc1235", "differs from evidence_rho.json"),
+        ("reproduced in part", "nearly", "the verdict must be one of reproduced"),
+        (" seeds 0 to 2, 5 of 6 units, 4 min, `abc1234` |", "", "must be five cells"),
+        ("rho.py", "tau.py", "rho: the page has 0 rows"),
+    ],
+)
+def test_a_page_that_differs_is_named(page, before, after, said):
+    changed = HEAD + OLD + ROW.replace(before, after)
+    found = page.problems(changed, {"rho": STORED}, ["rho"])
+    assert len(found) == 1
+    assert said in found[0]
+
+
+def test_a_script_without_a_result_is_named(page):
+    assert page.problems(HEAD + ROW, {}, ["rho"]) == ["rho: nothing is stored."]
+
+
+def test_writing_copies_the_stored_result_and_keeps_claim_and_command(page):
+    other = "| ρ > 0 | old | **undecided** | old | `benchmarks/evidence/rho.py --store` |\n"
+    assert page.written(HEAD + OLD + other, {"rho": STORED}) == HEAD + OLD + ROW
+
+
+def test_short_seeds_and_times_are_said(page):
+    one = page.basis({**STORED, "seeds": [7], "seconds": 12.4})
+    assert one == "seed 7, 5 of 6 units, 12 s, `abc1234`"
+    assert page.basis({**STORED, "seeds": []}).startswith("5 of 6 units")
+
+
+def test_scripts_are_those_with_an_experiment(page):
+    names = page.script_names()
+    assert "coverage" in names
+    assert not {"units", "intervals", "page"} & {*names}
