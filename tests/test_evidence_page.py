@@ -71,6 +71,7 @@ def test_short_seeds_and_times_are_said(page):
     one = page.basis({**STORED, "seeds": [7], "seconds": 12.4})
     assert one == "seed 7, 5 of 6 units, 12 s, `abc1234`"
     assert page.basis({**STORED, "seeds": []}).startswith("5 of 6 units")
+    assert page.basis({**STORED, "seeds": [0, 1, 9]}).startswith("seeds 0, 1, 9, 5 of 6 units")
 
 
 def test_scripts_are_those_with_an_experiment(page):

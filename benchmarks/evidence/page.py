@@ -54,13 +54,11 @@ def script_of(row: str) -> str | None:
 def basis(stored: dict[str, Any]) -> str:
     """Return seeds, time and commit of a stored result in words."""
     seeds = stored["seeds"]
-    said = (
-        f"seeds {seeds[0]} to {seeds[-1]}"
-        if len(seeds) > 1
-        else f"seed {seeds[0]}"
-        if seeds
-        else ""
-    )
+    said = ""
+    if seeds:
+        run = len(seeds) > 2 and seeds == list(range(seeds[0], seeds[-1] + 1))
+        numbers = f"{seeds[0]} to {seeds[-1]}" if run else ", ".join(map(str, seeds))
+        said = f"seeds {numbers}" if len(seeds) > 1 else f"seed {numbers}"
     seconds = stored["seconds"]
     taken = f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
     parts = [said, f"{stored['units']} of {stored['planned']} units", taken]
