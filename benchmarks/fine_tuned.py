@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from measure import WRONG, reason, resident_bytes, seconds
+from measure import WRONG, reason, resident_bytes, seconds, tensor_bytes
 from peers import opacus_ghost
 from torch import Tensor, nn
 
@@ -118,9 +118,9 @@ def made(name: str, samples: int | None = None) -> dict[str, Callable[[], Any]]:
     y = torch.randint(outputs.shape[-1], outputs.shape[:-1])
 
     def plain() -> None:
-        model.zero_grad()
         logits = forward(model, x).flatten(0, -2)
         nn.functional.cross_entropy(logits, y.flatten(), reduction="sum").backward()
+        model.zero_grad()
 
     ghost: list[Callable[[], Tensor]] = []
 
@@ -165,9 +165,11 @@ def ratios(name: str, rounds: int) -> list[dict[str, Any]]:
 
 
 def peak(name: str, quantity: str) -> dict[str, float]:
-    """Return by how much a call raises the peak of memory, and the size of the trainable weights, in MB (Linux).
+    """Return what a call adds to memory at its peak, and the size of the trainable weights, in MB (Linux).
 
-    It is not the first call, which looks for the samples; run this in a child of its own.
+    Tensors are counted as torch allocates and frees them; the resident memory has besides what the
+    allocator does not give back. It is not the first call, which looks for the samples; run this in
+    a child of its own.
     """
     call = made(name)[quantity]
     call()
@@ -179,7 +181,11 @@ def peak(name: str, quantity: str) -> dict[str, float]:
     status = Path("/proc/self/status").read_text()
     grown = 1024 * int(status.partition("VmHWM:")[2].split()[0]) - before
     weights = sum(p.nbytes for p in CASES[name].make()[0].parameters() if p.requires_grad)
-    return {"peak_mb": grown / 1e6, "weights_mb": weights / 1e6}
+    return {
+        "peak_mb": tensor_bytes(call) / 1e6,
+        "resident_mb": grown / 1e6,
+        "weights_mb": weights / 1e6,
+    }
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -188,10 +194,11 @@ def table(rows: list[dict[str, Any]]) -> str:
         "# Networks that people fine-tune",
         "",
         "Time over a plain forward and backward pass of the same batch, median (lowest to highest); that of the first "
-        "call, which finds out where the samples are; how much one call raises the peak of memory.",
+        "call, which finds out where the samples are; how much one call raises the peak of memory: of tensors, and of "
+        "the resident memory, in which freed blocks are left over.",
         "",
-        "| Network | Quantity | Ratio | Goal | First call | Memory, MB | Weights, MB |",
-        "|---|---|---|---|---|---|---|",
+        "| Network | Quantity | Ratio | Goal | First call | Tensors, MB | Resident, MB | Weights, MB |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         told = row.get("refused") or ""
@@ -201,7 +208,8 @@ def table(rows: list[dict[str, Any]]) -> str:
             told = f"wrong by {row['error']:.0%}"
         goal = "" if row.get("goal") is None else f"{row['goal']:.2f}"
         first = f"{row['first']:.2f}" if "first" in row else ""
-        memory = [f"{row[key]:.0f}" if key in row else "" for key in ("peak_mb", "weights_mb")]
+        keys = ("peak_mb", "resident_mb", "weights_mb")
+        memory = [f"{row[key]:.0f}" if key in row else "" for key in keys]
         cells = (row["network"], row["quantity"], told, goal, first, *memory)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"

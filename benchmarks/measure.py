@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from copy import deepcopy
+from itertools import accumulate
 from statistics import median
 from typing import Any
 
@@ -154,6 +155,17 @@ def resident_bytes() -> int:
     """Resident memory of this process, now (Linux)."""
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[1]) * resource.getpagesize()
+
+
+def tensor_bytes(call: Callable[[], Any]) -> int:
+    """Return how many bytes of tensors a call holds at most, as torch allocates and frees them on the CPU."""
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profiler:
+        call()
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns()))
+    return max(held, default=0)
 
 
 def growth(quantity: str, name: str, n: int, repeats: int) -> dict[str, Any]:

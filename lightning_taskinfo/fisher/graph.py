@@ -4,7 +4,7 @@ import re
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import permutations
 from typing import Any
 
@@ -34,19 +34,19 @@ def ones_at(edge: Edge) -> Tensor:
 
 
 def pulled_back(
-    output: Tensor | Edge, sources: Sequence[Edge], gradients: Tensor, *, retain_graph: bool = True
+    output: Tensor | Edge, sources: Sequence[Edge], gradients: Tensor
 ) -> list[Tensor | None]:
     """Pull gradients ``[S, ...]`` back to some places: ``[S, ...]`` each, None where none arrives.
 
-    They go in one pass, or one by one where vmap fails.
+    They go in one pass, or one by one where vmap fails. The graph stays.
     """
 
-    def once(gradient: Tensor, *, keep: bool, batched: bool = False) -> tuple[Tensor | None, ...]:
+    def once(gradient: Tensor, *, batched: bool = False) -> tuple[Tensor | None, ...]:
         return torch.autograd.grad(
             [output],  # type: ignore[arg-type]
             sources,
             [gradient],
-            retain_graph=keep,
+            retain_graph=True,
             allow_unused=True,
             is_grads_batched=batched,
         )
@@ -57,12 +57,10 @@ def pulled_back(
         try:
             with warnings.catch_warnings():  # what vmap takes one by one is no slower than without
                 warnings.filterwarnings("ignore", message="There is a performance drop")
-                return [*once(gradients, keep=True, batched=True)]
+                return [*once(gradients, batched=True)]
         except Exception:
             pass  # of an operation of the user's; if it is no matter of vmap, it comes again
-    last = len(gradients) - 1
-    passes = [once(g, keep=retain_graph or i < last) for i, g in enumerate(gradients)]
-    found = zip(*passes, strict=True)
+    found = zip(*map(once, gradients), strict=True)
     return [None if of_place[0] is None else stacked([*of_place]) for of_place in found]
 
 
@@ -111,6 +109,10 @@ class Graph:
                 if source not in self.number:
                     self.number[source] = len(self.nodes)
                     self.nodes.append(source)
+
+    def leaf(self, name: str) -> Edge:
+        """Return where a parameter is."""
+        return Edge(self.leaves[name], 0)
 
     def uses(self, mixed: set[Node]) -> dict[Node, dict[int, Edge]]:
         """Return the first operations on the ways from parameters that put out rows of samples, with their weights.
@@ -198,3 +200,31 @@ def moves_entries(node: Any) -> bool:
         shapes = [like.shape for like in source._input_metadata]
         return shapes == [node._input_metadata[0].shape]
     return False
+
+
+# What has been put in the place of tensors that operations have saved, as by checkpointing
+
+
+def unpack_hooks(node: Node) -> list[Any]:
+    """Return what computes or fetches the tensors that an operation has saved, where something does."""
+    saved = [getattr(node, name) for name in _saved_names(type(node))]
+    flat = [x for each in saved for x in (each if isinstance(each, tuple | list) else [each])]
+    hooks = [getattr(x, "unpack_hook", None) for x in flat]
+    return [hook for hook in hooks if hook is not None]
+
+
+@cache
+def _saved_names(kind: type) -> list[str]:
+    return [name for name in dir(kind) if name.startswith("_raw_saved_")]
+
+
+def inside_a_pass(function: Callable[[], Any]) -> None:
+    """Call a function in a backward pass, in which checkpointed regions are run once for all that it reads."""
+
+    def call(_: Tensor) -> None:
+        function()
+
+    with torch.enable_grad():
+        output = torch.zeros((), device="cpu", requires_grad=True) * 1.0
+        output.register_hook(call)
+        output.backward()

@@ -359,7 +359,7 @@ def _only_product(found: Gradients, sums: Sums) -> Term | None:
     if isinstance(term.use, Conv):
         kernel = len(sums.rows) == term.use.shape[0] and term.way == ()
         return term if kernel and term.use.plain else None
-    return term if term.factored and len(sums.columns) else None
+    return term if found.factored and len(sums.columns) else None
 
 
 def _counted(use: Embedding) -> Tensor:

@@ -60,6 +60,7 @@ from lightning_taskinfo._observe import (
 from lightning_taskinfo._ranges import check_counts
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.fisher.accumulators import Diagonal, Norms
+from lightning_taskinfo.fisher.backward import backward
 from lightning_taskinfo.fisher.capture import (
     Known,
     Plan,
@@ -70,10 +71,10 @@ from lightning_taskinfo.fisher.capture import (
     remember,
 )
 from lightning_taskinfo.fisher.fallback import Fallback, Forward
-from lightning_taskinfo.fisher.graph import Edge, Graph, pulled_back, shape_of, stacked
-from lightning_taskinfo.fisher.ops import BLOCK, Other
+from lightning_taskinfo.fisher.graph import Graph, shape_of
+from lightning_taskinfo.fisher.ops import BLOCK
 from lightning_taskinfo.fisher.sharded import gathered_parameters, resharding, sharded
-from lightning_taskinfo.fisher.terms import Contribution, Gradients, Term, apart, terms
+from lightning_taskinfo.fisher.terms import Gradients, apart, terms
 from lightning_taskinfo.functional.likelihood import (
     Labels,
     Likelihood,
@@ -268,23 +269,17 @@ class Measurement:
             plan = None
             outputs = self._outputs_one_by_one(inputs)
         others = self._for_other_engines(plan, len(outputs))
-        edges: list[Edge] = []
-        uses: dict[str, list[Term]] = {}
-        if graph is not None and plan is not None:
-            edges, uses = terms(graph, plan)
+
+        def receive(name: str, found: Gradients) -> None:
+            self.accumulator.add(name, samples, found)
 
         # 3. Scores of the outputs, a few at a time.
         for scores, last in self.request.scores(outputs, targets):
-            if plan is not None:
-                # 4. Backward, from the scores to the outputs of the uses.
-                keep = not last or _needs_graph(uses)
-                gradients = pulled_back(outputs, edges, stacked(scores), retain_graph=keep)
-                # 5. Terms: with what the operations have seen, that makes gradients of samples.
-                for name, found in uses.items():
-                    contribution = Contribution(found, gradients, name in plan.apart)
-                    # 6. Accumulate what is asked of them.
-                    if contribution.parts and name not in others:
-                        self.accumulator.add(name, samples, contribution)
+            if graph is not None and plan is not None:
+                # 4. Backward, from the scores to the outputs of the uses. As it arrives at them,
+                # 5. terms make gradients of samples, with what the operations have seen,
+                # 6. and what is asked of these is accumulated.
+                backward(graph, plan, scores, receive, without=others, retain_graph=not last)
             if others and graph is not None and self.sharded:
                 for i, score in enumerate(scores):
                     keep = not last or i < len(scores) - 1
@@ -351,10 +346,10 @@ class Measurement:
                 p.grad = None
                 plan.unshown[name] = "a use that autograd does not see"
         uses = terms(graph, plan)[1]
-        plan.apart = {name for name, found in uses.items() if len(found) > 1 and apart(found)}
+        plan.apart = apart(graph, uses)
         if self.sharded:  # what is computed from a weight has no graph once the weight is a shard
             for name, found in uses.items():
-                if any(term.way is None or isinstance(term.use, Other) for term in found):
+                if any(term.needs_graph for term in found):
                     plan.unshown[name] = "a weight that is computed from it"
         elif plan.lasting and not plan.unshown:
             self.known.keep(plan)
@@ -456,11 +451,6 @@ def _check_parameters(parameters: dict[str, nn.Parameter]) -> None:
             raise ValueError(
                 f"`model` must have real parameters where it is trained, got complex {name!r}."
             )
-
-
-def _needs_graph(uses: dict[str, list[Term]]) -> bool:
-    """Whether the backward pass of an operation is run again to take its uses apart."""
-    return any(isinstance(term.use, Other) for found in uses.values() for term in found)
 
 
 def _row(inputs: Any, n: int) -> Any:

@@ -5,7 +5,7 @@ only moved entries, squares can be pulled back instead of gradients, and norms s
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -17,10 +17,12 @@ from lightning_taskinfo.fisher.conv import read_convolution
 from lightning_taskinfo.fisher.graph import (
     Edge,
     Graph,
+    inside_a_pass,
     moves_entries,
     ones_at,
     pulled_to_weight,
     shape_of,
+    unpack_hooks,
 )
 from lightning_taskinfo.fisher.ops import (
     READERS,
@@ -38,31 +40,60 @@ from lightning_taskinfo.fisher.ops import (
 )
 
 Pair = tuple[Tensor, Tensor]
+ALL = slice(None)
 
 
 @dataclass
 class Term:
-    """One use of a parameter: of a weight at ``source`` in the graph, computed from the parameter at ``leaf``.
+    """A weight at ``source`` in the graph, used by the operation of ``output`` as its input at ``place``.
 
-    ``operation`` numbers the operations whose output gradients are wanted; ``way`` has the kinds of
-    the operations between source and leaf if these only move entries, and is None otherwise.
+    ``operation`` is the operation's number among those whose output gradients are wanted, and
+    ``rows`` has the samples of its rows.
     """
 
-    use: Use
-    operation: int
+    output: Edge
+    place: int
     source: Edge
-    leaf: Edge
-    way: tuple[str, ...] | None
+    rows: Rows
+    operation: int
 
-    def gradients(self, b: Tensor, samples: slice) -> Tensor:
-        """Return the gradients of the parameter for some samples."""
-        return pulled_to_weight(self.source, self.leaf, self.use.gradients(b, samples))
+    @cached_property
+    def use(self) -> Use:
+        """What the operation has seen, which is held from now on."""
+        weight = self.source.node._input_metadata[self.source.output_nr]
+        kind = type(self.output.node).__name__
+        reader = read_convolution if kind == "ConvolutionBackward0" else READERS.get(kind)
+        try:
+            use = None if reader is None else reader(self.output.node, self.place, weight)
+        except AttributeError:  # another version of torch keeps other things
+            use = None
+        if use is not None:
+            use.rows = self.rows
+            if use.fits():
+                return use
+        return Other(tuple(weight.shape), self.output, self.source, rows=self.rows)
+
+    @cached_property
+    def way(self) -> tuple[str, ...] | None:
+        """The kinds of the operations from the weight to its parameter if they only move entries."""
+        way: list[str] = []
+        node = self.source.node
+        while node.next_functions:
+            if not moves_entries(node):
+                return None
+            if type(node).__name__ != "ToCopyBackward0":
+                way.append(type(node).__name__)
+            node = next(n for n, _ in node.next_functions if n is not None)
+        return tuple(way)
+
+    @property
+    def needs_graph(self) -> bool:
+        """Whether gradients are made by a backward pass over the operation, or over those that made the weight."""
+        return self.way is None or isinstance(self.use, Other)
 
     @property
     def factored(self) -> bool:
         """Whether the gradient of a matrix is a sum of products of two vectors."""
-        if len(shape_of(self.leaf.node)) != 2:
-            return False
         if isinstance(self.use, Embedding):
             return self.way == ()
         return isinstance(self.use, Product) and self.way in ((), ("TBackward0",))
@@ -92,6 +123,7 @@ class Gradients:
 
     # Uses, with output gradients [S, ...], where gradients are made of them.
     parts: "list[tuple[Term, Tensor]]"
+    factored = False  # whether these are sums of products of two vectors
 
     def __init__(self, gradients: Tensor) -> None:
         self.parts = []
@@ -117,18 +149,13 @@ class Gradients:
 class Contribution(Gradients):
     """The gradients of one parameter from all its uses, for some scores."""
 
-    def __init__(
-        self,
-        terms: list[Term],
-        gradients: list[Tensor | None] | dict[int, Tensor | None],
-        apart: bool,
-    ) -> None:
-        reached = [(term, gradients[term.operation]) for term in terms]
-        self.parts = [(term, scores) for term, scores in reached if scores is not None]
-        self.shape = shape_of(terms[0].leaf.node)
-        moved = all(term.way is not None for term, _ in self.parts)
-        self.separate = moved and (len(self.parts) == 1 or apart)
-        self.factored = all(term.factored for term, _ in self.parts)
+    def __init__(self, parts: list[tuple[Term, Tensor]], leaf: Edge, apart: bool) -> None:
+        self.parts = parts
+        self.leaf = leaf
+        self.shape = shape_of(leaf.node)
+        moved = all(term.way is not None for term, _ in parts)
+        self.separate = moved and (len(parts) == 1 or apart)
+        self.factored = len(self.shape) == 2 and all(term.factored for term, _ in parts)
 
     @cached_property
     def _arranged(self) -> list[tuple[Term, list[Tensor]]]:
@@ -144,8 +171,10 @@ class Contribution(Gradients):
     def diagonal(self) -> Tensor:
         if not self.separate:
             return super().diagonal()
-        squares = ((term, term.use.diagonal(scores)) for term, scores in self._arranged)
-        return total(pulled_to_weight(term.source, term.leaf, s[None])[0] for term, s in squares)
+        return total(
+            self._pulled(term, term.use.diagonal(scores)[None])[0]
+            for term, scores in self._arranged
+        )
 
     def one_product(self) -> Pair | None:
         if len(self.parts) > 1 or not self.factored or isinstance(self.parts[0][0].use, Embedding):
@@ -164,8 +193,15 @@ class Contribution(Gradients):
     def _formed(self, i: int, samples: slice) -> Tensor:
         if len(self.parts) > 1 and self.factored:
             return _from_factors(*self._pairs[i], samples, self.shape)
-        first, *others = (term.gradients(scores[i], samples) for term, scores in self._arranged)
+        first, *others = (
+            self._pulled(term, term.use.gradients(scores[i], samples))
+            for term, scores in self._arranged
+        )
         return sum(others, start=first)
+
+    def _pulled(self, term: Term, gradients: Tensor) -> Tensor:
+        """Pull gradients of a use's weight back to the parameter."""
+        return pulled_to_weight(term.source, self.leaf, gradients)
 
     @cached_property
     def _pairs(self) -> list[tuple[Pair | None, Pair | None]]:
@@ -219,13 +255,14 @@ def _factored_norms(dense: Pair | None, lookups: Pair | None) -> Tensor:
 
 
 def terms(
-    graph: Graph, plan: Plan, *, batch_statistics: bool = False
+    graph: Graph, plan: Plan, chosen: slice = ALL, *, batch_statistics: bool = False
 ) -> tuple[list[Edge], dict[str, list[Term]]]:
     """Return where gradients are wanted in a graph that a plan fits, and the uses of each parameter.
 
     Args:
         graph: The graph.
         plan: The plan.
+        chosen: The samples that are measured.
         batch_statistics: Whether a BatchNorm may normalise with the statistics of the batch, which
             mixes the samples.
     """
@@ -236,38 +273,18 @@ def terms(
         wanted = False
         for place, (source_number, source_output) in places.items():
             source = Edge(graph.nodes[source_number], source_output)
-            names = graph.roots(source.node) - plan.unshown.keys()
-            if not names:
-                continue
-            wanted = True
-            if not batch_statistics:
-                _check_statistics(output.node, rows)
-            use = _read(output, place, source, rows)
-            way = way_to_leaf(source)
-            for name in names:
-                leaf = Edge(graph.leaves[name], 0)
-                term = Term(use, len(edges), source, leaf, way)
+            term = Term(output, place, source, replace(rows, chosen=chosen), len(edges))
+            for name in graph.roots(source.node) - plan.unshown.keys():
+                wanted = True
                 by_name.setdefault(name, []).append(term)
         if wanted:
             edges.append(output)
+            if not batch_statistics:
+                _check_statistics(output.node, rows)
+    if any(unpack_hooks(edge.node) for edge in edges):
+        # Checkpointing computes what was saved again: once for all that is read in one pass.
+        inside_a_pass(lambda: [term.use for found in by_name.values() for term in found])
     return edges, by_name
-
-
-def _read(output: Edge, place: int, source: Edge, rows: Rows) -> Use:
-    """Return the use of a weight from ``source``, the operation's input at ``place``."""
-    weight = source.node._input_metadata[source.output_nr]
-    reader = READERS.get(type(output.node).__name__)
-    if type(output.node).__name__ == "ConvolutionBackward0":
-        reader = read_convolution
-    try:
-        use = None if reader is None else reader(output.node, place, weight)
-    except AttributeError:  # another version of torch keeps other things
-        use = None
-    if use is not None:
-        use.rows = rows
-        if use.fits():
-            return use
-    return Other(tuple(weight.shape), output, source, rows=rows)
 
 
 def _check_statistics(node: Node, rows: Rows) -> None:
@@ -279,26 +296,14 @@ def _check_statistics(node: Node, rows: Rows) -> None:
         )
 
 
-def way_to_leaf(source: Edge) -> tuple[str, ...] | None:
-    """Return the kinds of the operations from a weight to its parameter if they only move entries."""
-    way: list[str] = []
-    node = source.node
-    while node.next_functions:
-        if not moves_entries(node):
-            return None
-        if type(node).__name__ != "ToCopyBackward0":
-            way.append(type(node).__name__)
-        node = next(n for n, _ in node.next_functions if n is not None)
-    return tuple(way)
+def apart(graph: Graph, uses: dict[str, list[Term]]) -> set[str]:
+    """Return the parameters that have several uses, none of them of the same entry."""
 
+    def disjoint(leaf: Edge, found: list[Term]) -> bool:
+        if any(not term.way for term in found):  # not computed by moving entries, or all entries
+            return False
+        counts = [pulled_to_weight(term.source, leaf, ones_at(term.source)[None]) for term in found]
+        return bool((total(counts) <= 1).all())
 
-def apart(found: list[Term]) -> bool:
-    """Whether no entry of a parameter is used twice."""
-    if any(term.way is None for term in found):
-        return False
-    if any(term.way == () for term in found):
-        return len(found) == 1
-    counts = [
-        pulled_to_weight(term.source, term.leaf, ones_at(term.source)[None]) for term in found
-    ]
-    return bool((total(counts) <= 1).all())
+    several = {name: found for name, found in uses.items() if len(found) > 1}
+    return {name for name, found in several.items() if disjoint(graph.leaf(name), found)}

@@ -6,69 +6,26 @@ No score is backpropagated: when the backward pass of the training comes by a us
 gradient of its output give each sample's share of the weight gradient.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from functools import cache, partial
-from typing import Any, ClassVar, TypeVar
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-from lightning_taskinfo._observe import ParamDict, at_least_float32
+from lightning_taskinfo._observe import ParamDict
+from lightning_taskinfo.fisher.backward import Arrivals, Group
 from lightning_taskinfo.fisher.capture import Plan, Prover
-from lightning_taskinfo.fisher.graph import Edge, Graph
-from lightning_taskinfo.fisher.ops import Other, squared_norms
+from lightning_taskinfo.fisher.graph import Edge, Graph, unpack_hooks
 from lightning_taskinfo.fisher.sharded import gathered_parameters
-from lightning_taskinfo.fisher.terms import Contribution, Term, apart, terms
+from lightning_taskinfo.fisher.terms import Gradients, Term, apart, terms
 
-T = TypeVar("T")
 PLANS = 64  # kept of a training, as for sentences of different lengths
 # Products of two tensors, with the place of the first of the two.
 PRODUCTS = {"MmBackward0": 0, "BmmBackward0": 0, "AddmmBackward0": 1, "ConvolutionBackward0": 0}
-
-
-@dataclass
-class Sum:
-    """Uses of a parameter whose gradients add up before their norm is taken.
-
-    Matrix products and lookups wait for each other, since their factors are smaller than the
-    gradients; others cannot wait, since the backward pass takes away what they need.
-    """
-
-    name: str
-    terms: list[Term]
-    gradients: dict[int, Tensor | None] = field(default_factory=dict)  # by operation
-    formed: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        self.missing = {term.operation for term in self.terms}
-        self.waits = len(self.terms) == 1 or all(term.factored for term in self.terms)
-
-    def add(self, operation: int, b: Tensor | None) -> None:
-        """Take the gradient of an operation's output, which may be none."""
-        self.missing.discard(operation)
-        self.gradients[operation] = None
-        if b is None:
-            return
-        scores = at_least_float32(b).unsqueeze(0)
-        if self.waits:
-            self.gradients[operation] = scores
-            return
-        for term in self.terms:
-            if term.operation == operation:
-                found = Contribution([term], {operation: scores}, apart=False)
-                gradients = torch.cat([some for _, some in found.formed()])
-                self.formed = gradients if self.formed is None else self.formed + gradients
-
-    def norms(self) -> Tensor | None:
-        """Return the squared norm of each sample, once all gradients are there; None if they are zero."""
-        if self.formed is not None:
-            return squared_norms(self.formed)
-        found = Contribution(self.terms, self.gradients, apart=False)
-        return found.norms() if found.parts else None
 
 
 class StepRecorder:
@@ -102,7 +59,7 @@ class StepRecorder:
     def skip(self, reason: str | None) -> None:
         """Forget the step before, and hold nothing of its graph; of the next one nothing is read, for this reason."""
         self.step += 1
-        self.waiting: dict[int, list[Sum]] = {}  # by the operations whose gradients they wait for
+        self.arrivals = Arrivals([], self._add_norms)
         self.partial: ParamDict = {}
         self.norms: ParamDict = {}
         self.first = 0
@@ -131,7 +88,7 @@ class StepRecorder:
         self.count = min(samples - first, self.max_samples)
         try:
             plan = self._known(graph, samples) or self._shown(graph, root, samples)
-            self._wait(*_read(graph, plan), plan.apart)
+            self._wait(graph, plan)
         except Exception as error:  # which would end the training
             self.skip(_told(error))
 
@@ -152,8 +109,8 @@ class StepRecorder:
             # What knows nothing of the samples need not be told from what depends on all: so does a
             # sample's loss.
             plan = Prover(graph, samples, 4, graph.signature, root).plan()
-            found = _read(graph, plan)[1]
-            plan.apart = {name for name, uses in found.items() if apart(uses)}
+            _, found = terms(graph, plan, batch_statistics=True)
+            plan.apart = apart(graph, found)
         reasons = plan.unshown | _mixing(graph, found)
         for name, kind in reasons.items():
             raise ValueError(
@@ -184,19 +141,17 @@ class StepRecorder:
             for p, gradient in gradients:
                 p.grad = gradient
 
-    def _wait(self, edges: list[Edge], found: dict[str, list[Term]], apart: set[str]) -> None:
+    def _wait(self, graph: Graph, plan: Plan) -> None:
         """Let the uses tell when their gradients are there."""
         chosen = slice(self.first, self.first + self.count)
-        for name, of_name in found.items():
-            for term in of_name:
-                term.use.rows = replace(term.use.rows, chosen=chosen)
-            # What uses different entries has norms that add up.
-            groups = [[term] for term in of_name] if name in apart else [of_name]
-            for group in groups:
-                one = Sum(name, group)
-                for operation in one.missing:
-                    self.waiting.setdefault(operation, []).append(one)
-        for operation in self.waiting:
+        _check_saved([graph.nodes[number] for number, *_ in plan.uses])
+        edges, found = terms(graph, plan, chosen, batch_statistics=True)
+        groups = [
+            Group(name, graph.leaf(name), uses, apart=name in plan.apart, graph_stays=False)
+            for name, uses in found.items()
+        ]
+        self.arrivals = Arrivals(groups, self._add_norms)
+        for operation in self.arrivals.waiting:
             # What a node calls must hold no part of the graph: it would keep itself alive.
             edges[operation].node.register_prehook(partial(self._arrived, self.step, operation))
 
@@ -206,14 +161,14 @@ class StepRecorder:
         """Take the gradient of an operation's output."""
         if StepRecorder.busy or step != self.step:
             return
-        if operation not in self.waiting:
+        if operation not in self.arrivals.waiting:
             self.skip("a layer received more than one gradient")
             return
         StepRecorder.busy = True
         try:
-            b = gradients[0]
             with self._plainly():
-                self._add(operation, None if b is None else b.detach())
+                self.arrivals.add_one(operation, gradients)
+                self._close()
         except Exception as error:  # which would end the training
             self.skip(_told(error))
         finally:
@@ -229,30 +184,20 @@ class StepRecorder:
         stack.enter_context(torch.autocast(kind, enabled=False))
         return stack
 
-    def _add(self, operation: int, b: Tensor | None) -> None:
-        for one in self.waiting.pop(operation):
-            one.add(operation, b)
-            if one.missing:
-                continue
-            norms = one.norms()
-            if norms is None:
-                norms = self.parameters[one.name].new_zeros(self.count)
-            known = self.partial.get(one.name)
-            self.partial[one.name] = norms if known is None else known + norms
-        if not self.waiting:  # in the same order on all processes
-            self.norms = {name: self.partial[name] for name in self.parameters}
+    def _add_norms(self, name: str, found: Gradients) -> None:
+        self.partial[name] = found.norms()
+
+    def _close(self) -> None:
+        """Show the norms once all gradients are there."""
+        if not self.arrivals.waiting:
+            for name, p in self.parameters.items():  # in the same order on all processes
+                norms = self.partial.get(name)
+                self.norms[name] = p.new_zeros(self.count) if norms is None else norms
 
 
 def _told(error: Exception) -> str:
     known = type(error) is ValueError
     return str(error) if known else f"it could not be read ({type(error).__name__}: {error})"
-
-
-def _read(graph: Graph, plan: Plan) -> tuple[list[Edge], dict[str, list[Term]]]:
-    """Return the uses, with what they saw."""
-    nodes = [graph.nodes[number] for number, *_ in plan.uses]
-    read = partial(terms, graph, plan, batch_statistics=True)
-    return _inside_a_pass(read) if _check_saved(nodes) else read()
 
 
 def _mixing(graph: Graph, found: dict[str, list[Term]]) -> dict[str, str]:
@@ -265,12 +210,11 @@ def _mixing(graph: Graph, found: dict[str, list[Term]]) -> dict[str, str]:
     for name, uses in found.items():
         for term in uses:
             nodes = graph.below(term.source.node) if term.way is None else set()
-            kinds = [type(node).__name__ for node in nodes if _with_a_constant(node)]
-            if isinstance(term.use, Other):
-                node = term.use.output.node
-                kinds += [type(node).__name__] if isinstance(node, BackwardCFunction) else []
-            if kinds:
-                mixing[name] = kinds[0]
+            reasons = [node for node in nodes if _with_a_constant(node)]
+            if isinstance(term.output.node, BackwardCFunction):
+                reasons.append(term.output.node)
+            if reasons:
+                mixing[name] = type(reasons[0]).__name__
     return mixing
 
 
@@ -298,48 +242,19 @@ def _without_statistics(graph: Graph) -> Iterator[None]:
             handle.remove()
 
 
-# What checkpointing has put in the place of saved tensors
+def _check_saved(nodes: list[Node]) -> None:
+    """Raise a ``ValueError`` if what operations have saved may allow one backward pass only.
 
-
-def _check_saved(nodes: list[Node]) -> bool:
-    """Whether saved tensors are computed again by non-reentrant checkpointing.
-
-    Raises:
-        ValueError: If they are kept in another way, which may allow one backward pass only.
+    Non-reentrant checkpointing computes it again, as often as one likes.
     """
-    hooks = [hook for node in nodes for hook in _hooks(node)]
-    for hook in hooks:
+    for hook in (hook for node in nodes for hook in unpack_hooks(node)):
         frame = _enclosed(hook, "frame")
         context = _enclosed(getattr(frame, "recompute_fn", None), "recompute_context")
         if not isinstance(context, nullcontext):
             raise ValueError("saved tensors are kept in a way that may allow one pass only")
-    return bool(hooks)
-
-
-def _hooks(node: Node) -> list[Any]:
-    """Return what unpacks the tensors that an operation has saved, where something does."""
-    saved = [getattr(node, name) for name in _saved_names(type(node))]
-    flat = [x for each in saved for x in (each if isinstance(each, tuple | list) else [each])]
-    hooks = [getattr(x, "unpack_hook", None) for x in flat]
-    return [hook for hook in hooks if hook is not None]
-
-
-@cache
-def _saved_names(kind: type) -> list[str]:
-    return [name for name in dir(kind) if name.startswith("_raw_saved_")]
 
 
 def _enclosed(function: Any, name: str) -> Any:
     """Return a variable that a function was made with."""
     names = getattr(getattr(function, "__code__", None), "co_freevars", ())
     return function.__closure__[names.index(name)].cell_contents if name in names else None
-
-
-def _inside_a_pass(function: Callable[[], T]) -> T:
-    """Call a function in a backward pass, in which checkpointed regions are run once for all that it reads."""
-    found: list[T] = []
-    with torch.enable_grad():
-        output = torch.zeros((), device="cpu", requires_grad=True) * 1.0
-        output.register_hook(lambda _: found.append(function()))
-        output.backward()
-    return found[0]
