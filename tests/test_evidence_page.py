@@ -76,5 +76,5 @@ def test_short_seeds_and_times_are_said(page):
 
 def test_scripts_are_those_with_an_experiment(page):
     names = page.script_names()
-    assert "coverage" in names
+    assert "interval_coverage" in names
     assert not {"units", "intervals", "page"} & {*names}

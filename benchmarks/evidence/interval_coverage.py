@@ -234,4 +234,4 @@ def figure(rows: list[Row], canvas: Any) -> None:
 
 CLAIM = "Certificates hold, and the intervals of a transfer's report cover"
 if __name__ == "__main__":
-    main(Experiment("coverage", CLAIM, units, run, verdict, figure))
+    main(Experiment("interval_coverage", CLAIM, units, run, verdict, figure))
