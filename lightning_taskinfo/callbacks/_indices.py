@@ -16,6 +16,8 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from lightning_taskinfo._lightning import Trainer
 
+LARGEST = 10**9  # number of a sample: memory grows with it
+
 
 class _NotingIterator:
     """An iterator of a loader that tells the loader whose batch it has delivered."""
@@ -177,28 +179,36 @@ class BatchIndices:
             return None
         return getattr(collate, "__qualname__", type(collate).__qualname__)
 
-    def of(self, trainer: Trainer, batch: Any, samples: int) -> Tensor:
-        """Return the numbers of the samples in a batch, ``[samples]``.
+    def of(self, trainer: Trainer, batch: Any) -> Any:
+        """Return the numbers of the samples in a batch, as they were given: :func:`as_index` checks them."""
+        if self.index_fn is None:
+            return getattr(trainer.train_dataloader, "delivered", None)
+        numbers = self.index_fn(batch)
+        return numbers.tolist() if isinstance(numbers, Tensor) else numbers
 
-        Raises:
-            ValueError: If they are not one whole number per sample.
-        """
-        if self.index_fn is not None:
-            numbers, source = self.index_fn(batch), "`index_fn`"
-        else:
-            numbers, source = getattr(trainer.train_dataloader, "delivered", None), "the sampler"
-        try:
-            index = torch.as_tensor(numbers, device="cpu")
-        except (TypeError, ValueError, RuntimeError):
-            index = torch.empty(0, device="cpu")
-        whole = not (index.is_floating_point() or index.is_complex() or index.dtype == torch.bool)
-        if not whole or index.shape != (samples,) or (samples and int(index.min()) < 0):
-            found = (
-                f"{index.dtype} of shape {list(index.shape)}"
-                if index.numel()
-                else type(numbers).__name__
-            )
-            raise ValueError(
-                f"{source} must give one number, at least 0, for each of {samples} samples, got {found}"
-            )
-        return index.long()
+
+def as_index(numbers: Any, samples: int) -> Tensor:
+    """Return the numbers of a batch's samples as a tensor, ``[samples]``.
+
+    Raises:
+        ValueError: If they are not one whole number per sample.
+    """
+    try:
+        index = torch.as_tensor(numbers, device="cpu")
+    except (TypeError, ValueError, RuntimeError):
+        index = torch.empty(0, device="cpu")
+    whole = not (index.is_floating_point() or index.is_complex() or index.dtype == torch.bool)
+    found = (
+        f"{index.dtype} of shape {list(index.shape)}" if index.numel() else type(numbers).__name__
+    )
+    fits = whole and index.shape == (samples,)
+    if fits and samples:
+        lowest, highest = (int(end) for end in index.aminmax())
+        found = f"{lowest} to {highest}"
+        fits = lowest >= 0 and highest <= LARGEST
+    if not fits:
+        raise ValueError(
+            "`index_fn`, or the sampler of the loader, must give one number from 0 to "
+            f"{LARGEST} for each of {samples} samples, got {found}"
+        )
+    return index.long()

@@ -1,17 +1,19 @@
 """What a training has shown of each of its samples, and which of them it had to learn by heart."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
+
+from lightning_taskinfo.callbacks._indices import as_index
+from lightning_taskinfo.fisher.step_losses import SampleLosses, losses_of
 
 if TYPE_CHECKING:
     from lightning_taskinfo.plotting import Axes, Figure
 
 Score: TypeAlias = Literal["loss", "squared_norm"]
-LARGEST = 10**9  # numbers of samples: memory grows with them
-BATCHES = 32  # added up at once
+STEPS = 32  # that are added up at once
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,25 @@ class SampleScores:
         )
 
 
+@dataclass(frozen=True)
+class StepSamples:
+    """What one training step has shown of its samples.
+
+    Attributes:
+        numbers: Numbers of the samples, as :class:`BatchIndices` gives them.
+        count: How many samples there are.
+        losses: Of all of them; what is not finite does not count.
+        norms: Squared, of some of them one after another.
+        first: Which sample of the batch is the first of those.
+    """
+
+    numbers: Any
+    count: int
+    losses: SampleLosses | None
+    norms: Tensor | None = None
+    first: int = 0
+
+
 class SampleSums:
     """Adds up losses and squared norms by the number of the sample, in memory that grows with the largest number.
 
@@ -100,57 +121,40 @@ class SampleSums:
 
     def __init__(self, table: Tensor | None = None) -> None:
         self._table = torch.zeros(5, 0, device="cpu") if table is None else table
-        self._losses: list[tuple[Tensor, Tensor | None]] = []  # batches that are to be added
-        self._norms: list[tuple[Tensor, Tensor]] = []
+        self._waiting: list[StepSamples] = []
 
-    def add(
-        self, index: Tensor, losses: Tensor | None, norms: Tensor | None, first: int = 0
-    ) -> None:
-        """Add what a batch has shown.
-
-        Args:
-            index: Numbers of its samples, ``[N]``.
-            losses: Of all its samples, ``[N]``; what is not finite does not count.
-            norms: Squared, of some of its samples one after another, ``[n]``.
-            first: Which of the batch is the first of those.
-
-        Raises:
-            ValueError: If a number is too large to be one of a sample.
-        """
-        if not len(index):
-            return
-        largest = int(index.max())
-        if largest >= LARGEST:
-            raise ValueError(f"numbers of samples must be less than {LARGEST}, got {largest}")
-        self._losses.append((index, None if losses is None else losses.detach()))
-        if norms is not None:
-            self._norms.append((index[first : first + len(norms)], norms.detach()))
-        if len(self._losses) == BATCHES:
+    def add(self, step: StepSamples) -> None:
+        """Add what a step has shown: several at once, since they take little longer than one."""
+        self._waiting.append(step)
+        if len(self._waiting) == STEPS:
             self._add_all()
 
     @property
     def table(self) -> Tensor:
         """By row: sum of losses, their number, sum of squared norms, their number, and how often a sample was seen."""
-        if self._losses:
-            self._add_all()
+        self._add_all()
         return self._table
 
     def _add_all(self) -> None:
-        """Add the batches that wait: a few at once take little longer than one."""
-        seen = torch.cat([index for index, _ in self._losses])
-        self._grow_to(int(seen.max()) + 1)
-        seen = seen.to(self._table.device)
-        self._table[4].index_add_(0, seen, torch.ones_like(seen, dtype=self._table.dtype))
-        self._add(0, [(index, losses) for index, losses in self._losses if losses is not None])
-        self._add(2, self._norms)
-        self._losses = []
-        self._norms = []
-
-    def _add(self, row: int, batches: list[tuple[Tensor, Tensor]]) -> None:
-        if not batches:
+        """Add the steps that wait; one whose numbers are none of samples is left out."""
+        steps, indices = _numbered([step for step in self._waiting if step.count])
+        self._waiting = []
+        if not steps:
             return
-        index = torch.cat([numbers for numbers, _ in batches]).to(self._table.device)
-        values = torch.cat([part for _, part in batches]).to(self._table)
+        index = torch.cat(indices)
+        self._grow_to(int(index.max()) + 1)
+        self._table[4].index_add_(0, index.to(self._table.device), self._table.new_ones(len(index)))
+        read = [(i, step.losses) for i, step in zip(indices, steps, strict=True) if step.losses]
+        if read:
+            self._add(0, [i for i, _ in read], losses_of([losses for _, losses in read]))
+        for i, step in zip(indices, steps, strict=True):
+            if step.norms is not None:
+                self._add(2, [i[step.first : step.first + len(step.norms)]], step.norms)
+
+    def _add(self, row: int, indices: list[Tensor], values: Tensor) -> None:
+        """Add values, and their number, to the samples that they belong to."""
+        index = torch.cat(indices).to(self._table.device)
+        values = values.to(self._table)
         finite = values.isfinite()
         self._table[row].index_add_(0, index, torch.where(finite, values, 0))
         self._table[row + 1].index_add_(0, index, finite.to(self._table))
@@ -168,3 +172,23 @@ class SampleSums:
         return SampleScores(
             (losses / read)[:known], (norms / measured)[:known], seen[:known].long(), rank_by
         )
+
+
+def _numbered(steps: list[StepSamples]) -> tuple[list[StepSamples], list[Tensor]]:
+    """Return the steps whose samples are known, with their numbers."""
+    if all(isinstance(step.numbers, list) and len(step.numbers) == step.count for step in steps):
+        try:  # all of them at once
+            numbers = [number for step in steps for number in step.numbers]
+            index = as_index(numbers, len(numbers))
+            return steps, [*index.split([step.count for step in steps])]
+        except ValueError:
+            pass
+    known: list[StepSamples] = []
+    indices: list[Tensor] = []
+    for step in steps:
+        try:
+            indices.append(as_index(step.numbers, step.count))
+            known.append(step)
+        except ValueError:  # the first step of a training is checked, which is where this shows
+            continue
+    return known, indices

@@ -9,16 +9,15 @@ from torch import Tensor, nn
 
 from lightning_taskinfo._batches import read_batch, read_by, sample_count
 from lightning_taskinfo._lightning import LightningModule, Trainer
-from lightning_taskinfo._observe import ParamDict
 from lightning_taskinfo._ranges import check_counts
 from lightning_taskinfo._warn import warn
-from lightning_taskinfo.callbacks._indices import BatchIndices
+from lightning_taskinfo.callbacks._indices import BatchIndices, as_index
 from lightning_taskinfo.callbacks.probe import Probe
 from lightning_taskinfo.callbacks.report import has_matplotlib, report
-from lightning_taskinfo.callbacks.sample_scores import SampleScores, SampleSums, Score
+from lightning_taskinfo.callbacks.sample_scores import SampleScores, SampleSums, Score, StepSamples
 from lightning_taskinfo.callbacks.source import Samples, on_every_process, summed
 from lightning_taskinfo.fisher.accumulators import TraceSums
-from lightning_taskinfo.fisher.step_losses import StepLosses
+from lightning_taskinfo.fisher.step_losses import SampleLosses, StepLosses
 from lightning_taskinfo.fisher.train_step import StepRecorder
 
 
@@ -53,7 +52,9 @@ class TrainStepNorms(Probe):
         norms: Whether gradient norms are read at all. Without them, losses of any network can be
             followed.
         norms_every_n_steps: Norms are read in one of this many steps, other steps in the next epoch,
-            and where values are logged. Losses are read in all steps.
+            beside the steps in which values are logged. By default they are read in those alone;
+            in all steps where they rank the samples, or the training is shorter than
+            ``every_n_steps``. Losses are read in all steps.
         max_samples: Norms of at most this many samples of a batch are read in a step, on each
             process; other ones the next time.
         top_k: How many samples the table of the loggers has.
@@ -90,7 +91,7 @@ class TrainStepNorms(Probe):
         *,
         every_n_steps: int | None = None,
         norms: bool = True,
-        norms_every_n_steps: int = 4,
+        norms_every_n_steps: int | None = None,
         max_samples: int = 64,
         top_k: int = 100,
         rank_by: Score = "loss",
@@ -121,6 +122,8 @@ class TrainStepNorms(Probe):
         if rank_by == "squared_norm" and not norms:
             raise ValueError(f"`rank_by` must be 'loss' with `norms=False`, got {rank_by!r}.")
         self.norms = norms
+        if norms_every_n_steps is None and rank_by == "squared_norm":
+            norms_every_n_steps = 1
         self.norms_every_n_steps = norms_every_n_steps
         self.top_k = top_k
         self.rank_by: Score = rank_by
@@ -133,7 +136,7 @@ class TrainStepNorms(Probe):
         self._recorder: StepRecorder | None = None
         self._follow = True  # whether samples are known by number
         self._first_step = True
-        self._norms: tuple[ParamDict, float] | None = None  # the last ones, with their scale
+        self._is_short = False  # a training in which no step is due
         self._reset()
 
     def _reset(self) -> None:
@@ -142,9 +145,9 @@ class TrainStepNorms(Probe):
         self._turn = 0  # of the steps and samples whose norms are read
         self._reads_norms = False
         self._scale = math.nan
-        self._index: Tensor | None = None
+        self._numbers: Any = None
         self._targets: Any = None
-        self._losses: Tensor | None = None
+        self._losses: SampleLosses | None = None
         self._problem: str | None = "the training step had no backward pass"
         if self._recorder is not None:
             self._recorder.skip(self._problem)
@@ -164,7 +167,6 @@ class TrainStepNorms(Probe):
             )
         if self.norms:
             self._recorder = StepRecorder(pl_module, self.max_samples)
-        self._norms = None
         self._checked = True  # the module is not called by us,
         self._comparison = None  # and its own loss is read
         self._follow = True
@@ -179,6 +181,8 @@ class TrainStepNorms(Probe):
             before = torch.zeros(5, 0, device="cpu")
         self._merged = None
         self._sums = SampleSums(before.to(pl_module.device))
+        steps = trainer.estimated_stepping_batches
+        self._is_short = self.every_n_steps is not None and steps < self.every_n_steps
         reason = self._indices.unknown(trainer)
         if reason is not None:
             self._follow = False
@@ -206,7 +210,9 @@ class TrainStepNorms(Probe):
             )
             size = sample_count(inputs)
             if self._follow:
-                self._index = self._indices.of(trainer, batch, size)
+                self._numbers = self._indices.of(trainer, batch)
+                if self._first_step:
+                    as_index(self._numbers, size)  # or say so
             self._size = size
         except Exception as error:
             self._failed_step(error)
@@ -232,24 +238,27 @@ class TrainStepNorms(Probe):
     def _read(self, trainer: Trainer, loss: Tensor) -> None:
         """Read the losses, and the gradients when they come."""
         losses = StepLosses(loss, self._size, self._targets)
-        self._losses = losses.values
+        self._losses = losses.found
         recorder = self._recorder
         self._reads_norms = recorder is not None and self._norms_are_due(trainer)
         if recorder is not None and (self._reads_norms or self._first_step):
             self._scale = self._per_sample(trainer)
             parts = math.ceil(self._size / self.max_samples)
-            part = self._turn // self.norms_every_n_steps % parts
+            part = self._turn // (self.norms_every_n_steps or 1) % parts
             recorder.listen(recorder.graph(loss), losses.root, self._size, self.max_samples * part)
         if self._first_step:
             self._refuse(losses)
 
     def _norms_are_due(self, trainer: Trainer) -> bool:
         """Whether norms are read in this step: it is their turn, or the values after it are logged."""
-        every = self.every_n_steps
-        logged = (
-            every is not None and (trainer.global_step + 1) // every != self._last_step // every
-        )
-        return logged or self._turn % self.norms_every_n_steps == 0
+        every, logged = self.norms_every_n_steps, self.every_n_steps
+        if every is None and self._is_short:
+            return True
+        if every is not None and self._turn % every == 0:
+            return True
+        if logged is None:
+            return False
+        return (trainer.global_step + 1) // logged != self._last_step // logged
 
     def _per_sample(self, trainer: Trainer) -> float:
         """Return what a sample's part of the backward pass has to be multiplied by to be its own gradient."""
@@ -283,11 +292,10 @@ class TrainStepNorms(Probe):
             return
         norms, first = None, 0
         if self._recorder is not None and self._reads_norms and self._recorder.norms:
-            self._norms = self._recorder.norms, self._scale**2
             norms = self._scale**2 * torch.stack([*self._recorder.norms.values()]).sum(0)
             first = self._recorder.first
-        if self._index is not None and (norms is not None or self._losses is not None):
-            self._sums.add(self._index, self._losses, norms, first)
+        if self._follow and (norms is not None or self._losses is not None):
+            self._sums.add(StepSamples(self._numbers, self._size, self._losses, norms, first))
 
     # What is logged
 
@@ -301,22 +309,21 @@ class TrainStepNorms(Probe):
         return self._summary(names, summed(trainer, sums).tolist())
 
     def _read_off(self) -> tuple[list[str], list[float]]:
-        """Return the names of parameters, and sums over samples: of norms, if they are read, and of losses."""
+        """Return the names of parameters, and sums over samples: of norms, if this step's were read, and of losses."""
         if self._problem is not None:
             raise RuntimeError(self._problem)
-        losses = (
-            torch.zeros(0, device="cpu")
-            if self._losses is None
-            else self._losses[self._losses.isfinite()]
-        )
+        losses = torch.zeros(0, device="cpu")
+        if self._losses is not None:
+            losses = self._losses.values
+            losses = losses[losses.isfinite()]
         of_losses = [losses.double().sum().item(), float(len(losses))]
-        if self._recorder is None:
+        if self._recorder is None or not self._reads_norms:
             return [], of_losses
-        if self._norms is None or (self._reads_norms and not self._recorder.norms):
+        if not self._recorder.norms:
             raise RuntimeError(
                 self._recorder.problem or "the backward pass did not come by all weights"
             )
-        names, of_norms = TraceSums.of(*self._norms)
+        names, of_norms = TraceSums.of(self._recorder.norms, self._scale**2)
         if not all(map(math.isfinite, of_norms)):
             raise RuntimeError("the gradients of the training step are not finite")
         return names, [*of_norms, *of_losses]

@@ -1,6 +1,8 @@
 """The loss of each sample, and where the samples are, in the graph of a training step."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,30 +13,99 @@ from torch.autograd.graph import Node
 from lightning_taskinfo._observe import at_least_float32
 from lightning_taskinfo.fisher.graph import Edge, shape_of
 
-Rows = tuple[Tensor, Tensor, Tensor]
-"""Losses by row, which of them count, and the targets."""
+Read = tuple[Tensor, Tensor, int | None]
+"""Losses by row, the targets, and the target of rows that do not count."""
 
 
-def _nll(node: Any) -> Rows:
+@dataclass(frozen=True)
+class SampleLosses:
+    """The losses of a training step's rows, and what tells which sample each of them belongs to.
+
+    Little is computed in the step itself; :func:`losses_of` does the rest for many steps at once.
+    Nothing of the step's graph is held.
+
+    Attributes:
+        rows: The loss of each row (a sample, a token, an output), 0 where it does not count.
+        seen: The targets that the loss saw.
+        ignored: The target of rows that do not count, if there is one.
+        samples: Samples of the batch.
+        targets: The labels of the batch, to see that the loss has the samples in the same order;
+            None if unknown.
+    """
+
+    rows: Tensor
+    seen: Tensor
+    ignored: int | None
+    samples: int
+    targets: Any
+
+    @property
+    def problem(self) -> str | None:
+        """Why the rows are not known to be those of the samples."""
+        rows = len(self.rows) if self.rows.dim() else 0
+        whole = self.rows.numel() > 0 and rows % self.samples == 0
+        if not whole or (self.targets is None and rows != self.samples):
+            size = list(self.rows.shape)
+            return f"the loss must have rows for {self.samples} samples, got {size}"
+        if self.targets is not None and not _same_order(self.seen, self.targets, self.samples):
+            return "the loss must see the targets of the batch in their order, got others"
+        return None
+
+    @property
+    def values(self) -> Tensor:
+        """The loss of each sample, ``[samples]``: the mean over its rows, NaN where none counts or is known."""
+        if self.problem is not None:
+            return self.rows.new_full((self.samples,), math.nan)
+        rows = self.rows.reshape(self.samples, -1)
+        if self.ignored is None:
+            return rows.mean(1)
+        counted = self.seen.reshape(self.samples, -1) != self.ignored
+        return rows.sum(1) / counted.sum(1)
+
+
+def losses_of(steps: Sequence[SampleLosses]) -> Tensor:
+    """Return the losses of the samples of several steps, one after the other.
+
+    Steps that are alike are put together first, which takes little longer than one of them.
+    """
+    first = steps[0]
+    targets = [step.targets for step in steps if isinstance(step.targets, Tensor)]
+    kinds = {(step.rows.shape, step.seen.shape, step.ignored, step.samples) for step in steps}
+    alike = len(kinds) == 1 and len(targets) == len(steps) and len({y.shape for y in targets}) == 1
+    if alike and first.rows.dim():
+        together = SampleLosses(
+            rows=torch.cat([step.rows for step in steps]),
+            seen=torch.cat([step.seen for step in steps]),
+            ignored=first.ignored,
+            samples=first.samples * len(steps),
+            targets=torch.cat(targets),
+        )
+        if together.problem is None:
+            return together.values
+    return torch.cat([step.values for step in steps])
+
+
+def _nll(node: Any) -> Read:
     target = node._saved_target
     ignored = node._saved_ignore_index
-    ignored = ignored - 2**64 if ignored >= 2**63 else ignored  # it is shown without its sign
+    if ignored >= 2**63:  # it is shown without its sign
+        ignored -= 2**64
     outputs = at_least_float32(node._saved_self)
     losses = F.nll_loss(outputs, target, reduction="none", ignore_index=ignored)
-    return losses, target != ignored, target
+    return losses, target, ignored
 
 
-def _elementwise(loss: Callable[..., Tensor]) -> Callable[[Any], Rows]:
-    def read(node: Any) -> Rows:
+def _elementwise(loss: Callable[..., Tensor]) -> Callable[[Any], Read]:
+    def read(node: Any) -> Read:
         target = node._saved_target
         outputs = at_least_float32(node._saved_self)
         losses = loss(outputs, at_least_float32(target), reduction="none")
-        return losses, torch.ones_like(losses, dtype=torch.bool), target
+        return losses, target, None
 
     return read
 
 
-LOSSES: dict[str, Callable[[Any], Rows]] = {
+LOSSES: dict[str, Callable[[Any], Read]] = {
     "NllLossBackward0": _nll,  # of cross_entropy, too
     "NllLoss2DBackward0": _nll,
     "BinaryCrossEntropyWithLogitsBackward0": _elementwise(F.binary_cross_entropy_with_logits),
@@ -53,45 +124,39 @@ class StepLosses:
             None if unknown.
 
     Attributes:
-        values: The loss of each sample, ``[samples]``: the mean over its own tokens or outputs,
-            without weights of classes and label smoothing; NaN where all its labels are ignored.
-            None where they cannot be read.
-        root: Where the rows of the samples lie one after the other in the graph; None if that is
-            not known.
-        problem: Why losses cannot be read.
+        found: The losses of the samples, without weights of classes and label smoothing; None where
+            the step has not one loss that can be read.
     """
 
     def __init__(self, loss: Tensor, samples: int, targets: Any) -> None:
-        self.values: Tensor | None = None
-        self.root: Edge | None = None
-        self.problem: str | None = None
-        found = _known_losses(loss)
-        if len(found) == 1:
-            self._read(found[0], samples, targets)
+        self.found: SampleLosses | None = None
+        nodes = _known_losses(loss)
+        self._known = len(nodes)
+        if self._known != 1:
+            self._root = _made_scalar(loss, samples)
             return
-        known = ", ".join(kind.removesuffix("Backward0") for kind in LOSSES)
-        self.problem = (
-            f"the training step must compute one loss of {known}, not compiled, got {len(found)}"
-        )
-        self.root = _made_scalar(loss, samples)
-
-    def _read(self, node: Node, samples: int, targets: Any) -> None:
+        node: Any = nodes[0]
         with torch.no_grad():
-            losses, counted, seen = LOSSES[type(node).__name__](node)
-            rows = len(losses) if losses.dim() else 0
-            if not losses.numel() or rows % samples or (targets is None and rows != samples):
-                size = list(losses.shape)
-                self.problem = f"the loss must have rows for {samples} samples, got {size}"
-                return
-            if targets is not None and not _same_order(seen, targets, samples):
-                self.problem = (
-                    "the loss must see the targets of the batch in their order, got others"
-                )
-                return
-            losses, counted = losses.reshape(samples, -1), counted.reshape(samples, -1)
-            self.values = torch.where(counted, losses, 0).sum(1) / counted.sum(1)
+            rows, seen, ignored = LOSSES[type(node).__name__](node)
+        self.found = SampleLosses(rows, seen, ignored, samples, targets)
         source, number = node.next_functions[0]
-        self.root = None if source is None else Edge(source, number)
+        self._root = None if source is None else Edge(source, number)
+
+    @property
+    def problem(self) -> str | None:
+        """Why losses of samples cannot be read."""
+        if self.found is not None:
+            return self.found.problem
+        known = ", ".join(kind.removesuffix("Backward0") for kind in LOSSES)
+        return (
+            f"the training step must compute one loss of {known}, not compiled, got {self._known}"
+        )
+
+    @property
+    def root(self) -> Edge | None:
+        """Where the rows of the samples lie one after the other in the graph; None if that is not known."""
+        unknown = self.found is not None and self.found.problem is not None
+        return None if unknown else self._root
 
 
 def _known_losses(loss: Tensor) -> list[Node]:

@@ -1,12 +1,14 @@
 """Sums over the steps of a training beside a dictionary of lists, and the ranking that comes of them."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from lightning_taskinfo import SampleScores
-from lightning_taskinfo.callbacks.sample_scores import LARGEST, SampleSums
+from lightning_taskinfo.callbacks.sample_scores import SampleSums, StepSamples
+from lightning_taskinfo.fisher.step_losses import SampleLosses
 
 
 def filled(generator):
@@ -18,7 +20,14 @@ def filled(generator):
         )  # some of them twice
         loss, norm = torch.rand(8, generator=generator), torch.rand(3, generator=generator)
         loss[step % 8] = math.nan if step % 3 else math.inf
-        sums.add(index, loss if step != 5 else None, norm if step != 6 else None, first=2)
+        labels = torch.zeros(8)
+        rows = SampleLosses(loss, labels, None, 8, labels)
+        shown = StepSamples(index.tolist(), 8, rows, norm, first=2)
+        if step == 5:
+            shown = replace(shown, losses=None)
+        if step == 6:
+            shown = replace(shown, norms=None)
+        sums.add(shown)
         for i, n in enumerate(index.tolist()):
             seen[n] = seen.get(n, 0) + 1
             if step != 5 and loss[i].isfinite():
@@ -56,11 +65,6 @@ def test_nothing_seen_is_an_empty_ranking():
     scores = SampleSums().scores("loss")
     assert not scores.top(3)
     assert len(str(scores).splitlines()) == 1
-
-
-def test_a_number_that_none_of_samples_can_be_is_refused():
-    with pytest.raises(ValueError, match=str(LARGEST)):
-        SampleSums().add(torch.tensor([LARGEST]), torch.ones(1), None)
 
 
 def test_plot_has_all_samples_and_marks_the_first():
