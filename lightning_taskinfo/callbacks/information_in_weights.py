@@ -197,6 +197,8 @@ class InformationInWeights(Probe):
     def observe(self, model: nn.Module, samples: Samples) -> _Observed:
         """Measure this process's part of the Fisher information and of the loss."""
         moved = self._center.displacement(model)
+        if not any(_squared(part) for part in moved.values()):  # as at the start: no Gaussian
+            return _Observed(model, {}, samples.losses(model), moved)
         if self.structure == "kron":
             sums = KroneckerSums(model)
             if samples.counted:
@@ -211,7 +213,8 @@ class InformationInWeights(Probe):
     def summarise(self, observed: _Observed, samples: Samples) -> dict[str, float]:
         """Put the parts of all processes together, and measure the loss under the Gaussian that they give."""
         loss = self._of_training_set(samples, observed.losses.sum()).item()
-        moved = {name: part for name, part in observed.displacement.items() if bool(part.any())}
+        squares = {name: _squared(part) for name, part in observed.displacement.items()}
+        moved = {name: part for name, part in observed.displacement.items() if squares[name]}
         if moved:
             gaussian = self._best_gaussian(
                 observed, self._family(observed, moved, samples), samples
@@ -222,12 +225,11 @@ class InformationInWeights(Probe):
         choices = len(AUTO_STDS) if moved and self.prior_std == "auto" else 1
         c_beta = terms.code_length(expected, choices=choices).item()
         quadratic = loss + terms.curvature_penalty.item()
-        squares = [part.double().square().sum().item() for part in moved.values()]
         values = {
             "information_nats": terms.kl.item(),
             "displacement_nats": terms.displacement.item(),
             "curvature_nats": terms.curvature.item(),
-            "squared_displacement": math.fsum(squares),
+            "squared_displacement": math.fsum(squares.values()),
             "prior_std": gaussian.prior_std,
             "loss_nats": loss,
             "expected_loss_nats": expected,
@@ -393,6 +395,11 @@ def _excess(
     except Exception:  # e.g. out of memory: then NaN, on all processes
         return math.nan
     return rows.mean().item() - observed.losses[some].sum().item()
+
+
+def _squared(displacement: Tensor) -> float:
+    """Return a squared length, summed up in double precision."""
+    return torch.linalg.vector_norm(displacement, dtype=torch.float64).item() ** 2
 
 
 def _ratio(value: float, whole: float) -> float:

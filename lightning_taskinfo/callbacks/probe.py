@@ -85,8 +85,8 @@ class Probe(Callback, ABC):
             where it is not given.
         max_samples: At most this many samples are measured, over all processes together.
         data: ``"train_batch"`` looks at the batch just trained on; ``"train"`` and ``"val"`` at a
-            fixed subset, chosen by ``seed``, that is read once at the start from a copy of the
-            dataset and kept in memory. Where the training set cannot be copied or indexed, or a
+            fixed subset, chosen by ``seed``, that is read once at the start, from a copy of a
+            dataset of your own, and kept in memory. Where the training set cannot be copied or indexed, or a
             sampler of your own leaves parts of it out, the subset is collected from the first
             training batches, and measurements begin when it is full.
         labels: Whose labels: ``"sampled"`` from the model, ``"exact"`` expectation over them, or

@@ -11,10 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DataLoader,
     DistributedSampler,
     RandomSampler,
     SequentialSampler,
+    Subset,
+    TensorDataset,
 )
 
 from lightning_taskinfo._batches import (
@@ -283,17 +286,30 @@ def readable(loader: Any) -> bool:
 
 
 def read_samples(loader: DataLoader, chosen: Tensor, seed: int) -> Any:
-    """Return one batch of the ``chosen`` samples, from a copy of the dataset; call it inside ``observing``.
+    """Return one batch of the ``chosen`` samples; call it inside ``observing``.
 
-    Transforms that draw from global generators do so as the sample's number says, on whichever
-    process.
+    A dataset that may have a state is copied. Transforms that draw from global generators do so as
+    the sample's number says, on whichever process.
     """
-    dataset, collate = copy.deepcopy((loader.dataset, loader.collate_fn))
+    plain = _only_tensors(loader.dataset)
+    dataset, collate = loader.dataset, copy.deepcopy(loader.collate_fn)
+    if not plain:
+        dataset = copy.deepcopy(dataset)
     samples = []
     for index in chosen.tolist():
-        seed_everything(hash((seed, index)) % 2**32)
+        if not plain:
+            seed_everything(hash((seed, index)) % 2**32)
         samples.append(dataset[index])
     return collate(samples) if samples else None
+
+
+def _only_tensors(dataset: Any) -> bool:
+    """Whether a dataset is one of torch's own that hands out its tensors: reading changes nothing and draws nothing."""
+    if type(dataset) is TensorDataset:
+        return True
+    if type(dataset) is Subset:
+        return _only_tensors(dataset.dataset)
+    return type(dataset) is ConcatDataset and all(map(_only_tensors, dataset.datasets))
 
 
 def choose(total: int, n: int, seed: int) -> Tensor:

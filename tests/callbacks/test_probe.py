@@ -14,12 +14,21 @@ import torch
 from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SubsetRandomSampler
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+)
 
 from lightning_taskinfo._batches import Reader, read_batch
 from lightning_taskinfo.callbacks import FisherTrace, LocalMinimum
 from lightning_taskinfo.callbacks.report import summary
-from lightning_taskinfo.callbacks.source import Source
+from lightning_taskinfo.callbacks.source import Source, read_samples
 from tests.callbacks.runs import PROBES, Classifier, Noisy, digits, fit, make_trainer, read_csv
 
 all_probes = pytest.mark.parametrize("probe", PROBES.values(), ids=PROBES)
@@ -521,3 +530,39 @@ def test_the_labelled_part_of_combined_loaders_is_measured(tmp_path, unlabeled, 
         assert (
             history(partial(Combined, dropout=0.0), loaders, data=data, batch_fn=batch_fn) == alone
         )
+
+
+class Numbered(Dataset):
+    """A dataset of one's own, which counts how often it is read."""
+
+    def __init__(self):
+        self.reads = 0
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        self.reads += 1
+        return torch.tensor([float(index)]), torch.rand(1)
+
+
+def zip_all(samples):
+    return [*zip(*samples, strict=True)]
+
+
+def test_tensors_are_read_as_they_are_and_a_dataset_with_a_state_from_a_copy():
+    x, y = torch.arange(8.0)[:, None], torch.arange(8)
+    plain = TensorDataset(x, y)
+    chosen = torch.tensor([1, 4, 6])
+    for dataset in (plain, Subset(plain, range(8)), ConcatDataset([plain, plain])):
+        inputs, targets = read_samples(DataLoader(dataset, collate_fn=zip_all), chosen, seed=0)
+        assert [x.item() for x in inputs] == [y.item() for y in targets] == [1, 4, 6]
+        start = plain.tensors[0].untyped_storage().data_ptr()
+        assert inputs[0].untyped_storage().data_ptr() == start, "not copied"
+    own = Numbered()
+    for dataset in (own, Subset(own, range(8))):
+        inputs, drawn = read_samples(DataLoader(dataset), chosen, seed=0)
+        again = read_samples(DataLoader(dataset), chosen[1:], seed=0)[1]
+        assert inputs.flatten().tolist() == [1, 4, 6]
+        assert torch.equal(drawn[1:], again), "as the sample's number says"
+    assert own.reads == 0
