@@ -7,9 +7,9 @@ inverted digits were far for a fully connected network.
 parts; inverted images are near.
 
 **Settings.** Eight tasks: MNIST, its digits 0 to 4, its digits 0 and 1, MNIST inverted, notMNIST, its letters A to E,
-USPS, and MNIST with notMNIST (20 classes). 500 samples of each, 16×16 pixels, values from -1/2 to 1/2. Trunk: two
-convolutions of stride 2 (16 and 32 channels) and a layer of 32. ``task_distance`` by its default method (Laplace),
-β = 0.1, prior at the start with deviation 0.1, 300 steps of 250 samples (500 for a union). Seeds 0 to 4, each with
+USPS, and MNIST with notMNIST (20 classes). 250 samples of each, 16×16 pixels, values from -1/2 to 1/2. Trunk: two
+convolutions of stride 2 (8 and 16 channels) and a layer of 32. ``task_distance`` by its default method (Laplace),
+β = 0.1, prior at the start with deviation 0.1, 300 steps of 125 samples (250 for a union). Seeds 0 to 4, each with
 samples, start and batches of its own.
 
 **Decided by** six differences of distances, paired over seeds, one-sided t-tests, Holm over the six:
@@ -18,6 +18,9 @@ d(union→MNIST) < d(MNIST→union); d(MNIST→0–4) < d(MNIST→A–E), a part
 d(MNIST→inverted) < d(MNIST→notMNIST), inverted is near. Reproduced: all six at 5 %. In part: some. Not reproduced:
 none, and all intervals end below 0. Undecided otherwise, and with fewer than five seeds. Secondary: each task's
 distance from itself, which is 0 for perfect training.
+
+Changed after a look: seed 0 was run with twice the samples, the batch and the channels first and took 276 s, too long
+for one unit; its six differences were 1476, 2188, 619, 604, 479 and -707 nats. Tests and claims stayed as they were.
 """
 
 from functools import partial
@@ -54,15 +57,18 @@ CLAIMS = (
 
 
 def units(short: bool) -> dict[str, Row]:
-    size = {"samples": 40, "steps": 3} if short else {"samples": 500, "steps": 300}
-    return {f"seed {seed}": {"seed": seed, **size} for seed in range(2 if short else 5)}
+    size = {"samples": 40, "steps": 3} if short else {"samples": 250, "steps": 300}
+    return {
+        f"{size['samples']} samples, seed {seed}": {"seed": seed, **size}
+        for seed in range(2 if short else 5)
+    }
 
 
 def trunk() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(1, 16, 3, stride=2, padding=1), nn.ReLU(),
-        nn.Conv2d(16, 32, 3, stride=2, padding=1), nn.ReLU(),
-        nn.Flatten(), nn.Linear(32 * 16, 32), nn.ReLU(),
+        nn.Conv2d(1, 8, 3, stride=2, padding=1), nn.ReLU(),
+        nn.Conv2d(8, 16, 3, stride=2, padding=1), nn.ReLU(),
+        nn.Flatten(), nn.Linear(16 * 16, 32), nn.ReLU(),
     )  # fmt: skip
 
 
