@@ -20,7 +20,10 @@ def pytest_collection_finish():
 
 @pytest.fixture(autouse=True, scope="session")
 def _cache_of_the_session(tmp_path_factory):
-    """Cached data of a test session stays in its own folder, not in the user's."""
+    """Cached data of a test session stays in its own folder, which its processes share, not in the user's."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TASKINFO_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("TASKINFO_CACHE_DIR", str(folder / "cache"))
         yield

@@ -61,6 +61,7 @@ SETTINGS: dict[str, Any] = {
     "labels": 20,  # of the target
     "seeds_of_starts": 10,
     "steps": 300,  # of a fine-tuning
+    "source": 2000,  # images of MNIST beside unlabelled ones
     "unlabelled": 640,  # inputs of the target
     "pretraining_epochs_beside_unlabelled": 5,
     "gentle_epochs": 10,  # of a fine-tuning that stays near its start, for the proof
@@ -77,6 +78,7 @@ FAST = {
     "labels": 20,
     "seeds_of_starts": 2,
     "steps": 4,
+    "source": 128,
     "unlabelled": 128,
     "pretraining_epochs_beside_unlabelled": 1,
     "gentle_epochs": 1,
@@ -269,7 +271,7 @@ def use_unlabelled(settings: dict[str, Any], folder: Path, how: dict[str, Any]) 
         mnist(),
         target(),
         labels=settings["labels"],
-        max_source=2000,
+        max_source=settings["source"],
         max_unlabeled=settings["unlabelled"],
     )
     steps_per_epoch = settings["unlabelled"] // data.batch_size

@@ -151,7 +151,7 @@ def test_certificate(structure):
     torch.manual_seed(0)
     model, start = nn.Linear(4, 3), nn.Linear(4, 3)
     x, y = torch.randn(60, 4), torch.randint(3, (60,))
-    options = {"structure": structure, "draws": 20, "progress": False}
+    options = {"structure": structure, "betas": (0.1, 1.0), "draws": 20, "progress": False}
     expected = certify(model, (x, y), Prior.of(start), **options)
     with default_device("meta"):
         found = certify(model, (x, y), Prior.of(start), **options)
@@ -192,7 +192,7 @@ def on_meta(callback: Any) -> Any:
         lambda: InformationInWeights(every_n_steps=2, structure="kron"),
         lambda: LocalMinimum(every_n_steps=2),
         lambda: TrainStepNorms(every_n_steps=2),
-        lambda: PACBayesCertificate(draws=20, prior_origin="random"),
+        lambda: PACBayesCertificate(draws=20, betas=(1.0,), prior_origin="random"),
     ],
     ids=[
         "trace",

@@ -272,15 +272,14 @@ def test_a_forward_of_its_own_gives_the_certificate_of_the_plain_network(
 ):
     x, y = blobs(64, seed=0)
     rows = [{"left": x[i, :1], "right": x[i, 1:], "class": y[i]} for i in range(64)]
+    how = {**QUICK, "structure": structure, "pareto": structure == "neuron"}
     callback = PACBayesCertificate(
-        **QUICK,
-        structure=structure,
-        pareto=True,
+        **how,
         batch_fn=lambda batch: ((batch["left"], batch["right"]), batch["class"]),
         forward_fn=lambda module, inputs: module(left=inputs[0], right=inputs[1])["logits"],
     )
     fit(tmp_path, callback, model=TwoOutputs, loader=DataLoader(rows, batch_size=16))
-    plain = PACBayesCertificate(**QUICK, structure=structure, pareto=True)
+    plain = PACBayesCertificate(**how)
     fit(tmp_path, plain, model=Plain, loader=loader)
     assert callback.certificate == plain.certificate
     assert callback.tradeoff == plain.tradeoff

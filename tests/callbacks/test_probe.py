@@ -102,13 +102,14 @@ def test_checkpointing_and_early_stopping_see_it(tmp_path, probe):
     )
 
 
-@all_probes
-def test_resuming_gives_the_history_of_the_uninterrupted_run(tmp_path, probe):
+def test_resuming_gives_the_history_of_the_uninterrupted_run(tmp_path):
     arguments = {"loader": DataLoader(digits(), batch_size=8), "max_epochs": 4}
 
     def run(**more):
         callbacks = [
-            probe(every_n_steps=3, data=data, name=data) for data in ("train_batch", "train")
+            probe(every_n_steps=3, data=data, name=data)
+            for probe in PROBES.values()
+            for data in ("train_batch", "train")
         ]
         trainer = fit(
             tmp_path, *callbacks, model=lambda: Classifier(dropout=0.0), **{**arguments, **more}
@@ -511,7 +512,11 @@ class Combined(Classifier):
 )
 def test_the_labelled_part_of_combined_loaders_is_measured(tmp_path, unlabeled, batch_fn):
     def history(model, loader, **arguments):
-        callbacks = [probe(every_n_steps=2, **arguments) for probe in PROBES.values()]
+        callbacks = [
+            probe(every_n_steps=2, data=data, name=data, **arguments)
+            for probe in PROBES.values()
+            for data in ("train", "train_batch")
+        ]
         fit(tmp_path, *callbacks, model=model, loader=loader, max_epochs=1)
         return [callback.history for callback in callbacks]
 
@@ -523,13 +528,9 @@ def test_the_labelled_part_of_combined_loaders_is_measured(tmp_path, unlabeled, 
         "labeled": labeled,
         "unlabeled": DataLoader(digits(40), batch_size=10, collate_fn=others),
     }
-    for data in ("train", "train_batch"):
-        alone = history(
-            partial(Classifier, dropout=0.0), labeled, data=data
-        )  # a second loader draws a seed
-        assert (
-            history(partial(Combined, dropout=0.0), loaders, data=data, batch_fn=batch_fn) == alone
-        )
+    # No dropout: a second loader draws a seed.
+    alone = history(partial(Classifier, dropout=0.0), labeled)
+    assert history(partial(Combined, dropout=0.0), loaders, batch_fn=batch_fn) == alone
 
 
 class Numbered(Dataset):

@@ -10,19 +10,24 @@ from lightning_taskinfo.fisher import fisher_trace
 from tests.callbacks.runs import PROBES, Classifier, digits, fit, read_csv
 
 MEASURED_AT_START = True
-all_probes = pytest.mark.parametrize("probe", PROBES.values(), ids=PROBES)
 
 
-@all_probes
-@pytest.mark.parametrize("data", ["train_batch", "train"])
-def test_every_probe_measures_before_the_first_step(tmp_path, probe, data):
-    callback, logger = probe(every_n_steps=4, data=data), CSVLogger(tmp_path)
-    fit(tmp_path, callback, logger=logger)
-    assert [row["step"] for row in callback.history] == [0, 4, 8]
-    assert [row["step"] for row in read_csv(logger) if callback.headline[0] in row] == [0, 4, 8]
-    later = probe(every_n_steps=4, data=data, at_start=False)
-    fit(tmp_path, later)
-    assert later.history == callback.history[1:], "it changes nothing else"
+def test_every_probe_measures_before_the_first_step(tmp_path):
+    def make(**arguments):
+        return [
+            probe(every_n_steps=4, data=data, name=data, **arguments)
+            for probe in PROBES.values()
+            for data in ("train_batch", "train")
+        ]
+
+    callbacks, later, logger = make(), make(at_start=False), CSVLogger(tmp_path)
+    fit(tmp_path, *callbacks, logger=logger)
+    fit(tmp_path, *later)
+    for callback, other in zip(callbacks, later, strict=True):
+        key = f"{callback.name}/{callback.headline[0]}"
+        assert [row["step"] for row in callback.history] == [0, 4, 8]
+        assert [row["step"] for row in read_csv(logger) if key in row] == [0, 4, 8]
+        assert other.history == callback.history[1:], "it changes nothing else"
 
 
 def test_it_is_that_of_the_untrained_weights(tmp_path):

@@ -9,6 +9,7 @@ import os
 import pty
 import select
 import shlex
+import shutil
 import signal
 import struct
 import subprocess
@@ -125,25 +126,33 @@ def test_examples_in_the_documentation_are_run_by_test_examples():
     assert {c for c in COMMANDS if ELSEWHERE.get(c) == "tests/test_examples.py"} <= run
 
 
-@pytest.fixture
-def reader(tmp_path, monkeypatch):
-    """A folder with what readers of the pages have: their own images, networks, a script, and the examples."""
+@pytest.fixture(scope="module")
+def possessions(tmp_path_factory):
+    """What readers of the pages have: their own images, networks, and a script."""
+    made = tmp_path_factory.mktemp("reader")
     for seed, name in enumerate(("photos", "sketches")):
-        save_npz(tmp_path / f"{name}.npz", tiny_task(seed, name=name, samples=120))
-    (tmp_path / "my_package").mkdir()
+        save_npz(made / f"{name}.npz", tiny_task(seed, name=name, samples=120))
+    (made / "my_package").mkdir()
     (backbone, *_) = blocks(ROOT / "docs" / "how-to" / "own-backbone.md", {"python"})
     nets = backbone["text"].split("\nnet = ")[0]
     classifier = (
         "\n\ndef classifier():\n    return nn.Sequential(backbone((1, 8, 8)), nn.Linear(32, 3))\n"
     )
-    (tmp_path / "my_package" / "nets.py").write_text(nets + classifier)
-    made: dict[str, Any] = {}
-    exec(nets + classifier, made)
-    torch.save(made["classifier"]().state_dict(), tmp_path / "photos.pt")
-    (tmp_path / "train.py").write_text(
+    (made / "my_package" / "nets.py").write_text(nets + classifier)
+    defined: dict[str, Any] = {}
+    exec(nets + classifier, defined)
+    torch.save(defined["classifier"]().state_dict(), made / "photos.pt")
+    (made / "train.py").write_text(
         f"{PRELUDE}\nfrom pytorch_lightning.loggers import CSVLogger, WandbLogger\n{TRAIN}"
     )
-    _own_commands(tmp_path)
+    _own_commands(made)
+    return made
+
+
+@pytest.fixture
+def reader(possessions, tmp_path, monkeypatch):
+    """A folder with all of it and the examples, for this test alone."""
+    shutil.copytree(possessions, tmp_path, dirs_exist_ok=True)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)

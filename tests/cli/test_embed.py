@@ -1,13 +1,14 @@
 """``taskinfo embed``: what it writes, that it continues, and how it says no."""
 
 import json
+from functools import partial
 
 import numpy as np
 import pytest
 
 from lightning_taskinfo import cli
 from lightning_taskinfo.data import ArrayData, save_npz
-from lightning_taskinfo.tasks import TaskEmbedding
+from lightning_taskinfo.tasks import TaskEmbedding, reference_network
 from tests.transfer.tiny import tiny_task
 
 SMALL = ["--max_samples=20", "--weight_decay=0.1"]
@@ -16,8 +17,17 @@ SMALL = ["--max_samples=20", "--weight_decay=0.1"]
 NAMES = ["tiny", "inverted", "two classes"]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def shortly_trained():
+    """The reference network of a single epoch, which other tests train too."""
+    with pytest.MonkeyPatch.context() as patch:
+        short = partial(reference_network, epochs=1)
+        patch.setattr("lightning_taskinfo.cli.embed.reference_network", short)
+        yield
+
+
 @pytest.fixture(scope="module")
-def written(tmp_path_factory):
+def written(tmp_path_factory, shortly_trained):
     folder = tmp_path_factory.mktemp("embed")
     save_npz(folder / "tiny.npz", tiny_task())
     path = folder / "tiny.npz"
