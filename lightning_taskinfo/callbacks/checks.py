@@ -102,7 +102,7 @@ def check_plain(who: str, model: nn.Module) -> None:
         )
 
 
-def check_finite(model: nn.Module) -> None:
+def check_finite_weights(model: nn.Module) -> None:
     """Raise a ``ValueError`` if a trainable weight is NaN or infinite."""
     weights: dict[str, Any] = trainable_parameters(model)
     weights = {name: p.to_local() if hasattr(p, "to_local") else p for name, p in weights.items()}

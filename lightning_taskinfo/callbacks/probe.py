@@ -31,7 +31,7 @@ from lightning_taskinfo._warn import warn
 from lightning_taskinfo.callbacks.checks import (
     LossComparison,
     check_batch,
-    check_finite,
+    check_finite_weights,
     check_fit,
     check_shards,
     check_weights,
@@ -367,7 +367,7 @@ class Probe(Callback, ABC):
             return None
 
     def _pair(self, trainer: Trainer, pl_module: LightningModule) -> Pair:
-        check_finite(pl_module)
+        check_finite_weights(pl_module)
         return self._source.read(trainer, self._batch)  # type: ignore[union-attr]
 
     def _samples(self, trainer: Trainer, pair: Pair, sizes: list[int]) -> Samples:

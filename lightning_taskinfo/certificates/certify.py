@@ -20,7 +20,7 @@ from lightning_taskinfo.certificates.network import (
     network_bound,
 )
 from lightning_taskinfo.certificates.prior import Prior, assumptions, half_prior, reasons_against
-from lightning_taskinfo.certificates.samples import Data, check_fresh, read_inputs, read_samples
+from lightning_taskinfo.certificates.samples import Data, check_fresh, read_inputs, read_labelled
 from lightning_taskinfo.certificates.search import (
     BETAS,
     Theorem,
@@ -29,7 +29,7 @@ from lightning_taskinfo.certificates.search import (
     propose,
     search,
 )
-from lightning_taskinfo.certificates.subject import ErrorKind, Loss, Subject, check_weights
+from lightning_taskinfo.certificates.subject import ErrorKind, Loss, Subject, check_certifiable
 from lightning_taskinfo.distributions import WeightGaussian
 from lightning_taskinfo.fisher.fallback import Forward
 from lightning_taskinfo.functional.pac_bayes import monte_carlo_interval
@@ -157,16 +157,16 @@ def certify(
         )
 
     # Read everything, and refuse what cannot be used, before the long work begins.
-    check_weights(model)
+    check_certifiable(model)
     reader = Reader(batch_fn, forward_fn)
-    samples = read_samples(data, model=model, reader=reader)
+    samples = read_labelled(data, model=model, reader=reader)
     prior.center_of(model)
     if half_fn is not None:
         prior, samples = half_prior(prior, model, samples, half_fn, seed)
     fresh = None if unlabelled is None else read_inputs(unlabelled, model=model, reader=reader)
     labelled = None
     if held_out is not None:
-        labelled = read_samples(held_out, argument="held_out", model=model, reader=reader)
+        labelled = read_labelled(held_out, argument="held_out", model=model, reader=reader)
     notes = _check_use(samples, prior, fresh, labelled)
 
     with observing(model), shown(progress, "certify", len(betas)) as tell:

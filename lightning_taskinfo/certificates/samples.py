@@ -28,7 +28,7 @@ BATCH = 256  # samples that are collated at a time
 UNLIKELY = 1e-3  # more equal inputs than this chance explains are no chance
 
 
-def read_samples(
+def read_labelled(
     data: Data,
     *,
     argument: str = "data",
@@ -197,10 +197,10 @@ def read_pair(data: Data, *, argument: str = "data") -> tuple[Tensor, Tensor]:
     """Return all inputs and targets where inputs have to be one tensor.
 
     Args:
-        data: As for :func:`read_samples`.
+        data: As for :func:`read_labelled`.
         argument: What the caller calls it, for messages.
     """
-    inputs, targets = read_samples(data, argument=argument)
+    inputs, targets = read_labelled(data, argument=argument)
     if not isinstance(inputs, Tensor):
         raise ValueError(
             f"`{argument}` must hold one tensor of inputs, got {type(inputs).__name__}."

@@ -23,7 +23,7 @@ from lightning_taskinfo.certificates.curvatures import (
     named_structures,
 )
 from lightning_taskinfo.certificates.prior import Prior
-from lightning_taskinfo.certificates.samples import Data, read_samples
+from lightning_taskinfo.certificates.samples import Data, read_labelled
 from lightning_taskinfo.certificates.subject import ErrorKind, Loss, Subject
 from lightning_taskinfo.distributions import (
     BlockGaussian,
@@ -246,7 +246,7 @@ def pareto_front(
     structures = named_structures(structure)
     names = (*structures, "oracle")
     total = len(names) * len(betas)
-    samples = read_samples(data, model=model, reader=Reader(batch_fn, forward_fn))
+    samples = read_labelled(data, model=model, reader=Reader(batch_fn, forward_fn))
     rows = []
     with observing(model), shown(progress, "pareto_front", total) as tell:
         subject = Subject.of(

@@ -60,7 +60,7 @@ class Subject:
         forward_fn: Forward | None = None,
     ) -> "Subject":
         """Seed the generator, see that outputs fit the labels, and keep the network's own predictions."""
-        check_weights(model)
+        check_certifiable(model)
         inputs, targets = samples
         weights = trainable_parameters(model)
         generator = Generator(next(iter(weights.values())).device).manual_seed(seed)
@@ -156,7 +156,7 @@ def _chunks(n: int) -> tuple[Tensor, ...]:
     return torch.arange(n, device="cpu").split(CHUNK)
 
 
-def check_weights(model: nn.Module) -> None:
+def check_certifiable(model: nn.Module) -> None:
     """Raise a ``ValueError`` for a network that has no weights to put a Gaussian around, or has one already."""
     if any(noisy_weights(model)):
         raise ValueError(

@@ -10,7 +10,7 @@ from lightning_taskinfo._batches import Reader
 from lightning_taskinfo._checkpoints import read_checkpoint
 from lightning_taskinfo._files import atomic_write, write_json
 from lightning_taskinfo.certificates import certify as certify_network
-from lightning_taskinfo.certificates.samples import read_samples
+from lightning_taskinfo.certificates.samples import read_labelled
 from lightning_taskinfo.cli._own import (
     Data,
     Network,
@@ -79,7 +79,7 @@ def certify(
     # no use.
     batch_fn, forward_fn = options["batch_fn"], options["forward_fn"]
     reader = Reader(batch_fn, forward_fn)
-    inputs, targets = read_samples(loader, model=network, reader=reader)
+    inputs, targets = read_labelled(loader, model=network, reader=reader)
     classes = options["error"] == "class" and options["loss_fn"] is None
     if classes and isinstance(inputs, Tensor):
         check_size(network, model.arguments, inputs)

@@ -12,7 +12,7 @@ from lightning_taskinfo import _batches
 from lightning_taskinfo._files import digest
 from lightning_taskinfo._observe import observing
 from lightning_taskinfo._ranges import check_counts, check_positive
-from lightning_taskinfo.certificates.samples import Data, read_samples
+from lightning_taskinfo.certificates.samples import Data, read_labelled
 from lightning_taskinfo.data.arrays import ArrayData
 from lightning_taskinfo.fisher import fisher_diagonal
 from lightning_taskinfo.fisher.measure import Engine
@@ -162,7 +162,7 @@ class Task2Vec:
     def _read(self, data: Data, argument: str) -> tuple[Any, Tensor]:
         """Return all inputs and labels, by the user's own function where there is one; the network takes the inputs."""
         reader = self.batch_fn and _batches.Reader(self.batch_fn, self.forward_fn)
-        inputs, labels = read_samples(data, argument=argument, model=self.network, reader=reader)
+        inputs, labels = read_labelled(data, argument=argument, model=self.network, reader=reader)
         try:
             with observing(self.network), torch.no_grad():
                 self._outputs(_batches.first_samples(inputs, None, 2)[0])

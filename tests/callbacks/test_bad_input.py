@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default
 from lightning_taskinfo import TaskInfoWarning
 from lightning_taskinfo._batches import read_batch
 from lightning_taskinfo.callbacks import FisherTrace, LocalMinimum, PACBayesCertificate
-from lightning_taskinfo.callbacks.checks import check_finite
+from lightning_taskinfo.callbacks.checks import check_finite_weights
 from lightning_taskinfo.fisher import fisher_trace
 from tests.callbacks.runs import PROBES, Classifier, digits, fit
 
@@ -352,11 +352,11 @@ def test_shares_that_add_up_to_1_are_no_probabilities_where_outputs_are_real_val
 def test_large_weights_whose_sum_overflows_are_finite():
     model = nn.Linear(2, 2, bias=False)
     nn.init.constant_(model.weight, 3e38)
-    check_finite(model)
+    check_finite_weights(model)
     with torch.no_grad():
         model.weight[1, 1] = -math.inf
     with pytest.raises(ValueError, match="the weights of 'weight' are not finite"):
-        check_finite(model)
+        check_finite_weights(model)
 
 
 @all_probes

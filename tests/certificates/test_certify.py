@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from lightning_taskinfo.certificates import PRIOR_STDS, Prior, certify, zero_one_loss
 from lightning_taskinfo.certificates.certificate import round_up
-from lightning_taskinfo.certificates.samples import read_pair, read_samples
+from lightning_taskinfo.certificates.samples import read_labelled, read_pair
 from lightning_taskinfo.distributions import (
     CurvatureBlock,
     LowRankCurvature,
@@ -242,7 +242,7 @@ def test_a_loader_is_read_whole_and_in_order(data):
         dataset, batch_size=7, drop_last=True, sampler=WeightedRandomSampler([1.0] * 600, 50)
     )
     for source in (dataset, skewed, data):
-        inputs, targets = read_samples(source)
+        inputs, targets = read_labelled(source)
         assert torch.equal(inputs, data[0])
         assert torch.equal(targets, data[1])
 
@@ -255,7 +255,7 @@ def test_a_loader_collates_as_it_does_in_training(data):
             [s["label"] for s in samples]
         )
 
-    inputs, targets = read_samples(DataLoader(rows, batch_size=7, collate_fn=pairs))
+    inputs, targets = read_labelled(DataLoader(rows, batch_size=7, collate_fn=pairs))
     assert torch.equal(inputs, data[0])
     assert torch.equal(targets, data[1])
 
@@ -263,13 +263,13 @@ def test_a_loader_collates_as_it_does_in_training(data):
 def test_a_dataset_that_calls_its_inputs_data_is_a_dataset(data):
     images = TensorDataset(*data)
     images.data = data[0]  # as those of torchvision do
-    inputs, targets = read_samples(images)
+    inputs, targets = read_labelled(images)
     assert torch.equal(inputs, data[0])
     assert torch.equal(targets, data[1])
 
 
 def test_eight_samples_are_enough(data):
-    assert len(read_samples((data[0][:8], data[1][:8]))[1]) == 8
+    assert len(read_labelled((data[0][:8], data[1][:8]))[1]) == 8
 
 
 def test_more_samples_certify_more(start, prior):
