@@ -16,8 +16,8 @@ from lightning_taskinfo import TaskInfoWarning
 from lightning_taskinfo.callbacks.pac_bayes_certificate import PACBayesCertificate
 from lightning_taskinfo.certificates import Prior, certify, pareto_front
 from tests.callbacks.runs import Classifier, fit, read_csv, seed_everything
-from tests.callbacks.test_loggers import items as items_of
-from tests.callbacks.test_loggers import wandb_records
+from tests.callbacks.test_report import items as items_of
+from tests.callbacks.test_report import wandb_records
 from tests.certificates.conftest import blobs
 
 QUICK = {"draws": 20, "betas": (1.0,), "prior_origin": "random initialisation"}
