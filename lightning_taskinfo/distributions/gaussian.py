@@ -316,7 +316,8 @@ class LowRankGaussian(WeightGaussian):
         shrink = self._squares / (1 + self._squares)
         along = (plain[:, None] * self._directions**2).sum(0)
         trace = plain.sum() - (shrink * along).sum()
-        return 0.5 * (shift + trace - len(std) + 2 * std.log().sum() - self.log_det())
+        log_ratio = 2 * std.log().sum() - self.log_det()
+        return 0.5 * (shift + trace - len(std) + log_ratio)
 
     def _flat_std(self, pre: IsotropicGaussian) -> Tensor:
         stds = {name: torch.full_like(mean, pre.std[name]) for name, mean in self.mean.items()}

@@ -244,10 +244,15 @@ def mean_interval(
     if n == 1:
         return Interval(mean, None, None, n, "one seed")
     spread = statistics.stdev(values)
-    if spread <= ROUNDING * (max(map(abs, values)) if scale is None else scale):
+    if scale is None:
+        scale = max(map(abs, values))
+    if spread <= ROUNDING * scale:
         return Interval(mean, None, None, n, "all seeds gave the same")
     reach = student_quantile(confidence, n - 1) * spread / math.sqrt(n)
-    return Interval(mean, max(bounds[0], mean - reach), min(bounds[1], mean + reach), n)
+    smallest, largest = bounds
+    low = max(smallest, mean - reach)
+    high = min(largest, mean + reach)
+    return Interval(mean, low, high, n)
 
 
 def paired_gain(

@@ -59,9 +59,10 @@ class WeightSchedule:
         """Return the weight in ``epoch``, counted from 0."""
         if epoch < self.start:
             return 0.0
-        # A constant needs no length.
-        T = min(1.0, (epoch - self.start) / self.length) if self.length else 1.0
-        factor = {"constant": 1.0, "linear": T, "sigmoid": math.exp(-5 * (1 - T) ** 2)}[self.ramp]
+        if self.ramp == "constant":
+            return float(self.weight)
+        T = min(1.0, (epoch - self.start) / self.length)
+        factor = T if self.ramp == "linear" else math.exp(-5 * (1 - T) ** 2)
         return self.weight * factor
 
 

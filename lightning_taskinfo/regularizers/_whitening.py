@@ -50,15 +50,10 @@ def fit_whitening(
             "unlabeled set."
         )
     if size <= _FACTORED:
-        covariance = (
-            _scatter(batches(), mean, torch.eye(size, dtype=torch.float64, device=mean.device))
-            / samples
-        )
-        factored = (
-            _cholesky(covariance, ridge)
-            if components == size
-            else _eigen(covariance, components, ridge)
-        )
+        identity = torch.eye(size, dtype=torch.float64, device=mean.device)
+        covariance = _scatter(batches(), mean, identity) / samples
+        whole = components == size
+        factored = _cholesky(covariance, ridge) if whole else _eigen(covariance, components, ridge)
     else:
         factored = _subspace(batches, mean, components, ridge, samples)
     whitening = Whitening(mean, *factored, samples)
@@ -101,7 +96,8 @@ def _mean(batches: Iterator[Tensor], size: int) -> tuple[Tensor, Tensor]:
     total = torch.zeros(size, dtype=torch.float64, device="cpu")
     count = torch.zeros((), dtype=torch.float64, device="cpu")
     for x in batches:
-        total, count = total + x.double().sum(0).cpu(), count + len(x)
+        total = total + x.double().sum(0).cpu()
+        count = count + len(x)
     total, count = sum_over_ranks(total, count)
     return total / count.clamp_min(1), count
 
@@ -112,7 +108,8 @@ def _scatter(batches: Iterator[Tensor], mean: Tensor, basis: Tensor) -> Tensor:
     total = torch.zeros_like(basis)
     for x in batches:
         centred = x.double().cpu() - mean
-        total += centred.T @ (centred if whole else centred @ basis)
+        projected = centred if whole else centred @ basis
+        total += centred.T @ projected
     return sum_over_ranks(total)[0]
 
 
@@ -122,18 +119,22 @@ def _cholesky(covariance: Tensor, ridge: float) -> tuple[Tensor, Tensor, Tensor]
     if floor == 0:  # constant inputs: nothing to whiten
         return torch.zeros_like(covariance), covariance.new_zeros(D), covariance.new_zeros(())
     identity = torch.eye(D, dtype=covariance.dtype, device=covariance.device)
-    matrix = torch.linalg.solve_triangular(
-        torch.linalg.cholesky(covariance + floor * identity), identity, upper=False
-    )
-    return matrix, matrix.norm(dim=1).reciprocal(), D - floor * matrix.square().sum()
+    factor = torch.linalg.cholesky(covariance + floor * identity)
+    matrix = torch.linalg.solve_triangular(factor, identity, upper=False)
+    scales = matrix.norm(dim=1).reciprocal()
+    effective_dim = D - floor * matrix.square().sum()
+    return matrix, scales, effective_dim
 
 
 def _eigen(covariance: Tensor, components: int, ridge: float) -> tuple[Tensor, Tensor, Tensor]:
     values, vectors = torch.linalg.eigh(covariance)
-    values, vectors = values[-components:].flip(0).clamp_min(0), vectors[:, -components:].flip(1)
+    values = values[-components:].flip(0).clamp_min(0)  # the largest first
+    vectors = vectors[:, -components:].flip(1)
     shrunk = values + ridge * values.mean()
     inverse = torch.where(shrunk > 0, shrunk, torch.inf).reciprocal()
-    return inverse.sqrt()[:, None] * vectors.T, shrunk.sqrt(), (values * inverse).sum()
+    matrix = inverse.sqrt()[:, None] * vectors.T
+    effective_dim = (values * inverse).sum()
+    return matrix, shrunk.sqrt(), effective_dim
 
 
 def _subspace(

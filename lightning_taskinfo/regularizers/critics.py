@@ -82,7 +82,8 @@ class ConcatenatedCritic(nn.Module):
 
     def forward(self, inputs: Tensor, features: Tensor) -> Tensor:
         """Return the scores of all pairs, shape ``[B, B]``."""
-        a, b = self.from_input(self.input_tower(inputs)), self.from_features(features)  # [B, H]
+        a = self.from_input(self.input_tower(inputs))  # [B, H]
+        b = self.from_features(features)  # [B, H]
         return self.score(a[:, None] + b[None]).squeeze(-1)  # [B, B]
 
 
@@ -99,10 +100,14 @@ def tower(shape: Sequence[int], hidden: int, out: int) -> nn.Sequential:
     if len(shape) == 3:
         channels, height, width = shape
         layers = [
-            *(nn.Conv2d(channels, 16, 3, stride=2, padding=1), nn.ReLU()),
-            *(nn.Conv2d(16, 32, 3, stride=2, padding=1), nn.ReLU(), nn.Flatten()),
+            nn.Conv2d(channels, 16, 3, stride=2, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(16, 32, 3, stride=2, padding=1),
+            nn.ReLU(),
+            nn.Flatten(),
         ]
-        width = 32 * math.ceil(math.ceil(height / 2) / 2) * math.ceil(math.ceil(width / 2) / 2)
+        # Halved twice, and rounded up.
+        width = 32 * math.ceil(height / 4) * math.ceil(width / 4)
     dense = (
         nn.Linear(width, hidden),
         nn.ReLU(),

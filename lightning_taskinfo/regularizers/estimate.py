@@ -91,7 +91,8 @@ def estimate_mutual_information(
         True
     """
     check_negatives(negatives)
-    inputs, features = _column("inputs", inputs), _column("features", features)
+    inputs = _column("inputs", inputs)
+    features = _column("features", features)
     if features.ndim > 2 and not isinstance(critic, nn.Module):
         raise ValueError(f"`features` must have shape [N, F], got {tuple(features.shape)}.")
     if len(inputs) < SAMPLES:
@@ -103,25 +104,27 @@ def estimate_mutual_information(
     if not clip > 0:  # which may be infinite
         raise ValueError(f"`clip` must be positive, got {clip}.")
     check_rows("inputs", inputs)
-    check_rows("features", features, tuple(features.shape[1:]), rows=len(inputs))
-    for argument, tensor in (("inputs", inputs), ("features", features)):
-        check_finite(argument, tensor)
+    N = len(inputs)
+    check_rows("features", features, tuple(features.shape[1:]), rows=N)
+    check_finite("inputs", inputs)
+    check_finite("features", features)
     generator = Generator().manual_seed(seed)
-    order = torch.randperm(len(inputs), generator=generator, device="cpu")
-    cuts = [int(0.6 * len(inputs)), int(0.8 * len(inputs))]
-    parts = [
-        (inputs[rows].float(), features[rows].float())
-        for rows in order.to(inputs.device).tensor_split(cuts)
-    ]
-    (x, z), *held_out = _standardised(parts)
+    order = torch.randperm(N, generator=generator, device="cpu").to(inputs.device)
+    cuts = [int(0.6 * N), int(0.8 * N)]
+    parts = []
+    for rows in order.tensor_split(cuts):
+        pair = (inputs[rows].float(), features[rows].float())
+        parts.append(pair)
+    (x, z), chosen_by, read_from = _standardised(parts)
     if isinstance(critic, nn.Module):
         fresh = deepcopy(critic)
     else:
+        input_shape = tuple(inputs.shape[1:])
         with torch.device("cpu"):  # the same weights, whatever the default device
-            fresh = make_critic(critic, tuple(inputs.shape[1:]), features.shape[1], seed=seed)
+            fresh = make_critic(critic, input_shape, features.shape[1], seed=seed)
     fresh = fresh.to(inputs.device).float().requires_grad_()
-    best = _train(fresh, x, z, held_out[0], steps, batch_size, learning_rate, negatives, generator)
-    return _read(best, *held_out[1], clip)
+    best = _train(fresh, x, z, chosen_by, steps, batch_size, learning_rate, negatives, generator)
+    return _read(best, *read_from, clip)
 
 
 def _column(argument: str, tensor: Tensor) -> Tensor:
@@ -135,12 +138,13 @@ def _column(argument: str, tensor: Tensor) -> Tensor:
 
 def _standardised(parts: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
     """Shift and scale by the first part's moments; constant columns stay as they are."""
-    moments = [(v.mean(0), v.std(0)) for v in parts[0]]
-    scale = [(mean, torch.where(std > 0, std, 1.0)) for mean, std in moments]
-    return [
-        tuple((v - mean) / std for v, (mean, std) in zip(part, scale, strict=True))  # type: ignore[misc]
-        for part in parts
-    ]
+    (mean_x, std_x), (mean_z, std_z) = (_moments(values) for values in parts[0])
+    return [((x - mean_x) / std_x, (z - mean_z) / std_z) for x, z in parts]
+
+
+def _moments(values: Tensor) -> tuple[Tensor, Tensor]:
+    std = values.std(0)
+    return values.mean(0), torch.where(std > 0, std, 1.0)
 
 
 @torch.enable_grad()
@@ -157,9 +161,11 @@ def _train(
 ) -> nn.Module | None:
     """Return the critic at its best moment on the held-out samples; ``None`` if it never beat a zero critic."""
     optimizer = torch.optim.Adam(critic.parameters(), lr=learning_rate)
-    best, best_objective = None, -2 * math.log(2)  # what a zero critic reaches
+    best = None
+    best_objective = -2 * math.log(2)  # what a zero critic reaches
     for step in range(1, steps + 1):
-        rows = torch.randperm(len(x), generator=generator, device="cpu")[:batch_size].to(x.device)
+        order = torch.randperm(len(x), generator=generator, device="cpu")
+        rows = order[:batch_size].to(x.device)
         loss = -jensen_shannon(critic(x[rows], z[rows]), negatives=negatives)
         optimizer.zero_grad()
         loss.backward()
@@ -169,19 +175,24 @@ def _train(
                 scores = critic(*(part[:1024] for part in held_out))
                 objective = jensen_shannon(scores, negatives=negatives).item()
             if objective > best_objective:
-                best, best_objective = deepcopy(critic), objective
+                best = deepcopy(critic)
+                best_objective = objective
     return best
 
 
 @torch.no_grad()
 def _read(critic: nn.Module | None, x: Tensor, z: Tensor, clip: float) -> MutualInformationEstimate:
-    x, z = x[:2048], z[:2048]  # all pairs are scored
+    x = x[:2048]  # all pairs are scored
+    z = z[:2048]
+    n = len(x)
     if critic is None:
-        return MutualInformationEstimate(0.0, 0.0, len(x))
-    parts = torch.arange(len(x), device=x.device).tensor_split(max(2, min(8, len(x) // 4)))
-    groups = [rows for rows in parts if len(rows) > 1]
-    estimates = torch.stack([smile(critic(x[rows], z[rows]), clip) for rows in groups])
-    standard_error = estimates.std() / len(groups) ** 0.5
-    return MutualInformationEstimate(
-        smile(critic(x, z), clip).item(), standard_error.item(), len(x)
-    )
+        return MutualInformationEstimate(0.0, 0.0, n)
+    count = max(2, min(8, n // 4))
+    estimates = []
+    for rows in torch.arange(n, device=x.device).tensor_split(count):
+        if len(rows) > 1:
+            scores = critic(x[rows], z[rows])
+            estimates.append(smile(scores, clip))
+    standard_error = torch.stack(estimates).std() / len(estimates) ** 0.5
+    whole = smile(critic(x, z), clip)
+    return MutualInformationEstimate(whole.item(), standard_error.item(), n)

@@ -105,7 +105,7 @@ class Lautum(Regularizer):
         if proxy not in ("logits", "jacobian"):
             raise ValueError(f"`proxy` must be 'logits' or 'jacobian', got {proxy!r}.")
         if components is None:
-            components = min(D, 64) if proxy == "jacobian" else D if max_dim >= D else 256
+            components = _default_components(D, proxy, max_dim)
         _check_ranges(D, num_outputs, components, decay, shrinkage, ridge)
         self.num_outputs = num_outputs
         self.proxy = proxy
@@ -186,9 +186,9 @@ class Lautum(Regularizer):
                 w = self._gradients(inputs, outputs, epoch)
             w = w - w.mean(0)  # [B, K]
             if self._first_look(outputs):
-                warn_of_scale(
-                    x[:64] @ self.whitener.T if self.whole else x[:64], self.effective_dim
-                )
+                some = x[:64]
+                whitened = some @ self.whitener.T if self.whole else some
+                warn_of_scale(whitened, self.effective_dim)
             local = _covariances(x, w.detach())
             averages = self._averages(local)
             if _finite(*local) and averages is not None:
@@ -206,7 +206,8 @@ class Lautum(Regularizer):
             )
         generator = Generator().manual_seed(seed_from(self.seed, epoch))
         v = torch.randn(self.num_outputs, generator=generator, device="cpu")
-        along = (outputs.float() @ (v / v.norm()).to(outputs.device)).sum()
+        direction = (v / v.norm()).to(outputs.device)
+        along = (outputs.float() @ direction).sum()
         (gradients,) = torch.autograd.grad(along, inputs, create_graph=torch.is_grad_enabled())
         return gradients.flatten(1).float() @ self.whitener.T * self.scales  # [B, r]
 
@@ -228,7 +229,8 @@ class Lautum(Regularizer):
     def _effective_samples(self, batch_size: int) -> float:
         """How many samples weigh in the averages, at most as many as there are."""
         forgotten = self.decay ** max(1, int(self.steps))
-        batches = (1 + self.decay) * (1 - forgotten) / ((1 - self.decay) * (1 + forgotten))
+        squares = (1 - self.decay) * (1 + forgotten)
+        batches = (1 + self.decay) * (1 - forgotten) / squares
         return min(batch_size * batches, int(self.samples))
 
     def _with_gradient(
@@ -243,26 +245,36 @@ class Lautum(Regularizer):
             pulled = whitened @ self.whitener  # [K, D]
         else:
             whitened = pulled = cov_wx.float()
-        change_w = (w.T @ w).double() / (len(x) - 1)
-        cross = (w.T @ (x @ pulled.T)).double() / (len(x) - 1)  # [K, K]
+        degrees = len(x) - 1
+        change_w = (w.T @ w).double() / degrees
+        along = x @ pulled.T  # [B, K]
+        cross = (w.T @ along).double() / degrees  # [K, K]
         change_w = change_w - change_w.detach()  # zeros that carry a gradient
         cross = cross - cross.detach()
-        squares = whitened.double() @ whitened.double().T
-        return self._information(cov_w + change_w, squares + cross + cross.T, n)
+        whitened = whitened.double()
+        squares = whitened @ whitened.T + cross + cross.T
+        return self._information(cov_w + change_w, squares, n)
 
     def _information(self, cov_w: Tensor, squares: Tensor, n: float) -> Tensor:
         """Information from the covariance of ``w``, and the squares of that with whitened inputs, [K, K]."""
         floor = self.ridge * cov_w.diagonal().mean().detach() + 1e-12
-        factor = torch.linalg.cholesky(
-            cov_w + floor * torch.eye(len(cov_w), dtype=cov_w.dtype, device=cov_w.device)
-        )
+        identity = torch.eye(len(cov_w), dtype=cov_w.dtype, device=cov_w.device)
+        factor = torch.linalg.cholesky(cov_w + floor * identity)
         half = torch.linalg.solve_triangular(factor, squares, upper=False)
         # [K, K], on both sides
         whitened = torch.linalg.solve_triangular(factor, half.T, upper=False)
-        squared = torch.linalg.eigvalsh((whitened + whitened.T) / 2) * (
-            n / (n + float(self.effective_dim))
-        )
-        return lautum_from_correlations(squared.clamp(max=1.0) * (1 - self.shrinkage) ** 2)
+        symmetric = (whitened + whitened.T) / 2
+        fewer = n / (n + float(self.effective_dim))
+        squared = torch.linalg.eigvalsh(symmetric) * fewer
+        largest = (1 - self.shrinkage) ** 2
+        return lautum_from_correlations(squared.clamp(max=1.0) * largest)
+
+
+def _default_components(D: int, proxy: str, max_dim: int) -> int:
+    """Number of principal directions where the user says nothing."""
+    if proxy == "jacobian":
+        return min(D, 64)
+    return D if max_dim >= D else 256
 
 
 def _covariances(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:

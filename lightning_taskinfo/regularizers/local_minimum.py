@@ -117,8 +117,10 @@ class LocalMinimumRegularizer(Regularizer):
             model, loss_fn, split_batch(batch, self.parts), parameters
         )
         # A number whose gradient is the one computed above.
-        carried = sum(((p - p.detach()) * gradient[name]).sum() for name, p in parameters.items())
-        return self.penalty(value + carried, weight)
+        for name, p in parameters.items():
+            zero = p - p.detach()
+            value = value + (zero * gradient[name]).sum()
+        return self.penalty(value, weight)
 
     def _due(self, epoch: int, learning_rate: float | None) -> bool:
         if self.start != "learning_rate_drop":
@@ -214,7 +216,9 @@ def split_batch(batch: Any, parts: int) -> list[Any]:
         )
 
     def cut(leaf: Any, i: int) -> Any:
-        return leaf[i * size : (i + 1) * size] if isinstance(leaf, Tensor) and leaf.ndim else leaf
+        if not isinstance(leaf, Tensor) or not leaf.ndim:
+            return leaf
+        return leaf[i * size : (i + 1) * size]
 
     return [tree_unflatten([cut(leaf, i) for leaf in leaves], structure) for i in range(parts)]
 
