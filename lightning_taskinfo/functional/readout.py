@@ -116,9 +116,13 @@ def _sketched(rows: Tensor, size: int) -> Tensor:
 def stratified_folds(labels: Tensor, folds: int) -> Tensor:
     """Return the fold of each sample: those of a class, in the order in which they come, go to the folds in turns.
 
+    There are at most as many folds as the median class has samples, and two at least. With more, a
+    held-out sample would mostly be of a class that the other folds have least of, and its error
+    would be far too large: 0.94 in place of 0.6 with two samples of each of ten classes.
+
     Args:
         labels: Classes, shape ``[N]``; real values are one class.
-        folds: Number of folds.
+        folds: Largest number of folds.
 
     Returns:
         Folds from 0 on, of equal size up to 1, shape ``[N]``.
@@ -126,10 +130,14 @@ def stratified_folds(labels: Tensor, folds: int) -> Tensor:
     Example:
         >>> stratified_folds(torch.tensor([0, 0, 1, 1, 0, 0]), 2)
         tensor([0, 1, 0, 1, 0, 1])
+        >>> stratified_folds(torch.tensor([0, 1, 0, 1]), 4)
+        tensor([0, 0, 1, 1])
     """
     order = torch.arange(len(labels))
     if labels.ndim == 1 and not labels.is_floating_point():
         order = labels.cpu().argsort(stable=True)
+        sizes = labels.unique(return_counts=True)[1]
+        folds = min(folds, max(2, int(sizes.median())))
     fold = torch.empty(len(labels), dtype=torch.long)
     fold[order] = torch.arange(len(labels)) % folds
     return fold

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Generator, Tensor, nn
@@ -12,7 +12,7 @@ from torch import Generator, Tensor, nn
 from lightning_taskinfo._batches import Forward, take
 from lightning_taskinfo._progress import counted, shown
 from lightning_taskinfo._random import own_randomness
-from lightning_taskinfo._ranges import check_positive
+from lightning_taskinfo._ranges import check_counts, check_positive
 from lightning_taskinfo.functional.intervals import (
     normal_quantile,
     paired_interval,
@@ -47,21 +47,41 @@ class FineTuning:
         steps: Optimizer steps.
         learning_rate: Its largest value.
         batch_size: Samples of a step.
-        folds: Number of folds.
+        scratch_only: Whether only the untrained start is trained, and frozen features of the others
+            are compared with it.
         seed: Of heads and batches.
     """
 
     steps: int = 100
     learning_rate: float = 1e-3
     batch_size: int = 32
-    folds: int = 3
+    scratch_only: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (("steps", 1), ("batch_size", 1), ("folds", 2)):
-            if getattr(self, name) < least:
-                raise ValueError(f"`{name}` must be at least {least}, got {getattr(self, name)}.")
+        check_counts(steps=self.steps, batch_size=self.batch_size)
         check_positive(learning_rate=self.learning_rate)
+
+
+class Losses(NamedTuple):
+    """What one way of predicting held-out labels gets wrong.
+
+    Attributes:
+        squares: Squared errors of the samples, shape ``[N]``: of real labels over that of the mean
+            label; of fine-tuned classes, Brier scores.
+        errors: Whether the class is another, shape ``[N]``; of real labels, the squared errors.
+    """
+
+    squares: Tensor
+    errors: Tensor
+
+
+class Measured(NamedTuple):
+    """One start with its losses: of the read-out of its last layer, and of fine-tuning where it was fine-tuned."""
+
+    start: RankedStart
+    frozen: Losses
+    tuned: Losses | None
 
 
 def rank_starts(
@@ -98,16 +118,20 @@ def rank_starts(
         layers: Which layers to read: a number of them, spread over the depth of each network up to
             the last one before its head; names of modules; or names by start.
         scratch: Name of the start with untrained weights, which the gains of the others are
-            measured from. Whether they help or hurt is said only beside ``fine_tune``: read-outs of
-            trained and untrained features cannot tell.
+            measured from. Whether they help or hurt is said only beside ``fine_tune`` or ``curve``:
+            read-outs of trained and untrained features cannot tell.
         curve: Test errors of training from scratch by number of labels, two or more (of real
             labels: the share of their variance that is missed). It gives the number of labels above
             which scratch is predicted to win over a read-out of the frozen start, and whether
             frozen features help or hurt at the labels at hand.
         fine_tune: Also fine-tune every start on the labels, cross-validated, and order by that:
-            seconds to minutes each, and the honest rival of everything else here.
-        folds: Number of folds of the read-outs, with equal shares of each class.
-        confidence: Probability that an interval covers.
+            seconds to minutes each, and the honest rival of everything else here. Beside
+            ``scratch``, fine-tuning from each start and its frozen features are said to help or to
+            hurt.
+        folds: Number of folds of read-outs and fine-tuning, with equal shares of each class; at
+            most as many as the median class has samples.
+        confidence: Probability that an interval covers. A start is said to help, or to hurt, if a
+            one-sided bound of this confidence is on that side of 0.
         max_features: Most features of a layer; larger ones are pooled.
         forward_fn: How to call a network, ``forward_fn(model, inputs)``.
         batch_fn: Picks ``(inputs, labels)`` out of a batch.
@@ -134,17 +158,19 @@ def rank_starts(
     _check_models(models)
     if scratch is not None and scratch not in models:
         raise ValueError(f"`scratch` must name one of the starts {list(models)}, got {scratch!r}.")
+    if fine_tune is not None and fine_tune.scratch_only and scratch is None:
+        raise ValueError("`scratch` must name a start beside `scratch_only`, got None.")
+    if not 0.5 < confidence < 1:
+        raise ValueError(f"`confidence` must be between 0.5 and 1, got {confidence}.")
     samples = read_samples(data, batch_fn)
     columns = label_columns(samples.labels, folds)
     law = None if curve is None else fitted_curve(curve)
     ruler = _Ruler(samples, columns, layers, folds, max_features, confidence, forward_fn, fine_tune)
-    starts: list[RankedStart] = []
-    losses: dict[str, Tensor] = {}
+    found: dict[str, Measured] = {}
     with shown(progress, "rank", len(models)) as tell:
         for name in counted(list(models), len(models), tell, "starts"):
-            start, losses[name] = ruler.measure(name, _opened(models[name], name))
-            starts.append(start)
-    return ruler.compared(starts, losses, scratch, law)
+            found[name] = ruler.measure(name, _opened(models[name], name), scratch)
+    return ruler.compared(found, scratch, law)
 
 
 def _check_models(models: Any) -> None:
@@ -199,23 +225,19 @@ class _Ruler:
             raise ValueError(f"`layers` must name layers of every start, got none for {name!r}.")
         return list(self.layers[name])
 
-    def measure(self, name: str, model: nn.Module) -> tuple[RankedStart, Tensor]:
-        """Read all layers of one start; return it with what it is compared by, a loss for each sample, ``[N]``.
-
-        That is the squared error of the read-out of its last layer, or the error of
-        cross-validated fine-tuning.
-        """
+    def measure(self, name: str, model: nn.Module, scratch: str | None) -> Measured:
+        """Read all layers of one start, and fine-tune it where that is asked for."""
         begin = time.perf_counter()
-        labels = self.samples.labels
         network = Network.of(model, self.samples.few, self.forward_fn)
         names = self.layers_of(name, network)
         features, logits = network.read(self.samples, names, self.max_features)
-        fold = stratified_folds(labels, self.folds)
+        fold = stratified_folds(self.samples.labels, self.folds)
         found = [read_out(values, self.columns, fold) for values in features.values()]
         rows = [self._row(layer, one) for layer, one in zip(features, found, strict=True)]
         best = min(range(len(rows)), key=lambda i: (rows[i].error, rows[i].missed))
-        losses = [one.squares if self.real else one.wrong for one in found]
-        behind = [paired_interval(loss, losses[best], self.confidence)[0] for loss in losses]
+        losses = [Losses(one.squares, one.squares if self.real else one.wrong) for one in found]
+        errors = [loss.errors for loss in losses]
+        behind = [paired_interval(error, errors[best], self.confidence)[0] for error in errors]
         # The deepest layer whose read-out is not seen to be worse than the best one.
         deepest = max(i for i, low in enumerate(behind) if i == best or low <= 0)
         start = RankedStart(
@@ -230,10 +252,11 @@ class _Ruler:
             parameters=sum(p.numel() for p in model.parameters()),
             seconds=time.perf_counter() - begin,
         )
-        if self.fine_tune is None:
-            return start, found[-1].squares
-        tuned = self._tuned_losses(model, self.fine_tune)
-        return replace(start, fine_tuned=tuned.mean().item()), tuned
+        if self.fine_tune is None or (self.fine_tune.scratch_only and name != scratch):
+            return Measured(start, losses[-1], None)
+        tuned = self._tuned_losses(model, self.fine_tune, fold)
+        start = replace(start, fine_tuned=tuned.errors.mean().item())
+        return Measured(start, losses[-1], tuned)
 
     def _scores(self, features: Tensor, logits: Tensor | None) -> dict[str, Any]:
         """What others rank by: the features of the last layer ``[N, D]``, and the source head's say ``[N, Z]``."""
@@ -259,28 +282,29 @@ class _Ruler:
 
     def compared(
         self,
-        starts: Sequence[RankedStart],
-        losses: Mapping[str, Tensor],
+        found: Mapping[str, Measured],
         scratch: str | None,
         law: PowerLaw | None,
     ) -> StartRanking:
         """Order the starts, and say which of them can be told apart, and whether they win over scratch."""
-        tuned = self.fine_tune is not None
+        starts = [one.start for one in found.values()]
         by_error = sorted(starts, key=lambda start: start.missed)
         by_logme = sorted(starts, key=lambda start: -start.logme)
         ordered = sorted(by_error, key=lambda s: by_error.index(s) + by_logme.index(s))
-        if tuned:
-            ordered = sorted(starts, key=lambda start: start.fine_tuned or 0.0)
+        losses = {name: one.frozen.squares for name, one in found.items()}
+        tuned = {name: one.tuned.squares for name, one in found.items() if one.tuned is not None}
+        if len(tuned) == len(found):
+            losses = tuned
+            ordered = sorted(starts, key=lambda start: losses[start.name].mean().item())
         compared = []
         for start in ordered:
             mine, first = losses[start.name], losses[ordered[0].name]
             start = replace(start, behind=paired_interval(mine, first, self.confidence))
-            if scratch is not None and start.name != scratch:
-                gain = paired_interval(losses[scratch], mine, self.confidence)
-                call = verdict_of(gain[0], gain[2]) if tuned else None
-                start = replace(start, gain=gain, call=call)
             if law is not None:
                 start = self._beside_curve(start, law)
+            if scratch is not None and start.name != scratch:
+                gain = paired_interval(losses[scratch], mine, self.confidence)
+                start = self._called(replace(start, gain=gain), found[start.name], found[scratch])
             compared.append(start)
         return StartRanking(
             starts=tuple(compared),
@@ -289,38 +313,57 @@ class _Ruler:
             classes=None if self.real else len(self.samples.labels.unique()),
             confidence=self.confidence,
             scratch=scratch,
-            ordered_by="fine-tuning" if tuned else "read-out and LogME",
+            ordered_by="fine-tuning" if losses is tuned else "read-out and LogME",
         )
+
+    def _called(self, start: RankedStart, mine: Measured, scratch: Measured) -> RankedStart:
+        """Say whether a start helps over training from scratch, fine-tuned and frozen, where scratch was trained.
+
+        Fine-tuned networks are compared by their Brier scores, which vary less beside their
+        difference than errors do. Those of a read-out are no probabilities: errors are compared.
+        """
+        if scratch.tuned is None:
+            return start
+        frozen = self._call(scratch.tuned.errors, mine.frozen.errors)
+        call = None
+        if mine.tuned is not None:
+            call = self._call(scratch.tuned.squares, mine.tuned.squares)
+        return replace(start, call=call, frozen_call=frozen)
+
+    def _call(self, scratch: Tensor, start: Tensor) -> str:
+        """Whether a one-sided bound on the mean difference of losses is above 0, or below."""
+        low, _, high = paired_interval(scratch, start, 2 * self.confidence - 1)
+        return verdict_of(low, high)
 
     def _beside_curve(self, start: RankedStart, law: PowerLaw) -> RankedStart:
         """Compare the read-out with training from scratch: at the labels at hand, and where it falls below."""
         shares = start.interval[0], start.error, start.interval[1]
         low, middle, high = (torch.tensor(share, dtype=torch.float64) for share in shares)
         first, second, third = (end.item() for end in crossings(low, middle, high, law))
-        start = replace(start, onset=(first, second, third))
-        if self.fine_tune is not None:
-            return start
         at_hand = law[0] * len(self.columns) ** -law[1]
-        return replace(start, call=verdict_of((at_hand - high).item(), (at_hand - low).item()))
+        call = verdict_of((at_hand - high).item(), (at_hand - low).item())
+        return replace(start, onset=(first, second, third), frozen_call=call)
 
     # The honest rival: fine-tune on the labels at hand.
 
-    def _tuned_losses(self, model: nn.Module, how: FineTuning) -> Tensor:
-        """Fine-tune copies of a start on all folds but one, and return the loss of each sample in the fold left out."""
+    def _tuned_losses(self, model: nn.Module, how: FineTuning, fold: Tensor) -> Losses:
+        """Fine-tune on all folds but one, and return the losses on that one, for each."""
         columns = self.columns
-        fold = stratified_folds(self.samples.labels, how.folds)
-        losses = torch.empty(len(columns), dtype=torch.float64)
-        for k in range(how.folds):
+        squares = torch.empty(len(columns), dtype=torch.float64)
+        errors = torch.empty_like(squares)
+        for k in fold.unique():
             held, kept = (same.nonzero().flatten() for same in (fold == k, fold != k))
             network = self._fine_tuned(model, kept, how)
             with torch.no_grad():
                 outputs = self._outputs(network, held).double().cpu()
             if self.real:
                 baseline = (columns - columns[kept].mean(0)).square().sum(1).mean()
-                losses[held] = (outputs - columns[held]).square().sum(1) / baseline
+                squares[held] = (outputs - columns[held]).square().sum(1) / baseline
+                errors[held] = squares[held]
             else:
-                losses[held] = (outputs.argmax(1) != columns[held].argmax(1)).double()
-        return losses
+                squares[held] = (outputs.softmax(1) - columns[held]).square().sum(1)
+                errors[held] = (outputs.argmax(1) != columns[held].argmax(1)).double()
+        return Losses(squares, errors)
 
     def _fine_tuned(self, model: nn.Module, kept: Tensor, how: FineTuning) -> Network:
         """Return a copy of a start with a fresh head, trained on some samples; the start itself is left alone."""

@@ -58,11 +58,13 @@ class RankedStart:
         seconds: That reading took.
         fine_tuned: Error of cross-validated fine-tuning, where that was asked for.
         behind: How much more it misses than the first, paired: lower end, mean, upper end. With
-            fine-tuning, how much larger its error is.
+            fine-tuning, how much larger its Brier score is, or the squared error of real labels.
         gain: How much less than the untrained start, in the same way.
-        call: ``"helps"``, ``"hurts"`` or ``"cannot tell"``: fine-tuning, compared with that of the
-            untrained start; or frozen features, compared with the learning curve of scratch.
-            ``None`` without either.
+        call: ``"helps"``, ``"hurts"`` or ``"cannot tell"``: fine-tuning it, compared with training
+            the untrained start; ``None`` where they were not fine-tuned.
+        frozen_call: The same of a linear read-out of its frozen features, compared with training
+            the untrained start, or else with the learning curve of scratch; ``None`` without
+            either.
         onset: Number of labels above which training from scratch is predicted to win: lower end,
             middle, upper end.
     """
@@ -84,6 +86,7 @@ class RankedStart:
     behind: MeanInterval = (0.0, 0.0, 0.0)
     gain: MeanInterval | None = None
     call: str | None = None
+    frozen_call: str | None = None
     onset: MeanInterval | None = None
 
 
@@ -131,29 +134,43 @@ class StartRanking:
         elif others:
             rule = "try them, or get more labels"
             said = [f"{self.samples} labels cannot tell {best.name} from {others}: {rule}"]
-        what = "fine-tuning it" if self.ordered_by == "fine-tuning" else "freezing it"
-        if best.call == "cannot tell":
-            said.append(f"whether {what} helps over scratch cannot be told")
-        elif best.call is not None:
-            said.append(f"{what} {best.call} over scratch")
-        elif self.scratch == best.name:
+        if self.scratch == best.name:
             said.append("no other start is ahead of the untrained one")
+        for what, call in (("fine-tuning", best.call), ("freezing", best.frozen_call)):
+            if call == "cannot tell":
+                said.append(f"whether {what} it helps over scratch cannot be told")
+            elif call is not None:
+                said.append(f"{what} it {call} over scratch")
         if best.onset is not None and math.isfinite(best.onset[1]):
             wins = "labels on, scratch is predicted to win over frozen features"
             said.append(f"from about {_count(best.onset[1])} {wins}")
         return f"{'; '.join(said)}."
 
     def legend(self) -> str:
-        """Return in two lines what the columns mean, which direction is good, and what orders the starts."""
-        order = "The order is the mean of the ranks by both."
+        """Return what the columns mean, which direction is good, and what orders the starts."""
+        order = "The order is the mean of the ranks by missed and LogME."
         if self.ordered_by == "fine-tuning":
-            order = "The order is by fine-tuned, the error after fine-tuning (lower is better)."
+            order = (
+                "The order is by the Brier score after fine-tuning; fine-tuned is the error then."
+            )
         what = "share of wrong classes" if self.classes is not None else "share missed"
-        return (
+        lines = [
             "Of the last layer: missed, the share of the labels' variance that a linear read-out misses (lower is "
-            "better); LogME, the evidence for the labels (higher is better).\n"
-            f"{order} error: {what} by a read-out of the best layer (lower is better)."
-        )
+            "better); LogME, the evidence for the labels (higher is better).",
+            f"{order} error: {what} by a read-out of the best layer, which layer names (lower is better). Freeze up "
+            "to: the deepest layer that is not seen to be worse.",
+        ]
+        if any(start.h_score is not None for start in self.starts):
+            lines.append(
+                "H-score: how far the last layer's features separate the classes. LEEP, NCE: how well the outputs of "
+                "the source's own head predict the labels. Higher is better."
+            )
+        if any(start.call or start.frozen_call for start in self.starts):
+            lines.append(
+                "Tuned, frozen: whether fine-tuning the start, or a head on its frozen features, beats training from "
+                f"scratch, at {self.confidence:.0%} one-sided confidence."
+            )
+        return "\n".join(lines)
 
     def table(self) -> tuple[list[str], list[list[Any]]]:
         """Return names of columns and one row for each start, numbers as numbers."""
@@ -262,7 +279,8 @@ def _count(value: float) -> str:
 SHOWN: dict[str, Callable[[RankedStart], str]] = {  # columns of the table
     "start": lambda s: s.name,
     "fine-tuned": lambda s: _number(s.fine_tuned),
-    "against scratch": lambda s: s.call or UNKNOWN,
+    "tuned": lambda s: s.call or UNKNOWN,
+    "frozen": lambda s: s.frozen_call or UNKNOWN,
     "scratch wins from": lambda s: UNKNOWN if s.onset is None else _count(s.onset[1]),
     "missed": lambda s: _number(s.missed),
     "LogME": lambda s: _number(s.logme),

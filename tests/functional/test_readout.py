@@ -100,6 +100,18 @@ def test_folds_have_equal_shares_of_each_class():
     assert stratified_folds(torch.rand(7), 3).tolist() == [0, 1, 2, 0, 1, 2, 0]
 
 
+def test_two_samples_of_a_class_are_not_held_out_against_whole_classes():
+    """Classes that are easy to tell apart: what is left of the held-out one must not be outvoted by the others."""
+    labels = torch.arange(10).repeat(2)
+    assert stratified_folds(labels, 5).tolist() == [0] * 10 + [1] * 10
+    features = 2 * randn(10, 8)[labels] + randn(20, 8, seed=1)
+    columns = nn.functional.one_hot(labels).double()
+    fold = stratified_folds(labels, 5)
+    assert read_out(features, columns, fold).wrong.mean() < 0.4
+    uneven = (torch.arange(20) // 4) % 5
+    assert read_out(features, columns, uneven).wrong.mean() > 0.5
+
+
 def test_small_features_are_only_flattened():
     for shape in ((2, 6), (2, 3, 2), (2, 3, 4, 5), (2,)):
         features = randn(*shape)

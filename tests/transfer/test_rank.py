@@ -6,17 +6,21 @@ import os
 import subprocess
 import sys
 import warnings
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
 import torch
+from scipy.stats import ttest_1samp
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_taskinfo import FineTuning, TaskInfoWarning, feature_overlap, rank_starts
+from lightning_taskinfo.functional.readout import stratified_folds
 from lightning_taskinfo.functional.transferability import h_score, leep, logme, nce
 from lightning_taskinfo.transfer import StartRanking, small_cnn
 from lightning_taskinfo.transfer.features import Network
+from lightning_taskinfo.transfer.rank import _Ruler
 
 
 def randn(*shape, seed=0):
@@ -58,8 +62,9 @@ def test_starts_are_ordered_by_what_their_features_know(ranking):
     assert ranking.tied == ("keeps 4",)
     assert ranking.samples == 120
     assert ranking.classes == 4
-    assert ranking["keeps 4"].call == "helps"
-    assert ranking["keeps 0"].call == "hurts"
+    assert ranking["keeps 4"].frozen_call == "helps"
+    assert ranking["keeps 0"].frozen_call == "hurts"
+    assert ranking["keeps 4"].call is None  # nothing was fine-tuned
     assert ranking["keeps 0"].gain is None
     for start in ranking.starts:
         low, high = start.interval
@@ -122,14 +127,85 @@ def test_the_order_is_that_of_two_mean_ranks():
 
 def test_without_fine_tuning_or_a_curve_nothing_is_said_to_help():
     ranking = rank_starts({"a": Body(4), "b": Body(0)}, target(), scratch="b", progress=False)
-    assert ranking["a"].call is None
+    assert ranking["a"].call is ranking["a"].frozen_call is None
     assert ranking["a"].gain[0] > 0
+
+
+def dumb_losses(model, x, y, how, fold):
+    """Brier scores and errors of held-out samples, by a plain loop."""
+    squares, errors = torch.zeros(len(y)), torch.zeros(len(y))
+    for k in fold.unique():
+        torch.manual_seed(how.seed)
+        net = deepcopy(model).train()
+        net.head = nn.Linear(8, 4)
+        optimizer = torch.optim.Adam(net.parameters(), lr=how.learning_rate)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, how.learning_rate, total_steps=how.steps
+        )
+        batches = torch.Generator().manual_seed(how.seed)
+        order = torch.empty(0, dtype=torch.long)
+        kept = (fold != k).nonzero().flatten()
+        for _ in range(how.steps):
+            if len(order) < how.batch_size:
+                order = kept[torch.randperm(len(kept), generator=batches)]
+            picked, order = order[: how.batch_size], order[how.batch_size :]
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(net(x[picked]), y[picked]).backward()
+            optimizer.step()
+            schedule.step()
+        with torch.no_grad():
+            said = net.eval()(x[fold == k]).softmax(1)
+        squares[fold == k] = (said - nn.functional.one_hot(y[fold == k], 4)).square().sum(1)
+        errors[fold == k] = (said.argmax(1) != y[fold == k]).float()
+    return squares, errors
+
+
+def test_fine_tuning_is_called_by_brier_scores_and_frozen_features_by_errors():
+    x, y = target()
+    starts = {"a": Body(6).eval(), "b": Body(0).eval(), "c": Body(3, seed=2).eval()}
+    with torch.no_grad():
+        starts["b"].first.weight.zero_()
+        starts["b"].first.bias.fill_(30.0)  # saturated: it cannot learn
     how = FineTuning(steps=60, learning_rate=0.02)
-    tuned = rank_starts(
-        {"a": Body(4), "b": Body(0)}, target(), scratch="b", fine_tune=how, progress=False
-    )
-    assert tuned["a"].call in ("helps", "hurts", "cannot tell")
-    assert tuned["b"].call is None
+    ranking = rank_starts(starts, (x, y), scratch="b", fine_tune=how, progress=False)
+    fold = stratified_folds(y, 5)
+    losses = {name: dumb_losses(model, x, y, how, fold) for name, model in starts.items()}
+    for name, (squares, errors) in losses.items():
+        assert ranking[name].fine_tuned == pytest.approx(errors.mean().item())
+        difference = squares - losses[ranking.best.name][0]
+        assert ranking[name].behind[1] == pytest.approx(difference.mean().item(), abs=1e-5)
+    gained = losses["b"][0] - losses["a"][0]
+    assert ranking["a"].gain[1] == pytest.approx(gained.mean().item(), abs=1e-5)
+    assert ranking["a"].call == ranking["a"].frozen_call == "helps"
+    assert ranking["b"].call is ranking["b"].frozen_call is None
+    means = [losses[start.name][0].mean() for start in ranking.starts]
+    assert means == sorted(means)
+
+
+def test_a_call_is_one_sided():
+    squares = {name: randn(200, seed=seed) for seed, name in enumerate(("scratch", "start"))}
+    squares["scratch"] += 0.15
+    gains = (squares["scratch"] - squares["start"]).numpy()
+    p = ttest_1samp(gains, 0, alternative="greater").pvalue
+    for level, expected in ((1 - p - 0.01, "helps"), (1 - p + 0.01, "cannot tell")):
+        ruler = _Ruler(None, None, 1, 5, 8, level, None, None)
+        assert ruler._call(squares["scratch"], squares["start"]) == expected
+        assert ruler._call(squares["start"], squares["scratch"]) == expected.replace(
+            "helps", "hurts"
+        )
+
+
+def test_scratch_alone_can_be_trained_to_judge_frozen_features():
+    starts = {"a": Body(4), "b": Body(0)}
+    with torch.no_grad():
+        starts["b"].first.bias.fill_(30.0)
+    how = FineTuning(steps=30, learning_rate=0.02, scratch_only=True)
+    ranking = rank_starts(starts, target(), scratch="b", fine_tune=how, progress=False)
+    assert ranking.ordered_by == "read-out and LogME"
+    assert ranking["a"].fine_tuned is ranking["a"].call is None
+    assert ranking["b"].fine_tuned is not None
+    assert ranking["a"].frozen_call == "helps"
+    assert "freezing it helps over scratch" in ranking.advice()
 
 
 def test_onset_is_where_the_curve_of_scratch_crosses_the_error(ranking):
@@ -286,7 +362,7 @@ def test_any_network(make):
     assert ranking.best.leep is not None
     assert ranking.samples == 48
     tuned = rank_starts(
-        {"a": model}, data, layers=1, fine_tune=FineTuning(2, folds=2), progress=False
+        {"a": model}, data, layers=1, fine_tune=FineTuning(2), folds=2, progress=False
     )
     assert 0 <= tuned.best.fine_tuned <= 1
 
@@ -365,16 +441,20 @@ def test_saves_loads_draws_prints_and_shows_a_page(ranking, tmp_path):
 
 
 def test_a_legend_says_what_the_columns_mean_and_what_orders(ranking):
-    _, header, *_, first, second, _ = str(ranking).splitlines()
-    assert "  against scratch  " in header
+    _, header, *_, first, second, third, fourth, _ = str(ranking).splitlines()
+    assert "  frozen  " in header
     assert "missed, the share of the labels' variance that a linear read-out misses (lower" in first
     assert "LogME, the evidence for the labels (higher is better)" in first
-    assert second.startswith("The order is the mean of the ranks by both. error: share of wrong")
-    assert second.endswith("by a read-out of the best layer (lower is better).")
+    assert second.startswith("The order is the mean of the ranks by missed and LogME. error: share")
+    assert "by a read-out of the best layer, which layer names (lower is better). Freeze" in second
+    for column in ("H-score", "LEEP", "NCE"):
+        assert column in header
+        assert column in third
+    assert fourth.endswith("beats training from scratch, at 95% one-sided confidence.")
     assert "(higher is better)" in ranking._repr_html_()
     assert "error: share missed" in replace(ranking, classes=None).legend()
     tuned = replace(ranking, ordered_by="fine-tuning").legend()
-    assert "The order is by fine-tuned, the error after fine-tuning (lower" in tuned
+    assert "The order is by the Brier score after fine-tuning" in tuned
     assert "mean of the ranks" not in tuned
 
 
@@ -445,6 +525,8 @@ def test_what_holds_no_networks_is_refused_with_the_rule(models, got):
         ({"folds": 1}, "`folds` .*1"),
         ({"folds": 40}, "`data` .*160 samples, 4 for each of 40 folds, got 120"),
         ({"confidence": 1.0}, "`confidence` .*1.0"),
+        ({"confidence": 0.5}, "`confidence` .*between 0.5 and 1, got 0.5"),
+        ({"fine_tune": FineTuning(scratch_only=True)}, "`scratch` .*`scratch_only`, got None"),
         ({"max_features": 0}, "`max_features` .*0"),
         ({"data": []}, "`data` .*none"),
         ({"data": (randn(40, 6), torch.zeros(40).long())}, "`data` .*40 equal ones"),
@@ -462,7 +544,6 @@ def test_refuses(arguments, match):
     [
         ({"steps": 0}, "`steps` .*0"),
         ({"batch_size": 0}, "`batch_size` .*0"),
-        ({"folds": 1}, "`folds` .*1"),
         ({"learning_rate": 0.0}, "`learning_rate` .*0.0"),
     ],
 )
