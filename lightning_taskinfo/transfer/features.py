@@ -24,12 +24,13 @@ from lightning_taskinfo._batches import (
     tensors,
 )
 from lightning_taskinfo._observe import observing
+from lightning_taskinfo._ranges import check_finite
 from lightning_taskinfo.functional.readout import pooled
 
 MAX_CHUNK = 64  # samples of a forward pass, where the user's batches are larger
 
 
-class Samples(NamedTuple):
+class Labelled(NamedTuple):
     """Labelled samples of the target.
 
     Attributes:
@@ -48,7 +49,7 @@ class Samples(NamedTuple):
         return take(self.inputs, itemgetter(slice(2)))
 
 
-def read_samples(data: Any, batch_fn: BatchFn | None) -> Samples:
+def read_labelled(data: Any, batch_fn: BatchFn | None) -> Labelled:
     """Return all samples of one batch, or of an iterable of batches.
 
     Raises:
@@ -59,7 +60,7 @@ def read_samples(data: Any, batch_fn: BatchFn | None) -> Samples:
         raise ValueError("`data` must yield batches (inputs, labels), got none.")
     inputs, labels = zip(*parts, strict=True)
     chunk = min(MAX_CHUNK, max(map(len, labels)))
-    return Samples(joined(list(inputs)), torch.cat(labels), chunk)
+    return Labelled(joined(list(inputs)), torch.cat(labels), chunk)
 
 
 def _batches(data: Any) -> Iterable[Any]:
@@ -91,8 +92,8 @@ def _read(batch: Any, batch_fn: BatchFn | None) -> tuple[Any, Tensor]:
             f"`data` must yield batches with a class index or real values for each input, got labels of shape "
             f"{list(labels.shape)} for {n} inputs; a dataset of single samples goes into a DataLoader first."
         )
-    if count := sum(int((~x.isfinite()).sum()) for x in tensors((inputs, labels))):
-        raise ValueError(f"`data` must be finite, got {count} values that are not.")
+    for tensor in tensors((inputs, labels)):
+        check_finite("data", tensor)
     return inputs, labels.detach().cpu()
 
 
@@ -110,7 +111,7 @@ class Frozen(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Network:
+class FrozenNetwork:
     """A network, how it is called, and what a pass over two samples showed.
 
     Attributes:
@@ -127,7 +128,7 @@ class Network:
     head: str | None
 
     @classmethod
-    def of(cls, model: nn.Module, few: Any, forward_fn: Forward | None) -> "Network":
+    def of(cls, model: nn.Module, few: Any, forward_fn: Forward | None) -> "FrozenNetwork":
         """Find out how a network is called on inputs like these, and look at one pass.
 
         Raises:
@@ -150,7 +151,7 @@ class Network:
 
     def read(
         self,
-        samples: Samples,
+        samples: Labelled,
         layers: Sequence[str] | None,
         max_features: int | None,
     ) -> Frozen:

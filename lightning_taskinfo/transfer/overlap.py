@@ -13,7 +13,7 @@ from lightning_taskinfo._warn import warn
 from lightning_taskinfo.functional.features import fit_power_law, transfer_onset
 from lightning_taskinfo.functional.intervals import normal_quantile
 from lightning_taskinfo.functional.readout import read_out
-from lightning_taskinfo.transfer.features import Network, read_samples
+from lightning_taskinfo.transfer.features import FrozenNetwork, read_labelled
 
 if TYPE_CHECKING:
     from lightning_taskinfo.plotting import Axes, Figure
@@ -274,9 +274,9 @@ def feature_overlap(
         >>> bool(feature_overlap(net, [(x, x.sum(1))], layers=["0"]).outside < 1e-6)
         True
     """
-    samples = read_samples(data, batch_fn)
+    samples = read_labelled(data, batch_fn)
     columns = label_columns(samples.labels, folds)
-    frozen = Network.of(model, samples.few, forward_fn).read(samples, layers, max_features)
+    frozen = FrozenNetwork.of(model, samples.few, forward_fn).read(samples, layers, max_features)
     fold = torch.arange(len(columns)) % folds
     found = [read_out(values, columns, fold) for values in frozen.features.values()]
     missed = torch.stack([one.missed for one in found])

@@ -21,7 +21,12 @@ from lightning_taskinfo.functional.intervals import (
 )
 from lightning_taskinfo.functional.readout import ReadOut, read_out, stratified_folds
 from lightning_taskinfo.functional.transferability import h_score, leep, logme, nce
-from lightning_taskinfo.transfer.features import Network, Samples, first_tensor, read_samples
+from lightning_taskinfo.transfer.features import (
+    FrozenNetwork,
+    Labelled,
+    first_tensor,
+    read_labelled,
+)
 from lightning_taskinfo.transfer.overlap import (
     MAX_FEATURES,
     PowerLaw,
@@ -162,7 +167,7 @@ def rank_starts(
         raise ValueError("`scratch` must name a start beside `scratch_only`, got None.")
     if not 0.5 < confidence < 1:
         raise ValueError(f"`confidence` must be between 0.5 and 1, got {confidence}.")
-    samples = read_samples(data, batch_fn)
+    samples = read_labelled(data, batch_fn)
     columns = label_columns(samples.labels, folds)
     law = None if curve is None else fitted_curve(curve)
     ruler = _Ruler(samples, columns, layers, folds, max_features, confidence, forward_fn, fine_tune)
@@ -199,7 +204,7 @@ def _opened(model: Model, name: str) -> nn.Module:
 class _Ruler:
     """What all starts are measured with: samples ``[N]``, their labels as columns ``[N, C]``, and how to read them."""
 
-    samples: Samples
+    samples: Labelled
     columns: Tensor
     layers: Layers
     folds: int
@@ -213,7 +218,7 @@ class _Ruler:
         """Whether labels are real numbers, and not classes."""
         return self.samples.labels.is_floating_point()
 
-    def layers_of(self, name: str, network: Network) -> list[str]:
+    def layers_of(self, name: str, network: FrozenNetwork) -> list[str]:
         """Return which layers of a start are read."""
         if isinstance(self.layers, int):
             if self.layers < 1:
@@ -228,7 +233,7 @@ class _Ruler:
     def measure(self, name: str, model: nn.Module, scratch: str | None) -> Measured:
         """Read all layers of one start, and fine-tune it where that is asked for."""
         begin = time.perf_counter()
-        network = Network.of(model, self.samples.few, self.forward_fn)
+        network = FrozenNetwork.of(model, self.samples.few, self.forward_fn)
         names = self.layers_of(name, network)
         features, logits = network.read(self.samples, names, self.max_features)
         fold = stratified_folds(self.samples.labels, self.folds)
@@ -365,7 +370,7 @@ class _Ruler:
                 errors[held] = (outputs.argmax(1) != columns[held].argmax(1)).double()
         return Losses(squares, errors)
 
-    def _fine_tuned(self, model: nn.Module, kept: Tensor, how: FineTuning) -> Network:
+    def _fine_tuned(self, model: nn.Module, kept: Tensor, how: FineTuning) -> FrozenNetwork:
         """Return a copy of a start with a fresh head, trained on some samples; the start itself is left alone."""
         copy = deepcopy(model)
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -398,7 +403,7 @@ class _Ruler:
         loss = nn.functional.mse_loss if self.real else nn.functional.cross_entropy
         return loss(outputs, targets)
 
-    def _outputs(self, network: Network, picked: Tensor) -> Tensor:
+    def _outputs(self, network: FrozenNetwork, picked: Tensor) -> Tensor:
         inputs = take(self.samples.inputs, lambda x: x[picked.to(x.device)])
         outputs = first_tensor(network.run(inputs))
         if outputs is None or outputs.ndim != 2:
@@ -407,13 +412,13 @@ class _Ruler:
             )
         return outputs
 
-    def _with_fresh_head(self, model: nn.Module) -> Network:
+    def _with_fresh_head(self, model: nn.Module) -> FrozenNetwork:
         """Replace the linear layer that a network ends in by a fresh one.
 
         Raises:
             ValueError: If it does not end in one.
         """
-        network = Network.of(model, self.samples.few, self.forward_fn)
+        network = FrozenNetwork.of(model, self.samples.few, self.forward_fn)
         if network.head is None:
             raise ValueError(
                 "`fine_tune` needs starts that end in an nn.Linear, their head, which is made anew; got one that ends "

@@ -20,11 +20,11 @@ Draw = tuple[int, int, int]
 """Epoch, pass within the epoch, and index of a sample."""
 
 
-def seed_from(*parts: int) -> int:
+def stream_seed(*parts: int) -> int:
     """Return a seed for the generator that belongs to ``parts``, e.g. (seed, epoch), unlike that of any others.
 
     Example:
-        >>> seed_from(0, 1) == seed_from(0, 1), seed_from(0, 1) == seed_from(1, 0)
+        >>> stream_seed(0, 1) == stream_seed(0, 1), stream_seed(0, 1) == stream_seed(1, 0)
         (True, False)
     """
     return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> 1)
@@ -62,12 +62,14 @@ class EpochSampler(Sampler[Draw]):
         # the epoch.
         epoch, number = self.epoch, self.passes
         self.passes += 1
-        order = np.random.default_rng(seed_from(self.seed, epoch, number)).permutation(self.length)
+        order = np.random.default_rng(stream_seed(self.seed, epoch, number)).permutation(
+            self.length
+        )
         for index in order.tolist():
             yield epoch, number, index
 
 
-class Samples(Dataset[Any]):
+class ImageSamples(Dataset[Any]):
     """Images with their index, and with their labels where they have any, a whole batch at a time.
 
     Args:
@@ -117,13 +119,13 @@ class Samples(Dataset[Any]):
 
 
 def whole_batch(batch: Any) -> Any:
-    """Collate nothing: :class:`Samples` gives out whole batches."""
+    """Collate nothing: :class:`ImageSamples` gives out whole batches."""
     return batch
 
 
 def reseed(*parts: int) -> None:
     """Seed torch's, numpy's and Python's global generators from ``parts``, on every device."""
-    seed_everything(seed_from(*parts))
+    seed_everything(stream_seed(*parts))
 
 
 @contextmanager
@@ -141,7 +143,7 @@ def generators_kept() -> Iterator[None]:
 def seeded(*parts: int) -> Iterator[None]:
     """Seed the generators of this processor from ``parts``, and put them back afterwards."""
     restore = keep_random_states()
-    seed = seed_from(*parts)
+    seed = stream_seed(*parts)
     try:
         torch.default_generator.manual_seed(seed)
         np.random.seed(seed % 2**32)  # noqa: NPY002 - user code draws from it

@@ -11,7 +11,7 @@ from torch import nn
 from lightning_taskinfo._lightning import NAMESPACES, Callback
 from lightning_taskinfo.transfer import BACKBONES, CLASSES, PENALTIES, TransferClassifier
 from lightning_taskinfo.transfer.ready.backbones import backbone_name, feature_dim, make_backbone
-from lightning_taskinfo.transfer.ready.module import acting, check_weights, parse_method
+from lightning_taskinfo.transfer.ready.module import acting, all_weights, parse_method
 from lightning_taskinfo.transfer.training import quiet
 from tests.transfer.tiny import tiny_data, tiny_net
 
@@ -201,8 +201,8 @@ def test_resnet20_has_its_twenty_layers():
 def test_names_of_methods():
     assert parse_method("mutual_information + lautum") == ("lautum", "mutual_information")
     assert acting("lautum+temporal_ensembling", "fine_tune") == ("temporal_ensembling",)
-    assert check_weights({"lautum": 3.0})["lautum"] == 3.0
-    assert check_weights({"lautum": 0})["lautum"] == 0
+    assert all_weights({"lautum": 3.0})["lautum"] == 3.0
+    assert all_weights({"lautum": 0})["lautum"] == 0
 
 
 @pytest.mark.parametrize(
@@ -217,18 +217,18 @@ def test_names_of_methods():
             r"got 'mk_mdd' in 'lautum\+mk_mdd'; did you mean 'mk_mmd'\?$",
         ),
         (lambda: parse_method("lautum+lautum"), "`method` must name each part once"),
-        (lambda: check_weights({"laplace": 1.0}), "`weights` must be for .* got 'laplace'"),
+        (lambda: all_weights({"laplace": 1.0}), "`weights` must be for .* got 'laplace'"),
         (
-            lambda: check_weights({"lautum": -1.0}),
+            lambda: all_weights({"lautum": -1.0}),
             "`weights` must be finite and not negative, got -1.0 for 'lautum'",
         ),
         (
-            lambda: check_weights({"lautum": math.inf}),
+            lambda: all_weights({"lautum": math.inf}),
             "`weights` must be finite and not negative, got inf for 'lautum'",
         ),
-        (lambda: check_weights({"lautm": 1.0}), r"got 'lautm'; did you mean 'lautum'\?"),
+        (lambda: all_weights({"lautm": 1.0}), r"got 'lautm'; did you mean 'lautum'\?"),
         (
-            lambda: check_weights({"lautum": float("nan")}),
+            lambda: all_weights({"lautum": float("nan")}),
             "must be finite and not negative, got nan for 'lautum'",
         ),
         (lambda: make_backbone("vgg", SHAPE), "`backbone` must be one of mlp, .* got 'vgg'"),

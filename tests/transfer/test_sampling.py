@@ -5,7 +5,7 @@ import random
 import numpy as np
 import torch
 
-from lightning_taskinfo.transfer.sampling import EpochSampler, Samples, reseed, seed_from
+from lightning_taskinfo.transfer.sampling import EpochSampler, ImageSamples, reseed, stream_seed
 
 
 def order(sampler):
@@ -43,7 +43,7 @@ def noisy(image):
 
 
 def test_augmentation_is_drawn_from_seed_epoch_pass_and_index():
-    samples = Samples(torch.zeros(4, 1, 2, 2), torch.arange(4), augment=noisy, seed=7)
+    samples = ImageSamples(torch.zeros(4, 1, 2, 2), torch.arange(4), augment=noisy, seed=7)
     reseed(1)
     (x, _), _ = samples.__getitems__([(3, 0, 2), (4, 0, 2), (3, 1, 2), (3, 0, 1)])
     reseed(2)  # what the global generators hold plays no part
@@ -53,7 +53,7 @@ def test_augmentation_is_drawn_from_seed_epoch_pass_and_index():
 
 
 def test_augmentation_leaves_the_global_generators_alone():
-    samples = Samples(torch.zeros(4, 1, 2, 2), augment=noisy)
+    samples = ImageSamples(torch.zeros(4, 1, 2, 2), augment=noisy)
     reseed(1)
     expected = torch.rand(()), np.random.rand(), random.random()  # noqa: NPY002
     reseed(1)
@@ -63,7 +63,10 @@ def test_augmentation_leaves_the_global_generators_alone():
 
 def test_samples_come_alone_and_in_batches():
     x = torch.arange(8, dtype=torch.uint8).reshape(2, 1, 2, 2)
-    labelled, plain = Samples(x, torch.tensor([5, 6]), index=torch.tensor([10, 11])), Samples(x)
+    labelled, plain = (
+        ImageSamples(x, torch.tensor([5, 6]), index=torch.tensor([10, 11])),
+        ImageSamples(x),
+    )
     (image, label), index = labelled[1]
     torch.testing.assert_close(image, x[1].float() / 255)
     assert (label, index) == (6, 11)
@@ -73,4 +76,4 @@ def test_samples_come_alone_and_in_batches():
 
 
 def test_seeds_differ_by_every_part():
-    assert len({seed_from(a, b) for a in range(10) for b in range(10)}) == 100
+    assert len({stream_seed(a, b) for a in range(10) for b in range(10)}) == 100

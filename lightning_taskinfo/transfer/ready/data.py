@@ -24,7 +24,7 @@ from lightning_taskinfo.transfer.ready.images import (
 )
 from lightning_taskinfo.transfer.sampling import (
     EpochSampler,
-    Samples,
+    ImageSamples,
     Split,
     count_or_rows,
     split_target,
@@ -68,7 +68,7 @@ class TransferDataModule(LightningDataModule):
         batch_size: Samples in a labelled batch, and in an unlabelled one.
         num_workers: Worker processes of each loader.
         augment: Changes one training image, see
-            :class:`~lightning_taskinfo.transfer.sampling.Samples`.
+            :class:`~lightning_taskinfo.transfer.sampling.ImageSamples`.
         seed: Decides split and order.
         data_dir: Where names are looked up; ``TASKINFO_DATA_DIR`` where ``None``.
 
@@ -224,7 +224,9 @@ class TransferDataModule(LightningDataModule):
         rows = _limited(np.arange(len(source.train.y)), self.arguments["max_source"], self.seed)
         x, y = source.train.x[rows], source.train.y[rows]
         augment = self.arguments["augment"]
-        self.source = Samples(fit_images(x, self.image_shape), y, augment=augment, seed=self.seed)
+        self.source = ImageSamples(
+            fit_images(x, self.image_shape), y, augment=augment, seed=self.seed
+        )
         self.source_test = self._labelled(source.test)
 
     def _set_target(self, target: ImageTask) -> None:
@@ -243,8 +245,10 @@ class TransferDataModule(LightningDataModule):
             self.num_indices = len(x) + len(given)
         options = {"augment": self.arguments["augment"], "seed": self.seed}
         own = torch.from_numpy(split.labeled)
-        self.labeled = Samples(fit_images(x[own], self.image_shape), y[own], index=own, **options)
-        self.unlabeled = Samples(fit_images(inputs, self.image_shape), index=rows, **options)
+        self.labeled = ImageSamples(
+            fit_images(x[own], self.image_shape), y[own], index=own, **options
+        )
+        self.unlabeled = ImageSamples(fit_images(inputs, self.image_shape), index=rows, **options)
         self.validation = self._labelled(Images(x[split.validation], y[split.validation]))
         self.target_test = self._labelled(target.test)
 
@@ -252,10 +256,10 @@ class TransferDataModule(LightningDataModule):
         given = self.arguments["unlabeled"]
         return None if given is None else as_inputs(given, argument="unlabeled")
 
-    def _labelled(self, images: Images) -> Samples:
-        return Samples(fit_images(images.x, self.image_shape), images.y)
+    def _labelled(self, images: Images) -> ImageSamples:
+        return ImageSamples(fit_images(images.x, self.image_shape), images.y)
 
-    def _loader(self, samples: Samples, number: int) -> DataLoader[Any]:
+    def _loader(self, samples: ImageSamples, number: int) -> DataLoader[Any]:
         epoch = getattr(self.trainer, "current_epoch", 0)  # not 0 in a run that is resumed
         ranks = getattr(self.trainer, "world_size", 1)
         return DataLoader(
@@ -270,7 +274,7 @@ class TransferDataModule(LightningDataModule):
         )
 
 
-def _plain_loader(samples: Samples, batch_size: int) -> DataLoader[Any]:
+def _plain_loader(samples: ImageSamples, batch_size: int) -> DataLoader[Any]:
     return DataLoader(samples, max(batch_size, 256), collate_fn=whole_batch)
 
 

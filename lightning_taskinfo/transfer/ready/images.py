@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_taskinfo._ranges import check_finite
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.data import ArrayData, load_idx, load_npz, load_task
 from lightning_taskinfo.data.arrays import channels_last
@@ -189,8 +190,7 @@ def _pixels(x: Tensor, argument: str) -> Tensor:
     if x.dtype == torch.uint8 or _whole_bytes(x):
         return x.to(torch.uint8)
     x = x.float()
-    if count := int((~x.isfinite()).sum()):
-        raise ValueError(f"`{argument}` must be finite, got {count} values that are not.")
+    check_finite(argument, x)
     if (largest := float(x.abs().max())) > 100:
         warn(
             f"`{argument}` has real images up to {largest:g}, which are used as they are; divide them by 255, or make "

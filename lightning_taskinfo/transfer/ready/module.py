@@ -83,7 +83,7 @@ def acting(method: str, stage: Stage) -> tuple[str, ...]:
     return tuple(name for name in parse_method(method) if stage in PENALTIES[name])
 
 
-def check_weights(weights: Mapping[str, float]) -> dict[str, float]:
+def all_weights(weights: Mapping[str, float]) -> dict[str, float]:
     """Return all weights, the defaults where none are given.
 
     Raises:
@@ -192,7 +192,7 @@ class TransferClassifierMixin(
         self.weight_decay = weight_decay
         self.seed = seed
         self.penalties = acting(method, stage)
-        weight = check_weights(weights or {})
+        weight = all_weights(weights or {})
         # Laine and Aila's weight is for each share of labelled samples, ramped up over the stage.
         share = num_labeled / max(1, num_unlabeled)
         # As many directions of the inputs as four samples each can tell apart.

@@ -28,8 +28,8 @@ from lightning_taskinfo.transfer.ready.module import (
     PENALTIES,
     FineTune,
     acting,
+    all_weights,
     check_fine_tune,
-    check_weights,
     parse_method,
 )
 from lightning_taskinfo.transfer.sampling import check_different, generators_kept, reseed
@@ -144,7 +144,7 @@ class Ready(Recipe):
         self.labels = labels or [len(rows) if given else rows]
         self.seeds = seeds
         self.stages = stages or Stages()
-        self.weights = check_weights(weights or {})
+        self.weights = all_weights(weights or {})
         self.namespace = namespace
         self.accelerator = accelerator
         self.backbone = backbone
