@@ -181,8 +181,8 @@ class TrainStepNorms(Probe):
             before = torch.zeros(5, 0, device="cpu")
         self._merged = None
         self._sums = SampleSums(before.to(pl_module.device))
-        steps = trainer.estimated_stepping_batches
-        self._is_short = self.every_n_steps is not None and steps < self.every_n_steps
+        steps = trainer.estimated_stepping_batches  # negative where nobody knows
+        self._is_short = self.every_n_steps is not None and 0 < steps < self.every_n_steps
         reason = self._indices.unknown(trainer)
         if reason is not None:
             self._follow = False

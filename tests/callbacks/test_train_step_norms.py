@@ -660,3 +660,17 @@ def test_norms_are_read_where_values_are_logged_and_in_all_steps_of_a_short_trai
         found = callback.samples.squared_norm
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4, equal_nan=True)
         torch.testing.assert_close(callback.samples.loss, means(module.expected, 1))
+
+
+def test_norms_of_a_training_of_unknown_length_are_read_where_they_are_logged(tmp_path):
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(digits())
+
+    callback = TrainStepNorms(every_n_steps=3, index_fn=lambda batch: [*range(8)])
+    fit(tmp_path, callback, model=Plain, loader=DataLoader(Stream(), batch_size=8), max_epochs=1)
+    assert callback.samples.seen.tolist() == [4] * 8
+    assert [row["step"] for row in callback.history] == [3]
+    sums = callback._sums.table
+    assert sums[1].tolist() == [4.0] * 8, "losses of all four steps"
+    assert sums[3].tolist() == [1.0] * 8, "norms of the third"
