@@ -81,8 +81,8 @@ class Probe(Callback, ABC):
         every_n_steps: Optimizer steps between two measurements.
         every_n_epochs: Epochs between two measurements, each after the last batch of an epoch. With
             neither of the two, the class decides.
-        at_start: Whether to measure before the first step of a training, too. The class decides
-            where it is not given.
+        at_start: Whether to measure before the first step of a training, too. Where it is not given
+            the class decides; what is measured at the end of training alone has no start.
         max_samples: At most this many samples are measured, over all processes together.
         data: ``"train_batch"`` looks at the batch just trained on; ``"train"`` and ``"val"`` at a
             fixed subset, chosen by ``seed``, that is read once at the start, from a copy of a
@@ -169,7 +169,8 @@ class Probe(Callback, ABC):
             every_n_steps, every_n_epochs = self.default_every_n_steps, self.default_every_n_epochs
         self.every_n_steps = every_n_steps
         self.every_n_epochs = every_n_epochs
-        self.at_start = self.default_at_start if at_start is None else at_start
+        scheduled = every_n_steps is not None or every_n_epochs is not None
+        self.at_start = (self.default_at_start and scheduled) if at_start is None else at_start
         self.max_samples = max_samples
         self.data = data
         self.labels = labels

@@ -5,7 +5,7 @@ import torch
 from pytorch_lightning.loggers import CSVLogger
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_taskinfo.callbacks import FisherTrace, PACBayesCertificate
+from lightning_taskinfo.callbacks import FisherTrace, LocalMinimum, PACBayesCertificate
 from lightning_taskinfo.fisher import fisher_trace
 from tests.callbacks.runs import PROBES, Classifier, digits, fit, read_csv
 
@@ -69,3 +69,10 @@ def test_a_certificate_of_an_untrained_network_is_not_made(tmp_path):
     callback = PACBayesCertificate(prior_origin="random initialisation", draws=10, betas=(1.0,))
     fit(tmp_path, callback, model=Plain)
     assert [row["step"] for row in callback.history] == [8]
+
+
+def test_what_is_measured_at_the_end_alone_has_no_start(tmp_path):
+    at_the_end, asked = LocalMinimum(), LocalMinimum(at_start=True, name="asked")
+    trainer = fit(tmp_path, at_the_end, asked)
+    assert [row["step"] for row in at_the_end.history] == [trainer.global_step]
+    assert [row["step"] for row in asked.history] == [0, trainer.global_step]
