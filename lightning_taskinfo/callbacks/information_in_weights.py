@@ -46,6 +46,7 @@ class _Observed(NamedTuple):
     fisher: ParamDict | KroneckerSums  # of this process
     losses: Tensor  # of its samples, NaN where they are not known
     displacement: ParamDict
+    squares: dict[str, float]  # squared lengths of the displacement
 
 
 class _Gaussian(NamedTuple):
@@ -197,24 +198,27 @@ class InformationInWeights(Probe):
     def observe(self, model: nn.Module, samples: Samples) -> _Observed:
         """Measure this process's part of the Fisher information and of the loss."""
         moved = self._center.displacement(model)
-        if not any(_squared(part) for part in moved.values()):  # as at the start: no Gaussian
-            return _Observed(model, {}, samples.losses(model), moved)
+        squares = {}
+        for name, part in moved.items():
+            squares[name] = part.square().sum(dtype=torch.float64).item()
+        if not any(squares.values()):  # as at the start: there is no Gaussian
+            return _Observed(model, {}, samples.losses(model), moved, squares)
         if self.structure == "kron":
             sums = KroneckerSums(model)
             if samples.counted:
                 request = samples.request()
                 sums = kronecker_sums(model, samples.inputs, samples.targets, request)
-            return _Observed(model, sums, samples.losses(model), moved)
+            return _Observed(model, sums, samples.losses(model), moved, squares)
         draws = samples.draws(LossOnTheWay)
         request = samples.request(draws)
-        squares = squared_gradients_by_name(model, samples.inputs, samples.targets, request)
-        return _Observed(model, squares, draws.losses(), moved)
+        fisher = squared_gradients_by_name(model, samples.inputs, samples.targets, request)
+        return _Observed(model, fisher, draws.losses(), moved, squares)
 
     def summarise(self, observed: _Observed, samples: Samples) -> dict[str, float]:
         """Put the parts of all processes together, and measure the loss under the Gaussian that they give."""
         loss = self._of_training_set(samples, observed.losses.sum()).item()
-        squares = {name: _squared(part) for name, part in observed.displacement.items()}
-        moved = {name: part for name, part in observed.displacement.items() if squares[name]}
+        displacement, squares = observed.displacement, observed.squares
+        moved = {name: part for name, part in displacement.items() if squares[name]}
         if moved:
             gaussian = self._best_gaussian(
                 observed, self._family(observed, moved, samples), samples
@@ -242,7 +246,7 @@ class InformationInWeights(Probe):
         }
         self._warn_of_misfit(values)
         if self.per_layer:
-            values |= self._by_group(observed.displacement, gaussian.parts)
+            values |= self._by_group(displacement, gaussian.parts)
         return values
 
     def _by_group(
@@ -272,9 +276,12 @@ class InformationInWeights(Probe):
             }
             return PostFamily(values, moved, self.beta, {name: eigen[name][1:] for name in moved})
         scale = self._training_set / samples.total
-        diagonal = {
-            name: samples.summed(fisher[name]).view_as(part) * scale for name, part in moved.items()
-        }
+        diagonal = {}
+        for name, part in moved.items():
+            squares = fisher[name]
+            if samples.trainer.world_size > 1:
+                squares = samples.summed(squares)
+            diagonal[name] = squares.view_as(part) * scale
         return PostFamily(diagonal, moved, self.beta)
 
     def _no_gaussian(self, loss: float) -> _Gaussian:
@@ -395,11 +402,6 @@ def _excess(
     except Exception:  # e.g. out of memory: then NaN, on all processes
         return math.nan
     return rows.mean().item() - observed.losses[some].sum().item()
-
-
-def _squared(displacement: Tensor) -> float:
-    """Return a squared length, summed up in double precision."""
-    return torch.linalg.vector_norm(displacement, dtype=torch.float64).item() ** 2
 
 
 def _ratio(value: float, whole: float) -> float:
