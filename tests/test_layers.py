@@ -11,6 +11,7 @@ MATHS = {
     "_observe",
     "_random",
     "_ranges",
+    "_sharded",
     "_warn",
     "functional",
 }
@@ -23,6 +24,7 @@ TOP = GLUE | FILES | {"_tables", "numpy", "transfer", "tasks"}
 ALLOWED = {  # layer -> the layers and frameworks it may import
     "_random": {"torch"},
     "_observe": {"torch", "_random"},
+    "_sharded": {"torch", "_observe"},
     "_batches": {"torch", "_batches", "_observe"},
     "_wandb": {"matplotlib", "plotting", "wandb"},
     "_checkpoints": {"torch"},

@@ -21,10 +21,10 @@ from lightning_taskinfo._batches import (
 )
 from lightning_taskinfo._lightning import LightningModule, Trainer
 from lightning_taskinfo._observe import observing, trainable_parameters
+from lightning_taskinfo._sharded import gathered_parameters, sharded
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.fisher.accumulators import Norms
 from lightning_taskinfo.fisher.measure import Request, measure
-from lightning_taskinfo.fisher.sharded import gathered_parameters, sharded
 from lightning_taskinfo.functional.likelihood import (
     Bernoulli,
     Categorical,

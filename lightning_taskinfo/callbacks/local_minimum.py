@@ -9,7 +9,7 @@ from lightning_taskinfo._ranges import check_counts
 from lightning_taskinfo.callbacks.probe import Probe
 from lightning_taskinfo.callbacks.source import Samples
 from lightning_taskinfo.fisher import gradient_gram
-from lightning_taskinfo.fisher.draws import NumberedDraws
+from lightning_taskinfo.functional.likelihood import NumberedDraws
 from lightning_taskinfo.functional.minima import local_minimum_summary, normalise_logits
 
 

@@ -26,6 +26,7 @@ from lightning_taskinfo._batches import Reader, filled_up, size
 from lightning_taskinfo._lightning import Callback, LightningModule, Trainer
 from lightning_taskinfo._observe import layer_of, observing
 from lightning_taskinfo._ranges import check_counts, check_not_negative, check_seed
+from lightning_taskinfo._sharded import resharding
 from lightning_taskinfo._wandb import PREFIX
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.callbacks.checks import (
@@ -50,7 +51,6 @@ from lightning_taskinfo.callbacks.report import (
 )
 from lightning_taskinfo.callbacks.source import Pair, Samples, Source, on_every_process
 from lightning_taskinfo.fisher.measure import Request
-from lightning_taskinfo.fisher.sharded import resharding
 from lightning_taskinfo.functional.likelihood import Labels, Likelihood, as_likelihood
 from lightning_taskinfo.plotting import plot_curves
 

@@ -33,9 +33,8 @@ from lightning_taskinfo._batches import (
 )
 from lightning_taskinfo._lightning import NAMESPACES, LightningModule, Trainer
 from lightning_taskinfo._random import seed_everything
-from lightning_taskinfo.fisher.draws import NumberedDraws
 from lightning_taskinfo.fisher.measure import Request
-from lightning_taskinfo.functional.likelihood import Likelihood, as_likelihood
+from lightning_taskinfo.functional.likelihood import Likelihood, NumberedDraws, as_likelihood
 
 Draws = TypeVar("Draws", bound=NumberedDraws)
 Pair = tuple[Any, Tensor | None]  # inputs and targets

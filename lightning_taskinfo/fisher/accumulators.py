@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -11,7 +11,16 @@ from lightning_taskinfo._observe import ParamDict, layer_of
 from lightning_taskinfo.fisher.ops import BLOCK
 from lightning_taskinfo.fisher.terms import Gradients
 
+Features = tuple[Tensor, ...]  # [n, D], or two whose products of a row are the gradient of a sample
 COLUMNS = 1024  # of features multiplied at once in their own precision; these products are summed in float64
+
+
+class Accumulator(Protocol):
+    """Where gradients go: the quantity that is measured."""
+
+    def add(self, name: str, samples: slice, found: Gradients) -> None:
+        """Take the gradients of a parameter, for some samples and scores."""
+        ...
 
 
 class Norms:
@@ -29,8 +38,12 @@ class Norms:
 
     def by_name(self, names: Iterable[str]) -> ParamDict:
         """Return the norms of all parameters, zeros for one that no gradient has reached."""
-        like = next(iter(self.values.values()), torch.empty(self.n, device="cpu"))
-        return {name: self.values.get(name, torch.zeros_like(like)) for name in names}
+        like, *_ = [*self.values.values(), torch.empty(self.n, device="cpu")]
+        found: ParamDict = {}
+        for name in names:
+            norms = self.values.get(name)
+            found[name] = torch.zeros_like(like) if norms is None else norms
+        return found
 
 
 class Diagonal:
@@ -48,10 +61,11 @@ class Diagonal:
 
     def by_name(self, parameters: Mapping[str, Tensor]) -> ParamDict:
         """Return the sums of all parameters, zeros for one that no gradient has reached."""
-        return {
-            name: self.values[name] if name in self.values else torch.zeros_like(p).detach()
-            for name, p in parameters.items()
-        }
+        found: ParamDict = {}
+        for name, p in parameters.items():
+            squares = self.values.get(name)
+            found[name] = torch.zeros_like(p).detach() if squares is None else squares
+        return found
 
 
 class Gram:
@@ -67,7 +81,7 @@ class Gram:
         self.wanted = wanted
         self.room = room
         self.held = 0
-        self.kept: dict[str, list[tuple[slice, tuple[Tensor, ...]]]] = {}
+        self.kept: dict[str, list[tuple[slice, Features]]] = {}
         self.postponed: set[str] = set()
 
     def add(self, name: str, samples: slice, found: Gradients) -> None:
@@ -92,13 +106,15 @@ class Gram:
             _, blocks = self.kept.popitem()
             if any(len(features) == 1 for _, features in blocks):
                 blocks = [(samples, (_multiplied(features),)) for samples, features in blocks]
-            whole = [x.new_zeros(len(self.gram), x.shape[1]) for x in blocks[0][1]]
+            _, like = blocks[0]
+            n = len(self.gram)
+            whole = [x.new_zeros(n, x.shape[1]) for x in like]
             for samples, features in blocks:
                 for into, x in zip(whole, features, strict=True):
                     into[samples] = x
             self._count(tuple(whole))
 
-    def _count(self, features: tuple[Tensor, ...]) -> None:
+    def _count(self, features: Features) -> None:
         """Add the inner products; ``⟨b aᵀ, b′ a′ᵀ⟩ = (a·a′)(b·b′)`` where there are two vectors."""
         products = inner_products(features[0])
         for x in features[1:]:
@@ -140,8 +156,10 @@ class TraceSums(NamedTuple):
             scale: What they are multiplied by.
         """
         stacked = torch.stack([*norms.values()]).cpu().double() * scale  # [parameters, N]
-        squares = stacked.sum(0).square().sum()
-        return cls([*norms], [*stacked.sum(1).tolist(), squares.item(), stacked.shape[1]])
+        of_parameters = stacked.sum(1).tolist()
+        squares = stacked.sum(0).square().sum().item()
+        n = stacked.shape[1]
+        return cls([*norms], [*of_parameters, squares, n])
 
     def compute(self, group_fn: Callable[[str], str] = layer_of) -> Trace:
         """Return the trace, its error, and the trace by layer.
@@ -155,7 +173,10 @@ class TraceSums(NamedTuple):
         for name, part in zip(self.names, totals, strict=True):
             owner = group_fn(name)
             layers[owner] = layers.get(owner, 0.0) + part / n
-        variance = max(squares - n * trace * trace, 0.0) / (n - 1) if n > 1 else math.nan
+        if n < 2:
+            return Trace(trace, math.nan, layers)
+        deviations = max(squares - n * trace * trace, 0.0)
+        variance = deviations / (n - 1)
         return Trace(trace, math.sqrt(variance / n), layers)
 
 
@@ -171,7 +192,7 @@ def _flat(found: Gradients, n: int) -> Tensor:
     return rows
 
 
-def _multiplied(features: tuple[Tensor, ...]) -> Tensor:
+def _multiplied(features: Features) -> Tensor:
     if len(features) == 1:
         return features[0]
     left, right = features
@@ -187,9 +208,12 @@ def inner_products(x: Tensor) -> Tensor:
     gram = (rest @ rest.T).double()
     step = COLUMNS * max(1, BLOCK // n**2)  # of columns whose products are held at once
     for start in range(0, whole, step):
-        part = x[:, start : min(start + step, whole)].unflatten(1, (-1, COLUMNS)).transpose(0, 1)
+        stop = min(start + step, whole)
+        blocks = x[:, start:stop].unflatten(1, (-1, COLUMNS)).transpose(0, 1)
         for first, last in ((0, half), (half, n)):
-            products = torch.bmm(part[:, first:last], part[:, first:].mT)
+            some = blocks[:, first:last]
+            rest = blocks[:, first:]
+            products = torch.bmm(some, rest.mT)
             gram[first:last, first:] += products.sum(0, dtype=torch.float64)
     gram[half:, :half] = gram[:half, half:].T
     return gram

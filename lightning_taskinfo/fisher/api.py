@@ -217,7 +217,8 @@ def gradient_gram(
             f"`mc_samples` must be 1 for a Gram matrix of gradients, got {request.mc_samples}."
         )
     n = sample_count(inputs)
-    gram = torch.zeros(n, n, dtype=torch.float64, device=next(model.parameters()).device)
+    device = next(model.parameters()).device
+    gram = torch.zeros(n, n, dtype=torch.float64, device=device)
     generator = request.generator
     state = None if generator is None else generator.get_state()
     restore = keep_random_states({gram.device, torch.device("cpu")})

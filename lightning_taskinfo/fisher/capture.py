@@ -19,21 +19,28 @@ Which is which is **shown, not guessed**. Let :math:`u_n` be any scores of the o
 """
 
 import re
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import compress
 from typing import Any
-from weakref import WeakKeyDictionary, ref
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 from torch.nn.utils.rnn import pad_sequence
 
-from lightning_taskinfo._batches import tensors
-from lightning_taskinfo.fisher.fallback import Forward
-from lightning_taskinfo.fisher.graph import Edge, Graph, shape_of
-from lightning_taskinfo.fisher.ops import Rows
+from lightning_taskinfo.fisher.graph import (
+    Edge,
+    Graph,
+    ones_at,
+    pulled_to_weight,
+    shape_of,
+    way_to_leaf,
+)
+from lightning_taskinfo.fisher.ops import Rows, total
 
 # Operations that move rows to places that depend on data: what was shown for one batch says nothing
 # of another.
@@ -41,8 +48,7 @@ MOVE_ROWS = re.compile(
     "Index|Gather|Scatter|Sort|Topk|Flip|Masked(?!Fill|Softmax)|Take|Put|Unique|Kthvalue|Embedding"
 )
 
-
-PLANS = 8  # kept for a model, as for the last chunk of a batch, which is smaller
+Uses = dict[Node, dict[int, Edge]]  # operations, with their weights by place
 # Number of an operation; number and output of the source of each weight, by place; whose the rows
 # are.
 Place = tuple[int, dict[int, tuple[int, int]], Rows]
@@ -69,18 +75,15 @@ class Plan:
     seen: bool = False
 
 
-def _numbered(
-    graph: Graph, uses: dict[Node, dict[int, Edge]], rows: dict[Node, Rows]
-) -> list[Place]:
+def _numbered(graph: Graph, uses: Uses, rows: dict[Node, Rows]) -> list[Place]:
     """Return uses and their rows in a form that fits every graph of this signature."""
-    return [
-        (
-            graph.number[node],
-            {place: (graph.number[e.node], e.output_nr) for place, e in uses[node].items()},
-            found,
-        )
-        for node, found in rows.items()
-    ]
+    numbered: list[Place] = []
+    for node, found in rows.items():
+        sources = {}
+        for place, edge in uses[node].items():
+            sources[place] = (graph.number[edge.node], edge.output_nr)
+        numbered.append((graph.number[node], sources, found))
+    return numbered
 
 
 def _unusual(graph: Graph, node: Any, weights: dict[int, Edge]) -> bool:
@@ -132,15 +135,17 @@ class Prover:
         scores = torch.rand(like.shape, **drawn).add_(0.5)
         scores.mul_(torch.randn(like.shape[1:], **drawn))  # so that samples do not cancel out
         signs = torch.randint(2, (samples,), **drawn) * 2.0 - 1
-        signs[:2] = torch.tensor([1.0, -1.0], device="cpu")[:samples]
+        signs[:1] = 1.0
+        signs[1:2] = -1.0
         # Powers of two scale a gradient without rounding, so that even what is left of a sum of
         # zero is told apart.
         span = 12 if torch.float16 in kinds else 40  # which float16 has little room for
         order = torch.randperm(samples, **drawn)
         factors = torch.exp2((order - samples // 2) * min(1.0, span / samples))
-        self.scores, self.signs, self.factors = (
-            x.to(device=like.device, dtype=like.dtype) for x in (scores, signs, factors)
-        )
+        where = {"device": like.device, "dtype": like.dtype}
+        self.scores = scores.to(**where)
+        self.signs = signs.to(**where)
+        self.factors = factors.to(**where)
         self.eps = max(torch.finfo(kind).eps for kind in kinds)
 
     def plan(self) -> Plan:
@@ -161,7 +166,24 @@ class Prover:
         moving = any(MOVE_ROWS.search(type(node).__name__) for node in behind)
         open_ends = behind & mixed or (behind | {*shown}) & silent
         lasting = not (moving or open_ends or unshown) and self._independent(mixed)
-        return Plan(graph.signature, _numbered(graph, uses, shown), unshown, lasting)
+        places = _numbered(graph, uses, shown)
+        return Plan(graph.signature, places, unshown, lasting, self._apart(uses, shown))
+
+    def _apart(self, uses: Uses, shown: Iterable[Node]) -> set[str]:
+        """Return the parameters with several uses, none of them of the same entry."""
+        sources: dict[str, list[Edge]] = defaultdict(list)
+        for node in shown:
+            for edge in uses[node].values():
+                for name in self.graph.roots(edge.node):
+                    sources[name].append(edge)
+        return {name for name, edges in sources.items() if self._disjoint(name, edges)}
+
+    def _disjoint(self, name: str, sources: list[Edge]) -> bool:
+        if len(sources) == 1 or not all(map(way_to_leaf, sources)):
+            return False  # or a source has all entries, or is not made by moving entries
+        leaf = self.graph.leaf(name)
+        counts = [pulled_to_weight(source, leaf, ones_at(source)[None]) for source in sources]
+        return bool((total(counts) <= 1).all())
 
     def _independent(self, mixed: set[Node]) -> bool:
         """Whether what samples are added up in looks the same for one sample, as what knows nothing of samples does."""
@@ -175,7 +197,7 @@ class Prover:
 
     def _unshown(
         self,
-        uses: dict[Node, dict[int, Edge]],
+        uses: Uses,
         shown: dict[Node, Rows],
         mixed: set[Node],
         silent: set[Node],
@@ -218,9 +240,9 @@ class Prover:
         after = torch.stack([signed[node] for node in nodes])
         largest = torch.maximum(before, after)
         changed = (before - after).abs() > 512 * self.eps * largest
-        mixed = {node for node, flag in zip(nodes, changed.tolist(), strict=True) if flag}
-        nothing = (largest == 0).tolist()
-        return mixed, {node for node, flag in zip(nodes, nothing, strict=True) if flag}
+        mixed = {*compress(nodes, changed.tolist())}
+        silent = {*compress(nodes, (largest == 0).tolist())}
+        return mixed, silent
 
     def _norms(self, uses: list[Node], by_sample: Tensor | None) -> dict[Node, Tensor]:
         """Return the squared norm of the gradient at the output of every operation down to ``uses``."""
@@ -237,7 +259,9 @@ class Prover:
         finally:
             for handle in handles:
                 handle.remove()
-        return norms | {node: self._squared((b,)) for node, b in zip(uses, captured, strict=True)}
+        for node, b in zip(uses, captured, strict=True):
+            norms[node] = self._squared((b,))
+        return norms
 
     def _squared(self, gradients: tuple[Tensor | None, ...]) -> Tensor:
         squared = torch.zeros((), dtype=torch.float64, device=self.signs.device)
@@ -264,9 +288,11 @@ class Prover:
     def _rows_of(self, plain: Tensor, scaled: Tensor) -> Rows | None:
         """Try each axis, those first that samples divide, and then leading axes that are read as one."""
         sizes = plain.shape
-        axes = sorted(
-            range(len(sizes)), key=lambda axis: axis > 0 and sizes[axis] % self.samples != 0
-        )
+
+        def unlikely(axis: int) -> bool:
+            return axis > 0 and sizes[axis] % self.samples != 0
+
+        axes = sorted(range(len(sizes)), key=unlikely)
         floor = 16 * self.eps * float(torch.linalg.vector_norm(plain))  # rows below it are rounding
         ways = [Rows(axis=axis) for axis in axes]
         ways += [Rows(merged=merged) for merged in range(2, len(sizes))]
@@ -303,62 +329,13 @@ class Prover:
         if count and count % n == 0:
             repeat = count // n
             numbers = torch.arange(n, device=samples.device)
-            if bool(((samples == numbers.repeat_interleave(repeat)) | ~known).all()):
+            in_turn = numbers.repeat_interleave(repeat)
+            if torch.equal(samples[known], in_turn[known]):
                 return replace(way, repeat=repeat)
-            if bool(((samples == numbers.repeat(repeat)) | ~known).all()):
+            interleaved = numbers.repeat(repeat)
+            if torch.equal(samples[known], interleaved[known]):
                 return replace(way, repeat=repeat, interleaved=True)
         rows = samples.argsort(stable=True)[count - int(known.sum()) :]
         counts = torch.bincount(samples[known], minlength=n)
         index = pad_sequence(rows.split(counts.tolist()), batch_first=True, padding_value=count)
         return replace(way, repeat=index.shape[1], index=index)
-
-
-# --- What is used again
-
-
-@dataclass
-class Known:
-    """What is known of a model on samples of one shape, called in one way.
-
-    Attributes:
-        call: The way, see :func:`call_of`.
-        outputs: Numbers that the model puts out for one sample.
-        elements: Numbers that all uses put out for one sample.
-        alone: The signature of the graph of one sample.
-        plans: What was shown, for graphs of several sizes.
-    """
-
-    call: "Call"
-    outputs: int
-    elements: int = 0
-    alone: list[Any] = field(default_factory=list)
-    plans: list[Plan] = field(default_factory=list)
-
-    def keep(self, plan: Plan) -> None:
-        """Use a plan again."""
-        self.plans = [*self.plans[1 - PLANS :], plan]
-
-
-Call = tuple[list[tuple[torch.Size, torch.dtype]], Any]
-_KNOWN: "WeakKeyDictionary[nn.Module, Known]" = WeakKeyDictionary()
-
-
-def call_of(inputs: Any, forward_fn: Forward | None) -> Call:
-    """Return shapes and types of one sample, and a weak reference to how the model is called.
-
-    A ``forward_fn`` can mix the samples before they reach the model, where no graph shows it: what
-    was found with one says nothing about another.
-    """
-    shapes = [(x.shape[1:], x.dtype) for x in tensors(inputs)]
-    return shapes, None if forward_fn is None else ref(forward_fn)
-
-
-def recall(model: nn.Module, call: Call) -> Known | None:
-    """Return what is known of a model that is called in this way, if anything."""
-    known = _KNOWN.get(model)
-    return known if known is not None and known.call == call else None
-
-
-def remember(model: nn.Module, known: Known) -> None:
-    """Keep what is known as long as the model lives."""
-    _KNOWN[model] = known

@@ -50,9 +50,11 @@ class Conv(Use):
     def gradients(self, b: Tensor, samples: slice) -> Tensor:
         b = b[samples]
         if self.by_patches:
-            return (_by_row(b).mT @ self._patches(samples)).reshape(-1, *self.shape)
-        gradients = self._grouped(self.a[samples].flatten(0, 1), b.flatten(0, 1))
-        return gradients.view(*b.shape[:2], *self.shape).sum(1)
+            gradients = _by_row(b).mT @ self._patches(samples)
+            return gradients.reshape(-1, *self.shape)
+        a = self.a[samples]
+        by_row = self._grouped(a.flatten(0, 1), b.flatten(0, 1))
+        return by_row.view(*b.shape[:2], *self.shape).sum(1)
 
     def norms(self, scores: list[Tensor]) -> Tensor:
         if not self.by_patches:
@@ -60,7 +62,8 @@ class Conv(Use):
         norms = []
         for some in self.blocks(len(self.a)):
             patches = self._patches(some)
-            norms.append(total(product_norms(_by_row(b[some]), patches) for b in scores))
+            of_scores = (product_norms(_by_row(b[some]), patches) for b in scores)
+            norms.append(total(of_scores))
         return torch.cat(norms)
 
     @property
@@ -68,7 +71,9 @@ class Conv(Use):
         size = math.prod(self.shape)
         if not self.by_patches:
             return max(size, BLOCK // 32)  # groups of more samples are slower
-        return 2 * max(size, math.prod(self.shape[1:]) * self.positions.numel() * self.a.shape[1])
+        entries = math.prod(self.shape[1:])
+        places = self.positions.numel() * self.a.shape[1]
+        return 2 * max(size, entries * places)
 
     @cached_property
     def plain(self) -> bool:
@@ -104,7 +109,8 @@ class Conv(Use):
         between = [step * stride for step, stride in zip(self.stride, strides, strict=True)]
         sizes = (*a.shape[:2], *self.shape[2:], *self.positions)
         patches = a.as_strided(sizes, (rows, channels, *within, *between))
-        return patches.reshape(len(a), math.prod(self.shape[1:]), self.positions.numel())
+        entries = math.prod(self.shape[1:])
+        return patches.reshape(len(a), entries, self.positions.numel())
 
     def _grouped(self, a: Tensor, b: Tensor) -> Tensor:
         n, shape = len(a), self.shape

@@ -11,7 +11,10 @@ from torch.func import functional_call, grad, vmap
 from lightning_taskinfo._batches import take
 from lightning_taskinfo._observe import ParamDict
 from lightning_taskinfo._warn import warn
+from lightning_taskinfo.fisher.accumulators import Accumulator
+from lightning_taskinfo.fisher.graph import Graph
 from lightning_taskinfo.fisher.ops import BLOCK
+from lightning_taskinfo.fisher.terms import Gradients
 
 Forward = Callable[[nn.Module, Any], Tensor]
 Blocks = Iterator[tuple[int, ParamDict]]  # gradients of some samples, and the number of the first
@@ -24,27 +27,67 @@ class Fallback:
         model: The network.
         forward: How to get its outputs.
         asked: The engine that the user wants.
+        accumulator: Where gradients go.
 
     Attributes:
         engine: ``"per_sample"`` for ``torch.func``, or ``"loop"``, also once that has failed.
     """
 
-    def __init__(self, model: nn.Module, forward: Forward, asked: str) -> None:
+    def __init__(
+        self, model: nn.Module, forward: Forward, asked: str, accumulator: Accumulator
+    ) -> None:
         self.model = model
         self.forward = forward
         self.asked = asked
+        self.accumulator = accumulator
         self.engine = "loop" if asked == "loop" else "per_sample"
         self.named = False
 
-    def gradients(self, inputs: Any, score: Tensor, names: set[str], reason: str | None) -> Blocks:
-        """Yield blocks of per-sample gradients ``[n, *shape]`` of the named parameters for one score.
+    def add(
+        self,
+        inputs: Any,
+        scores: list[Tensor],
+        samples: slice,
+        names: set[str],
+        reason: str | None,
+    ) -> None:
+        """Take the gradients of some parameters.
 
         Args:
-            inputs: The samples.
-            score: A score of their outputs.
+            inputs: The inputs of a chunk.
+            scores: Scores of their outputs.
+            samples: Which samples they are.
             names: The parameters.
             reason: Why the graph does not show them, if that has to be said.
         """
+        for score in scores:
+            for first, gradients in self._gradients(inputs, score, names, reason):
+                for name, g in gradients.items():
+                    start = samples.start + first
+                    block = slice(start, start + len(g))
+                    self.accumulator.add(name, block, Gradients(g.detach()))
+
+    def add_from_graph(
+        self, graph: Graph, scores: list[Tensor], sample: slice, *, retain_graph: bool
+    ) -> None:
+        """Take the gradients of the only sample of a graph from it, by the weights that were gathered for it.
+
+        A backward pass over sharded weights themselves would add up the samples of all processes.
+        """
+        for i, score in enumerate(scores):
+            found = torch.autograd.grad(
+                graph.outputs,
+                [graph.leaf(name) for name in graph.leaves],
+                score,
+                retain_graph=retain_graph or i < len(scores) - 1,
+                allow_unused=True,
+            )
+            for name, g in zip(graph.leaves, found, strict=True):
+                if g is not None:
+                    self.accumulator.add(name, sample, Gradients(g.to_dense().unsqueeze(0)))
+
+    def _gradients(self, inputs: Any, score: Tensor, names: set[str], reason: str | None) -> Blocks:
+        """Yield blocks of gradients ``[n, *shape]`` of the named parameters for one score."""
         several = len(score) > 1 or self.asked == "per_sample"
         if self.engine == "per_sample" and several:
             blocks = self._vmapped(inputs, score, names)

@@ -76,7 +76,9 @@ def pulled_to_weight(output: Edge, weight: Edge, gradients: Tensor) -> Tensor:
 
 def stacked(gradients: list[Tensor]) -> Tensor:
     """Return ``[S, ...]``, without a copy of a single one."""
-    return torch.stack(gradients) if len(gradients) > 1 else gradients[0].unsqueeze(0)
+    if len(gradients) == 1:
+        return gradients[0].unsqueeze(0)
+    return torch.stack(gradients)
 
 
 class Graph:
@@ -101,7 +103,8 @@ class Graph:
                     self.names[node] = name
                 self.signature.append((type(node), name))
                 continue
-            self.signature.append((type(node), *[tuple(m.shape) for m in node._input_metadata]))
+            shapes = [tuple(like.shape) for like in node._input_metadata]
+            self.signature.append((type(node), *shapes))
             for place, (source, number) in enumerate(sources):
                 if source is None:
                     continue
@@ -135,12 +138,19 @@ class Graph:
 
     def behind(self, nodes: set[Node], blocked: Collection[Node] = ()) -> set[Node]:
         """Return the operations between some and the outputs, without those behind ``blocked``."""
-        return _reached(nodes, lambda node: [c for c, _, _ in self.consumers[node]], blocked)
+
+        def consumers(node: Node) -> list[Node]:
+            return [consumer for consumer, _, _ in self.consumers[node]]
+
+        return _reached(nodes, consumers, blocked)
 
     def below(self, node: Node) -> set[Node]:
         """Return an operation, and all that it was computed from."""
-        sources = _reached({node}, lambda n: [s for s, _ in n.next_functions if s is not None])
-        return {node, *sources}
+
+        def sources(node: Node) -> list[Node]:
+            return [source for source, _ in node.next_functions if source is not None]
+
+        return {node, *_reached({node}, sources)}
 
     def roots(self, node: Node) -> set[str]:
         """Return the names of the parameters that something was computed from."""
@@ -202,14 +212,29 @@ def moves_entries(node: Any) -> bool:
     return False
 
 
+def way_to_leaf(source: Edge) -> tuple[str, ...] | None:
+    """Return the kinds of the operations from a weight to its parameter if they only move entries."""
+    way: list[str] = []
+    node = source.node
+    while node.next_functions:
+        if not moves_entries(node):
+            return None
+        if type(node).__name__ != "ToCopyBackward0":
+            way.append(type(node).__name__)
+        node = next(n for n, _ in node.next_functions if n is not None)
+    return tuple(way)
+
+
 # What has been put in the place of tensors that operations have saved, as by checkpointing
 
 
 def unpack_hooks(node: Node) -> list[Any]:
     """Return what computes or fetches the tensors that an operation has saved, where something does."""
     saved = [getattr(node, name) for name in _saved_names(type(node))]
-    flat = [x for each in saved for x in (each if isinstance(each, tuple | list) else [each])]
-    hooks = [getattr(x, "unpack_hook", None) for x in flat]
+    hooks = []
+    for value in saved:
+        several = value if isinstance(value, tuple | list) else [value]
+        hooks += [getattr(x, "unpack_hook", None) for x in several]
     return [hook for hook in hooks if hook is not None]
 
 

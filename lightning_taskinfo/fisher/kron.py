@@ -185,7 +185,8 @@ class KroneckerSums:
             return
         self._read.add((name, samples.start))
         if isinstance(use, Embedding):  # a is one of the unit vectors
-            counts = torch.bincount(use.index[_counted(use)], minlength=use.shape[0])
+            index = use.index[_counted(use)]
+            counts = torch.bincount(index, minlength=use.shape[0])
             _diagonal(of_inputs).add_(counts)
             sums.places += counts.sum()
         else:
@@ -326,7 +327,11 @@ def as_factors(sums: KroneckerSums, n: float) -> dict[str, KroneckerFactors]:
             f"Kronecker factors of {min(mixed)!r} are of different kinds in different batches, as where only some of "
             "them are sorted or routed; measure the diagonal instead."
         )
-    return {name: KroneckerFactors(*found.means(n)) for name, found in sums.by_name.items()}
+    factors: dict[str, KroneckerFactors] = {}
+    for name, found in sums.by_name.items():
+        rows, columns = found.means(n)
+        factors[name] = KroneckerFactors(rows, columns)
+    return factors
 
 
 def matrix_shape(shape: torch.Size, *, kernel: bool = False) -> tuple[int, int | None]:

@@ -14,7 +14,8 @@ chunks. For each chunk:
 3. **Scores.** The likelihood turns outputs into scores: gradients of log-probabilities by the
    outputs. Labels are the dataset's, drawn from the model, or all of them by their probability.
 4. **Backward.** Each score is backpropagated to the outputs of the uses, no further: no weight
-   gradient of the whole batch is formed.
+   gradient of the whole batch is formed. Uses take the gradients as the pass arrives at them, so
+   that it holds no more than that of a training step.
 5. **Terms** (:mod:`~lightning_taskinfo.fisher.terms`, :mod:`~lightning_taskinfo.fisher.ops`). Input
    and output gradient of a use give each sample's gradient of its weight, or only its norm. A
    weight that was computed from parameters hands it on to them, by a backward pass over that part
@@ -31,11 +32,12 @@ names them. Samples that depend on the others of their batch are measured alone.
 import math
 from collections.abc import Iterator
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from operator import itemgetter
-from typing import Any, Literal, Protocol, TypeAlias, TypedDict
+from typing import Any, Literal, TypeAlias, TypedDict
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Generator, Tensor, nn
@@ -58,23 +60,14 @@ from lightning_taskinfo._observe import (
     trainable_parameters,
 )
 from lightning_taskinfo._ranges import check_counts
+from lightning_taskinfo._sharded import gathered_parameters, resharding, sharded
 from lightning_taskinfo._warn import warn
-from lightning_taskinfo.fisher.accumulators import Diagonal, Norms
-from lightning_taskinfo.fisher.backward import backward
-from lightning_taskinfo.fisher.capture import (
-    Known,
-    Plan,
-    Prover,
-    call_of,
-    plan_of_one,
-    recall,
-    remember,
-)
+from lightning_taskinfo.fisher.accumulators import Accumulator, Diagonal, Norms
+from lightning_taskinfo.fisher.capture import Plan, Prover, plan_of_one
 from lightning_taskinfo.fisher.fallback import Fallback, Forward
 from lightning_taskinfo.fisher.graph import Graph, shape_of
 from lightning_taskinfo.fisher.ops import BLOCK
-from lightning_taskinfo.fisher.sharded import gathered_parameters, resharding, sharded
-from lightning_taskinfo.fisher.terms import Gradients, apart, terms
+from lightning_taskinfo.fisher.terms import Gradients, backward, contributions
 from lightning_taskinfo.functional.likelihood import (
     Labels,
     Likelihood,
@@ -87,15 +80,8 @@ CHOICES = {
     "labels": ("sampled", "exact", "empirical"),
     "engine": ("auto", "graph", "per_sample", "loop"),
 }
+PLANS = 8  # kept for a model, as for the last chunk of a batch, which is smaller
 SCORES = 16  # output scores whose gradients are held at once
-
-
-class Accumulator(Protocol):
-    """Where gradients go: the quantity that is measured."""
-
-    def add(self, name: str, samples: slice, found: Gradients) -> None:
-        """Take the gradients of a parameter, for some samples and scores."""
-        ...
 
 
 class Options(TypedDict, total=False):
@@ -208,7 +194,58 @@ def number_of_samples(inputs: Any) -> int:
     Raises:
         ValueError: If there is no tensor, or the lengths differ.
     """
-    return 0 if {len(x) for x in tensors(inputs)} == {0} else sample_count(inputs)
+    lengths = {len(x) for x in tensors(inputs)}
+    return 0 if lengths == {0} else sample_count(inputs)
+
+
+# --- What is used again
+
+
+# Shapes and types of one sample, and how the model is called.
+Call = tuple[list[tuple[torch.Size, torch.dtype]], Any]
+
+
+@dataclass
+class Known:
+    """What is known of a model on samples of one shape, called in one way.
+
+    Attributes:
+        call: The way, see :func:`call_of`.
+        outputs: Numbers that the model puts out for one sample.
+        elements: Numbers that all uses put out for one sample.
+        alone: The signature of the graph of one sample.
+        plans: What was shown, for graphs of several sizes.
+    """
+
+    call: Call
+    outputs: int
+    elements: int = 0
+    alone: list[Any] = field(default_factory=list)
+    plans: list[Plan] = field(default_factory=list)
+
+    def keep(self, plan: Plan) -> None:
+        """Use a plan again."""
+        self.plans = [*self.plans[1 - PLANS :], plan]
+
+
+_KNOWN: "WeakKeyDictionary[nn.Module, Known]" = WeakKeyDictionary()  # as long as the model lives
+
+
+def call_of(inputs: Any, forward_fn: Forward | None) -> Call:
+    """Return shapes and types of one sample, and a weak reference to how the model is called.
+
+    A ``forward_fn`` can mix the samples before they reach the model, where no graph shows it: what
+    was found with one says nothing about another.
+    """
+    shapes = []
+    for x in tensors(inputs):
+        shapes.append((x.shape[1:], x.dtype))
+    if forward_fn is None:
+        return shapes, None
+    return shapes, ref(forward_fn)
+
+
+# --- The measurement
 
 
 class Measurement:
@@ -235,7 +272,9 @@ class Measurement:
         # All processes gather shards in step: what one happens to know must not change its passes.
         self.sharded = sharded(model)
         self.call = call_of(inputs, request.forward_fn)
-        self.known = None if self.sharded else recall(model, self.call)
+        self.known = None if self.sharded else _KNOWN.get(model)
+        if self.known is not None and self.known.call != self.call:
+            self.known = None
         self.alone: Tensor | None = None  # outputs of the first sample without the others
         self.mixing: bool | None = None
 
@@ -281,13 +320,10 @@ class Measurement:
                 # 6. and what is asked of these is accumulated.
                 backward(graph, plan, scores, receive, without=others, retain_graph=not last)
             if others and graph is not None and self.sharded:
-                for i, score in enumerate(scores):
-                    keep = not last or i < len(scores) - 1
-                    self._read_one(outputs, graph, score, samples, retain_graph=keep)
+                self.fallback.add_from_graph(graph, scores, samples, retain_graph=not last)
             elif others:
                 reason = self._reason(plan, others)
-                for score in scores:
-                    self._fall_back(inputs, score, others, reason, samples)
+                self.fallback.add(inputs, scores, samples, others, reason)
 
     def _outputs(self, inputs: Any, count: int) -> Tensor:
         """Run the model, and check that its outputs have a row for each sample and depend on parameters."""
@@ -318,16 +354,18 @@ class Measurement:
         if self.reads_graph:
             graph = Graph(outputs, self.parameters)
             known.alone = graph.signature
-            known.elements = sum(shape_of(node).numel() for node in graph.uses(set()))
+            shapes = map(shape_of, graph.uses(set()))
+            known.elements = sum(shape.numel() for shape in shapes)
             if not self.sharded:
-                remember(self.model, known)
+                _KNOWN[self.model] = known
         return known
 
     def _affordable(self, known: Known) -> int:
         """Return how many samples to take at once: as many as keep the uses' gradients in about 32 MB."""
         scores = {"sampled": self.request.mc_samples, "exact": known.outputs, "empirical": 1}
         held = min(SCORES, scores[self.request.labels]) * known.elements
-        return max(1, min(512, max(32, 4 * BLOCK // max(1, held))))
+        samples = 4 * BLOCK // max(1, held)
+        return min(max(samples, 32), 512)
 
     def _plan(self, graph: Graph | None, n: int) -> Plan | None:
         """Return where weights meet samples in a graph, and which sample each row belongs to: known, or shown now."""
@@ -345,19 +383,19 @@ class Measurement:
             if p.grad is not None:  # by a backward pass inside of an operation, unseen in the graph
                 p.grad = None
                 plan.unshown[name] = "a use that autograd does not see"
-        uses = terms(graph, plan)[1]
-        plan.apart = apart(graph, uses)
+        _, uses = contributions(graph, plan)  # or an error, before anything is measured
         if self.sharded:  # what is computed from a weight has no graph once the weight is a shard
-            for name, found in uses.items():
-                if any(term.needs_graph for term in found):
-                    plan.unshown[name] = "a weight that is computed from it"
+            for found in uses:
+                if any(term.needs_graph for term in found.terms):
+                    plan.unshown[found.name] = "a weight that is computed from it"
         elif plan.lasting and not plan.unshown:
             self.known.keep(plan)
         return plan
 
     def _mixes(self, inputs: Any, outputs: Tensor, plan: Plan | None) -> bool:
         """Whether the outputs of a sample depend on the batch it is in: looked at where nothing is known."""
-        if self.mixing is None and len(outputs) > 1 and not (plan is not None and plan.seen):
+        seen = plan is not None and plan.seen
+        if self.mixing is None and len(outputs) > 1 and not seen:
             if self.alone is None:
                 with torch.no_grad():
                     self.alone = self._outputs(_row(inputs, 0), 1)
@@ -372,16 +410,17 @@ class Measurement:
         return bool(self.mixing) and len(outputs) > 1
 
     def _outputs_one_by_one(self, inputs: Any) -> Tensor:
+        rows = [_row(inputs, i) for i in range(sample_count(inputs))]
         with torch.no_grad():
-            n = sample_count(inputs)
-            return torch.cat([self._outputs(_row(inputs, i), 1) for i in range(n)])
+            return torch.cat([self._outputs(row, 1) for row in rows])
 
     # --- What the graph does not show
 
     @cached_property
     def fallback(self) -> Fallback:
         """The slower engines, for what the graph does not show."""
-        return Fallback(self.model, self.request.forward, self.request.engine)
+        forward, engine = self.request.forward, self.request.engine
+        return Fallback(self.model, forward, engine, self.accumulator)
 
     def _for_other_engines(self, plan: Plan | None, n: int) -> set[str]:
         """Return the parameters of a chunk that another engine has to serve."""
@@ -397,35 +436,11 @@ class Measurement:
             )
         return self.unshown
 
-    def _read_one(
-        self, outputs: Tensor, graph: Graph, score: Tensor, samples: slice, *, retain_graph: bool
-    ) -> None:
-        """Take the gradients of the only sample of a chunk from the graph, by the gathered weights.
-
-        A backward pass over sharded weights themselves would add up the samples of all processes.
-        """
-        reached = {name: self.parameters[name] for name in graph.leaves}
-        found = torch.autograd.grad(
-            outputs, [*reached.values()], score, retain_graph=retain_graph, allow_unused=True
-        )
-        for name, g in zip(reached, found, strict=True):
-            if g is not None:
-                self.accumulator.add(name, samples, Gradients(g.to_dense().unsqueeze(0)))
-
     def _reason(self, plan: Plan | None, names: set[str]) -> str | None:
         """Return why the graph does not show some parameters, unless that has been said."""
         if self.mixing:
             return None
         return "reentrant checkpointing" if plan is None else plan.unshown.get(min(names), "")
-
-    def _fall_back(
-        self, inputs: Any, score: Tensor, names: set[str], reason: str | None, samples: slice
-    ) -> None:
-        """Take the gradients of some parameters for one score from a slower engine."""
-        for start, gradients in self.fallback.gradients(inputs, score, names, reason):
-            for name, g in gradients.items():
-                first = samples.start + start
-                self.accumulator.add(name, slice(first, first + len(g)), Gradients(g.detach()))
 
 
 def _check_batch(model: nn.Module, targets: Any, n: int) -> None:
@@ -468,4 +483,5 @@ def _differ(few: Tensor, many: Tensor) -> bool:
 
 def _usable(x: Tensor) -> Tensor:
     """Return an input that autograd takes, in full precision."""
-    return at_least_float32(x.detach().clone() if x.is_inference() else x.detach())
+    x = x.detach()
+    return at_least_float32(x.clone() if x.is_inference() else x)

@@ -120,7 +120,8 @@ class FisherInformation(Metric):
             ValueError: If the parameters are not those of the first update, and as for
                 ``fisher_trace``.
         """
-        self._remember({name: p.shape for name, p in trainable_parameters(model).items()})
+        parameters = trainable_parameters(model)
+        self._remember({name: p.shape for name, p in parameters.items()})
         request = self._seeded(next(model.parameters()).device)
         with observing(model):
             if self.quantity == "trace":
@@ -128,7 +129,8 @@ class FisherInformation(Metric):
                 sums = self.total.new_tensor(TraceSums.of(norms).sums)
             else:
                 squares = squared_gradients_by_name(model, inputs, targets, request)
-                sums = torch.cat([part.flatten().to(self.total) for part in squares.values()])
+                parts = [part.flatten() for part in squares.values()]
+                sums = torch.cat(parts).to(self.total)
         self.total = self.total + sums
         self.count = self.count + number_of_samples(inputs)
 
@@ -148,7 +150,8 @@ class FisherInformation(Metric):
         sums = self.total.tolist()
         diagonal: ParamDict = {}
         if self.quantity == "diagonal":
-            parts = self.total.split([shape.numel() for shape in self.shapes.values()])
+            sizes = [shape.numel() for shape in self.shapes.values()]
+            parts = self.total.split(sizes)
             for (name, shape), part in zip(self.shapes.items(), parts, strict=True):
                 diagonal[name] = part.view(shape) / self.count
             of_parameters = [part.sum().item() for part in parts]

@@ -58,11 +58,13 @@ class Rows:
         """Return ``x`` as ``[N, repeat, ...]``, with zeros for no row."""
         rows = self.rows_first(x)
         if self.index is not None:
-            padded = torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])
-            return padded[self.index[self.chosen]]
+            no_row = rows.new_zeros(1, *rows.shape[1:])
+            return torch.cat([rows, no_row])[self.index[self.chosen]]
         if self.interleaved:
-            return rows.unflatten(0, (self.repeat, -1)).transpose(0, 1)[self.chosen]
-        return rows.unflatten(0, (-1, self.repeat))[self.chosen]
+            samples = rows.unflatten(0, (self.repeat, -1)).transpose(0, 1)
+        else:
+            samples = rows.unflatten(0, (-1, self.repeat))
+        return samples[self.chosen]
 
 
 @dataclass
@@ -143,7 +145,8 @@ class Product(Use):
         return self.arranged(at_least_float32(self.inputs))
 
     def gradients(self, b: Tensor, samples: slice) -> Tensor:
-        return self._shaped(b[samples].mT @ self.a[samples]).reshape(-1, *self.shape)
+        gradients = b[samples].mT @ self.a[samples]
+        return self._turned(gradients).reshape(-1, *self.shape)
 
     def norms(self, scores: list[Tensor]) -> Tensor:
         a = self.a.flatten(0, 1)
@@ -153,10 +156,12 @@ class Product(Use):
     def diagonal(self, scores: list[Tensor]) -> Tensor:
         if self.a.shape[1:3] != (1, 1):
             return super().diagonal(scores)
-        squares = total(b[:, 0, 0].square() for b in scores)  # of one row: (b aᵀ)² = b² (a²)ᵀ
-        return self._shaped(squares.T @ self.a[:, 0, 0].square()).reshape(self.shape)
+        of_outputs = total(b[:, 0, 0].square() for b in scores)
+        of_inputs = self.a[:, 0, 0].square()
+        squares = of_outputs.T @ of_inputs  # of one row: (b aᵀ)² = b² (a²)ᵀ
+        return self._turned(squares).reshape(self.shape)
 
-    def _shaped(self, product: Tensor) -> Tensor:
+    def _turned(self, product: Tensor) -> Tensor:
         return product.mT if self.turned else product
 
 
@@ -190,7 +195,10 @@ class Elementwise(Use):
 
     def fits(self) -> bool:
         axis, merged = self.rows.axis, self.rows.merged
-        return not (merged > 1 and axis) and set(self.aligned[axis : axis + merged]) == {1}
+        if merged > 1 and axis:
+            return False
+        over_rows = self.aligned[axis : axis + merged]
+        return set(over_rows) == {1}
 
     def arranged(self, b: Tensor) -> Tensor:
         """Return the gradients of the weight."""
@@ -348,8 +356,9 @@ class Embedding(Use):
 
 def add_lookups(gradients: Tensor, tokens: Tensor, b: Tensor) -> None:
     """Add rows ``[n, T, D]`` to tables ``[n, V, D]``, each at its token ``[n, T]``."""
-    tables = gradients.view(-1, gradients.shape[-1])
-    tables.index_add_(0, _numbered(tokens, gradients.shape[1]), b.flatten(0, 1))
+    _, table, width = gradients.shape
+    rows = gradients.view(-1, width)
+    rows.index_add_(0, _numbered(tokens, table), b.flatten(0, 1))
 
 
 def _numbered(tokens: Tensor, table: int) -> Tensor:
@@ -401,7 +410,8 @@ class Other(Use):
     @cached_property
     def _row_shape(self) -> torch.Size:
         """The shape of the output, with the rows first."""
-        return self.rows.rows_first(torch.empty(shape_of(self.output.node), device="meta")).shape
+        output = torch.empty(shape_of(self.output.node), device="meta")
+        return self.rows.rows_first(output).shape
 
     @cached_property
     def _numbers(self) -> Tensor:
@@ -448,20 +458,26 @@ def blocks(n: int, elements: int) -> Iterator[slice]:
 
 def product_norms(b: Tensor, a: Tensor) -> Tensor:
     """Return the squared norms of ``bᵀ a``, of ``[N, T, C]`` and ``[N, T, D]``; formed only where that is cheaper."""
-    positions, wide, high = a.shape[1], a.shape[2], b.shape[2]
+    n, positions, wide = a.shape
+    high = b.shape[2]
     if positions == 1:
         return squared_norms(a) * squared_norms(b)
     if positions * (wide + high) < wide * high:  # ghost norm: Σ_{t,s} (a_t·a_s)(b_t·b_s)
-        return ((a @ a.mT) * (b @ b.mT)).sum((1, 2))
-    some = blocks(len(a), wide * high)
-    return torch.cat([squared_norms(b[samples].mT @ a[samples]) for samples in some])
+        products = (a @ a.mT) * (b @ b.mT)
+        return products.sum((1, 2))
+    norms = []
+    for samples in blocks(n, wide * high):
+        gradients = b[samples].mT @ a[samples]
+        norms.append(squared_norms(gradients))
+    return torch.cat(norms)
 
 
 def squared_norms(x: Tensor) -> Tensor:
     """Return the squared norm of each row ``[N, ...]``, shape ``[N]``."""
     if x.dim() == 1:  # of a parameter that is one number
         return x.square()
-    return torch.linalg.vector_norm(x, dim=tuple(range(1, x.dim()))).square_()
+    others = tuple(range(1, x.dim()))
+    return torch.linalg.vector_norm(x, dim=others).square_()
 
 
 def sum_of_norms(formed: Iterable[tuple[slice, Tensor]]) -> Tensor:

@@ -4,25 +4,27 @@ The gradient of a use's weight is pulled back to the parameter that it was compu
 only moved entries, squares can be pulled back instead of gradients, and norms stay as they are.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from lightning_taskinfo._observe import at_least_float32
 from lightning_taskinfo.fisher.capture import Plan
 from lightning_taskinfo.fisher.conv import read_convolution
 from lightning_taskinfo.fisher.graph import (
     Edge,
     Graph,
     inside_a_pass,
-    moves_entries,
-    ones_at,
+    pulled_back,
     pulled_to_weight,
     shape_of,
+    stacked,
     unpack_hooks,
+    way_to_leaf,
 )
 from lightning_taskinfo.fisher.ops import (
     READERS,
@@ -40,6 +42,7 @@ from lightning_taskinfo.fisher.ops import (
 )
 
 Pair = tuple[Tensor, Tensor]
+Receive = Callable[[str, "Gradients"], None]  # takes the gradients of a parameter
 ALL = slice(None)
 
 
@@ -76,15 +79,7 @@ class Term:
     @cached_property
     def way(self) -> tuple[str, ...] | None:
         """The kinds of the operations from the weight to its parameter if they only move entries."""
-        way: list[str] = []
-        node = self.source.node
-        while node.next_functions:
-            if not moves_entries(node):
-                return None
-            if type(node).__name__ != "ToCopyBackward0":
-                way.append(type(node).__name__)
-            node = next(n for n, _ in node.next_functions if n is not None)
-        return tuple(way)
+        return way_to_leaf(self.source)
 
     @property
     def needs_graph(self) -> bool:
@@ -123,15 +118,19 @@ class Gradients:
 
     # Uses, with output gradients [S, ...], where gradients are made of them.
     parts: "list[tuple[Term, Tensor]]"
-    factored = False  # whether these are sums of products of two vectors
 
     def __init__(self, gradients: Tensor) -> None:
         self.parts = []
-        self.whole = gradients
+        self.gradients = gradients
+
+    @property
+    def factored(self) -> bool:
+        """Whether gradients are sums of products of two vectors."""
+        return False
 
     def formed(self) -> Iterator[tuple[slice, Tensor]]:
         """Yield samples, and their gradients ``[n, *shape]`` for one score after the other."""
-        yield slice(0, len(self.whole)), self.whole
+        yield slice(0, len(self.gradients)), self.gradients
 
     def norms(self) -> Tensor:
         """Return the squared norm of each sample's gradient, summed over scores."""
@@ -147,19 +146,70 @@ class Gradients:
 
 
 class Contribution(Gradients):
-    """The gradients of one parameter from all its uses, for some scores."""
+    """The gradients of one parameter from all its uses, for some scores.
 
-    def __init__(self, parts: list[tuple[Term, Tensor]], leaf: Edge, apart: bool) -> None:
-        self.parts = parts
+    They add up before they are squared, so that uses wait for each other.
+
+    Args:
+        name: The parameter's name.
+        leaf: Where it is in the graph.
+        terms: Its uses.
+        apart: Whether no entry of it is used twice.
+        can_wait: Whether the graph is there until all gradients have arrived. Otherwise, if a use
+            needs it, the gradients of all uses are formed at once.
+    """
+
+    def __init__(
+        self, name: str, leaf: Edge, terms: list[Term], *, apart: bool, can_wait: bool
+    ) -> None:
+        self.name = name
         self.leaf = leaf
         self.shape = shape_of(leaf.node)
-        moved = all(term.way is not None for term, _ in parts)
-        self.separate = moved and (len(parts) == 1 or apart)
-        self.factored = len(self.shape) == 2 and all(term.factored for term, _ in parts)
+        self.terms = terms
+        self.apart = apart
+        self.missing = {term.operation for term in terms}
+        alone = len(terms) == 1
+        self.waits = alone or can_wait or not any(term.needs_graph for term in terms)
+        self.parts = []
+        self.sum: Tensor | None = None  # of the gradients that were formed at once
+
+    def add(self, operation: int, scores: Tensor | None) -> None:
+        """Take the gradients ``[S, ...]`` by an operation's output; None if there are none."""
+        self.missing.discard(operation)
+        if scores is None:
+            return
+        arrived = [term for term in self.terms if term.operation == operation]
+        if self.waits:
+            self.parts += [(term, scores) for term in arrived]
+            return
+        for term in arrived:
+            one = Contribution(self.name, self.leaf, [term], apart=False, can_wait=True)
+            one.add(operation, scores)
+            gradients = torch.cat([some for _, some in one.formed()])
+            self.sum = gradients if self.sum is None else self.sum + gradients
+
+    def whole(self) -> Gradients | None:
+        """Return the gradients from all uses, once they have arrived; None if there are none."""
+        if self.sum is not None:
+            return Gradients(self.sum)
+        return self if self.parts else None
+
+    @property
+    def separate(self) -> bool:
+        """Whether squares of the uses' gradients add up."""
+        moved = all(term.way is not None for term, _ in self.parts)
+        return moved and (len(self.parts) == 1 or self.apart)
+
+    @property
+    def factored(self) -> bool:
+        return len(self.shape) == 2 and all(term.factored for term, _ in self.parts)
 
     @cached_property
     def _arranged(self) -> list[tuple[Term, list[Tensor]]]:
-        return [(term, [term.use.arranged(b) for b in scores]) for term, scores in self.parts]
+        arranged = []
+        for term, scores in self.parts:
+            arranged.append((term, [term.use.arranged(b) for b in scores]))
+        return arranged
 
     def norms(self) -> Tensor:
         if self.separate:
@@ -177,17 +227,19 @@ class Contribution(Gradients):
         )
 
     def one_product(self) -> Pair | None:
-        if len(self.parts) > 1 or not self.factored or isinstance(self.parts[0][0].use, Embedding):
+        if len(self.parts) > 1 or not self.factored:
             return None
         ((term, scores),) = self._arranged
         left, right = term.factors(scores[0])
-        return (left[:, 0], right[:, 0]) if left.shape[1] == 1 else None
+        if isinstance(term.use, Embedding) or left.shape[1] != 1:
+            return None
+        return left[:, 0], right[:, 0]
 
     def formed(self) -> Iterator[tuple[slice, Tensor]]:
-        elements = max(self.shape.numel(), *(term.use.elements for term, _ in self.parts))
-        n = len(self._arranged[0][1][0])
-        for samples in blocks(n, elements):
-            for i in range(len(self.parts[0][1])):
+        elements = [term.use.elements for term, _ in self.parts]
+        _, scores = self._arranged[0]
+        for samples in blocks(len(scores[0]), max(self.shape.numel(), *elements)):
+            for i in range(len(scores)):
                 yield samples, self._formed(i, samples)
 
     def _formed(self, i: int, samples: slice) -> Tensor:
@@ -206,16 +258,20 @@ class Contribution(Gradients):
     @cached_property
     def _pairs(self) -> list[tuple[Pair | None, Pair | None]]:
         """The factors of all matrix products, and those of all lookups, by score."""
-        scores = range(len(self.parts[0][1]))
-        return [(self._joined(i, Product), self._joined(i, Embedding)) for i in scores]
+        _, scores = self.parts[0]
+        pairs = []
+        for i in range(len(scores)):
+            pairs.append((self._joined(i, Product), self._joined(i, Embedding)))
+        return pairs
 
     def _joined(self, i: int, kind: type[Use]) -> Pair | None:
         """Put the positions of several uses behind each other."""
-        pairs = [t.factors(scores[i]) for t, scores in self._arranged if isinstance(t.use, kind)]
+        found = [one for one in self._arranged if isinstance(one[0].use, kind)]
+        pairs = [term.factors(scores[i]) for term, scores in found]
         if len(pairs) < 2:
             return pairs[0] if pairs else None
-        left, right = (torch.cat(of_uses, 1) for of_uses in zip(*pairs, strict=True))
-        return left, right
+        lefts, rights = zip(*pairs, strict=True)
+        return torch.cat(lefts, 1), torch.cat(rights, 1)
 
 
 def _from_factors(
@@ -246,25 +302,27 @@ def _factored_norms(dense: Pair | None, lookups: Pair | None) -> Tensor:
     if lookups is not None:
         index, v = lookups
         same = index.unsqueeze(1) == index.unsqueeze(2)
-        norms.append(((v @ v.mT) * same).sum((1, 2)))
+        products = (v @ v.mT) * same
+        norms.append(products.sum((1, 2)))
     if dense is not None and lookups is not None:
         left, right = dense
-        at_tokens = left.gather(2, index.unsqueeze(1).expand(-1, left.shape[1], -1))
-        norms.append(2 * (at_tokens * (right @ v.mT)).sum((1, 2)))
+        tokens = index.unsqueeze(1).expand(-1, left.shape[1], -1)
+        products = left.gather(2, tokens) * (right @ v.mT)
+        norms.append(2 * products.sum((1, 2)))
     return total(norms)
 
 
-def terms(
-    graph: Graph, plan: Plan, chosen: slice = ALL, *, batch_statistics: bool = False
-) -> tuple[list[Edge], dict[str, list[Term]]]:
-    """Return where gradients are wanted in a graph that a plan fits, and the uses of each parameter.
+def contributions(
+    graph: Graph, plan: Plan, *, chosen: slice = ALL, training: bool = False
+) -> tuple[list[Edge], list[Contribution]]:
+    """Return where gradients are wanted in a graph that a plan fits, and what waits for them.
 
     Args:
         graph: The graph.
         plan: The plan.
         chosen: The samples that are measured.
-        batch_statistics: Whether a BatchNorm may normalise with the statistics of the batch, which
-            mixes the samples.
+        training: Whether the backward pass is that of a training. It takes away the whole graph,
+            and a BatchNorm may normalise with the statistics of the batch, which mixes the samples.
     """
     edges: list[Edge] = []
     by_name: dict[str, list[Term]] = {}
@@ -279,12 +337,17 @@ def terms(
                 by_name.setdefault(name, []).append(term)
         if wanted:
             edges.append(output)
-            if not batch_statistics:
+            if not training:
                 _check_statistics(output.node, rows)
     if any(unpack_hooks(edge.node) for edge in edges):
         # Checkpointing computes what was saved again: once for all that is read in one pass.
         inside_a_pass(lambda: [term.use for found in by_name.values() for term in found])
-    return edges, by_name
+    waiting: list[Contribution] = []
+    for name, found in by_name.items():
+        apart = name in plan.apart
+        leaf = graph.leaf(name)
+        waiting.append(Contribution(name, leaf, found, apart=apart, can_wait=not training))
+    return edges, waiting
 
 
 def _check_statistics(node: Node, rows: Rows) -> None:
@@ -296,14 +359,112 @@ def _check_statistics(node: Node, rows: Rows) -> None:
         )
 
 
-def apart(graph: Graph, uses: dict[str, list[Term]]) -> set[str]:
-    """Return the parameters that have several uses, none of them of the same entry."""
+# --- Gradients by the outputs of uses, brought by backward passes
 
-    def disjoint(leaf: Edge, found: list[Term]) -> bool:
-        if any(not term.way for term in found):  # not computed by moving entries, or all entries
-            return False
-        counts = [pulled_to_weight(term.source, leaf, ones_at(term.source)[None]) for term in found]
-        return bool((total(counts) <= 1).all())
 
-    several = {name: found for name, found in uses.items() if len(found) > 1}
-    return {name for name, found in several.items() if disjoint(graph.leaf(name), found)}
+class Arrivals:
+    """Hands on the gradients of each parameter as soon as those of all its uses have arrived.
+
+    Then input and output gradient of a use have become what is measured, and nothing holds them any
+    longer: a backward pass needs no more memory than that of a training.
+
+    Args:
+        waiting: What waits for gradients.
+        receive: What takes the gradients of a parameter.
+    """
+
+    def __init__(self, waiting: Iterable[Contribution], receive: Receive) -> None:
+        self.receive = receive
+        self.waiting: dict[int, list[Contribution]] = {}  # by operation
+        for one in waiting:
+            for operation in one.missing:
+                self.waiting.setdefault(operation, []).append(one)
+
+    def add(self, operation: int, scores: Tensor | None) -> None:
+        """Take the gradients ``[S, ...]`` by an operation's output; None if there are none."""
+        for one in self.waiting.pop(operation):
+            one.add(operation, scores)
+            found = None if one.missing else one.whole()
+            if found is not None:
+                self.receive(one.name, found)
+
+    def add_one(self, operation: int, gradients: tuple[Tensor | None, ...]) -> None:
+        """Take the gradient of a pass, as a hook; a second pass over the operation is one of its use's own."""
+        if operation not in self.waiting:
+            return
+        b = gradients[0]
+        if b is not None:
+            b = at_least_float32(b.detach()).unsqueeze(0)
+        self.add(operation, b)
+
+
+def backward(
+    graph: Graph,
+    plan: Plan,
+    scores: list[Tensor],
+    receive: Receive,
+    *,
+    without: Container[str] = (),
+    retain_graph: bool = True,
+) -> None:
+    """Backpropagate scores of the outputs to the uses of weights.
+
+    Several scores go together, which is quicker than one by one, and hold what they bring to all
+    uses.
+
+    Args:
+        graph: The graph.
+        plan: Where its uses are.
+        scores: The scores, each shaped like the outputs.
+        receive: What takes the gradients of a parameter.
+        without: Parameters that are not measured.
+        retain_graph: Whether other scores will follow.
+    """
+    edges, waiting = contributions(graph, plan)
+    waiting = [one for one in waiting if one.name not in without]
+    retain_graph = retain_graph or any(map(_runs_an_operation_again, waiting))
+    arrivals = Arrivals(waiting, receive)
+    del waiting  # the arrivals alone hold uses, until these have their gradients
+    if not arrivals.waiting:
+        return
+    if len(scores) == 1:
+        _one_pass(graph, edges, scores[0], arrivals, retain_graph)
+        return
+    gradients = pulled_back(graph.outputs, edges, stacked(scores))
+    for operation in [*arrivals.waiting]:
+        arrivals.add(operation, gradients[operation])
+
+
+def _runs_an_operation_again(contribution: Contribution) -> bool:
+    """Whether a use that waits for others needs its operation afterwards."""
+    terms = contribution.terms
+    return len(terms) > 1 and any(isinstance(term.use, Other) for term in terms)
+
+
+def _one_pass(
+    graph: Graph, edges: list[Edge], score: Tensor, arrivals: Arrivals, retain_graph: bool
+) -> None:
+    # The lowest uses are asked for, so that nothing is computed below them: no gradient of a
+    # weight. The pass comes by all others on its way.
+    above = graph.behind({edge.node for edge in edges})
+    lowest = {i: edge for i, edge in enumerate(edges) if edge.node not in above}
+    passed = [i for i in arrivals.waiting if i not in lowest]
+    handles = []
+    for i in passed:
+        take = partial(arrivals.add_one, i)
+        handles.append(edges[i].node.register_prehook(take))
+    try:
+        captured = torch.autograd.grad(
+            [graph.outputs],
+            [*lowest.values()],
+            [score],
+            retain_graph=retain_graph,
+            allow_unused=True,
+        )
+    finally:
+        for handle in handles:
+            handle.remove()
+    for i, b in zip(lowest, captured, strict=True):
+        arrivals.add_one(i, (b,))
+    for i in [*arrivals.waiting]:  # no gradient has come by
+        arrivals.add(i, None)

@@ -17,11 +17,10 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from lightning_taskinfo._observe import ParamDict
-from lightning_taskinfo.fisher.backward import Arrivals, Group
+from lightning_taskinfo._sharded import gathered_parameters
 from lightning_taskinfo.fisher.capture import Plan, Prover
 from lightning_taskinfo.fisher.graph import Edge, Graph, unpack_hooks
-from lightning_taskinfo.fisher.sharded import gathered_parameters
-from lightning_taskinfo.fisher.terms import Gradients, Term, apart, terms
+from lightning_taskinfo.fisher.terms import Arrivals, Contribution, Gradients, contributions
 
 PLANS = 64  # kept of a training, as for sentences of different lengths
 # Products of two tensors, with the place of the first of the two.
@@ -109,8 +108,7 @@ class StepRecorder:
             # What knows nothing of the samples need not be told from what depends on all: so does a
             # sample's loss.
             plan = Prover(graph, samples, 4, graph.signature, root).plan()
-            _, found = terms(graph, plan, batch_statistics=True)
-            plan.apart = apart(graph, found)
+            _, found = contributions(graph, plan, training=True)
         reasons = plan.unshown | _mixing(graph, found)
         for name, kind in reasons.items():
             raise ValueError(
@@ -145,12 +143,8 @@ class StepRecorder:
         """Let the uses tell when their gradients are there."""
         chosen = slice(self.first, self.first + self.count)
         _check_saved([graph.nodes[number] for number, *_ in plan.uses])
-        edges, found = terms(graph, plan, chosen, batch_statistics=True)
-        groups = [
-            Group(name, graph.leaf(name), uses, apart=name in plan.apart, graph_stays=False)
-            for name, uses in found.items()
-        ]
-        self.arrivals = Arrivals(groups, self._add_norms)
+        edges, waiting = contributions(graph, plan, chosen=chosen, training=True)
+        self.arrivals = Arrivals(waiting, self._add_norms)
         for operation in self.arrivals.waiting:
             # What a node calls must hold no part of the graph: it would keep itself alive.
             edges[operation].node.register_prehook(partial(self._arrived, self.step, operation))
@@ -200,21 +194,21 @@ def _told(error: Exception) -> str:
     return str(error) if known else f"it could not be read ({type(error).__name__}: {error})"
 
 
-def _mixing(graph: Graph, found: dict[str, list[Term]]) -> dict[str, str]:
+def _mixing(graph: Graph, found: list[Contribution]) -> dict[str, str]:
     """Return the parameters that every sample of a batch would need a backward pass of its own for, with a reason.
 
     A weight is one that was computed from samples if a product with what is no weight is on its
     way.
     """
     mixing: dict[str, str] = {}
-    for name, uses in found.items():
-        for term in uses:
+    for one in found:
+        for term in one.terms:
             nodes = graph.below(term.source.node) if term.way is None else set()
             reasons = [node for node in nodes if _with_a_constant(node)]
             if isinstance(term.output.node, BackwardCFunction):
                 reasons.append(term.output.node)
             if reasons:
-                mixing[name] = type(reasons[0]).__name__
+                mixing[one.name] = type(reasons[0]).__name__
     return mixing
 
 
@@ -247,14 +241,19 @@ def _check_saved(nodes: list[Node]) -> None:
 
     Non-reentrant checkpointing computes it again, as often as one likes.
     """
-    for hook in (hook for node in nodes for hook in unpack_hooks(node)):
-        frame = _enclosed(hook, "frame")
-        context = _enclosed(getattr(frame, "recompute_fn", None), "recompute_context")
-        if not isinstance(context, nullcontext):
-            raise ValueError("saved tensors are kept in a way that may allow one pass only")
+    for node in nodes:
+        for hook in unpack_hooks(node):
+            frame = _enclosed(hook, "frame")
+            context = _enclosed(getattr(frame, "recompute_fn", None), "recompute_context")
+            if not isinstance(context, nullcontext):
+                raise ValueError("saved tensors are kept in a way that may allow one pass only")
 
 
 def _enclosed(function: Any, name: str) -> Any:
     """Return a variable that a function was made with."""
-    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
-    return function.__closure__[names.index(name)].cell_contents if name in names else None
+    code = getattr(function, "__code__", None)
+    names = getattr(code, "co_freevars", ())
+    if name not in names:
+        return None
+    cell = function.__closure__[names.index(name)]
+    return cell.cell_contents

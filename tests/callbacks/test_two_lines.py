@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import default_collate
 
 from lightning_taskinfo.callbacks import FisherTrace, InformationInWeights
-from lightning_taskinfo.fisher.draws import NumberedDraws
+from lightning_taskinfo.functional.likelihood import NumberedDraws
 from tests.callbacks.hugging_face import MODELS, Module, Sentences, loader
 from tests.callbacks.runs import fit, seed_everything
 

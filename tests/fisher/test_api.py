@@ -19,8 +19,7 @@ from lightning_taskinfo.fisher import (
     per_sample_squared_norms,
 )
 from lightning_taskinfo.fisher.accumulators import inner_products
-from lightning_taskinfo.fisher.draws import NumberedDraws
-from lightning_taskinfo.functional.likelihood import Categorical, Gaussian
+from lightning_taskinfo.functional.likelihood import Categorical, Gaussian, NumberedDraws
 from tests.fisher import networks as nets
 from tests.fisher.test_measure import empirical, loop, make, total
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from lightning_taskinfo.fisher import fisher_trace, per_sample_squared_norms
-from lightning_taskinfo.fisher.draws import NumberedDraws
-from lightning_taskinfo.functional.likelihood import Bernoulli, Categorical, Gaussian
+from lightning_taskinfo.functional.likelihood import Bernoulli, Categorical, Gaussian, NumberedDraws
 
 N = 20_000
 
