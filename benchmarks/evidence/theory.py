@@ -388,6 +388,8 @@ def sentence(kind: str, found: Row) -> str:
     if kind == "students":
         ratios = [shown(onset["ratio"]) for onset in found["onsets"].values()]
         said += f", measured over predicted onset {', '.join(ratios)}" if ratios else ""
+    elif "share" in found["from_200_labels"]:
+        said += f" (exploratory: {shown(found['from_200_labels']['share'])} from 200 labels on)"
     return said
 
 
@@ -415,7 +417,7 @@ def figure(rows: list[Row], canvas: Any) -> None:
     axes[1].set(xscale="log", xlabel="samples", ylabel="features missing of 8", title="students")
     axes[1].set_xlim(10, 700)
     axes[2].set(xlabel="outside of the span", ylabel="T", title="pairs")
-    axes[3].set(xlabel="KL (o), Wasserstein-1 (x)", ylabel="T", title="pairs")
+    axes[3].set(xscale="log", xlabel="KL (o), Wasserstein-1 (x)", ylabel="T", title="pairs")
 
 
 CLAIM = (
