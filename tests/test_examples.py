@@ -3,6 +3,7 @@
 import importlib
 import json
 import logging
+import os
 import re
 import runpy
 import subprocess
@@ -10,6 +11,7 @@ import sys
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from packaging.version import Version
@@ -36,7 +38,8 @@ def run(monkeypatch, capsys, tmp_path):
         runpy.run_path(str(script), run_name="__main__")
         return capsys.readouterr().out
 
-    yield run_script
+    with patch.dict(os.environ):  # where Lightning keeps a seed
+        yield run_script
     for name, level in levels.items():
         logging.getLogger(name).setLevel(level)
 

@@ -145,13 +145,13 @@ def test_a_changed_digit_of_a_result_is_noticed(tmp_path):
 
 
 def test_no_flipped_byte_of_a_file_of_tensors_changes_what_is_read(tmp_path):
-    """Every bit of some bytes and every byte: the file is refused, or what it holds is what was written."""
+    """A bit of every third byte, each bit in turns: the file is refused, or what it holds is what was written."""
     path = tmp_path / "weights.pt"
     weights = {"weight": torch.arange(6.0), "rows": [{"beta": 0.5}]}
     write_tensors(path, weights)
     whole = path.read_bytes()
     refused = 0
-    for place in range(len(whole)):
+    for place in range(0, len(whole), 3):
         path.write_bytes(
             whole[:place] + bytes([whole[place] ^ (1 << place % 8)]) + whole[place + 1 :]
         )
@@ -162,7 +162,7 @@ def test_no_flipped_byte_of_a_file_of_tensors_changes_what_is_read(tmp_path):
         else:
             assert torch.equal(read["weight"], weights["weight"])
             assert read["rows"] == weights["rows"]
-    assert refused > 500
+    assert refused > 150
 
 
 def test_code_in_a_file_of_tensors_is_not_run(tmp_path):

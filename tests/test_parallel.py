@@ -14,6 +14,7 @@ import torch
 
 from lightning_taskinfo._files import read_result, write_result
 from lightning_taskinfo._parallel import run_jobs
+from tests.ranks import forked
 
 JOBS = {f"seed-{seed}": seed for seed in range(4)}
 
@@ -104,18 +105,12 @@ def test_a_pool_that_breaks_names_the_guard_of_scripts():
 def test_processes_end_with_a_parent_that_is_killed(tmp_path):
     """Otherwise they would go on writing into a folder that the next run continues from."""
     path = tmp_path / "pid"
-    code = (
-        "import sys; from tests.test_parallel import run_jobs, write_pid_and_wait\n"
-        "if __name__ == '__main__': run_jobs(write_pid_and_wait, {'a': sys.argv[1]}, workers=1)"
-    )
-    parent = subprocess.Popen(
-        [sys.executable, "-c", code, str(path)], env={**os.environ, "PYTHONPATH": os.getcwd()}
-    )
+    parent = forked(run_jobs, write_pid_and_wait, {"a": str(path)}, workers=1)
     while not (path.exists() and path.read_text()):
-        assert parent.poll() is None
+        assert parent.is_alive()
         time.sleep(0.01)
-    parent.send_signal(signal.SIGKILL)
-    parent.wait()
+    parent.kill()
+    parent.join()
     pid, until = int(path.read_text()), time.monotonic() + 20
     while runs(pid) and time.monotonic() < until:
         time.sleep(0.05)
