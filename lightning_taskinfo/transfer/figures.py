@@ -1,13 +1,16 @@
 """Figures of a transfer experiment: every function returns ``(figure, axes)`` and needs neither pyplot nor a screen."""
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+
+from lightning_taskinfo.functional.intervals import Interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from lightning_taskinfo.transfer.report import TransferReport
+    from lightning_taskinfo.transfer.report import Measure, Result, TransferReport
 
 MOMENTS = {  # of information in the weights: label, colour, marker
     "before": ("before fine-tuning", "tab:blue", "o"),
@@ -34,44 +37,75 @@ def plot_accuracy(
     Returns:
         The figure and its axes.
     """
-    from matplotlib import colormaps
-
     from lightning_taskinfo.plotting import figure_and_axes
 
-    methods, counts, measure = report.methods, report.labels, report.measures[0]
+    methods = report.methods
+    counts = report.labels
     height = 1.1 + len(methods) * (0.22 + 0.17 * len(counts))
     figure, ax = figure_and_axes(ax, size=(6.4, height))
-    last = max(1, len(counts) - 1)
-    shades = (colormaps["viridis"](0.3 + 0.45 * index / last) for index in range(len(counts)))
-    colors = dict(zip(counts, shades, strict=True))
+    colors = _shades(counts)
     for labels, method, results in report.cells():
-        color = colors[labels]
         place = counts.index(labels) - (len(counts) - 1) / 2
         y = methods.index(method) + place * 0.7 / len(counts)
-        seeds = [measure.scale * result.test[measure.value] for result in results]
-        mean = sum(seeds) / len(seeds)
-        ax.plot(seeds, [y] * len(seeds), "|", color=color, alpha=0.6, markersize=7)
-        interval = report.summary(method, labels, measure.value, confidence)
-        if interval.low is not None and interval.high is not None:
-            ends = [measure.scale * interval.low, measure.scale * interval.high]
-            ax.plot(ends, [y, y], color=color, linewidth=1.5)
-        ax.plot([mean], [y], "o", color=color, markersize=6)
-        if method == "scratch":
-            ax.axvline(mean, color=color, linestyle=":", linewidth=1, zorder=0)
+        interval = report.summary(method, labels, report.measures[0].value, confidence)
+        _draw_cell(ax, y, colors[labels], report.measures[0], results, interval)
     for labels, color in colors.items():
         ax.plot([], [], "o", color=color, label=f"{labels}")
-    only = f" ({counts[0]} target labels)" if len(counts) == 1 else ""
     ax.set_yticks(range(len(methods)), methods)
     ax.set_ylim(len(methods) - 0.5, -0.5)
-    ax.set_xlabel(f"{measure.value} on the target test set{', %' * measure.share}{only}")
+    _name_axes(ax, report, confidence)
+    if len(counts) > 1:
+        ax.legend(
+            frameon=False,
+            title="target labels",
+            loc="center left",
+            bbox_to_anchor=(1, 0.5),
+        )
+    ax.spines[["top", "right"]].set_visible(False)
+    return figure, ax
+
+
+def _shades(counts: Sequence[int]) -> dict[int, Any]:
+    """A colour for each number of labels, from dark to light."""
+    from matplotlib import colormaps
+
+    shades = colormaps["viridis"]
+    last = max(1, len(counts) - 1)
+    return {labels: shades(0.3 + 0.45 * place / last) for place, labels in enumerate(counts)}
+
+
+def _draw_cell(
+    ax: "Axes",
+    y: float,
+    color: Any,
+    measure: "Measure",
+    results: Sequence["Result"],
+    interval: Interval,
+) -> None:
+    """The seeds of one method and number of labels, their mean and its interval."""
+    seeds = [measure.scale * result.test[measure.value] for result in results]
+    mean = sum(seeds) / len(seeds)
+    ax.plot(seeds, [y] * len(seeds), "|", color=color, alpha=0.6, markersize=7)
+    if interval.low is not None and interval.high is not None:
+        ends = [measure.scale * interval.low, measure.scale * interval.high]
+        ax.plot(ends, [y, y], color=color, linewidth=1.5)
+    ax.plot([mean], [y], "o", color=color, markersize=6)
+    if results[0].method == "scratch":
+        ax.axvline(mean, color=color, linestyle=":", linewidth=1, zorder=0)
+
+
+def _name_axes(ax: "Axes", report: "TransferReport", confidence: float) -> None:
+    measure = report.measures[0]
+    label = f"{measure.value} on the target test set"
+    if measure.share:
+        label += ", %"
+    if len(report.labels) == 1:
+        label += f" ({report.labels[0]} target labels)"
+    ax.set_xlabel(label)
     title = f"mean and {100 * confidence:g} % interval; short strokes: seeds"
     if len({row.seed for row in report.results}) == 1:
         title = "one seed, no interval"
     ax.set_title(title, fontsize="small", loc="left")
-    if not only:
-        ax.legend(frameon=False, title="target labels", loc="center left", bbox_to_anchor=(1, 0.5))
-    ax.spines[["top", "right"]].set_visible(False)
-    return figure, ax
 
 
 def plot_information(
