@@ -111,7 +111,7 @@ class Frozen(NamedTuple):
 
 
 @dataclass(frozen=True)
-class FrozenNetwork:
+class ObservedNetwork:
     """A network, how it is called, and what a pass over two samples showed.
 
     Attributes:
@@ -128,7 +128,7 @@ class FrozenNetwork:
     head: str | None
 
     @classmethod
-    def of(cls, model: nn.Module, few: Any, forward_fn: Forward | None) -> "FrozenNetwork":
+    def of(cls, model: nn.Module, few: Any, forward_fn: Forward | None) -> "ObservedNetwork":
         """Find out how a network is called on inputs like these, and look at one pass.
 
         Raises:

@@ -13,7 +13,7 @@ from lightning_taskinfo._warn import warn
 from lightning_taskinfo.functional.features import fit_power_law, transfer_onset
 from lightning_taskinfo.functional.intervals import normal_quantile
 from lightning_taskinfo.functional.readout import read_out
-from lightning_taskinfo.transfer.features import FrozenNetwork, read_labelled
+from lightning_taskinfo.transfer.features import ObservedNetwork, read_labelled
 
 if TYPE_CHECKING:
     from lightning_taskinfo.plotting import Axes, Figure
@@ -276,7 +276,7 @@ def feature_overlap(
     """
     samples = read_labelled(data, batch_fn)
     columns = label_columns(samples.labels, folds)
-    frozen = FrozenNetwork.of(model, samples.few, forward_fn).read(samples, layers, max_features)
+    frozen = ObservedNetwork.of(model, samples.few, forward_fn).read(samples, layers, max_features)
     fold = torch.arange(len(columns)) % folds
     found = [read_out(values, columns, fold) for values in frozen.features.values()]
     missed = torch.stack([one.missed for one in found])

@@ -22,8 +22,8 @@ from lightning_taskinfo.functional.intervals import (
 from lightning_taskinfo.functional.readout import ReadOut, read_out, stratified_folds
 from lightning_taskinfo.functional.transferability import h_score, leep, logme, nce
 from lightning_taskinfo.transfer.features import (
-    FrozenNetwork,
     Labelled,
+    ObservedNetwork,
     first_tensor,
     read_labelled,
 )
@@ -218,7 +218,7 @@ class _Ruler:
         """Whether labels are real numbers, and not classes."""
         return self.samples.labels.is_floating_point()
 
-    def layers_of(self, name: str, network: FrozenNetwork) -> list[str]:
+    def layers_of(self, name: str, network: ObservedNetwork) -> list[str]:
         """Return which layers of a start are read."""
         if isinstance(self.layers, int):
             if self.layers < 1:
@@ -233,7 +233,7 @@ class _Ruler:
     def measure(self, name: str, model: nn.Module, scratch: str | None) -> Measured:
         """Read all layers of one start, and fine-tune it where that is asked for."""
         begin = time.perf_counter()
-        network = FrozenNetwork.of(model, self.samples.few, self.forward_fn)
+        network = ObservedNetwork.of(model, self.samples.few, self.forward_fn)
         names = self.layers_of(name, network)
         features, logits = network.read(self.samples, names, self.max_features)
         fold = stratified_folds(self.samples.labels, self.folds)
@@ -370,7 +370,7 @@ class _Ruler:
                 errors[held] = (outputs.argmax(1) != columns[held].argmax(1)).double()
         return Losses(squares, errors)
 
-    def _fine_tuned(self, model: nn.Module, kept: Tensor, how: FineTuning) -> FrozenNetwork:
+    def _fine_tuned(self, model: nn.Module, kept: Tensor, how: FineTuning) -> ObservedNetwork:
         """Return a copy of a start with a fresh head, trained on some samples; the start itself is left alone."""
         copy = deepcopy(model)
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -403,7 +403,7 @@ class _Ruler:
         loss = nn.functional.mse_loss if self.real else nn.functional.cross_entropy
         return loss(outputs, targets)
 
-    def _outputs(self, network: FrozenNetwork, picked: Tensor) -> Tensor:
+    def _outputs(self, network: ObservedNetwork, picked: Tensor) -> Tensor:
         inputs = take(self.samples.inputs, lambda x: x[picked.to(x.device)])
         outputs = first_tensor(network.run(inputs))
         if outputs is None or outputs.ndim != 2:
@@ -412,13 +412,13 @@ class _Ruler:
             )
         return outputs
 
-    def _with_fresh_head(self, model: nn.Module) -> FrozenNetwork:
+    def _with_fresh_head(self, model: nn.Module) -> ObservedNetwork:
         """Replace the linear layer that a network ends in by a fresh one.
 
         Raises:
             ValueError: If it does not end in one.
         """
-        network = FrozenNetwork.of(model, self.samples.few, self.forward_fn)
+        network = ObservedNetwork.of(model, self.samples.few, self.forward_fn)
         if network.head is None:
             raise ValueError(
                 "`fine_tune` needs starts that end in an nn.Linear, their head, which is made anew; got one that ends "

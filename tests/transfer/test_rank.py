@@ -19,7 +19,7 @@ from lightning_taskinfo import FineTuning, TaskInfoWarning, feature_overlap, ran
 from lightning_taskinfo.functional.readout import stratified_folds
 from lightning_taskinfo.functional.transferability import h_score, leep, logme, nce
 from lightning_taskinfo.transfer import StartRanking, small_cnn
-from lightning_taskinfo.transfer.features import FrozenNetwork
+from lightning_taskinfo.transfer.features import ObservedNetwork
 from lightning_taskinfo.transfer.rank import _Ruler
 
 
@@ -371,22 +371,22 @@ def test_layers_of_transformers_are_their_blocks():
     model, data = bert()
     inputs = {name: value[:2] for name, value in data.items() if name != "labels"}
     blocks = [f"bert.encoder.layer.{k}" for k in range(3)]
-    assert FrozenNetwork.of(model, inputs, None).spread_layers(5) == [
+    assert ObservedNetwork.of(model, inputs, None).spread_layers(5) == [
         "bert.embeddings",
         *blocks,
         "dropout",
     ]
-    assert FrozenNetwork.of(model, inputs, None).spread_layers(3) == [
+    assert ObservedNetwork.of(model, inputs, None).spread_layers(3) == [
         "bert.embeddings",
         blocks[1],
         "dropout",
     ]
-    assert FrozenNetwork.of(model, inputs, None).spread_layers(1) == ["dropout"]
+    assert ObservedNetwork.of(model, inputs, None).spread_layers(1) == ["dropout"]
 
 
 def test_layers_of_a_network_without_a_head_end_in_its_last():
     model = nn.Sequential(nn.Linear(6, 5), nn.ReLU())
-    assert FrozenNetwork.of(model, randn(2, 6), None).spread_layers(5) == ["0", "1"]
+    assert ObservedNetwork.of(model, randn(2, 6), None).spread_layers(5) == ["0", "1"]
     start = rank_starts({"a": model}, target(), progress=False).best
     assert start.leep is start.nce is None
 
@@ -395,7 +395,7 @@ def test_layers_before_all_weights_are_left_out():
     model = nn.Sequential(
         nn.Flatten(), nn.ReLU(), nn.Sequential(nn.Identity(), nn.Linear(6, 5)), nn.Linear(5, 2)
     )
-    assert FrozenNetwork.of(model, randn(2, 6, 1), None).spread_layers(5) == ["2.1"]
+    assert ObservedNetwork.of(model, randn(2, 6, 1), None).spread_layers(5) == ["2.1"]
 
 
 def test_padding_does_not_count():
