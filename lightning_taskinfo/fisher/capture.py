@@ -204,7 +204,8 @@ class Prover:
     ) -> dict[str, str]:
         """Return the parameters that other engines have to serve, each with the operation that is the reason."""
         graph = self.graph
-        odd = {node for node in uses if node not in shown or _unusual(graph, node, uses[node])}
+        odd = uses.keys() - shown.keys()
+        odd |= {node for node, weights in uses.items() if _unusual(graph, node, weights)}
         # What mixes samples, and has rows of samples behind it, would count these rows twice.
         odd |= graph.behind({*uses} - odd, blocked=silent) & mixed
         odd |= {self.root.node} & mixed
@@ -222,7 +223,8 @@ class Prover:
         scores = self.scores
         if by_sample is not None:
             by_row = by_sample.repeat_interleave(len(scores) // self.samples)
-            scores = scores * by_row.view(-1, *[1] * (scores.dim() - 1))
+            others = [1] * (scores.dim() - 1)
+            scores = scores * by_row.view(-1, *others)
         edges = [Edge(node, 0) for node in nodes]
         found = torch.autograd.grad(
             [self.root], edges, [scores], retain_graph=True, allow_unused=True
@@ -297,7 +299,8 @@ class Prover:
         ways = [Rows(axis=axis) for axis in axes]
         ways += [Rows(merged=merged) for merged in range(2, len(sizes))]
         for way in ways:
-            samples = self._samples(way.rows_first(plain), way.rows_first(scaled), floor)
+            rows = way.rows_first(plain)
+            samples = self._samples(rows, way.rows_first(scaled), floor)
             if samples is not None:
                 return self._in_order(samples, way)
         return None
@@ -315,7 +318,8 @@ class Prover:
         middle = (known[1:] * known[:-1]).sqrt()
         sample = order[torch.bucketize(ratio, middle)]
         factor = self.factors[sample]
-        off = torch.linalg.vector_norm(scaled - factor.unsqueeze(1) * plain, dim=1)
+        expected = factor.unsqueeze(1) * plain
+        off = torch.linalg.vector_norm(scaled - expected, dim=1)
         fits = off <= self.eps**0.5 * factor * norms
         nothing = norms <= floor
         if not bool((fits | nothing).all()):
@@ -335,7 +339,8 @@ class Prover:
             interleaved = numbers.repeat(repeat)
             if torch.equal(samples[known], interleaved[known]):
                 return replace(way, repeat=repeat, interleaved=True)
-        rows = samples.argsort(stable=True)[count - int(known.sum()) :]
-        counts = torch.bincount(samples[known], minlength=n)
-        index = pad_sequence(rows.split(counts.tolist()), batch_first=True, padding_value=count)
+        counts = torch.bincount(samples[known], minlength=n).tolist()
+        unknown = count - sum(counts)
+        rows = samples.argsort(stable=True)[unknown:]  # -1 comes first
+        index = pad_sequence(rows.split(counts), batch_first=True, padding_value=count)
         return replace(way, repeat=index.shape[1], index=index)

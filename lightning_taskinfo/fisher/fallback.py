@@ -128,22 +128,23 @@ class Fallback:
             arguments = (one, sample_score.unsqueeze(0))
             return functional_call(scored, placed, arguments, tie_weights=False)
 
-        step = max(1, 8 * BLOCK // sum(p.numel() for p in moving.values()))
+        elements = sum(p.numel() for p in moving.values())
+        step = max(1, 8 * BLOCK // elements)
         each = vmap(grad(value), in_dims=(None, 0, 0), randomness="different")
         for start in range(0, len(score), step):
-            block = slice(start, start + step)
-            yield start, each(moving, take(inputs, itemgetter(block)), score[block])
+            block = itemgetter(slice(start, start + step))
+            yield start, each(moving, take(inputs, block), block(score))
 
     def _looped(self, inputs: Any, score: Tensor, names: set[str]) -> Blocks:
         """Yield the gradients of one sample after the other, by plain autograd: slow, and right for any model."""
         parameters = {name: p for name, p in self.model.named_parameters() if name in names}
         for n in range(len(score)):
-            block = slice(n, n + 1)
+            one = itemgetter(slice(n, n + 1))
             for p in parameters.values():
                 p.grad = None
             # `backward`, not `autograd.grad`, which reentrant checkpointing refuses.
-            outputs = self.forward(self.model, take(inputs, itemgetter(block)))
-            (outputs * score[block]).sum().backward()
+            outputs = self.forward(self.model, take(inputs, one))
+            (outputs * one(score)).sum().backward()
             gradients: ParamDict = {}
             for name, p in parameters.items():
                 g = torch.zeros_like(p) if p.grad is None else p.grad.to_dense()

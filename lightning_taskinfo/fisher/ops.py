@@ -205,10 +205,11 @@ class Elementwise(Use):
         product = b if self.factor is None else b * self.factor().conj()
         if product.is_complex() and not self.is_complex:
             product = product.real
-        others = list(self.aligned)
-        del others[self.rows.axis : self.rows.axis + self.rows.merged]
+        first = self.rows.axis
+        behind = first + self.rows.merged
+        sizes = [1, *self.aligned[:first], *self.aligned[behind:]]  # of what is not the sample
+        summed = [axis for axis, size in enumerate(sizes, start=1) if size == 1]
         product = self.rows.samples_first(product)
-        summed = [axis for axis, size in enumerate([1, *others], start=1) if size == 1]
         gradients = product.sum(summed).reshape(-1, *self.shape)
         return gradients if self.scale == 1 else gradients * self.scale
 
@@ -325,7 +326,8 @@ class Embedding(Use):
         b = b.reshape(*self.tokens.shape, b.shape[-1])
         if self.padding_idx is None:
             return b
-        return b.masked_fill((self.tokens == self.padding_idx).unsqueeze(-1), 0)
+        padding = self.tokens == self.padding_idx
+        return b.masked_fill(padding.unsqueeze(-1), 0)
 
     def gradients(self, b: Tensor, samples: slice) -> Tensor:
         b = b[samples]
@@ -363,7 +365,8 @@ def add_lookups(gradients: Tensor, tokens: Tensor, b: Tensor) -> None:
 
 def _numbered(tokens: Tensor, table: int) -> Tensor:
     """Number the tokens ``[n, T]`` of all samples through, as rows of one table after the other."""
-    first = torch.arange(len(tokens), device=tokens.device).unsqueeze(1) * table
+    table_number = torch.arange(len(tokens), device=tokens.device)
+    first = table_number.unsqueeze(1) * table
     return (first + tokens).flatten()
 
 
@@ -371,8 +374,10 @@ def _embedding(node: Any, place: int, weight: Any) -> Use | None:
     if node._saved_scale_grad_by_freq:
         return None
     shape = tuple(weight.shape)
-    padding = node._saved_padding_idx  # -1, or that as an unsigned number, is none
-    return Embedding(shape, node._saved_indices, padding if 0 <= padding < shape[0] else None)
+    padding = node._saved_padding_idx
+    if not 0 <= padding < shape[0]:  # -1, or that as an unsigned number
+        padding = None
+    return Embedding(shape, node._saved_indices, padding)
 
 
 def _index_select(node: Any, place: int, weight: Any) -> Use | None:
@@ -399,13 +404,15 @@ class Other(Use):
         parts = b.new_zeros(len(b), count + 1, *others)  # one row more, for no row
         sample = torch.arange(len(b), device=b.device).unsqueeze(1)
         parts[sample, numbers] = b
-        parts = parts[:, :-1].movedim(1, self.rows.axis + 1)
-        parts = parts.reshape(len(b), *shape_of(self.output.node))
-        return pulled_to_weight(self.output, self.source, parts)
+        axis = self.rows.axis + 1
+        parts = parts[:, :-1].movedim(1, axis)
+        outputs = parts.reshape(len(b), *shape_of(self.output.node))
+        return pulled_to_weight(self.output, self.source, outputs)
 
     @property
     def elements(self) -> int:
-        return max(shape_of(self.output.node).numel(), math.prod(self.shape))
+        output = shape_of(self.output.node)
+        return max(output.numel(), math.prod(self.shape))
 
     @cached_property
     def _row_shape(self) -> torch.Size:

@@ -7,6 +7,7 @@ only moved entries, squares can be pulled back instead of gradients, and norms s
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -113,6 +114,54 @@ class Term:
         return (inputs, outputs) if self.inputs_in_rows else (outputs, inputs)
 
 
+class Factors(NamedTuple):
+    r"""Gradients of samples as sums of products, :math:`\sum_s l_s r_s^\top + \sum_t e_{x_t} v_t^\top`.
+
+    Attributes:
+        dense: :math:`l` and :math:`r`, each ``[N, S, ...]``, of all matrix products; None without one.
+        lookups: Indices :math:`x` ``[N, T]`` and vectors :math:`v` ``[N, T, D]`` of all lookups; None
+            without one.
+    """
+
+    dense: Pair | None
+    lookups: Pair | None
+
+    def formed(self, samples: slice, shape: torch.Size) -> Tensor:
+        """Return the gradients of some samples, ``[n, *shape]``."""
+        if self.dense is not None:
+            left, right = self.dense
+            gradients = left[samples].mT @ right[samples]
+        if self.lookups is not None:
+            index, v = self.lookups
+            if self.dense is None:
+                gradients = v.new_zeros(len(v[samples]), *shape)
+            add_lookups(gradients, index[samples], v[samples])
+        return gradients
+
+    def norms(self) -> Tensor:
+        r"""Return the squared norm of each sample's gradient, without forming it.
+
+        As of a table that is a language model's head as well. The products of all pairs of
+        positions are needed: :math:`(l_s \cdot l_{s'})(r_s \cdot r_{s'})`,
+        :math:`v_t \cdot v_{t'}` where the tokens are equal, and twice
+        :math:`l_s[x_t]\,(r_s \cdot v_t)`.
+        """
+        norms = []
+        if self.dense is not None:
+            left, right = self.dense
+            norms.append(product_norms(left, right))
+        if self.lookups is not None:
+            index, v = self.lookups
+            same = index.unsqueeze(1) == index.unsqueeze(2)
+            products = (v @ v.mT) * same
+            norms.append(products.sum((1, 2)))
+        if self.dense is not None and self.lookups is not None:
+            tokens = index.unsqueeze(1).expand(-1, left.shape[1], -1)
+            products = left.gather(2, tokens) * (right @ v.mT)
+            norms.append(2 * products.sum((1, 2)))
+        return total(norms)
+
+
 class Gradients:
     """Gradients ``[n, *shape]`` of one parameter, of a few samples for one score."""
 
@@ -215,16 +264,17 @@ class Contribution(Gradients):
         if self.separate:
             return total(term.use.norms(scores) for term, scores in self._arranged)
         if self.factored:
-            return total(_factored_norms(*pairs) for pairs in self._pairs)
+            return total(factors.norms() for factors in self._factors)
         return super().norms()
 
     def diagonal(self) -> Tensor:
         if not self.separate:
             return super().diagonal()
-        return total(
-            self._pulled(term, term.use.diagonal(scores)[None])[0]
-            for term, scores in self._arranged
-        )
+        parts = []
+        for term, scores in self._arranged:
+            squares = term.use.diagonal(scores)
+            parts.append(self._pulled(term, squares[None])[0])
+        return total(parts)
 
     def one_product(self) -> Pair | None:
         if len(self.parts) > 1 or not self.factored:
@@ -236,19 +286,21 @@ class Contribution(Gradients):
         return left[:, 0], right[:, 0]
 
     def formed(self) -> Iterator[tuple[slice, Tensor]]:
-        elements = [term.use.elements for term, _ in self.parts]
+        of_uses = [term.use.elements for term, _ in self.parts]
+        elements = max(self.shape.numel(), *of_uses)
         _, scores = self._arranged[0]
-        for samples in blocks(len(scores[0]), max(self.shape.numel(), *elements)):
+        for samples in blocks(len(scores[0]), elements):
             for i in range(len(scores)):
                 yield samples, self._formed(i, samples)
 
     def _formed(self, i: int, samples: slice) -> Tensor:
         if len(self.parts) > 1 and self.factored:
-            return _from_factors(*self._pairs[i], samples, self.shape)
-        first, *others = (
-            self._pulled(term, term.use.gradients(scores[i], samples))
-            for term, scores in self._arranged
-        )
+            return self._factors[i].formed(samples, self.shape)
+        parts = []
+        for term, scores in self._arranged:
+            gradients = term.use.gradients(scores[i], samples)
+            parts.append(self._pulled(term, gradients))
+        first, *others = parts
         return sum(others, start=first)
 
     def _pulled(self, term: Term, gradients: Tensor) -> Tensor:
@@ -256,60 +308,26 @@ class Contribution(Gradients):
         return pulled_to_weight(term.source, self.leaf, gradients)
 
     @cached_property
-    def _pairs(self) -> list[tuple[Pair | None, Pair | None]]:
-        """The factors of all matrix products, and those of all lookups, by score."""
+    def _factors(self) -> list[Factors]:
+        """The factors of all uses, by score."""
         _, scores = self.parts[0]
-        pairs = []
+        factors = []
         for i in range(len(scores)):
-            pairs.append((self._joined(i, Product), self._joined(i, Embedding)))
-        return pairs
+            dense = self._joined(i, Product)
+            lookups = self._joined(i, Embedding)
+            factors.append(Factors(dense, lookups))
+        return factors
 
     def _joined(self, i: int, kind: type[Use]) -> Pair | None:
         """Put the positions of several uses behind each other."""
-        found = [one for one in self._arranged if isinstance(one[0].use, kind)]
-        pairs = [term.factors(scores[i]) for term, scores in found]
+        pairs = []
+        for term, scores in self._arranged:
+            if isinstance(term.use, kind):
+                pairs.append(term.factors(scores[i]))
         if len(pairs) < 2:
             return pairs[0] if pairs else None
         lefts, rights = zip(*pairs, strict=True)
         return torch.cat(lefts, 1), torch.cat(rights, 1)
-
-
-def _from_factors(
-    dense: Pair | None, lookups: Pair | None, samples: slice, shape: torch.Size
-) -> Tensor:
-    """Return the gradients of some samples as one product of the rows of all uses, and lookups added to it."""
-    if dense is not None:
-        gradients = dense[0][samples].mT @ dense[1][samples]
-    if lookups is not None:
-        index, v = lookups[0][samples], lookups[1][samples]
-        if dense is None:
-            gradients = v.new_zeros(len(v), *shape)
-        add_lookups(gradients, index, v)
-    return gradients
-
-
-def _factored_norms(dense: Pair | None, lookups: Pair | None) -> Tensor:
-    r"""Return the norms of :math:`\sum_s l_s r_s^\top + \sum_t e_{x_t} v_t^\top`, without forming it.
-
-    As of a table that is a language model's head as well. The products of all pairs of positions
-    are needed:
-    :math:`(l_s \cdot l_{s'})(r_s \cdot r_{s'})`, :math:`v_t \cdot v_{t'}` where the tokens are equal, and twice
-    :math:`l_s[x_t]\,(r_s \cdot v_t)`.
-    """
-    norms = []
-    if dense is not None:
-        norms.append(product_norms(*dense))
-    if lookups is not None:
-        index, v = lookups
-        same = index.unsqueeze(1) == index.unsqueeze(2)
-        products = (v @ v.mT) * same
-        norms.append(products.sum((1, 2)))
-    if dense is not None and lookups is not None:
-        left, right = dense
-        tokens = index.unsqueeze(1).expand(-1, left.shape[1], -1)
-        products = left.gather(2, tokens) * (right @ v.mT)
-        norms.append(2 * products.sum((1, 2)))
-    return total(norms)
 
 
 def contributions(
@@ -328,10 +346,12 @@ def contributions(
     by_name: dict[str, list[Term]] = {}
     for number, places, rows in plan.uses:
         output = Edge(graph.nodes[number], 0)
+        if chosen != ALL:
+            rows = replace(rows, chosen=chosen)
         wanted = False
         for place, (source_number, source_output) in places.items():
             source = Edge(graph.nodes[source_number], source_output)
-            term = Term(output, place, source, replace(rows, chosen=chosen), len(edges))
+            term = Term(output, place, source, rows, len(edges))
             for name in graph.roots(source.node) - plan.unshown.keys():
                 wanted = True
                 by_name.setdefault(name, []).append(term)
