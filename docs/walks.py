@@ -158,10 +158,10 @@ def regularise(walk: Walk) -> None:
 
 
 def transfer(walk: Walk) -> None:
-    """`transfer()` of a module, from one start and from scratch."""
+    """`print(transfer(…))` of a module, from one start and from scratch."""
     whole = data()
     with tempfile.TemporaryDirectory() as folder, walk:
-        taskinfo.transfer(
+        report = taskinfo.transfer(
             Net,
             {"train": whole, "test": whole},
             starts={"start": Net().state_dict()},
@@ -171,6 +171,7 @@ def transfer(walk: Walk) -> None:
             folder=folder,
             progress=False,
         )
+        str(report)
 
 
 def certify(walk: Walk) -> None:

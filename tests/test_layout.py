@@ -12,7 +12,6 @@ ELSEWHERE = {  # module -> the test of what it is a part of
     "_sharded.py": "callbacks/test_sharded.py",
     "_wandb.py": "test_log_keys.py",
     "callbacks/_indices.py": "callbacks/test_train_step_norms.py",
-    "callbacks/source.py": "callbacks/test_probe.py",
     "certificates/curvatures.py": "certificates/test_search.py",
     "cli/_parser.py": "cli/test_main.py",
     "cli/_pictures.py": "cli/test_rank.py",

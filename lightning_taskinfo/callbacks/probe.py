@@ -113,15 +113,17 @@ class Probe(Callback, ABC):
 
     Example::
 
-        class Confidence(Probe):  # a quantity of your own, here of one process alone
+        class Confidence(Probe):  # a quantity of your own, on any number of processes
             default_every_n_steps = 50
             headline = ("confidence",)
 
-            def observe(self, model, samples):
-                return model(samples.inputs).softmax(-1).amax(-1).mean()
+            def observe(self, model, samples):  # a process may have no samples
+                chances = (outputs.softmax(-1).amax(-1) for outputs in samples.outputs(model))
+                return sum(part.sum().item() for part in chances)
 
             def summarise(self, observed, samples):
-                return {"confidence": observed.item()}
+                total = samples.summed([observed]).item()
+                return {"confidence": total / samples.total}
     """
 
     default_every_n_steps: ClassVar[int | None] = None

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any, TypeVar
@@ -87,18 +87,30 @@ class Samples:
         """Return what the engine is asked for."""
         return replace(self.asked, likelihood=draws or self.draws())
 
+    def outputs(self, model: nn.Module, some: slice = slice(None)) -> Iterator[Tensor]:
+        """Yield the outputs for some of the samples that count, at most 128 of them at a time, without gradients.
+
+        The model is run on all inputs, so that processes with sharded weights run the same passes.
+        """
+        inputs = take(self.inputs, lambda x: x[some].contiguous())  # a model may take views of it
+        counted = len(range(self.counted)[some])
+        for start in range(0, size(inputs), CHUNK):
+            part = itemgetter(slice(start, start + CHUNK))
+            with torch.no_grad():
+                outputs = self.asked.forward(model, take(inputs, part))
+            if start < counted:
+                yield outputs[: counted - start]
+
     def losses(self, model: nn.Module, some: slice = slice(None)) -> Tensor:
         """Return the negative log-likelihood of some samples' targets in nats, ``[n]``; NaN without targets."""
-        inputs = take(self.inputs, lambda x: x[some].contiguous())  # a model may take views of it
         if self.targets is None:
-            return torch.full((size(inputs),), math.nan, dtype=torch.float64, device="cpu")
-        targets = self.targets[some]
+            counted = len(range(self.counted)[some])
+            return torch.full((counted,), math.nan, dtype=torch.float64, device="cpu")
+        targets = self.targets[some].split(CHUNK)
         found = [torch.zeros(0, dtype=torch.float64, device="cpu")]
-        with torch.no_grad():
-            for start in range(0, len(targets), CHUNK):
-                part = itemgetter(slice(start, start + CHUNK))
-                outputs = self.asked.forward(model, take(inputs, part))
-                found.append(-self.likelihood.log_prob(outputs, part(targets)).double().cpu())
+        for outputs, labels in zip(self.outputs(model, some), targets, strict=False):
+            losses = -self.likelihood.log_prob(outputs, labels[: len(outputs)])
+            found.append(losses.double().cpu())
         return torch.cat(found)
 
     def summed(self, values: Tensor | list[float]) -> Tensor:
