@@ -3,11 +3,15 @@
 import importlib
 from itertools import permutations
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from scipy.stats import binomtest
+
+from lightning_taskinfo import Task2Vec
+from lightning_taskinfo.fisher import fisher_diagonal
 
 SCRIPTS = Path(__file__).parents[1] / "benchmarks" / "evidence"
 
@@ -113,3 +117,130 @@ def test_the_search_and_the_cells_of_transfer_share_no_seed(script):
         for kind in ("search", "cell")
     }
     assert not seeds["search"] & seeds["cell"]
+
+
+def test_labels_drawn_anew_are_a_share_and_uniform(script):
+    y = torch.zeros(20_000, dtype=torch.long)
+    noisy = script("fisher_trace_and_error").noisy(y, 0.4, 10, torch.Generator().manual_seed(0))
+    assert (noisy > 0).double().mean().item() == pytest.approx(0.4 * 0.9, abs=4 * 0.0034)
+
+
+def test_the_trace_of_a_task_counts_every_weight_outside_the_head(script):
+    module = script("fisher_trace_and_error")
+    found = module.run({"task": "mnist:only-0-1", "noise": 0.5, "samples": 30, "seed": 0}, None)
+    (x, y), _ = module.drawn("mnist:only-0-1", samples=30, test=30, seed=0, data_dir=None)
+    y = module.noisy(y, 0.5, 2, torch.Generator().manual_seed(0))
+    embedder = Task2Vec(seed=0)
+    embedder.embed((x, y), name="with a fitted head")
+    diagonal = fisher_diagonal(embedder.network, x, labels="exact")
+    weights = [name for name in diagonal if name.endswith("weight") and "head" not in name]
+    assert len(weights) == 4
+    assert found["trace"] == pytest.approx(sum(diagonal[n].sum().item() for n in weights), rel=1e-4)
+
+
+def test_impaired_images_come_in_the_first_epochs_only(script):
+    module = script("critical_period")
+    x = torch.arange(6.0)[:, None, None, None].expand(6, 1, 8, 8)
+    settings = {"seed": 0, "epochs": 2, "sharp_epochs": 6}
+    impaired = module.Impaired(x, -x - 1, torch.arange(6), settings)
+    signs = []
+    for epoch in range(4):
+        impaired.trainer = SimpleNamespace(current_epoch=epoch)
+        batches = list(impaired.train_dataloader())
+        signs.append(float(torch.cat([a for a, _ in batches]).sign().min()))
+        labels = torch.cat([b for _, b in batches])
+        assert labels.sort().values.tolist() == list(range(6))
+    assert signs == [-1, -1, 0, 0]
+
+
+def periods(costs, upside_down, spread=0.002):
+    """Rows of five seeds: accuracy 0.5, less what each length of blur costs."""
+    rows = []
+    for seed in range(5):
+        jitter = spread * (seed - 2)
+        for k, cost in costs.items():
+            row = {"deficit": "blurred", "epochs": k, "seed": seed, "traces": [1.0, 4.0, 2.0]}
+            rows.append(row | {"accuracy": 0.5 - cost + jitter * (k > 0)})
+        row = {"deficit": "upside down", "epochs": 20, "seed": seed, "traces": [1.0]}
+        rows.append(row | {"accuracy": 0.5 - upside_down})
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("longest", "upside_down", "said"),
+    [
+        (0.05, 0.0, "reproduced"),
+        (0.05, 0.05, "reproduced in part"),
+        (0.0, 0.0, "not reproduced, decided"),
+    ],
+)
+def test_the_verdict_on_critical_periods_follows_the_costs(script, longest, upside_down, said):
+    costs = {0: 0.0, 5: longest / 4, 10: longest / 3, 20: longest / 2, 30: longest}
+    found = script("critical_period").verdict(periods(costs, upside_down))
+    assert found["verdict"] == said
+    assert found["numbers"]["cost"][30][0] == pytest.approx(100 * longest)
+    assert found["numbers"]["end_over_peak"][0] == 0.5
+
+
+def test_a_wide_spread_of_costs_is_undecided(script):
+    costs = dict.fromkeys((0, 5, 10, 20, 30), 0.0)
+    rows = periods(costs, 0.0, spread=0.02)
+    assert script("critical_period").verdict(rows)["verdict"] == "undecided"
+
+
+def prices(slope, change=0.0):
+    """Rows of three seeds whose β* follows a power of N, with another power after half of the training."""
+    rows = []
+    for seed in range(3):
+        for width, length in ((256, 1.0), (256, 0.5), (128, 1.0)):
+            for n in (250, 500, 2000):
+                power = slope - change * (length < 1) + 0.001 * seed
+                row = {"samples": n, "width": width, "length": length, "seed": seed}
+                rows.append(row | {"critical_beta": 0.1 * (n / 250) ** power, "unfinished": []})
+    return [row | {"seconds": 2.0, "steps": 100} for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("slope", "change", "said"),
+    [(0.0, 0.0, "reproduced"), (-0.7, 0.0, "not reproduced, decided"), (-0.7, 0.3, "undecided")],
+)
+def test_the_verdict_on_random_labels_follows_slope_and_convergence(script, slope, change, said):
+    found = script("beta_of_random_labels").verdict(prices(slope, change))
+    assert found["verdict"] == said
+    assert found["numbers"]["slopes"]["wide"][0] == pytest.approx(slope + 0.001)
+    assert found["numbers"]["longer"][0] == pytest.approx(change)
+    # 0.02 s a step, 2.5 times the 4,800 steps of all four N, four times as long, five seeds
+    hours = 0.02 * 2.5 * 4800 * 4 * 5 / 3600
+    assert (f"about {hours:.1f} core-hours" in found["sentence"]) == (said == "undecided")
+
+
+def test_numbers_of_samples_that_a_case_lacks_do_not_count(script):
+    rows = [r for r in prices(-0.5) if (r["samples"], r["width"], r["seed"]) != (500, 128, 2)]
+    assert script("beta_of_random_labels").complete(rows) == [250, 2000]
+
+
+@pytest.mark.parametrize(
+    ("inverted", "seeds", "said"),
+    [(10.0, 5, "reproduced"), (90.0, 5, "reproduced in part"), (10.0, 4, "undecided")],
+)
+def test_the_verdict_on_the_task_matrix_follows_the_distances(script, inverted, seeds, said):
+    module = script("task_matrix")
+    names = list(module.TASKS)
+    distances = np.full((len(names), len(names)), 50.0)
+    for known, new in {less for less, _ in module.CLAIMS}:
+        distances[names.index(known), names.index(new)] = 10.0
+    distances[names.index("MNIST"), names.index("inverted")] = inverted
+    noise = np.random.default_rng(0).normal(size=(seeds, *distances.shape))
+    rows = [{"seed": s, "distances": (distances + noise[s]).tolist()} for s in range(seeds)]
+    assert module.verdict(rows)["verdict"] == said
+
+
+def test_errors_are_averaged_over_seeds_only(script):
+    found = {
+        "truth small 0 20 usps": [{"start": "a", "full": 0.1}],
+        "truth small 1 20 usps": [{"start": "a", "full": 0.3}],
+        "truth small 0 50 usps": [{"start": "a", "full": 0.5}],
+        "truth small 0 20 mnist": [{"start": "a", "full": 0.9}],
+    }
+    errors = script("claim_3").mean_errors(found, "usps", "full")
+    assert errors == {20: {"a": pytest.approx(0.2)}, 50: {"a": 0.5}}

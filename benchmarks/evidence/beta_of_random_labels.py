@@ -110,6 +110,17 @@ def paired(a: dict[int, float], b: dict[int, float]) -> tuple[float, float, floa
     return mean_interval(both) if len(both) > 1 else (math.nan,) * 3
 
 
+def hours_to_decide(rows: list[Row], longer: int = 4, seeds: int = 5) -> float:
+    """Core-hours of all N and cases with more steps and more seeds, from the seconds that a step took."""
+    total = 0.0
+    for width, length in CASES.values():
+        own = chosen(rows, width=width, length=length)
+        if own:
+            step = sum(row["seconds"] for row in own) / sum(row["steps"] for row in own)
+            total += step * length * sum(STEPS.values())
+    return longer * seeds * total / 3600
+
+
 def verdict(rows: list[Row]) -> Row:
     cases = {case: slopes(rows, *parts) for case, parts in CASES.items()}
     found = {case: mean_interval([*s.values()]) for case, s in cases.items() if len(s) > 1}
@@ -144,6 +155,11 @@ def verdict(rows: list[Row]) -> Row:
         f"it by {shown(longer)}, twice the width by {shown(wider)}; β* after twice the training over β* before, by N: "
         f"{changes}"
     )
+    if answer == "undecided":
+        hours = hours_to_decide(rows)
+        sentence += (
+            f"; five seeds, trained four times as long, would take about {hours:.1f} core-hours"
+        )
     numbers = {
         "slopes": found, "longer": longer, "wider": wider, "ratios": ratios, "critical_beta": critical,
         "unfinished": sum(len(row["unfinished"]) for row in rows),
