@@ -163,6 +163,7 @@ def periods(costs, upside_down, spread=0.002):
             rows.append(row | {"accuracy": 0.5 - cost + jitter * (k > 0)})
         row = {"deficit": "upside down", "epochs": 20, "seed": seed, "traces": [1.0]}
         rows.append(row | {"accuracy": 0.5 - upside_down})
+        rows.append(row | {"deficit": "none", "epochs": 30, "accuracy": 0.51})
     return rows
 
 
@@ -180,6 +181,8 @@ def test_the_verdict_on_critical_periods_follows_the_costs(script, longest, upsi
     assert found["verdict"] == said
     assert found["numbers"]["cost"][30][0] == pytest.approx(100 * longest)
     assert found["numbers"]["end_over_peak"][0] == 0.5
+    assert found["numbers"]["more_sharp_epochs"][0] == pytest.approx(-1.0)
+    assert found["numbers"]["less_than_blur_as_long"][0] == pytest.approx(1 + 100 * longest)
 
 
 def test_a_wide_spread_of_costs_is_undecided(script):
