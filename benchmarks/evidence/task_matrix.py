@@ -141,7 +141,8 @@ def figure(rows: list[Row], canvas) -> None:
     ax.set_xticks(range(len(TASKS)), TASKS, rotation=45)
     ax.set_yticks(range(len(TASKS)), TASKS)
     for (i, j), value in np.ndenumerate(mean):
-        ax.text(j, i, f"{value:.0f}", ha="center", va="center", color="white", fontsize=8)
+        color = "black" if image.norm(value) > 0.6 else "white"
+        ax.text(j, i, f"{value:.0f}", ha="center", va="center", color=color, fontsize=8)
     ax.set(xlabel="added task", ylabel="known task")
     canvas.colorbar(image, label="distance (nats)")
 
