@@ -270,11 +270,8 @@ class Contribution(Gradients):
     def diagonal(self) -> Tensor:
         if not self.separate:
             return super().diagonal()
-        parts = []
-        for term, scores in self._arranged:
-            squares = term.use.diagonal(scores)
-            parts.append(self._pulled(term, squares[None])[0])
-        return total(parts)
+        squares = ((term, term.use.diagonal(scores)) for term, scores in self._arranged)
+        return total(self._pulled(term, of_use[None])[0] for term, of_use in squares)
 
     def one_product(self) -> Pair | None:
         if len(self.parts) > 1 or not self.factored:
