@@ -276,19 +276,20 @@ def gains(rows: list[Row]) -> dict[str, list[float]]:
     return dict(found)
 
 
-def hours_left(rows: list[Row]) -> float:
-    """Core-hours of the paper's network that are not run, from the mean time of its finished units."""
-    own = [row for row in rows if row["network"] == "paper"]
+def hours_left(rows: list[Row], network: str) -> float:
+    """Core-hours of a network's units that are not run, from the mean time of its finished ones."""
+    own = [row for row in rows if row["network"] == network]
     long = [row["seconds"] for row in own if row["kind"] != "baseline"]
     times = long or [row["seconds"] for row in own]
     done = {row["unit"] for row in own}
-    planned = [name for name, unit in units(short=False).items() if unit["network"] == "paper"]
+    planned = [name for name, unit in units(short=False).items() if unit["network"] == network]
     left = len([name for name in planned if name not in done])
-    return left * sum(times) / len(times) / 3600
+    return left * sum(times) / max(1, len(times)) / 3600
 
 
 def verdict(rows: list[Row]) -> Row:
-    numbers: Row = {"hours_left": hours_left(rows), "plain": {}, "gains": {}}
+    numbers: Row = {"plain": {}, "gains": {}}
+    numbers["hours_left"] = {network: hours_left(rows, network) for network in SHAPES}
     words = []
     for network in SHAPES:
         place = (network, "digits", 50, "standard")
@@ -298,10 +299,14 @@ def verdict(rows: list[Row]) -> Row:
             if row["kind"] == "cell"
             and (row["network"], row["pair"], row["labels"], row["method"]) == place
         ]
-        if len(plain) > 1:
-            numbers["plain"][network] = mean_interval(plain)
-            mean = shown(numbers["plain"][network], ".1f")
-            words.append(f"plain fine-tuning of the {network} network on 50 labels {mean} %")
+        if plain:
+            numbers["plain"][network] = plain
+            mean = f"{sum(plain) / len(plain):.1f}"
+            if len(plain) > 2:
+                mean = shown(mean_interval(plain), ".1f")
+            words.append(
+                f"plain fine-tuning of the {network} network on 50 labels {mean} % (seeds: {len(plain)})"
+            )
     found = {name: values for name, values in gains(rows).items() if len(values) > 1}
     p = holm([float(ttest_1samp(values, 0).pvalue) for values in found.values()])
     for (name, values), corrected in zip(found.items(), p, strict=True):
@@ -319,9 +324,13 @@ def verdict(rows: list[Row]) -> Row:
             ways = [f"{way} {curve(own, way)} %" for way in WAYS]
             words.append(
                 f"the paper's network {norm} batch norm after {steps} steps of plain fine-tuning "
-                f"({len(own)} seeds): {', '.join(ways)}"
+                f"(seeds: {len(own)}): {', '.join(ways)}"
             )
-    words.append(f"the rest would take {numbers['hours_left']:.0f} core-hours")
+    hours = numbers["hours_left"]
+    words.append(
+        f"what is missing of the small network would take {60 * hours['small']:.0f} core-minutes, of the paper's "
+        f"at least {hours['paper']:.0f} core-hours"
+    )
     return {"verdict": judged(numbers["gains"]), "sentence": "; ".join(words), "numbers": numbers}
 
 
