@@ -74,7 +74,7 @@ def summary() -> list[dict[str, str]]:
         "[What does a penalty cost?](#regularisers)": _regularizers_summary,
         "[Which number shows memorisation?](#what-shows-memorisation)": _memorised_summary,
         "[Does the training loss find wrong labels?](#wrong-labels)": _wrong_labels_summary,
-        "[Do penalties help transfer?](#semi-supervised-transfer)": _transfer_summary,
+        "[Do penalties help transfer?](evidence.md)": _transfer_summary,
         "[Is the sign of linear transfer predicted?](#feature-overlap)": _overlap_summary,
         "[How good are certificates?](#certificates)": _certificate_summary,
         "[Does theory match simulated transfer?](#deep-linear-networks)": _phase_summary,
@@ -135,10 +135,12 @@ def _wrong_labels_summary() -> str:
 
 
 def _transfer_summary() -> str:
-    text = (RESULTS / "transfer_table.md").read_text()
-    counts = {word: text.count(f"{word} |") for word in ("helps", "hurts", "cannot tell")}
-    said = ", ".join(f"{word} {count}" for word, count in counts.items())
-    return f"over plain fine-tuning, MNIST → notMNIST: {said} (times)"
+    stored = _read("evidence_semi_supervised.json")
+    parts = [stored["verdict"]]
+    for name, cell in stored["numbers"]["gains"].items():
+        gain, low, high = cell["gain"]
+        parts.append(f"{name}: {gain:+.1f} [{low:+.1f}, {high:+.1f}] points over plain fine-tuning")
+    return "; ".join(parts)
 
 
 def _overlap_summary() -> str:
