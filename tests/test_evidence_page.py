@@ -31,8 +31,7 @@ def page(monkeypatch):
 
 
 def test_the_page_agrees_with_what_is_stored(page):
-    results = page.read_results()
-    found = page.problems(page.PAGE.read_text(), results, list(results))
+    found = page.problems(page.PAGE.read_text(), page.read_results(), page.script_names())
     assert not found, "\n".join(found)
 
 
