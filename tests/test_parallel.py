@@ -23,8 +23,8 @@ def draw(seed):
     return {"value": torch.randn(3, generator=torch.Generator().manual_seed(seed)).sum().item()}
 
 
-def count_threads(_):
-    return torch.get_num_threads()
+def draw_and_count_threads(seed):
+    return {**draw(seed), "threads": torch.get_num_threads()}
 
 
 def fail_at_two(seed):
@@ -48,24 +48,25 @@ def runs(pid):
     return True
 
 
-def test_every_executor_gives_the_same_numbers(tmp_path):
-    here = run_jobs(draw, JOBS, workers=0)
-    assert here == {name: draw(seed) for name, seed in JOBS.items()}
-    assert list(run_jobs(draw, JOBS, workers=2)) == list(JOBS)
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as executor:
-        assert run_jobs(draw, JOBS, executor=executor) == here
-        assert executor.submit(int, "3").result() == 3  # still open
-
-
-def test_jobs_run_with_one_torch_thread_and_this_process_keeps_its_own():
+@pytest.fixture
+def two_threads():
     before = torch.get_num_threads()
     torch.set_num_threads(2)
-    try:
-        assert run_jobs(count_threads, {"a": 0}, workers=0) == {"a": 1}
-        assert run_jobs(count_threads, {"a": 0}, workers=1) == {"a": 1}
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_every_executor_gives_the_same_numbers_with_one_torch_thread_a_job():
+    expected = {name: {**draw(seed), "threads": 1} for name, seed in JOBS.items()}
+    assert run_jobs(draw_and_count_threads, JOBS, workers=0) == expected
+    here = run_jobs(draw_and_count_threads, JOBS, workers=2)
+    assert here == expected
+    assert list(here) == list(JOBS)
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as executor:
+        assert run_jobs(draw_and_count_threads, JOBS, executor=executor) == expected
+        assert executor.submit(int, "3").result() == 3  # still open
+    assert torch.get_num_threads() == 2, "this process keeps its own"
 
 
 def test_a_finished_job_is_read_and_not_run(tmp_path):
