@@ -35,11 +35,11 @@ def test_equals_the_closed_form_of_bayesian_linear_regression():
     """Mean over trainings against the exact posterior, in standard errors over trainings."""
     X, y = regression.data(0)
     training = Training(
-        pretrain_steps=100,
-        steps=300,
+        pretrain_steps=50,
+        steps=150,
         batch_size=40,
-        learning_rate=0.03,
-        log_variance_learning_rate=0.15,
+        learning_rate=0.05,
+        log_variance_learning_rate=0.2,
         draws=200,
     )
     curves = [

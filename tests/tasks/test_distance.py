@@ -86,11 +86,11 @@ def test_laplace_is_exact_for_linear_regression():
 def test_variational_agrees_with_the_exact_posterior_of_linear_regression():
     """In standard errors over trainings."""
     training = Training(
-        pretrain_steps=100,
-        steps=250,
+        pretrain_steps=50,
+        steps=150,
         batch_size=40,
-        learning_rate=0.03,
-        log_variance_learning_rate=0.15,
+        learning_rate=0.05,
+        log_variance_learning_rate=0.2,
         draws=20,
     )
     settings = make_settings(
