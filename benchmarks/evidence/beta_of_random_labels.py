@@ -19,6 +19,8 @@ wide network and T lies there. Not reproduced: it lies below -1/4, and neither T
 rather than the narrow one brings the slope nearer to 0 by more than 0.1 (upper end of the paired interval), so that
 neither length nor capacity explains it. Otherwise undecided, with what a longer or a wider one changes. Beside it: β*
 at T over β* at T/2 for each N, which is 1 where training has converged.
+
+Added after a look at 250 and 2,000, and called exploratory: 2T for 2,000 samples, the one N where T and T/2 differed.
 """
 
 import math
@@ -27,7 +29,7 @@ from itertools import product
 
 import numpy as np
 from images import drawn
-from intervals import mean_interval, shown
+from intervals import Interval, mean_interval, shown
 from torch import Generator, randint
 from torch.nn.functional import adaptive_avg_pool2d
 from units import Experiment, Row, main
@@ -39,18 +41,22 @@ SIDE = 12
 BETAS = (0.08, 0.04, 0.02, 0.01)
 STEPS = {250: 600, 500: 600, 1000: 1200, 2000: 2400}
 CASES = {"wide": (256, 1.0), "half as long": (256, 0.5), "narrow": (128, 1.0)}  # width, part of T
+LONGEST = (256, 2.0)
 
 
 def units(short: bool) -> dict[str, Row]:
     steps = {20: 20, 40: 20} if short else STEPS
     ends = (min(steps), max(steps))
+    seeds = range(2 if short else 3)
+    cells = [(*case, seed, n) for case in CASES.values() for seed, n in product(seeds, ends)]
+    cells += [(*LONGEST, seed, max(steps)) for seed in seeds]
+    middle = [n for n in steps if n not in ends]
+    cells += [(*case, seed, n) for case in CASES.values() for seed, n in product(seeds, middle)]
     planned = {}
-    for group in (ends, [n for n in steps if n not in ends]):
-        for width, length in CASES.values():
-            for seed, n in product(range(2 if short else 3), group):
-                settings = {"samples": n, "width": width, "length": length, "seed": seed}
-                name = f"N {n}, width {width}, length {length}, seed {seed}"
-                planned[name] = settings | {"steps": round(length * steps[n])}
+    for width, length, seed, n in cells:
+        settings = {"samples": n, "width": width, "length": length, "seed": seed}
+        name = f"N {n}, width {width}, length {length}, seed {seed}"
+        planned[name] = settings | {"steps": round(length * steps[n])}
     return planned
 
 
@@ -104,10 +110,15 @@ def slopes(rows: list[Row], width: int, length: float) -> dict[int, float]:
     return found
 
 
-def paired(a: dict[int, float], b: dict[int, float]) -> tuple[float, float, float]:
+def paired(a: dict[int, float], b: dict[int, float]) -> Interval:
     """Mean difference over the seeds that both have."""
     both = [a[seed] - b[seed] for seed in a if seed in b]
     return mean_interval(both) if len(both) > 1 else (math.nan,) * 3
+
+
+def exponential(interval: Interval) -> Interval:
+    mean, low, high = (math.exp(value) for value in interval)
+    return mean, low, high
 
 
 def hours_to_decide(rows: list[Row], longer: int = 4, seeds: int = 5) -> float:
@@ -133,20 +144,17 @@ def verdict(rows: list[Row]) -> Row:
         answer = "not reproduced, decided"
     else:
         answer = "undecided"
-    ratios = {}
-    critical = {}
     wide = CASES["wide"][0]
-    for n in complete(rows):
-        own = chosen(rows, samples=n, width=wide)
-        logs = [
-            {
-                r["seed"]: math.log(r["critical_beta"] or math.nan)
-                for r in chosen(own, length=length)
-            }
-            for length in (1.0, 0.5)
-        ]
-        ratios[n] = [math.exp(value) for value in paired(*logs)]
-        critical[n] = math.exp(np.mean([*logs[0].values()]))
+    logs = {
+        (n, t): {
+            r["seed"]: math.log(r["critical_beta"] or math.nan)
+            for r in chosen(rows, samples=n, width=wide, length=t)
+        }
+        for n in complete(rows)
+        for t in (0.5, 1.0, 2.0)
+    }
+    ratios = {n: exponential(paired(logs[n, 1.0], logs[n, 0.5])) for n in complete(rows)}
+    critical = {n: math.exp(np.mean([*logs[n, 1.0].values()])) for n in complete(rows)}
     parts = [f"{case} {shown(value)}" for case, value in found.items()]
     ends = ", ".join(f"{n}: {critical[n]:.3f}" for n in critical)
     changes = "; ".join(f"{n}: {shown(ratio)}" for n, ratio in ratios.items())
@@ -155,6 +163,10 @@ def verdict(rows: list[Row]) -> Row:
         f"it by {shown(longer)}, twice the width by {shown(wider)}; β* after twice the training over β* before, by N: "
         f"{changes}"
     )
+    most = max(critical, default=0)
+    if len(logs.get((most, 2.0), ())) > 1:
+        again = exponential(paired(logs[most, 2.0], logs[most, 1.0]))
+        sentence += f"; exploratory, twice as long again at {most}: {shown(again)}"
     if answer == "undecided":
         hours = hours_to_decide(rows)
         sentence += (
