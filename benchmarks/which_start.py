@@ -734,12 +734,9 @@ def calls_table(found: dict[str, dict[str, dict[str, Any]]]) -> str:
     return "\n".join(lines)
 
 
-def draw_calls(found: dict[str, dict[str, dict[str, Any]]], path: Path) -> None:
+def draw_calls(axes: Any, found: dict[str, dict[str, dict[str, Any]]]) -> None:
     """Draw the share of true calls against the share of calls that are made."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    for ax, (way, groups) in zip(figure.subplots(1, 2, sharey=True), found.items(), strict=True):
+    for ax, (way, groups) in zip(axes, found.items(), strict=True):
         for color, (group, one) in enumerate(groups.items()):
             rows = [row for row in one["curve"] if row["made"]]
             made = [row["made"] / one["calls"] for row in rows]
@@ -750,20 +747,14 @@ def draw_calls(found: dict[str, dict[str, dict[str, Any]]], path: Path) -> None:
                 color=f"C{color}",
                 label=group,
             )
-        shares = [float(key.rstrip("%")) / 100 for key in one["prophet"]]
-        ax.plot(
-            shares,
-            list(one["prophet"].values()),
-            ":",
-            color="0.4",
-            label="prophet, one draw of labels",
-        )
+            shares = [float(key.rstrip("%")) / 100 for key in one["prophet"]]
+            ax.plot(shares, list(one["prophet"].values()), ":", color=f"C{color}")
+        ax.plot([], [], ":", color="0.4", label="prophet, one draw of labels")
         ax.axhline(0.95, color="0.8", linewidth=0.8)
         ax.set(title=f"{way} fine-tuning", xlabel="share of calls that are made", xlim=(0, 1.02))
         ax.spines[["top", "right"]].set_visible(False)
-    figure.axes[0].set_ylabel("share of them that came true")
-    figure.axes[0].legend(frameon=False, fontsize="small", loc="lower left")
-    figure.savefig(path, dpi=150)
+    axes[0].set_ylabel("share of them that came true")
+    axes[0].legend(frameon=False, fontsize="small", loc="lower left")
 
 
 def seconds(cells: dict[Key, dict[str, dict[str, Any]]]) -> dict[str, float]:
@@ -777,12 +768,18 @@ def seconds(cells: dict[Key, dict[str, dict[str, Any]]]) -> dict[str, float]:
     return {key: sorted(values)[len(values) // 2] for key, values in found.items()}
 
 
-def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw τ of all rankings with their intervals."""
+def draw(
+    rows: Sequence[dict[str, Any]],
+    called: dict[str, dict[str, dict[str, Any]]],
+    path: Path,
+) -> None:
+    """Draw τ of all rankings with their intervals, and below it what became of calls."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 4), layout="constrained")
-    for ax, way in zip(figure.subplots(1, 2, sharey=True), WAYS, strict=True):
+    figure = Figure(figsize=(9, 7.5), layout="constrained")
+    upper, lower = figure.subplots(2, 2, sharey="row")
+    draw_calls(lower, called)
+    for ax, way in zip(upper, WAYS, strict=True):
         shown = [row for row in rows if row["way"] == way and "tau" in row]
         for y, row in enumerate(shown):
             ax.errorbar(
@@ -847,10 +844,9 @@ def report(bench: Bench, out: Path) -> None:
     write_json(out, result)
     tables = calls_table(called), table(rows, len(missing), result["units"])
     out.with_suffix(".md").write_text("\n\n".join(tables))
-    draw_calls(called, out.with_name(f"{out.stem}_calls.png"))
     store(bench, out.with_suffix(".jsonl"))
     if any("tau" in row for row in rows):
-        draw(rows, out.with_suffix(".png"))
+        draw(rows, called, out.with_suffix(".png"))
 
 
 def main() -> None:
