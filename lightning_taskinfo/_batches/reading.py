@@ -62,6 +62,8 @@ def parted(batch: Any, model: nn.Module | None) -> BatchParts:
     Raises:
         ValueError: If neither says it.
     """
+    if type(batch) in (list, tuple) and is_pair(batch, Tensor):  # the most common kind first
+        return BatchParts(batch[0], batch[1], {}, None)
     batch = labeled_part(batch)
     named = fields_of(batch, model)
     target = target_of(named)

@@ -142,6 +142,8 @@ def sample_count(inputs: Any) -> int:
     Raises:
         ValueError: If there is no tensor, or the lengths differ.
     """
+    if isinstance(inputs, Tensor) and inputs.dim() and len(inputs):
+        return len(inputs)
     lengths = {len(x) if x.dim() else 0 for x in tensors(inputs)}
     if not lengths:
         found = type(inputs).__name__

@@ -143,7 +143,7 @@ class InformationInWeights(Probe):
         structure: Literal["diagonal", "kron"] = "diagonal",
         draws: int = 4,
         num_samples: int | None = None,
-        max_samples: int = 128,
+        max_samples: int = 96,
         data: Literal["train_batch", "train", "val"] = "train",
         **probe: Any,
     ) -> None:

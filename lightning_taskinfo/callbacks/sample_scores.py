@@ -1,7 +1,7 @@
 """What a training has shown of each of its samples, and which of them it had to learn by heart."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -93,20 +93,19 @@ class SampleScores:
         )
 
 
-@dataclass(frozen=True)
-class StepSamples:
+class StepSamples(NamedTuple):
     """What one training step has shown of its samples.
 
     Attributes:
         numbers: Numbers of the samples, as :class:`BatchIndices` gives them.
-        count: How many samples there are.
+        samples: How many samples there are.
         losses: Of all of them; what is not finite does not count.
         norms: Squared, of some of them one after another.
         first: Which sample of the batch is the first of those.
     """
 
     numbers: Any
-    count: int
+    samples: int
     losses: SampleLosses | None
     norms: Tensor | None = None
     first: int = 0
@@ -137,7 +136,7 @@ class SampleSums:
 
     def _add_all(self) -> None:
         """Add the steps that wait; one whose numbers are none of samples is left out."""
-        steps, indices = _numbered([step for step in self._waiting if step.count])
+        steps, indices = _numbered([step for step in self._waiting if step.samples])
         self._waiting = []
         if not steps:
             return
@@ -176,18 +175,18 @@ class SampleSums:
 
 def _numbered(steps: list[StepSamples]) -> tuple[list[StepSamples], list[Tensor]]:
     """Return the steps whose samples are known, with their numbers."""
-    if all(isinstance(step.numbers, list) and len(step.numbers) == step.count for step in steps):
+    if all(isinstance(step.numbers, list) and len(step.numbers) == step.samples for step in steps):
         try:  # all of them at once
             numbers = [number for step in steps for number in step.numbers]
             index = as_index(numbers, len(numbers))
-            return steps, [*index.split([step.count for step in steps])]
+            return steps, [*index.split([step.samples for step in steps])]
         except ValueError:
             pass
     known: list[StepSamples] = []
     indices: list[Tensor] = []
     for step in steps:
         try:
-            indices.append(as_index(step.numbers, step.count))
+            indices.append(as_index(step.numbers, step.samples))
             known.append(step)
         except ValueError:  # the first step of a training is checked, which is where this shows
             continue

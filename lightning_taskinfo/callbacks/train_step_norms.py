@@ -82,7 +82,7 @@ class TrainStepNorms(Probe):
         print(callback.samples)  # the ten most suspicious samples
     """
 
-    default_every_n_steps: ClassVar[int | None] = 50
+    default_every_n_steps: ClassVar[int | None] = 100
     default_at_start: ClassVar[bool] = False  # there is no step to read yet
     ylabel: ClassVar[str] = "mean squared gradient norm"
 

@@ -2,8 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +16,7 @@ Read = tuple[Tensor, Tensor, int | None]
 """Losses by row, the targets, and the target of rows that do not count."""
 
 
-@dataclass(frozen=True)
-class SampleLosses:
+class SampleLosses(NamedTuple):
     """The losses of a training step's rows, and what tells which sample each of them belongs to.
 
     Little is computed in the step itself; :func:`losses_of` does the rest for many steps at once.
@@ -90,7 +88,7 @@ def _nll(node: Any) -> Read:
     ignored = node._saved_ignore_index
     if ignored >= 2**63:  # it is shown without its sign
         ignored -= 2**64
-    outputs = at_least_float32(node._saved_self)
+    outputs = at_least_float32(node._saved_self.detach())
     losses = F.nll_loss(outputs, target, reduction="none", ignore_index=ignored)
     return losses, target, ignored
 
@@ -98,7 +96,7 @@ def _nll(node: Any) -> Read:
 def _elementwise(loss: Callable[..., Tensor]) -> Callable[[Any], Read]:
     def read(node: Any) -> Read:
         target = node._saved_target
-        outputs = at_least_float32(node._saved_self)
+        outputs = at_least_float32(node._saved_self.detach())
         losses = loss(outputs, at_least_float32(target), reduction="none")
         return losses, target, None
 
@@ -136,8 +134,7 @@ class StepLosses:
             self._root = _made_scalar(loss, samples)
             return
         node: Any = nodes[0]
-        with torch.no_grad():
-            rows, seen, ignored = LOSSES[type(node).__name__](node)
+        rows, seen, ignored = LOSSES[type(node).__name__](node)
         self.found = SampleLosses(rows, seen, ignored, samples, targets)
         source, number = node.next_functions[0]
         self._root = None if source is None else Edge(source, number)

@@ -1,7 +1,6 @@
 """Sums over the steps of a training beside a dictionary of lists, and the ranking that comes of them."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -24,9 +23,9 @@ def filled(generator):
         rows = SampleLosses(loss, labels, None, 8, labels)
         shown = StepSamples(index.tolist(), 8, rows, norm, first=2)
         if step == 5:
-            shown = replace(shown, losses=None)
+            shown = shown._replace(losses=None)
         if step == 6:
-            shown = replace(shown, norms=None)
+            shown = shown._replace(norms=None)
         sums.add(shown)
         for i, n in enumerate(index.tolist()):
             seen[n] = seen.get(n, 0) + 1
