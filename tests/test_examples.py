@@ -13,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from unittest.mock import patch
 
+import matplotlib.pyplot as plt
 import pytest
 from packaging.version import Version
 
@@ -40,6 +41,7 @@ def run(monkeypatch, capsys, tmp_path):
 
     with patch.dict(os.environ):  # where Lightning keeps a seed
         yield run_script
+    plt.close("all")
     for name, level in levels.items():
         logging.getLogger(name).setLevel(level)
 

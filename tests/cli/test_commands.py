@@ -104,6 +104,7 @@ NOT_RUN = {  # command -> why no test runs it
     'pip install ".[wandb,plot,cli]"': "needs the package index; `make wheel` installs what is built",
     "pip install .": "the same",
     'pip install ".[examples]"': "the same",
+    "python benchmarks/evidence/critical_period.py --short": "half a minute; `make evidence` runs it",
     "make demo": "makes an environment; tests/test_examples.py runs the script behind it",
     'taskinfo transfer --data "digits→letters" --seeds 10 --dask tcp://scheduler:8786 --folder /shared/letters': (
         "needs other machines; the page's Python runs on a local cluster"
