@@ -131,6 +131,7 @@ class Probe(Callback, ABC):
     default_at_start: ClassVar[bool] = True
     ylabel: ClassVar[str] = ""
     data_options: ClassVar[tuple[str, ...]] = ("train_batch", "train", "val")
+    runs_the_model: ClassVar[bool] = True  # otherwise nothing has to be put back
     split_over_ranks: ClassVar[bool] = True  # otherwise every process measures all samples
     needs_whole_weights: ClassVar[str] = ""  # what for, if it cannot work with sharded ones
 
@@ -333,7 +334,7 @@ class Probe(Callback, ABC):
         if self._source is None or not self._source.ready:
             return False
         self._error = None
-        with observing(pl_module):
+        with observing(pl_module) if self.runs_the_model else nullcontext():
             values = self._values(trainer, pl_module)
         if self._error is not None or values is None:
             self._failed(trainer, self._error or RuntimeError("another process failed"))

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from lightning_taskinfo.plotting import Axes, Figure
 
 Score: TypeAlias = Literal["loss", "squared_norm"]
-STEPS = 32  # that are added up at once
+STEPS = 128  # that are added up at once
 
 
 @dataclass(frozen=True)

@@ -84,6 +84,7 @@ class TrainStepNorms(Probe):
 
     default_every_n_steps: ClassVar[int | None] = 100
     default_at_start: ClassVar[bool] = False  # there is no step to read yet
+    runs_the_model: ClassVar[bool] = False
     ylabel: ClassVar[str] = "mean squared gradient norm"
 
     def __init__(
@@ -149,7 +150,7 @@ class TrainStepNorms(Probe):
         self._targets: Any = None
         self._losses: SampleLosses | None = None
         self._problem: str | None = "the training step had no backward pass"
-        if self._recorder is not None:
+        if self._recorder is not None and self._recorder.problem != self._problem:
             self._recorder.skip(self._problem)
 
     @property
@@ -240,7 +241,7 @@ class TrainStepNorms(Probe):
         losses = StepLosses(loss, self._size, self._targets)
         self._losses = losses.found
         recorder = self._recorder
-        self._reads_norms = recorder is not None and self._norms_are_due(trainer)
+        self._reads_norms = recorder is not None and self._norms_are_due()
         if recorder is not None and (self._reads_norms or self._first_step):
             self._scale = self._per_sample(trainer)
             parts = math.ceil(self._size / self.max_samples)
@@ -249,7 +250,7 @@ class TrainStepNorms(Probe):
         if self._first_step:
             self._refuse(losses)
 
-    def _norms_are_due(self, trainer: Trainer) -> bool:
+    def _norms_are_due(self) -> bool:
         """Whether norms are read in this step: it is their turn, or the values after it are logged."""
         every, logged = self.norms_every_n_steps, self.every_n_steps
         if every is None and self._is_short:
@@ -258,7 +259,7 @@ class TrainStepNorms(Probe):
             return True
         if logged is None:
             return False
-        return (trainer.global_step + 1) // logged != self._last_step // logged
+        return (self._last_step + 1) // logged != self._last_step // logged
 
     def _per_sample(self, trainer: Trainer) -> float:
         """Return what a sample's part of the backward pass has to be multiplied by to be its own gradient."""

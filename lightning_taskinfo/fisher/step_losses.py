@@ -130,14 +130,13 @@ class StepLosses:
         self.found: SampleLosses | None = None
         nodes = _known_losses(loss)
         self._known = len(nodes)
+        self._node: Any = None
         if self._known != 1:
-            self._root = _made_scalar(loss, samples)
+            self._scalar = _made_scalar(loss, samples)
             return
-        node: Any = nodes[0]
-        rows, seen, ignored = LOSSES[type(node).__name__](node)
+        self._node = nodes[0]
+        rows, seen, ignored = LOSSES[type(self._node).__name__](self._node)
         self.found = SampleLosses(rows, seen, ignored, samples, targets)
-        source, number = node.next_functions[0]
-        self._root = None if source is None else Edge(source, number)
 
     @property
     def problem(self) -> str | None:
@@ -152,8 +151,11 @@ class StepLosses:
     @property
     def root(self) -> Edge | None:
         """Where the rows of the samples lie one after the other in the graph; None if that is not known."""
-        unknown = self.found is not None and self.found.problem is not None
-        return None if unknown else self._root
+        if self.found is None:
+            return self._scalar
+        source, number = self._node.next_functions[0]
+        unknown = source is None or self.found.problem is not None
+        return None if unknown else Edge(source, number)
 
 
 def _known_losses(loss: Tensor) -> list[Node]:
