@@ -196,7 +196,7 @@ def as_index(numbers: Any, samples: int) -> Tensor:
     """
     try:
         index = _tensor(numbers)
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         index = torch.empty(0, device="cpu")
     whole = not (index.is_floating_point() or index.is_complex() or index.dtype == torch.bool)
     found = (

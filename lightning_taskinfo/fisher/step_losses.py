@@ -37,6 +37,11 @@ class SampleLosses(NamedTuple):
     samples: int
     targets: Any
 
+    def with_own_labels(self) -> "SampleLosses":
+        """Return the same with copies of the labels, to be read later: a loader may use their memory again."""
+        targets = self.targets.clone() if isinstance(self.targets, Tensor) else self.targets
+        return self._replace(seen=self.seen.clone(), targets=targets)
+
     @property
     def problem(self) -> str | None:
         """Why the rows are not known to be those of the samples."""

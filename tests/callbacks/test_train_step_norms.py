@@ -324,7 +324,7 @@ def test_a_collating_function_of_ones_own_is_asked_about(tmp_path):
         fit(tmp_path, TrainStepNorms(), model=Plain, max_epochs=1)
 
 
-@pytest.mark.parametrize("found", [[0.5] * 8, [1] * 7, None, [-1] * 8, [10**12] * 8])
+@pytest.mark.parametrize("found", [[0.5] * 8, [1] * 7, None, [-1] * 8, [10**12] * 8, [2**70] * 8])
 def test_numbers_that_are_none_of_samples_are_refused(tmp_path, found):
     with pytest.raises(ValueError, match="`index_fn`"):
         fit(tmp_path, TrainStepNorms(index_fn=lambda batch: found), model=Plain)
@@ -674,3 +674,20 @@ def test_norms_of_a_training_of_unknown_length_are_read_where_they_are_logged(tm
     sums = callback._sums.table
     assert sums[1].tolist() == [4.0] * 8, "losses of all four steps"
     assert sums[3].tolist() == [1.0] * 8, "norms of the third"
+
+
+def test_a_loader_may_use_the_memory_of_its_labels_again(tmp_path):
+    labels = torch.empty(8, dtype=torch.long)
+
+    def into_one_place(rows):
+        torch.stack([y for _, y in rows], out=labels)
+        return torch.stack([x for x, _ in rows]), labels
+
+    class Copying(Plain):
+        def training_step(self, batch, batch_idx):
+            return super().training_step((batch[0], batch[1].clone()), batch_idx)
+
+    module, callback = Copying(), TrainStepNorms(norms=False)
+    with pytest.warns(TaskInfoWarning, match="`index_fn`"):
+        fit(tmp_path, callback, model=module, loader=loader(collate_fn=into_one_place))
+    torch.testing.assert_close(callback.samples.loss, means(module.expected, 1))
