@@ -1,6 +1,7 @@
 """The harness of the evidence: finished units are kept and skipped, torn lines are not; intervals against scipy."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -129,6 +130,25 @@ def test_the_short_version_starts_anew_and_stores_nothing(units, tmp_path, monke
     assert not (tmp_path / "results").exists()
     with pytest.raises(SystemExit):
         units.main(squares(units, calls), ["--short", "--store"])
+
+
+def test_units_share_a_folder_that_the_short_version_empties(units, tmp_path):
+    seen = []
+
+    def run(settings, data_dir, folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        seen.append(len([*folder.iterdir()]))
+        (folder / f"{settings['x']}").touch()
+        return {"square": 0}
+
+    experiment = replace(squares(units, [], planned=2), run=run, shares=True)
+    units.run_units(
+        experiment, experiment.units(False), tmp_path / "squares.jsonl", data_dir=None, minutes=1.0
+    )
+    assert seen == [0, 1]
+    for _ in range(2):
+        units.main(experiment, ["--folder", str(tmp_path), "--short"])
+    assert seen == [0, 1, 0, 0]
 
 
 def test_an_unknown_verdict_is_refused(units):

@@ -1,6 +1,7 @@
 """What the experiments of the evidence compute from their rows, against something dumber."""
 
 import importlib
+import json
 from itertools import permutations
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from lightning_taskinfo import Task2Vec
 from lightning_taskinfo.fisher import fisher_diagonal
 
 SCRIPTS = Path(__file__).parents[1] / "benchmarks" / "evidence"
+RESULTS = SCRIPTS.parent / "results"
 
 
 @pytest.fixture
@@ -79,15 +81,17 @@ def test_a_front_crosses_where_a_point_has_less_risk_at_no_more_kl(script, kl, r
     assert not certificates.crosses(front, "diagonal")
 
 
-def cells(gains, network="small"):
-    """Rows of ten seeds in which plain fine-tuning has 60 %, with a little spread."""
+def cells(gains, table="small network", pair="digits", labels=50, seeds=10):
+    """Rows in which plain fine-tuning has 60 %, with a little spread over seeds."""
+    network, _, change = table.partition(" network")
     rows = []
-    for seed in range(10):
+    for seed in range(seeds):
         for method, gain in {"standard": 0.0, **gains}.items():
             accuracy = 0.6 + gain / 100 + 0.001 * ((seed + len(method)) % 3)
-            row = {"kind": "cell", "network": network, "pair": "digits", "labels": 50}
+            row = {"kind": "cell", "network": network, "pair": pair, "labels": labels}
             row |= {"method": method, "seed": seed, "accuracy": accuracy, "seconds": 1.0}
-            rows.append(row | {"unit": f"{network}{method}{seed}"})
+            row |= {"normalised": not change, "unit": f"{table}{labels}{method}{seed}"}
+            rows.append(row)
     return rows
 
 
@@ -105,9 +109,30 @@ def test_the_verdict_on_transfer_follows_the_gains(script, lautum, mutual, said)
     rows.append({**rows[0], "kind": "baseline", "network": "paper", "normalised": None})
     found = semi.verdict(rows)
     assert found["verdict"] == said
-    assert found["numbers"]["gains"]["small network, digits, 50 labels, lautum"]["seeds"] == 10
+    assert found["numbers"]["gains"]["small network, 50 labels, lautum"]["seeds"] == 10
     few = [row for row in rows if row["seed"] != 3]
     assert semi.verdict(few)["verdict"] == "undecided"
+
+
+NO_GAIN = {"lautum": -1.0, "mutual_information": -1.0}
+GAIN = {"lautum": 10.0, "mutual_information": 20.0}
+
+
+@pytest.mark.parametrize(
+    ("paper", "unnormalised", "small", "said"),
+    [
+        (NO_GAIN, {}, GAIN, "not reproduced, decided"),
+        (GAIN, NO_GAIN, NO_GAIN, "reproduced"),
+        (NO_GAIN, GAIN, NO_GAIN, "reproduced in part"),
+        ({}, NO_GAIN, NO_GAIN, "not reproduced, decided"),
+        ({}, GAIN, {}, "reproduced in part"),
+    ],
+)
+def test_the_paper_s_network_decides_where_it_can(script, paper, unnormalised, small, said):
+    semi = script("semi_supervised")
+    tables = zip((paper, unnormalised, small), semi.TABLES, strict=True)
+    rows = [row for gains, table in tables for row in cells(gains, table) if gains]
+    assert semi.verdict(rows)["verdict"] == said
 
 
 def test_the_search_and_the_cells_of_transfer_share_no_seed(script):
@@ -117,6 +142,72 @@ def test_the_search_and_the_cells_of_transfer_share_no_seed(script):
         for kind in ("search", "cell")
     }
     assert not seeds["search"] & seeds["cell"]
+
+
+def test_the_weights_of_transfer_are_those_of_the_search(script):
+    semi = script("semi_supervised")
+    rows = json.loads((RESULTS / "evidence_semi_supervised.json").read_text())["rows"]
+    for network, found in script("semi_supervised_training").found_weights(rows).items():
+        assert semi.CHOSEN[network] == pytest.approx(found), network
+
+
+def test_a_search_takes_the_smallest_mean_loss(script):
+    row = {"kind": "search", "network": "paper", "method": "lautum"}
+    losses = {0.1: (1.0, 2.0), 1.0: (0.5, 3.0), 10.0: (1.4, 1.4)}
+    rows = [{**row, "weight": w, "loss": loss} for w, several in losses.items() for loss in several]
+    found = script("semi_supervised_training").found_weights(rows)
+    assert found == {"paper": {"lautum": 10.0}}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"labels": 100},
+        {
+            "method": "lautum+temporal_ensembling",
+            "weights": {"lautum": 0.01, "temporal_ensembling": 9.0},
+        },
+    ],
+    ids=["labels", "fine-tuning"],
+)
+def test_a_pretraining_that_is_shared_changes_no_result(script, tmp_path, monkeypatch, change):
+    training = script("semi_supervised_training")
+    made = []
+    pretrained = training.pretrained
+    monkeypatch.setattr(
+        training, "pretrained", lambda *given: made.append(given) or pretrained(*given)
+    )
+    planned = script("semi_supervised").units(True)
+    first = planned["cell: small network, digits, 50 labels, lautum 0.01, seed 0"]
+    second = {
+        key: value for key, value in first.items() if key != "weight" or "weights" not in change
+    } | change
+    alone = training.fine_tuned(second, None, tmp_path / "alone")
+    training.fine_tuned(first, None, tmp_path / "shared")
+    assert training.fine_tuned(second, None, tmp_path / "shared") == alone
+    assert len(made) == 2
+    assert alone["gradient_ratios"]["lautum"] > 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"weight": 0.1}, {"kind": "search"}, {"seed": 1}, {"normalised": False}, {"pair": "objects"}],
+    ids=lambda change: next(iter(change)),
+)
+def test_another_pretraining_is_not_taken_for_the_same(script, change):
+    training = script("semi_supervised_training")
+    planned = script("semi_supervised").units(True)
+    settings = planned["cell: small network, digits, 50 labels, lautum 0.01, seed 0"]
+    assert training.start_key(settings | change, None) != training.start_key(settings, None)
+    assert training.start_key(settings, "files") != training.start_key(settings, None)
+
+
+def test_a_cell_without_a_chosen_weight_is_not_run(script, tmp_path):
+    semi = script("semi_supervised")
+    settings = semi.units(True)["cell: small network, digits, 50 labels, lautum 0.01, seed 0"]
+    unknown = {key: value for key, value in settings.items() if key != "weight"}
+    with pytest.raises(ValueError, match="`CHOSEN` has no weight of lautum for the small network"):
+        semi.run(unknown, None, tmp_path)
 
 
 def test_labels_drawn_anew_are_a_share_and_uniform(script):

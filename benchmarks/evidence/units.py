@@ -16,6 +16,7 @@ One line for each finished unit goes to ``FOLDER/NAME.jsonl``. ``--store`` write
 
 import argparse
 import json
+import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -47,15 +48,22 @@ class Experiment:
         verdict: From rows (settings and result of each finished unit) to ``verdict``, ``sentence`` and ``numbers``.
         figure: Draws the rows into an empty matplotlib figure.
         kept: What of the rows is stored.
+        shares: Whether ``run`` takes a third argument: a folder for files that several units need. It may be empty at
+            any time, and the results must not depend on that.
     """
 
     name: str
     claim: str
     units: Callable[[bool], dict[str, Row]]
-    run: Callable[[Row, str | None], Row]
+    run: Callable[..., Row]
     verdict: Callable[[list[Row]], Row]
     figure: Callable[[list[Row], Any], None]
     kept: Callable[[list[Row]], list[Row]] = list
+    shares: bool = False
+
+    def shared(self, folder: Path) -> Path:
+        """Return the folder of files that several units need."""
+        return folder / f"{self.name}_shared"
 
 
 def read_lines(path: Path) -> dict[str, Row]:
@@ -95,6 +103,7 @@ def run_units(
     start = time.monotonic()
     data = "files" if data_dir else "embedded"
     done = read_lines(path)
+    folders = [experiment.shared(path.parent)] if experiment.shares else []
     for name, settings in planned.items():
         if name in done:
             before = done[name]["settings"], done[name]["data"]
@@ -106,7 +115,7 @@ def run_units(
         if time.monotonic() - start > 60 * minutes:
             break
         unit_start = time.monotonic()
-        found = experiment.run(settings, data_dir)
+        found = experiment.run(settings, data_dir, *folders)
         unit = {"unit": name, "settings": settings, "data": data, "commit": commit()}
         unit |= {"seconds": round(time.monotonic() - unit_start, 2), "found": found}
         append_line(path, unit)
@@ -160,6 +169,7 @@ def main(experiment: Experiment, arguments: list[str] | None = None) -> None:
     path = folder / f"{experiment.name}.jsonl"
     if args.short:
         path.unlink(missing_ok=True)
+        shutil.rmtree(experiment.shared(folder), ignore_errors=True)
     planned = experiment.units(args.short)
     rows = run_units(experiment, planned, path, data_dir=args.data_dir, minutes=args.minutes)
     if not rows:
