@@ -60,12 +60,12 @@ from lightning_taskinfo.functional.features import (
     transfer_onset,
 )
 from lightning_taskinfo.functional.intervals import wilson_interval
-from lightning_taskinfo.tasks.theory import (
+from lightning_taskinfo.tasks.deep_linear import simulate_transfer
+from lightning_taskinfo.tasks.student_teacher import (
     ReLUNetworks,
     fit_last_layer,
     random_networks,
     simulate_student_teacher,
-    simulate_transfer,
     squared_distance,
     train_networks,
 )

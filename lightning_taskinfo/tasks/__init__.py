@@ -1,6 +1,7 @@
 """Questions about tasks: complexity, distance, embedding, and simulated transfer whose answer is known."""
 
 from lightning_taskinfo.tasks.complexity import structure_function
+from lightning_taskinfo.tasks.deep_linear import TransferRisks, simulate_transfer
 from lightning_taskinfo.tasks.distance import DistanceMatrix, task_distance
 from lightning_taskinfo.tasks.embedding import (
     Recommendation,
@@ -34,13 +35,8 @@ from lightning_taskinfo.tasks.structure import (
     StructureFunction,
     plot_structure_functions,
 )
+from lightning_taskinfo.tasks.student_teacher import StudentTeacherRisks, simulate_student_teacher
 from lightning_taskinfo.tasks.task2vec import Task2Vec
-from lightning_taskinfo.tasks.theory import (
-    StudentTeacherRisks,
-    TransferRisks,
-    simulate_student_teacher,
-    simulate_transfer,
-)
 from lightning_taskinfo.tasks.training import Training
 
 __all__ = [

@@ -187,7 +187,9 @@ class Sweep:
 
     def begin(self) -> None:
         """Measure the pre-distribution itself, then train without noise."""
-        start = {name: mean.detach().clone() for name, mean, _ in noisy_weights(self.model)}
+        start = {}
+        for name, mean, _ in noisy_weights(self.model):
+            start[name] = mean.detach().clone()
         _set_gaussian(self.model, self.centre, 1.0)
         self.prior = self._loss()
         _set_gaussian(self.model, start, train.START)

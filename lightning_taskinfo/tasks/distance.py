@@ -84,7 +84,8 @@ class DistanceMatrix(Tabled):
         """
         itself = self.mean.diagonal().abs()
         error = self.standard_error.diagonal().nan_to_num()
-        far = (itself > 3 * error) & (itself > 0.01 * self.information.mean(0))
+        information = self.information.mean(0)
+        far = (itself > 3 * error) & (itself > 0.01 * information)
         return tuple(compress(self.names, far.tolist()))
 
     def table(self) -> tuple[list[str], list[list[str | float]]]:
@@ -93,8 +94,10 @@ class DistanceMatrix(Tabled):
         new_head = self.new_head.mean(0)
         measured = torch.stack([self.mean, self.standard_error, new_head])
         values = measured.flatten(1).T.tolist()  # [K * K, 3]
-        pairs = product(self.names, repeat=2)
-        return columns, [[*pair, *row] for pair, row in zip(pairs, values, strict=True)]
+        rows: list[list[str | float]] = []
+        for pair, row in zip(product(self.names, repeat=2), values, strict=True):
+            rows.append([*pair, *row])
+        return columns, rows
 
     def reading(self) -> str:
         """Return one sentence on the nearest pair of different tasks."""
@@ -113,8 +116,10 @@ class DistanceMatrix(Tabled):
         return f"{distance} ± {self.standard_error[i, j].item():,.0f}"
 
     def _cells(self) -> Cells:
-        tasks = range(len(self.names))
-        rows = [[self.names[i], *(self._cell(i, j) for j in tasks)] for i in tasks]
+        rows = []
+        for i, name in enumerate(self.names):
+            distances = [self._cell(i, j) for j in range(len(self.names))]
+            rows.append([name, *distances])
         return ["nats from, to", *self.names], rows
 
     def _remarks(self) -> list[str]:
@@ -130,7 +135,10 @@ class DistanceMatrix(Tabled):
         values: dict[str, Any] = dict(vars(self))
         values["mean"] = self.mean
         values["standard_error"] = self.standard_error if len(self.seeds) > 1 else None
-        return {k: v.tolist() if isinstance(v, Tensor) else v for k, v in values.items()}
+        for name, value in values.items():
+            if isinstance(value, Tensor):
+                values[name] = value.tolist()
+        return values
 
     def plot(self, ax: "Axes | None" = None) -> tuple["Figure", "Axes"]:
         """Draw the mean distances as colours with numbers and standard errors.
@@ -141,7 +149,8 @@ class DistanceMatrix(Tabled):
         Returns:
             The figure and its axes.
         """
-        mean, error = self.mean, self.standard_error
+        mean = self.mean
+        error = self.standard_error
         tasks = range(len(self.names))
         side = 1.6 + 0.9 * len(self.names)
         fig, ax = figure_and_axes(ax, size=(side + 0.8, side))
@@ -169,7 +178,8 @@ class DistanceMatrix(Tabled):
         """
         columns, rows = self.table()
         scalars = {f"{row[0]}→{row[1]}": float(row[2]) for row in rows}
-        figures = {"figure": self.plot()[0]}
+        figure, _ = self.plot()
+        figures = {"figure": figure}
         tables = {"table": (columns, rows)}
         log_once(run, key, scalars=scalars, figures=figures, tables=tables)
 
@@ -324,7 +334,8 @@ def _measured(
     seeds: Sequence[int],
 ) -> dict[str, Tensor]:
     """Distances, new heads, and information and objective of each task alone, from all trainings."""
-    S, K = len(seeds), len(sizes)
+    S = len(seeds)
+    K = len(sizes)
     distances = torch.zeros(S, K, K, dtype=torch.float64)
     new_head = torch.zeros(S, K, K, dtype=torch.float64)
     information = torch.zeros(S, K, dtype=torch.float64)

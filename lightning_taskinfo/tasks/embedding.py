@@ -85,7 +85,8 @@ class TaskEmbedding(Tabled):
     def layer_norms(self) -> dict[str, float]:
         """The part of each layer in :attr:`norm`."""
         parts = self.vector.split(list(self.sizes))
-        return {name: part.sum().item() for name, part in zip(self.layers, parts, strict=True)}
+        norms = [part.sum().item() for part in parts]
+        return dict(zip(self.layers, norms, strict=True))
 
     def reading(self) -> str:
         """Return one sentence on what the task depends on."""
@@ -100,8 +101,10 @@ class TaskEmbedding(Tabled):
         return f"{sentence} Its head has a test error of {self.test_error:.1%}."
 
     def _cells(self) -> Cells:
-        rows = zip(self.layers, self.sizes, self.layer_norms.values(), strict=True)
-        cells = [[name, str(size), f"{norm:.3g}"] for name, size, norm in rows]
+        norms = self.layer_norms
+        cells = []
+        for name, size in zip(self.layers, self.sizes, strict=True):
+            cells.append([name, str(size), f"{norms[name]:.3g}"])
         return ["layer", "filters", "norm"], cells
 
     def plot(self, ax: "Axes | None" = None) -> tuple["Figure", "Axes"]:
@@ -197,7 +200,8 @@ def embedding_distances(embeddings: Sequence[TaskEmbedding], *, alpha: float = 0
     sources, targets = vectors[:, None], vectors[None]
     if not alpha:
         return embedding_distance(sources, targets)
-    trivial = vectors.mean(1).log().mean().exp().item()
+    log_means = vectors.mean(1).log()
+    trivial = log_means.mean().exp().item()
     return asymmetric_embedding_distance(sources, targets, trivial=trivial, alpha=alpha)
 
 
@@ -231,7 +235,8 @@ def nearest_source(
         raise ValueError(
             f"`sources` must hold a task other than the target, got {[s.name for s in sources]}."
         )
-    distances = embedding_distances([target, *others], alpha=alpha)[1:, 0].tolist()
+    matrix = embedding_distances([target, *others], alpha=alpha)
+    distances = matrix[1:, 0].tolist()
     names = [source.name for source in others]
     found = map(Recommendation, names, distances)
     return sorted(found, key=lambda recommendation: recommendation.distance)
@@ -273,8 +278,10 @@ def plot_task_map(
     """
     fig, ax = figure_and_axes(ax, size=(6, 4))
     points, share = task_map(embeddings)
-    logs = torch.stack([embedding.vector.sum() for embedding in embeddings]).log()
-    heights = (logs - logs.min()) / (logs.max() - logs.min())
+    sums = [embedding.vector.sum() for embedding in embeddings]
+    logs = torch.stack(sums).log()
+    spread = logs.max() - logs.min()
+    heights = (logs - logs.min()) / spread
     areas = 30 + 150 * heights.nan_to_num(0.5)  # not a number where all are alike, or one is 0
     _scatter(ax, embeddings, points.tolist(), areas.tolist())
     ax.set_title(f"tasks by their Fisher information ({share:.0%} of the spread)", fontsize=10)

@@ -13,7 +13,7 @@ from torch import Generator, Tensor
 
 from lightning_taskinfo.functional import deep_linear
 from lightning_taskinfo.plotting import figure_and_axes
-from lightning_taskinfo.tasks.theory import simulate_transfer
+from lightning_taskinfo.tasks.deep_linear import simulate_transfer
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -170,8 +170,9 @@ def plot_phase_surface(
     """
     fig, ax = figure_and_axes(ax, size=SIZE, projection="3d")
     theta, gamma, gain = _grid(mode, sigma, depth, max_gamma, 60)
+    gain = gain.clip(-clip, clip)
     colours: dict[str, Any] = {"cmap": "RdBu", "vmin": -clip, "vmax": clip}
-    ax.plot_surface(gamma, theta, gain.clip(-clip, clip), **colours, linewidth=0, rcount=60)
+    ax.plot_surface(gamma, theta, gain, **colours, linewidth=0, rcount=60)
     ax.set(xlabel=GAMMA, ylabel=THETA, zlabel="gain $T$", title=_title(mode, sigma))
     ax.view_init(elev=28, azim=-60)
     ax.set_box_aspect(None, zoom=0.85)  # or the labels leave the figure
@@ -238,7 +239,8 @@ def plot_phase_slices(
     gamma = torch.linspace(0.01, largest, 400, dtype=torch.float64)
     points: dict[str, Any] = {"fmt": "o", "markersize": 4, "capsize": 2}
     for index, theta in enumerate(simulated.theta.tolist()):
-        color = colormaps["viridis"](0.9 * index / max(1, len(simulated.theta) - 1))
+        shade = 0.9 * index / max(1, len(simulated.theta) - 1)
+        color = colormaps["viridis"](shade)
         theory = transferability(mode, theta, gamma, sigma, depth=depth)
         ax.plot(gamma, theory, color=color)
         if printed and mode == "fine_tune":
@@ -246,7 +248,8 @@ def plot_phase_slices(
             gain = scratch - deep_linear.fine_tuning_risk_noiseless(theta, gamma, sigma)
             label = None if index else "noiseless formula"
             ax.plot(gamma, gain, color=color, linestyle="--", linewidth=0.8, label=label)
-        mean, error = simulated.mean[index], simulated.standard_error[index]
+        mean = simulated.mean[index]
+        error = simulated.standard_error[index]
         label = rf"$\theta = {theta * DEGREES:.0f}$°"
         ax.errorbar(simulated.gamma, mean, error, color=color, label=label, **points)
     ax.axhline(0, color="grey", linewidth=0.8)
@@ -276,7 +279,9 @@ def plot_phase_overview(simulated: PhaseDiagram) -> "tuple[Figure, list[Any]]":
     surface: Any = fig.add_subplot(1, 3, 1, projection="3d")
     colours = fig.add_subplot(1, 3, 2)
     slices = fig.add_subplot(1, 3, 3)
-    mode, sigma, depth = simulated.mode, simulated.sigma, simulated.depth
+    mode = simulated.mode
+    sigma = simulated.sigma
+    depth = simulated.depth
     max_gamma = 1.1 * simulated.gamma.max().item()
     plot_phase_surface(mode, sigma, depth=depth, max_gamma=max_gamma, ax=surface)
     plot_phase_map(mode, sigma, depth=depth, max_gamma=max_gamma, ax=colours)
@@ -290,7 +295,8 @@ def _title(mode: Mode, sigma: float) -> str:
 
 def _grid(mode: Mode, sigma: float, depth: int, max_gamma: float, points: int) -> "list[ndarray]":
     """Angles in degrees, sample numbers and gains, ``[P, P]`` each; an even ``P`` misses the pole at gamma = 1."""
-    theta = torch.linspace(0, math.pi / 2, points, dtype=torch.float64)[:, None]
+    theta = torch.linspace(0, math.pi / 2, points, dtype=torch.float64)
+    theta = theta[:, None]
     middles = torch.arange(points, dtype=torch.float64) + 0.5
     gamma = (middles * max_gamma / points)[None]
     gain = transferability(mode, theta, gamma, sigma, depth=depth)
@@ -316,7 +322,9 @@ def _boundaries(
 
 def _limits(simulated: PhaseDiagram) -> tuple[float, float]:
     """What the points need and a margin; the theory's pole would dwarf them."""
-    low = (simulated.mean - simulated.standard_error).min().item()
-    high = (simulated.mean + simulated.standard_error).max().item()
+    below = simulated.mean - simulated.standard_error
+    above = simulated.mean + simulated.standard_error
+    low = below.min().item()
+    high = above.max().item()
     margin = 0.1 * max(high - low, 0.1)
     return low - margin, high + margin

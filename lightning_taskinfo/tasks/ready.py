@@ -116,7 +116,8 @@ def small_trunk(num_inputs: int, width: int = 32) -> nn.Module:
         ValueError: If a number is below 1.
     """
     check_counts(num_inputs=num_inputs, width=width)
-    first, second = nn.Linear(num_inputs, width), nn.Linear(width, width)
+    first = nn.Linear(num_inputs, width)
+    second = nn.Linear(width, width)
     return nn.Sequential(Centred(), first, nn.ReLU(), second, nn.ReLU())
 
 
@@ -132,7 +133,9 @@ def small_network(num_inputs: int, num_outputs: int, width: int = 32) -> nn.Modu
         >>> small_network(64, 10)(torch.zeros(2, 1, 8, 8)).shape
         torch.Size([2, 10])
     """
-    return nn.Sequential(small_trunk(num_inputs, width), nn.Linear(width, num_outputs))
+    trunk = small_trunk(num_inputs, width)
+    head = nn.Linear(width, num_outputs)
+    return nn.Sequential(trunk, head)
 
 
 def trunk_for(task: PreparedTask, width: int = 32) -> Callable[[], nn.Module]:
@@ -172,7 +175,8 @@ def network_for(task: PreparedTask, width: int = 32) -> Callable[[], nn.Module]:
         task: What :func:`prepare_task` returns.
         width: Neurons of each of the two hidden layers.
     """
-    return partial(small_network, task.inputs[0].numel(), task.num_classes, width)
+    pixels = task.inputs[0].numel()
+    return partial(small_network, pixels, task.num_classes, width)
 
 
 class ReferenceNetwork(nn.Module):
@@ -228,7 +232,8 @@ def reference_network(*, epochs: int = 4, seed: int = 0) -> ReferenceNetwork:
     try:
         with path.open("rb") as file:  # numpy leaves a broken file open
             arrays = np.load(file, allow_pickle=False)
-            network.load_state_dict({name: torch.from_numpy(arrays[name]) for name in state})
+            kept = {name: torch.from_numpy(arrays[name]) for name in state}
+            network.load_state_dict(kept)
     except Exception:  # not there, not readable, or damaged: zip, numpy and torch each have words of their own for it
         _train(network, epochs, seed)
         try:
@@ -256,9 +261,11 @@ def _train(network: ReferenceNetwork, epochs: int, seed: int) -> None:
     try:
         with torch.inference_mode(False), torch.enable_grad():
             for _ in range(epochs):
-                for batch in torch.randperm(len(images), generator=generator).split(64):
+                order = torch.randperm(len(images), generator=generator)
+                for batch in order.split(64):
                     optimizer.zero_grad()
-                    cross_entropy(network(images[batch]), labels[batch]).backward()
+                    loss = cross_entropy(network(images[batch]), labels[batch])
+                    loss.backward()
                     optimizer.step()
     finally:
         torch.set_num_threads(threads)
@@ -268,7 +275,9 @@ def _images_of_all_classes() -> tuple[Tensor, Tensor]:
     """Digits as classes 0 to 9, letters as 10 to 19."""
     digits, y = load_dataset("digits").train().tensors
     letters, z = load_dataset("letters").train().tensors
-    return torch.cat([digits, letters]), torch.cat([y, z + 10])
+    images = torch.cat([digits, letters])
+    labels = torch.cat([y, z + 10])
+    return images, labels
 
 
 def find_head(network: nn.Module, head: str | None) -> str:
@@ -310,7 +319,8 @@ def collect_features(
         ValueError: If the head does not run once a pass, on one tensor ``[N, D]``.
     """
     if forward_fn is None:  # before the hook, which would see it being tried
-        _batches.call_on(network, _batches.first_samples(inputs, None, 2)[0])
+        two, _ = _batches.first_samples(inputs, None, 2)
+        _batches.call_on(network, two)
     seen: list[tuple[object, ...]] = []
     module = network.get_submodule(head)
     handle = module.register_forward_pre_hook(lambda _module, args: seen.append(args))
@@ -321,7 +331,8 @@ def collect_features(
             for batch in _batches.split(inputs, BATCH):
                 seen.clear()
                 _batches.outputs_of(network, _batches.moved(batch, device), forward_fn)
-                parts.append(_features(seen, head, _batches.sample_count(batch)))
+                n = _batches.sample_count(batch)
+                parts.append(_features(seen, head, n))
     finally:
         handle.remove()
     return torch.cat(parts)
@@ -371,7 +382,8 @@ def fit_linear_head(
     """
     mean = features.mean(0)
     std = features.std(0, correction=0)
-    std = torch.where(std > 1e-12 * features.abs().amax(0), std, 1.0)
+    largest = features.abs().amax(0)
+    std = torch.where(std > 1e-12 * largest, std, 1.0)
     z = (features - mean) / std
     C = int(labels.max()) + 1
     W = torch.zeros(C, z.shape[1], dtype=torch.float64, requires_grad=True)
@@ -396,6 +408,7 @@ def fit_linear_head(
     # No draw from the global generator.
     head = nn.utils.skip_init(nn.Linear, z.shape[1], C, dtype=torch.float64)
     with torch.no_grad():
-        head.weight.copy_(W / std)
-        head.bias.copy_(b - (W / std) @ mean)
+        weight = W / std
+        head.weight.copy_(weight)
+        head.bias.copy_(b - weight @ mean)
     return head

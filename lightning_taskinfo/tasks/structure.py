@@ -85,7 +85,10 @@ class StructureFunction(Tabled):
         """
         if not beta >= 0:
             raise ValueError(f"`beta` must not be negative, got {beta}.")
-        return min(Estimate(e + beta * t, error) for t, e, error in self._points())
+        found = []
+        for t, e, error in self._points():
+            found.append(Estimate(e + beta * t, error))
+        return min(found)
 
     def hull(self) -> tuple[tuple[float, float], ...]:
         """Return the corners ``(t, S)`` of the lower-left convex hull of all points, the prior's among them."""
@@ -180,7 +183,8 @@ class StructureFunction(Tabled):
 
     def _cells(self) -> Cells:
         cells = []
-        for beta, kl, loss, error, _, mean in self.table()[1]:
+        _, rows = self.table()
+        for beta, kl, loss, error, _, mean in rows:
             both = f"{loss:,.1f} ± {error:,.1f}"
             cells.append([f"{beta:.3g}", f"{kl:,.1f}", both, f"{mean:.3f}"])
         return ["β", "information, nats", "loss, nats", "loss per sample"], cells
@@ -230,7 +234,9 @@ class StructureFunction(Tabled):
 
 
 def _slope(a: tuple[float, float], b: tuple[float, float]) -> float:
-    return (b[1] - a[1]) / (b[0] - a[0])
+    height = b[1] - a[1]
+    length = b[0] - a[0]
+    return height / length
 
 
 def plot_structure_functions(
@@ -277,7 +283,8 @@ def _draw_curve(curve: StructureFunction, color: str, left: "Axes", right: "Axes
     def per_sample(values: Sequence[float]) -> list[float]:
         return [value / curve.samples for value in values]
 
-    loss, error = per_sample(curve.loss), per_sample(curve.loss_error)
+    loss = per_sample(curve.loss)
+    error = per_sample(curve.loss_error)
     left.errorbar(curve.betas, loss, error, fmt=".-", color=color, label=curve.name or None)
     kl, losses, errors = zip(*curve._points(), strict=True)
     right.errorbar(kl, per_sample(losses), per_sample(errors), fmt=".", color=color)

@@ -12,6 +12,7 @@ from lightning_taskinfo import _batches
 from lightning_taskinfo._files import digest
 from lightning_taskinfo._observe import observing
 from lightning_taskinfo._ranges import check_counts, check_positive
+from lightning_taskinfo._warn import first_line
 from lightning_taskinfo.certificates.samples import Data, read_labelled
 from lightning_taskinfo.data.arrays import ArrayData
 from lightning_taskinfo.fisher import fisher_diagonal
@@ -141,13 +142,17 @@ class Task2Vec:
         tested = None if test is None else self._read(test, "test")
         self._fit(inputs, targets)
         picked = self._pick(len(labels))
+        some = _batches.take(inputs, lambda x: x[picked.to(x.device)])
         weights = dict(self.network.named_parameters())
-        filters = self.filters.items()
+        sizes = []
+        for weight, layout in self.filters.items():
+            means = filter_means(weights[weight], **layout)
+            sizes.append(len(means))
         return TaskEmbedding(
             name=name,
-            vector=self._fisher(_batches.take(inputs, lambda x: x[picked.to(x.device)])),
+            vector=self._fisher(some),
             layers=tuple(self.filters),
-            sizes=tuple(len(filter_means(weights[n], **layout)) for n, layout in filters),
+            sizes=tuple(sizes),
             network=self.fingerprint,
             labels=self.labels,
             samples=len(picked),
@@ -173,7 +178,7 @@ class Task2Vec:
             kinds = ", ".join(f"{x.dtype} {list(x.shape)}" for x in found)
             if any(x.dtype == torch.uint8 for x in found):
                 kinds += "; bytes of images are divided by 255 first"
-            reason = str(error).partition("\n")[0]
+            reason = first_line(error)
             raise ValueError(
                 f"`{argument}` must hold inputs that the network takes, got {kinds} ({reason})."
             ) from error
@@ -212,7 +217,8 @@ class Task2Vec:
         """Return which samples go into the Fisher information."""
         if n <= self.max_samples:
             return torch.arange(n)
-        order = torch.randperm(n, generator=Generator().manual_seed(self.seed))
+        generator = Generator().manual_seed(self.seed)
+        order = torch.randperm(n, generator=generator)
         return order[: self.max_samples].sort().values
 
     def _fisher(self, inputs: Any) -> Tensor:
@@ -231,16 +237,20 @@ class Task2Vec:
                 forward_fn=self.forward_fn,
             )
             filters = self.filters.items()
-            parts = [filter_means(diagonal[name].double(), **layout) for name, layout in filters]
-            total = total + torch.cat(parts).cpu() * _batches.sample_count(batch) / n
+            parts = []
+            for name, layout in filters:
+                parts.append(filter_means(diagonal[name].double(), **layout))
+            count = _batches.sample_count(batch)
+            total = total + torch.cat(parts).cpu() * count / n
         return total
 
     def _error(self, inputs: Any, labels: Tensor, classes: Tensor) -> float:
         """Share of wrong answers of the network with its fitted head; a class that was not fitted is always wrong."""
         with observing(self.network), torch.no_grad():
             batches = _batches.split(inputs, ready.BATCH)
-            answers = torch.cat([self._outputs(batch).argmax(-1).cpu() for batch in batches])
-        return (classes[answers] != labels.cpu()).double().mean().item()
+            answers = [self._outputs(batch).argmax(-1).cpu() for batch in batches]
+        wrong = classes[torch.cat(answers)] != labels.cpu()
+        return wrong.double().mean().item()
 
 
 def _check_kind(**given: Any) -> None:

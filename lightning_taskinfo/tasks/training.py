@@ -161,7 +161,8 @@ def _descend(
     noises: int,
     seed: int,
 ) -> None:
-    batches = _batches(len(samples), training.batch_size, Generator().manual_seed(seed))
+    generator = Generator().manual_seed(seed)
+    batches = _batches(len(samples), training.batch_size, generator)
     optimizer = torch.optim.Adam(groups, fused=True)  # one call for many small tensors
     cosine = partial(_cosine, steps=max(1, steps))
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, cosine)
@@ -186,7 +187,8 @@ def _batches(n: int, batch_size: int, generator: Generator) -> Iterator[Tensor]:
     """Yield batches of shuffled indices without end; what is left of a pass is dropped, so that all have one size."""
     size = min(batch_size, n)
     while True:
-        yield from torch.randperm(n, generator=generator).split(size)[: n // size]
+        order = torch.randperm(n, generator=generator)
+        yield from order.split(size)[: n // size]
 
 
 def expected_loss(

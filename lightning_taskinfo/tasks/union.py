@@ -54,7 +54,8 @@ class MultiHead(nn.Module):
         for output in outputs:
             missing = width - output.shape[1]
             padded.append(nn.functional.pad(output, (0, missing), value=IMPOSSIBLE))
-        return torch.stack(padded, 1)[torch.arange(len(x)), task]
+        by_task = torch.stack(padded, 1)  # [N, tasks, C]
+        return by_task[torch.arange(len(x)), task]
 
 
 @dataclass(frozen=True)
@@ -125,15 +126,18 @@ class Union:
         for targets in self.targets:
             outputs = output_count(torch.from_numpy(targets), self.settings.likelihood)
             make = partial(self.settings.head_fn, features, outputs)
-            heads.append(train.build(make, seed_from(self.seed, 1), argument="head_fn"))
+            head = train.build(make, seed_from(self.seed, 1), argument="head_fn")
+            heads.append(head)
         return MultiHead(trunk, heads)
 
     def betas(self) -> dict[str, float]:
         """The weight of the divergence of each part."""
         sizes = [len(a) for a in self.inputs]
         beta = self.settings.beta
-        heads = {f"heads.{index}": beta * n / sizes[0] for index, n in enumerate(sizes)}
-        return {"trunk": beta * sum(sizes) / sizes[0], **heads}
+        betas = {"trunk": beta * sum(sizes) / sizes[0]}
+        for index, n in enumerate(sizes):
+            betas[f"heads.{index}"] = beta * n / sizes[0]
+        return betas
 
 
 def solve(union: Union) -> dict[str, Any]:
@@ -163,7 +167,8 @@ def solve(union: Union) -> dict[str, Any]:
     kl = dict.fromkeys(betas, 0.0)
     for name, value in found.kl.items():
         kl[_part(name)] += value
-    objective = found.loss + sum(beta * kl[part] for part, beta in betas.items())
+    penalties = [beta * kl[part] for part, beta in betas.items()]
+    objective = found.loss + sum(penalties)
     return {"kl": kl, "loss": found.loss, "loss_error": found.error, "objective": objective}
 
 
@@ -189,19 +194,24 @@ def _variational(
     weights: dict[str, float],
 ) -> Found:
     """Noisy weights, trained from where the plain ones are."""
-    prior_std, training = union.settings.prior_std, union.settings.training
+    prior_std = union.settings.prior_std
+    training = union.settings.training
     std = train.START * prior_std
     seed = seed_from(union.seed, 3)
     add_weight_noise(model, std=std, prior_center=centre, prior_std=prior_std, seed=seed)
 
     def penalty(model: nn.Module) -> Tensor:
-        terms = [weights[name] * noise.kl(mean) for name, mean, noise in noisy_weights(model)]
+        terms = []
+        for name, mean, noise in noisy_weights(model):
+            terms.append(weights[name] * noise.kl(mean))
         return torch.stack(terms).sum()
 
     seed = seed_from(union.seed, 4)
     train.train_noisy(model, data, penalty, training=training, seed=seed)
     loss, error = train.expected_loss(model, data, training=training)
-    kl = {name: noise.kl(mean).item() for name, mean, noise in noisy_weights(model)}
+    kl = {}
+    for name, mean, noise in noisy_weights(model):
+        kl[name] = noise.kl(mean).item()
     return Found(kl, loss, error)
 
 

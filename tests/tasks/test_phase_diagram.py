@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from lightning_taskinfo.tasks.deep_linear import simulate_transfer
 from lightning_taskinfo.tasks.phase_diagram import (
     plot_phase_map,
     plot_phase_slices,
@@ -12,7 +13,6 @@ from lightning_taskinfo.tasks.phase_diagram import (
     simulate_phase_diagram,
     transferability,
 )
-from lightning_taskinfo.tasks.theory import simulate_transfer
 
 MODES = ["linear", "fine_tune"]
 ANGLES = torch.tensor([0.0, 1.0, math.pi / 2], dtype=torch.float64)

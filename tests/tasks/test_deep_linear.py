@@ -11,7 +11,7 @@ from lightning_taskinfo.functional.deep_linear import (
     linear_transfer_risk,
     scratch_risk,
 )
-from lightning_taskinfo.tasks.theory import draw_tasks, minimum_norm, simulate_transfer
+from lightning_taskinfo.tasks.deep_linear import draw_tasks, minimum_norm, simulate_transfer
 
 ANGLES = torch.tensor([0.0, 0.6, math.pi / 2], dtype=torch.float64)
 
