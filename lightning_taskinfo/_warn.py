@@ -1,4 +1,4 @@
-"""Warnings point to the line of the user that led to them, not into this package or a framework between the two."""
+"""Warnings point to the line of the user that led to them, and messages quote errors in one line."""
 
 import sys
 import warnings
@@ -43,3 +43,13 @@ def warn(message: str) -> None:
 
 def _package(told: dict[str, object]) -> str:
     return str(told.get("__name__")).partition(".")[0]
+
+
+def first_line(error: BaseException) -> str:
+    """Return what an error says in its first line."""
+    return str(error).partition("\n")[0]
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the kind of an error and what it says in its first line."""
+    return f"{type(error).__name__}: {first_line(error)}"

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -69,8 +70,11 @@ def plot_curves(
         names = [name for name in keys if name != x]
     fig, ax = figure_and_axes(ax, frame=False)
     for name in names:
-        pairs = [(row.get(x, math.nan), row.get(name, math.nan)) for row in rows]
-        points = [pair for pair in pairs if not any(map(math.isnan, pair))]
+        points = []
+        for row in rows:
+            pair = (row.get(x, math.nan), row.get(name, math.nan))
+            if not any(map(math.isnan, pair)):
+                points.append(pair)
         if not points:
             raise ValueError(f"`names` must have been measured together with {x!r}, got {name!r}.")
         marker = "." if len(points) < 50 else ""
@@ -271,7 +275,8 @@ def figure_pixels(figure: "Figure") -> Tensor:
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     width, height = canvas.get_width_height()
-    pixels = torch.frombuffer(bytearray(canvas.buffer_rgba()), dtype=torch.uint8)
+    rgba = bytearray(canvas.buffer_rgba())
+    pixels = torch.frombuffer(rgba, dtype=torch.uint8)
     return pixels.view(height, width, 4)[..., :3]
 
 
@@ -297,3 +302,9 @@ def figure_and_axes(
     if not frame:
         ax.spines[["top", "right"]].set_visible(False)
     return ax.figure, ax
+
+
+def check_picture(argument: str, path: Path) -> None:
+    """Raise a ``ValueError`` for a file that no picture is written to, before the work that it would show."""
+    if path.suffix not in (".png", ".pdf", ".svg"):
+        raise ValueError(f"`{argument}` must end in .png, .pdf or .svg, got {path}.")

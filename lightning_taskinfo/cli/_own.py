@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_taskinfo._checkpoints import Checkpoint, read_checkpoint
 from lightning_taskinfo._lightning import NAMESPACES
+from lightning_taskinfo._warn import reason_of
 from lightning_taskinfo.cli._parser import add_arguments
 from lightning_taskinfo.data import load_task
 
@@ -72,10 +73,11 @@ def made(kind: type, maker: Callable[..., Any], arguments: Mapping[str, Any], ar
     parser = ArgumentParser(exit_on_error=False)
     add_arguments(parser, maker, "made")
     try:
-        ready = parser.instantiate(parser.parse_object({"made": arguments} if arguments else {}))
+        parsed = parser.parse_object({"made": arguments} if arguments else {})
+        ready = parser.instantiate(parsed)
         found = maker(**ready.get("made", {}))
     except Exception as error:  # of the user's own code
-        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        reason = reason_of(error)
         raise ValueError(
             f"`{argument}` must be made from its arguments, but {path_of(maker)} failed ({reason})."
         ) from error
@@ -107,7 +109,8 @@ def read_part(data: Data, part: Part) -> DataLoader[Any]:
     if part not in ("train", "test"):
         raise ValueError(f"`data` must be a data module to have a part {part!r}, got {data!r}.")
     task = load_task(data)
-    images, targets = (task.train() if part == "train" else task.test()).tensors
+    samples = task.train() if part == "train" else task.test()
+    images, targets = samples.tensors
     if task.labels is not None:  # a network's outputs belong to the labels of the file
         targets = torch.tensor(task.labels)[targets]
     return DataLoader(TensorDataset(images, targets), batch_size=256)
@@ -128,7 +131,7 @@ def _loader(data: Any, part: Part) -> DataLoader[Any]:
         data.setup(STAGES[part])
         loader = getattr(data, f"{part}_dataloader")()
     except Exception as error:  # of the user's own code
-        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        reason = reason_of(error)
         raise ValueError(
             f"`data` must have a {part}_dataloader, but {kind}'s failed ({reason})."
         ) from error
@@ -146,13 +149,17 @@ def fitting(state: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tens
         >>> fitting({"net.bias": weight, "metric.total": weight}, ["bias"]) == {"bias": weight}
         True
     """
-    names = list(names)
-    ends = {key.removesuffix(names[0]) for key in state if key.endswith(names[0])} if names else {}
-    parts = [
-        {key.removeprefix(end): tensor for key, tensor in state.items() if key.startswith(end)}
-        for end in ends
-    ]
-    fits = [part for part in parts if part.keys() == set(names)]
+    wanted = list(names)
+    places = set()  # of the network in the module
+    if wanted:
+        first = wanted[0]
+        places = {key.removesuffix(first) for key in state if key.endswith(first)}
+    fits = []
+    for place in places:
+        inside = [key for key in state if key.startswith(place)]
+        part = {key.removeprefix(place): state[key] for key in inside}
+        if part.keys() == set(wanted):
+            fits.append(part)
     return fits[0] if len(fits) == 1 else dict(state)  # of two that fit, neither is the one
 
 

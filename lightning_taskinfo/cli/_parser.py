@@ -49,7 +49,8 @@ def summary(name: str) -> str:
     tree = ast.parse(Path(__file__).with_name(f"{function}.py").read_text())
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and node.name == function:
-            return " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
+            first, _, _ = (ast.get_docstring(node) or "").partition("\n\n")
+            return " ".join(first.split())
     raise LookupError(name)
 
 
@@ -169,9 +170,11 @@ def _arguments(
     for name in OWN:
         given = chosen.get(name)
         if name in makers:
-            maker, arguments = makers[name], given.as_dict() if given else {}
+            maker = makers[name]
+            arguments = given.as_dict() if given else {}
         elif isinstance(given, Namespace):  # a class in a configuration file
-            maker, arguments = find(given.class_path, name), given.as_dict().get("init_args", {})
+            maker = find(given.class_path, name)
+            arguments = given.as_dict().get("init_args", {})
         else:
             continue
         chosen.pop(name, None)
@@ -181,9 +184,8 @@ def _arguments(
             own[name] = made(DataModule, maker, arguments, name)
     try:
         ready = parser.instantiate(config)[config.subcommand]
-    except (
-        Exception
-    ) as error:  # of a class among the options; its own words are behind those of the parser
+    except Exception as error:  # of a class among the options
+        # Its own words are behind those of the parser.
         raise ValueError(str(error.__cause__ or error)) from error
     ready.pop("config", None)
     return {**ready, **own}

@@ -29,7 +29,11 @@ def named_tasks(tasks: Tasks | None, data: Data | None, default: Sequence[str]) 
         tasks = [] if data is not None else [*default]
     if isinstance(tasks, str):
         tasks = [tasks]
-    pairs = [*tasks.items()] if isinstance(tasks, dict) else [(_name(one), one) for one in tasks]
+    pairs = []
+    if isinstance(tasks, dict):
+        pairs += tasks.items()
+    else:
+        pairs += [(_name(one), one) for one in tasks]
     if data is not None:
         pairs.append((_name(data), data))
     names = [name for name, _ in pairs]
@@ -57,6 +61,9 @@ def labelled(name: str, data: Data, *, max_samples: int, size: int, seed: int = 
     if isinstance(data, str):
         task = prepare_task(data, max_samples=max_samples, size=size, seed=seed)
         return replace(task, name=name)
-    inputs, targets = read_pair(read_part(data, "train"), argument=f"tasks[{name!r}]")
-    order = torch.randperm(len(targets), generator=Generator().manual_seed(seed))[:max_samples]
-    return PreparedTask(name, inputs[order], targets[order], int(targets.max()) + 1)
+    loader = read_part(data, "train")
+    inputs, targets = read_pair(loader, argument=f"tasks[{name!r}]")
+    generator = Generator().manual_seed(seed)
+    order = torch.randperm(len(targets), generator=generator)[:max_samples]
+    classes = int(targets.max()) + 1
+    return PreparedTask(name, inputs[order], targets[order], classes)

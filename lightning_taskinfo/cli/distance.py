@@ -57,10 +57,9 @@ def distance(
     Raises:
         ValueError: If an argument is outside its domain, or the folder holds another measurement.
     """
-    loaded = {
-        name: labelled(name, one, max_samples=max_samples, size=size)
-        for name, one in named_tasks(tasks, data, FIVE).items()
-    }
+    loaded = {}
+    for name, one in named_tasks(tasks, data, FIVE).items():
+        loaded[name] = labelled(name, one, max_samples=max_samples, size=size)
     shapes = {tuple(task.inputs.shape[1:]) for task in loaded.values()}
     if len(shapes) != 1:
         raise ValueError(f"`tasks` must have inputs of one shape, got {sorted(shapes)}.")

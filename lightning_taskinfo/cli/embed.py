@@ -64,9 +64,9 @@ def embed(
             task.
     """
     seed = options["seed"]
-    loaded = {
-        name: _read(one, seed) for name, one in named_tasks(tasks, data, FIVE).items()
-    }  # refused before anything is trained or written
+    loaded = {}
+    for name, one in named_tasks(tasks, data, FIVE).items():
+        loaded[name] = _read(one, seed)  # refused before anything is trained or written
     network = reference_network(seed=seed) if model is None else started(model, checkpoint)
     embedder = Task2Vec(network, **options)
     with shown(True, "embed", len(loaded)) as tell:
@@ -98,19 +98,19 @@ def _read(data: Data, seed: int) -> dict[str, Any]:
 def _as_json(
     embeddings: list[TaskEmbedding], rows: list[dict[str, Any]], alpha: float
 ) -> dict[str, Any]:
-    vectors = [
-        {
+    tasks = []
+    for row, e in zip(rows, embeddings, strict=True):
+        vector = {
             "vector": e.vector.tolist(),
             "layers": dict(zip(e.layers, e.sizes, strict=True)),
             "layer_norms": e.layer_norms,
         }
-        for e in embeddings
-    ]
+        tasks.append(row | vector)
     return {
         "probe": embeddings[0].network,
         "labels": embeddings[0].labels,
         "alpha": alpha,
-        "tasks": [row | more for row, more in zip(rows, vectors, strict=True)],
+        "tasks": tasks,
         "symmetric_distances": embedding_distances(embeddings).tolist(),
         "distances_from_row_to_column": embedding_distances(embeddings, alpha=alpha).tolist(),
     }
@@ -118,8 +118,9 @@ def _as_json(
 
 def _table(rows: list[dict[str, Any]]) -> str:
     columns = ["task", "classes", "norm", "test error", "nearest source", "distance"]
-    cells = [
-        [
+    cells = []
+    for row in rows:
+        line = [
             row["task"],
             str(row["classes"]),
             f"{row['norm']:.4g}",
@@ -127,6 +128,5 @@ def _table(rows: list[dict[str, Any]]) -> str:
             row.get("nearest_source", "(no other)"),
             f"{row.get('distance', math.nan):.4f}",
         ]
-        for row in rows
-    ]
+        cells.append(line)
     return text_table(columns, cells)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from lightning_taskinfo._tables import text_table
-from lightning_taskinfo.cli._pictures import check_picture
+from lightning_taskinfo.plotting import check_picture
 from lightning_taskinfo.tasks import PhaseDiagram, plot_phase_overview, simulate_phase_diagram
 from lightning_taskinfo.tasks.phase_diagram import Mode
 
@@ -60,6 +60,8 @@ def _gain_table(simulated: PhaseDiagram) -> str:
     rows = []
     for a, theta in enumerate(simulated.theta.rad2deg().tolist()):
         for g, gamma in enumerate(simulated.gamma.tolist()):
-            gains = (simulated.mean, simulated.standard_error, simulated.theory)
-            rows.append([f"{theta:.1f}", f"{gamma:.3f}", *(f"{gain[a, g]:.4f}" for gain in gains)])
+            row = [f"{theta:.1f}", f"{gamma:.3f}"]
+            for gain in (simulated.mean, simulated.standard_error, simulated.theory):
+                row.append(f"{gain[a, g]:.4f}")
+            rows.append(row)
     return text_table(["theta_deg", "gamma", "gain", "error", "theory"], rows)

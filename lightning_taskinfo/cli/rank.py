@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Subset
 
 from lightning_taskinfo._random import own_randomness
 from lightning_taskinfo.cli._own import Data, Network, read_part, started
-from lightning_taskinfo.cli._pictures import check_picture
+from lightning_taskinfo.plotting import check_picture
 from lightning_taskinfo.transfer import rank_starts
 
 SCRATCH = "scratch"

@@ -62,28 +62,25 @@ def transfer(
     if (model is None) != (options["starts"] is None):
         given, missing = ("starts", "model") if model is None else ("model", "starts")
         raise ValueError(f"`{missing}` must be given with `{given}`, got None.")
+    trained: Any = model
+    samples: Any = data
+    if model is None:
+        trained = find(backbone, "backbone") if is_import_path(backbone) else backbone
+        samples = _ready(data)
+    elif isinstance(data, str):
+        samples = load_task(data)
     with _executor(dask) as executor:
         report = run_transfer(
-            _backbone(backbone) if model is None else model,
-            _ready(data) if model is None else _target(data),
+            trained,
+            samples,
             folder=folder,
             logger=logger,
             executor=executor,
             workers=workers,
             **options,
         )
-    project = options["project"]
+    project = options["project"]  # not in the call: it would be taken for where options go
     return _written(report, folder, logger, project)
-
-
-def _backbone(name: str) -> Any:
-    return find(name, "backbone") if is_import_path(name) else name
-
-
-def _target(data: Data) -> Any:
-    if not isinstance(data, str):
-        return data
-    return load_task(data)
 
 
 def _ready(data: Data) -> Any:
@@ -122,9 +119,9 @@ def _wandb() -> str:
     if shutil.which("wandb"):
         return "wandb"
     path = str(Path(sys.executable).with_name("wandb"))
-    return min(
-        os.path.join(os.path.relpath(os.path.dirname(path)), "wandb"), path, key=len
-    )  # ./wandb, not a bare name
+    folder = os.path.relpath(os.path.dirname(path))
+    relative = os.path.join(folder, "wandb")  # ./wandb, not a bare name
+    return min(relative, path, key=len)
 
 
 @contextmanager

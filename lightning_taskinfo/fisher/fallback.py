@@ -10,7 +10,7 @@ from torch.func import functional_call, grad, vmap
 
 from lightning_taskinfo._batches import take
 from lightning_taskinfo._observe import ParamDict
-from lightning_taskinfo._warn import warn
+from lightning_taskinfo._warn import first_line, warn
 from lightning_taskinfo.fisher.accumulators import Accumulator
 from lightning_taskinfo.fisher.graph import Graph
 from lightning_taskinfo.fisher.ops import BLOCK
@@ -34,7 +34,11 @@ class Fallback:
     """
 
     def __init__(
-        self, model: nn.Module, forward: Forward, asked: str, accumulator: Accumulator
+        self,
+        model: nn.Module,
+        forward: Forward,
+        asked: str,
+        accumulator: Accumulator,
     ) -> None:
         self.model = model
         self.forward = forward
@@ -68,7 +72,12 @@ class Fallback:
                     self.accumulator.add(name, block, Gradients(g.detach()))
 
     def add_from_graph(
-        self, graph: Graph, scores: list[Tensor], sample: slice, *, retain_graph: bool
+        self,
+        graph: Graph,
+        scores: list[Tensor],
+        sample: slice,
+        *,
+        retain_graph: bool,
     ) -> None:
         """Take the gradients of the only sample of a graph from it, by the weights that were gathered for it.
 
@@ -84,7 +93,8 @@ class Fallback:
             )
             for name, g in zip(graph.leaves, found, strict=True):
                 if g is not None:
-                    self.accumulator.add(name, sample, Gradients(g.to_dense().unsqueeze(0)))
+                    of_sample = g.to_dense().unsqueeze(0)
+                    self.accumulator.add(name, sample, Gradients(of_sample))
 
     def _gradients(self, inputs: Any, score: Tensor, names: set[str], reason: str | None) -> Blocks:
         """Yield blocks of gradients ``[n, *shape]`` of the named parameters for one score."""
@@ -97,7 +107,7 @@ class Fallback:
                 if self.asked == "per_sample":
                     raise
                 self.engine = "loop"
-                told = str(error).partition("\n")[0][:80]
+                told = first_line(error)[:80]
                 warn(
                     f"torch.func cannot run this model ({type(error).__name__}: {told}): {_some(names)} take a "
                     f"backward pass for each of {len(score)} samples; measure fewer where that is too slow "
@@ -179,12 +189,13 @@ def _places(model: nn.Module) -> dict[str, str]:
         {'a.weight': 'a.weight', 'b.weight': 'a.weight'}
     """
     first = {id(p): name for name, p in model.named_parameters()}
-    return {
-        f"{path}.{key}" if path else key: first[id(p)]
-        for path, module in model.named_modules()
-        for key, p in module._parameters.items()
-        if p is not None
-    }
+    places = {}
+    for path, module in model.named_modules():
+        for key, p in module._parameters.items():
+            if p is not None:
+                place = f"{path}.{key}" if path else key
+                places[place] = first[id(p)]
+    return places
 
 
 def _some(names: set[str]) -> str:

@@ -41,14 +41,17 @@ def plot_accuracy(
 
     methods = report.methods
     counts = report.labels
-    height = 1.1 + len(methods) * (0.22 + 0.17 * len(counts))
+    measure = report.measures[0]
+    height_of_method = 0.22 + 0.17 * len(counts)
+    height = 1.1 + len(methods) * height_of_method
     figure, ax = figure_and_axes(ax, size=(6.4, height))
     colors = _shades(counts)
+    middle = (len(counts) - 1) / 2
     for labels, method, results in report.cells():
-        place = counts.index(labels) - (len(counts) - 1) / 2
+        place = counts.index(labels) - middle
         y = methods.index(method) + place * 0.7 / len(counts)
-        interval = report.summary(method, labels, report.measures[0].value, confidence)
-        _draw_cell(ax, y, colors[labels], report.measures[0], results, interval)
+        interval = report.summary(method, labels, measure.value, confidence)
+        _draw_cell(ax, y, colors[labels], measure, results, interval)
     for labels, color in colors.items():
         ax.plot([], [], "o", color=color, label=f"{labels}")
     ax.set_yticks(range(len(methods)), methods)
@@ -71,7 +74,10 @@ def _shades(counts: Sequence[int]) -> dict[int, Any]:
 
     shades = colormaps["viridis"]
     last = max(1, len(counts) - 1)
-    return {labels: shades(0.3 + 0.45 * place / last) for place, labels in enumerate(counts)}
+    colors = {}
+    for place, labels in enumerate(counts):
+        colors[labels] = shades(0.3 + 0.45 * place / last)
+    return colors
 
 
 def _draw_cell(
@@ -87,8 +93,9 @@ def _draw_cell(
     mean = sum(seeds) / len(seeds)
     ax.plot(seeds, [y] * len(seeds), "|", color=color, alpha=0.6, markersize=7)
     if interval.low is not None and interval.high is not None:
-        ends = [measure.scale * interval.low, measure.scale * interval.high]
-        ax.plot(ends, [y, y], color=color, linewidth=1.5)
+        low = measure.scale * interval.low
+        high = measure.scale * interval.high
+        ax.plot([low, high], [y, y], color=color, linewidth=1.5)
     ax.plot([mean], [y], "o", color=color, markersize=6)
     if results[0].method == "scratch":
         ax.axvline(mean, color=color, linestyle=":", linewidth=1, zorder=0)
@@ -128,36 +135,51 @@ def plot_information(
     """
     from matplotlib.figure import Figure
 
-    labels = report.labels[0] if labels is None else labels
-    found = {method: layer_information(report, method, labels) for method in report.methods}
-    found = {method: moments for method, moments in found.items() if moments}
+    if labels is None:
+        labels = report.labels[0]
+    found = {}
+    for method in report.methods:
+        moments = layer_information(report, method, labels)
+        if moments:
+            found[method] = moments
     if not found:
         raise ValueError(
             f"`labels` must be a number of labels at which information was measured, got {labels}."
         )
-    parts = [values for moments in found.values() for values in moments.values()]
-    layers = list(dict.fromkeys(layer for values in parts for layer in values))
-    nats = [value for values in parts for value in values.values()]
+    layers: list[str] = []
+    nats: list[float] = []
+    for moments in found.values():
+        for values in moments.values():
+            layers += [layer for layer in values if layer not in layers]
+            nats += values.values()
     rows = math.ceil(len(found) / 4)
     columns = math.ceil(len(found) / rows)
-    height = 0.9 + rows * (0.6 + 0.24 * len(layers))
-    figure = Figure(figsize=(2.2 + 2.0 * columns, height), layout="constrained")
-    axes = list(figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flat)
+    width = 2.2 + 2.0 * columns
+    height_of_row = 0.6 + 0.24 * len(layers)
+    height = 0.9 + rows * height_of_row
+    figure = Figure(figsize=(width, height), layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
+    axes = list(panels.flat)
     for ax in axes[len(found) :]:
         ax.remove()
-    for index, (ax, (method, moments)) in enumerate(zip(axes, found.items(), strict=False)):
-        _dumbbells(ax, layers, moments)
+    axes = axes[: len(found)]
+    for index, method in enumerate(found):
+        ax = axes[index]
+        _dumbbells(ax, layers, found[method])
         ax.set_title(method, fontsize="small")
-        ax.tick_params(labelbottom=index + columns >= len(found), labelsize="small")
-    axes[0].set_yticks(range(len(layers)), layers)
-    axes[0].set_ylim(len(layers) - 0.5, -0.5)
-    axes[0].set_xlim(0.6 * min(nats) if min(nats) >= 1 else 0, 1.7 * max(nats))
+        is_lowest = index + columns >= len(found)
+        ax.tick_params(labelbottom=is_lowest, labelsize="small")
+    first = axes[0]
+    first.set_yticks(range(len(layers)), layers)
+    first.set_ylim(len(layers) - 0.5, -0.5)
+    left = 0.6 * min(nats) if min(nats) >= 1 else 0
+    first.set_xlim(left, 1.7 * max(nats))
     title = f"information in the weights by layer, nats ({labels} target labels)"
     figure.suptitle(title, fontsize="medium")
-    handles, names = axes[0].get_legend_handles_labels()
+    handles, names = first.get_legend_handles_labels()
     place: dict[str, Any] = {"loc": "outside lower center", "ncols": len(names)}
     figure.legend(handles, names, frameon=False, fontsize="small", **place)
-    return figure, axes[: len(found)]
+    return figure, axes
 
 
 def layer_information(
@@ -169,21 +191,25 @@ def layer_information(
     found: dict[str, dict[str, list[float]]] = {}
     for row in report.cell(method, labels).values():
         for moment, measured in (row.information or {}).items():
-            for layer, nats in (measured or {}).get("layers", {}).items():
+            layers = (measured or {}).get("layers", {})
+            for layer, nats in layers.items():
                 if nats is not None and math.isfinite(nats):
-                    found.setdefault(moment, {}).setdefault(layer, []).append(nats)
-    return {
-        moment: {layer: sum(nats) / len(nats) for layer, nats in layers.items()}
-        for moment, layers in found.items()
-    }
+                    of_moment = found.setdefault(moment, {})
+                    of_moment.setdefault(layer, []).append(nats)
+    means: dict[str, dict[str, float]] = {}
+    for moment, by_layer in found.items():
+        means[moment] = {layer: sum(seeds) / len(seeds) for layer, seeds in by_layer.items()}
+    return means
 
 
 def _dumbbells(ax: "Axes", layers: list[str], moments: dict[str, dict[str, float]]) -> None:
     """One line per layer from before to after, and what was added as a mark of its own."""
-    before, after = moments.get("before", {}), moments.get("after", {})
+    before = moments.get("before", {})
+    after = moments.get("after", {})
     for row, layer in enumerate(layers):
         if layer in before and layer in after:
-            ax.plot([before[layer], after[layer]], [row, row], color="0.6", linewidth=1.5, zorder=1)
+            ends = [before[layer], after[layer]]
+            ax.plot(ends, [row, row], color="0.6", linewidth=1.5, zorder=1)
     for moment, (label, color, marker) in MOMENTS.items():
         values = moments.get(moment, {})
         rows = [row for row, layer in enumerate(layers) if layer in values]
@@ -196,8 +222,10 @@ def _dumbbells(ax: "Axes", layers: list[str], moments: dict[str, dict[str, float
 
 def draw_all(report: "TransferReport", *, confidence: float = 0.95) -> dict[str, "Figure"]:
     """Return every figure for which the report has numbers, by the name of its file."""
-    figures = {"accuracy": plot_accuracy(report, confidence=confidence)[0]}
+    accuracy, _ = plot_accuracy(report, confidence=confidence)
+    figures = {"accuracy": accuracy}
     for labels in report.labels:
         if any(layer_information(report, method, labels) for method in report.methods):
-            figures[f"information_{labels}"] = plot_information(report, labels)[0]
+            information, _ = plot_information(report, labels)
+            figures[f"information_{labels}"] = information
     return figures

@@ -71,7 +71,8 @@ class RunLog:
         logger = None
         if self.kind.startswith("wandb"):
             logger = self._wandb(name, configuration, own_module=own_module)
-        run = Run(logger, self.folder / f"{name}.csv" if self.kind == "csv" else None)
+        path = self.folder / f"{name}.csv" if self.kind == "csv" else None
+        run = Run(logger, path)
         try:
             for row in pretraining:
                 run.log({"pretrain": _plain(row)})
@@ -110,7 +111,9 @@ class _NamesOurs:
     """A part of a logger of Weights & Biases: everything that is logged by our own module has our prefix."""
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        named = {key if key in OF_LIGHTNING else ours(key): metrics[key] for key in metrics}
+        named = {}
+        for key, value in metrics.items():
+            named[key if key in OF_LIGHTNING else ours(key)] = value
         super().log_metrics(named, step)  # type: ignore[misc]
 
 
@@ -226,12 +229,14 @@ def log_to_wandb(
         figures = report.figures(confidence)
         for figure in figures.values():
             figure.set_dpi(150)
+        columns = list(rows[0])
+        cells = [list(row.values()) for row in rows]
         log_once(
             run,
             "",
             scalars=scalars(rows),
             figures={f"figures/{name}": figure for name, figure in figures.items()},
-            tables={"results": (list(rows[0]), [list(row.values()) for row in rows])},
+            tables={"results": (columns, cells)},
         )
         return Path(run.dir).parent
 
@@ -243,9 +248,10 @@ def scalars(rows: list[dict[str, Any]]) -> dict[str, float]:
         >>> scalars([{"labels": 50, "method": "lautum", "accuracy": 0.5, "loss": None, "over_scratch_loss_reason": ""}])
         {'lautum/50_labels/accuracy': 0.5}
     """
-    return {
-        f"{row['method']}/{row['labels']}_labels/{name}": value
-        for row in rows
-        for name, value in row.items()
-        if value is not None and not name.endswith(WORDS)
-    }
+    numbers = {}
+    for row in rows:
+        cell = f"{row['method']}/{row['labels']}_labels"
+        for name, value in row.items():
+            if value is not None and not name.endswith(WORDS):
+                numbers[f"{cell}/{name}"] = value
+    return numbers

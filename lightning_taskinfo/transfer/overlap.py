@@ -57,7 +57,8 @@ class Onset(Tabled):
     def reading(self) -> str:
         """Return one sentence on the layer whose features help for the most labels."""
         last = int(self.middle.argmax())
-        layer, onset = self.layers[last], self.middle[last].item()
+        layer = self.layers[last]
+        onset = self.middle[last].item()
         if math.isinf(onset):
             return f"Linear transfer from {layer} is not predicted to hurt at any number of labels."
         return (
@@ -66,9 +67,10 @@ class Onset(Tabled):
         )
 
     def _cells(self) -> tuple[list[str], list[list[str]]]:
-        lows, middles, highs = ([_labels(end) for end in part.tolist()] for part in self)
-        intervals = [f"[{low}, {high}]" for low, high in zip(lows, highs, strict=True)]
-        rows = [[*row] for row in zip(self.layers, middles, intervals, strict=True)]
+        rows = []
+        for i, layer in enumerate(self.layers):
+            low, middle, high = (_labels(part[i].item()) for part in self)
+            rows.append([layer, middle, f"[{low}, {high}]"])
         return ["layer", "hurts above", f"{self.confidence:.0%} interval"], rows
 
     def plot(self, ax: "Axes | None" = None) -> tuple["Figure", "Axes"]:
@@ -119,7 +121,8 @@ class FeatureOverlap(Tabled):
             ValueError: If ``confidence`` is not between 0 and 1.
         """
         reach = normal_quantile(confidence) * self.standard_error
-        return (self.outside - reach).clamp(min=0), self.outside + reach
+        low = (self.outside - reach).clamp(min=0)
+        return low, self.outside + reach
 
     def reading(self) -> str:
         """Return one sentence on the layer that misses least."""
@@ -131,9 +134,12 @@ class FeatureOverlap(Tabled):
         )
 
     def _cells(self) -> tuple[list[str], list[list[str]]]:
-        rows = zip(self.layers, self.outside.tolist(), self.standard_error.tolist(), strict=True)
-        cells = [[layer, f"{share:.3f}", f"{error:.3f}"] for layer, share, error in rows]
-        return ["layer", "missed share", "standard error"], cells
+        rows = []
+        for i, layer in enumerate(self.layers):
+            share = self.outside[i].item()
+            error = self.standard_error[i].item()
+            rows.append([layer, f"{share:.3f}", f"{error:.3f}"])
+        return ["layer", "missed share", "standard error"], rows
 
     def plot(self, ax: "Axes | None" = None) -> tuple["Figure", "Axes"]:
         """Draw the missed share of each layer with its 95 % interval; needs matplotlib.

@@ -5,7 +5,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from copy import copy, deepcopy
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from lightning_taskinfo._batches import IGNORED, moved, outputs_of, read_batch
 from lightning_taskinfo._files import claim_folder, write_tensors
 from lightning_taskinfo._lightning import Callback
 from lightning_taskinfo._observe import observing, trainable_parameters
+from lightning_taskinfo._warn import reason_of
 from lightning_taskinfo.transfer.adapt import Adapt, adapted, way_name
 from lightning_taskinfo.transfer.logs import RunLog
 from lightning_taskinfo.transfer.sampling import generators_kept
@@ -36,7 +37,6 @@ from lightning_taskinfo.transfer.training import (
     Job,
     Recipe,
     Trial,
-    first_line,
     make_trainer,
     quiet,
 )
@@ -99,9 +99,10 @@ class Own(Recipe):
         if isinstance(make, str) or not callable(make):
             raise TypeError(f"{rule}, beside `starts`, got {make!r}.")
         self.trainer = dict(trainer or {})
-        if taken := [name for name in RESERVED if name in self.trainer]:
-            value = self.trainer[taken[0]]
-            raise ValueError(f"`trainer` must leave {taken[0]} to transfer, got {value!r}.")
+        for name in RESERVED:
+            if name in self.trainer:
+                value = self.trainer[name]
+                raise ValueError(f"`trainer` must leave {name} to transfer, got {value!r}.")
         if not LENGTHS & {*self.trainer}:
             self.trainer = {"max_epochs": 20, **self.trainer}
         self.target = read_target(data, batch_size)
@@ -112,7 +113,8 @@ class Own(Recipe):
         self.certify = certify
         with generators_kept():
             self.starts = _read_starts(make, starts)
-            self.ways = self._checked_ways([adapt] if isinstance(adapt, str) else list(adapt))
+            ways = [adapt] if isinstance(adapt, str) else list(adapt)
+            self.ways = self._checked_ways(ways)
             self.origins = {name: self.starts[name].origin() for name in starts}
             module = self.starts[SCRATCH].module(0)
             self.namespace = str(namespace_of(module))
@@ -122,16 +124,17 @@ class Own(Recipe):
             self.rows = {seed: chosen_rows(classes, size, self.labels, seed) for seed in seeds}
             self._check_range(classes)
             if certify:  # equal shares of classes would be no independent draws
-                self.rows = {seed: np.random.default_rng(seed).permutation(size) for seed in seeds}
+                for seed in seeds:
+                    self.rows[seed] = np.random.default_rng(seed).permutation(size)
                 self._check_certified(classes, module)
-            name, self.seconds = self._tried()
+            logged, self.seconds = self._tried()
         self.configuration = {
             "version": VERSION,
             "module": f"{type(module).__module__}.{type(module).__qualname__}",
             "data": {"training": fingerprint, "samples": size, "test": len(self.target.test)},
             "batch_size": self.target.batch_size,
             "trainer": {option: _plain(value) for option, value in self.trainer.items()},
-            "metric": name,
+            "metric": logged,
             "mode": mode,
         }
         if certify:
@@ -140,14 +143,16 @@ class Own(Recipe):
     def trials(self, root: Path, log: RunLog) -> list[Trial]:
         """Return all trainings, scratch in full and the others in every way; none carries the weights of its start."""
         light = copy(self)
-        light.starts = {n: start.stored(root / "starts" / n) for n, start in self.starts.items()}
-        pairs = [(name, way) for name in self.starts if name != SCRATCH for way in self.ways]
-        return [
-            light._trial(start, way, count, seed, root, log)
-            for seed in self.seeds
-            for count in self.labels
-            for start, way in [(SCRATCH, "full"), *pairs]
-        ]
+        light.starts = {}
+        pairs = [(SCRATCH, "full")]
+        for name, start in self.starts.items():
+            light.starts[name] = start.stored(root / "starts" / name)
+            if name != SCRATCH:
+                pairs += [(name, way) for way in self.ways]
+        trials = []
+        for seed, count, (name, way) in product(self.seeds, self.labels, pairs):
+            trials.append(light._trial(name, way, count, seed, root, log))
+        return trials
 
     def _trial(
         self,
@@ -183,7 +188,9 @@ class Own(Recipe):
 
     def job(self, trial: Trial) -> Job:
         """Return a start, adapted, with the loaders of its labelled samples."""
-        seed, target, scratch = trial.seed, self.target, trial.start == SCRATCH
+        seed = trial.seed
+        target = self.target
+        scratch = trial.start == SCRATCH
         start = self.starts[trial.start]
         way = "full" if scratch else self.ways[trial.way]
         module = adapted(start.module(seed), way, start.fresh)
@@ -198,6 +205,9 @@ class Own(Recipe):
             options.setdefault("max_epochs", -1)
         options["callbacks"] = deepcopy(list(options.get("callbacks", [])))
         prior = start_prior(module, trial.start, scratch=scratch) if self.certify else None
+
+        def weights() -> dict[str, Tensor]:
+            return {name: p.detach().cpu() for name, p in trainable_parameters(module).items()}
 
         def after(fitted: Fitted) -> tuple[dict[str, Any], dict[str, Any]]:
             name = self.metric
@@ -214,7 +224,7 @@ class Own(Recipe):
             fit=fit,
             test=None if self.metric is None else {"dataloaders": loader},
             options=options,
-            weights=lambda: {n: p.detach().cpu() for n, p in trainable_parameters(module).items()},
+            weights=weights,
             after=after,
         )
 
@@ -234,16 +244,19 @@ class Own(Recipe):
         """Raise a ``ValueError`` for a class that a module has no output for, where that can be seen."""
         if labels is None or labels.is_floating_point():
             return
-        for start in {start.make: start for start in self.starts.values()}.values():
+        architectures = {start.make: start for start in self.starts.values()}
+        for start in architectures.values():
             module = start.module(0)
             try:
                 with observing(module), torch.no_grad():
-                    inputs, _ = read_batch(next(iter(self.target.test_loader())), module)
+                    batch = next(iter(self.target.test_loader()))
+                    inputs, _ = read_batch(batch, module)
                     outputs = outputs_of(module, inputs)
             except Exception:  # what is wrong with it is said when it is trained
                 continue
             classes = outputs.shape[-1]
-            odd = labels[(labels >= classes) | ((labels < 0) & (labels != IGNORED))]
+            unknown = (labels < 0) & (labels != IGNORED)
+            odd = labels[(labels >= classes) | unknown]
             if outputs.ndim == 2 and len(odd):
                 raise ValueError(
                     f"`data` must have classes from 0 to {classes - 1}, the outputs of {type(module).__name__}, "
@@ -268,14 +281,22 @@ class Own(Recipe):
         Raises:
             ValueError: If the module does not log the metric, or training fails.
         """
-        labels, way = max(self.labels), next(iter(self.ways))
+        labels = max(self.labels)
+        way = next(iter(self.ways))
         last = [*self.starts][-1]
-        job = self.job(self._trial(last, way, labels, self.seeds[0], Path(), RunLog()))
-        loader, clock = self.target.test_loader(), Clock()
-        steps, epochs = job.options.get("max_steps", -1), job.options.get("max_epochs")
-        options = {**job.options, "callbacks": [*job.options["callbacks"], clock], "logger": False}
-        options |= {"max_steps": TRIED, "max_epochs": -1}
-        options |= {"limit_test_batches": 1, "limit_val_batches": 0}
+        trial = self._trial(last, way, labels, self.seeds[0], Path(), RunLog())
+        job = self.job(trial)
+        loader = self.target.test_loader()
+        clock = Clock()
+        options = {
+            **job.options,
+            "callbacks": [*job.options["callbacks"], clock],
+            "logger": False,
+            "max_steps": TRIED,
+            "max_epochs": -1,
+            "limit_test_batches": 1,
+            "limit_val_batches": 0,
+        }
         try:
             with quiet():
                 begun = time.perf_counter()
@@ -291,7 +312,7 @@ class Own(Recipe):
         except ValueError:
             raise
         except Exception as error:  # of the user's own module
-            reason = f"{type(error).__name__}: {first_line(error)}"
+            reason = reason_of(error)
             raise ValueError(
                 f"`model` must make a module that can be trained on `data`, but {reason}"
             ) from error
@@ -300,9 +321,12 @@ class Own(Recipe):
                 f"`metric` must be one that the module logs in its test_step, got {self.metric!r}; it logs "
                 f"{', '.join(logged) or 'none'}."
             )
+        steps = job.options.get("max_steps", -1)
         if steps <= 0:
-            steps = (epochs or 1) * math.ceil(labels / self.target.batch_size)
-        return self.metric or next(iter(logged)), around + steps * clock.each + test
+            epochs = job.options.get("max_epochs") or 1
+            steps = epochs * math.ceil(labels / self.target.batch_size)
+        seconds = around + steps * clock.each + test
+        return self.metric or next(iter(logged)), seconds
 
 
 def _read_starts(make: MakeModule, starts: Mapping[str, Given]) -> dict[str, Start]:
@@ -368,11 +392,13 @@ def own_error(module: Any, loader: DataLoader[Any], batches: int | None = None) 
 def _losses(outputs: Tensor, targets: Tensor) -> tuple[str, Tensor]:
     """The name of the error, and that of each target."""
     if targets.is_floating_point():
-        return "squared error", (outputs.reshape(targets.shape) - targets).square().double()
+        off = outputs.reshape(targets.shape) - targets
+        return "squared error", off.square().double()
     if outputs.ndim < 2 or outputs.ndim != targets.ndim + 1:
         raise ValueError(
             f"`metric` must be given where outputs are no scores of classes, got outputs {list(outputs.shape)} for "
             f"targets {list(targets.shape)}."
         )
     kept = targets >= 0  # -100 marks what does not count
-    return "error", (outputs.argmax(-1) != targets)[kept].double()
+    wrong = outputs.argmax(-1) != targets
+    return "error", wrong[kept].double()

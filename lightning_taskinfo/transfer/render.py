@@ -1,26 +1,19 @@
-"""The report in words and tables: what it says, as plain text, Markdown and a page of HTML."""
+"""The report in words and tables: what it says, as plain text and Markdown."""
 
-import base64
-import io
 import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from html import escape
 from importlib.util import find_spec
-from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import lightning_taskinfo
 from lightning_taskinfo._tables import text_table
 from lightning_taskinfo.certificates.certificate import percent, round_up
 from lightning_taskinfo.functional.intervals import student_quantile
 from lightning_taskinfo.transfer.overlap import is_far
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from lightning_taskinfo.transfer.report import Comparison, Measure, TransferReport
 
 GAIN = "gain over"  # how the titles of columns with verdicts begin
@@ -52,12 +45,17 @@ class TextTable(NamedTuple):
     def of(cls, caption: str, columns: Mapping[str, Sequence[str]]) -> "TextTable":
         """Return the table of some columns; one without anything in it is left out."""
         kept = {title: cells for title, cells in columns.items() if any(cells)}
-        return cls(caption, [*kept], [[*row] for row in zip(*kept.values(), strict=True)])
+        rows = [[*row] for row in zip(*kept.values(), strict=True)]
+        return cls(caption, [*kept], rows)
 
     def begins(self) -> list[bool]:
         """Whether each row begins another group than the one above."""
-        firsts = [row[0] for row in self.rows]
-        return [above != first for above, first in pairwise([*firsts[:1], *firsts])]
+        begins = []
+        above = self.rows[0][0] if self.rows else ""
+        for first, *_ in self.rows:
+            begins.append(first != above)
+            above = first
+        return begins
 
 
 def main_table(report: "TransferReport", confidence: float, *, short: bool = False) -> TextTable:
@@ -73,8 +71,10 @@ def main_table(report: "TransferReport", confidence: float, *, short: bool = Fal
     measures = report.measures
     if short:
         measures = measures[:1]
-        names = names[: 3 if len({row["seeds"] for row in rows}) > 1 else 2]
-    columns = {name: [str(row[name]) for row in rows] for name in names}
+        numbers = {row["seeds"] for row in rows}
+        if len(numbers) < 2:
+            names.remove("seeds")
+    columns = _texts(rows, names)
     for measure in measures:
         columns[measure.title] = [_estimate(row, measure.value, measure) for row in rows]
     for baseline in ("scratch", "standard"):
@@ -86,10 +86,15 @@ def main_table(report: "TransferReport", confidence: float, *, short: bool = Fal
     return TextTable.of(f"Means over seeds [{100 * confidence:g} % interval]", columns)
 
 
+def _texts(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, list[str]]:
+    """Columns of the rows as they are."""
+    return {name: [str(row[name]) for row in rows] for name in names}
+
+
 def information_table(report: "TransferReport") -> TextTable:
     """What the networks hold before and after fine-tuning, means over seeds."""
     rows = report.table()
-    columns = {name: [str(row[name]) for row in rows] for name in ("labels", "method")}
+    columns = _texts(rows, ["labels", "method"])
     for title, (key, scale, form) in HELD.items():
         columns[title] = [_number(row[key], scale, form) for row in rows]
     return TextTable.of("Estimates, means over seeds", columns)
@@ -102,12 +107,12 @@ def overlap_table(report: "TransferReport") -> TextTable:
     columns: dict[str, list[str]] = {title: [] for title in header}
     for labels, method, results in report.cells():
         overlaps = [result.overlap for result in results if result.overlap]
+        if not overlaps:
+            continue
         onset = _onset([one["onset"] for one in overlaps if one.get("onset")], report.labels)
-        for place, layer in enumerate(overlaps[0]["layers"] if overlaps else ()):
-            shares, errors = (
-                _range([overlap[key][place] for overlap in overlaps])
-                for key in ("outside", "standard_error")
-            )
+        for place, layer in enumerate(overlaps[0]["layers"]):
+            shares = _range([overlap["outside"][place] for overlap in overlaps])
+            errors = _range([overlap["standard_error"][place] for overlap in overlaps])
             row = (str(labels), method, layer, shares, errors, onset)
             for title, cell in zip(header, row, strict=True):
                 columns[title].append(cell)
@@ -118,11 +123,17 @@ def certificate_table(report: "TransferReport") -> TextTable:
     """Upper bounds on the true error, rounded up, mean and range over seeds."""
     rows = []
     for labels, method, results in report.cells():
-        if found := [result.certificate for result in results if result.certificate]:
-            known = [[round_up(bound, 3) for bound in _known(found, name)] for name in PROOFS]
-            valid = f"{sum(one['valid'] for one in found)} of {len(found)}"
-            rows.append([str(labels), method, *map(_range, known), valid])
-    header = ["labels", "method", *(f"{proof}, %" for proof in PROOFS.values()), "valid"]
+        found = [result.certificate for result in results if result.certificate]
+        if not found:
+            continue
+        row = [str(labels), method]
+        for name in PROOFS:
+            bounds = [round_up(bound, 3) for bound in _known(found, name)]
+            row.append(_range(bounds))
+        row.append(f"{sum(one['valid'] for one in found)} of {len(found)}")
+        rows.append(row)
+    proofs = [f"{proof}, %" for proof in PROOFS.values()]
+    header = ["labels", "method", *proofs, "valid"]
     return TextTable("Upper bounds on the true error, mean (range) over seeds", header, rows)
 
 
@@ -138,23 +149,32 @@ def tables(report: "TransferReport", confidence: float) -> dict[str, TextTable]:
         "What the networks hold": information_table(report),
         "Before fine-tuning: what the features miss": overlap_table(report),
     }
-    return {name: table for name, table in found.items() if table.rows and len(table.header) > 2}
+    filled = {}
+    for name, table in found.items():
+        if table.rows and len(table.header) > 2:
+            filled[name] = table
+    return filled
 
 
 def _estimate(row: dict[str, Any], key: str, measure: "Measure", sign: str = "") -> str:
     """Mean and interval, and of a gain the verdict, with the reason where there is no interval."""
     form = f"{sign}.1f" if measure.share else f"{sign}.3f"
-    mean, *ends = (
-        _number(row[name], measure.scale, form) for name in (key, f"{key}_low", f"{key}_high")
-    )
-    words = [mean, f"[{', '.join(ends)}]" if all(ends) else "", row.get(f"{key}_verdict") or ""]
+    mean = _number(row[key], measure.scale, form)
+    low = _number(row[f"{key}_low"], measure.scale, form)
+    high = _number(row[f"{key}_high"], measure.scale, form)
+    words = [mean]
+    if low and high:
+        words.append(f"[{low}, {high}]")
+    words.append(row.get(f"{key}_verdict") or "")
     if reason := row.get(f"{key}_reason"):
         words.append(f"({reason})")
     return " ".join(word for word in words if word)
 
 
 def _number(value: float | None, scale: float, form: str) -> str:
-    return "" if value is None else format(scale * value, form).replace("-", "−")
+    if value is None:
+        return ""
+    return format(scale * value, form).replace("-", "−")
 
 
 def _range(shares: Sequence[float]) -> str:
@@ -163,19 +183,22 @@ def _range(shares: Sequence[float]) -> str:
     if not percents:
         return ""
     mean = f"{sum(percents) / len(percents):.1f}"
-    return mean if len(percents) == 1 else f"{mean} ({min(percents):.1f} to {max(percents):.1f})"
+    if len(percents) == 1:
+        return mean
+    return f"{mean} ({min(percents):.1f} to {max(percents):.1f})"
 
 
 def _onset(onsets: Sequence[Sequence[float | None]], measured: Sequence[int]) -> str:
     """Median over seeds, from the lowest lower to the highest upper end, and a word if it is far from all labels."""
     if not onsets:
         return ""
-    lows, middles, highs = (
-        [math.inf if end is None else end for end in ends] for ends in zip(*onsets, strict=True)
-    )
-    ends = (min(lows), median(middles), max(highs))
+    finite = [[math.inf if end is None else end for end in ends] for ends in onsets]
+    lows, middles, highs = zip(*finite, strict=True)
+    onset = median(middles)
+    ends = (min(lows), onset, max(highs))
     low, middle, high = (f"{value:,.0f}".replace("inf", "∞") for value in ends)
-    return f"{middle} [{low}, {high}]" + (", extrapolated far" if is_far(ends[1], measured) else "")
+    far = ", extrapolated far" if is_far(onset, measured) else ""
+    return f"{middle} [{low}, {high}]{far}"
 
 
 def to_markdown(report: "TransferReport", confidence: float, figures: Iterable[str]) -> str:
@@ -229,8 +252,10 @@ def _rich(title: str, table: TextTable, width: int | None) -> str:
     drawn = _drawn(title, table, pad_edge=True)
     unlimited = console.options.update(max_width=10_000)
     if console.measure(drawn, options=unlimited).maximum > console.width:
-        header, *rows = ([_in_lines(cell) for cell in row] for row in (table.header, *table.rows))
-        drawn = _drawn(title, TextTable(table.caption, header, rows), pad_edge=False)
+        header = [_in_lines(cell) for cell in table.header]
+        rows = [[_in_lines(cell) for cell in row] for row in table.rows]
+        narrow = TextTable(table.caption, header, rows)
+        drawn = _drawn(title, narrow, pad_edge=False)
     with console.capture() as capture:
         console.print(drawn)
     return capture.get()
@@ -248,8 +273,9 @@ def _drawn(title: str, table: TextTable, *, pad_edge: bool) -> Any:
             drawn.add_section()
         cells = [Text(cell) for cell in row]
         for name, cell in zip(table.header, cells, strict=True):
-            for verdict, color in COLORS.items() if name.startswith(GAIN) else ():
-                cell.highlight_words([verdict], color)
+            if name.startswith(GAIN):
+                for verdict, color in COLORS.items():
+                    cell.highlight_words([verdict], color)
         drawn.add_row(*cells)
     return drawn
 
@@ -274,19 +300,19 @@ def caption(name: str) -> str:
 def advice(report: "TransferReport", confidence: float) -> list[str]:
     """One sentence on what to take for each number of labels: what helps most over scratch, or scratch itself."""
     measure = report.measures[0]
-    gains = [
-        gain
-        for gain in report.transferability(confidence)
-        if (gain.baseline, gain.measure) == ("scratch", measure.name)
-    ]
+    gains: dict[int, list[Comparison]] = {}
+    for gain in report.transferability(confidence):
+        if gain.baseline == "scratch" and gain.measure == measure.name:
+            gains.setdefault(gain.labels, []).append(gain)
     said = []
-    for labels in sorted({gain.labels for gain in gains}):
-        here = [gain for gain in gains if gain.labels == labels]
+    for labels, here in sorted(gains.items()):
         helping = [gain for gain in here if gain.verdict == "helps"]
         if helping:
             best = max(helping, key=lambda gain: gain.gain.mean or 0.0)
-            by = _number(best.gain.mean, measure.scale, "+.1f" if measure.share else "+.3f")
-            what = f"take {best.method} ({' '.join((by, measure.unit)).strip()} over scratch)"
+            form = "+.1f" if measure.share else "+.3f"
+            by = _number(best.gain.mean, measure.scale, form)
+            gained = f"{by} {measure.unit}".strip()
+            what = f"take {best.method} ({gained} over scratch)"
         elif all(gain.verdict == "hurts" for gain in here):
             what = "train from scratch"
         else:
@@ -309,10 +335,13 @@ def findings(report: "TransferReport", confidence: float) -> list[str]:
             said[measure.name] = "the same" if words in said.values() else words
         parts = "; ".join(f"by the {name} {words}" for name, words in said.items())
         lines.append(f"{labels} labels, against {baseline}: {parts}.")
-    unsure = [gain.gain for gain in gains if gain.verdict == "cannot tell" and not gain.gain.reason]
-    few = min((gain.n for gain in unsure), default=MANY)
+    few = MANY
+    for gain in gains:
+        if gain.verdict == "cannot tell" and not gain.gain.reason:
+            few = min(few, gain.gain.n)
     if few < MANY:
-        reach, later = (student_quantile(confidence, n - 1) / math.sqrt(n) for n in (few, MANY))
+        reach = student_quantile(confidence, few - 1) / math.sqrt(few)
+        later = student_quantile(confidence, MANY - 1) / math.sqrt(MANY)
         lines.append(
             f"With {few} seeds an interval reaches {reach:.1f} standard deviations of a seed's gain to each side, with "
             f"{MANY} it is {later:.1f}: where it cannot tell, add seeds; a `folder` keeps those that are done."
@@ -330,9 +359,13 @@ def _proved(report: "TransferReport") -> list[str]:
     """What the valid certificates say, in the worst case over seeds."""
     said: dict[int, list[str]] = {}
     for labels, method, results in report.cells():
-        valid = [one.certificate for one in results if one.certificate and one.certificate["valid"]]
-        bounds = {proof: _known(valid, name) for name, proof in PROOFS.items()}
-        proofs = [f"{percent(max(known))} ({proof})" for proof, known in bounds.items() if known]
+        found = [one.certificate for one in results if one.certificate]
+        valid = [certificate for certificate in found if certificate["valid"]]
+        proofs = []
+        for name, proof in PROOFS.items():
+            bounds = _known(valid, name)
+            if bounds:
+                proofs.append(f"{percent(max(bounds))} ({proof})")
         if proofs:
             said.setdefault(labels, []).append(f"{method} {', '.join(proofs)}")
     return [
@@ -343,11 +376,13 @@ def _proved(report: "TransferReport") -> list[str]:
 
 def notes(report: "TransferReport", confidence: float) -> dict[str, str]:
     """What each number means, by term: only of what the report shows."""
-    counts = sorted({len(results) for _, _, results in report.cells()})
-    seeds = " to ".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
+    counts = [len(results) for _, _, results in report.cells()]
+    fewest = min(counts)
+    most = max(counts)
+    seeds = f"{fewest}" if fewest == most else f"{fewest} to {most}"
     values = " and ".join(measure.value for measure in report.measures)
     nats = "; the loss is the mean cross-entropy in nats" * (report.measures[-1].unit == "nats")
-    one = " One seed has no interval, and no verdict rests on it." * (counts[0] == 1)
+    one = " One seed has no interval, and no verdict rests on it." * (fewest == 1)
     said = {
         f"{values[0].upper()}{values[1:]}": f"Means over seeds on the target test set{nats}.",
         "Seeds": f"{seeds} for each method and number of labels.{one}",
@@ -426,146 +461,11 @@ def _words(group: "list[Comparison]") -> str:
     parts = []
     for verdict in COLORS:
         members = [gain for gain in group if gain.verdict == verdict]
-        names = ", ".join(gain.method for gain in members)
-        reasons = "; ".join(sorted({gain.gain.reason for gain in members} - {""}))
-        if members:
-            parts.append(f"“{verdict}” for {names}" + (f" ({reasons})" if reasons else ""))
+        if not members:
+            continue
+        part = f"“{verdict}” for {', '.join(gain.method for gain in members)}"
+        reasons = {gain.gain.reason for gain in members} - {""}
+        if reasons:
+            part += f" ({'; '.join(sorted(reasons))})"
+        parts.append(part)
     return ", ".join(parts)
-
-
-CLASSES = {"helps": "helps", "hurts": "hurts", "cannot tell": "unsure"}
-# The browser itself is told to fetch nothing, whatever stands in the page.
-POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
-STYLE = """
-:root { color-scheme: light dark; --ink: #1c2024; --soft: #5a636b; --paper: #ffffff; --card: #f4f6f8; --line: #d5dade;
-  --helps: #0f6437; --hurts: #a3231b; --unsure: #6b5300; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e4e7ea; --soft: #a2abb3; --paper: #14171a; --card: #1d2226;
-  --line: #384047; --helps: #6fdc9c; --hurts: #ff9d92; --unsure: #e6c65c; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 84rem; padding: 1rem; background: var(--paper); color: var(--ink);
-  font: 1rem/1.5 system-ui, sans-serif; }
-h1 { font-size: 1.6rem; line-height: 1.2; overflow-wrap: anywhere; margin: 1rem 0; }
-h2 { font-size: 1.2rem; margin: 2.5rem 0 0.5rem; }
-ul { padding-left: 1.2rem; } li { overflow-wrap: anywhere; }
-.scroll { overflow-x: auto; border: 1px solid var(--line); border-radius: 0.5rem; }
-.scroll:focus-visible { outline: 2px solid var(--soft); }
-table { border-collapse: collapse; width: 100%; font-size: 0.875rem; font-variant-numeric: tabular-nums; }
-caption { text-align: left; padding: 0.5rem; color: var(--soft); }
-th, td { text-align: left; vertical-align: top; padding: 0.35rem 0.5rem; border-top: 1px solid var(--line); }
-thead th { background: var(--card); vertical-align: bottom; }
-tbody th { font-weight: 600; white-space: nowrap; }
-td b, td span { white-space: nowrap; } .helps { color: var(--helps); } .hurts { color: var(--hurts); }
-.unsure { color: var(--unsure); }
-tr.first > * { border-top: 2px solid var(--soft); }
-figure { margin: 1.5rem 0; } figure .scroll { padding: 0.5rem; }
-figure img { display: block; width: 100%; height: auto; margin: 0 auto; }
-@media (prefers-color-scheme: dark) { figure img { filter: invert(0.92) hue-rotate(180deg); } }
-figcaption { color: var(--soft); font-size: 0.9rem; margin-top: 0.4rem; }
-dt { font-weight: 600; margin-top: 0.8rem; } dd { margin: 0; max-width: 48rem; }
-pre { margin: 0; padding: 0.75rem; font-size: 0.85rem; background: var(--card); }
-footer { color: var(--soft); font-size: 0.85rem; margin: 3rem 0 1rem; }
-@media print { .scroll { overflow: visible; } }
-"""
-
-
-def to_html(report: "TransferReport", confidence: float, figures: Mapping[str, "Figure"]) -> str:
-    """Return the page with these figures; it is well-formed XML too."""
-    title, body = escape(report.name), "\n".join(_sections(report, confidence, figures))
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8" />
-<meta http-equiv="Content-Security-Policy" content="{POLICY}" />
-<meta name="viewport" content="width=device-width, initial-scale=1" />
-<meta name="color-scheme" content="light dark" />
-<title>{title}</title>
-<link rel="icon" href="data:," />
-<style>{STYLE}</style>
-</head>
-<body>
-<main>
-<h1>{title}</h1>
-{body}
-</main>
-<footer>Report of a transfer experiment, by lightning-taskinfo {escape(lightning_taskinfo.__version__)}.</footer>
-</body>
-</html>
-"""
-
-
-def _sections(
-    report: "TransferReport",
-    confidence: float,
-    figures: Mapping[str, "Figure"],
-) -> list[str]:
-    lines = "".join(f"<li>{escape(line)}</li>" for line in findings(report, confidence))
-    first, *others = (
-        _section(heading, _table(table)) for heading, table in tables(report, confidence).items()
-    )
-    drawn = "\n".join(_figure(report, name, figure) for name, figure in figures.items())
-    said = notes(report, confidence).items()
-    terms = "".join(f"<dt>{escape(term)}</dt><dd>{escape(text)}</dd>" for term, text in said)
-    configuration = escape(json.dumps(report.configuration, indent=2, ensure_ascii=False))
-    return [
-        f"<ul>{lines}</ul>",
-        first,
-        *([_section("Figures", drawn)] if figures else []),
-        *others,
-        _section("What the numbers mean, and what not", f"<dl>{terms}</dl>"),
-        _section("Configuration", _scrolled(f"<pre>{configuration}</pre>", "Configuration")),
-    ]
-
-
-def _section(title: str, content: str) -> str:
-    return f"<section>\n<h2>{escape(title)}</h2>\n{content}\n</section>"
-
-
-def _scrolled(content: str, name: str) -> str:
-    """What may be wider than a phone scrolls by itself, with the keyboard too."""
-    return f'<div class="scroll" role="region" tabindex="0" aria-label="{escape(name)}">{content}</div>'
-
-
-def _table(table: TextTable) -> str:
-    head = "".join(f'<th scope="col">{escape(title)}</th>' for title in table.header)
-    rows = []
-    for row, begins in zip(table.rows, table.begins(), strict=True):
-        first = ' class="first"' * begins
-        rows.append(f"<tr{first}>{''.join(map(_cell, table.header, row))}</tr>")
-    body, about = "\n".join(rows), escape(table.caption)
-    return _scrolled(
-        f"<table><caption>{about}</caption><thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table>",
-        table.caption,
-    )
-
-
-def _cell(title: str, cell: str) -> str:
-    text = escape(cell)
-    if title == "method":
-        return f'<th scope="row">{text}</th>'
-    text = re.sub(r"(\[.*\])", r"<span>\1</span>", text)
-    if title.startswith(GAIN):
-        for verdict, name in CLASSES.items():
-            text = text.replace(verdict, f'<b class="{name}">{verdict}</b>')
-    return f"<td>{text}</td>"
-
-
-def _figure(report: "TransferReport", name: str, figure: "Figure") -> str:
-    """A figure in black on nothing; the style inverts it where the reader prefers the dark."""
-    # In rem: a phone scrolls rather than shrink the text beyond reading.
-    width = 7 * figure.get_figwidth()
-    size = f"min-width: {min(width, 34):.0f}rem; max-width: {width:.0f}rem"
-    about = caption(name)
-    where = "the first table" if name == "accuracy" else "report.json"
-    words = f"{about}. Methods: {', '.join(report.methods)}. The numbers are in {where}."
-    image = f'<img src="{_data_url(figure)}" alt="{escape(words)}" style="{size}" />'
-    return f"<figure>{_scrolled(image, about)}<figcaption>{escape(about)}</figcaption></figure>"
-
-
-def _data_url(figure: "Figure") -> str:
-    """The figure as SVG, in letters; the same figure gives the same."""
-    from matplotlib import rc_context
-
-    buffer = io.BytesIO()
-    with rc_context({"svg.hashsalt": "taskinfo"}):
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-    return f"data:image/svg+xml;base64,{base64.b64encode(buffer.getvalue()).decode()}"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_taskinfo._files import atomic_write, make_folder, read_json, write_json
 from lightning_taskinfo.functional.intervals import Interval, Verdict, mean_interval, paired_gain
-from lightning_taskinfo.transfer import render
+from lightning_taskinfo.transfer import html, render
 from lightning_taskinfo.transfer.figures import draw_all
 
 if TYPE_CHECKING:
@@ -111,7 +111,8 @@ def checked_results(results: Iterable[Result | Mapping[str, Any]]) -> tuple[Resu
         ValueError: If there is none, two have the same key, or one has a key too many, too few
             or of a wrong kind.
     """
-    rows = plain([asdict(r) if isinstance(r, Result) else r for r in results], "results")
+    given = [asdict(r) if isinstance(r, Result) else r for r in results]
+    rows = plain(given, "results")
     try:
         found = tuple(Result(**row) for row in rows)
     except TypeError as error:
@@ -135,7 +136,11 @@ def checked_results(results: Iterable[Result | Mapping[str, Any]]) -> tuple[Resu
 
 def without_timings(results: Iterable[Result]) -> dict[Key, str]:
     """Return each result without its timings by its key, as text: NaN equals NaN there, and order plays no part."""
-    return {r.key: json.dumps({**asdict(r), "seconds": None}, sort_keys=True) for r in results}
+    texts = {}
+    for result in results:
+        values = {**asdict(result), "seconds": None}
+        texts[result.key] = json.dumps(values, sort_keys=True)
+    return texts
 
 
 @dataclass(frozen=True)
@@ -260,8 +265,9 @@ class TransferReport:
         return tuple(self._measure(name) for name in names)
 
     def _measure(self, name: str) -> Measure:
-        low, high = (end(row.test[name] for row in self.results) for end in (min, max))
-        share = bool(re.search(SHARES, name.lower())) and 0 <= low <= high <= 1
+        values = [row.test[name] for row in self.results]
+        inside = 0 <= min(values) <= max(values) <= 1
+        share = bool(re.search(SHARES, name.lower())) and inside
         higher = bool(re.search(HIGHER, name.lower()))
         if mode := self.configuration.get("mode"):
             higher = mode == "max"
@@ -276,8 +282,11 @@ class TransferReport:
 
     def cell(self, method: str, labels: int) -> dict[int, Result]:
         """Return the results of one method and number of labels by seed; empty where there are none."""
-        rows = [row for row in self.results if (row.method, row.labels) == (method, labels)]
-        return {row.seed: row for row in sorted(rows, key=lambda row: row.seed)}
+        seeds = {}
+        for row in sorted(self.results, key=lambda row: row.seed):
+            if row.method == method and row.labels == labels:
+                seeds[row.seed] = row
+        return seeds
 
     def transferability(self, confidence: float = 0.95) -> list[Comparison]:
         r"""Return the gain of every method over training from scratch, and over plain fine-tuning.
@@ -297,15 +306,14 @@ class TransferReport:
         """
         if not 0 < confidence < 1:
             raise ValueError(f"`confidence` must be between 0 and 1, got {confidence}.")
-        return [
-            self._compare(method, labels, baseline, measure, confidence)
-            for baseline in BASELINES
-            if baseline in self.methods
-            for labels in self.labels
-            for method in self.methods
-            if method not in ("scratch", baseline) and self.cell(method, labels)
-            for measure in self.measures
-        ]
+        found = []
+        baselines = [name for name in BASELINES if name in self.methods]
+        for baseline, labels, method in product(baselines, self.labels, self.methods):
+            if method in ("scratch", baseline) or not self.cell(method, labels):
+                continue
+            for measure in self.measures:
+                found.append(self._compare(method, labels, baseline, measure, confidence))
+        return found
 
     def summary(self, method: str, labels: int, name: str, confidence: float = 0.95) -> Interval:
         """Return mean and interval over seeds of a number in ``test``, such as ``"accuracy"``."""
@@ -351,7 +359,7 @@ class TransferReport:
 
     def to_html(self, confidence: float = 0.95) -> str:
         """Return the report as one page that needs nothing else: no script, no request, figures inside."""
-        return render.to_html(self, confidence, self.figures(confidence))
+        return html.to_html(self, confidence, self.figures(confidence))
 
     def figures(self, confidence: float = 0.95) -> dict[str, "Figure"]:
         """Return every figure for which there are numbers, by the name of its file; none without matplotlib."""
@@ -380,7 +388,7 @@ class TransferReport:
             figure.set_layout_engine("none")  # it is laid out now, which takes longer than drawing
         pages = {
             "report.md": self.to_markdown(confidence, figures=figures),
-            "report.html": render.to_html(self, confidence, figures),
+            "report.html": html.to_html(self, confidence, figures),
         }
         for name, text in pages.items():
             with atomic_write(folder / name, "w") as file:
@@ -404,13 +412,16 @@ class TransferReport:
         Raises:
             ValueError: If the file is damaged, or not a report.
         """
-        path = Path(path) / "report.json" if Path(path).is_dir() else Path(path)
+        path = Path(path)
+        if path.is_dir():
+            path = path / "report.json"
         values = read_json(path)
         names = {field.name for field in fields(cls)}
         # A report of an earlier version has no starts.
         if not isinstance(values, dict) or {*values, "starts"} - {"figures"} != names:
             raise ValueError(f"{path}: not a report of a transfer experiment.")
-        return cls(**{name: value for name, value in values.items() if name in names})
+        values.pop("figures", None)
+        return cls(**values)
 
     def same_as(self, other: "TransferReport") -> bool:
         """Whether both say the same apart from how long it took; the order of the results plays no part."""
@@ -429,21 +440,22 @@ class TransferReport:
         measure: Measure,
         confidence: float,
     ) -> Comparison:
-        risks = [
-            {seed: measure.risk(row.test) for seed, row in self.cell(name, labels).items()}
-            for name in (baseline, method)
-        ]
-        bounds = (-1.0, 1.0) if measure.share else (-math.inf, math.inf)
-        gain = paired_gain(*risks, confidence=confidence, bounds=bounds)
+        def risks(name: str) -> dict[int, float]:
+            cell = self.cell(name, labels)
+            return {seed: measure.risk(row.test) for seed, row in cell.items()}
+
+        limit = 1.0 if measure.share else math.inf
+        gain = paired_gain(
+            risks(baseline), risks(method), confidence=confidence, bounds=(-limit, limit)
+        )
         return Comparison(method, labels, baseline, measure.name, gain)
 
 
 def _pictures(folder: Path) -> list[str]:
     """Return the names of the figures that the report in ``folder`` has, if there is one."""
     try:
-        return [
-            name for name in read_json(folder / "report.json")["figures"] if Path(name).name == name
-        ]
+        names = read_json(folder / "report.json")["figures"]
+        return [name for name in names if Path(name).name == name]
     except (OSError, ValueError, LookupError, TypeError):
         return []
 
@@ -456,7 +468,10 @@ def _gain(name: str, gain: Interval | None) -> dict[str, Any]:
     if gain is None:
         parts = ("", "_low", "_high", "_verdict", "_reason")
         return dict.fromkeys(f"{name}{part}" for part in parts)
-    return {**_ends(name, gain), f"{name}_verdict": gain.verdict, f"{name}_reason": gain.reason}
+    values: dict[str, Any] = dict(_ends(name, gain))
+    values[f"{name}_verdict"] = gain.verdict
+    values[f"{name}_reason"] = gain.reason
+    return values
 
 
 MEANS = {  # columns of means over seeds: where a result has them
@@ -472,7 +487,8 @@ def _means(results: Sequence[Result]) -> dict[str, float | None]:
     means = {}
     for name, path in MEANS.items():
         means[name] = _mean([_inside(vars(one), path) for one in results])
-    means["seconds"] = _mean([sum(one.seconds.values()) or None for one in results])
+    seconds = [sum(one.seconds.values()) for one in results]
+    means["seconds"] = _mean([each or None for each in seconds])
     return means
 
 

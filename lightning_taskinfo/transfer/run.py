@@ -18,6 +18,7 @@ from lightning_taskinfo._lightning import DEFAULT, NAMESPACES
 from lightning_taskinfo._parallel import check_executor, run_jobs
 from lightning_taskinfo._progress import Progress, shown
 from lightning_taskinfo._wandb import PREFIX
+from lightning_taskinfo._warn import first_line
 from lightning_taskinfo.transfer.logs import LoggerKind, RunLog
 from lightning_taskinfo.transfer.overlap import onset_of
 from lightning_taskinfo.transfer.own import Own
@@ -30,7 +31,6 @@ from lightning_taskinfo.transfer.training import (
     Recipe,
     Trial,
     check_accelerator,
-    first_line,
 )
 
 Done = Callable[[Trial, Mapping[str, Any]], None]
@@ -262,7 +262,8 @@ def _seeds(given: Any) -> list[int]:
 
 def _whole_numbers(argument: str, given: Any) -> list[int]:
     """One number or several as a list of Python's own, which names of files and JSON know."""
-    numbers = [int(given)] if np.ndim(given) == 0 else [int(number) for number in given]
+    several = [given] if np.ndim(given) == 0 else given
+    numbers = [int(number) for number in several]
     check_different(argument, numbers)
     return numbers
 
@@ -304,7 +305,8 @@ def _run(
     folder = trials[0].root / "results"
     where: dict[str, Any] = {"executor": executor, "workers": workers}
     for needy in (False, True):
-        if wave := {name: one for name, one in named.items() if bool(one.needs) is needy}:
+        wave = {name: one for name, one in named.items() if bool(one.needs) is needy}
+        if wave:
             results |= run_jobs(Trial.run, wave, folder=folder, on_done=done, **where)
     return results
 
@@ -319,16 +321,21 @@ def _result(trial: Trial, trials: Sequence[Trial], found: Mapping[str, Any]) -> 
         stages = {"pretrain": found[trial.needs], **stages}
     overlap = own.get("overlap")
     if overlap is not None:
-        same = [one for one in trials if one.stage == "scratch" and one.seed == trial.seed]
-        curve = {one.labels: found[one.name]["missed_share"] for one in same}
+        curve = {}
+        for one in trials:
+            if one.stage == "scratch" and one.seed == trial.seed:
+                curve[one.labels] = found[one.name]["missed_share"]
         overlap = {**overlap, "onset": onset_of(overlap, curve)}
+    curves = []
+    for stage, measured in stages.items():
+        curves += [_point(stage, row) for row in measured["curve"]]
     return Result(
         trial.method,
         trial.labels,
         trial.seed,
         test=own["test"],
         source=source,
-        curves=[_point(stage, row) for stage, one in stages.items() for row in one["curve"]],
+        curves=curves,
         information=own.get("information"),
         fisher_trace=own.get("fisher_trace"),
         overlap=overlap,

@@ -27,7 +27,9 @@ def stream_seed(*parts: int) -> int:
         >>> stream_seed(0, 1) == stream_seed(0, 1), stream_seed(0, 1) == stream_seed(1, 0)
         (True, False)
     """
-    return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> 1)
+    sequence = np.random.SeedSequence(parts)
+    (state,) = sequence.generate_state(1, np.uint64)
+    return int(state >> 1)
 
 
 class EpochSampler(Sampler[Draw]):
@@ -60,11 +62,11 @@ class EpochSampler(Sampler[Draw]):
     def __iter__(self) -> Iterator[Draw]:
         # Not drawn before the first sample is asked for: Lightning may open a loader before it sets
         # the epoch.
-        epoch, number = self.epoch, self.passes
+        epoch = self.epoch
+        number = self.passes
         self.passes += 1
-        order = np.random.default_rng(stream_seed(self.seed, epoch, number)).permutation(
-            self.length
-        )
+        rng = np.random.default_rng(stream_seed(self.seed, epoch, number))
+        order = rng.permutation(self.length)
         for index in order.tolist():
             yield epoch, number, index
 
@@ -108,14 +110,18 @@ class ImageSamples(Dataset[Any]):
         plain = [draw if isinstance(draw, tuple) else (0, 0, draw) for draw in draws]
         rows = torch.tensor([index for *_, index in plain])
         x = self.x[rows]
-        x = x.float() / 255 if x.dtype == torch.uint8 else x
+        if x.dtype == torch.uint8:
+            x = x.float() / 255
         if self.augment is not None:
             images = []
             for image, draw in zip(x, plain, strict=True):
                 with seeded(self.seed, *draw):
                     images.append(self.augment(image))
             x = torch.stack(images)
-        return (x if self.y is None else (x, self.y[rows])), self.index[rows]
+        index = self.index[rows]
+        if self.y is None:
+            return x, index
+        return (x, self.y[rows]), index
 
 
 def whole_batch(batch: Any) -> Any:
@@ -131,8 +137,10 @@ def reseed(*parts: int) -> None:
 @contextmanager
 def generators_kept() -> Iterator[None]:
     """Put torch's, numpy's and Python's global generators back afterwards, on every device that is in use."""
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    restore = keep_random_states(torch.device("cuda", index) for index in devices)
+    devices = []
+    if torch.cuda.is_initialized():
+        devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    restore = keep_random_states(devices)
     try:
         yield
     finally:
@@ -205,8 +213,11 @@ def split_target(
     """
     order = by_turns(y, num_classes, np.random.default_rng(seed))
     if isinstance(validation, int):
-        taken = order[:0] if isinstance(labels, int) else _given("labels", labels, len(y))
-        kept = _first("validation", _without(order, taken, y), validation)
+        taken = order[:0]
+        if not isinstance(labels, int):
+            taken = _given("labels", labels, len(y))
+        rest = _without(order, taken, y)
+        kept = _first("validation", rest, validation)
     else:
         kept = _given("validation", validation, len(y))
     if isinstance(labels, int):
@@ -217,7 +228,8 @@ def split_target(
     _check_classes(y, labeled, num_classes, given=not isinstance(labels, int))
     if both := np.intersect1d(labeled, kept).tolist():
         raise ValueError(f"`labels` and `validation` must not share rows, got {both[:5]} in both.")
-    return Split(labeled, kept, np.setdiff1d(np.arange(len(y)), kept))
+    unlabeled = np.setdiff1d(np.arange(len(y)), kept)
+    return Split(labeled, kept, unlabeled)
 
 
 def count_or_rows(argument: str, value: Any) -> int | Sequence[int]:
@@ -242,23 +254,27 @@ def count_or_rows(argument: str, value: Any) -> int | Sequence[int]:
 def by_turns(y: Rows, num_classes: int, rng: np.random.Generator) -> Rows:
     """All rows, shuffled so that every class appears once before any appears twice."""
     shuffled = rng.permutation(len(y))
-    ranks = rng.permutation(num_classes)[y[shuffled]]
-    return shuffled[np.lexsort((ranks, _turn(y[shuffled])))]
+    classes = y[shuffled]
+    ranks = rng.permutation(num_classes)[classes]
+    order = np.lexsort((ranks, _turn(classes)))
+    return shuffled[order]
 
 
 def _turn(y: Rows) -> Rows:
     """How many of the same class come before each."""
     order = np.argsort(y, kind="stable")
     _, starts, counts = np.unique(y[order], return_index=True, return_counts=True)
+    first_of_class = np.repeat(starts, counts)
     turn = np.empty_like(y)
-    turn[order] = np.arange(len(y)) - np.repeat(starts, counts)
+    turn[order] = np.arange(len(y)) - first_of_class
     return turn
 
 
 def _without(order: Rows, taken: Rows, y: Rows) -> Rows:
     """The rows that are not taken, in turns of classes again after the gaps that those leave."""
     rest = order[~np.isin(order, taken)]
-    return rest[np.argsort(_turn(y[rest]), kind="stable")]
+    turns = np.argsort(_turn(y[rest]), kind="stable")
+    return rest[turns]
 
 
 def _first(argument: str, order: Rows, count: int, beside: str = "") -> Rows:
@@ -286,15 +302,18 @@ def _check_classes(y: Rows, labeled: Rows, num_classes: int, *, given: bool) -> 
         raise ValueError(
             f"`target` must have samples of at least two classes, got class {present} only."
         )
-    absent, missing = (
-        ", ".join([str(label) for label in range(num_classes) if label not in there][:10])
-        for there in ({*present}, {*y[labeled].tolist()})
-    )
+
+    def others(there: list[int]) -> str:
+        labels = [str(label) for label in range(num_classes) if label not in there]
+        return ", ".join(labels[:10])
+
+    absent = others(present)
     if absent:
         raise ValueError(
             f"`target` must have training samples of every one of its {num_classes} classes, got none of class "
             f"{absent}; classes count from 0."
         )
+    missing = others(np.unique(y[labeled]).tolist())
     if missing:
         hint = " A list of `labels` names rows; numbers of labels to compare go to `transfer(labels=[…])`."
         raise ValueError(

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from lightning_taskinfo._checkpoints import read_checkpoint
 from lightning_taskinfo._files import digest, read_tensors
 from lightning_taskinfo._lightning import NAMESPACES
+from lightning_taskinfo._warn import reason_of
 from lightning_taskinfo.transfer.adapt import last_layer
 from lightning_taskinfo.transfer.sampling import reseed
-from lightning_taskinfo.transfer.training import first_line
 
 MakeModule: TypeAlias = Callable[[], Any]
 Given: TypeAlias = str | os.PathLike[str] | Mapping[str, Tensor] | MakeModule
@@ -109,7 +109,7 @@ def make_module(make: MakeModule, *, argument: str = "model") -> Any:
     try:
         module = make()
     except Exception as error:  # of the user's own function
-        reason = f"{type(error).__name__}: {first_line(error)}"
+        reason = reason_of(error)
         raise ValueError(
             f"`{argument}` must make a LightningModule, but it failed ({reason})."
         ) from error
@@ -138,20 +138,17 @@ def _fitted(name: str, given: Mapping[str, Any], make: MakeModule, argument: str
     weights = _shared(renamed, own)
     parameters = [key for key, _ in module.named_parameters()]
     fresh = tuple(key for key in parameters if key not in weights)
-    there, here = (
-        {key: f"{key} {list(tensor.shape)}" for key, tensor in state.items()}
-        for state in (renamed, own)
-    )
     if len(fresh) == len(parameters):
-        first, mine = (next(iter(shapes.values())) for shapes in (there, here))
+        first = _described(renamed, next(iter(renamed)))
+        mine = _described(own, next(iter(own)))
         raise ValueError(
             f"`{argument}` must have weights in common with `model`, got none: {first} there, {mine} here."
         )
     if 2 * len(fresh) > len(parameters):
-        odd = next((key for key in fresh if key in there), fresh[0])
+        odd = next((key for key in fresh if key in renamed), fresh[0])
         raise ValueError(
             f"`{argument}` must fit `model` but for its head, got weights for {len(parameters) - len(fresh)} of "
-            f"{len(parameters)} parameters: {there.get(odd, 'nothing')} there for {here[odd]} here."
+            f"{len(parameters)} parameters: {_described(renamed, odd)} there for {_described(own, odd)} here."
         )
     for key, tensor in weights.items():
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
@@ -162,13 +159,18 @@ def _fitted(name: str, given: Mapping[str, Any], make: MakeModule, argument: str
     return Start(name, make, weights, fresh)
 
 
+def _described(state: Mapping[str, Tensor], key: str) -> str:
+    """Name and shape of a weight, if it is there."""
+    return f"{key} {list(state[key].shape)}" if key in state else "nothing"
+
+
 def _renamed(given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The given weights under the names, of all that a module inside another may give them, that suit most."""
-    every = [
-        {new + key.removeprefix(old): given[key] for key in given if key.startswith(old)}
-        for old in _prefixes(given)
-        for new in _prefixes(own)
-    ]
+    every = []
+    for old in _prefixes(given):
+        inside = [key for key in given if key.startswith(old)]
+        for new in _prefixes(own):
+            every.append({new + key.removeprefix(old): given[key] for key in inside})
     return max(every, key=lambda state: len(_shared(state, own)))
 
 
@@ -177,8 +179,12 @@ def _prefixes(names: Iterable[str]) -> list[str]:
     starts: Counter[str] = Counter()
     for name in names:
         starts[""] += 1
-        starts.update(name[:place] for place in range(len(name)) if name[:place].endswith("."))
-    return [prefix for prefix, count in starts.items() if 2 * count >= starts[""]]
+        for place in range(len(name)):
+            start = name[:place]
+            if start.endswith("."):
+                starts[start] += 1
+    half = starts[""] / 2
+    return [prefix for prefix, count in starts.items() if count >= half]
 
 
 def _shared(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:

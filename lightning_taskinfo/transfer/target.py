@@ -61,8 +61,9 @@ class Target:
             with seeded(0, begin):
                 batch = self.collate([self.train[row] for row in rows])
             for tensor in tensors(batch):
-                plain = tensor.detach().cpu().contiguous().reshape(-1)
-                digest.update(plain.view(torch.uint8).numpy().tobytes())
+                plain = tensor.detach().cpu().contiguous()
+                raw = plain.reshape(-1).view(torch.uint8)
+                digest.update(raw.numpy().tobytes())
             found.append(_targets(batch))
         known = [targets for targets in found if targets is not None]
         labels = torch.cat(known) if len(known) == len(found) else None
@@ -128,7 +129,8 @@ class Drawn(Dataset[Any]):
     def __getitems__(self, draws: Sequence[Draw]) -> Any:
         """Return a batch."""
         with seeded(self.seed, *draws[0]):
-            return self.collate([self.samples[int(self.rows[index])] for *_, index in draws])
+            rows = [int(self.rows[index]) for *_, index in draws]
+            return self.collate([self.samples[row] for row in rows])
 
 
 def read_target(data: Any, batch_size: int | None) -> Target:
@@ -168,7 +170,8 @@ def _of_module(data: Any, batch_size: int | None) -> Target:
     data.prepare_data()
     data.setup("fit")
     data.setup("test")
-    train, test = (_loader(data, f"{part}_dataloader") for part in ("train", "test"))
+    train = _loader(data, "train_dataloader")
+    test = _loader(data, "test_dataloader")
     try:
         validation = _loader(data, "val_dataloader").dataset
     except ValueError:
@@ -214,10 +217,7 @@ def _dataset(part: Any, name: str) -> Any:
     """A dataset as it is, and arrays as one."""
     pair = isinstance(part, list | tuple) and len(part) == 2
     if pair and all(hasattr(array, "shape") for array in part):
-        inputs, targets = (
-            array if isinstance(array, Tensor) else torch.as_tensor(np.asarray(array))
-            for array in part
-        )
+        inputs, targets = map(_tensor, part)
         if len(inputs) != len(targets):
             raise ValueError(
                 f"`data` must have as many targets as inputs to {name} on, got {len(targets)} for {len(inputs)}."
@@ -228,6 +228,10 @@ def _dataset(part: Any, name: str) -> Any:
             f"`data` must have a dataset or arrays (inputs, targets) to {name} on, got {type(part)}."
         )
     return part
+
+
+def _tensor(array: Any) -> Tensor:
+    return array if isinstance(array, Tensor) else torch.as_tensor(np.asarray(array))
 
 
 def chosen_rows(labels: Tensor | None, length: int, counts: Sequence[int], seed: int) -> Rows:
@@ -245,10 +249,11 @@ def chosen_rows(labels: Tensor | None, length: int, counts: Sequence[int], seed:
         ValueError: If there are not as many samples, or a class would have no label.
     """
     rng = np.random.default_rng(seed)
-    if odd := [count for count in counts if not 1 <= count <= length]:
-        raise ValueError(
-            f"`labels` must be between 1 and the {length} training samples there are, got {odd[0]}."
-        )
+    for count in counts:
+        if not 1 <= count <= length:
+            raise ValueError(
+                f"`labels` must be between 1 and the {length} training samples there are, got {count}."
+            )
     if labels is None or labels.is_floating_point():
         return rng.permutation(length)
     classes, y = np.unique(labels.cpu().numpy(), return_inverse=True)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_taskinfo._files import atomic_path, check_archive, read_result, write_tensors
 from lightning_taskinfo._lightning import NAMESPACES, Callback, LightningModule, Trainer
+from lightning_taskinfo._warn import first_line
 from lightning_taskinfo.transfer.logs import Row, RunLog
 from lightning_taskinfo.transfer.sampling import generators_kept, reseed
 
@@ -160,8 +161,13 @@ class Trial:
         """
         begun = time.perf_counter()
         log = RunLog() if self.stage == "pretrain" else self.log
-        settings = {"method": self.method, "labels": self.labels, "seed": self.seed}
-        settings |= {"start": self.start, "adapt": self.way}
+        settings = {
+            "method": self.method,
+            "labels": self.labels,
+            "seed": self.seed,
+            "start": self.start,
+            "adapt": self.way,
+        }
         before: list[Row] = []  # epochs of the pretraining stand in the log of all that need it
         if self.needs and self.result(self.needs).exists():
             before = read_result(self.result(self.needs))["curve"]
@@ -174,7 +180,8 @@ class Trial:
                 run.log({"target": found["test"], **logged})
                 run.end(fitted.curve)
             write_tensors(self.folder / "weights.pt", job.weights())
-        return {**found, "curve": fitted.curve, "seconds": time.perf_counter() - begun}
+        seconds = time.perf_counter() - begun
+        return {**found, "curve": fitted.curve, "seconds": seconds}
 
 
 class EpochKeeper(Callback):
@@ -208,7 +215,9 @@ class EpochKeeper(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let frozen parts run as in evaluation: no dropout, and statistics of batch normalisation that stay."""
-        for part in pl_module.modules() if self.lean else ():
+        if not self.lean:
+            return
+        for part in pl_module.modules():
             trained = [parameter.requires_grad for parameter in part.parameters()]
             if trained and not any(trained):
                 part.eval()
@@ -279,20 +288,27 @@ def fit_stage(job: Job, folder: Path, namespace: str, logger: Any = None) -> Fit
     options = {**job.options, "logger": logger or False, "callbacks": callbacks}
     with quiet(), interruptible():
         trainer = make_trainer(namespace, options)
+        checkpoint = None
         if last.exists():
             check_archive(last, advice=ADVICE)  # before Lightning says so
-        trainer.fit(job.module, **job.fit, ckpt_path=str(last) if last.exists() else None)
+            checkpoint = str(last)
+        trainer.fit(job.module, **job.fit, ckpt_path=checkpoint)
         found: Mapping[str, float] = {}
         if job.test is not None:
-            found = trainer.test(job.module, **job.test, verbose=False)[0]
-    return Fitted(keeper.curve, {name: float(value) for name, value in found.items()})
+            found, *_ = trainer.test(job.module, **job.test, verbose=False)
+    test = {name: float(value) for name, value in found.items()}
+    return Fitted(keeper.curve, test)
 
 
 def make_trainer(namespace: str, options: Mapping[str, Any]) -> Trainer:
     """Return a Trainer that draws and writes nothing by itself."""
     usual = {"devices": 1, "log_every_n_steps": 10, "num_sanity_val_steps": 0, **options}
-    quiet = ("enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    trainer: Trainer = NAMESPACES[namespace].Trainer(**dict.fromkeys(quiet, False), **usual)
+    trainer: Trainer = NAMESPACES[namespace].Trainer(
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **usual,
+    )
     return trainer
 
 
@@ -350,8 +366,3 @@ def quiet() -> Iterator[None]:
         finally:
             for name, level in levels.items():
                 logging.getLogger(name).setLevel(level)
-
-
-def first_line(error: Exception) -> str:
-    """Return what an error says in its first line."""
-    return str(error).partition("\n")[0]

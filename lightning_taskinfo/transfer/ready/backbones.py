@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_taskinfo._observe import observing
 from lightning_taskinfo._ranges import check_counts
-from lightning_taskinfo.transfer.training import first_line
+from lightning_taskinfo._warn import first_line, reason_of
 
 Shape = tuple[int, int, int]
 Backbone: TypeAlias = str | Callable[[Shape], nn.Module]
@@ -162,7 +162,7 @@ def make_backbone(
     except ValueError:
         raise
     except Exception as error:  # of the user's own function
-        reason = f"{type(error).__name__}: {first_line(error)}"
+        reason = reason_of(error)
         name = getattr(backbone, "__qualname__", backbone)
         raise ValueError(
             f"`{argument}` must make a network for an image shape, but {name}({tuple(image_shape)}) failed ({reason})."

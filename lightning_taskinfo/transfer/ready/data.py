@@ -205,8 +205,12 @@ class TransferDataModule(LightningDataModule):
         if not isinstance(batch, dict):  # validation and test
             (x, y), _ = batch
             return x, y
-        parts = {name: part[0] for name, part in batch.items()}
-        return parts | {f"{name}_index": part[1] for name, part in batch.items()}
+        samples = {}
+        indices = {}
+        for name, (part, index) in batch.items():
+            samples[name] = part
+            indices[f"{name}_index"] = index
+        return samples | indices
 
     def _split(self, target: ImageTask) -> Split:
         validation = self.arguments["validation"]
@@ -221,19 +225,22 @@ class TransferDataModule(LightningDataModule):
         )
 
     def _set_source(self, source: ImageTask) -> None:
-        rows = _limited(np.arange(len(source.train.y)), self.arguments["max_source"], self.seed)
-        x, y = source.train.x[rows], source.train.y[rows]
+        every = np.arange(len(source.train.y))
+        rows = _limited(every, self.arguments["max_source"], self.seed)
+        x = fit_images(source.train.x[rows], self.image_shape)
+        y = source.train.y[rows]
         augment = self.arguments["augment"]
-        self.source = ImageSamples(
-            fit_images(x, self.image_shape), y, augment=augment, seed=self.seed
-        )
+        self.source = ImageSamples(x, y, augment=augment, seed=self.seed)
         self.source_test = self._labelled(source.test)
 
     def _set_target(self, target: ImageTask) -> None:
-        x, y, split = target.train.x, target.train.y, self.split
+        x = target.train.x
+        y = target.train.y
+        split = self.split
         # The unlabelled inputs do not depend on the number of labels: one pretraining serves them
         # all.
-        given, most = self._unlabeled(), self.arguments["max_unlabeled"]
+        given = self._unlabeled()
+        most = self.arguments["max_unlabeled"]
         if given is None:
             rows = torch.from_numpy(_limited(split.unlabeled, most, self.seed))
             inputs = x[rows]
@@ -245,11 +252,12 @@ class TransferDataModule(LightningDataModule):
             self.num_indices = len(x) + len(given)
         options = {"augment": self.arguments["augment"], "seed": self.seed}
         own = torch.from_numpy(split.labeled)
-        self.labeled = ImageSamples(
-            fit_images(x[own], self.image_shape), y[own], index=own, **options
-        )
-        self.unlabeled = ImageSamples(fit_images(inputs, self.image_shape), index=rows, **options)
-        self.validation = self._labelled(Images(x[split.validation], y[split.validation]))
+        images = fit_images(x[own], self.image_shape)
+        self.labeled = ImageSamples(images, y[own], index=own, **options)
+        unlabeled = fit_images(inputs, self.image_shape)
+        self.unlabeled = ImageSamples(unlabeled, index=rows, **options)
+        kept = split.validation
+        self.validation = self._labelled(Images(x[kept], y[kept]))
         self.target_test = self._labelled(target.test)
 
     def _unlabeled(self) -> Tensor | None:
@@ -281,7 +289,8 @@ def _plain_loader(samples: ImageSamples, batch_size: int) -> DataLoader[Any]:
 def _limited(rows: Any, limit: int | None, seed: int) -> Any:
     if limit is None or limit >= len(rows):
         return rows
-    return np.sort(np.random.default_rng(seed).permutation(rows)[:limit])
+    shuffled = np.random.default_rng(seed).permutation(rows)
+    return np.sort(shuffled[:limit])
 
 
 def _function(augment: Any) -> str | None:
@@ -312,5 +321,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return [_plain(part) for part in value]
     if isinstance(value, np.ndarray | Tensor):
-        return hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()[:16]
+        raw = np.ascontiguousarray(value).tobytes()
+        return hashlib.sha256(raw).hexdigest()[:16]
     return str(value)

@@ -110,7 +110,8 @@ def fit_images(x: Tensor, shape: Shape) -> Tensor:
         raise ValueError(f"`image_shape` must have {x.shape[1]} channels or 1, got {channels}.")
     if tuple(x.shape[1:]) == shape:
         return x
-    return torch.cat([_fit(part, channels, size) for part in x.split(CHUNK)])
+    fitted = [_fit(part, channels, size) for part in x.split(CHUNK)]
+    return torch.cat(fitted)
 
 
 def _fit(x: Tensor, channels: int, size: list[int]) -> Tensor:
@@ -186,7 +187,8 @@ def _pixels(x: Tensor, argument: str) -> Tensor:
     black and white.
     """
     x = x[:, None] if x.ndim == 3 else x
-    x = x.movedim(-1, 1).contiguous() if channels_last(x.shape) else x
+    if channels_last(x.shape):
+        x = x.movedim(-1, 1).contiguous()
     if x.dtype == torch.uint8 or _whole_bytes(x):
         return x.to(torch.uint8)
     x = x.float()

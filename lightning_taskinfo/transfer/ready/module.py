@@ -287,13 +287,15 @@ class TransferClassifierMixin(
         x, y = batch
         self._check_classes(y)
         logits = self(x).float()
+        right = logits.argmax(-1) == y
         values = {
             f"{split}_loss": cross_entropy(logits, y),
-            f"{split}_accuracy": (logits.argmax(-1) == y).float().mean(),
+            f"{split}_accuracy": right.float().mean(),
         }
         if split == "test":
             one_hot = nn.functional.one_hot(y, self.num_classes)
-            values["test_squared_error"] = (logits.softmax(-1) - one_hot).square().sum(-1).mean()
+            off = logits.softmax(-1) - one_hot
+            values["test_squared_error"] = off.square().sum(-1).mean()
         self.log_dict(values, prog_bar=True, on_epoch=True, batch_size=len(x), sync_dist=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -306,9 +308,12 @@ class TransferClassifierMixin(
                 if parameter.requires_grad or every:
                     group = variances if name.endswith("log_variance") else others
                     group.append(parameter)
-        groups: list[dict[str, Any]] = [{"params": others, "weight_decay": self.weight_decay}]
-        groups.append({"params": variances, "weight_decay": 0.0})
-        return torch.optim.Adam([g for g in groups if g["params"]], lr=self.learning_rate)
+        groups = []
+        if others:
+            groups.append({"params": others, "weight_decay": self.weight_decay})
+        if variances:
+            groups.append({"params": variances, "weight_decay": 0.0})
+        return torch.optim.Adam(groups, lr=self.learning_rate)
 
     def setup(self, stage: str) -> None:
         """Freeze what is never trained before the optimizer is made, and before ranks agree on what is."""
@@ -326,7 +331,9 @@ class TransferClassifierMixin(
         children = list(self.backbone.children())
         layers = [place for place, child in enumerate(children) if [*child.parameters()]]
         steps = max(1, len(layers))
-        count = epoch * (steps + 1) // max(1, self.epochs) if self.fine_tune == "layerwise" else 0
+        count = 0
+        if self.fine_tune == "layerwise":
+            count = epoch * (steps + 1) // max(1, self.epochs)
         self.backbone.requires_grad_(count >= steps).train(count >= steps)
         if 0 < count < steps:
             first = layers[-count]

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -185,10 +186,13 @@ class Ready(Recipe):
             )
 
         most = max(self.labels)
-        pairs = [(count, seed) for seed in self.seeds for count in self.labels]
-        found = [trial("pretrain", m, most, seed) for seed in self.seeds for m in self.methods]
-        found += [trial("scratch", SCRATCH, *pair) for pair in pairs]
-        found += [trial("fine_tune", m, *pair) for pair in pairs for m in self.methods]
+        found = []
+        for seed, method in product(self.seeds, self.methods):
+            found.append(trial("pretrain", method, most, seed))
+        for seed, count in product(self.seeds, self.labels):
+            found.append(trial("scratch", SCRATCH, count, seed))
+        for seed, count, method in product(self.seeds, self.labels, self.methods):
+            found.append(trial("fine_tune", method, count, seed))
         first = {one.name: one for one in reversed(found)}  # of those that share a name
         return [*reversed(first.values())]
 
@@ -240,8 +244,11 @@ class Ready(Recipe):
                 "overlap": overlap,
             }, {"after": found, "added": added}
 
-        missed = {} if overlap is None else zip(overlap["layers"], overlap["outside"], strict=True)
-        return Job(**job, after=after, before={"before": before, "outside_span": dict(missed)})
+        missed: dict[str, float] = {}
+        if overlap is not None:
+            missed = dict(zip(overlap["layers"], overlap["outside"], strict=True))
+        known = {"before": before, "outside_span": missed}
+        return Job(**job, after=after, before=known)
 
     def _data(self, trial: Trial) -> TransferDataModule:
         arguments = {**self.data, "seed": trial.seed}
@@ -292,7 +299,8 @@ class Ready(Recipe):
         """
         model = self._module(trial, data, "standard")
         model.load_state_dict(dict(weights))
-        inputs, _ = data.unlabeled.__getitems__(range(min(MEASURED, len(data.unlabeled))))
+        count = min(MEASURED, len(data.unlabeled))
+        inputs, _ = data.unlabeled.__getitems__(range(count))
         fisher = fisher_diagonal(
             model.eval(),
             inputs,
@@ -357,21 +365,26 @@ class _InputsOnly:
 
 
 def _backbone(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {n.removeprefix("backbone."): w for n, w in weights.items() if n.startswith("backbone.")}
+    found = {}
+    for name, weight in weights.items():
+        if name.startswith("backbone."):
+            found[name.removeprefix("backbone.")] = weight
+    return found
 
 
 def _plain(module: Any) -> dict[str, Tensor]:
     """Weights and buffers of backbone and head, without noise, on the processor."""
-    return {
-        f"{part}.{name}": tensor.detach().cpu().clone()
-        for part in ("backbone", "head")
-        for name, tensor in plain_state_dict(getattr(module, part)).items()
-    }
+    weights = {}
+    for part in ("backbone", "head"):
+        for name, tensor in plain_state_dict(getattr(module, part)).items():
+            weights[f"{part}.{name}"] = tensor.detach().cpu().clone()
+    return weights
 
 
 def _label_variance(data: TransferDataModule) -> float:
     assert data.target_test.y is not None
-    shares = data.target_test.y.bincount(minlength=data.target_classes) / len(data.target_test)
+    counts = data.target_test.y.bincount(minlength=data.target_classes)
+    shares = counts / len(data.target_test)
     return float(1 - shares.square().sum())
 
 
