@@ -25,8 +25,9 @@ def callbacks_factory() -> list[Callback]:
     Raises:
         ValueError: If a name is not a callback of this package, or one that needs arguments.
     """
-    names = [name.strip() for name in os.environ.get(VARIABLE, "").split(",")]
-    return [_autoloaded(name)() for name in dict.fromkeys(filter(None, names))]
+    named = os.environ.get(VARIABLE, "").split(",")
+    names = dict.fromkeys(name.strip() for name in named)
+    return [_autoloaded(name)() for name in names if name]
 
 
 def _goes_alone(what: Any) -> bool:

@@ -36,11 +36,14 @@ def read_checkpoint(argument: str, path: str | PathLike[str]) -> Checkpoint:
         # Not torch's own words: they recommend to run whatever the file says.
         kind = type(error).__name__
         raise ValueError(f"{rule}, not of a whole model, got {path} ({kind}).") from error
-    content = content if isinstance(content, Mapping) else {"state_dict": content}
+    if not isinstance(content, Mapping):
+        content = {"state_dict": content}
     state = content.get("state_dict", content)
     tensors = {}
-    if isinstance(state, Mapping):  # a module may keep other things among its weights
-        tensors = {str(name): t for name, t in state.items() if isinstance(t, Tensor)}
+    if isinstance(state, Mapping):
+        for name, value in state.items():
+            if isinstance(value, Tensor):  # a module may keep other things among its weights
+                tensors[str(name)] = value
     if not tensors:
         raise ValueError(f"{rule}, got {path} without tensors by name.")
     return Checkpoint(tensors, content)

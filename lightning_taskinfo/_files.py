@@ -46,7 +46,8 @@ def atomic_path(path: StrPath) -> Iterator[Path]:
     """
     path = Path(path)
     _remove_leftovers(path)
-    beside = path.with_name(f"{path.name}.{_host()}.{os.getpid()}.{uuid.uuid4().hex[:8]}.tmp")
+    unique = uuid.uuid4().hex[:8]
+    beside = path.with_name(f"{path.name}.{_host()}.{os.getpid()}.{unique}.tmp")
     try:
         yield beside
         with beside.open("rb+") as file:
@@ -129,7 +130,8 @@ def read_result(path: StrPath) -> Any:
 
 def _checksum(value: Any) -> str:
     read = json.loads(json.dumps(value))  # numbers as keys are strings then
-    return hashlib.sha256(json.dumps(read, sort_keys=True).encode()).hexdigest()[:16]
+    text = json.dumps(read, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def digest(named: Iterable[tuple[str, Any]]) -> str:
@@ -146,7 +148,8 @@ def digest(named: Iterable[tuple[str, Any]]) -> str:
         if isinstance(tensor, torch.Tensor):
             values = tensor.detach().cpu().contiguous()
             total.update(f"{values.dtype} {list(values.shape)}".encode())
-            total.update(values.reshape(-1).view(torch.uint8).numpy().tobytes())
+            raw = values.reshape(-1).view(torch.uint8)
+            total.update(raw.numpy().tobytes())
     return total.hexdigest()[:16]
 
 
@@ -240,11 +243,12 @@ def claim_folder(
     path = make_folder(folder) / "configuration.json"
     mine = json.loads(json.dumps(configuration))  # tuples as lists, as they will be read
     if not path.exists():
-        if found := [file for pattern in results for file in path.parent.glob(pattern)]:
-            raise ValueError(
-                f"`folder` must be new or have its configuration.json; {folder} has none, but results such as "
-                f"{found[0].relative_to(path.parent)}, which may belong to another one. Take a new folder."
-            )
+        for pattern in results:
+            for file in path.parent.glob(pattern):
+                raise ValueError(
+                    f"`folder` must be new or have its configuration.json; {folder} has none, but results such as "
+                    f"{file.relative_to(path.parent)}, which may belong to another one. Take a new folder."
+                )
         write_json(path, mine)
     elif changes := _differences(read_json(path), mine):
         raise ValueError(
@@ -256,10 +260,10 @@ def claim_folder(
 def _differences(old: Any, new: Any, name: str = "") -> list[str]:
     """One line for every leaf of nested dicts that is not the same in both."""
     if isinstance(old, dict) and isinstance(new, dict):
-        keys = [*old, *(key for key in new if key not in old)]
         lines = []
-        for key in keys:
-            before, now = old.get(key, "(not set)"), new.get(key, "(not set)")
+        for key in {**old, **new}:
+            before = old.get(key, "(not set)")
+            now = new.get(key, "(not set)")
             lines += _differences(before, now, f"{name}.{key}".lstrip("."))
         return lines
     return [] if old == new else [f"{name}: {old} there, {new} now"]

@@ -55,7 +55,7 @@ def layer_of(parameter: str) -> str:
     *owners, last = parameter.replace(WRAPPER, "").split(".")
     for place, part in enumerate(owners):
         if part.startswith(ADAPTERS):
-            adapter = (owners[place + 1 :] or [last])[0]
+            adapter, *_ = [*owners[place + 1 :], last]
             layer = ".".join(owners[:place])
             return layer if adapter == "default" else f"{layer}:{adapter}"
     return ".".join(owners)
@@ -78,10 +78,15 @@ def parts(model: nn.Module) -> Parts:
         (3, 4, 3)
     """
     modules = [*model.modules()]
-    parameters = {
-        id(p): p for module in modules for p in module._parameters.values() if p is not None
-    }
-    buffers = {id(b): b for module in modules for b in module._buffers.values() if b is not None}
+    parameters: dict[int, nn.Parameter] = {}
+    buffers: dict[int, Tensor] = {}
+    for module in modules:
+        for p in module._parameters.values():
+            if p is not None:
+                parameters[id(p)] = p
+        for buffer in module._buffers.values():
+            if buffer is not None:
+                buffers[id(buffer)] = buffer
     return Parts(modules, [*parameters.values()], [*buffers.values()])
 
 
@@ -214,12 +219,11 @@ def full_precision(observed: Parts) -> Iterator[None]:
         torch.bfloat16
     """
     parameters = [(p, p.data) for p in observed.parameters if p.dtype in HALVES]
-    buffers = [
-        (module, name, buffer)
-        for module in observed.modules
-        for name, buffer in module._buffers.items()
-        if buffer is not None and buffer.dtype in HALVES
-    ]
+    buffers = []
+    for module in observed.modules:
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.dtype in HALVES:
+                buffers.append((module, name, buffer))
     try:
         for p, data in parameters:
             p.data = data.float()
@@ -248,11 +252,11 @@ def _keep_modes(modules: list[nn.Module]) -> Restore:
 
 
 def _keep_buffers(modules: list[nn.Module]) -> Restore:
-    kept = [
-        (module, name, buffer, None if buffer is None else buffer.detach().clone())
-        for module in modules
-        for name, buffer in module._buffers.items()
-    ]
+    kept = []
+    for module in modules:
+        for name, buffer in module._buffers.items():
+            value = None if buffer is None else buffer.detach().clone()
+            kept.append((module, name, buffer, value))
 
     def restore() -> None:
         for module, name, buffer, value in kept:

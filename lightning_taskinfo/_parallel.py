@@ -85,11 +85,12 @@ def check_executor(executor: Executor | None, workers: int | None) -> None:
 
 def _finished(folder: Path, jobs: Mapping[str, Any]) -> dict[str, Any]:
     make_folder(folder)
-    return {
-        name: read_result(folder / f"{name}.json")
-        for name in jobs
-        if (folder / f"{name}.json").exists()
-    }
+    results = {}
+    for name in jobs:
+        path = folder / f"{name}.json"
+        if path.exists():
+            results[name] = read_result(path)
+    return results
 
 
 def _computed(
@@ -109,9 +110,10 @@ def _computed(
     failure: RuntimeError | None = None
     with _pool(executor, workers, len(jobs)) as pool:
         with nullcontext() if executor is not None else _deaf_children():
-            names: dict[Future[Any], str] = {
-                pool.submit(_one_thread, function, a): name for name, a in jobs.items()
-            }
+            names: dict[Future[Any], str] = {}
+            for name, argument in jobs.items():
+                future = pool.submit(_one_thread, function, argument)
+                names[future] = name
         for future in as_completed(names):
             if future.cancelled():
                 continue
@@ -195,7 +197,7 @@ def _one_thread(function: Callable[[Any], Any], argument: Any) -> Any:
 
 
 def _failure(name: str, error: BaseException) -> RuntimeError:
-    guard = ' A script that uses processes needs `if __name__ == "__main__":`.' * isinstance(
-        error, BrokenProcessPool
-    )
+    guard = ""
+    if isinstance(error, BrokenProcessPool):
+        guard = ' A script that uses processes needs `if __name__ == "__main__":`.'
     return RuntimeError(f"{name} failed: {type(error).__name__}: {error}{guard}")

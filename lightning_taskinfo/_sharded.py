@@ -34,7 +34,9 @@ def gathered_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
             precision.
     """
     parameters = trainable_parameters(model)
-    return _gathered(model, parameters) if any(map(_is_shard, parameters.values())) else parameters
+    if any(map(_is_shard, parameters.values())):
+        return _gathered(model, parameters)
+    return parameters
 
 
 @contextmanager
@@ -48,13 +50,14 @@ def resharding(model: nn.Module) -> Iterator[None]:
 
 
 def _gathered(model: nn.Module, parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    owners: dict[str, Any] = {
-        name: model.get_submodule(name.rpartition(".")[0])._parameters for name in parameters
-    }
+    places: dict[str, tuple[Any, str]] = {}
+    for name in parameters:
+        layer, _, last = name.rpartition(".")
+        places[name] = (model.get_submodule(layer)._parameters, last)
     for shard in _fsdp_modules(model):
         shard.unshard()
-        for name, owner in owners.items():
-            p = owner[name.rpartition(".")[2]]
+        for name, (held, last) in places.items():
+            p = held[last]
             if _is_shard(parameters[name]) and not _is_shard(p):
                 parameters[name] = p
         shard.reshard()
@@ -75,9 +78,7 @@ def _is_shard(parameter: nn.Parameter) -> bool:
 
 
 def _fsdp_modules(model: nn.Module) -> list[Any]:
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: nothing is sharded by it
-    return (
-        [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
-        if fsdp
-        else []
-    )
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if not fsdp:  # not imported: nothing is sharded by it
+        return []
+    return [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]

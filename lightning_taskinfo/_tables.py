@@ -35,7 +35,9 @@ class Tabled:
         return json.dumps(self.to_dict(), **options)
 
     def __str__(self) -> str:
-        return "\n".join([text_table(*self._cells()), *self._remarks(), self.reading()])
+        columns, rows = self._cells()
+        table = text_table(columns, rows)
+        return "\n".join([table, *self._remarks(), self.reading()])
 
     def _repr_html_(self) -> str:
         return html_table(*self._cells(), self.reading())

@@ -45,6 +45,7 @@ def log_once(
     for name, figure in figures.items():
         values[name] = wandb.Image(figure_pixels(figure).numpy())
     for name, (columns, rows) in tables.items():
-        values[name] = wandb.Table(columns=list(columns), data=[list(row) for row in rows])
+        data = [list(row) for row in rows]
+        values[name] = wandb.Table(columns=list(columns), data=data)
     before = f"{key}/" if key else ""
     run.log({ours(before + name): value for name, value in values.items()})

@@ -73,9 +73,8 @@ class PenaltyMixin(Base):
     gradient_ratio_every_n_steps: int = 100
     """Optimizer steps between two measurements of the gradient-norm ratios; 0 turns them off."""
     _ratio_step: int = -1
-    _likelihood_loss: Tensor | None = (
-        None  # of the last step, without penalties: what callbacks compare theirs with
-    )
+    # Of the last step, without penalties: what callbacks compare theirs with.
+    _likelihood_loss: Tensor | None = None
     _acting: frozenset[str] = frozenset()  # penalties whose ratio was measured
 
     def penalised(self, loss: Tensor, *unnamed: NoReturn, **penalties: Tensor) -> Tensor:
@@ -128,16 +127,16 @@ class PenaltyMixin(Base):
                 values[f"{PREFIX}/{name}/quantity"] = regularizer.value
                 values[f"{PREFIX}/{name}/weight"] = regularizer.weight
         self.log_dict(values, on_step=True, on_epoch=False)
-        every, step = self.gradient_ratio_every_n_steps, self.global_step
-        if not every or step == self._ratio_step or not (self.training and torch.is_grad_enabled()):
+        every = self.gradient_ratio_every_n_steps
+        step = self.global_step
+        differentiable = self.training and torch.is_grad_enabled()
+        if not every or step == self._ratio_step or not differentiable:
             return
         # A weight of 0 leaves no graph.
         acting = {name: term for name, term in penalties.items() if term.requires_grad}
-        due = (
-            acting
-            if step % every == 0
-            else {n: term for n, term in acting.items() if n not in self._acting}
-        )
+        due = acting
+        if step % every:
+            due = {name: term for name, term in acting.items() if name not in self._acting}
         if due:
             self._ratio_step = step  # once a step, also where several batches are accumulated in it
             self._acting |= due.keys()

@@ -209,10 +209,9 @@ def _accept_plain(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_
         if prefix + attribute not in state_dict:
             continue
         inner = f"parametrizations.{attribute}."
-        own = module.state_dict()
-        state_dict.update(
-            {prefix + key: value for key, value in own.items() if key.startswith(inner)}
-        )
+        for key, value in module.state_dict().items():
+            if key.startswith(inner):
+                state_dict[prefix + key] = value
         state_dict[f"{prefix}{inner}original"] = state_dict.pop(prefix + attribute)
 
 
@@ -280,10 +279,12 @@ def add_weight_noise(
 def _pick(
     model: nn.Module, parameters: Callable[[str, nn.Parameter], bool] | None
 ) -> dict[str, nn.Parameter]:
-    named = [
-        (name, p) for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad
-    ]
-    picked = {name: p for name, p in named if parameters is None or parameters(name, p)}
+    every = model.named_parameters(remove_duplicate=False)
+    named = [(name, p) for name, p in every if p.requires_grad]
+    picked = {}
+    for name, p in named:
+        if parameters is None or parameters(name, p):
+            picked[name] = p
     if not picked:
         raise ValueError(
             "`parameters` must pick at least one trainable parameter of `model`, got none."
@@ -419,11 +420,13 @@ def plain_state_dict(model: nn.Module) -> dict[str, Tensor]:
         >>> list(plain_state_dict(add_weight_noise(nn.Linear(2, 1))))
         ['bias', 'weight']
     """
-    noisy = {name: mean.detach() for name, mean, _ in noisy_weights(model)}
-    plain = {
-        name: value for name, value in model.state_dict().items() if "parametrizations." not in name
-    }
-    return dict(sorted({**plain, **noisy}.items()))
+    plain = {}
+    for name, value in model.state_dict().items():
+        if "parametrizations." not in name:
+            plain[name] = value
+    for name, mean, _ in noisy_weights(model):
+        plain[name] = mean.detach()
+    return dict(sorted(plain.items()))
 
 
 def remove_weight_noise(model: nn.Module, *, sample: bool = False) -> nn.Module:

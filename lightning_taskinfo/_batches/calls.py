@@ -35,16 +35,21 @@ def inner_model(model: nn.Module) -> nn.Module | None:
     Args:
         model: Any module, e.g. a LightningModule that holds the model as an attribute.
     """
-    kinds = tuple(
-        getattr(sys.modules[package], name)
-        for package, name in (("transformers", "PreTrainedModel"), ("peft", "PeftModel"))
-        if package in sys.modules  # otherwise nothing can be one
-    )
-    found = {id(each): each for each in _outermost(model, kinds)} if kinds else {}
+    kinds = []
+    for package, name in (("transformers", "PreTrainedModel"), ("peft", "PeftModel")):
+        if package in sys.modules:  # otherwise nothing can be one
+            kinds.append(getattr(sys.modules[package], name))
+    if not kinds:
+        return None
+    found = {id(each): each for each in _outermost(model, tuple(kinds))}
     models = [*found.values()]
     if len(models) > 1:  # beside a teacher, say
-        models = [each for each in models if any(p.requires_grad for p in each.parameters())]
+        models = [each for each in models if _is_trained(each)]
     return models[0] if len(models) == 1 else None
+
+
+def _is_trained(model: nn.Module) -> bool:
+    return any(p.requires_grad for p in model.parameters())
 
 
 def _outermost(module: nn.Module, kinds: tuple[type, ...]) -> Iterator[nn.Module]:
@@ -87,17 +92,21 @@ def predicts_the_next(model: nn.Module, arguments: Mapping[str, Any], labels: Te
     try:
         with observing(model), torch.no_grad():
             result = model(**arguments, labels=labels)
-            loss, logits = float(result.loss), result.logits.float()
+            loss = float(result.loss)
+            logits = result.logits.float()
     except Exception:  # whatever a model does without a loss of its own
         return _named_causal(model)
     prompt = logits.shape[1] - labels.shape[1]  # learned, before the tokens
     labels = pad(labels, (prompt, 0), value=IGNORED)
-    agree = []
-    for aligned in (labels, shifted(labels)):
+
+    def agrees(aligned: Tensor) -> bool:
         rows = logits.flatten(0, -2)
         other = float(cross_entropy(rows, aligned.flatten(), ignore_index=IGNORED))
-        agree.append(abs(loss - other) <= 1e-3 * abs(loss))
-    return agree[1] if any(agree) and not all(agree) else _named_causal(model)
+        return abs(loss - other) <= 1e-3 * abs(loss)
+
+    at_the_token = agrees(labels)
+    at_the_next = agrees(shifted(labels))
+    return _named_causal(model) if at_the_token == at_the_next else at_the_next
 
 
 def _named_causal(model: nn.Module) -> bool:
@@ -181,8 +190,13 @@ def logits_of(result: Any) -> Tensor:
     elif hasattr(result, "logits"):
         found = result.logits
     elif isinstance(result, list | tuple):
-        named = [part for part in result if isinstance(part, Mapping) or hasattr(part, "logits")]
-        rows = [part for part in result if isinstance(part, Tensor) and part.ndim]
+        named = []
+        rows = []
+        for part in result:
+            if isinstance(part, Mapping) or hasattr(part, "logits"):
+                named.append(part)
+            if isinstance(part, Tensor) and part.ndim:
+                rows.append(part)
         if len(named) == 1:
             found = logits_of(named[0])
         elif len(rows) == 1:
@@ -230,9 +244,9 @@ def settle_call(model: nn.Module, fields: Any, target: str | None = None) -> tup
             if first_error is None or isinstance(error, NoLogitsError):  # which ran to the end
                 first_error = error
         else:
-            _settled.setdefault(model, {}).update(
-                dict.fromkeys((_kind(fields), _kind(inputs)), call)
-            )
+            known = _settled.setdefault(model, {})
+            known[_kind(fields)] = call
+            known[_kind(inputs)] = call
             return call, outputs
     raise first_error or TypeError(f"{type(model).__name__} has no `forward`")
 
@@ -254,19 +268,20 @@ def _candidates(model: nn.Module, fields: Any, target: str | None) -> Iterator[C
             continue
         others = tuple(name for name in fields if name != target)
         every = tuple(fields)
-        ways = [others] if target is None else [others, every]
-        decoder = {"decoder_input_ids", "decoder_inputs_embeds"}
-        if target is not None and (
-            target in forward.required
-            or (is_encoder_decoder(inner) and not decoder & fields.keys())
-        ):
-            ways = [every]
+        ways = [others]
+        if target is not None:
+            ways = [others, every]
+            decoder = {"decoder_input_ids", "decoder_inputs_embeds"}
+            decodes_labels = is_encoder_decoder(inner) and not decoder & fields.keys()
+            if target in forward.required or decodes_labels:
+                ways = [every]
         for names in ways:
             yield from forward.named(place, names)
             # And may hand on what the inner model does not take.
             if forward.takes_others and inner is not None:
                 known = _Signature(inner).names
-                yield Call(place, "named", tuple(name for name in names if name in known))
+                taken = tuple(name for name in names if name in known)
+                yield Call(place, "named", taken)
 
 
 def has_forward(model: nn.Module) -> bool:
@@ -283,15 +298,19 @@ class _Signature:
     """What a module's ``forward`` takes."""
 
     def __init__(self, module: nn.Module) -> None:
-        parameters = inspect.signature(module.forward).parameters.values()
-        by_position = [
-            p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-        ]
-        by_name = [p for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        self.positional = [p.name for p in by_position]
-        self.names = [p.name for p in by_name]
-        self.required = [p.name for p in by_position if p.default is p.empty]
-        self.takes_others = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        self.positional: list[str] = []
+        self.names: list[str] = []
+        self.required: list[str] = []  # of what is taken by position
+        self.takes_others = False
+        for p in inspect.signature(module.forward).parameters.values():
+            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD):
+                self.positional.append(p.name)
+                if p.default is p.empty:
+                    self.required.append(p.name)
+            if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD):
+                self.names.append(p.name)
+            if p.kind is p.VAR_KEYWORD:
+                self.takes_others = True
 
     def named(self, place: str, names: tuple[str, ...]) -> Iterator[Call]:
         """Yield ways to call it on fields with names."""

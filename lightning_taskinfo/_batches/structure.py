@@ -24,11 +24,14 @@ def take(inputs: Any, pick: Callable[[Tensor], Tensor]) -> Any:
         return pick(inputs)
     if isinstance(inputs, Mapping):
         return {key: take(value, pick) for key, value in inputs.items()}
-    if isinstance(inputs, tuple) and hasattr(inputs, "_fields"):
-        return type(inputs)(*(take(value, pick) for value in inputs))
     if isinstance(inputs, list | tuple):
-        return type(inputs)(take(value, pick) for value in inputs)
+        return _of_kind(type(inputs), [take(value, pick) for value in inputs])
     return inputs
+
+
+def _of_kind(kind: type, values: list[Any]) -> Any:
+    """Return a list, tuple or named tuple of some values."""
+    return kind(*values) if hasattr(kind, "_fields") else kind(values)
 
 
 def moved(inputs: Any, device: torch.device) -> Any:
@@ -69,15 +72,19 @@ def described(batch: Any) -> str:
     kind = type(batch).__name__
     if isinstance(batch, Tensor):
         return f"{kind} of {batch.dtype} and shape {list(batch.shape)}"
+    relation = "with"
     if is_dataclass(batch):
-        return f"{kind} with {', '.join(field.name for field in fields(batch)) or 'nothing'}"
-    if names := getattr(batch, "_fields", ()):  # of a named tuple
-        return f"{kind} with {', '.join(names)}"
-    if isinstance(batch, Mapping):
-        return f"{kind} with {', '.join(map(str, batch)) or 'nothing'}"
-    if isinstance(batch, list | tuple):
-        return f"{kind} of {', '.join(type(part).__name__ for part in batch) or 'nothing'}"
-    return kind
+        parts = [field.name for field in fields(batch)]
+    elif getattr(batch, "_fields", ()):  # of a named tuple
+        parts = [*batch._fields]
+    elif isinstance(batch, Mapping):
+        parts = [str(name) for name in batch]
+    elif isinstance(batch, list | tuple):
+        relation = "of"
+        parts = [type(part).__name__ for part in batch]
+    else:
+        return kind
+    return f"{kind} {relation} {', '.join(parts) or 'nothing'}"
 
 
 def joined(parts: list[Any]) -> Any:
@@ -91,11 +98,13 @@ def joined(parts: list[Any]) -> Any:
         return torch.cat(parts)
     if isinstance(parts[0], Mapping):
         parts = _of_one_length(parts)
-        return {key: joined([part[key] for part in parts]) for key in parts[0]}
+        fields = {}
+        for key in parts[0]:
+            fields[key] = joined([part[key] for part in parts])
+        return fields
     if isinstance(parts[0], list | tuple):
         groups = [joined(list(group)) for group in zip(*parts, strict=True)]
-        kind = type(parts[0])
-        return kind(*groups) if hasattr(kind, "_fields") else kind(groups)
+        return _of_kind(type(parts[0]), groups)
     return parts[0]
 
 
@@ -119,12 +128,14 @@ def _of_one_length(parts: list[Any]) -> list[Any]:
     lengths = [mask.shape[1] for mask in masks if isinstance(mask, Tensor) and mask.ndim == 2]
     if len(lengths) < len(parts) or len({*lengths}) == 1:
         return parts
+    longest = max(lengths)
     padded = []
     for part, length in zip(parts, lengths, strict=True):
         longer = dict(part)
         for name, x in part.items():
             if isinstance(x, Tensor) and x.ndim > 1 and x.shape[1] == length:
-                longer[name] = _longer(x, max(lengths), IGNORED if name in TARGETS else 0)
+                value = IGNORED if name in TARGETS else 0
+                longer[name] = _longer(x, longest, value)
         padded.append(longer)
     return padded
 
@@ -162,7 +173,9 @@ def sample_count(inputs: Any) -> int:
 def first_samples(inputs: Any, targets: Tensor | None, n: int) -> tuple[Any, Tensor | None]:
     """Return the first ``n`` samples of a batch."""
     few = take(inputs, lambda x: x[:n])
-    return few, None if targets is None else targets[:n]
+    if targets is not None:
+        targets = targets[:n]
+    return few, targets
 
 
 def filled_up(inputs: Any, targets: Tensor | None, n: int) -> tuple[Any, Tensor | None]:
@@ -177,7 +190,9 @@ def filled_up(inputs: Any, targets: Tensor | None, n: int) -> tuple[Any, Tensor 
         return inputs, targets
     rows = torch.arange(n, device="cpu") % size(inputs)
     filled = take(inputs, lambda x: x[rows.to(x.device)])
-    return filled, None if targets is None else targets[rows.to(targets.device)]
+    if targets is not None:
+        targets = targets[rows.to(targets.device)]
+    return filled, targets
 
 
 def size(inputs: Any) -> int:

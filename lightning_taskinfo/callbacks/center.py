@@ -47,7 +47,9 @@ class Center:
             ValueError: If a checkpoint of the user's cannot be read, or has no weight of the model.
         """
         shapes = {name: p.shape for name, p in model.named_parameters()}
-        self.kept = {name: w for name, w in self.kept.items() if shapes.get(name) == w.shape}
+        for name in [*self.kept]:
+            if shapes.get(name) != self.kept[name].shape:
+                del self.kept[name]
         known = bool(self.kept)
         self._keep(model)
         return known
@@ -59,31 +61,27 @@ class Center:
 
     def _keep(self, model: nn.Module) -> None:
         self._frozen = [p for p in model.parameters() if not p.requires_grad]
-        new = {
-            name: p.detach()
-            for name, p in trainable_parameters(model).items()
-            if name not in self.kept
-        }
+        new = {}
+        for name, p in trainable_parameters(model).items():
+            if name not in self.kept:
+                new[name] = p.detach()
         if self.start == "zero" or not new:
             return
         stored = {} if self.start == "initial" else self._stored(new)
-        self.kept |= {
-            name: stored[name] if name in stored else w.clone() for name, w in new.items()
-        }
+        for name, w in new.items():
+            self.kept[name] = stored[name] if name in stored else w.clone()
 
     def _stored(self, weights: ParamDict) -> ParamDict:
         """Return the checkpoint's weights; those that it does not have, e.g. of a new head, count from the start."""
         stored = self.start
         if isinstance(stored, str):
             stored = read_checkpoint("prior_center", stored).state
-            check_finite_tensors(
-                "prior_center", {name: stored[name] for name in weights if name in stored}
-            )
-        found = {
-            name: stored[name].to(w, copy=True)
-            for name, w in weights.items()
-            if name in stored and stored[name].shape == w.shape
-        }
+            of_model = {name: stored[name] for name in weights if name in stored}
+            check_finite_tensors("prior_center", of_model)
+        found = {}
+        for name, w in weights.items():
+            if name in stored and stored[name].shape == w.shape:
+                found[name] = stored[name].to(w, copy=True)
         if not found and not self.kept:
             raise ValueError(
                 f"`prior_center` must hold trainable weights of the module, got none of {_some(weights)}; it has "
@@ -99,13 +97,15 @@ class Center:
     def displacement(self, model: nn.Module) -> ParamDict:
         """Return how far each trainable weight is from the centre, in float32 or better."""
         self.before_a_step(model)
-        weights = {name: p.detach() for name, p in trainable_parameters(model).items()}
-        full = {
-            name: w.to(torch.promote_types(w.dtype, torch.float32)) for name, w in weights.items()
-        }
-        if self.start == "zero":
-            return {name: w.clone() for name, w in full.items()}
-        return {name: w - self.kept[name].to(w.device) for name, w in full.items()}
+        moved = {}
+        for name, p in trainable_parameters(model).items():
+            dtype = torch.promote_types(p.dtype, torch.float32)
+            w = p.detach().to(dtype)
+            if self.start == "zero":
+                moved[name] = w.clone()
+            else:
+                moved[name] = w - self.kept[name].to(w.device)
+        return moved
 
 
 def checked_center(start: str | os.PathLike[str] | Mapping[str, Tensor]) -> Start:

@@ -71,7 +71,8 @@ def check_batch(
         ) from error
     check(outputs, few_targets)
     if sharded(model):  # what no hook follows is known now, not at the first measurement
-        measure(model, few, few_targets, replace(asked, labels="sampled"), Norms(size(few)))
+        request = replace(asked, labels="sampled")
+        measure(model, few, few_targets, request, Norms(size(few)))
 
 
 def check_fit(who: str, outputs: Tensor, targets: Tensor | None, likelihood: Likelihood) -> None:
@@ -89,8 +90,9 @@ def check_weights(who: str, model: nn.Module) -> None:
     weights = trainable_parameters(model)
     if not weights:
         raise ValueError(f"{who} needs a parameter with `requires_grad=True`, got none.")
-    if unreal := [name for name, p in weights.items() if p.is_complex()]:
-        raise ValueError(f"{who} needs real parameters, got complex {unreal[0]!r}.")
+    for name, p in weights.items():
+        if p.is_complex():
+            raise ValueError(f"{who} needs real parameters, got complex {name!r}.")
 
 
 def check_plain(who: str, model: nn.Module) -> None:
@@ -105,9 +107,12 @@ def check_plain(who: str, model: nn.Module) -> None:
 def check_finite_weights(model: nn.Module) -> None:
     """Raise a ``ValueError`` if a trainable weight is NaN or infinite."""
     weights: dict[str, Any] = trainable_parameters(model)
-    weights = {name: p.to_local() if hasattr(p, "to_local") else p for name, p in weights.items()}
+    for name, p in weights.items():
+        if hasattr(p, "to_local"):
+            weights[name] = p.to_local()
     with torch.no_grad():  # one number a tensor first: this runs at every measurement
-        if all(map(math.isfinite, torch.stack([p.sum() for p in weights.values()]).tolist())):
+        sums = torch.stack([p.sum() for p in weights.values()])
+        if all(map(math.isfinite, sums.tolist())):
             return
         for name, p in weights.items():
             if not bool(p.isfinite().all()):
@@ -115,7 +120,11 @@ def check_finite_weights(model: nn.Module) -> None:
 
 
 def check_shards(
-    who: str, trainer: Trainer, model: nn.Module, needs_whole_weights: str, max_samples: int
+    who: str,
+    trainer: Trainer,
+    model: nn.Module,
+    needs_whole_weights: str,
+    max_samples: int,
 ) -> bool:
     """Return whether weights are spread over processes.
 
@@ -147,11 +156,17 @@ def kind_of_shards(*models: nn.Module) -> str | None:
         return "FullyShardedDataParallel"  # whose parameters may look like others, only smaller
     if any(hasattr(p, "ds_id") for p in parameters):  # how DeepSpeed tells them itself
         return "DeepSpeed ZeRO stage 3"
-    return "DTensor" if tensor and any(isinstance(p, tensor.DTensor) for p in parameters) else None
+    if tensor and any(isinstance(p, tensor.DTensor) for p in parameters):
+        return "DTensor"
+    return None
 
 
 def warn_nothing(
-    who: str, steps: int, data: str, every_n_steps: int | None, every_n_epochs: int | None
+    who: str,
+    steps: int,
+    data: str,
+    every_n_steps: int | None,
+    every_n_epochs: int | None,
 ) -> None:
     """Say why a training was not measured at all: it was shorter than the schedule, or there is none."""
     if data in ("train", "val"):  # measured at the end as well
@@ -214,8 +229,14 @@ class LossComparison:
             if isinstance(self.likelihood, Categorical) and look_like_probabilities(outputs):
                 return []  # which has been said
             loss = -self.likelihood.log_prob(outputs, targets).double()  # [N]
-            counted = self.likelihood.counted(outputs, targets).double().flatten(1).sum(1)  # [N]
-        means = [loss.mean(), loss.sum() / counted.sum(), (loss / counted).mean(), loss.sum()]
+            counted = self.likelihood.counted(outputs, targets).double()
+            counted = counted.flatten(1).sum(1)  # [N]
+        means = [
+            loss.mean(),
+            loss.sum() / counted.sum(),
+            (loss / counted).mean(),
+            loss.sum(),
+        ]
         return [float(mean) for mean in means if math.isfinite(mean)]
 
     def after_the_step(self, trainer: Trainer, pl_module: LightningModule, outputs: Any) -> None:
@@ -225,7 +246,8 @@ class LossComparison:
             return
         nearest = min(self.losses, key=lambda loss: abs(loss - trained))
         gap = abs(nearest - trained)
-        if gap > ABSOLUTE and gap > RELATIVE * max(abs(nearest), abs(trained)):
+        larger = max(abs(nearest), abs(trained))
+        if gap > ABSOLUTE and gap > RELATIVE * larger:
             warn(
                 f"{self.who} finds a loss of {self.losses[0]:.4g} nats per sample on the first batch, and "
                 f"`training_step` returned {trained:.4g}: what is measured may not be what is trained. `batch_fn`, "

@@ -57,15 +57,19 @@ class FisherTrace(Probe):
     def observe(self, model: nn.Module, samples: Samples) -> TraceSums:
         request = samples.request()
         norms = squared_norms_by_name(model, samples.inputs, samples.targets, request)
-        return TraceSums.of({name: part[: samples.counted] for name, part in norms.items()})
+        counted = {name: part[: samples.counted] for name, part in norms.items()}
+        return TraceSums.of(counted)
 
     def summarise(self, observed: TraceSums, samples: Samples) -> dict[str, float]:
-        together = observed._replace(sums=samples.summed(observed.sums).tolist())
+        sums = samples.summed(observed.sums).tolist()
+        together = TraceSums(observed.names, sums)
         trace, error, layers = together.compute(self.group_fn)
         values = {"fisher_trace": trace, "fisher_trace_standard_error": error}
         if self.per_layer:
-            values |= {f"fisher_trace/{layer or 'module'}": part for layer, part in layers.items()}
-        return {**values, "sgd_temperature": self._temperature(samples)}
+            for layer, part in layers.items():
+                values[f"fisher_trace/{layer or 'module'}"] = part
+        values["sgd_temperature"] = self._temperature(samples)
+        return values
 
     def _temperature(self, samples: Samples) -> float:
         """Return the learning rate over the samples of a step; NaN if one of them is not known."""
@@ -76,5 +80,6 @@ class FisherTrace(Probe):
             n: Any = getattr(trainer.train_dataloader, "batch_size", None)
             if samples.batch is not None:
                 n = self.reader.count(trainer.lightning_module, samples.batch)
-            return float(self._rate) / (n * trainer.world_size * trainer.accumulate_grad_batches)
+            batches = trainer.world_size * trainer.accumulate_grad_batches
+            return float(self._rate) / (n * batches)
         return math.nan

@@ -217,15 +217,16 @@ class InformationInWeights(Probe):
     def summarise(self, observed: _Observed, samples: Samples) -> dict[str, float]:
         """Put the parts of all processes together, and measure the loss under the Gaussian that they give."""
         loss = self._of_training_set(samples, observed.losses.sum()).item()
-        displacement, squares = observed.displacement, observed.squares
+        displacement = observed.displacement
+        squares = observed.squares
         moved = {name: part for name, part in displacement.items() if squares[name]}
         if moved:
-            gaussian = self._best_gaussian(
-                observed, self._family(observed, moved, samples), samples
-            )
+            family = self._family(observed, moved, samples)
+            gaussian = self._best_gaussian(observed, family, samples)
         else:
             gaussian = self._no_gaussian(loss)
-        terms, expected = added(gaussian.parts.values()), gaussian.expected_loss
+        terms = added(gaussian.parts.values())
+        expected = gaussian.expected_loss
         choices = len(AUTO_STDS) if moved and self.prior_std == "auto" else 1
         c_beta = terms.code_length(expected, choices=choices).item()
         quadratic = loss + terms.curvature_penalty.item()
@@ -256,25 +257,28 @@ class InformationInWeights(Probe):
         values: dict[str, float] = {}
         for name in weights:
             key = f"information_nats/{self.group_fn(name) or 'module'}"
-            values[key] = values.get(key, 0.0) + (parts[name].kl.item() if name in parts else 0.0)
+            nats = parts[name].kl.item() if name in parts else 0.0
+            values[key] = values.get(key, 0.0) + nats
         return values
 
     def _of_training_set(self, samples: Samples, losses: Tensor) -> Tensor:
         """Return losses of the whole training set, from sums over this process's samples."""
         mine = losses.double() if samples.counted else torch.zeros_like(losses)
-        return samples.summed(mine).cpu() * (self._training_set / samples.total)
+        scale = self._training_set / samples.total
+        return samples.summed(mine).cpu() * scale
 
     def _family(self, observed: _Observed, moved: ParamDict, samples: Samples) -> PostFamily:
         """Return the Gaussians around the network, from the Fisher information of all processes' samples."""
         fisher = observed.fisher
         if isinstance(fisher, KroneckerSums):
             factors = as_factors(fisher.summed(samples.summed), samples.total)
-            eigen = {name: block.eigen() for name, block in factors.items()}
-            values = {
-                name: self._training_set * eigen[name][0].view_as(part)
-                for name, part in moved.items()
-            }
-            return PostFamily(values, moved, self.beta, {name: eigen[name][1:] for name in moved})
+            values = {}
+            bases = {}
+            for name, part in moved.items():
+                eigenvalues, left, right = factors[name].eigen()
+                values[name] = self._training_set * eigenvalues.view_as(part)
+                bases[name] = (left, right)
+            return PostFamily(values, moved, self.beta, bases)
         scale = self._training_set / samples.total
         diagonal = {}
         for name, part in moved.items():
@@ -333,10 +337,12 @@ class InformationInWeights(Probe):
         excess = []
         for number, noise in enumerate(noises):
             part = number % parts
-            some = slice((part - samples.first) % parts, None, parts)
+            first = (part - samples.first) % parts
+            some = slice(first, None, parts)
             share = len(range(part, samples.total, parts)) / samples.total
             excess.append(_excess(observed, shaped, noise, samples, some) / share)
-        mine = torch.tensor([observed.losses.sum(), *excess], dtype=torch.float64, device="cpu")
+        sums = [observed.losses.sum(), *excess]
+        mine = torch.tensor(sums, dtype=torch.float64, device="cpu")
         loss, *others = self._of_training_set(samples, mine).tolist()
         pairs = [loss + more for more in others]
         error = math.nan
@@ -348,13 +354,15 @@ class InformationInWeights(Probe):
         """Return what a code for the labels of the training set needs without a network; NaN if not class labels."""
         if not isinstance(samples.likelihood, Categorical):
             return math.nan
-        targets, mine = samples.targets, torch.zeros(0, dtype=torch.long, device="cpu")
+        targets = samples.targets
+        mine = torch.zeros(0, dtype=torch.long, device="cpu")
         if targets is not None and not targets.is_floating_point():
             mine = targets[targets >= 0].cpu()  # below 0: labels that do not count
         largest = int(mine.max()) if len(mine) else -1
         classes = max(on_every_process(samples.trainer, largest + 1))
         counts = samples.summed(mine.bincount(minlength=classes)).cpu()
-        return label_entropy(counts) * counts.sum().item() * (self._training_set / samples.total)
+        scale = self._training_set / samples.total
+        return label_entropy(counts) * counts.sum().item() * scale
 
     def _warn_of_misfit(self, values: dict[str, float]) -> None:
         low, high = TRUSTED
@@ -370,15 +378,20 @@ class InformationInWeights(Probe):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        center = {name: w.cpu() for name, w in self._center.kept.items()}
-        settings = {"prior_std": self.prior_std, "beta": self.beta}
-        return {**super().state_dict(), "prior_center": center, "chosen": self._chosen, **settings}
+        return {
+            **super().state_dict(),
+            "prior_center": {name: w.cpu() for name, w in self._center.kept.items()},
+            "chosen": self._chosen,
+            "prior_std": self.prior_std,
+            "beta": self.beta,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         self._center.kept = dict(state_dict["prior_center"])
         self._chosen = state_dict.get("chosen")
-        before, now = ((get("prior_std"), get("beta")) for get in (state_dict.get, vars(self).get))
+        before = (state_dict.get("prior_std"), state_dict.get("beta"))
+        now = (self.prior_std, self.beta)
         if before != now and before != (None, None):
             warn(
                 f"{self.state_key} goes on with `prior_std` and `beta` {now}, and its history was measured with "
@@ -395,13 +408,16 @@ def _excess(
 ) -> float:
     """Return what noise of both signs adds to the loss of some samples in the mean; NaN where that fails."""
     model = observed.model
+
+    def loss() -> float:
+        return samples.losses(model, some).sum().item()
+
     try:
-        rows = losses_with_noise(
-            model, lambda: samples.losses(model, some).sum().item(), shaped, [noise]
-        )
+        rows = losses_with_noise(model, loss, shaped, [noise])
     except Exception:  # e.g. out of memory: then NaN, on all processes
         return math.nan
-    return rows.mean().item() - observed.losses[some].sum().item()
+    without = observed.losses[some].sum().item()
+    return rows.mean().item() - without
 
 
 def _ratio(value: float, whole: float) -> float:
@@ -410,7 +426,7 @@ def _ratio(value: float, whole: float) -> float:
 
 def _length(loaders: Any) -> int:
     """Return the samples of the labelled training set; call it inside ``observing``."""
-    loader = labeled_loader(loaders)[1]
+    _, loader = labeled_loader(loaders)
     if not readable(loader):
         raise ValueError(
             "`num_samples` must be given where the training loader does not say how many samples there are, "

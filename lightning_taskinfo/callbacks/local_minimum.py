@@ -90,22 +90,27 @@ class LocalMinimum(Probe):
         return normalise_logits(outputs) if self.normalise_logits else outputs
 
     def observe(self, model: nn.Module, samples: Samples) -> dict[str, float]:
+        draws = NumberedDraws(samples.likelihood, seed=samples.seed, total=samples.total)
         gram = gradient_gram(
             model,
             samples.inputs,
             samples.targets,
             labels=self.labels,
-            likelihood=NumberedDraws(samples.likelihood, seed=samples.seed, total=samples.total),
+            likelihood=draws,
             forward_fn=self._outputs,
         )
+        subset_size = self.subset_size
+        if subset_size is not None:
+            subset_size = min(subset_size, len(gram))
         result = local_minimum_summary(
             gram,
-            subset_size=None if self.subset_size is None else min(self.subset_size, len(gram)),
+            subset_size=subset_size,
             draws=self.draws,
             generator=Generator().manual_seed(samples.seed),
         )
         values = {name: value.item() for name, value in result._asdict().items()}
-        return values | {"mean_loss": samples.losses(model).mean().item()}
+        values["mean_loss"] = samples.losses(model).mean().item()
+        return values
 
     def summarise(self, observed: dict[str, float], samples: Samples) -> dict[str, float]:
         return {f"local_minimum/{name}": value for name, value in observed.items()}

@@ -149,14 +149,15 @@ class PACBayesCertificate(Probe):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         check_plain(self.state_key, pl_module)
         super().on_fit_start(trainer, pl_module)
-        layers = ((name, layer) for name, layer in pl_module.named_modules() if layer.training)
-        learn = [name for name, layer in layers if getattr(layer, "running_mean", None) is not None]
-        if learn:
-            warn(
-                f"{self.state_key} will not be valid: running statistics, like those of {learn[0]!r}, learn from the "
-                "data outside of the KL. Use GroupNorm or LayerNorm, or hold such layers still by `.eval()`."
-            )
-        self.certificate, self.tradeoff = None, []
+        for name, layer in pl_module.named_modules():
+            if layer.training and getattr(layer, "running_mean", None) is not None:
+                warn(
+                    f"{self.state_key} will not be valid: running statistics, like those of {name!r}, learn from the "
+                    "data outside of the KL. Use GroupNorm or LayerNorm, or hold such layers still by `.eval()`."
+                )
+                break
+        self.certificate = None
+        self.tradeoff = []
         self._bar = trainer.is_global_zero and trainer.progress_bar_callback is not None
         known = self._center.begin(pl_module)
         if not known:  # otherwise from a checkpoint, or an earlier fit: before the data were seen
@@ -185,10 +186,12 @@ class PACBayesCertificate(Probe):
                 f"got {list(outputs.shape)}; set `forward_fn` to a function of (module, inputs) that returns them"
                 f"{two if outputs.shape[1:] == (1,) else ''}."
             )
-        if targets is None or targets.is_floating_point() or targets.shape != outputs.shape[:-1]:
-            given = "none"
-            if targets is not None:
-                given = f"{targets.dtype} of shape {list(targets.shape)}"
+        given = "none"
+        fits = False
+        if targets is not None:
+            given = f"{targets.dtype} of shape {list(targets.shape)}"
+            fits = not targets.is_floating_point() and targets.shape == outputs.shape[:-1]
+        if not fits:
             raise ValueError(
                 f"{self.state_key} needs class indices (integers) of shape [N] as targets, got {given}."
             )
@@ -236,31 +239,37 @@ class PACBayesCertificate(Probe):
         wanted = self.pareto and self.certificate is not None and trainer.is_global_zero
         if not wanted or pool is None:
             return
+        inputs, targets = pool
         try:
             with observing(pl_module):
-                self._report_tradeoff(trainer, pl_module, (pool[0], cast(Tensor, pool[1])))
+                self._report_tradeoff(trainer, pl_module, inputs, cast(Tensor, targets))
         except Exception as error:
             self._failed(trainer, error)
 
     def _report_tradeoff(
-        self, trainer: Trainer, model: nn.Module, data: tuple[Any, Tensor]
+        self,
+        trainer: Trainer,
+        model: nn.Module,
+        inputs: Any,
+        targets: Tensor,
     ) -> None:
-        prior = self._prior(data[1].device)
-        self.tradeoff = pareto_front(model, data, prior, **self._options())
-        rows = [
-            {key: value for key, value in vars(row).items() if key != "prior_std"}
-            for row in self.tradeoff
-        ]
-        key, step = self._key("certificate_pareto"), trainer.global_step
+        prior = self._prior(targets.device)
+        self.tradeoff = pareto_front(model, (inputs, targets), prior, **self._options())
+        key = self._key("certificate_pareto")
+        step = trainer.global_step
+        rows = []
         best: dict[str, float] = {}
         for row in self.tradeoff:
+            values = dict(vars(row))
+            del values["prior_std"]
+            rows.append(values)
             name = f"{key}_{row.structure}"
             best[name] = min(row.bound, best.get(name, 1.0))
         for logger in trainer.loggers:
             logger.log_metrics(best, step=step)
         figure = None
         if has_matplotlib():
-            figure = plot_pareto(self.tradeoff, len(data[1]), delta=self.delta)[0]
+            figure, _ = plot_pareto(self.tradeoff, len(targets), delta=self.delta)
         report(trainer.loggers, key, figure, rows, step)
 
     def _prior(self, device: torch.device) -> Prior:
@@ -269,14 +278,19 @@ class PACBayesCertificate(Probe):
         return Prior(center, origin=origin, stds=self.prior_stds, fixed=self._fixed)
 
     def state_dict(self) -> dict[str, Any]:
-        fixed = {name: digest.hex() for name, digest in self._fixed.items()}
-        center = {name: weight.cpu() for name, weight in self._center.kept.items()}
-        return {**super().state_dict(), "center": center, "fixed": fixed, "late": self._late}
+        return {
+            **super().state_dict(),
+            "center": {name: weight.cpu() for name, weight in self._center.kept.items()},
+            "fixed": {name: digest.hex() for name, digest in self._fixed.items()},
+            "late": self._late,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         self._center.kept = dict(state_dict["center"])
-        self._fixed = {name: bytes.fromhex(digest) for name, digest in state_dict["fixed"].items()}
+        self._fixed = {}
+        for name, digest in state_dict["fixed"].items():
+            self._fixed[name] = bytes.fromhex(digest)
         self._late = state_dict["late"]
 
 

@@ -193,7 +193,11 @@ class Probe(Callback, ABC):
         self._source: Source | None = None
         self._comparison: LossComparison | None = None  # until the first batch was trained on
         self._error: Exception | None = None  # of the measurement under way
-        self._checked = self._warned = self._resumed = self._extra = self._sharded = False
+        self._checked = False  # whether the first samples can be measured
+        self._warned = False  # of a measurement that failed
+        self._resumed = False  # from a checkpoint
+        self._extra = False  # whether the last measurement was made because a fit ended
+        self._sharded = False
         self._begins = False  # the first step is still to come, and wanted
         self._module: ref[LightningModule] | None = None  # of the last fit
 
@@ -226,7 +230,8 @@ class Probe(Callback, ABC):
             self._comparison = LossComparison(
                 self.state_key, self.reader, as_likelihood(self.likelihood)
             )
-        if self._module is not None and self._module() is not pl_module and not self._resumed:
+        another = self._module is not None and self._module() is not pl_module
+        if another and not self._resumed:
             warn(
                 f"{self.state_key} was used for another module before: its history goes on with this one. "
                 "Give each training a callback of its own.",
@@ -240,8 +245,11 @@ class Probe(Callback, ABC):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._resumed and self._extra:
             self.history.pop()  # measured only because the first part of the run had ended
-        self._last_step, self._resumed, self._extra = trainer.global_step, False, False
-        self._measured_at, self._batch = -1, None
+        self._resumed = False
+        self._extra = False
+        self._last_step = trainer.global_step
+        self._measured_at = -1
+        self._batch = None
         self._begins = self.at_start and trainer.global_step == 0
         self._source = Source(
             self.data, self.max_samples, self.seed, self.reader, split=self.split_over_ranks
@@ -272,13 +280,18 @@ class Probe(Callback, ABC):
             self._measure(trainer, pl_module)
 
     def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        batch: Any,
+        batch_idx: int,
     ) -> None:
         # As the training step gets it: one that pops the labels takes them out of its own dict.
         self._batch = copy.copy(batch) if isinstance(batch, Mapping) else batch
         if not self._checked:
             with observing(pl_module):
-                self._check(pl_module, *self.reader.read(pl_module, batch))
+                inputs, targets = self.reader.read(pl_module, batch)
+                self._check(pl_module, inputs, targets)
         if self._comparison is not None:
             self._comparison.before_the_step(trainer, pl_module, batch)
         if self._begins and self.data == "train_batch":
@@ -286,7 +299,12 @@ class Probe(Callback, ABC):
             self._measure(trainer, pl_module)
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
     ) -> None:
         if self._comparison is not None:
             self._comparison.after_the_step(trainer, pl_module, outputs)
@@ -297,18 +315,19 @@ class Probe(Callback, ABC):
             except Exception as error:
                 self._failed(trainer, error)
         if self._due(trainer) and self._measure(trainer, pl_module):
-            values = {**dict.fromkeys(self.headline, math.nan), **without_layers(self.history[-1])}
+            values = dict.fromkeys(self.headline, math.nan)
+            values |= without_layers(self.history[-1])
             del values["step"]
             # Into the dict that checkpointing and early stopping read: `log_dict` would do the same,
             # and take as long as a part of the measurement.
-            logged = self._logged(values)
-            trainer.callback_metrics.update(
-                {key: torch.tensor(value, device="cpu") for key, value in logged.items()}
-            )
+            metrics = trainer.callback_metrics
+            for key, value in self._logged(values).items():
+                metrics[key] = torch.tensor(value, device="cpu")
 
     def _due(self, trainer: Trainer) -> bool:
         if self.every_n_steps is not None:
-            step, last = trainer.global_step, self._last_step
+            last = self._last_step
+            step = trainer.global_step
             self._last_step = step
             return step // self.every_n_steps != last // self.every_n_steps
         every = self.every_n_epochs  # first: this is asked at every batch, and looking up counts
@@ -322,7 +341,8 @@ class Probe(Callback, ABC):
         if self.history and trainer.loggers and trainer.is_global_zero:  # drawing takes a while
             with observing(pl_module):
                 self._report(trainer)
-        steps, beyond_start = trainer.global_step, any(row["step"] for row in self.history)
+        steps = trainer.global_step
+        beyond_start = any(row["step"] for row in self.history)
         if steps and not (beyond_start or self._warned or trainer.fast_dev_run):  # type: ignore[attr-defined]
             warn_nothing(self.state_key, steps, self.data, self.every_n_steps, self.every_n_epochs)
         self._source = self._batch = None
@@ -351,7 +371,8 @@ class Probe(Callback, ABC):
         samples: Any = None
         observed: Any = None
         pair = self._tried(self._pair, trainer, pl_module)
-        sizes = on_every_process(trainer, -1 if pair is None else size(pair[0]))
+        mine = -1 if pair is None else size(pair[0])
+        sizes = on_every_process(trainer, mine)
         if min(sizes) >= 0:
             samples = self._tried(self._samples, trainer, pair, sizes)
         if samples is not None:
@@ -376,9 +397,12 @@ class Probe(Callback, ABC):
 
     def _samples(self, trainer: Trainer, pair: Pair, sizes: list[int]) -> Samples:
         inputs, targets = pair
-        mine, first, total = size(inputs), 0, size(inputs)
+        mine = size(inputs)
+        first = 0
+        total = mine
         if self.split_over_ranks:
-            first, total = sum(sizes[: trainer.global_rank]), sum(sizes)
+            first = sum(sizes[: trainer.global_rank])
+            total = sum(sizes)
         if self._sharded:  # whose weights are gathered by all processes together
             if min(sizes) == 0:
                 raise ValueError(f"sharded weights need a sample on every process, got {sizes}")
@@ -410,9 +434,12 @@ class Probe(Callback, ABC):
 
     def _report(self, trainer: Trainer) -> None:
         loggers = [] if trainer.fast_dev_run else trainer.loggers  # type: ignore[attr-defined]
-        key, step = self._key(self.headline[0]), trainer.global_step
+        key = self._key(self.headline[0])
+        step = trainer.global_step
         try:
-            figure = self.plot()[0] if has_matplotlib() else None
+            figure = None
+            if has_matplotlib():
+                figure, _ = self.plot()
             report(loggers, key, figure, self.history, step)
             ends = self._logged(summary(self.history, self.headline))
             log_summary(loggers, key, ends, step)
@@ -421,9 +448,14 @@ class Probe(Callback, ABC):
 
     def _settings(self) -> dict[str, Any]:
         """Return the arguments that this callback was made with, and its defaults for the others."""
-        inits = [vars(base)["__init__"] for base in type(self).__mro__ if "__init__" in vars(base)]
-        names = [name for init in inits for name in inspect.signature(init).parameters]
-        return {name: getattr(self, name) for name in names if hasattr(self, name)}
+        settings = {}
+        for base in type(self).__mro__:
+            if "__init__" not in vars(base):
+                continue
+            for name in inspect.signature(vars(base)["__init__"]).parameters:
+                if hasattr(self, name):
+                    settings[name] = getattr(self, name)
+        return settings
 
     def _key(self, name: str) -> str:
         return f"{PREFIX}/{self.name}/{name}" if self.name else f"{PREFIX}/{name}"
@@ -445,4 +477,5 @@ class Probe(Callback, ABC):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.history = list(state_dict["history"])
-        self._extra, self._resumed = state_dict["extra"], True
+        self._extra = state_dict["extra"]
+        self._resumed = True

@@ -4,6 +4,7 @@ import csv
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +26,9 @@ def table(history: Sequence[Mapping[str, Cell]]) -> tuple[list[str], list[list[C
         >>> table([{"step": 1, "a": 2.0}, {"step": 2, "b": 3.0}])
         (['step', 'a', 'b'], [[1, 2.0, None], [2, None, 3.0]])
     """
-    columns = list(dict.fromkeys(key for row in history for key in row))
-    return columns, [[row.get(column) for column in columns] for row in history]
+    columns = list(dict.fromkeys(chain.from_iterable(history)))
+    rows = [[row.get(column) for column in columns] for row in history]
+    return columns, rows
 
 
 def summary(history: Sequence[Row], names: Iterable[str]) -> Row:
@@ -38,9 +40,12 @@ def summary(history: Sequence[Row], names: Iterable[str]) -> Row:
     """
     result: Row = {}
     for name in names:
-        if values := [row[name] for row in history if name in row]:
-            ends = {"first": values[0], "last": values[-1], "min": min(values), "max": max(values)}
-            result |= {f"{name}_{key}": value for key, value in ends.items()}
+        values = [row[name] for row in history if name in row]
+        if values:
+            result[f"{name}_first"] = values[0]
+            result[f"{name}_last"] = values[-1]
+            result[f"{name}_min"] = min(values)
+            result[f"{name}_max"] = max(values)
     return result
 
 
@@ -51,8 +56,12 @@ def known(history: Sequence[Row], name: str) -> list[tuple[float, int]]:
         >>> known([{"a": 2.0}, {"b": 1.0}, {"a": float("nan")}, {"a": 5.0}], "a")
         [(2.0, 0), (5.0, 3)]
     """
-    values = ((row.get(name, math.nan), number) for number, row in enumerate(history))
-    return [(value, number) for value, number in values if math.isfinite(value)]
+    values = []
+    for number, row in enumerate(history):
+        value = row.get(name, math.nan)
+        if math.isfinite(value):
+            values.append((value, number))
+    return values
 
 
 def thinned(history: Sequence[Row], names: Sequence[str], limit: int) -> list[Row]:
@@ -75,8 +84,11 @@ def thinned(history: Sequence[Row], names: Sequence[str], limit: int) -> list[Ro
         return [dict(row) for row in history]
     kept = set(spread(len(history), limit))
     for name in names:
-        if values := known(history, name):
-            kept |= {min(values)[1], max(values)[1]}
+        values = known(history, name)
+        if values:
+            _, smallest = min(values)
+            _, largest = max(values)
+            kept |= {smallest, largest}
     return [dict(history[i]) for i in sorted(kept)]
 
 
@@ -87,7 +99,9 @@ def spread(total: int, n: int) -> list[int]:
         >>> spread(9, 3)
         [0, 4, 8]
     """
-    return [round(i * (total - 1) / max(1, n - 1)) for i in range(n)]
+    step = total - 1
+    steps = max(1, n - 1)
+    return [round(i * step / steps) for i in range(n)]
 
 
 def without_layers(row: Row) -> Row:
@@ -97,7 +111,12 @@ def without_layers(row: Row) -> Row:
         >>> without_layers({"nats": 3.0, "nats/net.0": 1.0, "nats_at/0.5": 2.0})
         {'nats': 3.0, 'nats_at/0.5': 2.0}
     """
-    return {name: value for name, value in row.items() if name.rpartition("/")[0] not in row}
+    kept = {}
+    for name, value in row.items():
+        whole, _, _ = name.rpartition("/")
+        if whole not in row:
+            kept[name] = value
+    return kept
 
 
 def with_few_layers(row: Row, limit: int) -> Row:
@@ -108,11 +127,13 @@ def with_few_layers(row: Row, limit: int) -> Row:
         >>> with_few_layers(row, 2)
         {'nats': 3.0, 'nats/a': 1.0, 'nats/c': 1.5}
     """
-    whole = without_layers(row)
-    layers = [name for name in row if name not in whole]
+    few = without_layers(row)
+    layers = [name for name in row if name not in few]
     if len(layers) > limit:
         layers = [layers[i] for i in spread(len(layers), limit)]
-    return whole | {name: row[name] for name in layers}
+    for name in layers:
+        few[name] = row[name]
+    return few
 
 
 def log_settings(loggers: Sequence[Any], who: str, settings: Mapping[str, Any]) -> None:
@@ -137,8 +158,10 @@ def log_settings(loggers: Sequence[Any], who: str, settings: Mapping[str, Any]) 
 def _plain(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    if isinstance(value, list | tuple) and all(isinstance(x, int | float | str) for x in value):
-        return list(value)
+    if isinstance(value, list | tuple):
+        is_plain = all(isinstance(x, int | float | str) for x in value)
+        if is_plain:
+            return list(value)
     return getattr(value, "__qualname__", type(value).__name__)
 
 
@@ -182,24 +205,33 @@ def report(
 
 
 def log_rows(
-    logger: Any, key: str, columns: list[str], rows: Sequence[Sequence[Cell | None]], step: int
+    logger: Any,
+    key: str,
+    columns: list[str],
+    rows: Sequence[Sequence[Cell | None]],
+    step: int,
 ) -> None:
     """Give a table to a logger: as a table of W&B, a text of TensorBoard, or a file beside what else it writes."""
     if _is_wandb(logger):
         logger.log_table(key, columns=columns, data=rows, step=step)
     elif _is_tensorboard(logger):
-        lines = [columns, ["---"] * len(columns), *([_text(cell) for cell in row] for row in rows)]
+        lines = [columns, ["---"] * len(columns)]
+        for row in rows:
+            lines.append([_text(cell) for cell in row])
         text = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
         logger.experiment.add_text(key, text, step)
     elif path := _file(logger, f"{key}.csv"):
         with path.open("w", newline="") as file:
-            csv.writer(file).writerows([columns, *rows])
+            writer = csv.writer(file)
+            writer.writerow(columns)
+            writer.writerows(rows)
 
 
 def log_figure(logger: Any, key: str, figure: "Figure", step: int) -> None:
     """Give a figure to a logger, in the way of :func:`log_rows`."""
     if _is_wandb(logger):
-        logger.log_image(key, images=[figure_pixels(figure).numpy()], step=step)
+        image = figure_pixels(figure).numpy()
+        logger.log_image(key, images=[image], step=step)
     elif _is_tensorboard(logger):
         logger.experiment.add_image(key, figure_pixels(figure), step, dataformats="HWC")
     elif path := _file(logger, f"{key}.png"):
@@ -225,7 +257,8 @@ def _file(logger: Any, key: str) -> Path | None:
     if not isinstance(folder, str):
         return None
     Path(folder).mkdir(parents=True, exist_ok=True)
-    return Path(folder, key.removeprefix(f"{PREFIX}/").replace("/", "_"))
+    name = key.removeprefix(f"{PREFIX}/")
+    return Path(folder, name.replace("/", "_"))
 
 
 def _text(cell: Cell | None) -> str:

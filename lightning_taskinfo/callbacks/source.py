@@ -156,7 +156,13 @@ class Source:
     """
 
     def __init__(
-        self, data: str, max_samples: int, seed: int, reader: Reader, *, split: bool
+        self,
+        data: str,
+        max_samples: int,
+        seed: int,
+        reader: Reader,
+        *,
+        split: bool,
     ) -> None:
         self.data = data
         self.max_samples = max_samples
@@ -173,9 +179,12 @@ class Source:
         Raises:
             ValueError: If there must be a pool and the dataset does not give one.
         """
-        loader: Any = trainer.train_dataloader if self.data == "train" else trainer.val_dataloaders
+        loader: Any = trainer.train_dataloader
+        kind = "loader"
+        if self.data == "val":
+            loader = trainer.val_dataloaders
+            kind = "validation loader"
         key, loader = labeled_loader(loader)
-        kind = "validation loader" if self.data == "val" else "loader"
         needed = f"a {kind} of an indexed dataset, all of which is used"
         if readable(loader):
             try:
@@ -189,28 +198,37 @@ class Source:
         self.missing = len(self._share(trainer, self.max_samples))
 
     def _read_pool(
-        self, trainer: Trainer, pl_module: LightningModule, loader: DataLoader, key: Any | None
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        loader: DataLoader,
+        key: Any | None,
     ) -> Pair:
         chosen = choose(len(loader.dataset), self.max_samples, self.seed)  # type: ignore[arg-type]
         mine = self._share(trainer, len(chosen))
         if not mine:
             return torch.empty(0, device="cpu"), None
         batch = read_samples(loader, chosen[mine.start : mine.stop], self.seed)
-        batch = batch if key is None else {key: batch}  # as the training step gets it
-        return self.reader.read(pl_module, on_device(trainer, pl_module, batch))
+        if key is not None:
+            batch = {key: batch}  # as the training step gets it
+        batch = on_device(trainer, pl_module, batch)
+        return self.reader.read(pl_module, batch)
 
     def collect(self, pl_module: LightningModule, batch: Any, *, last: bool) -> None:
         """Take from a training batch what the pool still misses; with the last of an epoch it is complete."""
         if self.missing is None:
             return
-        inputs, targets = first_samples(*self.reader.read(pl_module, batch), self.missing)
+        inputs, targets = self.reader.read(pl_module, batch)
+        inputs, targets = first_samples(inputs, targets, self.missing)
         self.missing -= sample_count(inputs)
-        own = None if targets is None else targets.detach().clone()
-        self._collected.append((take(inputs, lambda x: x.detach().clone()), own))
+        inputs = take(inputs, lambda x: x.detach().clone())
+        if targets is not None:
+            targets = targets.detach().clone()
+        self._collected.append((inputs, targets))
         if last or not self.missing:
-            given, labels = zip(*self._collected, strict=True)
-            known = [part for part in labels if part is not None]
-            self.pool = joined([*given]), joined_targets(known) if known else None
+            given = [part for part, _ in self._collected]
+            known = [labels for _, labels in self._collected if labels is not None]
+            self.pool = joined(given), joined_targets(known) if known else None
             self.missing = None
 
     @property
@@ -222,11 +240,14 @@ class Source:
         """Return this process's inputs and targets."""
         if self.pool is not None:
             return self.pool
-        samples = self.reader.read(trainer.lightning_module, batch)
-        return first_samples(*samples, len(self._share(trainer, self.max_samples)))
+        inputs, targets = self.reader.read(trainer.lightning_module, batch)
+        mine = self._share(trainer, self.max_samples)
+        return first_samples(inputs, targets, len(mine))
 
     def _share(self, trainer: Trainer, total: int) -> range:
-        return share(total, trainer.global_rank, trainer.world_size) if self.split else range(total)
+        if not self.split:
+            return range(total)
+        return share(total, trainer.global_rank, trainer.world_size)
 
 
 # Processes
@@ -275,25 +296,31 @@ def labeled_loader(loader: Any) -> tuple[Any | None, Any]:
     parts = getattr(loader, "iterables", loader)
     if isinstance(parts, list | tuple) and len(parts) == 1:
         return None, parts[0]
-    key = labeled_key(parts, _has_labels) if isinstance(parts, Mapping) else None
-    return (None, loader) if key is None else (key, parts[key])
+    if isinstance(parts, Mapping):
+        key = labeled_key(parts, _has_labels)
+        if key is not None:
+            return key, parts[key]
+    return None, loader
 
 
 def _has_labels(loader: Any) -> bool:
     if not readable(loader) or not len(loader.dataset):
         return False
-    return is_labeled(read_samples(loader, torch.zeros(1, dtype=torch.long, device="cpu"), seed=0))
+    first = torch.zeros(1, dtype=torch.long, device="cpu")
+    return is_labeled(read_samples(loader, first, seed=0))
 
 
 def readable(loader: Any) -> bool:
     """Whether a pool can be read from the loader's dataset: it is indexed, and all of it is trained on."""
     if not isinstance(loader, DataLoader) or type(loader.batch_sampler) is not BatchSampler:
         return False  # or its items are batches
-    if not (hasattr(loader.dataset, "__getitem__") and hasattr(loader.dataset, "__len__")):
+    dataset = loader.dataset
+    if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         return False
     sampler = loader.sampler
-    whole = type(sampler) in (SequentialSampler, RandomSampler)
-    return whole or (isinstance(sampler, DistributedSampler) and sampler.dataset is loader.dataset)
+    if isinstance(sampler, DistributedSampler):
+        return sampler.dataset is dataset
+    return type(sampler) in (SequentialSampler, RandomSampler)
 
 
 def read_samples(loader: DataLoader, chosen: Tensor, seed: int) -> Any:
@@ -302,8 +329,9 @@ def read_samples(loader: DataLoader, chosen: Tensor, seed: int) -> Any:
     A dataset that may have a state is copied. Transforms that draw from global generators do so as
     the sample's number says, on whichever process.
     """
-    plain = _only_tensors(loader.dataset)
-    dataset, collate = loader.dataset, copy.deepcopy(loader.collate_fn)
+    dataset = loader.dataset
+    collate = copy.deepcopy(loader.collate_fn)
+    plain = _only_tensors(dataset)
     if not plain:
         dataset = copy.deepcopy(dataset)
     samples = []
@@ -326,15 +354,18 @@ def _only_tensors(dataset: Any) -> bool:
 def choose(total: int, n: int, seed: int) -> Tensor:
     """Return the numbers of ``n`` of ``total`` samples (or of all of them), in order, the same for the same seed."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randperm(total, generator=generator, device="cpu")[:n].sort().values
+    order = torch.randperm(total, generator=generator, device="cpu")
+    return order[:n].sort().values
 
 
 def on_device(trainer: Trainer, pl_module: LightningModule, batch: Any) -> Any:
     """Send a batch where the training step gets its own, through the same hooks."""
     batch = trainer.precision_plugin.convert_input(batch)
+    owner: Any = pl_module
     datamodule = getattr(trainer, "datamodule", None)
-    plain = [each.LightningDataModule.on_before_batch_transfer for each in NAMESPACES.values()]
-    has_own = datamodule is not None and type(datamodule).on_before_batch_transfer not in plain
-    owner: Any = datamodule if has_own else pl_module  # one of the two, as Lightning does it
+    if datamodule is not None:  # one of the two, as Lightning does it
+        plain = [each.LightningDataModule.on_before_batch_transfer for each in NAMESPACES.values()]
+        if type(datamodule).on_before_batch_transfer not in plain:
+            owner = datamodule
     batch = owner.on_before_batch_transfer(batch, 0)
     return trainer.strategy.batch_to_device(batch, dataloader_idx=0)

@@ -279,10 +279,13 @@ class Certificate:
     def advice(self) -> str:
         """Return what would tighten the weaker proof."""
         test_set = self.test_set
-        if test_set.bound is None or test_set.risk is None or test_set.bound <= self._proved():
+        if test_set.bound is None or test_set.risk is None:
+            return self._largest_part()
+        if test_set.bound <= self._proved():
             return self._largest_part()
         four = 4 * test_set.n
-        tail = binomial_upper_bound(round(four * test_set.risk), four, 1 - test_set.confidence)
+        errors = round(four * test_set.risk)
+        tail = binomial_upper_bound(errors, four, 1 - test_set.confidence)
         better = percent(float(tail))
         return f"More held-out labels tighten the test-set bound: {four} with the same error give {better}."
 
@@ -383,7 +386,10 @@ class Certificate:
 
 def _row(row: Candidate) -> dict[str, Any]:
     """Return a row of the search for JSON, which knows no infinity."""
-    return {name: None if value == math.inf else value for name, value in vars(row).items()}
+    plain = {}
+    for name, value in vars(row).items():
+        plain[name] = None if value == math.inf else value
+    return plain
 
 
 def _in_words(network: NetworkBound | None) -> str:

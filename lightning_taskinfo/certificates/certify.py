@@ -253,7 +253,8 @@ def _check_known_error(found: float, known: float, n: int) -> None:
     """Refuse an error that is far from the one that the user knows: other inputs, or other preprocessing."""
     if not 0 <= known <= 1:
         raise ValueError(f"`known_error` must be between 0 and 1, got {known}.")
-    reach = KNOWN_ERROR_MARGIN + 4 * math.sqrt(found * (1 - found) / n)
+    standard_error = math.sqrt(found * (1 - found) / n)
+    reach = KNOWN_ERROR_MARGIN + 4 * standard_error
     if abs(found - known) > reach:
         raise ValueError(
             f"`known_error` must be near the network's error on these samples, {found:.4f}, got {known}: are inputs "
@@ -297,7 +298,8 @@ def _counts(subject: Subject, inputs: Any, targets: Any) -> Tensor | None:
         return None
     if isinstance(targets, Tensor):
         return targets != IGNORED
-    if subject.error == "token" and bool((subject.targets == IGNORED).any()):
+    ignored = subject.targets == IGNORED
+    if subject.error == "token" and bool(ignored.any()):
         raise ValueError(
             "`unlabelled` must come with targets that are -100 in padding and anything else elsewhere, as `data` has "
             "padding and `error` is 'token', got inputs alone."

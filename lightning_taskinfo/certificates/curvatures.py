@@ -81,7 +81,8 @@ def affordable_structures(subject: Subject, structure: Structures) -> tuple[Stru
         )
     if structure != "auto":
         return names
-    widths = [p[0].numel() for p in trainable_parameters(subject.model).values() if p.ndim > 1]
+    weights = trainable_parameters(subject.model).values()
+    widths = [p[0].numel() for p in weights if p.ndim > 1]
     if max(widths, default=0) > WIDEST:
         return ("isotropic", "diagonal")
     return names if subject.error == "class" else ("isotropic", "diagonal", "layer_inputs")
@@ -104,7 +105,8 @@ def curvatures_of(
     n = subject.n
     g = subject.generator
     forward = partial(outputs_of, forward_fn=subject.forward_fn)
-    index = torch.randperm(n, generator=g, device=g.device)[:samples]
+    order = torch.randperm(n, generator=g, device=g.device)
+    index = order[:samples]
     inputs = subject.some(index)
     # Labels say where there is padding.
     padded = subject.error != "class" and subject.loss_fn is None
@@ -169,5 +171,6 @@ def diagonal_of(curvature: LowRankCurvature) -> list[CurvatureBlock]:
     diagonal = {}
     for name, h in curvature.diagonal.items():
         squares = curvature.factor[name].double() ** 2
-        diagonal[name] = h.double() + torch.tensordot(scales, squares, dims=1)
+        along = torch.tensordot(scales, squares, dims=1)
+        diagonal[name] = h.double() + along
     return diagonal_curvature(diagonal)

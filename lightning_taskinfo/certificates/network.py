@@ -60,7 +60,8 @@ def block_disagreements(
     size = math.ceil(m / draws)
     blocks = m // size
     g = subject.generator
-    order = torch.randperm(m, generator=g, device=g.device)[: blocks * size]
+    order = torch.randperm(m, generator=g, device=g.device)
+    order = order[: blocks * size]
     own = subject.predictions(inputs)
     if counts is None:
         counts = torch.ones_like(own, dtype=torch.bool)
@@ -70,7 +71,8 @@ def block_disagreements(
             drawn = one.predictions(pick(inputs, index, subject.device))
         of_network = pick(own, index, subject.device)
         where = pick(counts, index, subject.device)
-        means.append(differences(drawn, of_network, where, subject.error).mean())
+        different = differences(drawn, of_network, where, subject.error)
+        means.append(different.mean())
     return Disagreements(torch.stack(means), size)
 
 
@@ -148,4 +150,5 @@ def held_out_bound(
     else:  # a mean of losses between 0 and 1 is not binomial
         bound = betting_upper_bound(losses.clamp(0, 1), delta)
     errors = most_errors_below(best, other.n, delta)
-    return TestSetBound(other.n, float(losses.mean()), float(bound), errors / other.n, 1 - delta)
+    risk = float(losses.mean())
+    return TestSetBound(other.n, risk, float(bound), errors / other.n, 1 - delta)

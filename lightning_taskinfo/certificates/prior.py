@@ -89,7 +89,8 @@ class Prior:
         if self.center is None:
             return {}
         if isinstance(self.center, nn.Module):
-            return {**dict(self.center.named_parameters()), **dict(self.center.named_buffers())}
+            values: dict[str, Tensor] = dict(self.center.named_parameters())
+            return values | dict(self.center.named_buffers())
         assert isinstance(self.center, Mapping)  # a file was read
         return dict(self.center)
 
@@ -155,7 +156,9 @@ def half_prior(
     inputs, targets = data
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(targets), generator=generator, device="cpu")
-    half, rest = (_part(inputs, targets, index) for index in order.tensor_split(2))
+    first, second = order.tensor_split(2)
+    half = _part(inputs, targets, first)
+    rest = _part(inputs, targets, second)
     network = deepcopy(model)
     start = {**prior.values(), **prior.center_of(model)}
     network.load_state_dict({**network.state_dict(), **start})
@@ -169,7 +172,9 @@ def half_prior(
     origin = prior.origin
     if origin:
         origin += ", then trained on a random half of the samples, which is not certified"
-    return replace(prior, center=center, origin=origin, fresh=(), seen=half[0]), rest
+    seen, _ = half
+    informed = replace(prior, center=center, origin=origin, fresh=(), seen=seen)
+    return informed, rest
 
 
 def _part(inputs: Any, targets: Tensor, index: Tensor) -> tuple[Any, Tensor]:
@@ -190,9 +195,11 @@ def hashes(tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
     found = {}
     for name, tensor in tensors.items():
         values = tensor.detach().cpu().contiguous()
-        hashed = hashlib.blake2b(str(tuple(values.shape)).encode(), digest_size=16)
+        shape = str(tuple(values.shape))
+        hashed = hashlib.blake2b(shape.encode(), digest_size=16)
         if values.numel():
-            hashed.update(values.reshape(-1).view(torch.uint8).numpy().data)
+            raw = values.reshape(-1).view(torch.uint8)
+            hashed.update(raw.numpy().data)
         found[name] = hashed.digest()
     return found
 
@@ -318,8 +325,10 @@ def _about_fixed_tensors(model: nn.Module, prior: Prior, center: Mapping[str, Te
 def _about_the_batch(forward: Callable[[Any], Tensor], inputs: Any) -> list[str]:
     halves = (slice(0, 2), slice(2, 4))
     together = forward(inputs)
-    apart = torch.cat([forward(take(inputs, itemgetter(half))) for half in halves])
-    scale = float(together.abs().nan_to_num(0.0, 0.0).max())
+    of_halves = [forward(take(inputs, itemgetter(half))) for half in halves]
+    apart = torch.cat(of_halves)
+    sizes = together.abs().nan_to_num(0.0, 0.0)
+    scale = float(sizes.max())
     if torch.allclose(together, apart, rtol=1e-3, atol=1e-4 * scale, equal_nan=True):
         return []
     return [

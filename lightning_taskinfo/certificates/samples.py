@@ -169,7 +169,8 @@ def _read_unlabelled(
         return batch[0], None
     if isinstance(batch, Mapping) and not is_labeled(batch):
         nothing = torch.zeros(sample_count(batch), dtype=torch.long, device="cpu")
-        return _read({**batch, "labels": nothing}, argument, model, reader)[0], None
+        inputs, _ = _read({**batch, "labels": nothing}, argument, model, reader)
+        return inputs, None
     return _read(batch, argument, model, reader)
 
 
@@ -232,7 +233,8 @@ def _rows(tensor: Tensor) -> Iterator[bytes]:
         values = torch.view_as_real(values)
     kind = torch.float32 if values.is_floating_point() else torch.int64
     values = values.to(kind) + 0  # -0.0 becomes 0.0
-    for row in values.unsqueeze(-1).flatten(1).contiguous().numpy():
+    rows = values.unsqueeze(-1).flatten(1).contiguous()
+    for row in rows.numpy():
         yield row.tobytes()
 
 

@@ -78,15 +78,20 @@ class Proposal:
 
     def row(self, subject: Subject, structure: str, beta: float, bound: Bound) -> Candidate:
         """Try it out on a few draws: good enough to choose by, no certificate."""
-        drawn = [subject.draw_losses(self.post, TRY_SIZE) for _ in range(TRY_DRAWS)]
-        risks = torch.stack([losses.mean() for losses, _ in drawn])
-        risk = float(risks.mean().clamp(0, 1))
+        risks = []
+        disagreements = []
+        for _ in range(TRY_DRAWS):
+            losses, differences = subject.draw_losses(self.post, TRY_SIZE)
+            risks.append(losses.mean())
+            if differences is not None:
+                disagreements.append(differences.mean())
+        risk = float(torch.stack(risks).mean().clamp(0, 1))
         found = bound(risk, self.kl + self.price)
         candidate = Candidate(structure, beta, risk, self.kl, self.price, found, self.prior_std)
-        disagreements = [values.mean() for _, values in drawn if values is not None]
         if not disagreements:
             return candidate
-        return replace(candidate, disagreement=float(torch.stack(disagreements).mean()))
+        disagreement = torch.stack(disagreements).mean()
+        return replace(candidate, disagreement=float(disagreement))
 
 
 def search(
@@ -127,7 +132,9 @@ def search(
         for name, beta in sorted(winners):
             place = betas.index(beta)
             around = betas[max(0, place - COARSE + 1) : place + COARSE]
-            near += [(name, other) for other in around if (name, other) not in pairs + near]
+            for other in around:
+                if (name, other) not in pairs + near:
+                    near.append((name, other))
         try_out(near, "search closer")
     return rows
 
@@ -166,7 +173,8 @@ def choose_scales(
     Returns:
         The standard deviations by parameter name, the same by layer, and the price in nats.
     """
-    prices = union_bound_price(torch.arange(1, len(prior.stds) + 1, device="cpu"))  # [G]
+    places = torch.arange(1, len(prior.stds) + 1, device="cpu")
+    prices = union_bound_price(places)  # [G]
     if len(prior.stds) == 1:
         prices = torch.zeros_like(prices)  # nothing to choose, nothing to pay
     costs: dict[str, Tensor] = {}
@@ -174,18 +182,27 @@ def choose_scales(
     for block in blocks:
         layer = _layer(block) if prior.per_layer else ""
         members.setdefault(layer, []).extend(block.names)
-        shifts = [displacement[name].double().square().sum() for name in block.names]
-        shift = sum(map(float, shifts))
+        shift = 0.0
+        for name in block.names:
+            moved = displacement[name].double()
+            shift += float(moved.square().sum())
         block_costs = []
         for std in prior.stds:
-            gain = (std**2 * block.eigenvalues / beta).log1p().sum()
+            ratio = std**2 * block.eigenvalues / beta
+            gain = ratio.log1p().sum()
             block_costs.append(shift / std**2 + float(gain))
         added = torch.tensor(block_costs, dtype=torch.float64, device="cpu")
         costs[layer] = costs.get(layer, 2 * prices) + added
-    chosen = {layer: int(cost.argmin()) for layer, cost in costs.items()}
-    by_layer = {layer: prior.stds[j] for layer, j in chosen.items()}
-    by_name = {name: by_layer[layer] for layer, names in members.items() for name in names}
-    return by_name, by_layer, float(prices[list(chosen.values())].sum())
+    by_layer: dict[str, float] = {}
+    by_name: dict[str, float] = {}
+    chosen = []
+    for layer, cost in costs.items():
+        j = int(cost.argmin())
+        chosen.append(j)
+        by_layer[layer] = prior.stds[j]
+        for name in members[layer]:
+            by_name[name] = prior.stds[j]
+    return by_name, by_layer, float(prices[chosen].sum())
 
 
 def _layer(block: CurvatureBlock) -> str:
@@ -282,4 +299,5 @@ def _oracle(subject: Subject, prior: Prior, diagonal: Curvature, beta: float) ->
         variances = oracle.post_variance.nan_to_num(posinf=0.0)  # not felt by the loss: left alone
         blocks.append(CurvatureBlock(block.names, variances))
         kl += float(oracle.kl)
-    return Proposal(BlockGaussian(weights, blocks), kl, price=0.0, prior_std={})
+    post = BlockGaussian(weights, blocks)
+    return Proposal(post, kl, price=0.0, prior_std={})

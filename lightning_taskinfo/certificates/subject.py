@@ -63,7 +63,8 @@ class Subject:
         check_certifiable(model)
         inputs, targets = samples
         weights = trainable_parameters(model)
-        generator = Generator(next(iter(weights.values())).device).manual_seed(seed)
+        first = next(iter(weights.values()))
+        generator = Generator(first.device).manual_seed(seed)
         subject = cls(model, inputs, targets, generator, error, loss_fn, forward_fn)
         if loss_fn is not None:
             return subject
@@ -93,7 +94,8 @@ class Subject:
         A network with trainable weights in half precision runs in float32 then: rounded draws would
         be those of another post-distribution than the one whose KL is paid for.
         """
-        rounded = any(p.dtype in HALVES for p in trainable_parameters(self.model).values())
+        weights = trainable_parameters(self.model).values()
+        rounded = any(p.dtype in HALVES for p in weights)
         with post.with_weights(self.model, self.generator):
             yield replace(self, float32=rounded)
 
@@ -282,7 +284,8 @@ def check_error(kind: ErrorKind, outputs: Tensor, targets: Tensor, all_targets: 
             f"targets of `data` must have shape {shape[:-1]} where `model` returns {shape}, got {list(targets.shape)}."
         )
     named = all_targets if kind == "class" else all_targets[all_targets != IGNORED]
-    low, high = int(named.min()), int(named.max())
+    low = int(named.min())
+    high = int(named.max())
     C = outputs.shape[-1]
     if low < 0 or high >= C:
         wrong = low if low < 0 else high

@@ -105,9 +105,9 @@ def _no_bytes(x: NDArray[Any]) -> str:
 def _no_whole_numbers(y: NDArray[Any]) -> str:
     if y.dtype.kind in "US":
         return f"strings such as {y.flat[0].item()!r}; number the classes from 0"
-    whole = y.dtype == bool or (
-        y.dtype.kind == "f" and bool((np.isfinite(y) & (y == np.round(y))).all())
-    )
+    whole = y.dtype == bool
+    if y.dtype.kind == "f":
+        whole = bool((np.isfinite(y) & (y == np.round(y))).all())
     return f"{y.dtype}; y.astype('int64') makes them" if whole else f"{y.dtype}"
 
 
@@ -152,7 +152,8 @@ class ArrayData:
         if self.num_classes < 2:
             raise ValueError(f"`num_classes` must be at least 2, got {self.num_classes}.")
         for split in ("train", "test"):
-            images, labels = f"x_{split}", f"y_{split}"
+            images = f"x_{split}"
+            labels = f"y_{split}"
             object.__setattr__(self, images, as_images(getattr(self, images), images))
             object.__setattr__(self, labels, as_labels(getattr(self, labels), labels))
             self._check(split)
@@ -176,7 +177,8 @@ class ArrayData:
         return _scaled(self.x_test, self.y_test)
 
     def _check(self, split: str) -> None:
-        x, y = getattr(self, f"x_{split}"), getattr(self, f"y_{split}")
+        x = getattr(self, f"x_{split}")
+        y = getattr(self, f"y_{split}")
         if len(x) != len(y) or not len(x):
             raise ValueError(
                 f"`x_{split}` and `y_{split}` must have the same positive length, got {len(x)} and {len(y)}."
@@ -188,7 +190,9 @@ class ArrayData:
 
 
 def _scaled(images: NDArray[np.uint8], labels: NDArray[np.int64]) -> TensorDataset:
-    return TensorDataset(torch.from_numpy(images).float() / 255, torch.from_numpy(labels))
+    x = torch.from_numpy(images).float() / 255
+    y = torch.from_numpy(labels)
+    return TensorDataset(x, y)
 
 
 def from_any(splits: dict[str, Any], *, name: str, num_classes: int | None = None) -> ArrayData:
@@ -200,16 +204,18 @@ def from_any(splits: dict[str, Any], *, name: str, num_classes: int | None = Non
         num_classes: Number of classes, for labels that count from 0. Where not given, the classes
             are the labels that occur, in their order.
     """
-    arrays: dict[str, Any] = {
-        key: a if key.startswith("x") else as_labels(a, key) for key, a in splits.items()
-    }
+    arrays = dict(splits)
+    for key in ("y_train", "y_test"):
+        arrays[key] = as_labels(arrays[key], key)
     if num_classes is not None:
         return ArrayData(**arrays, name=name, num_classes=num_classes)
     occurring = np.unique(np.concatenate([arrays["y_train"], arrays["y_test"]]))
     labels = None
-    if not np.array_equal(occurring, np.arange(len(occurring))) and occurring.min() >= 0:
+    in_order = np.array_equal(occurring, np.arange(len(occurring)))
+    if not in_order and occurring.min() >= 0:
         labels = tuple(occurring.tolist())
-        arrays |= {key: np.searchsorted(occurring, arrays[key]) for key in ("y_train", "y_test")}
+        for key in ("y_train", "y_test"):
+            arrays[key] = np.searchsorted(occurring, arrays[key])
         words = [str(label) for label in labels]
         if len(words) > 4:
             words = [*words[:3], "…", words[-1]]

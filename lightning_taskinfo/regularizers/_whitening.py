@@ -24,7 +24,11 @@ class Whitening(NamedTuple):
 
 
 def fit_whitening(
-    batches: Callable[[], Iterator[Tensor]], size: int, components: int, ridge: float, outputs: int
+    batches: Callable[[], Iterator[Tensor]],
+    size: int,
+    components: int,
+    ridge: float,
+    outputs: int,
 ) -> Whitening:
     r"""Whiten by :math:`(\Sigma_x + \epsilon \bar\lambda I)^{-1/2}`, on all inputs or on leading principal directions.
 
@@ -66,7 +70,11 @@ def fit_whitening(
 
 
 def warn_of_scale(
-    whitened: Tensor, effective_dim: Tensor, *, factor: float = 100.0, minimum: int = 8
+    whitened: Tensor,
+    effective_dim: Tensor,
+    *,
+    factor: float = 100.0,
+    minimum: int = 8,
 ) -> None:
     """Warn if the variance of a batch is ``factor`` times, or a ``factor``-th of, what the fit expects.
 

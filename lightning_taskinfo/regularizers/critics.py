@@ -23,7 +23,11 @@ class SeparableCritic(nn.Module):
     """
 
     def __init__(
-        self, input_shape: Sequence[int], feature_dim: int, hidden: int = 256, embedding: int = 32
+        self,
+        input_shape: Sequence[int],
+        feature_dim: int,
+        hidden: int = 256,
+        embedding: int = 32,
     ) -> None:
         super().__init__()
         self.input_tower = tower(input_shape, hidden, embedding)
@@ -45,7 +49,11 @@ class BilinearCritic(nn.Module):
     """
 
     def __init__(
-        self, input_shape: Sequence[int], feature_dim: int, hidden: int = 256, embedding: int = 32
+        self,
+        input_shape: Sequence[int],
+        feature_dim: int,
+        hidden: int = 256,
+        embedding: int = 32,
     ) -> None:
         super().__init__()
         self.input_tower = tower(input_shape, hidden, embedding)
@@ -67,14 +75,19 @@ class ConcatenatedCritic(nn.Module):
     """
 
     def __init__(
-        self, input_shape: Sequence[int], feature_dim: int, hidden: int = 256, embedding: int = 32
+        self,
+        input_shape: Sequence[int],
+        feature_dim: int,
+        hidden: int = 256,
+        embedding: int = 32,
     ) -> None:
         super().__init__()
         image = len(input_shape) == 3
         self.input_tower = tower(input_shape, hidden, embedding) if image else nn.Flatten()
         # The first layer of [x, z] is the sum of one of x and one of z: B of each instead of B² of
         # both.
-        self.from_input = nn.Linear(embedding if image else math.prod(input_shape), hidden)
+        width = embedding if image else math.prod(input_shape)
+        self.from_input = nn.Linear(width, hidden)
         self.from_features = nn.Linear(feature_dim, hidden, bias=False)
         self.score = nn.Sequential(
             nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, 1)
@@ -84,7 +97,8 @@ class ConcatenatedCritic(nn.Module):
         """Return the scores of all pairs, shape ``[B, B]``."""
         a = self.from_input(self.input_tower(inputs))  # [B, H]
         b = self.from_features(features)  # [B, H]
-        return self.score(a[:, None] + b[None]).squeeze(-1)  # [B, B]
+        pairs = a[:, None] + b[None]  # [B, B, hidden]
+        return self.score(pairs).squeeze(-1)
 
 
 def tower(shape: Sequence[int], hidden: int, out: int) -> nn.Sequential:

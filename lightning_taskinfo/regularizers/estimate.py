@@ -138,8 +138,13 @@ def _column(argument: str, tensor: Tensor) -> Tensor:
 
 def _standardised(parts: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
     """Shift and scale by the first part's moments; constant columns stay as they are."""
-    (mean_x, std_x), (mean_z, std_z) = (_moments(values) for values in parts[0])
-    return [((x - mean_x) / std_x, (z - mean_z) / std_z) for x, z in parts]
+    first_x, first_z = parts[0]
+    mean_x, std_x = _moments(first_x)
+    mean_z, std_z = _moments(first_z)
+    standardised = []
+    for x, z in parts:
+        standardised.append(((x - mean_x) / std_x, (z - mean_z) / std_z))
+    return standardised
 
 
 def _moments(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -166,7 +171,8 @@ def _train(
     for step in range(1, steps + 1):
         order = torch.randperm(len(x), generator=generator, device="cpu")
         rows = order[:batch_size].to(x.device)
-        loss = -jensen_shannon(critic(x[rows], z[rows]), negatives=negatives)
+        scores = critic(x[rows], z[rows])
+        loss = -jensen_shannon(scores, negatives=negatives)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -142,7 +142,8 @@ class Lautum(Regularizer):
         """
         with observing(self), torch.no_grad():
             batches = lambda: flat_inputs(loader, self.input_shape)  # noqa: E731
-            D, K = math.prod(self.input_shape), len(self.cov_w)
+            D = math.prod(self.input_shape)
+            K = len(self.cov_w)
             whitening = fit_whitening(batches, D, self.components, self.ridge, outputs=K)
         self.mean.copy_(whitening.mean)
         self.whitener.copy_(whitening.matrix)
@@ -196,7 +197,8 @@ class Lautum(Regularizer):
                 value = self._with_gradient(x, w, *averages, n)
             else:  # the loss shows it, and a gradient scaler skips the step
                 value = torch.nan * w.sum().double()
-        return self.penalty(-value.float(), self.schedule(epoch), value=value.float())
+        value = value.float()
+        return self.penalty(-value, self.schedule(epoch), value=value)
 
     def _gradients(self, inputs: Tensor, outputs: Tensor, epoch: int) -> Tensor:
         if not inputs.requires_grad:
@@ -209,7 +211,8 @@ class Lautum(Regularizer):
         direction = (v / v.norm()).to(outputs.device)
         along = (outputs.float() @ direction).sum()
         (gradients,) = torch.autograd.grad(along, inputs, create_graph=torch.is_grad_enabled())
-        return gradients.flatten(1).float() @ self.whitener.T * self.scales  # [B, r]
+        rows = gradients.flatten(1).float()
+        return rows @ self.whitener.T * self.scales  # [B, r]
 
     @torch.no_grad()
     def _averages(self, local: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor] | None:
@@ -234,7 +237,12 @@ class Lautum(Regularizer):
         return min(batch_size * batches, int(self.samples))
 
     def _with_gradient(
-        self, x: Tensor, w: Tensor, cov_w: Tensor, cov_wx: Tensor, n: float
+        self,
+        x: Tensor,
+        w: Tensor,
+        cov_w: Tensor,
+        cov_wx: Tensor,
+        n: float,
     ) -> Tensor:
         """Information of the averages, with the gradient that the current batch would have as all of them.
 
@@ -257,7 +265,8 @@ class Lautum(Regularizer):
 
     def _information(self, cov_w: Tensor, squares: Tensor, n: float) -> Tensor:
         """Information from the covariance of ``w``, and the squares of that with whitened inputs, [K, K]."""
-        floor = self.ridge * cov_w.diagonal().mean().detach() + 1e-12
+        mean = cov_w.diagonal().mean().detach()
+        floor = self.ridge * mean + 1e-12
         identity = torch.eye(len(cov_w), dtype=cov_w.dtype, device=cov_w.device)
         factor = torch.linalg.cholesky(cov_w + floor * identity)
         half = torch.linalg.solve_triangular(factor, squares, upper=False)
@@ -280,7 +289,9 @@ def _default_components(D: int, proxy: str, max_dim: int) -> int:
 def _covariances(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     """Covariance of the centred ``w``, [K, K], and of ``w`` with the inputs, [K, r]."""
     n = len(x) - 1
-    return (w.T @ w).double() / n, (w.T @ x).double() / n
+    of_w = (w.T @ w).double()
+    of_both = (w.T @ x).double()
+    return of_w / n, of_both / n
 
 
 def _finite(*parts: Tensor) -> bool:
@@ -289,7 +300,12 @@ def _finite(*parts: Tensor) -> bool:
 
 
 def _check_ranges(
-    D: int, K: int, components: int, decay: float, shrinkage: float, ridge: float
+    D: int,
+    K: int,
+    components: int,
+    decay: float,
+    shrinkage: float,
+    ridge: float,
 ) -> None:
     rules = {
         "num_outputs": (K, K >= 1, "at least 1"),

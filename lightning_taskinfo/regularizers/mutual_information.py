@@ -143,12 +143,14 @@ class MutualInformation(Regularizer):
                 self._train_critic(x, z.detach())
             scores = self.scores(x, z)
             weight = self.schedule(epoch) if by_step or epoch % 2 == 1 else 0.0
-            return self.penalty(self._objective(scores), weight, value=self._estimate(scores))
+            value = self._estimate(scores)
+            return self.penalty(self._objective(scores), weight, value=value)
 
     def scores(self, inputs: Tensor, features: Tensor) -> Tensor:
         """Return the critic's scores of all pairs, shape ``[B, B]``, unmoved by its later steps."""
         parameters = list(self.critic.parameters())
-        with swapped(self.critic, parameters, [p.detach().clone() for p in parameters]):
+        copies = [p.detach().clone() for p in parameters]
+        with swapped(self.critic, parameters, copies):
             return self.critic(inputs, features)
 
     def _estimate(self, scores: Tensor) -> Tensor:
@@ -179,7 +181,8 @@ class MutualInformation(Regularizer):
                 )
                 (moved,) = mean_over_ranks(moved)
                 self.log_average.copy_(torch.where(moved.isfinite(), moved, self.log_average))
-            gradients = mean_over_ranks(*torch.autograd.grad(-self._objective(scores), copies))
+            own = torch.autograd.grad(-self._objective(scores), copies)
+            gradients = mean_over_ranks(*own)
             # E.g. features that overflowed: the next batch is fine.
             if not all(g.isfinite().all() for g in gradients):
                 continue

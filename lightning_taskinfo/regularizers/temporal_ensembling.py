@@ -117,11 +117,14 @@ class TemporalEnsembling(Regularizer):
             )
         with torch.autocast(outputs.device.type, enabled=False):
             predictions = outputs.float().softmax(-1)  # [B, C]
-            targets = ensemble_targets(self.average[index].float(), self.count[index], self.decay)
-            squares = (predictions - targets).square().mean(-1) * (self.count[index] > 0)  # [B]
+            count = self.count[index]
+            targets = ensemble_targets(self.average[index].float(), count, self.decay)
+            squares = (predictions - targets).square().mean(-1)  # [B]
+            squares = squares * (count > 0)
         if self.training:
             self._move(gather_rows(index), gather_rows(predictions), epoch)
-        return self.penalty(squares.mean(), self.schedule(epoch) if epoch > 0 else 0.0)
+        weight = self.schedule(epoch) if epoch > 0 else 0.0
+        return self.penalty(squares.mean(), weight)
 
     def _move(self, index: Tensor, predictions: Tensor, epoch: int) -> None:
         """Move the averages of samples that this epoch has not seen yet; of a repeated one, by its first row."""
@@ -134,7 +137,8 @@ class TemporalEnsembling(Regularizer):
         index, predictions = unique[new], predictions[first[new].long()]
         if not predictions.isfinite().all():
             return  # diverged: the loss says so, and the averages stay usable
-        moved = self.decay * self.average[index].float() + (1 - self.decay) * predictions
+        kept = self.decay * self.average[index].float()
+        moved = kept + (1 - self.decay) * predictions
         self.average[index] = moved.to(self.average.dtype)
         self.count[index] += 1
         self.last_epoch[index] = epoch
