@@ -7,13 +7,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_taskinfo._batches import sample_count, take
+from lightning_taskinfo._batches import sample_count, split, take
 from lightning_taskinfo._observe import (
     ParamDict,
     at_least_float32,
@@ -61,9 +60,12 @@ class CurvatureBlock:
 
     def unpack(self, matrix: Tensor, shapes: Mapping[str, Sequence[int]]) -> ParamDict:
         """Cut a matrix ``[R, D]`` into tensors of the given shapes."""
-        widths = [torch.Size(shapes[name]).numel() // len(matrix) for name in self.names]
-        columns = zip(self.names, matrix.split(widths, dim=1), strict=True)
-        return {name: part.reshape(shapes[name]) for name, part in columns}
+        sizes = [torch.Size(shapes[name]).numel() for name in self.names]
+        widths = [size // len(matrix) for size in sizes]
+        tensors = {}
+        for name, part in zip(self.names, matrix.split(widths, dim=1), strict=True):
+            tensors[name] = part.reshape(shapes[name])
+        return tensors
 
 
 @dataclass(frozen=True)
@@ -98,10 +100,11 @@ def diagonal_curvature(diagonal: Mapping[str, Tensor]) -> list[CurvatureBlock]:
         >>> [block.eigenvalues.shape for block in diagonal_curvature({"weight": torch.ones(3, 2)})]
         [torch.Size([1, 6])]
     """
-    return [
-        CurvatureBlock((name,), _non_negative(name, values).reshape(1, -1))
-        for name, values in diagonal.items()
-    ]
+    blocks = []
+    for name, values in diagonal.items():
+        row = _non_negative(name, values).reshape(1, -1)
+        blocks.append(CurvatureBlock((name,), row))
+    return blocks
 
 
 def layer_curvature(model: nn.Module, matrices: Mapping[str, Tensor]) -> list[CurvatureBlock]:
@@ -119,7 +122,8 @@ def layer_curvature(model: nn.Module, matrices: Mapping[str, Tensor]) -> list[Cu
     blocks = []
     for layer, matrix in matrices.items():
         values, basis = _eigh(layer, matrix)
-        blocks.append(CurvatureBlock(parameter_names(model, layer), values[None], right=basis))
+        names = parameter_names(model, layer)
+        blocks.append(CurvatureBlock(names, values[None], right=basis))
     return blocks
 
 
@@ -179,7 +183,8 @@ def kronecker_curvature(
     blocks = []
     for name, block in factors.items():
         of_rows, left = _factor(name, block.rows)
-        of_columns, right = of_rows.new_ones(1), None
+        of_columns = of_rows.new_ones(1)
+        right = None
         if block.columns is not None:
             of_columns, right = _factor(name, block.columns)
         eigenvalues = scale * of_rows[:, None] * of_columns
@@ -279,19 +284,18 @@ def layer_input_matrices(
         torch.no_grad(),
         _capturing(model) as captured,
     ):
-        for chunk in _chunks(inputs, chunk_size):
-            (forward_fn or nn.Module.__call__)(model, chunk)
+        inputs = take(inputs, at_least_float32)
+        for chunk in split(inputs, chunk_size):
+            if forward_fn is None:
+                model(chunk)
+            else:
+                forward_fn(model, chunk)
             for layer, calls in captured.items():
                 for z in calls:
-                    matrices[layer] = matrices.get(layer, 0) + (z.T @ z).double() / n
+                    products = (z.T @ z).double()
+                    matrices[layer] = matrices.get(layer, 0) + products / n
             captured.clear()
     return matrices
-
-
-def _chunks(inputs: Any, size: int) -> Iterator[Any]:
-    inputs = take(inputs, at_least_float32)
-    for start in range(0, sample_count(inputs), size):
-        yield take(inputs, itemgetter(slice(start, start + size)))
 
 
 @contextmanager
@@ -314,28 +318,31 @@ def _capturing(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
 
 def _layers(model: nn.Module) -> dict[str, nn.Module]:
     owners = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if (isinstance(module, nn.Linear) or (isinstance(module, nn.Conv2d) and module.groups == 1))
-        and "weight" in module._parameters  # a parametrized weight is made of others
-        and all(p.requires_grad and owners[id(p)] == 1 for p in module.parameters(recurse=False))
-    }
+    found = {}
+    for name, module in model.named_modules():
+        plain_conv = isinstance(module, nn.Conv2d) and module.groups == 1
+        if not plain_conv and not isinstance(module, nn.Linear):
+            continue
+        if "weight" not in module._parameters:  # a parametrized weight is made of others
+            continue
+        own = [*module.parameters(recurse=False)]
+        if all(p.requires_grad and owners[id(p)] == 1 for p in own):
+            found[name] = module
+    return found
 
 
 def _columns(module: nn.Module, z: Tensor) -> Tensor:
     if isinstance(module, nn.Conv2d):
-        if module.padding_mode != "zeros" or isinstance(module.padding, str):
-            top = module._reversed_padding_repeated_twice
-            z = nn.functional.pad(
-                z, top, mode="constant" if module.padding_mode == "zeros" else module.padding_mode
-            )
-            padding: tuple[int, ...] = (0, 0)
-        else:
+        padding: tuple[int, ...] = (0, 0)
+        if module.padding_mode == "zeros" and not isinstance(module.padding, str):
             padding = module.padding
-        z = nn.functional.unfold(
+        else:  # padded here, as the layer does it
+            mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+            z = nn.functional.pad(z, module._reversed_padding_repeated_twice, mode=mode)
+        patches = nn.functional.unfold(
             z, module.kernel_size, module.dilation, padding, module.stride
-        ).transpose(1, 2)
+        )
+        z = patches.transpose(1, 2)
     z = z.flatten(0, -2)
     if module.bias is None:
         return z

@@ -76,8 +76,8 @@ class WeightGaussian(ABC):
         """
         parameters = dict(model.named_parameters())
         drawn = self.sample(generator)
-        rounded = any(parameters[name].dtype in HALVES for name in drawn)
         own = {name: parameters[name] for name in drawn}
+        rounded = any(parameter.dtype in HALVES for parameter in own.values())
         whole = full_precision(parts(model)) if rounded else nullcontext()
         with whole, holding(own, drawn):
             yield model
@@ -120,7 +120,8 @@ class IsotropicGaussian(WeightGaussian):
         return drawn
 
     def log_det(self) -> Tensor:  # noqa: D102
-        log_std = _on_cpu([self.std[name] for name in self.mean]).log()
+        stds = [self.std[name] for name in self.mean]
+        log_std = _on_cpu(stds).log()
         return 2 * (log_std * self._counts()).sum()
 
     def kl(self, pre: "IsotropicGaussian") -> Tensor:  # noqa: D102
@@ -161,7 +162,8 @@ class BlockGaussian(WeightGaussian):
         dtype = self.mean[block.names[0]].dtype
         left = None if block.left is None else block.left.to(dtype)
         right = None if block.right is None else block.right.to(dtype)
-        return CurvatureBlock(block.names, block.eigenvalues.sqrt().to(dtype), left, right)
+        std = block.eigenvalues.sqrt().to(dtype)
+        return CurvatureBlock(block.names, std, left, right)
 
     def sample(self, generator: Generator | None = None) -> ParamDict:  # noqa: D102
         drawn: ParamDict = {}
@@ -181,8 +183,10 @@ class BlockGaussian(WeightGaussian):
     def kl(self, pre: IsotropicGaussian) -> Tensor:  # noqa: D102
         total = self._squared_shift(pre)
         for block in self.blocks:
-            rho = (block.eigenvalues / block_std(block, pre) ** 2).log()  # [R, D]
-            total = total + (rho.expm1() - rho).sum()
+            variance = block_std(block, pre) ** 2
+            rho = (block.eigenvalues / variance).log()  # [R, D]
+            widths = rho.expm1() - rho
+            total = total + widths.sum()
         return 0.5 * total
 
 
@@ -281,7 +285,8 @@ class LowRankGaussian(WeightGaussian):
                     f"`curvature` must cover every parameter once, got none or several for {wrong}."
                 )
         self._prior_std = self._flat_std(pre)  # [k]
-        self._stretch = 1 + self._prior_std**2 * self._flat(curvature.diagonal) / beta  # E, [k]
+        diagonal = self._flat(curvature.diagonal)
+        self._stretch = 1 + self._prior_std**2 * diagonal / beta  # E, [k]
         factors = [curvature.factor[name].double().flatten(1) for name in self.mean]
         U = torch.cat(factors, dim=1).T  # [k, r]
         scales = (curvature.scales.double() / beta).sqrt()
@@ -289,7 +294,8 @@ class LowRankGaussian(WeightGaussian):
         V = units[:, None] * U * scales
         squares, R = torch.linalg.eigh(V.T @ V)
         tiny = torch.finfo(torch.float64).tiny
-        used = squares > 1e-14 * squares.max().clamp_min(tiny)
+        largest = squares.max().clamp_min(tiny)
+        used = squares > 1e-14 * largest
         self._squares = squares[used]  # σ², [r]
         self._directions = V @ R[:, used] / self._squares.sqrt()  # Q, [k, r]
 
@@ -297,7 +303,8 @@ class LowRankGaussian(WeightGaussian):
         noises = [_randn_like(mean, generator).flatten() for mean in self.mean.values()]
         z = torch.cat(noises).double()
         shrink = 1 - (1 + self._squares).rsqrt()
-        z = z - self._directions @ (shrink * (self._directions.T @ z))  # (I + VVᵀ)^{-1/2} z
+        along = self._directions.T @ z
+        z = z - self._directions @ (shrink * along)  # (I + VVᵀ)^{-1/2} z
         noise = self._prior_std * self._stretch.rsqrt() * z
         parts = noise.split([mean.numel() for mean in self.mean.values()])
         drawn = {}
@@ -314,13 +321,16 @@ class LowRankGaussian(WeightGaussian):
         std = self._flat_std(pre)
         plain = (self._prior_std / std) ** 2 / self._stretch  # diag(E⁻¹), in units of `pre`
         shrink = self._squares / (1 + self._squares)
-        along = (plain[:, None] * self._directions**2).sum(0)
+        by_weight = plain[:, None] * self._directions**2  # [k, r]
+        along = by_weight.sum(0)
         trace = plain.sum() - (shrink * along).sum()
         log_ratio = 2 * std.log().sum() - self.log_det()
         return 0.5 * (shift + trace - len(std) + log_ratio)
 
     def _flat_std(self, pre: IsotropicGaussian) -> Tensor:
-        stds = {name: torch.full_like(mean, pre.std[name]) for name, mean in self.mean.items()}
+        stds = {}
+        for name, mean in self.mean.items():
+            stds[name] = torch.full_like(mean, pre.std[name])
         return self._flat(stds)
 
     def _flat(self, tensors: Mapping[str, Tensor]) -> Tensor:

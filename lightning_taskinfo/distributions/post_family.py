@@ -45,7 +45,8 @@ class PostFamily:
         gain = prior_std**2 / self.beta
         stds = {}
         for name in self.displacement:  # as `post_variance`, in the precision of the noise
-            stds[name] = prior_std * torch.rsqrt(1 + gain * self.curvature[name].float())
+            shrink = 1 + gain * self.curvature[name].float()
+            stds[name] = prior_std * torch.rsqrt(shrink)
 
         def shape(name: str, noise: Tensor) -> Tensor:
             # Into the eigenvectors' basis and back: this root is symmetric, and so the same for any

@@ -105,7 +105,7 @@ class Gram:
         while self.kept:
             _, blocks = self.kept.popitem()
             if any(len(features) == 1 for _, features in blocks):
-                blocks = [(samples, (_multiplied(features),)) for samples, features in blocks]
+                blocks = [(samples, _multiplied(features)) for samples, features in blocks]
             _, like = blocks[0]
             n = len(self.gram)
             whole = [x.new_zeros(n, x.shape[1]) for x in like]
@@ -155,11 +155,12 @@ class TraceSums(NamedTuple):
             norms: Squared gradient norms by parameter name, each ``[N]``; ``N`` may be 0.
             scale: What they are multiplied by.
         """
-        stacked = torch.stack([*norms.values()]).cpu().double() * scale  # [parameters, N]
-        of_parameters = stacked.sum(1).tolist()
-        squares = stacked.sum(0).square().sum().item()
-        n = stacked.shape[1]
-        return cls([*norms], [*of_parameters, squares, n])
+        by_parameter = torch.stack([*norms.values()])  # [parameters, N]
+        by_parameter = by_parameter.cpu().double() * scale
+        of_parameters = by_parameter.sum(1).tolist()
+        of_samples = by_parameter.sum(0)
+        squares = of_samples.square().sum().item()
+        return cls([*norms], [*of_parameters, squares, len(of_samples)])
 
     def compute(self, group_fn: Callable[[str], str] = layer_of) -> Trace:
         """Return the trace, its error, and the trace by layer.
@@ -192,11 +193,12 @@ def _flat(found: Gradients, n: int) -> Tensor:
     return rows
 
 
-def _multiplied(features: Features) -> Tensor:
+def _multiplied(features: Features) -> Features:
     if len(features) == 1:
-        return features[0]
+        return features
     left, right = features
-    return (left.unsqueeze(2) * right.unsqueeze(1)).flatten(1)
+    products = left.unsqueeze(2) * right.unsqueeze(1)
+    return (products.flatten(1),)
 
 
 def inner_products(x: Tensor) -> Tensor:
@@ -209,7 +211,8 @@ def inner_products(x: Tensor) -> Tensor:
     step = COLUMNS * max(1, BLOCK // n**2)  # of columns whose products are held at once
     for start in range(0, whole, step):
         stop = min(start + step, whole)
-        blocks = x[:, start:stop].unflatten(1, (-1, COLUMNS)).transpose(0, 1)
+        columns = x[:, start:stop]
+        blocks = columns.unflatten(1, (-1, COLUMNS)).transpose(0, 1)
         for first, last in ((0, half), (half, n)):
             some = blocks[:, first:last]
             rest = blocks[:, first:]

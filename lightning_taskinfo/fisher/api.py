@@ -253,7 +253,8 @@ def engines_used(
         >>> engines_used(nn.Linear(2, 2), ones(4, 2))
         {'weight': 'graph', 'bias': 'graph'}
     """
-    return measure(model, inputs, targets, Request(**options), Norms(sample_count(inputs)))
+    norms = Norms(sample_count(inputs))
+    return measure(model, inputs, targets, Request(**options), norms)
 
 
 def _scalar(value: float, norms: ParamDict) -> Tensor:

@@ -71,7 +71,8 @@ def add_factors(
             chain = ChainFactors(model, request.forward)
             for start in range(0, sample_count(inputs), step):
                 chunk = slice(start, start + step)
-                outputs = chain.outputs(take(take(inputs, itemgetter(chunk)), at_least_float32))
+                some = take(inputs, itemgetter(chunk))
+                outputs = chain.outputs(take(some, at_least_float32))
                 of_chunk = None if targets is None else targets[chunk]
                 counted = False  # whether the inputs are
                 for scores, last in request.scores(outputs, of_chunk):
@@ -250,13 +251,23 @@ def _factors_from(scores: Tensor) -> Any:
 
     class Scores(HBPMSELoss):
         def backpropagate(
-            self, ext: Any, module: nn.Module, g_inp: Any, g_out: Any, backproped: Any
+            self,
+            ext: Any,
+            module: nn.Module,
+            g_inp: Any,
+            g_out: Any,
+            backproped: Any,
         ) -> Tensor:
             return scores
 
     class KFC(HBPConvNd):
         def weight(
-            self, ext: Any, module: nn.Module, g_inp: Any, g_out: Any, backproped: Tensor
+            self,
+            ext: Any,
+            module: nn.Module,
+            g_inp: Any,
+            g_out: Any,
+            backproped: Tensor,
         ) -> list[Tensor]:
             _, A = super().weight(ext, module, g_inp, g_out, backproped)
             b = backproped.flatten(3)  # [scores, N, channels, positions]

@@ -89,21 +89,24 @@ class Conv(Use):
         apart = kernel == self.stride
         few = entries <= FEW_ENTRIES and out >= FEW_CHANNELS
         small = entries * positions * len(self.inputs) <= BLOCK // 4
-        small_map = positions <= (WIDE_MAP if out * channels >= WIDE else SMALL_MAP)
+        largest_map = WIDE_MAP if out * channels >= WIDE else SMALL_MAP
+        small_map = positions <= largest_map
         return self.plain and (apart or few or small or small_map)
 
     def _patches(self, samples: slice) -> Tensor:
         """Return the patches of some samples, ``[n, places, entries]``; those of the last ones are kept."""
         if self._kept is None or self._kept[0] != samples:
             a = self.a[samples]
-            patches = self.patches(a.flatten(0, 1)).unflatten(0, a.shape[:2])
+            of_rows = self.patches(a.flatten(0, 1))
+            patches = of_rows.unflatten(0, a.shape[:2])
             self._kept = samples, _by_row(patches)
         return self._kept[1]
 
     def patches(self, a: Tensor) -> Tensor:
         """Return what the kernel meets at each position, ``[rows, entries, positions]``."""
-        sides = [size for size in reversed(self.padding) for _ in ("before", "after")]
-        a = F.pad(a, sides) if any(sides) else a
+        if any(self.padding):
+            sides = [size for size in reversed(self.padding) for _ in ("before", "after")]
+            a = F.pad(a, sides)
         rows, channels, *strides = a.stride()
         within = [step * stride for step, stride in zip(self.dilation, strides, strict=True)]
         between = [step * stride for step, stride in zip(self.stride, strides, strict=True)]
@@ -113,8 +116,9 @@ class Conv(Use):
         return patches.reshape(len(a), entries, self.positions.numel())
 
     def _grouped(self, a: Tensor, b: Tensor) -> Tensor:
-        n, shape = len(a), self.shape
-        grouped = torch.ops.aten.convolution_backward(
+        n = len(a)
+        shape = self.shape
+        _, grouped, _ = torch.ops.aten.convolution_backward(
             b.reshape(1, -1, *b.shape[2:]),
             a.reshape(1, -1, *a.shape[2:]),
             b.new_empty(1).expand(n * shape[0], *shape[1:]),
@@ -125,8 +129,8 @@ class Conv(Use):
             self.transposed,
             self.output_padding or [0] * len(self.positions),
             n * self.groups,
-            [False, True, False],
-        )[1]
+            [False, True, False],  # the gradient of the kernel alone
+        )
         return grouped.view(n, *shape)
 
 

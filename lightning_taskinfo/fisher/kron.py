@@ -116,7 +116,8 @@ class Sums:
     def add_gradients(self, gradients: Tensor) -> None:
         """Give ``G Gᵀ`` to the rows and ``Gᵀ G`` to the columns, for gradients ``G`` of single samples."""
         G = gradients.reshape(len(gradients), len(self.rows), -1)  # [n, R, D]
-        add_gram(self.rows, G.transpose(1, 2).flatten(0, 1))
+        columns = G.transpose(1, 2).flatten(0, 1)  # [n D, R]
+        add_gram(self.rows, columns)
         if len(self.columns):
             add_gram(self.columns, G.flatten(0, 1))
             self.squares += G.square().sum()
@@ -152,7 +153,8 @@ class KroneckerSums:
         like = at_least_float32(next(iter(parameters.values())).detach())
 
         def zeros(side: int, diagonal: bool = False) -> Tensor:
-            return like.new_zeros([side] if diagonal or side > max_side else [side, side])
+            is_vector = diagonal or side > max_side
+            return like.new_zeros([side] if is_vector else [side, side])
 
         self.whole = whole
         self.by_name: dict[str, Sums] = {}
@@ -162,8 +164,12 @@ class KroneckerSums:
             rows, columns = matrix_shape(p.shape, kernel=isinstance(owner, _ConvNd))
             of_rows = zeros(rows, isinstance(owner, nn.Embedding))
             of_columns = like.new_zeros(0) if columns is None else zeros(columns)
-            numbers = like.new_zeros(()), like.new_zeros(())
-            self.by_name[name] = Sums(of_rows, of_columns, *numbers)
+            self.by_name[name] = Sums(
+                of_rows,
+                of_columns,
+                places=like.new_zeros(()),
+                squares=like.new_zeros(()),
+            )
 
     def add(self, name: str, samples: slice, found: Gradients) -> None:
         """Add the gradients of a parameter, for some samples and scores."""
@@ -175,11 +181,14 @@ class KroneckerSums:
             return
         # The gradient is Σ_t b_t a_tᵀ: one factor has b bᵀ of every score, the other has a aᵀ.
         use = term.use
-        of_outputs, of_inputs = sums.rows, sums.columns
+        of_outputs = sums.rows
+        of_inputs = sums.columns
         if term.inputs_in_rows:
             of_outputs, of_inputs = of_inputs, of_outputs
-        for b in found.parts[0][1]:
-            add_gram(of_outputs, _outputs_by_place(use, b))
+        _, scores = found.parts[0]
+        for b in scores:
+            outputs = _outputs_by_place(use, b)
+            add_gram(of_outputs, outputs)
         # Scores come in groups. The inputs are the same for all groups of a chunk, and count once.
         if (name, samples.start) in self._read:
             return
@@ -201,10 +210,10 @@ class KroneckerSums:
     def summed(self, over_processes: Callable[[Tensor], Tensor]) -> "KroneckerSums":
         """Return the sums of all processes, by a function that adds up the tensors that each of them has."""
         whole = copy(self)
-        whole.by_name = {
-            name: Sums(*(over_processes(part) for part in vars(sums).values()))
-            for name, sums in self.by_name.items()
-        }
+        whole.by_name = {}
+        for name, sums in self.by_name.items():
+            parts = [over_processes(part) for part in vars(sums).values()]
+            whole.by_name[name] = Sums(*parts)
         return whole
 
 
@@ -388,8 +397,10 @@ def _inputs_by_place(use: Use) -> Iterator[Tensor]:
         yield use.rows.rows_first(use.inputs).flatten(0, -2)
     elif isinstance(use, Conv):
         entries = math.prod(use.shape[1:]) * use.positions.numel()
-        for some in use.inputs.split(max(1, 4 * BLOCK // entries)):
-            yield use.patches(some).transpose(1, 2).flatten(0, 1)
+        rows = max(1, 4 * BLOCK // entries)
+        for some in use.inputs.split(rows):
+            patches = use.patches(some)
+            yield patches.transpose(1, 2).flatten(0, 1)
 
 
 def add_gram(total: Tensor, x: Tensor) -> None:

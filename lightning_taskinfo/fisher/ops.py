@@ -59,9 +59,11 @@ class Rows:
         rows = self.rows_first(x)
         if self.index is not None:
             no_row = rows.new_zeros(1, *rows.shape[1:])
-            return torch.cat([rows, no_row])[self.index[self.chosen]]
+            index = self.index[self.chosen]
+            return torch.cat([rows, no_row])[index]
         if self.interleaved:
-            samples = rows.unflatten(0, (self.repeat, -1)).transpose(0, 1)
+            by_turn = rows.unflatten(0, (self.repeat, -1))
+            samples = by_turn.transpose(0, 1)
         else:
             samples = rows.unflatten(0, (-1, self.repeat))
         return samples[self.chosen]
@@ -137,7 +139,8 @@ class Product(Use):
         x = self.rows.samples_first(b)
         if self.grouped:
             return x.transpose(1, 2)
-        return x.reshape(len(x), 1, -1, x.shape[-1])
+        width = x.shape[-1]
+        return x.reshape(len(x), 1, -1, width)
 
     @cached_property
     def a(self) -> Tensor:
@@ -202,7 +205,9 @@ class Elementwise(Use):
 
     def arranged(self, b: Tensor) -> Tensor:
         """Return the gradients of the weight."""
-        product = b if self.factor is None else b * self.factor().conj()
+        product = b
+        if self.factor is not None:
+            product = b * self.factor().conj()
         if product.is_complex() and not self.is_complex:
             product = product.real
         first = self.rows.axis
@@ -266,7 +271,8 @@ def _norm(
             return None
         behind = len(shape_of(node)) - 2 if channels_second else 0
         # Where activations are checkpointed, what is saved can be had only once: not for the bias.
-        return elementwise(node, weight, normed(node) if place == 1 else None, behind=behind)
+        factor = normed(node) if place == 1 else None
+        return elementwise(node, weight, factor, behind=behind)
 
     return read
 
@@ -297,8 +303,10 @@ def _batch_normed(node: Any) -> Callable[[], Tensor]:
     else:
         mean, variance = saved(node, "running_mean", "running_var")
         scale = (variance + node._saved_eps).rsqrt()
-    channels = (1, -1, *[1] * (x.dim() - 2))
-    return partial(_standardised, x, mean.view(channels), scale.view(channels))
+    behind = [1] * (x.dim() - 2)
+    mean = mean.view(1, -1, *behind)
+    scale = scale.view(1, -1, *behind)
+    return partial(_standardised, x, mean, scale)
 
 
 def _standardised(x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
@@ -360,7 +368,8 @@ def add_lookups(gradients: Tensor, tokens: Tensor, b: Tensor) -> None:
     """Add rows ``[n, T, D]`` to tables ``[n, V, D]``, each at its token ``[n, T]``."""
     _, table, width = gradients.shape
     rows = gradients.view(-1, width)
-    rows.index_add_(0, _numbered(tokens, table), b.flatten(0, 1))
+    numbers = _numbered(tokens, table)
+    rows.index_add_(0, numbers, b.flatten(0, 1))
 
 
 def _numbered(tokens: Tensor, table: int) -> Tensor:
@@ -406,7 +415,8 @@ class Other(Use):
         parts[sample, numbers] = b
         axis = self.rows.axis + 1
         parts = parts[:, :-1].movedim(1, axis)
-        outputs = parts.reshape(len(b), *shape_of(self.output.node))
+        shape = shape_of(self.output.node)
+        outputs = parts.reshape(len(b), *shape)
         return pulled_to_weight(self.output, self.source, outputs)
 
     @property
@@ -424,8 +434,10 @@ class Other(Use):
     def _numbers(self) -> Tensor:
         """The number of each row of each sample, ``[N, repeat]``, and -1 for no row."""
         device = self.output.node._input_metadata[0].device
-        numbers = torch.arange(1, self._row_shape[0] + 1, device=device)
-        return replace(self.rows, axis=0, merged=1).samples_first(numbers) - 1
+        count = self._row_shape[0]
+        numbers = torch.arange(1, count + 1, device=device)
+        flat = replace(self.rows, axis=0, merged=1)
+        return flat.samples_first(numbers) - 1
 
 
 Reader = Callable[[Any, int, Any], Use | None]

@@ -77,7 +77,8 @@ def scratch_risk(gamma: Number, sigma: Number, *, dimension: int | None = None) 
         tensor([1.5000,    inf, 1.0000])
     """
     gamma, sigma = _checked(gamma=gamma, sigma=sigma)
-    return (1 - gamma).clamp(min=0) + _noise_risk(gamma, sigma, dimension)
+    unseen = (1 - gamma).clamp(min=0)
+    return unseen + _noise_risk(gamma, sigma, dimension)
 
 
 def linear_transfer_risk(theta: Number, sigma: Number, n: Number, *, ridge: Number = 0.0) -> Tensor:
@@ -114,7 +115,8 @@ def linear_transfer_risk(theta: Number, sigma: Number, n: Number, *, ridge: Numb
     shrunk, gain = _ridge_moments(n, ridge)
     outside = theta.sin().square()
     inside = theta.cos().square()
-    return outside + inside * shrunk + (sigma.square() + outside) * gain
+    noise = sigma.square() + outside
+    return outside + inside * shrunk + noise * gain
 
 
 def fine_tuning_risk(
@@ -249,7 +251,8 @@ def fine_tuning_transferability(
     product = _layer_product(gamma, sigma, depth, dimension)  # b^(L-1)
     unseen = (1 - gamma).clamp(min=0)
     gain = unseen * product * (2 * theta.cos() - product)
-    return torch.where((gamma < 1) & product.isfinite(), gain, 0.0)
+    moves = (gamma < 1) & product.isfinite()
+    return torch.where(moves, gain, 0.0)
 
 
 def fine_tuning_boundary(gamma: Number, sigma: Number, *, depth: int = 2) -> Tensor:
@@ -309,14 +312,17 @@ def negative_transfer_interval(theta: Number, sigma: Number) -> NegativeTransfer
     noise = sigma.square()
     total = 1 + cos.square() - noise  # sum of the two roots; their product is cos²
     # (total - 2cos)(total + 2cos), factored so that it is exactly positive up to the interval's vanishing
-    squares = ((1 - cos).square() - noise) * ((1 + cos).square() - noise)
-    upper = 0.5 * (total + squares.clamp(min=0).sqrt())
+    smaller = (1 - cos).square() - noise
+    larger = (1 + cos).square() - noise
+    root = (smaller * larger).clamp(min=0).sqrt()
+    upper = 0.5 * (total + root)
     lower = cos.square() / upper  # without the cancellation of total - root
     exists = sigma < 1 - cos
     lower = torch.where(exists, lower, torch.nan)
     upper = torch.where(exists, upper, torch.nan)
     onset = torch.where(sigma == 0, 1.0, 1 + noise / sin.square())
-    return NegativeTransfer(lower, upper, torch.where(sin < 1e-7, torch.inf, onset))
+    onset = torch.where(sin < 1e-7, torch.inf, onset)
+    return NegativeTransfer(lower, upper, onset)
 
 
 def _checked(**values: Number) -> list[Tensor]:
@@ -344,7 +350,8 @@ def _noise_risk(gamma: Tensor, sigma: Tensor, dimension: int | None = None) -> T
     sample = 0.0 if dimension is None else 1 / dimension
     gap = (1 - gamma).abs() - sample
     is_gap = gap > 1e-3 * sample  # gamma·d is whole but for rounding
-    gain = torch.where(is_gap, gamma.clamp(max=1) / gap, torch.inf)
+    seen = gamma.clamp(max=1)
+    gain = torch.where(is_gap, seen / gap, torch.inf)
     return torch.where(sigma == 0, 0.0, sigma.square() * gain)
 
 
@@ -369,7 +376,8 @@ def _layer_product(
         power = x.pow(depth - 1)
         value = power * (x - u) - s
         slope = depth * power - (depth - 1) * u * x.pow(depth - 2)
-        x = torch.where(s.isfinite(), x - value / slope, torch.inf)
+        step = value / slope
+        x = torch.where(s.isfinite(), x - step, torch.inf)
     return x.pow((depth - 1) / 2)
 
 
@@ -387,11 +395,13 @@ def _ridge_moments(n: Tensor, ridge: Tensor) -> tuple[Tensor, Tensor]:
     # The density of log q falls off like exp(n t / 2) on the left, and faster than a Gaussian on
     # the right.
     right = 12 * (2 / m).sqrt()
-    t = right - unit * (80 / m + 2 * right)  # log(q / n), [points, ...]
+    width = 80 / m + 2 * right
+    t = right - unit * width  # log(q / n), [points, ...]
     q = t.exp()
     weight = (0.5 * m * (t - q)).softmax(0)
     total = q + penalty
-    shrunk = (weight * (penalty / total).square()).sum(0)
+    kept = (penalty / total).square()
+    shrunk = (weight * kept).sum(0)
     gain = (weight * q / total.square()).sum(0) / m
     gain = torch.where(penalty == 0, 1 / (m - 2), gain)
     limit = (penalty / (1 + penalty)).square()

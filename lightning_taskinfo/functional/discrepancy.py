@@ -48,13 +48,15 @@ def gaussian_kernel(a: Tensor, b: Tensor, widths: Tensor) -> Tensor:
     # Kernels depend on differences alone. What all samples have in common is removed before
     # squaring: in float32 its square would leave few digits for the differences. It is a constant,
     # so that gradients stay as they are.
-    center = torch.cat([a, b]).detach().mean(0)
+    samples = torch.cat([a, b]).detach()
+    center = samples.mean(0)
     a = a - center
     b = b - center
     rows = a.square().sum(1)[:, None]
     columns = b.square().sum(1)[None]
     squares = (rows + columns - 2 * a @ b.T).clamp_min(0)  # [N, M]
-    exponents = squares[..., None] * (-0.5 / widths.square())  # [N, M, m]
+    precisions = -0.5 / widths.square()
+    exponents = squares[..., None] * precisions  # [N, M, m]
     return exponents.exp().mean(-1)
 
 
@@ -140,5 +142,6 @@ def ensemble_targets(average: Tensor, count: Tensor, decay: float) -> Tensor:
     References:
         Laine, Aila, *Temporal Ensembling for Semi-Supervised Learning*, ICLR 2017.
     """
-    correction = 1 - decay ** count.clamp_min(1).to(average.dtype)
+    updates = count.clamp_min(1).to(average.dtype)
+    correction = 1 - decay**updates
     return average / correction[:, None]

@@ -79,9 +79,12 @@ def relu_kernel(weights: Tensor, others: Tensor) -> Tensor:
     columns = others.norm(dim=-1).unsqueeze(-2)  # [..., 1, k]
     norms = rows * columns
     tiny = torch.finfo(norms.dtype).tiny
-    u = (weights @ others.mT / norms.clamp(min=tiny)).clamp(-1, 1)
+    products = weights @ others.mT
+    u = (products / norms.clamp(min=tiny)).clamp(-1, 1)
     sine = (1 - u.square()).sqrt()
-    return norms / (2 * torch.pi) * (sine + u * (torch.pi - u.arccos()))
+    beyond = torch.pi - u.arccos()
+    bracket = sine + u * beyond
+    return norms / (2 * torch.pi) * bracket
 
 
 def feature_kernels(model: Tensor, target: Tensor) -> FeatureKernels:
@@ -103,11 +106,12 @@ def feature_kernels(model: Tensor, target: Tensor) -> FeatureKernels:
         tensor([[0.2500, 0.0796],
                 [0.0796, 0.2500]])
     """
-    m, m_target = model.shape[-2], target.shape[-2]
+    m = model.shape[-2]
+    m_target = target.shape[-2]
     return FeatureKernels(
-        relu_kernel(model, model) / m,
-        relu_kernel(model, target) / (m * m_target) ** 0.5,
-        relu_kernel(target, target) / m_target,
+        model=relu_kernel(model, model) / m,
+        cross=relu_kernel(model, target) / (m * m_target) ** 0.5,
+        target=relu_kernel(target, target) / m_target,
     )
 
 
@@ -148,10 +152,16 @@ def span_norms(model: Tensor, target: Tensor, coefficients: Tensor) -> SpanNorms
     v = K_cross @ c  # [..., m, 1]
     inverse = torch.linalg.pinv(K, hermitian=True)
     width = target.shape[-2]
-    total = (c.mT @ K_target @ c).squeeze((-2, -1)) / width
-    inside = (v.mT @ inverse @ v).squeeze((-2, -1)) / width
+    total = _quadratic(K_target, c) / width
+    inside = _quadratic(inverse, v) / width
     outside = (total - inside).clamp(min=0)  # rounding may leave a small negative number
     return SpanNorms(total, total - outside, outside)
+
+
+def _quadratic(matrix: Tensor, column: Tensor) -> Tensor:
+    """``vᵀ A v`` of columns ``[..., m, 1]``, shape ``[...]``."""
+    product = column.mT @ matrix @ column
+    return product.squeeze((-2, -1))
 
 
 def ablate(weights: Tensor, fraction: float, *, generator: Generator | None = None) -> Tensor:
@@ -182,7 +192,8 @@ def ablate(weights: Tensor, fraction: float, *, generator: Generator | None = No
         )
     device = None if generator is None else generator.device
     order = torch.randperm(m, generator=generator, device=device)
-    kept = order[round(fraction * m) :].sort().values
+    gone = round(fraction * m)
+    kept = order[gone:].sort().values
     return weights.index_select(-2, kept.to(weights.device))
 
 
@@ -203,17 +214,22 @@ def fit_power_law(n: Tensor, risk: Tensor) -> tuple[Tensor, Tensor]:
         >>> fit_power_law(torch.tensor([1.0, 4.0, 16.0]), torch.tensor([8.0, 4.0, 2.0]))
         (tensor(8.), tensor(0.5000))
     """
-    for name, values in (("n", n), ("risk", risk)):
-        if not (values > 0).all():
-            raise ValueError(f"`{name}` must be positive, got {values.min().item()}.")
+    _check_positive(n=n, risk=risk)
     if n.unique().numel() < 2:
         raise ValueError(f"`n` must have at least two different values, got {n.tolist()}.")
     x = n.to(risk.dtype).log()
     y = risk.log()
     centred = x - x.mean()
-    slope = (centred * y).sum(-1) / centred.square().sum()
+    covariance = (centred * y).sum(-1)
+    slope = covariance / centred.square().sum()
     intercept = y.mean(-1) - slope * x.mean()
     return intercept.exp(), -slope
+
+
+def _check_positive(**tensors: Tensor) -> None:
+    for name, values in tensors.items():
+        if not (values > 0).all():
+            raise ValueError(f"`{name}` must be positive, got {values.min().item()}.")
 
 
 def transfer_onset(outside: Tensor, amplitude: Tensor | float, exponent: Tensor | float) -> Tensor:
@@ -238,7 +254,6 @@ def transfer_onset(outside: Tensor, amplitude: Tensor | float, exponent: Tensor 
     """
     amplitude = torch.as_tensor(amplitude, dtype=outside.dtype, device=outside.device)
     exponent = torch.as_tensor(exponent, dtype=outside.dtype, device=outside.device)
-    for name, values in (("amplitude", amplitude), ("exponent", exponent)):
-        if not (values > 0).all():
-            raise ValueError(f"`{name}` must be positive, got {values.min().item()}.")
-    return (amplitude / outside).pow(1 / exponent)
+    _check_positive(amplitude=amplitude, exponent=exponent)
+    ratio = amplitude / outside
+    return ratio.pow(1 / exponent)

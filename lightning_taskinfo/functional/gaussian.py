@@ -37,7 +37,8 @@ def gaussian_kl_diag(mean_q: Tensor, logvar_q: Tensor, mean_p: Tensor, logvar_p:
     """
     mean_q, logvar_q, mean_p, logvar_p = torch.broadcast_tensors(mean_q, logvar_q, mean_p, logvar_p)
     rho = logvar_q - logvar_p  # [..., D]
-    shift = (mean_q - mean_p).square() * (-logvar_p).exp()  # [..., D]
+    precision = (-logvar_p).exp()
+    shift = (mean_q - mean_p).square() * precision  # [..., D]
     return 0.5 * (rho.expm1() - rho + shift).sum(-1)  # [...]
 
 
@@ -99,7 +100,8 @@ def lautum_from_correlations(squared_correlations: Tensor) -> Tensor:
     """
     squared = squared_correlations
     odds = 2 * squared / (1 - squared)
-    return 0.5 * (torch.log1p(-squared) + odds).sum(-1)
+    terms = torch.log1p(-squared) + odds
+    return 0.5 * terms.sum(-1)
 
 
 def gaussian_lautum_information(cov_x: Tensor, cov_w: Tensor, cov_xw: Tensor) -> Tensor:
@@ -130,7 +132,8 @@ def gaussian_lautum_information(cov_x: Tensor, cov_w: Tensor, cov_xw: Tensor) ->
         .. [Jakubovitz2023] Jakubovitz, Uliel, Rodrigues, Giryes, *An information-theoretic approach to
            semi-supervised transfer learning*.
     """
-    return lautum_from_correlations(canonical_correlations(cov_x, cov_w, cov_xw).square())
+    correlations = canonical_correlations(cov_x, cov_w, cov_xw)
+    return lautum_from_correlations(correlations.square())
 
 
 def gaussian_mutual_information(cov_x: Tensor, cov_w: Tensor, cov_xw: Tensor) -> Tensor:

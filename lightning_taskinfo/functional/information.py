@@ -108,7 +108,8 @@ def post_variance(curvature: Tensor, *, prior_std: float, beta: float = 1.0) -> 
         tensor([1.0000, 0.5000, 0.2500], dtype=torch.float64)
     """
     check_positive(prior_std=prior_std, beta=beta)
-    return prior_std**2 / (1 + _non_negative(curvature) * (prior_std**2 / beta))
+    gain = prior_std**2 / beta
+    return prior_std**2 / (1 + _non_negative(curvature) * gain)
 
 
 def information_in_weights(

@@ -40,7 +40,8 @@ def wilson_interval(share: Tensor | float, n: int, confidence: float = 0.95) -> 
     z = normal_quantile(confidence)
     scale = 1 + z**2 / n
     middle = (p + z**2 / (2 * n)) / scale
-    variance = p * (1 - p) / n + z**2 / (4 * n**2)
+    spread = p * (1 - p) / n
+    variance = spread + z**2 / (4 * n**2)
     reach = z / scale * variance**0.5
     return max(0.0, middle - reach), min(1.0, middle + reach)
 
@@ -89,7 +90,8 @@ def paired_interval(
         variance = (b + c + 1) - (b - c) ** 2 / (n + 2)
         reach = z / (n + 2) * variance**0.5
         return middle - reach, mean, middle + reach
-    reach = student_quantile(confidence, n - 1) * difference.std().item() / n**0.5
+    quantile = student_quantile(confidence, n - 1)
+    reach = quantile * difference.std().item() / n**0.5
     return mean - reach, mean, mean + reach
 
 

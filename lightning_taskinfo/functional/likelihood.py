@@ -88,7 +88,8 @@ class Categorical:
         total = below[..., -1:]  # 1 but for rounding
         u = torch.rand(total.shape, generator=generator, device=total.device, dtype=total.dtype)
         drawn = torch.searchsorted(below, u.mul_(total), right=True)
-        return drawn.squeeze(-1).clamp_(max=outputs.shape[-1] - 1)
+        last = outputs.shape[-1] - 1
+        return drawn.squeeze(-1).clamp_(max=last)
 
     def roots(self, outputs: Tensor) -> Iterator[Tensor]:
         r"""Yield ``C - 1`` scores a token whose outer products add up to :math:`\mathrm{diag}(p) - pp^\top`.
@@ -109,7 +110,8 @@ class Categorical:
             yield from _one_token_at_a_time(root)
 
     def counted(self, outputs: Tensor, targets: Tensor) -> Tensor:  # noqa: D102
-        return (targets != self.ignore_index).unsqueeze(-1).to(outputs.dtype)
+        counted = targets != self.ignore_index
+        return counted.unsqueeze(-1).to(outputs.dtype)
 
     def _index(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the labels as an index of classes; where `ignore_index` is none of them, any other."""
@@ -127,16 +129,19 @@ class Categorical:
             return
         as_for_cross_entropy = outputs.shape[:1] + outputs.shape[2:]
         second = outputs.dim() > 2 and targets.shape == as_for_cross_entropy
-        if targets.is_floating_point() or targets.shape != outputs.shape[:-1]:
-            end = "; a callback's `forward_fn` or `batch_fn` fixes it."
-            if targets.is_floating_point():
-                end = "; set `likelihood` to 'gaussian', or to 'bernoulli' for yes and no."
-                if targets.shape == outputs.shape[:-1] and bool((targets == targets.round()).all()):
-                    end = "; if they are classes, convert them with `.long()`."
+        fits = targets.shape == outputs.shape[:-1]
+        if targets.is_floating_point() or not fits:
+            advice = "a callback's `forward_fn` or `batch_fn` fixes it."
+            if second:
+                advice = MOVE
+            elif targets.is_floating_point():
+                advice = "set `likelihood` to 'gaussian', or to 'bernoulli' for yes and no."
+                if fits and bool((targets == targets.round()).all()):
+                    advice = "if they are classes, convert them with `.long()`."
             raise ValueError(
                 "`targets` must be class indices (integers) of shape "
                 f"{list(outputs.shape[:-1])} for outputs {list(outputs.shape)}, "
-                f"got {targets.dtype} of shape {list(targets.shape)}{f'; {MOVE}' if second else end}"
+                f"got {targets.dtype} of shape {list(targets.shape)}; {advice}"
             )
         if second:  # axes of classes and positions that are equally long
             warn(
@@ -164,7 +169,9 @@ class Bernoulli:
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:  # noqa: D102
         targets = targets.to(outputs.dtype)  # from yes and no
-        return _per_sample(targets * logsigmoid(outputs) + (1 - targets) * logsigmoid(-outputs))
+        yes = targets * logsigmoid(outputs)
+        no = (1 - targets) * logsigmoid(-outputs)
+        return _per_sample(yes + no)
 
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:  # noqa: D102
         return targets.to(outputs.dtype) - outputs.sigmoid()
@@ -184,7 +191,8 @@ class Bernoulli:
         _check_same_shape(outputs, targets)
         if targets is None or not targets.numel():
             return
-        low, high = targets.min().item(), targets.max().item()
+        low = targets.min().item()
+        high = targets.max().item()
         if low < 0 or high > 1:
             raise ValueError(
                 f"`targets` of a Bernoulli likelihood must lie in [0, 1], got values from {low} to {high}."
@@ -301,7 +309,13 @@ class NumberedDraws:
     """
 
     def __init__(
-        self, likelihood: Likelihood, *, seed: int, total: int, first: int = 0, mc_samples: int = 1
+        self,
+        likelihood: Likelihood,
+        *,
+        seed: int,
+        total: int,
+        first: int = 0,
+        mc_samples: int = 1,
     ) -> None:
         self.likelihood = likelihood
         self.seed = seed
@@ -314,14 +328,18 @@ class NumberedDraws:
     def sample(self, outputs: Tensor, generator: Generator | None = None) -> Tensor:  # noqa: D102
         u = self._next(outputs)
         if isinstance(self.likelihood, Categorical):
-            below = outputs.double().softmax(-1).cumsum(-1) < u[..., :1]
-            return below.sum(-1).clamp(max=outputs.shape[-1] - 1)
+            cumulative = outputs.double().softmax(-1).cumsum(-1)
+            below = cumulative < u[..., :1]
+            last = outputs.shape[-1] - 1
+            return below.sum(-1).clamp(max=last)
         if isinstance(self.likelihood, Bernoulli):
             return (u < outputs.sigmoid()).to(outputs.dtype)
         if isinstance(self.likelihood, Gaussian):
-            normal = math.sqrt(2) * self.likelihood.std * torch.erfinv(2 * u - 1)
-            return outputs + normal.to(outputs.dtype)
-        seeded = Generator(outputs.device).manual_seed(int(u.flatten()[0].item() * 2**53))
+            scale = math.sqrt(2) * self.likelihood.std
+            noise = scale * torch.erfinv(2 * u - 1)
+            return outputs + noise.to(outputs.dtype)
+        first = u.flatten()[0].item()
+        seeded = Generator(outputs.device).manual_seed(int(first * 2**53))
         return self.likelihood.sample(outputs, seeded)
 
     def _next(self, outputs: Tensor) -> Tensor:
@@ -457,4 +475,5 @@ def look_like_probabilities(outputs: Tensor) -> bool:
     rows = outputs.detach().float()
     if rows.shape[-1] < 2 or (rows < 0).any():
         return False
-    return bool(((rows.sum(-1) - 1).abs() < 0.01).all())
+    off = (rows.sum(-1) - 1).abs()
+    return bool((off < 0.01).all())

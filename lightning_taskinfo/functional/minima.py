@@ -51,7 +51,8 @@ def log_determinant(gram: Tensor) -> Tensor:
     unit = torch.where(scale > 0, scale.rsqrt(), 0.0)
     correlation = xi * unit.unsqueeze(-1) * unit.unsqueeze(-2)
     eigenvalues = torch.linalg.eigvalsh(correlation)  # [..., N], ascending
-    noise = torch.finfo(xi.dtype).eps * xi.shape[-1] * eigenvalues[..., -1:]
+    largest = eigenvalues[..., -1:]
+    noise = torch.finfo(xi.dtype).eps * xi.shape[-1] * largest
     kept = eigenvalues.where(eigenvalues > noise, 0.0)
     return scale.log().sum(-1) + kept.log().sum(-1)
 
@@ -104,7 +105,9 @@ def local_minimum_summary(
     device = generator.device if generator else "cpu"
     keys = torch.rand(draws, pool, generator=generator, device=device)
     chosen = keys.argsort(1)[:, :n].to(gram.device)  # [T, N'], without replacement
-    xi = gram.double()[chosen.unsqueeze(2), chosen.unsqueeze(1)]  # [T, N', N']
+    rows = chosen.unsqueeze(2)
+    columns = chosen.unsqueeze(1)
+    xi = gram.double()[rows, columns]  # [T, N', N']
     gammas = log_determinant(xi)
     if bool(gammas.isinf().any()):
         warn(

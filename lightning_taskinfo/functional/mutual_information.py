@@ -244,7 +244,8 @@ def joint_and_product(scores: Tensor, negatives: Negatives = "others") -> tuple[
         return scores.diagonal(), scores.flatten()
     B = len(scores)
     # Without its first entry, the matrix read in rows of B + 1 has the diagonal as its last column.
-    product = scores.flatten()[1:].view(B - 1, B + 1)[:, :-1]
+    behind_first = scores.flatten()[1:].view(B - 1, B + 1)
+    product = behind_first[:, :-1]
     return scores.diagonal(), product.flatten()
 
 

@@ -45,8 +45,8 @@ _DOMAINS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
 
 def _numbers(**values: Number) -> list[Tensor]:
     """Return arguments as float64 tensors of one shape, or say which one is outside its domain."""
-    devices = [value.device for value in values.values() if isinstance(value, Tensor)]
-    device = devices[0] if devices else torch.device("cpu")
+    given = [value for value in values.values() if isinstance(value, Tensor)]
+    device = given[0].device if given else torch.device("cpu")
     tensors = []
     for argument, value in values.items():
         tensor = torch.as_tensor(value, dtype=torch.float64, device=device)
@@ -90,10 +90,14 @@ def _binary_kl(q: Tensor, p: Tensor) -> Tensor:
     """The same, of probabilities that have been checked: a bisection asks for many."""
     rest = 1 - q
     step = p - q
-    far = xlogy(q, q) - xlogy(q, p) + xlog1py(rest, -q) - xlog1py(rest, -p)
-    near = -q * torch.log1p(step / q) - rest * torch.log1p(-step / rest)
-    is_near = step.abs() < 0.5 * torch.minimum(q, rest)
-    return torch.where(is_near, near, far).clamp_min(0)
+    far = xlogy(q, q) - xlogy(q, p)
+    far = far + xlog1py(rest, -q) - xlog1py(rest, -p)
+    near = -q * torch.log1p(step / q)
+    near = near - rest * torch.log1p(-step / rest)
+    smaller = torch.minimum(q, rest)
+    is_near = step.abs() < 0.5 * smaller
+    divergence = torch.where(is_near, near, far)
+    return divergence.clamp_min(0)
 
 
 def binary_kl_inverse(q: Number, bound: Number) -> Tensor:
@@ -149,8 +153,13 @@ def kl_bound(risk: Number, kl: Number, n: Number, delta: Number) -> Tensor:
         Maurer, *A note on the PAC Bayesian theorem*, 2004.
     """
     risk, kl, n, delta = _numbers(risk=risk, kl=kl, n=n, delta=delta)
-    log_term = (2 * n.sqrt() / delta).log()
-    return binary_kl_inverse(risk, (kl + log_term) / n)
+    complexity = kl + _log_term(n, delta)
+    return binary_kl_inverse(risk, complexity / n)
+
+
+def _log_term(n: Tensor, delta: Tensor) -> Tensor:
+    root = 2 * n.sqrt()
+    return (root / delta).log()
 
 
 def mcallester_bound(risk: Number, kl: Number, n: Number, delta: Number) -> Tensor:
@@ -175,8 +184,9 @@ def mcallester_bound(risk: Number, kl: Number, n: Number, delta: Number) -> Tens
         McAllester, *PAC-Bayesian model averaging*, COLT 1999.
     """
     risk, kl, n, delta = _numbers(risk=risk, kl=kl, n=n, delta=delta)
-    log_term = (2 * n.sqrt() / delta).log()
-    return risk + ((kl + log_term) / (2 * n)).sqrt()
+    complexity = kl + _log_term(n, delta)
+    slack = complexity / (2 * n)
+    return risk + slack.sqrt()
 
 
 def catoni_bound(
@@ -211,8 +221,10 @@ def catoni_bound(
         complexity of learning tasks, their structure and their distance*, Theorem 5.5.
     """
     risk, kl, n, delta, beta = _numbers(risk=risk, kl=kl, n=n, delta=delta, beta=beta)
-    loss = n * risk + beta * (kl - delta.log())
-    return loss / (n * (1 - 1 / (2 * beta)))
+    complexity = kl - delta.log()
+    loss = n * risk + beta * complexity
+    shrink = 1 - 1 / (2 * beta)
+    return loss / (n * shrink)
 
 
 def union_bound_price(index: Number, *, size: int | None = None) -> Tensor:
@@ -266,7 +278,9 @@ def monte_carlo_interval(risk: Number, draws: Number, delta: Number) -> tuple[Te
     """
     risk, draws, delta = _numbers(risk=risk, draws=draws, delta=delta)
     radius = (2 / delta).log() / draws
-    return 1 - binary_kl_inverse(1 - risk, radius), binary_kl_inverse(risk, radius)
+    low = 1 - binary_kl_inverse(1 - risk, radius)
+    high = binary_kl_inverse(risk, radius)
+    return low, high
 
 
 class OracleComplexity(NamedTuple):
@@ -381,5 +395,6 @@ def local_minimum_bound(
     log_height = (2 * log_volume + math.log(math.pi) + log_det_fisher) / W
     height = torch.tensor(log_height, dtype=torch.float64, device="cpu").exp()
     A = W * height / (4 * math.pi * math.e)
-    inner = (2 * loss + 2 * A + math.log(2 * n / delta)) / (n - 1)
+    log_term = math.log(2 * n / delta)
+    inner = (2 * loss + 2 * A + log_term) / (n - 1)
     return loss + A + 2 * inner.sqrt()

@@ -51,7 +51,9 @@ def betting_interval(values: Tensor, delta: float) -> tuple[Tensor, Tensor]:
         2024.
     """
     x = _checked(values, delta)
-    return 1 - _upper(1 - x, delta / 2), _upper(x, delta / 2)
+    low = 1 - _upper(1 - x, delta / 2)
+    high = _upper(x, delta / 2)
+    return low, high
 
 
 def betting_upper_bound(values: Tensor, delta: float) -> Tensor:
@@ -92,7 +94,8 @@ def _upper(x: Tensor, delta: float) -> Tensor:
     high = torch.ones_like(low)
     for _ in range(60):
         middle = 0.5 * (low + high)
-        rejected = (stakes * (middle - x)).log1p().sum() >= goal
+        capital = (stakes * (middle - x)).log1p().sum()  # its logarithm
+        rejected = capital >= goal
         low = torch.where(rejected, low, middle)
         high = torch.where(rejected, middle, high)
     return high
@@ -102,11 +105,12 @@ def _stakes(x: Tensor, goal: float) -> Tensor:
     """Return the share of the capital to bet at each draw, from the variance of the draws before it."""
     count = torch.arange(2, len(x) + 2, dtype=x.dtype, device=x.device)
     mean = (0.5 + x.cumsum(0)) / count
-    variance = (0.25 + (x - mean).square().cumsum(0)) / count
+    squares = (x - mean).square().cumsum(0)
+    variance = (0.25 + squares) / count
     first = variance.new_tensor([0.25])
     before = torch.cat([first, variance[:-1]])
-    stakes = (2 * goal / (len(x) * before)).sqrt()
-    return stakes.clamp_max(MAX_BET)
+    squared = 2 * goal / (len(x) * before)
+    return squared.sqrt().clamp_max(MAX_BET)
 
 
 def binomial_log_tail(errors: int, n: int, p: Number) -> Tensor:
@@ -130,7 +134,8 @@ def binomial_log_tail(errors: int, n: int, p: Number) -> Tensor:
     """
     _check_counts(errors, n)
     (p,) = _numbers(p=p)
-    return _log_terms(errors, n, p.unsqueeze(-1)).logsumexp(-1).clamp_max(0.0)
+    terms = _log_terms(errors, n, p.unsqueeze(-1))
+    return terms.logsumexp(-1).clamp_max(0.0)
 
 
 def binomial_upper_bound(errors: int, n: int, delta: float) -> Tensor:
@@ -204,7 +209,8 @@ def most_errors_below(bound: float, n: int, delta: float) -> int:
 def _log_terms(errors: int, n: int, p: Tensor) -> Tensor:
     """Log-probabilities of 0 to ``errors`` errors, one entry each in the last axis."""
     i = torch.arange(errors + 1, dtype=torch.float64, device=p.device)  # [k + 1]
-    log_choose = math.lgamma(n + 1) - torch.lgamma(i + 1) - torch.lgamma(n - i + 1)
+    log_choose = math.lgamma(n + 1) - torch.lgamma(i + 1)
+    log_choose = log_choose - torch.lgamma(n - i + 1)
     return log_choose + xlogy(i, p) + xlog1py(n - i, -p)
 
 

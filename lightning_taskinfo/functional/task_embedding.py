@@ -81,7 +81,8 @@ def embedding_distance(a: Tensor, b: Tensor) -> Tensor:
         Achille et al., *Task2Vec*, ICCV 2019, section 3.1.
     """
     a, b = torch.broadcast_tensors(a, b)
-    total = (a + b).clamp(min=torch.finfo(a.dtype).tiny)
+    tiny = torch.finfo(a.dtype).tiny
+    total = (a + b).clamp(min=tiny)
     u = a / total  # [..., D]
     v = b / total
     u = u / u.norm(dim=-1, keepdim=True)
@@ -172,12 +173,16 @@ def classical_scaling(distances: Tensor, *, dimensions: int = 2) -> PlanarMap:
     check_counts(dimensions=dimensions)
     K = len(distances)
     J = torch.eye(K, dtype=distances.dtype, device=distances.device) - 1 / K
-    values, vectors = torch.linalg.eigh(-0.5 * J @ distances.square() @ J)  # in rising order
+    centred = -0.5 * J @ distances.square() @ J
+    values, vectors = torch.linalg.eigh(centred)  # in rising order
     kept = values.flip(0)[:dimensions].clamp(min=0)
     points = distances.new_zeros(K, dimensions)
-    points[:, : len(kept)] = vectors.flip(1)[:, :dimensions] * kept.sqrt()
-    largest = points.gather(0, points.abs().argmax(0, keepdim=True))  # [1, dimensions]
+    directions = vectors.flip(1)[:, :dimensions]
+    points[:, : len(kept)] = directions * kept.sqrt()
+    farthest = points.abs().argmax(0, keepdim=True)
+    largest = points.gather(0, farthest)  # [1, dimensions]
     spread = values.abs().sum()
     tiny = torch.finfo(values.dtype).tiny
     share = torch.where(spread > 0, kept.sum() / spread.clamp(min=tiny), 1.0)
-    return PlanarMap(torch.where(largest < 0, -points, points), share)
+    points = torch.where(largest < 0, -points, points)
+    return PlanarMap(points, share)

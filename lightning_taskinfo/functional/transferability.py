@@ -64,8 +64,11 @@ def logme(features: Tensor, labels: Tensor) -> Tensor:
     projected = (U.T @ Y).square()  # [R, K]
     norms = Y.square().sum(0)
     outside = (norms - projected.sum(0)).clamp(min=0)  # [K]
-    parts = zip(projected.split(COLUMNS, dim=1), outside.split(COLUMNS), strict=True)
-    evidence = [_best_evidence(spectrum, part, rest, N) for part, rest in parts]
+    evidence = []
+    for start in range(0, Y.shape[1], COLUMNS):
+        some = slice(start, start + COLUMNS)
+        best = _best_evidence(spectrum, projected[:, some], outside[some], N)
+        evidence.append(best)
     return torch.cat(evidence).mean() / N
 
 
@@ -80,11 +83,14 @@ def _best_evidence(spectrum: Tensor, projected: Tensor, outside: Tensor, N: int)
 
     ratios = (RATIOS.to(scale.device) * scale).expand(len(outside), -1)  # [K, T]
     step = RATIOS[1].item() / RATIOS[0].item()
-    best = ratios.gather(1, evidence(ratios).argmax(1, keepdim=True))  # [K, 1]
+    place = evidence(ratios).argmax(1, keepdim=True)
+    best = ratios.gather(1, place)  # [K, 1]
+    steps = torch.arange(-5, 6, device=scale.device)
     for _ in range(ROUNDS):
         step = step**0.2
-        around = best * step ** torch.arange(-5, 6, device=scale.device)  # [K, 11]
-        best = around.gather(1, evidence(around).argmax(1, keepdim=True))
+        around = best * step**steps  # [K, 11]
+        place = evidence(around).argmax(1, keepdim=True)
+        best = around.gather(1, place)
     return evidence(best).squeeze(1)
 
 
@@ -102,7 +108,8 @@ def _evidence(
     Q = inside + outside.unsqueeze(-1)  # [K, T]
     Q = Q.clamp(min=torch.finfo(Q.dtype).tiny)
     noise = torch.log(2 * torch.pi * Q / N) + 1
-    return 0.5 * kept.log().sum(-1) - 0.5 * N * noise
+    volume = kept.log().sum(-1)
+    return 0.5 * volume - 0.5 * N * noise
 
 
 def h_score(features: Tensor, labels: Tensor, *, shrink: bool | None = None) -> Tensor:
@@ -155,8 +162,10 @@ def h_score(features: Tensor, labels: Tensor, *, shrink: bool | None = None) -> 
     if shrink:
         delta = ledoit_wolf_shrinkage(features)
         spectrum = (1 - delta) * spectrum + delta * spectrum.sum() / D
-    rank = spectrum > spectrum.max() * max(N, D) * torch.finfo(F.dtype).eps
-    return (between[rank] / spectrum[rank]).sum()
+    eps = torch.finfo(F.dtype).eps
+    rank = spectrum > spectrum.max() * max(N, D) * eps
+    shares = between[rank] / spectrum[rank]
+    return shares.sum()
 
 
 def ledoit_wolf_shrinkage(features: Tensor) -> Tensor:
@@ -232,7 +241,8 @@ def leep(probabilities: Tensor, labels: Tensor) -> Tensor:
     joint = one_hot(classes).to(theta).T @ theta  # [C, Z]
     tiny = torch.finfo(theta.dtype).tiny
     given = joint / joint.sum(0).clamp(min=tiny)  # P(y|z)
-    return (theta * given[classes]).sum(1).log().mean()
+    likelihoods = (theta * given[classes]).sum(1)
+    return likelihoods.log().mean()
 
 
 def nce(source: Tensor, labels: Tensor) -> Tensor:
@@ -268,7 +278,9 @@ def nce(source: Tensor, labels: Tensor) -> Tensor:
     z = source.unique(return_inverse=True)[1]
     counts = one_hot(classes).double().T @ one_hot(z).double()  # [C, Z]
     joint = counts / len(z)
-    return (xlogy(joint, joint) - xlogy(joint, joint.sum(0))).sum()
+    of_source = joint.sum(0)
+    terms = xlogy(joint, joint) - xlogy(joint, of_source)
+    return terms.sum()
 
 
 def _checked_features(features: Tensor, labels: Tensor, name: str = "features") -> Tensor:
