@@ -29,7 +29,7 @@ def named_tasks(tasks: Tasks | None, data: Data | None, default: Sequence[str]) 
         tasks = [] if data is not None else [*default]
     if isinstance(tasks, str):
         tasks = [tasks]
-    pairs = []
+    pairs: list[tuple[str, Data]] = []
     if isinstance(tasks, dict):
         pairs += tasks.items()
     else:
