@@ -438,7 +438,8 @@ class Probe(Callback, ABC):
         step = trainer.global_step
         try:
             figure = None
-            if has_matplotlib():
+            has_points = any(known(self.history, name) for name in self.headline)
+            if has_points and has_matplotlib():
                 figure, _ = self.plot()
             report(loggers, key, figure, self.history, step)
             ends = self._logged(summary(self.history, self.headline))

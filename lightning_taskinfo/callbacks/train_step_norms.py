@@ -47,14 +47,13 @@ class TrainStepNorms(Probe):
     kept in memory until they have been read. What cannot be read is said at the first step.
 
     Args:
-        every_n_steps: Optimizer steps between two values that are logged; samples are followed in
-            all steps.
+        every_n_steps: Optimizer steps between two values that are logged; a shorter training logs
+            those of its last step. Samples are followed in all steps.
         norms: Whether gradient norms are read at all. Without them, losses of any network can be
             followed.
         norms_every_n_steps: Norms are read in one of this many steps, other steps in the next epoch,
-            beside the steps in which values are logged. By default they are read in those alone;
-            in all steps where they rank the samples, or the training is shorter than
-            ``every_n_steps``. Losses are read in all steps.
+            beside the steps in which values are logged. By default they are read in those alone,
+            and in all steps where they rank the samples. Losses are read in all steps.
         max_samples: Norms of at most this many samples of a batch are read in a step, on each
             process; other ones the next time.
         top_k: How many samples the table of the loggers has.
@@ -82,7 +81,7 @@ class TrainStepNorms(Probe):
         print(callback.samples)  # the ten most suspicious samples
     """
 
-    default_every_n_steps: ClassVar[int | None] = 100
+    default_every_n_steps: ClassVar[int | None] = 200
     default_at_start: ClassVar[bool] = False  # there is no step to read yet
     runs_the_model: ClassVar[bool] = False
     ylabel: ClassVar[str] = "mean squared gradient norm"
@@ -137,7 +136,7 @@ class TrainStepNorms(Probe):
         self._recorder: StepRecorder | None = None
         self._follow = True  # whether samples are known by number
         self._first_step = True
-        self._is_short = False  # a training in which no step is due
+        self._only_step: int | None = None  # that is logged, of a training in which no other is due
         self._reset()
 
     def _reset(self) -> None:
@@ -183,7 +182,8 @@ class TrainStepNorms(Probe):
         self._merged = None
         self._sums = SampleSums(before.to(pl_module.device))
         steps = trainer.estimated_stepping_batches  # negative where nobody knows
-        self._is_short = self.every_n_steps is not None and 0 < steps < self.every_n_steps
+        is_short = self.every_n_steps is not None and 0 < steps < self.every_n_steps
+        self._only_step = int(steps) if is_short else None
         reason = self._indices.unknown(trainer)
         if reason is not None:
             self._follow = False
@@ -253,13 +253,12 @@ class TrainStepNorms(Probe):
     def _norms_are_due(self) -> bool:
         """Whether norms are read in this step: it is their turn, or the values after it are logged."""
         every, logged = self.norms_every_n_steps, self.every_n_steps
-        if every is None and self._is_short:
-            return True
         if every is not None and self._turn % every == 0:
             return True
-        if logged is None:
-            return False
-        return (self._last_step + 1) // logged != self._last_step // logged
+        step = self._last_step + 1  # after this one
+        if logged is None or self._only_step is not None:
+            return step == self._only_step
+        return step // logged != self._last_step // logged
 
     def _per_sample(self, trainer: Trainer) -> float:
         """Return what a sample's part of the backward pass has to be multiplied by to be its own gradient."""

@@ -39,8 +39,13 @@ class SampleLosses(NamedTuple):
 
     def with_own_labels(self) -> "SampleLosses":
         """Return the same with copies of the labels, to be read later: a loader may use their memory again."""
-        targets = self.targets.clone() if isinstance(self.targets, Tensor) else self.targets
-        return self._replace(seen=self.seen.clone(), targets=targets)
+        seen = self.seen.clone()
+        targets = self.targets
+        if targets is self.seen:  # as a rule
+            targets = seen
+        elif isinstance(targets, Tensor):
+            targets = targets.clone()
+        return SampleLosses(self.rows, seen, self.ignored, self.samples, targets)
 
     @property
     def problem(self) -> str | None:
@@ -76,12 +81,14 @@ def losses_of(steps: Sequence[SampleLosses]) -> Tensor:
     kinds = {(step.rows.shape, step.seen.shape, step.ignored, step.samples) for step in steps}
     alike = len(kinds) == 1 and len(targets) == len(steps) and len({y.shape for y in targets}) == 1
     if alike and first.rows.dim():
+        seen = torch.cat([step.seen for step in steps])
+        same = all(step.targets is step.seen for step in steps)
         together = SampleLosses(
             rows=torch.cat([step.rows for step in steps]),
-            seen=torch.cat([step.seen for step in steps]),
+            seen=seen,
             ignored=first.ignored,
             samples=first.samples * len(steps),
-            targets=torch.cat(targets),
+            targets=seen if same else torch.cat(targets),
         )
         if together.problem is None:
             return together.values
@@ -165,9 +172,12 @@ class StepLosses:
 
 def _known_losses(loss: Tensor) -> list[Node]:
     """Return the operations of :data:`LOSSES` that a loss was computed from; what is below them is no matter."""
+    first: Any = loss.grad_fn
+    if type(first).__name__ in LOSSES:  # as a rule
+        return [first]
     found: list[Node] = []
-    nodes: list[Any] = [loss.grad_fn]
-    seen = {*nodes}
+    nodes = [first]
+    seen = {first}
     for node in nodes:  # which grows
         if type(node).__name__ in LOSSES:
             found.append(node)
@@ -198,6 +208,8 @@ def _same_order(seen: Tensor, targets: Any, samples: int) -> bool:
     """Whether a loss saw these targets: as they are, or shifted by one as those of a language model."""
     if not isinstance(targets, Tensor) or targets.dim() == 0 or len(targets) != samples:
         return False
+    if seen is targets:
+        return True
     if seen.numel() == targets.numel():
         if torch.equal(seen.reshape(-1), targets.reshape(-1).to(seen.dtype)):
             return True

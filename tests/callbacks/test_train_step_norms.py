@@ -582,9 +582,11 @@ def test_a_resumed_training_goes_on_with_its_samples(tmp_path):
         trainer.save_checkpoint(tmp_path / "end.ckpt")
         return callback.samples
 
-    whole = run(TrainStepNorms(), max_epochs=4)
-    half = run(TrainStepNorms(), max_epochs=2)
-    resumed = run(TrainStepNorms(), max_epochs=4, ckpt_path=tmp_path / "end.ckpt")
+    whole = run(TrainStepNorms(norms_every_n_steps=1), max_epochs=4)
+    half = run(TrainStepNorms(norms_every_n_steps=1), max_epochs=2)
+    resumed = run(
+        TrainStepNorms(norms_every_n_steps=1), max_epochs=4, ckpt_path=tmp_path / "end.ckpt"
+    )
     assert half.seen.tolist() == [2] * 32
     assert resumed.seen.tolist() == [4] * 32
     torch.testing.assert_close(
@@ -648,18 +650,35 @@ def test_norms_cannot_rank_where_they_are_not_read():
         TrainStepNorms(norms=False, rank_by="squared_norm")
 
 
-def test_norms_are_read_where_values_are_logged_and_in_all_steps_of_a_short_training(tmp_path):
+def test_norms_are_read_where_values_are_logged(tmp_path):
     logged, short = TrainStepNorms(every_n_steps=3), TrainStepNorms()
     ranking = TrainStepNorms(every_n_steps=3, rank_by="squared_norm")
-    for callback, steps in ((logged, 2), (short, 8), (ranking, 8)):
+    due = {logged: slice(2, None, 3), short: slice(7, None), ranking: slice(None)}
+    for callback, steps in due.items():
         module = Dropping()
         fit(tmp_path, callback, model=module, loader=loader(shuffle=False), max_epochs=2)
-        due = module.expected[2::3] if callback is logged else module.expected
-        assert len(due) == steps
-        expected = means(due, 2)
+        assert len(module.expected) == 8
+        expected = means(module.expected[steps], 2)
         found = callback.samples.squared_norm
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4, equal_nan=True)
         torch.testing.assert_close(callback.samples.loss, means(module.expected, 1))
+    assert short.history[-1]["step"] == 8
+    assert short.history[-1]["squared_gradient_norm"] > 0
+
+
+def test_a_training_that_stops_before_any_value_is_due_logs_its_losses(tmp_path):
+    class Stops(pl.Callback):
+        def on_train_batch_end(self, trainer, *_):
+            trainer.should_stop = trainer.global_step == 5
+
+    callback, logger = TrainStepNorms(), CSVLogger(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", TaskInfoWarning)
+        fit(tmp_path, callback, Stops(), model=Plain, logger=logger, max_epochs=2)
+    (row,) = callback.history
+    assert row["step"] == 5
+    assert {*row} == {"step", "sample_loss"}
+    assert callback.samples.loss.isfinite().sum() > 0
 
 
 def test_norms_of_a_training_of_unknown_length_are_read_where_they_are_logged(tmp_path):
