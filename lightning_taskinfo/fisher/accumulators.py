@@ -33,6 +33,9 @@ class Norms:
     def add(self, name: str, samples: slice, found: Gradients) -> None:
         norms = found.norms()
         if name not in self.values:
+            if len(norms) == self.n:
+                self.values[name] = norms
+                return
             self.values[name] = norms.new_zeros(self.n)
         self.values[name][samples] += norms
 

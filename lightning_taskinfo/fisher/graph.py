@@ -68,6 +68,9 @@ def pulled_to_weight(output: Edge, weight: Edge, gradients: Tensor) -> Tensor:
     """Pull gradients ``[n, ...]`` back to what ``output`` was computed from, zeros where none arrives."""
     if output == weight:
         return gradients
+    turned = type(output.node).__name__ == "TBackward0" and gradients.dim() == 3
+    if turned and output.node.next_functions[0][0] is weight.node:
+        return gradients.mT  # as of every linear layer
     (found,) = pulled_back(output, [weight], gradients)
     if found is None:
         return gradients.new_zeros(len(gradients), *shape_of(weight.node, weight.output_nr))

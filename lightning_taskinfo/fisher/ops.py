@@ -24,6 +24,7 @@ from lightning_taskinfo._observe import at_least_float32
 from lightning_taskinfo.fisher.graph import Edge, pulled_to_weight, shape_of
 
 BLOCK = 1 << 21  # elements of per-sample gradients formed at once: 8 MB in float32
+ALL = slice(None)
 FEW = 4096  # elements of a gradient up to which samples are squared together rather than one by one
 
 
@@ -46,7 +47,7 @@ class Rows:
     interleaved: bool = False
     merged: int = 1
     index: Tensor | None = None
-    chosen: slice = field(default_factory=lambda: slice(None))
+    chosen: slice = field(default_factory=lambda: ALL)
 
     def rows_first(self, x: Tensor) -> Tensor:
         """Return ``x`` with its rows along axis 0."""
@@ -61,12 +62,14 @@ class Rows:
             no_row = rows.new_zeros(1, *rows.shape[1:])
             index = self.index[self.chosen]
             return torch.cat([rows, no_row])[index]
-        if self.interleaved:
+        if self.repeat == 1:
+            samples = rows.unsqueeze(1)
+        elif self.interleaved:
             by_turn = rows.unflatten(0, (self.repeat, -1))
             samples = by_turn.transpose(0, 1)
         else:
             samples = rows.unflatten(0, (-1, self.repeat))
-        return samples[self.chosen]
+        return samples if self.chosen == ALL else samples[self.chosen]
 
 
 @dataclass
@@ -154,7 +157,7 @@ class Product(Use):
     def norms(self, scores: list[Tensor]) -> Tensor:
         a = self.a.flatten(0, 1)
         by_group = total(product_norms(b.flatten(0, 1), a) for b in scores)
-        return by_group.view(len(self.a), -1).sum(1)
+        return by_group.view(len(self.a), -1).sum(1) if self.grouped else by_group
 
     def diagonal(self, scores: list[Tensor]) -> Tensor:
         if self.a.shape[1:3] != (1, 1):
@@ -215,7 +218,9 @@ class Elementwise(Use):
         sizes = [1, *self.aligned[:first], *self.aligned[behind:]]  # of what is not the sample
         summed = [axis for axis, size in enumerate(sizes, start=1) if size == 1]
         product = self.rows.samples_first(product)
-        gradients = product.sum(summed).reshape(-1, *self.shape)
+        if any(product.shape[axis] != 1 for axis in summed):
+            product = product.sum(summed)
+        gradients = product.reshape(-1, *self.shape)
         return gradients if self.scale == 1 else gradients * self.scale
 
     def gradients(self, b: Tensor, samples: slice) -> Tensor:
@@ -504,8 +509,11 @@ def sum_of_norms(formed: Iterable[tuple[slice, Tensor]]) -> Tensor:
     norms: dict[int, Tensor] = {}
     for samples, gradients in formed:
         some = squared_norms(gradients)
-        norms[samples.start] = some + norms.get(samples.start, 0)
-    return torch.cat([*norms.values()])
+        if samples.start in norms:
+            some += norms[samples.start]
+        norms[samples.start] = some
+    parts = [*norms.values()]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def sum_of_squares(gradients: Iterable[Tensor]) -> Tensor:

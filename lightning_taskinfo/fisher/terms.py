@@ -28,6 +28,7 @@ from lightning_taskinfo.fisher.graph import (
     way_to_leaf,
 )
 from lightning_taskinfo.fisher.ops import (
+    ALL,
     READERS,
     Embedding,
     Other,
@@ -44,7 +45,6 @@ from lightning_taskinfo.fisher.ops import (
 
 Pair = tuple[Tensor, Tensor]
 Receive = Callable[[str, "Gradients"], None]  # takes the gradients of a parameter
-ALL = slice(None)
 
 
 @dataclass
