@@ -42,6 +42,32 @@ def test_drawn_errors_differ_by_the_gain_on_average(script, kind):
     assert difference.std().item() == pytest.approx(0.02, rel=0.3)
 
 
+def coverage_rows(**controls):
+    """Rows of an experiment in which all holds; the controls are those given, of 100 each."""
+    rows = []
+    for kind in ("stochastic", "network"):
+        rows.append({"kind": kind, "repeats": 100, "violated": 2, "control": controls[kind]})
+    for kind in ("normal", "skewed", "heavy-tailed", "tied"):
+        for seeds in (3, 5, 10):
+            row = {"kind": kind, "seeds": seeds, "intervals": 100, "covered": 95, "none": 0}
+            rows.append(row | {"control": controls["normal"], "unit": f"{kind} {seeds}"})
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({}, "reproduced"),
+        ({"stochastic": 11}, "undecided"),  # [5.6, 18.8]: it could be a valid bound
+        ({"network": 11}, "undecided"),
+        ({"normal": 94}, "undecided"),
+    ],
+)
+def test_coverage_is_decided_only_where_bounds_that_are_too_small_fail(script, changed, said):
+    rows = coverage_rows(**{"stochastic": 40, "network": 40, "normal": 70, **changed})
+    assert script("interval_coverage").verdict(rows)["verdict"] == said
+
+
 def test_wasserstein_is_that_of_the_best_permutation(script):
     g = torch.Generator().manual_seed(0)
     x = torch.randn(1, 5, 2, generator=g)

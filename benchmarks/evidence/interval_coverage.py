@@ -20,6 +20,11 @@ such reports are counted apart.
 **Test.** Share of violations, and share of intervals that cover, with Clopper-Pearson's 95 % intervals. (a) holds if
 the lower end of the violations' interval is not above 0.1. (b) holds for a kind of differences and a number of seeds if
 the upper end of the coverage's interval is at least 0.95. *Reproduced* if all hold, *in part* if some do.
+
+**Controls**, added after the first run: the same repetitions must be able to see a bound that is too small. The
+certificate of the stochastic network without its log term, that of the network itself with the observed disagreement in
+place of its upper end, and intervals of half the width with normal differences must fail: violated in more than a tenth
+(lower end), covering in fewer than 95 % (upper end). Where one does not, the verdict is *undecided*.
 """
 
 import math
@@ -33,6 +38,7 @@ from torch.nn.functional import cosine_similarity, cross_entropy
 from units import Experiment, Row, main
 
 from lightning_taskinfo.certificates import Certificate, Prior, certify
+from lightning_taskinfo.functional.pac_bayes import binary_kl_inverse
 from lightning_taskinfo.transfer import TransferReport
 
 TEACHER = torch.tensor([1.0, 0.0, 0.0])
@@ -66,7 +72,11 @@ def run(settings: Row, data_dir: str | None) -> Row:
     violated = stochastic_violated if settings["kind"] == "stochastic" else network_violated
     first = 1000 * settings["seed"]
     seeds = range(first, first + settings["repeats"])
-    return {"violated": sum(violated(seed, g) for seed in seeds)}
+    found = [violated(seed, g) for seed in seeds]
+    return {
+        "violated": sum(own for own, _ in found),
+        "control": sum(control for _, control in found),
+    }
 
 
 def labelled(n: int, noise: float, g: Generator) -> tuple[Tensor, Tensor]:
@@ -76,7 +86,8 @@ def labelled(n: int, noise: float, g: Generator) -> tuple[Tensor, Tensor]:
     return inputs, ((inputs @ TEACHER > 0) ^ flipped).long()
 
 
-def stochastic_violated(seed: int, g: Generator) -> bool:
+def stochastic_violated(seed: int, g: Generator) -> tuple[bool, bool]:
+    """Whether the certificate is violated, and whether it is without its log term."""
     start = nn.Linear(3, 2, bias=False)
     start.weight.data = torch.stack([-TEACHER, TEACHER]) + 0.1 * torch.randn(2, 3, generator=g)
     prior = Prior(start, origin="drawn before the samples", stds=(0.1,))
@@ -96,7 +107,9 @@ def stochastic_violated(seed: int, g: Generator) -> bool:
         progress=False,
     )
     assert found.valid, found.reasons
-    return found.bound < stochastic_error(found, g)
+    error = stochastic_error(found, g)
+    unprotected = binary_kl_inverse(found.risk_interval[1], (found.kl + found.price) / found.n)
+    return found.bound < error, unprotected.item() < error
 
 
 def stochastic_error(certificate: Certificate, g: Generator) -> float:
@@ -118,7 +131,8 @@ class Squared(nn.Module):
         return torch.stack([torch.zeros_like(score), score], dim=1)
 
 
-def network_violated(seed: int, g: Generator) -> bool:
+def network_violated(seed: int, g: Generator) -> tuple[bool, bool]:
+    """Whether the certificate is violated, and whether it is with the observed disagreement."""
     found = certify(
         Squared(),
         labelled(1000, 0.0, g),
@@ -133,7 +147,8 @@ def network_violated(seed: int, g: Generator) -> bool:
     )
     assert found.valid, found.reasons
     assert found.network is not None
-    return found.network.bound < 0.5
+    observed = found.network.stochastic_bound + found.network.disagreement
+    return found.network.bound < 0.5, observed < 0.5
 
 
 def drawn_errors(kind: str, seeds: int, g: Generator) -> tuple[Tensor, Tensor]:
@@ -153,8 +168,8 @@ def drawn_errors(kind: str, seeds: int, g: Generator) -> tuple[Tensor, Tensor]:
 
 
 def covered(settings: Row, g: Generator) -> Row:
-    """How many reports' intervals contain the true gain, and how many have none."""
-    found = {"intervals": 0, "covered": 0, "none": 0}
+    """How many reports' intervals contain the true gain, how many of half the width do, and how many there are not."""
+    found = {"intervals": 0, "covered": 0, "control": 0, "none": 0}
     for _ in range(settings["repeats"]):
         errors = drawn_errors(settings["kind"], settings["seeds"], g)
         results = []
@@ -169,6 +184,8 @@ def covered(settings: Row, g: Generator) -> Row:
             continue
         found["intervals"] += 1
         found["covered"] += gain.low <= GAIN <= gain.high
+        quarter = (gain.high - gain.low) / 4
+        found["control"] += gain.low + quarter <= GAIN <= gain.high - quarter
     return found
 
 
@@ -182,6 +199,21 @@ def share(hits: int, n: int) -> tuple[float, float, float]:
 def percent(interval: tuple[float, float, float]) -> str:
     middle, low, high = (100 * value for value in interval)
     return f"{middle:.1f} % [{low:.1f}, {high:.1f}]"
+
+
+def controls(rows: list[Row]) -> tuple[dict[str, tuple[float, float, float]], bool]:
+    """How often bounds fail, and intervals cover, that are too small on purpose; and whether all are seen to fail."""
+    found = {}
+    seen = []
+    for kind in ("stochastic", "network", "normal"):
+        own = [row for row in rows if row["kind"] == kind]
+        n = sum(row["intervals" if kind == "normal" else "repeats"] for row in own)
+        if n == 0:
+            continue
+        found[kind] = share(sum(row["control"] for row in own), n)
+        _, low, high = found[kind]
+        seen.append(high < 0.95 if kind == "normal" else low > ALLOWED)
+    return found, len(seen) == 3 and all(seen)
 
 
 def verdict(rows: list[Row]) -> Row:
@@ -210,8 +242,16 @@ def verdict(rows: list[Row]) -> Row:
             none = sum(row["none"] for row in own)
             more = f", {none} reports without an interval" if none else ""
             words.append(f"{kind} differences covered in {', '.join(parts)}{more}")
+    too_small, seen = controls(rows)
+    numbers["controls"] = too_small
+    if len(too_small) == 3:
+        words.append(
+            f"controls: without its log term the first is violated in {percent(too_small['stochastic'])}, with the "
+            f"observed disagreement the second in {percent(too_small['network'])}, and intervals of half the width "
+            f"cover normal differences in {percent(too_small['normal'])}"
+        )
     said = "reproduced" if all(holds) else "reproduced in part"
-    if len(holds) < 2 + 3 * len(DIFFERENCES):
+    if not seen or len(holds) < 2 + 3 * len(DIFFERENCES):
         said = "undecided"
     return {"verdict": said, "sentence": "; ".join(words), "numbers": numbers}
 
