@@ -116,7 +116,11 @@ def plot_pareto(
     fig, ax = figure_and_axes(ax, frame=False)
     extra = math.log(2 * math.sqrt(n) / delta)
     for name, members in groups.items():
-        points = sorted(((row.kl + row.price + extra) / n, 1 - row.risk) for row in members)
+        points = []
+        for row in members:
+            complexity = (row.kl + row.price + extra) / n
+            points.append((complexity, 1 - row.risk))
+        points.sort()
         line = "k--" if name == "oracle" else ".-"
         ax.plot(*zip(*points, strict=True), line, label=name)
     ax.set(
@@ -137,7 +141,8 @@ def _draw_bounds(ax: "Axes", chance: float) -> None:
     ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     ax.xaxis.set_major_formatter("{x:g}")
     ax.xaxis.set_minor_formatter(NullFormatter())
-    ax.set(xlim=ax.get_xlim(), ylim=(ax.get_ylim()[0], 1.0))
+    bottom, _ = ax.get_ylim()
+    ax.set(xlim=ax.get_xlim(), ylim=(bottom, 1.0))
     for bound in sorted({0.05, 0.1, 0.2, 0.3, chance}):
         risk = np.linspace(1e-9, bound - 1e-9, 500)
         accuracy = 1 - risk

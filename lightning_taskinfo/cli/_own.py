@@ -168,7 +168,8 @@ def with_weights(model: nn.Module, checkpoint: Checkpoint, argument: str, path: 
     try:
         model.load_state_dict(fitting(checkpoint.state, model.state_dict()))
     except RuntimeError as error:
-        reason = "; ".join(line.strip() for line in str(error).splitlines()[1:])
+        lines = str(error).splitlines()[1:]
+        reason = "; ".join(line.strip() for line in lines)
         raise ValueError(
             f"`{argument}` must hold the weights of the model, got {path}: {reason}"
         ) from error

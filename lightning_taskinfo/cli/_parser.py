@@ -125,7 +125,9 @@ def add_arguments(parser: Any, maker: Callable[..., Any], key: str) -> None:
 def is_import_path(text: str) -> bool:
     """Whether a text names something in a module, and no file or dataset."""
     parts = text.split(".")
-    if len(parts) == 1 or not all(map(str.isidentifier, parts)) or Path(text).exists():
+    if len(parts) == 1 or not all(map(str.isidentifier, parts)):
+        return False
+    if Path(text).exists():
         return False
     return find_spec(parts[0]) is not None
 

@@ -111,7 +111,8 @@ def certify(
     )
     if picture is not None:
         with atomic_write(picture) as file:
-            certificate.plot()[0].savefig(file, format=picture.suffix[1:], dpi=150)
+            figure, _ = certificate.plot()
+            figure.savefig(file, format=picture.suffix[1:], dpi=150)
     asked = {
         "model": model.name,
         "arguments": model.arguments,

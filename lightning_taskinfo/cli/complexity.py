@@ -71,6 +71,7 @@ def complexity(
     ]
     figure, _ = plot_structure_functions(curves)
     figure.savefig(folder / "complexity.png", dpi=150)
-    write_json(folder / "complexity.json", [json.loads(curve.to_json()) for curve in curves])
+    content = [json.loads(curve.to_json()) for curve in curves]
+    write_json(folder / "complexity.json", content)
     shown = [f"{curve.name}, {curve.samples} samples\n{curve}\n" for curve in curves]
     return "\n".join([*shown, str(folder / "complexity.png"), str(folder / "complexity.json")])

@@ -107,7 +107,8 @@ def _no_whole_numbers(y: NDArray[Any]) -> str:
         return f"strings such as {y.flat[0].item()!r}; number the classes from 0"
     whole = y.dtype == bool
     if y.dtype.kind == "f":
-        whole = bool((np.isfinite(y) & (y == np.round(y))).all())
+        is_whole = np.isfinite(y) & (y == np.round(y))
+        whole = bool(is_whole.all())
     return f"{y.dtype}; y.astype('int64') makes them" if whole else f"{y.dtype}"
 
 

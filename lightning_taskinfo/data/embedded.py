@@ -108,7 +108,9 @@ def _stratified(
         cut = round(test_fraction * len(of_class))
         train.append(of_class[cut:])
         test.append(of_class[:cut])
-    return rng.permutation(np.concatenate(train)), rng.permutation(np.concatenate(test))
+    train_rows = rng.permutation(np.concatenate(train))
+    test_rows = rng.permutation(np.concatenate(test))
+    return train_rows, test_rows
 
 
 @dataclass(frozen=True)

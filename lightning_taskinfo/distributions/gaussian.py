@@ -41,9 +41,9 @@ class WeightGaussian(ABC):
     """
 
     def __init__(self, mean: Mapping[str, Tensor]) -> None:
-        self.mean: ParamDict = {
-            name: at_least_float32(value.detach()).clone() for name, value in mean.items()
-        }
+        self.mean: ParamDict = {}
+        for name, value in mean.items():
+            self.mean[name] = at_least_float32(value.detach()).clone()
 
     @abstractmethod
     def sample(self, generator: Generator | None = None) -> ParamDict:
@@ -90,7 +90,8 @@ class WeightGaussian(ABC):
         squares = []
         for name, mean in self.mean.items():
             shift = mean.double() - pre.mean[name].double()
-            squares.append((shift / pre.std[name]).square().sum())
+            relative = shift / pre.std[name]
+            squares.append(relative.square().sum())
         return torch.stack(squares).sum()
 
 
@@ -109,14 +110,16 @@ class IsotropicGaussian(WeightGaussian):
 
     def __init__(self, mean: Mapping[str, Tensor], std: Mapping[str, float]) -> None:
         super().__init__(mean)
+        self.std: dict[str, float] = {}
         for name in self.mean:
             check_positive(prior_std=std[name])
-        self.std = {name: float(std[name]) for name in self.mean}
+            self.std[name] = float(std[name])
 
     def sample(self, generator: Generator | None = None) -> ParamDict:  # noqa: D102
         drawn = {}
         for name, mean in self.mean.items():
-            drawn[name] = mean + self.std[name] * _randn_like(mean, generator)
+            noise = _randn_like(mean, generator)
+            drawn[name] = mean + self.std[name] * noise
         return drawn
 
     def log_det(self) -> Tensor:  # noqa: D102
@@ -306,14 +309,16 @@ class LowRankGaussian(WeightGaussian):
         along = self._directions.T @ z
         z = z - self._directions @ (shrink * along)  # (I + VVᵀ)^{-1/2} z
         noise = self._prior_std * self._stretch.rsqrt() * z
-        parts = noise.split([mean.numel() for mean in self.mean.values()])
+        sizes = [mean.numel() for mean in self.mean.values()]
         drawn = {}
-        for (name, mean), part in zip(self.mean.items(), parts, strict=True):
+        for name, part in zip(self.mean, noise.split(sizes), strict=True):
+            mean = self.mean[name]
             drawn[name] = mean + part.view_as(mean).to(mean.dtype)
         return drawn
 
     def log_det(self) -> Tensor:  # noqa: D102
-        unshrunk = 2 * self._prior_std.log().sum() - self._stretch.log().sum()
+        prior = 2 * self._prior_std.log().sum()
+        unshrunk = prior - self._stretch.log().sum()
         return unshrunk - self._squares.log1p().sum()
 
     def kl(self, pre: IsotropicGaussian) -> Tensor:  # noqa: D102

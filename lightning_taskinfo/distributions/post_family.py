@@ -133,7 +133,8 @@ def standard_noises(weights: Mapping[str, Tensor], count: int, seed: int) -> lis
         >>> first[0]["w"].shape, torch.equal(first[0]["w"], again[0]["w"])
         (torch.Size([2, 3]), True)
     """
-    generators = {w.device: Generator(w.device).manual_seed(seed) for w in weights.values()}
+    devices = {w.device for w in weights.values()}
+    generators = {device: Generator(device).manual_seed(seed) for device in devices}
     noises: list[ParamDict] = []
     for _ in range(count):
         noise = {}

@@ -41,7 +41,8 @@ class Norms:
 
     def by_name(self, names: Iterable[str]) -> ParamDict:
         """Return the norms of all parameters, zeros for one that no gradient has reached."""
-        like, *_ = [*self.values.values(), torch.empty(self.n, device="cpu")]
+        default = torch.empty(self.n, device="cpu")
+        like = next(iter(self.values.values()), default)
         found: ParamDict = {}
         for name in names:
             norms = self.values.get(name)
@@ -97,8 +98,9 @@ class Gram:
             return
         held = sum(x.numel() for x in features)
         expected = held * len(self.gram) // count
-        if name not in self.kept and self.kept and self.held + expected > self.room:
-            self.postponed.add(name)  # one parameter always fits
+        too_many = self.held + expected > self.room
+        if self.kept and name not in self.kept and too_many:  # one parameter always fits
+            self.postponed.add(name)
         else:
             self.held += held
             self.kept.setdefault(name, []).append((samples, features))

@@ -76,9 +76,8 @@ def add_factors(
                 of_chunk = None if targets is None else targets[chunk]
                 counted = False  # whether the inputs are
                 for scores, last in request.scores(outputs, of_chunk):
-                    for name, rows, columns, places in chain.factors(
-                        outputs, scores, keep=not last
-                    ):
+                    found = chain.factors(outputs, scores, keep=not last)
+                    for name, rows, columns, places in found:
                         sums[name].add(rows, None if counted else columns, places)
                     counted = True
     except NotCoveredError:
@@ -151,7 +150,8 @@ class ChainFactors:
         extension = _factors_from(torch.stack(scores))
         try:
             with backpack(extension, retain_graph=keep):
-                self.loss(outputs, torch.zeros_like(outputs)).backward(retain_graph=keep)
+                loss = self.loss(outputs, torch.zeros_like(outputs))
+                loss.backward(retain_graph=keep)
         except (AssertionError, AttributeError, IndexError, RuntimeError) as error:
             raise NotCoveredError(str(error)) from error
         n = len(outputs)
@@ -163,7 +163,8 @@ class ChainFactors:
             p.grad = None
             of_rows, *of_columns = (part.detach() for part in found)
             columns = n * of_columns[0] if of_columns else None  # it has the mean of inputs
-            yield name, of_rows, columns, self.places[name.rpartition(".")[0]]
+            layer, _, _ = name.rpartition(".")
+            yield name, of_rows, columns, self.places[layer]
 
 
 class Link:
@@ -175,14 +176,17 @@ class Link:
 
     def holds(self, x: Any) -> bool:
         """Whether ``x`` has the same memory and shape, unchanged; hooks hand on aliases of tensors."""
-        if not isinstance(x, Tensor) or x.data_ptr() != self.tensor.data_ptr():
+        own = self.tensor
+        if not isinstance(x, Tensor) or x.data_ptr() != own.data_ptr():
             return False
-        same_shape = x.shape == self.tensor.shape and x.stride() == self.tensor.stride()
+        same_shape = x.shape == own.shape and x.stride() == own.stride()
         return same_shape and x._version == self.version
 
 
 def _check_layers(model: nn.Module) -> None:
-    owned = [id(p) for module in model.modules() for p in module.parameters(recurse=False)]
+    owned: list[int] = []
+    for module in model.modules():
+        owned += [id(p) for p in module.parameters(recurse=False)]
     if len(set(owned)) < len(owned):
         raise NotCoveredError("weights are tied")
     for name, layer in model.named_modules():
@@ -210,7 +214,8 @@ def _watching(model: nn.Module, places: dict[str, int]) -> Iterator[list[Link]]:
     chain: list[Link] = []
 
     def before(layer: nn.Module, args: tuple[Any, ...]) -> None:
-        if len(args) != 1 or (chain and not chain[-1].holds(args[0])):
+        unbroken = len(args) == 1 and (not chain or chain[-1].holds(args[0]))
+        if not unbroken:
             raise NotCoveredError(
                 f"{layer} does not get the output of the layer before it as it is"
             )
@@ -228,10 +233,8 @@ def _watching(model: nn.Module, places: dict[str, int]) -> Iterator[list[Link]]:
 
     handles = []
     for name, layer in _leaves(model).items():
-        handles += [
-            layer.register_forward_pre_hook(before),
-            layer.register_forward_hook(after(name)),
-        ]
+        handles.append(layer.register_forward_pre_hook(before))
+        handles.append(layer.register_forward_hook(after(name)))
     try:
         yield chain
     finally:

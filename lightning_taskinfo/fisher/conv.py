@@ -52,9 +52,10 @@ class Conv(Use):
         if self.by_patches:
             gradients = _by_row(b).mT @ self._patches(samples)
             return gradients.reshape(-1, *self.shape)
-        a = self.a[samples]
-        by_row = self._grouped(a.flatten(0, 1), b.flatten(0, 1))
-        return by_row.view(*b.shape[:2], *self.shape).sum(1)
+        a = self.a[samples].flatten(0, 1)
+        by_row = self._grouped(a, b.flatten(0, 1))
+        of_samples = by_row.view(*b.shape[:2], *self.shape)
+        return of_samples.sum(1)
 
     def norms(self, scores: list[Tensor]) -> Tensor:
         if not self.by_patches:
@@ -108,9 +109,13 @@ class Conv(Use):
             sides = [size for size in reversed(self.padding) for _ in ("before", "after")]
             a = F.pad(a, sides)
         rows, channels, *strides = a.stride()
-        within = [step * stride for step, stride in zip(self.dilation, strides, strict=True)]
-        between = [step * stride for step, stride in zip(self.stride, strides, strict=True)]
-        sizes = (*a.shape[:2], *self.shape[2:], *self.positions)
+        within = []  # a patch
+        between = []  # patches
+        for axis, stride in enumerate(strides):
+            within.append(self.dilation[axis] * stride)
+            between.append(self.stride[axis] * stride)
+        kernel = self.shape[2:]
+        sizes = (*a.shape[:2], *kernel, *self.positions)
         patches = a.as_strided(sizes, (rows, channels, *within, *between))
         entries = math.prod(self.shape[1:])
         return patches.reshape(len(a), entries, self.positions.numel())
@@ -158,4 +163,5 @@ def read_convolution(node: Any, place: int, weight: Any) -> Use | None:
 
 def _by_row(x: Tensor) -> Tensor:
     """Return ``[N, repeat, D, *positions]`` as ``[N, places, D]``."""
-    return x.flatten(3).transpose(1, 2).flatten(2).mT
+    by_channel = x.flatten(3).transpose(1, 2)  # [N, D, repeat, positions]
+    return by_channel.flatten(2).mT

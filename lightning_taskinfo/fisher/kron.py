@@ -80,8 +80,9 @@ class KroneckerFactors:
     def diagonals(self) -> tuple[Tensor, Tensor]:
         """Return the diagonals of both factors, ``[R]`` and ``[D]``; a single 1 for the columns of a vector."""
         of_rows = _diagonal(self.rows)
-        of_columns = of_rows.new_ones(1) if self.columns is None else _diagonal(self.columns)
-        return of_rows, of_columns
+        if self.columns is None:
+            return of_rows, of_rows.new_ones(1)
+        return of_rows, _diagonal(self.columns)
 
     def trace(self) -> Tensor:
         """Return the trace of the block, a scalar."""
@@ -150,7 +151,8 @@ class KroneckerSums:
         parameters = trainable_parameters(model)
         if not parameters:
             raise ValueError("`model` must have a parameter with `requires_grad=True`, got none.")
-        like = at_least_float32(next(iter(parameters.values())).detach())
+        first = next(iter(parameters.values()))
+        like = at_least_float32(first.detach())
 
         def zeros(side: int, diagonal: bool = False) -> Tensor:
             is_vector = diagonal or side > max_side
@@ -160,7 +162,8 @@ class KroneckerSums:
         self.by_name: dict[str, Sums] = {}
         self._read: set[tuple[str, int]] = set()
         for name, p in parameters.items():
-            owner = model.get_submodule(name.rpartition(".")[0])
+            layer, _, _ = name.rpartition(".")
+            owner = model.get_submodule(layer)
             rows, columns = matrix_shape(p.shape, kernel=isinstance(owner, _ConvNd))
             of_rows = zeros(rows, isinstance(owner, nn.Embedding))
             of_columns = like.new_zeros(0) if columns is None else zeros(columns)
@@ -358,8 +361,9 @@ def matrix_shape(shape: torch.Size, *, kernel: bool = False) -> tuple[int, int |
         ((4, None), (1, 4))
     """
     sizes = list(shape)
-    while len(shape) > 2 and len(sizes) > 1 and sizes[0] == 1 and not kernel:
-        del sizes[0]
+    if len(sizes) > 2 and not kernel:
+        while len(sizes) > 1 and sizes[0] == 1:
+            del sizes[0]
     if len(sizes) < 2:
         return math.prod(sizes), None
     return sizes[0], math.prod(sizes[1:])
@@ -369,10 +373,10 @@ def _only_product(found: Gradients, sums: Sums) -> Term | None:
     """Return the one use of a parameter, if its gradient is a sum over places of products of two vectors."""
     if len(found.parts) != 1:
         return None
-    term = found.parts[0][0]
+    ((term, _),) = found.parts
     if isinstance(term.use, Conv):
-        kernel = len(sums.rows) == term.use.shape[0] and term.way == ()
-        return term if kernel and term.use.plain else None
+        is_kernel = len(sums.rows) == term.use.shape[0] and term.way == ()
+        return term if is_kernel and term.use.plain else None
     return term if found.factored and len(sums.columns) else None
 
 

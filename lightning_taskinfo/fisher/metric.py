@@ -120,8 +120,8 @@ class FisherInformation(Metric):
             ValueError: If the parameters are not those of the first update, and as for
                 ``fisher_trace``.
         """
-        parameters = trainable_parameters(model)
-        self._remember({name: p.shape for name, p in parameters.items()})
+        shapes = {name: p.shape for name, p in trainable_parameters(model).items()}
+        self._remember(shapes)
         request = self._seeded(next(model.parameters()).device)
         with observing(model):
             if self.quantity == "trace":
@@ -146,14 +146,15 @@ class FisherInformation(Metric):
         scalar = self.total.new_tensor
         samples = self.count.long()
         if not samples:
-            return FisherEstimate(scalar(math.nan), scalar(math.nan), samples, {}, {})
+            unknown = scalar(math.nan)
+            return FisherEstimate(unknown, unknown.clone(), samples, {}, {})
         sums = self.total.tolist()
         diagonal: ParamDict = {}
         if self.quantity == "diagonal":
             sizes = [shape.numel() for shape in self.shapes.values()]
             parts = self.total.split(sizes)
-            for (name, shape), part in zip(self.shapes.items(), parts, strict=True):
-                diagonal[name] = part.view(shape) / self.count
+            for name, part in zip(self.shapes, parts, strict=True):
+                diagonal[name] = part.view(self.shapes[name]) / self.count
             of_parameters = [part.sum().item() for part in parts]
             sums = [*of_parameters, math.nan, self.count.item()]  # without an error
         trace, error, layers = TraceSums([*self.shapes], sums).compute()
@@ -178,9 +179,9 @@ class FisherInformation(Metric):
         @functools.wraps(compute)
         def shaped() -> FisherEstimate:
             estimate = squeezing()
-            diagonal = {
-                name: part.view(self.shapes[name]) for name, part in estimate.diagonal.items()
-            }
+            diagonal: ParamDict = {}
+            for name, part in estimate.diagonal.items():
+                diagonal[name] = part.view(self.shapes[name])
             return estimate._replace(diagonal=diagonal)
 
         return shaped

@@ -375,7 +375,8 @@ def _layer_product(
     for _ in range(60):
         power = x.pow(depth - 1)
         value = power * (x - u) - s
-        slope = depth * power - (depth - 1) * u * x.pow(depth - 2)
+        lower = (depth - 1) * u * x.pow(depth - 2)
+        slope = depth * power - lower
         step = value / slope
         x = torch.where(s.isfinite(), x - step, torch.inf)
     return x.pow((depth - 1) / 2)

@@ -289,7 +289,8 @@ def label_entropy(counts: Tensor) -> float:
     if not len(counts):
         return math.nan
     n = counts.sum()
-    plain = n.log() - (counts * counts.log()).sum() / n
+    weighted = (counts * counts.log()).sum()
+    plain = n.log() - weighted / n
     missing = (len(counts) - 1) / (2 * n)
     return (plain + missing).item()
 

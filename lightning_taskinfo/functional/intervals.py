@@ -83,11 +83,13 @@ def paired_interval(
     mean = difference.mean().item()
     z = normal_quantile(confidence)
     losses = torch.cat([first, second])
-    if bool(((losses == 0) | (losses == 1)).all()):
+    is_count = (losses == 0) | (losses == 1)
+    if bool(is_count.all()):
         b = (difference > 0).sum().item()
         c = (difference < 0).sum().item()
         middle = (b - c) / (n + 2)
-        variance = (b + c + 1) - (b - c) ** 2 / (n + 2)
+        shift = (b - c) ** 2 / (n + 2)
+        variance = (b + c + 1) - shift
         reach = z / (n + 2) * variance**0.5
         return middle - reach, mean, middle + reach
     quantile = student_quantile(confidence, n - 1)

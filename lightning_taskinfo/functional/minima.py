@@ -54,7 +54,8 @@ def log_determinant(gram: Tensor) -> Tensor:
     largest = eigenvalues[..., -1:]
     noise = torch.finfo(xi.dtype).eps * xi.shape[-1] * largest
     kept = eigenvalues.where(eigenvalues > noise, 0.0)
-    return scale.log().sum(-1) + kept.log().sum(-1)
+    of_scale = scale.log().sum(-1)
+    return of_scale + kept.log().sum(-1)
 
 
 def local_minimum_summary(

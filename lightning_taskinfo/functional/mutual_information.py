@@ -82,7 +82,8 @@ def mine(scores: Tensor, log_average: Tensor, *, negatives: Negatives = "others"
     joint, product = joint_and_product(scores, negatives)
     log_mean = log_mean_exp(product)
     corrected = (log_mean - log_average.detach()).exp()  # its gradient is E[e^M ∇M] / average
-    return joint.mean() - log_mean.detach() - (corrected - corrected.detach())
+    gradient = corrected - corrected.detach()  # zero, with the gradient of the corrected mean
+    return joint.mean() - log_mean.detach() - gradient
 
 
 def update_log_average(

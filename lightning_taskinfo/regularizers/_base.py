@@ -62,7 +62,9 @@ class WeightSchedule:
         if self.ramp == "constant":
             return float(self.weight)
         T = min(1.0, (epoch - self.start) / self.length)
-        factor = T if self.ramp == "linear" else math.exp(-5 * (1 - T) ** 2)
+        factor = T
+        if self.ramp != "linear":
+            factor = math.exp(-5 * (1 - T) ** 2)
         return self.weight * factor
 
 

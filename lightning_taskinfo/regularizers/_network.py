@@ -27,12 +27,11 @@ def swapped(
         True
     """
     new = dict(zip(map(id, parameters), values, strict=True))
-    places = [
-        (module._parameters, name, p)
-        for module in model.modules()
-        for name, p in module._parameters.items()
-        if id(p) in new
-    ]
+    places = []
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if id(p) in new:
+                places.append((module._parameters, name, p))
     try:
         for held, name, p in places:
             held[name] = new[id(p)]  # type: ignore[assignment]
@@ -60,11 +59,10 @@ def frozen_batchnorm_statistics(model: nn.Module) -> Iterator[None]:
         >>> net.running_mean, net.num_batches_tracked
         (tensor([0., 0.]), tensor(0))
     """
-    tracking = [
-        module
-        for module in model.modules()
-        if isinstance(module, _BatchNorm) and module.track_running_stats
-    ]
+    tracking = []
+    for module in model.modules():
+        if isinstance(module, _BatchNorm) and module.track_running_stats:
+            tracking.append(module)
     try:
         for module in tracking:
             module.track_running_stats = False

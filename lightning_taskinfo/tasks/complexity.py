@@ -109,7 +109,8 @@ def structure_function(
         claim_folder(folder, made, results=["sweep.pt"])
     sweep = Sweep(model, samples, centre, prior_std=prior_std, training=training, seed=seed)
     with shown(progress, name or "structure_function", len(betas)) as tell:
-        sweep.run(betas, None if folder is None else Path(folder) / "sweep.pt", tell)
+        path = None if folder is None else Path(folder) / "sweep.pt"
+        sweep.run(betas, path, tell)
     return StructureFunction(
         betas=betas,
         kl=sweep.column("kl"),

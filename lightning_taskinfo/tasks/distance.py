@@ -105,7 +105,8 @@ class DistanceMatrix(Tabled):
         if K == 1:
             return f"{self.names[0]} is {self._cell(0, 0)} nats from itself; 0 would be exact."
         mean = self.mean
-        i, j = min(permutations(range(K), 2), key=lambda pair: mean[pair].item())
+        pairs = permutations(range(K), 2)
+        i, j = min(pairs, key=lambda pair: mean[pair].item())
         known, added = self.names[i], self.names[j]
         return f"A network that knows {known} needs the fewest further nats for {added}: {self._cell(i, j)}."
 
@@ -349,7 +350,8 @@ def _measured(
             parts = _trained((i, j), sizes)
             known = parts.index(i)
             kl = found[_name(seed, parts)]["kl"]
-            distances[s, i, j] = kl["trunk"] + kl[f"heads.{known}"] - information[s, i]
+            both = kl["trunk"] + kl[f"heads.{known}"]
+            distances[s, i, j] = both - information[s, i]
             new_head[s, i, j] = kl[f"heads.{1 - known}"]
     return {
         "distances": distances,
@@ -376,6 +378,9 @@ def _configuration(
 ) -> dict[str, Any]:
     """What decides the numbers of a training; not the seeds, so that more of them can be added."""
     first = Union.of(settings, data[:1], 0)
+    fingerprints = {}
+    for name, (x, y) in zip(tasks, data, strict=True):
+        fingerprints[name] = digest([("inputs", x), ("targets", y)])
     return {
         "method": settings.method,
         "beta": settings.beta,
@@ -384,8 +389,5 @@ def _configuration(
         "likelihood": repr(settings.likelihood),
         "training": asdict(settings.training),
         "network": network_digest(first.model(), first.data().inputs),
-        "tasks": {
-            name: digest([("inputs", x), ("targets", y)])
-            for name, (x, y) in zip(tasks, data, strict=True)
-        },
+        "tasks": fingerprints,
     }

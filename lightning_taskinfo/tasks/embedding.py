@@ -72,7 +72,8 @@ class TaskEmbedding(Tabled):
             raise ValueError(
                 f"`vector` must have the {filters} filters of `sizes`, got the shape {shape}."
             )
-        if not ((self.vector >= 0) & self.vector.isfinite()).all():
+        valid = (self.vector >= 0) & self.vector.isfinite()
+        if not valid.all():
             smallest = self.vector.min().item()
             raise ValueError(f"`vector` must be finite and at least 0, got {smallest}.")
 

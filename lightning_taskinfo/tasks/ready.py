@@ -238,7 +238,9 @@ def reference_network(*, epochs: int = 4, seed: int = 0) -> ReferenceNetwork:
         _train(network, epochs, seed)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            saved: dict[str, Any] = {name: value.numpy() for name, value in state.items()}
+            saved: dict[str, Any] = {}
+            for name, value in state.items():
+                saved[name] = value.numpy()
             with atomic_write(path) as file:
                 np.savez(file, **saved)
         except OSError as error:

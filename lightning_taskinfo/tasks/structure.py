@@ -97,7 +97,10 @@ class StructureFunction(Tabled):
             corner = (t, e)
             if corners and e >= corners[-1][1]:
                 continue
-            while len(corners) > 1 and _slope(*corners[-2:]) >= _slope(corners[-1], corner):
+            while len(corners) > 1:
+                before = _slope(corners[-2], corners[-1])
+                if not before >= _slope(corners[-1], corner):
+                    break
                 corners.pop()
             corners.append(corner)
         return tuple(corners)
@@ -121,7 +124,8 @@ class StructureFunction(Tabled):
         found = []
         for beta, own, error in zip(self.betas, self.objective, self.loss_error, strict=True):
             best = self.complexity(beta)
-            if own - best.value > 3 * math.hypot(error, best.standard_error):
+            together = math.hypot(error, best.standard_error)
+            if own - best.value > 3 * together:
                 found.append(beta)
         return tuple(found)
 

@@ -215,7 +215,8 @@ def simulate_student_teacher(
     target = random_networks(repetitions, teacher_width, dimension, generator=generator)
     features = torch.cat([target.weights, target.coefficients.unsqueeze(-1)], -1)
     kept = ablate(features, fraction, generator=generator)
-    weights, coefficients = kept[..., :-1], kept[..., -1]
+    weights = kept[..., :-1]
+    coefficients = kept[..., -1]
     source = ReLUNetworks(weights.contiguous(), coefficients.contiguous())
     student = random_networks(repetitions, student_width, dimension, generator=generator)
     pretrained = train_networks(student, _stream(source, steps, generator))

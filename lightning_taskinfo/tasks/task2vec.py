@@ -1,5 +1,6 @@
 """Tasks as vectors: what the filters of a fixed network matter to each."""
 
+import math
 from collections.abc import Callable
 from copy import deepcopy
 from os import PathLike
@@ -148,16 +149,20 @@ class Task2Vec:
         for weight, layout in self.filters.items():
             means = filter_means(weights[weight], **layout)
             sizes.append(len(means))
+        vector = self._fisher(some)
+        error = math.nan
+        if tested is not None:
+            error = self._error(*tested, classes)
         return TaskEmbedding(
             name=name,
-            vector=self._fisher(some),
+            vector=vector,
             layers=tuple(self.filters),
             sizes=tuple(sizes),
             network=self.fingerprint,
             labels=self.labels,
             samples=len(picked),
             num_classes=len(classes),
-            test_error=float("nan") if tested is None else self._error(*tested, classes),
+            test_error=error,
         )
 
     @property

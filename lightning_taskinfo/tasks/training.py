@@ -169,7 +169,10 @@ def _descend(
     model.train()
     with own_randomness(seed), torch.enable_grad():
         for index in islice(batches, steps):
-            drawn = [samples.losses(model, index).mean() for _ in range(noises)]
+            drawn = []
+            for _ in range(noises):
+                losses = samples.losses(model, index)
+                drawn.append(losses.mean())
             loss = torch.stack(drawn).mean()
             if penalty is not None:
                 loss = loss + penalty(model) / len(samples)  # never the size of the batch

@@ -12,7 +12,9 @@ RANK = 8  # of the adapters
 
 def way_name(way: Adapt) -> str:
     """Return what a way to adapt is called."""
-    return way if isinstance(way, str) else getattr(way, "__name__", type(way).__name__)
+    if isinstance(way, str):
+        return way
+    return getattr(way, "__name__", type(way).__name__)
 
 
 def adapted(module: Any, way: Adapt, fresh: Sequence[str]) -> Any:
@@ -48,9 +50,9 @@ def adapted(module: Any, way: Adapt, fresh: Sequence[str]) -> Any:
 
 def last_layer(module: nn.Module) -> set[str]:
     """Return names of the parameters of the last layer that has any."""
-    layers = {name: name.rpartition(".")[0] for name, _ in module.named_parameters()}
-    last = [*layers.values()][-1]
-    return {name for name, layer in layers.items() if layer == last}
+    names = [name for name, _ in module.named_parameters()]
+    last, _, _ = names[-1].rpartition(".")
+    return {name for name in names if name.rpartition(".")[0] == last}
 
 
 def _freeze_up_to(module: nn.Module, layer: str) -> None:
@@ -76,16 +78,16 @@ def _add_adapters(module: nn.Module, head: set[str]) -> None:
         )
     from peft import LoraConfig, inject_adapter_in_model
 
-    layers = [
-        name
-        for name, part in module.named_modules()
-        if isinstance(part, nn.Linear) and f"{name}.weight" not in head
-    ]
+    layers = []
+    for name, part in module.named_modules():
+        if isinstance(part, nn.Linear) and f"{name}.weight" not in head:
+            layers.append(name)
     if not layers:
         raise ValueError(
             "`adapt` must suit the network, got 'lora' for one without linear layers before its head."
         )
-    inject_adapter_in_model(LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=layers), module)
+    adapters = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=layers)
+    inject_adapter_in_model(adapters, module)
     for name, parameter in module.named_parameters():
         if name in head:
             parameter.requires_grad_(True)

@@ -198,7 +198,9 @@ def layer_information(
                     of_moment.setdefault(layer, []).append(nats)
     means: dict[str, dict[str, float]] = {}
     for moment, by_layer in found.items():
-        means[moment] = {layer: sum(seeds) / len(seeds) for layer, seeds in by_layer.items()}
+        means[moment] = {}
+        for layer, seeds in by_layer.items():
+            means[moment][layer] = sum(seeds) / len(seeds)
     return means
 
 

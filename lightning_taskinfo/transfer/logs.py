@@ -137,7 +137,8 @@ class Run:
             step: The optimizer step they belong to; the last one by default.
         """
         if self.logger is not None and (numbers := flatten(values)):
-            self.logger.log_metrics({ours(key): value for key, value in numbers.items()}, step)
+            named = {ours(key): value for key, value in numbers.items()}
+            self.logger.log_metrics(named, step)
 
     def end(self, curve: Sequence[Row]) -> None:
         """Put first, last, smallest and largest value of the epochs into the run's summary, or all into a csv file."""
@@ -145,7 +146,8 @@ class Run:
             rows = [_plain(row) for row in curve]
             names = dict.fromkeys(key for row in rows for key in row if key != "epoch")
             ends = summary(rows, [*names])
-            self.logger.experiment.summary.update({ours(key): ends[key] for key in ends})
+            named = {ours(key): value for key, value in ends.items()}
+            self.logger.experiment.summary.update(named)
         if self.path is None or not curve:
             return
         columns = list(dict.fromkeys(key for row in curve for key in row))

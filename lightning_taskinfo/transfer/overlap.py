@@ -179,8 +179,11 @@ class FeatureOverlap(Tabled):
         """
         low, high = self.interval(confidence)
         ends = crossings(low, self.outside, high, fitted_curve(curve))
-        onsets = zip(self.layers, ends[1].tolist(), strict=True)
-        if far := [f"{layer} ({onset:.2g})" for layer, onset in onsets if is_far(onset, [*curve])]:
+        far = []
+        for layer, onset in zip(self.layers, ends[1].tolist(), strict=True):
+            if is_far(onset, [*curve]):
+                far.append(f"{layer} ({onset:.2g})")
+        if far:
             warn(
                 f"The onset of {', '.join(far)} is far from the numbers of labels that were measured, "
                 f"{min(curve):g} to {max(curve):g}: measure `curve` nearer to it before you rely on it."
@@ -219,7 +222,9 @@ def crossings(
     curve: PowerLaw,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return where a learning curve falls below the ends and the middle of a share's interval, in rising order."""
-    first, second, third = (transfer_onset(share, *curve) for share in (high, middle, low))
+    first = transfer_onset(high, *curve)
+    second = transfer_onset(middle, *curve)
+    third = transfer_onset(low, *curve)
     return first, second, third
 
 
@@ -230,7 +235,9 @@ def is_far(onset: float, measured: Sequence[float]) -> bool:
         >>> is_far(400, [50, 100]), is_far(2000, [50, 100]), is_far(4, [50, 100])
         (False, True, True)
     """
-    return math.isfinite(onset) and not min(measured) / REACH <= onset <= max(measured) * REACH
+    least = min(measured) / REACH
+    most = max(measured) * REACH
+    return math.isfinite(onset) and not least <= onset <= most
 
 
 def feature_overlap(
@@ -282,7 +289,8 @@ def feature_overlap(
     """
     samples = read_labelled(data, batch_fn)
     columns = label_columns(samples.labels, folds)
-    frozen = ObservedNetwork.of(model, samples.few, forward_fn).read(samples, layers, max_features)
+    network = ObservedNetwork.of(model, samples.few, forward_fn)
+    frozen = network.read(samples, layers, max_features)
     fold = torch.arange(len(columns)) % folds
     found = [read_out(values, columns, fold) for values in frozen.features.values()]
     missed = torch.stack([one.missed for one in found])
@@ -304,7 +312,8 @@ def label_columns(labels: Tensor, folds: int) -> Tensor:
                 "them with .long() if they are classes."
             )
     else:
-        columns = nn.functional.one_hot(labels.flatten().unique(return_inverse=True)[1]).double()
+        _, classes = labels.flatten().unique(return_inverse=True)
+        columns = nn.functional.one_hot(classes).double()
     if folds < 2:
         raise ValueError(f"`folds` must be at least 2, got {folds}.")
     if len(columns) < 4 * folds:

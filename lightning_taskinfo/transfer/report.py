@@ -317,7 +317,8 @@ class TransferReport:
 
     def summary(self, method: str, labels: int, name: str, confidence: float = 0.95) -> Interval:
         """Return mean and interval over seeds of a number in ``test``, such as ``"accuracy"``."""
-        values = [row.test[name] for row in self.cell(method, labels).values()]
+        cell = self.cell(method, labels)
+        values = [row.test[name] for row in cell.values()]
         share = any(measure.share for measure in self.measures if measure.value == name)
         low = 0.0 if share or name == "loss" else -math.inf
         bounds = (low, 1.0 if share else math.inf)
@@ -330,10 +331,9 @@ class TransferReport:
         ``_verdict`` and the ``_reason`` why there is no interval. Accuracies and errors are shares,
         losses and information nats.
         """
-        gains = {
-            (c.labels, c.method, c.baseline, c.measure): c.gain
-            for c in self.transferability(confidence)
-        }
+        gains = {}
+        for c in self.transferability(confidence):
+            gains[c.labels, c.method, c.baseline, c.measure] = c.gain
         rows = []
         for labels, method, results in self.cells():
             row: dict[str, Any] = {"labels": labels, "method": method, "seeds": len(results)}
@@ -445,9 +445,8 @@ class TransferReport:
             return {seed: measure.risk(row.test) for seed, row in cell.items()}
 
         limit = 1.0 if measure.share else math.inf
-        gain = paired_gain(
-            risks(baseline), risks(method), confidence=confidence, bounds=(-limit, limit)
-        )
+        bounds = (-limit, limit)
+        gain = paired_gain(risks(baseline), risks(method), confidence=confidence, bounds=bounds)
         return Comparison(method, labels, baseline, measure.name, gain)
 
 
@@ -461,7 +460,11 @@ def _pictures(folder: Path) -> list[str]:
 
 
 def _ends(name: str, interval: Interval) -> dict[str, float | None]:
-    return {name: interval.mean, f"{name}_low": interval.low, f"{name}_high": interval.high}
+    return {
+        name: interval.mean,
+        f"{name}_low": interval.low,
+        f"{name}_high": interval.high,
+    }
 
 
 def _gain(name: str, gain: Interval | None) -> dict[str, Any]:

@@ -221,7 +221,8 @@ def announced(
     each = f"{runs} trainings of about {_time(seconds)}"
     if executor is not None:
         return each
-    count = 1 if workers == 0 else min(workers or os.cpu_count() or 1, runs)
+    processes = workers or os.cpu_count() or 1
+    count = 1 if workers == 0 else min(processes, runs)
     all_of_them = _time(runs * seconds / count)
     return f"{each}, about {all_of_them} in {count} process{'es' * (count > 1)}"
 
@@ -255,8 +256,9 @@ def _seeds(given: Any) -> list[int]:
             raise ValueError(f"`seeds` must be at least 1, got {given}.")
         return list(range(given))
     seeds = _whole_numbers("seeds", given)
-    if odd := [seed for seed in seeds if not 0 <= seed < 2**32]:
-        raise ValueError(f"`seeds` must be between 0 and 2**32 - 1, got {odd[0]}.")
+    for seed in seeds:
+        if not 0 <= seed < 2**32:
+            raise ValueError(f"`seeds` must be between 0 and 2**32 - 1, got {seed}.")
     return seeds
 
 

@@ -133,7 +133,8 @@ def _fitted(name: str, given: Mapping[str, Any], make: MakeModule, argument: str
             f"`{argument}` must hold tensors by name, got a mapping without or with other things."
         )
     module = make_module(make)
-    own = {key: tensor for key, tensor in module.state_dict().items() if isinstance(tensor, Tensor)}
+    state = module.state_dict()
+    own = {key: tensor for key, tensor in state.items() if isinstance(tensor, Tensor)}
     renamed = _renamed(given, own)
     weights = _shared(renamed, own)
     parameters = [key for key, _ in module.named_parameters()]
@@ -189,8 +190,8 @@ def _prefixes(names: Iterable[str]) -> list[str]:
 
 def _shared(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Weights of the same name and shape."""
-    return {
-        key: tensor
-        for key, tensor in state.items()
-        if key in own and tensor.shape == own[key].shape
-    }
+    shared = {}
+    for key, tensor in state.items():
+        if key in own and tensor.shape == own[key].shape:
+            shared[key] = tensor
+    return shared

@@ -57,7 +57,8 @@ class Target:
         found = []
         size = max(self.batch_size, 256)
         for begin in range(0, len(self.train), size):
-            rows = range(begin, min(begin + size, len(self.train)))
+            end = min(begin + size, len(self.train))
+            rows = range(begin, end)
             with seeded(0, begin):
                 batch = self.collate([self.train[row] for row in rows])
             for tensor in tensors(batch):
@@ -74,7 +75,8 @@ class Target:
         drawn = Drawn(self.train, rows, self.collate, seed)
         sampler = EpochSampler(len(rows), seed=seed)
         # A batch of one sample has no statistics for batch normalisation.
-        drop = len(rows) > self.batch_size and len(rows) % self.batch_size == 1
+        left = len(rows) % self.batch_size
+        drop = len(rows) > self.batch_size and left == 1
         return DataLoader(
             drawn,
             self.batch_size,
@@ -297,7 +299,8 @@ class Certified:
     def check(self, model: nn.Module) -> None:
         """Raise a ``ValueError`` where inputs occur twice, so that they cannot serve nothing else."""
         target = self.target
-        used, _ = read_inputs(target.plain_loader(self.rows[: self.labels]), model=model)
+        labelled = target.plain_loader(self.rows[: self.labels])
+        used, _ = read_inputs(labelled, model=model)
         for loader in (target.test_loader(), self.unlabelled):
             if loader is None:
                 continue

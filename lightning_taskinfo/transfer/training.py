@@ -211,7 +211,8 @@ class EpochKeeper(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Remember what is frozen from the beginning: a start knows those weights."""
         if self.lean:
-            self._frozen = {name for name, p in pl_module.named_parameters() if not p.requires_grad}
+            parameters = pl_module.named_parameters()
+            self._frozen = {name for name, p in parameters if not p.requires_grad}
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let frozen parts run as in evaluation: no dropout, and statistics of batch normalisation that stay."""

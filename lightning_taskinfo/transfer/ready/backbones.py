@@ -106,7 +106,11 @@ def resnet20(image_shape: Shape, *, width: int = 16) -> nn.Module:
     """
     channels, *_ = _at_least(image_shape, 8)
     check_counts(width=width)
-    stages = [(width, width, 1), (width, 2 * width, 2), (2 * width, 4 * width, 2)]
+    stages = [  # channels before and behind, and the stride
+        (width, width, 1),
+        (width, 2 * width, 2),
+        (2 * width, 4 * width, 2),
+    ]
     return nn.Sequential(
         nn.Sequential(
             nn.Conv2d(channels, width, 3, padding=1, bias=False),
@@ -230,7 +234,8 @@ class _Residual(nn.Module):
         self.shortcut = shortcut if stride > 1 else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.norm2(self.second(self.norm1(self.first(x)).relu()))
+        hidden = self.norm1(self.first(x)).relu()
+        y = self.norm2(self.second(hidden))
         return (y + self.shortcut(x)).relu()
 
 

@@ -127,7 +127,9 @@ class TransferDataModule(LightningDataModule):
     def settled(self) -> "TransferDataModule":
         """Return a module that is good for other processes: datasets read, paths from the root."""
         where = self.arguments["data_dir"] or os.environ.get("TASKINFO_DATA_DIR")
-        changes: dict[str, Any] = {"data_dir": None if where is None else os.path.abspath(where)}
+        changes: dict[str, Any] = {"data_dir": None}
+        if where is not None:
+            changes["data_dir"] = os.path.abspath(where)
         for name, task in zip(("source", "target"), self.tasks(), strict=True):
             what = self.arguments[name]
             if isinstance(what, str | os.PathLike):
@@ -246,7 +248,8 @@ class TransferDataModule(LightningDataModule):
             inputs = x[rows]
             self.num_indices = len(x)
         else:
-            chosen = torch.from_numpy(_limited(np.arange(len(given)), most, self.seed))
+            every = np.arange(len(given))
+            chosen = torch.from_numpy(_limited(every, most, self.seed))
             inputs = given[chosen]
             rows = len(x) + chosen
             self.num_indices = len(x) + len(given)

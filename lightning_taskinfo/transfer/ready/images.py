@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_taskinfo._ranges import check_finite
@@ -73,13 +74,15 @@ def as_task(
     if isinstance(what, str | os.PathLike):
         what = _load_named(what, data_dir)
     if isinstance(what, ArrayData):
-        train = Images(torch.from_numpy(what.x_train), torch.from_numpy(what.y_train))
-        test = Images(torch.from_numpy(what.x_test), torch.from_numpy(what.y_test))
+        train = _images(what.x_train, what.y_train)
+        test = _images(what.x_test, what.y_test)
         return ImageTask(what.name, what.num_classes, train, test)
     if isinstance(what, tuple | list) and len(what) == 2:
         train, test = (_read(part, argument) for part in what)
-        classes = 1 + int(max(train.y.max(), test.y.max()))
-        if absent := sorted(set(range(classes)) - set(train.y.tolist())):
+        largest = max(train.y.max(), test.y.max())
+        classes = 1 + int(largest)
+        absent = sorted(set(range(classes)) - set(train.y.tolist()))
+        if absent:
             warn(
                 f"`{argument}` has no training sample of {len(absent)} of {classes} classes, the first of them "
                 f"{absent[0]}; classes count from 0."
@@ -89,6 +92,10 @@ def as_task(
         f"`{argument}` must be an ArrayData, a name, an npz file, an idx folder or a pair of datasets, "
         f"got {type(what).__name__}."
     )
+
+
+def _images(x: NDArray[Any], y: NDArray[Any]) -> Images:
+    return Images(torch.from_numpy(x), torch.from_numpy(y))
 
 
 def fit_images(x: Tensor, shape: Shape) -> Tensor:
@@ -212,7 +219,9 @@ def _load_named(what: str | os.PathLike[str], data_dir: Any) -> ArrayData:
     path = Path(what)
     if path.suffix == ".npz":
         return load_npz(path)
-    return load_idx(path) if path.is_dir() else load_task(str(what), data_dir=data_dir)
+    if path.is_dir():
+        return load_idx(path)
+    return load_task(str(what), data_dir=data_dir)
 
 
 def _read(dataset: Any, argument: str) -> Images:

@@ -196,7 +196,8 @@ class TransferClassifierMixin(
         # Laine and Aila's weight is for each share of labelled samples, ramped up over the stage.
         share = num_labeled / max(1, num_unlabeled)
         # As many directions of the inputs as four samples each can tell apart.
-        directions = min(math.prod(image_shape), 1024, max(1, num_unlabeled // 4))
+        supported = max(1, num_unlabeled // 4)
+        directions = min(math.prod(image_shape), 1024, supported)
         of_inputs: dict[str, Any] = {"input_shape": tuple(image_shape), "seed": seed}
         make: dict[str, Callable[[float], Regularizer]] = {
             "temporal_ensembling": lambda w: TemporalEnsembling(

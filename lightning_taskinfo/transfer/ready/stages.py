@@ -216,7 +216,11 @@ class Ready(Recipe):
             if "lautum" in module.penalties:
                 module.lautum.fit_inputs(_InputsOnly(data))
             module.add_noise()
-            return Job(**job, after=lambda fitted: ({"test": _scores(fitted.test)}, {}))
+
+            def scored(fitted: Fitted) -> tuple[dict[str, Any], dict[str, Any]]:
+                return {"test": _scores(fitted.test)}, {}
+
+            return Job(**job, after=scored)
         initial = _plain(module)
         overlap = None
         if trial.needs is not None:
@@ -230,19 +234,23 @@ class Ready(Recipe):
         module.add_noise()
 
         def after(fitted: Fitted) -> tuple[dict[str, Any], dict[str, Any]]:
-            found = self._measure(trial, data, _plain(module), information=initial, added=begun)
+            weights = _plain(module)
+            found = self._measure(trial, data, weights, information=initial, added=begun)
             added = found.pop("added")
-            measured = {
-                name: {"before": before[name], "after": found[name]}
-                for name in ("information", "fisher_trace")
+            information = {
+                "before": before["information"],
+                "after": found["information"],
+                "added": added,
             }
-            measured["information"]["added"] = added
-            return {
+            trace = {"before": before["fisher_trace"], "after": found["fisher_trace"]}
+            result = {
                 "test": _scores(fitted.test),
                 "missed_share": fitted.test["test_squared_error"] / _label_variance(data),
-                **measured,
+                "information": information,
+                "fisher_trace": trace,
                 "overlap": overlap,
-            }, {"after": found, "added": added}
+            }
+            return result, {"after": found, "added": added}
 
         missed: dict[str, float] = {}
         if overlap is not None:
@@ -349,8 +357,11 @@ def _overlap(data: TransferDataModule, backbone: nn.Module, seed: int) -> dict[s
 
 def check_used(weights: Mapping[str, float], methods: Sequence[str]) -> None:
     """Warn of weights that no method has a use for."""
-    used = {part for method in methods for part in parse_method(method, argument="methods")}
-    if unused := [name for name in weights if name in PENALTIES and name not in used]:
+    used: set[str] = set()
+    for method in methods:
+        used.update(parse_method(method, argument="methods"))
+    unused = [name for name in weights if name in PENALTIES and name not in used]
+    if unused:
         warn(f"`weights` of {', '.join(unused)} are not used by `methods` {', '.join(methods)}.")
 
 
