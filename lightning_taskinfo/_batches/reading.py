@@ -62,7 +62,7 @@ def parted(batch: Any, model: nn.Module | None) -> BatchParts:
     Raises:
         ValueError: If neither says it.
     """
-    if type(batch) in (list, tuple) and is_pair(batch, Tensor):  # the most common kind first
+    if _is_pair_of_tensors(batch):  # the most common kind first
         return BatchParts(batch[0], batch[1], {}, None)
     batch = labeled_part(batch)
     named = fields_of(batch, model)
@@ -77,6 +77,12 @@ def parted(batch: Any, model: nn.Module | None) -> BatchParts:
         f"A batch must be a pair (inputs, targets), or have one field of {', '.join(TARGETS)} and others, got "
         f"{described(batch)}; set `batch_fn` to a function of the batch that returns (inputs, targets)."
     )
+
+
+def _is_pair_of_tensors(batch: Any) -> bool:
+    if type(batch) not in (list, tuple) or len(batch) != 2:
+        return False
+    return isinstance(batch[0], Tensor) and isinstance(batch[1], Tensor)
 
 
 def fields_of(batch: Any, model: nn.Module | None = None) -> dict[str, Any]:
@@ -265,6 +271,8 @@ def read_batch(
         >>> read_batch({"image": torch.ones(1, 2), "label": torch.tensor([3])})
         (tensor([[1., 1.]]), tensor([3]))
     """
+    if model is None and _is_pair_of_tensors(batch):
+        return batch[0], batch[1]
     parts = parted(batch, model)
     reading = None if model is None else _reading(model, parts, forward_fn)
     if reading is None:

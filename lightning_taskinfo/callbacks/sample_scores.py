@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from lightning_taskinfo.plotting import Axes, Figure
 
 Score: TypeAlias = Literal["loss", "squared_norm"]
-STEPS = 128  # that are added up at once
+STEPS = 128  # that are added up at once,
+HELD = 1 << 21  # unless they hold so many numbers: 8 MB in float32, and losses of pixels are many
 
 
 @dataclass(frozen=True)
@@ -121,11 +122,14 @@ class SampleSums:
     def __init__(self, table: Tensor | None = None) -> None:
         self._table = torch.zeros(5, 0, device="cpu") if table is None else table
         self._waiting: list[StepSamples] = []
+        self._held = 0  # numbers in the losses that wait
 
     def add(self, step: StepSamples) -> None:
         """Add what a step has shown: several at once, since they take little longer than one."""
         self._waiting.append(step)
-        if len(self._waiting) == STEPS:
+        if step.losses is not None:
+            self._held += step.losses.outputs.numel()
+        if len(self._waiting) == STEPS or self._held > HELD:
             self._add_all()
 
     @property
@@ -138,6 +142,7 @@ class SampleSums:
         """Add the steps that wait; one whose numbers are none of samples is left out."""
         steps, indices = _numbered([step for step in self._waiting if step.samples])
         self._waiting = []
+        self._held = 0
         if not steps:
             return
         index = torch.cat(indices)

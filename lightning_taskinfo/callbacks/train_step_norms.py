@@ -239,7 +239,7 @@ class TrainStepNorms(Probe):
     def _read(self, trainer: Trainer, loss: Tensor) -> None:
         """Read the losses, and the gradients when they come."""
         losses = StepLosses(loss, self._size, self._targets)
-        self._losses = None if losses.found is None else losses.found.with_own_labels()
+        self._losses = None if losses.found is None else losses.found.kept()
         recorder = self._recorder
         self._reads_norms = recorder is not None and self._norms_are_due()
         if recorder is not None and (self._reads_norms or self._first_step):

@@ -12,18 +12,20 @@ from torch.autograd.graph import Node
 from lightning_taskinfo._observe import at_least_float32
 from lightning_taskinfo.fisher.graph import Edge, shape_of
 
-Read = tuple[Tensor, Tensor, int | None]
-"""Losses by row, the targets, and the target of rows that do not count."""
+Rule = Callable[[Tensor, Tensor, int | None], Tensor]
+"""The loss of each row, from outputs, targets, and the target of rows that do not count: 0 for those."""
+
+FEW = 1 << 14  # outputs of a step up to which they are kept, and their losses computed later
 
 
 class SampleLosses(NamedTuple):
-    """The losses of a training step's rows, and what tells which sample each of them belongs to.
+    """The losses of a training step's samples, as what they are computed from.
 
-    Little is computed in the step itself; :func:`losses_of` does the rest for many steps at once.
-    Nothing of the step's graph is held.
+    Little is done in the step itself; :func:`losses_of` does the rest for many steps at once.
 
     Attributes:
-        rows: The loss of each row (a sample, a token, an output), 0 where it does not count.
+        outputs: What the loss was computed from.
+        rule: How, by row (a sample, a token, an output).
         seen: The targets that the loss saw.
         ignored: The target of rows that do not count, if there is one.
         samples: Samples of the batch.
@@ -31,29 +33,44 @@ class SampleLosses(NamedTuple):
             None if unknown.
     """
 
-    rows: Tensor
+    outputs: Tensor
+    rule: Rule
     seen: Tensor
     ignored: int | None
     samples: int
     targets: Any
 
-    def with_own_labels(self) -> "SampleLosses":
-        """Return the same with copies of the labels, to be read later: a loader may use their memory again."""
+    def kept(self) -> "SampleLosses":
+        """Return the same, to be read later, when the memory of outputs and labels may have other uses."""
+        rule = self.rule
+        if self.outputs.numel() > FEW:
+            outputs = self.rows
+            rule = _as_they_are
+        else:
+            outputs = self.outputs.clone()
         seen = self.seen.clone()
         targets = self.targets
         if targets is self.seen:  # as a rule
             targets = seen
         elif isinstance(targets, Tensor):
             targets = targets.clone()
-        return SampleLosses(self.rows, seen, self.ignored, self.samples, targets)
+        return SampleLosses(outputs, rule, seen, self.ignored, self.samples, targets)
+
+    @property
+    def rows(self) -> Tensor:
+        """The loss of each row, 0 where it does not count."""
+        return self.rule(self.outputs, self.seen, self.ignored)
 
     @property
     def problem(self) -> str | None:
         """Why the rows are not known to be those of the samples."""
-        rows = len(self.rows) if self.rows.dim() else 0
-        whole = self.rows.numel() > 0 and rows % self.samples == 0
-        if not whole or (self.targets is None and rows != self.samples):
-            size = list(self.rows.shape)
+        return self._problem(self.rows)
+
+    def _problem(self, rows: Tensor) -> str | None:
+        count = len(rows) if rows.dim() else 0
+        whole = rows.numel() > 0 and count % self.samples == 0
+        if not whole or (self.targets is None and count != self.samples):
+            size = list(rows.shape)
             return f"the loss must have rows for {self.samples} samples, got {size}"
         if self.targets is not None and not _same_order(self.seen, self.targets, self.samples):
             return "the loss must see the targets of the batch in their order, got others"
@@ -62,9 +79,13 @@ class SampleLosses(NamedTuple):
     @property
     def values(self) -> Tensor:
         """The loss of each sample, ``[samples]``: the mean over its rows, NaN where none counts or is known."""
-        if self.problem is not None:
-            return self.rows.new_full((self.samples,), math.nan)
-        rows = self.rows.reshape(self.samples, -1)
+        rows = self.rows
+        if self._problem(rows) is not None:
+            return rows.new_full((self.samples,), math.nan)
+        return self._means(rows)
+
+    def _means(self, rows: Tensor) -> Tensor:
+        rows = rows.reshape(self.samples, -1)
         if self.ignored is None:
             return rows.mean(1)
         counted = self.seen.reshape(self.samples, -1) != self.ignored
@@ -76,52 +97,74 @@ def losses_of(steps: Sequence[SampleLosses]) -> Tensor:
 
     Steps that are alike are put together first, which takes little longer than one of them.
     """
-    first = steps[0]
-    targets = [step.targets for step in steps if isinstance(step.targets, Tensor)]
-    kinds = {(step.rows.shape, step.seen.shape, step.ignored, step.samples) for step in steps}
-    alike = len(kinds) == 1 and len(targets) == len(steps) and len({y.shape for y in targets}) == 1
-    if alike and first.rows.dim():
-        seen = torch.cat([step.seen for step in steps])
-        same = all(step.targets is step.seen for step in steps)
-        together = SampleLosses(
-            rows=torch.cat([step.rows for step in steps]),
-            seen=seen,
-            ignored=first.ignored,
-            samples=first.samples * len(steps),
-            targets=seen if same else torch.cat(targets),
-        )
-        if together.problem is None:
-            return together.values
+    together = _together(steps)
+    if together is not None:
+        rows = together.rows
+        if together._problem(rows) is None:
+            return together._means(rows)
     return torch.cat([step.values for step in steps])
 
 
-def _nll(node: Any) -> Read:
-    target = node._saved_target
-    ignored = node._saved_ignore_index
-    if ignored >= 2**63:  # it is shown without its sign
-        ignored -= 2**64
-    outputs = at_least_float32(node._saved_self.detach())
-    losses = F.nll_loss(outputs, target, reduction="none", ignore_index=ignored)
-    return losses, target, ignored
+def _together(steps: Sequence[SampleLosses]) -> SampleLosses | None:
+    """Return several steps as one, if they are alike."""
+    first = steps[0]
+    kinds = set()
+    for step in steps:
+        if not isinstance(step.targets, Tensor):
+            return None
+        shapes = (step.outputs.shape, step.seen.shape, step.targets.shape)
+        kinds.add((step.rule, step.ignored, step.samples, *shapes))
+    if len(kinds) > 1 or 0 in (first.seen.dim(), first.targets.dim()):
+        return None
+    seen = torch.cat([step.seen for step in steps])
+    targets = seen
+    if any(step.targets is not step.seen for step in steps):
+        targets = torch.cat([step.targets for step in steps])
+    return SampleLosses(
+        torch.cat([step.outputs for step in steps]),
+        first.rule,
+        seen,
+        first.ignored,
+        first.samples * len(steps),
+        targets,
+    )
 
 
-def _elementwise(loss: Callable[..., Tensor]) -> Callable[[Any], Read]:
-    def read(node: Any) -> Read:
-        target = node._saved_target
-        outputs = at_least_float32(node._saved_self.detach())
-        losses = loss(outputs, at_least_float32(target), reduction="none")
-        return losses, target, None
-
-    return read
+def _as_they_are(losses: Tensor, seen: Tensor, ignored: int | None) -> Tensor:
+    return losses
 
 
-LOSSES: dict[str, Callable[[Any], Read]] = {
+def _nll(outputs: Tensor, seen: Tensor, ignored: int | None) -> Tensor:
+    assert ignored is not None
+    return F.nll_loss(at_least_float32(outputs), seen, reduction="none", ignore_index=ignored)
+
+
+def _elementwise(loss: Callable[..., Tensor]) -> Rule:
+    def rule(outputs: Tensor, seen: Tensor, ignored: int | None) -> Tensor:
+        return loss(at_least_float32(outputs), at_least_float32(seen), reduction="none")
+
+    return rule
+
+
+LOSSES: dict[str, Rule] = {
     "NllLossBackward0": _nll,  # of cross_entropy, too
     "NllLoss2DBackward0": _nll,
     "BinaryCrossEntropyWithLogitsBackward0": _elementwise(F.binary_cross_entropy_with_logits),
     "BinaryCrossEntropyBackward0": _elementwise(F.binary_cross_entropy),
     "MseLossBackward0": _elementwise(F.mse_loss),
 }
+
+
+def _read(node: Any, samples: int, targets: Any) -> SampleLosses:
+    """Read what a loss has kept for its backward pass."""
+    rule = LOSSES[type(node).__name__]
+    ignored = None
+    if rule is _nll:
+        ignored = node._saved_ignore_index
+        if ignored >= 2**63:  # it is shown without its sign
+            ignored -= 2**64
+    outputs = node._saved_self.detach()
+    return SampleLosses(outputs, rule, node._saved_target, ignored, samples, targets)
 
 
 class StepLosses:
@@ -147,8 +190,7 @@ class StepLosses:
             self._scalar = _made_scalar(loss, samples)
             return
         self._node = nodes[0]
-        rows, seen, ignored = LOSSES[type(self._node).__name__](self._node)
-        self.found = SampleLosses(rows, seen, ignored, samples, targets)
+        self.found = _read(self._node, samples, targets)
 
     @property
     def problem(self) -> str | None:

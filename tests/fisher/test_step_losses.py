@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from lightning_taskinfo.fisher import step_losses
 from lightning_taskinfo.fisher.step_losses import StepLosses, losses_of
 
 N, T, C = 6, 4, 5
@@ -147,6 +148,18 @@ def test_batches_of_any_lengths_are_averaged_one_after_the_other(generator):
         expected.append(values(loss, y))
     torch.testing.assert_close(losses_of(batches), torch.cat(expected))
     torch.testing.assert_close(losses_of(batches[:2]), torch.cat(expected[:2]))
+
+
+@pytest.mark.parametrize("few", [0, step_losses.FEW])
+def test_what_is_kept_does_not_change_with_outputs_and_labels(few, generator, monkeypatch):
+    monkeypatch.setattr(step_losses, "FEW", few)
+    out, y = outputs(N, C, generator=generator), torch.rand(N, C, generator=generator)
+    found = read(F.mse_loss(out, y), y).found.kept()
+    expected = F.mse_loss(out, y, reduction="none").detach().mean(1)
+    with torch.no_grad():
+        out.zero_()
+        y.fill_(3.0)
+    torch.testing.assert_close(found.values, expected)
 
 
 def test_among_batches_one_in_another_order_has_no_losses(generator):
