@@ -62,16 +62,20 @@ def _autoloaded(name: str) -> type[Callback]:
         def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
             self.stepped_back = self.checked = False
             callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-            if any(isinstance(callback, base) and callback is not self for callback in callbacks):
+            others = [callback for callback in callbacks if callback is not self]
+            if any(isinstance(callback, base) for callback in others):
                 # A new list: Lightning is iterating over the old one.
-                trainer.callbacks = [callback for callback in callbacks if callback is not self]  # type: ignore[attr-defined]
+                trainer.callbacks = others  # type: ignore[attr-defined]
             else:
                 super().setup(trainer, pl_module, stage)
 
     Autoloaded.__name__ = Autoloaded.__qualname__ = base.__name__
     for hook in dir(base):
-        if hook.startswith("on_") and getattr(base, hook) is not getattr(Callback, hook, None):
-            setattr(Autoloaded, hook, _stepping_back(getattr(base, hook)))
+        if not hook.startswith("on_"):
+            continue
+        own = getattr(base, hook)
+        if own is not getattr(Callback, hook, None):
+            setattr(Autoloaded, hook, _stepping_back(own))
     return Autoloaded
 
 
@@ -94,9 +98,9 @@ def _stepping_back(hook: Callable[..., None]) -> Callable[..., None]:
         self.checked = self.checked or hook.__name__ == "on_train_batch_start"
         if failed:
             self.stepped_back = True
-            reason = (
-                "another process failed" if error is None else f"{type(error).__name__}: {error}"
-            )
+            reason = "another process failed"
+            if error is not None:
+                reason = f"{type(error).__name__}: {error}"
             warn(f"{self.state_key} cannot watch this training and is switched off ({reason})")
 
     return safe

@@ -52,11 +52,14 @@ def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         body     12
         head      3
     """
-    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
+    widths = []
+    for cells in zip(columns, *rows, strict=True):
+        widths.append(max(map(len, cells)))
     lines = []
-    for first, *others in (columns, *rows):
-        aligned = [f"{cell:>{width}}" for cell, width in zip(others, widths[1:], strict=True)]
-        lines.append("  ".join([f"{first:{widths[0]}}", *aligned]).rstrip())
+    for row in (columns, *rows):
+        aligned = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        aligned[0] = row[0].ljust(widths[0])
+        lines.append("  ".join(aligned).rstrip())
     return "\n".join(lines)
 
 

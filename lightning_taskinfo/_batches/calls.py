@@ -260,7 +260,10 @@ def _candidates(model: nn.Module, fields: Any, target: str | None) -> Iterator[C
     inner = inner_model(model)
     places = [""] if has_forward(model) else []
     if inner is not None and inner is not model:
-        places += [name for name, module in model.named_modules() if module is inner][:1]
+        for name, module in model.named_modules():
+            if module is inner:
+                places.append(name)
+                break
     for place in places:
         forward = _Signature(model.get_submodule(place))
         if not isinstance(fields, Mapping):

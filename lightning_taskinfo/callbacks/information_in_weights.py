@@ -59,7 +59,8 @@ class _Gaussian(NamedTuple):
 
     def code_length(self) -> float:
         """Return what to compare Gaussians by; one that could not be measured is the worst."""
-        length = added(self.parts.values()).code_length(self.expected_loss).item()
+        terms = added(self.parts.values())
+        length = terms.code_length(self.expected_loss).item()
         return math.inf if math.isnan(length) else length
 
 
@@ -216,7 +217,8 @@ class InformationInWeights(Probe):
 
     def summarise(self, observed: _Observed, samples: Samples) -> dict[str, float]:
         """Put the parts of all processes together, and measure the loss under the Gaussian that they give."""
-        loss = self._of_training_set(samples, observed.losses.sum()).item()
+        mine = observed.losses.sum()
+        loss = self._of_training_set(samples, mine).item()
         displacement = observed.displacement
         squares = observed.squares
         moved = {name: part for name, part in displacement.items() if squares[name]}

@@ -182,7 +182,8 @@ def certify(
         if known_error is not None:
             _check_known_error(model_risk, known_error, subject.n)
         counts = None if fresh is None else _counts(subject, *fresh)
-        reasons = reasons_against(model, prior, subject.some(slice(4)), subject.outputs)
+        few = subject.some(slice(4))
+        reasons = reasons_against(model, prior, few, subject.outputs)
         curvatures = curvatures_to_try(subject, structure, curvature_samples)
         bound_by = bound_of(theorem, subject.n, delta)
         rows = search(

@@ -255,13 +255,17 @@ def _about_the_center(model: nn.Module, prior: Prior, center: Mapping[str, Tenso
             "the prior's centre is not known to be independent of the data: `origin` must say where it is from"
         )
     weights = trainable_parameters(model)
-    shared = [
-        name
-        for name, parameter in weights.items()
-        if name in center and parameter.numel() and center[name].data_ptr() == parameter.data_ptr()
-    ]
-    later = {name: center[name] for name in prior.fixed if name in weights and name in center}
-    changed = [name for name, digest in hashes(later).items() if digest != prior.fixed[name]]
+    shared = []
+    later = {}  # weights of the centre that were frozen at first
+    for name, parameter in weights.items():
+        if name not in center:
+            continue
+        if _share_memory(center[name], parameter):
+            shared.append(name)
+        if name in prior.fixed:
+            later[name] = center[name]
+    now = hashes(later)
+    changed = [name for name in prior.fixed if name in now and now[name] != prior.fixed[name]]
     if changed:
         reasons.append(
             f"the centre of `{changed[0]}`, which was frozen at first, is not the weight that training began with"
@@ -279,6 +283,10 @@ def _about_the_center(model: nn.Module, prior: Prior, center: Mapping[str, Tenso
     return reasons
 
 
+def _share_memory(first: Tensor, second: Tensor) -> bool:
+    return second.numel() > 0 and first.data_ptr() == second.data_ptr()
+
+
 def _equals(weights: Mapping[str, Tensor], center: Mapping[str, Tensor]) -> bool:
     return all(torch.equal(weights[name], center[name]) for name in weights)
 
@@ -292,11 +300,9 @@ def _about_fixed_tensors(model: nn.Module, prior: Prior, center: Mapping[str, Te
     norms = {name for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
     fixed = fixed_tensors(model)
     buffers = dict(model.named_buffers())
-    kept = {
-        name: hashes({name: fixed[name]})[name] == kept
-        for name, kept in prior.fixed.items()
-        if name in fixed
-    }
+    known = [name for name in prior.fixed if name in fixed]
+    now = hashes({name: fixed[name] for name in known})
+    kept = {name: now[name] == prior.fixed[name] for name in known}
     found: dict[tuple[str, str], list[str]] = {}
     for name, value in fixed.items():
         kind = "frozen parameter"
@@ -310,15 +316,16 @@ def _about_fixed_tensors(model: nn.Module, prior: Prior, center: Mapping[str, Te
             wrong = "is outside the KL and not part of the prior's centre to compare with"
         elif not torch.equal(center[name].to(value), value):
             wrong = "is outside the KL and differs from the prior's centre"
-        elif value.numel() and center[name].data_ptr() == value.data_ptr():
+        elif _share_memory(center[name], value):
             wrong = "shares memory with the prior's centre: copy it before training"
         else:
             continue
         found.setdefault((kind, wrong), []).append(name)
-    return [
-        f"{kind} `{names[0]}`{f', like {len(names) - 1} more,' if len(names) > 1 else ''} {wrong}"
-        for (kind, wrong), names in found.items()
-    ]
+    reasons = []
+    for (kind, wrong), names in found.items():
+        more = f", like {len(names) - 1} more," if len(names) > 1 else ""
+        reasons.append(f"{kind} `{names[0]}`{more} {wrong}")
+    return reasons
 
 
 @torch.no_grad()

@@ -100,12 +100,16 @@ def read_inputs(
     batches = [data] if _is_one_batch(data) or isinstance(data, Tensor) else _batches(data)
     if not batches:
         raise ValueError(f"`{argument}` must hold inputs, got none.")
-    pairs = [_read_unlabelled(batch, argument, model, reader) for batch in batches]
-    inputs = _joined([pair[0] for pair in pairs], argument)
+    given = []
+    targets = []
+    for batch in batches:
+        some, labels = _read_unlabelled(batch, argument, model, reader)
+        given.append(some)
+        targets.append(labels)
+    inputs = _joined(given, argument)
     for values in tensors(inputs):
         check_finite(argument, values)
     sample_count(inputs)
-    targets = [pair[1] for pair in pairs]
     return inputs, None if targets[0] is None else _joined(targets, argument)
 
 

@@ -116,7 +116,10 @@ class Subject:
 
     def all_losses(self) -> Tensor:
         """Return the losses of all samples under the network's present weights."""
-        parts = [self.losses(index)[0] for index in _chunks(self.n)]
+        parts = []
+        for index in _chunks(self.n):
+            losses, _ = self.losses(index)
+            parts.append(losses)
         return torch.cat(parts)
 
     @torch.no_grad()

@@ -11,6 +11,8 @@ from lightning_taskinfo._warn import warn
 from lightning_taskinfo.regularizers._ranks import sum_over_ranks
 
 _FACTORED = 4096  # inputs up to which their covariance is formed and factored
+FEWEST = 8  # samples of a batch whose scale is looked at
+FAR = 100.0  # times the expected variance is too far, and so is its inverse
 
 
 class Whitening(NamedTuple):
@@ -69,23 +71,15 @@ def fit_whitening(
     return whitening
 
 
-def warn_of_scale(
-    whitened: Tensor,
-    effective_dim: Tensor,
-    *,
-    factor: float = 100.0,
-    minimum: int = 8,
-) -> None:
-    """Warn if the variance of a batch is ``factor`` times, or a ``factor``-th of, what the fit expects.
+def warn_of_scale(whitened: Tensor, effective_dim: Tensor) -> None:
+    """Warn if the variance of a batch is 100 times, or a hundredth of, what the fit expects.
 
     Args:
-        whitened: Whitened inputs, shape ``[B, r]``; fewer than ``minimum`` of them say too little,
-            and copies of one input nothing.
+        whitened: Whitened inputs, shape ``[B, r]``; fewer than eight of them say too little, and
+            copies of one input nothing.
         effective_dim: Their expected total variance, of :class:`Whitening`.
-        factor: How far is too far.
-        minimum: Samples that are enough.
     """
-    if len(whitened) < minimum:
+    if len(whitened) < FEWEST:
         return
     apart = (whitened - whitened[0]).abs().max()
     if apart <= 1e-5 * whitened.abs().max():  # copies of one input, but for rounding
@@ -93,7 +87,7 @@ def warn_of_scale(
     # Around the batch's own mean: black images are not far from what images of bytes are like, as a
     # whole.
     ratio = float(whitened.var(0).sum() / effective_dim)  # NaN where the fit saw constants
-    if ratio > factor or ratio < 1 / factor:
+    if ratio > FAR or ratio < 1 / FAR:
         warn(
             f"`inputs` must be on the scale of what `fit_inputs` was given, got {ratio:.2g} times its variance: the "
             "penalty means nothing then. Fit what the network is trained on, transforms included."
@@ -125,7 +119,8 @@ def _cholesky(covariance: Tensor, ridge: float) -> tuple[Tensor, Tensor, Tensor]
     D = len(covariance)
     floor = ridge * covariance.diagonal().mean()
     if floor == 0:  # constant inputs: nothing to whiten
-        return torch.zeros_like(covariance), covariance.new_zeros(D), covariance.new_zeros(())
+        nothing = torch.zeros_like(covariance)
+        return nothing, covariance.new_zeros(D), covariance.new_zeros(())
     identity = torch.eye(D, dtype=covariance.dtype, device=covariance.device)
     factor = torch.linalg.cholesky(covariance + floor * identity)
     matrix = torch.linalg.solve_triangular(factor, identity, upper=False)
@@ -153,16 +148,16 @@ def _subspace(
     samples: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    basis = torch.randn(
-        len(mean), components + 10, generator=generator, dtype=torch.float64, device="cpu"
-    )
+    shape = (len(mean), components + 10)
+    basis = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
     for _ in range(3):
         basis = torch.linalg.qr(basis).Q
         image = _scatter(batches(), mean, basis) / samples  # Σ basis
         small = basis.T @ image
         previous = basis
         basis = image
-    matrix, scales, effective = _eigen((small + small.T) / 2, components, ridge)  # Rayleigh–Ritz
+    symmetric = (small + small.T) / 2  # Rayleigh–Ritz
+    matrix, scales, effective = _eigen(symmetric, components, ridge)
     return matrix @ previous.T, scales, effective
 
 
@@ -182,7 +177,9 @@ def flat_inputs(loader: Iterable[Any], shape: tuple[int, ...]) -> Iterator[Tenso
     for batch in loader:
         if isinstance(batch, dict):
             batch = batch.get("unlabeled")
-        x = batch[0] if isinstance(batch, tuple | list) and len(batch) else batch
+        x = batch
+        if isinstance(batch, tuple | list) and len(batch):
+            x = batch[0]
         if not isinstance(x, Tensor) or tuple(x.shape[1:]) != shape:
             found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             expected = ", ".join(["B", *map(str, shape)])

@@ -90,7 +90,10 @@ class ConcatenatedCritic(nn.Module):
         self.from_input = nn.Linear(width, hidden)
         self.from_features = nn.Linear(feature_dim, hidden, bias=False)
         self.score = nn.Sequential(
-            nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, 1)
+            nn.ReLU(),
+            nn.Linear(hidden, hidden),
+            nn.ReLU(),
+            nn.Linear(hidden, 1),
         )
 
     def forward(self, inputs: Tensor, features: Tensor) -> Tensor:

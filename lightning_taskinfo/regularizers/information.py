@@ -78,14 +78,15 @@ class WeightInformation(Regularizer):
 
 def warn_of_decay(model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
     """Warn if the weight decay of an optimizer works on log-variances: it pulls standard deviations to 1."""
-    groups = [
-        group
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        if group.get("weight_decay")
-    ]
-    decayed = {id(p) for group in groups for p in group["params"] if p.requires_grad}
-    names = [name for name, _, noise in noisy_weights(model) if id(noise.log_variance) in decayed]
+    decayed: set[int] = set()
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if group.get("weight_decay"):
+                decayed.update(id(p) for p in group["params"] if p.requires_grad)
+    names = []
+    for name, _, noise in noisy_weights(model):
+        if id(noise.log_variance) in decayed:
+            names.append(name)
     if names:
         warn(
             f"Weight decay pulls the standard deviations of {len(names)} noisy weights to 1, `{names[0]}` among them: "

@@ -156,9 +156,9 @@ class LocalMinimumRegularizer(Regularizer):
                 moved = {name: p - self.step_size * g[name] for name, p in w.items()}
                 loss_moved, g_moved = _loss_and_gradient(model, loss_fn, part, parameters, moved)
                 value = value + (loss - loss_moved) / len(parts)
-                gradient = {
-                    name: gradient[name] + (g[name] - g_moved[name]) / len(parts) for name in w
-                }
+                for name in w:
+                    change = g[name] - g_moved[name]
+                    gradient[name] = gradient[name] + change / len(parts)
         return value, gradient
 
 
@@ -220,20 +220,22 @@ def split_batch(batch: Any, parts: int) -> list[Any]:
             return leaf
         return leaf[i * size : (i + 1) * size]
 
-    return [tree_unflatten([cut(leaf, i) for leaf in leaves], structure) for i in range(parts)]
+    batches = []
+    for i in range(parts):
+        some = [cut(leaf, i) for leaf in leaves]
+        batches.append(tree_unflatten(some, structure))
+    return batches
 
 
 def _check_kinds(model: object, loss_fn: object, batch: object) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` must be a Module, got {type(model).__name__}.")
     if not callable(loss_fn):
-        hint = (
-            ": it comes before `batch`"
-            if callable(batch)
-            else ": pass `lambda part: loss(net(part[0]), part[1])`"
-        )
+        hint = "pass `lambda part: loss(net(part[0]), part[1])`"
+        if callable(batch):
+            hint = "it comes before `batch`"
         raise TypeError(
-            f"`loss_fn` must be a function of a part of the batch, got {type(loss_fn).__name__}{hint}."
+            f"`loss_fn` must be a function of a part of the batch, got {type(loss_fn).__name__}: {hint}."
         )
 
 

@@ -110,9 +110,11 @@ class TemporalEnsembling(Regularizer):
         check_rows("outputs", outputs, (self.num_outputs,), minimum=1)
         index = _checked_index(index, len(outputs)).to(self.average.device)
         self._first_look(outputs)
-        if index.min() < 0 or index.max() >= len(self.average):
+        low = int(index.min())
+        high = int(index.max())
+        if low < 0 or high >= len(self.average):
             raise ValueError(
-                f"`index` must be in [0, {len(self.average)}), got {int(index.min())} to {int(index.max())}: is "
+                f"`index` must be in [0, {len(self.average)}), got {low} to {high}: is "
                 "`num_samples` the number of all samples that carry an index?"
             )
         with torch.autocast(outputs.device.type, enabled=False):
@@ -134,7 +136,8 @@ class TemporalEnsembling(Regularizer):
             0, inverse, rows.to(unique), "amin"
         )
         new = self.last_epoch[unique] != epoch
-        index, predictions = unique[new], predictions[first[new].long()]
+        index = unique[new]
+        predictions = predictions[first[new].long()]
         if not predictions.isfinite().all():
             return  # diverged: the loss says so, and the averages stay usable
         kept = self.decay * self.average[index].float()

@@ -368,11 +368,14 @@ def log_embeddings(
     """
     rows = embedding_rows(embeddings, alpha=alpha)
     scalars = {f"norm/{row['task']}": row["norm"] for row in rows}
-    figures = {"map": plot_task_map(embeddings)[0]}
+    task_map, _ = plot_task_map(embeddings)
+    figures = {"map": task_map}
     known = [row for row in rows if not math.isnan(row["test_error"])]
     if known:
-        scalars |= {f"test_error/{row['task']}": row["test_error"] for row in known}
-        figures["difficulty"] = plot_difficulty(embeddings)[0]
+        for row in known:
+            scalars[f"test_error/{row['task']}"] = row["test_error"]
+        difficulty, _ = plot_difficulty(embeddings)
+        figures["difficulty"] = difficulty
     names = [embedding.name for embedding in embeddings]
     distances = embedding_distances(embeddings, alpha=alpha).tolist()
     distance_rows = [[name, *row] for name, row in zip(names, distances, strict=True)]

@@ -290,10 +290,11 @@ def find_head(network: nn.Module, head: str | None) -> str:
     """
     modules = dict(network.named_modules())
     if head is None:
-        linear = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
-        if not linear:
+        for name, module in modules.items():
+            if isinstance(module, nn.Linear):
+                head = name
+        if head is None:
             raise ValueError("`head` must name the network's last layer, as it has no nn.Linear.")
-        head = linear[-1]
     if head not in modules:
         raise ValueError(
             f"`head` must name a module of the network, got {head!r}; there are {list(modules)[1:]}."

@@ -278,15 +278,19 @@ def fingerprint(network: nn.Module, head: str) -> str:
 def _filters(network: nn.Module, head: str) -> dict[str, dict[str, Any]]:
     """Return how filters lie in each weight of two or more axes outside the head, by the weight's name."""
     found: dict[str, dict[str, Any]] = {}
-    modules = reversed([*network.modules()])  # so that the first owner of a shared weight counts
-    owners = {id(p): module for module in modules for p in module.parameters(recurse=False)}
+    owners: dict[int, nn.Module] = {}
+    for module in network.modules():
+        for p in module.parameters(recurse=False):
+            owners.setdefault(id(p), module)  # the first owner of a shared weight counts
     for name, parameter in network.named_parameters():
-        if parameter.ndim < 2 or not parameter.is_floating_point() or name.startswith(f"{head}."):
+        if parameter.ndim < 2 or not parameter.is_floating_point():
             continue
-        module = owners[id(parameter)]
+        if name.startswith(f"{head}."):
+            continue
+        owner = owners[id(parameter)]
         found[name] = {}
-        if isinstance(module, TRANSPOSED):
-            found[name] = {"transposed": True, "groups": module.groups}
+        if isinstance(owner, TRANSPOSED):
+            found[name] = {"transposed": True, "groups": owner.groups}
     if not found:
         raise ValueError(
             f"`network` must have a weight with filters beside its head {head!r}, got none."

@@ -121,7 +121,9 @@ class Own(Recipe):
             self.title = f"{type(module).__name__} from {', '.join(starts)}"
             classes, fingerprint = self.target.labels()
             size = len(self.target.train)
-            self.rows = {seed: chosen_rows(classes, size, self.labels, seed) for seed in seeds}
+            self.rows = {}
+            for seed in seeds:
+                self.rows[seed] = chosen_rows(classes, size, self.labels, seed)
             self._check_range(classes)
             if certify:  # equal shares of classes would be no independent draws
                 for seed in seeds:
@@ -307,7 +309,8 @@ class Own(Recipe):
                     logged: Mapping[str, float] = own_error(job.module, loader, 1)
                 else:
                     logged = trainer.test(job.module, dataloaders=loader, verbose=False)[0]
-            test = (time.perf_counter() - fitted) * max(1, len(loader))
+            batch = time.perf_counter() - fitted
+            test = batch * max(1, len(loader))
             around = fitted - begun - clock.elapsed  # what a Trainer takes beside its steps
         except ValueError:
             raise

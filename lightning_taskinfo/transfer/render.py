@@ -192,11 +192,13 @@ def _onset(onsets: Sequence[Sequence[float | None]], measured: Sequence[int]) ->
     """Median over seeds, from the lowest lower to the highest upper end, and a word if it is far from all labels."""
     if not onsets:
         return ""
-    finite = [[math.inf if end is None else end for end in ends] for ends in onsets]
+    finite = []
+    for ends in onsets:
+        finite.append([math.inf if end is None else end for end in ends])
     lows, middles, highs = zip(*finite, strict=True)
     onset = median(middles)
-    ends = (min(lows), onset, max(highs))
-    low, middle, high = (f"{value:,.0f}".replace("inf", "∞") for value in ends)
+    span = (min(lows), onset, max(highs))
+    low, middle, high = (f"{value:,.0f}".replace("inf", "∞") for value in span)
     far = ", extrapolated far" if is_far(onset, measured) else ""
     return f"{middle} [{low}, {high}]{far}"
 

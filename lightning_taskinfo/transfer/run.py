@@ -301,7 +301,8 @@ def _run(
             on_done(named[name], result)
 
     for one in trials:  # a pretraining is done again if its weights are gone and still needed
-        if one.needs and not one.result().exists() and not one.pretrained.exists():
+        unfinished = one.needs and not one.result().exists()
+        if unfinished and not one.pretrained.exists():
             one.result(one.needs).unlink(missing_ok=True)
     results: dict[str, Any] = {}
     folder = trials[0].root / "results"

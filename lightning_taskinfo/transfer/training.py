@@ -236,9 +236,12 @@ class EpochKeeper(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keep the epoch's metrics, then everything."""
-        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        before = self.curve[-1] if self.curve else {}  # Lightning forgets them when a run goes on
-        self.curve.append({**before, **metrics, "epoch": trainer.current_epoch + 1})
+        # The last ones too: Lightning forgets them when a run goes on.
+        row = dict(self.curve[-1]) if self.curve else {}
+        for name, value in trainer.callback_metrics.items():
+            row[name] = float(value)
+        row["epoch"] = trainer.current_epoch + 1
+        self.curve.append(row)
         begun = time.monotonic()
         if begun >= self._next_write:
             save_checkpoint(trainer, self.folder / "last.ckpt")
