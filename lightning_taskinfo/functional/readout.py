@@ -9,6 +9,9 @@ from torch.nn.functional import adaptive_avg_pool2d, adaptive_avg_pool3d
 from lightning_taskinfo._ranges import check_counts
 
 RIDGES = 10.0 ** torch.arange(-6, 3, dtype=torch.float64)  # relative to the mean squared feature
+SHARPNESS = torch.cat(
+    [torch.zeros(1), 2.0 ** torch.arange(-4, 8.25, 0.25)]
+).double()  # of scores with deviation 1
 
 
 class HeldOut(NamedTuple):
@@ -31,12 +34,14 @@ class ReadOut(NamedTuple):
         standard_error: Of the share, over samples, to first order.
         squares: Squared error of each sample, over that of the mean label, shape ``[N]``.
         wrong: Whether the largest column is another than the label's, shape ``[N]``.
+        predicted: Predicted columns of the labels, shape ``[N, K]``.
     """
 
     missed: Tensor
     standard_error: Tensor
     squares: Tensor
     wrong: Tensor
+    predicted: Tensor
 
 
 def pooled(
@@ -113,7 +118,11 @@ def _sketched(rows: Tensor, size: int) -> Tensor:
     return rows.new_zeros(N, size).index_add_(1, place, rows * sign)
 
 
-def stratified_folds(labels: Tensor, folds: int) -> Tensor:
+def stratified_folds(
+    labels: Tensor,
+    folds: int,
+    generator: Generator | None = None,
+) -> Tensor:
     """Return the fold of each sample: those of a class, in the order in which they come, go to the folds in turns.
 
     There are at most as many folds as the median class has samples, and two at least. With more, a
@@ -123,6 +132,7 @@ def stratified_folds(labels: Tensor, folds: int) -> Tensor:
     Args:
         labels: Classes, shape ``[N]``; real values are one class.
         folds: Largest number of folds.
+        generator: Draws another order.
 
     Returns:
         Folds from 0 on, of equal size up to 1, shape ``[N]``.
@@ -134,8 +144,10 @@ def stratified_folds(labels: Tensor, folds: int) -> Tensor:
         tensor([0, 0, 1, 1])
     """
     order = torch.arange(len(labels))
+    if generator is not None:
+        order = torch.randperm(len(labels), generator=generator)
     if labels.ndim == 1 and not labels.is_floating_point():
-        order = labels.cpu().argsort(stable=True)
+        order = order[labels.cpu()[order].argsort(stable=True)]
         sizes = labels.unique(return_counts=True)[1]
         folds = min(folds, max(2, int(sizes.median())))
     fold = torch.empty(len(labels), dtype=torch.long)
@@ -204,7 +216,41 @@ def read_out(features: Tensor, columns: Tensor, fold: Tensor) -> ReadOut:
     spread = (residual - missed * baseline).std()
     standard_error = spread / scale / len(baseline) ** 0.5
     wrong = predicted.argmax(1) != columns.argmax(1)
-    return ReadOut(missed, standard_error, residual / scale, wrong.double())
+    return ReadOut(missed, standard_error, residual / scale, wrong.double(), predicted)
+
+
+def sharpened_brier(scores: Tensor, columns: Tensor) -> Tensor:
+    r"""Brier scores of a softmax at the temperature that suits it best.
+
+    .. math:: b_n = \| \mathrm{softmax}(s^* z_n) - y_n \|^2, \qquad
+        s^* = \arg\min_s \sum_n \| \mathrm{softmax}(s z_n) - y_n \|^2
+
+    One number, the same for all samples, is fitted: 0, or one of 49 between 1/16 and 256 for scores
+    with deviation 1. What is left to compare is how well scores tell the classes apart, and not how
+    sure of themselves they are: a read-out, whose columns are no probabilities, can be compared
+    with a network.
+
+    Args:
+        scores: Logits, or other scores of the classes, :math:`z`, shape ``[N, C]``.
+        columns: Classes as indicators, :math:`y`, shape ``[N, C]``.
+
+    Returns:
+        Shape ``[N]``, in float64.
+
+    Example:
+        >>> columns = torch.eye(2)
+        >>> sharpened_brier(0.01 * columns, columns).round(decimals=3)
+        tensor([0., 0.], dtype=torch.float64)
+
+    References:
+        Guo, Pleiss, Sun, Weinberger, *On calibration of modern neural networks*, ICML 2017.
+    """
+    z = scores.double()
+    z = z - z.mean(1, keepdim=True)
+    z = z / z.square().mean().sqrt().clamp(min=torch.finfo(z.dtype).tiny)
+    probabilities = (SHARPNESS.view(-1, 1, 1).to(z) * z).softmax(-1)  # [S, N, C]
+    found = (probabilities - columns).square().sum(-1)  # [S, N]
+    return found[found.mean(1).argmin()]
 
 
 def ridge(x: Tensor, y: Tensor, new: Tensor) -> Tensor:

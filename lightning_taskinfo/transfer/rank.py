@@ -1,7 +1,7 @@
 """Which pretrained network to start from: read-outs of frozen features, compared on the labels at hand."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
@@ -11,7 +11,7 @@ from torch import Generator, Tensor, nn
 
 from lightning_taskinfo._batches import Forward, take
 from lightning_taskinfo._progress import counted, shown
-from lightning_taskinfo._random import own_randomness
+from lightning_taskinfo._random import own_randomness, seed_from
 from lightning_taskinfo._ranges import check_counts, check_positive
 from lightning_taskinfo.functional.intervals import (
     normal_quantile,
@@ -19,7 +19,12 @@ from lightning_taskinfo.functional.intervals import (
     verdict_of,
     wilson_interval,
 )
-from lightning_taskinfo.functional.readout import ReadOut, read_out, stratified_folds
+from lightning_taskinfo.functional.readout import (
+    ReadOut,
+    read_out,
+    sharpened_brier,
+    stratified_folds,
+)
 from lightning_taskinfo.functional.transferability import h_score, leep, logme, nce
 from lightning_taskinfo.transfer.features import (
     Labelled,
@@ -54,6 +59,9 @@ class FineTuning:
         batch_size: Samples of a step.
         scratch_only: Whether only the untrained start is trained, and frozen features of the others
             are compared with it.
+        scratch_repeats: How often the untrained start is cross-validated, with other folds, heads
+            and batches, and with other weights where it is given as a function that draws them. Its
+            losses are averaged: it has a part in every comparison.
         seed: Of heads and batches.
     """
 
@@ -61,10 +69,15 @@ class FineTuning:
     learning_rate: float = 1e-3
     batch_size: int = 32
     scratch_only: bool = False
+    scratch_repeats: int = 3
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_counts(steps=self.steps, batch_size=self.batch_size)
+        check_counts(
+            steps=self.steps,
+            batch_size=self.batch_size,
+            scratch_repeats=self.scratch_repeats,
+        )
         check_positive(learning_rate=self.learning_rate)
 
 
@@ -75,10 +88,13 @@ class Losses(NamedTuple):
         squares: Squared errors of the samples, shape ``[N]``: of real labels over that of the mean
             label; of fine-tuned classes, Brier scores.
         errors: Whether the class is another, shape ``[N]``; of real labels, the squared errors.
+        sharpened: Brier scores at the temperature that suits the scores of the classes best, shape
+            ``[N]``; of real labels, the squared errors.
     """
 
     squares: Tensor
     errors: Tensor
+    sharpened: Tensor
 
 
 class Measured(NamedTuple):
@@ -174,7 +190,7 @@ def rank_starts(
     found: dict[str, Measured] = {}
     with shown(progress, "rank", len(models)) as tell:
         for name in counted(list(models), len(models), tell, "starts"):
-            found[name] = ruler.measure(name, _opened(models[name], name), scratch)
+            found[name] = ruler.measure(name, models[name], scratch)
     return ruler.compared(found, scratch, law)
 
 
@@ -230,8 +246,9 @@ class _Ruler:
             raise ValueError(f"`layers` must name layers of every start, got none for {name!r}.")
         return list(self.layers[name])
 
-    def measure(self, name: str, model: nn.Module, scratch: str | None) -> Measured:
+    def measure(self, name: str, given: Model, scratch: str | None) -> Measured:
         """Read all layers of one start, and fine-tune it where that is asked for."""
+        model = _opened(given, name)
         begin = time.perf_counter()
         network = ObservedNetwork.of(model, self.samples.few, self.forward_fn)
         names = self.layers_of(name, network)
@@ -240,8 +257,7 @@ class _Ruler:
         found = [read_out(values, self.columns, fold) for values in features.values()]
         rows = [self._row(layer, one) for layer, one in zip(features, found, strict=True)]
         best = min(range(len(rows)), key=lambda i: (rows[i].error, rows[i].missed))
-        losses = [Losses(one.squares, one.squares if self.real else one.wrong) for one in found]
-        errors = [loss.errors for loss in losses]
+        errors = [one.squares if self.real else one.wrong for one in found]
         behind = [paired_interval(error, errors[best], self.confidence)[0] for error in errors]
         # The deepest layer whose read-out is not seen to be worse than the best one.
         deepest = max(i for i, low in enumerate(behind) if i == best or low <= 0)
@@ -257,11 +273,19 @@ class _Ruler:
             parameters=sum(p.numel() for p in model.parameters()),
             seconds=time.perf_counter() - begin,
         )
+        frozen = Losses(found[-1].squares, errors[-1], errors[-1])
+        if not self.real:
+            frozen = frozen._replace(sharpened=sharpened_brier(found[-1].predicted, self.columns))
         if self.fine_tune is None or (self.fine_tune.scratch_only and name != scratch):
-            return Measured(start, losses[-1], None)
+            return Measured(start, frozen, None)
         tuned = self._tuned_losses(model, self.fine_tune, fold)
+        if name == scratch:
+            others = self._repeated_losses(given, name, self.fine_tune)
+            tuned = Losses(
+                *(torch.stack(same).mean(0) for same in zip(tuned, *others, strict=True))
+            )
         start = replace(start, fine_tuned=tuned.errors.mean().item())
-        return Measured(start, losses[-1], tuned)
+        return Measured(start, frozen, tuned)
 
     def _scores(self, features: Tensor, logits: Tensor | None) -> dict[str, Any]:
         """What others rank by: the features of the last layer ``[N, D]``, and the source head's say ``[N, Z]``."""
@@ -324,12 +348,12 @@ class _Ruler:
     def _called(self, start: RankedStart, mine: Measured, scratch: Measured) -> RankedStart:
         """Say whether a start helps over training from scratch, fine-tuned and frozen, where scratch was trained.
 
-        Fine-tuned networks are compared by their Brier scores, which vary less beside their
-        difference than errors do. Those of a read-out are no probabilities: errors are compared.
+        Brier scores are compared, which vary less beside their difference than errors do. Columns
+        of a read-out are no probabilities: it and scratch are compared at the best temperature of each.
         """
         if scratch.tuned is None:
             return start
-        frozen = self._call(scratch.tuned.errors, mine.frozen.errors)
+        frozen = self._call(scratch.tuned.sharpened, mine.frozen.sharpened)
         call = None
         if mine.tuned is not None:
             call = self._call(scratch.tuned.squares, mine.tuned.squares)
@@ -351,24 +375,33 @@ class _Ruler:
 
     # The honest rival: fine-tune on the labels at hand.
 
+    def _repeated_losses(self, given: Model, name: str, how: FineTuning) -> Iterator[Losses]:
+        """Cross-validate again, with another seed of folds, heads, batches and, of a function, weights."""
+        for repeat in range(1, how.scratch_repeats):
+            seed = seed_from(how.seed, repeat)
+            with own_randomness(seed):
+                model = _opened(given, name)
+            generator = Generator().manual_seed(seed)
+            fold = stratified_folds(self.samples.labels, self.folds, generator)
+            yield self._tuned_losses(model, replace(how, seed=seed), fold)
+
     def _tuned_losses(self, model: nn.Module, how: FineTuning, fold: Tensor) -> Losses:
         """Fine-tune on all folds but one, and return the losses on that one, for each."""
         columns = self.columns
-        squares = torch.empty(len(columns), dtype=torch.float64)
-        errors = torch.empty_like(squares)
+        scores = torch.empty_like(columns)
+        baseline = torch.empty(len(columns), dtype=torch.float64)
         for k in fold.unique():
             held, kept = (same.nonzero().flatten() for same in (fold == k, fold != k))
             network = self._fine_tuned(model, kept, how)
             with torch.no_grad():
-                outputs = self._outputs(network, held).double().cpu()
-            if self.real:
-                baseline = (columns - columns[kept].mean(0)).square().sum(1).mean()
-                squares[held] = (outputs - columns[held]).square().sum(1) / baseline
-                errors[held] = squares[held]
-            else:
-                squares[held] = (outputs.softmax(1) - columns[held]).square().sum(1)
-                errors[held] = (outputs.argmax(1) != columns[held].argmax(1)).double()
-        return Losses(squares, errors)
+                scores[held] = self._outputs(network, held).double().cpu()
+            baseline[held] = (columns - columns[kept].mean(0)).square().sum(1).mean()
+        if self.real:
+            squares = (scores - columns).square().sum(1) / baseline
+            return Losses(squares, squares, squares)
+        errors = (scores.argmax(1) != columns.argmax(1)).double()
+        squares = (scores.softmax(1) - columns).square().sum(1)
+        return Losses(squares, errors, sharpened_brier(scores, columns))
 
     def _fine_tuned(self, model: nn.Module, kept: Tensor, how: FineTuning) -> ObservedNetwork:
         """Return a copy of a start with a fresh head, trained on some samples; the start itself is left alone."""

@@ -63,8 +63,8 @@ class RankedStart:
         call: ``"helps"``, ``"hurts"`` or ``"cannot tell"``: fine-tuning it, compared with training
             the untrained start; ``None`` where they were not fine-tuned.
         frozen_call: The same of a linear read-out of its frozen features, compared with training
-            the untrained start, or else with the learning curve of scratch; ``None`` without
-            either.
+            the untrained start, each at its best temperature, or else with the learning curve of
+            scratch; ``None`` without either.
         onset: Number of labels above which training from scratch is predicted to win: lower end,
             middle, upper end.
     """

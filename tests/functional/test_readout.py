@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from scipy.optimize import minimize_scalar
 from torch import nn
 
 from lightning_taskinfo.functional.readout import (
@@ -10,6 +11,7 @@ from lightning_taskinfo.functional.readout import (
     pooled,
     read_out,
     ridge,
+    sharpened_brier,
     stratified_folds,
 )
 
@@ -98,6 +100,11 @@ def test_folds_have_equal_shares_of_each_class():
     for k in range(5):
         assert labels[fold == k].bincount().tolist() == [2, 1, 1]
     assert stratified_folds(torch.rand(7), 3).tolist() == [0, 1, 2, 0, 1, 2, 0]
+    drawn = [stratified_folds(labels, 5, torch.Generator().manual_seed(k)) for k in (0, 0, 1)]
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], drawn[2])
+    for k in range(5):
+        assert labels[drawn[2] == k].bincount().tolist() == [2, 1, 1]
 
 
 def test_two_samples_of_a_class_are_not_held_out_against_whole_classes():
@@ -110,6 +117,32 @@ def test_two_samples_of_a_class_are_not_held_out_against_whole_classes():
     assert read_out(features, columns, fold).wrong.mean() < 0.4
     uneven = (torch.arange(20) // 4) % 5
     assert read_out(features, columns, uneven).wrong.mean() > 0.5
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 30.0])
+def test_brier_scores_are_those_of_the_best_temperature(scale):
+    classes = torch.arange(60) % 4
+    columns = nn.functional.one_hot(classes).double()
+    scores = scale * (columns + 0.7 * randn(60, 4))
+
+    def mean_score(log_sharpness):
+        said = (10.0**log_sharpness / scale * scores).softmax(1)
+        return (said - columns).square().sum(1).mean().item()
+
+    best = minimize_scalar(mean_score, bounds=(-3, 3), method="bounded").fun
+    found = sharpened_brier(scores, columns)
+    assert found.shape == (60,)
+    assert best <= found.mean().item() < best + 0.002
+    assert best < min(mean_score(-0.5), mean_score(1)) - 0.01  # the temperature matters
+    torch.testing.assert_close(sharpened_brier(5 * scores + 3, columns), found)
+
+
+def test_scores_that_say_nothing_have_the_brier_score_of_chance():
+    columns = torch.eye(4).repeat(3, 1)
+    same = sharpened_brier(torch.ones(12, 4), columns)
+    torch.testing.assert_close(same, torch.full((12,), 0.75, dtype=torch.float64))
+    against = sharpened_brier(-columns, columns)
+    torch.testing.assert_close(against, same)  # no temperature turns them around
 
 
 def test_small_features_are_only_flattened():

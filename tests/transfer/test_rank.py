@@ -16,7 +16,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_taskinfo import FineTuning, TaskInfoWarning, feature_overlap, rank_starts
-from lightning_taskinfo.functional.readout import stratified_folds
+from lightning_taskinfo._random import seed_from
+from lightning_taskinfo.functional.readout import held_out_readout, stratified_folds
 from lightning_taskinfo.functional.transferability import h_score, leep, logme, nce
 from lightning_taskinfo.transfer import StartRanking, small_cnn
 from lightning_taskinfo.transfer.features import ObservedNetwork
@@ -132,8 +133,8 @@ def test_without_fine_tuning_or_a_curve_nothing_is_said_to_help():
 
 
 def dumb_losses(model, x, y, how, fold):
-    """Brier scores and errors of held-out samples, by a plain loop."""
-    squares, errors = torch.zeros(len(y)), torch.zeros(len(y))
+    """Brier scores, errors and logits of held-out samples, by a plain loop."""
+    squares, errors, logits = torch.zeros(len(y)), torch.zeros(len(y)), torch.zeros(len(y), 4)
     for k in fold.unique():
         torch.manual_seed(how.seed)
         net = deepcopy(model).train()
@@ -154,13 +155,25 @@ def dumb_losses(model, x, y, how, fold):
             optimizer.step()
             schedule.step()
         with torch.no_grad():
-            said = net.eval()(x[fold == k]).softmax(1)
+            logits[fold == k] = net.eval()(x[fold == k])
+        said = logits[fold == k].softmax(1)
         squares[fold == k] = (said - nn.functional.one_hot(y[fold == k], 4)).square().sum(1)
         errors[fold == k] = (said.argmax(1) != y[fold == k]).float()
-    return squares, errors
+    return squares, errors, logits
 
 
-def test_fine_tuning_is_called_by_brier_scores_and_frozen_features_by_errors():
+def dumb_losses_of_scratch(model, x, y, how):
+    """The same, averaged over repetitions with other folds and seeds; a list of the logits."""
+    found = [dumb_losses(model, x, y, how, stratified_folds(y, 5))]
+    for repeat in range(1, how.scratch_repeats):
+        seed = seed_from(how.seed, repeat)
+        fold = stratified_folds(y, 5, torch.Generator().manual_seed(seed))
+        found.append(dumb_losses(model, x, y, replace(how, seed=seed), fold))
+    squares, errors, logits = zip(*found, strict=True)
+    return torch.stack(squares).mean(0), torch.stack(errors).mean(0), logits
+
+
+def test_fine_tuning_is_compared_by_brier_scores():
     x, y = target()
     starts = {"a": Body(6).eval(), "b": Body(0).eval(), "c": Body(3, seed=2).eval()}
     with torch.no_grad():
@@ -170,7 +183,8 @@ def test_fine_tuning_is_called_by_brier_scores_and_frozen_features_by_errors():
     ranking = rank_starts(starts, (x, y), scratch="b", fine_tune=how, progress=False)
     fold = stratified_folds(y, 5)
     losses = {name: dumb_losses(model, x, y, how, fold) for name, model in starts.items()}
-    for name, (squares, errors) in losses.items():
+    losses["b"] = dumb_losses_of_scratch(starts["b"], x, y, how)
+    for name, (squares, errors, _) in losses.items():
         assert ranking[name].fine_tuned == pytest.approx(errors.mean().item())
         difference = squares - losses[ranking.best.name][0]
         assert ranking[name].behind[1] == pytest.approx(difference.mean().item(), abs=1e-5)
@@ -180,6 +194,71 @@ def test_fine_tuning_is_called_by_brier_scores_and_frozen_features_by_errors():
     assert ranking["b"].call is ranking["b"].frozen_call is None
     means = [losses[start.name][0].mean() for start in ranking.starts]
     assert means == sorted(means)
+
+
+def at_best_temperature(scores, y):
+    """Brier scores, by trying many temperatures."""
+    columns = nn.functional.one_hot(y).double()
+    tried = [
+        ((sharpness * scores.double()).softmax(1) - columns).square().sum(1)
+        for sharpness in torch.logspace(-3, 3, 500).tolist()
+    ]
+    return min(tried, key=lambda found: found.mean())
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_calls_compare_scratch_with_fine_tuned_and_with_frozen_starts(frozen):
+    """Just below and just above the confidence that a t-test of plain losses gives."""
+    x, y = target()
+    starts = {"a": Body(4).eval(), "b": Body(3, seed=1).eval()}
+    how = FineTuning(steps=60, learning_rate=0.02)
+    squares, _, logits = dumb_losses_of_scratch(starts["b"], x, y, how)
+    fold = stratified_folds(y, 5)
+    if frozen:
+        features = starts["a"].act(starts["a"].first(x)).detach()
+        columns = nn.functional.one_hot(y).double()
+        mine = at_best_temperature(held_out_readout(features, columns, fold).predicted, y)
+        scratch = torch.stack([at_best_temperature(each, y) for each in logits]).mean(0)
+    else:
+        mine, scratch = dumb_losses(starts["a"], x, y, how, fold)[0], squares
+    test = ttest_1samp((scratch - mine).numpy(), 0)
+    p = test.pvalue / 2
+    assert 0.001 < p < 0.4
+    expected = "helps" if test.statistic > 0 else "hurts"
+    for factor, called in ((1.2, expected), (0.8, "cannot tell")):
+        level = 1 - factor * p
+        found = rank_starts(
+            starts, (x, y), scratch="b", fine_tune=how, confidence=level, progress=False
+        )["a"]
+        assert (found.frozen_call if frozen else found.call) == called
+
+
+def test_scratch_is_repeated_with_weights_of_its_own_if_it_is_a_function():
+    weights = []
+
+    def drawn():
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+        weights.append(model[0].weight.detach().clone())
+        return model
+
+    starts = {"a": Body(4), "b": drawn}
+
+    def rank(**options):
+        weights.clear()
+        how = FineTuning(steps=2, scratch_only=True, **options)
+        torch.manual_seed(5)
+        found = rank_starts(starts, target(), scratch="b", fine_tune=how, progress=False)
+        return found["b"].fine_tuned, torch.rand(1).item()
+
+    once = rank(scratch_repeats=1)
+    assert len(weights) == 1
+    thrice = rank()
+    assert len(weights) == 3
+    assert not torch.equal(weights[1], weights[0])
+    assert not torch.equal(weights[1], weights[2])
+    assert thrice[1] == once[1]  # the global generator is where it would be without them
+    assert thrice[0] != once[0]
+    assert rank() == thrice
 
 
 def test_a_call_is_one_sided():
@@ -544,6 +623,7 @@ def test_refuses(arguments, match):
     [
         ({"steps": 0}, "`steps` .*0"),
         ({"batch_size": 0}, "`batch_size` .*0"),
+        ({"scratch_repeats": 0}, "`scratch_repeats` .*0"),
         ({"learning_rate": 0.0}, "`learning_rate` .*0.0"),
     ],
 )
