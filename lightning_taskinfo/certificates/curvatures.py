@@ -139,9 +139,11 @@ def curvatures_of(
         if structure == "diagonal":
             found[structure] = diagonal_curvature(diagonal)
         elif structure == "isotropic":
-            everything = torch.cat([h.flatten() for h in diagonal.values()])
-            mean = everything.mean().item()
-            same = {name: torch.full_like(h, mean) for name, h in diagonal.items()}
+            everything = [h.flatten() for h in diagonal.values()]
+            mean = torch.cat(everything).mean().item()
+            same = {}
+            for name, h in diagonal.items():
+                same[name] = torch.full_like(h, mean)
             found[structure] = diagonal_curvature(same)
         elif structure == "kron":
             found[structure] = kronecker_curvature(factors, scale=n)

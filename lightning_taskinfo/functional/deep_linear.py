@@ -392,14 +392,16 @@ def _ridge_moments(n: Tensor, ridge: Tensor) -> tuple[Tensor, Tensor]:
     m = torch.where(finite, n, 3.0).double()
     penalty = ridge.double()
     unit = torch.linspace(0, 1, 1001, dtype=torch.float64, device=n.device)
-    unit = unit.reshape(-1, *[1] * n.dim())
+    others = [1] * n.dim()
+    unit = unit.reshape(-1, *others)
     # The density of log q falls off like exp(n t / 2) on the left, and faster than a Gaussian on
     # the right.
     right = 12 * (2 / m).sqrt()
     width = 80 / m + 2 * right
     t = right - unit * width  # log(q / n), [points, ...]
     q = t.exp()
-    weight = (0.5 * m * (t - q)).softmax(0)
+    log_density = 0.5 * m * (t - q)
+    weight = log_density.softmax(0)
     total = q + penalty
     kept = (penalty / total).square()
     shrunk = (weight * kept).sum(0)

@@ -76,7 +76,8 @@ def added(parts: Iterable[InformationTerms]) -> InformationTerms:
     parts = list(parts)
 
     def total(term: str) -> Tensor:
-        return torch.stack([getattr(part, term) for part in parts]).sum()
+        values = [getattr(part, term) for part in parts]
+        return torch.stack(values).sum()
 
     return InformationTerms(
         displacement=total("displacement"),
@@ -155,7 +156,8 @@ def information_in_weights(
         Achille, Paolini, Mbeng, Soatto, *The information complexity of learning tasks, their structure and their
         distance*, Theorem 5.4.
     """
-    return information_sweep(curvature, displacement, prior_stds=[prior_std], beta=beta)[0]
+    (terms,) = information_sweep(curvature, displacement, prior_stds=[prior_std], beta=beta)
+    return terms
 
 
 def information_sweep(
@@ -248,10 +250,13 @@ def evidence_prior_std(curvature: Tensor, displacement: Tensor, *, beta: float =
         """Logarithm of the left side over the right."""
         gain = h * (math.exp(2 * log_std) / beta)
         effective = (gain / (gain + 1)).sum().item()
-        return 2 * log_std + math.log(effective / distance) if effective else -math.inf
+        if not effective:
+            return -math.inf
+        return 2 * log_std + math.log(effective / distance)
 
     low = 0.5 * math.log(distance / len(h))  # k_eff is at most the number of weights
-    high, step = low, 1.0
+    high = low
+    step = 1.0
     while excess(high) < 0:
         high += step
         step *= 2

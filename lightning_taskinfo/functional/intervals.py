@@ -210,7 +210,11 @@ def verdict_of(low: float | None, high: float | None) -> Verdict:
     """
     if low is None or high is None:
         return "cannot tell"
-    return "helps" if low > 0 else "hurts" if high < 0 else "cannot tell"
+    if low > 0:
+        return "helps"
+    if high < 0:
+        return "hurts"
+    return "cannot tell"
 
 
 def mean_interval(
@@ -252,7 +256,8 @@ def mean_interval(
         scale = max(map(abs, values))
     if spread <= ROUNDING * scale:
         return Interval(mean, None, None, n, "all seeds gave the same")
-    reach = student_quantile(confidence, n - 1) * spread / math.sqrt(n)
+    quantile = student_quantile(confidence, n - 1)
+    reach = quantile * spread / math.sqrt(n)
     smallest, largest = bounds
     low = max(smallest, mean - reach)
     high = min(largest, mean + reach)
@@ -284,6 +289,7 @@ def paired_gain(
     seeds = [seed for seed in baseline if seed in method]
     if not seeds:
         return Interval(None, None, None, 0, "no seed in common")
-    risks = [abs(risk[seed]) for risk in (baseline, method) for seed in seeds]
+    risks = [abs(baseline[seed]) for seed in seeds]
+    risks += [abs(method[seed]) for seed in seeds]
     gains = [baseline[seed] - method[seed] for seed in seeds]
     return mean_interval(gains, confidence=confidence, bounds=bounds, scale=max(risks))

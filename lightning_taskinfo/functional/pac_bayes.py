@@ -246,7 +246,8 @@ def union_bound_price(index: Number, *, size: int | None = None) -> Tensor:
     """
     (index,) = _numbers(index=index)
     if size is None:
-        return math.log(math.pi**2 / 6) + 2 * index.log()
+        constant = math.log(math.pi**2 / 6)
+        return constant + 2 * index.log()
     _require("index", index, index <= size, f"at most `size` = {size}")
     return torch.full_like(index, math.log(size))
 
@@ -392,7 +393,8 @@ def local_minimum_bound(
         raise ValueError(f"`n` must be at least 2, got {n}.")
     check_probability(delta=delta)
     W = num_parameters
-    log_height = (2 * log_volume + math.log(math.pi) + log_det_fisher) / W
+    log_volumes = 2 * log_volume + math.log(math.pi)
+    log_height = (log_volumes + log_det_fisher) / W
     height = torch.tensor(log_height, dtype=torch.float64, device="cpu").exp()
     A = W * height / (4 * math.pi * math.e)
     log_term = math.log(2 * n / delta)

@@ -232,7 +232,8 @@ def leep(probabilities: Tensor, labels: Tensor) -> Tensor:
     """
     theta = _checked_features(probabilities, labels, name="probabilities")
     classes = _checked_classes(labels)
-    off = (theta.sum(1) - 1).abs().max().item()
+    sums = theta.sum(1)
+    off = (sums - 1).abs().max().item()
     if theta.min() < 0 or off > 1e-3:
         raise ValueError(
             f"`probabilities` must be at least 0 and add up to 1 in each row, got a smallest of "
@@ -275,11 +276,13 @@ def nce(source: Tensor, labels: Tensor) -> Tensor:
             f"{list(source.shape)}."
         )
     classes = _checked_classes(labels)
-    z = source.unique(return_inverse=True)[1]
-    counts = one_hot(classes).double().T @ one_hot(z).double()  # [C, Z]
+    _, z = source.unique(return_inverse=True)
+    of_target = one_hot(classes).double()
+    of_source = one_hot(z).double()
+    counts = of_target.T @ of_source  # [C, Z]
     joint = counts / len(z)
-    of_source = joint.sum(0)
-    terms = xlogy(joint, joint) - xlogy(joint, of_source)
+    marginal = joint.sum(0)
+    terms = xlogy(joint, joint) - xlogy(joint, marginal)
     return terms.sum()
 
 

@@ -88,7 +88,8 @@ def structure_function(
         structure and their distance*, sections 3 and 7.
     """
     check_positive(prior_std=prior_std, betas=betas)
-    betas = tuple(sorted({float(beta) for beta in betas}, reverse=True))
+    different = {float(beta) for beta in betas}
+    betas = tuple(sorted(different, reverse=True))
     training = training or Training()
     inputs, targets = read_pair(data)
     samples = TaskData(inputs, targets, as_likelihood(likelihood))

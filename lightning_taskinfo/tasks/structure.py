@@ -108,10 +108,12 @@ class StructureFunction(Tabled):
     def slopes(self) -> tuple[Estimate, ...]:
         r"""Return minus the slope between neighbours of the sweep; a minimiser has it between two :math:`\beta`."""
         slopes = []
-        for (t, e, a), (u, f, b) in pairwise(self._points()[1:]):
+        _, *swept = self._points()
+        for (t, e, a), (u, f, b) in pairwise(swept):
             length = u - t or math.nan
             error = math.hypot(a, b) / abs(length)
-            slopes.append(Estimate((e - f) / length, error))
+            slope = (e - f) / length
+            slopes.append(Estimate(slope, error))
         return tuple(slopes)
 
     def unfinished(self) -> tuple[float, ...]:

@@ -213,7 +213,8 @@ def simulate_student_teacher(
         torch.Size([2])
     """
     target = random_networks(repetitions, teacher_width, dimension, generator=generator)
-    features = torch.cat([target.weights, target.coefficients.unsqueeze(-1)], -1)
+    last_layer = target.coefficients.unsqueeze(-1)
+    features = torch.cat([target.weights, last_layer], -1)
     kept = ablate(features, fraction, generator=generator)
     weights = kept[..., :-1]
     coefficients = kept[..., -1]

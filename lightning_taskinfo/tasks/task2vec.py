@@ -271,8 +271,11 @@ def _check_kind(**given: Any) -> None:
 
 def fingerprint(network: nn.Module, head: str) -> str:
     """Return a short hash of all parameters and buffers but those of the head, names included."""
-    state = sorted(network.state_dict().items())
-    return digest((name, x) for name, x in state if not name.startswith(f"{head}."))
+    body = []
+    for name, x in sorted(network.state_dict().items()):
+        if not name.startswith(f"{head}."):
+            body.append((name, x))
+    return digest(body)
 
 
 def _filters(network: nn.Module, head: str) -> dict[str, dict[str, Any]]:

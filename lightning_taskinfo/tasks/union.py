@@ -110,8 +110,8 @@ class Union:
 
     def data(self) -> TaskData:
         """All samples, each with the index of its task."""
-        x = torch.cat([torch.from_numpy(a) for a in self.inputs])
-        y = torch.cat([torch.from_numpy(a) for a in self.targets])
+        x = torch.from_numpy(np.concatenate(self.inputs))
+        y = torch.from_numpy(np.concatenate(self.targets))
         sizes = torch.tensor([len(a) for a in self.inputs])
         task = torch.arange(len(sizes)).repeat_interleave(sizes)
         return TaskData((x, task), y, self.settings.likelihood)

@@ -25,6 +25,7 @@ from lightning_taskinfo._batches import (
 )
 from lightning_taskinfo._observe import observing
 from lightning_taskinfo._ranges import check_finite
+from lightning_taskinfo.callbacks.report import spread
 from lightning_taskinfo.functional.readout import pooled
 
 MAX_CHUNK = 64  # samples of a forward pass, where the user's batches are larger
@@ -58,9 +59,10 @@ def read_labelled(data: Any, batch_fn: BatchFn | None) -> Labelled:
     parts = [_read(batch, batch_fn) for batch in _batches(data)]
     if not parts:
         raise ValueError("`data` must yield batches (inputs, labels), got none.")
-    inputs, labels = zip(*parts, strict=True)
-    chunk = min(MAX_CHUNK, max(map(len, labels)))
-    return Labelled(joined(list(inputs)), torch.cat(labels), chunk)
+    inputs = joined([some for some, _ in parts])
+    labels = [some for _, some in parts]
+    longest = max(map(len, labels))
+    return Labelled(inputs, torch.cat(labels), chunk=min(MAX_CHUNK, longest))
 
 
 def _batches(data: Any) -> Iterable[Any]:
@@ -87,7 +89,9 @@ def _read(batch: Any, batch_fn: BatchFn | None) -> tuple[Any, Tensor]:
     if labels is None:
         raise ValueError(f"{rule} {described(batch)} without labels.")
     n = sample_count(inputs)
-    if not labels.ndim or len(labels) != n or (labels.ndim > 1 and not labels.is_floating_point()):
+    one_each = labels.ndim > 0 and len(labels) == n
+    several_classes = labels.ndim > 1 and not labels.is_floating_point()
+    if not one_each or several_classes:
         raise ValueError(
             f"`data` must yield batches with a class index or real values for each input, got labels of shape "
             f"{list(labels.shape)} for {n} inputs; a dataset of single samples goes into a DataLoader first."
@@ -140,14 +144,18 @@ class ObservedNetwork:
 
         def note(name: str, output: Any) -> None:
             block = isinstance(output, Tensor | tuple)  # not a whole model
-            seen.setdefault(name, []).append(first_tensor(output) if block else None)
+            found = first_tensor(output) if block else None
+            seen.setdefault(name, []).append(found)
 
         with hooked(modules, note), observing(model), torch.no_grad():
             output = first_tensor(run(few))
-        linear = [name for name in seen if isinstance(modules[name], nn.Linear)]
-        heads = [name for name in linear if seen[name][-1] is output is not None]
+        head = None
+        if output is not None:
+            linear = [name for name in seen if isinstance(modules[name], nn.Linear)]
+            heads = (name for name in linear if seen[name][-1] is output)
+            head = next(heads, None)
         seen.pop("", None)
-        return cls(model, run, seen, heads[0] if heads else None)
+        return cls(model, run, seen, head)
 
     def read(
         self,
@@ -174,10 +182,11 @@ class ObservedNetwork:
         names = layers
         if names is None:
             names = [name for name, module in modules.items() if not any(module.children())]
-        if unknown := [name for name in names if name not in modules]:
-            raise ValueError(
-                f"`layers` must name modules of the model, got {unknown[0]!r}; there are {list(modules)}."
-            )
+        for name in names:
+            if name not in modules:
+                raise ValueError(
+                    f"`layers` must name modules of the model, got {name!r}; there are {list(modules)}."
+                )
         n = len(samples.labels)
         found: dict[str, Tensor] = {}  # a tensor a layer: small ones between large ones hold memory
         logits: list[Tensor] = []
@@ -260,7 +269,7 @@ class ObservedNetwork:
             return names
         if number == 1:
             return names[-1:]
-        return [names[round(i * (len(names) - 1) / (number - 1))] for i in range(number)]
+        return [names[i] for i in spread(len(names), number)]
 
 
 def _not_once(layer: str) -> ValueError:
@@ -271,17 +280,22 @@ def _not_once(layer: str) -> ValueError:
 
 def _mask(inputs: Any) -> Tensor | None:
     """The positions of sequences that count, where the inputs say so."""
-    mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
+    if not isinstance(inputs, Mapping):
+        return None
+    mask = inputs.get("attention_mask")
     return mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
 
 
 @contextmanager
 def hooked(modules: Mapping[str, nn.Module], note: Callable[[str, Any], None]) -> Iterator[None]:
     """Call a function with the name and the output of every module that runs."""
-    handles = [
-        module.register_forward_hook(lambda _module, _inputs, output, name=name: note(name, output))
-        for name, module in modules.items()
-    ]
+
+    def noting(name: str) -> Callable[..., None]:
+        return lambda _module, _inputs, output: note(name, output)
+
+    handles = []
+    for name, module in modules.items():
+        handles.append(module.register_forward_hook(noting(name)))
     try:
         yield
     finally:
@@ -299,7 +313,9 @@ def first_tensor(output: Any) -> Tensor | None:
     if isinstance(output, Tensor):
         return output
     logits = getattr(output, "logits", None)
-    return logits if isinstance(logits, Tensor) else next(tensors(output), None)
+    if isinstance(logits, Tensor):
+        return logits
+    return next(tensors(output), None)
 
 
 def _has_rows(values: Any) -> bool:
@@ -371,4 +387,6 @@ def caller(model: nn.Module, few: Any, forward_fn: Forward | None) -> Callable[[
 def _plainly(model: nn.Module, inputs: Any) -> Any:
     if isinstance(inputs, Mapping):
         return model(**inputs)
-    return model(*inputs) if isinstance(inputs, list | tuple) else model(inputs)
+    if isinstance(inputs, list | tuple):
+        return model(*inputs)
+    return model(inputs)
