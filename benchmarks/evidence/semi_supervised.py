@@ -151,7 +151,7 @@ def weights_in(chosen: dict[str, float], method: str) -> Row:
         return {}
     if len(parts) == 1:
         return {"weight": chosen[method]}
-    return {"weights": {part: chosen[part] for part in parts}}
+    return {"weights": {part: chosen[part] for part in method.split("+")}}
 
 
 def units(short: bool) -> dict[str, Row]:
@@ -278,21 +278,22 @@ def table_in_words(rows: list[Row], table: str, found: dict[Any, Row], numbers: 
             continue
         plain = [*values.values()]
         numbers["plain"][f"{table}, {labels} labels"] = plain
-        parts = [f"plain fine-tuning {mean_shown(plain)} %"]
+        parts = [f"plain fine-tuning {mean_shown(plain)} (seeds: {len(plain)})"]
         for (there, number, name), cell in found.items():
             if (there, number) == (table, labels):
                 numbers["gains"][f"{table}, {labels} labels, {name}"] = cell
                 parts.append(
-                    f"{name} {shown(cell['gain'], '+.1f')} points (p = {cell['p_holm']:.2g}, {cell['seeds']} seeds)"
+                    f"{name} {shown(cell['gain'], '+.1f')} points (p = {cell['p_holm']:.2g}, seeds: {cell['seeds']})"
                 )
         words.append(f"{labels} labels: {', '.join(parts)}")
     return words
 
 
 def mean_shown(values: list[float]) -> str:
+    """Mean of percentages, with its interval where there are enough of them."""
     if len(values) < 3:
-        return f"{sum(values) / len(values):.1f} ({len(values)} seeds)"
-    return shown(mean_interval(values), ".1f")
+        return f"{sum(values) / len(values):.1f} %"
+    return f"{shown(mean_interval(values), '.1f')} %"
 
 
 def baseline_in_words(rows: list[Row]) -> list[str]:
