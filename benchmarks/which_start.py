@@ -39,14 +39,14 @@ interval becomes the default.
 
 **Confident calls**, "helps" or "hurts" compared with scratch, for each start, target, number of labels and seed, as
 ``rank_starts`` makes them. Of fine-tuning: a one-sided 95 % bound on the mean difference of the cross-validated Brier
-scores of start and scratch excludes 0. Of frozen features: the same of a read-out of the last layer and
-of scratch, each at its best temperature. Scratch is cross-validated three times. Wanted: 95 % of the confident calls true, half of all calls confident.
-A call came true if the difference of the test errors to scratch, averaged over seeds, has the sign that was called.
-That mean has an error of its own, so two more numbers stand beside it: the share of true calls among those where
-Student's 95 % interval over the seeds excludes 0 ("decided"); and the mean probability, under Student's distribution
-around the mean over seeds, that the true mean has the called sign ("expected"). The limit of what one draw of labels
-can tell: the same share for a prophet who has fine-tuned on all these labels and has seen all test images, and calls by
-the sign of that difference, the largest first, judged by the mean of the other seeds.
+scores of start and scratch excludes 0. Of frozen features: the same of a read-out of the last layer and of scratch,
+each at its best temperature. Scratch is cross-validated three times. Wanted: 95 % of the confident calls true, half of
+all calls confident. A call came true if the difference of the test errors to scratch, averaged over seeds, has the
+sign that was called. That mean has an error of its own, so two more numbers stand beside it: the share of true calls
+among those where Student's 95 % interval over the seeds excludes 0 ("decided"); and the mean probability, under
+Student's distribution around the mean over seeds, that the true mean has the called sign ("expected"). The limit of
+what one draw of labels can tell: the same share for a prophet who has fine-tuned on all these labels and has seen all
+test images, and calls by the sign of that difference, the largest first, judged by the mean of the other seeds.
 
 The rule was changed after a first run had been looked at (3 folds, errors in place of Brier scores, two-sided
 intervals: 12 % of the calls of full fine-tuning confident, 85 % of them true; of frozen features 60 and 93 %). What
