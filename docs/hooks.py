@@ -91,16 +91,10 @@ def _read(name: str) -> Any:
 def _callbacks_summary() -> str:
     networks = _read("callbacks.json")["results"].values()
     parts = []
-    for name in ("FisherTrace()", "InformationInWeights()"):
+    for name in ("FisherTrace()", "InformationInWeights()", "TrainStepNorms()"):
         shares = [100 * network["ratios"][name]["own"] for network in networks]
         parts.append(f"`{name}`: {min(shares):.1f} to {max(shares):.1f} % of an epoch")
-    steps = [
-        100 * (network["ratios"]["TrainStepNorms()"]["by_steps"]["of_means"] - 1)
-        for network in networks
-    ]
-    return "; ".join(
-        [*parts, f"`TrainStepNorms()`: {min(steps):.0f} to {max(steps):.0f} % of a step"]
-    )
+    return "; ".join(parts)
 
 
 def _regularizers_summary() -> str:
