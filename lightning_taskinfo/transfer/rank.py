@@ -132,7 +132,8 @@ def rank_starts(
 
     Args:
         models: The starts by name: networks, or functions that make or load one, which are called
-            one after the other, so that only one is in memory.
+            one after the other, so that only one is in memory; two while scratch is cross-validated
+            again.
         data: The labelled target samples: batches ``(inputs, labels)``, or one; a mapping has the
             labels in its field ``labels``, ``label``, ``targets``, ``target`` or ``y``. Classes, or
             real values.
