@@ -57,8 +57,11 @@ def test_a_page_that_differs_is_named(page, before, after, said):
     assert said in found[0]
 
 
-def test_a_script_without_a_result_is_named(page):
-    assert page.problems(HEAD + ROW, {}, ["rho"]) == ["rho: nothing is stored."]
+def test_a_script_without_a_result_is_undecided(page):
+    undecided = "| ρ > 0 | — | **undecided** | — | `benchmarks/evidence/rho.py --store` |\n"
+    assert page.problems(HEAD + undecided, {}, ["rho"]) == []
+    (found,) = page.problems(HEAD + ROW, {}, ["rho"])
+    assert "nothing is stored for rho" in found
 
 
 def test_writing_copies_the_stored_result_and_keeps_claim_and_command(page):

@@ -162,6 +162,26 @@ def test_the_paper_s_network_decides_where_it_can(script, paper, unnormalised, s
     assert semi.verdict(rows)["verdict"] == said
 
 
+@pytest.mark.parametrize(
+    ("many", "few", "said"),
+    [
+        (GAIN, GAIN, "reproduced"),
+        (GAIN, {"lautum": -8.0, "mutual_information": -1.0}, "reproduced in part"),
+        (NO_GAIN, NO_GAIN, "not reproduced, decided"),
+    ],
+)
+def test_gains_between_classes_are_averaged_over_numbers_of_labels(script, many, few, said):
+    classes = script("semi_supervised_classes")
+    rows = cells(many, "paper network", "objects", 50, seeds=5)
+    rows += cells(few, "paper network", "objects", 250, seeds=5)
+    rows += cells(GAIN, "paper network", "objects", 100, seeds=4)  # does not count
+    found = classes.verdict(rows)
+    assert found["numbers"]["averaged_over"] == [50, 250]
+    expected = (many["lautum"] + few["lautum"]) / 2
+    assert found["numbers"]["gains"]["lautum"]["gain"][0] == pytest.approx(expected, abs=0.2)
+    assert found["verdict"] == said
+
+
 def test_the_search_and_the_cells_of_transfer_share_no_seed(script):
     planned = script("semi_supervised").units(False).values()
     seeds = {
