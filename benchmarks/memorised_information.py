@@ -46,11 +46,12 @@ from torch import Generator, Tensor, nn
 from torch.nn.functional import adaptive_avg_pool2d, cross_entropy
 
 from lightning_taskinfo._files import atomic_write, claim_folder, read_json, write_json
+from lightning_taskinfo._random import seed_from
 from lightning_taskinfo.data import load_dataset
 from lightning_taskinfo.distributions.post_family import (
     PostFamily,
     losses_with_noise,
-    standard_noises,
+    standard_noise,
 )
 from lightning_taskinfo.fisher import fisher_diagonal, fisher_trace
 from lightning_taskinfo.functional.information import added, evidence_prior_std
@@ -237,9 +238,12 @@ def at_width(
     seed: int,
 ) -> dict[str, float]:
     """Return measured and quadratic expected loss for one width of the pre-distribution, and C_1."""
-    noises = standard_noises(family.displacement, DRAWS // 2, seed)
     loss = partial(summed_loss, model, inputs, targets)
-    pairs = losses_with_noise(model, loss, family.shaped(prior_std), noises).mean(1)
+    rows = []
+    for number in range(DRAWS // 2):
+        noise = standard_noise(family.displacement, seed_from(seed, number))
+        rows.append(losses_with_noise(model, loss, family.shaped(prior_std), noise))
+    pairs = torch.tensor(rows, dtype=torch.float64).mean(1)
     terms = added(family.terms(prior_std).values())
     quadratic = loss() + terms.curvature_penalty.item()
     expected = pairs.mean().item()

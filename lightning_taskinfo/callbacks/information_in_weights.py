@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_taskinfo._lightning import LightningModule, Trainer
 from lightning_taskinfo._observe import ParamDict, observing
+from lightning_taskinfo._random import seed_from
 from lightning_taskinfo._ranges import check_counts, check_positive
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.callbacks.center import Center, checked_center
@@ -26,7 +27,7 @@ from lightning_taskinfo.callbacks.source import (
 from lightning_taskinfo.distributions.post_family import (
     PostFamily,
     losses_with_noise,
-    standard_noises,
+    standard_noise,
 )
 from lightning_taskinfo.fisher.kron import KroneckerSums, as_factors, kronecker_sums
 from lightning_taskinfo.fisher.measure import squared_gradients_by_name
@@ -47,6 +48,11 @@ class _Observed(NamedTuple):
     losses: Tensor  # of its samples, NaN where they are not known
     displacement: ParamDict
     squares: dict[str, float]  # squared lengths of the displacement
+
+    @property
+    def moved(self) -> ParamDict:
+        """The displacement of those weights that have one."""
+        return {name: part for name, part in self.displacement.items() if self.squares[name]}
 
 
 class _Gaussian(NamedTuple):
@@ -219,9 +225,7 @@ class InformationInWeights(Probe):
         """Put the parts of all processes together, and measure the loss under the Gaussian that they give."""
         mine = observed.losses.sum()
         loss = self._of_training_set(samples, mine).item()
-        displacement = observed.displacement
-        squares = observed.squares
-        moved = {name: part for name, part in displacement.items() if squares[name]}
+        moved = observed.moved
         if moved:
             family = self._family(observed, moved, samples)
             gaussian = self._best_gaussian(observed, family, samples)
@@ -236,7 +240,7 @@ class InformationInWeights(Probe):
             "information_nats": terms.kl.item(),
             "displacement_nats": terms.displacement.item(),
             "curvature_nats": terms.curvature.item(),
-            "squared_displacement": math.fsum(squares.values()),
+            "squared_displacement": math.fsum(observed.squares.values()),
             "prior_std": gaussian.prior_std,
             "loss_nats": loss,
             "expected_loss_nats": expected,
@@ -249,7 +253,7 @@ class InformationInWeights(Probe):
         }
         self._warn_of_misfit(values)
         if self.per_layer:
-            values |= self._by_group(displacement, gaussian.parts)
+            values |= self._by_group(observed.displacement, gaussian.parts)
         return values
 
     def _by_group(
@@ -301,16 +305,15 @@ class InformationInWeights(Probe):
         self, observed: _Observed, family: PostFamily, samples: Samples
     ) -> _Gaussian:
         """Measure the loss under the Gaussian of ``prior_std``, or of the best of the grid."""
-        noises = standard_noises(family.displacement, self.draws // 2, self.seed)
         if not isinstance(self.prior_std, str):
-            return self._gaussian(self.prior_std, observed, family, noises, samples)
+            return self._gaussian(self.prior_std, observed, family, samples)
         tried: dict[int, _Gaussian] = {}
 
         def best_of(numbers: Iterable[int]) -> int:
             for number in numbers:
                 if 0 <= number < len(AUTO_STDS) and number not in tried:
                     std = AUTO_STDS[number]
-                    tried[number] = self._gaussian(std, observed, family, noises, samples)
+                    tried[number] = self._gaussian(std, observed, family, samples)
             return min(tried, key=lambda number: tried[number].code_length())
 
         best = self._chosen
@@ -325,24 +328,26 @@ class InformationInWeights(Probe):
         std: float,
         observed: _Observed,
         family: PostFamily,
-        noises: list[ParamDict],
         samples: Samples,
     ) -> _Gaussian:
         """Measure the loss under one Gaussian. Every process gets to the sum over processes, also one that fails.
 
         An even number of noises are tried on every second sample each, and what it adds to their loss stands for all
-        samples: losses under one noise rise together, so that more noises say more than more samples.
+        samples: losses under one noise rise together, so that more noises say more than more samples. All Gaussians
+        get the same noises, each drawn when it is needed, as it is as large as the network.
         """
         shaped = family.shaped(std)
-        even = len(noises) % PARTS == 0 and samples.total >= PARTS
+        count = self.draws // 2
+        even = count % PARTS == 0 and samples.total >= PARTS
         parts = PARTS if even else 1  # or some samples would count more than others
         excess = []
-        for number, noise in enumerate(noises):
+        for number in range(count):
             part = number % parts
             first = (part - samples.first) % parts
             some = slice(first, None, parts)
             share = len(range(part, samples.total, parts)) / samples.total
-            excess.append(_excess(observed, shaped, noise, samples, some) / share)
+            seed = seed_from(self.seed, number)
+            excess.append(_excess(observed, shaped, seed, samples, some) / share)
         sums = [observed.losses.sum(), *excess]
         mine = torch.tensor(sums, dtype=torch.float64, device="cpu")
         loss, *others = self._of_training_set(samples, mine).tolist()
@@ -404,22 +409,23 @@ class InformationInWeights(Probe):
 def _excess(
     observed: _Observed,
     shaped: Callable[[str, Tensor], Tensor],
-    noise: ParamDict,
+    seed: int,
     samples: Samples,
     some: slice,
 ) -> float:
-    """Return what noise of both signs adds to the loss of some samples in the mean; NaN where that fails."""
+    """Return what a noise of both signs adds to the loss of some samples in the mean; NaN where that fails."""
     model = observed.model
 
     def loss() -> float:
         return samples.losses(model, some).sum().item()
 
     try:
-        rows = losses_with_noise(model, loss, shaped, [noise])
+        noise = standard_noise(observed.moved, seed)
+        losses = losses_with_noise(model, loss, shaped, noise)
     except Exception:  # e.g. out of memory: then NaN, on all processes
         return math.nan
     without = observed.losses[some].sum().item()
-    return rows.mean().item() - without
+    return fmean(losses) - without
 
 
 def _ratio(value: float, whole: float) -> float:

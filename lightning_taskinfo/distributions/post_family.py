@@ -1,6 +1,6 @@
 """The Gaussians of every width around one network, and the losses that their draws have."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -41,20 +41,22 @@ class PostFamily:
         }
 
     def shaped(self, prior_std: float) -> Callable[[str, Tensor], Tensor]:
-        r"""Return the function that makes :math:`\Sigma^{1/2}\varepsilon` of a weight's name and its noise."""
+        r"""Return the function that makes :math:`\Sigma^{1/2}\varepsilon` of a weight's name and its noise.
+
+        It may write its result over the noise: all that is as large as the network takes time to allocate.
+        """
         gain = prior_std**2 / self.beta
         stds = {}
         for name in self.displacement:  # as `post_variance`, in the precision of the noise
-            shrink = 1 + gain * self.curvature[name].float()
-            stds[name] = prior_std * torch.rsqrt(shrink)
+            shrink = (gain * self.curvature[name]).float()
+            stds[name] = shrink.add_(1).rsqrt_().mul_(prior_std)
 
         def shape(name: str, noise: Tensor) -> Tensor:
             # Into the eigenvectors' basis and back: this root is symmetric, and so the same for any
             # choice of them.
-            std = stds[name].to(noise.dtype)
             rows, columns = self.bases.get(name, (None, None))
             turned = _turned(noise, rows, columns, back=True)
-            return _turned(std * turned, rows, columns)
+            return _turned(turned.mul_(stds[name]), rows, columns)
 
         return shape
 
@@ -84,67 +86,56 @@ def losses_with_noise(
     model: nn.Module,
     loss: Callable[[], float],
     shaped: Callable[[str, Tensor], Tensor],
-    noises: Sequence[ParamDict],
-) -> Tensor:
+    noise: ParamDict,
+) -> tuple[float, float]:
     r"""Losses of the network with weights :math:`w + \Sigma^{1/2}\varepsilon` and :math:`w - \Sigma^{1/2}\varepsilon`.
 
-    Both signs of each noise are tried. Both are draws from the same Gaussian, and what is linear in
-    the noise cancels in their mean. The same noises for several Gaussians make their losses
-    comparable (common random numbers).
+    Both are draws from the same Gaussian, and what is linear in the noise cancels in their mean. The
+    same noise for several Gaussians makes their losses comparable (common random numbers).
 
     Args:
         model: The network; its own weights come back, bit for bit.
         loss: Returns the loss under the network's present weights.
         shaped: Returns :math:`\Sigma^{1/2}\varepsilon` from the name of a weight and its
             :math:`\varepsilon`.
-        noises: Standard normal :math:`\varepsilon` by name, from :func:`standard_noises`; other
-            weights keep their values.
-
-    Returns:
-        One row per noise, the losses of both signs beside each other, float64, shape
-        ``[len(noises), 2]``.
+        noise: Standard normal :math:`\varepsilon` by name, from :func:`standard_noise`, which is
+            written over; other weights keep their values.
     """
     parameters = dict(model.named_parameters())
-    rows = []
-    for noise in noises:
-        weights = {name: parameters[name] for name in noise}
-        shifts = {name: shaped(name, part) for name, part in noise.items()}
-        pair = []
-        for sign in (1.0, -1.0):
-            drawn = {}
-            for name, p in weights.items():
-                drawn[name] = torch.add(p, shifts[name], alpha=sign).to(p.dtype)
-            with holding(weights, drawn):
-                pair.append(loss())
-        rows.append(pair)
-    return torch.tensor(rows, dtype=torch.float64, device="cpu")
+    weights = {name: parameters[name] for name in noise}
+    drawn = {name: shaped(name, part).add_(weights[name]) for name, part in noise.items()}
+
+    def loss_of_drawn() -> float:
+        values = {name: part.to(weights[name].dtype) for name, part in drawn.items()}
+        with holding(weights, values):
+            return loss()
+
+    plus = loss_of_drawn()
+    for name, part in drawn.items():
+        part.neg_().add_(weights[name], alpha=2)
+    return plus, loss_of_drawn()
 
 
-def standard_noises(weights: Mapping[str, Tensor], count: int, seed: int) -> list[ParamDict]:
-    """Return ``count`` standard normal noises for each of the weights, float32 at least, on their device.
+def standard_noise(weights: Mapping[str, Tensor], seed: int) -> ParamDict:
+    """Return standard normal noise for each of the weights, float32 at least, on their device.
 
     Args:
         weights: Tensors by name, whose shapes and devices count.
-        count: Number of noises.
-        seed: The same seed gives the same noises.
+        seed: The same seed gives the same noise.
 
     Example:
-        >>> first, again = (standard_noises({"w": torch.zeros(2, 3)}, 1, seed=0) for _ in range(2))
-        >>> first[0]["w"].shape, torch.equal(first[0]["w"], again[0]["w"])
+        >>> first, again = (standard_noise({"w": torch.zeros(2, 3)}, seed=0) for _ in range(2))
+        >>> first["w"].shape, torch.equal(first["w"], again["w"])
         (torch.Size([2, 3]), True)
     """
     devices = {w.device for w in weights.values()}
     generators = {device: Generator(device).manual_seed(seed) for device in devices}
-    noises: list[ParamDict] = []
-    for _ in range(count):
-        noise = {}
-        for name, w in weights.items():
-            dtype = torch.promote_types(w.dtype, torch.float32)
-            noise[name] = torch.randn(
-                w.shape,
-                generator=generators[w.device],
-                dtype=dtype,
-                device=w.device,
-            )
-        noises.append(noise)
-    return noises
+    noise = {}
+    for name, w in weights.items():
+        noise[name] = torch.randn(
+            w.shape,
+            generator=generators[w.device],
+            dtype=torch.promote_types(w.dtype, torch.float32),
+            device=w.device,
+        )
+    return noise

@@ -10,7 +10,9 @@ from torch.nn.functional import pad
 
 from lightning_taskinfo._ranges import check_positive
 
-BLOCK = 1 << 17  # gains in float64 at once: their intermediates stay in the cache
+BLOCK = (
+    1 << 16
+)  # gains in float64 at once: intermediates stay in the cache, and their memory is used again
 LARGE = 1e19  # gains up to which the product of sixteen is finite
 
 
@@ -198,11 +200,12 @@ def information_sweep(
     distance = scales.new_zeros(())
     determined = torch.zeros_like(scales)
     logarithms = torch.zeros_like(scales)
+    products = _largest(curvature) * max(gains) < LARGE
     step = max(1, BLOCK // len(prior_stds))
     curvatures = curvature.reshape(-1).split(step)
     moves = displacement.reshape(-1).split(step)
     for h, moved in zip(curvatures, moves, strict=True):
-        known, logarithm = _sums(_non_negative(h), scales)
+        known, logarithm = _sums(h.double(), scales, products=products)
         moved = moved.double()
         distance += moved.dot(moved)
         determined += known
@@ -300,18 +303,20 @@ def label_entropy(counts: Tensor) -> float:
     return (plain + missing).item()
 
 
-def _sums(h: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+def _sums(h: Tensor, scales: Tensor, *, products: bool) -> tuple[Tensor, Tensor]:
     r"""Return :math:`\sum 1-v = \sum r/(1+r)` and :math:`-\sum\log v = \sum\log(1+r)` for each scale of the gains.
 
     Logarithms cost more than all else, and sixteen gains can share one: :math:`(1+a)(1+b) = 1 + (a+b+ab)`, all terms of
-    which are positive, so that small gains lose nothing. A pair shares a division in the same way.
+    which are positive, so that small gains lose nothing. A pair shares a division in the same way. ``products`` says
+    whether gains are small enough for that.
     """
-    if not h.numel() or not bool(h.max() * scales.max() < LARGE):
-        gain = h * scales.unsqueeze(1)  # [widths, weights]
+    missing = -len(h) % 16 if products else 0
+    padded = pad(h, (0, missing)) if missing else h
+    gain = padded * scales.unsqueeze(1)  # [widths, weights]
+    if not products:
         known = gain / (gain + 1)
         return known.sum(1), gain.log1p().sum(1)
-    padded = pad(h, (0, -len(h) % 16))
-    a, b = (padded * scales.unsqueeze(1)).chunk(2, 1)
+    a, b = gain.chunk(2, 1)
     product = a * b
     gain = (a + b).add_(product)
     known = product.add_(gain).div_(gain + 1).sum(1)
@@ -322,7 +327,15 @@ def _sums(h: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _non_negative(curvature: Tensor) -> Tensor:
-    h = curvature.double()
-    if h.numel() and bool(h.min() < 0):
-        raise ValueError(f"`curvature` must be non-negative, got {h.min().item()}.")
-    return h
+    _largest(curvature)
+    return curvature.double()
+
+
+def _largest(curvature: Tensor) -> float:
+    """Return the largest curvature, NaN if there is one, 0 of none; none may be below 0."""
+    if not curvature.numel():
+        return 0.0
+    smallest, largest = curvature.aminmax()
+    if bool(smallest < 0):
+        raise ValueError(f"`curvature` must be non-negative, got {smallest.item()}.")
+    return largest.item()

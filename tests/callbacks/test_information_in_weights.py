@@ -12,9 +12,10 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_taskinfo import TaskInfoWarning, add_weight_noise
+from lightning_taskinfo._random import seed_from
 from lightning_taskinfo.callbacks import InformationInWeights
 from lightning_taskinfo.callbacks.information_in_weights import AUTO_STDS
-from lightning_taskinfo.distributions.post_family import standard_noises
+from lightning_taskinfo.distributions.post_family import standard_noise
 from lightning_taskinfo.fisher import fisher_diagonal
 from lightning_taskinfo.functional.information import label_entropy
 from tests.callbacks.runs import Classifier, digits, fit
@@ -119,7 +120,7 @@ def test_no_sample_counts_more_than_another(tmp_path, loader, draws):
     means = {name: p.detach().clone() for name, p in model.named_parameters()}
     fisher = fisher_diagonal(model, x, labels="exact")
     stds = {name: (1 / (32 * fisher[name] + 1 / 0.02**2)).sqrt() for name in means}
-    noises = standard_noises(means, draws // 2, seed=0)
+    noises = [standard_noise(means, seed_from(0, number)) for number in range(draws // 2)]
     parts = 2 if draws == 4 else 1
     plain = F.cross_entropy(model(x), y, reduction="none").detach()
     found = []

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 from lightning_taskinfo.distributions.post_family import (
     PostFamily,
     losses_with_noise,
-    standard_noises,
+    standard_noise,
 )
 from lightning_taskinfo.fisher import fisher_diagonal, kronecker_factors
 from lightning_taskinfo.fisher.kron import KroneckerFactors
@@ -33,6 +33,15 @@ def loss_of(net, data):
     return lambda: cross_entropy(net(x), y, reduction="sum").item()
 
 
+def losses_under(net, data, shaped, noises):
+    """Losses of both signs of each noise, shape [noises, 2]."""
+    rows = []
+    for seed in range(noises):
+        noise = standard_noise(dict(net.named_parameters()), seed)
+        rows.append(losses_with_noise(net, loss_of(net, data), shaped, noise))
+    return torch.tensor(rows)
+
+
 def family_of(net, data, beta=1.0):
     h = {name: 24 * part for name, part in fisher_diagonal(net, data[0], labels="exact").items()}
     return PostFamily(h, {name: p.detach() for name, p in net.named_parameters()}, beta)
@@ -41,8 +50,7 @@ def family_of(net, data, beta=1.0):
 @pytest.mark.parametrize("prior_std", [0.1, 1.0])
 def test_the_measured_loss_is_that_of_brute_force(net, data, prior_std):
     family = family_of(net, data)
-    noises = standard_noises(family.displacement, 400, seed=3)
-    pairs = losses_with_noise(net, loss_of(net, data), family.shaped(prior_std), noises).mean(1)
+    pairs = losses_under(net, data, family.shaped(prior_std), noises=400).mean(1)
 
     brute, start = [], {name: p.detach().clone() for name, p in net.named_parameters()}
     generator = torch.Generator().manual_seed(9)
@@ -59,12 +67,7 @@ def test_the_measured_loss_is_that_of_brute_force(net, data, prior_std):
 
 def test_both_signs_cancel_what_is_linear_in_the_noise(net, data):
     family = family_of(net, data)
-    rows = losses_with_noise(
-        net,
-        loss_of(net, data),
-        family.shaped(0.1),
-        standard_noises(family.displacement, 50, seed=0),
-    )
+    rows = losses_under(net, data, family.shaped(0.1), noises=50)
     assert rows.shape == (50, 2)
     assert rows.mean(1).var() < 0.2 * rows.flatten().var()
 
@@ -72,18 +75,28 @@ def test_both_signs_cancel_what_is_linear_in_the_noise(net, data):
 def test_the_weights_come_back_bit_for_bit_even_after_an_error(net, data):
     family = family_of(net, data)
     before = {name: (p.data_ptr(), p.detach().clone()) for name, p in net.named_parameters()}
-    noises = standard_noises(family.displacement, 1, seed=0)
+    weights = dict(net.named_parameters())
 
     def fails():
         raise RuntimeError("out of memory")
 
     with pytest.raises(RuntimeError, match="out of memory"):
-        losses_with_noise(net, fails, family.shaped(1.0), noises)
-    losses_with_noise(net, loss_of(net, data), family.shaped(1.0), noises)
+        losses_with_noise(net, fails, family.shaped(1.0), standard_noise(weights, seed=0))
+    losses_under(net, data, family.shaped(1.0), noises=1)
     for name, p in net.named_parameters():
         assert p.data_ptr() == before[name][0]
         assert torch.equal(p, before[name][1])
         assert p.grad is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_both_signs_of_the_noise_are_tried(dtype):
+    """On either side of the weight at the same distance, as far as its precision goes."""
+    net = nn.Linear(1, 1, bias=False).to(dtype)
+    net.weight.data.fill_(3.0)
+    noise = {"weight": torch.tensor([[0.25]])}
+    plus, minus = losses_with_noise(net, net.weight.item, lambda name, part: 2 * part, noise)
+    assert (plus, minus) == (3.5, 2.5)
 
 
 def test_noise_with_kronecker_factors_has_their_covariance(net, data):
