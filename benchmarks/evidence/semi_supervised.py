@@ -88,7 +88,12 @@ TABLES: dict[str, Row] = {
 }
 PLAIN, UNNORMALISED, SMALL = TABLES
 CHOSEN: dict[str, dict[str, float]] = {  # weights of each network, from the searches
-    "paper": {"lautum": 0.01 * 10**0.5, "mutual_information": 1.0},
+    "paper": {
+        "lautum": 0.01 * 10**0.5,
+        "mutual_information": 1.0,
+        "mk_mmd": 0.1,
+        "temporal_ensembling": 300.0,
+    },
     "small": {"lautum": 0.001, "mutual_information": 0.01},
 }
 LOOKS = [5, 20, 60, 120]
