@@ -71,6 +71,7 @@ def cnn() -> nn.Module:
 
 NETWORKS = {"MLP 784-300-300-10": mlp, "CNN 16-32-64": cnn}
 LONG, SHORT = 200, 50  # steps of an epoch
+TRAININGS = 20  # in which steps take turns: one of them says less than a callback costs
 EACH_STEP = {
     "TrainStepNorms()": TrainStepNorms,
     "TrainStepNorms(norms_every_n_steps=1)": lambda: TrainStepNorms(norms_every_n_steps=1),
@@ -186,10 +187,10 @@ def fit(make, callbacks, data, batch_size, epochs=1):
     trainer.fit(Classifier(make()), DataLoader(data, batch_size=batch_size, shuffle=True))
 
 
-def by_steps(make, callback, data, *, batch_size, repeats):
+def by_steps(make, callback, data, *, batch_size, trainings):
     """Return the ratio of the median step with the callback to that without it, over trainings."""
     ratios, means = [], []
-    for seed in range(repeats + 1):  # the first has everything called once
+    for seed in range(trainings + 1):  # the first has everything called once
         steps = NowAndThen(callback(), seed)
         fit(make, [steps], data, batch_size)
         if seed:
@@ -248,7 +249,7 @@ def measure(make, data, *, batch_size, repeats):
     ratios = {name: summary(name, runs, plain[VARIANTS[name][0]]) for name, runs in watched.items()}
     for name, callback in EACH_STEP.items():
         ratios[name]["by_steps"] = by_steps(
-            make, callback, parts[LONG], batch_size=batch_size, repeats=repeats
+            make, callback, parts[LONG], batch_size=batch_size, trainings=max(repeats, TRAININGS)
         )
     return {"plain_epoch_seconds": seconds, "ratios": ratios}
 
