@@ -185,7 +185,8 @@ def measures(network: str, seed: int, share: float, training: dict) -> list[dict
         fisher = fisher_diagonal(model, inputs, labels="exact")
         h = {name: SAMPLES * part for name, part in fisher.items()}
         moved = {name: weights[name] - start[name] for name in weights}
-        family = PostFamily(h, moved, beta=1.0)
+        distances = {name: part.double().square().sum().item() for name, part in moved.items()}
+        family = PostFamily(h, distances, beta=1.0)
         loss = summed_loss(model, inputs, targets)
         widths = [at_width(model, inputs, targets, family, std, seed) for std in STDS]
         best = min(widths, key=lambda row: row["c1"])
@@ -241,7 +242,7 @@ def at_width(
     loss = partial(summed_loss, model, inputs, targets)
     rows = []
     for number in range(DRAWS // 2):
-        noise = standard_noise(family.displacement, seed_from(seed, number))
+        noise = standard_noise(dict(model.named_parameters()), seed_from(seed, number))
         rows.append(losses_with_noise(model, loss, family.shaped(prior_std), noise))
     pairs = torch.tensor(rows, dtype=torch.float64).mean(1)
     terms = added(family.terms(prior_std).values())

@@ -207,7 +207,8 @@ class InformationInWeights(Probe):
         moved = self._center.displacement(model)
         squares = {}
         for name, part in moved.items():
-            squares[name] = part.square().sum(dtype=torch.float64).item()
+            length = torch.linalg.vector_norm(part, dtype=torch.float64)
+            squares[name] = length.item() ** 2
         if not any(squares.values()):  # as at the start: there is no Gaussian
             return _Observed(model, {}, samples.losses(model), moved, squares)
         if self.structure == "kron":
@@ -276,6 +277,7 @@ class InformationInWeights(Probe):
     def _family(self, observed: _Observed, moved: ParamDict, samples: Samples) -> PostFamily:
         """Return the Gaussians around the network, from the Fisher information of all processes' samples."""
         fisher = observed.fisher
+        distances = {name: observed.squares[name] for name in moved}
         if isinstance(fisher, KroneckerSums):
             factors = as_factors(fisher.summed(samples.summed), samples.total)
             values = {}
@@ -284,7 +286,7 @@ class InformationInWeights(Probe):
                 eigenvalues, left, right = factors[name].eigen()
                 values[name] = self._training_set * eigenvalues.view_as(part)
                 bases[name] = (left, right)
-            return PostFamily(values, moved, self.beta, bases)
+            return PostFamily(values, distances, self.beta, bases)
         scale = self._training_set / samples.total
         diagonal = {}
         for name, part in moved.items():
@@ -292,7 +294,7 @@ class InformationInWeights(Probe):
             if samples.trainer.world_size > 1:
                 squares = samples.summed(squares)
             diagonal[name] = squares.view_as(part) * scale
-        return PostFamily(diagonal, moved, self.beta)
+        return PostFamily(diagonal, distances, self.beta)
 
     def _no_gaussian(self, loss: float) -> _Gaussian:
         """Without a distance from the centre there is nothing to know: no noise, no nats, the network itself."""

@@ -9,7 +9,7 @@ from torch import Generator, Tensor, nn
 from lightning_taskinfo._observe import ParamDict, holding
 from lightning_taskinfo.functional.information import (
     InformationTerms,
-    information_in_weights,
+    terms_at_distance,
 )
 
 
@@ -20,25 +20,25 @@ class PostFamily:
     Attributes:
         curvature: :math:`h = N F` of the **sum** of the loss by name of the weight: its diagonal,
             or its eigenvalues where ``bases`` has their eigenvectors; each shaped like the weight.
-        displacement: :math:`\Delta = w - w_0` by name of the weight.
+        distances: :math:`\|\Delta\|^2` of the displacement :math:`\Delta = w - w_0` by name of the weight.
         beta: Weight of the KL beside the sum of the loss.
         bases: Eigenvectors of the Kronecker factors of a weight's rows and columns; None for a
             factor that is a diagonal, or that there is not.
     """
 
     curvature: ParamDict
-    displacement: ParamDict
+    distances: Mapping[str, float]
     beta: float
     bases: Mapping[str, tuple[Tensor | None, Tensor | None]] = field(default_factory=dict)
 
     def terms(self, prior_std: float) -> dict[str, InformationTerms]:
         """Return the information in each weight for one width of the pre-distribution."""
-        return {
-            name: information_in_weights(
-                self.curvature[name], moved, prior_std=prior_std, beta=self.beta
+        found = {}
+        for name, distance in self.distances.items():
+            (found[name],) = terms_at_distance(
+                self.curvature[name], distance, prior_stds=[prior_std], beta=self.beta
             )
-            for name, moved in self.displacement.items()
-        }
+        return found
 
     def shaped(self, prior_std: float) -> Callable[[str, Tensor], Tensor]:
         r"""Return the function that makes :math:`\Sigma^{1/2}\varepsilon` of a weight's name and its noise.
@@ -47,7 +47,7 @@ class PostFamily:
         """
         gain = prior_std**2 / self.beta
         stds = {}
-        for name in self.displacement:  # as `post_variance`, in the precision of the noise
+        for name in self.distances:  # as `post_variance`, in the precision of the noise
             shrink = (gain * self.curvature[name]).float()
             stds[name] = shrink.add_(1).rsqrt_().mul_(prior_std)
 

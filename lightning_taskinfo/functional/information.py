@@ -191,26 +191,33 @@ def information_sweep(
     if curvature.shape != displacement.shape:
         shapes = f"{list(displacement.shape)} for {list(curvature.shape)}"
         raise ValueError(f"`displacement` must have the shape of `curvature`, got {shapes}.")
+    moved = displacement.double().flatten()
+    return terms_at_distance(curvature, moved.dot(moved).item(), prior_stds=prior_stds, beta=beta)
+
+
+def terms_at_distance(
+    curvature: Tensor,
+    squared_distance: float,
+    *,
+    prior_stds: Sequence[float],
+    beta: float,
+) -> list[InformationTerms]:
+    r"""As :func:`information_sweep`, from the squared length :math:`\|\Delta\|^2` of the displacement alone."""
     check_positive(beta=beta)
     for std in prior_stds:
         check_positive(prior_std=std)
     variances = [std**2 for std in prior_stds]
     gains = [variance / beta for variance in variances]
     scales = torch.tensor(gains, dtype=torch.float64, device=curvature.device)
-    distance = scales.new_zeros(())
     determined = torch.zeros_like(scales)
     logarithms = torch.zeros_like(scales)
     products = _largest(curvature) * max(gains) < LARGE
     step = max(1, BLOCK // len(prior_stds))
-    curvatures = curvature.reshape(-1).split(step)
-    moves = displacement.reshape(-1).split(step)
-    for h, moved in zip(curvatures, moves, strict=True):
+    for h in curvature.reshape(-1).split(step):
         known, logarithm = _sums(h.double(), scales, products=products)
-        moved = moved.double()
-        distance += moved.dot(moved)
         determined += known
         logarithms += logarithm
-    displacements = 0.5 * distance / scales.new_tensor(variances)
+    displacements = 0.5 * squared_distance / scales.new_tensor(variances)
     narrowing = 0.5 * (logarithms - determined).clamp_min(0)
     penalties = 0.5 * beta * determined
     columns = (displacements, narrowing, determined, penalties)
