@@ -21,28 +21,52 @@ BROKEN = (
 )
 
 
-def run(code: str, *path: Path) -> str:
-    """Run ``code`` in a Python of its own, with the folders of ``path`` before all others."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (*path, ROOT)))}
+STUBS = {  # of packages that are slow to load, and load optional ones themselves
+    "pytorch_lightning": "class Callback: ...\nclass Trainer: ...\n"
+    "class LightningDataModule: ...\nclass LightningModule: ...",
+    "torchmetrics": "class Metric: ...",
+    "torchvision": f"raise RuntimeError({BROKEN!r})",
+}
+STEPS = {
+    "package": """
+import lightning_taskinfo
+dir(lightning_taskinfo)
+lightning_taskinfo.__version__
+""",
+    "maths": """
+import torch
+from lightning_taskinfo.fisher import fisher_trace
+from lightning_taskinfo.functional import features, likelihood
+net = torch.nn.Linear(2, 3)
+with lightning_taskinfo.observing(net):
+    assert fisher_trace(net, torch.ones(4, 2), labels="exact") > 0
+""",
+    "public names": """
+sys.modules["lightning"] = None  # one namespace is enough
+import lightning_taskinfo._autoload
+for name in lightning_taskinfo._EXPORTS:
+    getattr(lightning_taskinfo, name)
+import pytorch_lightning, torchmetrics
+assert not hasattr(pytorch_lightning, "__version__") and not hasattr(torchmetrics, "__version__")
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    """The frameworks that each step loads, all of them in a Python of its own."""
+    folder = tmp_path_factory.mktemp("stubs")
+    for name, code in STUBS.items():
+        (folder / f"{name}.py").write_text(code)
+    report = "print(json.dumps(sorted(sys.modules)))"
+    code = "\n".join(["import json, sys", *(step + report for step in STEPS.values())])
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (folder, ROOT)))}
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=env, check=False
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def loaded(code: str, after: str = "") -> set[str]:
-    """Modules of frameworks that ``code`` loads beyond what ``after`` has loaded."""
-    report = "import json, sys; print(json.dumps(sorted(sys.modules.keys() - before)))"
-    lines = run(f"import sys\n{after}\nbefore = set(sys.modules)\n{code}\n{report}")
-    return {name for name in json.loads(lines.splitlines()[-1]) if name.split(".")[0] in FRAMEWORKS}
-
-
-@pytest.fixture
-def broken_torchvision(tmp_path):
-    (tmp_path / "torchvision").mkdir()
-    (tmp_path / "torchvision" / "__init__.py").write_text(f"raise RuntimeError({BROKEN!r})")
-    return tmp_path
+    packages = [{name.split(".")[0] for name in json.loads(x)} for x in done.stdout.splitlines()]
+    return dict(zip(STEPS, packages, strict=True))
 
 
 def test_help_on_transfer_tells_how_to_call_it():
@@ -94,44 +118,14 @@ def test_an_unknown_name_is_an_attribute_error():
         lightning_taskinfo.Fisherman  # noqa: B018
 
 
-def test_importing_the_package_loads_no_framework():
-    assert (
-        loaded("import lightning_taskinfo; dir(lightning_taskinfo); lightning_taskinfo.__version__")
-        == set()
-    )
+def test_importing_the_package_loads_no_framework(loaded):
+    assert loaded["package"] & FRAMEWORKS == set()
 
 
-def test_the_maths_loads_torch_alone():
-    code = "import lightning_taskinfo.fisher, lightning_taskinfo.functional.likelihood, lightning_taskinfo._observe"
-    added = {name.split(".")[0] for name in loaded(code)}
-    assert added - {"tqdm"} == {"torch"}  # which loads tqdm by itself
+def test_the_maths_needs_torch_alone(loaded):
+    """Even beside a torchvision that cannot be loaded, which stops torchmetrics and Lightning themselves."""
+    assert (loaded["maths"] & FRAMEWORKS) - {"tqdm"} == {"torch"}  # which loads tqdm by itself
 
 
-def test_public_names_load_nothing_optional_beyond_lightning():
-    """Torchmetrics, and with it Lightning, loads matplotlib by itself where that is installed."""
-    lightning = (
-        "import contextlib, importlib\n"
-        "for name in ('lightning.pytorch', 'pytorch_lightning'):\n"
-        "    with contextlib.suppress(ModuleNotFoundError): importlib.import_module(name)"
-    )
-    ours = "import lightning_taskinfo as ti, lightning_taskinfo._autoload; [getattr(ti, name) for name in ti._EXPORTS]"
-    assert {name for name in loaded(ours, after=lightning) if name.split(".")[0] in LATE} == set()
-
-
-def test_a_torchvision_that_cannot_be_loaded_does_no_harm(broken_torchvision):
-    """It stops torchmetrics and Lightning themselves; what needs neither still works."""
-    code = """
-import torch
-import lightning_taskinfo
-from lightning_taskinfo.functional import features, likelihood
-from lightning_taskinfo.fisher import fisher_trace
-
-net = torch.nn.Linear(2, 3)
-with lightning_taskinfo.observing(net):
-    print(fisher_trace(net, torch.ones(4, 2), labels="exact").item() > 0)
-try:
-    import torchvision
-except RuntimeError as error:
-    print(error)
-"""
-    assert run(code, broken_torchvision).splitlines() == ["True", BROKEN]
+def test_public_names_load_nothing_optional_beyond_lightning(loaded):
+    assert (loaded["public names"] - loaded["maths"]) & LATE == set()

@@ -63,7 +63,7 @@ def test_every_executor_gives_the_same_numbers_with_one_torch_thread_a_job():
     here = run_jobs(draw_and_count_threads, JOBS, workers=2)
     assert here == expected
     assert list(here) == list(JOBS)
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as executor:
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as executor:
         assert run_jobs(draw_and_count_threads, JOBS, executor=executor) == expected
         assert executor.submit(int, "3").result() == 3  # still open
     assert torch.get_num_threads() == 2, "this process keeps its own"

@@ -1,31 +1,33 @@
 """A run's log: offline where it is asked for, and what it holds."""
 
-import subprocess
-import sys
+import os
 
 import pytest
+import wandb
 
 from lightning_taskinfo.transfer.logs import RunLog, flatten
+from tests.ranks import forked
 
-CODE = """
-import os, pathlib, sys, wandb
-folder = pathlib.Path(sys.argv[1])
-wandb.init(mode="offline", dir=folder, project="earlier").finish()  # W&B has read the environment
-from lightning_taskinfo.transfer.logs import RunLog
-with RunLog("wandb_offline", folder=folder).run("mine", {"seed": 0}, [{"epoch": 1, "train_loss": 2.0}]) as run:
-    run.log({"before": {"total": 1.0}})
-"""
+
+def log_twice(folder):
+    """Log one run of somebody else's, then one of ours; W&B reads the environment once a process."""
+    with (folder / "stderr").open("w") as printed:
+        os.dup2(printed.fileno(), 2)
+    wandb.init(mode="offline", dir=folder, project="earlier").finish()
+    curve = [{"epoch": 1, "train_loss": 2.0}]
+    with RunLog("wandb_offline", folder=folder).run("mine", {"seed": 0}, curve) as run:
+        run.log({"before": {"total": 1.0}})
 
 
 def test_offline_runs_stay_offline_in_a_process_that_has_used_wandb(tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
-    done = subprocess.run(
-        [sys.executable, "-c", CODE, str(tmp_path)], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    process = forked(log_twice, tmp_path)
+    process.join()
+    printed = (tmp_path / "stderr").read_text()
+    assert process.exitcode == 0, printed
     assert len(list((tmp_path / "wandb").glob("offline-run-*"))) == 2
-    assert "anonymous" not in done.stderr  # what Lightning's own call makes W&B say
+    assert "anonymous" not in printed  # what Lightning's own call makes W&B say
 
 
 def test_what_is_no_number_is_not_logged():
