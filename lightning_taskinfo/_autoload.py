@@ -35,7 +35,8 @@ def _goes_alone(what: Any) -> bool:
     if not (isinstance(what, type) and issubclass(what, Callback)):
         return False
     parameters = inspect.signature(what).parameters.values()
-    return all(p.default is not p.empty or p.kind is p.VAR_KEYWORD for p in parameters)
+    needed = [p for p in parameters if p.default is p.empty]
+    return all(p.kind is p.VAR_KEYWORD for p in needed)
 
 
 def _autoloaded(name: str) -> type[Callback]:

@@ -216,7 +216,8 @@ def make_folder(folder: StrPath) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
-        file = next(path for path in (folder, *folder.parents) if path.exists())
+        above = (folder, *folder.parents)
+        file = next(path for path in above if path.exists())
         raise ValueError(f"`folder` must be a folder, got the file {file}.") from error
     return folder
 

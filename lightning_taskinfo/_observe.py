@@ -124,7 +124,8 @@ def observing(model: nn.Module) -> Iterator[nn.Module]:
 def observing_parts(observed: Parts) -> Iterator[None]:
     """Do what :func:`observing` does, with the parts of a model that has been walked through already."""
     modules, parameters, buffers = observed
-    devices = {t.device for t in (*parameters, *buffers)} | {torch.device("cpu")}
+    devices = {torch.device("cpu")}
+    devices.update(t.device for t in (*parameters, *buffers))
     with ExitStack() as stack:
         everything = _OBSERVED.get() | {id(module) for module in modules}
         stack.callback(_OBSERVED.reset, _OBSERVED.set(everything))
@@ -174,7 +175,8 @@ def weights_now(model: nn.Module) -> ParamDict:
     Args:
         model: Any module.
     """
-    return {name: p.detach().clone() for name, p in trainable_parameters(model).items()}
+    weights = trainable_parameters(model)
+    return {name: p.detach().clone() for name, p in weights.items()}
 
 
 @contextmanager

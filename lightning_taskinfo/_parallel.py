@@ -59,7 +59,9 @@ def run_jobs(
         RuntimeError: If a job fails, with its name, after those that were running have been kept.
     """
     check_executor(executor, workers)
-    results = {} if folder is None else _finished(Path(folder), jobs)
+    results = {}
+    if folder is not None:
+        results = _finished(Path(folder), jobs)
     for name, result in results.items():
         if on_done is not None:
             on_done(name, result)

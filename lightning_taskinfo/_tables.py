@@ -37,7 +37,8 @@ class Tabled:
     def __str__(self) -> str:
         columns, rows = self._cells()
         table = text_table(columns, rows)
-        return "\n".join([table, *self._remarks(), self.reading()])
+        lines = [table, *self._remarks(), self.reading()]
+        return "\n".join(lines)
 
     def _repr_html_(self) -> str:
         return html_table(*self._cells(), self.reading())
@@ -57,7 +58,8 @@ def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         widths.append(max(map(len, cells)))
     lines = []
     for row in (columns, *rows):
-        aligned = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        pairs = zip(row, widths, strict=True)
+        aligned = [cell.rjust(width) for cell, width in pairs]
         aligned[0] = row[0].ljust(widths[0])
         lines.append("  ".join(aligned).rstrip())
     return "\n".join(lines)

@@ -48,4 +48,5 @@ def log_once(
         data = [list(row) for row in rows]
         values[name] = wandb.Table(columns=list(columns), data=data)
     before = f"{key}/" if key else ""
-    run.log({ours(before + name): value for name, value in values.items()})
+    logged = {ours(before + name): value for name, value in values.items()}
+    run.log(logged)

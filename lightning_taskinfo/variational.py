@@ -81,7 +81,9 @@ class NoisyWeight(nn.Module):
         seed: int,
     ) -> None:
         super().__init__()
-        log_variance = 2 * math.log(std) if std > 0 else -math.inf
+        log_variance = -math.inf
+        if std > 0:
+            log_variance = 2 * math.log(std)
         self.log_variance = nn.Parameter(torch.full_like(mean, log_variance))
         self.register_buffer("prior_mean", prior_mean.detach().clone().to(mean))
         self.register_buffer("prior_log_variance", mean.new_tensor(2 * math.log(prior_std)))
@@ -122,7 +124,9 @@ class NoisyWeight(nn.Module):
                 "Noisy weights were read inside a backward pass, where activation checkpointing would draw other noise "
                 "than its forward pass had. Turn checkpointing off, or keep these layers' weights without noise."
             )
-        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        rank = 0
+        if torch.distributed.is_initialized():
+            rank = torch.distributed.get_rank()
         seed = seed_from(self.seed, self.draws, rank)
         self.draws += 1
         return seed

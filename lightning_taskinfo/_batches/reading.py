@@ -69,7 +69,9 @@ def parted(batch: Any, model: nn.Module | None) -> BatchParts:
     target = target_of(named)
     if target is not None:
         others = {name: value for name, value in named.items() if name != target}
-        inputs = next(iter(others.values())) if len(others) == 1 else others
+        inputs: Any = others
+        if len(others) == 1:
+            (inputs,) = others.values()
         return BatchParts(inputs, named[target], named, target)
     if is_pair(batch):
         return BatchParts(batch[0], batch[1], {}, None)
@@ -92,7 +94,8 @@ def fields_of(batch: Any, model: nn.Module | None = None) -> dict[str, Any]:
     names.
     """
     if is_dataclass(batch) and not isinstance(batch, type):
-        batch = {field.name: getattr(batch, field.name) for field in fields(batch)}
+        names = [field.name for field in fields(batch)]
+        batch = {name: getattr(batch, name) for name in names}
     elif isinstance(batch, tuple) and hasattr(batch, "_asdict"):
         batch = batch._asdict()
     elif isinstance(batch, list | tuple) and len(batch) > 2 and model is not None:
@@ -101,9 +104,12 @@ def fields_of(batch: Any, model: nn.Module | None = None) -> dict[str, Any]:
             batch = dict(zip(names, batch, strict=True))
     elif is_pair(batch, Mapping) and target_of(batch[0]):
         batch = batch[0]  # beside it something else than the labels, such as the samples' numbers
-    if not isinstance(batch, Mapping):
-        return {}
-    return {str(name): value for name, value in batch.items() if _has_tensors(value)}
+    named: dict[str, Any] = {}
+    if isinstance(batch, Mapping):
+        for name, value in batch.items():
+            if _has_tensors(value):
+                named[str(name)] = value
+    return named
 
 
 def _has_tensors(value: Any) -> bool:
@@ -113,7 +119,9 @@ def _has_tensors(value: Any) -> bool:
 def target_of(named: Mapping[str, Any]) -> str | None:
     """Return the name of the field that holds the targets, if there is exactly one and others beside it."""
     found = [name for name in named if name in TARGETS]
-    return found[0] if len(found) == 1 and len(named) > 1 else None
+    if len(found) == 1 and len(named) > 1:
+        return found[0]
+    return None
 
 
 def is_pair(batch: Any, kind: type = object) -> bool:
@@ -339,7 +347,9 @@ class Reading:
         """Return what the model is called with."""
         if self.call is not None and self.call.names is not None:
             return self.call.inputs_of(parts.fields)
-        return (parts.inputs, parts.targets) if self.takes_targets else parts.inputs
+        if self.takes_targets:
+            return (parts.inputs, parts.targets)
+        return parts.inputs
 
     def aligned(self, targets: Tensor | None) -> Tensor | None:
         """Return the targets where the outputs predict them."""
@@ -405,7 +415,10 @@ def _find_call(
 
 
 def _find_alignment(
-    reading: Reading, model: nn.Module, parts: BatchParts, outputs: Tensor
+    reading: Reading,
+    model: nn.Module,
+    parts: BatchParts,
+    outputs: Tensor,
 ) -> Reading:
     """Find out which of the outputs at a sequence's tokens predict which of its labels ``[N, T]``."""
     targets = parts.targets
@@ -414,17 +427,23 @@ def _find_alignment(
         return reading
     inner = inner_model(model)
     tokens = _tokens(parts)
-    copied = tokens is not None and _agree(targets, tokens)
-    if tokens is not None and not copied and _agree(targets[:, :-1], tokens[:, 1:]):
-        follows = False  # the dataset has shifted them already
+    copied = shifted = False
+    if tokens is not None:
+        copied = _agree(targets, tokens)
+        shifted = not copied and _agree(targets[:, :-1], tokens[:, 1:])
+    if shifted:
+        follows = False  # the dataset has done it already
     elif inner is None:
         follows = copied and parts.target is not None
     else:
         few, few_targets = first_samples(parts.fields, targets, FEW)
-        few = few if isinstance(few, Mapping) else {positional_names(inner)[0]: few}
+        if not isinstance(few, Mapping):
+            few = {positional_names(inner)[0]: few}
         arguments = {name: x for name, x in few.items() if name != parts.target}
         follows = few_targets is not None and predicts_the_next(inner, arguments, few_targets)
-    prompt = 0 if inner is None else max(0, outputs.shape[1] - targets.shape[1])
+    prompt = 0
+    if inner is not None:
+        prompt = max(0, outputs.shape[1] - targets.shape[1])
     return replace(reading, follows=follows, prompt=prompt)
 
 
@@ -439,4 +458,5 @@ def _tokens(parts: BatchParts) -> Tensor | None:
 def _agree(labels: Tensor, tokens: Tensor) -> bool:
     """Whether all labels that count are the tokens."""
     counted = labels != IGNORED
-    return bool(counted.any()) and bool((labels == tokens)[counted].all())
+    equal = labels == tokens
+    return bool(counted.any()) and bool(equal[counted].all())

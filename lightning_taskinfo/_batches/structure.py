@@ -31,7 +31,9 @@ def take(inputs: Any, pick: Callable[[Tensor], Tensor]) -> Any:
 
 def _of_kind(kind: type, values: list[Any]) -> Any:
     """Return a list, tuple or named tuple of some values."""
-    return kind(*values) if hasattr(kind, "_fields") else kind(values)
+    if hasattr(kind, "_fields"):
+        return kind(*values)
+    return kind(values)
 
 
 def moved(inputs: Any, device: torch.device) -> Any:
@@ -103,8 +105,8 @@ def joined(parts: list[Any]) -> Any:
             fields[key] = joined([part[key] for part in parts])
         return fields
     if isinstance(parts[0], list | tuple):
-        groups = [joined(list(group)) for group in zip(*parts, strict=True)]
-        return _of_kind(type(parts[0]), groups)
+        places = zip(*parts, strict=True)
+        return _of_kind(type(parts[0]), [joined(list(place)) for place in places])
     return parts[0]
 
 
@@ -124,8 +126,11 @@ def joined_targets(parts: list[Tensor]) -> Tensor:
 
 def _of_one_length(parts: list[Any]) -> list[Any]:
     """Return sequences of tokens with more padding, which their mask leaves out; other batches as they are."""
-    masks = [part.get("attention_mask") for part in parts]
-    lengths = [mask.shape[1] for mask in masks if isinstance(mask, Tensor) and mask.ndim == 2]
+    lengths = []
+    for part in parts:
+        mask = part.get("attention_mask")
+        if isinstance(mask, Tensor) and mask.ndim == 2:
+            lengths.append(mask.shape[1])
     if len(lengths) < len(parts) or len({*lengths}) == 1:
         return parts
     longest = max(lengths)

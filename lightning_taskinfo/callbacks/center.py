@@ -69,7 +69,10 @@ class Center:
             return
         stored = {} if self.start == "initial" else self._stored(new)
         for name, w in new.items():
-            self.kept[name] = stored[name] if name in stored else w.clone()
+            if name in stored:
+                self.kept[name] = stored[name]
+            else:
+                self.kept[name] = w.clone()
 
     def _stored(self, weights: ParamDict) -> ParamDict:
         """Return the checkpoint's weights; those that it does not have, e.g. of a new head, count from the start."""

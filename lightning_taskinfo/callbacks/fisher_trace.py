@@ -50,7 +50,10 @@ class FisherTrace(Probe):
         self._rate = math.nan
 
     def on_before_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: Any
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        optimizer: Any,
     ) -> None:  # the rate that the step uses: a scheduler may change it before the measurement
         self._rate = optimizer.param_groups[0].get("lr", math.nan)
 

@@ -165,7 +165,10 @@ class PACBayesCertificate(Probe):
             self._fixed = hashes(fixed_tensors(pl_module))
 
     def on_before_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: Any
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        optimizer: Any,
     ) -> None:
         self._center.before_a_step(pl_module)
 
@@ -179,7 +182,8 @@ class PACBayesCertificate(Probe):
 
     def _check_outputs(self, outputs: Tensor, targets: Tensor | None) -> None:
         shape = "[N, C]" if self.error == "class" else "[N, T, V]"
-        if outputs.ndim != shape.count(",") + 1 or outputs.shape[-1] < 2:
+        axes = shape.count(",") + 1
+        if outputs.ndim != axes or outputs.shape[-1] < 2:
             two = "; a logit z of yes or no becomes two by torch.cat([0 * z, z], -1)"
             raise ValueError(
                 f"{self.state_key} certifies classifiers: the module must return logits {shape} of at least 2 classes, "
@@ -254,7 +258,8 @@ class PACBayesCertificate(Probe):
         targets: Tensor,
     ) -> None:
         prior = self._prior(targets.device)
-        self.tradeoff = pareto_front(model, (inputs, targets), prior, **self._options())
+        data = (inputs, targets)
+        self.tradeoff = pareto_front(model, data, prior, **self._options())
         key = self._key("certificate_pareto")
         step = trainer.global_step
         rows = []
@@ -273,17 +278,18 @@ class PACBayesCertificate(Probe):
         report(trainer.loggers, key, figure, rows, step)
 
     def _prior(self, device: torch.device) -> Prior:
-        center = {name: tensor.to(device) for name, tensor in self._center.kept.items()}
+        center = {}
+        for name, weight in self._center.kept.items():
+            center[name] = weight.to(device)
         origin = None if self._late else self.prior_origin
         return Prior(center, origin=origin, stds=self.prior_stds, fixed=self._fixed)
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            **super().state_dict(),
-            "center": {name: weight.cpu() for name, weight in self._center.kept.items()},
-            "fixed": {name: digest.hex() for name, digest in self._fixed.items()},
-            "late": self._late,
-        }
+        state = super().state_dict()
+        state["center"] = {name: weight.cpu() for name, weight in self._center.kept.items()}
+        state["fixed"] = {name: digest.hex() for name, digest in self._fixed.items()}
+        state["late"] = self._late
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)

@@ -287,7 +287,10 @@ class Probe(Callback, ABC):
         batch_idx: int,
     ) -> None:
         # As the training step gets it: one that pops the labels takes them out of its own dict.
-        self._batch = copy.copy(batch) if isinstance(batch, Mapping) else batch
+        if isinstance(batch, Mapping):
+            self._batch = copy.copy(batch)
+        else:
+            self._batch = batch
         if not self._checked:
             with observing(pl_module):
                 inputs, targets = self.reader.read(pl_module, batch)

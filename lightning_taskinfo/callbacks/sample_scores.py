@@ -62,21 +62,20 @@ class SampleScores:
             k: How many.
         """
         columns = {"loss": self.loss, "squared_norm": self.squared_norm, "seen": self.seen}
-        return [
-            {
-                "rank": rank,
-                "index": index,
-                **{name: values[index].item() for name, values in columns.items()},
-            }
-            for rank, index in enumerate(self.ranking()[:k].tolist(), start=1)
-        ]
+        rows = []
+        first = self.ranking()[:k].tolist()
+        for rank, index in enumerate(first, start=1):
+            row = {"rank": rank, "index": index}
+            for name, values in columns.items():
+                row[name] = values[index].item()
+            rows.append(row)
+        return rows
 
     def __str__(self) -> str:
         lines = [f"{'rank':>5}{'index':>7}{'loss':>9}{'squared norm':>14}{'seen':>6}"]
-        lines += [
-            f"{row['rank']:>5}{row['index']:>7}{row['loss']:>9.4g}{row['squared_norm']:>14.4g}{row['seen']:>6}"
-            for row in self.top(10)
-        ]
+        form = "{rank:>5}{index:>7}{loss:>9.4g}{squared_norm:>14.4g}{seen:>6}"
+        for row in self.top(10):
+            lines.append(form.format(**row))
         return "\n".join(lines)
 
     def plot(self, *, k: int = 50, ax: "Axes | None" = None) -> tuple["Figure", "Axes"]:
@@ -89,9 +88,8 @@ class SampleScores:
         from lightning_taskinfo.plotting import plot_ranking
 
         names = {"loss": "mean training loss (nats)", "squared_norm": "mean squared gradient norm"}
-        return plot_ranking(
-            self.scores[self.ranking()].tolist(), k=k, ylabel=names[self.rank_by], ax=ax
-        )
+        ranked = self.scores[self.ranking()]
+        return plot_ranking(ranked.tolist(), k=k, ylabel=names[self.rank_by], ax=ax)
 
 
 class StepSamples(NamedTuple):
@@ -120,7 +118,10 @@ class SampleSums:
     """
 
     def __init__(self, table: Tensor | None = None) -> None:
-        self._table = torch.zeros(5, 0, device="cpu") if table is None else table
+        if table is None:
+            self._table = torch.zeros(5, 0, device="cpu")
+        else:
+            self._table = table
         self._waiting: list[StepSamples] = []
         self._held = 0  # numbers in the losses that wait
 
@@ -147,20 +148,28 @@ class SampleSums:
             return
         index = torch.cat(indices)
         self._grow_to(int(index.max()) + 1)
-        self._table[4].index_add_(0, index.to(self._table.device), self._table.new_ones(len(index)))
-        read = [(i, step.losses) for i, step in zip(indices, steps, strict=True) if step.losses]
-        if read:
-            self._add(0, [i for i, _ in read], losses_of([losses for _, losses in read]))
+        once = self._table.new_ones(len(index))
+        self._table[4].index_add_(0, index.to(self._table.device), once)
+        of_losses = []
+        losses = []
+        for i, step in zip(indices, steps, strict=True):
+            if step.losses:
+                of_losses.append(i)
+                losses.append(step.losses)
+        if losses:
+            self._add(0, torch.cat(of_losses), losses_of(losses))
         for i, step in zip(indices, steps, strict=True):
             if step.norms is not None:
-                self._add(2, [i[step.first : step.first + len(step.norms)]], step.norms)
+                behind = step.first + len(step.norms)
+                self._add(2, i[step.first : behind], step.norms)
 
-    def _add(self, row: int, indices: list[Tensor], values: Tensor) -> None:
+    def _add(self, row: int, index: Tensor, values: Tensor) -> None:
         """Add values, and their number, to the samples that they belong to."""
-        index = torch.cat(indices).to(self._table.device)
+        index = index.to(self._table.device)
         values = values.to(self._table)
         finite = values.isfinite()
-        self._table[row].index_add_(0, index, torch.where(finite, values, 0))
+        counted = torch.where(finite, values, 0)
+        self._table[row].index_add_(0, index, counted)
         self._table[row + 1].index_add_(0, index, finite.to(self._table))
 
     def _grow_to(self, size: int) -> None:
@@ -172,10 +181,12 @@ class SampleSums:
     def scores(self, rank_by: Score) -> SampleScores:
         """Return the means over steps."""
         losses, read, norms, measured, seen = self.table.cpu()
-        known = int(seen.nonzero().amax()) + 1 if seen.any() else 0  # the memory may be larger
-        return SampleScores(
-            (losses / read)[:known], (norms / measured)[:known], seen[:known].long(), rank_by
-        )
+        known = 0  # the memory may be larger
+        if seen.any():
+            known = int(seen.nonzero().amax()) + 1
+        loss = losses / read
+        squared_norm = norms / measured
+        return SampleScores(loss[:known], squared_norm[:known], seen[:known].long(), rank_by)
 
 
 def _numbered(steps: list[StepSamples]) -> tuple[list[StepSamples], list[Tensor]]:

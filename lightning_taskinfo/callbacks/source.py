@@ -106,9 +106,10 @@ class Samples:
         if self.targets is None:
             counted = len(range(self.counted)[some])
             return torch.full((counted,), math.nan, dtype=torch.float64, device="cpu")
-        targets = self.targets[some].split(CHUNK)
-        found = [torch.zeros(0, dtype=torch.float64, device="cpu")]
-        for outputs, labels in zip(self.outputs(model, some), targets, strict=False):
+        none = torch.zeros(0, dtype=torch.float64, device="cpu")
+        found = [none]
+        chunks = self.targets[some].split(CHUNK)
+        for outputs, labels in zip(self.outputs(model, some), chunks, strict=False):
             losses = -self.likelihood.log_prob(outputs, labels[: len(outputs)])
             found.append(losses.double().cpu())
         return torch.cat(found)
@@ -123,7 +124,8 @@ class LossOnTheWay(NumberedDraws):
 
     def __init__(self, likelihood: Likelihood, **numbers: int) -> None:
         super().__init__(likelihood, **numbers)
-        self._found = [torch.zeros(0, dtype=torch.float64, device="cpu")]
+        none = torch.zeros(0, dtype=torch.float64, device="cpu")
+        self._found = [none]
 
     def check(self, outputs: Tensor, targets: Tensor | None) -> None:  # once a chunk
         """See that outputs and targets fit the likelihood, and note their losses."""

@@ -200,7 +200,11 @@ class TrainStepNorms(Probe):
     # The training step
 
     def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        batch: Any,
+        batch_idx: int,
     ) -> None:
         self._reset()
         self._turn = trainer.current_epoch + batch_idx  # other samples in the next epoch
@@ -219,7 +223,10 @@ class TrainStepNorms(Probe):
             self._failed_step(error)
 
     def on_before_backward(
-        self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        loss: Tensor,
     ) -> None:
         if not self._size:
             return
@@ -239,20 +246,25 @@ class TrainStepNorms(Probe):
     def _read(self, trainer: Trainer, loss: Tensor) -> None:
         """Read the losses, and the gradients when they come."""
         losses = StepLosses(loss, self._size, self._targets)
-        self._losses = None if losses.found is None else losses.found.kept()
+        if losses.found is None:
+            self._losses = None
+        else:
+            self._losses = losses.found.kept()
         recorder = self._recorder
         self._reads_norms = recorder is not None and self._norms_are_due()
         if recorder is not None and (self._reads_norms or self._first_step):
             self._scale = self._per_sample(trainer)
             parts = math.ceil(self._size / self.max_samples)
             part = self._turn // (self.norms_every_n_steps or 1) % parts
-            recorder.listen(recorder.graph(loss), losses.root, self._size, self.max_samples * part)
+            first = self.max_samples * part
+            recorder.listen(recorder.graph(loss), losses.root, self._size, first)
         if self._first_step:
             self._refuse(losses)
 
     def _norms_are_due(self) -> bool:
         """Whether norms are read in this step: it is their turn, or the values after it are logged."""
-        every, logged = self.norms_every_n_steps, self.every_n_steps
+        logged = self.every_n_steps
+        every = self.norms_every_n_steps
         if every is not None and self._turn % every == 0:
             return True
         step = self._last_step + 1  # after this one
@@ -281,7 +293,12 @@ class TrainStepNorms(Probe):
             )
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
     ) -> None:
         self._add_samples()
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
@@ -292,10 +309,12 @@ class TrainStepNorms(Probe):
             return
         norms, first = None, 0
         if self._recorder is not None and self._reads_norms and self._recorder.norms:
-            norms = self._scale**2 * torch.stack([*self._recorder.norms.values()]).sum(0)
+            by_weight = torch.stack([*self._recorder.norms.values()])
+            norms = self._scale**2 * by_weight.sum(0)
             first = self._recorder.first
         if self._follow and (norms is not None or self._losses is not None):
-            self._sums.add(StepSamples(self._numbers, self._size, self._losses, norms, first))
+            step = StepSamples(self._numbers, self._size, self._losses, norms, first)
+            self._sums.add(step)
 
     # What is logged
 
@@ -362,7 +381,9 @@ class TrainStepNorms(Probe):
         if not samples.seen.any():
             return
         try:
-            figure = samples.plot(k=self.top_k)[0] if has_matplotlib() else None
+            figure = None
+            if has_matplotlib():
+                figure, _ = samples.plot(k=self.top_k)
             rows = samples.top(self.top_k)
             report(
                 trainer.loggers,
@@ -375,7 +396,10 @@ class TrainStepNorms(Probe):
             self._failed(trainer, error)
 
     def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        exception: BaseException,
     ) -> None:
         self.teardown(trainer, pl_module, "fit")
 
@@ -394,11 +418,15 @@ class TrainStepNorms(Probe):
         table = (self._merged or self._sums).table
         if self._trainer is None or self._trainer.world_size == 1:
             return table
-        missing = max(on_every_process(self._trainer, table.shape[1])) - table.shape[1]
-        return summed(self._trainer, torch.nn.functional.pad(table, (0, missing))).to(table)
+        size = table.shape[1]
+        sizes = on_every_process(self._trainer, size)
+        padded = torch.nn.functional.pad(table, (0, max(sizes) - size))
+        return summed(self._trainer, padded).to(table)
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "samples": self._table_of_all().cpu()}
+        state = super().state_dict()
+        state["samples"] = self._table_of_all().cpu()
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)

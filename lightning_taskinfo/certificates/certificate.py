@@ -231,7 +231,10 @@ class Certificate:
         del values["post"]
         values["confidence"] = self.confidence
         values["candidates"] = [_row(row) for row in self.candidates]
-        values["network"] = None if self.network is None else asdict(self.network)
+        if self.network is None:
+            values["network"] = None
+        else:
+            values["network"] = asdict(self.network)
         values["test_set"] = asdict(self.test_set)
         return values
 
@@ -324,12 +327,17 @@ class Certificate:
     def rows(self) -> dict[str, str]:
         """Return everything about a certificate, line by line."""
         low, high = self.risk_interval
-        stds = self.prior_std.items()
+        valid = "yes"
+        if not self.valid:
+            valid = "NO: " + "; ".join(self.reasons)
+        stds = []
+        for layer, std in self.prior_std.items():
+            stds.append(f"{std:.4g} for {layer or 'all layers'}")
         return {
             "true risk at most": f"{round_up(self.bound):.4f}  ({self.theorem} bound, "
             f"confidence {self.confidence:.4g})",
             "of": "the stochastic classifier: weights drawn afresh for each prediction",
-            "valid": "yes" if self.valid else "NO: " + "; ".join(self.reasons),
+            "valid": valid,
             "empirical risk": f"{self.risk:.4f}  in [{1 - round_up(1 - low):.4f}, {round_up(high):.4f}] "
             f"by {self.draws} fresh networks",
             "network itself": _in_words(self.network),
@@ -338,8 +346,7 @@ class Certificate:
             "KL(Q‖P)": f"{self.kl:.1f} nats, + {self.price:.1f} for choosing the prior's scale "
             f"from {self.prior_grid}",
             "samples": f"{self.n}",
-            "prior": f"centre: {self.prior_origin}; std: "
-            + ", ".join(f"{std:.4g} for {layer or 'all layers'}" for layer, std in stds),
+            "prior": f"centre: {self.prior_origin}; std: {', '.join(stds)}",
             "post-distribution": f"{self.structure} curvature, beta {self.beta:.3g}; the best of "
             f"{len(self.candidates)} tried ({', '.join(self.structures)})",
             "taken on trust": "; ".join(self.assumptions),
@@ -361,8 +368,10 @@ class Certificate:
             bars["bound, network itself"] = self.network.bound
         if self.test_set.bound is not None:
             bars["test-set bound, network itself"] = self.test_set.bound
-        bars |= {"training error, stochastic network": self.risk, "training error": self.model_risk}
-        figure, ax = plot_bars(bars, xlabel="mean loss" if self.error == "loss" else "error", ax=ax)
+        bars["training error, stochastic network"] = self.risk
+        bars["training error"] = self.model_risk
+        counted = "mean loss" if self.error == "loss" else "error"
+        figure, ax = plot_bars(bars, xlabel=counted, ax=ax)
         if not self.valid:
             ax.set_title("not valid")
         return figure, ax
@@ -372,7 +381,9 @@ class Certificate:
 
     def __str__(self) -> str:
         lines = [f"{name:18s} {value}" for name, value in self.rows().items()]
-        return "\n".join([*lines, "", " ".join(self._sentences())])
+        lines.append("")
+        lines.append(" ".join(self._sentences()))
+        return "\n".join(lines)
 
     def _repr_html_(self) -> str:
         left = "style='text-align:left'"

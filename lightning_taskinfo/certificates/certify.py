@@ -163,7 +163,9 @@ def certify(
     prior.center_of(model)
     if half_fn is not None:
         prior, samples = half_prior(prior, model, samples, half_fn, seed)
-    fresh = None if unlabelled is None else read_inputs(unlabelled, model=model, reader=reader)
+    fresh = None
+    if unlabelled is not None:
+        fresh = read_inputs(unlabelled, model=model, reader=reader)
     labelled = None
     if held_out is not None:
         labelled = read_labelled(held_out, argument="held_out", model=model, reader=reader)

@@ -54,7 +54,9 @@ def named_structures(structure: str | Iterable[str]) -> tuple[Structure, ...]:
         >>> named_structures("kron"), named_structures(["isotropic", "neuron"])
         (('kron',), ('isotropic', 'neuron'))
     """
-    names = (structure,) if isinstance(structure, str) else tuple(structure)
+    if isinstance(structure, str):
+        structure = [structure]
+    names = tuple(structure)
     if not names:
         raise ValueError("`structure` must name at least one structure, got none.")
     if names == ("auto",):
@@ -74,7 +76,8 @@ def affordable_structures(subject: Subject, structure: Structures) -> tuple[Stru
     else. The layer-wise ones need a matrix as wide as a layer has inputs.
     """
     names = named_structures(structure)
-    if subject.error != "class" and structure != "auto" and {"neuron", "kron"} & {*names}:
+    only_of_classes = {"neuron", "kron"} & {*names}
+    if subject.error != "class" and structure != "auto" and only_of_classes:
         raise ValueError(
             "`structure` must be 'auto', 'isotropic', 'diagonal' or 'layer_inputs' where `error` is "
             f"{subject.error!r}, got {structure!r}."
@@ -110,7 +113,9 @@ def curvatures_of(
     inputs = subject.some(index)
     # Labels say where there is padding.
     padded = subject.error != "class" and subject.loss_fn is None
-    targets = pick(subject.targets, index, subject.device) if padded else None
+    targets = None
+    if padded:
+        targets = pick(subject.targets, index, subject.device)
     diagonal: dict[str, Tensor] = {}
     if {*structures} != {"kron"}:
         fisher = fisher_diagonal(

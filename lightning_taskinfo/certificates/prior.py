@@ -265,7 +265,7 @@ def _about_the_center(model: nn.Module, prior: Prior, center: Mapping[str, Tenso
         if name in prior.fixed:
             later[name] = center[name]
     now = hashes(later)
-    changed = [name for name in prior.fixed if name in now and now[name] != prior.fixed[name]]
+    changed = [name for name in now if now[name] != prior.fixed[name]]
     if changed:
         reasons.append(
             f"the centre of `{changed[0]}`, which was frozen at first, is not the weight that training began with"

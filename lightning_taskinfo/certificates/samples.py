@@ -97,7 +97,9 @@ def read_inputs(
         reader: How batches are read, if the user says so.
     """
     data = _pair_of(data)
-    batches = [data] if _is_one_batch(data) or isinstance(data, Tensor) else _batches(data)
+    batches = [data]
+    if not isinstance(data, Tensor) and not _is_one_batch(data):
+        batches = _batches(data)
     if not batches:
         raise ValueError(f"`{argument}` must hold inputs, got none.")
     given = []
@@ -110,7 +112,9 @@ def read_inputs(
     for values in tensors(inputs):
         check_finite(argument, values)
     sample_count(inputs)
-    return inputs, None if targets[0] is None else _joined(targets, argument)
+    if targets[0] is None:
+        return inputs, None
+    return inputs, _joined(targets, argument)
 
 
 def _is_one_batch(data: Any) -> bool:
@@ -120,9 +124,9 @@ def _is_one_batch(data: Any) -> bool:
     if not isinstance(data, list) or len(data) != 2:
         return False
     inputs, targets = data
-    if not isinstance(inputs, Tensor) or not isinstance(targets, Tensor) or not inputs.ndim:
+    if not isinstance(inputs, Tensor) or not isinstance(targets, Tensor):
         return False
-    return len(inputs) == len(targets)
+    return inputs.ndim > 0 and len(inputs) == len(targets)
 
 
 def _read(
@@ -179,8 +183,11 @@ def _read_unlabelled(
 
 
 def _batches(data: Any) -> list[Any]:
-    loader = data if isinstance(data, DataLoader) else DataLoader(data, batch_size=BATCH)
-    return list(DataLoader(loader.dataset, batch_size=BATCH, collate_fn=loader.collate_fn))
+    loader = data
+    if not isinstance(data, DataLoader):
+        loader = DataLoader(data, batch_size=BATCH)
+    in_order = DataLoader(loader.dataset, batch_size=BATCH, collate_fn=loader.collate_fn)
+    return list(in_order)
 
 
 def _joined(parts: list[Any], argument: str) -> Any:
@@ -195,7 +202,9 @@ def _joined(parts: list[Any], argument: str) -> Any:
 def _pair_of(data: Any) -> Any:
     """The pair of something like a ``tasks.PreparedTask``, or what was given."""
     own = getattr(data, "data", None)
-    return own if isinstance(own, tuple) and len(own) == 2 else data
+    if isinstance(own, tuple) and len(own) == 2:
+        return own
+    return data
 
 
 def read_pair(data: Data, *, argument: str = "data") -> tuple[Tensor, Tensor]:
@@ -224,7 +233,8 @@ def fingerprints(inputs: Any) -> list[bytes]:
         >>> one == fingerprints(torch.tensor([[1, 2]], dtype=torch.float64))[0], one == two
         (True, False)
     """
-    hashes = [hashlib.blake2b(digest_size=16) for _ in range(sample_count(inputs))]
+    n = sample_count(inputs)
+    hashes = [hashlib.blake2b(digest_size=16) for _ in range(n)]
     for tensor in tensors(inputs):
         for hashed, row in zip(hashes, _rows(tensor), strict=True):
             hashed.update(row)

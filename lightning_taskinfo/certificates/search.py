@@ -85,7 +85,8 @@ class Proposal:
             risks.append(losses.mean())
             if differences is not None:
                 disagreements.append(differences.mean())
-        risk = float(torch.stack(risks).mean().clamp(0, 1))
+        mean = torch.stack(risks).mean()
+        risk = float(mean.clamp(0, 1))
         found = bound(risk, self.kl + self.price)
         candidate = Candidate(structure, beta, risk, self.kl, self.price, found, self.prior_std)
         if not disagreements:
@@ -127,7 +128,8 @@ def search(
 
     try_out(pairs, "search")
     if len(first) < len(betas):
-        winners = {(row.structure, row.beta) for row in best_of(rows, network=network)}
+        best = best_of(rows, network=network)
+        winners = {(row.structure, row.beta) for row in best}
         near: list[tuple[str, float]] = []
         for name, beta in sorted(winners):
             place = betas.index(beta)

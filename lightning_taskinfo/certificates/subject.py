@@ -177,7 +177,9 @@ def pick(values: Any, index: Tensor | slice, device: torch.device) -> Any:
     """Return some of many samples, on a device."""
 
     def some(x: Tensor) -> Tensor:
-        rows = index if isinstance(index, slice) else index.to(x.device)
+        rows = index
+        if isinstance(index, Tensor):
+            rows = index.to(x.device)
         return x[rows].to(device)
 
     return take(values, some)
@@ -278,7 +280,8 @@ def check_error(kind: ErrorKind, outputs: Tensor, targets: Tensor, all_targets: 
             f"`error` must be 'token' or 'sequence' where `model` returns {shape}, got 'class'."
         )
     wanted = "[N, C]" if kind == "class" else "[N, T, V]"
-    if outputs.ndim != wanted.count(",") + 1 or outputs.shape[-1] < 2:
+    axes = wanted.count(",") + 1
+    if outputs.ndim != axes or outputs.shape[-1] < 2:
         raise ValueError(
             f"`model` must return scores {wanted} of at least 2 classes for `error` = {kind!r}, got {shape}."
         )

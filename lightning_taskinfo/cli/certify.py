@@ -229,11 +229,13 @@ def _warn_of_preparation(
 @torch.no_grad()
 def _check_outputs(model: nn.Module, inputs: Tensor, targets: Tensor) -> None:
     """See on two samples that the network knows these classes."""
-    outputs = outputs_of(model.eval(), inputs[:2])
-    if outputs.ndim != 2 or outputs.shape[1] <= int(targets.max()):
+    few = inputs[:2]
+    outputs = outputs_of(model.eval(), few)
+    last = int(targets.max())
+    if outputs.ndim != 2 or outputs.shape[1] <= last:
         raise ValueError(
-            f"`model` must return scores [N, C] for classes up to {int(targets.max())}, got {list(outputs.shape)} for "
-            f"inputs {list(inputs[:2].shape)}."
+            f"`model` must return scores [N, C] for classes up to {last}, got {list(outputs.shape)} for "
+            f"inputs {list(few.shape)}."
         )
 
 
@@ -248,7 +250,8 @@ def _better_side(model: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[int
             continue
         resized = interpolate(inputs, size=(side, side), mode="bilinear", antialias=True)
         try:
-            found.append((_error(model, resized, targets), side))
+            error = _error(model, resized, targets)
+            found.append((error, side))
         except (RuntimeError, ValueError, IndexError):  # a network of one size
             continue
     error, side = min(found, default=(own, 0))
@@ -261,7 +264,8 @@ def _better_side(model: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[int
 def _error(model: nn.Module, inputs: Tensor, targets: Tensor) -> float:
     model.eval()
     wrong = []
-    for x, y in zip(inputs.split(1024), targets.split(1024), strict=True):
+    chunks = zip(inputs.split(1024), targets.split(1024), strict=True)
+    for x, y in chunks:
         predicted = outputs_of(model, x).argmax(1)
         wrong.append((predicted != y).float())
     return float(torch.cat(wrong).mean())

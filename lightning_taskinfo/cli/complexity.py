@@ -55,23 +55,20 @@ def complexity(
     from lightning_taskinfo.tasks import plot_structure_functions
 
     seed = options["seed"]
-    loaded = [
-        labelled(name, one, max_samples=max_samples, size=size, seed=seed)
-        for name, one in named_tasks(tasks, data, TWO).items()
-    ]
-    curves = [
-        structure_function(
-            network_for(task, width) if model is None else partial(started, model, checkpoint),
-            task.data,
-            name=task.name,
-            folder=folder / re.sub("[:/]", "_", task.name),
-            **options,
-        )
-        for task in loaded
-    ]
+    loaded = []
+    for name, one in named_tasks(tasks, data, TWO).items():
+        task = labelled(name, one, max_samples=max_samples, size=size, seed=seed)
+        loaded.append(task)
+    curves = []
+    for task in loaded:
+        network = network_for(task, width) if model is None else partial(started, model, checkpoint)
+        inside = folder / re.sub("[:/]", "_", task.name)
+        curve = structure_function(network, task.data, name=task.name, folder=inside, **options)
+        curves.append(curve)
     figure, _ = plot_structure_functions(curves)
-    figure.savefig(folder / "complexity.png", dpi=150)
-    content = [json.loads(curve.to_json()) for curve in curves]
-    write_json(folder / "complexity.json", content)
+    picture = folder / "complexity.png"
+    figure.savefig(picture, dpi=150)
+    numbers = folder / "complexity.json"
+    write_json(numbers, [json.loads(curve.to_json()) for curve in curves])
     shown = [f"{curve.name}, {curve.samples} samples\n{curve}\n" for curve in curves]
-    return "\n".join([*shown, str(folder / "complexity.png"), str(folder / "complexity.json")])
+    return "\n".join([*shown, str(picture), str(numbers)])

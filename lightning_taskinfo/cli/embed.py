@@ -75,14 +75,18 @@ def embed(
     rows = embedding_rows(embeddings, alpha=alpha)
     make_folder(folder)
     for embedding in embeddings:
-        embedding.save(folder / f"{re.sub(r'[^A-Za-z0-9.+-]', '_', embedding.name)}.npz")
+        name = re.sub(r"[^A-Za-z0-9.+-]", "_", embedding.name)
+        embedding.save(folder / f"{name}.npz")
     write_json(folder / "embeddings.json", _as_json(embeddings, rows, alpha))
-    plot_task_map(embeddings)[0].savefig(folder / "task_map.png", dpi=150)
-    plot_difficulty(embeddings)[0].savefig(folder / "difficulty.png", dpi=150)
+    figure, _ = plot_task_map(embeddings)
+    figure.savefig(folder / "task_map.png", dpi=150)
+    figure, _ = plot_difficulty(embeddings)
+    figure.savefig(folder / "difficulty.png", dpi=150)
     if project:
         import wandb
 
-        with wandb.init(project=project, config={"tasks": list(loaded), "alpha": alpha}) as run:
+        config = {"tasks": list(loaded), "alpha": alpha}
+        with wandb.init(project=project, config=config) as run:
             log_embeddings(run, embeddings, alpha=alpha)
     return f"{_table(rows)}\n{folder}"
 

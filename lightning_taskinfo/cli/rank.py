@@ -64,9 +64,9 @@ def rank(
         )
     if picture is not None:
         check_picture("picture", picture)
-    models: dict[str, nn.Module | Callable[[], nn.Module]] = {
-        name: partial(started, model, path, "starts") for name, path in starts.items()
-    }
+    models: dict[str, nn.Module | Callable[[], nn.Module]] = {}
+    for name, path in starts.items():
+        models[name] = partial(started, model, path, "starts")
     if scratch:
         models[SCRATCH] = _fresh(model, seed)
     ranking = rank_starts(
@@ -77,7 +77,8 @@ def rank(
     )
     ranking.save(out)
     if picture is not None:
-        ranking.plot()[0].savefig(picture, dpi=150)
+        figure, _ = ranking.plot()
+        figure.savefig(picture, dpi=150)
     if project:
         import wandb
 
@@ -93,8 +94,10 @@ def _drawn(loader: DataLoader[Any], labels: int | None, seed: int) -> DataLoader
         raise ValueError(
             f"`labels` must be between 1 and {len(samples)}, the training samples, got {count}."
         )
-    order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(seed))[:count]
-    return DataLoader(Subset(samples, order.tolist()), batch_size=256, collate_fn=loader.collate_fn)
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(samples), generator=generator)
+    some = Subset(samples, order[:count].tolist())
+    return DataLoader(some, batch_size=256, collate_fn=loader.collate_fn)
 
 
 def _fresh(model: Network, seed: int) -> nn.Module:

@@ -60,7 +60,10 @@ def transfer(
     """
     os.environ.setdefault("WANDB_SILENT", "true")  # many runs, one terminal
     if (model is None) != (options["starts"] is None):
-        given, missing = ("starts", "model") if model is None else ("model", "starts")
+        if model is None:
+            given, missing = "starts", "model"
+        else:
+            given, missing = "model", "starts"
         raise ValueError(f"`{missing}` must be given with `{given}`, got None.")
     trained: Any = model
     samples: Any = data

@@ -210,7 +210,8 @@ def from_any(splits: dict[str, Any], *, name: str, num_classes: int | None = Non
         arrays[key] = as_labels(arrays[key], key)
     if num_classes is not None:
         return ArrayData(**arrays, name=name, num_classes=num_classes)
-    occurring = np.unique(np.concatenate([arrays["y_train"], arrays["y_test"]]))
+    both = [arrays["y_train"], arrays["y_test"]]
+    occurring = np.unique(np.concatenate(both))
     labels = None
     in_order = np.array_equal(occurring, np.arange(len(occurring)))
     if not in_order and occurring.min() >= 0:

@@ -225,7 +225,8 @@ def load_torchvision(name: str, data_dir: StrPath, *, download: bool = False) ->
     for split, option in zip(("train", "test"), options, strict=True):
         samples = make(data_dir, download=download, **option)
         images, labels = zip(*samples, strict=True)
-        arrays[f"x_{split}"] = np.stack([np.asarray(image) for image in images])
+        pixels = [np.asarray(image) for image in images]
+        arrays[f"x_{split}"] = np.stack(pixels)
         arrays[f"y_{split}"] = np.asarray(labels)
     return from_any(arrays, name=name)
 

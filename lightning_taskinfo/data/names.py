@@ -110,7 +110,8 @@ def cache_dir() -> Path:
     """Return the folder of cached data: ``TASKINFO_CACHE_DIR``, else one below the user's cache folder."""
     if own := os.environ.get("TASKINFO_CACHE_DIR"):
         return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_taskinfo"
+    users = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(users) / "lightning_taskinfo"
 
 
 def cached(name: str, arguments: dict[str, Any], build: Callable[[], ArrayData]) -> ArrayData:

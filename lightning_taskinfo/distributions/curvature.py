@@ -63,7 +63,8 @@ class CurvatureBlock:
         sizes = [torch.Size(shapes[name]).numel() for name in self.names]
         widths = [size // len(matrix) for size in sizes]
         tensors = {}
-        for name, part in zip(self.names, matrix.split(widths, dim=1), strict=True):
+        parts = matrix.split(widths, dim=1)
+        for name, part in zip(self.names, parts, strict=True):
             tensors[name] = part.reshape(shapes[name])
         return tensors
 
@@ -215,9 +216,11 @@ def with_diagonal(
 
 def parameter_names(model: nn.Module, layer: str) -> tuple[str, ...]:
     """Return the names of a layer's own trainable parameters; a tied one goes by the name the whole model gives it."""
-    names = {id(parameter): name for name, parameter in trainable_parameters(model).items()}
-    own = model.get_submodule(layer).named_parameters(recurse=False)
-    return tuple(names[id(parameter)] for _, parameter in own if parameter.requires_grad)
+    names = {}
+    for name, parameter in trainable_parameters(model).items():
+        names[id(parameter)] = name
+    own = model.get_submodule(layer).parameters(recurse=False)
+    return tuple(names[id(parameter)] for parameter in own if parameter.requires_grad)
 
 
 def _non_negative(name: str, values: Tensor) -> Tensor:
@@ -317,7 +320,9 @@ def _capturing(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
 
 
 def _layers(model: nn.Module) -> dict[str, nn.Module]:
-    owners = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
+    owners: Counter[int] = Counter()
+    for module in model.modules():
+        owners.update(id(p) for p in module.parameters(recurse=False))
     found = {}
     for name, module in model.named_modules():
         plain_conv = isinstance(module, nn.Conv2d) and module.groups == 1

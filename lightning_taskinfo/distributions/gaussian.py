@@ -163,8 +163,11 @@ class BlockGaussian(WeightGaussian):
     def _in_their_precision(self, block: CurvatureBlock) -> CurvatureBlock:
         """Return a block of standard deviations, in the dtype of the weights it is about."""
         dtype = self.mean[block.names[0]].dtype
-        left = None if block.left is None else block.left.to(dtype)
-        right = None if block.right is None else block.right.to(dtype)
+        left, right = block.left, block.right
+        if left is not None:
+            left = left.to(dtype)
+        if right is not None:
+            right = right.to(dtype)
         std = block.eigenvalues.sqrt().to(dtype)
         return CurvatureBlock(block.names, std, left, right)
 
@@ -208,8 +211,9 @@ def pre_distribution(
         tensor(-2.7726, dtype=torch.float64)
     """
     mean = named_weights(center)
-    std = prior_std if isinstance(prior_std, Mapping) else dict.fromkeys(mean, prior_std)
-    return IsotropicGaussian(mean, std)
+    if not isinstance(prior_std, Mapping):
+        prior_std = dict.fromkeys(mean, prior_std)
+    return IsotropicGaussian(mean, prior_std)
 
 
 def block_std(block: CurvatureBlock, pre: IsotropicGaussian) -> float:

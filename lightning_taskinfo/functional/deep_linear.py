@@ -330,7 +330,9 @@ def _checked(**values: Number) -> list[Tensor]:
     given = [value for value in values.values() if isinstance(value, Tensor)]
     # Numbers take the tensors' dtype, and are never rounded to a smaller one.
     dtypes = [value.dtype for value in given if value.is_floating_point()]
-    dtype = reduce(torch.promote_types, dtypes) if dtypes else torch.get_default_dtype()
+    dtype = torch.get_default_dtype()
+    if dtypes:
+        dtype = reduce(torch.promote_types, dtypes)
     device = given[0].device if given else None
     tensors = []
     for name, value in values.items():

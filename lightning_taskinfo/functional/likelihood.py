@@ -409,7 +409,9 @@ def output_scores(
             raise ValueError("`targets` must be given for `labels='empirical'`, got None.")
         yield likelihood.score(outputs, targets) * likelihood.counted(outputs, targets)
         return
-    weight: float | Tensor = 1.0 if labels == "exact" else 1 / math.sqrt(mc_samples)
+    weight: float | Tensor = 1.0
+    if labels != "exact":
+        weight = 1 / math.sqrt(mc_samples)
     if targets is not None:
         weight = weight * likelihood.counted(outputs, targets)
     if labels == "exact":
@@ -451,7 +453,9 @@ def _one_output_at_a_time(root: Tensor) -> Iterator[Tensor]:
 def _check_same_shape(outputs: Tensor, targets: Tensor | None) -> None:
     """Raise a ``ValueError`` if there are targets of another shape than the outputs have."""
     if targets is not None and targets.shape != outputs.shape:
-        pick = "module(x).squeeze(-1)" if outputs.shape[-1:] == (1,) else "module(x)[..., 0]"
+        pick = "module(x)[..., 0]"
+        if outputs.shape[-1:] == (1,):
+            pick = "module(x).squeeze(-1)"
         raise ValueError(
             f"`targets` must have the outputs' shape {list(outputs.shape)}, got {list(targets.shape)}; "
             "an extra or missing axis would silently broadcast. A callback's `forward_fn` or `batch_fn` fixes it, "

@@ -97,7 +97,10 @@ def local_minimum_summary(
     if gram.dim() != 2 or gram.shape[0] != gram.shape[1]:
         raise ValueError(f"`gram` must be a square matrix, got shape {list(gram.shape)}.")
     pool = len(gram)
-    n = min(100, max(1, pool // 2)) if subset_size is None else subset_size
+    n = subset_size
+    if n is None:
+        half = max(1, pool // 2)
+        n = min(100, half)
     if not 1 <= n <= pool:
         raise ValueError(
             f"`subset_size` must lie between 1 and the {pool} samples of `gram`, got {n}."

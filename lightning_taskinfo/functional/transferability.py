@@ -200,7 +200,9 @@ def ledoit_wolf_shrinkage(features: Tensor) -> Tensor:
     spread = (lengths.square().sum() / N - norm) / N
     distance = norm - trace.square() / D
     if distance <= torch.finfo(x.dtype).eps * norm:
-        return torch.ones_like(trace) if trace > 0 else torch.zeros_like(trace)
+        if trace > 0:
+            return torch.ones_like(trace)
+        return torch.zeros_like(trace)
     return (spread / distance).clamp(0, 1)
 
 

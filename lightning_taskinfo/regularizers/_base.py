@@ -128,7 +128,9 @@ class Regularizer(nn.Module):
 
         def moved(tensor: Tensor) -> Tensor:
             result = fn(tensor)
-            return result if result.dtype == tensor.dtype else tensor.to(result.device)
+            if result.dtype == tensor.dtype:
+                return result
+            return tensor.to(result.device)
 
         return super()._apply(moved, recurse)
 
@@ -140,7 +142,8 @@ class Regularizer(nn.Module):
 def checked_shape(input_shape: Sequence[int]) -> tuple[int, ...]:
     """Return the shape of one input as a tuple, or say what is wrong with it."""
     rule = "the sizes of one input, such as (1, 28, 28)"
-    if not isinstance(input_shape, Sequence) or not all(isinstance(s, int) for s in input_shape):
+    whole = isinstance(input_shape, Sequence) and all(isinstance(s, int) for s in input_shape)
+    if not whole:
         raise TypeError(f"`input_shape` must be {rule}, got {input_shape!r}.")
     if not input_shape or min(input_shape) < 1:
         raise ValueError(f"`input_shape` must be {rule}, got {input_shape!r}.")
@@ -181,5 +184,11 @@ def check_rows(
 def check_scalar(argument: str, tensor: object) -> None:
     """Raise ``ValueError`` if ``tensor`` is no tensor, or has a shape."""
     if not isinstance(tensor, Tensor) or tensor.ndim:
-        found = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
-        raise ValueError(f"`{argument}` must be a scalar tensor, got {found}.")
+        raise ValueError(f"`{argument}` must be a scalar tensor, got {shape_or_kind(tensor)}.")
+
+
+def shape_or_kind(x: object) -> tuple[int, ...] | str:
+    """Return the shape of a tensor, and the type's name of anything else, for a message."""
+    if isinstance(x, Tensor):
+        return tuple(x.shape)
+    return type(x).__name__

@@ -88,6 +88,8 @@ def gradient_norms(terms: Mapping[str, Tensor], parameters: Sequence[Tensor]) ->
     def norm(term: Tensor) -> float:
         gradients = torch.autograd.grad(term, parameters, retain_graph=True, allow_unused=True)
         norms = [g.float().norm() for g in gradients if g is not None]
-        return torch.stack(norms).norm().item() if norms else 0.0
+        if norms:
+            return torch.stack(norms).norm().item()
+        return 0.0
 
     return {name: norm(term) for name, term in terms.items()}

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightning_taskinfo._ranges import check_finite
 from lightning_taskinfo._warn import warn
+from lightning_taskinfo.regularizers._base import shape_or_kind
 from lightning_taskinfo.regularizers._ranks import sum_over_ranks
 
 _FACTORED = 4096  # inputs up to which their covariance is formed and factored
@@ -181,11 +182,10 @@ def flat_inputs(loader: Iterable[Any], shape: tuple[int, ...]) -> Iterator[Tenso
         if isinstance(batch, tuple | list) and len(batch):
             x = batch[0]
         if not isinstance(x, Tensor) or tuple(x.shape[1:]) != shape:
-            found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             expected = ", ".join(["B", *map(str, shape)])
             raise ValueError(
                 f"`loader` must yield inputs of shape [{expected}], tuples that begin with them, or dicts that hold "
-                f"them as 'unlabeled'; got {found}."
+                f"them as 'unlabeled'; got {shape_or_kind(x)}."
             )
         check_finite("loader", x)
         yield x.flatten(1)

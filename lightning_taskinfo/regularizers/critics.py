@@ -83,7 +83,9 @@ class ConcatenatedCritic(nn.Module):
     ) -> None:
         super().__init__()
         image = len(input_shape) == 3
-        self.input_tower = tower(input_shape, hidden, embedding) if image else nn.Flatten()
+        self.input_tower: nn.Module = nn.Flatten()
+        if image:
+            self.input_tower = tower(input_shape, hidden, embedding)
         # The first layer of [x, z] is the sum of one of x and one of z: B of each instead of B² of
         # both.
         width = embedding if image else math.prod(input_shape)

@@ -109,10 +109,10 @@ def estimate_mutual_information(
     check_finite("inputs", inputs)
     check_finite("features", features)
     generator = Generator().manual_seed(seed)
-    order = torch.randperm(N, generator=generator, device="cpu").to(inputs.device)
+    order = torch.randperm(N, generator=generator, device="cpu")
     cuts = [int(0.6 * N), int(0.8 * N)]
     parts = []
-    for rows in order.tensor_split(cuts):
+    for rows in order.to(inputs.device).tensor_split(cuts):
         pair = (inputs[rows].float(), features[rows].float())
         parts.append(pair)
     (x, z), chosen_by, read_from = _standardised(parts)
@@ -143,7 +143,9 @@ def _standardised(parts: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tens
     mean_z, std_z = _moments(first_z)
     standardised = []
     for x, z in parts:
-        standardised.append(((x - mean_x) / std_x, (z - mean_z) / std_z))
+        unit_x = (x - mean_x) / std_x
+        unit_z = (z - mean_z) / std_z
+        standardised.append((unit_x, unit_z))
     return standardised
 
 

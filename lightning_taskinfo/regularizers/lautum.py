@@ -210,7 +210,8 @@ class Lautum(Regularizer):
         v = torch.randn(self.num_outputs, generator=generator, device="cpu")
         direction = (v / v.norm()).to(outputs.device)
         along = (outputs.float() @ direction).sum()
-        (gradients,) = torch.autograd.grad(along, inputs, create_graph=torch.is_grad_enabled())
+        create_graph = torch.is_grad_enabled()
+        (gradients,) = torch.autograd.grad(along, inputs, create_graph=create_graph)
         rows = gradients.flatten(1).float()
         return rows @ self.whitener.T * self.scales  # [B, r]
 
@@ -221,8 +222,9 @@ class Lautum(Regularizer):
             cov_w, cov_wx = mean_over_ranks(*local)
             usable = _finite(cov_w, cov_wx)  # else a bad batch stays for ever
             if self.training and usable:
-                self.cov_w.mul_(self.decay).add_(cov_w, alpha=1 - self.decay)
-                self.cov_wx.mul_(self.decay).add_(cov_wx, alpha=1 - self.decay)
+                new = 1 - self.decay
+                self.cov_w.mul_(self.decay).add_(cov_w, alpha=new)
+                self.cov_wx.mul_(self.decay).add_(cov_wx, alpha=new)
                 self.steps += 1
             elif self.steps == 0:
                 return (cov_w, cov_wx) if usable else None

@@ -108,7 +108,9 @@ class LocalMinimumRegularizer(Regularizer):
         parameters = trainable_parameters(model)
         _check_precision(parameters)
         some = next(iter(parameters.values()))
-        weight = self.schedule(epoch) if self._due(epoch, learning_rate) else 0.0
+        weight = 0.0
+        if self._due(epoch, learning_rate):
+            weight = self.schedule(epoch)
         if not weight:
             self.value = None
             self.weight = 0.0
@@ -153,7 +155,9 @@ class LocalMinimumRegularizer(Regularizer):
         ):
             for part in parts:
                 loss, g = _loss_and_gradient(model, loss_fn, part, parameters, w)
-                moved = {name: p - self.step_size * g[name] for name, p in w.items()}
+                moved = {}
+                for name, p in w.items():
+                    moved[name] = p - self.step_size * g[name]
                 loss_moved, g_moved = _loss_and_gradient(model, loss_fn, part, parameters, moved)
                 value = value + (loss - loss_moved) / len(parts)
                 for name in w:
@@ -170,7 +174,8 @@ def _loss_and_gradient(
     weights: ParamDict,
 ) -> tuple[Tensor, ParamDict]:
     leaves = {name: w.detach().requires_grad_() for name, w in weights.items()}
-    devices = {w.device for w in weights.values() if w.device.type not in ("cpu", "meta")}
+    devices = {w.device for w in weights.values()}
+    devices = {device for device in devices if device.type not in ("cpu", "meta")}
     device_type = next((device.type for device in devices), "cuda")
     # Both losses see the same dropout masks and the same noise.
     with (
@@ -185,12 +190,11 @@ def _loss_and_gradient(
         raise ValueError(
             f"`loss_fn` must return a scalar, got shape {tuple(loss.shape)}: take the mean."
         )
-    gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-    filled = (
-        torch.zeros_like(w) if g is None else g
-        for g, w in zip(gradients, leaves.values(), strict=True)
-    )
-    return loss.detach(), dict(zip(leaves, filled, strict=True))
+    found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    gradients = {}
+    for (name, w), g in zip(leaves.items(), found, strict=True):
+        gradients[name] = torch.zeros_like(w) if g is None else g
+    return loss.detach(), gradients
 
 
 def split_batch(batch: Any, parts: int) -> list[Any]:

@@ -142,7 +142,9 @@ class MutualInformation(Regularizer):
             if self.training and (by_step or epoch % 2 == 0):
                 self._train_critic(x, z.detach())
             scores = self.scores(x, z)
-            weight = self.schedule(epoch) if by_step or epoch % 2 == 1 else 0.0
+            weight = 0.0
+            if by_step or epoch % 2 == 1:
+                weight = self.schedule(epoch)
             value = self._estimate(scores)
             return self.penalty(self._objective(scores), weight, value=value)
 

@@ -213,7 +213,8 @@ class Sweep:
             seed = seed_from(self.seed, 2, len(self.rows), turn)
             train.train_noisy(self.model, self.samples, price, training=self.training, seed=seed)
         kl = weight_kl(self.model).item()
-        self.rows.append({"beta": beta, "kl": kl, **self._loss()})
+        row = {"beta": beta, "kl": kl, **self._loss()}
+        self.rows.append(row)
 
     def save(self, path: Path) -> None:
         """Write network and rows, atomically."""

@@ -135,7 +135,10 @@ class DistanceMatrix(Tabled):
         """Return everything, ready for JSON; an error that a single seed cannot give is ``None``."""
         values: dict[str, Any] = dict(vars(self))
         values["mean"] = self.mean
-        values["standard_error"] = self.standard_error if len(self.seeds) > 1 else None
+        if len(self.seeds) > 1:
+            values["standard_error"] = self.standard_error
+        else:
+            values["standard_error"] = None
         for name, value in values.items():
             if isinstance(value, Tensor):
                 values[name] = value.tolist()

@@ -354,7 +354,9 @@ def _features(seen: list[tuple[object, ...]], head: str, n: int) -> Tensor:
 
 
 def _described(x: object) -> list[int] | str:
-    return list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+    if isinstance(x, Tensor):
+        return list(x.shape)
+    return type(x).__name__
 
 
 def fit_linear_head(

@@ -293,7 +293,9 @@ def _draw_curve(curve: StructureFunction, color: str, left: "Axes", right: "Axes
     error = per_sample(curve.loss_error)
     left.errorbar(curve.betas, loss, error, fmt=".-", color=color, label=curve.name or None)
     kl, losses, errors = zip(*curve._points(), strict=True)
-    right.errorbar(kl, per_sample(losses), per_sample(errors), fmt=".", color=color)
+    loss = per_sample(losses)
+    error = per_sample(errors)
+    right.errorbar(kl, loss, error, fmt=".", color=color)
     t, S = zip(*curve.hull(), strict=True)
     right.plot(t, per_sample(S), color=color, linewidth=1)
     if curve.label_entropy is not None:

@@ -175,7 +175,8 @@ class Task2Vec:
         inputs, labels = read_labelled(data, argument=argument, model=self.network, reader=reader)
         try:
             with observing(self.network), torch.no_grad():
-                self._outputs(_batches.first_samples(inputs, None, 2)[0])
+                few, _ = _batches.first_samples(inputs, None, 2)
+                self._outputs(few)
         except _batches.NoLogitsError:
             raise
         except Exception as error:
@@ -203,7 +204,8 @@ class Task2Vec:
         self.network.set_submodule(self.head, head)
         some, _ = _batches.first_samples(inputs, None, 8)
         with torch.no_grad():
-            if not self._answers(some, head(features[:8].to(like))):
+            logits = head(features[:8].to(like))
+            if not self._answers(some, logits):
                 raise ValueError(
                     f"`head` must be the last layer, whose outputs are the network's logits; {self.head!r} is not."
                 )
@@ -216,7 +218,8 @@ class Task2Vec:
             return False
         if outputs.shape != logits.shape:
             return False
-        return torch.allclose(outputs.softmax(-1), logits.softmax(-1), atol=1e-3)
+        theirs = outputs.softmax(-1)
+        return torch.allclose(theirs, logits.softmax(-1), atol=1e-3)
 
     def _pick(self, n: int) -> Tensor:
         """Return which samples go into the Fisher information."""
@@ -241,10 +244,10 @@ class Task2Vec:
                 engine=self.engine,
                 forward_fn=self.forward_fn,
             )
-            filters = self.filters.items()
             parts = []
-            for name, layout in filters:
-                parts.append(filter_means(diagonal[name].double(), **layout))
+            for name, layout in self.filters.items():
+                means = filter_means(diagonal[name].double(), **layout)
+                parts.append(means)
             count = _batches.sample_count(batch)
             total = total + torch.cat(parts).cpu() * count / n
         return total

@@ -128,7 +128,8 @@ def train_plain(
     seed: int,
 ) -> None:
     """Minimise the sum of the loss plus ``penalty``, for ``training.pretrain_steps``."""
-    weights = {"params": list(trainable_parameters(model).values()), "lr": training.learning_rate}
+    parameters = list(trainable_parameters(model).values())
+    weights = {"params": parameters, "lr": training.learning_rate}
     _descend(model, samples, penalty, [weights], training, training.pretrain_steps, 1, seed)
 
 
@@ -205,8 +206,10 @@ def expected_loss(
     Every chunk of samples sees a network of its own, which is as unbiased as one network for all,
     and varies less.
     """
+    drawn = []
     with sampling(model):
-        drawn = [loss_sum(model, samples, training=training) for _ in range(training.draws)]
+        for _ in range(training.draws):
+            drawn.append(loss_sum(model, samples, training=training))
     sums = torch.tensor(drawn, dtype=torch.float64)
     error = sums.std() / math.sqrt(training.draws)
     return sums.mean().item(), error.item()

@@ -53,7 +53,8 @@ class MultiHead(nn.Module):
         padded = []
         for output in outputs:
             missing = width - output.shape[1]
-            padded.append(nn.functional.pad(output, (0, missing), value=IMPOSSIBLE))
+            full = nn.functional.pad(output, (0, missing), value=IMPOSSIBLE)
+            padded.append(full)
         by_task = torch.stack(padded, 1)  # [N, tasks, C]
         return by_task[torch.arange(len(x)), task]
 

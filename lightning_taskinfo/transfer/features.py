@@ -248,7 +248,9 @@ class ObservedNetwork:
         hands on, and those that run before all weights.
         """
         modules = dict(self.model.named_modules())
-        end = None if self.head is None else self.seen[self.head][-1]
+        end = None
+        if self.head is not None:
+            end = self.seen[self.head][-1]
         usable: dict[str, Tensor] = {}
         begun = False  # what runs before the first weights shows the inputs, not the network
         for name, outputs in self.seen.items():

@@ -106,7 +106,10 @@ class Own(Recipe):
         if not LENGTHS & {*self.trainer}:
             self.trainer = {"max_epochs": 20, **self.trainer}
         self.target = read_target(data, batch_size)
-        self.labels = [len(self.target.train)] if labels is None else labels
+        if labels is None:
+            self.labels = [len(self.target.train)]
+        else:
+            self.labels = labels
         self.seeds = seeds
         self.metric = metric
         self.accelerator = accelerator
@@ -206,7 +209,9 @@ class Own(Recipe):
         if "max_steps" in options:
             options.setdefault("max_epochs", -1)
         options["callbacks"] = deepcopy(list(options.get("callbacks", [])))
-        prior = start_prior(module, trial.start, scratch=scratch) if self.certify else None
+        prior = None
+        if self.certify:
+            prior = start_prior(module, trial.start, scratch=scratch)
 
         def weights() -> dict[str, Tensor]:
             return {name: p.detach().cpu() for name, p in trainable_parameters(module).items()}

@@ -334,7 +334,10 @@ def findings(report: "TransferReport", confidence: float) -> list[str]:
         said: dict[str, str] = {}
         for measure in report.measures:
             words = _words([gain for gain in group if gain.measure == measure.name])
-            said[measure.name] = "the same" if words in said.values() else words
+            if words in said.values():
+                said[measure.name] = "the same"
+            else:
+                said[measure.name] = words
         parts = "; ".join(f"by the {name} {words}" for name, words in said.items())
         lines.append(f"{labels} labels, against {baseline}: {parts}.")
     few = MANY

@@ -175,7 +175,9 @@ class Measure:
 
     def risk(self, test: Mapping[str, float]) -> float:
         """Return a number of which less is better."""
-        return -test[self.value] if self.higher else test[self.value]
+        if self.higher:
+            return -test[self.value]
+        return test[self.value]
 
 
 CLASSIFIED = (

@@ -97,7 +97,10 @@ class ImageSamples(Dataset[Any]):
         self.y = y
         self.augment = augment
         self.seed = seed
-        self.index = torch.arange(len(x)) if index is None else index
+        if index is None:
+            self.index = torch.arange(len(x))
+        else:
+            self.index = index
 
     def __len__(self) -> int:
         return len(self.x)

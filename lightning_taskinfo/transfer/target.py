@@ -67,7 +67,9 @@ class Target:
                 digest.update(raw.numpy().tobytes())
             found.append(_targets(batch))
         known = [targets for targets in found if targets is not None]
-        labels = torch.cat(known) if len(known) == len(found) else None
+        labels = None
+        if len(known) == len(found):
+            labels = torch.cat(known)
         return labels, digest.hexdigest()[:16]
 
     def train_loader(self, rows: Rows, seed: int) -> DataLoader[Any]:
@@ -233,7 +235,9 @@ def _dataset(part: Any, name: str) -> Any:
 
 
 def _tensor(array: Any) -> Tensor:
-    return array if isinstance(array, Tensor) else torch.as_tensor(np.asarray(array))
+    if isinstance(array, Tensor):
+        return array
+    return torch.as_tensor(np.asarray(array))
 
 
 def chosen_rows(labels: Tensor | None, length: int, counts: Sequence[int], seed: int) -> Rows:

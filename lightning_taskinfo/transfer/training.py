@@ -237,7 +237,9 @@ class EpochKeeper(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keep the epoch's metrics, then everything."""
         # The last ones too: Lightning forgets them when a run goes on.
-        row = dict(self.curve[-1]) if self.curve else {}
+        row = {}
+        if self.curve:
+            row.update(self.curve[-1])
         for name, value in trainer.callback_metrics.items():
             row[name] = float(value)
         row["epoch"] = trainer.current_epoch + 1
@@ -246,7 +248,8 @@ class EpochKeeper(Callback):
         if begun >= self._next_write:
             save_checkpoint(trainer, self.folder / "last.ckpt")
             ended = time.monotonic()
-            self._next_write = ended + 20 * (ended - begun) if self.lean else 0.0
+            if self.lean:
+                self._next_write = ended + 20 * (ended - begun)
 
     def on_save_checkpoint(
         self,

@@ -133,7 +133,10 @@ class TransferDataModule(LightningDataModule):
         for name, task in zip(("source", "target"), self.tasks(), strict=True):
             what = self.arguments[name]
             if isinstance(what, str | os.PathLike):
-                changes[name] = os.path.abspath(what) if os.path.exists(what) else what
+                if os.path.exists(what):
+                    changes[name] = os.path.abspath(what)
+                else:
+                    changes[name] = what
             elif not isinstance(what, ArrayData):
                 changes[name] = task
         return self.replaced(**changes)
