@@ -72,9 +72,10 @@ def plot_curves(
     for name in names:
         points = []
         for row in rows:
-            pair = (row.get(x, math.nan), row.get(name, math.nan))
-            if not any(map(math.isnan, pair)):
-                points.append(pair)
+            at = row.get(x, math.nan)
+            value = row.get(name, math.nan)
+            if not math.isnan(at) and not math.isnan(value):
+                points.append((at, value))
         if not points:
             raise ValueError(f"`names` must have been measured together with {x!r}, got {name!r}.")
         marker = "." if len(points) < 50 else ""

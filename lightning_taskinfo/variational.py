@@ -95,7 +95,8 @@ class NoisyWeight(nn.Module):
     @torch.compiler.disable  # a generator would break the graph anyway, and each draw would compile anew
     def forward(self, mean: Tensor) -> Tensor:
         """Return a sample of the weight, or its mean in eval mode."""
-        if not (self.training if self.sampled is None else self.sampled):
+        sampled = self.training if self.sampled is None else self.sampled
+        if not sampled:
             return mean
         held = self._held
         seed = self._next_seed() if held.seed is None else held.seed

@@ -41,7 +41,9 @@ def inner_model(model: nn.Module) -> nn.Module | None:
             kinds.append(getattr(sys.modules[package], name))
     if not kinds:
         return None
-    found = {id(each): each for each in _outermost(model, tuple(kinds))}
+    found = {}
+    for each in _outermost(model, tuple(kinds)):
+        found[id(each)] = each
     models = [*found.values()]
     if len(models) > 1:  # beside a teacher, say
         models = [each for each in models if _is_trained(each)]

@@ -60,7 +60,9 @@ class FisherTrace(Probe):
     def observe(self, model: nn.Module, samples: Samples) -> TraceSums:
         request = samples.request()
         norms = squared_norms_by_name(model, samples.inputs, samples.targets, request)
-        counted = {name: part[: samples.counted] for name, part in norms.items()}
+        counted = {}
+        for name, part in norms.items():
+            counted[name] = part[: samples.counted]
         return TraceSums.of(counted)
 
     def summarise(self, observed: TraceSums, samples: Samples) -> dict[str, float]:

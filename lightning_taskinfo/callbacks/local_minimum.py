@@ -108,7 +108,9 @@ class LocalMinimum(Probe):
             draws=self.draws,
             generator=Generator().manual_seed(samples.seed),
         )
-        values = {name: value.item() for name, value in result._asdict().items()}
+        values = {}
+        for name, value in result._asdict().items():
+            values[name] = value.item()
         values["mean_loss"] = samples.losses(model).mean().item()
         return values
 

@@ -297,7 +297,10 @@ def _said_to_be_initial(prior: Prior) -> bool:
 
 def _about_fixed_tensors(model: nn.Module, prior: Prior, center: Mapping[str, Tensor]) -> list[str]:
     """Frozen parameters and buffers are outside the KL: valid only if they are still what they were."""
-    norms = {name for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
+    norms = set()
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm):
+            norms.add(name)
     fixed = fixed_tensors(model)
     buffers = dict(model.named_buffers())
     known = [name for name in prior.fixed if name in fixed]

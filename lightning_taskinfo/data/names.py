@@ -239,7 +239,8 @@ def _random_labels(data: ArrayData, seed: int) -> tuple[NDArray[np.int64], NDArr
     generator = torch.Generator().manual_seed(seed_from(seed, 1))
 
     def drawn(y: NDArray[np.int64]) -> NDArray[np.int64]:
-        labels = torch.randint(data.num_classes, (len(y),), generator=generator)
+        size = (len(y),)
+        labels = torch.randint(data.num_classes, size, generator=generator)
         return labels.numpy()
 
     return drawn(data.y_train), drawn(data.y_test)

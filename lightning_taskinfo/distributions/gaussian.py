@@ -123,13 +123,12 @@ class IsotropicGaussian(WeightGaussian):
         return drawn
 
     def log_det(self) -> Tensor:  # noqa: D102
-        stds = [self.std[name] for name in self.mean]
-        log_std = _on_cpu(stds).log()
+        log_std = _on_cpu([*self.std.values()]).log()
         return 2 * (log_std * self._counts()).sum()
 
     def kl(self, pre: "IsotropicGaussian") -> Tensor:  # noqa: D102
         shift = self._squared_shift(pre)
-        ratios = [self.std[name] / pre.std[name] for name in self.mean]
+        ratios = [std / pre.std[name] for name, std in self.std.items()]
         rho = 2 * _on_cpu(ratios).log()
         widths = self._counts() * (rho.expm1() - rho)
         return 0.5 * (shift.cpu() + widths.sum())
@@ -294,7 +293,10 @@ class LowRankGaussian(WeightGaussian):
         self._prior_std = self._flat_std(pre)  # [k]
         diagonal = self._flat(curvature.diagonal)
         self._stretch = 1 + self._prior_std**2 * diagonal / beta  # E, [k]
-        factors = [curvature.factor[name].double().flatten(1) for name in self.mean]
+        factors = []
+        for name in self.mean:
+            factor = curvature.factor[name].double()
+            factors.append(factor.flatten(1))
         U = torch.cat(factors, dim=1).T  # [k, r]
         scales = (curvature.scales.double() / beta).sqrt()
         units = self._prior_std / self._stretch.sqrt()
@@ -307,17 +309,21 @@ class LowRankGaussian(WeightGaussian):
         self._directions = V @ R[:, used] / self._squares.sqrt()  # Q, [k, r]
 
     def sample(self, generator: Generator | None = None) -> ParamDict:  # noqa: D102
-        noises = [_randn_like(mean, generator).flatten() for mean in self.mean.values()]
+        noises = []
+        for mean in self.mean.values():
+            noise = _randn_like(mean, generator)
+            noises.append(noise.flatten())
         z = torch.cat(noises).double()
         shrink = 1 - (1 + self._squares).rsqrt()
         along = self._directions.T @ z
         z = z - self._directions @ (shrink * along)  # (I + VVᵀ)^{-1/2} z
         noise = self._prior_std * self._stretch.rsqrt() * z
         sizes = [mean.numel() for mean in self.mean.values()]
+        parts = noise.split(sizes)
         drawn = {}
-        for name, part in zip(self.mean, noise.split(sizes), strict=True):
-            mean = self.mean[name]
-            drawn[name] = mean + part.view_as(mean).to(mean.dtype)
+        for (name, mean), part in zip(self.mean.items(), parts, strict=True):
+            shift = part.view_as(mean)
+            drawn[name] = mean + shift.to(mean.dtype)
         return drawn
 
     def log_det(self) -> Tensor:  # noqa: D102
@@ -343,7 +349,10 @@ class LowRankGaussian(WeightGaussian):
         return self._flat(stds)
 
     def _flat(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        parts = [tensors[name].detach().double().flatten() for name in self.mean]
+        parts = []
+        for name in self.mean:
+            values = tensors[name].detach().double()
+            parts.append(values.flatten())
         return torch.cat(parts)
 
 

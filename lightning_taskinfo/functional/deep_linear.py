@@ -320,7 +320,8 @@ def negative_transfer_interval(theta: Number, sigma: Number) -> NegativeTransfer
     exists = sigma < 1 - cos
     lower = torch.where(exists, lower, torch.nan)
     upper = torch.where(exists, upper, torch.nan)
-    onset = torch.where(sigma == 0, 1.0, 1 + noise / sin.square())
+    onset = 1 + noise / sin.square()
+    onset = torch.where(sigma == 0, 1.0, onset)
     onset = torch.where(sin < 1e-7, torch.inf, onset)
     return NegativeTransfer(lower, upper, onset)
 

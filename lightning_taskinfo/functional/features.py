@@ -80,7 +80,8 @@ def relu_kernel(weights: Tensor, others: Tensor) -> Tensor:
     norms = rows * columns
     tiny = torch.finfo(norms.dtype).tiny
     products = weights @ others.mT
-    u = (products / norms.clamp(min=tiny)).clamp(-1, 1)
+    cosine = products / norms.clamp(min=tiny)
+    u = cosine.clamp(-1, 1)
     sine = (1 - u.square()).sqrt()
     beyond = torch.pi - u.arccos()
     bracket = sine + u * beyond

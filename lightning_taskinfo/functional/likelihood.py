@@ -352,8 +352,8 @@ class NumberedDraws:
             drawn = torch.rand(shape, generator=generator, dtype=torch.float64, device="cpu")
             self._uniform = drawn.clamp(min=2.0**-54)
         stop = self.position + len(outputs)
-        # What fills a batch up draws something, too.
-        rows = torch.arange(self.position, stop, device="cpu") % self.total
+        numbers = torch.arange(self.position, stop, device="cpu")
+        rows = numbers % self.total  # what fills a batch up draws something, too
         u = self._uniform[self.draw, rows]
         self.draw += 1
         if self.draw == self.mc_samples:
@@ -407,7 +407,8 @@ def output_scores(
     if labels == "empirical":
         if targets is None:
             raise ValueError("`targets` must be given for `labels='empirical'`, got None.")
-        yield likelihood.score(outputs, targets) * likelihood.counted(outputs, targets)
+        score = likelihood.score(outputs, targets)
+        yield score * likelihood.counted(outputs, targets)
         return
     weight: float | Tensor = 1.0
     if labels != "exact":
@@ -415,11 +416,13 @@ def output_scores(
     if targets is not None:
         weight = weight * likelihood.counted(outputs, targets)
     if labels == "exact":
-        yield from (score * weight for score in likelihood.roots(outputs))
+        for score in likelihood.roots(outputs):
+            yield score * weight
         return
     for _ in range(mc_samples):
         drawn = likelihood.sample(outputs, generator)
-        yield likelihood.score(outputs, drawn) * weight
+        score = likelihood.score(outputs, drawn)
+        yield score * weight
 
 
 def _inside(targets: Tensor, classes: int) -> bool:
@@ -439,15 +442,17 @@ def _one_token_at_a_time(root: Tensor) -> Iterator[Tensor]:
     if root.dim() == 2:
         yield root
         return
-    tokens = math.prod(root.shape[1:-1])
+    shape = root.shape[1:-1]
+    tokens = math.prod(shape)
     for keep in torch.eye(tokens, device=root.device, dtype=root.dtype):
-        yield root * keep.view(*root.shape[1:-1], 1)
+        yield root * keep.view(*shape, 1)
 
 
 def _one_output_at_a_time(root: Tensor) -> Iterator[Tensor]:
-    outputs = math.prod(root.shape[1:])
+    shape = root.shape[1:]
+    outputs = math.prod(shape)
     for keep in torch.eye(outputs, device=root.device, dtype=root.dtype):
-        yield root * keep.view(root.shape[1:])
+        yield root * keep.view(shape)
 
 
 def _check_same_shape(outputs: Tensor, targets: Tensor | None) -> None:

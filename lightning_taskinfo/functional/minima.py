@@ -52,7 +52,8 @@ def log_determinant(gram: Tensor) -> Tensor:
     correlation = xi * unit.unsqueeze(-1) * unit.unsqueeze(-2)
     eigenvalues = torch.linalg.eigvalsh(correlation)  # [..., N], ascending
     largest = eigenvalues[..., -1:]
-    noise = torch.finfo(xi.dtype).eps * xi.shape[-1] * largest
+    eps = torch.finfo(xi.dtype).eps
+    noise = eps * xi.shape[-1] * largest
     kept = eigenvalues.where(eigenvalues > noise, 0.0)
     of_scale = scale.log().sum(-1)
     return of_scale + kept.log().sum(-1)
@@ -113,9 +114,10 @@ def local_minimum_summary(
     columns = chosen.unsqueeze(1)
     xi = gram.double()[rows, columns]  # [T, N', N']
     gammas = log_determinant(xi)
-    if bool(gammas.isinf().any()):
+    singular = gammas.isinf()
+    if bool(singular.any()):
         warn(
-            f"The gradients of {n} samples span {_rank(xi[gammas.isinf()][0])} directions only, so that the "
+            f"The gradients of {n} samples span {_rank(xi[singular][0])} directions only, so that the "
             "log-determinant of their Gram matrix is -inf; set `subset_size` well below that.",
         )
     error = torch.full_like(gammas[0], math.nan)

@@ -237,16 +237,16 @@ def joint_and_product(scores: Tensor, negatives: Negatives = "others") -> tuple[
         (tensor([1., 4.]), tensor([2., 3.]))
     """
     check_negatives(negatives)
-    if scores.ndim != 2 or scores.shape[0] != scores.shape[1] or len(scores) < 2:
-        raise ValueError(
-            f"`scores` must have shape [B, B] with B of at least 2, got {tuple(scores.shape)}."
-        )
+    shape = tuple(scores.shape)
+    square = len(shape) == 2 and shape[0] == shape[1]
+    if not square or len(scores) < 2:
+        raise ValueError(f"`scores` must have shape [B, B] with B of at least 2, got {shape}.")
     if negatives == "all":
         return scores.diagonal(), scores.flatten()
     B = len(scores)
     # Without its first entry, the matrix read in rows of B + 1 has the diagonal as its last column.
-    behind_first = scores.flatten()[1:].view(B - 1, B + 1)
-    product = behind_first[:, :-1]
+    behind_first = scores.flatten()[1:]
+    product = behind_first.view(B - 1, B + 1)[:, :-1]
     return scores.diagonal(), product.flatten()
 
 

@@ -339,7 +339,8 @@ def oracle_complexity(curvature: Tensor, displacement: Tensor, *, beta: float) -
     ratio = 0.5 * root_u * (root_u + other)  # u/s = λ²h/β
     costs = shift + ratio.log1p()
     objective = 0.5 * beta * costs.sum()
-    kl = 0.5 * (costs - ratio / (1 + ratio)).sum()
+    shrunk = costs - ratio / (1 + ratio)
+    kl = 0.5 * shrunk.sum()
     # Unfelt by the loss: any width costs nothing.
     prior = torch.where(h > 0, beta * ratio / h, torch.inf)
     post = torch.where(h > 0, prior / (1 + ratio), torch.inf)

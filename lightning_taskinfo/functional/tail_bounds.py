@@ -94,7 +94,8 @@ def _upper(x: Tensor, delta: float) -> Tensor:
     high = torch.ones_like(low)
     for _ in range(60):
         middle = 0.5 * (low + high)
-        capital = (stakes * (middle - x)).log1p().sum()  # its logarithm
+        gains = stakes * (middle - x)
+        capital = gains.log1p().sum()  # its logarithm
         rejected = capital >= goal
         low = torch.where(rejected, low, middle)
         high = torch.where(rejected, middle, high)
@@ -209,9 +210,10 @@ def most_errors_below(bound: float, n: int, delta: float) -> int:
 def _log_terms(errors: int, n: int, p: Tensor) -> Tensor:
     """Log-probabilities of 0 to ``errors`` errors, one entry each in the last axis."""
     i = torch.arange(errors + 1, dtype=torch.float64, device=p.device)  # [k + 1]
+    others = n - i
     log_choose = math.lgamma(n + 1) - torch.lgamma(i + 1)
-    log_choose = log_choose - torch.lgamma(n - i + 1)
-    return log_choose + xlogy(i, p) + xlog1py(n - i, -p)
+    log_choose = log_choose - torch.lgamma(others + 1)
+    return log_choose + xlogy(i, p) + xlog1py(others, -p)
 
 
 def _check_counts(errors: int, n: int) -> None:

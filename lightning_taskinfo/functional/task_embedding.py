@@ -172,7 +172,8 @@ def classical_scaling(distances: Tensor, *, dimensions: int = 2) -> PlanarMap:
         )
     check_counts(dimensions=dimensions)
     K = len(distances)
-    J = torch.eye(K, dtype=distances.dtype, device=distances.device) - 1 / K
+    identity = torch.eye(K, dtype=distances.dtype, device=distances.device)
+    J = identity - 1 / K
     centred = -0.5 * J @ distances.square() @ J
     values, vectors = torch.linalg.eigh(centred)  # in rising order
     kept = values.flip(0)[:dimensions].clamp(min=0)
@@ -183,6 +184,7 @@ def classical_scaling(distances: Tensor, *, dimensions: int = 2) -> PlanarMap:
     largest = points.gather(0, farthest)  # [1, dimensions]
     spread = values.abs().sum()
     tiny = torch.finfo(values.dtype).tiny
-    share = torch.where(spread > 0, kept.sum() / spread.clamp(min=tiny), 1.0)
+    explained = kept.sum() / spread.clamp(min=tiny)
+    share = torch.where(spread > 0, explained, 1.0)
     points = torch.where(largest < 0, -points, points)
     return PlanarMap(points, share)

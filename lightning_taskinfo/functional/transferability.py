@@ -81,7 +81,8 @@ def _best_evidence(spectrum: Tensor, projected: Tensor, outside: Tensor, N: int)
     def evidence(ratios: Tensor) -> Tensor:
         return _evidence(ratios, spectrum, projected, outside, N)
 
-    ratios = (RATIOS.to(scale.device) * scale).expand(len(outside), -1)  # [K, T]
+    grid = RATIOS.to(scale.device) * scale
+    ratios = grid.expand(len(outside), -1)  # [K, T]
     step = RATIOS[1].item() / RATIOS[0].item()
     place = evidence(ratios).argmax(1, keepdim=True)
     best = ratios.gather(1, place)  # [K, 1]
@@ -104,9 +105,10 @@ def _evidence(
     """Log evidence at ratios ``[K, T]``, one row per column of the labels, with the noise at its best."""
     ratios = ratios.unsqueeze(-1)
     kept = ratios / (spectrum + ratios)  # [K, T, R]
-    inside = (kept * projected.T.unsqueeze(1)).sum(-1)
-    Q = inside + outside.unsqueeze(-1)  # [K, T]
-    Q = Q.clamp(min=torch.finfo(Q.dtype).tiny)
+    missed = kept * projected.T.unsqueeze(1)
+    Q = missed.sum(-1) + outside.unsqueeze(-1)  # [K, T]
+    tiny = torch.finfo(Q.dtype).tiny
+    Q = Q.clamp(min=tiny)
     noise = torch.log(2 * torch.pi * Q / N) + 1
     volume = kept.log().sum(-1)
     return 0.5 * volume - 0.5 * N * noise
@@ -320,7 +322,8 @@ def _columns(labels: Tensor) -> Tensor:
     if not labels.is_floating_point():
         return one_hot(_checked_classes(labels)).double()
     columns = labels.double().reshape(len(labels), -1)
-    if not columns.isfinite().all() or not (columns != columns[0]).any():
+    differ = columns != columns[0]
+    if not columns.isfinite().all() or not differ.any():
         raise ValueError(
             f"`labels` must be finite and differ, got {len(labels)} values without that."
         )

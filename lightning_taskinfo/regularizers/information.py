@@ -44,14 +44,21 @@ class WeightInformation(Regularizer):
     """
 
     def __init__(
-        self, beta: float | WeightSchedule = 1.0, *, num_samples: int | None = None
+        self,
+        beta: float | WeightSchedule = 1.0,
+        *,
+        num_samples: int | None = None,
     ) -> None:
         super().__init__(beta, argument="beta")
         check_counts(num_samples=num_samples)
         self.num_samples = num_samples
 
     def forward(
-        self, model: nn.Module, *, num_samples: int | None = None, epoch: int = 0
+        self,
+        model: nn.Module,
+        *,
+        num_samples: int | None = None,
+        epoch: int = 0,
     ) -> Tensor:
         """Return the penalty.
 

@@ -32,7 +32,10 @@ class MultiKernelMMD(Regularizer):
     """
 
     def __init__(
-        self, *, weight: float | WeightSchedule = 1.0, widths: Sequence[float] | None = None
+        self,
+        *,
+        weight: float | WeightSchedule = 1.0,
+        widths: Sequence[float] | None = None,
     ) -> None:
         super().__init__(weight)
         check_positive(widths=widths)

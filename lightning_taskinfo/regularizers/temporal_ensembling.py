@@ -85,7 +85,11 @@ class TemporalEnsembling(Regularizer):
         self.register_buffer("last_epoch", torch.full((num_samples,), -1, dtype=torch.int32))
 
     def forward(
-        self, outputs: Tensor, index: Tensor | Sequence[int], *, epoch: int | None = None
+        self,
+        outputs: Tensor,
+        index: Tensor | Sequence[int],
+        *,
+        epoch: int | None = None,
     ) -> Tensor:
         """Return the penalty, and in train mode move the averages of these samples.
 

@@ -85,7 +85,8 @@ def draw_tasks(
     directions = torch.stack([theta.cos(), theta.sin()], -1)  # [A, 2]
     target = directions @ plane  # [R, A, d]
     inputs = randn(repetitions, n, dimension)
-    labels = inputs @ target.mT + sigma * randn(repetitions, n, 1)
+    noise = sigma * randn(repetitions, n, 1)
+    labels = inputs @ target.mT + noise
     return LinearTasks(plane[:, 0], target, inputs, labels)
 
 
@@ -167,12 +168,13 @@ def minimum_norm(draws: LinearTasks) -> tuple[Tensor, Tensor]:
         factor = torch.linalg.cholesky(X @ X.mT)
         seen = X @ draws.source.unsqueeze(-1)
         right = torch.cat([y, seen], -1)
-        solved = (X.mT @ torch.cholesky_solve(right, factor)).mT  # [R, A + 1, d]
+        weights = torch.cholesky_solve(right, factor)  # [R, n, A + 1]
+        solved = (X.mT @ weights).mT  # [R, A + 1, d]
         unseen = draws.source - solved[:, -1]
         return solved[:, :-1], unseen
     factor = torch.linalg.cholesky(X.mT @ X)
-    solved = torch.cholesky_solve(X.mT @ y, factor).mT
-    return solved, torch.zeros_like(draws.source)
+    solved = torch.cholesky_solve(X.mT @ y, factor)
+    return solved.mT, torch.zeros_like(draws.source)
 
 
 def _ridge_on_feature(draws: LinearTasks, ridge: float) -> Tensor:

@@ -95,7 +95,8 @@ class DistanceMatrix(Tabled):
         measured = torch.stack([self.mean, self.standard_error, new_head])
         values = measured.flatten(1).T.tolist()  # [K * K, 3]
         rows: list[list[str | float]] = []
-        for pair, row in zip(product(self.names, repeat=2), values, strict=True):
+        pairs = product(self.names, repeat=2)
+        for pair, row in zip(pairs, values, strict=True):
             rows.append([*pair, *row])
         return columns, rows
 
@@ -135,10 +136,9 @@ class DistanceMatrix(Tabled):
         """Return everything, ready for JSON; an error that a single seed cannot give is ``None``."""
         values: dict[str, Any] = dict(vars(self))
         values["mean"] = self.mean
+        values["standard_error"] = None
         if len(self.seeds) > 1:
             values["standard_error"] = self.standard_error
-        else:
-            values["standard_error"] = None
         for name, value in values.items():
             if isinstance(value, Tensor):
                 values[name] = value.tolist()
@@ -162,10 +162,12 @@ class DistanceMatrix(Tabled):
         fig.colorbar(image, ax=ax, label="distance (nats)", shrink=0.8)
         middle = 0.5 * (mean.min() + mean.max())
         for row, column in product(tasks, repeat=2):
-            text = f"{round(mean[row, column].item())}"
-            if error[row, column].isfinite():
-                text += f"\n±{error[row, column]:.0f}"
-            color = "white" if mean[row, column] > middle else "black"
+            value = mean[row, column]
+            spread = error[row, column]
+            text = f"{round(value.item())}"
+            if spread.isfinite():
+                text += f"\n±{spread:.0f}"
+            color = "white" if value > middle else "black"
             ax.text(column, row, text, ha="center", va="center", color=color, fontsize=8)
         ax.set_xticks(tasks, self.names, rotation=30, ha="right")
         ax.set_yticks(tasks, self.names)
@@ -286,7 +288,8 @@ def task_distance(
     sizes = [len(targets) for _, targets in data]
     K = range(len(data))
     wanted: set[tuple[int, ...]] = {(i,) for i in K}
-    wanted |= {_trained(pair, sizes) for pair in product(K, repeat=2)}
+    for pair in product(K, repeat=2):
+        wanted.add(_trained(pair, sizes))
     jobs = {}
     for seed, parts in product(seeds, sorted(wanted)):
         own = [data[i] for i in parts]
@@ -347,7 +350,8 @@ def _measured(
     for s, seed in enumerate(seeds):
         for i in range(K):
             alone = found[_name(seed, (i,))]
-            information[s, i] = alone["kl"]["trunk"] + alone["kl"]["heads.0"]
+            kl = alone["kl"]
+            information[s, i] = kl["trunk"] + kl["heads.0"]
             objective[s, i] = alone["objective"]
         for i, j in product(range(K), repeat=2):
             parts = _trained((i, j), sizes)

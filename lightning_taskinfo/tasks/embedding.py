@@ -377,8 +377,10 @@ def log_embeddings(
         difficulty, _ = plot_difficulty(embeddings)
         figures["difficulty"] = difficulty
     names = [embedding.name for embedding in embeddings]
-    distances = embedding_distances(embeddings, alpha=alpha).tolist()
-    distance_rows = [[name, *row] for name, row in zip(names, distances, strict=True)]
+    distances = embedding_distances(embeddings, alpha=alpha)
+    distance_rows = []
+    for name, row in zip(names, distances.tolist(), strict=True):
+        distance_rows.append([name, *row])
     task_rows = [list(row.values()) for row in rows]
     tables = {
         "tasks": (list(rows[0]), task_rows),

@@ -314,7 +314,8 @@ def _boundaries(
     if mode == "fine_tune":
         largest = min(1.0, max_gamma) - 1e-6
         gamma = torch.linspace(1e-3, largest, 2000, dtype=torch.float64)
-        return [(gamma, deep_linear.fine_tuning_boundary(gamma, sigma, depth=depth))]
+        theta = deep_linear.fine_tuning_boundary(gamma, sigma, depth=depth)
+        return [(gamma, theta)]
     theta = torch.linspace(1e-4, math.pi / 2, 4000, dtype=torch.float64)
     curves = deep_linear.negative_transfer_interval(theta, sigma)
     return [(curve, theta) for curve in curves]

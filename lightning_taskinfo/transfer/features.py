@@ -68,7 +68,8 @@ def read_labelled(data: Any, batch_fn: BatchFn | None) -> Labelled:
 def _batches(data: Any) -> Iterable[Any]:
     if isinstance(data, Mapping):
         return [data]
-    if isinstance(data, list | tuple) and any(isinstance(part, Tensor) for part in data):
+    several = isinstance(data, list | tuple)
+    if several and any(isinstance(part, Tensor) for part in data):
         if len(data) != 2:
             raise ValueError(
                 f"`data` must be a batch (inputs, labels), or yield such, got {described(data)}."
@@ -346,8 +347,12 @@ def _opened_until(
 
 
 def _children(modules: Mapping[str, nn.Module], name: str) -> list[str]:
-    names = [f"{name}.{child}".lstrip(".") for child, _ in modules[name].named_children()]
-    return [child for child in names if child in modules]
+    found = []
+    for child, _ in modules[name].named_children():
+        whole = f"{name}.{child}".lstrip(".")
+        if whole in modules:
+            found.append(whole)
+    return found
 
 
 def _weights(module: nn.Module) -> int:

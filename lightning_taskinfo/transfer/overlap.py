@@ -179,8 +179,9 @@ class FeatureOverlap(Tabled):
         """
         low, high = self.interval(confidence)
         ends = crossings(low, self.outside, high, fitted_curve(curve))
+        _, middle, _ = ends
         far = []
-        for layer, onset in zip(self.layers, ends[1].tolist(), strict=True):
+        for layer, onset in zip(self.layers, middle.tolist(), strict=True):
             if is_far(onset, [*curve]):
                 far.append(f"{layer} ({onset:.2g})")
         if far:
@@ -202,13 +203,14 @@ def fitted_curve(curve: Mapping[int, float]) -> PowerLaw:
     Raises:
         ValueError: If there are fewer than two, one is no positive share, or they do not fall.
     """
-    shares = all(n > 0 and 0 < error <= LARGEST_SHARE for n, error in curve.items())
-    if len(curve) < 2 or not shares:
+    shares = all(0 < error <= LARGEST_SHARE for error in curve.values())
+    if len(curve) < 2 or min(curve) <= 0 or not shares:
         raise ValueError(
             "`curve` must hold positive shares, not in per cent, at two or more numbers of labels, got "
             f"{dict(curve)}."
         )
-    n, errors = torch.tensor([*curve.items()], dtype=torch.float64).T
+    points = torch.tensor([*curve.items()], dtype=torch.float64)
+    n, errors = points.T
     amplitude, exponent = fit_power_law(n, errors)
     if exponent <= 0:
         raise ValueError(f"`curve` must fall with the number of labels, got {dict(curve)}.")
@@ -292,10 +294,14 @@ def feature_overlap(
     network = ObservedNetwork.of(model, samples.few, forward_fn)
     frozen = network.read(samples, layers, max_features)
     fold = torch.arange(len(columns)) % folds
-    found = [read_out(values, columns, fold) for values in frozen.features.values()]
-    missed = torch.stack([one.missed for one in found])
-    errors = torch.stack([one.standard_error for one in found])
-    return FeatureOverlap(tuple(frozen.features), missed, errors, len(columns))
+    missed = []
+    errors = []
+    for values in frozen.features.values():
+        found = read_out(values, columns, fold)
+        missed.append(found.missed)
+        errors.append(found.standard_error)
+    layers = tuple(frozen.features)
+    return FeatureOverlap(layers, torch.stack(missed), torch.stack(errors), len(columns))
 
 
 def label_columns(labels: Tensor, folds: int) -> Tensor:
@@ -306,7 +312,8 @@ def label_columns(labels: Tensor, folds: int) -> Tensor:
     """
     if labels.is_floating_point():
         columns = labels.double().reshape(len(labels), -1)
-        if columns.shape[1] == 1 and bool((columns == columns.round()).all()):
+        whole = columns == columns.round()
+        if columns.shape[1] == 1 and bool(whole.all()):
             warn(
                 "The labels of `data` are whole numbers of a floating type, and are taken as real values; convert "
                 "them with .long() if they are classes."
@@ -347,4 +354,5 @@ def onset_of(overlap: Mapping[str, Any], curve: Mapping[int, float]) -> list[flo
     share, error = torch.tensor(last, dtype=torch.float64)
     found = FeatureOverlap((), share, error, samples=0)
     low, high = found.interval()
-    return [end.item() for end in crossings(low, found.outside, high, law)]
+    ends = crossings(low, found.outside, high, law)
+    return [end.item() for end in ends]

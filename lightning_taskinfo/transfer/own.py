@@ -133,12 +133,13 @@ class Own(Recipe):
                     self.rows[seed] = np.random.default_rng(seed).permutation(size)
                 self._check_certified(classes, module)
             logged, self.seconds = self._tried()
+        options = {option: _plain(value) for option, value in self.trainer.items()}
         self.configuration = {
             "version": VERSION,
             "module": f"{type(module).__module__}.{type(module).__qualname__}",
             "data": {"training": fingerprint, "samples": size, "test": len(self.target.test)},
             "batch_size": self.target.batch_size,
-            "trainer": {option: _plain(value) for option, value in self.trainer.items()},
+            "trainer": options,
             "metric": logged,
             "mode": mode,
         }
@@ -156,7 +157,8 @@ class Own(Recipe):
                 pairs += [(name, way) for way in self.ways]
         trials = []
         for seed, count, (name, way) in product(self.seeds, self.labels, pairs):
-            trials.append(light._trial(name, way, count, seed, root, log))
+            trial = light._trial(name, way, count, seed, root, log)
+            trials.append(trial)
         return trials
 
     def _trial(
@@ -346,8 +348,10 @@ def _read_starts(make: MakeModule, starts: Mapping[str, Given]) -> dict[str, Sta
             rule = "names of letters, digits, dots, dashes and underscores other than 'scratch'"
             raise ValueError(f"`starts` must have {rule}, got {name!r}.")
     make_module(make)
-    read = {name: read_start(name, given, make) for name, given in starts.items()}
-    return {SCRATCH: Start(SCRATCH, make, {}), **read}
+    read = {SCRATCH: Start(SCRATCH, make, {})}
+    for name, given in starts.items():
+        read[name] = read_start(name, given, make)
+    return read
 
 
 def _plain(value: Any) -> Any:

@@ -109,7 +109,8 @@ def overlap_table(report: "TransferReport") -> TextTable:
         overlaps = [result.overlap for result in results if result.overlap]
         if not overlaps:
             continue
-        onset = _onset([one["onset"] for one in overlaps if one.get("onset")], report.labels)
+        onsets = [one["onset"] for one in overlaps if one.get("onset")]
+        onset = _onset(onsets, report.labels)
         for place, layer in enumerate(overlaps[0]["layers"]):
             shares = _range([overlap["outside"][place] for overlap in overlaps])
             errors = _range([overlap["standard_error"][place] for overlap in overlaps])
@@ -194,7 +195,8 @@ def _onset(onsets: Sequence[Sequence[float | None]], measured: Sequence[int]) ->
         return ""
     finite = []
     for ends in onsets:
-        finite.append([math.inf if end is None else end for end in ends])
+        known = [math.inf if end is None else end for end in ends]
+        finite.append(known)
     lows, middles, highs = zip(*finite, strict=True)
     onset = median(middles)
     span = (min(lows), onset, max(highs))
@@ -328,12 +330,14 @@ def findings(report: "TransferReport", confidence: float) -> list[str]:
     gains = report.transferability(confidence)
     groups: dict[tuple[int, str], list[Comparison]] = {}
     for gain in sorted(gains, key=lambda gain: gain.labels):
-        groups.setdefault((gain.labels, gain.baseline), []).append(gain)
+        group = groups.setdefault((gain.labels, gain.baseline), [])
+        group.append(gain)
     lines = []
     for (labels, baseline), group in groups.items():
         said: dict[str, str] = {}
         for measure in report.measures:
-            words = _words([gain for gain in group if gain.measure == measure.name])
+            measured = [gain for gain in group if gain.measure == measure.name]
+            words = _words(measured)
             if words in said.values():
                 said[measure.name] = "the same"
             else:

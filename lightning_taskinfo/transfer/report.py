@@ -70,7 +70,10 @@ class Result:
                 raise ValueError(
                     f"`{name}` must be a whole number of at least {least}, got {value!r} in {self}."
                 )
-        for name, numbers in {"test": self.test, "source": self.source or {"loss": 0.0}}.items():
+        checked = {"test": self.test}
+        if self.source:
+            checked["source"] = self.source
+        for name, numbers in checked.items():
             values = numbers.values() if isinstance(numbers, dict) else ()
             if not values or not all(_is(value, int | float) for value in values):
                 raise ValueError(f"`{name}` must hold numbers by name, got {numbers!r} in {self}.")
@@ -111,7 +114,9 @@ def checked_results(results: Iterable[Result | Mapping[str, Any]]) -> tuple[Resu
         ValueError: If there is none, two have the same key, or one has a key too many, too few
             or of a wrong kind.
     """
-    given = [asdict(r) if isinstance(r, Result) else r for r in results]
+    given = []
+    for result in results:
+        given.append(asdict(result) if isinstance(result, Result) else result)
     rows = plain(given, "results")
     try:
         found = tuple(Result(**row) for row in rows)
@@ -420,7 +425,8 @@ class TransferReport:
         values = read_json(path)
         names = {field.name for field in fields(cls)}
         # A report of an earlier version has no starts.
-        if not isinstance(values, dict) or {*values, "starts"} - {"figures"} != names:
+        is_report = isinstance(values, dict) and {*values, "starts"} - {"figures"} == names
+        if not is_report:
             raise ValueError(f"{path}: not a report of a transfer experiment.")
         values.pop("figures", None)
         return cls(**values)
@@ -448,7 +454,9 @@ class TransferReport:
 
         limit = 1.0 if measure.share else math.inf
         bounds = (-limit, limit)
-        gain = paired_gain(risks(baseline), risks(method), confidence=confidence, bounds=bounds)
+        before = risks(baseline)
+        after = risks(method)
+        gain = paired_gain(before, after, confidence=confidence, bounds=bounds)
         return Comparison(method, labels, baseline, measure.name, gain)
 
 
@@ -491,7 +499,8 @@ def _means(results: Sequence[Result]) -> dict[str, float | None]:
     """Means over seeds of what is told beside the risks, over those that have it."""
     means = {}
     for name, path in MEANS.items():
-        means[name] = _mean([_inside(vars(one), path) for one in results])
+        values = [_inside(vars(one), path) for one in results]
+        means[name] = _mean(values)
     seconds = [sum(one.seconds.values()) for one in results]
     means["seconds"] = _mean([each or None for each in seconds])
     return means

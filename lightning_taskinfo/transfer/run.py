@@ -169,10 +169,13 @@ def transfer(
     ready: dict[str, Any] = {"methods": methods, "stages": stages, "weights": weights}
     own: dict[str, Any] = {"metric": metric, "mode": mode, "trainer": trainer}
     own |= {"batch_size": batch_size, "certify": certify or None}
-    other = "without" if starts is None else "with"
-    for argument, value in (own if starts is None else ready).items():
+    if starts is None:
+        unused, when = own, "without"
+    else:
+        unused, when = ready, "with"
+    for argument, value in unused.items():
         if value is not None:
-            raise ValueError(f"`{argument}` must be left out {other} `starts`, got {value!r}.")
+            raise ValueError(f"`{argument}` must be left out {when} `starts`, got {value!r}.")
     counts = None if labels is None else _whole_numbers("labels", labels)
     chosen = _seeds(seeds)
     recipe: Recipe
@@ -198,7 +201,8 @@ def transfer(
         recipe.store(root)
         with shown(progress, "transfer", len(trials)) as tell:
             found = _run(trials, executor, workers, on_done, tell)
-    results = [_result(one, trials, found) for one in trials if one.stage != "pretrain"]
+    reported = [one for one in trials if one.stage != "pretrain"]
+    results = [_result(one, trials, found) for one in reported]
     return TransferReport(results, recipe.configuration, title, dict(recipe.origins))
 
 
@@ -349,5 +353,8 @@ def _result(trial: Trial, trials: Sequence[Trial], found: Mapping[str, Any]) -> 
 
 def _point(stage: str, row: Mapping[str, float]) -> dict[str, Any]:
     """An epoch without what was measured beside training: a run that is killed measures at other steps."""
-    kept = {name: value for name, value in row.items() if not name.startswith(f"{PREFIX}/")}
-    return {"stage": stage, **kept}
+    point: dict[str, Any] = {"stage": stage}
+    for name, value in row.items():
+        if not name.startswith(f"{PREFIX}/"):
+            point[name] = value
+    return point

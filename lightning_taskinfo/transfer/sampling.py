@@ -110,7 +110,10 @@ class ImageSamples(Dataset[Any]):
 
     def __getitems__(self, draws: Sequence[Draw | int]) -> tuple[Any, Tensor]:
         """Return ``((x, y), index)`` of a batch, or ``(x, index)`` where there are no labels."""
-        plain = [draw if isinstance(draw, tuple) else (0, 0, draw) for draw in draws]
+        plain = []
+        for draw in draws:
+            whole = draw if isinstance(draw, tuple) else (0, 0, draw)
+            plain.append(whole)
         rows = torch.tensor([index for *_, index in plain])
         x = self.x[rows]
         if x.dtype == torch.uint8:
@@ -142,7 +145,8 @@ def generators_kept() -> Iterator[None]:
     """Put torch's, numpy's and Python's global generators back afterwards, on every device that is in use."""
     devices = []
     if torch.cuda.is_initialized():
-        devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+        for index in range(torch.cuda.device_count()):
+            devices.append(torch.device("cuda", index))
     restore = keep_random_states(devices)
     try:
         yield

@@ -128,7 +128,8 @@ def namespace_of(module: Any) -> str | None:
 
 def _fitted(name: str, given: Mapping[str, Any], make: MakeModule, argument: str) -> Start:
     """Weights under the names of the user's module; those of another size are left out."""
-    if not given or not all(isinstance(tensor, Tensor) for tensor in given.values()):
+    only_tensors = all(isinstance(tensor, Tensor) for tensor in given.values())
+    if not given or not only_tensors:
         raise ValueError(
             f"`{argument}` must hold tensors by name, got a mapping without or with other things."
         )
@@ -171,7 +172,10 @@ def _renamed(given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str
     for old in _prefixes(given):
         inside = [key for key in given if key.startswith(old)]
         for new in _prefixes(own):
-            every.append({new + key.removeprefix(old): given[key] for key in inside})
+            state = {}
+            for key in inside:
+                state[new + key.removeprefix(old)] = given[key]
+            every.append(state)
     return max(every, key=lambda state: len(_shared(state, own)))
 
 

@@ -155,14 +155,18 @@ def read_target(data: Any, batch_size: int | None) -> Target:
     if hasattr(data, "train_dataloader"):
         target = _of_module(data, batch_size)
     else:
-        parts = {name: _dataset(part, name) for name, part in _parts(data).items()}
+        parts = {}
+        for name, part in _parts(data).items():
+            parts[name] = _dataset(part, name)
         size = batch_size or 32
         evaluated = (max(size, 256), default_collate)
         train, test, validation = (parts.get(name) for name in PARTS)
         target = Target(train, test, validation, size, default_collate, evaluated)
     for name in PARTS:
         part = getattr(target, name)
-        if part is not None and (not hasattr(part, "__len__") or not len(part)):
+        if part is None:
+            continue
+        if not hasattr(part, "__len__") or not len(part):
             raise ValueError(
                 f"`data` must have samples to {name.removesuffix('ation')} on, got none."
             )

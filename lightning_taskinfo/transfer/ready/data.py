@@ -153,7 +153,8 @@ class TransferDataModule(LightningDataModule):
         source, target = self.tasks()
         shape = self.arguments["image_shape"] or source.image_shape
         self.image_shape: Shape = tuple(shape)
-        self.source_classes, self.target_classes = source.num_classes, target.num_classes
+        self.source_classes = source.num_classes
+        self.target_classes = target.num_classes
         self.split = self._split(target)
         self._set_source(source)
         self._set_target(target)
@@ -162,18 +163,18 @@ class TransferDataModule(LightningDataModule):
     def tasks(self) -> tuple[ImageTask, ImageTask]:
         """Return source and target as they are, before they are split."""
         where = self.arguments["data_dir"]
-        source, target = (
-            as_task(self.arguments[name], argument=name, data_dir=where)
-            for name in ("source", "target")
-        )
+        source = as_task(self.arguments["source"], argument="source", data_dir=where)
+        target = as_task(self.arguments["target"], argument="target", data_dir=where)
         return source, target
 
     def describe(self) -> dict[str, Any]:
         """Return what decides the data but for seed and number of labels, in JSON-like values; arrays as a digest."""
         source, target = self.tasks()
-        used = self.arguments | {"unlabeled": self._unlabeled()}
-        used |= {"augment": _function(self.arguments["augment"])}
-        used |= {"source": _digest(source), "target": _digest(target)}
+        used = dict(self.arguments)
+        used["unlabeled"] = self._unlabeled()
+        used["augment"] = _function(used["augment"])
+        used["source"] = _digest(source)
+        used["target"] = _digest(target)
         free = {"seed", "num_workers", "data_dir"}
         if isinstance(used["labels"], int):
             free.add("labels")
@@ -189,7 +190,10 @@ class TransferDataModule(LightningDataModule):
     def train_dataloader(self) -> Any:
         """Return the labelled and the unlabelled loader, which Lightning combines in its mode ``max_size_cycle``."""
         labeled = self.source if self.stage == "pretrain" else self.labeled
-        return {"labeled": self._loader(labeled, 0), "unlabeled": self._loader(self.unlabeled, 1)}
+        return {
+            "labeled": self._loader(labeled, 0),
+            "unlabeled": self._loader(self.unlabeled, 1),
+        }
 
     def val_dataloader(self) -> Any:
         """Return the source's test split while pretraining, the target's validation samples while fine-tuning."""
@@ -276,10 +280,11 @@ class TransferDataModule(LightningDataModule):
     def _loader(self, samples: ImageSamples, number: int) -> DataLoader[Any]:
         epoch = getattr(self.trainer, "current_epoch", 0)  # not 0 in a run that is resumed
         ranks = getattr(self.trainer, "world_size", 1)
+        seed = 2 * self.seed + number
         return DataLoader(
             samples,
             self.batch_size,
-            sampler=EpochSampler(len(samples), seed=2 * self.seed + number, epoch=epoch),
+            sampler=EpochSampler(len(samples), seed=seed, epoch=epoch),
             num_workers=self.num_workers,
             collate_fn=whole_batch,
             # A batch of one sample has no covariance; but a rank whose share fills no batch must
@@ -304,13 +309,15 @@ def _function(augment: Any) -> str | None:
     if augment is None:
         return None
     try:
-        digest = hashlib.sha256(pickle.dumps(augment)).hexdigest()[:16]
+        pickled = pickle.dumps(augment)
     except Exception as error:  # what cannot be pickled says so in many ways
         raise ValueError(
             f"`augment` must be a function or an object of a class at the top of a module, got {augment!r}: other "
             "processes import it by its name."
         ) from error
-    return f"{getattr(augment, '__qualname__', type(augment).__qualname__)} {digest}"
+    name = getattr(augment, "__qualname__", type(augment).__qualname__)
+    digest = hashlib.sha256(pickled).hexdigest()
+    return f"{name} {digest[:16]}"
 
 
 def _digest(task: ImageTask) -> dict[str, Any]:
@@ -318,7 +325,8 @@ def _digest(task: ImageTask) -> dict[str, Any]:
     for images in (task.train, task.test):
         hashed.update(images.x.contiguous().numpy().tobytes())
         hashed.update(images.y.contiguous().numpy().tobytes())
-    return {"name": task.name, "classes": task.num_classes, "sha256": hashed.hexdigest()[:16]}
+    short = hashed.hexdigest()[:16]
+    return {"name": task.name, "classes": task.num_classes, "sha256": short}
 
 
 def _plain(value: Any) -> Any:

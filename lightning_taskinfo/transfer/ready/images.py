@@ -81,7 +81,8 @@ def as_task(
         train, test = (_read(part, argument) for part in what)
         largest = max(train.y.max(), test.y.max())
         classes = 1 + int(largest)
-        absent = sorted(set(range(classes)) - set(train.y.tolist()))
+        present = set(train.y.tolist())
+        absent = [label for label in range(classes) if label not in present]
         if absent:
             warn(
                 f"`{argument}` has no training sample of {len(absent)} of {classes} classes, the first of them "
@@ -113,8 +114,9 @@ def fit_images(x: Tensor, shape: Shape) -> Tensor:
         torch.Size([5, 3, 16, 16])
     """
     channels, *size = shape
-    if x.shape[1] != channels and 1 not in (channels, x.shape[1]):
-        raise ValueError(f"`image_shape` must have {x.shape[1]} channels or 1, got {channels}.")
+    own = x.shape[1]
+    if own != channels and 1 not in (channels, own):
+        raise ValueError(f"`image_shape` must have {own} channels or 1, got {channels}.")
     if tuple(x.shape[1:]) == shape:
         return x
     fitted = [_fit(part, channels, size) for part in x.split(CHUNK)]

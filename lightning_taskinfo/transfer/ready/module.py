@@ -330,12 +330,16 @@ class TransferClassifierMixin(
         if self.stage != "fine_tune" or self.fine_tune == "full":
             return
         children = list(self.backbone.children())
-        layers = [place for place, child in enumerate(children) if [*child.parameters()]]
+        layers = []
+        for place, child in enumerate(children):
+            if [*child.parameters()]:
+                layers.append(place)
         steps = max(1, len(layers))
         count = 0
         if self.fine_tune == "layerwise":
             count = epoch * (steps + 1) // max(1, self.epochs)
-        self.backbone.requires_grad_(count >= steps).train(count >= steps)
+        whole = count >= steps
+        self.backbone.requires_grad_(whole).train(whole)
         if 0 < count < steps:
             first = layers[-count]
             for child in children[first:]:  # dropout behind a trained layer is on, before it off

@@ -151,7 +151,8 @@ class Ready(Recipe):
         self.backbone = backbone
         self.title = " → ".join(task.name for task in data.tasks())
         for count in self.labels:
-            split = data.replaced(seed=seeds[0], labels=rows if given else count)
+            labelled = rows if given else count
+            split = data.replaced(seed=seeds[0], labels=labelled)
             split.setup()
         with generators_kept():
             network = make_backbone(backbone, split.image_shape, argument="model")
@@ -315,7 +316,9 @@ class Ready(Recipe):
             labels="exact" if data.target_classes <= MAX_EXACT_CLASSES else "sampled",
             generator=Generator(inputs.device).manual_seed(trial.seed),
         )
-        traces = {name: float(f.double().sum()) for name, f in fisher.items()}
+        traces = {}
+        for name, f in fisher.items():
+            traces[name] = float(f.double().sum())
         found = {"fisher_trace": _by_layer(traces)}
         n = len(data.labeled)
         for origin, w0 in origins.items():
