@@ -61,7 +61,8 @@ class RankedStart:
             fine-tuning, how much larger its Brier score is, or the squared error of real labels.
         gain: How much less than the untrained start, in the same way.
         call: ``"helps"``, ``"hurts"`` or ``"cannot tell"``: fine-tuning it, compared with training
-            the untrained start; ``None`` where they were not fine-tuned.
+            the untrained start by Brier scores, or squared errors of real labels; ``None`` where
+            they were not fine-tuned. Errors can differ less, or not at all.
         frozen_call: The same of a linear read-out of its frozen features, compared with training
             the untrained start, each at its best temperature, or else with the learning curve of
             scratch; ``None`` without either.
@@ -168,9 +169,17 @@ class StartRanking:
         if any(start.call or start.frozen_call for start in self.starts):
             lines.append(
                 "Tuned, frozen: whether fine-tuning the start, or a head on its frozen features, beats training from "
-                f"scratch, at {self.confidence:.0%} one-sided confidence."
+                f"scratch by its {self._called_by()}, at {self.confidence:.0%} one-sided confidence."
             )
         return "\n".join(lines)
+
+    def _called_by(self) -> str:
+        """What calls compare: errors with a learning curve, or losses where scratch was trained."""
+        if self.scratch is None or self[self.scratch].fine_tuned is None:
+            return "error"
+        if self.classes is None:
+            return "squared error"
+        return "Brier score (probabilities can improve where errors do not)"
 
     def table(self) -> tuple[list[str], list[list[Any]]]:
         """Return names of columns and one row for each start, numbers as numbers."""

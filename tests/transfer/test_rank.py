@@ -528,12 +528,28 @@ def test_a_legend_says_what_the_columns_mean_and_what_orders(ranking):
     for column in ("H-score", "LEEP", "NCE"):
         assert column in header
         assert column in third
-    assert fourth.endswith("beats training from scratch, at 95% one-sided confidence.")
+    assert fourth.endswith("training from scratch by its error, at 95% one-sided confidence.")
     assert "(higher is better)" in ranking._repr_html_()
     assert "error: share missed" in replace(ranking, classes=None).legend()
     tuned = replace(ranking, ordered_by="fine-tuning").legend()
     assert "The order is by the Brier score after fine-tuning" in tuned
     assert "mean of the ranks" not in tuned
+
+
+@pytest.mark.parametrize(
+    ("classes", "measure"), [(4, "Brier score (probabilities can"), (None, "squared error, at")]
+)
+def test_a_legend_says_which_losses_calls_compare_once_scratch_was_trained(
+    ranking, classes, measure
+):
+    starts = [
+        replace(start, fine_tuned=0.3 if start.name == "keeps 0" else None)
+        for start in ranking.starts
+    ]
+    trained = replace(ranking, starts=tuple(starts), classes=classes)
+    assert f"beats training from scratch by its {measure}" in trained.legend()
+    without = replace(trained, scratch=None)  # then calls are those of the learning curve
+    assert "beats training from scratch by its error, at" in without.legend()
 
 
 def test_an_onset_that_is_never_reached_survives_the_file(tmp_path):
