@@ -6,19 +6,17 @@ import logging
 import os
 import re
 import runpy
-import subprocess
 import sys
 from importlib import import_module
-from importlib.metadata import version
 from pathlib import Path
 from unittest.mock import patch
 
 import matplotlib.pyplot as plt
 import pytest
-from packaging.version import Version
 
 from lightning_taskinfo._lightning import NAMESPACES
 from lightning_taskinfo.transfer import TransferReport
+from tests.offline_runs import records_of
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = [path for path in sorted(ROOT.glob("examples/*.py")) if '"--fast"' in path.read_text()]
@@ -48,13 +46,7 @@ def run(monkeypatch, capsys, tmp_path):
 
 def wandb_metrics(run_folder):
     """Return the last value of everything in the history of an offline run."""
-    if Version(version("wandb")) < Version("0.31"):
-        pytest.skip("`wandb leet inspect --json`, with which the run is read, came with wandb 0.31")
-    wandb = Path(sys.executable).with_name("wandb")
-    done = subprocess.run(
-        [wandb, "leet", "inspect", "--json", run_folder], capture_output=True, text=True, check=True
-    )
-    records = map(json.loads, done.stdout.splitlines())
+    records = records_of(run_folder)
     items = [record["history"]["item"] for record in records if record["type"] == "history"]
     return {key: value for item in items for key, value in item.items()}
 

@@ -1,18 +1,13 @@
 """The tables of log keys in the documentation are what real runs log: no key is missing there, and none is made up."""
 
-import json
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from fnmatch import fnmatch
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import pytorch_lightning as pl
 import torch
-from packaging.version import Version
 from pytorch_lightning.loggers.logger import Logger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -30,6 +25,7 @@ from lightning_taskinfo.tasks.distance import DistanceMatrix
 from lightning_taskinfo.tasks.embedding import log_embeddings
 from lightning_taskinfo.tasks.structure import StructureFunction
 from lightning_taskinfo.transfer import PENALTIES, log_to_wandb, transfer
+from tests.offline_runs import records_of
 from tests.penalised_net import WEIGHTS, Net
 from tests.penalised_net import fit as fit_penalised
 from tests.transfer.results import report
@@ -167,15 +163,6 @@ def test_penalties():
     fit_penalised(Net(WEIGHTS), logger=logger, max_epochs=1, log_every_n_steps=1)
     check("Penalties", logger.keys)
     assert {key.split("/")[1] for key in logger.keys} == {"loss_without_penalties", *PENALTIES}
-
-
-def records_of(run):
-    """Return what stands in the file of an offline run, as the terminal tool reads it."""
-    if Version(version("wandb")) < Version("0.31"):
-        pytest.skip("`wandb leet inspect --json`, with which the run is read, came with wandb 0.31")
-    command = [Path(sys.executable).with_name("wandb"), "leet", "inspect", "--json", run]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return [json.loads(line) for line in printed.splitlines()]
 
 
 def keys_of(run):

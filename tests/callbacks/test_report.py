@@ -2,20 +2,17 @@
 
 import csv
 import json
-import subprocess
-import sys
 import time
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from packaging.version import Version
 from pytorch_lightning.loggers import CSVLogger, WandbLogger
 from torch.utils.data import DataLoader
 
 from lightning_taskinfo.callbacks import FisherTrace
 from lightning_taskinfo.callbacks.report import summary
 from tests.callbacks.runs import PROBES, Classifier, digits, fit, make_trainer, read_csv
+from tests.offline_runs import records_of
 
 
 def steady():
@@ -24,15 +21,8 @@ def steady():
 
 def wandb_records(folder):
     """Return folder and records of each offline run, the oldest first, as the terminal tool reads them."""
-    if Version(version("wandb")) < Version("0.31"):
-        pytest.skip("`wandb leet inspect --json`, with which the run is read, came with wandb 0.31")
-    runs = []
-    for run in sorted((folder / "wandb").glob("offline-run-*")):
-        command = [Path(sys.executable).with_name("wandb"), "leet", "inspect", "--json", run]
-        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        records = map(json.loads, printed.splitlines())
-        runs.append((run, [*records]))
-    return runs
+    runs = sorted((folder / "wandb").glob("offline-run-*"))
+    return [(run, records_of(run)) for run in runs]
 
 
 def items(records, kind):

@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -15,6 +14,7 @@ from lightning_taskinfo.cli._parser import current_folder_imported, find
 from lightning_taskinfo.cli.transfer import _wandb
 from lightning_taskinfo.data import save_npz
 from lightning_taskinfo.transfer import TransferReport
+from tests.offline_runs import inspect
 from tests.transfer.tiny import tiny_task
 
 SMALL = [
@@ -42,13 +42,7 @@ def test_an_experiment_in_weights_and_biases(pair, tmp_path, capsys):
     assert (out / "report" / "report.html").exists()
     runs = sorted((out / "logs" / "wandb").glob("offline-run-*"))
     assert len(runs) == 3
-    wandb = Path(sys.executable).with_name("wandb")
-    shown = [
-        subprocess.run(
-            [wandb, "leet", "inspect", "--json", run], capture_output=True, text=True, check=True
-        ).stdout
-        for run in runs
-    ]
+    shown = [inspect(run) for run in runs]
     (tuned,) = (text for text in shown if '"lautum-9-seed0"' in text)
     for key in (
         "taskinfo/pretrain/train_loss",

@@ -2,25 +2,13 @@
 
 import json
 import math
-import subprocess
-import sys
-from importlib.metadata import version
-from pathlib import Path
 
 import pytest
-from packaging.version import Version
 
 from lightning_taskinfo.transfer.logs import log_to_wandb
 from lightning_taskinfo.transfer.report import TransferReport
+from tests.offline_runs import inspect, records_of
 from tests.transfer.results import METHODS, minimal, report
-
-
-def inspect(run, *options):
-    """Return what the terminal tool prints of a run."""
-    if Version(version("wandb")) < Version("0.31"):
-        pytest.skip("`wandb leet inspect --json`, with which the run is read, came with wandb 0.31")
-    command = [Path(sys.executable).with_name("wandb"), "leet", "inspect", "--json", *options, run]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +26,7 @@ def test_the_run_has_table_images_numbers_and_its_group(tmp_path):
         )
         another.log({"still": 1})
     assert run.parent == tmp_path / "new" / "wandb"
-    records = [json.loads(line) for line in inspect(run).splitlines()]
+    records = records_of(run)
     (item,) = [record["history"]["item"] for record in records if record["type"] == "history"]
     (about,) = [record["run"] for record in records if record["type"] == "run"]
     assert (about["project"], about["run_group"], about["job_type"]) == ("test", "mine", "summary")
