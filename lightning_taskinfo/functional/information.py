@@ -202,7 +202,20 @@ def terms_at_distance(
     prior_stds: Sequence[float],
     beta: float,
 ) -> list[InformationTerms]:
-    r"""As :func:`information_sweep`, from the squared length :math:`\|\Delta\|^2` of the displacement alone."""
+    r"""As :func:`information_sweep`, from the length of the displacement alone.
+
+    Args:
+        curvature: As for :func:`information_in_weights`.
+        squared_distance: :math:`\|\Delta\|^2`.
+        prior_stds: Values of :math:`\lambda`.
+        beta: Weight of the KL beside the sum of the loss.
+
+    Example:
+        >>> from torch import tensor
+        >>> (terms,) = terms_at_distance(tensor([0.0, 1.0]), 1.0, prior_stds=[1.0], beta=1.0)
+        >>> terms.kl
+        tensor(0.5966, dtype=torch.float64)
+    """
     check_positive(beta=beta)
     for std in prior_stds:
         check_positive(prior_std=std)
