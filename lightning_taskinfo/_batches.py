@@ -104,8 +104,7 @@ def split(inputs: Any, size: int) -> Iterator[Any]:
 
 def first_samples(inputs: Any, targets: Tensor | None, n: int) -> Pair:
     """Return the first ``n`` samples of a batch."""
-    few: Pair = take((inputs, targets), lambda x: x[:n])
-    return few
+    return take((inputs, targets), lambda x: x[:n])
 
 
 def filled_up(inputs: Any, targets: Tensor | None, n: int) -> Pair:
@@ -117,8 +116,7 @@ def filled_up(inputs: Any, targets: Tensor | None, n: int) -> Pair:
         tensor([0, 1, 0])
     """
     rows = torch.arange(n, device="cpu") % size(inputs)
-    filled: Pair = take((inputs, targets), lambda x: x[rows.to(x.device)])
-    return filled
+    return take((inputs, targets), lambda x: x[rows.to(x.device)])
 
 
 def joined(parts: list[Any]) -> Any:
@@ -456,7 +454,7 @@ def call_on(model: nn.Module, inputs: Any) -> Call:
     Raises:
         Exception: What the first and most natural way to call it raised, where none works.
     """
-    known: Call | None = _found.get(model, {}).get(_kind(inputs))
+    known = _found.get(model, {}).get(_kind(inputs))
     if known is not None:
         return known
     if isinstance(inputs, Tensor) and has_forward(model):
@@ -757,8 +755,7 @@ def read_batch(
         if not size(parts.inputs):  # no samples to find out with
             return parts.inputs, parts.targets
         known[kind] = _found_out(model, parts, forward_fn)
-    reading: Reading = known[kind]
-    return reading.read(parts)
+    return known[kind].read(parts)
 
 
 def with_targets(
