@@ -78,12 +78,12 @@ def test_no_npz_file(tmp_path):
         ),
         (
             {"x_train": np.zeros((12, 3, 8, 9), np.float32)},
-            "some.npz: `x_train` must be uint8, got float32",
+            "some.npz: `x_train` must be uint8, from 0 to 255, got float32",
         ),
         ({"y_train": np.zeros(12, bool)}, "some.npz: `y_train` must be whole numbers, got bool"),
         (
             {"y_train": np.array(["cat", "dog"] * 6)},
-            "some.npz: `y_train` must be whole numbers, got strings such as 'cat'",
+            "some.npz: `y_train` must be whole numbers, got <U3 such as 'cat'",
         ),
         (
             {"y_train": np.arange(9)},
