@@ -30,6 +30,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
+from torch.nn.utils.rnn import pad_sequence
 
 from lightning_taskinfo._observe import observing
 
@@ -51,7 +52,10 @@ NO_FORWARD = (  # where a `forward` is defined that is none
 # Tensors in tuples, lists and dicts, samples along the first axis
 
 
-def take(inputs: Any, pick: Callable[[Tensor], Tensor]) -> Any:
+def take(
+    inputs: Any,
+    pick: Callable[[Tensor], Tensor],
+) -> Any:
     """Apply ``pick`` to every tensor of ``inputs`` and keep the structure.
 
     Example:
@@ -68,7 +72,10 @@ def take(inputs: Any, pick: Callable[[Tensor], Tensor]) -> Any:
     return inputs
 
 
-def _of_kind(kind: type, values: list[Any]) -> Any:
+def _of_kind(
+    kind: type,
+    values: list[Any],
+) -> Any:
     """Return a list, tuple or named tuple of some values."""
     if hasattr(kind, "_fields"):
         return kind(*values)
@@ -91,7 +98,10 @@ def moved(inputs: Any, device: torch.device) -> Any:
     return take(inputs, lambda x: x.to(device))
 
 
-def split(inputs: Any, size: int) -> Iterator[Any]:
+def split(
+    inputs: Any,
+    size: int,
+) -> Iterator[Any]:
     """Yield inputs in parts of at most so many samples.
 
     Example:
@@ -102,12 +112,20 @@ def split(inputs: Any, size: int) -> Iterator[Any]:
         yield take(inputs, itemgetter(slice(start, start + size)))
 
 
-def first_samples(inputs: Any, targets: Tensor | None, n: int) -> Pair:
+def first_samples(
+    inputs: Any,
+    targets: Tensor | None,
+    n: int,
+) -> Pair:
     """Return the first ``n`` samples of a batch."""
     return take((inputs, targets), lambda x: x[:n])
 
 
-def filled_up(inputs: Any, targets: Tensor | None, n: int) -> Pair:
+def filled_up(
+    inputs: Any,
+    targets: Tensor | None,
+    n: int,
+) -> Pair:
     """Return ``n`` samples: those of a batch, and again from the first.
 
     Example:
@@ -129,11 +147,18 @@ def joined(parts: list[Any]) -> Any:
     if isinstance(parts[0], Tensor):
         return torch.cat(parts)
     if isinstance(parts[0], Mapping):
-        parts = _of_one_length(parts)
-        return {key: joined([part[key] for part in parts]) for key in parts[0]}
+        masks = [part.get("attention_mask") for part in parts]
+        fields = {}
+        for name in parts[0]:
+            values = [part[name] for part in parts]
+            if all(map(_is_sequence, values, masks)):
+                fields[name] = _padded(values, IGNORED if name in TARGETS else 0)
+            else:
+                fields[name] = joined(values)
+        return fields
     if isinstance(parts[0], list | tuple):
-        places = [joined([*place]) for place in zip(*parts, strict=True)]
-        return _of_kind(type(parts[0]), places)
+        places = zip(*parts, strict=True)
+        return _of_kind(type(parts[0]), [joined([*place]) for place in places])
     return parts[0]
 
 
@@ -146,33 +171,20 @@ def joined_targets(parts: list[Tensor]) -> Tensor:
                 [   3, -100]])
     """
     if parts[0].ndim == 2 and not parts[0].is_floating_point():
-        longest = max(part.shape[1] for part in parts)
-        parts = [_longer(part, longest, IGNORED) for part in parts]
+        return _padded(parts, IGNORED)
     return torch.cat(parts)
 
 
-def _of_one_length(parts: list[Any]) -> list[Any]:
-    """Return sequences of tokens with more padding, which their mask leaves out; other batches as they are."""
-    masks = [part.get("attention_mask") for part in parts]
-    if not all(isinstance(mask, Tensor) and mask.ndim == 2 for mask in masks):
-        return parts
-    longest = max(mask.shape[1] for mask in masks)
-    padded = []
-    for part, mask in zip(parts, masks, strict=True):
-        longer = dict(part)
-        for name, x in part.items():
-            if isinstance(x, Tensor) and x.shape[1:2] == mask.shape[1:]:
-                value = IGNORED if name in TARGETS else 0
-                longer[name] = _longer(x, longest, value)
-        padded.append(longer)
-    return padded
+def _is_sequence(x: Any, mask: Any) -> bool:
+    """Whether a field has a value for each token, as the mask has, which leaves out padding."""
+    if not isinstance(x, Tensor) or not isinstance(mask, Tensor):
+        return False
+    return mask.ndim == 2 and x.shape[1:2] == mask.shape[1:]
 
 
-def _longer(x: Tensor, length: int, value: int) -> Tensor:
-    """Return ``[N, T, ...]`` with so many places on the second axis, the new ones filled with a value."""
-    behind = [0, 0] * (x.ndim - 2)
-    missing = length - x.shape[1]
-    return pad(x, (*behind, 0, missing), value=value)
+def _padded(parts: list[Tensor], value: int) -> Tensor:
+    rows = [row for part in parts for row in part]
+    return pad_sequence(rows, batch_first=True, padding_value=value)
 
 
 def sample_count(inputs: Any) -> int:
@@ -322,7 +334,10 @@ def is_labeled(batch: Any) -> bool:
     return _is_pair(batch) or _target_of(_fields_of(batch)) is not None
 
 
-def labeled_key(parts: Mapping[Any, Any], is_labeled: Callable[[Any], bool]) -> Any | None:
+def labeled_key(
+    parts: Mapping[Any, Any],
+    is_labeled: Callable[[Any], bool],
+) -> Any | None:
     """Return the key of the labelled one of several parts: the one that is called so, or the only one."""
     found = [key for key, part in parts.items() if is_labeled(part)]
     if "labeled" in found:
@@ -424,7 +439,11 @@ def logits_of(result: Any) -> Tensor:
     )
 
 
-def outputs_of(model: nn.Module, inputs: Any, forward_fn: Forward | None = None) -> Tensor:
+def outputs_of(
+    model: nn.Module,
+    inputs: Any,
+    forward_fn: Forward | None = None,
+) -> Tensor:
     """Return a model's outputs: a tensor, or the ``logits`` of what it returns.
 
     Args:
@@ -463,7 +482,11 @@ def call_on(model: nn.Module, inputs: Any) -> Call:
     return _settle_call(model, few)[0]
 
 
-def _settle_call(model: nn.Module, fields: Any, target: str | None = None) -> tuple[Call, Tensor]:
+def _settle_call(
+    model: nn.Module,
+    fields: Any,
+    target: str | None = None,
+) -> tuple[Call, Tensor]:
     """Find out how a model is called, by calling it on a few samples and leaving no trace.
 
     Args:
@@ -499,7 +522,11 @@ def _settle_call(model: nn.Module, fields: Any, target: str | None = None) -> tu
     raise first_error or TypeError(f"{type(model).__name__} has no `forward`")
 
 
-def _candidates(model: nn.Module, fields: Any, target: str | None) -> Iterator[Call]:
+def _candidates(
+    model: nn.Module,
+    fields: Any,
+    target: str | None,
+) -> Iterator[Call]:
     """Yield the ways to call a model, the most natural one first."""
     inner = inner_model(model)
     places = [""] if has_forward(model) else []
@@ -583,7 +610,10 @@ def _is_trained(model: nn.Module) -> bool:
     return any(p.requires_grad for p in model.parameters())
 
 
-def _outermost(module: nn.Module, kinds: tuple[type, ...]) -> Iterator[nn.Module]:
+def _outermost(
+    module: nn.Module,
+    kinds: tuple[type, ...],
+) -> Iterator[nn.Module]:
     """Yield the modules of some kinds that are not inside another one of them."""
     if isinstance(module, kinds):
         yield module
@@ -608,7 +638,11 @@ def _shifted(labels: Tensor) -> Tensor:
     return pad(labels, (0, 1), value=IGNORED)[..., 1:]
 
 
-def _predicts_the_next(model: nn.Module, arguments: Mapping[str, Any], labels: Tensor) -> bool:
+def _predicts_the_next(
+    model: nn.Module,
+    arguments: Mapping[str, Any],
+    labels: Tensor,
+) -> bool:
     """Whether the model's own loss compares the outputs at a token with the label of the next one.
 
     The model itself is asked: its loss on a few samples is compared with the losses of both
@@ -697,7 +731,10 @@ class Reader:
         return outputs_of(model, inputs, self.forward_fn)
 
 
-def read_by(batch_fn: BatchFn, batch: Any) -> Pair:
+def read_by(
+    batch_fn: BatchFn,
+    batch: Any,
+) -> Pair:
     """Return what the user's function picks out of a batch.
 
     Raises:
@@ -804,7 +841,11 @@ class Reading(NamedTuple):
         return inputs, _shifted(targets) if self.follows else targets
 
 
-def _found_out(model: nn.Module, parts: Parts, forward_fn: Forward | None) -> Reading:
+def _found_out(
+    model: nn.Module,
+    parts: Parts,
+    forward_fn: Forward | None,
+) -> Reading:
     """Call the model in every way that it may be meant; the first that works says how batches are read."""
     some = parts.fields if forward_fn is None else parts.inputs
     few, few_targets = first_samples(some, parts.targets, FEW)
@@ -841,7 +882,10 @@ def _found_out(model: nn.Module, parts: Parts, forward_fn: Forward | None) -> Re
     return reading._replace(follows=_follows(inner, parts), prompt=prompt)
 
 
-def _follows(inner: nn.Module | None, parts: Parts) -> bool:
+def _follows(
+    inner: nn.Module | None,
+    parts: Parts,
+) -> bool:
     """Whether the labels ``[N, T]`` of a sequence are predicted by the outputs at the token before."""
     labels = parts.targets
     tokens = parts.inputs

@@ -123,11 +123,7 @@ def plot_pareto(
 def _draw_bounds(ax: "Axes", chance: float) -> None:
     """Draw where kl(risk‖bound) = complexity, for a few bounds, and leave the limits of the axes to the points."""
     import numpy as np
-    from matplotlib.ticker import LogLocator, NullFormatter
 
-    ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    ax.xaxis.set_major_formatter("{x:g}")
-    ax.xaxis.set_minor_formatter(NullFormatter())
     bottom, _ = ax.get_ylim()
     ax.set(xlim=ax.get_xlim(), ylim=(bottom, 1.0))
     for bound in sorted({0.05, 0.1, 0.2, 0.3, chance}):
@@ -260,14 +256,12 @@ def figure_pixels(figure: "Figure") -> Tensor:
         >>> figure_pixels(fig).shape
         torch.Size([350, 500, 3])
     """
+    import numpy as np
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
-    width, height = canvas.get_width_height()
-    rgba = bytearray(canvas.buffer_rgba())
-    pixels = torch.frombuffer(rgba, dtype=torch.uint8)
-    return pixels.view(height, width, 4)[..., :3]
+    return torch.from_numpy(np.array(canvas.buffer_rgba()))[..., :3]
 
 
 def figure_and_axes(
