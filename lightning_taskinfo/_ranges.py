@@ -61,8 +61,9 @@ def check_positive(**arguments: Numbers | None) -> None:
             numbers = list(value)
             if not numbers or not all(0 < number < math.inf for number in numbers):
                 raise ValueError(f"`{name}` must be positive numbers, got {numbers}.")
-        elif value is not None:
-            _check(value > 0, name, value, "be positive")
+        elif value is not None and not 0 < value < math.inf:
+            rule = "finite" if value == math.inf else "positive"
+            raise ValueError(f"`{name}` must be {rule}, got {value}.")
 
 
 def check_not_negative(**arguments: float | None) -> None:
@@ -77,14 +78,9 @@ def check_not_negative(**arguments: float | None) -> None:
         ValueError: `weight_decay` must not be negative, got -1.0.
     """
     for name, value in arguments.items():
-        if value is not None:
-            _check(value >= 0, name, value, "not be negative")
-
-
-def _check(holds: bool, name: str, value: float, rule: str) -> None:
-    if not holds or value == math.inf:
-        rule = "be finite" if holds else rule
-        raise ValueError(f"`{name}` must {rule}, got {value}.")
+        if value is not None and not 0 <= value < math.inf:
+            rule = "be finite" if value == math.inf else "not be negative"
+            raise ValueError(f"`{name}` must {rule}, got {value}.")
 
 
 def check_finite_tensors(argument: str, tensors: Mapping[str, Any]) -> None:

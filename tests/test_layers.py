@@ -24,7 +24,7 @@ ALLOWED = {  # layer -> the layers and frameworks it may import
     "_random": {"torch"},
     "_observe": {"torch", "_random"},
     "_sharded": {"torch", "_observe"},
-    "_batches": {"torch", "_batches", "_observe"},
+    "_batches": {"torch", "_observe"},
     "_wandb": {"matplotlib", "plotting", "wandb"},
     "_warn": set(),
     "_ranges": set(),

@@ -331,14 +331,12 @@ def _read_idx(path: Path) -> Images:
             raw = gzip.decompress(raw)
         except Exception as error:  # gzip and zlib have one for every kind of damage
             raise ValueError(f"not a readable gzip file ({error}).") from error
-    if len(raw) < 4 or raw[:2] != b"\0\0" or len(raw) < 4 + 4 * raw[3]:
-        raise ValueError("not an idx file.")
-    if raw[2] != 0x08:
-        raise ValueError(
-            f"the values must be unsigned bytes (type code 0x08), got type code {raw[2]:#04x}."
-        )
-    shape = np.frombuffer(raw, ">u4", count=raw[3], offset=4).tolist()
-    values = np.frombuffer(raw, np.uint8, offset=4 + 4 * raw[3])
+    axes = int.from_bytes(raw[3:4], "big")
+    header = 4 + 4 * axes
+    if raw[:3] != b"\0\0\x08" or len(raw) < header:
+        raise ValueError("not an idx file of unsigned bytes.")
+    shape = np.frombuffer(raw, ">u4", count=axes, offset=4).tolist()
+    values = np.frombuffer(raw, np.uint8, offset=header)
     if values.size != math.prod(shape):
         raise ValueError(f"the shape {tuple(shape)} does not fit the file's {values.size} values.")
     return values.reshape(shape).copy()  # a buffer of bytes is read-only
@@ -373,16 +371,13 @@ def load_torchvision(name: str, data_dir: StrPath, *, download: bool = False) ->
         raise ValueError(f"`name` must be a dataset of torchvision, got {name!r}.")
     make: Any = getattr(datasets, name)
     takes = inspect.signature(make).parameters
-    if "train" in takes:
-        options: dict[str, Any] = {"train": {"train": True}, "test": {"train": False}}
-    elif "split" in takes:
-        options = {"train": {"split": "train"}, "test": {"split": "test"}}
-    else:
+    if not {"train", "split"} & takes.keys():
         raise ValueError(
             f"`name` must be a dataset with a training and a test split, got {name!r}."
         )
     arrays: dict[str, Any] = {}
-    for split, option in options.items():
+    for split in ("train", "test"):
+        option = {"train": split == "train"} if "train" in takes else {"split": split}
         samples = make(data_dir, download=download, **option)
         images, labels = zip(*samples, strict=True)
         arrays[f"x_{split}"] = np.stack([np.asarray(image) for image in images])

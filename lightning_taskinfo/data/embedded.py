@@ -218,8 +218,7 @@ def _outline(face: str, letter: str) -> "Outline":
     font = FontProperties(fname=str(file))
     path = TextPath((0, 0), letter, size=100, prop=font)
     box = path.get_extents()
-    x = (box.x0 + box.x1) / 2
-    y = (box.y0 + box.y1) / 2
+    x, y = box.get_points().mean(0)
     longer = max(box.width, box.height)
     to_unit = Affine2D().translate(-x, -y).scale(1 / longer)
     return to_unit.transform_path(path)

@@ -214,7 +214,7 @@ def test_idx_file_missing(tmp_path, idx_files):
     [
         (
             lambda raw: idx(np.zeros((12, 8, 9)), code=0x0D),
-            "the values must be unsigned bytes .*, got type code 0x0d",
+            "not an idx file of unsigned bytes",
         ),
         (lambda raw: raw[:-1], r"the shape \(12, 8, 9\) does not fit the file's 863 values"),
         (lambda raw: raw + b"\0", r"the shape \(12, 8, 9\) does not fit the file's 865 values"),
