@@ -173,7 +173,7 @@ def from_any(splits: dict[str, Any], *, name: str, num_classes: int | None = Non
         num_classes: Number of classes, for labels that count from 0. Where not given, the classes
             are the labels that occur, in their order.
     """
-    arrays = dict(splits)
+    arrays = {key: splits[key] for key in KEYS}
     if num_classes is not None:
         return ArrayData(**arrays, name=name, num_classes=num_classes)
     for key in ("y_train", "y_test"):
@@ -237,8 +237,7 @@ def load_npz(
         name = name or str(arrays.get("name", path.stem))
         if num_classes is None and "num_classes" in arrays:
             num_classes = int(arrays["num_classes"])
-        splits = {key: arrays[key] for key in KEYS}
-        return from_any(splits, name=name, num_classes=num_classes)
+        return from_any(arrays, name=name, num_classes=num_classes)
 
 
 def save_npz(path: StrPath, data: ArrayData) -> None:
