@@ -98,9 +98,11 @@ def load_dataset(
             return load_npz(path)
         if name and path.is_dir():
             return load_idx(path)
-    where = f"in {folder}" if folder else "as `data_dir` and TASKINFO_DATA_DIR are not set"
+    where = "at this path; `data_dir` and TASKINFO_DATA_DIR are not set"
+    if folder:
+        where = f"in {folder}, nor at this path"
     raise ValueError(
-        f"A dataset must be {' or '.join(EMBEDDED)} or name a file; {name!r} was not found {where}, nor at this path."
+        f"A dataset must be {' or '.join(EMBEDDED)} or name a file; {name!r} was not found {where}."
     )
 
 
