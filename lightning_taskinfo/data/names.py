@@ -98,7 +98,7 @@ def load_dataset(
             return load_npz(path)
         if name and path.is_dir():
             return load_idx(path)
-    where = "at this path; `data_dir` and TASKINFO_DATA_DIR are not set"
+    where = "at this path. `data_dir` and TASKINFO_DATA_DIR are not set"
     if folder:
         where = f"in {folder}, nor at this path"
     raise ValueError(
