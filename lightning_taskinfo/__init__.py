@@ -8,91 +8,101 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:  # what type checkers see; `tests/test_import.py` keeps it equal to `_EXPORTS`
     from lightning_taskinfo._observe import observing as observing
     from lightning_taskinfo._warn import TaskInfoWarning as TaskInfoWarning
-    from lightning_taskinfo.callbacks.fisher_trace import FisherTrace as FisherTrace
-    from lightning_taskinfo.callbacks.information_in_weights import (
+    from lightning_taskinfo.callbacks import (
+        FisherTrace as FisherTrace,
         InformationInWeights as InformationInWeights,
-    )
-    from lightning_taskinfo.callbacks.local_minimum import LocalMinimum as LocalMinimum
-    from lightning_taskinfo.callbacks.pac_bayes_certificate import (
+        LocalMinimum as LocalMinimum,
         PACBayesCertificate as PACBayesCertificate,
+        SampleScores as SampleScores,
+        TrainStepNorms as TrainStepNorms,
     )
-    from lightning_taskinfo.callbacks.sample_scores import SampleScores as SampleScores
-    from lightning_taskinfo.callbacks.train_step_norms import TrainStepNorms as TrainStepNorms
-    from lightning_taskinfo.certificates import Prior as Prior
-    from lightning_taskinfo.certificates import certify as certify
-    from lightning_taskinfo.fisher.metric import FisherInformation as FisherInformation
-    from lightning_taskinfo.mixins import InformationMixin as InformationMixin
-    from lightning_taskinfo.mixins import LautumMixin as LautumMixin
-    from lightning_taskinfo.mixins import LocalMinimumMixin as LocalMinimumMixin
-    from lightning_taskinfo.mixins import MultiKernelMMDMixin as MultiKernelMMDMixin
-    from lightning_taskinfo.mixins import MutualInformationMixin as MutualInformationMixin
-    from lightning_taskinfo.mixins import TemporalEnsemblingMixin as TemporalEnsemblingMixin
-    from lightning_taskinfo.regularizers import Lautum as Lautum
-    from lightning_taskinfo.regularizers import LocalMinimumRegularizer as LocalMinimumRegularizer
-    from lightning_taskinfo.regularizers import MultiKernelMMD as MultiKernelMMD
-    from lightning_taskinfo.regularizers import MutualInformation as MutualInformation
-    from lightning_taskinfo.regularizers import TemporalEnsembling as TemporalEnsembling
-    from lightning_taskinfo.regularizers import WeightInformation as WeightInformation
-    from lightning_taskinfo.regularizers import WeightSchedule as WeightSchedule
-    from lightning_taskinfo.tasks.complexity import structure_function as structure_function
-    from lightning_taskinfo.tasks.distance import task_distance as task_distance
-    from lightning_taskinfo.tasks.task2vec import Task2Vec as Task2Vec
-    from lightning_taskinfo.tasks.training import Training as Training
-    from lightning_taskinfo.transfer.overlap import feature_overlap as feature_overlap
-    from lightning_taskinfo.transfer.rank import FineTuning as FineTuning
-    from lightning_taskinfo.transfer.rank import rank_starts as rank_starts
-    from lightning_taskinfo.transfer.ready.data import TransferDataModule as TransferDataModule
-    from lightning_taskinfo.transfer.ready.module import TransferClassifier as TransferClassifier
-    from lightning_taskinfo.transfer.ready.stages import Stages as Stages
-    from lightning_taskinfo.transfer.report import TransferReport as TransferReport
-    from lightning_taskinfo.variational import add_weight_noise as add_weight_noise
-    from lightning_taskinfo.variational import remove_weight_noise as remove_weight_noise
-    from lightning_taskinfo.variational import weight_kl as weight_kl
+    from lightning_taskinfo.certificates import Prior as Prior, certify as certify
+    from lightning_taskinfo.fisher import FisherInformation as FisherInformation
+    from lightning_taskinfo.mixins import (
+        InformationMixin as InformationMixin,
+        LautumMixin as LautumMixin,
+        LocalMinimumMixin as LocalMinimumMixin,
+        MultiKernelMMDMixin as MultiKernelMMDMixin,
+        MutualInformationMixin as MutualInformationMixin,
+        TemporalEnsemblingMixin as TemporalEnsemblingMixin,
+    )
+    from lightning_taskinfo.regularizers import (
+        Lautum as Lautum,
+        LocalMinimumRegularizer as LocalMinimumRegularizer,
+        MultiKernelMMD as MultiKernelMMD,
+        MutualInformation as MutualInformation,
+        TemporalEnsembling as TemporalEnsembling,
+        WeightInformation as WeightInformation,
+        WeightSchedule as WeightSchedule,
+    )
+    from lightning_taskinfo.tasks import (
+        Task2Vec as Task2Vec,
+        Training as Training,
+        structure_function as structure_function,
+        task_distance as task_distance,
+    )
+    from lightning_taskinfo.transfer import (
+        FineTuning as FineTuning,
+        Stages as Stages,
+        TransferClassifier as TransferClassifier,
+        TransferDataModule as TransferDataModule,
+        TransferReport as TransferReport,
+        feature_overlap as feature_overlap,
+        rank_starts as rank_starts,
+    )
+    from lightning_taskinfo.variational import (
+        add_weight_noise as add_weight_noise,
+        remove_weight_noise as remove_weight_noise,
+        weight_kl as weight_kl,
+    )
 
-_EXPORTS = {  # public name -> the module that defines it, imported when the name is first used
+_NAMES = {  # module -> its names that are public here, imported when one is first used
     # watch a training
-    "FisherTrace": "callbacks.fisher_trace",
-    "InformationInWeights": "callbacks.information_in_weights",
-    "LocalMinimum": "callbacks.local_minimum",
-    "PACBayesCertificate": "callbacks.pac_bayes_certificate",
-    "SampleScores": "callbacks.sample_scores",
-    "TrainStepNorms": "callbacks.train_step_norms",
-    "observing": "_observe",
-    "TaskInfoWarning": "_warn",
+    "_observe": ["observing"],
+    "_warn": ["TaskInfoWarning"],
+    "callbacks": [
+        "FisherTrace",
+        "InformationInWeights",
+        "LocalMinimum",
+        "PACBayesCertificate",
+        "SampleScores",
+        "TrainStepNorms",
+    ],
     # regularise it
-    "InformationMixin": "mixins",
-    "Lautum": "regularizers",
-    "LautumMixin": "mixins",
-    "LocalMinimumMixin": "mixins",
-    "LocalMinimumRegularizer": "regularizers",
-    "MultiKernelMMD": "regularizers",
-    "MultiKernelMMDMixin": "mixins",
-    "MutualInformation": "regularizers",
-    "MutualInformationMixin": "mixins",
-    "TemporalEnsembling": "regularizers",
-    "TemporalEnsemblingMixin": "mixins",
-    "WeightInformation": "regularizers",
-    "WeightSchedule": "regularizers",
-    "add_weight_noise": "variational",
-    "remove_weight_noise": "variational",
-    "weight_kl": "variational",
+    "mixins": [
+        "InformationMixin",
+        "LautumMixin",
+        "LocalMinimumMixin",
+        "MultiKernelMMDMixin",
+        "MutualInformationMixin",
+        "TemporalEnsemblingMixin",
+    ],
+    "regularizers": [
+        "Lautum",
+        "LocalMinimumRegularizer",
+        "MultiKernelMMD",
+        "MutualInformation",
+        "TemporalEnsembling",
+        "WeightInformation",
+        "WeightSchedule",
+    ],
+    "variational": ["add_weight_noise", "remove_weight_noise", "weight_kl"],
     # transfer
-    "FineTuning": "transfer.rank",
-    "Stages": "transfer.ready.stages",
-    "TransferClassifier": "transfer.ready.module",
-    "TransferDataModule": "transfer.ready.data",
-    "TransferReport": "transfer.report",
-    "feature_overlap": "transfer.overlap",
-    "rank_starts": "transfer.rank",
+    "transfer": [
+        "FineTuning",
+        "Stages",
+        "TransferClassifier",
+        "TransferDataModule",
+        "TransferReport",
+        "feature_overlap",
+        "rank_starts",
+    ],
     # ask about tasks and networks
-    "FisherInformation": "fisher.metric",
-    "Prior": "certificates",
-    "Task2Vec": "tasks.task2vec",
-    "Training": "tasks.training",
-    "certify": "certificates",
-    "structure_function": "tasks.complexity",
-    "task_distance": "tasks.distance",
+    "certificates": ["Prior", "certify"],
+    "fisher": ["FisherInformation"],
+    "tasks": ["Task2Vec", "Training", "structure_function", "task_distance"],
 }
+_EXPORTS = {name: module for module, names in _NAMES.items() for name in names}
 _MODULES = (
     "callbacks", "certificates", "data", "distributions", "fisher", "functional", "mixins", "plotting", "regularizers",
     "tasks", "transfer", "variational",
@@ -105,9 +115,7 @@ def __getattr__(name: str) -> object:
         return import_module(f"{__name__}.{name}")
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_EXPORTS[name]}"), name)
-    globals()[name] = value
-    return value
+    return getattr(import_module(f"{__name__}.{_EXPORTS[name]}"), name)
 
 
 def __dir__() -> list[str]:

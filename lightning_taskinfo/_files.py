@@ -12,7 +12,10 @@ import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, TypeAlias
+from typing import IO, Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
 
 StrPath: TypeAlias = str | os.PathLike[str]
 DAY = 86_400  # seconds
@@ -45,7 +48,9 @@ def atomic_path(path: StrPath) -> Iterator[Path]:
     ends in ``.tmp``.
     """
     path = Path(path)
-    _remove_leftovers(path)
+    for other in path.parent.glob(f"{glob.escape(path.name)}.*.*.*.tmp"):
+        if _is_abandoned(other):
+            other.unlink(missing_ok=True)
     unique = uuid.uuid4().hex[:8]
     beside = path.with_name(f"{path.name}.{_host()}.{os.getpid()}.{unique}.tmp")
     try:
@@ -58,33 +63,22 @@ def atomic_path(path: StrPath) -> Iterator[Path]:
         raise
 
 
-def _remove_leftovers(path: Path) -> None:
-    """Remove what processes that are no more have left beside ``path``; those of other machines after a day."""
-    for file in path.parent.glob(f"{glob.escape(path.name)}.*.tmp"):
-        _, host, process, *_ = [*file.name.rsplit(".", 4), "", ""]
-        try:
-            if host == _host() and process.isdigit() and os.name == "posix":
-                dead = not _alive(int(process))
-            else:
-                dead = time.time() - file.stat().st_mtime > DAY
-        except FileNotFoundError:  # the one who wrote it is ready now
-            continue
-        if dead:
-            file.unlink(missing_ok=True)
+def _is_abandoned(file: Path) -> bool:
+    """Whether a process that is no more has left an unfinished file; those of other machines after a day."""
+    _, host, process, _, _ = file.name.rsplit(".", 4)
+    try:
+        if host != _host() or os.name != "posix":
+            return time.time() - file.stat().st_mtime > DAY
+        os.kill(int(process), 0)  # which only asks for it
+    except ProcessLookupError:
+        return True
+    except (OSError, ValueError):  # another user's, or ready now, or no file of ours
+        pass
+    return False
 
 
 def _host() -> str:
     return re.sub(r"\W", "-", platform.node())
-
-
-def _alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
 
 
 def write_json(path: StrPath, value: Any) -> None:
@@ -103,7 +97,7 @@ def read_json(path: StrPath) -> Any:
     """
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # of its letters or its JSON
         raise ValueError(f"{path}: not a readable JSON file ({error}).") from error
 
 
@@ -120,11 +114,13 @@ def read_result(path: StrPath) -> Any:
     """
     try:
         kept = read_json(path)
-        whole = isinstance(kept, dict) and {*kept} == {"result", "sha256"}
-        if not whole or kept["sha256"] != _checksum(kept["result"]):
-            raise ValueError(f"{path}: not as it was written, its checksum differs.")
-    except ValueError as error:
-        raise ValueError(f"{error} Delete it to compute it again.") from error
+        whole = kept["sha256"] == _checksum(kept["result"])
+    except (KeyError, TypeError, ValueError):  # it holds something else
+        whole = False
+    if not whole:
+        raise ValueError(
+            f"{path}: not as it was written, its checksum differs. Delete it to compute it again."
+        )
     return kept["result"]
 
 
@@ -140,12 +136,10 @@ def digest(named: Iterable[tuple[str, Any]]) -> str:
     Args:
         named: Pairs of a name and a tensor.
     """
-    import torch
-
     total = hashlib.sha256()
     for name, tensor in named:
         total.update(name.encode())
-        if isinstance(tensor, torch.Tensor):
+        if isinstance(tensor, Tensor):
             values = tensor.detach().cpu().contiguous()
             total.update(f"{values.dtype} {list(values.shape)}".encode())
             raw = values.reshape(-1).view(torch.uint8)
@@ -155,8 +149,6 @@ def digest(named: Iterable[tuple[str, Any]]) -> str:
 
 def write_tensors(path: StrPath, content: Any) -> None:
     """Write tensors and plain values by ``torch.save``, atomically."""
-    import torch
-
     with atomic_write(path) as file:
         torch.save(content, file)
 
@@ -171,14 +163,12 @@ def read_tensors(path: StrPath, *, advice: str = "") -> Any:
     Raises:
         ValueError: If the file is damaged, or holds anything else.
     """
-    import torch
-
     check_archive(path, advice=advice)
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch has a different one for everything that it does not expect
         raise ValueError(
-            f"{path}: it holds something else than tensors and plain values. {advice}".strip()
+            f"{path}: it holds something else than tensors and plain values. {advice}"
         ) from error
 
 
@@ -192,15 +182,60 @@ def check_archive(path: StrPath, *, advice: str = "") -> None:
     Raises:
         ValueError: If the file is damaged.
     """
+    with open(path, "rb") as file:
+        try:
+            damaged = zipfile.ZipFile(file).testzip()
+        except Exception as error:  # zip and zlib have a different one for every kind of damage
+            damaged = type(error).__name__
+    if damaged is not None:
+        raise ValueError(
+            f"{path}: not as it was written, a checksum differs or a part is missing ({damaged}). {advice}"
+        )
+
+
+class Checkpoint(NamedTuple):
+    """The tensors of a file, and what Lightning keeps beside them."""
+
+    state: dict[str, Tensor]
+    content: Mapping[str, Any]
+
+
+def read_checkpoint(argument: str, path: StrPath) -> Checkpoint:
+    """Return what a Lightning checkpoint or a file of a state dict holds; nothing in it is run.
+
+    Args:
+        argument: What the file was given for, for the message.
+        path: The file, of Lightning, ``torch.save`` or safetensors.
+
+    Raises:
+        ValueError: If there is no such file, if it is damaged, or if it holds anything else.
+    """
+    rule = f"`{argument}` must be the file of a Lightning checkpoint or a state dict"
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"{rule}, but there is none at {path}.")
     try:
-        with zipfile.ZipFile(path) as archive:
-            if (damaged := archive.testzip()) is not None:
-                raise ValueError(f"the checksum of {damaged} differs")
-    except FileNotFoundError:
-        raise
-    except Exception as error:  # zip and zlib have a different one for every kind of damage
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        raise ValueError(f"{path}: not as it was written ({reason}). {advice}".strip()) from error
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            content: Any = load_file(path)
+        else:
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # of a kind of its own for every kind of damage
+        # Not torch's own words: they recommend to run whatever the file says.
+        kind = type(error).__name__
+        raise ValueError(f"{rule}, not of a whole model, got {path} ({kind}).") from error
+    if not isinstance(content, Mapping):
+        content = {}
+    state = content.get("state_dict", content)
+    tensors = {}
+    if isinstance(state, Mapping):
+        for name, value in state.items():
+            if isinstance(value, Tensor):  # a module may keep other things among its weights
+                tensors[str(name)] = value
+    if not tensors:
+        raise ValueError(f"{rule}, got {path} without tensors by name.")
+    return Checkpoint(tensors, content)
 
 
 def make_folder(folder: StrPath) -> Path:
@@ -243,19 +278,21 @@ def claim_folder(
     """
     path = make_folder(folder) / "configuration.json"
     mine = json.loads(json.dumps(configuration))  # tuples as lists, as they will be read
-    if not path.exists():
-        for pattern in results:
-            for file in path.parent.glob(pattern):
-                raise ValueError(
-                    f"`folder` must be new or have its configuration.json; {folder} has none, but results such as "
-                    f"{file.relative_to(path.parent)}, which may belong to another one. Take a new folder."
-                )
-        write_json(path, mine)
-    elif changes := _differences(read_json(path), mine):
-        raise ValueError(
-            f"`folder` must be new or of the same configuration; {folder} was begun with another:\n"
-            + "\n".join(f"  {line}" for line in changes)
-        )
+    if path.exists():
+        changes = _differences(read_json(path), mine)
+        if changes:
+            raise ValueError(
+                f"`folder` must be new or of the same configuration; {folder} was begun with another:"
+                + "".join(f"\n  {line}" for line in changes)
+            )
+        return
+    for pattern in results:
+        for file in path.parent.glob(pattern):
+            raise ValueError(
+                f"`folder` must be new or have its configuration.json; {folder} has none, but results such as "
+                f"{file.relative_to(path.parent)}, which may belong to another one. Take a new folder."
+            )
+    write_json(path, mine)
 
 
 def _differences(old: Any, new: Any, name: str = "") -> list[str]:

@@ -27,9 +27,8 @@ if TYPE_CHECKING:
     from pytorch_lightning import Callback, LightningDataModule, LightningModule, Trainer
 else:
     # Types to annotate with; a user's own objects come from either namespace.
-    LightningModule, Trainer = (
-        getattr(NAMESPACES[DEFAULT], name) for name in ("LightningModule", "Trainer")
-    )
+    LightningModule = NAMESPACES[DEFAULT].LightningModule
+    Trainer = NAMESPACES[DEFAULT].Trainer
 
     class Callback(*(namespace.Callback for namespace in NAMESPACES.values())):
         """A callback that the Trainer and the LightningCLI of every installed namespace accept."""
@@ -42,22 +41,8 @@ else:
 
 def module_classes(mixin: type, name: str) -> dict[str, type]:
     """Return a LightningModule of ``mixin`` for each installed namespace; a module cannot have both as bases."""
-    return {
-        namespace: type(
-            name,
-            (mixin, module.LightningModule),
-            {"__module__": mixin.__module__, "__doc__": mixin.__doc__},
-        )
-        for namespace, module in NAMESPACES.items()
-    }
-
-
-__all__ = [
-    "DEFAULT",
-    "NAMESPACES",
-    "Callback",
-    "LightningDataModule",
-    "LightningModule",
-    "Trainer",
-    "module_classes",
-]
+    told = {"__module__": mixin.__module__, "__doc__": mixin.__doc__}
+    classes = {}
+    for namespace, module in NAMESPACES.items():
+        classes[namespace] = type(name, (mixin, module.LightningModule), dict(told))
+    return classes

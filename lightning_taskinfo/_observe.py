@@ -1,7 +1,7 @@
 """The parts of a model, and how to look at it without leaving a trace."""
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import NamedTuple, TypeAlias
@@ -70,24 +70,18 @@ class Parts(NamedTuple):
 
 
 def parts(model: nn.Module) -> Parts:
-    """Return all modules, parameters and buffers of a model, in one walk through it.
+    """Return all modules, parameters and buffers of a model.
 
     Example:
         >>> modules, parameters, buffers = parts(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
         >>> len(modules), len(parameters), len(buffers)
         (3, 4, 3)
     """
-    modules = [*model.modules()]
-    parameters: dict[int, nn.Parameter] = {}
-    buffers: dict[int, Tensor] = {}
-    for module in modules:
-        for p in module._parameters.values():
-            if p is not None:
-                parameters[id(p)] = p
-        for buffer in module._buffers.values():
-            if buffer is not None:
-                buffers[id(buffer)] = buffer
-    return Parts(modules, [*parameters.values()], [*buffers.values()])
+    return Parts(
+        modules=[*model.modules()],
+        parameters=[*model.parameters()],
+        buffers=[*model.buffers()],
+    )
 
 
 @contextmanager
@@ -126,28 +120,43 @@ def observing_parts(observed: Parts) -> Iterator[None]:
     modules, parameters, buffers = observed
     devices = {torch.device("cpu")}
     devices.update(t.device for t in (*parameters, *buffers))
-    with ExitStack() as stack:
-        everything = _OBSERVED.get() | {id(module) for module in modules}
-        stack.callback(_OBSERVED.reset, _OBSERVED.set(everything))
-        stack.callback(keep_random_states(devices))
-        stack.callback(_keep_grads(parameters))
-        stack.callback(_keep_buffers(modules))
-        stack.callback(_keep_modes(modules))
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
-        for device_type in sorted({device.type for device in devices} - {"meta"}):
-            if torch.is_autocast_enabled(device_type):
-                stack.enter_context(torch.autocast(device_type, enabled=False))
-        # Otherwise nothing can be compiled, and importing it takes a second.
-        if "torch._dynamo" in sys.modules:
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        for module in modules:
-            if module.training:
-                module.training = False  # not `.eval()`: a module may override it, e.g. to keep its batch norm frozen
-        for p in parameters:
-            if p.grad is not None:
+    kinds = {device.type for device in devices} - {"meta"}
+    restore_random_states = keep_random_states(devices)
+    modes = [module.training for module in modules]
+    places = [dict(module._buffers) for module in modules]
+    values = [buffer.detach().clone() for buffer in buffers]
+    grads = [p.grad for p in parameters]
+    ids = {id(module) for module in modules}
+    outside = _OBSERVED.set(_OBSERVED.get() | ids)
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.enable_grad())
+            for kind in sorted(kinds):
+                if torch.is_autocast_enabled(kind):
+                    stack.enter_context(torch.autocast(kind, enabled=False))
+            # Otherwise nothing can be compiled, and importing it takes a second.
+            if "torch._dynamo" in sys.modules:
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            for module in modules:
+                # Not `.eval()`: a module may override it, e.g. to keep its batch norm frozen.
+                module.training = False
+            for p in parameters:
                 p.grad = None  # a `backward()` inside adds to a gradient of its own
-        yield
+            yield
+    finally:
+        _OBSERVED.reset(outside)
+        restore_random_states()
+        for module, mode, place in zip(modules, modes, places, strict=True):
+            module.training = mode
+            for name, buffer in place.items():
+                module._buffers[name] = buffer
+        for p, grad in zip(parameters, grads, strict=True):
+            p.grad = grad
+        for buffer, value in zip(buffers, values, strict=True):
+            # Through `.data`, which counts as no change: a graph recorded before stays good for its
+            # backward.
+            buffer.data.copy_(value)
 
 
 def observing_once(observed: Parts) -> AbstractContextManager[None]:
@@ -180,7 +189,7 @@ def weights_now(model: nn.Module) -> ParamDict:
 
 
 @contextmanager
-def holding(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> Iterator[None]:
+def holding(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Iterator[None]:
     """Let parameters hold other values, and their own tensors again afterwards, also on an exception.
 
     Args:
@@ -205,8 +214,7 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x.float() if x.dtype in HALVES else x
 
 
-@contextmanager
-def full_precision(observed: Parts) -> Iterator[None]:
+def full_precision(observed: Parts) -> AbstractContextManager[None]:
     """Turn half-precision parameters and buffers into float32, and put the very same tensors back afterwards.
 
     Args:
@@ -220,63 +228,6 @@ def full_precision(observed: Parts) -> Iterator[None]:
         >>> layer.weight.dtype
         torch.bfloat16
     """
-    parameters = [(p, p.data) for p in observed.parameters if p.dtype in HALVES]
-    buffers = []
-    for module in observed.modules:
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.dtype in HALVES:
-                buffers.append((module, name, buffer))
-    try:
-        for p, data in parameters:
-            p.data = data.float()
-        for module, name, buffer in buffers:
-            module._buffers[name] = buffer.float()
-        yield
-    finally:
-        for p, data in parameters:
-            p.data = data
-        for module, name, buffer in buffers:
-            module._buffers[name] = buffer
-
-
-Restore: TypeAlias = Callable[[], None]
-
-
-def _keep_modes(modules: list[nn.Module]) -> Restore:
-    modes = [(module, module.training) for module in modules]
-
-    def restore() -> None:
-        for module, mode in modes:
-            if module.training != mode:
-                module.training = mode
-
-    return restore
-
-
-def _keep_buffers(modules: list[nn.Module]) -> Restore:
-    kept = []
-    for module in modules:
-        for name, buffer in module._buffers.items():
-            value = None if buffer is None else buffer.detach().clone()
-            kept.append((module, name, buffer, value))
-
-    def restore() -> None:
-        for module, name, buffer, value in kept:
-            module._buffers[name] = buffer
-            if buffer is not None and value is not None:
-                # Through `.data`, which counts as no change: a graph recorded before stays good for
-                # its backward.
-                buffer.data.copy_(value)
-
-    return restore
-
-
-def _keep_grads(parameters: list[nn.Parameter]) -> Restore:
-    grads = [(p, p.grad) for p in parameters]
-
-    def restore() -> None:
-        for p, grad in grads:
-            if p.grad is not grad:
-                p.grad = grad
-
-    return restore
+    everything = (*observed.parameters, *observed.buffers)
+    halves = {str(i): t for i, t in enumerate(everything) if t.dtype in HALVES}
+    return holding(halves, {name: t.data.float() for name, t in halves.items()})

@@ -15,8 +15,8 @@ from concurrent.futures import (
 )
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, nullcontext
+from itertools import chain
 from multiprocessing import resource_tracker
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -59,16 +59,18 @@ def run_jobs(
         RuntimeError: If a job fails, with its name, after those that were running have been kept.
     """
     check_executor(executor, workers)
-    results = {}
+    kept = {}
     if folder is not None:
-        results = _finished(Path(folder), jobs)
-    for name, result in results.items():
-        if on_done is not None:
-            on_done(name, result)
-    todo = {name: argument for name, argument in jobs.items() if name not in results}
-    for name, result in _computed(function, todo, executor, workers):
-        if folder is not None:
-            write_result(Path(folder) / f"{name}.json", result)
+        folder = make_folder(folder)
+        for name in jobs:
+            path = folder / f"{name}.json"
+            if path.exists():
+                kept[name] = read_result(path)
+    todo = {name: argument for name, argument in jobs.items() if name not in kept}
+    results = {}
+    for name, result in chain(kept.items(), _computed(function, todo, executor, workers)):
+        if folder is not None and name in todo:
+            write_result(Path(folder, f"{name}.json"), result)
         results[name] = result
         if on_done is not None:
             on_done(name, result)
@@ -85,16 +87,6 @@ def check_executor(executor: Executor | None, workers: int | None) -> None:
         raise ValueError(f"`workers` must be at least 0, got {workers}.")
 
 
-def _finished(folder: Path, jobs: Mapping[str, Any]) -> dict[str, Any]:
-    make_folder(folder)
-    results = {}
-    for name in jobs:
-        path = folder / f"{name}.json"
-        if path.exists():
-            results[name] = read_result(path)
-    return results
-
-
 def _computed(
     function: Callable[[Any], Any],
     jobs: Mapping[str, Any],
@@ -109,7 +101,7 @@ def _computed(
             except Exception as error:
                 raise _failure(name, error) from error
         return
-    failure: RuntimeError | None = None
+    failed = []
     with _pool(executor, workers, len(jobs)) as pool:
         with nullcontext() if executor is not None else _deaf_children():
             names: dict[Future[Any], str] = {}
@@ -119,15 +111,15 @@ def _computed(
         for future in as_completed(names):
             if future.cancelled():
                 continue
-            if (problem := future.exception()) is None:
+            if future.exception() is None:
                 yield names[future], future.result()
-            elif failure is None:
-                failure = _failure(names[future], problem)
-                failure.__cause__ = problem
-                for other in names:
-                    other.cancel()
-    if failure is not None:
-        raise failure
+                continue
+            failed.append(future)
+            for other in names:
+                other.cancel()
+    for future in failed:
+        problem = future.exception()
+        raise _failure(names[future], problem) from problem
 
 
 @contextmanager
@@ -179,14 +171,12 @@ def _end_with_parent() -> None:
     Processes of a plain pool go on with their job, and write into a folder that the next run
     continues from.
     """
-    threading.Thread(target=_wait_for_parent, daemon=True).start()
 
+    def wait() -> None:
+        multiprocessing.parent_process().join()  # type: ignore[union-attr]
+        os._exit(1)
 
-def _wait_for_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    wait([parent.sentinel])
-    os._exit(1)
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def _one_thread(function: Callable[[Any], Any], argument: Any) -> Any:
@@ -198,7 +188,7 @@ def _one_thread(function: Callable[[Any], Any], argument: Any) -> Any:
         torch.set_num_threads(threads)
 
 
-def _failure(name: str, error: BaseException) -> RuntimeError:
+def _failure(name: str, error: BaseException | None) -> RuntimeError:
     guard = ""
     if isinstance(error, BrokenProcessPool):
         guard = ' A script that uses processes needs `if __name__ == "__main__":`.'

@@ -4,6 +4,7 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
@@ -45,23 +46,21 @@ def keep_random_states(devices: Iterable[torch.device] = ()) -> Callable[[], Non
     Args:
         devices: Whose generators of torch to keep, beside those of the processor.
     """
-    accelerators = []
+    kept = [
+        partial(torch.set_rng_state, torch.get_rng_state()),
+        partial(random.setstate, random.getstate()),
+    ]
+    if numpy := sys.modules.get("numpy"):
+        kept.append(partial(numpy.random.set_state, numpy.random.get_state()))
     for device in devices:
         if device.type not in ("cpu", "meta"):
+            module = torch.get_device_module(device)
             index = () if device.type == "mps" else (device,)  # there is one mps only
-            accelerators.append((torch.get_device_module(device), index))
-    states = [module.get_rng_state(*index) for module, index in accelerators]
-    cpu_state = torch.get_rng_state()
-    python_state = random.getstate()
-    numpy = sys.modules.get("numpy")
-    numpy_state = numpy.random.get_state() if numpy else None
+            state = module.get_rng_state(*index)
+            kept.append(partial(module.set_rng_state, state, *index))
 
     def restore() -> None:
-        torch.set_rng_state(cpu_state)
-        random.setstate(python_state)
-        if numpy:
-            numpy.random.set_state(numpy_state)
-        for (module, index), state in zip(accelerators, states, strict=True):
-            module.set_rng_state(state, *index)
+        for put_back in kept:
+            put_back()
 
     return restore

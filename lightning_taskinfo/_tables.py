@@ -53,13 +53,11 @@ def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         body     12
         head      3
     """
-    widths = []
-    for cells in zip(columns, *rows, strict=True):
-        widths.append(max(map(len, cells)))
+    table = [columns, *rows]
+    widths = [max(map(len, cells)) for cells in zip(*table, strict=True)]
     lines = []
-    for row in (columns, *rows):
-        pairs = zip(row, widths, strict=True)
-        aligned = [cell.rjust(width) for cell, width in pairs]
+    for row in table:
+        aligned = list(map(str.rjust, row, widths))
         aligned[0] = row[0].ljust(widths[0])
         lines.append("  ".join(aligned).rstrip())
     return "\n".join(lines)

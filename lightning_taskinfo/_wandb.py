@@ -47,6 +47,4 @@ def log_once(
     for name, (columns, rows) in tables.items():
         data = [list(row) for row in rows]
         values[name] = wandb.Table(columns=list(columns), data=data)
-    before = f"{key}/" if key else ""
-    logged = {ours(before + name): value for name, value in values.items()}
-    run.log(logged)
+    run.log({ours(f"{key}/{name}".lstrip("/")): value for name, value in values.items()})

@@ -33,16 +33,15 @@ def warn(message: str) -> None:
     """
     frame = sys._getframe(1)
     level = 2  # 1 is this function, 2 its caller
-    while frame.f_back is not None and _package(frame.f_globals) in BETWEEN:
+    while frame.f_back is not None:
+        package, *_ = str(frame.f_globals.get("__name__")).split(".")
+        if package not in BETWEEN:
+            break
         frame = frame.f_back
         # `warnings.warn` does not count those.
         if "importlib._bootstrap" not in frame.f_code.co_filename:
             level += 1
     warnings.warn(message, TaskInfoWarning, stacklevel=level)
-
-
-def _package(told: dict[str, object]) -> str:
-    return str(told.get("__name__")).partition(".")[0]
 
 
 def first_line(error: BaseException) -> str:

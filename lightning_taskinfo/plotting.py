@@ -3,7 +3,7 @@
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,17 +22,7 @@ __all__ = [
 ]
 
 
-class Tradeoff(Protocol):
-    """A post-distribution's risk and complexity, such as a row of ``pareto_front``."""
-
-    @property
-    def structure(self) -> str: ...
-    @property
-    def risk(self) -> float: ...
-    @property
-    def kl(self) -> float: ...
-    @property
-    def price(self) -> float: ...
+Drawn: TypeAlias = "tuple[Figure, Axes]"
 
 
 def plot_curves(
@@ -42,7 +32,7 @@ def plot_curves(
     x: str = "step",
     ylabel: str = "",
     ax: "Axes | None" = None,
-) -> tuple["Figure", "Axes"]:
+) -> Drawn:
     """Draw measurements over the course of a training, one line per name.
 
     Args:
@@ -72,10 +62,9 @@ def plot_curves(
     for name in names:
         points = []
         for row in rows:
-            at = row.get(x, math.nan)
-            value = row.get(name, math.nan)
-            if not math.isnan(at) and not math.isnan(value):
-                points.append((at, value))
+            point = (row.get(x, math.nan), row.get(name, math.nan))
+            if not any(map(math.isnan, point)):
+                points.append(point)
         if not points:
             raise ValueError(f"`names` must have been measured together with {x!r}, got {name!r}.")
         marker = "." if len(points) < 50 else ""
@@ -87,13 +76,13 @@ def plot_curves(
 
 
 def plot_pareto(
-    rows: Iterable["Tradeoff"],
+    rows: Iterable[Any],
     n: int,
     *,
     delta: float = 0.04,
     chance: float = 0.5,
     ax: "Axes | None" = None,
-) -> tuple["Figure", "Axes"]:
+) -> Drawn:
     """Draw the accuracy of stochastic networks against their complexity, one line per structure of the curvature.
 
     Where a point lies decides what it certifies: grey lines join points of the same bound, and the
@@ -102,7 +91,8 @@ def plot_pareto(
     second-order model of the loss holds.
 
     Args:
-        rows: As from :func:`~lightning_taskinfo.certificates.pareto_front`.
+        rows: Post-distributions with ``structure``, ``risk``, ``kl`` and ``price``, as from
+            :func:`~lightning_taskinfo.certificates.pareto_front`.
         n: Number of samples.
         delta: Probability in the bound's log term.
         chance: Error of a guess.
@@ -111,19 +101,15 @@ def plot_pareto(
     Returns:
         The figure and its axes.
     """
-    groups: dict[str, list[Tradeoff]] = {}
-    for row in rows:
-        groups.setdefault(row.structure, []).append(row)
     fig, ax = figure_and_axes(ax, frame=False)
     extra = math.log(2 * math.sqrt(n) / delta)
-    for name, members in groups.items():
-        points = []
-        for row in members:
-            complexity = (row.kl + row.price + extra) / n
-            points.append((complexity, 1 - row.risk))
-        points.sort()
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        complexity = (row.kl + row.price + extra) / n
+        lines.setdefault(row.structure, []).append((complexity, 1 - row.risk))
+    for name, points in lines.items():
         line = "k--" if name == "oracle" else ".-"
-        ax.plot(*zip(*points, strict=True), line, label=name)
+        ax.plot(*zip(*sorted(points), strict=True), line, label=name)
     ax.set(
         xscale="log",
         xlabel="complexity: (KL + price + log term) / N",
@@ -137,19 +123,13 @@ def plot_pareto(
 def _draw_bounds(ax: "Axes", chance: float) -> None:
     """Draw where kl(risk‖bound) = complexity, for a few bounds, and leave the limits of the axes to the points."""
     import numpy as np
-    from matplotlib.ticker import LogLocator, NullFormatter
 
-    ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    ax.xaxis.set_major_formatter("{x:g}")
-    ax.xaxis.set_minor_formatter(NullFormatter())
     bottom, _ = ax.get_ylim()
     ax.set(xlim=ax.get_xlim(), ylim=(bottom, 1.0))
     for bound in sorted({0.05, 0.1, 0.2, 0.3, chance}):
         risk = np.linspace(1e-9, bound - 1e-9, 500)
         accuracy = 1 - risk
-        wrong = risk * np.log(risk / bound)
-        right = accuracy * np.log(accuracy / (1 - bound))
-        complexity = wrong + right
+        complexity = risk * np.log(risk / bound) + accuracy * np.log(accuracy / (1 - bound))
         ax.plot(complexity, accuracy, color="0.7", linewidth=0.8, zorder=0)
         place = (complexity[0], 1.0)
         ax.annotate(f"≤ {bound:g}", place, fontsize=7, color="0.4", ha="center", va="bottom")
@@ -164,7 +144,7 @@ def plot_ranking(
     k: int = 50,
     ylabel: str = "",
     ax: "Axes | None" = None,
-) -> tuple["Figure", "Axes"]:
+) -> Drawn:
     """Draw the scores of samples by rank, with the first ``k`` marked.
 
     Args:
@@ -196,7 +176,7 @@ def plot_bars(
     *,
     xlabel: str,
     ax: "Axes | None" = None,
-) -> tuple["Figure", "Axes"]:
+) -> Drawn:
     """Draw one horizontal bar for each value, with the number beside it.
 
     Args:
@@ -229,7 +209,7 @@ def plot_intervals(
     *,
     xlabel: str,
     ax: "Axes | None" = None,
-) -> tuple["Figure", "Axes"]:
+) -> Drawn:
     """Draw one point with its interval for each name; what is not finite is left out.
 
     Args:
@@ -276,14 +256,12 @@ def figure_pixels(figure: "Figure") -> Tensor:
         >>> figure_pixels(fig).shape
         torch.Size([350, 500, 3])
     """
+    import numpy as np
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
-    width, height = canvas.get_width_height()
-    rgba = bytearray(canvas.buffer_rgba())
-    pixels = torch.frombuffer(rgba, dtype=torch.uint8)
-    return pixels.view(height, width, 4)[..., :3]
+    return torch.from_numpy(np.array(canvas.buffer_rgba()))[..., :3]
 
 
 def figure_and_axes(

@@ -167,7 +167,6 @@ def batches():
         "BatchEncoding": BatchEncoding(batch),
         "dataclass": Batch(**batch, texts=["a"] * 5),
         "named tuple": namedtuple("Tokens", batch)(**batch),
-        "tuple": tuple(batch.values()),
         "pair of dict and labels": (inputs, batch["labels"]),
         "with numbers of samples": (batch, number),
         "with more than the model takes": {**batch, "index": number, "text": ["a"] * 5},
@@ -179,8 +178,6 @@ def batches():
 @pytest.mark.parametrize("name", batches())
 @pytest.mark.parametrize("forward", [takes_keywords, returns_loss_and_logits, needs_labels, None])
 def test_a_batch_may_have_any_form(name, forward):
-    if name == "tuple" and forward in (takes_keywords, None):
-        pytest.skip("which has no names")
     if name == "pair of dict and labels" and forward is needs_labels:
         pytest.skip("which has no name for its labels")
     model = module(forward)

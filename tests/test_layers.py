@@ -7,7 +7,6 @@ PACKAGE = Path(__file__).parents[1] / "lightning_taskinfo"
 MATHS = {
     "torch",
     "_batches",
-    "_checkpoints",
     "_observe",
     "_random",
     "_ranges",
@@ -17,7 +16,7 @@ MATHS = {
 }
 FILES = {"_files", "_parallel"}
 DATASETS = {"matplotlib", "mlxtend", "sklearn", "torchvision"}
-STATE = MATHS | {"_progress", "torchmetrics", "backpack"}
+STATE = MATHS | {"_files", "_progress", "torchmetrics", "backpack"}
 STATE |= {"fisher", "distributions", "variational", "regularizers", "certificates"}
 GLUE = STATE | {"_lightning", "_wandb", "callbacks", "mixins", "plotting", "data"}
 TOP = GLUE | FILES | {"_tables", "numpy", "transfer", "tasks"}
@@ -25,9 +24,8 @@ ALLOWED = {  # layer -> the layers and frameworks it may import
     "_random": {"torch"},
     "_observe": {"torch", "_random"},
     "_sharded": {"torch", "_observe"},
-    "_batches": {"torch", "_batches", "_observe"},
+    "_batches": {"torch", "_observe"},
     "_wandb": {"matplotlib", "plotting", "wandb"},
-    "_checkpoints": {"torch"},
     "_warn": set(),
     "_ranges": set(),
     "_tables": set(),

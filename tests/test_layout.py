@@ -6,9 +6,6 @@ from tests.test_layers import PACKAGE
 
 TESTS = Path(__file__).parent
 ELSEWHERE = {  # module -> the test of what it is a part of
-    "_batches/calls.py": "test_batches.py",
-    "_batches/reading.py": "test_batches.py",
-    "_batches/structure.py": "test_batches.py",
     "_sharded.py": "callbacks/test_sharded.py",
     "_wandb.py": "test_log_keys.py",
     "callbacks/_indices.py": "callbacks/test_train_step_norms.py",
@@ -60,7 +57,6 @@ SUBJECTS = {  # test of several modules -> what it is about
     "fisher/test_shared_modules.py": "modules that are used twice",
     "fisher/test_zoo.py": "networks that people use",
     "tasks/test_digits.py": "complexity and distance of real digits",
-    "test_batches.py": "the package of batches",
     "test_code_blocks.py": "README and documentation",
     "test_default_device.py": "everything, with another default device",
     "test_docs.py": "documentation",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_taskinfo._checkpoints import read_checkpoint
+from lightning_taskinfo._files import read_checkpoint
 from lightning_taskinfo._observe import ParamDict, trainable_parameters
 from lightning_taskinfo._ranges import check_finite_tensors
 from lightning_taskinfo._warn import warn

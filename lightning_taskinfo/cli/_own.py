@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_taskinfo._checkpoints import Checkpoint, read_checkpoint
+from lightning_taskinfo._files import Checkpoint, read_checkpoint
 from lightning_taskinfo._lightning import NAMESPACES
 from lightning_taskinfo._warn import reason_of
 from lightning_taskinfo.cli._parser import add_arguments

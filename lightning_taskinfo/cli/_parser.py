@@ -152,7 +152,7 @@ def find(path: str, argument: str) -> Callable[..., Any]:
 
 def _kept(maker: Callable[..., Any], checkpoint: str) -> dict[str, Any]:
     """Return the arguments of a network that Lightning kept in its checkpoint."""
-    from lightning_taskinfo._checkpoints import read_checkpoint
+    from lightning_taskinfo._files import read_checkpoint
 
     known = inspect.signature(maker).parameters
     kept = read_checkpoint("checkpoint", checkpoint).content.get("hyper_parameters", {})

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
 from lightning_taskinfo._batches import Reader, outputs_of
-from lightning_taskinfo._checkpoints import read_checkpoint
-from lightning_taskinfo._files import atomic_write, write_json
+from lightning_taskinfo._files import atomic_write, read_checkpoint, write_json
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.certificates import certify as certify_network
 from lightning_taskinfo.certificates.samples import read_labelled

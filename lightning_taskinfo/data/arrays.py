@@ -1,8 +1,13 @@
-"""What every loader returns: labelled images in memory, split once and checked once."""
+"""Labelled images, split once and checked once: in memory, in npz and idx files, and those of torchvision."""
 
-from collections.abc import Sequence
+import gzip
+import inspect
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -10,10 +15,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
+from lightning_taskinfo._files import StrPath, atomic_write
 from lightning_taskinfo._warn import warn
+
+Images: TypeAlias = NDArray[np.uint8]
+Labels: TypeAlias = NDArray[np.int64]
 
 # Of images whose channels may be at the end: grey, colour, colour with opacity.
 CHANNELS = (1, 3, 4)
+IDX = {
+    "x_train": "train-images{}idx3-ubyte",
+    "y_train": "train-labels{}idx1-ubyte",
+    "x_test": "t10k-images{}idx3-ubyte",
+    "y_test": "t10k-labels{}idx1-ubyte",
+}
+KEYS = tuple(IDX)
 
 
 def channels_last(shape: Sequence[int]) -> bool:
@@ -29,20 +45,14 @@ def channels_last(shape: Sequence[int]) -> bool:
     return len(shape) == 4 and shape[-1] in CHANNELS and shape[1] not in CHANNELS
 
 
-def as_images(images: Any, argument: str) -> NDArray[np.uint8]:
-    """Return bytes of shape ``[N, C, H, W]``; nothing but axes is converted, numbers are refused and not guessed at.
-
-    Args:
-        images: Of shape ``[N, H, W]``, ``[N, C, H, W]`` or ``[N, H, W, C]``; an array, a tensor or
-            nested lists.
-        argument: What the caller calls them, for messages.
-
-    Raises:
-        ValueError: If they are no bytes, or of another shape.
-    """
+def _as_images(images: Any, argument: str) -> Images:
+    """Return bytes of shape ``[N, C, H, W]``; nothing but axes is converted, numbers are refused and not guessed at."""
     x = _array(images, argument)
     if x.dtype != np.uint8:
-        raise ValueError(f"`{argument}` must be {_no_bytes(x)}.")
+        values = ""
+        if x.size and x.dtype.kind in "biuf":
+            values = f" from {x.min():g} to {x.max():g}"
+        raise ValueError(f"`{argument}` must be uint8, from 0 to 255, got {x.dtype}{values}.")
     if x.ndim not in (3, 4):
         raise ValueError(
             f"`{argument}` must have the shape [N, H, W], [N, C, H, W] or [N, H, W, C], got {x.shape}."
@@ -52,19 +62,14 @@ def as_images(images: Any, argument: str) -> NDArray[np.uint8]:
     return x[:, None] if x.ndim == 3 else x
 
 
-def as_labels(labels: Any, argument: str) -> NDArray[np.int64]:
-    """Return whole numbers of any kind as int64, shape ``[N]``.
-
-    Args:
-        labels: An array, a tensor or a list.
-        argument: What the caller calls them, for messages.
-
-    Raises:
-        ValueError: If they are no whole numbers, or of another shape.
-    """
+def _as_labels(labels: Any, argument: str) -> Labels:
+    """Return whole numbers of any kind as int64, shape ``[N]``."""
     y = _array(labels, argument)
     if y.size and y.dtype.kind not in "iu":
-        raise ValueError(f"`{argument}` must be whole numbers, got {_no_whole_numbers(y)}.")
+        first = y.ravel()[:1].tolist()[0]
+        raise ValueError(
+            f"`{argument}` must be whole numbers, got {y.dtype} such as {first!r}; number the classes from 0."
+        )
     if y.ndim != 1:
         raise ValueError(f"`{argument}` must have the shape [N], got {y.shape}.")
     return y.astype(np.int64, copy=False)
@@ -72,44 +77,11 @@ def as_labels(labels: Any, argument: str) -> NDArray[np.int64]:
 
 def _array(values: Any, argument: str) -> NDArray[Any]:
     if isinstance(values, Tensor):
-        return np.asarray(values.detach().cpu().numpy())
+        values = values.detach().cpu().numpy()
     try:
         return np.asarray(values)
     except ValueError as error:  # of lists of different lengths
         raise ValueError(f"`{argument}` must be an array of one shape ({error}).") from error
-
-
-def _no_bytes(x: NDArray[Any]) -> str:
-    """The rule, what was given, and what makes bytes of it."""
-    if x.dtype == bool:
-        return "uint8, got bool; 255 * x.astype('uint8') makes them"
-    if not x.size or x.dtype.kind not in "iuf":
-        return f"uint8, got {x.dtype}"
-    if count := int((~np.isfinite(x)).sum()):
-        return f"finite, got {count} values that are not"
-    low, high = x.min(), x.max()
-    if low < 0 or high > 255:
-        return (
-            f"uint8, got {x.dtype} from {low:g} to {high:g}; bytes go from 0 to 255, and a pair of datasets may hold "
-            "real images"
-        )
-    if x.dtype.kind in "iu":
-        return f"uint8, got {x.dtype}; x.astype('uint8') makes them of whole numbers from 0 to 255"
-    if high > 1:
-        return f"uint8, got {x.dtype}; x.round().astype('uint8') makes them of floats from 0 to 255"
-    return (
-        f"uint8, got {x.dtype}; (255 * x).round().astype('uint8') makes them of floats from 0 to 1"
-    )
-
-
-def _no_whole_numbers(y: NDArray[Any]) -> str:
-    if y.dtype.kind in "US":
-        return f"strings such as {y.flat[0].item()!r}; number the classes from 0"
-    whole = y.dtype == bool
-    if y.dtype.kind == "f":
-        is_whole = np.isfinite(y) & (y == np.round(y))
-        whole = bool(is_whole.all())
-    return f"{y.dtype}; y.astype('int64') makes them" if whole else f"{y.dtype}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,10 +113,10 @@ class ArrayData:
         (tensor(1.), tensor(0))
     """
 
-    x_train: NDArray[np.uint8]
-    y_train: NDArray[np.int64]
-    x_test: NDArray[np.uint8]
-    y_test: NDArray[np.int64]
+    x_train: Images
+    y_train: Labels
+    x_test: Images
+    y_test: Labels
     name: str
     num_classes: int
     labels: tuple[int, ...] | None = None
@@ -155,9 +127,18 @@ class ArrayData:
         for split in ("train", "test"):
             images = f"x_{split}"
             labels = f"y_{split}"
-            object.__setattr__(self, images, as_images(getattr(self, images), images))
-            object.__setattr__(self, labels, as_labels(getattr(self, labels), labels))
-            self._check(split)
+            x = _as_images(getattr(self, images), images)
+            y = _as_labels(getattr(self, labels), labels)
+            if len(x) != len(y) or not len(x):
+                raise ValueError(
+                    f"`{images}` and `{labels}` must have the same positive length, got {len(x)} and {len(y)}."
+                )
+            if y.min() < 0 or y.max() >= self.num_classes:
+                raise ValueError(
+                    f"`{labels}` must lie between 0 and {self.num_classes - 1}, got {y.min()} to {y.max()}."
+                )
+            object.__setattr__(self, images, x)
+            object.__setattr__(self, labels, y)
         if self.x_test.shape[1:] != self.image_shape:
             raise ValueError(
                 f"`x_test` must hold images of the shape of `x_train`, {self.image_shape}, got {self.x_test.shape[1:]}."
@@ -177,23 +158,10 @@ class ArrayData:
         """Return the test split as float32 images in ``[0, 1]`` with their classes."""
         return _scaled(self.x_test, self.y_test)
 
-    def _check(self, split: str) -> None:
-        x = getattr(self, f"x_{split}")
-        y = getattr(self, f"y_{split}")
-        if len(x) != len(y) or not len(x):
-            raise ValueError(
-                f"`x_{split}` and `y_{split}` must have the same positive length, got {len(x)} and {len(y)}."
-            )
-        if y.min() < 0 or y.max() >= self.num_classes:
-            raise ValueError(
-                f"`y_{split}` must lie between 0 and {self.num_classes - 1}, got {y.min()} to {y.max()}."
-            )
 
-
-def _scaled(images: NDArray[np.uint8], labels: NDArray[np.int64]) -> TensorDataset:
+def _scaled(images: Images, labels: Labels) -> TensorDataset:
     x = torch.from_numpy(images).float() / 255
-    y = torch.from_numpy(labels)
-    return TensorDataset(x, y)
+    return TensorDataset(x, torch.from_numpy(labels))
 
 
 def from_any(splits: dict[str, Any], *, name: str, num_classes: int | None = None) -> ArrayData:
@@ -205,32 +173,212 @@ def from_any(splits: dict[str, Any], *, name: str, num_classes: int | None = Non
         num_classes: Number of classes, for labels that count from 0. Where not given, the classes
             are the labels that occur, in their order.
     """
-    arrays = dict(splits)
-    for key in ("y_train", "y_test"):
-        arrays[key] = as_labels(arrays[key], key)
+    arrays = {key: splits[key] for key in KEYS}
     if num_classes is not None:
         return ArrayData(**arrays, name=name, num_classes=num_classes)
-    both = [arrays["y_train"], arrays["y_test"]]
-    occurring = np.unique(np.concatenate(both))
+    for key in ("y_train", "y_test"):
+        arrays[key] = _as_labels(arrays[key], key)
+    occurring = np.union1d(arrays["y_train"], arrays["y_test"])
+    count = len(occurring)
     labels = None
-    in_order = np.array_equal(occurring, np.arange(len(occurring)))
-    if not in_order and occurring.min() >= 0:
+    # Labels below 0 are refused below.
+    if count and occurring[0] >= 0 and occurring[-1] >= count:
         labels = tuple(occurring.tolist())
         for key in ("y_train", "y_test"):
             arrays[key] = np.searchsorted(occurring, arrays[key])
-        words = [str(label) for label in labels]
-        if len(words) > 4:
-            words = [*words[:3], "…", words[-1]]
-        shown = ", ".join(words)
+        few = ", ".join(str(label) for label in labels[:3])
         warn(
-            f"`y_train` and `y_test` of {name!r} have the labels {shown}, which become the classes 0 to "
-            f"{len(labels) - 1}; `num_classes` keeps labels that count from 0 as they are.",
+            f"`y_train` and `y_test` of {name!r} have the labels {few}, …, {labels[-1]}, which become the classes 0 "
+            f"to {count - 1}; `num_classes` keeps labels that count from 0 as they are.",
         )
-    # Refuses labels below 0.
-    data = ArrayData(**arrays, name=name, num_classes=len(occurring) or 2, labels=labels)
-    absent = np.setdiff1d(np.arange(len(occurring)), data.y_train)
-    if len(absent) and data.y_train.size:
+    data = ArrayData(**arrays, name=name, num_classes=count or 2, labels=labels)
+    absent = np.setdiff1d(np.arange(count), data.y_train)
+    if len(absent):
         warn(
-            f"`y_train` of {name!r} has no sample of {len(absent)} of {len(occurring)} classes: {absent[0]} first."
+            f"`y_train` of {name!r} has no sample of {len(absent)} of {count} classes: {absent[0]} first."
         )
     return data
+
+
+def load_npz(
+    path: StrPath,
+    *,
+    name: str | None = None,
+    num_classes: int | None = None,
+) -> ArrayData:
+    """Return the arrays ``x_train``, ``y_train``, ``x_test`` and ``y_test`` of an npz file.
+
+    Args:
+        path: The file. Images are uint8, ``[N, H, W]``, ``[N, C, H, W]`` or ``[N, H, W, C]``;
+            labels are whole numbers.
+        name: What to call the data; the file's own ``name``, or its file name, where not given.
+        num_classes: Number of classes, for labels that count from 0; the file's own
+            ``num_classes``, where not given, or else the labels that occur, in their order.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If it is no readable npz file, lacks an array, or the arrays do not make an
+            :class:`ArrayData`.
+
+    Example::
+
+        sketches = load_npz("sketches.npz")
+        sketches.image_shape, sketches.num_classes
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"A dataset must be an npz file, but there is no file at {path}.")
+    with _naming(path):
+        arrays = _read_npz(path)
+        if missing := [key for key in KEYS if key not in arrays]:
+            raise ValueError(
+                f"the arrays {', '.join(missing)} are missing; there are {', '.join(arrays) or 'none'}."
+            )
+        name = name or str(arrays.get("name", path.stem))
+        if num_classes is None and "num_classes" in arrays:
+            num_classes = int(arrays["num_classes"])
+        return from_any(arrays, name=name, num_classes=num_classes)
+
+
+def save_npz(path: StrPath, data: ArrayData) -> None:
+    """Write ``data`` so that :func:`load_npz` returns it; a process killed meanwhile leaves what was there before.
+
+    Args:
+        path: The file to write or replace; its folder must exist.
+        data: What to write.
+
+    Example::
+
+        save_npz("letters.npz", load_letters(size=28))
+    """
+    # What may be missing goes first: damage that cuts the list of arrays short is then seen by the
+    # reader.
+    arrays: dict[str, Any] = {}
+    for key in ("name", "num_classes", *KEYS):
+        arrays[key] = np.asarray(getattr(data, key))
+    with atomic_write(path) as file:
+        np.savez(file, **arrays)
+
+
+def load_idx(
+    folder: StrPath,
+    *,
+    name: str | None = None,
+    num_classes: int | None = None,
+) -> ArrayData:
+    """Return the dataset of a folder in the format of MNIST: four idx files, gzipped or not.
+
+    Args:
+        folder: Holds ``train-images-idx3-ubyte``, ``train-labels-idx1-ubyte``,
+            ``t10k-images-idx3-ubyte`` and ``t10k-labels-idx1-ubyte``, with or without ``.gz``; a
+            dot before ``idx`` does as well.
+        name: What to call the data; the folder's name where not given.
+        num_classes: Number of classes, for labels that count from 0; the labels that occur, in
+            their order, where not given.
+
+    Raises:
+        FileNotFoundError: If one of the files is missing.
+        ValueError: If one cannot be read, or the arrays do not make an :class:`ArrayData`.
+
+    Example::
+
+        fashion = load_idx("datasets/fashion-mnist", name="fashion")
+    """
+    folder = Path(folder)
+    arrays = {}
+    for key, pattern in IDX.items():
+        path = _idx_file(folder, pattern)
+        with _naming(path):
+            arrays[key] = _read_idx(path)
+    with _naming(folder):
+        return from_any(arrays, name=name or folder.name, num_classes=num_classes)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Put the file's name before what is wrong with it."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _read_npz(path: Path) -> dict[str, NDArray[Any]]:
+    try:
+        with path.open("rb") as file:  # numpy leaves a broken file open
+            return dict(np.load(file, allow_pickle=False))
+    except Exception as error:  # numpy, zip and zlib have one for every kind of damage
+        raise ValueError(f"not a readable npz file of plain arrays ({error}).") from error
+
+
+def _idx_file(folder: Path, pattern: str) -> Path:
+    for separator in "-.":
+        for suffix in ("", ".gz"):
+            path = folder / (pattern.format(separator) + suffix)
+            if path.is_file():
+                return path
+    raise FileNotFoundError(
+        f"A folder must hold the idx file {pattern.format('-')}, gzipped or not, but {folder} does not."
+    )
+
+
+def _read_idx(path: Path) -> Images:
+    """Read an array of unsigned bytes: two zeros, a type code, the number of axes, big-endian lengths, the values."""
+    raw = path.read_bytes()
+    if raw[:2] == b"\x1f\x8b":
+        try:
+            raw = gzip.decompress(raw)
+        except Exception as error:  # gzip and zlib have one for every kind of damage
+            raise ValueError(f"not a readable gzip file ({error}).") from error
+    axes = int.from_bytes(raw[3:4], "big")
+    header = 4 + 4 * axes
+    if raw[:3] != b"\0\0\x08" or len(raw) < header:
+        raise ValueError("not an idx file of unsigned bytes.")
+    shape = np.frombuffer(raw, ">u4", count=axes, offset=4).tolist()
+    values = np.frombuffer(raw, np.uint8, offset=header)
+    if values.size != math.prod(shape):
+        raise ValueError(f"the shape {tuple(shape)} does not fit the file's {values.size} values.")
+    return values.reshape(shape).copy()  # a buffer of bytes is read-only
+
+
+def load_torchvision(name: str, data_dir: StrPath, *, download: bool = False) -> ArrayData:
+    """Return a labelled image dataset of torchvision that has a training and a test split.
+
+    Args:
+        name: Name of a class in ``torchvision.datasets``, e.g. ``"FashionMNIST"``, ``"CIFAR10"`` or
+            ``"SVHN"``.
+        data_dir: Folder that holds the dataset, or where it goes.
+        download: Whether torchvision may download it.
+
+    Raises:
+        ImportError: If torchvision is not installed, or is installed but cannot be loaded.
+        ValueError: If torchvision has no such dataset, or the dataset has no training and test
+            split.
+
+    Example::
+
+        data = load_torchvision("FashionMNIST", "~/datasets", download=True)
+    """
+    try:
+        from torchvision import datasets
+    except (ImportError, RuntimeError, OSError) as error:
+        raise ImportError(
+            "`load_torchvision` needs torchvision, which is not installed or cannot be loaded beside this torch; "
+            f"install the build that belongs to it. It said: {error}"
+        ) from error
+    if name not in datasets.__all__:
+        raise ValueError(f"`name` must be a dataset of torchvision, got {name!r}.")
+    make: Any = getattr(datasets, name)
+    takes = inspect.signature(make).parameters
+    if not {"train", "split"} & takes.keys():
+        raise ValueError(
+            f"`name` must be a dataset with a training and a test split, got {name!r}."
+        )
+    arrays: dict[str, Any] = {}
+    for split in ("train", "test"):
+        option = {"train": split == "train"} if "train" in takes else {"split": split}
+        samples = make(data_dir, download=download, **option)
+        images, labels = zip(*samples, strict=True)
+        arrays[f"x_{split}"] = np.stack([np.asarray(image) for image in images])
+        arrays[f"y_{split}"] = np.asarray(labels)
+    return from_any(arrays, name=name)

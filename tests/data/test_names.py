@@ -98,7 +98,7 @@ def test_refuses_unknown_names(tmp_path, monkeypatch):
     monkeypatch.delenv("TASKINFO_DATA_DIR", raising=False)
     with pytest.raises(
         ValueError,
-        match="digits or letters or name a file; 'words' was not found as `data_dir` and",
+        match=r"digits or letters or name a file; 'words' was not found at this path\. `data_dir` and",
     ):
         load_pair("words→digits", size=8)
     with pytest.raises(ValueError, match=f"'words' was not found in {tmp_path}"):

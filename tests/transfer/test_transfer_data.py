@@ -305,7 +305,7 @@ def test_the_description_knows_the_data_by_what_they_hold():
         (
             {"source": "digit"},
             ValueError,
-            r"A dataset must be .*'digit' was not found .*\. Did you mean 'digits'\?$",
+            r"A dataset must be .*'digit' was not found .*at this path.*\.$",
         ),
         (
             {"target": "no/such/file.npz"},

@@ -78,12 +78,12 @@ def test_no_npz_file(tmp_path):
         ),
         (
             {"x_train": np.zeros((12, 3, 8, 9), np.float32)},
-            "some.npz: `x_train` must be uint8, got float32",
+            "some.npz: `x_train` must be uint8, from 0 to 255, got float32",
         ),
         ({"y_train": np.zeros(12, bool)}, "some.npz: `y_train` must be whole numbers, got bool"),
         (
             {"y_train": np.array(["cat", "dog"] * 6)},
-            "some.npz: `y_train` must be whole numbers, got strings such as 'cat'",
+            "some.npz: `y_train` must be whole numbers, got <U3 such as 'cat'",
         ),
         (
             {"y_train": np.arange(9)},
@@ -214,7 +214,7 @@ def test_idx_file_missing(tmp_path, idx_files):
     [
         (
             lambda raw: idx(np.zeros((12, 8, 9)), code=0x0D),
-            "the values must be unsigned bytes .*, got type code 0x0d",
+            "not an idx file of unsigned bytes",
         ),
         (lambda raw: raw[:-1], r"the shape \(12, 8, 9\) does not fit the file's 863 values"),
         (lambda raw: raw + b"\0", r"the shape \(12, 8, 9\) does not fit the file's 865 values"),

@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lightning_taskinfo._checkpoints import read_checkpoint
+from lightning_taskinfo._files import read_checkpoint
 
 STATE = {"net.weight": torch.arange(6.0).reshape(2, 3), "net.bias": torch.ones(2)}
 
