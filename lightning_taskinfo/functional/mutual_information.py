@@ -63,7 +63,7 @@ def mine(scores: Tensor, log_average: Tensor, *, negatives: Negatives = "others"
     Args:
         scores: Critic scores, shape ``[B, B]``.
         log_average: Logarithm of the moving average :math:`\overline{e^M}` over mini-batches, this
-            one included (:func:`update_log_average`), a scalar.
+            one included (:func:`update_log_average`), a scalar; of this one alone where it is not finite.
         negatives: Which pairs stand for the product: ``"others"`` or ``"all"``.
 
     Returns:
@@ -81,7 +81,8 @@ def mine(scores: Tensor, log_average: Tensor, *, negatives: Negatives = "others"
     """
     joint, product = joint_and_product(scores, negatives)
     log_mean = log_mean_exp(product)
-    corrected = (log_mean - log_average.detach()).exp()  # its gradient is E[e^M ∇M] / average
+    average = log_average if log_average.isfinite() else log_mean
+    corrected = (log_mean - average.detach()).exp()  # its gradient is E[e^M ∇M] / average
     gradient = corrected - corrected.detach()  # zero, with the gradient of the corrected mean
     return joint.mean() - log_mean.detach() - gradient
 
@@ -110,7 +111,7 @@ def update_log_average(
         tensor(0.)
     """
     current = log_mean_exp(joint_and_product(scores.detach(), negatives)[1])
-    if log_average == -math.inf or decay == 0:
+    if log_average == -math.inf:
         return current
     old = log_average + math.log(decay)
     new = current + math.log1p(-decay)
@@ -146,8 +147,7 @@ def smile(scores: Tensor, clip: float = 5.0, *, negatives: Negatives = "others")
         Song, Ermon, *Understanding the Limitations of Variational Mutual Information Estimators*,
         ICLR 2020.
     """
-    if not clip > 0:
-        raise ValueError(f"`clip` must be positive, got {clip}.")
+    check_choices(negatives, clip)
     joint, product = joint_and_product(scores, negatives)
     return joint.mean() - log_mean_exp(product.clamp(-clip, clip))
 
@@ -236,7 +236,7 @@ def joint_and_product(scores: Tensor, negatives: Negatives = "others") -> tuple[
         >>> joint_and_product(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
         (tensor([1., 4.]), tensor([2., 3.]))
     """
-    check_negatives(negatives)
+    check_choices(negatives)
     shape = tuple(scores.shape)
     square = len(shape) == 2 and shape[0] == shape[1]
     if not square or len(scores) < 2:
@@ -250,10 +250,12 @@ def joint_and_product(scores: Tensor, negatives: Negatives = "others") -> tuple[
     return scores.diagonal(), product.flatten()
 
 
-def check_negatives(negatives: str) -> None:
-    """Raise ``ValueError`` unless ``negatives`` is a kind that is known."""
+def check_choices(negatives: str, clip: float = math.inf) -> None:
+    """Raise ``ValueError`` unless ``negatives`` is a kind that is known, and ``clip`` positive."""
     if negatives not in get_args(Negatives):
         raise ValueError(f"`negatives` must be 'others' or 'all', got {negatives!r}.")
+    if not clip > 0:
+        raise ValueError(f"`clip` must be positive, got {clip}.")
 
 
 def log_mean_exp(values: Tensor) -> Tensor:
