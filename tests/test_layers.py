@@ -29,7 +29,7 @@ ALLOWED = {  # layer -> the layers and frameworks it may import
     "_wandb": {"matplotlib", "plotting", "wandb"},
     "_checkpoints": {"torch"},
     "_warn": set(),
-    "_ranges": set(),
+    "_ranges": {"torch"},
     "_tables": set(),
     "_progress": {"tqdm"},
     "_files": {"torch"},

@@ -1,5 +1,6 @@
 """What a linear read-out of features predicts: pooled to a bounded size, fitted by ridge, judged held out."""
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -79,8 +80,7 @@ def pooled(
     check_counts(max_features=max_features)
     if mask is not None and features.ndim == 3 and features.shape[:2] == mask.shape:
         weights = mask.to(features).unsqueeze(-1)  # [N, T, 1]
-        counts = weights.sum(1).clamp(min=1)
-        rows = (features * weights).sum(1) / counts
+        rows = (features * weights).sum(1) / weights.sum(1).clamp(min=1)
     elif features.ndim < 2 or features[0].numel() <= max_features:
         rows = features.reshape(len(features), -1)
     elif features.ndim == 3:
@@ -89,7 +89,9 @@ def pooled(
         rows = _averaged_over_cells(features, max_features)
     else:
         rows = features.flatten(1)
-    return rows if rows.shape[1] <= max_features else _sketched(rows, max_features)
+    if rows.shape[1] <= max_features:
+        return rows
+    return _sketched(rows, max_features)
 
 
 def _averaged_over_cells(features: Tensor, max_features: int) -> Tensor:
@@ -98,12 +100,11 @@ def _averaged_over_cells(features: Tensor, max_features: int) -> Tensor:
     if sizes[0] == sizes[1] != sizes[-1]:  # square, with the channels last
         features = features.movedim(-1, 1)
     channels, *space = features.shape[1:]
-    grid = [1 for _ in space]
-    for cells in range(2, max(space) + 1):
-        finer = [min(cells, size) for size in space]
-        if channels * torch.Size(finer).numel() > max_features:
-            break
-        grid = finer
+    cells = max(space)
+    grid = space
+    while cells > 1 and channels * math.prod(grid) > max_features:
+        cells -= 1
+        grid = [min(cells, size) for size in space]
     pool: Any = adaptive_avg_pool2d if len(space) == 2 else adaptive_avg_pool3d
     return pool(features, grid).flatten(1)
 
@@ -113,8 +114,7 @@ def _sketched(rows: Tensor, size: int) -> Tensor:
     N, D = rows.shape
     generator = Generator().manual_seed(D)
     place = torch.randint(size, (D,), generator=generator).to(rows.device)
-    coin = torch.randint(2, (D,), generator=generator)
-    sign = (2 * coin - 1).to(rows)
+    sign = (2 * torch.randint(2, (D,), generator=generator) - 1).to(rows)
     return rows.new_zeros(N, size).index_add_(1, place, rows * sign)
 
 
@@ -143,16 +143,15 @@ def stratified_folds(
         >>> stratified_folds(torch.tensor([0, 1, 0, 1]), 4)
         tensor([0, 0, 1, 1])
     """
-    order = torch.arange(len(labels))
+    N = len(labels)
+    order = torch.arange(N)
     if generator is not None:
-        order = torch.randperm(len(labels), generator=generator)
+        order = torch.randperm(N, generator=generator)
     if labels.ndim == 1 and not labels.is_floating_point():
         order = order[labels.cpu()[order].argsort(stable=True)]
         sizes = labels.unique(return_counts=True)[1]
         folds = min(folds, max(2, int(sizes.median())))
-    fold = torch.empty(len(labels), dtype=torch.long)
-    fold[order] = torch.arange(len(labels)) % folds
-    return fold
+    return (torch.arange(N) % folds)[order.argsort()]
 
 
 def held_out_readout(features: Tensor, columns: Tensor, fold: Tensor) -> HeldOut:
@@ -184,11 +183,9 @@ def held_out_readout(features: Tensor, columns: Tensor, fold: Tensor) -> HeldOut
         test = fold == k
         x = features[~test]
         y = columns[~test]
-        mean_x = x.mean(0)
-        mean_y = y.mean(0)
-        new = features[test] - mean_x
-        predicted[test] = mean_y + ridge(x - mean_x, y - mean_y, new)
-        baseline[test] = mean_y
+        x_mean = x.mean(0)
+        baseline[test] = y_mean = y.mean(0)
+        predicted[test] = y_mean + ridge(x - x_mean, y - y_mean, features[test] - x_mean)
     return HeldOut(predicted, baseline)
 
 
@@ -213,10 +210,9 @@ def read_out(features: Tensor, columns: Tensor, fold: Tensor) -> ReadOut:
     baseline = (columns - mean).square().sum(-1)  # [N]
     scale = baseline.mean()
     missed = residual.sum() / baseline.sum()
-    spread = (residual - missed * baseline).std()
-    standard_error = spread / scale / len(baseline) ** 0.5
+    error = (residual - missed * baseline).std() / scale / len(baseline) ** 0.5
     wrong = predicted.argmax(1) != columns.argmax(1)
-    return ReadOut(missed, standard_error, residual / scale, wrong.double(), predicted)
+    return ReadOut(missed, error, residual / scale, wrong.double(), predicted)
 
 
 def sharpened_brier(scores: Tensor, columns: Tensor) -> Tensor:
@@ -277,16 +273,14 @@ def ridge(x: Tensor, y: Tensor, new: Tensor) -> Tensor:
     tiny = torch.finfo(x.dtype).tiny
     # n times the mean squared feature, times each ridge.
     penalties = RIDGES.to(x) * x.square().sum() / D  # [P]
-    total = spectrum + penalties.unsqueeze(-1)
-    shrink = spectrum / total.clamp(min=tiny)  # [P, R]
+    shrink = spectrum / (spectrum + penalties.unsqueeze(-1)).clamp(min=tiny)  # [P, R]
     projected = U.T @ y  # [R, K]
     fitted = torch.einsum("nr,pr,rk->pnk", U, shrink, projected)
     leverage = torch.einsum("nr,pr->pn", U.square(), shrink) + 1 / n
-    left = (1 - leverage).clamp(min=1e-9).unsqueeze(-1)
-    left_out = (y - fitted) / left  # error at each sample of the fit without it, [P, n, K]
+    # Error at each sample of the fit without it, [P, n, K].
+    left_out = (y - fitted) / (1 - leverage).clamp(min=1e-9).unsqueeze(-1)
     best = left_out.square().sum((1, 2)).argmin()
-    scale = (shrink[best] / spectrum).unsqueeze(-1)
-    return to_new @ (scale * projected)
+    return to_new @ ((shrink[best] / spectrum).unsqueeze(-1) * projected)
 
 
 def _decomposed(x: Tensor, new: Tensor) -> tuple[Tensor, Tensor, Tensor]:

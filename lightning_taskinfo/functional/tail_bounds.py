@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.special import xlog1py, xlogy
 
-from lightning_taskinfo._ranges import check_counts, check_probability
-from lightning_taskinfo.functional.pac_bayes import Number, _numbers
+from lightning_taskinfo._ranges import check_counts, check_probability, check_values
+from lightning_taskinfo.functional.pac_bayes import Number, checked
 
 MAX_BET = 0.9  # of the capital; below 1, so that no draw can ruin the bettor
 
@@ -80,9 +80,7 @@ def _checked(values: Tensor, delta: float) -> Tensor:
     x = values.detach().double()
     if x.ndim != 1 or not len(x):
         raise ValueError(f"`values` must be a vector of draws, got shape {list(values.shape)}.")
-    inside = (x >= 0) & (x <= 1)
-    if not bool(inside.all()):
-        raise ValueError(f"`values` must be in [0, 1], got {x[~inside][0].item()}.")
+    check_values("in [0, 1]", values=x)
     check_probability(delta=delta)
     return x
 
@@ -94,11 +92,11 @@ def _upper(x: Tensor, delta: float) -> Tensor:
     high = torch.ones_like(low)
     for _ in range(60):
         middle = 0.5 * (low + high)
-        gains = stakes * (middle - x)
-        capital = gains.log1p().sum()  # its logarithm
-        rejected = capital >= goal
-        low = torch.where(rejected, low, middle)
-        high = torch.where(rejected, middle, high)
+        log_capital = (stakes * (middle - x)).log1p().sum()
+        if log_capital >= goal:
+            high = middle
+        else:
+            low = middle
     return high
 
 
@@ -108,9 +106,8 @@ def _stakes(x: Tensor, goal: float) -> Tensor:
     mean = (0.5 + x.cumsum(0)) / count
     squares = (x - mean).square().cumsum(0)
     variance = (0.25 + squares) / count
-    first = variance.new_tensor([0.25])
-    before = torch.cat([first, variance[:-1]])
-    squared = 2 * goal / (len(x) * before)
+    variance = torch.cat([variance.new_tensor([0.25]), variance[:-1]])
+    squared = 2 * goal / (len(x) * variance)
     return squared.sqrt().clamp_max(MAX_BET)
 
 
@@ -134,7 +131,7 @@ def binomial_log_tail(errors: int, n: int, p: Number) -> Tensor:
         tensor(0.5000, dtype=torch.float64)
     """
     _check_counts(errors, n)
-    (p,) = _numbers(p=p)
+    (p,) = checked(p=p)
     terms = _log_terms(errors, n, p.unsqueeze(-1))
     return terms.logsumexp(-1).clamp_max(0.0)
 
@@ -211,8 +208,7 @@ def _log_terms(errors: int, n: int, p: Tensor) -> Tensor:
     """Log-probabilities of 0 to ``errors`` errors, one entry each in the last axis."""
     i = torch.arange(errors + 1, dtype=torch.float64, device=p.device)  # [k + 1]
     others = n - i
-    log_choose = math.lgamma(n + 1) - torch.lgamma(i + 1)
-    log_choose = log_choose - torch.lgamma(others + 1)
+    log_choose = math.lgamma(n + 1) - torch.lgamma(i + 1) - torch.lgamma(others + 1)
     return log_choose + xlogy(i, p) + xlog1py(others, -p)
 
 

@@ -11,7 +11,7 @@ from torch import Generator, Tensor, nn
 
 from lightning_taskinfo._random import own_randomness
 from lightning_taskinfo._ranges import check_counts, check_finite, check_positive
-from lightning_taskinfo.functional.mutual_information import (
+from lightning_taskinfo.functional.discrepancy import (
     Negatives,
     check_choices,
     jensen_shannon,
@@ -174,7 +174,7 @@ def estimate_mutual_information(
     A critic that has not converged reads too little (1.67 of 2 nats between 20-dimensional
     Gaussians after 1,000 steps on 12,000 samples): raise ``steps`` until the number stands. SMILE
     itself is not a lower bound: above about 5 nats it reads too much, see
-    :func:`.functional.mutual_information.smile`.
+    :func:`.functional.discrepancy.smile`.
 
     Args:
         inputs: Samples, shape ``[N, *input_shape]``, or ``[N]`` for one number each.
@@ -186,7 +186,7 @@ def estimate_mutual_information(
         learning_rate: Learning rate of Adam.
         negatives: Which pairs of a batch stand for the product while the critic is trained:
             ``"others"``, or ``"all"``, the joint pairs included: less variance and less
-            information, see :mod:`.functional.mutual_information`. SMILE is read on the others in
+            information, see :mod:`.functional.discrepancy`. SMILE is read on the others in
             either case.
         clip: The :math:`\tau` of SMILE.
         seed: Seed of the split, the batches and the critic.

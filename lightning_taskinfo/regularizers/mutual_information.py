@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_taskinfo._ranges import check_counts, check_finite, check_positive
-from lightning_taskinfo.functional import mutual_information as mi
+from lightning_taskinfo.functional import discrepancy as mi
 from lightning_taskinfo.regularizers._base import (
     Regularizer,
     Weight,
@@ -49,7 +49,7 @@ class MutualInformation(Regularizer):
             ``"info_nce"``.
         negatives: Which pairs of a batch stand for the product in the objective: ``"others"``, or
             ``"all"``, the joint pairs included: less variance and less information, see
-            :mod:`.functional.mutual_information`. The SMILE estimate is read on the others in
+            :mod:`.functional.discrepancy`. The SMILE estimate is read on the others in
             either case. InfoNCE always counts the joint pairs.
         clip: The :math:`\tau` of the SMILE estimate.
         alternate: Take turns by ``"step"`` or by ``"epoch"``.

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_taskinfo.functional.mutual_information import smile
+from lightning_taskinfo.functional.discrepancy import smile
 from lightning_taskinfo.regularizers import estimate_mutual_information
 from lightning_taskinfo.regularizers.critics import make_critic
 

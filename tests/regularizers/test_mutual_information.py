@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_taskinfo.functional import mutual_information as mi
-from lightning_taskinfo.functional.mutual_information import jensen_shannon, smile
+from lightning_taskinfo.functional import discrepancy as mi
+from lightning_taskinfo.functional.discrepancy import jensen_shannon, smile
 from lightning_taskinfo.regularizers import MutualInformation
 from lightning_taskinfo.regularizers.critics import make_critic, tower
 
