@@ -47,7 +47,12 @@ class NegativeTransfer(NamedTuple):
     onset: Tensor
 
 
-def scratch_risk(gamma: Number, sigma: Number, *, dimension: int | None = None) -> Tensor:
+def scratch_risk(
+    gamma: Number,
+    sigma: Number,
+    *,
+    dimension: int | None = None,
+) -> Tensor:
     r"""Risk of the minimum-norm solution, which is what a deep linear network learns from scratch.
 
     .. math:: R_{sc} = (1-\gamma)_+ + \sigma^2\, \frac{\min(\gamma, 1)}{|1-\gamma|}
@@ -74,7 +79,13 @@ def scratch_risk(gamma: Number, sigma: Number, *, dimension: int | None = None) 
     return (1 - gamma).clamp(min=0) + _noise_risk(gamma, sigma, dimension)
 
 
-def linear_transfer_risk(theta: Number, sigma: Number, n: Number, *, ridge: Number = 0.0) -> Tensor:
+def linear_transfer_risk(
+    theta: Number,
+    sigma: Number,
+    n: Number,
+    *,
+    ridge: Number = 0.0,
+) -> Tensor:
     r"""Mean risk after the last layer was fitted to ``n`` target samples, on the pretrained feature.
 
     Pretraining leaves one feature, :math:`z = \beta_s^\top x`. With :math:`q = \sum_i z_i^2 \sim \chi^2_n` and the
@@ -155,7 +166,11 @@ def fine_tuning_risk(
     return scratch_risk(gamma, sigma, dimension=dimension) - gain
 
 
-def fine_tuning_risk_noiseless(theta: Number, gamma: Number, sigma: Number) -> Tensor:
+def fine_tuning_risk_noiseless(
+    theta: Number,
+    gamma: Number,
+    sigma: Number,
+) -> Tensor:
     r"""Risk of fine-tuning as [Tahir2024]_ print it, which is right for :math:`\sigma = 0` only.
 
     .. math:: R_{sc} + (1-\gamma)_+ (1 - 2\cos\theta)
@@ -181,7 +196,11 @@ def fine_tuning_risk_noiseless(theta: Number, gamma: Number, sigma: Number) -> T
     return fine_tuning_risk(theta, gamma, sigma, depth=1)
 
 
-def linear_transferability(theta: Number, gamma: Number, sigma: Number) -> Tensor:
+def linear_transferability(
+    theta: Number,
+    gamma: Number,
+    sigma: Number,
+) -> Tensor:
     r"""What linear transfer gains over scratch, :math:`T = R_{sc} - R_{lt}`, as :math:`n \to \infty` at fixed gamma.
 
     .. math:: T_{lt} = (1-\gamma)_+ + \sigma^2\,\frac{\min(\gamma, 1)}{|1-\gamma|} - \sin^2\theta
@@ -246,7 +265,12 @@ def fine_tuning_transferability(
     return torch.where(moves, gain, 0.0)
 
 
-def fine_tuning_boundary(gamma: Number, sigma: Number, *, depth: int = 2) -> Tensor:
+def fine_tuning_boundary(
+    gamma: Number,
+    sigma: Number,
+    *,
+    depth: int = 2,
+) -> Tensor:
     r"""Angle below which fine-tuning helps, :math:`\arccos(b^{L-1}/2)`.
 
     Args:
@@ -270,7 +294,10 @@ def fine_tuning_boundary(gamma: Number, sigma: Number, *, depth: int = 2) -> Ten
     return torch.where(gamma < 1, cosine.clamp(max=1).arccos(), torch.nan)
 
 
-def negative_transfer_interval(theta: Number, sigma: Number) -> NegativeTransfer:
+def negative_transfer_interval(
+    theta: Number,
+    sigma: Number,
+) -> NegativeTransfer:
     r"""Numbers of samples per dimension at which linear transfer hurts, as :math:`n \to \infty`.
 
     .. math::
@@ -311,7 +338,11 @@ def negative_transfer_interval(theta: Number, sigma: Number) -> NegativeTransfer
     return NegativeTransfer(lower, upper, onset)
 
 
-def _noise_risk(gamma: Tensor, sigma: Tensor, dimension: int | None = None) -> Tensor:
+def _noise_risk(
+    gamma: Tensor,
+    sigma: Tensor,
+    dimension: int | None = None,
+) -> Tensor:
     """Squared norm that label noise adds to the minimum-norm solution: ``sigma²`` times the mean of ``tr (XᵀX)⁺``."""
     check_counts(dimension=dimension)
     sample = 0.0 if dimension is None else 1 / dimension
@@ -346,7 +377,10 @@ def _layer_product(
     return x.pow((depth - 1) / 2)
 
 
-def _ridge_moments(n: Tensor, ridge: Tensor) -> tuple[Tensor, Tensor]:
+def _ridge_moments(
+    n: Tensor,
+    ridge: Tensor,
+) -> tuple[Tensor, Tensor]:
     """Means of ``(n·λ/(q + n·λ))²`` and of ``q/(q + n·λ)²`` for ``q`` chi-squared with ``n`` degrees of freedom.
 
     The trapezoidal rule in ``log q`` is accurate to rounding: the integrand is smooth and vanishes

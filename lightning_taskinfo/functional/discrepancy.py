@@ -40,7 +40,11 @@ __all__ = [
 Negatives = Literal["others", "all"]
 
 
-def donsker_varadhan(scores: Tensor, *, negatives: Negatives = "others") -> Tensor:
+def donsker_varadhan(
+    scores: Tensor,
+    *,
+    negatives: Negatives = "others",
+) -> Tensor:
     r"""Lower bound of Donsker and Varadhan.
 
     .. math:: \hat I = \mathbb{E}_{joint}[M] - \log \mathbb{E}_{prod}[e^M]
@@ -63,7 +67,12 @@ def donsker_varadhan(scores: Tensor, *, negatives: Negatives = "others") -> Tens
     return joint.mean() - log_mean_exp(product)
 
 
-def mine(scores: Tensor, log_average: Tensor, *, negatives: Negatives = "others") -> Tensor:
+def mine(
+    scores: Tensor,
+    log_average: Tensor,
+    *,
+    negatives: Negatives = "others",
+) -> Tensor:
     r"""Value of :func:`donsker_varadhan`, gradient corrected by a moving average.
 
     .. math:: \nabla \hat I = \mathbb{E}_{joint}[\nabla M] - \mathbb{E}_{prod}[e^M \nabla M] / \overline{e^M}
@@ -127,7 +136,12 @@ def update_log_average(
     return torch.logaddexp(old, new)
 
 
-def smile(scores: Tensor, clip: float = 5.0, *, negatives: Negatives = "others") -> Tensor:
+def smile(
+    scores: Tensor,
+    clip: float = 5.0,
+    *,
+    negatives: Negatives = "others",
+) -> Tensor:
     r"""Donsker–Varadhan with the density ratio clipped: less variance for some bias.
 
     .. math:: \hat I = \mathbb{E}_{joint}[M] - \log \mathbb{E}_{prod}[\mathrm{clip}(e^M, e^{-\tau}, e^{\tau})]
@@ -161,7 +175,11 @@ def smile(scores: Tensor, clip: float = 5.0, *, negatives: Negatives = "others")
     return joint.mean() - log_mean_exp(product.clamp(-clip, clip))
 
 
-def nwj(scores: Tensor, *, negatives: Negatives = "others") -> Tensor:
+def nwj(
+    scores: Tensor,
+    *,
+    negatives: Negatives = "others",
+) -> Tensor:
     r"""Lower bound of Nguyen, Wainwright and Jordan, also known as f-GAN KL and MINE-f.
 
     .. math:: \hat I = \mathbb{E}_{joint}[M] - e^{-1}\, \mathbb{E}_{prod}[e^M]
@@ -204,7 +222,11 @@ def info_nce(scores: Tensor) -> Tensor:
     return log_ratios.mean() + math.log(len(scores))
 
 
-def jensen_shannon(scores: Tensor, *, negatives: Negatives = "others") -> Tensor:
+def jensen_shannon(
+    scores: Tensor,
+    *,
+    negatives: Negatives = "others",
+) -> Tensor:
     r"""The Jensen–Shannon objective: what a critic should ascend. Not an estimate of the mutual information.
 
     .. math:: \mathbb{E}_{joint}[-\mathrm{softplus}(-M)] - \mathbb{E}_{prod}[\mathrm{softplus}(M)]
@@ -229,7 +251,10 @@ def jensen_shannon(scores: Tensor, *, negatives: Negatives = "others") -> Tensor
     return logsigmoid(joint).mean() + logsigmoid(-product).mean()
 
 
-def joint_and_product(scores: Tensor, negatives: Negatives = "others") -> tuple[Tensor, Tensor]:
+def joint_and_product(
+    scores: Tensor,
+    negatives: Negatives = "others",
+) -> tuple[Tensor, Tensor]:
     """Return the diagonal of a score matrix, shape ``[B]``, and the rest, ``[B * (B - 1)]``, or all, ``[B * B]``.
 
     Args:
@@ -258,7 +283,10 @@ def joint_and_product(scores: Tensor, negatives: Negatives = "others") -> tuple[
     return scores.diagonal(), product.flatten()
 
 
-def check_choices(negatives: str, clip: float = math.inf) -> None:
+def check_choices(
+    negatives: str,
+    clip: float = math.inf,
+) -> None:
     """Raise ``ValueError`` unless ``negatives`` is a kind that is known, and ``clip`` positive."""
     if negatives not in get_args(Negatives):
         raise ValueError(f"`negatives` must be 'others' or 'all', got {negatives!r}.")
@@ -283,7 +311,10 @@ WIDTH_FACTORS = tuple(2.0**k for k in range(-9, 10))
 """Nineteen widths, from 1/512 to 512 times the median distance."""
 
 
-def median_distance(source: Tensor, target: Tensor) -> Tensor:
+def median_distance(
+    source: Tensor,
+    target: Tensor,
+) -> Tensor:
     """Median distance between two different samples of the union: the usual unit for kernel widths.
 
     Args:
@@ -301,7 +332,11 @@ def median_distance(source: Tensor, target: Tensor) -> Tensor:
     return torch.where(median > 0, median, 1.0)
 
 
-def gaussian_kernel(a: Tensor, b: Tensor, widths: Tensor) -> Tensor:
+def gaussian_kernel(
+    a: Tensor,
+    b: Tensor,
+    widths: Tensor,
+) -> Tensor:
     r"""Mean of Gaussian kernels of several widths, between all pairs.
 
     .. math:: k(a, b) = \frac1m \sum_{s} \exp\Big( -\frac{\|a - b\|^2}{2 s^2} \Big)
@@ -389,7 +424,11 @@ def _mean_off_diagonal(kernel: Tensor) -> Tensor:
     return (kernel.sum() - kernel.diagonal().sum()) / (N * (N - 1))
 
 
-def ensemble_targets(average: Tensor, count: Tensor, decay: float) -> Tensor:
+def ensemble_targets(
+    average: Tensor,
+    count: Tensor,
+    decay: float,
+) -> Tensor:
     r"""Bias-corrected ensemble predictions of Temporal Ensembling.
 
     .. math:: \tilde z = Z / (1 - \alpha^t)

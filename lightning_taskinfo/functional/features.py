@@ -45,7 +45,10 @@ class SpanNorms(NamedTuple):
     outside: Tensor
 
 
-def relu_kernel(weights: Tensor, others: Tensor) -> Tensor:
+def relu_kernel(
+    weights: Tensor,
+    others: Tensor,
+) -> Tensor:
     r"""Mean product of two ReLU features over Gaussian inputs, for all pairs.
 
     .. math::
@@ -79,7 +82,10 @@ def relu_kernel(weights: Tensor, others: Tensor) -> Tensor:
     return norms / (2 * torch.pi) * bracket
 
 
-def feature_kernels(model: Tensor, target: Tensor) -> FeatureKernels:
+def feature_kernels(
+    model: Tensor,
+    target: Tensor,
+) -> FeatureKernels:
     r"""The three kernels of a model and a target network.
 
     .. math:: K = \frac{\langle\phi\phi^\top\rangle}{m}, \quad
@@ -107,7 +113,11 @@ def feature_kernels(model: Tensor, target: Tensor) -> FeatureKernels:
     )
 
 
-def span_norms(model: Tensor, target: Tensor, coefficients: Tensor) -> SpanNorms:
+def span_norms(
+    model: Tensor,
+    target: Tensor,
+    coefficients: Tensor,
+) -> SpanNorms:
     r"""Squared norms of a target network inside and outside the span of a model's features.
 
     .. math::
@@ -150,7 +160,12 @@ def span_norms(model: Tensor, target: Tensor, coefficients: Tensor) -> SpanNorms
     return SpanNorms(total, total - outside, outside)
 
 
-def ablate(weights: Tensor, fraction: float, *, generator: Generator | None = None) -> Tensor:
+def ablate(
+    weights: Tensor,
+    fraction: float,
+    *,
+    generator: Generator | None = None,
+) -> Tensor:
     r"""Remove a fraction :math:`\mu` of the features, at random.
 
     The ablated set-up: the source teacher has what is left of the target's features, a model that learned the source
@@ -183,7 +198,10 @@ def ablate(weights: Tensor, fraction: float, *, generator: Generator | None = No
     return weights.index_select(-2, kept.to(weights.device))
 
 
-def fit_power_law(n: Tensor, risk: Tensor) -> tuple[Tensor, Tensor]:
+def fit_power_law(
+    n: Tensor,
+    risk: Tensor,
+) -> tuple[Tensor, Tensor]:
     r"""Fit a learning curve :math:`A\, n^{-\nu}` by least squares between logarithms.
 
     Args:
@@ -211,7 +229,11 @@ def fit_power_law(n: Tensor, risk: Tensor) -> tuple[Tensor, Tensor]:
     return intercept.exp(), -slope
 
 
-def transfer_onset(outside: Tensor, amplitude: Tensor | float, exponent: Tensor | float) -> Tensor:
+def transfer_onset(
+    outside: Tensor,
+    amplitude: Tensor | float,
+    exponent: Tensor | float,
+) -> Tensor:
     r"""Number of samples above which linear transfer is predicted to hurt, :math:`(A / \|P_\perp f\|^2)^{1/\nu}`.
 
     There the learning curve :math:`A\,n^{-\nu}` of training from scratch crosses the out-of-span norm.

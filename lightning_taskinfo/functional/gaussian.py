@@ -4,7 +4,12 @@ import torch
 from torch import Tensor
 
 
-def gaussian_kl_diag(mean_q: Tensor, logvar_q: Tensor, mean_p: Tensor, logvar_p: Tensor) -> Tensor:
+def gaussian_kl_diag(
+    mean_q: Tensor,
+    logvar_q: Tensor,
+    mean_p: Tensor,
+    logvar_p: Tensor,
+) -> Tensor:
     r"""KL divergence between two diagonal Gaussians, in nats.
 
     .. math::
@@ -41,7 +46,11 @@ def gaussian_kl_diag(mean_q: Tensor, logvar_q: Tensor, mean_p: Tensor, logvar_p:
     return 0.5 * (rho.expm1() - rho + shift).sum(-1)  # [...]
 
 
-def canonical_correlations(cov_x: Tensor, cov_w: Tensor, cov_xw: Tensor) -> Tensor:
+def canonical_correlations(
+    cov_x: Tensor,
+    cov_w: Tensor,
+    cov_xw: Tensor,
+) -> Tensor:
     r"""Canonical correlations of two jointly distributed vectors, in descending order.
 
     .. math:: \rho = \text{singular values of}\ \Sigma_x^{-1/2}\, \Sigma_{xw}\, \Sigma_w^{-1/2}
@@ -101,7 +110,11 @@ def lautum_from_correlations(squared_correlations: Tensor) -> Tensor:
     return 0.5 * terms.sum(-1)
 
 
-def gaussian_lautum_information(cov_x: Tensor, cov_w: Tensor, cov_xw: Tensor) -> Tensor:
+def gaussian_lautum_information(
+    cov_x: Tensor,
+    cov_w: Tensor,
+    cov_xw: Tensor,
+) -> Tensor:
     r"""Lautum information between two jointly Gaussian vectors, in nats.
 
     .. math::
@@ -133,7 +146,11 @@ def gaussian_lautum_information(cov_x: Tensor, cov_w: Tensor, cov_xw: Tensor) ->
     return lautum_from_correlations(correlations.square())
 
 
-def gaussian_mutual_information(cov_x: Tensor, cov_w: Tensor, cov_xw: Tensor) -> Tensor:
+def gaussian_mutual_information(
+    cov_x: Tensor,
+    cov_w: Tensor,
+    cov_xw: Tensor,
+) -> Tensor:
     r"""Mutual information between two jointly Gaussian vectors, in nats.
 
     .. math::

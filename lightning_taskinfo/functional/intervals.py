@@ -18,7 +18,11 @@ Ends: TypeAlias = tuple[float, float]
 EVERYTHING = (-math.inf, math.inf)
 
 
-def wilson_interval(share: Tensor | float, n: int, confidence: float = 0.95) -> Ends:
+def wilson_interval(
+    share: Tensor | float,
+    n: int,
+    confidence: float = 0.95,
+) -> Ends:
     r"""Interval of Wilson for a share of ``n`` samples.
 
     .. math:: \frac{p + \frac{z^2}{2n}}{1 + \frac{z^2}{n}}
@@ -116,7 +120,10 @@ def normal_quantile(confidence: float) -> float:
     return torch.special.ndtri(p).item()
 
 
-def student_quantile(confidence: float, degrees: int) -> float:
+def student_quantile(
+    confidence: float,
+    degrees: int,
+) -> float:
     r"""Return the number of standard errors that Student's interval reaches to either side.
 
     The :math:`t` with :math:`P(|T_\nu| \le t) = c`, found by bisection of the angle
@@ -150,7 +157,10 @@ def student_quantile(confidence: float, degrees: int) -> float:
     return math.sqrt(degrees) * math.tan(low)
 
 
-def _central_probability(theta: float, degrees: int) -> float:
+def _central_probability(
+    theta: float,
+    degrees: int,
+) -> float:
     """``P(|T| <= sqrt(degrees) tan(theta))``."""
     odd = degrees % 2
     term = math.cos(theta) if odd else 1.0
@@ -190,7 +200,10 @@ class Interval:
         return verdict_of(self.low, self.high)
 
 
-def verdict_of(low: float | None, high: float | None) -> Verdict:
+def verdict_of(
+    low: float | None,
+    high: float | None,
+) -> Verdict:
     """Return what an interval of a gain says.
 
     Args:
@@ -243,9 +256,7 @@ def mean_interval(
     if n == 1:
         return Interval(mean, None, None, n, "one seed")
     spread = statistics.stdev(values)
-    if scale is None:
-        scale = max(map(abs, values))
-    if spread <= ROUNDING * scale:
+    if spread <= ROUNDING * (scale or max(map(abs, values))):
         return Interval(mean, None, None, n, "all seeds gave the same")
     reach = student_quantile(confidence, n - 1) * spread / math.sqrt(n)
     smallest, largest = bounds

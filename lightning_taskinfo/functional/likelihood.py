@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 from torch import Generator, Tensor
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import cross_entropy, logsigmoid
 
 from lightning_taskinfo._ranges import check_positive, check_values
 from lightning_taskinfo._warn import warn
@@ -30,15 +30,27 @@ Labels: TypeAlias = Literal["sampled", "exact", "empirical"]
 class Likelihood(Protocol):
     """How outputs ``[N, ..., C]`` become a distribution over labels; a sample is one ``[..., C]``."""
 
-    def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def log_prob(
+        self,
+        outputs: Tensor,
+        targets: Tensor,
+    ) -> Tensor:
         """Return the log-likelihood of each sample in nats, shape ``[N]``."""
         ...
 
-    def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def score(
+        self,
+        outputs: Tensor,
+        targets: Tensor,
+    ) -> Tensor:
         """Return the gradient of the labels' log-likelihood by the outputs, shaped like them; ignored ones count."""
         ...
 
-    def sample(self, outputs: Tensor, generator: Generator | None = None) -> Tensor:
+    def sample(
+        self,
+        outputs: Tensor,
+        generator: Generator | None = None,
+    ) -> Tensor:
         """Return targets drawn from the model."""
         ...
 
@@ -46,11 +58,19 @@ class Likelihood(Protocol):
         """Yield scores ``s`` shaped like the outputs; per sample, ``Σ s sᵀ`` is the Fisher of the outputs."""
         ...
 
-    def counted(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def counted(
+        self,
+        outputs: Tensor,
+        targets: Tensor,
+    ) -> Tensor:
         """Return 1 where an output has a label and 0 where its target says to ignore it, broadcastable."""
         return torch.ones_like(outputs)
 
-    def check(self, outputs: Tensor, targets: Tensor | None) -> None:
+    def check(
+        self,
+        outputs: Tensor,
+        targets: Tensor | None,
+    ) -> None:
         """Raise a ``ValueError`` if outputs or targets do not fit this likelihood."""
         if targets is not None and targets.shape != outputs.shape:
             raise ValueError(
@@ -79,13 +99,17 @@ class Categorical(Likelihood):
     ignore_index: int = -100
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:  # noqa: D102
-        index = self._index(outputs, targets)
-        log_p = outputs.log_softmax(-1).gather(-1, index)
-        return _per_sample(log_p * self.counted(outputs, targets))
+        losses = cross_entropy(
+            outputs.flatten(0, -2),
+            targets.flatten(),
+            ignore_index=self.ignore_index,
+            reduction="none",
+        )
+        return -_per_sample(losses.view(targets.shape))
 
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:  # noqa: D102
-        index = self._index(outputs, targets)
-        one_hot = torch.zeros_like(outputs).scatter_(-1, index, 1.0)
+        index = targets.clamp(0, outputs.shape[-1] - 1)  # what is ignored may be any class
+        one_hot = torch.zeros_like(outputs).scatter_(-1, index.unsqueeze(-1), 1.0)
         return one_hot.sub_(outputs.softmax(-1))
 
     def sample(self, outputs: Tensor, generator: Generator | None = None) -> Tensor:  # noqa: D102
@@ -117,12 +141,6 @@ class Categorical(Likelihood):
     def counted(self, outputs: Tensor, targets: Tensor) -> Tensor:  # noqa: D102
         counted = targets != self.ignore_index
         return counted.unsqueeze(-1).to(outputs.dtype)
-
-    def _index(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the labels as an index of classes; where `ignore_index` is none of them, any other."""
-        if not 0 <= self.ignore_index < outputs.shape[-1]:
-            targets = targets.masked_fill(targets == self.ignore_index, 0)
-        return targets.unsqueeze(-1)
 
     def check(self, outputs: Tensor, targets: Tensor | None) -> None:  # noqa: D102
         if outputs.dim() < 2 or outputs.shape[-1] < 2:
@@ -251,8 +269,8 @@ def as_likelihood(likelihood: str | Likelihood) -> Likelihood:
         found = LIKELIHOODS.get(likelihood)
     if not all(hasattr(found, method) for method in METHODS):
         raise ValueError(
-            f"`likelihood` must be one of {', '.join(LIKELIHOODS)}, or an object with {', '.join(METHODS)}, got "
-            f"{likelihood!r}."
+            f"`likelihood` must be one of {', '.join(LIKELIHOODS)}, got {likelihood!r}; an object must have "
+            f"{', '.join(METHODS)}."
         )
     return found
 
@@ -389,7 +407,10 @@ def _per_sample(values: Tensor) -> Tensor:
     return values.reshape(values.shape[0], -1).sum(1)
 
 
-def _one_at_a_time(root: Tensor, shape: Sequence[int]) -> Iterator[Tensor]:
+def _one_at_a_time(
+    root: Tensor,
+    shape: Sequence[int],
+) -> Iterator[Tensor]:
     """Labels of different outputs or tokens are independent, so the Fisher of a sample has a root for each."""
     for keep in torch.eye(math.prod(shape), device=root.device, dtype=root.dtype):
         yield root * keep.view(shape)

@@ -131,7 +131,11 @@ def local_minimum_summary(
     )
 
 
-def normalise_logits(logits: Tensor, *, scale: float = 0.04) -> Tensor:
+def normalise_logits(
+    logits: Tensor,
+    *,
+    scale: float = 0.04,
+) -> Tensor:
     r"""Divide each logit vector by ``scale`` times its norm, so that networks of different confidence compare.
 
     Args:

@@ -13,6 +13,7 @@ pre-distribution depends on the data, so they certify nothing.
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
@@ -45,7 +46,10 @@ checked = partial(checked_tensors, RULES, torch.float64)
 """Arguments as float64 tensors of one shape, each inside its range."""
 
 
-def binary_kl(q: Number, p: Number) -> Tensor:
+def binary_kl(
+    q: Number,
+    p: Number,
+) -> Tensor:
     r"""KL divergence between two Bernoulli distributions, in nats.
 
     .. math:: \mathrm{kl}(q \,\|\, p) = q \log\frac{q}{p} + (1 - q) \log\frac{1 - q}{1 - p}
@@ -68,7 +72,10 @@ def binary_kl(q: Number, p: Number) -> Tensor:
     return _binary_kl(q, p)
 
 
-def _binary_kl(q: Tensor, p: Tensor) -> Tensor:
+def _binary_kl(
+    q: Tensor,
+    p: Tensor,
+) -> Tensor:
     """The same, of probabilities that have been checked: a bisection asks for many."""
     rest = 1 - q
     step = p - q
@@ -80,7 +87,10 @@ def _binary_kl(q: Tensor, p: Tensor) -> Tensor:
     return torch.where(is_near, near, far).clamp_min(0)
 
 
-def binary_kl_inverse(q: Number, bound: Number) -> Tensor:
+def binary_kl_inverse(
+    q: Number,
+    bound: Number,
+) -> Tensor:
     r"""Largest ``p`` whose divergence from ``q`` stays within a bound.
 
     .. math:: \mathrm{kl}^{-1}(q, c) = \sup \{\, p \in [q, 1] : \mathrm{kl}(q \,\|\, p) \le c \,\}
@@ -101,17 +111,37 @@ def binary_kl_inverse(q: Number, bound: Number) -> Tensor:
         tensor(0.5000, dtype=torch.float64)
     """
     q, bound = checked(q=q, bound=bound)
-    low = q.clone()
-    high = torch.ones_like(q)
-    for _ in range(100):  # the interval shrinks to neighbouring floats, also next to 0
+    # The interval shrinks to neighbouring floats, also next to 0.
+    return upper_end(lambda p: _binary_kl(q, p) <= bound, q, rounds=100)
+
+
+def upper_end(inside: Callable[[Tensor], Tensor], low: Tensor, rounds: int = 60) -> Tensor:
+    """Return where a condition that holds at ``low`` ends before 1: the upper end of the last interval of a bisection.
+
+    Args:
+        inside: Whether the condition holds, shaped like ``low``.
+        low: Where it holds.
+        rounds: How often the interval is halved.
+
+    Example:
+        >>> upper_end(lambda p: p <= 0.25, torch.tensor(0.0))
+        tensor(0.2500)
+    """
+    high = torch.ones_like(low)
+    for _ in range(rounds):
         middle = low + 0.5 * (high - low)
-        inside = _binary_kl(q, middle) <= bound
-        low = torch.where(inside, middle, low)
-        high = torch.where(inside, high, middle)
+        holds = inside(middle)
+        low = torch.where(holds, middle, low)
+        high = torch.where(holds, high, middle)
     return high
 
 
-def kl_bound(risk: Number, kl: Number, n: Number, delta: Number) -> Tensor:
+def kl_bound(
+    risk: Number,
+    kl: Number,
+    n: Number,
+    delta: Number,
+) -> Tensor:
     r"""Maurer–Seeger bound on the true risk: the tightest here, and the default of a certificate.
 
     .. math:: e(Q) \le \mathrm{kl}^{-1}\!\Big(\hat e(Q),\; \frac{\mathrm{KL} + \log(2\sqrt N/\delta)}{N}\Big)
@@ -137,7 +167,12 @@ def kl_bound(risk: Number, kl: Number, n: Number, delta: Number) -> Tensor:
     return binary_kl_inverse(risk, complexity / n)
 
 
-def mcallester_bound(risk: Number, kl: Number, n: Number, delta: Number) -> Tensor:
+def mcallester_bound(
+    risk: Number,
+    kl: Number,
+    n: Number,
+    delta: Number,
+) -> Tensor:
     r"""McAllester's bound on the true risk, :func:`kl_bound` relaxed by Pinsker's inequality.
 
     .. math:: e(Q) \le \hat e(Q) + \sqrt{\frac{\mathrm{KL} + \log(2\sqrt N/\delta)}{2N}}
@@ -199,7 +234,11 @@ def catoni_bound(
     return loss / (n * (1 - 1 / (2 * beta)))
 
 
-def union_bound_price(index: Number, *, size: int | None = None) -> Tensor:
+def union_bound_price(
+    index: Number,
+    *,
+    size: int | None = None,
+) -> Tensor:
     r"""What it costs, in nats beside the KL, to pick the pre-distribution from a grid after seeing the data.
 
     .. math:: \log\frac{\delta}{\delta_j} = \log\frac{\pi^2 j^2}{6}, \qquad \sum_{j \ge 1} \delta_j = \delta
@@ -225,7 +264,11 @@ def union_bound_price(index: Number, *, size: int | None = None) -> Tensor:
     return torch.full_like(index, math.log(size))
 
 
-def monte_carlo_interval(risk: Number, draws: Number, delta: Number) -> tuple[Tensor, Tensor]:
+def monte_carlo_interval(
+    risk: Number,
+    draws: Number,
+    delta: Number,
+) -> tuple[Tensor, Tensor]:
     r"""Confidence interval for the risk of a stochastic classifier that was estimated from draws.
 
     .. math:: \mathrm{kl}\big(\hat e_m \,\|\, \hat e(Q)\big) \le \frac{\log(2/\delta')}{m}
@@ -273,7 +316,12 @@ class OracleComplexity(NamedTuple):
     post_variance: Tensor
 
 
-def oracle_complexity(curvature: Tensor, displacement: Tensor, *, beta: float) -> OracleComplexity:
+def oracle_complexity(
+    curvature: Tensor,
+    displacement: Tensor,
+    *,
+    beta: float,
+) -> OracleComplexity:
     r"""Least complexity that any diagonal Gaussian pre-distribution around the start could have led to.
 
     .. math::
@@ -365,10 +413,8 @@ def local_minimum_bound(
         raise ValueError(f"`n` must be at least 2, got {n}.")
     check_probability(delta=delta)
     W = num_parameters
-    log_volumes = 2 * log_volume + math.log(math.pi)
-    log_height = (log_volumes + log_det_fisher) / W
+    log_height = (2 * log_volume + math.log(math.pi) + log_det_fisher) / W
     height = torch.tensor(log_height, dtype=torch.float64, device="cpu").exp()
     A = W * height / (4 * math.pi * math.e)
-    log_term = math.log(2 * n / delta)
-    inner = (2 * loss + 2 * A + log_term) / (n - 1)
+    inner = (2 * loss + 2 * A + math.log(2 * n / delta)) / (n - 1)
     return loss + A + 2 * inner.sqrt()

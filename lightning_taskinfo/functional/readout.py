@@ -94,7 +94,10 @@ def pooled(
     return _sketched(rows, max_features)
 
 
-def _averaged_over_cells(features: Tensor, max_features: int) -> Tensor:
+def _averaged_over_cells(
+    features: Tensor,
+    max_features: int,
+) -> Tensor:
     """Average over the cells of the finest grid whose entries fit."""
     sizes = features.shape[1:]
     if sizes[0] == sizes[1] != sizes[-1]:  # square, with the channels last
@@ -109,7 +112,10 @@ def _averaged_over_cells(features: Tensor, max_features: int) -> Tensor:
     return pool(features, grid).flatten(1)
 
 
-def _sketched(rows: Tensor, size: int) -> Tensor:
+def _sketched(
+    rows: Tensor,
+    size: int,
+) -> Tensor:
     """Add each column, with a random sign, to one of ``size`` sums: the same ones for rows of the same length."""
     N, D = rows.shape
     generator = Generator().manual_seed(D)
@@ -154,7 +160,11 @@ def stratified_folds(
     return (torch.arange(N) % folds)[order.argsort()]
 
 
-def held_out_readout(features: Tensor, columns: Tensor, fold: Tensor) -> HeldOut:
+def held_out_readout(
+    features: Tensor,
+    columns: Tensor,
+    fold: Tensor,
+) -> HeldOut:
     r"""Predict the labels of each fold by ridge regression on the features of the others.
 
     .. math:: \hat y(x) = \bar y + (x - \bar x)^\top \big(X^\top X + \lambda I\big)^{-1} X^\top (Y - \bar y)
@@ -189,7 +199,11 @@ def held_out_readout(features: Tensor, columns: Tensor, fold: Tensor) -> HeldOut
     return HeldOut(predicted, baseline)
 
 
-def read_out(features: Tensor, columns: Tensor, fold: Tensor) -> ReadOut:
+def read_out(
+    features: Tensor,
+    columns: Tensor,
+    fold: Tensor,
+) -> ReadOut:
     """Predict the columns of each fold from the features of the others, and say how much of them is missed.
 
     Args:
@@ -215,7 +229,10 @@ def read_out(features: Tensor, columns: Tensor, fold: Tensor) -> ReadOut:
     return ReadOut(missed, error, residual / scale, wrong.double(), predicted)
 
 
-def sharpened_brier(scores: Tensor, columns: Tensor) -> Tensor:
+def sharpened_brier(
+    scores: Tensor,
+    columns: Tensor,
+) -> Tensor:
     r"""Brier scores of a softmax at the temperature that suits it best.
 
     .. math:: b_n = \| \mathrm{softmax}(s^* z_n) - y_n \|^2, \qquad
@@ -249,7 +266,11 @@ def sharpened_brier(scores: Tensor, columns: Tensor) -> Tensor:
     return found[found.mean(1).argmin()]
 
 
-def ridge(x: Tensor, y: Tensor, new: Tensor) -> Tensor:
+def ridge(
+    x: Tensor,
+    y: Tensor,
+    new: Tensor,
+) -> Tensor:
     """Predict at ``new`` by ridge regression without intercept, its penalty picked by leave-one-out errors.
 
     One decomposition, of the smaller of the two products of ``x`` with itself, serves all
@@ -269,8 +290,18 @@ def ridge(x: Tensor, y: Tensor, new: Tensor) -> Tensor:
         tensor([[6.]], dtype=torch.float64)
     """
     n, D = x.shape
-    spectrum, U, to_new = _decomposed(x, new)
     tiny = torch.finfo(x.dtype).tiny
+    # Of x = U S Vᵀ the squares S², U, and new V S; only those that are more than rounding.
+    if n <= D:
+        spectrum, U = torch.linalg.eigh(x @ x.T)  # [n], [n, n]
+        to_new = new @ x.T @ U  # [m, n]
+    else:
+        spectrum, V = torch.linalg.eigh(x.T @ x)  # [D], [D, D]
+        U = x @ V / spectrum.clamp(min=tiny).sqrt()
+        to_new = new @ V * spectrum.clamp(min=0).sqrt()
+    known = spectrum > spectrum.max() * max(n, D) * torch.finfo(x.dtype).eps
+    spectrum = spectrum[known]
+    U = U[:, known]
     # n times the mean squared feature, times each ridge.
     penalties = RIDGES.to(x) * x.square().sum() / D  # [P]
     shrink = spectrum / (spectrum + penalties.unsqueeze(-1)).clamp(min=tiny)  # [P, R]
@@ -280,19 +311,4 @@ def ridge(x: Tensor, y: Tensor, new: Tensor) -> Tensor:
     # Error at each sample of the fit without it, [P, n, K].
     left_out = (y - fitted) / (1 - leverage).clamp(min=1e-9).unsqueeze(-1)
     best = left_out.square().sum((1, 2)).argmin()
-    return to_new @ ((shrink[best] / spectrum).unsqueeze(-1) * projected)
-
-
-def _decomposed(x: Tensor, new: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return of ``x = U S Vᵀ`` the squares ``S²`` that are more than rounding, their ``U``, and ``new V S``."""
-    n, D = x.shape
-    limits = torch.finfo(x.dtype)
-    if n <= D:
-        squares, U = torch.linalg.eigh(x @ x.T)  # [n], [n, n]
-        to_new = new @ x.T @ U  # [m, n]
-    else:
-        squares, V = torch.linalg.eigh(x.T @ x)  # [D], [D, D]
-        U = x @ V / squares.clamp(min=limits.tiny).sqrt()
-        to_new = new @ V * squares.clamp(min=0).sqrt()
-    known = squares > squares.max() * max(n, D) * limits.eps
-    return squares[known], U[:, known], to_new[:, known]
+    return to_new[:, known] @ ((shrink[best] / spectrum).unsqueeze(-1) * projected)

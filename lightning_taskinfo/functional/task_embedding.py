@@ -29,7 +29,12 @@ class PlanarMap(NamedTuple):
     share: Tensor
 
 
-def filter_means(fisher: Tensor, *, transposed: bool = False, groups: int = 1) -> Tensor:
+def filter_means(
+    fisher: Tensor,
+    *,
+    transposed: bool = False,
+    groups: int = 1,
+) -> Tensor:
     """Mean of a weight's diagonal Fisher information over each filter: one number per output channel or row.
 
     Args:
@@ -53,7 +58,10 @@ def filter_means(fisher: Tensor, *, transposed: bool = False, groups: int = 1) -
     return fisher.flatten(1).mean(1)
 
 
-def embedding_distance(a: Tensor, b: Tensor) -> Tensor:
+def embedding_distance(
+    a: Tensor,
+    b: Tensor,
+) -> Tensor:
     r"""Symmetric distance between task embeddings, from 0 to 1.
 
     .. math:: d(a, b) = 1 - \cos\Big( \frac{F_a}{F_a + F_b},\; \frac{F_b}{F_a + F_b} \Big)
@@ -136,7 +144,11 @@ def asymmetric_embedding_distance(
     return embedding_distance(source, target) - alpha * complexity
 
 
-def classical_scaling(distances: Tensor, *, dimensions: int = 2) -> PlanarMap:
+def classical_scaling(
+    distances: Tensor,
+    *,
+    dimensions: int = 2,
+) -> PlanarMap:
     r"""Points whose Euclidean distances come near given ones: classical multidimensional scaling.
 
     .. math:: B = -\tfrac12 J D^{\circ 2} J = V \Lambda V^\top, \qquad X = V_k \Lambda_k^{1/2}, \qquad J = I - \tfrac1K

@@ -17,7 +17,10 @@ RATIOS = 10.0 ** torch.linspace(-10, 10, 201, dtype=torch.float64)
 ROUNDS = 6  # of refinement, each ten times finer: beyond what the flat top of the evidence can tell
 
 
-def logme(features: Tensor, labels: Tensor) -> Tensor:
+def logme(
+    features: Tensor,
+    labels: Tensor,
+) -> Tensor:
     r"""Logarithm of the maximum evidence of a linear model from features to labels, per sample.
 
     Each column :math:`y` of the labels (one indicator per class) is modelled as
@@ -70,7 +73,12 @@ def logme(features: Tensor, labels: Tensor) -> Tensor:
     return torch.stack(found).mean() / len(F)
 
 
-def _best_evidence(spectrum: Tensor, projected: Tensor, outside: Tensor, N: int) -> Tensor:
+def _best_evidence(
+    spectrum: Tensor,
+    projected: Tensor,
+    outside: Tensor,
+    N: int,
+) -> Tensor:
     """Log evidence of one column of the labels at its best precisions."""
     tiny = torch.finfo(spectrum.dtype).tiny
 
@@ -93,7 +101,12 @@ def _best_evidence(spectrum: Tensor, projected: Tensor, outside: Tensor, N: int)
     return evidence(ratios).max()
 
 
-def h_score(features: Tensor, labels: Tensor, *, shrink: bool | None = None) -> Tensor:
+def h_score(
+    features: Tensor,
+    labels: Tensor,
+    *,
+    shrink: bool | None = None,
+) -> Tensor:
     r"""Share of the features' variance that lies between classes, summed over directions.
 
     .. math:: H = \operatorname{tr}\big( \operatorname{cov}(F)^{-1} \operatorname{cov}(\mathbb E[F | y]) \big)
@@ -180,7 +193,10 @@ def ledoit_wolf_shrinkage(features: Tensor) -> Tensor:
     return (spread / distance).clamp(0, 1)
 
 
-def leep(probabilities: Tensor, labels: Tensor) -> Tensor:
+def leep(
+    probabilities: Tensor,
+    labels: Tensor,
+) -> Tensor:
     r"""Mean log-likelihood of target labels under the source head and the best table from source to target classes.
 
     .. math:: \frac1N \sum_n \log \sum_z \hat P(y_n | z)\, \theta(x_n)_z, \qquad
@@ -219,7 +235,10 @@ def leep(probabilities: Tensor, labels: Tensor) -> Tensor:
     return (theta * given[classes]).sum(1).log().mean()
 
 
-def nce(source: Tensor, labels: Tensor) -> Tensor:
+def nce(
+    source: Tensor,
+    labels: Tensor,
+) -> Tensor:
     r"""Negative conditional entropy :math:`-H(y | z)` of target labels, given what the source head calls each sample.
 
     Args:
@@ -254,7 +273,11 @@ def nce(source: Tensor, labels: Tensor) -> Tensor:
     return (xlogy(joint, joint) - xlogy(joint, joint.sum(0))).sum()
 
 
-def _checked_features(features: Tensor, labels: Tensor, name: str = "features") -> Tensor:
+def _checked_features(
+    features: Tensor,
+    labels: Tensor,
+    name: str = "features",
+) -> Tensor:
     """Return features in float64."""
     if features.ndim != 2 or not features.numel() or features.shape[:1] != labels.shape[:1]:
         raise ValueError(

@@ -45,7 +45,13 @@ class ConcatenatedCritic(nn.Module):
         embedding: Width of an image's embedding; flat inputs are taken as they are.
     """
 
-    def __init__(self, input_shape: Shape, feature_dim: int, hidden: int, embedding: int) -> None:
+    def __init__(
+        self,
+        input_shape: Shape,
+        feature_dim: int,
+        hidden: int,
+        embedding: int,
+    ) -> None:
         super().__init__()
         self.input_tower: nn.Module = nn.Flatten()
         width = math.prod(input_shape)
@@ -66,7 +72,11 @@ class ConcatenatedCritic(nn.Module):
         return self.score(pairs).squeeze(-1)
 
 
-def tower(shape: Shape, hidden: int, out: int) -> nn.Sequential:
+def tower(
+    shape: Shape,
+    hidden: int,
+    out: int,
+) -> nn.Sequential:
     """Return a network from samples of ``shape`` to vectors: convolutional for images ``(C, H, W)``, else dense.
 
     Example:
@@ -260,7 +270,12 @@ def _standardised(values: Tensor, rows: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _read(critic: nn.Module, x: Tensor, z: Tensor, clip: float) -> MutualInformationEstimate:
+def _read(
+    critic: nn.Module,
+    x: Tensor,
+    z: Tensor,
+    clip: float,
+) -> MutualInformationEstimate:
     """Return the SMILE estimate, and its standard error from estimates on parts of the samples."""
     n = len(x)
     count = max(2, min(8, n // 4))

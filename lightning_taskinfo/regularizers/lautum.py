@@ -173,7 +173,13 @@ class Lautum(_base.Regularizer):
             average.zero_()
         return self
 
-    def forward(self, inputs: Tensor, outputs: Tensor, *, epoch: int = 0) -> Tensor:
+    def forward(
+        self,
+        inputs: Tensor,
+        outputs: Tensor,
+        *,
+        epoch: int = 0,
+    ) -> Tensor:
         """Return the penalty.
 
         Args:
@@ -214,7 +220,12 @@ class Lautum(_base.Regularizer):
         value = value.float()
         return self.penalty(-value, self.schedule(epoch), value=value)
 
-    def _gradients(self, inputs: Tensor, outputs: Tensor, epoch: int) -> Tensor:
+    def _gradients(
+        self,
+        inputs: Tensor,
+        outputs: Tensor,
+        epoch: int,
+    ) -> Tensor:
         if not inputs.requires_grad:
             raise ValueError(
                 "`inputs` must require a gradient before the forward pass for proxy='jacobian': call "
@@ -222,12 +233,9 @@ class Lautum(_base.Regularizer):
             )
         generator = Generator().manual_seed(seed_from(self.seed, epoch))
         v = torch.randn(self.num_outputs, generator=generator, device="cpu")
-        direction = (v / v.norm()).to(outputs.device)
-        along = (outputs.float() @ direction).sum()
-        create_graph = torch.is_grad_enabled()
-        (gradients,) = torch.autograd.grad(along, inputs, create_graph=create_graph)
-        rows = gradients.flatten(1).float()
-        return rows @ self.whitener.T * self.scales  # [B, r]
+        along = (outputs.float() @ (v / v.norm()).to(outputs.device)).sum()
+        (gradients,) = torch.autograd.grad(along, inputs, create_graph=torch.is_grad_enabled())
+        return gradients.flatten(1).float() @ self.whitener.T * self.scales  # [B, r]
 
     @torch.no_grad()
     def _averages(self, local: Pair) -> Pair:
@@ -274,7 +282,12 @@ class Lautum(_base.Regularizer):
         squares = whitened @ whitened.T + cross + cross.T
         return self._information(cov_w + (change_w - change_w.detach()), squares, n)
 
-    def _information(self, cov_w: Tensor, squares: Tensor, n: float) -> Tensor:
+    def _information(
+        self,
+        cov_w: Tensor,
+        squares: Tensor,
+        n: float,
+    ) -> Tensor:
         """Information from the covariance of ``w``, and the squares of that with whitened inputs, [K, K]."""
         floor = self.ridge * cov_w.diagonal().mean().detach() + 1e-12
         identity = torch.eye(len(cov_w), dtype=cov_w.dtype, device=cov_w.device)
@@ -313,12 +326,26 @@ def _whitening(
     where that fits (up to 4,096 inputs), and from three passes of subspace iteration where not. The ridge
     :math:`\epsilon` is relative to the mean variance :math:`\bar\lambda` of the directions.
     """
-    if len(mean) > _FACTORED:
-        return _subspace(batches, mean, samples, components, ridge)
+    D = len(mean)
+    if D > _FACTORED:
+        generator = torch.Generator().manual_seed(0)
+        shape = (D, components + 10)
+        image = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+        for _ in range(3):
+            basis = torch.linalg.qr(image).Q
+            image = _scatter(batches(), mean, basis) / samples  # Σ basis
+        small = basis.T @ image  # Rayleigh–Ritz
+        matrix, scales, effective_dim = _eigen((small + small.T) / 2, components, ridge)
+        return matrix @ basis.T, scales, effective_dim
     covariance = _scatter(batches(), mean) / samples
-    if components < len(mean) or not covariance.any():  # constant inputs have no Cholesky factor
+    if components < D or not covariance.any():  # constant inputs have no Cholesky factor
         return _eigen(covariance, components, ridge)
-    return _cholesky(covariance, ridge)
+    floor = ridge * covariance.diagonal().mean()
+    identity = torch.eye(D, dtype=covariance.dtype, device=covariance.device)
+    factor = torch.linalg.cholesky(covariance + floor * identity)
+    matrix = torch.linalg.solve_triangular(factor, identity, upper=False)
+    effective_dim = D - floor * matrix.square().sum()
+    return matrix, matrix.norm(dim=1).reciprocal(), effective_dim
 
 
 def _mean(batches: Iterator[Tensor], size: int) -> Pair:
@@ -332,7 +359,11 @@ def _mean(batches: Iterator[Tensor], size: int) -> Pair:
     return totals[:-1] / samples.clamp_min(1), samples
 
 
-def _scatter(batches: Iterator[Tensor], mean: Tensor, basis: Tensor | None = None) -> Tensor:
+def _scatter(
+    batches: Iterator[Tensor],
+    mean: Tensor,
+    basis: Tensor | None = None,
+) -> Tensor:
     """Return ``Σ_i (x_i − mean)(x_i − mean)ᵀ``, times a basis ``[D, r]`` if there is one."""
     total = mean.new_zeros(len(mean), len(mean) if basis is None else basis.shape[1])
     for x in batches:
@@ -342,45 +373,18 @@ def _scatter(batches: Iterator[Tensor], mean: Tensor, basis: Tensor | None = Non
     return _base.sum_over_ranks(total)[0]
 
 
-def _cholesky(covariance: Tensor, ridge: float) -> Factors:
-    D = len(covariance)
-    floor = ridge * covariance.diagonal().mean()
-    identity = torch.eye(D, dtype=covariance.dtype, device=covariance.device)
-    factor = torch.linalg.cholesky(covariance + floor * identity)
-    matrix = torch.linalg.solve_triangular(factor, identity, upper=False)
-    scales = matrix.norm(dim=1).reciprocal()
-    effective_dim = D - floor * matrix.square().sum()
-    return matrix, scales, effective_dim
-
-
-def _eigen(covariance: Tensor, components: int, ridge: float) -> Factors:
+def _eigen(
+    covariance: Tensor,
+    components: int,
+    ridge: float,
+) -> Factors:
     values, vectors = torch.linalg.eigh(covariance)
     values = values[-components:].flip(0).clamp_min(0)  # the largest first
     vectors = vectors[:, -components:].flip(1)
     shrunk = values + ridge * values.mean()
     inverse = torch.where(shrunk > 0, shrunk, torch.inf).reciprocal()
     matrix = inverse.sqrt()[:, None] * vectors.T
-    effective_dim = (values * inverse).sum()
-    return matrix, shrunk.sqrt(), effective_dim
-
-
-def _subspace(
-    batches: Batches,
-    mean: Tensor,
-    samples: Tensor,
-    components: int,
-    ridge: float,
-) -> Factors:
-    generator = torch.Generator().manual_seed(0)
-    shape = (len(mean), components + 10)
-    image = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
-    for _ in range(3):
-        basis = torch.linalg.qr(image).Q
-        image = _scatter(batches(), mean, basis) / samples  # Σ basis
-    small = basis.T @ image
-    symmetric = (small + small.T) / 2  # Rayleigh–Ritz
-    matrix, scales, effective_dim = _eigen(symmetric, components, ridge)
-    return matrix @ basis.T, scales, effective_dim
+    return matrix, shrunk.sqrt(), (values * inverse).sum()
 
 
 def flat_inputs(loader: Iterable[Any], shape: tuple[int, ...]) -> Iterator[Tensor]:

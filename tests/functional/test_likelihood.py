@@ -170,7 +170,7 @@ def test_classes_that_may_be_on_either_axis_are_warned_about(shape):
 def test_a_loss_is_no_likelihood():
     with pytest.raises(
         ValueError,
-        match=r"`likelihood` must be .* an object with log_prob, .* got CrossEntropyLoss",
+        match=r"`likelihood` must be .* got CrossEntropyLoss.*; an object must have log_prob",
     ):
         as_likelihood(nn.CrossEntropyLoss())
 
@@ -207,7 +207,7 @@ def test_bad_arguments_are_named():
         Gaussian(std=0.0)
     with pytest.raises(
         ValueError,
-        match=r"`likelihood` must be one of categorical, bernoulli, gaussian, .* got 'poisson'",
+        match=r"`likelihood` must be one of categorical, bernoulli, gaussian, got 'poisson'",
     ):
         as_likelihood("poisson")
     with pytest.raises(
