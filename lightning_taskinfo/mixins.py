@@ -122,13 +122,12 @@ class PenaltyMixin(Base):
         self.log_dict(values, on_step=True, on_epoch=False)
         every = self.gradient_ratio_every_n_steps
         step = self.global_step
-        differentiable = self.training and torch.is_grad_enabled()
-        if not every or step == self._ratio_step or not differentiable:
+        if not every or step == self._ratio_step:
             return
         due = {}
         for name, penalty in penalties.items():
             is_new = step % every == 0 or name not in self._acting
-            if is_new and penalty.requires_grad:  # a weight of 0 leaves no graph
+            if is_new and penalty.requires_grad:  # not with a weight of 0, nor in validation
                 due[name] = penalty
         if due:
             self._ratio_step = step  # once a step, also where several batches are accumulated in it

@@ -6,6 +6,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_taskinfo._ranges import check_counts, check_finite, check_positive
 from lightning_taskinfo.functional import discrepancy as mi
@@ -151,7 +152,9 @@ class MutualInformation(Regularizer):
 
     def scores(self, inputs: Tensor, features: Tensor) -> Tensor:
         """Return the critic's scores of all pairs, shape ``[B, B]``, unmoved by its later steps."""
-        return deepcopy(self.critic)(inputs, features)
+        # Its steps move the weights in place, which a graph that waits for its backward must not see.
+        with saved_tensors_hooks(torch.clone, lambda saved: saved):
+            return self.critic(inputs, features)
 
     def _objective(self, scores: Tensor) -> Tensor:
         """Return what critic and network follow."""
