@@ -21,13 +21,13 @@ from torch.nn.functional import cross_entropy
 
 from lightning_taskinfo._files import atomic_write, write_json
 from lightning_taskinfo.data import load_dataset
+from lightning_taskinfo.mixins import gradient_norm
 from lightning_taskinfo.regularizers import (
     Lautum,
     MultiKernelMMD,
     MutualInformation,
     WeightInformation,
 )
-from lightning_taskinfo.regularizers._network import gradient_norms
 from lightning_taskinfo.variational import add_weight_noise
 
 WEIGHTS = {
@@ -71,8 +71,8 @@ def run(penalty: str | None, weight: float, seed: int, steps: int) -> dict:
             term = added(penalty, regulariser, net, x[i], x_u[j])
             if step % EVERY == 0:
                 parameters = [p for p in net.parameters() if p.requires_grad]
-                norms = gradient_norms({"loss": loss, "penalty": term}, parameters)
-                ratios[step] = norms["penalty"] / max(norms["loss"], 1e-30)
+                whole = max(gradient_norm(loss, parameters), 1e-30)
+                ratios[step] = gradient_norm(term, parameters) / whole
             total = loss + term
         optimizer.zero_grad()
         total.backward()

@@ -32,7 +32,7 @@ from torch.nn.functional import softplus
 
 from lightning_taskinfo._files import atomic_write, claim_folder, write_json
 from lightning_taskinfo._parallel import run_jobs
-from lightning_taskinfo.functional.mutual_information import smile
+from lightning_taskinfo.functional.discrepancy import smile
 from lightning_taskinfo.regularizers import MutualInformation
 
 D, CLIP, READS = 20, 5.0, 100

@@ -1,9 +1,13 @@
 """Numbers in their range: the one place that refuses negative, infinite and undefined arguments."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import reduce
 from numbers import Integral
 from typing import Any
+
+import torch
+from torch import Tensor
 
 Numbers = float | Iterable[float]
 
@@ -121,3 +125,59 @@ def check_finite(argument: str, tensor: Any) -> None:
         raise ValueError(
             f"`{argument}` must be finite, got {count} values that are not: clean the data."
         )
+
+
+RULES: dict[str, Callable[[Tensor], Tensor]] = {  # what is said of a tensor -> where it holds
+    "above 0.5": lambda t: t > 0.5,
+    "at least 1": lambda t: t >= 1,
+    "at least 8": lambda t: t >= 8,
+    "greater than 2": lambda t: t > 2,
+    "in (0, 1)": lambda t: (t > 0) & (t < 1),
+    "in [0, 1]": lambda t: (t >= 0) & (t <= 1),
+    "in [0, pi]": lambda t: (t >= 0) & (t <= math.pi + 1e-6),
+    "non-negative": lambda t: t >= 0,
+    "non-negative and finite": lambda t: (t >= 0) & t.isfinite(),
+    "positive": lambda t: t > 0,
+    "positive and finite": lambda t: (t > 0) & t.isfinite(),
+}
+
+
+def check_values(rule: str, **tensors: Tensor) -> None:
+    """Raise a ``ValueError`` that names the tensor, the rule, and the first value that breaks it.
+
+    Args:
+        rule: One of ``RULES``.
+        **tensors: Each tensor by its name.
+    """
+    for name, tensor in tensors.items():
+        holds = RULES[rule](tensor)
+        if not holds.all():
+            wrong = tensor[~holds].flatten()[0].item()
+            raise ValueError(f"`{name}` must be {rule}, got {wrong}.")
+
+
+def checked_tensors(rules: Mapping[str, str], dtype: Any = None, **values: Any) -> list[Tensor]:
+    """Return numbers and tensors as tensors of one shape, dtype and device, or say which one breaks its rule.
+
+    Args:
+        rules: The rule of each argument, one of ``RULES``.
+        dtype: What they are converted to. By default that of the tensors among them: numbers are never rounded to a
+            smaller one.
+        **values: Each argument by its name.
+
+    Example:
+        >>> checked_tensors({"risk": "in [0, 1]"}, risk=2)
+        Traceback (most recent call last):
+        ValueError: `risk` must be in [0, 1], got 2.0.
+    """
+    given = [value for value in values.values() if isinstance(value, Tensor)]
+    if dtype is None:
+        dtypes = [value.dtype for value in given if value.is_floating_point()]
+        dtype = reduce(torch.promote_types, dtypes or [torch.get_default_dtype()])
+    device = given[0].device if given else "cpu"
+    tensors = []
+    for name, value in values.items():
+        tensor = torch.as_tensor(value, dtype=dtype, device=device)
+        check_values(rules[name], **{name: tensor})
+        tensors.append(tensor)
+    return list(torch.broadcast_tensors(*tensors))

@@ -23,13 +23,13 @@ forward on ``x_u`` moves the statistics of batch normalisation towards the targe
 wanted, run it inside :func:`lightning_taskinfo.regularizers.frozen_batchnorm_statistics`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils.data import DistributedSampler, IterableDataset
+from torch.utils.data import DistributedSampler
 
 from lightning_taskinfo._observe import trainable_parameters
 from lightning_taskinfo._wandb import PREFIX
@@ -44,7 +44,6 @@ from lightning_taskinfo.regularizers import (
     WeightInformation,
 )
 from lightning_taskinfo.regularizers._base import check_scalar
-from lightning_taskinfo.regularizers._network import gradient_norms
 from lightning_taskinfo.regularizers.information import warn_of_decay
 
 if TYPE_CHECKING:
@@ -64,7 +63,7 @@ __all__ = [
     "TemporalEnsemblingMixin",
 ]
 
-R = TypeVar("R", bound=Regularizer)
+Terms: TypeAlias = Mapping[str, Tensor]
 
 
 class PenaltyMixin(Base):
@@ -77,7 +76,7 @@ class PenaltyMixin(Base):
     _likelihood_loss: Tensor | None = None
     _acting: frozenset[str] = frozenset()  # penalties whose ratio was measured
 
-    def penalised(self, loss: Tensor, *unnamed: NoReturn, **penalties: Tensor) -> Tensor:
+    def penalised(self, loss: Tensor, **penalties: Tensor) -> Tensor:
         """Return the loss plus all penalties, and log what each is made of.
 
         Logged are, all behind ``taskinfo/``, ``loss_without_penalties``, and for every penalty by
@@ -97,20 +96,14 @@ class PenaltyMixin(Base):
 
         Args:
             loss: The loss itself, a scalar.
-            *unnamed: Refused: a penalty needs the name that it is logged under.
             **penalties: Penalties by name, e.g. ``lautum=self.lautum_penalty(x_u, self(x_u))``.
 
         Returns:
             The sum, to be returned by ``training_step``.
 
         Raises:
-            TypeError: If a penalty has no name.
             ValueError: If the loss or a penalty is not a scalar tensor.
         """
-        if unnamed:
-            raise TypeError(
-                f"Penalties must have names, `penalised(loss, name=penalty)`, got {len(unnamed)} without."
-            )
         for name, term in {"loss": loss, **penalties}.items():
             check_scalar(name, term)
         self._likelihood_loss = loss.detach()
@@ -118,7 +111,7 @@ class PenaltyMixin(Base):
             self._log_penalties(loss, penalties)
         return loss + sum(penalties.values())
 
-    def _log_penalties(self, loss: Tensor, penalties: dict[str, Tensor]) -> None:
+    def _log_penalties(self, loss: Tensor, penalties: Terms) -> None:
         values: dict[str, Any] = {f"{PREFIX}/loss_without_penalties": loss.detach()}
         for name, penalty in penalties.items():
             values[f"{PREFIX}/{name}/added_to_loss"] = penalty.detach()
@@ -129,14 +122,13 @@ class PenaltyMixin(Base):
         self.log_dict(values, on_step=True, on_epoch=False)
         every = self.gradient_ratio_every_n_steps
         step = self.global_step
-        differentiable = self.training and torch.is_grad_enabled()
-        if not every or step == self._ratio_step or not differentiable:
+        if not every or step == self._ratio_step:
             return
-        # A weight of 0 leaves no graph.
-        acting = {name: term for name, term in penalties.items() if term.requires_grad}
-        due = acting
-        if step % every:
-            due = {name: term for name, term in acting.items() if name not in self._acting}
+        due = {}
+        for name, penalty in penalties.items():
+            is_new = step % every == 0 or name not in self._acting
+            if is_new and penalty.requires_grad:  # not with a weight of 0, nor in validation
+                due[name] = penalty
         if due:
             self._ratio_step = step  # once a step, also where several batches are accumulated in it
             self._acting |= due.keys()
@@ -146,15 +138,11 @@ class PenaltyMixin(Base):
                 logger.log_metrics(ratios, step=step)
             self.log_dict(ratios, on_step=True, on_epoch=False, logger=False)
 
-    def _gradient_ratios(self, loss: Tensor, penalties: dict[str, Tensor]) -> dict[str, float]:
+    def _gradient_ratios(self, loss: Tensor, penalties: Terms) -> dict[str, float]:
         parameters = list(trainable_parameters(self).values())
         try:
-            whole = gradient_norms({"loss": loss}, parameters)["loss"]
-            norms = gradient_norms(penalties, parameters)
-            return {
-                f"{PREFIX}/{name}/gradient_ratio": norm / max(whole, 1e-30)
-                for name, norm in norms.items()
-            }
+            whole = max(gradient_norm(loss, parameters), 1e-30)
+            norms = {name: gradient_norm(term, parameters) for name, term in penalties.items()}
         except RuntimeError as error:
             # A compiled backward pass that gives its buffers away runs only once.
             if "donated" not in str(error):
@@ -162,6 +150,21 @@ class PenaltyMixin(Base):
             self.gradient_ratio_every_n_steps = 0
             warn(f"Gradient ratios of the penalties cannot be measured here: {error}")
             return {}
+        return {f"{PREFIX}/{name}/gradient_ratio": norm / whole for name, norm in norms.items()}
+
+
+def gradient_norm(term: Tensor, parameters: Sequence[Tensor]) -> float:
+    """Return the norm of a scalar's gradient over all parameters; ``.grad`` and the graph stay as they are.
+
+    Example:
+        >>> w = torch.ones(4, requires_grad=True)
+        >>> gradient_norm(w.sum(), [w])
+        2.0
+    """
+    gradients = torch.autograd.grad(
+        term, parameters, retain_graph=True, allow_unused=True, materialize_grads=True
+    )
+    return torch.stack([g.float().norm() for g in gradients]).norm().item()
 
 
 class InformationMixin(PenaltyMixin):
@@ -179,13 +182,13 @@ class InformationMixin(PenaltyMixin):
             ValueError: If ``num_samples`` was not given and the size of the training set cannot be
                 told.
         """
-        information = _regularizer(self, "information", WeightInformation)
         trainer = _trainer(self)
-        if not self._looked_at_decay and (optimizers := getattr(trainer, "optimizers", None)):
+        optimizers = getattr(trainer, "optimizers", None)
+        if optimizers and not self._looked_at_decay:
             self._looked_at_decay = True
             warn_of_decay(self, optimizers)
-        N = information.num_samples or labeled_samples(trainer)
-        return information(self, num_samples=N, epoch=self.current_epoch)
+        N = self.information.num_samples or labeled_samples(trainer)
+        return self.information(self, num_samples=N, epoch=self.current_epoch)
 
 
 class LautumMixin(PenaltyMixin):
@@ -201,7 +204,7 @@ class LautumMixin(PenaltyMixin):
                 must require a gradient before the network sees them.
             outputs: Their logits, shape ``[B, num_outputs]``.
         """
-        return _regularizer(self, "lautum", Lautum)(inputs, outputs, epoch=self.current_epoch)
+        return self.lautum(inputs, outputs, epoch=self.current_epoch)
 
 
 class MutualInformationMixin(PenaltyMixin):
@@ -216,8 +219,7 @@ class MutualInformationMixin(PenaltyMixin):
             inputs: Unlabelled inputs, shape ``[B, *input_shape]``.
             features: Their features, shape ``[B, feature_dim]``.
         """
-        regularizer = _regularizer(self, "mutual_information", MutualInformation)
-        return regularizer(inputs, features, epoch=self.current_epoch)
+        return self.mutual_information(inputs, features, epoch=self.current_epoch)
 
 
 class LocalMinimumMixin(PenaltyMixin):
@@ -237,21 +239,20 @@ class LocalMinimumMixin(PenaltyMixin):
             batch: A tensor, or a tuple, list or dict of tensors, whose first axes are cut into
                 equal parts.
         """
-        regularizer = _regularizer(self, "local_minimum", LocalMinimumRegularizer)
         trainer = _trainer(self)
-        if trainer is not None and not self._looked_for_a_drop:
-            self._looked_for_a_drop = True
-            if regularizer.start == "learning_rate_drop" and not trainer.lr_scheduler_configs:
+        waits = self.local_minimum.start == "learning_rate_drop"
+        rate = None
+        if trainer is not None and trainer.optimizers:
+            rate = trainer.optimizers[0].param_groups[0]["lr"]
+            if waits and not self._looked_for_a_drop and not trainer.lr_scheduler_configs:
                 warn(
                     "`local_minimum` waits for the learning rate to drop to half, and there is no scheduler to do it: "
                     "the penalty stays 0; set `start` of `LocalMinimumRegularizer` to an epoch."
                 )
-        rate = (
-            trainer.optimizers[0].param_groups[0]["lr"]
-            if trainer is not None and trainer.optimizers
-            else None
+            self._looked_for_a_drop = True
+        return self.local_minimum(
+            self, loss_fn, batch, epoch=self.current_epoch, learning_rate=rate
         )
-        return regularizer(self, loss_fn, batch, epoch=self.current_epoch, learning_rate=rate)
 
 
 class MultiKernelMMDMixin(PenaltyMixin):
@@ -266,9 +267,7 @@ class MultiKernelMMDMixin(PenaltyMixin):
             source: Features of source inputs, shape ``[B, D]``.
             target: Features of unlabelled target inputs, shape ``[B', D]``.
         """
-        return _regularizer(self, "mk_mmd", MultiKernelMMD)(
-            source, target, epoch=self.current_epoch
-        )
+        return self.mk_mmd(source, target, epoch=self.current_epoch)
 
 
 class TemporalEnsemblingMixin(PenaltyMixin):
@@ -283,8 +282,7 @@ class TemporalEnsemblingMixin(PenaltyMixin):
             outputs: Logits, shape ``[B, num_outputs]``.
             index: Number of each sample in the training set, whole numbers from 0, shape ``[B]``.
         """
-        regularizer = _regularizer(self, "temporal_ensembling", TemporalEnsembling)
-        return regularizer(outputs, index, epoch=self.current_epoch)
+        return self.temporal_ensembling(outputs, index, epoch=self.current_epoch)
 
 
 def labeled_samples(trainer: "Trainer | None") -> int:
@@ -293,40 +291,21 @@ def labeled_samples(trainer: "Trainer | None") -> int:
     Raises:
         ValueError: If it cannot be told.
     """
-    from lightning_taskinfo.callbacks.source import readable  # late: it loads Lightning
-
-    if trainer is None:
-        raise ValueError(
-            "`num_samples` must be given to WeightInformation in a module without a Trainer, got None."
-        )
     loader: Any = getattr(trainer, "train_dataloader", None)  # Fabric has none
     loader = getattr(loader, "iterables", loader)  # of a CombinedLoader
     if isinstance(loader, dict):
         loader = loader.get("labeled")
-    sampler = _sampler(loader)
     with suppress(AttributeError, TypeError):  # no loader, or something without a length
-        whole = readable(loader) or isinstance(loader.dataset, IterableDataset)
-        if whole or len(sampler) >= len(loader.dataset):
+        batches = loader.batch_sampler
+        sampler = loader.sampler if batches is None else batches.sampler
+        if isinstance(sampler, DistributedSampler):
+            sampler = sampler.dataset  # which is the user's sampler where Lightning shares that
+        if len(sampler) >= len(loader.dataset):
             return len(loader.dataset)
     raise ValueError(
-        "`num_samples` must be given to WeightInformation where the training loader does not say how many samples "
-        f"there are, got {type(loader).__name__}{f' with {type(sampler).__name__}' if sampler is not None else ''}."
+        "`num_samples` must be given to WeightInformation where no training loader says how many samples there are, "
+        f"got {type(loader).__name__}."
     )
-
-
-def _sampler(loader: Any) -> Any:
-    """What picks the samples of a loader, for all ranks."""
-    batches = getattr(loader, "batch_sampler", None)
-    sampler = (
-        getattr(loader, "sampler", None)
-        if batches is None
-        else getattr(batches, "sampler", batches)
-    )
-    drawn = (
-        getattr(sampler, "dataset", None) if isinstance(sampler, DistributedSampler) else sampler
-    )
-    # Lightning wraps a sampler of the user's so that ranks share it.
-    return getattr(drawn, "_sampler", drawn)
 
 
 def _trainer(module: Any) -> "Trainer | None":
@@ -334,13 +313,3 @@ def _trainer(module: Any) -> "Trainer | None":
         return module.trainer
     except RuntimeError:  # not attached: a plain loop
         return None
-
-
-def _regularizer(module: Any, name: str, kind: type[R]) -> R:
-    regularizer = getattr(module, name, None)
-    if not isinstance(regularizer, kind):
-        found = type(regularizer).__name__
-        raise TypeError(
-            f"`self.{name}` must be a {kind.__name__}, got {found}: set it in `__init__`."
-        )
-    return regularizer

@@ -27,7 +27,7 @@ ALLOWED = {  # layer -> the layers and frameworks it may import
     "_batches": {"torch", "_observe"},
     "_wandb": {"matplotlib", "plotting", "wandb"},
     "_warn": set(),
-    "_ranges": set(),
+    "_ranges": {"torch"},
     "_tables": set(),
     "_progress": {"tqdm"},
     "_files": {"torch"},

@@ -205,26 +205,12 @@ def test_the_number_of_samples_is_that_of_the_labelled_set():
         assert mixins.labeled_samples(trainer) == N
 
 
-class Stream(torch.utils.data.IterableDataset):
-    """A stream that says how long it is."""
-
-    def __len__(self):
-        return N
-
-    def __iter__(self):
-        return iter(range(N))
-
-
 @pytest.mark.parametrize(
     "train_loader",
     [
         DataLoader(Pairs(), sampler=WeightedRandomSampler([1.0] * N, 2 * N)),
         DataLoader(Pairs(), sampler=DistributedSampler(Pairs(), num_replicas=2, rank=0)),
         DataLoader(Pairs(), batch_size=None, sampler=torch.randperm(N).tolist()),
-        DataLoader(
-            Pairs(), sampler=torch.utils.data.RandomSampler(Pairs(), num_samples=3)
-        ),  # others in each epoch
-        DataLoader(Stream()),
     ],
 )
 def test_samplers_that_leave_nothing_out_leave_the_number_alone(train_loader):
@@ -237,21 +223,18 @@ def test_samplers_that_leave_nothing_out_leave_the_number_alone(train_loader):
         ([1, 2], "list"),
         ({"unlabeled": loader()}, "NoneType"),
         (None, "NoneType"),
-        (
-            DataLoader(Pairs(), sampler=SubsetRandomSampler(range(9))),
-            "DataLoader with SubsetRandomSampler",
-        ),
-        (DataLoader(Pairs(), batch_size=None, sampler=range(9)), "DataLoader with range"),
-        (DataLoader(Pairs(), batch_sampler=[[0, 1], [2]]), "DataLoader with list"),
+        (DataLoader(Pairs(), sampler=SubsetRandomSampler(range(9))), "DataLoader"),
+        (DataLoader(Pairs(), batch_size=None, sampler=range(9)), "DataLoader"),
+        (DataLoader(Pairs(), batch_sampler=[[0, 1], [2]]), "DataLoader"),
         (
             DataLoader(Pairs(), sampler=DistributedSampler(range(9), num_replicas=2, rank=0)),
-            "DataLoader with range",
+            "DataLoader",
         ),
     ],
 )
 def test_refuses_loaders_that_do_not_say_how_many_samples_there_are(train_loader, found):
     trainer = type("Trainer", (), {"train_dataloader": train_loader})
-    message = "`num_samples` must be given to WeightInformation where the training loader does not say how many samples"
+    message = "`num_samples` must be given to WeightInformation where no training loader says how many samples"
     with pytest.raises(ValueError, match=f"{message} there are, got {found}"):
         mixins.labeled_samples(trainer)
 
@@ -269,40 +252,26 @@ def test_a_sampler_that_lightning_shares_between_ranks_is_asked_itself():
         if len(sampler) == N:
             assert mixins.labeled_samples(trainer) == N
             continue
-        with pytest.raises(ValueError, match="there are, got DataLoader with SubsetRandomSampler"):
+        with pytest.raises(ValueError, match="there are, got DataLoader"):
             mixins.labeled_samples(trainer)
 
 
 def test_refuses_to_guess_the_number_of_samples_without_a_trainer():
     with pytest.raises(
         ValueError,
-        match="`num_samples` must be given to WeightInformation in a module without a Tra",
+        match="`num_samples` must be given to WeightInformation where no training loader",
     ):
         Net({}).information_penalty()
 
 
-def test_refuses_a_missing_regularizer():
-    model = Net({})
-    model.lautum = None
-    with pytest.raises(
-        TypeError, match=r"`self.lautum` must be a Lautum, got NoneType: set it in `__init__`"
-    ):
-        model.lautum_penalty(torch.zeros(2, 4), torch.zeros(2, 3))
-
-
-@pytest.mark.parametrize(("penalty", "found"), [(1.0, "float"), (torch.zeros(2), r"\(2,\)")])
+@pytest.mark.parametrize(
+    ("penalty", "found"), [(1.0, "float"), (torch.zeros(2), r"torch.Size\(\[2\]\)")]
+)
 def test_refuses_penalties_that_are_no_scalars(penalty, found):
     with pytest.raises(ValueError, match=f"`lautum` must be a scalar tensor, got {found}"):
         Net({}).penalised(torch.tensor(0.0), lautum=penalty)
     with pytest.raises(ValueError, match=f"`loss` must be a scalar tensor, got {found}"):
         Net({}).penalised(penalty, lautum=torch.tensor(0.0))
-
-
-def test_refuses_penalties_without_names():
-    with pytest.raises(
-        TypeError, match=r"must have names, `penalised\(loss, name=penalty\)`, got 2 without"
-    ):
-        Net({}).penalised(*torch.zeros(3))
 
 
 def test_a_batch_without_unlabelled_inputs_is_named():

@@ -13,30 +13,24 @@ A risk in :math:`\gamma` is the limit :math:`n, d \to \infty` at fixed :math:`\g
    regression*, ICML 2025, arXiv:2410.08194.
 """
 
-import math
-from collections.abc import Callable
-from functools import reduce
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from lightning_taskinfo._ranges import check_counts
+from lightning_taskinfo._ranges import check_counts, checked_tensors
 
 Number: TypeAlias = Tensor | float
-
-
-def _not_negative(t: Tensor) -> Tensor:
-    return (t >= 0) & t.isfinite()
-
-
-_RULES: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {  # argument -> its domain
-    "theta": ("in [0, pi]", lambda t: (t >= 0) & (t <= math.pi + 1e-6)),
-    "gamma": ("positive and finite", lambda t: (t > 0) & t.isfinite()),
-    "sigma": ("non-negative and finite", _not_negative),
-    "n": ("greater than 2", lambda t: t > 2),
-    "ridge": ("non-negative and finite", _not_negative),
+RULES = {
+    "theta": "in [0, pi]",
+    "gamma": "positive and finite",
+    "sigma": "non-negative and finite",
+    "n": "greater than 2",
+    "ridge": "non-negative and finite",
 }
+checked = partial(checked_tensors, RULES, None)
+"""Arguments as tensors of one dtype and shape, each inside its range."""
 
 
 class NegativeTransfer(NamedTuple):
@@ -53,7 +47,12 @@ class NegativeTransfer(NamedTuple):
     onset: Tensor
 
 
-def scratch_risk(gamma: Number, sigma: Number, *, dimension: int | None = None) -> Tensor:
+def scratch_risk(
+    gamma: Number,
+    sigma: Number,
+    *,
+    dimension: int | None = None,
+) -> Tensor:
     r"""Risk of the minimum-norm solution, which is what a deep linear network learns from scratch.
 
     .. math:: R_{sc} = (1-\gamma)_+ + \sigma^2\, \frac{\min(\gamma, 1)}{|1-\gamma|}
@@ -76,12 +75,17 @@ def scratch_risk(gamma: Number, sigma: Number, *, dimension: int | None = None) 
         >>> scratch_risk(torch.tensor([0.5, 1.0, 2.0]), 1.0)
         tensor([1.5000,    inf, 1.0000])
     """
-    gamma, sigma = _checked(gamma=gamma, sigma=sigma)
-    unseen = (1 - gamma).clamp(min=0)
-    return unseen + _noise_risk(gamma, sigma, dimension)
+    gamma, sigma = checked(gamma=gamma, sigma=sigma)
+    return (1 - gamma).clamp(min=0) + _noise_risk(gamma, sigma, dimension)
 
 
-def linear_transfer_risk(theta: Number, sigma: Number, n: Number, *, ridge: Number = 0.0) -> Tensor:
+def linear_transfer_risk(
+    theta: Number,
+    sigma: Number,
+    n: Number,
+    *,
+    ridge: Number = 0.0,
+) -> Tensor:
     r"""Mean risk after the last layer was fitted to ``n`` target samples, on the pretrained feature.
 
     Pretraining leaves one feature, :math:`z = \beta_s^\top x`. With :math:`q = \sum_i z_i^2 \sim \chi^2_n` and the
@@ -111,12 +115,11 @@ def linear_transfer_risk(theta: Number, sigma: Number, n: Number, *, ridge: Numb
         >>> linear_transfer_risk(torch.pi / 2, 1.0, torch.tensor([4.0, float("inf")]))
         tensor([2., 1.])
     """
-    theta, sigma, n, ridge = _checked(theta=theta, sigma=sigma, n=n, ridge=ridge)
+    theta, sigma, n, ridge = checked(theta=theta, sigma=sigma, n=n, ridge=ridge)
     shrunk, gain = _ridge_moments(n, ridge)
     outside = theta.sin().square()
-    inside = theta.cos().square()
     noise = sigma.square() + outside
-    return outside + inside * shrunk + noise * gain
+    return outside + theta.cos().square() * shrunk + noise * gain
 
 
 def fine_tuning_risk(
@@ -158,12 +161,16 @@ def fine_tuning_risk(
         >>> fine_tuning_risk(0.0, torch.tensor([0.25, 2.0]), 0.0)
         tensor([0., 0.])
     """
-    theta, gamma, sigma = _checked(theta=theta, gamma=gamma, sigma=sigma)
-    shift = -fine_tuning_transferability(theta, gamma, sigma, depth=depth, dimension=dimension)
-    return scratch_risk(gamma, sigma, dimension=dimension) + shift
+    theta, gamma, sigma = checked(theta=theta, gamma=gamma, sigma=sigma)
+    gain = fine_tuning_transferability(theta, gamma, sigma, depth=depth, dimension=dimension)
+    return scratch_risk(gamma, sigma, dimension=dimension) - gain
 
 
-def fine_tuning_risk_noiseless(theta: Number, gamma: Number, sigma: Number) -> Tensor:
+def fine_tuning_risk_noiseless(
+    theta: Number,
+    gamma: Number,
+    sigma: Number,
+) -> Tensor:
     r"""Risk of fine-tuning as [Tahir2024]_ print it, which is right for :math:`\sigma = 0` only.
 
     .. math:: R_{sc} + (1-\gamma)_+ (1 - 2\cos\theta)
@@ -189,7 +196,11 @@ def fine_tuning_risk_noiseless(theta: Number, gamma: Number, sigma: Number) -> T
     return fine_tuning_risk(theta, gamma, sigma, depth=1)
 
 
-def linear_transferability(theta: Number, gamma: Number, sigma: Number) -> Tensor:
+def linear_transferability(
+    theta: Number,
+    gamma: Number,
+    sigma: Number,
+) -> Tensor:
     r"""What linear transfer gains over scratch, :math:`T = R_{sc} - R_{lt}`, as :math:`n \to \infty` at fixed gamma.
 
     .. math:: T_{lt} = (1-\gamma)_+ + \sigma^2\,\frac{\min(\gamma, 1)}{|1-\gamma|} - \sin^2\theta
@@ -211,7 +222,7 @@ def linear_transferability(theta: Number, gamma: Number, sigma: Number) -> Tenso
         >>> linear_transferability(torch.pi / 2, torch.tensor([0.5, 2.0]), 0.0)
         tensor([-0.5000, -1.0000])
     """
-    theta, gamma, sigma = _checked(theta=theta, gamma=gamma, sigma=sigma)
+    theta, gamma, sigma = checked(theta=theta, gamma=gamma, sigma=sigma)
     return scratch_risk(gamma, sigma) - theta.sin().square()
 
 
@@ -247,15 +258,19 @@ def fine_tuning_transferability(
         >>> fine_tuning_transferability(torch.tensor([0.0, torch.pi / 2]), 0.5, 0.0)
         tensor([ 0.5000, -0.5000])
     """
-    theta, gamma, sigma = _checked(theta=theta, gamma=gamma, sigma=sigma)
+    theta, gamma, sigma = checked(theta=theta, gamma=gamma, sigma=sigma)
     product = _layer_product(gamma, sigma, depth, dimension)  # b^(L-1)
-    unseen = (1 - gamma).clamp(min=0)
-    gain = unseen * product * (2 * theta.cos() - product)
+    gain = (1 - gamma) * product * (2 * theta.cos() - product)
     moves = (gamma < 1) & product.isfinite()
     return torch.where(moves, gain, 0.0)
 
 
-def fine_tuning_boundary(gamma: Number, sigma: Number, *, depth: int = 2) -> Tensor:
+def fine_tuning_boundary(
+    gamma: Number,
+    sigma: Number,
+    *,
+    depth: int = 2,
+) -> Tensor:
     r"""Angle below which fine-tuning helps, :math:`\arccos(b^{L-1}/2)`.
 
     Args:
@@ -274,13 +289,15 @@ def fine_tuning_boundary(gamma: Number, sigma: Number, *, depth: int = 2) -> Ten
         >>> fine_tuning_boundary(torch.tensor([0.5, 2.0]), 0.0)  # pi / 3
         tensor([1.0472,    nan])
     """
-    gamma, sigma = _checked(gamma=gamma, sigma=sigma)
+    gamma, sigma = checked(gamma=gamma, sigma=sigma)
     cosine = 0.5 * _layer_product(gamma, sigma, depth)
-    angle = cosine.clamp(max=1).arccos()
-    return torch.where(gamma < 1, angle, torch.nan)
+    return torch.where(gamma < 1, cosine.clamp(max=1).arccos(), torch.nan)
 
 
-def negative_transfer_interval(theta: Number, sigma: Number) -> NegativeTransfer:
+def negative_transfer_interval(
+    theta: Number,
+    sigma: Number,
+) -> NegativeTransfer:
     r"""Numbers of samples per dimension at which linear transfer hurts, as :math:`n \to \infty`.
 
     .. math::
@@ -306,55 +323,32 @@ def negative_transfer_interval(theta: Number, sigma: Number) -> NegativeTransfer
         >>> upper, onset
         (tensor(0.7500), tensor(1.2500))
     """
-    theta, sigma = _checked(theta=theta, sigma=sigma)
+    theta, sigma = checked(theta=theta, sigma=sigma)
     cos = theta.cos().abs()
     sin = theta.sin().abs()
     noise = sigma.square()
     total = 1 + cos.square() - noise  # sum of the two roots; their product is cos²
     # (total - 2cos)(total + 2cos), factored so that it is exactly positive up to the interval's vanishing
-    smaller = (1 - cos).square() - noise
-    larger = (1 + cos).square() - noise
-    root = (smaller * larger).clamp(min=0).sqrt()
-    upper = 0.5 * (total + root)
+    product = ((1 - cos).square() - noise) * ((1 + cos).square() - noise)
+    upper = 0.5 * (total + product.clamp(min=0).sqrt())
     lower = cos.square() / upper  # without the cancellation of total - root
-    exists = sigma < 1 - cos
-    lower = torch.where(exists, lower, torch.nan)
-    upper = torch.where(exists, upper, torch.nan)
-    onset = 1 + noise / sin.square()
-    onset = torch.where(sigma == 0, 1.0, onset)
+    onset = torch.where(sigma == 0, 1.0, 1 + noise / sin.square())
     onset = torch.where(sin < 1e-7, torch.inf, onset)
+    lower, upper = (torch.where(sigma < 1 - cos, end, torch.nan) for end in (lower, upper))
     return NegativeTransfer(lower, upper, onset)
 
 
-def _checked(**values: Number) -> list[Tensor]:
-    """Return the arguments as tensors of one dtype, broadcast against each other, or say which one is wrong."""
-    given = [value for value in values.values() if isinstance(value, Tensor)]
-    # Numbers take the tensors' dtype, and are never rounded to a smaller one.
-    dtypes = [value.dtype for value in given if value.is_floating_point()]
-    dtype = torch.get_default_dtype()
-    if dtypes:
-        dtype = reduce(torch.promote_types, dtypes)
-    device = given[0].device if given else None
-    tensors = []
-    for name, value in values.items():
-        tensor = torch.as_tensor(value, dtype=dtype, device=device)
-        rule, is_right = _RULES[name]
-        right = is_right(tensor)
-        if not right.all():
-            wrong = tensor[~right].flatten()[0].item()
-            raise ValueError(f"`{name}` must be {rule}, got {wrong}.")
-        tensors.append(tensor)
-    return list(torch.broadcast_tensors(*tensors))
-
-
-def _noise_risk(gamma: Tensor, sigma: Tensor, dimension: int | None = None) -> Tensor:
+def _noise_risk(
+    gamma: Tensor,
+    sigma: Tensor,
+    dimension: int | None = None,
+) -> Tensor:
     """Squared norm that label noise adds to the minimum-norm solution: ``sigma²`` times the mean of ``tr (XᵀX)⁺``."""
     check_counts(dimension=dimension)
     sample = 0.0 if dimension is None else 1 / dimension
     gap = (1 - gamma).abs() - sample
     is_gap = gap > 1e-3 * sample  # gamma·d is whole but for rounding
-    seen = gamma.clamp(max=1)
-    gain = torch.where(is_gap, seen / gap, torch.inf)
+    gain = torch.where(is_gap, gamma.clamp(max=1) / gap, torch.inf)
     return torch.where(sigma == 0, 0.0, sigma.square() * gain)
 
 
@@ -378,14 +372,15 @@ def _layer_product(
     for _ in range(60):
         power = x.pow(depth - 1)
         value = power * (x - u) - s
-        lower = (depth - 1) * u * x.pow(depth - 2)
-        slope = depth * power - lower
-        step = value / slope
-        x = torch.where(s.isfinite(), x - step, torch.inf)
+        slope = depth * power - (depth - 1) * u * x.pow(depth - 2)
+        x = torch.where(s.isfinite(), x - value / slope, torch.inf)
     return x.pow((depth - 1) / 2)
 
 
-def _ridge_moments(n: Tensor, ridge: Tensor) -> tuple[Tensor, Tensor]:
+def _ridge_moments(
+    n: Tensor,
+    ridge: Tensor,
+) -> tuple[Tensor, Tensor]:
     """Means of ``(n·λ/(q + n·λ))²`` and of ``q/(q + n·λ)²`` for ``q`` chi-squared with ``n`` degrees of freedom.
 
     The trapezoidal rule in ``log q`` is accurate to rounding: the integrand is smooth and vanishes
@@ -395,22 +390,17 @@ def _ridge_moments(n: Tensor, ridge: Tensor) -> tuple[Tensor, Tensor]:
     m = torch.where(finite, n, 3.0).double()
     penalty = ridge.double()
     unit = torch.linspace(0, 1, 1001, dtype=torch.float64, device=n.device)
-    others = [1] * n.dim()
-    unit = unit.reshape(-1, *others)
+    unit = unit.reshape(-1, *[1] * n.dim())
     # The density of log q falls off like exp(n t / 2) on the left, and faster than a Gaussian on
     # the right.
     right = 12 * (2 / m).sqrt()
     width = 80 / m + 2 * right
     t = right - unit * width  # log(q / n), [points, ...]
     q = t.exp()
-    log_density = 0.5 * m * (t - q)
-    weight = log_density.softmax(0)
+    weight = (0.5 * m * (t - q)).softmax(0)
     total = q + penalty
-    kept = (penalty / total).square()
-    shrunk = (weight * kept).sum(0)
+    shrunk = (weight * (penalty / total).square()).sum(0)
     gain = (weight * q / total.square()).sum(0) / m
     gain = torch.where(penalty == 0, 1 / (m - 2), gain)
     limit = (penalty / (1 + penalty)).square()
-    shrunk = torch.where(finite, shrunk, limit)
-    gain = torch.where(finite, gain, 0.0)
-    return shrunk.to(n.dtype), gain.to(n.dtype)
+    return torch.where(finite, shrunk, limit).to(n), torch.where(finite, gain, 0.0).to(n)

@@ -1,15 +1,320 @@
-"""How far two samples are apart: kernel discrepancies, and an ensemble of earlier predictions."""
+r"""Discrepancies between distributions, estimated from samples: mutual information, kernels, earlier predictions.
 
+**Mutual information** is that between the joint distribution and the product of its marginals. All variational
+estimates of it come from one matrix of critic scores. Entry ``scores[i, j]`` is the critic
+:math:`M(x_i, z_j)`: the diagonal holds samples of the joint distribution, everything beside it
+samples of the product. Expectations of :math:`e^M` go through ``logsumexp``. Every estimate is in nats.
+
+``negatives="all"`` takes the whole matrix as samples of the product, the diagonal included, as
+torch-mist's losses do. A share :math:`1/B` of them is then of the joint distribution: scores are
+pulled towards zero, which takes variance away and, where the information is large beside
+:math:`\log B`, information too. ``"others"`` leaves the diagonal out.
+"""
+
+import math
 from collections.abc import Sequence
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from lightning_taskinfo._ranges import check_positive
+
+__all__ = [
+    "donsker_varadhan",
+    "ensemble_targets",
+    "gaussian_kernel",
+    "info_nce",
+    "jensen_shannon",
+    "joint_and_product",
+    "log_mean_exp",
+    "median_distance",
+    "mine",
+    "mk_mmd",
+    "nwj",
+    "smile",
+    "update_log_average",
+]
+
+Negatives = Literal["others", "all"]
+
+
+def donsker_varadhan(
+    scores: Tensor,
+    *,
+    negatives: Negatives = "others",
+) -> Tensor:
+    r"""Lower bound of Donsker and Varadhan.
+
+    .. math:: \hat I = \mathbb{E}_{joint}[M] - \log \mathbb{E}_{prod}[e^M]
+
+    Its gradient on a mini-batch is biased, because the logarithm is outside of the mean: see
+    :func:`mine`. With all pairs as negatives it is never above :math:`\log B`.
+
+    Args:
+        scores: Critic scores, shape ``[B, B]``.
+        negatives: Which pairs stand for the product: ``"others"`` or ``"all"``.
+
+    Returns:
+        The estimate, a scalar.
+
+    Example:
+        >>> donsker_varadhan(torch.eye(2))
+        tensor(1.)
+    """
+    joint, product = joint_and_product(scores, negatives)
+    return joint.mean() - log_mean_exp(product)
+
+
+def mine(
+    scores: Tensor,
+    log_average: Tensor,
+    *,
+    negatives: Negatives = "others",
+) -> Tensor:
+    r"""Value of :func:`donsker_varadhan`, gradient corrected by a moving average.
+
+    .. math:: \nabla \hat I = \mathbb{E}_{joint}[\nabla M] - \mathbb{E}_{prod}[e^M \nabla M] / \overline{e^M}
+
+    Args:
+        scores: Critic scores, shape ``[B, B]``.
+        log_average: Logarithm of the moving average :math:`\overline{e^M}` over mini-batches, this
+            one included (:func:`update_log_average`), a scalar; of this one alone where it is not finite.
+        negatives: Which pairs stand for the product: ``"others"`` or ``"all"``.
+
+    Returns:
+        The estimate, a scalar.
+
+    Example:
+        >>> scores = torch.eye(2, requires_grad=True)
+        >>> mine(scores, torch.tensor(0.0)).backward()  # the average is 1 = e^0, as in this batch
+        >>> scores.grad
+        tensor([[ 0.5000, -0.5000],
+                [-0.5000,  0.5000]])
+
+    References:
+        Belghazi et al., *Mutual Information Neural Estimation*, ICML 2018.
+    """
+    joint, product = joint_and_product(scores, negatives)
+    log_mean = log_mean_exp(product)
+    average = log_average if log_average.isfinite() else log_mean
+    corrected = (log_mean - average.detach()).exp()  # its gradient is E[e^M ∇M] / average
+    gradient = corrected - corrected.detach()  # zero, with the gradient of the corrected mean
+    return joint.mean() - log_mean.detach() - gradient
+
+
+def update_log_average(
+    log_average: Tensor,
+    scores: Tensor,
+    decay: float,
+    *,
+    negatives: Negatives = "others",
+) -> Tensor:
+    r"""Move the logarithm of the average of :math:`e^M` over the product one mini-batch further.
+
+    Args:
+        log_average: The average so far; :math:`-\infty` before the first mini-batch, which is then
+            taken whole.
+        scores: Critic scores, shape ``[B, B]``.
+        decay: Share of the old average that is kept.
+        negatives: Which pairs stand for the product: ``"others"`` or ``"all"``.
+
+    Returns:
+        The new average's logarithm, a scalar without gradient.
+
+    Example:
+        >>> update_log_average(torch.tensor(-torch.inf), torch.zeros(3, 3), decay=0.99)
+        tensor(0.)
+    """
+    _, product = joint_and_product(scores.detach(), negatives)
+    current = log_mean_exp(product)
+    if log_average == -math.inf:
+        return current
+    old = log_average + math.log(decay)
+    new = current + math.log1p(-decay)
+    return torch.logaddexp(old, new)
+
+
+def smile(
+    scores: Tensor,
+    clip: float = 5.0,
+    *,
+    negatives: Negatives = "others",
+) -> Tensor:
+    r"""Donsker–Varadhan with the density ratio clipped: less variance for some bias.
+
+    .. math:: \hat I = \mathbb{E}_{joint}[M] - \log \mathbb{E}_{prod}[\mathrm{clip}(e^M, e^{-\tau}, e^{\tau})]
+
+    A **read-out, not an objective**: where the product scores are clipped nothing holds the joint
+    scores back, and a critic that ascends it runs away. Train with :func:`jensen_shannon` and read
+    this. It is no lower bound: with the optimal critic and :math:`\tau = 5` it reads about 6.7 at 6
+    nats and 12 at 10.
+
+    Args:
+        scores: Critic scores, shape ``[B, B]``.
+        clip: The :math:`\tau` above.
+        negatives: Which pairs stand for the product: ``"others"`` or ``"all"``.
+
+    Returns:
+        The estimate, a scalar.
+
+    Raises:
+        ValueError: If ``clip`` is not positive.
+
+    Example:
+        >>> smile(100 * torch.eye(2) - 100, clip=5.0)  # the product scores, -100, count as -5
+        tensor(5.)
+
+    References:
+        Song, Ermon, *Understanding the Limitations of Variational Mutual Information Estimators*,
+        ICLR 2020.
+    """
+    check_choices(negatives, clip)
+    joint, product = joint_and_product(scores, negatives)
+    return joint.mean() - log_mean_exp(product.clamp(-clip, clip))
+
+
+def nwj(
+    scores: Tensor,
+    *,
+    negatives: Negatives = "others",
+) -> Tensor:
+    r"""Lower bound of Nguyen, Wainwright and Jordan, also known as f-GAN KL and MINE-f.
+
+    .. math:: \hat I = \mathbb{E}_{joint}[M] - e^{-1}\, \mathbb{E}_{prod}[e^M]
+
+    Unbiased on mini-batches, with a variance that grows as :math:`e^I`.
+
+    Args:
+        scores: Critic scores, shape ``[B, B]``; the optimal critic is
+            :math:`1 + \log p(x,z)/(p(x)p(z))`.
+        negatives: Which pairs stand for the product: ``"others"`` or ``"all"``.
+
+    Returns:
+        The estimate, a scalar.
+
+    Example:
+        >>> nwj(torch.ones(3, 3))
+        tensor(0.)
+    """
+    joint, product = joint_and_product(scores, negatives)
+    return joint.mean() - (log_mean_exp(product) - 1).exp()
+
+
+def info_nce(scores: Tensor) -> Tensor:
+    r"""Contrastive lower bound, never above :math:`\log B`. The joint pair is always among its negatives.
+
+    .. math:: \hat I = \frac1B \sum_i \Big[ M(x_i, z_i) - \log \frac1B \sum_j e^{M(x_i, z_j)} \Big]
+
+    Args:
+        scores: Critic scores, shape ``[B, B]``.
+
+    Returns:
+        The estimate, a scalar.
+
+    Example:
+        >>> info_nce(1000 * torch.eye(4))  # log 4
+        tensor(1.3863)
+    """
+    joint, _ = joint_and_product(scores)
+    log_ratios = joint - torch.logsumexp(scores, dim=1)
+    return log_ratios.mean() + math.log(len(scores))
+
+
+def jensen_shannon(
+    scores: Tensor,
+    *,
+    negatives: Negatives = "others",
+) -> Tensor:
+    r"""The Jensen–Shannon objective: what a critic should ascend. Not an estimate of the mutual information.
+
+    .. math:: \mathbb{E}_{joint}[-\mathrm{softplus}(-M)] - \mathbb{E}_{prod}[\mathrm{softplus}(M)]
+
+    This is logistic regression of joint against product samples: bounded above by 0, with
+    :math:`M = \log p(x,z)/(p(x)p(z))` as its optimum, which is the critic that :func:`smile` wants to read. With all
+    pairs as negatives the optimum is lower: with :math:`r = p(x,z)/(p(x)p(z))` it is
+    :math:`\log r - \log(1 + (r - 1)/B)`, which stays below :math:`\log B`.
+
+    Args:
+        scores: Critic scores, shape ``[B, B]``.
+        negatives: Which pairs stand for the product: ``"others"`` or ``"all"``.
+
+    Returns:
+        The objective, a scalar.
+
+    Example:
+        >>> jensen_shannon(torch.zeros(2, 2))  # -2 log 2
+        tensor(-1.3863)
+    """
+    joint, product = joint_and_product(scores, negatives)
+    return logsigmoid(joint).mean() + logsigmoid(-product).mean()
+
+
+def joint_and_product(
+    scores: Tensor,
+    negatives: Negatives = "others",
+) -> tuple[Tensor, Tensor]:
+    """Return the diagonal of a score matrix, shape ``[B]``, and the rest, ``[B * (B - 1)]``, or all, ``[B * B]``.
+
+    Args:
+        scores: Score of each input (row) with each feature (column), shape ``[B, B]``.
+        negatives: Whether the ``"others"`` alone or ``"all"`` pairs stand for the product
+            distribution.
+
+    Raises:
+        ValueError: If ``scores`` is not a square matrix of at least two samples, or ``negatives``
+            unknown.
+
+    Example:
+        >>> joint_and_product(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+        (tensor([1., 4.]), tensor([2., 3.]))
+    """
+    check_choices(negatives)
+    B = len(scores)
+    if B < 2 or scores.shape != (B, B):
+        raise ValueError(
+            f"`scores` must have shape [B, B] with B of at least 2, got {tuple(scores.shape)}."
+        )
+    if negatives == "all":
+        return scores.diagonal(), scores.flatten()
+    # Without its first entry, the matrix read in rows of B + 1 has the diagonal as its last column.
+    product = scores.flatten()[1:].view(B - 1, B + 1)[:, :-1]
+    return scores.diagonal(), product.flatten()
+
+
+def check_choices(
+    negatives: str,
+    clip: float = math.inf,
+) -> None:
+    """Raise ``ValueError`` unless ``negatives`` is a kind that is known, and ``clip`` positive."""
+    if negatives not in get_args(Negatives):
+        raise ValueError(f"`negatives` must be 'others' or 'all', got {negatives!r}.")
+    if not clip > 0:
+        raise ValueError(f"`clip` must be positive, got {clip}.")
+
+
+def log_mean_exp(values: Tensor) -> Tensor:
+    """Return the logarithm of the mean of ``values.exp()``, without overflow.
+
+    Args:
+        values: Shape ``[N, ...]``; the mean is over the first axis.
+
+    Example:
+        >>> log_mean_exp(torch.full((3,), 1000.0))
+        tensor(1000.)
+    """
+    return torch.logsumexp(values, dim=0) - math.log(len(values))
+
 
 WIDTH_FACTORS = tuple(2.0**k for k in range(-9, 10))
 """Nineteen widths, from 1/512 to 512 times the median distance."""
 
 
-def median_distance(source: Tensor, target: Tensor) -> Tensor:
+def median_distance(
+    source: Tensor,
+    target: Tensor,
+) -> Tensor:
     """Median distance between two different samples of the union: the usual unit for kernel widths.
 
     Args:
@@ -23,12 +328,15 @@ def median_distance(source: Tensor, target: Tensor) -> Tensor:
         >>> median_distance(torch.tensor([[0.0]]), torch.tensor([[3.0]]))
         tensor(3.)
     """
-    samples = torch.cat([source, target]).detach()
-    median = torch.pdist(samples).median()
-    return torch.where(median > 0, median, torch.ones_like(median))
+    median = torch.pdist(torch.cat([source, target]).detach()).median()
+    return torch.where(median > 0, median, 1.0)
 
 
-def gaussian_kernel(a: Tensor, b: Tensor, widths: Tensor) -> Tensor:
+def gaussian_kernel(
+    a: Tensor,
+    b: Tensor,
+    widths: Tensor,
+) -> Tensor:
     r"""Mean of Gaussian kernels of several widths, between all pairs.
 
     .. math:: k(a, b) = \frac1m \sum_{s} \exp\Big( -\frac{\|a - b\|^2}{2 s^2} \Big)
@@ -48,15 +356,13 @@ def gaussian_kernel(a: Tensor, b: Tensor, widths: Tensor) -> Tensor:
     # Kernels depend on differences alone. What all samples have in common is removed before
     # squaring: in float32 its square would leave few digits for the differences. It is a constant,
     # so that gradients stay as they are.
-    samples = torch.cat([a, b]).detach()
-    center = samples.mean(0)
+    center = torch.cat([a, b]).detach().mean(0)
     a = a - center
     b = b - center
     rows = a.square().sum(1)[:, None]
     columns = b.square().sum(1)[None]
     squares = (rows + columns - 2 * a @ b.T).clamp_min(0)  # [N, M]
-    precisions = -0.5 / widths.square()
-    exponents = squares[..., None] * precisions  # [N, M, m]
+    exponents = squares[..., None] * (-0.5 / widths.square())  # [N, M, m]
     return exponents.exp().mean(-1)
 
 
@@ -96,20 +402,17 @@ def mk_mmd(
     References:
         Gretton et al., *A Kernel Two-Sample Test*, JMLR 2012.
     """
-    for argument, samples in (("source", source), ("target", target)):
-        if samples.ndim != 2 or len(samples) < 2:
-            raise ValueError(
-                f"`{argument}` must have shape [N, D] with N of at least 2, got {tuple(samples.shape)}."
-            )
-    if source.shape[1] != target.shape[1]:
+    shapes = [tuple(source.shape), tuple(target.shape)]
+    few = min(len(source), len(target)) < 2
+    if few or source.ndim != 2 or source.shape[1:] != target.shape[1:]:
         raise ValueError(
-            f"`source` and `target` must have the same width, got {tuple(source.shape)} and {tuple(target.shape)}."
+            f"`source` and `target` must have shapes [N, D] and [M, D] with N and M of at least 2, got {shapes}."
         )
     if widths is None:
         widths = median_distance(source, target) * source.new_tensor(WIDTH_FACTORS)
+    else:
+        check_positive(widths=widths)
     widths = torch.as_tensor(widths, dtype=source.dtype, device=source.device)
-    if widths.numel() == 0 or not (widths > 0).all():
-        raise ValueError(f"`widths` must be positive, got {widths.tolist()}.")
     sources = _mean_off_diagonal(gaussian_kernel(source, source, widths))
     targets = _mean_off_diagonal(gaussian_kernel(target, target, widths))
     between = gaussian_kernel(source, target, widths).mean()
@@ -118,11 +421,14 @@ def mk_mmd(
 
 def _mean_off_diagonal(kernel: Tensor) -> Tensor:
     N = len(kernel)
-    others = kernel.sum() - kernel.diagonal().sum()
-    return others / (N * (N - 1))
+    return (kernel.sum() - kernel.diagonal().sum()) / (N * (N - 1))
 
 
-def ensemble_targets(average: Tensor, count: Tensor, decay: float) -> Tensor:
+def ensemble_targets(
+    average: Tensor,
+    count: Tensor,
+    decay: float,
+) -> Tensor:
     r"""Bias-corrected ensemble predictions of Temporal Ensembling.
 
     .. math:: \tilde z = Z / (1 - \alpha^t)
@@ -142,6 +448,5 @@ def ensemble_targets(average: Tensor, count: Tensor, decay: float) -> Tensor:
     References:
         Laine, Aila, *Temporal Ensembling for Semi-Supervised Learning*, ICLR 2017.
     """
-    updates = count.clamp_min(1).to(average.dtype)
-    correction = 1 - decay**updates
+    correction = 1 - decay ** count.clamp_min(1).to(average.dtype)
     return average / correction[:, None]

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Generator, Tensor
 
+from lightning_taskinfo._ranges import check_values
+
 
 class FeatureKernels(NamedTuple):
     """Mean products of features, normalised by the widths.
@@ -43,7 +45,10 @@ class SpanNorms(NamedTuple):
     outside: Tensor
 
 
-def relu_kernel(weights: Tensor, others: Tensor) -> Tensor:
+def relu_kernel(
+    weights: Tensor,
+    others: Tensor,
+) -> Tensor:
     r"""Mean product of two ReLU features over Gaussian inputs, for all pairs.
 
     .. math::
@@ -60,9 +65,6 @@ def relu_kernel(weights: Tensor, others: Tensor) -> Tensor:
     Returns:
         The products, shape ``[..., m, k]``.
 
-    Raises:
-        ValueError: If the inputs of the two differ in dimension.
-
     Example:
         >>> relu_kernel(torch.eye(2), torch.tensor([[2.0, 0.0], [-1.0, 0.0]]))
         tensor([[1.0000, 0.0000],
@@ -71,24 +73,19 @@ def relu_kernel(weights: Tensor, others: Tensor) -> Tensor:
     References:
         Cho, Saul, *Kernel methods for deep learning*, NeurIPS 2009.
     """
-    if weights.shape[-1] != others.shape[-1]:
-        raise ValueError(
-            f"`weights` and `others` must have the same last dimension, got {weights.shape[-1]} and {others.shape[-1]}."
-        )
     rows = weights.norm(dim=-1).unsqueeze(-1)  # [..., m, 1]
     columns = others.norm(dim=-1).unsqueeze(-2)  # [..., 1, k]
     norms = rows * columns
     tiny = torch.finfo(norms.dtype).tiny
-    products = weights @ others.mT
-    cosine = products / norms.clamp(min=tiny)
-    u = cosine.clamp(-1, 1)
-    sine = (1 - u.square()).sqrt()
-    beyond = torch.pi - u.arccos()
-    bracket = sine + u * beyond
+    u = (weights @ others.mT / norms.clamp(min=tiny)).clamp(-1, 1)
+    bracket = (1 - u.square()).sqrt() + u * (torch.pi - u.arccos())
     return norms / (2 * torch.pi) * bracket
 
 
-def feature_kernels(model: Tensor, target: Tensor) -> FeatureKernels:
+def feature_kernels(
+    model: Tensor,
+    target: Tensor,
+) -> FeatureKernels:
     r"""The three kernels of a model and a target network.
 
     .. math:: K = \frac{\langle\phi\phi^\top\rangle}{m}, \quad
@@ -116,7 +113,11 @@ def feature_kernels(model: Tensor, target: Tensor) -> FeatureKernels:
     )
 
 
-def span_norms(model: Tensor, target: Tensor, coefficients: Tensor) -> SpanNorms:
+def span_norms(
+    model: Tensor,
+    target: Tensor,
+    coefficients: Tensor,
+) -> SpanNorms:
     r"""Squared norms of a target network inside and outside the span of a model's features.
 
     .. math::
@@ -153,19 +154,18 @@ def span_norms(model: Tensor, target: Tensor, coefficients: Tensor) -> SpanNorms
     v = K_cross @ c  # [..., m, 1]
     inverse = torch.linalg.pinv(K, hermitian=True)
     width = target.shape[-2]
-    total = _quadratic(K_target, c) / width
-    inside = _quadratic(inverse, v) / width
+    total = (c.mT @ K_target @ c).squeeze((-2, -1)) / width
+    inside = (v.mT @ inverse @ v).squeeze((-2, -1)) / width
     outside = (total - inside).clamp(min=0)  # rounding may leave a small negative number
     return SpanNorms(total, total - outside, outside)
 
 
-def _quadratic(matrix: Tensor, column: Tensor) -> Tensor:
-    """``vᵀ A v`` of columns ``[..., m, 1]``, shape ``[...]``."""
-    product = column.mT @ matrix @ column
-    return product.squeeze((-2, -1))
-
-
-def ablate(weights: Tensor, fraction: float, *, generator: Generator | None = None) -> Tensor:
+def ablate(
+    weights: Tensor,
+    fraction: float,
+    *,
+    generator: Generator | None = None,
+) -> Tensor:
     r"""Remove a fraction :math:`\mu` of the features, at random.
 
     The ablated set-up: the source teacher has what is left of the target's features, a model that learned the source
@@ -187,18 +187,21 @@ def ablate(weights: Tensor, fraction: float, *, generator: Generator | None = No
         torch.Size([2, 4])
     """
     m = weights.shape[-2]
-    if not 0 <= fraction < 1 or round(fraction * m) == m:
+    gone = round(fraction * m)
+    if not 0 <= fraction < 1 or gone == m:
         raise ValueError(
             f"`fraction` must be in [0, 1) and leave a feature of {m}, got {fraction}."
         )
     device = None if generator is None else generator.device
     order = torch.randperm(m, generator=generator, device=device)
-    gone = round(fraction * m)
     kept = order[gone:].sort().values
     return weights.index_select(-2, kept.to(weights.device))
 
 
-def fit_power_law(n: Tensor, risk: Tensor) -> tuple[Tensor, Tensor]:
+def fit_power_law(
+    n: Tensor,
+    risk: Tensor,
+) -> tuple[Tensor, Tensor]:
     r"""Fit a learning curve :math:`A\, n^{-\nu}` by least squares between logarithms.
 
     Args:
@@ -215,25 +218,22 @@ def fit_power_law(n: Tensor, risk: Tensor) -> tuple[Tensor, Tensor]:
         >>> fit_power_law(torch.tensor([1.0, 4.0, 16.0]), torch.tensor([8.0, 4.0, 2.0]))
         (tensor(8.), tensor(0.5000))
     """
-    _check_positive(n=n, risk=risk)
+    check_values("positive", n=n, risk=risk)
     if n.unique().numel() < 2:
         raise ValueError(f"`n` must have at least two different values, got {n.tolist()}.")
     x = n.to(risk.dtype).log()
     y = risk.log()
     centred = x - x.mean()
-    covariance = (centred * y).sum(-1)
-    slope = covariance / centred.square().sum()
+    slope = (centred * y).sum(-1) / centred.square().sum()
     intercept = y.mean(-1) - slope * x.mean()
     return intercept.exp(), -slope
 
 
-def _check_positive(**tensors: Tensor) -> None:
-    for name, values in tensors.items():
-        if not (values > 0).all():
-            raise ValueError(f"`{name}` must be positive, got {values.min().item()}.")
-
-
-def transfer_onset(outside: Tensor, amplitude: Tensor | float, exponent: Tensor | float) -> Tensor:
+def transfer_onset(
+    outside: Tensor,
+    amplitude: Tensor | float,
+    exponent: Tensor | float,
+) -> Tensor:
     r"""Number of samples above which linear transfer is predicted to hurt, :math:`(A / \|P_\perp f\|^2)^{1/\nu}`.
 
     There the learning curve :math:`A\,n^{-\nu}` of training from scratch crosses the out-of-span norm.
@@ -255,6 +255,5 @@ def transfer_onset(outside: Tensor, amplitude: Tensor | float, exponent: Tensor 
     """
     amplitude = torch.as_tensor(amplitude, dtype=outside.dtype, device=outside.device)
     exponent = torch.as_tensor(exponent, dtype=outside.dtype, device=outside.device)
-    _check_positive(amplitude=amplitude, exponent=exponent)
-    ratio = amplitude / outside
-    return ratio.pow(1 / exponent)
+    check_values("positive", amplitude=amplitude, exponent=exponent)
+    return (amplitude / outside).pow(1 / exponent)

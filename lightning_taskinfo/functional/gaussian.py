@@ -4,7 +4,12 @@ import torch
 from torch import Tensor
 
 
-def gaussian_kl_diag(mean_q: Tensor, logvar_q: Tensor, mean_p: Tensor, logvar_p: Tensor) -> Tensor:
+def gaussian_kl_diag(
+    mean_q: Tensor,
+    logvar_q: Tensor,
+    mean_p: Tensor,
+    logvar_p: Tensor,
+) -> Tensor:
     r"""KL divergence between two diagonal Gaussians, in nats.
 
     .. math::
@@ -37,12 +42,15 @@ def gaussian_kl_diag(mean_q: Tensor, logvar_q: Tensor, mean_p: Tensor, logvar_p:
     """
     mean_q, logvar_q, mean_p, logvar_p = torch.broadcast_tensors(mean_q, logvar_q, mean_p, logvar_p)
     rho = logvar_q - logvar_p  # [..., D]
-    precision = (-logvar_p).exp()
-    shift = (mean_q - mean_p).square() * precision  # [..., D]
+    shift = (mean_q - mean_p).square() * (-logvar_p).exp()  # [..., D]
     return 0.5 * (rho.expm1() - rho + shift).sum(-1)  # [...]
 
 
-def canonical_correlations(cov_x: Tensor, cov_w: Tensor, cov_xw: Tensor) -> Tensor:
+def canonical_correlations(
+    cov_x: Tensor,
+    cov_w: Tensor,
+    cov_xw: Tensor,
+) -> Tensor:
     r"""Canonical correlations of two jointly distributed vectors, in descending order.
 
     .. math:: \rho = \text{singular values of}\ \Sigma_x^{-1/2}\, \Sigma_{xw}\, \Sigma_w^{-1/2}
@@ -68,12 +76,11 @@ def canonical_correlations(cov_x: Tensor, cov_w: Tensor, cov_xw: Tensor) -> Tens
         tensor([0.5000])
     """
     D, K = cov_xw.shape[-2:]
-    for argument, cov, size in (("cov_x", cov_x, D), ("cov_w", cov_w, K)):
-        if cov.shape[-2:] != (size, size):
-            raise ValueError(
-                f"`{argument}` must have shape [..., {size}, {size}] beside a `cov_xw` of shape {tuple(cov_xw.shape)}, "
-                f"got {tuple(cov.shape)}."
-            )
+    if cov_x.shape[-2:] != (D, D) or cov_w.shape[-2:] != (K, K):
+        raise ValueError(
+            f"`cov_x` must have shape [..., {D}, {D}] and `cov_w` [..., {K}, {K}] beside a `cov_xw` of shape "
+            f"{tuple(cov_xw.shape)}, got {tuple(cov_x.shape)} and {tuple(cov_w.shape)}."
+        )
     chol_x = torch.linalg.cholesky(cov_x)
     chol_w = torch.linalg.cholesky(cov_w)
     half = torch.linalg.solve_triangular(chol_x, cov_xw, upper=False)  # [..., D, K]
@@ -99,12 +106,15 @@ def lautum_from_correlations(squared_correlations: Tensor) -> Tensor:
         tensor(0.)
     """
     squared = squared_correlations
-    odds = 2 * squared / (1 - squared)
-    terms = torch.log1p(-squared) + odds
+    terms = torch.log1p(-squared) + 2 * squared / (1 - squared)
     return 0.5 * terms.sum(-1)
 
 
-def gaussian_lautum_information(cov_x: Tensor, cov_w: Tensor, cov_xw: Tensor) -> Tensor:
+def gaussian_lautum_information(
+    cov_x: Tensor,
+    cov_w: Tensor,
+    cov_xw: Tensor,
+) -> Tensor:
     r"""Lautum information between two jointly Gaussian vectors, in nats.
 
     .. math::
@@ -136,7 +146,11 @@ def gaussian_lautum_information(cov_x: Tensor, cov_w: Tensor, cov_xw: Tensor) ->
     return lautum_from_correlations(correlations.square())
 
 
-def gaussian_mutual_information(cov_x: Tensor, cov_w: Tensor, cov_xw: Tensor) -> Tensor:
+def gaussian_mutual_information(
+    cov_x: Tensor,
+    cov_w: Tensor,
+    cov_xw: Tensor,
+) -> Tensor:
     r"""Mutual information between two jointly Gaussian vectors, in nats.
 
     .. math::

@@ -7,13 +7,22 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
+from lightning_taskinfo._ranges import check_counts, check_probability
 
-def wilson_interval(share: Tensor | float, n: int, confidence: float = 0.95) -> tuple[float, float]:
+Ends: TypeAlias = tuple[float, float]
+EVERYTHING = (-math.inf, math.inf)
+
+
+def wilson_interval(
+    share: Tensor | float,
+    n: int,
+    confidence: float = 0.95,
+) -> Ends:
     r"""Interval of Wilson for a share of ``n`` samples.
 
     .. math:: \frac{p + \frac{z^2}{2n}}{1 + \frac{z^2}{n}}
@@ -40,8 +49,7 @@ def wilson_interval(share: Tensor | float, n: int, confidence: float = 0.95) -> 
     z = normal_quantile(confidence)
     scale = 1 + z**2 / n
     middle = (p + z**2 / (2 * n)) / scale
-    spread = p * (1 - p) / n
-    variance = spread + z**2 / (4 * n**2)
+    variance = p * (1 - p) / n + z**2 / (4 * n**2)
     reach = z / scale * variance**0.5
     return max(0.0, middle - reach), min(1.0, middle + reach)
 
@@ -83,17 +91,14 @@ def paired_interval(
     mean = difference.mean().item()
     z = normal_quantile(confidence)
     losses = torch.cat([first, second])
-    is_count = (losses == 0) | (losses == 1)
-    if bool(is_count.all()):
+    if bool(((losses == 0) | (losses == 1)).all()):
         b = (difference > 0).sum().item()
         c = (difference < 0).sum().item()
         middle = (b - c) / (n + 2)
-        shift = (b - c) ** 2 / (n + 2)
-        variance = (b + c + 1) - shift
+        variance = (b + c + 1) - (b - c) ** 2 / (n + 2)
         reach = z / (n + 2) * variance**0.5
         return middle - reach, mean, middle + reach
-    quantile = student_quantile(confidence, n - 1)
-    reach = quantile * difference.std().item() / n**0.5
+    reach = student_quantile(confidence, n - 1) * difference.std().item() / n**0.5
     return mean - reach, mean, mean + reach
 
 
@@ -110,13 +115,15 @@ def normal_quantile(confidence: float) -> float:
         >>> round(normal_quantile(0.95), 2)
         1.96
     """
-    if not 0 < confidence < 1:
-        raise ValueError(f"`confidence` must be between 0 and 1, got {confidence}.")
+    check_probability(confidence=confidence)
     p = torch.tensor(0.5 + 0.5 * confidence, dtype=torch.float64, device="cpu")
     return torch.special.ndtri(p).item()
 
 
-def student_quantile(confidence: float, degrees: int) -> float:
+def student_quantile(
+    confidence: float,
+    degrees: int,
+) -> float:
     r"""Return the number of standard errors that Student's interval reaches to either side.
 
     The :math:`t` with :math:`P(|T_\nu| \le t) = c`, found by bisection of the angle
@@ -137,10 +144,8 @@ def student_quantile(confidence: float, degrees: int) -> float:
     References:
         Abramowitz and Stegun, *Handbook of Mathematical Functions*, 26.7.3 and 26.7.4.
     """
-    if not 0 < confidence < 1:
-        raise ValueError(f"`confidence` must be between 0 and 1, got {confidence}.")
-    if degrees < 1:
-        raise ValueError(f"`degrees` must be at least 1, got {degrees}.")
+    check_probability(confidence=confidence)
+    check_counts(degrees=degrees)
     low, high = 0.0, math.pi / 2
     middle = 0.5 * (low + high)
     while low < middle < high:
@@ -152,21 +157,19 @@ def student_quantile(confidence: float, degrees: int) -> float:
     return math.sqrt(degrees) * math.tan(low)
 
 
-def _central_probability(theta: float, degrees: int) -> float:
+def _central_probability(
+    theta: float,
+    degrees: int,
+) -> float:
     """``P(|T| <= sqrt(degrees) tan(theta))``."""
-    square = math.cos(theta) ** 2
+    odd = degrees % 2
+    term = math.cos(theta) if odd else 1.0
     total = 0.0
-    if degrees % 2:
-        term = math.cos(theta)
-        for k in range(1, degrees - 1, 2):
-            total += term
-            term *= square * (k + 1) / (k + 2)
-        return 2 / math.pi * (theta + math.sin(theta) * total)
-    term = 1.0
-    for k in range(1, degrees, 2):
+    for k in range(1, degrees - odd, 2):
         total += term
-        term *= square * k / (k + 1)
-    return math.sin(theta) * total
+        term *= math.cos(theta) ** 2 * (k + odd) / (k + odd + 1)
+    total *= math.sin(theta)
+    return 2 / math.pi * (theta + total) if odd else total
 
 
 Verdict = Literal["helps", "hurts", "cannot tell"]
@@ -197,7 +200,10 @@ class Interval:
         return verdict_of(self.low, self.high)
 
 
-def verdict_of(low: float | None, high: float | None) -> Verdict:
+def verdict_of(
+    low: float | None,
+    high: float | None,
+) -> Verdict:
     """Return what an interval of a gain says.
 
     Args:
@@ -208,11 +214,9 @@ def verdict_of(low: float | None, high: float | None) -> Verdict:
         >>> verdict_of(0.1, 0.3), verdict_of(-0.1, 0.3)
         ('helps', 'cannot tell')
     """
-    if low is None or high is None:
-        return "cannot tell"
-    if low > 0:
+    if low is not None and low > 0:
         return "helps"
-    if high < 0:
+    if high is not None and high < 0:
         return "hurts"
     return "cannot tell"
 
@@ -221,7 +225,7 @@ def mean_interval(
     values: Sequence[float],
     *,
     confidence: float = 0.95,
-    bounds: tuple[float, float] = (-math.inf, math.inf),
+    bounds: Ends = EVERYTHING,
     scale: float | None = None,
 ) -> Interval:
     r"""Return the mean of independent values with Student's interval :math:`\bar v \pm t_{n-1}\, s / \sqrt n`.
@@ -252,16 +256,11 @@ def mean_interval(
     if n == 1:
         return Interval(mean, None, None, n, "one seed")
     spread = statistics.stdev(values)
-    if scale is None:
-        scale = max(map(abs, values))
-    if spread <= ROUNDING * scale:
+    if spread <= ROUNDING * (scale or max(map(abs, values))):
         return Interval(mean, None, None, n, "all seeds gave the same")
-    quantile = student_quantile(confidence, n - 1)
-    reach = quantile * spread / math.sqrt(n)
+    reach = student_quantile(confidence, n - 1) * spread / math.sqrt(n)
     smallest, largest = bounds
-    low = max(smallest, mean - reach)
-    high = min(largest, mean + reach)
-    return Interval(mean, low, high, n)
+    return Interval(mean, max(smallest, mean - reach), min(largest, mean + reach), n)
 
 
 def paired_gain(
@@ -269,7 +268,7 @@ def paired_gain(
     method: Mapping[int, float],
     *,
     confidence: float = 0.95,
-    bounds: tuple[float, float] = (-math.inf, math.inf),
+    bounds: Ends = EVERYTHING,
 ) -> Interval:
     r"""Return the gain :math:`T = R_\text{baseline} - R_\text{method}`, its interval from differences seed by seed.
 
@@ -289,7 +288,6 @@ def paired_gain(
     seeds = [seed for seed in baseline if seed in method]
     if not seeds:
         return Interval(None, None, None, 0, "no seed in common")
-    risks = [abs(baseline[seed]) for seed in seeds]
-    risks += [abs(method[seed]) for seed in seeds]
+    scale = max(max(abs(baseline[seed]), abs(method[seed])) for seed in seeds)
     gains = [baseline[seed] - method[seed] for seed in seeds]
-    return mean_interval(gains, confidence=confidence, bounds=bounds, scale=max(risks))
+    return mean_interval(gains, confidence=confidence, bounds=bounds, scale=scale)

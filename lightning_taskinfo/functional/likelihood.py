@@ -12,15 +12,15 @@ scores* :math:`s`: whosever labels are meant, it is a sum over scores of
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 from torch import Generator, Tensor
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import cross_entropy, logsigmoid
 
-from lightning_taskinfo._ranges import check_positive
+from lightning_taskinfo._ranges import check_positive, check_values
 from lightning_taskinfo._warn import warn
 
 MOVE = "move the classes to the last axis, in `forward_fn`: `model(inputs).movedim(1, -1)`."
@@ -30,15 +30,27 @@ Labels: TypeAlias = Literal["sampled", "exact", "empirical"]
 class Likelihood(Protocol):
     """How outputs ``[N, ..., C]`` become a distribution over labels; a sample is one ``[..., C]``."""
 
-    def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def log_prob(
+        self,
+        outputs: Tensor,
+        targets: Tensor,
+    ) -> Tensor:
         """Return the log-likelihood of each sample in nats, shape ``[N]``."""
         ...
 
-    def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def score(
+        self,
+        outputs: Tensor,
+        targets: Tensor,
+    ) -> Tensor:
         """Return the gradient of the labels' log-likelihood by the outputs, shaped like them; ignored ones count."""
         ...
 
-    def sample(self, outputs: Tensor, generator: Generator | None = None) -> Tensor:
+    def sample(
+        self,
+        outputs: Tensor,
+        generator: Generator | None = None,
+    ) -> Tensor:
         """Return targets drawn from the model."""
         ...
 
@@ -46,17 +58,30 @@ class Likelihood(Protocol):
         """Yield scores ``s`` shaped like the outputs; per sample, ``Σ s sᵀ`` is the Fisher of the outputs."""
         ...
 
-    def counted(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def counted(
+        self,
+        outputs: Tensor,
+        targets: Tensor,
+    ) -> Tensor:
         """Return 1 where an output has a label and 0 where its target says to ignore it, broadcastable."""
-        ...
+        return torch.ones_like(outputs)
 
-    def check(self, outputs: Tensor, targets: Tensor | None) -> None:
+    def check(
+        self,
+        outputs: Tensor,
+        targets: Tensor | None,
+    ) -> None:
         """Raise a ``ValueError`` if outputs or targets do not fit this likelihood."""
-        ...
+        if targets is not None and targets.shape != outputs.shape:
+            raise ValueError(
+                f"`targets` must have the outputs' shape {list(outputs.shape)}, got {list(targets.shape)}; "
+                "an extra or missing axis would silently broadcast. A callback's `forward_fn` or `batch_fn` fixes it, "
+                "such as `lambda module, x: module(x).squeeze(-1)`, or whatever picks the prediction."
+            )
 
 
 @dataclass(frozen=True)
-class Categorical:
+class Categorical(Likelihood):
     r"""Softmax over the last axis, :math:`p(c|f) = e^{f_c} / \sum_j e^{f_j}`; targets are class indices.
 
     With outputs ``[N, T, C]`` a sample is a sequence, and its log-likelihood the sum over its
@@ -74,13 +99,17 @@ class Categorical:
     ignore_index: int = -100
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:  # noqa: D102
-        index = self._index(outputs, targets)
-        log_p = outputs.log_softmax(-1).gather(-1, index)
-        return _per_sample(log_p * self.counted(outputs, targets))
+        losses = cross_entropy(
+            outputs.flatten(0, -2),
+            targets.flatten(),
+            ignore_index=self.ignore_index,
+            reduction="none",
+        )
+        return -_per_sample(losses.view(targets.shape))
 
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:  # noqa: D102
-        index = self._index(outputs, targets)
-        one_hot = torch.zeros_like(outputs).scatter_(-1, index, 1.0)
+        index = targets.clamp(0, outputs.shape[-1] - 1)  # what is ignored may be any class
+        one_hot = torch.zeros_like(outputs).scatter_(-1, index.unsqueeze(-1), 1.0)
         return one_hot.sub_(outputs.softmax(-1))
 
     def sample(self, outputs: Tensor, generator: Generator | None = None) -> Tensor:  # noqa: D102
@@ -107,17 +136,11 @@ class Categorical:
         for c in range(1, u.shape[-1]):
             root = -u * u[..., c : c + 1] * mirror
             root[..., c] += u[..., c]
-            yield from _one_token_at_a_time(root)
+            yield from _one_at_a_time(root, (*root.shape[1:-1], 1))
 
     def counted(self, outputs: Tensor, targets: Tensor) -> Tensor:  # noqa: D102
         counted = targets != self.ignore_index
         return counted.unsqueeze(-1).to(outputs.dtype)
-
-    def _index(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the labels as an index of classes; where `ignore_index` is none of them, any other."""
-        if not 0 <= self.ignore_index < outputs.shape[-1]:
-            targets = targets.masked_fill(targets == self.ignore_index, 0)
-        return targets.unsqueeze(-1)
 
     def check(self, outputs: Tensor, targets: Tensor | None) -> None:  # noqa: D102
         if outputs.dim() < 2 or outputs.shape[-1] < 2:
@@ -127,39 +150,27 @@ class Categorical:
             )
         if targets is None:
             return
-        as_for_cross_entropy = outputs.shape[:1] + outputs.shape[2:]
-        second = outputs.dim() > 2 and targets.shape == as_for_cross_entropy
-        fits = targets.shape == outputs.shape[:-1]
-        if targets.is_floating_point() or not fits:
-            advice = "a callback's `forward_fn` or `batch_fn` fixes it."
-            if second:
-                advice = MOVE
-            elif targets.is_floating_point():
-                advice = "set `likelihood` to 'gaussian', or to 'bernoulli' for yes and no."
-                if fits and bool((targets == targets.round()).all()):
-                    advice = "if they are classes, convert them with `.long()`."
+        if targets.is_floating_point() or targets.shape != outputs.shape[:-1]:
             raise ValueError(
-                "`targets` must be class indices (integers) of shape "
-                f"{list(outputs.shape[:-1])} for outputs {list(outputs.shape)}, "
-                f"got {targets.dtype} of shape {list(targets.shape)}; {advice}"
+                f"`targets` must be class indices (integers) of shape {list(outputs.shape[:-1])} for outputs "
+                f"{list(outputs.shape)}, got {targets.dtype} of shape {list(targets.shape)}; set `likelihood` to "
+                f"'gaussian', or to 'bernoulli' for yes and no; pick others by `batch_fn`; or {MOVE}"
             )
-        if second:  # axes of classes and positions that are equally long
+        if outputs.dim() > 2 and outputs.shape[1:-1] == outputs.shape[2:]:
             warn(
                 f"Outputs {list(outputs.shape)} are read with the classes last; if they are on axis 1, {MOVE}"
             )
         classes = outputs.shape[-1]
-        if _inside(targets, classes):
-            return
-        named = targets[targets != self.ignore_index]
-        if not _inside(named, classes):
+        known = (targets >= 0) & (targets < classes) | (targets == self.ignore_index)
+        if not known.all():
             raise ValueError(
-                f"`targets` must lie in [0, {classes}) or be `ignore_index` ({self.ignore_index}), "
-                f"got values from {named.min().item()} to {named.max().item()}."
+                f"`targets` must lie in [0, {classes}) or be `ignore_index` ({self.ignore_index}), got "
+                f"{targets[~known][0].item()}."
             )
 
 
 @dataclass(frozen=True)
-class Bernoulli:
+class Bernoulli(Likelihood):
     r"""A sigmoid for each output, :math:`p(y_k=1|f) = 1/(1+e^{-f_k})`; targets lie in [0, 1], shaped like outputs.
 
     Example:
@@ -182,25 +193,16 @@ class Bernoulli:
     def roots(self, outputs: Tensor) -> Iterator[Tensor]:
         r"""Yield :math:`\sqrt{p_k(1-p_k)}\,e_k`, one score an output."""
         p = outputs.sigmoid()
-        yield from _one_output_at_a_time((p * (1 - p)).sqrt())
-
-    def counted(self, outputs: Tensor, targets: Tensor) -> Tensor:  # noqa: D102
-        return torch.ones_like(outputs)
+        yield from _one_at_a_time((p * (1 - p)).sqrt(), outputs.shape[1:])
 
     def check(self, outputs: Tensor, targets: Tensor | None) -> None:  # noqa: D102
-        _check_same_shape(outputs, targets)
-        if targets is None or not targets.numel():
-            return
-        low = targets.min().item()
-        high = targets.max().item()
-        if low < 0 or high > 1:
-            raise ValueError(
-                f"`targets` of a Bernoulli likelihood must lie in [0, 1], got values from {low} to {high}."
-            )
+        super().check(outputs, targets)
+        if targets is not None:
+            check_values("in [0, 1]", targets=targets)
 
 
 @dataclass(frozen=True)
-class Gaussian:
+class Gaussian(Likelihood):
     r"""Regression with a fixed noise, :math:`p(y|f) = \mathcal N(y; f, \sigma^2 I)`; its Fisher is ``JᵀJ/σ²``.
 
     Args:
@@ -238,13 +240,7 @@ class Gaussian:
 
     def roots(self, outputs: Tensor) -> Iterator[Tensor]:
         r"""Yield :math:`e_k/\sigma`, one score an output."""
-        yield from _one_output_at_a_time(torch.full_like(outputs, 1 / self.std))
-
-    def counted(self, outputs: Tensor, targets: Tensor) -> Tensor:  # noqa: D102
-        return torch.ones_like(outputs)
-
-    def check(self, outputs: Tensor, targets: Tensor | None) -> None:  # noqa: D102
-        _check_same_shape(outputs, targets)
+        yield from _one_at_a_time(torch.full_like(outputs, 1 / self.std), outputs.shape[1:])
 
 
 METHODS = ("log_prob", "score", "sample", "roots", "counted", "check")
@@ -268,19 +264,15 @@ def as_likelihood(likelihood: str | Likelihood) -> Likelihood:
         >>> as_likelihood("gaussian")
         Gaussian(std=1.0)
     """
-    if not isinstance(likelihood, str):
-        missing = [name for name in METHODS if not callable(getattr(likelihood, name, None))]
-        if missing:
-            raise ValueError(
-                f"`likelihood` must be one of {', '.join(LIKELIHOODS)}, or an object with {', '.join(METHODS)}, got "
-                f"{type(likelihood).__name__} without {', '.join(missing)}."
-            )
-        return likelihood
-    if likelihood not in LIKELIHOODS:
+    found: Any = likelihood
+    if isinstance(likelihood, str):
+        found = LIKELIHOODS.get(likelihood)
+    if not all(hasattr(found, method) for method in METHODS):
         raise ValueError(
-            f"`likelihood` must be one of {', '.join(LIKELIHOODS)}, got {likelihood!r}."
+            f"`likelihood` must be one of {', '.join(LIKELIHOODS)}, got {likelihood!r}; an object must have "
+            f"{', '.join(METHODS)}."
         )
-    return LIKELIHOODS[likelihood]
+    return found
 
 
 class NumberedDraws:
@@ -318,6 +310,10 @@ class NumberedDraws:
         mc_samples: int = 1,
     ) -> None:
         self.likelihood = likelihood
+        self.log_prob = likelihood.log_prob
+        self.score = likelihood.score
+        self.roots = likelihood.roots
+        self.counted = likelihood.counted
         self.seed = seed
         self.total = total
         self.mc_samples = mc_samples
@@ -328,15 +324,12 @@ class NumberedDraws:
     def sample(self, outputs: Tensor, generator: Generator | None = None) -> Tensor:  # noqa: D102
         u = self._next(outputs)
         if isinstance(self.likelihood, Categorical):
-            cumulative = outputs.double().softmax(-1).cumsum(-1)
-            below = cumulative < u[..., :1]
-            last = outputs.shape[-1] - 1
-            return below.sum(-1).clamp(max=last)
+            below = outputs.double().softmax(-1).cumsum(-1) < u[..., :1]
+            return below.sum(-1).clamp(max=outputs.shape[-1] - 1)
         if isinstance(self.likelihood, Bernoulli):
             return (u < outputs.sigmoid()).to(outputs.dtype)
         if isinstance(self.likelihood, Gaussian):
-            scale = math.sqrt(2) * self.likelihood.std
-            noise = scale * torch.erfinv(2 * u - 1)
+            noise = math.sqrt(2) * self.likelihood.std * torch.erfinv(2 * u - 1)
             return outputs + noise.to(outputs.dtype)
         first = u.flatten()[0].item()
         seeded = Generator(outputs.device).manual_seed(int(first * 2**53))
@@ -345,33 +338,21 @@ class NumberedDraws:
     def _next(self, outputs: Tensor) -> Tensor:
         """Return the uniform numbers of the next draw, ``[N, ..., C]`` in float64, strictly between 0 and 1."""
         if self._uniform is None:
-            shape = (self.mc_samples, self.total, *outputs.shape[1:])
+            shape = [self.mc_samples, self.total, *outputs.shape[1:]]
             if isinstance(self.likelihood, Categorical):
-                shape = (*shape[:-1], 1)
+                shape[-1] = 1
             generator = Generator().manual_seed(self.seed)
             drawn = torch.rand(shape, generator=generator, dtype=torch.float64, device="cpu")
             self._uniform = drawn.clamp(min=2.0**-54)
         stop = self.position + len(outputs)
-        numbers = torch.arange(self.position, stop, device="cpu")
-        rows = numbers % self.total  # what fills a batch up draws something, too
+        rows = torch.arange(self.position, stop, device="cpu")
+        rows = rows % self.total  # what fills a batch up draws something, too
         u = self._uniform[self.draw, rows]
         self.draw += 1
         if self.draw == self.mc_samples:
             self.draw = 0
             self.position = stop
         return u.to(outputs.device)
-
-    def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:  # noqa: D102
-        return self.likelihood.log_prob(outputs, targets)
-
-    def score(self, outputs: Tensor, targets: Tensor) -> Tensor:  # noqa: D102
-        return self.likelihood.score(outputs, targets)
-
-    def roots(self, outputs: Tensor) -> Iterator[Tensor]:  # noqa: D102
-        return self.likelihood.roots(outputs)
-
-    def counted(self, outputs: Tensor, targets: Tensor) -> Tensor:  # noqa: D102
-        return self.likelihood.counted(outputs, targets)
 
     def check(self, outputs: Tensor, targets: Tensor | None) -> None:  # noqa: D102
         self.likelihood.check(outputs, targets)
@@ -404,68 +385,35 @@ def output_scores(
                 [-0.2500,  0.2500]])
     """
     outputs = outputs.detach()
-    if labels == "empirical":
-        if targets is None:
-            raise ValueError("`targets` must be given for `labels='empirical'`, got None.")
-        score = likelihood.score(outputs, targets)
-        yield score * likelihood.counted(outputs, targets)
-        return
+    scores: Iterable[Tensor]
     weight: float | Tensor = 1.0
-    if labels != "exact":
+    if labels == "exact":
+        scores = likelihood.roots(outputs)
+    elif labels == "sampled":
+        draws = (likelihood.sample(outputs, generator) for _ in range(mc_samples))
+        scores = (likelihood.score(outputs, drawn) for drawn in draws)
         weight = 1 / math.sqrt(mc_samples)
+    elif targets is None:
+        raise ValueError("`targets` must be given for `labels='empirical'`, got None.")
+    else:
+        scores = [likelihood.score(outputs, targets)]
     if targets is not None:
         weight = weight * likelihood.counted(outputs, targets)
-    if labels == "exact":
-        for score in likelihood.roots(outputs):
-            yield score * weight
-        return
-    for _ in range(mc_samples):
-        drawn = likelihood.sample(outputs, generator)
-        score = likelihood.score(outputs, drawn)
+    for score in scores:
         yield score * weight
-
-
-def _inside(targets: Tensor, classes: int) -> bool:
-    """Whether all targets are classes; without one, they are."""
-    if not targets.numel():
-        return True
-    low, high = targets.aminmax()
-    return bool(low >= 0) and bool(high < classes)
 
 
 def _per_sample(values: Tensor) -> Tensor:
     return values.reshape(values.shape[0], -1).sum(1)
 
 
-def _one_token_at_a_time(root: Tensor) -> Iterator[Tensor]:
-    """Labels of different tokens are independent, so the Fisher of a sequence has one root a token."""
-    if root.dim() == 2:
-        yield root
-        return
-    shape = root.shape[1:-1]
-    tokens = math.prod(shape)
-    for keep in torch.eye(tokens, device=root.device, dtype=root.dtype):
-        yield root * keep.view(*shape, 1)
-
-
-def _one_output_at_a_time(root: Tensor) -> Iterator[Tensor]:
-    shape = root.shape[1:]
-    outputs = math.prod(shape)
-    for keep in torch.eye(outputs, device=root.device, dtype=root.dtype):
+def _one_at_a_time(
+    root: Tensor,
+    shape: Sequence[int],
+) -> Iterator[Tensor]:
+    """Labels of different outputs or tokens are independent, so the Fisher of a sample has a root for each."""
+    for keep in torch.eye(math.prod(shape), device=root.device, dtype=root.dtype):
         yield root * keep.view(shape)
-
-
-def _check_same_shape(outputs: Tensor, targets: Tensor | None) -> None:
-    """Raise a ``ValueError`` if there are targets of another shape than the outputs have."""
-    if targets is not None and targets.shape != outputs.shape:
-        pick = "module(x)[..., 0]"
-        if outputs.shape[-1:] == (1,):
-            pick = "module(x).squeeze(-1)"
-        raise ValueError(
-            f"`targets` must have the outputs' shape {list(outputs.shape)}, got {list(targets.shape)}; "
-            "an extra or missing axis would silently broadcast. A callback's `forward_fn` or `batch_fn` fixes it, "
-            f"such as `lambda module, x: {pick}`, or whatever picks the prediction."
-        )
 
 
 def look_like_probabilities(outputs: Tensor) -> bool:

@@ -46,17 +46,19 @@ def log_determinant(gram: Tensor) -> Tensor:
         >>> log_determinant(torch.ones(2, 2))
         tensor(-inf, dtype=torch.float64)
     """
+    scale, eigenvalues = _unit_spectrum(gram)
+    return scale.log().sum(-1) + eigenvalues.log().sum(-1)
+
+
+def _unit_spectrum(gram: Tensor) -> tuple[Tensor, Tensor]:
+    """Diagonal of a Gram matrix, and its eigenvalues after scaling to a unit diagonal; those of rounding are 0."""
     xi = gram.double()
     scale = xi.diagonal(dim1=-2, dim2=-1).clamp_min(0)
     unit = torch.where(scale > 0, scale.rsqrt(), 0.0)
     correlation = xi * unit.unsqueeze(-1) * unit.unsqueeze(-2)
     eigenvalues = torch.linalg.eigvalsh(correlation)  # [..., N], ascending
-    largest = eigenvalues[..., -1:]
-    eps = torch.finfo(xi.dtype).eps
-    noise = eps * xi.shape[-1] * largest
-    kept = eigenvalues.where(eigenvalues > noise, 0.0)
-    of_scale = scale.log().sum(-1)
-    return of_scale + kept.log().sum(-1)
+    noise = torch.finfo(xi.dtype).eps * xi.shape[-1] * eigenvalues[..., -1:]
+    return scale, eigenvalues.where(eigenvalues > noise, 0.0)
 
 
 def local_minimum_summary(
@@ -100,8 +102,7 @@ def local_minimum_summary(
     pool = len(gram)
     n = subset_size
     if n is None:
-        half = max(1, pool // 2)
-        n = min(100, half)
+        n = min(100, max(1, pool // 2))
     if not 1 <= n <= pool:
         raise ValueError(
             f"`subset_size` must lie between 1 and the {pool} samples of `gram`, got {n}."
@@ -110,40 +111,31 @@ def local_minimum_summary(
     device = generator.device if generator else "cpu"
     keys = torch.rand(draws, pool, generator=generator, device=device)
     chosen = keys.argsort(1)[:, :n].to(gram.device)  # [T, N'], without replacement
-    rows = chosen.unsqueeze(2)
-    columns = chosen.unsqueeze(1)
-    xi = gram.double()[rows, columns]  # [T, N', N']
+    xi = gram.double()[chosen.unsqueeze(2), chosen.unsqueeze(1)]  # [T, N', N']
     gammas = log_determinant(xi)
     singular = gammas.isinf()
     if bool(singular.any()):
+        _, eigenvalues = _unit_spectrum(xi[singular][0])
+        rank = int(eigenvalues.count_nonzero())
         warn(
-            f"The gradients of {n} samples span {_rank(xi[singular][0])} directions only, so that the "
-            "log-determinant of their Gram matrix is -inf; set `subset_size` well below that.",
+            f"The gradients of {n} samples span {rank} directions only, so that the log-determinant of their Gram "
+            "matrix is -inf; set `subset_size` well below that.",
         )
-    error = torch.full_like(gammas[0], math.nan)
-    if draws > 1:
-        error = gammas.std() / math.sqrt(draws)
-    largest = torch.linalg.eigvalsh(xi)[:, -1]
-    squares = xi.square().sum((1, 2))
-    traces = xi.diagonal(dim1=1, dim2=2).sum(1)
+    error = gammas.std() / math.sqrt(draws) if draws > 1 else gammas[0] * math.nan
     return LocalMinimumSummary(
         gamma=gammas.mean(),
         gamma_standard_error=error,
-        spectral_radius=largest.mean() / n,
-        frobenius=squares.mean() / n**2,
-        trace=traces.mean() / n,
+        spectral_radius=torch.linalg.eigvalsh(xi)[:, -1].mean() / n,
+        frobenius=xi.square().sum((1, 2)).mean() / n**2,
+        trace=xi.diagonal(dim1=1, dim2=2).sum(1).mean() / n,
     )
 
 
-def _rank(gram: Tensor) -> int:
-    """Number of directions of a Gram matrix, scaled to a unit diagonal as for its determinant."""
-    tiny = torch.finfo(gram.dtype).tiny
-    scale = gram.diagonal().clamp(min=tiny).rsqrt()
-    correlation = scale[:, None] * gram * scale
-    return int(torch.linalg.matrix_rank(correlation, hermitian=True))
-
-
-def normalise_logits(logits: Tensor, *, scale: float = 0.04) -> Tensor:
+def normalise_logits(
+    logits: Tensor,
+    *,
+    scale: float = 0.04,
+) -> Tensor:
     r"""Divide each logit vector by ``scale`` times its norm, so that networks of different confidence compare.
 
     Args:

@@ -14,56 +14,42 @@ pre-distribution depends on the data, so they certify nothing.
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.special import xlog1py, xlogy
 
-from lightning_taskinfo._ranges import check_counts, check_positive, check_probability
+from lightning_taskinfo._ranges import (
+    check_counts,
+    check_positive,
+    check_probability,
+    check_values,
+    checked_tensors,
+)
 
 Number: TypeAlias = float | Tensor
-
-
-def _is_share(value: Tensor) -> Tensor:
-    return (value >= 0) & (value <= 1)
-
-
-_DOMAINS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
-    "risk": ("in [0, 1]", _is_share),
-    "q": ("in [0, 1]", _is_share),
-    "p": ("in [0, 1]", _is_share),
-    "kl": ("non-negative", lambda value: value >= 0),
-    "bound": ("non-negative", lambda value: value >= 0),
-    "n": ("at least 8", lambda value: value >= 8),
-    "draws": ("at least 1", lambda value: value >= 1),
-    "index": ("at least 1", lambda value: value >= 1),
-    "beta": ("above 0.5", lambda value: value > 0.5),
-    "delta": ("in (0, 1)", lambda value: (value > 0) & (value < 1)),
+RULES = {
+    "risk": "in [0, 1]",
+    "q": "in [0, 1]",
+    "p": "in [0, 1]",
+    "kl": "non-negative",
+    "bound": "non-negative",
+    "n": "at least 8",
+    "draws": "at least 1",
+    "index": "at least 1",
+    "beta": "above 0.5",
+    "delta": "in (0, 1)",
 }
+checked = partial(checked_tensors, RULES, torch.float64)
+"""Arguments as float64 tensors of one shape, each inside its range."""
 
 
-def _numbers(**values: Number) -> list[Tensor]:
-    """Return arguments as float64 tensors of one shape, or say which one is outside its domain."""
-    given = [value for value in values.values() if isinstance(value, Tensor)]
-    device = given[0].device if given else torch.device("cpu")
-    tensors = []
-    for argument, value in values.items():
-        tensor = torch.as_tensor(value, dtype=torch.float64, device=device)
-        rule, holds = _DOMAINS[argument]
-        _require(argument, tensor, holds(tensor), rule)
-        tensors.append(tensor)
-    return list(torch.broadcast_tensors(*tensors))
-
-
-def _require(argument: str, value: Tensor, holds: Tensor, rule: str) -> None:
-    """Raise a ``ValueError`` that names the argument, the rule, and the first value that breaks it."""
-    if not bool(holds.all()):
-        wrong = value[~holds].flatten()[0].item()
-        raise ValueError(f"`{argument}` must be {rule}, got {wrong}.")
-
-
-def binary_kl(q: Number, p: Number) -> Tensor:
+def binary_kl(
+    q: Number,
+    p: Number,
+) -> Tensor:
     r"""KL divergence between two Bernoulli distributions, in nats.
 
     .. math:: \mathrm{kl}(q \,\|\, p) = q \log\frac{q}{p} + (1 - q) \log\frac{1 - q}{1 - p}
@@ -82,11 +68,14 @@ def binary_kl(q: Number, p: Number) -> Tensor:
         >>> binary_kl(0.0, 0.5), binary_kl(0.25, 0.0)
         (tensor(0.6931, dtype=torch.float64), tensor(inf, dtype=torch.float64))
     """
-    q, p = _numbers(q=q, p=p)
+    q, p = checked(q=q, p=p)
     return _binary_kl(q, p)
 
 
-def _binary_kl(q: Tensor, p: Tensor) -> Tensor:
+def _binary_kl(
+    q: Tensor,
+    p: Tensor,
+) -> Tensor:
     """The same, of probabilities that have been checked: a bisection asks for many."""
     rest = 1 - q
     step = p - q
@@ -94,13 +83,14 @@ def _binary_kl(q: Tensor, p: Tensor) -> Tensor:
     far = far + xlog1py(rest, -q) - xlog1py(rest, -p)
     near = -q * torch.log1p(step / q)
     near = near - rest * torch.log1p(-step / rest)
-    smaller = torch.minimum(q, rest)
-    is_near = step.abs() < 0.5 * smaller
-    divergence = torch.where(is_near, near, far)
-    return divergence.clamp_min(0)
+    is_near = step.abs() < 0.5 * torch.minimum(q, rest)
+    return torch.where(is_near, near, far).clamp_min(0)
 
 
-def binary_kl_inverse(q: Number, bound: Number) -> Tensor:
+def binary_kl_inverse(
+    q: Number,
+    bound: Number,
+) -> Tensor:
     r"""Largest ``p`` whose divergence from ``q`` stays within a bound.
 
     .. math:: \mathrm{kl}^{-1}(q, c) = \sup \{\, p \in [q, 1] : \mathrm{kl}(q \,\|\, p) \le c \,\}
@@ -120,18 +110,38 @@ def binary_kl_inverse(q: Number, bound: Number) -> Tensor:
         >>> binary_kl_inverse(0.0, math.log(2))  # 1 - exp(-c)
         tensor(0.5000, dtype=torch.float64)
     """
-    q, bound = _numbers(q=q, bound=bound)
-    low = q.clone()
-    high = torch.ones_like(q)
-    for _ in range(100):  # the interval shrinks to neighbouring floats, also next to 0
+    q, bound = checked(q=q, bound=bound)
+    # The interval shrinks to neighbouring floats, also next to 0.
+    return upper_end(lambda p: _binary_kl(q, p) <= bound, q, rounds=100)
+
+
+def upper_end(inside: Callable[[Tensor], Tensor], low: Tensor, rounds: int = 60) -> Tensor:
+    """Return where a condition that holds at ``low`` ends before 1: the upper end of the last interval of a bisection.
+
+    Args:
+        inside: Whether the condition holds, shaped like ``low``.
+        low: Where it holds.
+        rounds: How often the interval is halved.
+
+    Example:
+        >>> upper_end(lambda p: p <= 0.25, torch.tensor(0.0))
+        tensor(0.2500)
+    """
+    high = torch.ones_like(low)
+    for _ in range(rounds):
         middle = low + 0.5 * (high - low)
-        inside = _binary_kl(q, middle) <= bound
-        low = torch.where(inside, middle, low)
-        high = torch.where(inside, high, middle)
+        holds = inside(middle)
+        low = torch.where(holds, middle, low)
+        high = torch.where(holds, high, middle)
     return high
 
 
-def kl_bound(risk: Number, kl: Number, n: Number, delta: Number) -> Tensor:
+def kl_bound(
+    risk: Number,
+    kl: Number,
+    n: Number,
+    delta: Number,
+) -> Tensor:
     r"""Maurer–Seeger bound on the true risk: the tightest here, and the default of a certificate.
 
     .. math:: e(Q) \le \mathrm{kl}^{-1}\!\Big(\hat e(Q),\; \frac{\mathrm{KL} + \log(2\sqrt N/\delta)}{N}\Big)
@@ -152,17 +162,17 @@ def kl_bound(risk: Number, kl: Number, n: Number, delta: Number) -> Tensor:
     References:
         Maurer, *A note on the PAC Bayesian theorem*, 2004.
     """
-    risk, kl, n, delta = _numbers(risk=risk, kl=kl, n=n, delta=delta)
-    complexity = kl + _log_term(n, delta)
+    risk, kl, n, delta = checked(risk=risk, kl=kl, n=n, delta=delta)
+    complexity = kl + (2 * n.sqrt() / delta).log()
     return binary_kl_inverse(risk, complexity / n)
 
 
-def _log_term(n: Tensor, delta: Tensor) -> Tensor:
-    root = 2 * n.sqrt()
-    return (root / delta).log()
-
-
-def mcallester_bound(risk: Number, kl: Number, n: Number, delta: Number) -> Tensor:
+def mcallester_bound(
+    risk: Number,
+    kl: Number,
+    n: Number,
+    delta: Number,
+) -> Tensor:
     r"""McAllester's bound on the true risk, :func:`kl_bound` relaxed by Pinsker's inequality.
 
     .. math:: e(Q) \le \hat e(Q) + \sqrt{\frac{\mathrm{KL} + \log(2\sqrt N/\delta)}{2N}}
@@ -183,10 +193,9 @@ def mcallester_bound(risk: Number, kl: Number, n: Number, delta: Number) -> Tens
     References:
         McAllester, *PAC-Bayesian model averaging*, COLT 1999.
     """
-    risk, kl, n, delta = _numbers(risk=risk, kl=kl, n=n, delta=delta)
-    complexity = kl + _log_term(n, delta)
-    slack = complexity / (2 * n)
-    return risk + slack.sqrt()
+    risk, kl, n, delta = checked(risk=risk, kl=kl, n=n, delta=delta)
+    complexity = kl + (2 * n.sqrt() / delta).log()
+    return risk + (complexity / (2 * n)).sqrt()
 
 
 def catoni_bound(
@@ -220,14 +229,16 @@ def catoni_bound(
         Catoni, *PAC-Bayesian supervised classification*, 2007; Achille et al., *The information
         complexity of learning tasks, their structure and their distance*, Theorem 5.5.
     """
-    risk, kl, n, delta, beta = _numbers(risk=risk, kl=kl, n=n, delta=delta, beta=beta)
-    complexity = kl - delta.log()
-    loss = n * risk + beta * complexity
-    shrink = 1 - 1 / (2 * beta)
-    return loss / (n * shrink)
+    risk, kl, n, delta, beta = checked(risk=risk, kl=kl, n=n, delta=delta, beta=beta)
+    loss = n * risk + beta * (kl - delta.log())
+    return loss / (n * (1 - 1 / (2 * beta)))
 
 
-def union_bound_price(index: Number, *, size: int | None = None) -> Tensor:
+def union_bound_price(
+    index: Number,
+    *,
+    size: int | None = None,
+) -> Tensor:
     r"""What it costs, in nats beside the KL, to pick the pre-distribution from a grid after seeing the data.
 
     .. math:: \log\frac{\delta}{\delta_j} = \log\frac{\pi^2 j^2}{6}, \qquad \sum_{j \ge 1} \delta_j = \delta
@@ -244,15 +255,20 @@ def union_bound_price(index: Number, *, size: int | None = None) -> Tensor:
         >>> union_bound_price(10), union_bound_price(10, size=10)
         (tensor(5.1029, dtype=torch.float64), tensor(2.3026, dtype=torch.float64))
     """
-    (index,) = _numbers(index=index)
+    (index,) = checked(index=index)
     if size is None:
         constant = math.log(math.pi**2 / 6)
         return constant + 2 * index.log()
-    _require("index", index, index <= size, f"at most `size` = {size}")
+    if (index > size).any():
+        raise ValueError(f"`index` must be at most `size` = {size}, got {index.max().item()}.")
     return torch.full_like(index, math.log(size))
 
 
-def monte_carlo_interval(risk: Number, draws: Number, delta: Number) -> tuple[Tensor, Tensor]:
+def monte_carlo_interval(
+    risk: Number,
+    draws: Number,
+    delta: Number,
+) -> tuple[Tensor, Tensor]:
     r"""Confidence interval for the risk of a stochastic classifier that was estimated from draws.
 
     .. math:: \mathrm{kl}\big(\hat e_m \,\|\, \hat e(Q)\big) \le \frac{\log(2/\delta')}{m}
@@ -277,7 +293,7 @@ def monte_carlo_interval(risk: Number, draws: Number, delta: Number) -> tuple[Te
     References:
         Langford, Caruana, *(Not) bounding the true error*, NeurIPS 2002.
     """
-    risk, draws, delta = _numbers(risk=risk, draws=draws, delta=delta)
+    risk, draws, delta = checked(risk=risk, draws=draws, delta=delta)
     radius = (2 / delta).log() / draws
     low = 1 - binary_kl_inverse(1 - risk, radius)
     high = binary_kl_inverse(risk, radius)
@@ -300,7 +316,12 @@ class OracleComplexity(NamedTuple):
     post_variance: Tensor
 
 
-def oracle_complexity(curvature: Tensor, displacement: Tensor, *, beta: float) -> OracleComplexity:
+def oracle_complexity(
+    curvature: Tensor,
+    displacement: Tensor,
+    *,
+    beta: float,
+) -> OracleComplexity:
     r"""Least complexity that any diagonal Gaussian pre-distribution around the start could have led to.
 
     .. math::
@@ -331,16 +352,14 @@ def oracle_complexity(curvature: Tensor, displacement: Tensor, *, beta: float) -
     """
     check_positive(beta=beta)
     h, delta = torch.broadcast_tensors(curvature.double(), displacement.double())
-    if bool((h < 0).any()):
-        raise ValueError(f"`curvature` must be non-negative, got {h.min().item()}.")
+    check_values("non-negative", curvature=h)
     root_u = h.sqrt() * delta.abs() / math.sqrt(beta)
     other = torch.hypot(root_u, torch.full_like(root_u, 2.0))  # √(u + 4): no division by u
     shift = 2 * root_u / (root_u + other)  # s = Δ²/λ²
     ratio = 0.5 * root_u * (root_u + other)  # u/s = λ²h/β
     costs = shift + ratio.log1p()
     objective = 0.5 * beta * costs.sum()
-    shrunk = costs - ratio / (1 + ratio)
-    kl = 0.5 * shrunk.sum()
+    kl = 0.5 * (costs - ratio / (1 + ratio)).sum()
     # Unfelt by the loss: any width costs nothing.
     prior = torch.where(h > 0, beta * ratio / h, torch.inf)
     post = torch.where(h > 0, prior / (1 + ratio), torch.inf)
@@ -394,10 +413,8 @@ def local_minimum_bound(
         raise ValueError(f"`n` must be at least 2, got {n}.")
     check_probability(delta=delta)
     W = num_parameters
-    log_volumes = 2 * log_volume + math.log(math.pi)
-    log_height = (log_volumes + log_det_fisher) / W
+    log_height = (2 * log_volume + math.log(math.pi) + log_det_fisher) / W
     height = torch.tensor(log_height, dtype=torch.float64, device="cpu").exp()
     A = W * height / (4 * math.pi * math.e)
-    log_term = math.log(2 * n / delta)
-    inner = (2 * loss + 2 * A + log_term) / (n - 1)
+    inner = (2 * loss + 2 * A + math.log(2 * n / delta)) / (n - 1)
     return loss + A + 2 * inner.sqrt()

@@ -1,5 +1,6 @@
 """What a linear read-out of features predicts: pooled to a bounded size, fitted by ridge, judged held out."""
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -79,8 +80,7 @@ def pooled(
     check_counts(max_features=max_features)
     if mask is not None and features.ndim == 3 and features.shape[:2] == mask.shape:
         weights = mask.to(features).unsqueeze(-1)  # [N, T, 1]
-        counts = weights.sum(1).clamp(min=1)
-        rows = (features * weights).sum(1) / counts
+        rows = (features * weights).sum(1) / weights.sum(1).clamp(min=1)
     elif features.ndim < 2 or features[0].numel() <= max_features:
         rows = features.reshape(len(features), -1)
     elif features.ndim == 3:
@@ -89,32 +89,38 @@ def pooled(
         rows = _averaged_over_cells(features, max_features)
     else:
         rows = features.flatten(1)
-    return rows if rows.shape[1] <= max_features else _sketched(rows, max_features)
+    if rows.shape[1] <= max_features:
+        return rows
+    return _sketched(rows, max_features)
 
 
-def _averaged_over_cells(features: Tensor, max_features: int) -> Tensor:
+def _averaged_over_cells(
+    features: Tensor,
+    max_features: int,
+) -> Tensor:
     """Average over the cells of the finest grid whose entries fit."""
     sizes = features.shape[1:]
     if sizes[0] == sizes[1] != sizes[-1]:  # square, with the channels last
         features = features.movedim(-1, 1)
     channels, *space = features.shape[1:]
-    grid = [1 for _ in space]
-    for cells in range(2, max(space) + 1):
-        finer = [min(cells, size) for size in space]
-        if channels * torch.Size(finer).numel() > max_features:
-            break
-        grid = finer
+    cells = max(space)
+    grid = space
+    while cells > 1 and channels * math.prod(grid) > max_features:
+        cells -= 1
+        grid = [min(cells, size) for size in space]
     pool: Any = adaptive_avg_pool2d if len(space) == 2 else adaptive_avg_pool3d
     return pool(features, grid).flatten(1)
 
 
-def _sketched(rows: Tensor, size: int) -> Tensor:
+def _sketched(
+    rows: Tensor,
+    size: int,
+) -> Tensor:
     """Add each column, with a random sign, to one of ``size`` sums: the same ones for rows of the same length."""
     N, D = rows.shape
     generator = Generator().manual_seed(D)
     place = torch.randint(size, (D,), generator=generator).to(rows.device)
-    coin = torch.randint(2, (D,), generator=generator)
-    sign = (2 * coin - 1).to(rows)
+    sign = (2 * torch.randint(2, (D,), generator=generator) - 1).to(rows)
     return rows.new_zeros(N, size).index_add_(1, place, rows * sign)
 
 
@@ -143,19 +149,22 @@ def stratified_folds(
         >>> stratified_folds(torch.tensor([0, 1, 0, 1]), 4)
         tensor([0, 0, 1, 1])
     """
-    order = torch.arange(len(labels))
+    N = len(labels)
+    order = torch.arange(N)
     if generator is not None:
-        order = torch.randperm(len(labels), generator=generator)
+        order = torch.randperm(N, generator=generator)
     if labels.ndim == 1 and not labels.is_floating_point():
         order = order[labels.cpu()[order].argsort(stable=True)]
         sizes = labels.unique(return_counts=True)[1]
         folds = min(folds, max(2, int(sizes.median())))
-    fold = torch.empty(len(labels), dtype=torch.long)
-    fold[order] = torch.arange(len(labels)) % folds
-    return fold
+    return (torch.arange(N) % folds)[order.argsort()]
 
 
-def held_out_readout(features: Tensor, columns: Tensor, fold: Tensor) -> HeldOut:
+def held_out_readout(
+    features: Tensor,
+    columns: Tensor,
+    fold: Tensor,
+) -> HeldOut:
     r"""Predict the labels of each fold by ridge regression on the features of the others.
 
     .. math:: \hat y(x) = \bar y + (x - \bar x)^\top \big(X^\top X + \lambda I\big)^{-1} X^\top (Y - \bar y)
@@ -184,15 +193,17 @@ def held_out_readout(features: Tensor, columns: Tensor, fold: Tensor) -> HeldOut
         test = fold == k
         x = features[~test]
         y = columns[~test]
-        mean_x = x.mean(0)
-        mean_y = y.mean(0)
-        new = features[test] - mean_x
-        predicted[test] = mean_y + ridge(x - mean_x, y - mean_y, new)
-        baseline[test] = mean_y
+        x_mean = x.mean(0)
+        baseline[test] = y_mean = y.mean(0)
+        predicted[test] = y_mean + ridge(x - x_mean, y - y_mean, features[test] - x_mean)
     return HeldOut(predicted, baseline)
 
 
-def read_out(features: Tensor, columns: Tensor, fold: Tensor) -> ReadOut:
+def read_out(
+    features: Tensor,
+    columns: Tensor,
+    fold: Tensor,
+) -> ReadOut:
     """Predict the columns of each fold from the features of the others, and say how much of them is missed.
 
     Args:
@@ -213,13 +224,15 @@ def read_out(features: Tensor, columns: Tensor, fold: Tensor) -> ReadOut:
     baseline = (columns - mean).square().sum(-1)  # [N]
     scale = baseline.mean()
     missed = residual.sum() / baseline.sum()
-    spread = (residual - missed * baseline).std()
-    standard_error = spread / scale / len(baseline) ** 0.5
+    error = (residual - missed * baseline).std() / scale / len(baseline) ** 0.5
     wrong = predicted.argmax(1) != columns.argmax(1)
-    return ReadOut(missed, standard_error, residual / scale, wrong.double(), predicted)
+    return ReadOut(missed, error, residual / scale, wrong.double(), predicted)
 
 
-def sharpened_brier(scores: Tensor, columns: Tensor) -> Tensor:
+def sharpened_brier(
+    scores: Tensor,
+    columns: Tensor,
+) -> Tensor:
     r"""Brier scores of a softmax at the temperature that suits it best.
 
     .. math:: b_n = \| \mathrm{softmax}(s^* z_n) - y_n \|^2, \qquad
@@ -253,7 +266,11 @@ def sharpened_brier(scores: Tensor, columns: Tensor) -> Tensor:
     return found[found.mean(1).argmin()]
 
 
-def ridge(x: Tensor, y: Tensor, new: Tensor) -> Tensor:
+def ridge(
+    x: Tensor,
+    y: Tensor,
+    new: Tensor,
+) -> Tensor:
     """Predict at ``new`` by ridge regression without intercept, its penalty picked by leave-one-out errors.
 
     One decomposition, of the smaller of the two products of ``x`` with itself, serves all
@@ -273,32 +290,25 @@ def ridge(x: Tensor, y: Tensor, new: Tensor) -> Tensor:
         tensor([[6.]], dtype=torch.float64)
     """
     n, D = x.shape
-    spectrum, U, to_new = _decomposed(x, new)
     tiny = torch.finfo(x.dtype).tiny
+    # Of x = U S Vᵀ the squares S², U, and new V S; only those that are more than rounding.
+    if n <= D:
+        spectrum, U = torch.linalg.eigh(x @ x.T)  # [n], [n, n]
+        to_new = new @ x.T @ U  # [m, n]
+    else:
+        spectrum, V = torch.linalg.eigh(x.T @ x)  # [D], [D, D]
+        U = x @ V / spectrum.clamp(min=tiny).sqrt()
+        to_new = new @ V * spectrum.clamp(min=0).sqrt()
+    known = spectrum > spectrum.max() * max(n, D) * torch.finfo(x.dtype).eps
+    spectrum = spectrum[known]
+    U = U[:, known]
     # n times the mean squared feature, times each ridge.
     penalties = RIDGES.to(x) * x.square().sum() / D  # [P]
-    total = spectrum + penalties.unsqueeze(-1)
-    shrink = spectrum / total.clamp(min=tiny)  # [P, R]
+    shrink = spectrum / (spectrum + penalties.unsqueeze(-1)).clamp(min=tiny)  # [P, R]
     projected = U.T @ y  # [R, K]
     fitted = torch.einsum("nr,pr,rk->pnk", U, shrink, projected)
     leverage = torch.einsum("nr,pr->pn", U.square(), shrink) + 1 / n
-    left = (1 - leverage).clamp(min=1e-9).unsqueeze(-1)
-    left_out = (y - fitted) / left  # error at each sample of the fit without it, [P, n, K]
+    # Error at each sample of the fit without it, [P, n, K].
+    left_out = (y - fitted) / (1 - leverage).clamp(min=1e-9).unsqueeze(-1)
     best = left_out.square().sum((1, 2)).argmin()
-    scale = (shrink[best] / spectrum).unsqueeze(-1)
-    return to_new @ (scale * projected)
-
-
-def _decomposed(x: Tensor, new: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return of ``x = U S Vᵀ`` the squares ``S²`` that are more than rounding, their ``U``, and ``new V S``."""
-    n, D = x.shape
-    limits = torch.finfo(x.dtype)
-    if n <= D:
-        squares, U = torch.linalg.eigh(x @ x.T)  # [n], [n, n]
-        to_new = new @ x.T @ U  # [m, n]
-    else:
-        squares, V = torch.linalg.eigh(x.T @ x)  # [D], [D, D]
-        U = x @ V / squares.clamp(min=limits.tiny).sqrt()
-        to_new = new @ V * squares.clamp(min=0).sqrt()
-    known = squares > squares.max() * max(n, D) * limits.eps
-    return squares[known], U[:, known], to_new[:, known]
+    return to_new[:, known] @ ((shrink[best] / spectrum).unsqueeze(-1) * projected)

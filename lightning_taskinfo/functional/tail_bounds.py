@@ -12,13 +12,16 @@ import torch
 from torch import Tensor
 from torch.special import xlog1py, xlogy
 
-from lightning_taskinfo._ranges import check_counts, check_probability
-from lightning_taskinfo.functional.pac_bayes import Number, _numbers
+from lightning_taskinfo._ranges import check_counts, check_probability, check_values
+from lightning_taskinfo.functional.pac_bayes import Number, checked, upper_end
 
 MAX_BET = 0.9  # of the capital; below 1, so that no draw can ruin the bettor
 
 
-def betting_interval(values: Tensor, delta: float) -> tuple[Tensor, Tensor]:
+def betting_interval(
+    values: Tensor,
+    delta: float,
+) -> tuple[Tensor, Tensor]:
     r"""Confidence interval for the mean of independent draws in ``[0, 1]``, by betting against other means.
 
     .. math::
@@ -56,7 +59,10 @@ def betting_interval(values: Tensor, delta: float) -> tuple[Tensor, Tensor]:
     return low, high
 
 
-def betting_upper_bound(values: Tensor, delta: float) -> Tensor:
+def betting_upper_bound(
+    values: Tensor,
+    delta: float,
+) -> Tensor:
     r"""Upper bound on the mean of independent draws in ``[0, 1]``: the upper end of :func:`betting_interval` alone.
 
     .. math::
@@ -76,45 +82,51 @@ def betting_upper_bound(values: Tensor, delta: float) -> Tensor:
     return _upper(_checked(values, delta), delta)
 
 
-def _checked(values: Tensor, delta: float) -> Tensor:
+def _checked(
+    values: Tensor,
+    delta: float,
+) -> Tensor:
     x = values.detach().double()
     if x.ndim != 1 or not len(x):
         raise ValueError(f"`values` must be a vector of draws, got shape {list(values.shape)}.")
-    inside = (x >= 0) & (x <= 1)
-    if not bool(inside.all()):
-        raise ValueError(f"`values` must be in [0, 1], got {x[~inside][0].item()}.")
+    check_values("in [0, 1]", values=x)
     check_probability(delta=delta)
     return x
 
 
-def _upper(x: Tensor, delta: float) -> Tensor:
+def _upper(
+    x: Tensor,
+    delta: float,
+) -> Tensor:
     goal = math.log(1 / delta)
     stakes = _stakes(x, goal)
-    low = x.mean()
-    high = torch.ones_like(low)
-    for _ in range(60):
-        middle = 0.5 * (low + high)
-        gains = stakes * (middle - x)
-        capital = gains.log1p().sum()  # its logarithm
-        rejected = capital >= goal
-        low = torch.where(rejected, low, middle)
-        high = torch.where(rejected, middle, high)
-    return high
+
+    def accepted(mean: Tensor) -> Tensor:
+        log_capital = (stakes * (mean - x)).log1p().sum()
+        return log_capital < goal
+
+    return upper_end(accepted, x.mean())
 
 
-def _stakes(x: Tensor, goal: float) -> Tensor:
+def _stakes(
+    x: Tensor,
+    goal: float,
+) -> Tensor:
     """Return the share of the capital to bet at each draw, from the variance of the draws before it."""
     count = torch.arange(2, len(x) + 2, dtype=x.dtype, device=x.device)
     mean = (0.5 + x.cumsum(0)) / count
     squares = (x - mean).square().cumsum(0)
     variance = (0.25 + squares) / count
-    first = variance.new_tensor([0.25])
-    before = torch.cat([first, variance[:-1]])
-    squared = 2 * goal / (len(x) * before)
+    variance = torch.cat([variance.new_tensor([0.25]), variance[:-1]])
+    squared = 2 * goal / (len(x) * variance)
     return squared.sqrt().clamp_max(MAX_BET)
 
 
-def binomial_log_tail(errors: int, n: int, p: Number) -> Tensor:
+def binomial_log_tail(
+    errors: int,
+    n: int,
+    p: Number,
+) -> Tensor:
     r"""Logarithm of the probability of at most so many errors.
 
     .. math:: \log \sum_{i=0}^{k} \binom{n}{i} p^i (1 - p)^{n - i}
@@ -134,12 +146,16 @@ def binomial_log_tail(errors: int, n: int, p: Number) -> Tensor:
         tensor(0.5000, dtype=torch.float64)
     """
     _check_counts(errors, n)
-    (p,) = _numbers(p=p)
+    (p,) = checked(p=p)
     terms = _log_terms(errors, n, p.unsqueeze(-1))
     return terms.logsumexp(-1).clamp_max(0.0)
 
 
-def binomial_upper_bound(errors: int, n: int, delta: float) -> Tensor:
+def binomial_upper_bound(
+    errors: int,
+    n: int,
+    delta: float,
+) -> Tensor:
     r"""Test-set bound: the largest true error under which so few errors are still likely enough.
 
     .. math:: e \le \sup\Big\{ p : \sum_{i=0}^{k} \binom{n}{i} p^i (1-p)^{n-i} \ge \delta \Big\}
@@ -166,20 +182,15 @@ def binomial_upper_bound(errors: int, n: int, delta: float) -> Tensor:
     """
     _check_counts(errors, n)
     check_probability(delta=delta)
-    low = torch.tensor(errors / n, dtype=torch.float64, device="cpu")
-    high = torch.ones_like(low)
-    if errors == n:
-        return high
-    for _ in range(60):
-        middle = 0.5 * (low + high)
-        if binomial_log_tail(errors, n, middle) >= math.log(delta):
-            low = middle
-        else:
-            high = middle
-    return high
+    share = torch.tensor(errors / n, dtype=torch.float64, device="cpu")
+    return upper_end(lambda p: binomial_log_tail(errors, n, p) >= math.log(delta), share)
 
 
-def most_errors_below(bound: float, n: int, delta: float) -> int:
+def most_errors_below(
+    bound: float,
+    n: int,
+    delta: float,
+) -> int:
     r"""How many errors a network may make on held-out labels so that they prove no more than a bound.
 
     .. math:: \max\{ k : \texttt{binomial\_upper\_bound}(k, n, \delta) \le \texttt{bound} \}
@@ -207,16 +218,22 @@ def most_errors_below(bound: float, n: int, delta: float) -> int:
     return int((~likely).sum()) - 1
 
 
-def _log_terms(errors: int, n: int, p: Tensor) -> Tensor:
+def _log_terms(
+    errors: int,
+    n: int,
+    p: Tensor,
+) -> Tensor:
     """Log-probabilities of 0 to ``errors`` errors, one entry each in the last axis."""
     i = torch.arange(errors + 1, dtype=torch.float64, device=p.device)  # [k + 1]
     others = n - i
-    log_choose = math.lgamma(n + 1) - torch.lgamma(i + 1)
-    log_choose = log_choose - torch.lgamma(others + 1)
+    log_choose = math.lgamma(n + 1) - torch.lgamma(i + 1) - torch.lgamma(others + 1)
     return log_choose + xlogy(i, p) + xlog1py(others, -p)
 
 
-def _check_counts(errors: int, n: int) -> None:
+def _check_counts(
+    errors: int,
+    n: int,
+) -> None:
     check_counts(n=n)
     if not 0 <= errors <= n:
         raise ValueError(f"`errors` must be from 0 to `n` = {n}, got {errors}.")

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_taskinfo._ranges import check_counts
+from lightning_taskinfo._ranges import check_counts, check_not_negative, check_values
 
 
 class PlanarMap(NamedTuple):
@@ -29,7 +29,12 @@ class PlanarMap(NamedTuple):
     share: Tensor
 
 
-def filter_means(fisher: Tensor, *, transposed: bool = False, groups: int = 1) -> Tensor:
+def filter_means(
+    fisher: Tensor,
+    *,
+    transposed: bool = False,
+    groups: int = 1,
+) -> Tensor:
     """Mean of a weight's diagonal Fisher information over each filter: one number per output channel or row.
 
     Args:
@@ -53,7 +58,10 @@ def filter_means(fisher: Tensor, *, transposed: bool = False, groups: int = 1) -
     return fisher.flatten(1).mean(1)
 
 
-def embedding_distance(a: Tensor, b: Tensor) -> Tensor:
+def embedding_distance(
+    a: Tensor,
+    b: Tensor,
+) -> Tensor:
     r"""Symmetric distance between task embeddings, from 0 to 1.
 
     .. math:: d(a, b) = 1 - \cos\Big( \frac{F_a}{F_a + F_b},\; \frac{F_b}{F_a + F_b} \Big)
@@ -81,10 +89,8 @@ def embedding_distance(a: Tensor, b: Tensor) -> Tensor:
         Achille et al., *Task2Vec*, ICCV 2019, section 3.1.
     """
     a, b = torch.broadcast_tensors(a, b)
-    tiny = torch.finfo(a.dtype).tiny
-    total = (a + b).clamp(min=tiny)
-    u = a / total  # [..., D]
-    v = b / total
+    total = (a + b).clamp(min=torch.finfo(a.dtype).tiny)
+    u, v = (part / total for part in (a, b))  # [..., D]
     u = u / u.norm(dim=-1, keepdim=True)
     v = v / v.norm(dim=-1, keepdim=True)
     return 0.5 * (u - v).square().sum(-1)
@@ -132,15 +138,17 @@ def asymmetric_embedding_distance(
         Achille et al., *Task2Vec*, ICCV 2019, section 3.2.
     """
     trivial = torch.as_tensor(trivial, dtype=source.dtype, device=source.device)
-    if not (trivial > 0).all():
-        raise ValueError(f"`trivial` must be positive, got {trivial.min().item()}.")
-    if not alpha >= 0:
-        raise ValueError(f"`alpha` must be at least 0, got {alpha}.")
+    check_values("positive", trivial=trivial)
+    check_not_negative(alpha=alpha)
     complexity = embedding_distance(source + trivial, trivial.expand_as(source))
     return embedding_distance(source, target) - alpha * complexity
 
 
-def classical_scaling(distances: Tensor, *, dimensions: int = 2) -> PlanarMap:
+def classical_scaling(
+    distances: Tensor,
+    *,
+    dimensions: int = 2,
+) -> PlanarMap:
     r"""Points whose Euclidean distances come near given ones: classical multidimensional scaling.
 
     .. math:: B = -\tfrac12 J D^{\circ 2} J = V \Lambda V^\top, \qquad X = V_k \Lambda_k^{1/2}, \qquad J = I - \tfrac1K
@@ -172,19 +180,14 @@ def classical_scaling(distances: Tensor, *, dimensions: int = 2) -> PlanarMap:
         )
     check_counts(dimensions=dimensions)
     K = len(distances)
-    identity = torch.eye(K, dtype=distances.dtype, device=distances.device)
-    J = identity - 1 / K
+    J = distances.new_ones(K).diag() - 1 / K
     centred = -0.5 * J @ distances.square() @ J
     values, vectors = torch.linalg.eigh(centred)  # in rising order
     kept = values.flip(0)[:dimensions].clamp(min=0)
     points = distances.new_zeros(K, dimensions)
-    directions = vectors.flip(1)[:, :dimensions]
-    points[:, : len(kept)] = directions * kept.sqrt()
+    points[:, : len(kept)] = vectors.flip(1)[:, :dimensions] * kept.sqrt()
     farthest = points.abs().argmax(0, keepdim=True)
-    largest = points.gather(0, farthest)  # [1, dimensions]
+    points = torch.where(points.gather(0, farthest) < 0, -points, points)
     spread = values.abs().sum()
-    tiny = torch.finfo(values.dtype).tiny
-    explained = kept.sum() / spread.clamp(min=tiny)
-    share = torch.where(spread > 0, explained, 1.0)
-    points = torch.where(largest < 0, -points, points)
+    share = torch.where(spread > 0, kept.sum() / spread, 1.0)
     return PlanarMap(points, share)

@@ -10,13 +10,17 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 from torch.special import xlogy
 
+from lightning_taskinfo._ranges import check_finite
+
 # Of the two precisions, relative to the features.
 RATIOS = 10.0 ** torch.linspace(-10, 10, 201, dtype=torch.float64)
-COLUMNS = 16  # of labels that are searched at a time
 ROUNDS = 6  # of refinement, each ten times finer: beyond what the flat top of the evidence can tell
 
 
-def logme(features: Tensor, labels: Tensor) -> Tensor:
+def logme(
+    features: Tensor,
+    labels: Tensor,
+) -> Tensor:
     r"""Logarithm of the maximum evidence of a linear model from features to labels, per sample.
 
     Each column :math:`y` of the labels (one indicator per class) is modelled as
@@ -58,63 +62,51 @@ def logme(features: Tensor, labels: Tensor) -> Tensor:
     """
     F = _checked_features(features, labels)
     Y = _columns(labels)  # [N, K]
-    N = len(F)
     U, s, _ = torch.linalg.svd(F, full_matrices=False)
     spectrum = s.square()  # [R]
     projected = (U.T @ Y).square()  # [R, K]
-    norms = Y.square().sum(0)
-    outside = (norms - projected.sum(0)).clamp(min=0)  # [K]
-    evidence = []
-    for start in range(0, Y.shape[1], COLUMNS):
-        some = slice(start, start + COLUMNS)
-        best = _best_evidence(spectrum, projected[:, some], outside[some], N)
-        evidence.append(best)
-    return torch.cat(evidence).mean() / N
+    outside = (Y.square().sum(0) - projected.sum(0)).clamp(min=0)  # [K]
+    found = [
+        _best_evidence(spectrum, inside, rest, len(F))
+        for inside, rest in zip(projected.T, outside, strict=True)
+    ]
+    return torch.stack(found).mean() / len(F)
 
 
-def _best_evidence(spectrum: Tensor, projected: Tensor, outside: Tensor, N: int) -> Tensor:
-    """Log evidence of each of ``K`` columns at its best precisions, shape ``[K]``."""
-    scale = spectrum.sum() / N
-    if scale == 0:  # no features: only the noise is left to fit
-        scale = torch.ones_like(scale)
-
-    def evidence(ratios: Tensor) -> Tensor:
-        return _evidence(ratios, spectrum, projected, outside, N)
-
-    grid = RATIOS.to(scale.device) * scale
-    ratios = grid.expand(len(outside), -1)  # [K, T]
-    step = RATIOS[1].item() / RATIOS[0].item()
-    place = evidence(ratios).argmax(1, keepdim=True)
-    best = ratios.gather(1, place)  # [K, 1]
-    steps = torch.arange(-5, 6, device=scale.device)
-    for _ in range(ROUNDS):
-        step = step**0.2
-        around = best * step**steps  # [K, 11]
-        place = evidence(around).argmax(1, keepdim=True)
-        best = around.gather(1, place)
-    return evidence(best).squeeze(1)
-
-
-def _evidence(
-    ratios: Tensor,
+def _best_evidence(
     spectrum: Tensor,
     projected: Tensor,
     outside: Tensor,
     N: int,
 ) -> Tensor:
-    """Log evidence at ratios ``[K, T]``, one row per column of the labels, with the noise at its best."""
-    ratios = ratios.unsqueeze(-1)
-    kept = ratios / (spectrum + ratios)  # [K, T, R]
-    missed = kept * projected.T.unsqueeze(1)
-    Q = missed.sum(-1) + outside.unsqueeze(-1)  # [K, T]
-    tiny = torch.finfo(Q.dtype).tiny
-    Q = Q.clamp(min=tiny)
-    noise = torch.log(2 * torch.pi * Q / N) + 1
-    volume = kept.log().sum(-1)
-    return 0.5 * volume - 0.5 * N * noise
+    """Log evidence of one column of the labels at its best precisions."""
+    tiny = torch.finfo(spectrum.dtype).tiny
+
+    def evidence(ratios: Tensor) -> Tensor:
+        """Log evidence at ratios ``[T]``, with the noise at its best."""
+        kept = ratios[:, None] / (spectrum + ratios[:, None])  # [T, R]
+        Q = (kept * projected).sum(-1) + outside
+        noise = torch.log(2 * torch.pi * Q.clamp(min=tiny) / N) + 1
+        return 0.5 * kept.log().sum(-1) - 0.5 * N * noise
+
+    scale = spectrum.sum() / N
+    if scale == 0:  # no features: only the noise is left to fit
+        scale = torch.ones_like(scale)
+    ratios = RATIOS.to(scale.device) * scale
+    step = RATIOS[1].item() / RATIOS[0].item()
+    steps = torch.arange(-5, 6, device=scale.device)
+    for _ in range(ROUNDS):
+        step = step**0.2
+        ratios = ratios[evidence(ratios).argmax()] * step**steps  # [11]
+    return evidence(ratios).max()
 
 
-def h_score(features: Tensor, labels: Tensor, *, shrink: bool | None = None) -> Tensor:
+def h_score(
+    features: Tensor,
+    labels: Tensor,
+    *,
+    shrink: bool | None = None,
+) -> Tensor:
     r"""Share of the features' variance that lies between classes, summed over directions.
 
     .. math:: H = \operatorname{tr}\big( \operatorname{cov}(F)^{-1} \operatorname{cov}(\mathbb E[F | y]) \big)
@@ -150,24 +142,20 @@ def h_score(features: Tensor, labels: Tensor, *, shrink: bool | None = None) -> 
     F = _checked_features(features, labels)
     classes = _checked_classes(labels)
     N, D = F.shape
-    F = F - F.mean(0)
-    U, s, _ = torch.linalg.svd(F, full_matrices=False)
+    U, s, _ = torch.linalg.svd(F - F.mean(0), full_matrices=False)
     spectrum = s.square() / N  # eigenvalues of the covariance, [R]
     indicators = one_hot(classes).to(F)  # [N, C]
-    counts = indicators.sum(0)
+    counts = indicators.sum(0).unsqueeze(-1)
     # Deviations of class means in the basis of right singular vectors: s times the mean rows of U.
-    means = s * (indicators.T @ U) / counts.unsqueeze(-1)  # [C, R]
-    shares = counts.unsqueeze(-1) / N
-    between = (shares * means.square()).sum(0)  # [R]
+    means = s * (indicators.T @ U) / counts  # [C, R]
+    between = (counts / N * means.square()).sum(0)  # [R]
     if shrink is None:
         shrink = N <= D
     if shrink:
         delta = ledoit_wolf_shrinkage(features)
         spectrum = (1 - delta) * spectrum + delta * spectrum.sum() / D
-    eps = torch.finfo(F.dtype).eps
-    rank = spectrum > spectrum.max() * max(N, D) * eps
-    shares = between[rank] / spectrum[rank]
-    return shares.sum()
+    rank = spectrum > spectrum.max() * max(N, D) * torch.finfo(F.dtype).eps
+    return (between[rank] / spectrum[rank]).sum()
 
 
 def ledoit_wolf_shrinkage(features: Tensor) -> Tensor:
@@ -198,17 +186,17 @@ def ledoit_wolf_shrinkage(features: Tensor) -> Tensor:
     gram = x @ x.T if N < D else x.T @ x  # the two have the same squared norm
     norm = gram.square().sum() / N**2  # of S
     trace = x.square().sum() / N
-    lengths = x.square().sum(1)
-    spread = (lengths.square().sum() / N - norm) / N
+    spread = (x.square().sum(1).square().sum() / N - norm) / N
     distance = norm - trace.square() / D
     if distance <= torch.finfo(x.dtype).eps * norm:
-        if trace > 0:
-            return torch.ones_like(trace)
-        return torch.zeros_like(trace)
+        return trace.sign()
     return (spread / distance).clamp(0, 1)
 
 
-def leep(probabilities: Tensor, labels: Tensor) -> Tensor:
+def leep(
+    probabilities: Tensor,
+    labels: Tensor,
+) -> Tensor:
     r"""Mean log-likelihood of target labels under the source head and the best table from source to target classes.
 
     .. math:: \frac1N \sum_n \log \sum_z \hat P(y_n | z)\, \theta(x_n)_z, \qquad
@@ -236,21 +224,21 @@ def leep(probabilities: Tensor, labels: Tensor) -> Tensor:
     """
     theta = _checked_features(probabilities, labels, name="probabilities")
     classes = _checked_classes(labels)
-    sums = theta.sum(1)
-    off = (sums - 1).abs().max().item()
+    off = (theta.sum(1) - 1).abs().max().item()
     if theta.min() < 0 or off > 1e-3:
         raise ValueError(
             f"`probabilities` must be at least 0 and add up to 1 in each row, got a smallest of "
             f"{theta.min().item():g} and a sum that is off by {off:g}."
         )
     joint = one_hot(classes).to(theta).T @ theta  # [C, Z]
-    tiny = torch.finfo(theta.dtype).tiny
-    given = joint / joint.sum(0).clamp(min=tiny)  # P(y|z)
-    likelihoods = (theta * given[classes]).sum(1)
-    return likelihoods.log().mean()
+    given = joint / joint.sum(0).clamp(min=torch.finfo(theta.dtype).tiny)  # P(y|z)
+    return (theta * given[classes]).sum(1).log().mean()
 
 
-def nce(source: Tensor, labels: Tensor) -> Tensor:
+def nce(
+    source: Tensor,
+    labels: Tensor,
+) -> Tensor:
     r"""Negative conditional entropy :math:`-H(y | z)` of target labels, given what the source head calls each sample.
 
     Args:
@@ -281,25 +269,22 @@ def nce(source: Tensor, labels: Tensor) -> Tensor:
         )
     classes = _checked_classes(labels)
     _, z = source.unique(return_inverse=True)
-    of_target = one_hot(classes).double()
-    of_source = one_hot(z).double()
-    counts = of_target.T @ of_source  # [C, Z]
-    joint = counts / len(z)
-    marginal = joint.sum(0)
-    terms = xlogy(joint, joint) - xlogy(joint, marginal)
-    return terms.sum()
+    joint = one_hot(classes).double().T @ one_hot(z).double() / len(z)  # [C, Z]
+    return (xlogy(joint, joint) - xlogy(joint, joint.sum(0))).sum()
 
 
-def _checked_features(features: Tensor, labels: Tensor, name: str = "features") -> Tensor:
+def _checked_features(
+    features: Tensor,
+    labels: Tensor,
+    name: str = "features",
+) -> Tensor:
     """Return features in float64."""
-    rows = features.ndim == 2 and features.numel() > 0
-    if not rows or not labels.ndim or len(features) != len(labels):
+    if features.ndim != 2 or not features.numel() or features.shape[:1] != labels.shape[:1]:
         raise ValueError(
             f"`{name}` must have the shape [N, D] with a row for each of the labels, got {list(features.shape)} for "
             f"labels of shape {list(labels.shape)}."
         )
-    if count := int((~features.isfinite()).sum()):
-        raise ValueError(f"`{name}` must be finite, got {count} values that are not.")
+    check_finite(name, features)
     return features.double()
 
 
@@ -322,8 +307,7 @@ def _columns(labels: Tensor) -> Tensor:
     if not labels.is_floating_point():
         return one_hot(_checked_classes(labels)).double()
     columns = labels.double().reshape(len(labels), -1)
-    differ = columns != columns[0]
-    if not columns.isfinite().all() or not differ.any():
+    if not columns.isfinite().all() or (columns == columns[0]).all():
         raise ValueError(
             f"`labels` must be finite and differ, got {len(labels)} values without that."
         )

@@ -1,8 +1,11 @@
 """Penalties from information theory, each a module for any training loop."""
 
-from lightning_taskinfo.regularizers._base import Regularizer, WeightSchedule
-from lightning_taskinfo.regularizers._network import frozen_batchnorm_statistics
-from lightning_taskinfo.regularizers.estimate import (
+from lightning_taskinfo.regularizers._base import (
+    Regularizer,
+    WeightSchedule,
+    frozen_batchnorm_statistics,
+)
+from lightning_taskinfo.regularizers.critics import (
     MutualInformationEstimate,
     estimate_mutual_information,
 )

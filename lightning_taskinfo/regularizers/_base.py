@@ -1,15 +1,18 @@
-"""What every regularizer shares: a weight that follows the epochs, and a memory of its last value."""
+"""What regularizers share: a weight by epoch, a memory of the last value, checks, and collectives over ranks."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, TypeAlias, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from lightning_taskinfo._warn import warn
-from lightning_taskinfo.functional.likelihood import look_like_probabilities
+from lightning_taskinfo._ranges import check_not_negative
 
 Ramp = Literal["constant", "linear", "sigmoid"]
 
@@ -43,13 +46,9 @@ class WeightSchedule:
     length: int = 0
 
     def __post_init__(self) -> None:
-        if not (self.weight >= 0 and math.isfinite(self.weight)):
-            raise ValueError(f"`weight` must be finite and not negative, got {self.weight}.")
+        check_not_negative(weight=self.weight, start=self.start, length=self.length)
         if self.ramp not in get_args(Ramp):
             raise ValueError(f"`ramp` must be one of {get_args(Ramp)}, got {self.ramp!r}.")
-        for argument, value in {"start": self.start, "length": self.length}.items():
-            if value < 0:
-                raise ValueError(f"`{argument}` must not be negative, got {value}.")
         if self.ramp != "constant" and not self.length:
             raise ValueError(
                 f"`length` must be at least 1 for a {self.ramp} ramp, got {self.length}."
@@ -62,10 +61,12 @@ class WeightSchedule:
         if self.ramp == "constant":
             return float(self.weight)
         T = min(1.0, (epoch - self.start) / self.length)
-        factor = T
-        if self.ramp != "linear":
-            factor = math.exp(-5 * (1 - T) ** 2)
-        return self.weight * factor
+        if self.ramp == "linear":
+            return self.weight * T
+        return self.weight * math.exp(-5 * (1 - T) ** 2)
+
+
+Weight: TypeAlias = float | WeightSchedule
 
 
 class Regularizer(nn.Module):
@@ -87,17 +88,10 @@ class Regularizer(nn.Module):
         tensor(2.)
     """
 
-    _looked = False  # at the first call's arguments, for what goes wrong without an error
-
-    def __init__(self, weight: float | WeightSchedule, *, argument: str = "weight") -> None:
+    def __init__(self, weight: Weight, *, argument: str = "weight") -> None:
         super().__init__()
         if not isinstance(weight, WeightSchedule):
-            if not hasattr(weight, "__float__"):
-                raise TypeError(
-                    f"`{argument}` must be a number or a WeightSchedule, got {weight!r}."
-                )
-            if not 0 <= weight < math.inf:
-                raise ValueError(f"`{argument}` must be finite and not negative, got {weight!r}.")
+            check_not_negative(**{argument: weight})
             weight = WeightSchedule(float(weight))
         self.schedule = weight
         self.value: Tensor | None = None
@@ -109,19 +103,9 @@ class Regularizer(nn.Module):
         """Return ``weight * objective`` and remember ``value`` (by default the objective) for logging."""
         self.value = (objective if value is None else value).detach()
         self.weight = weight
-        return weight * objective if weight else self.nothing(objective)
-
-    def _first_look(self, outputs: Tensor) -> bool:
-        """Whether this is the first call; outputs that look like probabilities are warned about in it."""
-        if self._looked:
-            return False
-        self._looked = True
-        if look_like_probabilities(outputs):
-            warn(
-                "`outputs` should be logits, got what looks like probabilities: rows without negative values that sum "
-                "to 1. Leave the softmax out, or pass the logarithms."
-            )
-        return True
+        if not weight:
+            return objective.new_zeros(())  # without a graph
+        return weight * objective
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Regularizer":
         """Follow to other devices, but keep the precision: ``precision="bf16-true"`` is meant for the network."""
@@ -134,61 +118,113 @@ class Regularizer(nn.Module):
 
         return super()._apply(moved, recurse)
 
-    def nothing(self, like: Tensor) -> Tensor:
-        """Return a zero to add, without a graph."""
-        return torch.zeros((), device=like.device, dtype=like.dtype)
+
+@contextmanager
+def frozen_batchnorm_statistics(model: nn.Module) -> Iterator[None]:
+    """Let forwards in train mode normalise by their own batch, without moving the running statistics.
+
+    A forward on inputs of another task moves the statistics that evaluation uses towards that task.
+    Where the penalty needs such a forward and the statistics should stay those of the labelled
+    data, run it in here.
+
+    Args:
+        model: The module whose batch-norm layers are frozen for a while.
+
+    Example:
+        >>> net = nn.BatchNorm1d(2).train()
+        >>> with frozen_batchnorm_statistics(net):
+        ...     _ = net(torch.randn(8, 2) + 5)
+        >>> net.running_mean, net.num_batches_tracked
+        (tensor([0., 0.]), tensor(0))
+    """
+    tracking = []
+    for module in model.modules():
+        if isinstance(module, _BatchNorm) and module.track_running_stats:
+            tracking.append(module)
+    try:
+        for module in tracking:
+            module.track_running_stats = False
+        yield
+    finally:
+        for module in tracking:
+            module.track_running_stats = True
 
 
 def checked_shape(input_shape: Sequence[int]) -> tuple[int, ...]:
     """Return the shape of one input as a tuple, or say what is wrong with it."""
-    rule = "the sizes of one input, such as (1, 28, 28)"
-    whole = isinstance(input_shape, Sequence) and all(isinstance(s, int) for s in input_shape)
-    if not whole:
-        raise TypeError(f"`input_shape` must be {rule}, got {input_shape!r}.")
     if not input_shape or min(input_shape) < 1:
-        raise ValueError(f"`input_shape` must be {rule}, got {input_shape!r}.")
+        raise ValueError(
+            f"`input_shape` must be the sizes of one input, such as (1, 28, 28), got {input_shape!r}."
+        )
     return tuple(input_shape)
 
 
 def check_rows(
     argument: str,
     tensor: object,
-    row_shape: tuple[int, ...] | None = None,
+    row_shape: Sequence[int],
     *,
     rows: int | None = None,
     minimum: int = 2,
-) -> Tensor:
-    """Return ``tensor`` if it holds ``rows`` rows (or at least ``minimum``) of shape ``row_shape``.
-
-    Raises:
-        ValueError: If it is no tensor, its rows have another shape, or it has another number of
-            them.
-    """
+) -> None:
+    """Raise ``ValueError`` unless ``tensor`` holds ``rows`` rows (or at least ``minimum``) of shape ``row_shape``."""
     if not isinstance(tensor, Tensor):
         found = type(tensor).__name__
         raise ValueError(
             f"`{argument}` must be a tensor, got {found}: does the batch hold unlabeled inputs?"
         )
-    shape = tuple(tensor.shape)
-    if row_shape is not None and (shape[1:] != row_shape or rows not in (None, len(tensor))):
-        expected = ", ".join([str(rows or "B"), *map(str, row_shape)])
-        raise ValueError(f"`{argument}` must have shape [{expected}], got {shape}.")
-    if len(tensor) < minimum:
+    count, *shape = tensor.shape
+    if shape != [*row_shape] or rows not in (None, count):
+        expected = [rows or "B", *row_shape]
         raise ValueError(
-            f"`{argument}` must hold at least {minimum} samples, got {len(tensor)}: use a larger batch, or drop the "
-            "last incomplete one (`drop_last=True`)."
+            f"`{argument}` must have shape [{', '.join(map(str, expected))}], got {tuple(tensor.shape)}."
         )
-    return tensor
+    if count < minimum:
+        raise ValueError(
+            f"`{argument}` must hold at least {minimum} samples, got {count}: use a larger batch, or drop the last "
+            "incomplete one (`drop_last=True`)."
+        )
 
 
 def check_scalar(argument: str, tensor: object) -> None:
     """Raise ``ValueError`` if ``tensor`` is no tensor, or has a shape."""
     if not isinstance(tensor, Tensor) or tensor.ndim:
-        raise ValueError(f"`{argument}` must be a scalar tensor, got {shape_or_kind(tensor)}.")
+        found = getattr(tensor, "shape", type(tensor).__name__)
+        raise ValueError(f"`{argument}` must be a scalar tensor, got {found}.")
 
 
-def shape_or_kind(x: object) -> tuple[int, ...] | str:
-    """Return the shape of a tensor, and the type's name of anything else, for a message."""
-    if isinstance(x, Tensor):
-        return tuple(x.shape)
-    return type(x).__name__
+def check_decay(decay: float) -> None:
+    """Raise ``ValueError`` unless a moving average can have this decay."""
+    if not 0 <= decay < 1:
+        raise ValueError(f"`decay` must be in [0, 1), got {decay}.")
+
+
+def world_size() -> int:
+    """Return the number of ranks."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    return 1
+
+
+def sum_over_ranks(*tensors: Tensor) -> list[Tensor]:
+    """Return the sums over all ranks, without gradient, through one collective."""
+    totals = [tensor.detach().contiguous() for tensor in tensors]
+    if world_size() > 1:
+        flat = parameters_to_vector(totals)
+        dist.all_reduce(flat)
+        vector_to_parameters(flat, totals)
+    return totals
+
+
+def mean_over_ranks(*tensors: Tensor) -> list[Tensor]:
+    """Return the means over all ranks, without gradient, through one collective."""
+    return [total / world_size() for total in sum_over_ranks(*tensors)]
+
+
+def gather_rows(tensor: Tensor) -> Tensor:
+    """Return the rows of all ranks, in the order of the ranks; their numbers may differ."""
+    if world_size() == 1:
+        return tensor.detach()
+    from torchmetrics.utilities.distributed import gather_all_tensors  # late: it takes a second
+
+    return torch.cat(gather_all_tensors(tensor.detach()))

@@ -1,67 +1,38 @@
-"""Critics: networks that score how well inputs and features belong together."""
+"""Critics: networks that score how well inputs and features belong together, and what a fresh one reads."""
 
 import math
 from collections.abc import Sequence
-from typing import Literal, get_args
+from copy import deepcopy
+from itertools import pairwise
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
-from torch import Tensor, nn
+import torch
+from torch import Generator, Tensor, nn
 
 from lightning_taskinfo._random import own_randomness
-from lightning_taskinfo._ranges import check_counts
+from lightning_taskinfo._ranges import check_counts, check_finite, check_positive
+from lightning_taskinfo.functional.discrepancy import (
+    Negatives,
+    check_choices,
+    jensen_shannon,
+    smile,
+)
 
 CriticKind = Literal["separable", "bilinear", "concatenated"]
+Shape: TypeAlias = Sequence[int]
+SAMPLES = 40  # the fewest to train, pick and read on
 
 
-class SeparableCritic(nn.Module):
+class ProductCritic(nn.ModuleDict):
     r"""Scores :math:`M(x_i, z_j) = f(x_i) \cdot g(z_j)`: one pass over each batch, whatever the number of pairs.
 
-    Args:
-        input_shape: Shape of one input; an image-shaped one gets a small convolutional tower.
-        feature_dim: Width of the features.
-        hidden: Width of the hidden layers.
-        embedding: Width of the space in which the product is taken.
+    Its two modules are :math:`f`, a tower, and :math:`g`, another tower, or a matrix in the bilinear critic.
     """
-
-    def __init__(
-        self,
-        input_shape: Sequence[int],
-        feature_dim: int,
-        hidden: int = 256,
-        embedding: int = 32,
-    ) -> None:
-        super().__init__()
-        self.input_tower = tower(input_shape, hidden, embedding)
-        self.feature_tower = tower((feature_dim,), hidden, embedding)
 
     def forward(self, inputs: Tensor, features: Tensor) -> Tensor:
         """Return the scores of all pairs, shape ``[B, B]``."""
-        return self.input_tower(inputs) @ self.feature_tower(features).T
-
-
-class BilinearCritic(nn.Module):
-    r"""Scores :math:`M(x_i, z_j) = f(x_i)^\top A z_j`, linear in the features.
-
-    Args:
-        input_shape: Shape of one input; an image-shaped one gets a small convolutional tower.
-        feature_dim: Width of the features.
-        hidden: Width of the hidden layers.
-        embedding: Width of the inputs' embedding.
-    """
-
-    def __init__(
-        self,
-        input_shape: Sequence[int],
-        feature_dim: int,
-        hidden: int = 256,
-        embedding: int = 32,
-    ) -> None:
-        super().__init__()
-        self.input_tower = tower(input_shape, hidden, embedding)
-        self.bilinear = nn.Linear(feature_dim, embedding, bias=False)
-
-    def forward(self, inputs: Tensor, features: Tensor) -> Tensor:
-        """Return the scores of all pairs, shape ``[B, B]``."""
-        return self.input_tower(inputs) @ self.bilinear(features).T
+        f, g = self.values()
+        return f(inputs) @ g(features).T
 
 
 class ConcatenatedCritic(nn.Module):
@@ -76,27 +47,22 @@ class ConcatenatedCritic(nn.Module):
 
     def __init__(
         self,
-        input_shape: Sequence[int],
+        input_shape: Shape,
         feature_dim: int,
-        hidden: int = 256,
-        embedding: int = 32,
+        hidden: int,
+        embedding: int,
     ) -> None:
         super().__init__()
-        image = len(input_shape) == 3
         self.input_tower: nn.Module = nn.Flatten()
-        if image:
+        width = math.prod(input_shape)
+        if len(input_shape) == 3:
             self.input_tower = tower(input_shape, hidden, embedding)
+            width = embedding
         # The first layer of [x, z] is the sum of one of x and one of z: B of each instead of B² of
         # both.
-        width = embedding if image else math.prod(input_shape)
         self.from_input = nn.Linear(width, hidden)
         self.from_features = nn.Linear(feature_dim, hidden, bias=False)
-        self.score = nn.Sequential(
-            nn.ReLU(),
-            nn.Linear(hidden, hidden),
-            nn.ReLU(),
-            nn.Linear(hidden, 1),
-        )
+        self.score = nn.Sequential(nn.ReLU(), *_dense(hidden, hidden, 1))
 
     def forward(self, inputs: Tensor, features: Tensor) -> Tensor:
         """Return the scores of all pairs, shape ``[B, B]``."""
@@ -106,7 +72,11 @@ class ConcatenatedCritic(nn.Module):
         return self.score(pairs).squeeze(-1)
 
 
-def tower(shape: Sequence[int], hidden: int, out: int) -> nn.Sequential:
+def tower(
+    shape: Shape,
+    hidden: int,
+    out: int,
+) -> nn.Sequential:
     """Return a network from samples of ``shape`` to vectors: convolutional for images ``(C, H, W)``, else dense.
 
     Example:
@@ -114,8 +84,8 @@ def tower(shape: Sequence[int], hidden: int, out: int) -> nn.Sequential:
         >>> tower((1, 28, 28), hidden=64, out=8)(zeros(2, 1, 28, 28)).shape
         torch.Size([2, 8])
     """
-    layers: list[nn.Module] = [nn.Flatten()]
-    width = math.prod(shape)
+    layers: list[nn.Module] = []
+    size = math.prod(shape)
     if len(shape) == 3:
         channels, height, width = shape
         layers = [
@@ -123,23 +93,23 @@ def tower(shape: Sequence[int], hidden: int, out: int) -> nn.Sequential:
             nn.ReLU(),
             nn.Conv2d(16, 32, 3, stride=2, padding=1),
             nn.ReLU(),
-            nn.Flatten(),
         ]
         # Halved twice, and rounded up.
-        width = 32 * math.ceil(height / 4) * math.ceil(width / 4)
-    dense = (
-        nn.Linear(width, hidden),
-        nn.ReLU(),
-        nn.Linear(hidden, hidden),
-        nn.ReLU(),
-        nn.Linear(hidden, out),
-    )
-    return nn.Sequential(*layers, *dense)
+        size = 32 * math.ceil(height / 4) * math.ceil(width / 4)
+    return nn.Sequential(*layers, nn.Flatten(), *_dense(size, hidden, hidden, out))
+
+
+def _dense(*widths: int) -> list[nn.Module]:
+    """Return linear layers from each width to the next, with ReLUs between them."""
+    layers: list[nn.Module] = []
+    for width, following in pairwise(widths):
+        layers += [nn.Linear(width, following), nn.ReLU()]
+    return layers[:-1]
 
 
 def make_critic(
     kind: CriticKind,
-    input_shape: Sequence[int],
+    input_shape: Shape,
     feature_dim: int,
     *,
     hidden: int = 256,
@@ -162,10 +132,156 @@ def make_critic(
             f"`critic` must be a module or one of {get_args(CriticKind)}, got {kind!r}."
         )
     check_counts(feature_dim=feature_dim, hidden=hidden, embedding=embedding)
-    critics = {
-        "separable": SeparableCritic,
-        "bilinear": BilinearCritic,
-        "concatenated": ConcatenatedCritic,
-    }
     with own_randomness(seed):
-        return critics[kind](input_shape, feature_dim, hidden, embedding)
+        if kind == "concatenated":
+            return ConcatenatedCritic(input_shape, feature_dim, hidden, embedding)
+        input_tower = tower(input_shape, hidden, embedding)
+        if kind == "bilinear":
+            matrix = nn.Linear(feature_dim, embedding, bias=False)
+            return ProductCritic({"input_tower": input_tower, "bilinear": matrix})
+        feature_tower = tower((feature_dim,), hidden, embedding)
+        return ProductCritic({"input_tower": input_tower, "feature_tower": feature_tower})
+
+
+class MutualInformationEstimate(NamedTuple):
+    """What :func:`estimate_mutual_information` returns.
+
+    Attributes:
+        nats: The estimate.
+        standard_error: Its standard error over test samples.
+        samples: Number of test samples behind it.
+
+    Example:
+        >>> MutualInformationEstimate(nats=2.0, standard_error=0.1, samples=500).nats
+        2.0
+    """
+
+    nats: float
+    standard_error: float
+    samples: int
+
+
+def estimate_mutual_information(
+    inputs: Tensor,
+    features: Tensor,
+    *,
+    critic: CriticKind | nn.Module = "separable",
+    steps: int = 1000,
+    batch_size: int = 128,
+    learning_rate: float = 5e-4,
+    negatives: Negatives = "others",
+    clip: float = 5.0,
+    seed: int = 0,
+) -> MutualInformationEstimate:
+    r"""Estimate :math:`I(x; z)` with a freshly trained critic, on held-out samples.
+
+    The critic is trained on 60 % of the samples (Jensen–Shannon objective), the best moment is
+    picked on 20 %, and the SMILE estimate is read on the remaining 20 %. A critic that is zero
+    everywhere is among the candidates, so that variables without a relation give 0 and not an
+    overfitted number. Inputs and features are standardised first, which does not change their
+    information.
+
+    A critic that has not converged reads too little (1.67 of 2 nats between 20-dimensional
+    Gaussians after 1,000 steps on 12,000 samples): raise ``steps`` until the number stands. SMILE
+    itself is not a lower bound: above about 5 nats it reads too much, see
+    :func:`.functional.discrepancy.smile`.
+
+    Args:
+        inputs: Samples, shape ``[N, *input_shape]``, or ``[N]`` for one number each.
+        features: Their features, shape ``[N, F]``, or ``[N]`` for one number each.
+        critic: ``"separable"``, ``"bilinear"``, ``"concatenated"``, or a module that maps ``B``
+            inputs and features to scores ``[B, B]``; it is copied, not changed.
+        steps: Training steps.
+        batch_size: Samples a step.
+        learning_rate: Learning rate of Adam.
+        negatives: Which pairs of a batch stand for the product while the critic is trained:
+            ``"others"``, or ``"all"``, the joint pairs included: less variance and less
+            information, see :mod:`.functional.discrepancy`. SMILE is read on the others in
+            either case.
+        clip: The :math:`\tau` of SMILE.
+        seed: Seed of the split, the batches and the critic.
+
+    Returns:
+        Estimate, standard error and number of test samples.
+
+    Raises:
+        ValueError: If there are fewer than 40 samples, shapes do not fit, values are not finite, a
+            number is out of range, or ``negatives`` is unknown.
+
+    Example:
+        >>> x = torch.randn(400, 2, generator=Generator().manual_seed(0))
+        >>> estimate_mutual_information(x, x.flip(0), steps=20).nats < 0.1
+        True
+    """
+    check_choices(negatives, clip)
+    check_counts(steps=steps)
+    if batch_size < 2:
+        raise ValueError(f"`batch_size` must be at least 2, got {batch_size}.")
+    check_positive(learning_rate=learning_rate)
+    N = len(inputs)
+    if N < SAMPLES or len(features) != N:
+        raise ValueError(
+            f"`inputs` and `features` must hold equally many samples, at least {SAMPLES}, got {N} and {len(features)}."
+        )
+    check_finite("inputs", inputs)
+    check_finite("features", features)
+    generator = Generator().manual_seed(seed)
+    order = torch.randperm(N, generator=generator, device="cpu").to(inputs.device)
+    train, pick, test = order.tensor_split([int(0.6 * N), int(0.8 * N)])
+    x = _standardised(inputs, train)
+    z = _standardised(features, train)
+    if isinstance(critic, nn.Module):
+        fresh = deepcopy(critic)
+    else:
+        with torch.device("cpu"):  # the same weights, whatever the default device
+            fresh = make_critic(critic, x.shape[1:], z[0].numel(), seed=seed)
+    fresh = fresh.to(inputs.device).float().requires_grad_()
+    optimizer = torch.optim.Adam(fresh.parameters(), lr=learning_rate)
+    best = None
+    best_objective = -2 * math.log(2)  # what a critic that is zero everywhere reaches
+    for step in range(1, steps + 1):
+        chosen = torch.randperm(len(train), generator=generator, device="cpu")[:batch_size]
+        rows = train[chosen.to(train.device)]
+        with torch.enable_grad():
+            loss = -jensen_shannon(fresh(x[rows], z[rows]), negatives=negatives)
+            optimizer.zero_grad()
+            loss.backward()
+        optimizer.step()
+        if step % 20 == 0 or step == steps:
+            rows = pick[:1024]
+            with torch.no_grad():
+                objective = jensen_shannon(fresh(x[rows], z[rows]), negatives=negatives)
+            if objective > best_objective:
+                best = deepcopy(fresh)
+                best_objective = objective.item()
+    rows = test[:2048]  # all pairs are scored
+    if best is None:
+        return MutualInformationEstimate(0.0, 0.0, len(rows))
+    return _read(best, x[rows], z[rows], clip)
+
+
+def _standardised(values: Tensor, rows: Tensor) -> Tensor:
+    """Shift and scale by the moments of some rows; constant columns keep their scale, and a vector is a column."""
+    values = values.float()
+    if values.ndim == 1:
+        values = values[:, None]
+    std = values[rows].std(0)
+    return (values - values[rows].mean(0)) / torch.where(std > 0, std, 1.0)
+
+
+@torch.no_grad()
+def _read(
+    critic: nn.Module,
+    x: Tensor,
+    z: Tensor,
+    clip: float,
+) -> MutualInformationEstimate:
+    """Return the SMILE estimate, and its standard error from estimates on parts of the samples."""
+    n = len(x)
+    count = max(2, min(8, n // 4))
+    estimates = []
+    for some_x, some_z in zip(x.tensor_split(count), z.tensor_split(count), strict=True):
+        estimates.append(smile(critic(some_x, some_z), clip))
+    standard_error = torch.stack(estimates).std() / count**0.5
+    whole = smile(critic(x, z), clip)
+    return MutualInformationEstimate(whole.item(), standard_error.item(), n)

@@ -7,7 +7,7 @@ from torch.optim import Optimizer
 
 from lightning_taskinfo._ranges import check_counts
 from lightning_taskinfo._warn import warn
-from lightning_taskinfo.regularizers._base import Regularizer, WeightSchedule
+from lightning_taskinfo.regularizers._base import Regularizer, Weight
 from lightning_taskinfo.variational import noisy_weights, weight_kl
 
 
@@ -45,7 +45,7 @@ class WeightInformation(Regularizer):
 
     def __init__(
         self,
-        beta: float | WeightSchedule = 1.0,
+        beta: Weight = 1.0,
         *,
         num_samples: int | None = None,
     ) -> None:
@@ -85,15 +85,14 @@ class WeightInformation(Regularizer):
 
 def warn_of_decay(model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
     """Warn if the weight decay of an optimizer works on log-variances: it pulls standard deviations to 1."""
-    decayed: set[int] = set()
+    noisy = {id(noise.log_variance): name for name, _, noise in noisy_weights(model)}
+    names = []
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             if group.get("weight_decay"):
-                decayed.update(id(p) for p in group["params"] if p.requires_grad)
-    names = []
-    for name, _, noise in noisy_weights(model):
-        if id(noise.log_variance) in decayed:
-            names.append(name)
+                names += [
+                    noisy[id(p)] for p in group["params"] if p.requires_grad and id(p) in noisy
+                ]
     if names:
         warn(
             f"Weight decay pulls the standard deviations of {len(names)} noisy weights to 1, `{names[0]}` among them: "

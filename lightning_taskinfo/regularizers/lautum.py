@@ -1,31 +1,29 @@
 """Lautum information between unlabelled inputs and what the network makes of them, to be maximised."""
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Generator, Tensor
 
+from lightning_taskinfo import _ranges
 from lightning_taskinfo._observe import observing
 from lightning_taskinfo._random import seed_from
-from lightning_taskinfo._ranges import check_finite
+from lightning_taskinfo._warn import warn
 from lightning_taskinfo.functional.gaussian import lautum_from_correlations
-from lightning_taskinfo.regularizers._base import (
-    Regularizer,
-    WeightSchedule,
-    check_rows,
-    checked_shape,
-)
-from lightning_taskinfo.regularizers._ranks import mean_over_ranks, world_size
-from lightning_taskinfo.regularizers._whitening import (
-    fit_whitening,
-    flat_inputs,
-    warn_of_scale,
-)
+from lightning_taskinfo.regularizers import _base
+
+_FACTORED = 4096  # inputs up to which their covariance is formed and factored
+Batches: TypeAlias = Callable[[], Iterator[Tensor]]
+"""Gives a new iterator over flat inputs ``[B, D]`` each time it is called."""
+Pair: TypeAlias = tuple[Tensor, Tensor]
+Factors: TypeAlias = tuple[Tensor, Tensor, Tensor]
+"""A whitening matrix ``[r, D]``, the directions' standard deviations ``[r]``, and ``tr Σ(Σ + ridge)⁻¹``."""
 
 
-class Lautum(Regularizer):
+class Lautum(_base.Regularizer):
     r"""Penalty :math:`-\lambda L(w; x)`: raise the Lautum information of the unlabelled target inputs.
 
     For jointly Gaussian :math:`x` and :math:`w` with canonical correlations :math:`\rho_j`
@@ -90,7 +88,7 @@ class Lautum(Regularizer):
         input_shape: Sequence[int],
         num_outputs: int,
         *,
-        weight: float | WeightSchedule = 0.001,
+        weight: _base.Weight = 0.001,
         proxy: Literal["logits", "jacobian"] = "logits",
         components: int | None = None,
         max_dim: int = 4096,
@@ -100,13 +98,22 @@ class Lautum(Regularizer):
         seed: int = 0,
     ) -> None:
         super().__init__(weight)
-        self.input_shape = checked_shape(input_shape)
+        self.input_shape = _base.checked_shape(input_shape)
         D = math.prod(self.input_shape)
         if proxy not in ("logits", "jacobian"):
             raise ValueError(f"`proxy` must be 'logits' or 'jacobian', got {proxy!r}.")
-        if components is None:
-            components = _default_components(D, proxy, max_dim)
-        _check_ranges(D, num_outputs, components, decay, shrinkage, ridge)
+        if components is None and proxy == "jacobian":
+            components = min(D, 64)
+        elif components is None:
+            components = D if max_dim >= D else 256
+        if not 1 <= components <= D:
+            raise ValueError(
+                f"`components` must be between 1 and the number of inputs, {D}, got {components}."
+            )
+        _ranges.check_counts(num_outputs=num_outputs)
+        _base.check_decay(decay)
+        _ranges.check_probability(shrinkage=shrinkage)
+        _ranges.check_positive(ridge=ridge)
         self.num_outputs = num_outputs
         self.proxy = proxy
         self.components = components
@@ -117,14 +124,18 @@ class Lautum(Regularizer):
         # Then covariances are whitened, which is less work than inputs.
         self.whole = components == D
         K = components if proxy == "jacobian" else num_outputs
-        self.register_buffer("mean", torch.zeros(D))
-        self.register_buffer("whitener", torch.zeros(components, D))
-        self.register_buffer("scales", torch.zeros(components))
-        self.register_buffer("effective_dim", torch.zeros(()))
-        self.register_buffer("samples", torch.zeros((), dtype=torch.int64))  # 0: not fitted
-        self.register_buffer("cov_w", torch.zeros(K, K, dtype=torch.float64))
-        self.register_buffer("cov_wx", torch.zeros(K, components, dtype=torch.float64))
-        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        buffers = {
+            "mean": torch.zeros(D),
+            "whitener": torch.zeros(components, D),
+            "scales": torch.zeros(components),
+            "effective_dim": torch.zeros(()),
+            "samples": torch.zeros((), dtype=torch.int64),  # 0: not fitted
+            "cov_w": torch.zeros(K, K, dtype=torch.float64),
+            "cov_wx": torch.zeros(K, components, dtype=torch.float64),
+            "steps": torch.zeros((), dtype=torch.int64),
+        }
+        for name, zeros in buffers.items():
+            self.register_buffer(name, zeros)
 
     def fit_inputs(self, loader: Iterable[Any]) -> "Lautum":
         """Factor the covariance of the unlabelled inputs; call it once, on every rank, before training.
@@ -140,22 +151,35 @@ class Lautum(Regularizer):
         Raises:
             ValueError: If the inputs have the wrong shape, are not finite, or are too few.
         """
+        batches = partial(flat_inputs, loader, self.input_shape)
+        outputs = len(self.cov_w)
         with observing(self), torch.no_grad():
-            batches = lambda: flat_inputs(loader, self.input_shape)  # noqa: E731
-            D = math.prod(self.input_shape)
-            K = len(self.cov_w)
-            whitening = fit_whitening(batches, D, self.components, self.ridge, outputs=K)
-        self.mean.copy_(whitening.mean)
-        self.whitener.copy_(whitening.matrix)
-        self.scales.copy_(whitening.scales)
-        self.effective_dim.copy_(whitening.effective_dim)
-        self.samples.copy_(whitening.samples)
+            mean, samples = _mean(batches(), len(self.mean))
+            if samples <= outputs:
+                raise ValueError(
+                    f"`loader` must hold more samples than there are outputs ({outputs}), got {int(samples)}: use a "
+                    "larger unlabeled set."
+                )
+            factors = _whitening(batches, mean, samples, self.components, self.ridge)
+        buffers = (self.mean, self.samples, self.whitener, self.scales, self.effective_dim)
+        for buffer, value in zip(buffers, (mean, samples, *factors), strict=True):
+            buffer.copy_(value)
+        if samples < 2 * self.effective_dim:
+            warn(
+                f"{int(samples)} samples for {float(self.effective_dim):.0f} directions of the inputs: correlations "
+                "will be overestimated. Use more unlabeled inputs, or fewer `components`.",
+            )
         for average in (self.cov_w, self.cov_wx, self.steps):
             average.zero_()
-        self._looked = False
         return self
 
-    def forward(self, inputs: Tensor, outputs: Tensor, *, epoch: int = 0) -> Tensor:
+    def forward(
+        self,
+        inputs: Tensor,
+        outputs: Tensor,
+        *,
+        epoch: int = 0,
+    ) -> Tensor:
         """Return the penalty.
 
         Args:
@@ -175,9 +199,9 @@ class Lautum(Regularizer):
             raise RuntimeError(
                 "Call `fit_inputs(loader)` with the unlabeled inputs before the first penalty."
             )
-        check_rows("inputs", inputs, self.input_shape)
-        check_rows("outputs", outputs, (self.num_outputs,), rows=len(inputs))
-        check_finite("inputs", inputs)
+        _base.check_rows("inputs", inputs, self.input_shape)
+        _base.check_rows("outputs", outputs, [self.num_outputs], rows=len(inputs))
+        _ranges.check_finite("inputs", inputs)
         with torch.autocast(inputs.device.type, enabled=False):
             x = inputs.detach().flatten(1).float() - self.mean
             if not self.whole:
@@ -186,21 +210,22 @@ class Lautum(Regularizer):
             if self.proxy == "jacobian":
                 w = self._gradients(inputs, outputs, epoch)
             w = w - w.mean(0)  # [B, K]
-            if self._first_look(outputs):
-                some = x[:64]
-                whitened = some @ self.whitener.T if self.whole else some
-                warn_of_scale(whitened, self.effective_dim)
             local = _covariances(x, w.detach())
             averages = self._averages(local)
-            if _finite(*local) and averages is not None:
-                n = self._effective_samples(len(x) * world_size())
+            if _finite(*local, *averages):
+                n = self._effective_samples(len(x) * _base.world_size())
                 value = self._with_gradient(x, w, *averages, n)
             else:  # the loss shows it, and a gradient scaler skips the step
                 value = torch.nan * w.sum().double()
         value = value.float()
         return self.penalty(-value, self.schedule(epoch), value=value)
 
-    def _gradients(self, inputs: Tensor, outputs: Tensor, epoch: int) -> Tensor:
+    def _gradients(
+        self,
+        inputs: Tensor,
+        outputs: Tensor,
+        epoch: int,
+    ) -> Tensor:
         if not inputs.requires_grad:
             raise ValueError(
                 "`inputs` must require a gradient before the forward pass for proxy='jacobian': call "
@@ -208,26 +233,22 @@ class Lautum(Regularizer):
             )
         generator = Generator().manual_seed(seed_from(self.seed, epoch))
         v = torch.randn(self.num_outputs, generator=generator, device="cpu")
-        direction = (v / v.norm()).to(outputs.device)
-        along = (outputs.float() @ direction).sum()
-        create_graph = torch.is_grad_enabled()
-        (gradients,) = torch.autograd.grad(along, inputs, create_graph=create_graph)
-        rows = gradients.flatten(1).float()
-        return rows @ self.whitener.T * self.scales  # [B, r]
+        along = (outputs.float() @ (v / v.norm()).to(outputs.device)).sum()
+        (gradients,) = torch.autograd.grad(along, inputs, create_graph=torch.is_grad_enabled())
+        return gradients.flatten(1).float() @ self.whitener.T * self.scales  # [B, r]
 
     @torch.no_grad()
-    def _averages(self, local: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor] | None:
+    def _averages(self, local: Pair) -> Pair:
         """Moving averages over batches and ranks, moved in train mode; of this batch alone before the first."""
         if self.training or self.steps == 0:
-            cov_w, cov_wx = mean_over_ranks(*local)
-            usable = _finite(cov_w, cov_wx)  # else a bad batch stays for ever
-            if self.training and usable:
+            cov_w, cov_wx = _base.mean_over_ranks(*local)
+            if self.training and _finite(cov_w, cov_wx):  # else a bad batch stays for ever
                 new = 1 - self.decay
                 self.cov_w.mul_(self.decay).add_(cov_w, alpha=new)
                 self.cov_wx.mul_(self.decay).add_(cov_wx, alpha=new)
                 self.steps += 1
             elif self.steps == 0:
-                return (cov_w, cov_wx) if usable else None
+                return cov_w, cov_wx
         start_up = 1 - self.decay ** int(self.steps)
         return self.cov_w / start_up, self.cov_wx / start_up
 
@@ -250,25 +271,25 @@ class Lautum(Regularizer):
 
         Only products over the batch carry a gradient: it never sees a [K, D] matrix, let alone D×D.
         """
+        whitened = pulled = cov_wx.float()
         if self.whole:
-            whitened = cov_wx.float() @ self.whitener.T  # [K, r]
+            whitened = whitened @ self.whitener.T  # [K, r]
             pulled = whitened @ self.whitener  # [K, D]
-        else:
-            whitened = pulled = cov_wx.float()
-        degrees = len(x) - 1
-        change_w = (w.T @ w).double() / degrees
-        along = x @ pulled.T  # [B, K]
-        cross = (w.T @ along).double() / degrees  # [K, K]
-        change_w = change_w - change_w.detach()  # zeros that carry a gradient
-        cross = cross - cross.detach()
+        # Zeros that carry a gradient are added to the averages.
+        change_w, change_wx = _covariances(x @ pulled.T, w)  # [K, K] both
+        cross = change_wx - change_wx.detach()
         whitened = whitened.double()
         squares = whitened @ whitened.T + cross + cross.T
-        return self._information(cov_w + change_w, squares, n)
+        return self._information(cov_w + (change_w - change_w.detach()), squares, n)
 
-    def _information(self, cov_w: Tensor, squares: Tensor, n: float) -> Tensor:
+    def _information(
+        self,
+        cov_w: Tensor,
+        squares: Tensor,
+        n: float,
+    ) -> Tensor:
         """Information from the covariance of ``w``, and the squares of that with whitened inputs, [K, K]."""
-        mean = cov_w.diagonal().mean().detach()
-        floor = self.ridge * mean + 1e-12
+        floor = self.ridge * cov_w.diagonal().mean().detach() + 1e-12
         identity = torch.eye(len(cov_w), dtype=cov_w.dtype, device=cov_w.device)
         factor = torch.linalg.cholesky(cov_w + floor * identity)
         half = torch.linalg.solve_triangular(factor, squares, upper=False)
@@ -281,19 +302,10 @@ class Lautum(Regularizer):
         return lautum_from_correlations(squared.clamp(max=1.0) * largest)
 
 
-def _default_components(D: int, proxy: str, max_dim: int) -> int:
-    """Number of principal directions where the user says nothing."""
-    if proxy == "jacobian":
-        return min(D, 64)
-    return D if max_dim >= D else 256
-
-
-def _covariances(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+def _covariances(x: Tensor, w: Tensor) -> Pair:
     """Covariance of the centred ``w``, [K, K], and of ``w`` with the inputs, [K, r]."""
     n = len(x) - 1
-    of_w = (w.T @ w).double()
-    of_both = (w.T @ x).double()
-    return of_w / n, of_both / n
+    return (w.T @ w).double() / n, (w.T @ x).double() / n
 
 
 def _finite(*parts: Tensor) -> bool:
@@ -301,25 +313,98 @@ def _finite(*parts: Tensor) -> bool:
     return all(bool(part.sum().isfinite()) for part in parts)
 
 
-def _check_ranges(
-    D: int,
-    K: int,
+def _whitening(
+    batches: Batches,
+    mean: Tensor,
+    samples: Tensor,
     components: int,
-    decay: float,
-    shrinkage: float,
     ridge: float,
-) -> None:
-    rules = {
-        "num_outputs": (K, K >= 1, "at least 1"),
-        "components": (
-            components,
-            1 <= components <= D,
-            f"between 1 and the number of inputs, {D}",
-        ),
-        "decay": (decay, 0 <= decay < 1, "in [0, 1)"),
-        "shrinkage": (shrinkage, 0 < shrinkage < 1, "in (0, 1)"),
-        "ridge": (ridge, ridge > 0, "positive"),
-    }
-    for argument, (value, valid, rule) in rules.items():
-        if not valid:
-            raise ValueError(f"`{argument}` must be {rule}, got {value}.")
+) -> Factors:
+    r"""Return :math:`(\Sigma_x + \epsilon \bar\lambda I)^{-1/2}`, and the scales and number of its directions.
+
+    On all inputs it is a Cholesky factor; on fewer components, leading eigenvectors. These come from the covariance
+    where that fits (up to 4,096 inputs), and from three passes of subspace iteration where not. The ridge
+    :math:`\epsilon` is relative to the mean variance :math:`\bar\lambda` of the directions.
+    """
+    D = len(mean)
+    if D > _FACTORED:
+        generator = torch.Generator().manual_seed(0)
+        shape = (D, components + 10)
+        image = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+        for _ in range(3):
+            basis = torch.linalg.qr(image).Q
+            image = _scatter(batches(), mean, basis) / samples  # Σ basis
+        small = basis.T @ image  # Rayleigh–Ritz
+        matrix, scales, effective_dim = _eigen((small + small.T) / 2, components, ridge)
+        return matrix @ basis.T, scales, effective_dim
+    covariance = _scatter(batches(), mean) / samples
+    if components < D or not covariance.any():  # constant inputs have no Cholesky factor
+        return _eigen(covariance, components, ridge)
+    floor = ridge * covariance.diagonal().mean()
+    identity = torch.eye(D, dtype=covariance.dtype, device=covariance.device)
+    factor = torch.linalg.cholesky(covariance + floor * identity)
+    matrix = torch.linalg.solve_triangular(factor, identity, upper=False)
+    effective_dim = D - floor * matrix.square().sum()
+    return matrix, matrix.norm(dim=1).reciprocal(), effective_dim
+
+
+def _mean(batches: Iterator[Tensor], size: int) -> Pair:
+    """Return the mean of all inputs, and their number."""
+    totals = torch.zeros(size + 1, dtype=torch.float64, device="cpu")
+    for x in batches:
+        totals[:-1] += x.double().sum(0).cpu()
+        totals[-1] += len(x)
+    (totals,) = _base.sum_over_ranks(totals)
+    samples = totals[-1]
+    return totals[:-1] / samples.clamp_min(1), samples
+
+
+def _scatter(
+    batches: Iterator[Tensor],
+    mean: Tensor,
+    basis: Tensor | None = None,
+) -> Tensor:
+    """Return ``Σ_i (x_i − mean)(x_i − mean)ᵀ``, times a basis ``[D, r]`` if there is one."""
+    total = mean.new_zeros(len(mean), len(mean) if basis is None else basis.shape[1])
+    for x in batches:
+        centred = x.double().cpu() - mean
+        projected = centred if basis is None else centred @ basis
+        total += centred.T @ projected
+    return _base.sum_over_ranks(total)[0]
+
+
+def _eigen(
+    covariance: Tensor,
+    components: int,
+    ridge: float,
+) -> Factors:
+    values, vectors = torch.linalg.eigh(covariance)
+    values = values[-components:].flip(0).clamp_min(0)  # the largest first
+    vectors = vectors[:, -components:].flip(1)
+    shrunk = values + ridge * values.mean()
+    inverse = torch.where(shrunk > 0, shrunk, torch.inf).reciprocal()
+    matrix = inverse.sqrt()[:, None] * vectors.T
+    return matrix, shrunk.sqrt(), (values * inverse).sum()
+
+
+def flat_inputs(loader: Iterable[Any], shape: tuple[int, ...]) -> Iterator[Tensor]:
+    """Yield the inputs of each batch of ``loader``, checked and flat.
+
+    A batch is a tensor, a tuple or list whose first element is the inputs, or a dict with
+    ``"unlabeled"``.
+
+    Raises:
+        ValueError: If a batch has another layout or shape, or holds values that are not finite.
+    """
+    if isinstance(loader, Iterator):
+        raise ValueError(
+            f"`loader` must be readable more than once, got a {type(loader).__name__}: pass a list."
+        )
+    for batch in loader:
+        if isinstance(batch, dict):
+            batch = batch.get("unlabeled")
+        if isinstance(batch, tuple | list):
+            batch = batch[0]
+        _base.check_rows("loader", batch, shape, minimum=0)
+        _ranges.check_finite("loader", batch)
+        yield batch.flatten(1)

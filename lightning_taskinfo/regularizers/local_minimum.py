@@ -2,17 +2,26 @@
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from operator import itemgetter
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_taskinfo._observe import ParamDict, trainable_parameters
+from lightning_taskinfo._observe import ParamDict, holding, trainable_parameters
+from lightning_taskinfo._random import keep_random_states
 from lightning_taskinfo._ranges import check_counts, check_positive
-from lightning_taskinfo.regularizers._base import Regularizer, WeightSchedule
-from lightning_taskinfo.regularizers._network import frozen_batchnorm_statistics, swapped
+from lightning_taskinfo.regularizers._base import (
+    Regularizer,
+    Weight,
+    check_scalar,
+    frozen_batchnorm_statistics,
+)
 from lightning_taskinfo.variational import repeatable_noise
+
+Loss: TypeAlias = Callable[[Any], Tensor]
+Parameters: TypeAlias = dict[str, nn.Parameter]
 
 
 class LocalMinimumRegularizer(Regularizer):
@@ -62,7 +71,7 @@ class LocalMinimumRegularizer(Regularizer):
     def __init__(
         self,
         *,
-        weight: float | WeightSchedule = 10.0,
+        weight: Weight = 10.0,
         step_size: float = 1e-4,
         parts: int = 8,
         start: int | Literal["learning_rate_drop"] = "learning_rate_drop",
@@ -81,7 +90,7 @@ class LocalMinimumRegularizer(Regularizer):
     def forward(
         self,
         model: nn.Module,
-        loss_fn: Callable[[Any], Tensor],
+        loss_fn: Loss,
         batch: Any,
         *,
         epoch: int = 0,
@@ -100,24 +109,33 @@ class LocalMinimumRegularizer(Regularizer):
             ``weight * R``, a scalar; :attr:`value` is ``R``. Zero before the start, without any computation.
 
         Raises:
-            TypeError: If ``model`` is no module, or ``loss_fn`` no function that returns a tensor.
             ValueError: If weights are in half precision, the batch has fewer samples than parts, the loss is no scalar,
                 or ``learning_rate`` is missing.
         """
-        _check_kinds(model, loss_fn, batch)
         parameters = trainable_parameters(model)
-        _check_precision(parameters)
-        some = next(iter(parameters.values()))
+        if not parameters:
+            raise ValueError("`model` must have trainable parameters, got none.")
+        for name, p in parameters.items():
+            if p.dtype not in (torch.float32, torch.float64):
+                raise ValueError(
+                    f"`model` must keep its weights in float32 or float64, got {p.dtype} for `{name}`: a step of this "
+                    "size is lost in half precision. Use mixed precision, e.g. precision='bf16-mixed'."
+                )
         weight = 0.0
         if self._due(epoch, learning_rate):
             weight = self.schedule(epoch)
         if not weight:
             self.value = None
             self.weight = 0.0
-            return self.nothing(some)
-        value, gradient = self._value_and_gradient(
-            model, loss_fn, split_batch(batch, self.parts), parameters
-        )
+            return p.new_zeros(())
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.autocast(p.device.type, enabled=False),
+            frozen_batchnorm_statistics(model),
+        ):
+            parts = split_batch(batch, self.parts)
+            value, gradient = self._value_and_gradient(model, loss_fn, parts, parameters)
         # A number whose gradient is the one computed above.
         for name, p in parameters.items():
             zero = p - p.detach()
@@ -139,62 +157,35 @@ class LocalMinimumRegularizer(Regularizer):
     def _value_and_gradient(
         self,
         model: nn.Module,
-        loss_fn: Callable[[Any], Tensor],
+        loss_fn: Loss,
         parts: list[Any],
-        parameters: dict[str, nn.Parameter],
+        parameters: Parameters,
     ) -> tuple[Tensor, ParamDict]:
-        some = next(iter(parameters.values()))
-        w = {name: p.detach() for name, p in parameters.items()}
-        value = torch.zeros((), device=some.device)
-        gradient = {name: torch.zeros_like(p) for name, p in w.items()}
-        with (
-            torch.inference_mode(False),
-            torch.enable_grad(),
-            torch.autocast(some.device.type, enabled=False),
-            frozen_batchnorm_statistics(model),
-        ):
-            for part in parts:
-                loss, g = _loss_and_gradient(model, loss_fn, part, parameters, w)
-                moved = {}
-                for name, p in w.items():
-                    moved[name] = p - self.step_size * g[name]
-                loss_moved, g_moved = _loss_and_gradient(model, loss_fn, part, parameters, moved)
-                value = value + (loss - loss_moved) / len(parts)
-                for name in w:
-                    change = g[name] - g_moved[name]
-                    gradient[name] = gradient[name] + change / len(parts)
-        return value, gradient
+        def look(part: Any) -> tuple[Tensor, ParamDict]:
+            """Return loss and gradient, each time under the same dropout masks and the same noise."""
+            restore = keep_random_states({p.device for p in parameters.values()})
+            try:
+                with repeatable_noise(model):
+                    loss = loss_fn(part)
+            finally:
+                restore()
+            check_scalar("loss_fn(part)", loss)
+            found = torch.autograd.grad(
+                loss, [*parameters.values()], allow_unused=True, materialize_grads=True
+            )
+            return loss.detach(), dict(zip(parameters, found, strict=True))
 
-
-def _loss_and_gradient(
-    model: nn.Module,
-    loss_fn: Callable[[Any], Tensor],
-    part: Any,
-    parameters: dict[str, nn.Parameter],
-    weights: ParamDict,
-) -> tuple[Tensor, ParamDict]:
-    leaves = {name: w.detach().requires_grad_() for name, w in weights.items()}
-    devices = {w.device for w in weights.values()}
-    devices = {device for device in devices if device.type not in ("cpu", "meta")}
-    device_type = next((device.type for device in devices), "cuda")
-    # Both losses see the same dropout masks and the same noise.
-    with (
-        torch.random.fork_rng(list(devices), device_type=device_type),
-        repeatable_noise(model),
-        swapped(model, parameters.values(), leaves.values()),
-    ):
-        loss = loss_fn(part)
-    if not isinstance(loss, Tensor):
-        raise TypeError(f"`loss_fn` must return a scalar tensor, got {type(loss).__name__}.")
-    if loss.ndim:
-        raise ValueError(
-            f"`loss_fn` must return a scalar, got shape {tuple(loss.shape)}: take the mean."
-        )
-    found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-    gradients = {}
-    for (name, w), g in zip(leaves.items(), found, strict=True):
-        gradients[name] = torch.zeros_like(w) if g is None else g
-    return loss.detach(), gradients
+        losses = []
+        gradient = {name: torch.zeros_like(p) for name, p in parameters.items()}
+        for part in parts:
+            loss, g = look(part)
+            moved = {name: p.detach() - self.step_size * g[name] for name, p in parameters.items()}
+            with holding(parameters, moved):
+                loss_moved, g_moved = look(part)
+            losses.append((loss - loss_moved) / len(parts))
+            for name, total in gradient.items():
+                total += (g[name] - g_moved[name]) / len(parts)
+        return sum(losses, torch.zeros_like(loss)), gradient
 
 
 def split_batch(batch: Any, parts: int) -> list[Any]:
@@ -207,48 +198,17 @@ def split_batch(batch: Any, parts: int) -> list[Any]:
         >>> [part["x"].tolist() for part in split_batch({"x": torch.arange(5)}, 2)]
         [[0, 1], [2, 3]]
     """
-    leaves, structure = tree_flatten(batch)
-    lengths = {len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim}
+    lengths = {len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)}
     if len(lengths) != 1:
         raise ValueError(
             f"`batch` must hold tensors with one number of samples, got {sorted(lengths)}."
         )
-    size = lengths.pop() // parts
-    if size == 0:
-        raise ValueError(
-            f"`batch` must hold at least `parts` = {parts} samples, got {max(len(t) for t in leaves)}."
-        )
-
-    def cut(leaf: Any, i: int) -> Any:
-        if not isinstance(leaf, Tensor) or not leaf.ndim:
-            return leaf
-        return leaf[i * size : (i + 1) * size]
-
+    (count,) = lengths
+    size = count // parts
+    if not size:
+        raise ValueError(f"`batch` must hold at least `parts` = {parts} samples, got {count}.")
     batches = []
-    for i in range(parts):
-        some = [cut(leaf, i) for leaf in leaves]
-        batches.append(tree_unflatten(some, structure))
+    for start in range(0, parts * size, size):
+        cut = itemgetter(slice(start, start + size))
+        batches.append(tree_map_only(Tensor, cut, batch))
     return batches
-
-
-def _check_kinds(model: object, loss_fn: object, batch: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"`model` must be a Module, got {type(model).__name__}.")
-    if not callable(loss_fn):
-        hint = "pass `lambda part: loss(net(part[0]), part[1])`"
-        if callable(batch):
-            hint = "it comes before `batch`"
-        raise TypeError(
-            f"`loss_fn` must be a function of a part of the batch, got {type(loss_fn).__name__}: {hint}."
-        )
-
-
-def _check_precision(parameters: dict[str, nn.Parameter]) -> None:
-    if not parameters:
-        raise ValueError("`model` must have trainable parameters, got none.")
-    for name, p in parameters.items():
-        if p.dtype not in (torch.float32, torch.float64):
-            raise ValueError(
-                f"`model` must keep its weights in float32 or float64, got {p.dtype} for `{name}`: a step of this size "
-                "is lost in half precision. Use mixed precision, e.g. precision='bf16-mixed'."
-            )

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lightning_taskinfo._ranges import check_finite, check_positive
 from lightning_taskinfo.functional.discrepancy import mk_mmd
-from lightning_taskinfo.regularizers._base import Regularizer, WeightSchedule, check_rows
+from lightning_taskinfo.regularizers._base import Regularizer, Weight
 
 
 class MultiKernelMMD(Regularizer):
@@ -34,7 +34,7 @@ class MultiKernelMMD(Regularizer):
     def __init__(
         self,
         *,
-        weight: float | WeightSchedule = 1.0,
+        weight: Weight = 1.0,
         widths: Sequence[float] | None = None,
     ) -> None:
         super().__init__(weight)
@@ -56,8 +56,6 @@ class MultiKernelMMD(Regularizer):
             ValueError: If a batch has fewer than two samples, the widths differ, or features are
                 not finite.
         """
-        check_rows("source", source)
-        check_rows("target", target, tuple(source.shape[1:]))
         check_finite("source", source)
         check_finite("target", target)
         with torch.autocast(source.device.type, enabled=False):

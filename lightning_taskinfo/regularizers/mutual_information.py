@@ -1,38 +1,26 @@
 """Mutual information between inputs and features, to be minimised against a critic that is trained beside it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_taskinfo._ranges import check_counts, check_finite, check_positive
-from lightning_taskinfo.functional.mutual_information import (
-    Negatives,
-    check_negatives,
-    donsker_varadhan,
-    info_nce,
-    jensen_shannon,
-    mine,
-    nwj,
-    smile,
-    update_log_average,
-)
+from lightning_taskinfo.functional import discrepancy as mi
 from lightning_taskinfo.regularizers._base import (
     Regularizer,
-    WeightSchedule,
+    Weight,
     check_rows,
     checked_shape,
+    mean_over_ranks,
 )
-from lightning_taskinfo.regularizers._network import swapped
-from lightning_taskinfo.regularizers._ranks import mean_over_ranks
 from lightning_taskinfo.regularizers.critics import CriticKind, make_critic
 
 Objective = Literal["jensen_shannon", "donsker_varadhan", "mine", "nwj", "info_nce"]
-OBJECTIVES: dict[str, Callable[..., Tensor]] = {
-    "jensen_shannon": jensen_shannon, "donsker_varadhan": donsker_varadhan, "nwj": nwj, "info_nce": info_nce,
-}  # fmt: skip
+Turns = Literal["step", "epoch"]
 
 
 class MutualInformation(Regularizer):
@@ -62,7 +50,7 @@ class MutualInformation(Regularizer):
             ``"info_nce"``.
         negatives: Which pairs of a batch stand for the product in the objective: ``"others"``, or
             ``"all"``, the joint pairs included: less variance and less information, see
-            :mod:`.functional.mutual_information`. The SMILE estimate is read on the others in
+            :mod:`.functional.discrepancy`. The SMILE estimate is read on the others in
             either case. InfoNCE always counts the joint pairs.
         clip: The :math:`\tau` of the SMILE estimate.
         alternate: Take turns by ``"step"`` or by ``"epoch"``.
@@ -90,26 +78,37 @@ class MutualInformation(Regularizer):
         input_shape: Sequence[int],
         feature_dim: int,
         *,
-        weight: float | WeightSchedule = 0.1,
+        weight: Weight = 0.1,
         critic: CriticKind | nn.Module = "separable",
         objective: Objective = "jensen_shannon",
-        negatives: Negatives = "others",
+        negatives: mi.Negatives = "others",
         clip: float = 5.0,
-        alternate: Literal["step", "epoch"] = "step",
+        alternate: Turns = "step",
         critic_steps: int = 5,
         learning_rate: float = 1e-3,
         seed: int = 0,
     ) -> None:
         super().__init__(weight)
-        _check(objective, negatives, alternate, clip, critic_steps, learning_rate)
+        if objective not in get_args(Objective):
+            raise ValueError(
+                f"`objective` must be one of {get_args(Objective)}, got {objective!r}."
+            )
+        mi.check_choices(negatives, clip)
+        if objective == "info_nce" and negatives == "all":
+            raise ValueError(
+                "`negatives` must be 'others' for InfoNCE, whose sum holds the joint pair anyway, got 'all'."
+            )
+        if alternate not in get_args(Turns):
+            raise ValueError(f"`alternate` must be 'step' or 'epoch', got {alternate!r}.")
+        check_positive(learning_rate=learning_rate)
+        check_counts(critic_steps=critic_steps)
         self.input_shape = checked_shape(input_shape)
         self.feature_dim = feature_dim
         self.objective = objective
+        self.negatives = negatives
         self.clip = clip
         self.alternate = alternate
         self.critic_steps = critic_steps
-        self.negatives: Negatives = negatives
-        self._pairs = {} if objective == "info_nce" else {"negatives": negatives}
         if not isinstance(critic, nn.Module):
             critic = make_critic(critic, self.input_shape, feature_dim, seed=seed)
         self.critic = critic.requires_grad_(False).float()
@@ -134,64 +133,62 @@ class MutualInformation(Regularizer):
                 two samples.
         """
         check_rows("inputs", inputs, self.input_shape)
-        check_rows("features", features, (self.feature_dim,), rows=len(inputs))
+        check_rows("features", features, [self.feature_dim], rows=len(inputs))
         check_finite("inputs", inputs)
         by_step = self.alternate == "step"
+        weight = 0.0
+        if by_step or epoch % 2 == 1:
+            weight = self.schedule(epoch)
         with torch.autocast(inputs.device.type, enabled=False):
-            x, z = inputs.detach().float(), features.float()
+            x = inputs.detach().float()
+            z = features.float()
             if self.training and (by_step or epoch % 2 == 0):
                 self._train_critic(x, z.detach())
             scores = self.scores(x, z)
-            weight = 0.0
-            if by_step or epoch % 2 == 1:
-                weight = self.schedule(epoch)
-            value = self._estimate(scores)
-            return self.penalty(self._objective(scores), weight, value=value)
+            objective = value = self._objective(scores)
+            if self.objective == "jensen_shannon":  # which is no estimate in nats
+                value = mi.smile(scores, self.clip)
+        return self.penalty(objective, weight, value=value)
 
     def scores(self, inputs: Tensor, features: Tensor) -> Tensor:
         """Return the critic's scores of all pairs, shape ``[B, B]``, unmoved by its later steps."""
-        parameters = list(self.critic.parameters())
-        copies = [p.detach().clone() for p in parameters]
-        with swapped(self.critic, parameters, copies):
+        # Its steps move the weights in place, which a graph that waits for its backward must not see.
+        with saved_tensors_hooks(torch.clone, lambda saved: saved):
             return self.critic(inputs, features)
 
-    def _estimate(self, scores: Tensor) -> Tensor:
-        """Return the estimate in nats that suits the objective's critic."""
-        if self.objective == "jensen_shannon":
-            return smile(scores, self.clip)
-        objective = "donsker_varadhan" if self.objective == "mine" else self.objective
-        return OBJECTIVES[objective](scores, **self._pairs)
-
     def _objective(self, scores: Tensor) -> Tensor:
+        """Return what critic and network follow."""
+        if self.objective == "info_nce":
+            return mi.info_nce(scores)
         if self.objective != "mine":
-            return OBJECTIVES[self.objective](scores, **self._pairs)
-        average = self.log_average
-        if not average.isfinite():
-            average = update_log_average(average, scores, 0, negatives=self.negatives)
-        return mine(scores, average, negatives=self.negatives)
+            return getattr(mi, self.objective)(scores, negatives=self.negatives)
+        return mi.mine(scores, self.log_average, negatives=self.negatives)
 
     @torch.enable_grad()
     def _train_critic(self, x: Tensor, z: Tensor) -> None:
+        self.critic.requires_grad_()
+        try:
+            for _ in range(self.critic_steps):
+                self._step(x, z)
+        finally:  # nobody else is to see that its parameters have gradients
+            self.critic.requires_grad_(False)
+
+    def _step(self, x: Tensor, z: Tensor) -> None:
+        scores = self.critic(x, z)
+        if self.objective == "mine":
+            average = self.log_average
+            moved = mi.update_log_average(average, scores, 0.99, negatives=self.negatives)
+            (moved,) = mean_over_ranks(moved)
+            average.copy_(torch.where(moved.isfinite(), moved, average))
         parameters = list(self.critic.parameters())
-        for _ in range(self.critic_steps):
-            copies = [p.detach().requires_grad_() for p in parameters]
-            with swapped(self.critic, parameters, copies):
-                scores = self.critic(x, z)
-            if self.objective == "mine":
-                moved = update_log_average(
-                    self.log_average, scores, decay=0.99, negatives=self.negatives
-                )
-                (moved,) = mean_over_ranks(moved)
-                self.log_average.copy_(torch.where(moved.isfinite(), moved, self.log_average))
-            own = torch.autograd.grad(-self._objective(scores), copies)
-            gradients = mean_over_ranks(*own)
-            # E.g. features that overflowed: the next batch is fine.
-            if not all(g.isfinite().all() for g in gradients):
-                continue
-            for p, g in zip(parameters, gradients, strict=True):
-                p.grad = g
-            self._optimizer.step()
-            self._optimizer.zero_grad()
+        own = torch.autograd.grad(-self._objective(scores), parameters)
+        gradients = mean_over_ranks(*own)
+        if not all(g.isfinite().all() for g in gradients):
+            return  # e.g. features that overflowed: the next batch is fine
+        for p, g in zip(parameters, gradients, strict=True):
+            p.grad = g
+        self._optimizer.step()
+        self._optimizer.zero_grad()
 
     def _apply(self, fn: Any, recurse: bool = True) -> "MutualInformation":
         super()._apply(fn, recurse)
@@ -207,31 +204,3 @@ class MutualInformation(Regularizer):
         """Take up the state of the critic's optimizer from a checkpoint."""
         # It would share the tensors of a state dict in memory.
         self._optimizer.load_state_dict(deepcopy(state))
-
-
-def _check(
-    objective: str,
-    negatives: str,
-    alternate: str,
-    clip: float,
-    critic_steps: int,
-    learning_rate: float,
-) -> None:
-    check_negatives(negatives)
-    if objective == "info_nce" and negatives == "all":
-        raise ValueError(
-            "`negatives` must be 'others' for InfoNCE, whose sum holds the joint pair anyway, got 'all'."
-        )
-    if objective == "smile":
-        raise ValueError(
-            "`objective` must not be 'smile': a critic that ascends the clipped estimate runs away. Follow "
-            "'jensen_shannon': the value it reports is SMILE's."
-        )
-    if objective not in get_args(Objective):
-        raise ValueError(f"`objective` must be one of {get_args(Objective)}, got {objective!r}.")
-    if alternate not in ("step", "epoch"):
-        raise ValueError(f"`alternate` must be 'step' or 'epoch', got {alternate!r}.")
-    check_positive(learning_rate=learning_rate)
-    if not clip > 0:  # which may be infinite
-        raise ValueError(f"`clip` must be positive, got {clip}.")
-    check_counts(critic_steps=critic_steps)

@@ -7,8 +7,14 @@ from torch import Tensor
 
 from lightning_taskinfo._ranges import check_counts
 from lightning_taskinfo.functional.discrepancy import ensemble_targets
-from lightning_taskinfo.regularizers._base import Regularizer, WeightSchedule, check_rows
-from lightning_taskinfo.regularizers._ranks import gather_rows
+from lightning_taskinfo.regularizers._base import (
+    Regularizer,
+    Weight,
+    WeightSchedule,
+    check_decay,
+    check_rows,
+    gather_rows,
+)
 
 
 class TemporalEnsembling(Regularizer):
@@ -55,71 +61,60 @@ class TemporalEnsembling(Regularizer):
         num_outputs: int,
         *,
         num_labeled: int | None = None,
-        weight: float | WeightSchedule | None = None,
+        weight: Weight | None = None,
         ramp_epochs: int = 80,
         decay: float = 0.6,
         dtype: str = "float32",
     ) -> None:
-        check_counts(num_samples=num_samples, num_outputs=num_outputs)
-        if num_labeled is not None and not 0 <= num_labeled <= num_samples:
-            raise ValueError(
-                f"`num_labeled` must be from 0 to `num_samples`, {num_samples}, got {num_labeled}."
-            )
-        check_counts(ramp_epochs=ramp_epochs)
+        check_counts(num_samples=num_samples, num_outputs=num_outputs, ramp_epochs=ramp_epochs)
+        check_decay(decay)
+        if dtype not in ("float32", "bfloat16", "float16"):
+            raise ValueError(f"`dtype` must be float32, bfloat16 or float16, got {dtype!r}.")
         if weight is None:
-            if num_labeled is None:
+            if num_labeled is None or not 0 <= num_labeled <= num_samples:
                 raise ValueError(
-                    "`num_labeled` or `weight` must be given: the default weight depends on the former."
+                    f"`num_labeled` or `weight` must be given, the former from 0 to `num_samples`, {num_samples}, "
+                    f"got {num_labeled}."
                 )
             weight = WeightSchedule(30 * num_labeled / num_samples, "sigmoid", length=ramp_epochs)
         super().__init__(weight)
-        if not 0 <= decay < 1:
-            raise ValueError(f"`decay` must be in [0, 1), got {decay}.")
-        dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-        if dtype not in dtypes:
-            raise ValueError(f"`dtype` must be one of {tuple(dtypes)}, got {dtype!r}.")
         self.num_outputs = num_outputs
         self.decay = decay
-        self.register_buffer("average", torch.zeros(num_samples, num_outputs, dtype=dtypes[dtype]))
+        average = torch.zeros(num_samples, num_outputs, dtype=getattr(torch, dtype))
+        self.register_buffer("average", average)
         self.register_buffer("count", torch.zeros(num_samples, dtype=torch.int32))
         self.register_buffer("last_epoch", torch.full((num_samples,), -1, dtype=torch.int32))
 
-    def forward(
-        self,
-        outputs: Tensor,
-        index: Tensor | Sequence[int],
-        *,
-        epoch: int | None = None,
-    ) -> Tensor:
+    def forward(self, outputs: Tensor, index: Tensor | Sequence[int], *, epoch: int) -> Tensor:
         """Return the penalty, and in train mode move the averages of these samples.
 
         Args:
             outputs: Logits, shape ``[B, C]``.
             index: Which samples these are, whole numbers below ``num_samples``, shape ``[B]``.
-            epoch: Current epoch, counted from 0. It has to be given: averages move once an epoch,
-                and in epoch 0 the penalty is 0.
+            epoch: Current epoch, counted from 0: averages move once an epoch, and in epoch 0 the
+                penalty is 0.
 
         Returns:
             ``weight`` times the mean squared difference, a scalar; :attr:`value` is that
             difference.
 
         Raises:
-            TypeError: If ``index`` is not of whole numbers, or ``epoch`` is missing.
-            ValueError: If shapes are wrong, or an index is out of range.
+            ValueError: If shapes are wrong, or ``index`` is not of whole numbers or out of range.
         """
-        if epoch is None:
-            raise TypeError(
-                "`epoch` must be given, counted from 0: the averages move once an epoch, got None."
+        check_rows("outputs", outputs, [self.num_outputs], minimum=1)
+        index = torch.as_tensor(index, device=self.average.device)
+        whole = not index.is_floating_point() and index.dtype != torch.bool
+        if not whole or index.shape != outputs.shape[:1]:
+            raise ValueError(
+                f"`index` must be whole numbers, one for each sample, shape [{len(outputs)}], got {index.dtype} of "
+                f"shape {tuple(index.shape)}."
             )
-        check_rows("outputs", outputs, (self.num_outputs,), minimum=1)
-        index = _checked_index(index, len(outputs)).to(self.average.device)
-        self._first_look(outputs)
-        low = int(index.min())
-        high = int(index.max())
+        index = index.long()  # torch reads bytes as a mask
+        low, high = index.aminmax()
         if low < 0 or high >= len(self.average):
             raise ValueError(
-                f"`index` must be in [0, {len(self.average)}), got {low} to {high}: is "
-                "`num_samples` the number of all samples that carry an index?"
+                f"`index` must be in [0, {len(self.average)}), got {low} to {high}: is `num_samples` the number of all "
+                "samples that carry an index?"
             )
         with torch.autocast(outputs.device.type, enabled=False):
             predictions = outputs.float().softmax(-1)  # [B, C]
@@ -134,14 +129,13 @@ class TemporalEnsembling(Regularizer):
 
     def _move(self, index: Tensor, predictions: Tensor, epoch: int) -> None:
         """Move the averages of samples that this epoch has not seen yet; of a repeated one, by its first row."""
-        unique, inverse = index.unique(return_inverse=True)
-        rows = torch.arange(len(index), device=index.device)
-        first = torch.full_like(unique, len(index)).scatter_reduce(
-            0, inverse, rows.to(unique), "amin"
-        )
-        new = self.last_epoch[unique] != epoch
-        index = unique[new]
-        predictions = predictions[first[new].long()]
+        order = index.argsort(stable=True)
+        ordered = index[order]
+        first = torch.ones_like(ordered, dtype=torch.bool)
+        first[1:] = ordered[1:] != ordered[:-1]
+        rows = order[first & (self.last_epoch[ordered] != epoch)]
+        index = index[rows]
+        predictions = predictions[rows]
         if not predictions.isfinite().all():
             return  # diverged: the loss says so, and the averages stay usable
         kept = self.decay * self.average[index].float()
@@ -149,17 +143,3 @@ class TemporalEnsembling(Regularizer):
         self.average[index] = moved.to(self.average.dtype)
         self.count[index] += 1
         self.last_epoch[index] = epoch
-
-
-def _checked_index(index: object, rows: int) -> Tensor:
-    """Return the numbers of the samples as a tensor of 64-bit integers: torch reads bytes as a mask."""
-    rule = f"`index` must be whole numbers, one for each sample, shape [{rows}]"
-    try:
-        tensor = index if isinstance(index, Tensor) else torch.tensor(index, device="cpu")
-    except (TypeError, ValueError, RuntimeError):
-        raise TypeError(f"{rule}, got {type(index).__name__}.") from None
-    if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.is_complex():
-        raise TypeError(f"{rule}, got {tensor.dtype}.")
-    if tensor.shape != (rows,):
-        raise ValueError(f"{rule}, got shape {tuple(tensor.shape)}.")
-    return tensor.long()

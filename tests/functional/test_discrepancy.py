@@ -98,19 +98,19 @@ def test_refuses_a_single_sample(argument):
     arguments = {"source": samples(4), "target": samples(4), argument: samples(1)}
     with pytest.raises(
         ValueError,
-        match=rf"`{argument}` must have shape \[N, D\] with N of at least 2, got \(1, 3\)",
+        match=r"`source` and `target` must have shapes .* of at least 2, got .*\(1, 3\)",
     ):
         mk_mmd(**arguments)
 
 
 def test_refuses_different_widths_of_features():
-    with pytest.raises(ValueError, match=r"must have the same width, got \(4, 3\) and \(4, 5\)"):
+    with pytest.raises(ValueError, match=r"must have shapes .* got \[\(4, 3\), \(4, 5\)\]"):
         mk_mmd(samples(4, 3), samples(4, 5))
 
 
 @pytest.mark.parametrize("widths", [[0.0], [-1.0, 1.0], []])
 def test_refuses_kernel_widths_that_are_not_positive(widths):
-    with pytest.raises(ValueError, match="`widths` must be positive, got "):
+    with pytest.raises(ValueError, match="`widths` must be positive numbers, got "):
         mk_mmd(samples(4), samples(4), widths=widths)
 
 

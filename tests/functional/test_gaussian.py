@@ -142,5 +142,5 @@ def test_gradient_of_the_cross_covariance(information):
 def test_refuses_shapes_that_do_not_belong_together(argument, position):
     arguments = list(blocks(4, 2))
     arguments[position] = torch.eye(3)
-    with pytest.raises(ValueError, match=rf"`{argument}` must have shape .* got \(3, 3\)"):
+    with pytest.raises(ValueError, match=rf"`{argument}` .* got .*\(3, 3\)"):
         gaussian_lautum_information(*arguments)

@@ -173,7 +173,7 @@ def test_interval_is_cut_at_what_is_possible():
 
 @pytest.mark.parametrize("confidence", [0.0, 1.0, 95])
 def test_refuses_a_confidence_that_is_none(confidence):
-    with pytest.raises(ValueError, match=f"`confidence` must be between 0 and 1, got {confidence}"):
+    with pytest.raises(ValueError, match=f"`confidence` must be in .*, got {confidence}"):
         student_quantile(confidence, 3)
 
 

@@ -169,7 +169,8 @@ def test_classes_that_may_be_on_either_axis_are_warned_about(shape):
 
 def test_a_loss_is_no_likelihood():
     with pytest.raises(
-        ValueError, match=r"`likelihood` must be .* got CrossEntropyLoss without log_prob"
+        ValueError,
+        match=r"`likelihood` must be .* got CrossEntropyLoss.*; an object must have log_prob",
     ):
         as_likelihood(nn.CrossEntropyLoss())
 
@@ -182,13 +183,13 @@ def test_a_loss_is_no_likelihood():
         (Categorical(), torch.zeros(4, 3), torch.rand(4), r"`targets` must be class indices .* set `likelihood` to"),
         (Categorical(), torch.zeros(4, 3), torch.zeros(4, 1, dtype=torch.long), r"got torch.int64 of shape \[4, 1\]"),
         (Categorical(), torch.zeros(2, 3, 4, 5), torch.zeros(2, 4, 5).long(), r"to the last axis.*movedim\(1, -1\)"),
-        (Categorical(), torch.zeros(2, 3, 4, 5), torch.zeros(2, 4, 4).long(), r"got torch.*\[2, 4, 4\]; a callback"),
-        (Categorical(), torch.zeros(2, 3), torch.tensor([0, 3]), r"must lie in \[0, 3\).* got values from 0 to 3"),
-        (Categorical(), torch.zeros(2, 3), torch.tensor([-1, 1]), "got values from -1 to 1"),
-        (Bernoulli(), torch.zeros(2, 1), torch.tensor([[0], [2]]), r"must lie in \[0, 1\], got values from 0 to 2"),
+        (Categorical(), torch.zeros(2, 3, 4, 5), torch.zeros(2, 4, 4).long(), r"got torch.*\[2, 4, 4\]; .*`batch_fn`"),
+        (Categorical(), torch.zeros(2, 3), torch.tensor([0, 3]), r"must lie in \[0, 3\).* got 3"),
+        (Categorical(), torch.zeros(2, 3), torch.tensor([-1, 1]), r"must lie in \[0, 3\).* got -1"),
+        (Bernoulli(), torch.zeros(2, 1), torch.tensor([[0], [2]]), r"`targets` must be in \[0, 1\], got 2"),
         (Gaussian(), torch.zeros(4, 1), torch.zeros(4), r"must have the outputs' shape \[4, 1\], got \[4\]"),
         (Bernoulli(), torch.zeros(4, 1), torch.zeros(4), r"would silently broadcast.*`forward_fn`.*squeeze\(-1\)"),
-        (Bernoulli(), torch.zeros(4, 3), torch.zeros(4), r"`lambda module, x: module\(x\)\[..., 0\]`, or whatever"),
+        (Bernoulli(), torch.zeros(4, 3), torch.zeros(4), r"squeeze\(-1\)`, or whatever picks"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(likelihood: Likelihood, outputs, targets, message):
@@ -206,17 +207,10 @@ def test_bad_arguments_are_named():
         Gaussian(std=0.0)
     with pytest.raises(
         ValueError,
-        match="`likelihood` must be one of categorical, bernoulli, gaussian, got 'poisson'",
+        match=r"`likelihood` must be one of categorical, bernoulli, gaussian, got 'poisson'",
     ):
         as_likelihood("poisson")
     with pytest.raises(
         ValueError, match="`targets` must be given for `labels='empirical'`, got None"
     ):
         next(output_scores(torch.zeros(2, 3), None, labels="empirical", likelihood=Categorical()))
-
-
-def test_classes_given_as_floats_are_told_apart_from_real_targets():
-    with pytest.raises(ValueError, match=r"`targets` .*float32.*\.long\(\)"):
-        Categorical().check(torch.zeros(4, 3), torch.tensor([0.0, 2.0, 1.0, 1.0]))
-    with pytest.raises(ValueError, match=r"`targets` .*`likelihood` to 'gaussian'"):
-        Categorical().check(torch.zeros(4, 3), torch.tensor([0.5, 2.0, 1.0, 1.0]))

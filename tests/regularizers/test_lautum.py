@@ -349,8 +349,8 @@ def test_refuses_inputs_without_a_gradient_for_the_jacobian():
             "`loader` must be readable more than once, got a list_iterator",
         ),
         ([], r"must hold more samples than there are outputs \(3\), got 0"),
-        ([torch.zeros(9, 2)], r"`loader` must yield inputs of shape \[B, 6\], .* got \(9, 2\)"),
-        ([{"labeled": torch.zeros(9, D)}], "dicts that hold them as 'unlabeled'; got NoneType"),
+        ([torch.zeros(9, 2)], r"`loader` must have shape \[B, 6\], got \(9, 2\)"),
+        ([{"labeled": torch.zeros(9, D)}], "`loader` must be a tensor, got NoneType"),
         ([torch.full((9, D), torch.nan)], "`loader` must be finite, got 54 values"),
     ],
 )

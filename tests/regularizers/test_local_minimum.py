@@ -239,35 +239,18 @@ def test_parts_are_equal_and_keep_the_structure():
     )
 
 
-@pytest.mark.parametrize("start", [0, 5])  # also where the penalty is not due yet
-def test_refuses_a_loss_in_place_of_its_function(start):
-    net, batch, loss_fn = problem()
-    message = r"`loss_fn` must be a function of a part of the batch, got Tensor: pass `lambda part: loss\(net"
-    with pytest.raises(TypeError, match=message):
-        LocalMinimumRegularizer(start=start)(net, loss_fn(batch), batch)
-
-
-def test_refuses_swapped_arguments():
-    net, batch, loss_fn = problem()
-    regularizer = LocalMinimumRegularizer(start=0)
-    with pytest.raises(
-        TypeError, match=r"`loss_fn` must be a function .* got tuple: it comes before `batch`"
-    ):
-        regularizer(net, batch, loss_fn)
-    with pytest.raises(TypeError, match="`model` must be a Module, got function"):
-        regularizer(loss_fn, net, batch)
-
-
 @pytest.mark.parametrize(
-    ("change", "error", "found"),
+    ("change", "found"),
     [
-        (lambda loss: loss.expand(4), ValueError, r"a scalar, got shape \(4,\): take the mean"),
-        (lambda loss: loss.view(1), ValueError, r"a scalar, got shape \(1,\): take the mean"),
-        (lambda loss: loss.item(), TypeError, "a scalar tensor, got float"),
-        (lambda loss: {"loss": loss}, TypeError, "a scalar tensor, got dict"),
+        (lambda loss: loss.expand(4), r"torch.Size\(\[4\]\)"),
+        (lambda loss: loss.view(1), r"torch.Size\(\[1\]\)"),
+        (lambda loss: loss.item(), "float"),
+        (lambda loss: {"loss": loss}, "dict"),
     ],
 )
-def test_refuses_a_function_whose_loss_is_no_scalar(change, error, found):
+def test_refuses_a_function_whose_loss_is_no_scalar(change, found):
     net, batch, loss_fn = problem()
-    with pytest.raises(error, match=f"`loss_fn` must return {found}"):
+    with pytest.raises(
+        ValueError, match=rf"`loss_fn\(part\)` must be a scalar tensor, got {found}"
+    ):
         LocalMinimumRegularizer(parts=3, start=0)(net, lambda part: change(loss_fn(part)), batch)

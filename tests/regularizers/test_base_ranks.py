@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_taskinfo.regularizers import Lautum
-from lightning_taskinfo.regularizers._ranks import gather_rows
+from lightning_taskinfo.regularizers._base import gather_rows
 from lightning_taskinfo.variational import noisy_weights
 from tests.penalised_net import WEIGHTS, D, K, N, Net, Pairs, fit
 from tests.test_mixins import same

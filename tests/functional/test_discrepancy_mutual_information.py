@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_taskinfo.functional import mutual_information as mi
+from lightning_taskinfo.functional import discrepancy as mi
 
 ESTIMATES = [mi.donsker_varadhan, mi.smile, mi.nwj, mi.info_nce, mi.jensen_shannon]
 WITH_NEGATIVES = [f for f in ESTIMATES if f is not mi.info_nce]
