@@ -243,7 +243,7 @@ def test_ways_to_adapt_train_what_they_say(tmp_path):
 
 
 def test_frozen_parts_keep_their_statistics():
-    from lightning_taskinfo.transfer.adapt import adapted
+    from lightning_taskinfo.transfer.starts import adapted
     from lightning_taskinfo.transfer.training import EpochKeeper
 
     net = adapted(Net(), "linear", ["head.weight", "head.bias"])
@@ -438,7 +438,7 @@ BAD = {
     ),
     "no common weights": (
         {"starts": {"a": Other().state_dict()}},
-        r"`starts\['a'\]` must have weights in common",
+        r"`starts\['a'\]` must fit `model` but for its head, got weights for 0 of 8 parameters",
     ),
     "no tensors": ({"starts": {"a": {"w": 1}}}, r"`starts\['a'\]`"),
     "not a number": (

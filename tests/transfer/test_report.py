@@ -10,7 +10,7 @@ import pytest
 import torch
 from scipy import stats
 
-from lightning_taskinfo.transfer.render import findings, overlap_table
+from lightning_taskinfo.transfer.render import findings, tables
 from lightning_taskinfo.transfer.report import TransferReport
 from tests.transfer.results import METHODS, minimal, report, result
 
@@ -306,7 +306,7 @@ def test_refuses_nothing_and_twice_the_same():
         TransferReport([1], {})
     with pytest.raises(ValueError, match="`configuration` must be a dict, got None"):
         TransferReport([result()], None)
-    with pytest.raises(ValueError, match="`confidence` must be between 0 and 1, got 95"):
+    with pytest.raises(ValueError, match=r"`confidence` must be in \(0, 1\), got 95"):
         TransferReport([result()], {}).transferability(95)
 
 
@@ -352,11 +352,14 @@ def test_seeds_that_differ_keep_their_column():
     assert "seeds" in TransferReport(rows, {}).to_terminal(width=60)
 
 
+MISSED = "Before fine-tuning: what the features miss"
+
+
 @pytest.mark.parametrize("onset", [[10.0, 20.0, None], None])
 def test_a_prediction_that_nobody_made_has_no_column(onset):
     overlap = {"layers": ["a"], "outside": [0.5], "standard_error": [0.1], "onset": onset}
     results = [replace(row, overlap=overlap) for row in report().results]
-    table = overlap_table(TransferReport(results, {}, "name"))
+    table = tables(TransferReport(results, {}, "name"), 0.95)[MISSED]
     assert ("predicted to hurt from, labels" in table.header) == (onset is not None)
     assert {len(row) for row in table.rows} == {len(table.header)}
 
@@ -373,7 +376,6 @@ def test_a_prediction_far_from_the_labels_is_called_extrapolated(middle, said):
     }
     made = report()
     assert max(made.labels) < 900
-    table = overlap_table(
-        TransferReport([replace(row, overlap=overlap) for row in made.results], {}, "name")
-    )
+    results = [replace(row, overlap=overlap) for row in made.results]
+    table = tables(TransferReport(results, {}, "name"), 0.95)[MISSED]
     assert {row[-1] for row in table.rows} == {said}
