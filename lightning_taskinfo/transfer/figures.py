@@ -70,20 +70,18 @@ def plot_accuracy(report: "TransferReport", confidence: float) -> tuple["Figure"
 
 def layer_information(report: "TransferReport", labels: int) -> dict[str, Moments]:
     """Return nats by method, moment and layer, mean over seeds, of those that were measured."""
-    found = {}
+    found: dict[str, Moments] = {}
     for count, method, results in report.cells():
-        nats: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
         for moment in MOMENTS if count == labels else ():
+            nats = defaultdict(list)
             for result in results:
-                measured = (result.information or {}).get(moment) or {}
-                for layer, value in measured.get("layers", {}).items():
+                measured = (result.information or {}).get(moment) or {"layers": {}}
+                for layer, value in measured["layers"].items():
                     if math.isfinite(value):
-                        nats[moment][layer].append(value)
-        if nats:
-            found[method] = {
-                moment: {layer: fmean(values) for layer, values in layers.items()}
-                for moment, layers in nats.items()
-            }
+                        nats[layer].append(value)
+            if nats:
+                means = {layer: fmean(values) for layer, values in nats.items()}
+                found.setdefault(method, {})[moment] = means
     return found
 
 
@@ -96,48 +94,37 @@ def plot_information(report: "TransferReport", labels: int) -> tuple["Figure", l
 
     found = layer_information(report, labels)
     every = [values for moments in found.values() for values in moments.values()]
-    layers = [*dict.fromkeys(layer for values in every for layer in values)]
-    nats = [value for values in every for value in values.values()]
+    layers = list(dict.fromkeys(layer for values in every for layer in values))
     rows = math.ceil(len(found) / 4)
     columns = math.ceil(len(found) / rows)
-    height = 0.9 + rows * (0.6 + 0.24 * len(layers))
-    figure = Figure(figsize=(2.2 + 2.0 * columns, height), layout="constrained")
+    size = (2.2 + 2.0 * columns, 0.9 + rows * (0.6 + 0.24 * len(layers)))
+    figure = Figure(figsize=size, layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
-    axes = list(panels.flat)
-    for ax in axes[len(found) :]:
+    for ax in panels.flat[len(found) :]:
         ax.remove()
-    axes = axes[: len(found)]
-    for ax, (method, moments) in zip(axes, found.items(), strict=True):
-        _dumbbells(ax, layers, moments)
+    for ax, (method, moments) in zip(panels.flat, found.items(), strict=False):
+        values = {}
+        for moment in MOMENTS:
+            measured = moments.get(moment, {})
+            values[moment] = [measured.get(layer, math.nan) for layer in layers]
+        ax.hlines(range(len(layers)), values["before"], values["after"], color="0.6", zorder=1)
+        for moment, (label, color, marker) in MOMENTS.items():
+            ax.plot(values[moment], layers, marker, color=color, markersize=5, label=label)
         ax.set_title(method, fontsize="small")
         ax.tick_params(labelbottom=True, labelsize="small")
-    first = axes[0]
-    first.set_yticks(range(len(layers)), layers)
+        ax.set_xscale("symlog", linthresh=1)
+        ax.grid(axis="y", color="0.5", alpha=0.2, linewidth=0.6)
+        ax.spines[["top", "right"]].set_visible(False)
+    first = figure.axes[0]
     first.set_ylim(len(layers) - 0.5, -0.5)
-    left = 0.6 * min(nats) if min(nats) >= 1 else 0
-    first.set_xlim(left, 1.7 * max(nats))
+    nats = [value for values in every for value in values.values()]
+    first.set_xlim(0.6 * min(nats) if min(nats) >= 1 else 0, 1.7 * max(nats))
     title = f"information in the weights by layer, nats ({labels} target labels)"
     figure.suptitle(title, fontsize="medium")
     handles, names = first.get_legend_handles_labels()
     below = {"frameon": False, "fontsize": "small", "ncols": len(names)}
     figure.legend(handles, names, loc="outside lower center", **below)
-    return figure, axes
-
-
-def _dumbbells(ax: "Axes", layers: list[str], moments: Moments) -> None:
-    """One line per layer from before to after, and what was added as a mark of its own."""
-    before, after = (moments.get(moment, {}) for moment in ("before", "after"))
-    for row, layer in enumerate(layers):
-        if layer in before and layer in after:
-            ends = [before[layer], after[layer]]
-            ax.plot(ends, [row, row], color="0.6", linewidth=1.5, zorder=1)
-    for moment, (label, color, marker) in MOMENTS.items():
-        values = moments.get(moment, {})
-        rows = [layers.index(layer) for layer in values]
-        ax.plot([*values.values()], rows, marker, color=color, markersize=5, label=label)
-    ax.set_xscale("symlog", linthresh=1)
-    ax.grid(axis="y", color="0.5", alpha=0.2, linewidth=0.6)
-    ax.spines[["top", "right"]].set_visible(False)
+    return figure, figure.axes
 
 
 def draw_all(report: "TransferReport", confidence: float) -> dict[str, "Figure"]:

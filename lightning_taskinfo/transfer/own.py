@@ -27,6 +27,7 @@ from lightning_taskinfo.transfer.sampling import generators_kept
 from lightning_taskinfo.transfer.starts import Adapt, Given, MakeModule, Start, adapted
 from lightning_taskinfo.transfer.training import (
     SCRATCH,
+    SILENT,
     Fitted,
     Job,
     Recipe,
@@ -42,13 +43,7 @@ STREAM = 5  # of random numbers
 TRIED = 3  # training steps to estimate a time from
 LENGTHS = {"max_epochs", "max_steps", "max_time"}
 VALIDATION = {"limit_val_batches", "check_val_every_n_epoch", "val_check_interval"}
-RESERVED = (
-    "logger",
-    "enable_checkpointing",
-    "enable_progress_bar",
-    "enable_model_summary",
-    "default_root_dir",
-)
+RESERVED = ("logger", "default_root_dir", *SILENT)
 
 
 class Own(Recipe):
@@ -89,11 +84,9 @@ class Own(Recipe):
         batch_size: int | None,
         certify: bool | None,
     ) -> None:
-        rule = "`model` must be the class of your LightningModule, or a function that makes it"
-        if isinstance(make, nn.Module):
-            raise TypeError(f"{rule}, got a {type(make).__name__} that is made already.")
-        if not callable(make):
-            raise TypeError(f"{rule}, beside `starts`, got {make!r}.")
+        if isinstance(make, nn.Module) or not callable(make):
+            rule = "the class of your LightningModule, or a function that makes it, beside `starts`"
+            raise TypeError(f"`model` must be {rule}, got a {type(make).__name__}.")
         self.trainer = dict(trainer or {})
         for name in RESERVED:
             if name in self.trainer:
@@ -147,37 +140,28 @@ class Own(Recipe):
         light = copy(self)
         light.starts = {}
         pairs = [(SCRATCH, "full")]
-        for name, start in self.starts.items():
-            if start.weights:
-                start = replace(start, weights=_weights_of(root, name))
-            light.starts[name] = start
+        for name, one in self.starts.items():
+            stored = replace(one, weights=_weights_of(root, name))
+            light.starts[name] = stored if one.weights else one
             if name != SCRATCH:
                 pairs += [(name, way) for way in self.ways]
-        cells = product(self.seeds, self.labels, pairs)
-        return [light._trial(*pair, count, seed, root, log) for seed, count, pair in cells]
-
-    def _trial(
-        self,
-        start: str,
-        way: str,
-        labels: int,
-        seed: int,
-        root: Path,
-        log: RunLog,
-    ) -> Trial:
-        one = start == SCRATCH or len(self.ways) == 1
-        return Trial(
-            self,
-            root,
-            log,
-            name=f"{start}-{way}-{labels}-seed{seed}",
-            stage="scratch" if start == SCRATCH else "fine_tune",
-            method=start if one else f"{start}, {way}",
-            labels=labels,
-            seed=seed,
-            start=start,
-            way=way,
-        )
+        trials = []
+        for seed, labels, (start, way) in product(self.seeds, self.labels, pairs):
+            scratch = start == SCRATCH
+            trial = Trial(
+                light,
+                root,
+                log,
+                name=f"{start}-{way}-{labels}-seed{seed}",
+                stage="scratch" if scratch else "fine_tune",
+                method=start if scratch or len(self.ways) == 1 else f"{start}, {way}",
+                labels=labels,
+                seed=seed,
+                start=start,
+                way=way,
+            )
+            trials.append(trial)
+        return trials
 
     def store(self, root: Path) -> None:
         """Write the weights of the starts, each of which may be added but not changed."""
@@ -203,7 +187,7 @@ class Own(Recipe):
         fit: Values = {"train_dataloaders": target.train_loader(rows[: trial.labels], seed)}
         # Epochs of a few labels are too short for validation to be the default.
         if target.validation is not None and VALIDATION & {*self.trainer}:
-            fit["val_dataloaders"] = target.evaluation_loader(target.validation)
+            fit["val_dataloaders"] = target.evaluated(target.validation)
         loader = target.test_loader()
         options = {"accelerator": self.accelerator, **self.trainer}
         if "max_steps" in options:
@@ -259,7 +243,7 @@ class Own(Recipe):
             raise ValueError(f"`data` must have {rule}, got {int(odd[0])}.")
 
     def _tried(self) -> tuple[str, float]:
-        """Train from the last start for a few steps and test it on one batch.
+        """Train from the last start, in the last way, for a few steps and test it on one batch.
 
         Returns:
             Name of the metric, and an estimate of the seconds of one training.
@@ -267,9 +251,8 @@ class Own(Recipe):
         Raises:
             ValueError: If the module does not log the metric, or training fails.
         """
-        labels = max(self.labels)
-        *_, last = self.starts
-        trial = self._trial(last, next(iter(self.ways)), labels, self.seeds[0], Path(), RunLog())
+        trials = self.trials(Path(), RunLog())
+        trial = max(reversed(trials), key=lambda trial: trial.labels)
         job = self.job(trial)
         loader = self.target.test_loader()
         ends: list[float] = []  # of training steps
@@ -308,7 +291,7 @@ class Own(Recipe):
         steps = job.options.get("max_steps", -1)
         if steps <= 0:
             epochs = job.options.get("max_epochs") or 1
-            steps = epochs * math.ceil(labels / self.target.batch_size)
+            steps = epochs * math.ceil(trial.labels / self.target.batch_size)
         elapsed = ends[-1] - ends[0]  # without the first step, which prepares
         around = fitted - begun - elapsed  # what a Trainer takes beside its steps
         seconds = around + steps * elapsed / max(1, len(ends) - 1) + test

@@ -11,20 +11,20 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from importlib.util import find_spec
-from itertools import groupby, pairwise
+from itertools import groupby, product
+from operator import attrgetter
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import lightning_taskinfo
 from lightning_taskinfo._tables import text_table
 from lightning_taskinfo.certificates.certificate import percent, round_up
-from lightning_taskinfo.functional.intervals import student_quantile
 from lightning_taskinfo.transfer.overlap import is_far
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from lightning_taskinfo.transfer.report import Comparison, Measure, TransferReport
+    from lightning_taskinfo.transfer.report import Comparison, Measure, Result, TransferReport
 
 GAIN = "gain over"  # how the titles of columns with verdicts begin
 VERDICTS = {"helps": "green", "hurts": "red", "cannot tell": "yellow"}
@@ -37,86 +37,75 @@ HELD = {  # columns of what networks hold: name in the report's table, scale, fo
     "Fisher trace before": ("fisher_trace_before", 1, ".4g"),
     "Fisher trace after": ("fisher_trace_after", 1, ".4g"),
 }
-MANY = 5  # seeds from which more of them narrow an interval slowly
 FIGURES = (
     r"accuracy|information_\d+"  # names of their files: `information_50` is that with 50 labels
 )
 
-Row = dict[str, str]  # of a table: its cells by the titles of their columns
+Row = dict[str, str]  # of a table: its cells by the titles of their columns; one may hold a verdict
 Values = dict[str, Any]
 
 
-class Table(NamedTuple):
-    """A table as text, whose first two columns say of what the others are; a cell may hold a verdict."""
-
-    caption: str
-    header: list[str]
-    rows: list[list[str]]
-
-    @classmethod
-    def of(cls, caption: str, rows: Sequence[Row]) -> "Table":
-        """Return the table of some rows; a column without anything in it is left out."""
-        first = rows[0] if rows else {}
-        titles = [title for title in first if any(row[title] for row in rows)]
-        cells = [[row[title] for title in titles] for row in rows]
-        return cls(caption, titles, cells)
-
-    def begins(self) -> list[bool]:
-        """Whether each row begins another group than the one above."""
-        return [above[0] != row[0] for above, row in pairwise([self.rows[0], *self.rows])]
-
-
-def tables(report: "TransferReport", confidence: float) -> dict[str, Table]:
-    """Return all tables for which there are numbers, by their headings."""
+def tables(report: "TransferReport", confidence: float) -> dict[str, tuple[str, list[Row]]]:
+    """Return caption and rows of all tables for which there are numbers, by their headings."""
     held, certified, missed = [], [], []
     for row, (labels, method, results) in zip(report.table(), report.cells(), strict=True):
         about = {"labels": f"{labels}", "method": method}
-        texts = {}
+        held.append(dict(about))
         for title, (key, scale, form) in HELD.items():
-            texts[title] = _number(row[key], scale, form)
-        if any(texts.values()):
-            held.append(about | texts)
-        if certificates := [one.certificate for one in results if one.certificate]:
-            certified.append(about | _certified(certificates))
-        if overlaps := [one.overlap for one in results if one.overlap]:
+            held[-1][title] = _number(row[key], scale, form)
+        if certificates := _measured(results, "certificate"):
+            certified.append(about | _bounds(certificates))
+        if overlaps := _measured(results, "overlap"):
             missed += [about | layer for layer in _missed(overlaps, report.labels)]
-    bounds = "Upper bounds on the true error, mean (range) over seeds"
     found = {
-        "Did it help?": main_table(report, confidence),
-        "What can be certified": Table.of(bounds, certified),
-        "What the networks hold": Table.of("Estimates, means over seeds", held),
-        "Before fine-tuning: what the features miss": Table.of("Mean (range) over seeds", missed),
+        "Did it help?": (
+            f"Means over seeds [{100 * confidence:g} % interval]",
+            main_table(report, confidence),
+        ),
+        "What can be certified": (
+            "Upper bounds on the true error, mean (range) over seeds",
+            _filled(certified),
+        ),
+        "What the networks hold": ("Estimates, means over seeds", _filled(held)),
+        "Before fine-tuning: what the features miss": ("Mean (range) over seeds", _filled(missed)),
     }
-    return {heading: table for heading, table in found.items() if table.rows}
+    return {heading: table for heading, table in found.items() if table[1]}
 
 
-def main_table(report: "TransferReport", confidence: float, *, short: bool = False) -> Table:
+def _filled(rows: Sequence[Row]) -> list[Row]:
+    """Rows without the columns in which nothing is; none if they have but labels and method."""
+    titles = {title for row in rows for title in row if row[title]}
+    kept = [{title: row[title] for title in row if title in titles} for row in rows]
+    return kept if len(titles) > 2 else []
+
+
+def _measured(results: Iterable["Result"], name: str) -> list[Values]:
+    values = [getattr(result, name) for result in results]
+    return [value for value in values if value]
+
+
+def main_table(report: "TransferReport", confidence: float, *, short: bool = False) -> list[Row]:
     """What was measured and the gains, one row for each number of labels and method.
 
     Args:
         report: The report.
         confidence: Of the intervals.
-        short: Whether to show the first measure alone, and no seeds where all have as many.
+        short: Whether to show the first measure alone, and no seeds.
     """
-    rows = report.table(confidence)
-    measures = report.measures
-    alike = len({row["seeds"] for row in rows}) == 1
-    if short:
-        measures = measures[:1]
+    measures = report.measures[: 1 if short else None]
     shown = []
-    for row in rows:
+    for row in report.table(confidence):
         cells = {name: str(row[name]) for name in ("labels", "method", "seeds")}
-        if short and alike:
+        if short:
             del cells["seeds"]
         for measure in measures:
             title = _with_unit(measure.value, "%" if measure.share else measure.unit)
             cells[title] = _estimate(row, measure.value, measure)
-        for baseline in ("scratch", "standard"):
-            for measure in measures:
-                title = _with_unit(f"{GAIN} {baseline}: {measure.name}", measure.unit)
-                cells[title] = _estimate(row, f"over_{baseline}_{measure.name}", measure, "+")
+        for baseline, measure in product(("scratch", "standard"), measures):
+            title = _with_unit(f"{GAIN} {baseline}: {measure.name}", measure.unit)
+            cells[title] = _estimate(row, f"over_{baseline}_{measure.name}", measure, "+")
         shown.append(cells)
-    return Table.of(f"Means over seeds [{100 * confidence:g} % interval]", shown)
+    return _filled(shown)
 
 
 def _with_unit(name: str, unit: str) -> str:
@@ -129,15 +118,16 @@ def _estimate(row: Values, key: str, measure: "Measure", sign: str = "") -> str:
     reason = row.get(f"{key}_reason")
     words = [
         mean,
-        f"[{low}, {high}]" if low and high else "",
-        row.get(f"{key}_verdict") or "",
+        f"[{low}, {high}]" if low else "",
+        row.get(f"{key}_verdict"),
         f"({reason})" if reason else "",
     ]
     return " ".join(filter(None, words))
 
 
 def _shown(value: float | None, measure: "Measure", sign: str) -> str:
-    return _number(value, measure.scale, f"{sign}.1f" if measure.share else f"{sign}.3f")
+    digits = 1 if measure.share else 3
+    return _number(value, measure.scale, f"{sign}.{digits}f")
 
 
 def _number(value: float | None, scale: float, form: str) -> str:
@@ -146,7 +136,7 @@ def _number(value: float | None, scale: float, form: str) -> str:
     return format(scale * value, form).replace("-", "−")
 
 
-def _certified(certificates: Sequence[Values]) -> Row:
+def _bounds(certificates: Sequence[Values]) -> Row:
     """Upper bounds, rounded up."""
     row = {}
     for name, proof in PROOFS.items():
@@ -162,36 +152,33 @@ def _known(certificates: Iterable[Values], name: str) -> list[float]:
 
 def _missed(overlaps: Sequence[Values], measured: Sequence[int]) -> list[Row]:
     """Share of the target labels' variance that the features of each layer miss."""
-    onset = _onset([one["onset"] for one in overlaps if one.get("onset")], measured)
+    onset = _onset(overlaps, measured)
     rows = []
     for place, layer in enumerate(overlaps[0]["layers"]):
-        row = {
-            "layer": layer,
-            "outside, %": _range([one["outside"][place] for one in overlaps]),
-            "standard error, %": _range([one["standard_error"][place] for one in overlaps]),
-            "predicted to hurt from, labels": onset,
-        }
-        rows.append(row)
+        outside, error = (
+            _range([one[name][place] for one in overlaps]) for name in ("outside", "standard_error")
+        )
+        row = {"layer": layer, "outside, %": outside, "standard error, %": error}
+        rows.append({**row, "predicted to hurt from, labels": onset})
     return rows
 
 
 def _range(shares: Sequence[float]) -> str:
     """Mean, smallest and largest of some shares, in percent."""
-    percents = [100 * share for share in shares]
-    if not percents:
+    if not shares:
         return ""
-    mean = f"{fmean(percents):.1f}"
-    if len(percents) == 1:
-        return mean
-    return f"{mean} ({min(percents):.1f} to {max(percents):.1f})"
+    mean, low, high = (f"{100 * of(shares):.1f}" for of in (fmean, min, max))
+    return f"{mean} ({low} to {high})" if len(shares) > 1 else mean
 
 
-def _onset(onsets: Sequence[Sequence[float | None]], measured: Sequence[int]) -> str:
+def _onset(overlaps: Sequence[Values], measured: Sequence[int]) -> str:
     """Median over seeds, from the lowest lower to the highest upper end, and a word if it is far from all labels."""
-    if not onsets:
+    found = [one["onset"] for one in overlaps if one.get("onset")]
+    if not found:
         return ""
-    finite = [[math.inf if end is None else end for end in ends] for ends in onsets]
-    lows, middles, highs = zip(*finite, strict=True)
+    lows, middles, highs = (
+        [math.inf if end is None else end for end in ends] for ends in zip(*found, strict=True)
+    )
     onset = median(middles)
     span = (min(lows), onset, max(highs))
     low, middle, high = (f"{value:,.0f}".replace("inf", "∞") for value in span)
@@ -216,9 +203,9 @@ def caption(figure: str) -> str:
 def findings(report: "TransferReport", confidence: float) -> list[str]:
     """One sentence for each number of labels and baseline, and for each start; what is missing; and advice."""
     gains = report.transferability(confidence)
+    gains.sort(key=attrgetter("labels"))
     lines = []
-    ordered = sorted(gains, key=lambda gain: gain.labels)
-    for (labels, baseline), group in groupby(ordered, lambda gain: (gain.labels, gain.baseline)):
+    for (labels, baseline), group in groupby(gains, attrgetter("labels", "baseline")):
         members = list(group)
         said: Row = {}
         for measure in report.measures:
@@ -226,23 +213,23 @@ def findings(report: "TransferReport", confidence: float) -> list[str]:
             said[measure.name] = "the same" if words in said.values() else words
         parts = "; ".join(f"by the {name} {words}" for name, words in said.items())
         lines.append(f"{labels} labels, against {baseline}: {parts}.")
-    unsure = [gain.gain for gain in gains if gain.verdict == "cannot tell"]
-    few = min((gain.n for gain in unsure if not gain.reason), default=MANY)
-    if few < MANY:
-        reach, later = (student_quantile(confidence, n - 1) / math.sqrt(n) for n in (few, MANY))
-        lines.append(
-            f"With {few} seeds an interval reaches {reach:.1f} standard deviations of a seed's gain to each side, with "
-            f"{MANY} it is {later:.1f}: where it cannot tell, add seeds; a `folder` keeps those that are done."
-        )
-    lines += _proved(report)
+    for labels, method, results in report.cells():
+        valid = [one for one in _measured(results, "certificate") if one["valid"]]
+        proofs = []
+        for name, proof in PROOFS.items():
+            if bounds := _known(valid, name):
+                proofs.append(f"{percent(max(bounds))} ({proof})")
+        if proofs:
+            largest = f"certified, the largest bound of a seed: {', '.join(proofs)}"
+            lines.append(f"{labels} labels, {method}, {largest}.")
     lines += [f"Start {name}: {origin}." for name, origin in report.starts.items()]
     if "scratch" not in report.methods:
         lines.append(
             "No run from scratch is among the results: whether transfer helps cannot be said."
         )
     measure = report.measures[0]
-    of_first = [gain for gain in gains if gain.measure == measure.name]
-    over_scratch = [gain for gain in of_first if gain.baseline == "scratch"]
+    first = [gain for gain in gains if gain.measure == measure.name]
+    over_scratch = [gain for gain in first if gain.baseline == "scratch"]
     if over_scratch:
         lines.append(f"Advice: {_advice(over_scratch, measure)}.")
     return lines
@@ -253,44 +240,26 @@ def _words(group: Sequence["Comparison"]) -> str:
     parts = []
     for verdict in VERDICTS:
         members = [gain for gain in group if gain.verdict == verdict]
-        if not members:
-            continue
-        part = f"“{verdict}” for {', '.join(gain.method for gain in members)}"
         reasons = sorted({gain.gain.reason for gain in members} - {""})
-        parts.append(f"{part} ({'; '.join(reasons)})" if reasons else part)
+        why = f" ({'; '.join(reasons)})" if reasons else ""
+        if members:
+            names = ", ".join(gain.method for gain in members)
+            parts.append(f"“{verdict}” for {names}{why}")
     return ", ".join(parts)
-
-
-def _proved(report: "TransferReport") -> list[str]:
-    """What the valid certificates say, in the worst case over seeds."""
-    said: dict[int, list[str]] = {}
-    for labels, method, results in report.cells():
-        found = [one.certificate for one in results if one.certificate]
-        valid = [certificate for certificate in found if certificate["valid"]]
-        proofs = []
-        for name, proof in PROOFS.items():
-            if bounds := _known(valid, name):
-                proofs.append(f"{percent(max(bounds))} ({proof})")
-        if proofs:
-            said.setdefault(labels, []).append(f"{method} {', '.join(proofs)}")
-    return [
-        f"{labels} labels, certified, the largest bound of a seed: {'; '.join(parts)}."
-        for labels, parts in said.items()
-    ]
 
 
 def _advice(over_scratch: Sequence["Comparison"], measure: "Measure") -> str:
     """What to take for each number of labels: what helps most over scratch, or scratch itself."""
     said = []
-    for labels, group in groupby(over_scratch, lambda gain: gain.labels):
-        here = sorted(group, key=lambda gain: gain.gain.mean or 0.0)
-        verdicts = {gain.verdict for gain in here}
+    for labels, group in groupby(over_scratch, attrgetter("labels")):
+        here = {
+            gain.verdict: gain for gain in sorted(group, key=lambda gain: gain.gain.mean or 0.0)
+        }
         what = "nothing was seen to help: train from scratch, or add seeds"
-        if "helps" in verdicts:
-            best = [gain for gain in here if gain.verdict == "helps"][-1]
+        if best := here.get("helps"):
             by = f"{_shown(best.gain.mean, measure, '+')} {measure.unit}".strip()
             what = f"take {best.method} ({by} over scratch)"
-        elif verdicts == {"hurts"}:
+        elif [*here] == ["hurts"]:
             what = "train from scratch"
         said.append(f"with {labels} labels {what}")
     return "; ".join(said)
@@ -301,9 +270,8 @@ def notes(report: "TransferReport", confidence: float) -> Row:
     measures = report.measures
     values = " and ".join(measure.value for measure in measures)
     nats = "; the loss is the mean cross-entropy in nats" * (measures[-1].unit == "nats")
-    counts = [len(results) for _, _, results in report.cells()]
-    seeds = " to ".join(map(str, sorted({min(counts), max(counts)})))
-    one = " One seed has no interval, and no verdict rests on it." * (min(counts) == 1)
+    few, seeds = _seeds(report)
+    one = " One seed has no interval, and no verdict rests on it." * (few == 1)
     said = {
         f"{values[0].upper()}{values[1:]}": f"Means over seeds on the target test set{nats}.",
         "Seeds": f"{seeds} for each method and number of labels.{one}",
@@ -319,11 +287,19 @@ def notes(report: "TransferReport", confidence: float) -> Row:
             "of comparisons without any true difference, about "
             f"{100 * (1 - confidence):.2g} % are still called one way or the other."
         )
-    for term, (attribute, text) in MEANINGS.items():
-        measured = [getattr(row, attribute) for row in report.results if getattr(row, attribute)]
-        if measured:
-            said[term] = text(measured) if callable(text) else text
+    for term, (name, text) in MEANINGS.items():
+        if _measured(report.results, name):
+            said[term] = text
+    if certificates := _measured(report.results, "certificate"):
+        said["What can be certified"] = _about_certificates(certificates)
     return said
+
+
+def _seeds(report: "TransferReport") -> tuple[int, str]:
+    """The smallest number of seeds, and that to the largest in words."""
+    counts = [len(results) for _, _, results in report.cells()]
+    few, many = min(counts), max(counts)
+    return few, f"{few}" if few == many else f"{few} to {many}"
 
 
 def _about_certificates(certificates: Sequence[Values]) -> str:
@@ -363,26 +339,23 @@ Share of the target labels' variance that a linear read-out of the frozen featur
 held-out samples, before fine-tuning: mean over seeds, smallest and largest. The number of labels from \
 which linear transfer is predicted to hurt follows from it and from a power law fitted to training from \
 scratch at two numbers of labels or more: median over seeds, and the ends that all intervals reach."""
-MEANINGS: dict[
-    str, tuple[str, str | Callable[..., str]]
-] = {  # attribute of a result, and what it means
+MEANINGS = {  # of what is measured beside the risks: attribute of a result, and what it means
     "Information in the weights": ("information", INFORMATION),
     "Fisher trace": ("fisher_trace", FISHER),
-    "What can be certified": ("certificate", _about_certificates),
     "What the features miss": ("overlap", OVERLAP),
 }
 
 
 def to_markdown(report: "TransferReport", confidence: float, figures: Iterable[str]) -> str:
     """The whole report, with the figures as PNG files beside it."""
-    (_, main), *others = tables(report, confidence).items()
+    (_, (_, main)), *others = tables(report, confidence).items()
     said = notes(report, confidence).items()
     parts = [
         f"# {_escaped(report.name)}",
         "\n".join(f"- {_escaped(line)}" for line in findings(report, confidence)),
         _markdown(main),
         *(f"![{caption(name)}]({name}.png)" for name in figures),
-        *(f"## {heading}\n\n{_markdown(table)}" for heading, table in others),
+        *(f"## {heading}\n\n{_markdown(rows)}" for heading, (_, rows) in others),
         "## What the numbers mean, and what not",
         "\n".join(f"- **{term}.** {_escaped(text)}" for term, text in said),
         "## Configuration",
@@ -396,56 +369,47 @@ def _escaped(text: str) -> str:
     return re.sub(r"([\\`*_{}\[\]<>#|])", r"\\\1", " ".join(text.split()))
 
 
-def _markdown(table: Table) -> str:
-    rows = [[_escaped(cell) for cell in row] for row in table.rows]
-    lines = [table.header, ["---"] * len(table.header), *rows]
+def _markdown(rows: Sequence[Row]) -> str:
+    lines = [[*rows[0]], ["---"] * len(rows[0])]
+    lines += [[_escaped(cell) for cell in row.values()] for row in rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def to_terminal(report: "TransferReport", confidence: float, width: int | None) -> str:
     """The gains by the first measure as a table, and the findings, which speak of the others too."""
-    table = main_table(report, confidence, short=True)
-    title = report.name
-    if "seeds" not in table.header:
-        count = len(next(report.cells())[2])
-        title += f", {count} seed{'s' * (count != 1)}"
-    if any("[" in cell for row in table.rows for cell in row):
+    rows = main_table(report, confidence, short=True)
+    _, seeds = _seeds(report)
+    title = f"{report.name}, {seeds} seed{'s' * (seeds != '1')}"
+    if any("[" in cell for row in rows for cell in row.values()):
         title += f", {100 * confidence:g} % intervals"
-    drawn = f"{title}\n{text_table(table.header, table.rows)}\n"
+    drawn = f"{title}\n{text_table([*rows[0]], [[*row.values()] for row in rows])}\n"
     if find_spec("rich"):
-        drawn = _rich(title, table, width)
+        drawn = _rich(title, rows, width)
     return drawn + "\n".join(findings(report, confidence))
 
 
-def _rich(title: str, table: Table, width: int | None) -> str:
+def _rich(title: str, rows: Sequence[Row], width: int | None) -> str:
     from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
 
     console = Console(width=width)
-    drawn = _drawn(title, table, str, pad_edge=True)
     unlimited = console.options.update(max_width=10_000)
-    if console.measure(drawn, options=unlimited).maximum > console.width:
-        drawn = _drawn(title, table, _in_lines, pad_edge=False)
+    shapes: list[Callable[[str], str]] = [str, _in_lines]
+    for shape in shapes:  # the first that fits, or the last
+        drawn = Table(title=Text(title), pad_edge=shape is str)
+        for name in rows[0]:
+            drawn.add_column(Text(shape(name)), overflow="fold")
+        for row in rows:
+            cells = [Text(shape(cell)) for cell in row.values()]
+            for cell, (verdict, color) in product(cells[2:], VERDICTS.items()):
+                cell.highlight_words([verdict], color)
+            drawn.add_row(*cells)
+        if console.measure(drawn, options=unlimited).maximum <= console.width:
+            break
     with console.capture() as capture:
         console.print(drawn)
     return capture.get()
-
-
-def _drawn(title: str, table: Table, shape: Callable[[str], str], *, pad_edge: bool) -> Any:
-    from rich.table import Table as Drawn
-    from rich.text import Text
-
-    drawn = Drawn(title=Text(title), pad_edge=pad_edge)
-    for name in table.header:
-        drawn.add_column(Text(shape(name)), overflow="fold")
-    for row, begins in zip(table.rows, table.begins(), strict=True):
-        if begins:
-            drawn.add_section()
-        cells = [Text(shape(cell)) for cell in row]
-        for cell in cells[2:]:
-            for verdict, color in VERDICTS.items():
-                cell.highlight_words([verdict], color)
-        drawn.add_row(*cells)
-    return drawn
 
 
 def _in_lines(cell: str) -> str:
@@ -476,7 +440,6 @@ thead th { background: var(--card); vertical-align: bottom; }
 tbody th { font-weight: 600; white-space: nowrap; }
 td b, td span { white-space: nowrap; } .helps { color: var(--helps); } .hurts { color: var(--hurts); }
 .cannot { color: var(--cannot); }
-tr.first > * { border-top: 2px solid var(--soft); }
 figure { margin: 1.5rem 0; } figure .scroll { padding: 0.5rem; }
 figure img { display: block; width: 100%; height: auto; margin: 0 auto; }
 @media (prefers-color-scheme: dark) { figure img { filter: invert(0.92) hue-rotate(180deg); } }
@@ -492,8 +455,8 @@ def to_html(report: "TransferReport", confidence: float, figures: Mapping[str, "
     """Return the page with these figures; it is well-formed XML too."""
     found = "".join(f"<li>{escape(line)}</li>" for line in findings(report, confidence))
     sections = [f"<ul>{found}</ul>"]
-    for heading, table in tables(report, confidence).items():
-        sections.append(_section(heading, _scrolled(_table(table), table.caption)))
+    for heading, (about, rows) in tables(report, confidence).items():
+        sections.append(_section(heading, _scrolled(_table(about, rows), about)))
     if figures:  # behind the first table
         drawn = [_figure(report, name, figure) for name, figure in figures.items()]
         sections.insert(2, _section("Figures", "\n".join(drawn)))
@@ -537,16 +500,11 @@ def _scrolled(content: str, name: str) -> str:
     return f'<div class="scroll" role="region" tabindex="0" aria-label="{escape(name)}">{content}</div>'
 
 
-def _table(table: Table) -> str:
-    head = "".join(f'<th scope="col">{escape(title)}</th>' for title in table.header)
-    rows = []
-    for row, begins in zip(table.rows, table.begins(), strict=True):
-        cells = "".join(map(_cell, table.header, row))
-        first = ' class="first"' * begins
-        rows.append(f"<tr{first}>{cells}</tr>")
-    body = "\n".join(rows)
-    about = f"<caption>{escape(table.caption)}</caption>"
-    return f"<table>{about}<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table>"
+def _table(about: str, rows: Sequence[Row]) -> str:
+    head = "".join(f'<th scope="col">{escape(title)}</th>' for title in rows[0])
+    body = "\n".join(f"<tr>{''.join(map(_cell, row, row.values()))}</tr>" for row in rows)
+    top = f"<caption>{escape(about)}</caption><thead><tr>{head}</tr></thead>"
+    return f"<table>{top}\n<tbody>\n{body}\n</tbody></table>"
 
 
 def _cell(title: str, cell: str) -> str:

@@ -5,14 +5,19 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_taskinfo import _files
-from lightning_taskinfo._ranges import check_probability
+from lightning_taskinfo._ranges import (
+    check_counts,
+    check_not_negative,
+    check_probability,
+    check_seed,
+)
 from lightning_taskinfo._wandb import log_once
 from lightning_taskinfo.functional.intervals import Interval, Verdict, mean_interval, paired_gain
 from lightning_taskinfo.transfer import render
@@ -79,14 +84,18 @@ class Result:
     def __post_init__(self) -> None:
         if not isinstance(self.method, str) or not self.method:
             raise ValueError(f"`method` must be a name, got {self.method!r}.")
-        for name, least in (("labels", 1), ("seed", 0)):
-            value = getattr(self, name)
-            if type(value) is not int or value < least:
-                rule = f"must be a whole number of at least {least}"
-                raise ValueError(f"`{name}` {rule}, got {value!r} in {self}.")
-        _check_numbers("test", self.test, self)
-        if self.source:
-            _check_numbers("source", self.source, self)
+        check_counts(labels=self.labels)
+        check_seed(self.seed)
+        check_not_negative(seed=self.seed)
+        for name in ("test", "source") if self.source else ("test",):
+            numbers = getattr(self, name) or {}
+            kinds = {type(value) for value in numbers.values()}
+            if not kinds or not kinds <= {int, float}:
+                raise ValueError(f"`{name}` must hold numbers by name, got {numbers!r}.")
+            accuracy = numbers.get("accuracy", 0)
+            if not 0 <= accuracy <= 1:
+                rule = "must hold an accuracy between 0 and 1"
+                raise ValueError(f"`{name}` {rule}, got {accuracy}.")
 
     @property
     def key(self) -> Key:
@@ -95,16 +104,6 @@ class Result:
 
     def __str__(self) -> str:
         return f"({self.method}, {self.labels} labels, seed {self.seed})"
-
-
-def _check_numbers(name: str, numbers: Any, where: Result) -> None:
-    kinds = {*map(type, numbers.values())} if isinstance(numbers, dict) else set()
-    if not kinds or not kinds <= {int, float}:
-        raise ValueError(f"`{name}` must hold numbers by name, got {numbers!r} in {where}.")
-    accuracy = numbers.get("accuracy", 0)
-    if not 0 <= accuracy <= 1:
-        rule = "must hold an accuracy between 0 and 1"
-        raise ValueError(f"`{name}` {rule}, got {accuracy} in {where}.")
 
 
 def _plain(argument: str, value: Any) -> Any:
@@ -118,33 +117,24 @@ def _plain(argument: str, value: Any) -> Any:
 def _checked(results: Iterable[Result | Mapping[str, Any]]) -> list[Result]:
     """Plain copies of the results, one of each cell, all with the same numbers."""
     rows = [asdict(one) if isinstance(one, Result) else one for one in results]
-    try:
-        found = [Result(**row) for row in _plain("results", rows)]
-    except TypeError as error:
-        raise ValueError(f"`results` must hold results, or dicts like them: {error}.") from error
+    found: dict[Key, Result] = {}
+    names = None
+    for row in _plain("results", rows):
+        try:
+            result = Result(**row)
+        except (TypeError, ValueError) as error:
+            rule = "must hold results, or dicts like them"
+            raise ValueError(f"`results` {rule}: {error} This is one: {row}") from error
+        names = names or result.test.keys()
+        if result.test.keys() != names:
+            rule = f"must hold {', '.join(names)} in all results"
+            raise ValueError(f"`test` {rule}, got {', '.join(result.test)} in {result}.")
+        if found.setdefault(result.key, result) is not result:
+            rule = "must hold one result per method, number of labels and seed"
+            raise ValueError(f"`results` {rule}, got two {result}.")
     if not found:
         raise ValueError("`results` must hold at least one result, got none.")
-    first = found[0]
-    seen: set[Key] = set()
-    for result in found:
-        if result.key in seen:
-            rule = "one result per method, number of labels and seed"
-            raise ValueError(f"`results` must hold {rule}, got two {result}.")
-        seen.add(result.key)
-        if result.test.keys() != first.test.keys():
-            mine, its = (", ".join(one.test) for one in (result, first))
-            got = f"{mine} in {result} and {its} in {first}"
-            raise ValueError(f"`test` must hold the same numbers in all results, got {got}.")
-    return found
-
-
-def without_timings(results: Iterable[Result]) -> dict[Key, str]:
-    """Return each result without its timings by its key, as text: NaN equals NaN there, and order plays no part."""
-    texts = {}
-    for result in results:
-        values = {**asdict(result), "seconds": None}
-        texts[result.key] = json.dumps(values, sort_keys=True)
-    return texts
+    return [*found.values()]
 
 
 @dataclass(frozen=True)
@@ -344,8 +334,9 @@ class TransferReport:
                 gain = gains.get((labels, method, baseline, measure.name))
                 row |= _columns(f"over_{baseline}_{measure.name}", gain, VERDICT)
             for name, (attribute, key) in MEASURED.items():
-                row[name] = _mean(_total(getattr(one, attribute), key) for one in results)
-            row["seconds"] = _mean(sum(one.seconds.values()) or None for one in results)
+                measured = [(getattr(one, attribute) or {}).get(key) for one in results]
+                row[name] = _mean(measured)
+            row["seconds"] = _mean([sum(one.seconds.values()) or None for one in results])
             rows.append(row)
         return rows
 
@@ -425,25 +416,25 @@ class TransferReport:
 
     def same_as(self, other: "TransferReport") -> bool:
         """Whether both say the same apart from how long it took; the order of the results plays no part."""
+        return self._said() == other._said()
 
-        def said(report: "TransferReport") -> tuple[Any, ...]:
-            results = without_timings(report.results)
-            return report.name, report.configuration, report.starts, results
-
-        return said(self) == said(other)
+    def _said(self) -> str:
+        """Everything but timings as text: NaN equals NaN there."""
+        ordered = sorted(self.results, key=lambda result: result.key)
+        results = [replace(result, seconds={}) for result in ordered]
+        return json.dumps(asdict(replace(self, results=results)), sort_keys=True)
 
 
 def _columns(name: str, interval: Interval | None, parts: Mapping[str, str]) -> Values:
     return {f"{name}{end}": getattr(interval, part, None) for end, part in parts.items()}
 
 
-def _total(measured: Values | None, key: str) -> float | None:
-    value = (measured or {}).get(key)
-    return value["total"] if isinstance(value, dict) else value
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
+def _mean(values: Iterable[Any]) -> float | None:
+    """Mean of those that are known, of which some are a total with its layers."""
+    known = []
+    for value in values:
+        if value is not None:
+            known.append(value["total"] if isinstance(value, dict) else value)
     return sum(known) / len(known) if known else None
 
 

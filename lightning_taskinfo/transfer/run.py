@@ -329,16 +329,14 @@ def _result(trial: Trial, trials: Sequence[Trial], found: Values) -> Result:
             # Without what was measured beside training: a killed run measures at other steps.
             kept = {key: row[key] for key in row if not key.startswith(f"{PREFIX}/")}
             curves.append({"stage": stage, **kept})
+    known = ("test", "information", "fisher_trace", "certificate")
     return Result(
         trial.method,
         trial.labels,
         trial.seed,
-        test=own["test"],
         source=source,
         curves=curves,
-        information=own.get("information"),
-        fisher_trace=own.get("fisher_trace"),
         overlap=overlap,
-        certificate=own.get("certificate"),
         seconds={stage: one["seconds"] for stage, one in stages.items()},
+        **{name: own.get(name) for name in known},
     )

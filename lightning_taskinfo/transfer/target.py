@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -37,7 +38,7 @@ class Target:
         validation: Samples to validate on while training; ``None`` for none.
         batch_size: Samples in a training batch.
         collate: Makes a batch of a list of training samples.
-        evaluated: Batch size and collate function of test and validation.
+        evaluated: Makes a loader of test or validation samples.
     """
 
     train: Any
@@ -45,7 +46,7 @@ class Target:
     validation: Any
     batch_size: int
     collate: Collate
-    evaluated: tuple[int, Collate]
+    evaluated: Callable[[Any], Loader]
 
     def labels(self) -> tuple[Tensor | None, str]:
         """Return the targets of all training samples where they can be read, and a digest of the samples."""
@@ -83,14 +84,9 @@ class Target:
         samples = Subset(self.train, rows.tolist())
         return DataLoader(samples, self.batch_size, collate_fn=self.collate)
 
-    def evaluation_loader(self, samples: Any) -> Loader:
-        """Return a loader of test or validation samples."""
-        size, collate = self.evaluated
-        return DataLoader(samples, size, collate_fn=collate)
-
     def test_loader(self) -> Loader:
         """Return the loader of the test set."""
-        return self.evaluation_loader(self.test)
+        return self.evaluated(self.test)
 
 
 def _targets(batch: Any) -> Tensor | None:
@@ -152,16 +148,17 @@ def read_target(data: Any, batch_size: int | None) -> Target:
             raise ValueError(f"`data` {rule}, got {', '.join(data)}.")
         train, test, validation = (_dataset(data.get(name), name) for name in PARTS)
         size = batch_size or 32
-        evaluated = (max(size, 256), default_collate)
+        evaluated = partial(DataLoader, batch_size=max(size, 256))
         target = Target(train, test, validation, size, default_collate, evaluated)
     else:
         rule = "a LightningDataModule or datasets {'train': …, 'test': …}"
         raise TypeError(f"`data` must be {rule}, got a {type(data).__name__}.")
     for name in PARTS:
         part = getattr(target, name)
-        if part is not None and not (hasattr(part, "__len__") and len(part)):
-            purpose = name.removesuffix("ation")
-            raise ValueError(f"`data` must have samples to {purpose} on, got none.")
+        sized = hasattr(part, "__getitem__") and hasattr(part, "__len__")
+        if part is not None and not (sized and len(part)):
+            rule = f"must have a dataset or arrays (inputs, targets) to {name.removesuffix('ation')} on"
+            raise ValueError(f"`data` {rule}, got none or an empty one: {type(part).__name__}.")
     return target
 
 
@@ -177,7 +174,7 @@ def _of_module(data: Any, batch_size: int | None) -> Target:
     except ValueError:
         validation = None
     size = batch_size or train.batch_size or 32
-    evaluated = (test.batch_size or 256, test.collate_fn)
+    evaluated = partial(DataLoader, batch_size=test.batch_size or 256, collate_fn=test.collate_fn)
     return Target(train.dataset, test.dataset, validation, size, train.collate_fn, evaluated)
 
 
@@ -187,8 +184,6 @@ def _loader(data: Any, name: str) -> Loader:
         loader = getattr(data, name)()
     except Exception as error:  # Lightning's own for a loader that is not there, or the user's
         raise ValueError(f"{rule}, but it failed ({reason_of(error)}).") from error
-    if isinstance(loader, list | tuple) and len(loader) == 1:
-        loader = loader[0]
     if not isinstance(loader, DataLoader):
         raise ValueError(f"{rule}, got {type(loader).__name__}.")
     return loader
@@ -203,9 +198,6 @@ def _dataset(part: Any, name: str) -> Any:
             rule = f"`data` must have as many targets as inputs to {name} on"
             raise ValueError(f"{rule}, got {len(targets)} for {len(inputs)}.")
         return TensorDataset(inputs, targets)
-    if part is not None and not (hasattr(part, "__getitem__") and hasattr(part, "__len__")):
-        rule = f"`data` must have a dataset or arrays (inputs, targets) to {name} on"
-        raise TypeError(f"{rule}, got {type(part)}.")
     return part
 
 

@@ -19,7 +19,7 @@ from lightning_taskinfo import _files
 from lightning_taskinfo._lightning import DEFAULT, NAMESPACES, Callback, LightningModule, Trainer
 from lightning_taskinfo._wandb import PREFIX, ours
 from lightning_taskinfo._warn import first_line
-from lightning_taskinfo.callbacks.report import summary
+from lightning_taskinfo.callbacks.report import summary, table
 from lightning_taskinfo.transfer.sampling import generators_kept, reseed
 
 Stage = Literal["pretrain", "scratch", "fine_tune"]
@@ -29,6 +29,11 @@ Values = dict[str, Any]
 SCRATCH = "scratch"
 ADVICE = "Delete it to train that stage again."
 OF_LIGHTNING = ("epoch", "trainer/global_step")
+SILENT = {
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
 NOISE = (
     ".*does not have many workers.*",
     ".*LeafSpec.*",
@@ -176,16 +181,14 @@ class RunLog:
     def end(self, name: str, logger: Any, curve: Sequence[Row]) -> None:
         """Put first, last, smallest and largest value of the epochs into the run's summary, or all into a csv file."""
         if logger is not None:
-            rows = [_plain(row) for row in curve]
-            names = dict.fromkeys(key for row in rows for key in row if key != "epoch")
-            logger.experiment.summary.update(_named(summary(rows, names)))
+            columns, _ = table(curve)
+            names = [name for name in columns if name != "epoch"]
+            logger.experiment.summary.update(_named(summary(curve, names)))
         if self.kind == "csv" and curve:
-            columns = dict.fromkeys(key for row in curve for key in row)
+            columns, cells = table(curve)
             path = _files.make_folder(self.folder) / f"{name}.csv"
             with _files.atomic_write(path, "w") as file:
-                writer = csv.DictWriter(file, [*columns], lineterminator="\n")
-                writer.writeheader()
-                writer.writerows(curve)
+                csv.writer(file, lineterminator="\n").writerows([columns, *cells])
 
 
 class _NamesOurs:
@@ -228,11 +231,6 @@ def flatten(values: Values, prefix: str = "") -> Row:
 
 def _named(row: Row) -> Row:
     return {ours(key): value for key, value in row.items()}
-
-
-def _plain(row: Row) -> Row:
-    """Metrics by their names without our prefix."""
-    return {key.removeprefix(f"{PREFIX}/"): value for key, value in row.items()}
 
 
 @dataclass(frozen=True)
@@ -303,7 +301,8 @@ class Trial:
             job = self.recipe.job(self)
             with log.run(self.name, settings, own_module=job.ours) as logger:
                 for row in before:
-                    log_numbers(logger, {"pretrain": _plain(row)})
+                    plain = {key.removeprefix(f"{PREFIX}/"): row[key] for key in row}
+                    log_numbers(logger, {"pretrain": plain})
                 log_numbers(logger, job.before, step=0)
                 fitted = fit_stage(job, self.folder, self.recipe.namespace, logger)
                 found, logged = job.after(fitted)
@@ -429,12 +428,8 @@ def fit_stage(job: Job, folder: Path, namespace: str, logger: Any) -> Fitted:
 
 def make_trainer(namespace: str, options: Values) -> Trainer:
     """Return a Trainer that draws and writes nothing by itself."""
-    silent = dict.fromkeys(
-        ("enable_checkpointing", "enable_progress_bar", "enable_model_summary"),
-        False,
-    )
     usual = {"devices": 1, "log_every_n_steps": 10, "num_sanity_val_steps": 0}
-    trainer: Trainer = NAMESPACES[namespace].Trainer(**usual | options | silent)
+    trainer: Trainer = NAMESPACES[namespace].Trainer(**usual | options | SILENT)
     return trainer
 
 
@@ -476,17 +471,16 @@ def interruptible() -> Iterator[None]:
 def quiet() -> Iterator[None]:
     """Keep Lightning from telling what a run of many small trainings need not hear."""
     names = ("pytorch_lightning", "lightning.pytorch", "lightning.fabric")
-    loggers = [logging.getLogger(name) for name in names]
-    levels = [logger.level for logger in loggers]
+    levels = {logging.getLogger(name): logging.getLogger(name).level for name in names}
     with warnings.catch_warnings():
         for message in NOISE:
             warnings.filterwarnings("ignore", message=message)
         namespaces = "pytorch_lightning|lightning"
         warnings.filterwarnings("ignore", category=UserWarning, module=namespaces)
         try:
-            for logger in loggers:
+            for logger in levels:
                 logger.setLevel(logging.WARNING)
             yield
         finally:
-            for logger, level in zip(loggers, levels, strict=True):
+            for logger, level in levels.items():
                 logger.setLevel(level)

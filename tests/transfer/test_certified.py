@@ -126,7 +126,7 @@ def test_bounds_are_rounded_up_and_those_that_may_not_be_claimed_are_in_no_sente
     assert "| 50 | scratch | 15.1 (10.1 to 20.1) | 15.1 (10.1 to 20.1) | 2 of 2 |" in (
         report.to_markdown()
     )
-    sentence = "50 labels, certified, the largest bound of a seed: scratch 20.1 % (randomised), 20.1 % (by test"
+    sentence = "50 labels, scratch, certified, the largest bound of a seed: 20.1 % (randomised), 20.1 % (by test"
     assert sentence in report.to_terminal()
     bad = TransferReport([certified(0, 0.1, valid=False, reasons=["it was moved"])], {})
     assert "certified, the largest" not in bad.to_terminal()

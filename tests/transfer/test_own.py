@@ -486,11 +486,11 @@ BAD = {
     "no way": ({"adapt": []}, "`adapt` must be at least one way"),
     "a module in place of its class": (
         {"make": Net()},
-        "`model` must be the class of your LightningModule, or a function .*got a Net that is made",
+        "`model` must be the class of your LightningModule, or a function .*got a Net",
     ),
     "a name in place of a class": (
         {"make": "small_cnn"},
-        "`model` must be the class .*beside `starts`, got 'small_cnn'",
+        "`model` must be the class .*beside `starts`, got a str",
     ),
     "no module": ({"make": lambda: torch.nn.Linear(1, 1)}, "`model` must make a LightningModule"),
     "a failing module": (
