@@ -33,30 +33,27 @@ def plot_accuracy(report: "TransferReport", confidence: float) -> tuple["Figure"
     height = 1.1 + len(methods) * (0.22 + 0.17 * len(counts))
     figure, ax = figure_and_axes(None, size=(6.4, height))
     last = len(counts) - 1
-    shades = [0.3 + 0.45 * place / max(1, last) for place in range(len(counts))]
-    colors = dict(zip(counts, map(colormaps["viridis"], shades), strict=True))
+    dots = {}
     for labels, method, results in report.cells():
-        place = counts.index(labels) - last / 2
-        y = methods.index(method) + place * 0.7 / len(counts)
+        place = counts.index(labels)
+        color = colormaps["viridis"](0.3 + 0.45 * place / max(1, last))
+        y = methods.index(method) + (place - last / 2) * 0.7 / len(counts)
         values = [measure.scale * result.test[measure.value] for result in results]
         mean = fmean(values)
-        color = colors[labels]
         ax.plot(values, [y] * len(values), "|", color=color, alpha=0.6, markersize=7)
         interval = report.summary(method, labels, measure.value, confidence)
         if interval.low is not None and interval.high is not None:
-            ends = [measure.scale * interval.low, measure.scale * interval.high]
+            ends = [measure.scale * end for end in (interval.low, interval.high)]
             ax.plot(ends, [y, y], color=color, linewidth=1.5)
-        ax.plot([mean], [y], "o", color=color, markersize=6)
+        dots[labels] = ax.plot([mean], [y], "o", color=color, markersize=6)[0]
         if method == "scratch":
             ax.axvline(mean, color=color, linestyle=":", linewidth=1, zorder=0)
     ax.set_yticks(range(len(methods)), methods)
     ax.set_ylim(len(methods) - 0.5, -0.5)
     shown = f"{measure.value} on the target test set{', %' * measure.share}"
     if last:
-        for labels, color in colors.items():
-            ax.plot([], [], "o", color=color, label=f"{labels}")
-        beside = (1, 0.5)
-        ax.legend(frameon=False, title="target labels", loc="center left", bbox_to_anchor=beside)
+        beside = {"loc": "center left", "bbox_to_anchor": (1, 0.5)}
+        ax.legend(dots.values(), dots, frameon=False, title="target labels", **beside)
     else:
         shown += f" ({counts[0]} target labels)"
     ax.set_xlabel(shown)

@@ -273,7 +273,6 @@ class Own(Recipe):
             with quiet():
                 trainer = make_trainer(self.namespace, options)
                 trainer.fit(job.module, train_dataloaders=job.fit["train_dataloaders"])
-                fitted = time.perf_counter()
                 if self.metric is None:
                     logged: Mapping[str, float] = own_error(job.module, loader, 1)
                 else:
@@ -287,14 +286,16 @@ class Own(Recipe):
             rule = "`metric` must be one that the module logs in its test_step"
             names = ", ".join(logged) or "none"
             raise ValueError(f"{rule}, got {self.metric!r}; it logs {names}.")
-        test = (time.perf_counter() - fitted) * max(1, len(loader))
+        test = time.perf_counter() - ends[-1]
         steps = job.options.get("max_steps", -1)
         if steps <= 0:
             epochs = job.options.get("max_epochs") or 1
             steps = epochs * math.ceil(trial.labels / self.target.batch_size)
-        elapsed = ends[-1] - ends[0]  # without the first step, which prepares
-        around = fitted - begun - elapsed  # what a Trainer takes beside its steps
-        seconds = around + steps * elapsed / max(1, len(ends) - 1) + test
+        around = (
+            ends[0] - begun
+        )  # what a Trainer takes to begin, and the first step, which prepares
+        step = (ends[-1] - ends[0]) / max(1, len(ends) - 1)
+        seconds = around + steps * step + len(loader) * test
         return self.metric or next(iter(logged)), seconds
 
 
@@ -317,12 +318,15 @@ def _read_starts(make: MakeModule, starts: Mapping[str, Given]) -> dict[str, Sta
 
 
 def _plain(value: Any) -> Any:
-    known = isinstance(value, str | int | float | bool) or value is None
-    return value if known else repr(type(value))
+    return value if isinstance(value, str | int | float | None) else repr(type(value))
 
 
 @torch.no_grad()
-def own_error(module: Any, loader: DataLoader[Any], batches: int | None = None) -> dict[str, float]:
+def own_error(
+    module: Any,
+    loader: DataLoader[Any],
+    batches: int | None = None,
+) -> dict[str, float]:
     """Return the share of wrong classes on the test set, or the mean squared error where targets are real numbers.
 
     Raises:
@@ -336,20 +340,18 @@ def own_error(module: Any, loader: DataLoader[Any], batches: int | None = None) 
                 raise ValueError(
                     "`metric` must be given where the targets of a test batch are not plain."
                 )
-            name, losses = _losses(outputs_of(module, inputs), truth)
-            total += float(losses.sum())
+            outputs = outputs_of(module, inputs)
+            if truth.is_floating_point():
+                name = "squared error"
+                losses = (outputs.reshape(truth.shape) - truth).square()
+            elif outputs.ndim == truth.ndim + 1 and outputs.ndim > 1:
+                name = "error"
+                wrong = outputs.argmax(-1) != truth
+                losses = wrong[truth >= 0]  # -100 marks what does not count
+            else:
+                rule = "must be given where outputs are no scores of classes"
+                shapes = f"outputs {list(outputs.shape)} for targets {list(truth.shape)}"
+                raise ValueError(f"`metric` {rule}, got {shapes}.")
+            total += float(losses.double().sum())
             count += losses.numel()
     return {name: total / count}
-
-
-def _losses(outputs: Tensor, truth: Tensor) -> tuple[str, Tensor]:
-    """The name of the error, and that of each target."""
-    if truth.is_floating_point():
-        off = outputs.reshape(truth.shape) - truth
-        return "squared error", off.square().double()
-    if outputs.ndim < 2 or outputs.ndim != truth.ndim + 1:
-        rule = "must be given where outputs are no scores of classes"
-        shapes = f"outputs {list(outputs.shape)} for targets {list(truth.shape)}"
-        raise ValueError(f"`metric` {rule}, got {shapes}.")
-    wrong = outputs.argmax(-1) != truth
-    return "error", wrong[truth >= 0].double()  # -100 marks what does not count

@@ -84,7 +84,12 @@ def _measured(results: Iterable["Result"], name: str) -> list[Values]:
     return [value for value in values if value]
 
 
-def main_table(report: "TransferReport", confidence: float, *, short: bool = False) -> list[Row]:
+def main_table(
+    report: "TransferReport",
+    confidence: float,
+    *,
+    short: bool = False,
+) -> list[Row]:
     """What was measured and the gains, one row for each number of labels and method.
 
     Args:
@@ -112,7 +117,12 @@ def _with_unit(name: str, unit: str) -> str:
     return f"{name}, {unit}" if unit else name
 
 
-def _estimate(row: Values, key: str, measure: "Measure", sign: str = "") -> str:
+def _estimate(
+    row: Values,
+    key: str,
+    measure: "Measure",
+    sign: str = "",
+) -> str:
     """Mean and interval, and of a gain the verdict, with the reason where there is no interval."""
     mean, low, high = (_shown(row[f"{key}{end}"], measure, sign) for end in ("", "_low", "_high"))
     reason = row.get(f"{key}_reason")
@@ -346,7 +356,11 @@ MEANINGS = {  # of what is measured beside the risks: attribute of a result, and
 }
 
 
-def to_markdown(report: "TransferReport", confidence: float, figures: Iterable[str]) -> str:
+def to_markdown(
+    report: "TransferReport",
+    confidence: float,
+    figures: Iterable[str],
+) -> str:
     """The whole report, with the figures as PNG files beside it."""
     (_, (_, main)), *others = tables(report, confidence).items()
     said = notes(report, confidence).items()
@@ -375,7 +389,11 @@ def _markdown(rows: Sequence[Row]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def to_terminal(report: "TransferReport", confidence: float, width: int | None) -> str:
+def to_terminal(
+    report: "TransferReport",
+    confidence: float,
+    width: int | None,
+) -> str:
     """The gains by the first measure as a table, and the findings, which speak of the others too."""
     rows = main_table(report, confidence, short=True)
     _, seeds = _seeds(report)
@@ -451,7 +469,11 @@ footer { color: var(--soft); font-size: 0.85rem; margin: 3rem 0 1rem; }
 """
 
 
-def to_html(report: "TransferReport", confidence: float, figures: Mapping[str, "Figure"]) -> str:
+def to_html(
+    report: "TransferReport",
+    confidence: float,
+    figures: Mapping[str, "Figure"],
+) -> str:
     """Return the page with these figures; it is well-formed XML too."""
     found = "".join(f"<li>{escape(line)}</li>" for line in findings(report, confidence))
     sections = [f"<ul>{found}</ul>"]
@@ -518,7 +540,11 @@ def _cell(title: str, cell: str) -> str:
     return f"<td>{text}</td>"
 
 
-def _figure(report: "TransferReport", name: str, figure: "Figure") -> str:
+def _figure(
+    report: "TransferReport",
+    name: str,
+    figure: "Figure",
+) -> str:
     """A figure as SVG, in black on nothing; the style inverts it where the reader prefers the dark."""
     from matplotlib import rc_context
 

@@ -43,7 +43,6 @@ MEASURED = {  # columns of means over seeds: attribute of a result, and key in i
     "certified_test_set": ("certificate", "test_set"),
 }
 
-Key = tuple[str, int, int]
 Numbers = dict[str, float]
 Values = dict[str, Any]
 StrPath = str | os.PathLike[str]
@@ -88,7 +87,7 @@ class Result:
         check_seed(self.seed)
         check_not_negative(seed=self.seed)
         for name in ("test", "source") if self.source else ("test",):
-            numbers = getattr(self, name) or {}
+            numbers = dict(getattr(self, name) or {})
             kinds = {type(value) for value in numbers.values()}
             if not kinds or not kinds <= {int, float}:
                 raise ValueError(f"`{name}` must hold numbers by name, got {numbers!r}.")
@@ -96,11 +95,6 @@ class Result:
             if not 0 <= accuracy <= 1:
                 rule = "must hold an accuracy between 0 and 1"
                 raise ValueError(f"`{name}` {rule}, got {accuracy}.")
-
-    @property
-    def key(self) -> Key:
-        """What it is a result of: method, number of labels, seed."""
-        return self.method, self.labels, self.seed
 
     def __str__(self) -> str:
         return f"({self.method}, {self.labels} labels, seed {self.seed})"
@@ -117,7 +111,7 @@ def _plain(argument: str, value: Any) -> Any:
 def _checked(results: Iterable[Result | Mapping[str, Any]]) -> list[Result]:
     """Plain copies of the results, one of each cell, all with the same numbers."""
     rows = [asdict(one) if isinstance(one, Result) else one for one in results]
-    found: dict[Key, Result] = {}
+    found: dict[str, Result] = {}
     names = None
     for row in _plain("results", rows):
         try:
@@ -129,7 +123,7 @@ def _checked(results: Iterable[Result | Mapping[str, Any]]) -> list[Result]:
         if result.test.keys() != names:
             rule = f"must hold {', '.join(names)} in all results"
             raise ValueError(f"`test` {rule}, got {', '.join(result.test)} in {result}.")
-        if found.setdefault(result.key, result) is not result:
+        if found.setdefault(str(result), result) is not result:
             rule = "must hold one result per method, number of labels and seed"
             raise ValueError(f"`results` {rule}, got two {result}.")
     if not found:
@@ -306,7 +300,13 @@ class TransferReport:
                 found.append(Comparison(method, labels, baseline, measure.name, gain))
         return found
 
-    def summary(self, method: str, labels: int, name: str, confidence: float = 0.95) -> Interval:
+    def summary(
+        self,
+        method: str,
+        labels: int,
+        name: str,
+        confidence: float = 0.95,
+    ) -> Interval:
         """Return mean and interval over seeds of a number in ``test``, such as ``"accuracy"``."""
         values = [row.test[name] for row in self.cell(method, labels).values()]
         share = any(measure.share for measure in self.measures if measure.value == name)
@@ -340,14 +340,24 @@ class TransferReport:
             rows.append(row)
         return rows
 
-    def to_markdown(self, confidence: float = 0.95, *, figures: Iterable[str] = ()) -> str:
+    def to_markdown(
+        self,
+        confidence: float = 0.95,
+        *,
+        figures: Iterable[str] = (),
+    ) -> str:
         """Return the report as Markdown; ``figures`` are names of PNG files beside it, without the suffix."""
         return render.to_markdown(self, confidence, figures)
 
     def __str__(self) -> str:
         return self.to_terminal()
 
-    def to_terminal(self, confidence: float = 0.95, *, width: int | None = None) -> str:
+    def to_terminal(
+        self,
+        confidence: float = 0.95,
+        *,
+        width: int | None = None,
+    ) -> str:
         """Return the main table for a terminal of ``width`` columns: drawn by rich where it is installed."""
         return render.to_terminal(self, confidence, width)
 
@@ -359,7 +369,12 @@ class TransferReport:
         """Return every figure for which there are numbers, by the name of its file; none without matplotlib."""
         return draw_all(self, confidence) if find_spec("matplotlib") else {}
 
-    def save(self, folder: StrPath, *, confidence: float = 0.95) -> dict[str, Path]:
+    def save(
+        self,
+        folder: StrPath,
+        *,
+        confidence: float = 0.95,
+    ) -> dict[str, Path]:
         """Write ``report.json``, ``report.md``, ``report.html`` and the figures, each of them whole or not at all.
 
         Args:
@@ -420,12 +435,15 @@ class TransferReport:
 
     def _said(self) -> str:
         """Everything but timings as text: NaN equals NaN there."""
-        ordered = sorted(self.results, key=lambda result: result.key)
-        results = [replace(result, seconds={}) for result in ordered]
+        results = [replace(result, seconds={}) for result in sorted(self.results, key=str)]
         return json.dumps(asdict(replace(self, results=results)), sort_keys=True)
 
 
-def _columns(name: str, interval: Interval | None, parts: Mapping[str, str]) -> Values:
+def _columns(
+    name: str,
+    interval: Interval | None,
+    parts: Mapping[str, str],
+) -> Values:
     return {f"{name}{end}": getattr(interval, part, None) for end, part in parts.items()}
 
 

@@ -310,7 +310,11 @@ def _run(
     return results
 
 
-def _result(trial: Trial, trials: Sequence[Trial], found: Values) -> Result:
+def _result(
+    trial: Trial,
+    trials: Sequence[Trial],
+    found: Values,
+) -> Result:
     """What a training and the pretraining that it needs have found, as it is reported."""
     own = found[trial.name]
     stages = {trial.stage: own}

@@ -43,7 +43,13 @@ class EpochSampler(Sampler[Draw]):
         epoch: The first epoch.
     """
 
-    def __init__(self, length: int, *, seed: int, epoch: int = 0) -> None:
+    def __init__(
+        self,
+        length: int,
+        *,
+        seed: int,
+        epoch: int = 0,
+    ) -> None:
         self.length = length
         self.seed = seed
         self.epoch = epoch
@@ -248,7 +254,11 @@ def count_or_rows(argument: str, value: Any) -> int | Sequence[int]:
     return rows
 
 
-def by_turns(y: Rows, num_classes: int, rng: np.random.Generator) -> Rows:
+def by_turns(
+    y: Rows,
+    num_classes: int,
+    rng: np.random.Generator,
+) -> Rows:
     """All rows, shuffled so that every class appears once before any appears twice."""
     shuffled = rng.permutation(len(y))
     classes = y[shuffled]
@@ -273,7 +283,12 @@ def _without(order: Rows, taken: Rows, y: Rows) -> Rows:
     return rest[turns]
 
 
-def _first(argument: str, order: Rows, count: int, beside: str = "") -> Rows:
+def _first(
+    argument: str,
+    order: Rows,
+    count: int,
+    beside: str = "",
+) -> Rows:
     if not 0 <= count <= len(order):
         rule = f"must be between 0 and the {len(order)} samples there are{beside}"
         raise ValueError(f"`{argument}` {rule}, got {count}.")

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
-from itertools import product
+from itertools import accumulate, product
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -121,7 +121,11 @@ def namespace_of(module: Any) -> str | None:
     return None
 
 
-def _fitted(argument: str, given: Mapping[str, Any], make: MakeModule) -> Start:
+def _fitted(
+    argument: str,
+    given: Mapping[str, Any],
+    make: MakeModule,
+) -> Start:
     """Weights under the names of the user's module; those of another size are left out."""
     if not given or not all(isinstance(tensor, Tensor) for tensor in given.values()):
         rule = "must hold tensors by name"
@@ -140,12 +144,10 @@ def _fitted(argument: str, given: Mapping[str, Any], make: MakeModule) -> Start:
     parameters = [key for key, _ in module.named_parameters()]
     fresh = tuple(key for key in parameters if key not in weights)
     if 2 * len(fresh) > len(parameters):
-        odd = next((key for key in fresh if key in renamed), fresh[0])
-        there = list(renamed[odd].shape) if odd in renamed else "nothing"
         count = f"{len(parameters) - len(fresh)} of {len(parameters)} parameters"
+        lacking = f"{fresh[0]} {list(own[fresh[0]].shape)}"
         raise ValueError(
-            f"`{argument}` must fit `model` but for its head, got weights for {count}: "
-            f"{there} there for {odd} {list(own[odd].shape)} here."
+            f"`{argument}` must fit `model` but for its head, got weights for {count}, none for {lacking}."
         )
     check_finite_tensors(argument, weights)
     return Start(make, weights, fresh)
@@ -155,10 +157,9 @@ def _prefixes(names: Collection[str]) -> list[str]:
     """What at least half of the names begin with, up to a dot."""
     starts = Counter[str]()
     for name in names:
-        starts[""] += 1
-        places = [place for place, letter in enumerate(name, 1) if letter == "."]
-        starts.update(name[:place] for place in places)
-    return [prefix for prefix, count in starts.items() if count >= len(names) / 2]
+        parts = name.split(".")[:-1]
+        starts.update(accumulate((f"{part}." for part in parts), initial=""))
+    return [prefix for prefix, count in starts.items() if 2 * count >= len(names)]
 
 
 def _shared(state: Weights, own: Weights) -> list[str]:

@@ -201,7 +201,12 @@ def _dataset(part: Any, name: str) -> Any:
     return part
 
 
-def chosen_rows(labels: Tensor | None, length: int, counts: Sequence[int], seed: int) -> Rows:
+def chosen_rows(
+    labels: Tensor | None,
+    length: int,
+    counts: Sequence[int],
+    seed: int,
+) -> Rows:
     """Return rows of training samples of which the first ``n`` are the ``n`` labelled ones.
 
     Classes take turns where targets are classes; any order is as good otherwise.
@@ -232,7 +237,11 @@ def chosen_rows(labels: Tensor | None, length: int, counts: Sequence[int], seed:
     return sampling.by_turns(y.astype(np.int64), len(classes), rng)
 
 
-def certified_parts(target: Target, rows: Rows, labels: int) -> tuple[Loader, Loader | None]:
+def certified_parts(
+    target: Target,
+    rows: Rows,
+    labels: int,
+) -> tuple[Loader, Loader | None]:
     """Return the samples of a certificate, all of them independent draws.
 
     Args:
@@ -249,7 +258,12 @@ def certified_parts(target: Target, rows: Rows, labels: int) -> tuple[Loader, Lo
     return target.plain_loader(rows[:labels]), target.plain_loader(fresh) if enough else None
 
 
-def check_certified(target: Target, rows: Rows, labels: int, model: nn.Module) -> None:
+def check_certified(
+    target: Target,
+    rows: Rows,
+    labels: int,
+    model: nn.Module,
+) -> None:
     """Raise a ``ValueError`` where inputs occur twice, so that they cannot serve nothing else."""
     labelled, unlabelled = certified_parts(target, rows, labels)
     used, _ = read_inputs(labelled, model=model)

@@ -140,7 +140,13 @@ class RunLog:
             raise ValueError(f"`logger` must be one of {', '.join(kinds)}, got {self.kind!r}.")
 
     @contextmanager
-    def run(self, name: str, settings: Values, *, own_module: bool = True) -> Iterator[Any]:
+    def run(
+        self,
+        name: str,
+        settings: Values,
+        *,
+        own_module: bool = True,
+    ) -> Iterator[Any]:
         """Open the logger of a run, if it has one, and close it, whatever happens.
 
         Args:
@@ -194,14 +200,22 @@ class RunLog:
 class _NamesOurs:
     """A part of a logger of Weights & Biases: everything that is logged by our own module has our prefix."""
 
-    def log_metrics(self, metrics: Row, step: int | None = None) -> None:
+    def log_metrics(
+        self,
+        metrics: Row,
+        step: int | None = None,
+    ) -> None:
         named = {}
         for key, value in metrics.items():
             named[key if key in OF_LIGHTNING else ours(key)] = value
         super().log_metrics(named, step)  # type: ignore[misc]
 
 
-def log_numbers(logger: Any, values: Values, step: int | None = None) -> None:
+def log_numbers(
+    logger: Any,
+    values: Values,
+    step: int | None = None,
+) -> None:
     """Log numbers, nested dicts with ``/`` between the names; what is no number is left out.
 
     Args:
@@ -324,7 +338,13 @@ class EpochKeeper(Callback):
         lean: Whether parts that are frozen run as in evaluation, and stay out of the checkpoint.
     """
 
-    def __init__(self, folder: Path, parts: tuple[int, ...], *, lean: bool) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        parts: tuple[int, ...],
+        *,
+        lean: bool,
+    ) -> None:
         self.folder = folder
         self.parts = parts
         self.lean = lean
@@ -332,11 +352,19 @@ class EpochKeeper(Callback):
         self._frozen: set[str] = set()
         self._next_write = 0.0
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_start(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+    ) -> None:
         """Remember what is frozen from the beginning: a start knows those weights."""
         self._frozen = {name for name, p in pl_module.named_parameters() if not p.requires_grad}
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_epoch_start(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+    ) -> None:
         """Let frozen parts run as in evaluation: no dropout, and statistics of batch normalisation that stay."""
         for part in pl_module.modules() if self.lean else ():
             trained = {parameter.requires_grad for parameter in part.parameters()}
@@ -354,7 +382,11 @@ class EpochKeeper(Callback):
         if batch_idx == 0:
             reseed(*self.parts, trainer.current_epoch)
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_epoch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+    ) -> None:
         """Keep the epoch's metrics, then everything."""
         # The last ones too: Lightning forgets them when a run goes on.
         row = dict(self.curve[-1]) if self.curve else {}
@@ -393,7 +425,12 @@ class EpochKeeper(Callback):
         self.curve = list(state_dict["curve"])
 
 
-def fit_stage(job: Job, folder: Path, namespace: str, logger: Any) -> Fitted:
+def fit_stage(
+    job: Job,
+    folder: Path,
+    namespace: str,
+    logger: Any,
+) -> Fitted:
     """Train from the last finished epoch in ``folder`` if there is one, and test.
 
     Args:
