@@ -37,9 +37,7 @@ HELD = {  # columns of what networks hold: name in the report's table, scale, fo
     "Fisher trace before": ("fisher_trace_before", 1, ".4g"),
     "Fisher trace after": ("fisher_trace_after", 1, ".4g"),
 }
-FIGURES = (
-    r"accuracy|information_\d+"  # names of their files: `information_50` is that with 50 labels
-)
+FIGURES = r"accuracy|information_\d+"  # names of their files; the number is that of labels
 
 Row = dict[str, str]  # of a table: its cells by the titles of their columns; one may hold a verdict
 Values = dict[str, Any]
@@ -104,17 +102,13 @@ def main_table(
         if short:
             del cells["seeds"]
         for measure in measures:
-            title = _with_unit(measure.value, "%" if measure.share else measure.unit)
-            cells[title] = _estimate(row, measure.value, measure)
+            title = f"{measure.value}, {'%' if measure.share else measure.unit}"
+            cells[title.removesuffix(", ")] = _estimate(row, measure.value, measure)
         for baseline, measure in product(("scratch", "standard"), measures):
-            title = _with_unit(f"{GAIN} {baseline}: {measure.name}", measure.unit)
+            title = f"{GAIN} {baseline}: {measure.name}, {measure.unit}".removesuffix(", ")
             cells[title] = _estimate(row, f"over_{baseline}_{measure.name}", measure, "+")
         shown.append(cells)
     return _filled(shown)
-
-
-def _with_unit(name: str, unit: str) -> str:
-    return f"{name}, {unit}" if unit else name
 
 
 def _estimate(
@@ -277,82 +271,79 @@ def _advice(over_scratch: Sequence["Comparison"], measure: "Measure") -> str:
 
 def notes(report: "TransferReport", confidence: float) -> Row:
     """What each number means, by term: only of what the report shows."""
-    measures = report.measures
-    values = " and ".join(measure.value for measure in measures)
-    nats = "; the loss is the mean cross-entropy in nats" * (measures[-1].unit == "nats")
-    few, seeds = _seeds(report)
-    one = " One seed has no interval, and no verdict rests on it." * (few == 1)
-    said = {
-        f"{values[0].upper()}{values[1:]}": f"Means over seeds on the target test set{nats}.",
-        "Seeds": f"{seeds} for each method and number of labels.{one}",
-        "Intervals": f"Student's t intervals at {100 * confidence:g} % over seeds, {INTERVALS}",
-        "Gains": "None: there is no baseline among the results to compare with.",
+    comparisons = len(report.transferability(confidence))
+    certificates = _measured(report.results, "certificate")
+    trusted, reasons = (
+        "; ".join(dict.fromkeys(text for one in certificates for text in one[key]))
+        for key in ("assumptions", "reasons")
+    )
+    units = {"points": " (in percentage points)", "nats": " (cross-entropy in nats)", "": ""}
+    risks = [f"as {measure.name}{units[measure.unit]}" for measure in report.measures]
+    values = {
+        "level": f"{100 * confidence:g}",
+        "wrong": f"{100 * (1 - confidence):.2g}",
+        "risks": " or ".join(risks),
+        "comparisons": comparisons,
+        "sure": min((one["confidence"] for one in certificates), default=0.0),
+        "trusted": trusted,
+        "invalid": f" Not valid where: {reasons}." if reasons else "",
     }
-    if comparisons := len(report.transferability(confidence)):
-        units = {"points": " (in percentage points)", "nats": " (in nats)", "": ""}
-        risks = " or ".join(f"as {measure.name}{units[measure.unit]}" for measure in measures)
-        said["Gains"] = f"T = R(baseline) − R(method), the risk R {risks}, {GAINS}"
-        said["Helps, hurts, cannot tell"] = (
-            f"{WHERE} There are {comparisons} comparisons here, and the intervals are not corrected for their number: "
-            "of comparisons without any true difference, about "
-            f"{100 * (1 - confidence):.2g} % are still called one way or the other."
-        )
+    said = {}
     for term, (name, text) in MEANINGS.items():
         if _measured(report.results, name):
-            said[term] = text
-    if certificates := _measured(report.results, "certificate"):
-        said["What can be certified"] = _about_certificates(certificates)
+            said[term] = text.format(**values)
+    if not comparisons:
+        said["Gains"] = "None: there is no baseline among the results to compare with."
     return said
 
 
-def _seeds(report: "TransferReport") -> tuple[int, str]:
-    """The smallest number of seeds, and that to the largest in words."""
-    counts = [len(results) for _, _, results in report.cells()]
-    few, many = min(counts), max(counts)
-    return few, f"{few}" if few == many else f"{few} to {many}"
-
-
-def _about_certificates(certificates: Sequence[Values]) -> str:
-    """What the bounds speak of, what was taken on trust, and why some may not be claimed."""
-    trusted = dict.fromkeys(text for one in certificates for text in one["assumptions"])
-    reasons = dict.fromkeys(text for one in certificates for text in one["reasons"])
-    sure = f"{certificates[0]['confidence']:.2f}"
-    said = f"Each bound holds by itself with a probability of at least {sure}; {PROVED}"
-    said += f" {'; '.join(trusted)}."
-    return said + (f" Not valid where: {'; '.join(reasons)}." if reasons else "")
-
-
-INTERVALS = """for normally distributed values. \
-They say how sure the mean over seeds is, not how far one more run may lie from it; with two or three seeds \
-they are wide. Seeds that all gave the same have no interval."""
-GAINS = """from differences \
-between runs of the same seed, which share their split. Positive is better. Over scratch: does \
-transfer help at all? Over standard: does the method add anything to plain fine-tuning?"""
-WHERE = """Where the interval of the gain lies: above 0, below 0, or neither. “Cannot tell” \
-does not mean that there is no difference."""
-PROVED = """of several, \
-the one that was picked for being the smallest does not. Randomised: a network whose weights are drawn anew \
-for every prediction, by PAC-Bayes with the start's weights as the prior's centre, where frozen weights cost \
-nothing and a fresh head has its random centre. The network itself: the same, and how often the two disagree \
-on inputs that served nothing else. By test labels: the binomial bound on the test set. Could not be checked:"""
-INFORMATION = """\
-An estimate in nats: the KL divergence of a Gaussian around the trained weights, as wide as the curvature \
-of the loss allows, from the pre-distribution of the configuration. Before and after are measured from \
-the initialisation, added from the pretrained weights, so that added is not after minus before. It \
-depends on the width of the pre-distribution and on the data it is measured on: compare it between \
-networks of one report, not across reports. It certifies nothing."""
-FISHER = """\
-Mean over samples of the squared gradient norm of the log-likelihood: how sharply the predictions depend \
-on the weights. It is no measure of quality."""
-OVERLAP = """\
-Share of the target labels' variance that a linear read-out of the frozen features leaves unexplained on \
-held-out samples, before fine-tuning: mean over seeds, smallest and largest. The number of labels from \
-which linear transfer is predicted to hurt follows from it and from a power law fitted to training from \
-scratch at two numbers of labels or more: median over seeds, and the ends that all intervals reach."""
-MEANINGS = {  # of what is measured beside the risks: attribute of a result, and what it means
-    "Information in the weights": ("information", INFORMATION),
-    "Fisher trace": ("fisher_trace", FISHER),
-    "What the features miss": ("overlap", OVERLAP),
+MEANINGS = {  # by term: attribute of a result that has to be there, and what it means
+    "Intervals": (
+        "test",
+        """Student's t intervals at {level} % over seeds, for normally distributed values. They say how sure the \
+mean over seeds is, not how far one more run may lie from it; with two or three seeds they are wide. Seeds that all \
+gave the same have no interval. One seed has no interval, and no verdict rests on it.""",
+    ),
+    "Gains": (
+        "test",
+        """T = R(baseline) − R(method), the risk R on the target test set {risks}, from differences between runs of \
+the same seed, which share their split. Positive is better. Over scratch: does transfer help at all? Over standard: \
+does the method add anything to plain fine-tuning?""",
+    ),
+    "Helps, hurts, cannot tell": (
+        "test",
+        """Where the interval of the gain lies: above 0, below 0, or neither. “Cannot tell” does not mean that there \
+is no difference. There are {comparisons} comparisons here, and the intervals are not corrected for their number: of \
+comparisons without any true difference, about {wrong} % are still called one way or the other.""",
+    ),
+    "Information in the weights": (
+        "information",
+        """An estimate in nats: the KL divergence of a Gaussian around the trained weights, as wide as the curvature \
+of the loss allows, from the pre-distribution of the configuration. Before and after are measured from the \
+initialisation, added from the pretrained weights, so that added is not after minus before. It depends on the width \
+of the pre-distribution and on the data it is measured on: compare it between networks of one report, not across \
+reports. It certifies nothing.""",
+    ),
+    "Fisher trace": (
+        "fisher_trace",
+        """Mean over samples of the squared gradient norm of the log-likelihood: how sharply the predictions depend \
+on the weights. It is no measure of quality.""",
+    ),
+    "What can be certified": (
+        "certificate",
+        """Each bound holds by itself with a probability of at least {sure:.2f}; of several, the one that was picked \
+for being the smallest does not. Randomised: a network whose weights are drawn anew for every prediction, by \
+PAC-Bayes with the start's weights as the prior's centre, where frozen weights cost nothing and a fresh head has its \
+random centre. The network itself: the same, and how often the two disagree on inputs that served nothing else. By \
+test labels: the binomial bound on the test set. Could not be checked: {trusted}.{invalid}""",
+    ),
+    "What the features miss": (
+        "overlap",
+        """Share of the target labels' variance that a linear read-out of the frozen features leaves unexplained on \
+held-out samples, before fine-tuning: mean over seeds, smallest and largest. The number of labels from which linear \
+transfer is predicted to hurt follows from it and from a power law fitted to training from scratch at two numbers of \
+labels or more: median over seeds, and the ends that all intervals reach.""",
+    ),
 }
 
 
@@ -396,8 +387,9 @@ def to_terminal(
 ) -> str:
     """The gains by the first measure as a table, and the findings, which speak of the others too."""
     rows = main_table(report, confidence, short=True)
-    _, seeds = _seeds(report)
-    title = f"{report.name}, {seeds} seed{'s' * (seeds != '1')}"
+    counts = {len(results) for _, _, results in report.cells()}
+    seeds = " to ".join(map(str, sorted({min(counts), max(counts)})))
+    title = f"{report.name}, {seeds} seed{'s' * (max(counts) > 1)}"
     if any("[" in cell for row in rows for cell in row.values()):
         title += f", {100 * confidence:g} % intervals"
     drawn = f"{title}\n{text_table([*rows[0]], [[*row.values()] for row in rows])}\n"
