@@ -109,18 +109,17 @@ class Own(Recipe):
             self.namespace = str(reading.namespace_of(module))
             self.title = f"{type(module).__name__} from {', '.join(starts)}"
             classes, fingerprint = self.target.labels()
-            self.rows = {}
-            for seed in seeds:
-                self.rows[seed] = targets.chosen_rows(classes, size, self.labels, seed)
             if classes is not None and not classes.is_floating_point():
                 self._check_range(classes, module)
             elif certify:
                 rule = "`certify` must go with one class for each sample"
                 raise ValueError(f"{rule}, got targets that are none.")
-            for seed in seeds if certify else ():
-                # Equal shares of classes would be no independent draws.
-                rows = np.random.default_rng(seed).permutation(size)
-                targets.check_certified(self.target, rows, max(self.labels), module)
+            self.rows = {}
+            for seed in seeds:
+                rows = targets.chosen_rows(classes, size, self.labels, seed)
+                if certify:  # equal shares of classes would be no independent draws
+                    rows = np.random.default_rng(seed).permutation(size)
+                    targets.check_certified(self.target, rows, max(self.labels), module)
                 self.rows[seed] = rows
             logged, self.seconds = self._tried()
         self.configuration = {
@@ -277,6 +276,7 @@ class Own(Recipe):
                     logged: Mapping[str, float] = own_error(job.module, loader, 1)
                 else:
                     logged = trainer.test(job.module, dataloaders=loader, verbose=False)[0]
+            test = time.perf_counter() - ends[-1]
         except ValueError:
             raise
         except Exception as error:  # of the user's own module
@@ -286,7 +286,6 @@ class Own(Recipe):
             rule = "`metric` must be one that the module logs in its test_step"
             names = ", ".join(logged) or "none"
             raise ValueError(f"{rule}, got {self.metric!r}; it logs {names}.")
-        test = time.perf_counter() - ends[-1]
         steps = job.options.get("max_steps", -1)
         if steps <= 0:
             epochs = job.options.get("max_epochs") or 1
