@@ -21,9 +21,7 @@ ELSEWHERE = {  # module -> the test of what it is a part of
     "fisher/terms.py": "fisher/test_measure.py",
     "tasks/training.py": "tasks/test_complexity.py",
     "tasks/union.py": "tasks/test_distance.py",
-    "transfer/adapt.py": "transfer/test_own.py",
     "transfer/features.py": "transfer/test_rank.py",
-    "transfer/logs.py": "transfer/test_runlog.py",
     "transfer/ranking.py": "transfer/test_rank.py",
     "transfer/ready/backbones.py": "transfer/test_module.py",
     "transfer/ready/data.py": "transfer/test_transfer_data.py",
@@ -34,7 +32,7 @@ ELSEWHERE = {  # module -> the test of what it is a part of
     "transfer/run.py": "transfer/test_transfer_run.py",
     "transfer/starts.py": "transfer/test_own.py",
     "transfer/target.py": "transfer/test_own.py",
-    "transfer/training.py": "transfer/test_module.py",
+    "transfer/training.py": "transfer/test_own.py",
 }
 SUBJECTS = {  # test of several modules -> what it is about
     "callbacks/test_bit_equality.py": "every probe: what is watched ends with the same bits",
@@ -74,6 +72,7 @@ SUBJECTS = {  # test of several modules -> what it is about
     "transfer/test_interrupt.py": "what an interrupt leaves",
     "transfer/test_module.py": "the ready parts",
     "transfer/test_progress.py": "what is told during a transfer",
+    "transfer/test_html.py": "the page of a report",
     "transfer/test_runlog.py": "the log of a run",
     "transfer/test_splits.py": "which samples have labels",
     "transfer/test_transfer_data.py": "the ready data",

@@ -15,7 +15,7 @@ from lightning_taskinfo.cli._parser import find, is_import_path
 from lightning_taskinfo.data import load_task
 from lightning_taskinfo.transfer import TransferDataModule, TransferReport, group_name, log_to_wandb
 from lightning_taskinfo.transfer import transfer as run_transfer
-from lightning_taskinfo.transfer.logs import LoggerKind
+from lightning_taskinfo.transfer.training import LoggerKind
 
 
 def transfer(

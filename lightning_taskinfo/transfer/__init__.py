@@ -10,7 +10,6 @@ import sys
 from inspect import signature
 from types import ModuleType
 
-from lightning_taskinfo.transfer.logs import log_to_wandb
 from lightning_taskinfo.transfer.overlap import FeatureOverlap, Onset, feature_overlap
 from lightning_taskinfo.transfer.rank import FineTuning, rank_starts
 from lightning_taskinfo.transfer.ranking import LayerReadout, RankedStart, StartRanking
@@ -29,7 +28,7 @@ from lightning_taskinfo.transfer.ready.module import (
     TransferClassifier,
 )
 from lightning_taskinfo.transfer.ready.stages import Stages
-from lightning_taskinfo.transfer.report import Result, TransferReport
+from lightning_taskinfo.transfer.report import Result, TransferReport, log_to_wandb
 from lightning_taskinfo.transfer.run import group_name, transfer
 
 __doc__ = transfer.__doc__ or ""  # so that `help` tells how to call it

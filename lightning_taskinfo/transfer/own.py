@@ -5,6 +5,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from copy import copy, deepcopy
+from dataclasses import replace
 from itertools import islice, product
 from pathlib import Path
 from typing import Any
@@ -16,27 +17,23 @@ from torch.utils.data import DataLoader
 
 from lightning_taskinfo._batches import IGNORED, moved, outputs_of, read_batch
 from lightning_taskinfo._files import claim_folder, write_tensors
-from lightning_taskinfo._lightning import Callback
+from lightning_taskinfo._lightning import NAMESPACES
 from lightning_taskinfo._observe import observing, trainable_parameters
 from lightning_taskinfo._warn import reason_of
-from lightning_taskinfo.transfer.adapt import Adapt, adapted, way_name
-from lightning_taskinfo.transfer.logs import RunLog
+from lightning_taskinfo.certificates import Prior
+from lightning_taskinfo.transfer import starts as reading
+from lightning_taskinfo.transfer import target as targets
 from lightning_taskinfo.transfer.sampling import generators_kept
-from lightning_taskinfo.transfer.starts import (
-    Given,
-    MakeModule,
-    Start,
-    make_module,
-    namespace_of,
-    read_start,
-)
-from lightning_taskinfo.transfer.target import Certified, chosen_rows, read_target, start_prior
+from lightning_taskinfo.transfer.starts import Adapt, Given, MakeModule, Start, adapted
 from lightning_taskinfo.transfer.training import (
     SCRATCH,
+    SILENT,
     Fitted,
     Job,
     Recipe,
+    RunLog,
     Trial,
+    Values,
     make_trainer,
     quiet,
 )
@@ -46,13 +43,7 @@ STREAM = 5  # of random numbers
 TRIED = 3  # training steps to estimate a time from
 LENGTHS = {"max_epochs", "max_steps", "max_time"}
 VALIDATION = {"limit_val_batches", "check_val_every_n_epoch", "val_check_interval"}
-RESERVED = (
-    "logger",
-    "enable_checkpointing",
-    "enable_progress_bar",
-    "enable_model_summary",
-    "default_root_dir",
-)
+RESERVED = ("logger", "default_root_dir", *SILENT)
 
 
 class Own(Recipe):
@@ -93,11 +84,9 @@ class Own(Recipe):
         batch_size: int | None,
         certify: bool | None,
     ) -> None:
-        rule = "`model` must be the class of your LightningModule, or a function that makes it"
-        if isinstance(make, nn.Module):
-            raise TypeError(f"{rule}, got a {type(make).__name__} that is made already.")
-        if isinstance(make, str) or not callable(make):
-            raise TypeError(f"{rule}, beside `starts`, got {make!r}.")
+        if isinstance(make, nn.Module) or not callable(make):
+            rule = "the class of your LightningModule, or a function that makes it, beside `starts`"
+            raise TypeError(f"`model` must be {rule}, got a {type(make).__name__}.")
         self.trainer = dict(trainer or {})
         for name in RESERVED:
             if name in self.trainer:
@@ -105,41 +94,40 @@ class Own(Recipe):
                 raise ValueError(f"`trainer` must leave {name} to transfer, got {value!r}.")
         if not LENGTHS & {*self.trainer}:
             self.trainer = {"max_epochs": 20, **self.trainer}
-        self.target = read_target(data, batch_size)
-        if labels is None:
-            self.labels = [len(self.target.train)]
-        else:
-            self.labels = labels
+        self.target = targets.read_target(data, batch_size)
+        size = len(self.target.train)
+        self.labels = [size] if labels is None else labels
         self.seeds = seeds
         self.metric = metric
         self.accelerator = accelerator
         self.certify = certify
         with generators_kept():
             self.starts = _read_starts(make, starts)
-            ways = [adapt] if isinstance(adapt, str) else list(adapt)
-            self.ways = self._checked_ways(ways)
+            self.ways = self._checked_ways([adapt] if isinstance(adapt, str) else adapt)
             self.origins = {name: self.starts[name].origin() for name in starts}
             module = self.starts[SCRATCH].module(0)
-            self.namespace = str(namespace_of(module))
+            self.namespace = str(reading.namespace_of(module))
             self.title = f"{type(module).__name__} from {', '.join(starts)}"
             classes, fingerprint = self.target.labels()
-            size = len(self.target.train)
+            if classes is not None and not classes.is_floating_point():
+                self._check_range(classes, module)
+            elif certify:
+                rule = "`certify` must go with one class for each sample"
+                raise ValueError(f"{rule}, got targets that are none.")
             self.rows = {}
             for seed in seeds:
-                self.rows[seed] = chosen_rows(classes, size, self.labels, seed)
-            self._check_range(classes)
-            if certify:  # equal shares of classes would be no independent draws
-                for seed in seeds:
-                    self.rows[seed] = np.random.default_rng(seed).permutation(size)
-                self._check_certified(classes, module)
+                rows = targets.chosen_rows(classes, size, self.labels, seed)
+                if certify:  # equal shares of classes would be no independent draws
+                    rows = np.random.default_rng(seed).permutation(size)
+                    targets.check_certified(self.target, rows, max(self.labels), module)
+                self.rows[seed] = rows
             logged, self.seconds = self._tried()
-        options = {option: _plain(value) for option, value in self.trainer.items()}
         self.configuration = {
             "version": VERSION,
             "module": f"{type(module).__module__}.{type(module).__qualname__}",
             "data": {"training": fingerprint, "samples": size, "test": len(self.target.test)},
             "batch_size": self.target.batch_size,
-            "trainer": options,
+            "trainer": {option: _plain(value) for option, value in self.trainer.items()},
             "metric": logged,
             "mode": mode,
         }
@@ -151,80 +139,71 @@ class Own(Recipe):
         light = copy(self)
         light.starts = {}
         pairs = [(SCRATCH, "full")]
-        for name, start in self.starts.items():
-            light.starts[name] = start.stored(root / "starts" / name)
+        for name, one in self.starts.items():
+            stored = replace(one, weights=_weights_of(root, name))
+            light.starts[name] = stored if one.weights else one
             if name != SCRATCH:
                 pairs += [(name, way) for way in self.ways]
         trials = []
-        for seed, count, (name, way) in product(self.seeds, self.labels, pairs):
-            trial = light._trial(name, way, count, seed, root, log)
+        for seed, labels, (start, way) in product(self.seeds, self.labels, pairs):
+            scratch = start == SCRATCH
+            trial = Trial(
+                light,
+                root,
+                log,
+                name=f"{start}-{way}-{labels}-seed{seed}",
+                stage="scratch" if scratch else "fine_tune",
+                method=start if scratch or len(self.ways) == 1 else f"{start}, {way}",
+                labels=labels,
+                seed=seed,
+                start=start,
+                way=way,
+            )
             trials.append(trial)
         return trials
-
-    def _trial(
-        self,
-        start: str,
-        way: str,
-        labels: int,
-        seed: int,
-        root: Path,
-        log: RunLog,
-    ) -> Trial:
-        one = start == SCRATCH or len(self.ways) == 1
-        return Trial(
-            self,
-            root,
-            log,
-            name=f"{start}-{way}-{labels}-seed{seed}",
-            stage="scratch" if start == SCRATCH else "fine_tune",
-            method=start if one else f"{start}, {way}",
-            labels=labels,
-            seed=seed,
-            start=start,
-            way=way,
-        )
 
     def store(self, root: Path) -> None:
         """Write the weights of the starts, each of which may be added but not changed."""
         for name, start in self.starts.items():
-            folder = root / "starts" / name
+            path = _weights_of(root, name)
             with generators_kept():
-                claim_folder(folder, {"weights": start.digest()})
-            if start.weights and not (folder / "weights.pt").exists():
-                write_tensors(folder / "weights.pt", start.weights)
+                claim_folder(path.parent, {"weights": start.digest()})
+            if start.weights and not path.exists():
+                write_tensors(path, start.weights)
 
     def job(self, trial: Trial) -> Job:
         """Return a start, adapted, with the loaders of its labelled samples."""
-        seed = trial.seed
-        target = self.target
-        scratch = trial.start == SCRATCH
+        seed, target = trial.seed, self.target
         start = self.starts[trial.start]
-        way = "full" if scratch else self.ways[trial.way]
+        origin = "random initialisation"
+        way: Adapt = "full"
+        if trial.start != SCRATCH:
+            way = self.ways[trial.way]
+            others = "said to be pretrained on other samples than the certified ones"
+            origin = f"the start {trial.start!r}, {others}"
         module = adapted(start.module(seed), way, start.fresh)
-        rows = self.rows[seed][: trial.labels]
-        fit: dict[str, Any] = {"train_dataloaders": target.train_loader(rows, seed)}
+        rows = self.rows[seed]
+        fit: Values = {"train_dataloaders": target.train_loader(rows[: trial.labels], seed)}
         # Epochs of a few labels are too short for validation to be the default.
         if target.validation is not None and VALIDATION & {*self.trainer}:
-            fit["val_dataloaders"] = target.evaluation_loader(target.validation)
+            fit["val_dataloaders"] = target.evaluated(target.validation)
         loader = target.test_loader()
         options = {"accelerator": self.accelerator, **self.trainer}
         if "max_steps" in options:
             options.setdefault("max_epochs", -1)
         options["callbacks"] = deepcopy(list(options.get("callbacks", [])))
-        prior = None
-        if self.certify:
-            prior = start_prior(module, trial.start, scratch=scratch)
+        # What is frozen costs nothing.
+        prior = Prior.of(module, origin=origin) if self.certify else None
 
         def weights() -> dict[str, Tensor]:
             return {name: p.detach().cpu() for name, p in trainable_parameters(module).items()}
 
-        def after(fitted: Fitted) -> tuple[dict[str, Any], dict[str, Any]]:
+        def after(fitted: Fitted) -> tuple[Values, Values]:
             name = self.metric
             test = own_error(module, loader) if name is None else {name: fitted.test[name]}
             if prior is None:
                 return {"test": test}, {}
-            samples = Certified(target, self.rows[seed], trial.labels)
-            bounds = samples.bounds(module, prior, seed)
+            bounds = targets.certified_bounds(target, rows, trial.labels, module, prior, seed)
             return {"test": test, "certificate": bounds}, {"certified": bounds}
 
         return Job(
@@ -239,50 +218,31 @@ class Own(Recipe):
 
     def _checked_ways(self, ways: Sequence[Adapt]) -> dict[str, Adapt]:
         """Ways to adapt by name, each tried on each start."""
-        named = {way_name(way): way for way in ways}
-        if not named or len(named) < len(ways):
-            raise ValueError(
-                f"`adapt` must be at least one way, each once, got {[way_name(way) for way in ways]}."
-            )
-        for name, start in self.starts.items():
-            for way in () if name == SCRATCH else named.values():
+        names = [reading.way_name(way) for way in ways]
+        if not names or len({*names}) < len(names):
+            raise ValueError(f"`adapt` must be at least one way, each once, got {names}.")
+        for (name, start), way in product(self.starts.items(), ways):
+            if name != SCRATCH:
                 adapted(start.module(0), way, start.fresh)
-        return named
+        return dict(zip(names, ways, strict=True))
 
-    def _check_range(self, labels: Tensor | None) -> None:
-        """Raise a ``ValueError`` for a class that a module has no output for, where that can be seen."""
-        if labels is None or labels.is_floating_point():
+    def _check_range(self, labels: Tensor, module: Any) -> None:
+        """Raise a ``ValueError`` for a class that the module has no output for, where that can be seen."""
+        try:
+            with observing(module), torch.no_grad():
+                inputs, _ = read_batch(next(iter(self.target.test_loader())), module)
+                outputs = outputs_of(module, inputs)
+        except Exception:  # what is wrong with it is said when it is trained
             return
-        architectures = {start.make: start for start in self.starts.values()}
-        for start in architectures.values():
-            module = start.module(0)
-            try:
-                with observing(module), torch.no_grad():
-                    batch = next(iter(self.target.test_loader()))
-                    inputs, _ = read_batch(batch, module)
-                    outputs = outputs_of(module, inputs)
-            except Exception:  # what is wrong with it is said when it is trained
-                continue
-            classes = outputs.shape[-1]
-            unknown = (labels < 0) & (labels != IGNORED)
-            odd = labels[(labels >= classes) | unknown]
-            if outputs.ndim == 2 and len(odd):
-                raise ValueError(
-                    f"`data` must have classes from 0 to {classes - 1}, the outputs of {type(module).__name__}, "
-                    f"got {int(odd[0])}."
-                )
-
-    def _check_certified(self, labels: Tensor | None, module: Any) -> None:
-        """Raise a ``ValueError`` where errors cannot be counted, or inputs occur twice."""
-        if labels is None or labels.is_floating_point():
-            raise ValueError(
-                "`certify` must go with one class for each sample, got targets that are none."
-            )
-        for rows in self.rows.values():
-            Certified(self.target, rows, max(self.labels)).check(module)
+        classes = outputs.shape[-1]
+        negative = (labels < 0) & (labels != IGNORED)
+        odd = labels[negative | (labels >= classes)]
+        if outputs.ndim == 2 and len(odd):
+            rule = f"classes from 0 to {classes - 1}, the outputs of {type(module).__name__}"
+            raise ValueError(f"`data` must have {rule}, got {int(odd[0])}.")
 
     def _tried(self) -> tuple[str, float]:
-        """Train from the last start for a few steps and test it on one batch.
+        """Train from the last start, in the last way, for a few steps and test it on one batch.
 
         Returns:
             Name of the metric, and an estimate of the seconds of one training.
@@ -290,13 +250,14 @@ class Own(Recipe):
         Raises:
             ValueError: If the module does not log the metric, or training fails.
         """
-        labels = max(self.labels)
-        way = next(iter(self.ways))
-        last = [*self.starts][-1]
-        trial = self._trial(last, way, labels, self.seeds[0], Path(), RunLog())
+        trials = self.trials(Path(), RunLog())
+        trial = max(reversed(trials), key=lambda trial: trial.labels)
         job = self.job(trial)
         loader = self.target.test_loader()
-        clock = Clock()
+        ends: list[float] = []  # of training steps
+        clock = NAMESPACES[self.namespace].callbacks.LambdaCallback(
+            on_train_batch_end=lambda *_: ends.append(time.perf_counter())
+        )
         options = {
             **job.options,
             "callbacks": [*job.options["callbacks"], clock],
@@ -306,82 +267,65 @@ class Own(Recipe):
             "limit_test_batches": 1,
             "limit_val_batches": 0,
         }
+        begun = time.perf_counter()
         try:
             with quiet():
-                begun = time.perf_counter()
                 trainer = make_trainer(self.namespace, options)
                 trainer.fit(job.module, train_dataloaders=job.fit["train_dataloaders"])
-                fitted = time.perf_counter()
                 if self.metric is None:
                     logged: Mapping[str, float] = own_error(job.module, loader, 1)
                 else:
                     logged = trainer.test(job.module, dataloaders=loader, verbose=False)[0]
-            batch = time.perf_counter() - fitted
-            test = batch * max(1, len(loader))
-            around = fitted - begun - clock.elapsed  # what a Trainer takes beside its steps
+            test = time.perf_counter() - ends[-1]
         except ValueError:
             raise
         except Exception as error:  # of the user's own module
-            reason = reason_of(error)
-            raise ValueError(
-                f"`model` must make a module that can be trained on `data`, but {reason}"
-            ) from error
+            rule = "`model` must make a module that can be trained on `data`"
+            raise ValueError(f"{rule}, but {reason_of(error)}") from error
         if self.metric is not None and self.metric not in logged:
-            raise ValueError(
-                f"`metric` must be one that the module logs in its test_step, got {self.metric!r}; it logs "
-                f"{', '.join(logged) or 'none'}."
-            )
+            rule = "`metric` must be one that the module logs in its test_step"
+            names = ", ".join(logged) or "none"
+            raise ValueError(f"{rule}, got {self.metric!r}; it logs {names}.")
         steps = job.options.get("max_steps", -1)
         if steps <= 0:
             epochs = job.options.get("max_epochs") or 1
-            steps = epochs * math.ceil(labels / self.target.batch_size)
-        seconds = around + steps * clock.each + test
+            steps = epochs * math.ceil(trial.labels / self.target.batch_size)
+        around = (
+            ends[0] - begun
+        )  # what a Trainer takes to begin, and the first step, which prepares
+        step = (ends[-1] - ends[0]) / max(1, len(ends) - 1)
+        seconds = around + steps * step + len(loader) * test
         return self.metric or next(iter(logged)), seconds
+
+
+def _weights_of(root: Path, start: str) -> Path:
+    return root / "starts" / start / "weights.pt"
 
 
 def _read_starts(make: MakeModule, starts: Mapping[str, Given]) -> dict[str, Start]:
     """Scratch, and the user's starts."""
     if not starts:
         raise ValueError("`starts` must hold at least one start beside scratch, got none.")
-    for name in starts:
+    reading.make_module(make)
+    read = {SCRATCH: Start(make, {})}
+    for name, given in starts.items():
         if name == SCRATCH or not re.fullmatch(r"[\w.-]+", name, re.ASCII):
             rule = "names of letters, digits, dots, dashes and underscores other than 'scratch'"
             raise ValueError(f"`starts` must have {rule}, got {name!r}.")
-    make_module(make)
-    read = {SCRATCH: Start(SCRATCH, make, {})}
-    for name, given in starts.items():
-        read[name] = read_start(name, given, make)
+        read[name] = reading.read_start(f"starts[{name!r}]", given, make)
     return read
 
 
 def _plain(value: Any) -> Any:
-    known = isinstance(value, str | int | float | bool) or value is None
-    return value if known else repr(type(value))
-
-
-class Clock(Callback):
-    """Takes the time from one training step to the next."""
-
-    def __init__(self) -> None:
-        self.ends: list[float] = []
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        """Look at the clock."""
-        self.ends.append(time.perf_counter())
-
-    @property
-    def elapsed(self) -> float:
-        """Seconds of all steps but the first, which prepares."""
-        return self.ends[-1] - self.ends[0]
-
-    @property
-    def each(self) -> float:
-        """Seconds of a step."""
-        return self.elapsed / max(1, len(self.ends) - 1)
+    return value if isinstance(value, str | int | float | None) else repr(type(value))
 
 
 @torch.no_grad()
-def own_error(module: Any, loader: DataLoader[Any], batches: int | None = None) -> dict[str, float]:
+def own_error(
+    module: Any,
+    loader: DataLoader[Any],
+    batches: int | None = None,
+) -> dict[str, float]:
     """Return the share of wrong classes on the test set, or the mean squared error where targets are real numbers.
 
     Raises:
@@ -390,27 +334,23 @@ def own_error(module: Any, loader: DataLoader[Any], batches: int | None = None) 
     total = count = 0.0
     with observing(module):
         for batch in islice(loader, batches):
-            inputs, targets = read_batch(moved(batch, module.device), module)
-            if targets is None:
+            inputs, truth = read_batch(moved(batch, module.device), module)
+            if truth is None:
                 raise ValueError(
                     "`metric` must be given where the targets of a test batch are not plain."
                 )
-            name, losses = _losses(outputs_of(module, inputs), targets)
-            total += float(losses.sum())
+            outputs = outputs_of(module, inputs)
+            if truth.is_floating_point():
+                name = "squared error"
+                losses = (outputs.reshape(truth.shape) - truth).square()
+            elif outputs.ndim == truth.ndim + 1 and outputs.ndim > 1:
+                name = "error"
+                wrong = outputs.argmax(-1) != truth
+                losses = wrong[truth >= 0]  # -100 marks what does not count
+            else:
+                rule = "must be given where outputs are no scores of classes"
+                shapes = f"outputs {list(outputs.shape)} for targets {list(truth.shape)}"
+                raise ValueError(f"`metric` {rule}, got {shapes}.")
+            total += float(losses.double().sum())
             count += losses.numel()
     return {name: total / count}
-
-
-def _losses(outputs: Tensor, targets: Tensor) -> tuple[str, Tensor]:
-    """The name of the error, and that of each target."""
-    if targets.is_floating_point():
-        off = outputs.reshape(targets.shape) - targets
-        return "squared error", off.square().double()
-    if outputs.ndim < 2 or outputs.ndim != targets.ndim + 1:
-        raise ValueError(
-            f"`metric` must be given where outputs are no scores of classes, got outputs {list(outputs.shape)} for "
-            f"targets {list(targets.shape)}."
-        )
-    kept = targets >= 0  # -100 marks what does not count
-    wrong = outputs.argmax(-1) != targets
-    return "error", wrong[kept].double()

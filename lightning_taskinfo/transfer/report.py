@@ -5,28 +5,47 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from lightning_taskinfo._files import atomic_write, make_folder, read_json, write_json
+from lightning_taskinfo import _files
+from lightning_taskinfo._ranges import (
+    check_counts,
+    check_not_negative,
+    check_probability,
+    check_seed,
+)
+from lightning_taskinfo._wandb import log_once
 from lightning_taskinfo.functional.intervals import Interval, Verdict, mean_interval, paired_gain
-from lightning_taskinfo.transfer import html, render
+from lightning_taskinfo.transfer import render
 from lightning_taskinfo.transfer.figures import draw_all
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 BASELINES = ("scratch", "standard")
-SHARES = (
-    r"acc|err|auc|auroc|f1|precision|recall"  # metrics between 0 and 1, if all their values are
-)
-HIGHER = r"acc|auc|auroc|f1|precision|recall|r2|score|likelihood"  # metrics of which more is better
+SHARES = "acc|err|auc|auroc|f1|precision|recall"  # metrics between 0 and 1, if all their values are
+HIGHER = "acc|auc|auroc|f1|precision|recall|r2|score|likelihood"  # metrics of which more is better
+ENDS = {"": "mean", "_low": "low", "_high": "high"}  # what the columns of an interval end with
+VERDICT = {**ENDS, "_verdict": "verdict", "_reason": "reason"}  # and those of a gain
+MEASURED = {  # columns of means over seeds: attribute of a result, and key in it
+    "source_accuracy": ("source", "accuracy"),
+    "information_before": ("information", "before"),
+    "information_after": ("information", "after"),
+    "information_added": ("information", "added"),
+    "fisher_trace_before": ("fisher_trace", "before"),
+    "fisher_trace_after": ("fisher_trace", "after"),
+    "certified_stochastic": ("certificate", "stochastic"),
+    "certified_network": ("certificate", "network"),
+    "certified_test_set": ("certificate", "test_set"),
+}
 
-
-Key = tuple[str, int, int]
+Numbers = dict[str, float]
+Values = dict[str, Any]
+StrPath = str | os.PathLike[str]
 
 
 @dataclass(frozen=True)
@@ -52,100 +71,64 @@ class Result:
     method: str
     labels: int
     seed: int
-    test: dict[str, float]
-    source: dict[str, float] | None = None
-    curves: list[dict[str, Any]] = field(default_factory=list)
-    information: dict[str, Any] | None = None
-    fisher_trace: dict[str, Any] | None = None
-    overlap: dict[str, Any] | None = None
-    certificate: dict[str, Any] | None = None
-    seconds: dict[str, float] = field(default_factory=dict)
+    test: Numbers
+    source: Numbers | None = None
+    curves: list[Values] = field(default_factory=list)
+    information: Values | None = None
+    fisher_trace: Values | None = None
+    overlap: Values | None = None
+    certificate: Values | None = None
+    seconds: Numbers = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not isinstance(self.method, str) or not self.method:
             raise ValueError(f"`method` must be a name, got {self.method!r}.")
-        for name, least in (("labels", 1), ("seed", 0)):
-            value = getattr(self, name)
-            if not _is(value, int) or value < least:
-                raise ValueError(
-                    f"`{name}` must be a whole number of at least {least}, got {value!r} in {self}."
-                )
-        checked = {"test": self.test}
-        if self.source:
-            checked["source"] = self.source
-        for name, numbers in checked.items():
-            values = numbers.values() if isinstance(numbers, dict) else ()
-            if not values or not all(_is(value, int | float) for value in values):
-                raise ValueError(f"`{name}` must hold numbers by name, got {numbers!r} in {self}.")
-            if not 0 <= numbers.get("accuracy", 0) <= 1:
-                raise ValueError(
-                    f"`{name}` must hold an accuracy between 0 and 1, got {numbers['accuracy']} in {self}."
-                )
-
-    @property
-    def key(self) -> Key:
-        """What it is a result of: method, number of labels, seed."""
-        return self.method, self.labels, self.seed
+        check_counts(labels=self.labels)
+        check_seed(self.seed)
+        check_not_negative(seed=self.seed)
+        for name in ("test", "source") if self.source else ("test",):
+            numbers = dict(getattr(self, name) or {})
+            kinds = {type(value) for value in numbers.values()}
+            if not kinds or not kinds <= {int, float}:
+                raise ValueError(f"`{name}` must hold numbers by name, got {numbers!r}.")
+            accuracy = numbers.get("accuracy", 0)
+            if not 0 <= accuracy <= 1:
+                rule = "must hold an accuracy between 0 and 1"
+                raise ValueError(f"`{name}` {rule}, got {accuracy}.")
 
     def __str__(self) -> str:
         return f"({self.method}, {self.labels} labels, seed {self.seed})"
 
 
-def _is(value: Any, kind: Any) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool)
-
-
-def plain(value: Any, argument: str) -> Any:
-    """Return a copy of ``value`` in JSON's types alone, as it would be read from a file.
-
-    Raises:
-        ValueError: If it holds anything else, such as a tensor.
-    """
+def _plain(argument: str, value: Any) -> Any:
+    """A copy in JSON's types alone, as it would be read from a file."""
     try:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError) as error:
         raise ValueError(f"`{argument}` must hold plain JSON-like values: {error}.") from error
 
 
-def checked_results(results: Iterable[Result | Mapping[str, Any]]) -> tuple[Result, ...]:
-    """Return plain copies of the results.
-
-    Raises:
-        ValueError: If there is none, two have the same key, or one has a key too many, too few
-            or of a wrong kind.
-    """
-    given = []
-    for result in results:
-        given.append(asdict(result) if isinstance(result, Result) else result)
-    rows = plain(given, "results")
-    try:
-        found = tuple(Result(**row) for row in rows)
-    except TypeError as error:
-        raise ValueError(f"`results` must hold results, or dicts like them: {error}.") from error
+def _checked(results: Iterable[Result | Mapping[str, Any]]) -> list[Result]:
+    """Plain copies of the results, one of each cell, all with the same numbers."""
+    rows = [asdict(one) if isinstance(one, Result) else one for one in results]
+    found: dict[str, Result] = {}
+    names = None
+    for row in _plain("results", rows):
+        try:
+            result = Result(**row)
+        except (TypeError, ValueError) as error:
+            rule = "must hold results, or dicts like them"
+            raise ValueError(f"`results` {rule}: {error} This is one: {row}") from error
+        names = names or result.test.keys()
+        if result.test.keys() != names:
+            rule = f"must hold {', '.join(names)} in all results"
+            raise ValueError(f"`test` {rule}, got {', '.join(result.test)} in {result}.")
+        if found.setdefault(str(result), result) is not result:
+            rule = "must hold one result per method, number of labels and seed"
+            raise ValueError(f"`results` {rule}, got two {result}.")
     if not found:
         raise ValueError("`results` must hold at least one result, got none.")
-    seen: set[Key] = set()
-    for result in found:
-        if result.key in seen:
-            raise ValueError(
-                f"`results` must hold one result per method, number of labels and seed, got two {result}."
-            )
-        seen.add(result.key)
-        if result.test.keys() != found[0].test.keys():
-            raise ValueError(
-                f"`test` must hold the same numbers in all results, got {', '.join(result.test)} in {result} and "
-                f"{', '.join(found[0].test)} in {found[0]}."
-            )
-    return found
-
-
-def without_timings(results: Iterable[Result]) -> dict[Key, str]:
-    """Return each result without its timings by its key, as text: NaN equals NaN there, and order plays no part."""
-    texts = {}
-    for result in results:
-        values = {**asdict(result), "seconds": None}
-        texts[result.key] = json.dumps(values, sort_keys=True)
-    return texts
+    return [*found.values()]
 
 
 @dataclass(frozen=True)
@@ -171,18 +154,10 @@ class Measure:
         """What values are multiplied with where they are shown."""
         return 100.0 if self.share else 1.0
 
-    @property
-    def title(self) -> str:
-        """Name and unit of the value."""
-        if self.share:
-            return f"{self.value}, %"
-        return f"{self.value}, {self.unit}" if self.unit else self.value
-
-    def risk(self, test: Mapping[str, float]) -> float:
+    def risk(self, test: Numbers) -> float:
         """Return a number of which less is better."""
-        if self.higher:
-            return -test[self.value]
-        return test[self.value]
+        value = test[self.value]
+        return -value if self.higher else value
 
 
 CLASSIFIED = (
@@ -215,7 +190,7 @@ class Comparison:
         return self.gain.verdict
 
 
-@dataclass(frozen=True)
+@dataclass
 class TransferReport:
     """Results of a transfer experiment, and everything that is said about them.
 
@@ -241,16 +216,16 @@ class TransferReport:
     """
 
     results: Sequence[Result] = field(repr=False)
-    configuration: dict[str, Any] = field(repr=False)
+    configuration: Values = field(repr=False)
     name: str = "transfer"
     starts: dict[str, str] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.configuration, dict):
             raise ValueError(f"`configuration` must be a dict, got {self.configuration!r}.")
-        object.__setattr__(self, "results", checked_results(self.results))
-        object.__setattr__(self, "configuration", plain(self.configuration, "configuration"))
-        object.__setattr__(self, "starts", plain(self.starts, "starts"))
+        self.results = _checked(self.results)
+        self.configuration = _plain("configuration", self.configuration)
+        self.starts = _plain("starts", self.starts)
 
     @property
     def methods(self) -> list[str]:
@@ -266,15 +241,15 @@ class TransferReport:
     @property
     def measures(self) -> tuple[Measure, ...]:
         """What methods are compared by: error and loss of classifiers, or the metric that the results have."""
-        names = list(self.results[0].test)
+        names = self.results[0].test
         if {*names} >= {"accuracy", "loss"}:
             return CLASSIFIED
-        return tuple(self._measure(name) for name in names)
+        return tuple(map(self._measure, names))
 
     def _measure(self, name: str) -> Measure:
         values = [row.test[name] for row in self.results]
         inside = 0 <= min(values) <= max(values) <= 1
-        share = bool(re.search(SHARES, name.lower())) and inside
+        share = inside and bool(re.search(SHARES, name.lower()))
         higher = bool(re.search(HIGHER, name.lower()))
         if mode := self.configuration.get("mode"):
             higher = mode == "max"
@@ -282,16 +257,15 @@ class TransferReport:
 
     def cells(self) -> Iterator[tuple[int, str, list[Result]]]:
         """Yield number of labels, method and results of all seeds, where there are some."""
-        for labels in self.labels:
-            for method in self.methods:
-                if results := list(self.cell(method, labels).values()):
-                    yield labels, method, results
+        for labels, method in product(self.labels, self.methods):
+            if results := list(self.cell(method, labels).values()):
+                yield labels, method, results
 
     def cell(self, method: str, labels: int) -> dict[int, Result]:
         """Return the results of one method and number of labels by seed; empty where there are none."""
         seeds = {}
         for row in sorted(self.results, key=lambda row: row.seed):
-            if row.method == method and row.labels == labels:
+            if (row.method, row.labels) == (method, labels):
                 seeds[row.seed] = row
         return seeds
 
@@ -311,27 +285,36 @@ class TransferReport:
         Raises:
             ValueError: If ``confidence`` is not between 0 and 1.
         """
-        if not 0 < confidence < 1:
-            raise ValueError(f"`confidence` must be between 0 and 1, got {confidence}.")
+        check_probability(confidence=confidence)
         found = []
-        baselines = [name for name in BASELINES if name in self.methods]
-        for baseline, labels, method in product(baselines, self.labels, self.methods):
-            if method in ("scratch", baseline) or not self.cell(method, labels):
+        for baseline, (labels, method, _) in product(BASELINES, self.cells()):
+            if baseline not in self.methods or method in ("scratch", baseline):
                 continue
             for measure in self.measures:
-                found.append(self._compare(method, labels, baseline, measure, confidence))
+                risks: list[dict[int, float]] = []
+                for name in (baseline, method):
+                    cell = self.cell(name, labels)
+                    risks.append({seed: measure.risk(row.test) for seed, row in cell.items()})
+                limit = 1.0 if measure.share else math.inf
+                gain = paired_gain(*risks, confidence=confidence, bounds=(-limit, limit))
+                found.append(Comparison(method, labels, baseline, measure.name, gain))
         return found
 
-    def summary(self, method: str, labels: int, name: str, confidence: float = 0.95) -> Interval:
+    def summary(
+        self,
+        method: str,
+        labels: int,
+        name: str,
+        confidence: float = 0.95,
+    ) -> Interval:
         """Return mean and interval over seeds of a number in ``test``, such as ``"accuracy"``."""
-        cell = self.cell(method, labels)
-        values = [row.test[name] for row in cell.values()]
+        values = [row.test[name] for row in self.cell(method, labels).values()]
         share = any(measure.share for measure in self.measures if measure.value == name)
         low = 0.0 if share or name == "loss" else -math.inf
         bounds = (low, 1.0 if share else math.inf)
         return mean_interval(values, confidence=confidence, bounds=bounds)
 
-    def table(self, confidence: float = 0.95) -> list[dict[str, Any]]:
+    def table(self, confidence: float = 0.95) -> list[Values]:
         """Return one row for each number of labels and method, all with the same columns; what is not known is None.
 
         Means over seeds, with ``_low`` and ``_high`` for the ends of their intervals; gains with
@@ -343,36 +326,55 @@ class TransferReport:
             gains[c.labels, c.method, c.baseline, c.measure] = c.gain
         rows = []
         for labels, method, results in self.cells():
-            row: dict[str, Any] = {"labels": labels, "method": method, "seeds": len(results)}
+            row: Values = {"labels": labels, "method": method, "seeds": len(results)}
             for measure in self.measures:
-                value = measure.value
-                row |= _ends(value, self.summary(method, labels, value, confidence))
+                interval = self.summary(method, labels, measure.value, confidence)
+                row |= _columns(measure.value, interval, ENDS)
             for baseline, measure in product(BASELINES, self.measures):
                 gain = gains.get((labels, method, baseline, measure.name))
-                row |= _gain(f"over_{baseline}_{measure.name}", gain)
-            rows.append(row | _means(results))
+                row |= _columns(f"over_{baseline}_{measure.name}", gain, VERDICT)
+            for name, (attribute, key) in MEASURED.items():
+                measured = [(getattr(one, attribute) or {}).get(key) for one in results]
+                row[name] = _mean(measured)
+            row["seconds"] = _mean([sum(one.seconds.values()) or None for one in results])
+            rows.append(row)
         return rows
 
-    def to_markdown(self, confidence: float = 0.95, *, figures: Iterable[str] = ()) -> str:
+    def to_markdown(
+        self,
+        confidence: float = 0.95,
+        *,
+        figures: Iterable[str] = (),
+    ) -> str:
         """Return the report as Markdown; ``figures`` are names of PNG files beside it, without the suffix."""
         return render.to_markdown(self, confidence, figures)
 
     def __str__(self) -> str:
         return self.to_terminal()
 
-    def to_terminal(self, confidence: float = 0.95, *, width: int | None = None) -> str:
+    def to_terminal(
+        self,
+        confidence: float = 0.95,
+        *,
+        width: int | None = None,
+    ) -> str:
         """Return the main table for a terminal of ``width`` columns: drawn by rich where it is installed."""
         return render.to_terminal(self, confidence, width)
 
     def to_html(self, confidence: float = 0.95) -> str:
         """Return the report as one page that needs nothing else: no script, no request, figures inside."""
-        return html.to_html(self, confidence, self.figures(confidence))
+        return render.to_html(self, confidence, self.figures(confidence))
 
     def figures(self, confidence: float = 0.95) -> dict[str, "Figure"]:
         """Return every figure for which there are numbers, by the name of its file; none without matplotlib."""
-        return draw_all(self, confidence=confidence) if find_spec("matplotlib") else {}
+        return draw_all(self, confidence) if find_spec("matplotlib") else {}
 
-    def save(self, folder: str | os.PathLike[str], *, confidence: float = 0.95) -> dict[str, Path]:
+    def save(
+        self,
+        folder: StrPath,
+        *,
+        confidence: float = 0.95,
+    ) -> dict[str, Path]:
         """Write ``report.json``, ``report.md``, ``report.html`` and the figures, each of them whole or not at all.
 
         Args:
@@ -387,30 +389,28 @@ class TransferReport:
         Raises:
             ValueError: If ``folder`` is a file.
         """
-        folder = make_folder(folder)
+        folder = _files.make_folder(folder)
         figures = self.figures(confidence)
         for name, figure in figures.items():
-            with atomic_write(folder / f"{name}.png") as file:
+            with _files.atomic_write(folder / f"{name}.png") as file:
                 figure.savefig(file, format="png", dpi=150)
             figure.set_layout_engine("none")  # it is laid out now, which takes longer than drawing
         pages = {
             "report.md": self.to_markdown(confidence, figures=figures),
-            "report.html": html.to_html(self, confidence, figures),
+            "report.html": render.to_html(self, confidence, figures),
         }
         for name, text in pages.items():
-            with atomic_write(folder / name, "w") as file:
+            with _files.atomic_write(folder / name, "w") as file:
                 file.write(text)
         pictures = [f"{name}.png" for name in figures]
-        outdated = set(_pictures(folder)) - set(pictures)
-        rows = [asdict(result) for result in self.results]
-        values = {"name": self.name, "configuration": self.configuration, "starts": self.starts}
-        write_json(folder / "report.json", {**values, "results": rows, "figures": pictures})
-        for name in outdated:
-            (folder / name).unlink(missing_ok=True)
+        for old in folder.glob("*.png"):
+            if old.name not in pictures and re.fullmatch(render.FIGURES, old.stem):
+                old.unlink()
+        _files.write_json(folder / "report.json", asdict(self))
         return {name: folder / name for name in (*pictures, *pages, "report.json")}
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> "TransferReport":
+    def load(cls, path: StrPath) -> "TransferReport":
         """Return a report that :meth:`save` wrote.
 
         Args:
@@ -422,96 +422,96 @@ class TransferReport:
         path = Path(path)
         if path.is_dir():
             path = path / "report.json"
-        values = read_json(path)
-        names = {field.name for field in fields(cls)}
-        # A report of an earlier version has no starts.
-        is_report = isinstance(values, dict) and {*values, "starts"} - {"figures"} == names
-        if not is_report:
-            raise ValueError(f"{path}: not a report of a transfer experiment.")
-        values.pop("figures", None)
-        return cls(**values)
+        values = _files.read_json(path)
+        try:
+            values.pop("figures", None)  # which earlier versions have written
+            return cls(**values)
+        except (AttributeError, TypeError) as error:
+            raise ValueError(f"{path}: not a report of a transfer experiment.") from error
 
     def same_as(self, other: "TransferReport") -> bool:
         """Whether both say the same apart from how long it took; the order of the results plays no part."""
-        return (
-            self.name == other.name
-            and self.configuration == other.configuration
-            and self.starts == other.starts
-            and without_timings(self.results) == without_timings(other.results)
-        )
+        return self._said() == other._said()
 
-    def _compare(
-        self,
-        method: str,
-        labels: int,
-        baseline: str,
-        measure: Measure,
-        confidence: float,
-    ) -> Comparison:
-        def risks(name: str) -> dict[int, float]:
-            cell = self.cell(name, labels)
-            return {seed: measure.risk(row.test) for seed, row in cell.items()}
-
-        limit = 1.0 if measure.share else math.inf
-        bounds = (-limit, limit)
-        before = risks(baseline)
-        after = risks(method)
-        gain = paired_gain(before, after, confidence=confidence, bounds=bounds)
-        return Comparison(method, labels, baseline, measure.name, gain)
+    def _said(self) -> str:
+        """Everything but timings as text: NaN equals NaN there."""
+        results = [replace(result, seconds={}) for result in sorted(self.results, key=str)]
+        return json.dumps(asdict(replace(self, results=results)), sort_keys=True)
 
 
-def _pictures(folder: Path) -> list[str]:
-    """Return the names of the figures that the report in ``folder`` has, if there is one."""
-    try:
-        names = read_json(folder / "report.json")["figures"]
-        return [name for name in names if Path(name).name == name]
-    except (OSError, ValueError, LookupError, TypeError):
-        return []
+def _columns(
+    name: str,
+    interval: Interval | None,
+    parts: Mapping[str, str],
+) -> Values:
+    return {f"{name}{end}": getattr(interval, part, None) for end, part in parts.items()}
 
 
-def _ends(name: str, interval: Interval) -> dict[str, float | None]:
-    return {
-        name: interval.mean,
-        f"{name}_low": interval.low,
-        f"{name}_high": interval.high,
-    }
-
-
-def _gain(name: str, gain: Interval | None) -> dict[str, Any]:
-    if gain is None:
-        parts = ("", "_low", "_high", "_verdict", "_reason")
-        return dict.fromkeys(f"{name}{part}" for part in parts)
-    values: dict[str, Any] = dict(_ends(name, gain))
-    values[f"{name}_verdict"] = gain.verdict
-    values[f"{name}_reason"] = gain.reason
-    return values
-
-
-MEANS = {  # columns of means over seeds: where a result has them
-    "source_accuracy": ("source", "accuracy"),
-    **{f"information_{key}": ("information", key, "total") for key in ("before", "after", "added")},
-    **{f"fisher_trace_{key}": ("fisher_trace", key, "total") for key in ("before", "after")},
-    **{f"certified_{key}": ("certificate", key) for key in ("stochastic", "network", "test_set")},
-}
-
-
-def _means(results: Sequence[Result]) -> dict[str, float | None]:
-    """Means over seeds of what is told beside the risks, over those that have it."""
-    means = {}
-    for name, path in MEANS.items():
-        values = [_inside(vars(one), path) for one in results]
-        means[name] = _mean(values)
-    seconds = [sum(one.seconds.values()) for one in results]
-    means["seconds"] = _mean([each or None for each in seconds])
-    return means
-
-
-def _inside(value: Any, path: Iterable[str]) -> Any:
-    for key in path:
-        value = None if value is None else value.get(key)
-    return value
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
+def _mean(values: Iterable[Any]) -> float | None:
+    """Mean of those that are known, of which some are a total with its layers."""
+    known = []
+    for value in values:
+        if value is not None:
+            known.append(value["total"] if isinstance(value, dict) else value)
     return sum(known) / len(known) if known else None
+
+
+def log_to_wandb(
+    report: TransferReport,
+    *,
+    project: str = "lightning-taskinfo",
+    group: str | None = None,
+    mode: Literal["online", "offline"] | None = None,
+    folder: StrPath = ".",
+    confidence: float = 0.95,
+) -> Path:
+    """Make a run that holds the table, the figures as images, and the numbers as scalars.
+
+    The numbers are called ``taskinfo/<method>/50_labels/accuracy``. Another run that is open
+    meanwhile stays as it is.
+
+    Args:
+        report: What to log.
+        project: Project in W&B.
+        group: Group of the experiment's runs; the name of the report by default.
+        mode: ``"online"``, or ``"offline"`` (to look at with ``wandb leet``); what W&B is set to by
+            default.
+        folder: Folder in which W&B makes its folder ``wandb``.
+        confidence: Probability that an interval covers.
+
+    Returns:
+        The run's folder.
+
+    Example::
+
+        run = log_to_wandb(transfer(Classifier, target, starts=starts), mode="offline")
+        print(f"wandb leet {run}")
+    """
+    import wandb
+
+    Path(folder).mkdir(parents=True, exist_ok=True)  # or W&B writes to a temporary one
+    rows = report.table(confidence)
+    scalars = {}
+    for row in rows:
+        for name, value in row.items():
+            if name != "labels" and isinstance(value, int | float):
+                scalars[f"{row['method']}/{row['labels']}_labels/{name}"] = value
+    figures = {}
+    for name, figure in report.figures(confidence).items():
+        figure.set_dpi(150)
+        figures[f"figures/{name}"] = figure
+    cells = [list(row.values()) for row in rows]
+    with wandb.init(
+        project=project,
+        group=group or report.name,
+        name=f"{report.name}: summary",
+        job_type="summary",
+        config=report.configuration,
+        dir=folder,
+        mode=mode,
+        reinit="create_new",
+        settings=wandb.Settings(console="off"),
+    ) as run:
+        tables = {"results": (list(rows[0]), cells)}
+        log_once(run, "", scalars=scalars, figures=figures, tables=tables)
+        return Path(run.dir).parent

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 
@@ -17,9 +17,9 @@ from lightning_taskinfo._files import claim_folder
 from lightning_taskinfo._lightning import DEFAULT, NAMESPACES
 from lightning_taskinfo._parallel import check_executor, run_jobs
 from lightning_taskinfo._progress import Progress, shown
+from lightning_taskinfo._ranges import check_counts
 from lightning_taskinfo._wandb import PREFIX
 from lightning_taskinfo._warn import first_line
-from lightning_taskinfo.transfer.logs import LoggerKind, RunLog
 from lightning_taskinfo.transfer.overlap import onset_of
 from lightning_taskinfo.transfer.own import Own
 from lightning_taskinfo.transfer.ready.backbones import Backbone
@@ -28,12 +28,15 @@ from lightning_taskinfo.transfer.report import Result, TransferReport
 from lightning_taskinfo.transfer.sampling import check_different
 from lightning_taskinfo.transfer.starts import MakeModule
 from lightning_taskinfo.transfer.training import (
+    LoggerKind,
     Recipe,
+    RunLog,
     Trial,
+    Values,
     check_accelerator,
 )
 
-Done = Callable[[Trial, Mapping[str, Any]], None]
+Done = Callable[[Trial, Values], None]
 
 
 def transfer(
@@ -166,26 +169,23 @@ def transfer(
         check_accelerator(accelerator, namespace)
     if folder is None and logger in ("csv", "wandb_offline"):
         raise ValueError(f"`folder` must be given for the files of `logger` {logger!r}, got None.")
-    ready: dict[str, Any] = {"methods": methods, "stages": stages, "weights": weights}
-    own: dict[str, Any] = {"metric": metric, "mode": mode, "trainer": trainer}
+    own: Values = {"metric": metric, "mode": mode, "trainer": trainer}
     own |= {"batch_size": batch_size, "certify": certify or None}
-    if starts is None:
-        unused, when = own, "without"
-    else:
-        unused, when = ready, "with"
+    ready: Values = {"methods": methods, "stages": stages, "weights": weights}
+    unused, when = (own, "without") if starts is None else (ready, "with")
     for argument, value in unused.items():
         if value is not None:
             raise ValueError(f"`{argument}` must be left out {when} `starts`, got {value!r}.")
     counts = None if labels is None else _whole_numbers("labels", labels)
     chosen = _seeds(seeds)
     recipe: Recipe
+    made: Any = model
     if starts is None:
-        made = cast(Backbone, model)
         recipe = Ready(made, data, counts, chosen, accelerator, namespace, **ready)
     else:
-        make = cast(MakeModule, model)
-        recipe = Own(make, data, starts, adapt, counts, chosen, accelerator, **own)
+        recipe = Own(made, data, starts, adapt, counts, chosen, accelerator, **own)
     title = name or recipe.title
+    origins = recipe.origins or {}
     with TemporaryDirectory() as temporary:
         root = Path(temporary if folder is None else folder).absolute()  # a worker's is another
         group = f"{title} {uuid.uuid4().hex[:6]}" if folder is None else group_name(title, folder)
@@ -194,16 +194,15 @@ def transfer(
         if workers != 0 and executor is None:
             _check_travels(trials[0])
         if progress is True:
-            told = announced(len(trials), recipe.seconds, workers, executor)
-            origins = (f"start {name}: {origin}" for name, origin in recipe.origins.items())
-            sys.stderr.writelines(f"transfer: {line}\n" for line in (told, *origins))
+            lines = [announced(len(trials), recipe.seconds, workers, executor)]
+            lines += [f"start {name}: {origin}" for name, origin in origins.items()]
+            sys.stderr.writelines(f"transfer: {line}\n" for line in lines)
         claim_folder(root, recipe.configuration, results=["results/*", "stages/*"])
         recipe.store(root)
         with shown(progress, "transfer", len(trials)) as tell:
             found = _run(trials, executor, workers, on_done, tell)
-    reported = [one for one in trials if one.stage != "pretrain"]
-    results = [_result(one, trials, found) for one in reported]
-    return TransferReport(results, recipe.configuration, title, dict(recipe.origins))
+    results = [_result(one, trials, found) for one in trials if one.stage != "pretrain"]
+    return TransferReport(results, recipe.configuration, title, dict(origins))
 
 
 def announced(
@@ -225,17 +224,14 @@ def announced(
     each = f"{runs} trainings of about {_time(seconds)}"
     if executor is not None:
         return each
-    processes = workers or os.cpu_count() or 1
-    count = 1 if workers == 0 else min(processes, runs)
-    all_of_them = _time(runs * seconds / count)
-    return f"{each}, about {all_of_them} in {count} process{'es' * (count > 1)}"
+    count = 1 if workers == 0 else min(workers or os.cpu_count() or 1, runs)
+    whole = _time(runs * seconds / count)
+    return f"{each}, about {whole} in {count} process{'es' * (count > 1)}"
 
 
 def _time(seconds: float) -> str:
     """A time with two digits at least, so that one of a training and one of all agree."""
-    number, unit = seconds, "s"
-    if seconds >= 60:
-        number, unit = seconds / 60, "min"
+    number, unit = (seconds, "s") if seconds < 60 else (seconds / 60, "min")
     return f"{number:.2g} {unit}" if number < 10 else f"{number:.0f} {unit}"
 
 
@@ -256,9 +252,8 @@ def group_name(title: str, folder: str | os.PathLike[str]) -> str:
 def _seeds(given: Any) -> list[int]:
     """The seeds, or as many as asked for."""
     if np.ndim(given) == 0:
-        if given < 1:
-            raise ValueError(f"`seeds` must be at least 1, got {given}.")
-        return list(range(given))
+        check_counts(seeds=int(given))
+        given = range(given)
     seeds = _whole_numbers("seeds", given)
     for seed in seeds:
         if not 0 <= seed < 2**32:
@@ -268,8 +263,7 @@ def _seeds(given: Any) -> list[int]:
 
 def _whole_numbers(argument: str, given: Any) -> list[int]:
     """One number or several as a list of Python's own, which names of files and JSON know."""
-    several = [given] if np.ndim(given) == 0 else given
-    numbers = [int(number) for number in several]
+    numbers = [int(number) for number in np.atleast_1d(given)]
     check_different(argument, numbers)
     return numbers
 
@@ -290,35 +284,37 @@ def _run(
     executor: Executor | None,
     workers: int | None,
     on_done: Done | None,
-    tell: Progress | None,
-) -> dict[str, Any]:
+    tell: Progress,
+) -> Values:
     """Run what needs nothing first, then what starts from it; checkpoints of a finished one are not needed."""
     named = {trial.name: trial for trial in trials}
     finished = itertools.count(1)
 
-    def done(name: str, result: Any) -> None:
-        for checkpoint in named[name].folder.glob("last.ckpt*"):
+    def done(name: str, result: Values) -> None:
+        trial = named[name]
+        for checkpoint in trial.folder.glob("last.ckpt*"):
             checkpoint.unlink(missing_ok=True)
-        if tell is not None:
-            tell(next(finished), len(trials), named[name].description)
+        tell(next(finished), len(trials), trial.description)
         if on_done is not None:
-            on_done(named[name], result)
+            on_done(trial, result)
 
     for one in trials:  # a pretraining is done again if its weights are gone and still needed
-        unfinished = one.needs and not one.result().exists()
-        if unfinished and not one.pretrained.exists():
+        if one.needs and not one.result().exists() and not one.pretrained.exists():
             one.result(one.needs).unlink(missing_ok=True)
-    results: dict[str, Any] = {}
-    folder = trials[0].root / "results"
-    where: dict[str, Any] = {"executor": executor, "workers": workers}
+    results: Values = {}
+    where: Values = {"folder": trials[0].root / "results", "executor": executor, "workers": workers}
     for needy in (False, True):
         wave = {name: one for name, one in named.items() if bool(one.needs) is needy}
         if wave:
-            results |= run_jobs(Trial.run, wave, folder=folder, on_done=done, **where)
+            results |= run_jobs(Trial.run, wave, on_done=done, **where)
     return results
 
 
-def _result(trial: Trial, trials: Sequence[Trial], found: Mapping[str, Any]) -> Result:
+def _result(
+    trial: Trial,
+    trials: Sequence[Trial],
+    found: Values,
+) -> Result:
     """What a training and the pretraining that it needs have found, as it is reported."""
     own = found[trial.name]
     stages = {trial.stage: own}
@@ -328,33 +324,23 @@ def _result(trial: Trial, trials: Sequence[Trial], found: Mapping[str, Any]) -> 
         stages = {"pretrain": found[trial.needs], **stages}
     overlap = own.get("overlap")
     if overlap is not None:
-        curve = {}
-        for one in trials:
-            if one.stage == "scratch" and one.seed == trial.seed:
-                curve[one.labels] = found[one.name]["missed_share"]
+        scratch = [one for one in trials if (one.stage, one.seed) == ("scratch", trial.seed)]
+        curve = {one.labels: found[one.name]["missed_share"] for one in scratch}
         overlap = {**overlap, "onset": onset_of(overlap, curve)}
     curves = []
     for stage, measured in stages.items():
-        curves += [_point(stage, row) for row in measured["curve"]]
+        for row in measured["curve"]:
+            # Without what was measured beside training: a killed run measures at other steps.
+            kept = {key: row[key] for key in row if not key.startswith(f"{PREFIX}/")}
+            curves.append({"stage": stage, **kept})
+    known = ("test", "information", "fisher_trace", "certificate")
     return Result(
         trial.method,
         trial.labels,
         trial.seed,
-        test=own["test"],
         source=source,
         curves=curves,
-        information=own.get("information"),
-        fisher_trace=own.get("fisher_trace"),
         overlap=overlap,
-        certificate=own.get("certificate"),
         seconds={stage: one["seconds"] for stage, one in stages.items()},
+        **{name: own.get(name) for name in known},
     )
-
-
-def _point(stage: str, row: Mapping[str, float]) -> dict[str, Any]:
-    """An epoch without what was measured beside training: a run that is killed measures at other steps."""
-    point: dict[str, Any] = {"stage": stage}
-    for name, value in row.items():
-        if not name.startswith(f"{PREFIX}/"):
-            point[name] = value
-    return point

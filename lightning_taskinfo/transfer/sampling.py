@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 from lightning_taskinfo._batches import take
-from lightning_taskinfo._random import keep_random_states, seed_everything
+from lightning_taskinfo._random import keep_random_states, own_randomness, seed_everything
 
 Draw = tuple[int, int, int]
 """Epoch, pass within the epoch, and index of a sample."""
@@ -27,8 +27,7 @@ def stream_seed(*parts: int) -> int:
         >>> stream_seed(0, 1) == stream_seed(0, 1), stream_seed(0, 1) == stream_seed(1, 0)
         (True, False)
     """
-    sequence = np.random.SeedSequence(parts)
-    (state,) = sequence.generate_state(1, np.uint64)
+    (state,) = np.random.SeedSequence(parts).generate_state(1, np.uint64)
     return int(state >> 1)
 
 
@@ -44,7 +43,13 @@ class EpochSampler(Sampler[Draw]):
         epoch: The first epoch.
     """
 
-    def __init__(self, length: int, *, seed: int, epoch: int = 0) -> None:
+    def __init__(
+        self,
+        length: int,
+        *,
+        seed: int,
+        epoch: int = 0,
+    ) -> None:
         self.length = length
         self.seed = seed
         self.epoch = epoch
@@ -62,12 +67,10 @@ class EpochSampler(Sampler[Draw]):
     def __iter__(self) -> Iterator[Draw]:
         # Not drawn before the first sample is asked for: Lightning may open a loader before it sets
         # the epoch.
-        epoch = self.epoch
-        number = self.passes
+        epoch, number = self.epoch, self.passes
         self.passes += 1
         rng = np.random.default_rng(stream_seed(self.seed, epoch, number))
-        order = rng.permutation(self.length)
-        for index in order.tolist():
+        for index in rng.permutation(self.length).tolist():
             yield epoch, number, index
 
 
@@ -97,10 +100,7 @@ class ImageSamples(Dataset[Any]):
         self.y = y
         self.augment = augment
         self.seed = seed
-        if index is None:
-            self.index = torch.arange(len(x))
-        else:
-            self.index = index
+        self.index = torch.arange(len(x)) if index is None else index
 
     def __len__(self) -> int:
         return len(self.x)
@@ -110,10 +110,7 @@ class ImageSamples(Dataset[Any]):
 
     def __getitems__(self, draws: Sequence[Draw | int]) -> tuple[Any, Tensor]:
         """Return ``((x, y), index)`` of a batch, or ``(x, index)`` where there are no labels."""
-        plain = []
-        for draw in draws:
-            whole = draw if isinstance(draw, tuple) else (0, 0, draw)
-            plain.append(whole)
+        plain = [draw if isinstance(draw, tuple) else (0, 0, draw) for draw in draws]
         rows = torch.tensor([index for *_, index in plain])
         x = self.x[rows]
         if x.dtype == torch.uint8:
@@ -143,11 +140,8 @@ def reseed(*parts: int) -> None:
 @contextmanager
 def generators_kept() -> Iterator[None]:
     """Put torch's, numpy's and Python's global generators back afterwards, on every device that is in use."""
-    devices = []
-    if torch.cuda.is_initialized():
-        for index in range(torch.cuda.device_count()):
-            devices.append(torch.device("cuda", index))
-    restore = keep_random_states(devices)
+    count = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
+    restore = keep_random_states([torch.device("cuda", index) for index in range(count)])
     try:
         yield
     finally:
@@ -157,15 +151,11 @@ def generators_kept() -> Iterator[None]:
 @contextmanager
 def seeded(*parts: int) -> Iterator[None]:
     """Seed the generators of this processor from ``parts``, and put them back afterwards."""
-    restore = keep_random_states()
     seed = stream_seed(*parts)
-    try:
-        torch.default_generator.manual_seed(seed)
+    with own_randomness(seed):
         np.random.seed(seed % 2**32)  # noqa: NPY002 - user code draws from it
         random.seed(seed)
         yield
-    finally:
-        restore()
 
 
 Rows = NDArray[np.int64]
@@ -218,25 +208,31 @@ def split_target(
         >>> y[split.labeled].tolist().count(0), len(split.validation), len(split.unlabeled)
         (2, 6, 14)
     """
+    if len(np.unique(y)) < 2:
+        got = f"got class {y[:1]} only"
+        raise ValueError(f"`target` must have samples of at least two classes, {got}.")
+    if absent := _absent(y, num_classes):
+        rule = f"must have training samples of every one of its {num_classes} classes"
+        raise ValueError(f"`target` {rule}, got none of class {absent}; classes count from 0.")
     order = by_turns(y, num_classes, np.random.default_rng(seed))
+    labeled = order[:0]
+    hint = ""
+    if not isinstance(labels, int):
+        labeled = _given("labels", labels, len(y))
+        hint = " A list of `labels` names rows; numbers to compare go to `transfer(labels=[…])`."
     if isinstance(validation, int):
-        taken = order[:0]
-        if not isinstance(labels, int):
-            taken = _given("labels", labels, len(y))
-        rest = _without(order, taken, y)
-        kept = _first("validation", rest, validation)
+        kept = _first("validation", _without(order, labeled, y), validation)
     else:
         kept = _given("validation", validation, len(y))
     if isinstance(labels, int):
         beside = f" beside {len(kept)} for validation"
         labeled = _first("labels", _without(order, kept, y), labels, beside)
-    else:
-        labeled = _given("labels", labels, len(y))
-    _check_classes(y, labeled, num_classes, given=not isinstance(labels, int))
     if both := np.intersect1d(labeled, kept).tolist():
         raise ValueError(f"`labels` and `validation` must not share rows, got {both[:5]} in both.")
-    unlabeled = np.setdiff1d(np.arange(len(y)), kept)
-    return Split(labeled, kept, unlabeled)
+    if missing := _absent(y[labeled], num_classes):
+        rule = f"`labels` must give every one of the {num_classes} classes at least one label"
+        raise ValueError(f"{rule}, got {len(labeled)} labels and none for class {missing}.{hint}")
+    return Split(labeled, kept, np.setdiff1d(np.arange(len(y)), kept))
 
 
 def count_or_rows(argument: str, value: Any) -> int | Sequence[int]:
@@ -258,7 +254,11 @@ def count_or_rows(argument: str, value: Any) -> int | Sequence[int]:
     return rows
 
 
-def by_turns(y: Rows, num_classes: int, rng: np.random.Generator) -> Rows:
+def by_turns(
+    y: Rows,
+    num_classes: int,
+    rng: np.random.Generator,
+) -> Rows:
     """All rows, shuffled so that every class appears once before any appears twice."""
     shuffled = rng.permutation(len(y))
     classes = y[shuffled]
@@ -269,11 +269,10 @@ def by_turns(y: Rows, num_classes: int, rng: np.random.Generator) -> Rows:
 
 def _turn(y: Rows) -> Rows:
     """How many of the same class come before each."""
-    order = np.argsort(y, kind="stable")
-    _, starts, counts = np.unique(y[order], return_index=True, return_counts=True)
-    first_of_class = np.repeat(starts, counts)
     turn = np.empty_like(y)
-    turn[order] = np.arange(len(y)) - first_of_class
+    for label in np.unique(y):
+        same = y == label
+        turn[same] = np.arange(same.sum())
     return turn
 
 
@@ -284,56 +283,36 @@ def _without(order: Rows, taken: Rows, y: Rows) -> Rows:
     return rest[turns]
 
 
-def _first(argument: str, order: Rows, count: int, beside: str = "") -> Rows:
-    if count < 0 or count > len(order):
-        raise ValueError(
-            f"`{argument}` must be between 0 and the {len(order)} samples there are{beside}, got {count}."
-        )
+def _first(
+    argument: str,
+    order: Rows,
+    count: int,
+    beside: str = "",
+) -> Rows:
+    if not 0 <= count <= len(order):
+        rule = f"must be between 0 and the {len(order)} samples there are{beside}"
+        raise ValueError(f"`{argument}` {rule}, got {count}.")
     return order[:count]
 
 
 def _given(argument: str, rows: Sequence[int], length: int) -> Rows:
     array = np.asarray(rows, dtype=np.int64)
     if array.size and (array.min() < 0 or array.max() >= length):
-        raise ValueError(
-            f"`{argument}` must hold rows from 0 to {length - 1}, got {array.min()} to {array.max()}."
-        )
+        rule = f"must hold rows from 0 to {length - 1}"
+        raise ValueError(f"`{argument}` {rule}, got {array.min()} to {array.max()}.")
     if repeated := len(array) - len(np.unique(array)):
         raise ValueError(f"`{argument}` must not repeat a row, got {repeated} repetitions.")
     return array
 
 
-def _check_classes(y: Rows, labeled: Rows, num_classes: int, *, given: bool) -> None:
-    present = np.unique(y).tolist()
-    if len(present) < 2:
-        raise ValueError(
-            f"`target` must have samples of at least two classes, got class {present} only."
-        )
-
-    def others(there: list[int]) -> str:
-        labels = [str(label) for label in range(num_classes) if label not in there]
-        return ", ".join(labels[:10])
-
-    absent = others(present)
-    if absent:
-        raise ValueError(
-            f"`target` must have training samples of every one of its {num_classes} classes, got none of class "
-            f"{absent}; classes count from 0."
-        )
-    missing = others(np.unique(y[labeled]).tolist())
-    if missing:
-        hint = " A list of `labels` names rows; numbers of labels to compare go to `transfer(labels=[…])`."
-        raise ValueError(
-            f"`labels` must give every one of the {num_classes} classes at least one label, got {len(labeled)} labels "
-            f"and none for class {missing}.{hint * given}"
-        )
+def _absent(y: Rows, num_classes: int) -> str:
+    """Which classes are not there."""
+    return ", ".join(map(str, np.setdiff1d(np.arange(num_classes), y)[:10]))
 
 
 def check_different(argument: str, values: Sequence[Any]) -> None:
     """Raise a ``ValueError`` for an empty list, or one that repeats a value."""
     if not values:
-        raise ValueError(
-            f"`{argument}` must not be empty{' beside scratch' * (argument == 'methods')}."
-        )
+        raise ValueError(f"`{argument}` must not be empty.")
     if len({*values}) < len(values):
         raise ValueError(f"`{argument}` must not repeat a value, got {list(values)}.")

@@ -1,9 +1,15 @@
-"""Where a training on the target starts from: a checkpoint, a state dict, a module of another architecture, scratch."""
+"""Where a training on the target starts from, and how it is adapted.
+
+A start is a checkpoint, a state dict, a module of another architecture, or scratch. All of it is
+adapted, its head, adapters, or what comes after a layer.
+"""
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import accumulate, product
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -11,12 +17,15 @@ from torch import Tensor, nn
 
 from lightning_taskinfo._files import digest, read_checkpoint, read_tensors
 from lightning_taskinfo._lightning import NAMESPACES
+from lightning_taskinfo._ranges import check_finite_tensors
 from lightning_taskinfo._warn import reason_of
-from lightning_taskinfo.transfer.adapt import last_layer
 from lightning_taskinfo.transfer.sampling import reseed
 
+Weights: TypeAlias = Mapping[str, Tensor]
 MakeModule: TypeAlias = Callable[[], Any]
-Given: TypeAlias = str | os.PathLike[str] | Mapping[str, Tensor] | MakeModule
+Given: TypeAlias = str | os.PathLike[str] | Weights | MakeModule
+Adapt: TypeAlias = str | Callable[[Any], None]
+RANK = 8  # of the adapters
 
 
 @dataclass(frozen=True)
@@ -24,16 +33,14 @@ class Start:
     """One start of a transfer.
 
     Attributes:
-        name: What it is called.
         make: Makes the module.
         weights: Weights that replace those of the fresh module, under its names; or the file that
             holds them.
         fresh: Names of weights that stay as they were made: a head of another size.
     """
 
-    name: str
     make: MakeModule
-    weights: Mapping[str, Tensor] | Path
+    weights: Weights | Path
     fresh: tuple[str, ...] = ()
 
     def module(self, seed: int) -> Any:
@@ -47,10 +54,6 @@ class Start:
             module.load_state_dict(dict(weights), strict=False)
         return module
 
-    def stored(self, folder: Path) -> "Start":
-        """Return this start with its weights in a file: every run reads them there, none carries them."""
-        return replace(self, weights=folder / "weights.pt") if self.weights else self
-
     def origin(self) -> str:
         """Return which of its weights are fresh and which are taken over, in words."""
         if not self.weights:
@@ -58,22 +61,22 @@ class Start:
         said = "all weights are taken over"
         if self.fresh:
             said = f"fresh {', '.join(self.fresh)}; all other weights are taken over"
-        if last_layer(make_module(self.make)) <= set(self.fresh):
-            return said
-        return (
-            f"{said}, the last layer too; if its classes are others, leave it out of the state dict"
-        )
+        if not last_layer(make_module(self.make)) <= {*self.fresh}:
+            said += (
+                ", the last layer too; if its classes are others, leave it out of the state dict"
+            )
+        return said
 
     def digest(self) -> str:
         """Return what tells this start from others of its name."""
         return digest(self.module(0).state_dict().items())
 
 
-def read_start(name: str, given: Given, make: MakeModule) -> Start:
+def read_start(argument: str, given: Given, make: MakeModule) -> Start:
     """Return the start that a user gave.
 
     Args:
-        name: What it is called.
+        argument: What it is called.
         given: A path of a checkpoint or of a state dict, a state dict, or a function that makes a
             module.
         make: Makes the user's module, into which weights go.
@@ -82,38 +85,30 @@ def read_start(name: str, given: Given, make: MakeModule) -> Start:
         ValueError: If the file cannot be read, or the weights do not fit.
         TypeError: If it is something else.
     """
-    argument = f"starts[{name!r}]"
     if isinstance(given, str | os.PathLike):
         given = read_checkpoint(argument, given).state
-    if isinstance(given, nn.Module):
-        raise TypeError(
-            f"`{argument}` must be a function that makes a module, got a module; its state_dict() is a start."
-        )
     if isinstance(given, Mapping):
-        return _fitted(name, given, make, argument)
-    if callable(given):
-        make_module(given, argument=argument)
-        return Start(name, given, {})
-    raise TypeError(
-        f"`{argument}` must be a checkpoint, a state dict or a function, got {type(given).__name__}."
-    )
+        return _fitted(argument, given, make)
+    if isinstance(given, nn.Module) or not callable(given):
+        rule = "a checkpoint, a state dict or a function that makes a module"
+        raise TypeError(f"`{argument}` must be {rule}, got a {type(given).__name__}.")
+    make_module(given, argument)
+    return Start(given, {})
 
 
-def make_module(make: MakeModule, *, argument: str = "model") -> Any:
+def make_module(make: MakeModule, argument: str = "model") -> Any:
     """Return what a function makes, if it is a LightningModule.
 
     Raises:
         ValueError: If it is something else, or the function fails.
     """
+    rule = f"`{argument}` must make a LightningModule"
     try:
         module = make()
     except Exception as error:  # of the user's own function
-        reason = reason_of(error)
-        raise ValueError(
-            f"`{argument}` must make a LightningModule, but it failed ({reason})."
-        ) from error
+        raise ValueError(f"{rule}, but it failed ({reason_of(error)}).") from error
     if namespace_of(module) is None:
-        raise ValueError(f"`{argument}` must make a LightningModule, got {type(module).__name__}.")
+        raise ValueError(f"{rule}, got {type(module).__name__}.")
     return module
 
 
@@ -125,76 +120,126 @@ def namespace_of(module: Any) -> str | None:
     return None
 
 
-def _fitted(name: str, given: Mapping[str, Any], make: MakeModule, argument: str) -> Start:
+def _fitted(
+    argument: str,
+    given: Mapping[str, Any],
+    make: MakeModule,
+) -> Start:
     """Weights under the names of the user's module; those of another size are left out."""
-    only_tensors = all(isinstance(tensor, Tensor) for tensor in given.values())
-    if not given or not only_tensors:
-        raise ValueError(
-            f"`{argument}` must hold tensors by name, got a mapping without or with other things."
-        )
+    if not given or not all(isinstance(tensor, Tensor) for tensor in given.values()):
+        rule = "must hold tensors by name"
+        raise ValueError(f"`{argument}` {rule}, got a mapping without or with other things.")
     module = make_module(make)
     state = module.state_dict()
     own = {key: tensor for key, tensor in state.items() if isinstance(tensor, Tensor)}
-    renamed = _renamed(given, own)
-    weights = _shared(renamed, own)
+    # Of all names that a module inside another may give them, those that suit most.
+    every = []
+    for old, new in product(_prefixes(given), _prefixes(own)):
+        inside = [key for key in given if key.startswith(old)]
+        every.append({new + key.removeprefix(old): given[key] for key in inside})
+    renamed = max(every, key=lambda names: len(_shared(names, own)))
+    shared = _shared(renamed, own)
+    weights = {key: renamed[key].detach().cpu().clone() for key in shared}
     parameters = [key for key, _ in module.named_parameters()]
     fresh = tuple(key for key in parameters if key not in weights)
-    if len(fresh) == len(parameters):
-        first = _described(renamed, next(iter(renamed)))
-        mine = _described(own, next(iter(own)))
-        raise ValueError(
-            f"`{argument}` must have weights in common with `model`, got none: {first} there, {mine} here."
-        )
     if 2 * len(fresh) > len(parameters):
-        odd = next((key for key in fresh if key in renamed), fresh[0])
+        count = f"{len(parameters) - len(fresh)} of {len(parameters)} parameters"
+        lacking = f"{fresh[0]} {list(own[fresh[0]].shape)}"
         raise ValueError(
-            f"`{argument}` must fit `model` but for its head, got weights for {len(parameters) - len(fresh)} of "
-            f"{len(parameters)} parameters: {_described(renamed, odd)} there for {_described(own, odd)} here."
+            f"`{argument}` must fit `model` but for its head, got weights for {count}, none for {lacking}."
         )
-    for key, tensor in weights.items():
-        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-            raise ValueError(
-                f"`{argument}` must hold finite weights, got NaN or infinity in {key}."
-            )
-        weights[key] = tensor.detach().cpu().clone()
-    return Start(name, make, weights, fresh)
+    check_finite_tensors(argument, weights)
+    return Start(make, weights, fresh)
 
 
-def _described(state: Mapping[str, Tensor], key: str) -> str:
-    """Name and shape of a weight, if it is there."""
-    return f"{key} {list(state[key].shape)}" if key in state else "nothing"
-
-
-def _renamed(given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The given weights under the names, of all that a module inside another may give them, that suit most."""
-    every = []
-    for old in _prefixes(given):
-        inside = [key for key in given if key.startswith(old)]
-        for new in _prefixes(own):
-            state = {}
-            for key in inside:
-                state[new + key.removeprefix(old)] = given[key]
-            every.append(state)
-    return max(every, key=lambda state: len(_shared(state, own)))
-
-
-def _prefixes(names: Iterable[str]) -> list[str]:
+def _prefixes(names: Collection[str]) -> list[str]:
     """What at least half of the names begin with, up to a dot."""
-    starts: Counter[str] = Counter()
+    starts = Counter[str]()
     for name in names:
-        starts[""] += 1
-        for place in range(len(name)):
-            start = name[:place]
-            if start.endswith("."):
-                starts[start] += 1
-    half = starts[""] / 2
-    return [prefix for prefix, count in starts.items() if count >= half]
+        parts = name.split(".")[:-1]
+        starts.update(accumulate((f"{part}." for part in parts), initial=""))
+    return [prefix for prefix, count in starts.items() if 2 * count >= len(names)]
 
 
-def _shared(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights of the same name and shape."""
-    shared = {}
-    for key, tensor in state.items():
-        if key in own and tensor.shape == own[key].shape:
-            shared[key] = tensor
-    return shared
+def _shared(state: Weights, own: Weights) -> list[str]:
+    """Names of weights of the same name and shape."""
+    return [key for key in state if key in own and state[key].shape == own[key].shape]
+
+
+def way_name(way: Adapt) -> str:
+    """Return what a way to adapt is called."""
+    if isinstance(way, str):
+        return way
+    return getattr(way, "__name__", type(way).__name__)
+
+
+def adapted(module: Any, way: Adapt, fresh: Collection[str]) -> Any:
+    """Leave trainable what a way to adapt trains; the module is changed in place and returned.
+
+    Args:
+        module: The module at its start.
+        way: ``"full"``; ``"linear"``, the head alone; ``"lora"``, low-rank adapters of all linear
+            layers, and the head; the name of a layer, which is frozen with all before it; or a
+            function that freezes what it likes.
+        fresh: Names of parameters that have no pretrained weights: the head. The last layer, where
+            there are none.
+
+    Raises:
+        ValueError: If it is no way, the module has no layer for it, or nothing is left to train.
+    """
+    head = {*fresh} or last_layer(module)
+    if not isinstance(way, str):
+        way(module)
+    elif way == "linear":
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(parameter.requires_grad and name in head)
+    elif way == "lora":
+        _add_adapters(module, head)
+    elif way != "full":
+        _freeze_up_to(module, way)
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise ValueError(
+            f"`adapt` must leave something to train, got {way_name(way)!r} which freezes everything."
+        )
+    return module
+
+
+def last_layer(module: nn.Module) -> set[str]:
+    """Return names of the parameters of the last layer that has any."""
+    names = [name for name, _ in module.named_parameters()]
+    layer = names[-1].rpartition(".")[0]
+    return {name for name in names if name.rpartition(".")[0] == layer}
+
+
+def _freeze_up_to(module: nn.Module, layer: str) -> None:
+    """Freeze a layer and what was defined before it."""
+    names = [name for name, _ in module.named_modules()]
+    if layer not in names:
+        rule = "'full', 'linear', 'lora', a function, or a layer's name to freeze up to"
+        raise ValueError(f"`adapt` must be {rule}, got {layer!r}.")
+    inside = [name for name in names if f"{name}.".startswith(f"{layer}.")]
+    for name in names[: names.index(inside[-1]) + 1]:
+        for parameter in module.get_submodule(name).parameters(recurse=False):
+            parameter.requires_grad_(False)
+
+
+def _add_adapters(module: nn.Module, head: Collection[str]) -> None:
+    if find_spec("peft") is None:
+        raise ValueError(
+            "`adapt` must be a way that is installed, got 'lora', which needs peft: pip install peft."
+        )
+    from peft import LoraConfig, inject_adapter_in_model
+
+    linear = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)]
+    layers = [name for name in linear if f"{name}.weight" not in head]
+    if not layers:
+        raise ValueError(
+            "`adapt` must suit the network, got 'lora' for one without linear layers before its head."
+        )
+    inject_adapter_in_model(
+        LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=layers),
+        module,
+    )
+    for name, parameter in module.named_parameters():
+        if name in head:
+            parameter.requires_grad_(True)

@@ -1,29 +1,39 @@
 """One training of a transfer: any process can run it, or go on where another was killed, with the same numbers."""
 
+import csv
+import hashlib
 import logging
 import signal
 import threading
 import time
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from torch import Tensor
 
-from lightning_taskinfo._files import atomic_path, check_archive, read_result, write_tensors
-from lightning_taskinfo._lightning import NAMESPACES, Callback, LightningModule, Trainer
+from lightning_taskinfo import _files
+from lightning_taskinfo._lightning import DEFAULT, NAMESPACES, Callback, LightningModule, Trainer
+from lightning_taskinfo._wandb import PREFIX, ours
 from lightning_taskinfo._warn import first_line
-from lightning_taskinfo.transfer.logs import Row, RunLog
+from lightning_taskinfo.callbacks.report import summary, table
 from lightning_taskinfo.transfer.sampling import generators_kept, reseed
 
 Stage = Literal["pretrain", "scratch", "fine_tune"]
+LoggerKind = Literal["none", "csv", "wandb", "wandb_offline"]
+Row = dict[str, float]
+Values = dict[str, Any]
 SCRATCH = "scratch"
 ADVICE = "Delete it to train that stage again."
+OF_LIGHTNING = ("epoch", "trainer/global_step")
+SILENT = {
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
 NOISE = (
     ".*does not have many workers.*",
     ".*LeafSpec.*",
@@ -60,16 +70,16 @@ class Job:
 
     module: Any
     seeds: tuple[int, ...]
-    fit: Mapping[str, Any]
-    test: Mapping[str, Any] | None
-    options: Mapping[str, Any]
+    fit: Values
+    test: Values | None
+    options: Values
     weights: Callable[[], dict[str, Tensor]]
-    after: Callable[[Fitted], tuple[dict[str, Any], dict[str, Any]]]
-    before: Mapping[str, Any] = field(default_factory=dict)
+    after: Callable[[Fitted], tuple[Values, Values]]
+    before: Values = field(default_factory=dict)
     ours: bool = False
 
 
-class Recipe(ABC):
+class Recipe:
     """What is trained, and how: the user's own module from their starts, or the ready parts from starts made here.
 
     Attributes:
@@ -84,22 +94,157 @@ class Recipe(ABC):
 
     title: str
     namespace: str
-    configuration: dict[str, Any]
+    configuration: Values
     labels: Sequence[int]
     seeds: Sequence[int]
     seconds: float | None = None
-    origins: Mapping[str, str] = MappingProxyType({})
+    origins: Mapping[str, str] | None = None
 
-    @abstractmethod
-    def trials(self, root: Path, log: RunLog) -> list["Trial"]:
+    def trials(self, root: Path, log: "RunLog") -> list["Trial"]:
         """Return all trainings, each after the one that it needs."""
+        raise NotImplementedError
 
-    @abstractmethod
     def job(self, trial: "Trial") -> Job:
         """Return what a training trains."""
+        raise NotImplementedError
 
-    def store(self, root: Path) -> None:  # noqa: B027 - most have nothing to write
+    def store(self, root: Path) -> None:
         """Write what all trainings read into the folder of the transfer."""
+
+
+@dataclass(frozen=True)
+class RunLog:
+    """Which logger the runs of an experiment have.
+
+    Args:
+        kind: ``"none"``; ``"csv"`` for a table of each run's epochs; ``"wandb"`` or
+            ``"wandb_offline"`` for a run of Weights & Biases each, all in one group.
+        project: Project in Weights & Biases.
+        group: Group of the experiment there.
+        folder: Where files go.
+        namespace: Lightning's.
+
+    Raises:
+        ValueError: If ``kind`` is unknown.
+    """
+
+    kind: LoggerKind = "none"
+    project: str = "lightning-taskinfo"
+    group: str = "transfer"
+    folder: Path = Path("runs")
+    namespace: str = DEFAULT
+
+    def __post_init__(self) -> None:
+        kinds = get_args(LoggerKind)
+        if self.kind not in kinds:
+            raise ValueError(f"`logger` must be one of {', '.join(kinds)}, got {self.kind!r}.")
+
+    @contextmanager
+    def run(
+        self,
+        name: str,
+        settings: Values,
+        *,
+        own_module: bool = True,
+    ) -> Iterator[Any]:
+        """Open the logger of a run, if it has one, and close it, whatever happens.
+
+        Args:
+            name: Name of the run; the same when a killed one is continued.
+            settings: What it is run with.
+            own_module: Whether what the module logs is ours to name, and not the user's.
+        """
+        if not self.kind.startswith("wandb"):
+            yield None
+            return
+        import wandb
+
+        self.folder.mkdir(parents=True, exist_ok=True)
+        whole = f"{self.folder.absolute()}/{self.group}/{name}"
+        run = wandb.init(  # not by Lightning, whose call W&B answers with a warning about an old argument
+            name=name,
+            dir=self.folder,
+            project=self.project,
+            group=self.group,
+            id=hashlib.sha256(whole.encode()).hexdigest()[:12],
+            resume="allow",
+            mode="offline" if self.kind == "wandb_offline" else None,
+            config=settings,
+            reinit="create_new",
+            settings=wandb.Settings(silent=True, console="off"),  # many runs share one terminal
+        )
+        run.define_metric("trainer/global_step")  # as Lightning does
+        run.define_metric("*", step_metric="trainer/global_step", step_sync=True)
+        run.define_metric(ours("pretrain/*"), step_metric=ours("pretrain/epoch"))
+        logger = NAMESPACES[self.namespace].loggers.WandbLogger
+        if own_module:
+            logger = type("Logger", (_NamesOurs, logger), {})
+        try:
+            yield logger(name=name, save_dir=self.folder, project=self.project, experiment=run)
+        finally:
+            run.finish()
+
+    def end(self, name: str, logger: Any, curve: Sequence[Row]) -> None:
+        """Put first, last, smallest and largest value of the epochs into the run's summary, or all into a csv file."""
+        if logger is not None:
+            columns, _ = table(curve)
+            names = [name for name in columns if name != "epoch"]
+            logger.experiment.summary.update(_named(summary(curve, names)))
+        if self.kind == "csv" and curve:
+            columns, cells = table(curve)
+            path = _files.make_folder(self.folder) / f"{name}.csv"
+            with _files.atomic_write(path, "w") as file:
+                csv.writer(file, lineterminator="\n").writerows([columns, *cells])
+
+
+class _NamesOurs:
+    """A part of a logger of Weights & Biases: everything that is logged by our own module has our prefix."""
+
+    def log_metrics(
+        self,
+        metrics: Row,
+        step: int | None = None,
+    ) -> None:
+        named = {}
+        for key, value in metrics.items():
+            named[key if key in OF_LIGHTNING else ours(key)] = value
+        super().log_metrics(named, step)  # type: ignore[misc]
+
+
+def log_numbers(
+    logger: Any,
+    values: Values,
+    step: int | None = None,
+) -> None:
+    """Log numbers, nested dicts with ``/`` between the names; what is no number is left out.
+
+    Args:
+        logger: A logger of Weights & Biases, or ``None``.
+        values: Numbers and dicts by name.
+        step: The optimizer step they belong to; the last one by default.
+    """
+    if logger is not None and (numbers := flatten(values)):
+        logger.log_metrics(_named(numbers), step)
+
+
+def flatten(values: Values, prefix: str = "") -> Row:
+    """Return the numbers of nested dicts under joined names.
+
+    Example:
+        >>> flatten({"before": {"total": 1.0, "layers": {"head": 1.0}}, "overlap": None})
+        {'before/total': 1.0, 'before/layers/head': 1.0}
+    """
+    found: Row = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            found |= flatten(value, f"{prefix}{key}/")
+        elif isinstance(value, int | float):
+            found[f"{prefix}{key}"] = float(value)
+    return found
+
+
+def _named(row: Row) -> Row:
+    return {ours(key): value for key, value in row.items()}
 
 
 @dataclass(frozen=True)
@@ -153,7 +298,7 @@ class Trial:
         """Return the file with the result of this training, or of another."""
         return self.root / "results" / f"{name or self.name}.json"
 
-    def run(self) -> dict[str, Any]:
+    def run(self) -> Values:
         """Train, test, and return the result in JSON-like values; files of a killed run are continued from.
 
         The global generators, which are the user's where this is the user's process, stay as they
@@ -161,25 +306,23 @@ class Trial:
         """
         begun = time.perf_counter()
         log = RunLog() if self.stage == "pretrain" else self.log
-        settings = {
-            "method": self.method,
-            "labels": self.labels,
-            "seed": self.seed,
-            "start": self.start,
-            "adapt": self.way,
-        }
+        names = ("method", "labels", "seed", "start")
+        settings = {name: getattr(self, name) for name in names} | {"adapt": self.way}
         before: list[Row] = []  # epochs of the pretraining stand in the log of all that need it
         if self.needs and self.result(self.needs).exists():
-            before = read_result(self.result(self.needs))["curve"]
+            before = _files.read_result(self.result(self.needs))["curve"]
         with generators_kept():
             job = self.recipe.job(self)
-            with log.run(self.name, settings, before, own_module=job.ours) as run:
-                run.log(job.before, step=0)
-                fitted = fit_stage(job, self.folder, self.recipe.namespace, run.logger)
+            with log.run(self.name, settings, own_module=job.ours) as logger:
+                for row in before:
+                    plain = {key.removeprefix(f"{PREFIX}/"): row[key] for key in row}
+                    log_numbers(logger, {"pretrain": plain})
+                log_numbers(logger, job.before, step=0)
+                fitted = fit_stage(job, self.folder, self.recipe.namespace, logger)
                 found, logged = job.after(fitted)
-                run.log({"target": found["test"], **logged})
-                run.end(fitted.curve)
-            write_tensors(self.folder / "weights.pt", job.weights())
+                log_numbers(logger, {"target": found["test"], **logged})
+                log.end(self.name, logger, fitted.curve)
+            _files.write_tensors(self.folder / "weights.pt", job.weights())
         seconds = time.perf_counter() - begun
         return {**found, "curve": fitted.curve, "seconds": seconds}
 
@@ -195,7 +338,13 @@ class EpochKeeper(Callback):
         lean: Whether parts that are frozen run as in evaluation, and stay out of the checkpoint.
     """
 
-    def __init__(self, folder: Path, parts: tuple[int, ...], *, lean: bool) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        parts: tuple[int, ...],
+        *,
+        lean: bool,
+    ) -> None:
         self.folder = folder
         self.parts = parts
         self.lean = lean
@@ -203,24 +352,23 @@ class EpochKeeper(Callback):
         self._frozen: set[str] = set()
         self._next_write = 0.0
 
-    @property
-    def state_key(self) -> str:
-        """Key in checkpoints, whatever the folder is."""
-        return "EpochKeeper"
-
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_start(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+    ) -> None:
         """Remember what is frozen from the beginning: a start knows those weights."""
-        if self.lean:
-            parameters = pl_module.named_parameters()
-            self._frozen = {name for name, p in parameters if not p.requires_grad}
+        self._frozen = {name for name, p in pl_module.named_parameters() if not p.requires_grad}
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_epoch_start(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+    ) -> None:
         """Let frozen parts run as in evaluation: no dropout, and statistics of batch normalisation that stay."""
-        if not self.lean:
-            return
-        for part in pl_module.modules():
-            trained = [parameter.requires_grad for parameter in part.parameters()]
-            if trained and not any(trained):
+        for part in pl_module.modules() if self.lean else ():
+            trained = {parameter.requires_grad for parameter in part.parameters()}
+            if trained == {False}:
                 part.eval()
 
     def on_train_batch_start(
@@ -234,12 +382,14 @@ class EpochKeeper(Callback):
         if batch_idx == 0:
             reseed(*self.parts, trainer.current_epoch)
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_epoch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+    ) -> None:
         """Keep the epoch's metrics, then everything."""
         # The last ones too: Lightning forgets them when a run goes on.
-        row = {}
-        if self.curve:
-            row.update(self.curve[-1])
+        row = dict(self.curve[-1]) if self.curve else {}
         for name, value in trainer.callback_metrics.items():
             row[name] = float(value)
         row["epoch"] = trainer.current_epoch + 1
@@ -255,26 +405,32 @@ class EpochKeeper(Callback):
         self,
         trainer: Trainer,
         pl_module: LightningModule,
-        checkpoint: dict[str, Any],
+        checkpoint: Values,
     ) -> None:
         """Leave out what a run knows without it: arguments, of any kind, and weights that were never trained."""
-        if self.lean:
-            for name in ("hyper_parameters", "hparams_name", "hparams_type"):
-                checkpoint.pop(name, None)
-            for name, parameter in pl_module.named_parameters():
-                if name in self._frozen and not parameter.requires_grad:
-                    checkpoint["state_dict"].pop(name, None)
+        if not self.lean:
+            return
+        for name in ("hyper_parameters", "hparams_name", "hparams_type"):
+            checkpoint.pop(name, None)
+        for name, parameter in pl_module.named_parameters():
+            if name in self._frozen and not parameter.requires_grad:
+                checkpoint["state_dict"].pop(name, None)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Values:
         """Return the metrics so far."""
         return {"curve": self.curve}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Values) -> None:
         """Take up the metrics of the epochs before."""
-        self.curve = [dict(row) for row in state_dict["curve"]]
+        self.curve = list(state_dict["curve"])
 
 
-def fit_stage(job: Job, folder: Path, namespace: str, logger: Any = None) -> Fitted:
+def fit_stage(
+    job: Job,
+    folder: Path,
+    namespace: str,
+    logger: Any,
+) -> Fitted:
     """Train from the last finished epoch in ``folder`` if there is one, and test.
 
     Args:
@@ -293,29 +449,24 @@ def fit_stage(job: Job, folder: Path, namespace: str, logger: Any = None) -> Fit
         job.module.strict_loading = False  # what is frozen is not in the checkpoint
     callbacks = [*job.options.get("callbacks", []), keeper]
     options = {**job.options, "logger": logger or False, "callbacks": callbacks}
+    found: Mapping[str, float] = {}
     with quiet(), interruptible():
         trainer = make_trainer(namespace, options)
         checkpoint = None
         if last.exists():
-            check_archive(last, advice=ADVICE)  # before Lightning says so
+            _files.check_archive(last, advice=ADVICE)  # before Lightning says so
             checkpoint = str(last)
         trainer.fit(job.module, **job.fit, ckpt_path=checkpoint)
-        found: Mapping[str, float] = {}
         if job.test is not None:
             found, *_ = trainer.test(job.module, **job.test, verbose=False)
     test = {name: float(value) for name, value in found.items()}
     return Fitted(keeper.curve, test)
 
 
-def make_trainer(namespace: str, options: Mapping[str, Any]) -> Trainer:
+def make_trainer(namespace: str, options: Values) -> Trainer:
     """Return a Trainer that draws and writes nothing by itself."""
-    usual = {"devices": 1, "log_every_n_steps": 10, "num_sanity_val_steps": 0, **options}
-    trainer: Trainer = NAMESPACES[namespace].Trainer(
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **usual,
-    )
+    usual = {"devices": 1, "log_every_n_steps": 10, "num_sanity_val_steps": 0}
+    trainer: Trainer = NAMESPACES[namespace].Trainer(**usual | options | SILENT)
     return trainer
 
 
@@ -325,10 +476,8 @@ def check_accelerator(accelerator: str, namespace: str) -> None:
         with quiet():
             make_trainer(namespace, {"accelerator": accelerator, "logger": False})
     except Exception as error:  # of a kind of its own for each
-        reason = first_line(error)
-        raise ValueError(
-            f"`accelerator` must be one that Lightning finds here, got {accelerator!r} ({reason})."
-        ) from error
+        rule = "`accelerator` must be one that Lightning finds here"
+        raise ValueError(f"{rule}, got {accelerator!r} ({first_line(error)}).") from error
 
 
 def save_checkpoint(trainer: Trainer, path: Path) -> None:
@@ -337,21 +486,20 @@ def save_checkpoint(trainer: Trainer, path: Path) -> None:
     No two processes write beside it under the same name: one of a killed run may be at work still,
     on another machine.
     """
-    with atomic_path(path) as beside:
+    with _files.atomic_path(path) as beside:
         trainer.save_checkpoint(beside)
 
 
 @contextmanager
 def interruptible() -> Iterator[None]:
     """Let Ctrl-C be a ``KeyboardInterrupt``: a Trainer ends the process instead, and is deaf to Ctrl-C from then on."""
-    main = threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGINT)
     try:
         yield
     except SystemExit as end:
         if not isinstance(end.__context__, KeyboardInterrupt):
             raise
-        if main:
+        if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, handler)
         raise KeyboardInterrupt from None
 
@@ -360,16 +508,16 @@ def interruptible() -> Iterator[None]:
 def quiet() -> Iterator[None]:
     """Keep Lightning from telling what a run of many small trainings need not hear."""
     names = ("pytorch_lightning", "lightning.pytorch", "lightning.fabric")
-    levels = {name: logging.getLogger(name).level for name in names}
+    levels = {logging.getLogger(name): logging.getLogger(name).level for name in names}
     with warnings.catch_warnings():
         for message in NOISE:
             warnings.filterwarnings("ignore", message=message)
-        ours = "pytorch_lightning|lightning"
-        warnings.filterwarnings("ignore", category=UserWarning, module=ours)
+        namespaces = "pytorch_lightning|lightning"
+        warnings.filterwarnings("ignore", category=UserWarning, module=namespaces)
         try:
-            for name in names:
-                logging.getLogger(name).setLevel(logging.WARNING)
+            for logger in levels:
+                logger.setLevel(logging.WARNING)
             yield
         finally:
-            for name, level in levels.items():
-                logging.getLogger(name).setLevel(level)
+            for logger, level in levels.items():
+                logger.setLevel(level)

@@ -11,8 +11,7 @@ from torch import nn
 
 from lightning_taskinfo import Prior, TransferReport, certify
 from lightning_taskinfo.transfer import transfer
-from lightning_taskinfo.transfer.adapt import adapted
-from lightning_taskinfo.transfer.starts import Start, read_start
+from lightning_taskinfo.transfer.starts import Start, adapted, read_start
 from tests.transfer.own_nets import Net, Regression, clusters
 from tests.transfer.results import minimal
 
@@ -82,7 +81,7 @@ def test_the_bounds_are_those_of_certify(reference, method):
     """By hand: the start with its fresh head is the centre, rows are in a random order, and the rest is fresh."""
     report, folder = reference
     name, _, way = method.partition(", ")
-    start = Start("scratch", Plain, {})
+    start = Start(Plain, {})
     if name == "four":
         start = read_start("four", pretrained(), Plain)
     net = adapted(start.module(0), way or "full", start.fresh)
@@ -124,10 +123,10 @@ def test_bounds_are_rounded_up_and_those_that_may_not_be_claimed_are_in_no_sente
         return {**minimal("scratch", 50, seed, 0.5), "certificate": {**proofs, **words, **changes}}
 
     report = TransferReport([certified(0, 0.1001), certified(1, 0.2001)], {})
-    assert "| 50 | scratch | 15.1 (10.1 to 20.1) |  | 15.1 (10.1 to 20.1) | 2 of 2 |" in (
+    assert "| 50 | scratch | 15.1 (10.1 to 20.1) | 15.1 (10.1 to 20.1) | 2 of 2 |" in (
         report.to_markdown()
     )
-    sentence = "50 labels, certified, the largest bound of a seed: scratch 20.1 % (randomised), 20.1 % (by test"
+    sentence = "50 labels, scratch, certified, the largest bound of a seed: 20.1 % (randomised), 20.1 % (by test"
     assert sentence in report.to_terminal()
     bad = TransferReport([certified(0, 0.1, valid=False, reasons=["it was moved"])], {})
     assert "certified, the largest" not in bad.to_terminal()

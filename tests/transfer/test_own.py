@@ -243,7 +243,7 @@ def test_ways_to_adapt_train_what_they_say(tmp_path):
 
 
 def test_frozen_parts_keep_their_statistics():
-    from lightning_taskinfo.transfer.adapt import adapted
+    from lightning_taskinfo.transfer.starts import adapted
     from lightning_taskinfo.transfer.training import EpochKeeper
 
     net = adapted(Net(), "linear", ["head.weight", "head.bias"])
@@ -438,7 +438,7 @@ BAD = {
     ),
     "no common weights": (
         {"starts": {"a": Other().state_dict()}},
-        r"`starts\['a'\]` must have weights in common",
+        r"`starts\['a'\]` must fit `model` but for its head, got weights for 0 of 8 parameters",
     ),
     "no tensors": ({"starts": {"a": {"w": 1}}}, r"`starts\['a'\]`"),
     "not a number": (
@@ -486,11 +486,11 @@ BAD = {
     "no way": ({"adapt": []}, "`adapt` must be at least one way"),
     "a module in place of its class": (
         {"make": Net()},
-        "`model` must be the class of your LightningModule, or a function .*got a Net that is made",
+        "`model` must be the class of your LightningModule, or a function .*got a Net",
     ),
     "a name in place of a class": (
         {"make": "small_cnn"},
-        "`model` must be the class .*beside `starts`, got 'small_cnn'",
+        "`model` must be the class .*beside `starts`, got a str",
     ),
     "no module": ({"make": lambda: torch.nn.Linear(1, 1)}, "`model` must make a LightningModule"),
     "a failing module": (

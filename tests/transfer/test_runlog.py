@@ -5,7 +5,7 @@ import os
 import pytest
 import wandb
 
-from lightning_taskinfo.transfer.logs import RunLog, flatten
+from lightning_taskinfo.transfer.training import RunLog, flatten, log_numbers
 from tests.ranks import forked
 
 
@@ -14,9 +14,8 @@ def log_twice(folder):
     with (folder / "stderr").open("w") as printed:
         os.dup2(printed.fileno(), 2)
     wandb.init(mode="offline", dir=folder, project="earlier").finish()
-    curve = [{"epoch": 1, "train_loss": 2.0}]
-    with RunLog("wandb_offline", folder=folder).run("mine", {"seed": 0}, curve) as run:
-        run.log({"before": {"total": 1.0}})
+    with RunLog("wandb_offline", folder=folder).run("mine", {"seed": 0}) as logger:
+        log_numbers(logger, {"before": {"total": 1.0}})
 
 
 def test_offline_runs_stay_offline_in_a_process_that_has_used_wandb(tmp_path, monkeypatch):

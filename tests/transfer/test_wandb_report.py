@@ -5,8 +5,7 @@ import math
 
 import pytest
 
-from lightning_taskinfo.transfer.logs import log_to_wandb
-from lightning_taskinfo.transfer.report import TransferReport
+from lightning_taskinfo.transfer.report import TransferReport, log_to_wandb
 from tests.offline_runs import inspect, records_of
 from tests.transfer.results import METHODS, minimal, report
 

@@ -15,7 +15,6 @@ from lightning_taskinfo._ranges import check_counts, check_not_negative, check_p
 from lightning_taskinfo._warn import TaskInfoWarning, warn
 from lightning_taskinfo.fisher import fisher_diagonal
 from lightning_taskinfo.functional.information import information_in_weights
-from lightning_taskinfo.transfer.logs import RunLog
 from lightning_taskinfo.transfer.overlap import feature_overlap
 from lightning_taskinfo.transfer.ready.backbones import (
     Backbone,
@@ -40,6 +39,7 @@ from lightning_taskinfo.transfer.training import (
     Fitted,
     Job,
     Recipe,
+    RunLog,
     Stage,
     Trial,
 )
