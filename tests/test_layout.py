@@ -28,7 +28,6 @@ ELSEWHERE = {  # module -> the test of what it is a part of
     "tasks/training.py": "tasks/test_complexity.py",
     "tasks/union.py": "tasks/test_distance.py",
     "transfer/adapt.py": "transfer/test_own.py",
-    "transfer/features.py": "transfer/test_rank.py",
     "transfer/logs.py": "transfer/test_runlog.py",
     "transfer/ranking.py": "transfer/test_rank.py",
     "transfer/ready/backbones.py": "transfer/test_module.py",

@@ -1,7 +1,8 @@
 """A ranking of starts: what was found, and its table, picture, file and page."""
 
+import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from os import PathLike
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_taskinfo._files import read_json, write_json
 from lightning_taskinfo._tables import html_table, text_table
 from lightning_taskinfo._wandb import log_once
+from lightning_taskinfo.transfer.overlap import shown_count
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,7 +37,7 @@ class LayerReadout:
     missed: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RankedStart:
     """One start, with what was found about it.
 
@@ -78,9 +80,9 @@ class RankedStart:
     interval: Interval
     missed: float
     logme: float
-    h_score: float | None
-    leep: float | None
-    nce: float | None
+    h_score: float | None = None
+    leep: float | None = None
+    nce: float | None = None
     parameters: int
     seconds: float
     fine_tuned: float | None = None
@@ -120,10 +122,7 @@ class StartRanking:
 
     def __getitem__(self, name: str) -> RankedStart:
         """Return the start of a name."""
-        for start in self.starts:
-            if start.name == name:
-                return start
-        raise KeyError(name)
+        return {start.name: start for start in self.starts}[name]
 
     def advice(self) -> str:
         """Return one sentence on what to do."""
@@ -144,7 +143,7 @@ class StartRanking:
                 said.append(f"{what} it {call} over scratch")
         if best.onset is not None and math.isfinite(best.onset[1]):
             wins = "labels on, scratch is predicted to win over frozen features"
-            said.append(f"from about {_count(best.onset[1])} {wins}")
+            said.append(f"from about {shown_count(best.onset[1])} {wins}")
         return f"{'; '.join(said)}."
 
     def legend(self) -> str:
@@ -188,12 +187,15 @@ class StartRanking:
 
     def _cells(self) -> tuple[list[str], list[list[str]]]:
         """Columns and cells as they are shown; what nobody asked for has no column."""
-        columns = {title: [show(start) for start in self.starts] for title, show in SHOWN.items()}
-        if len(self.tied) > 1:
-            names = columns["start"]
-            columns["start"] = [f"= {name}" if name in self.tied else name for name in names]
-        asked = {title: cells for title, cells in columns.items() if {*cells} != {UNKNOWN}}
-        return list(asked), [list(row) for row in zip(*asked.values(), strict=True)]
+        titles = []
+        for title, show in SHOWN.items():
+            if any(show(start) != UNKNOWN for start in self.starts):
+                titles.append(title)
+        rows = [[SHOWN[title](start) for title in titles] for start in self.starts]
+        for row in rows:
+            if len(self.tied) > 1 and row[0] in self.tied:
+                row[0] = f"= {row[0]}"
+        return titles, rows
 
     def __str__(self) -> str:
         what = "real labels" if self.classes is None else f"labels of {self.classes} classes"
@@ -213,7 +215,8 @@ class StartRanking:
         Args:
             path: The file.
         """
-        write_json(path, _finite(asdict(self)))
+        text = json.dumps(asdict(self))
+        write_json(path, json.loads(text, parse_constant=lambda _: None))
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> "StartRanking":
@@ -228,8 +231,11 @@ class StartRanking:
         values = read_json(path)
         if not isinstance(values, dict) or {*values} != {f.name for f in fields(cls)}:
             raise ValueError(f"{path}: not a ranking of starts.")
-        starts = tuple(_start(start) for start in values["starts"])
-        return cls(**{**values, "starts": starts, "tied": tuple(values["tied"])})
+        starts = []
+        for start in values["starts"]:
+            layers = [LayerReadout(**_tuples(layer)) for layer in start["layers"]]
+            starts.append(RankedStart(**_tuples(start) | {"layers": tuple(layers)}))
+        return cls(**_tuples(values) | {"starts": tuple(starts)})
 
     def plot(self, ax: "Axes | None" = None) -> tuple["Figure", "Axes"]:
         """Draw the read-out error of each layer of each start, its best layer with the interval.
@@ -242,7 +248,7 @@ class StartRanking:
         """
         from lightning_taskinfo.plotting import figure_and_axes
 
-        figure, ax = figure_and_axes(ax, size=(6, 1.2 + 0.35 * len(self.starts)))
+        figure, ax = figure_and_axes(ax, size=(6, 1.2 + 0.35 * len(self.starts)), frame=False)
         for row, start in enumerate(self.starts):
             color = "C0" if start.name in self.tied else "0.55"
             errors = [layer.error for layer in start.layers]
@@ -257,7 +263,6 @@ class StartRanking:
         if self.classes is None:
             what = "share of the labels' variance missed"
         ax.set_xlabel(f"{what}, held out, {self.samples} labels")
-        ax.spines[["top", "right"]].set_visible(False)
         return figure, ax
 
     def log(self, run: Any, *, key: str = "rank_starts") -> None:
@@ -279,18 +284,12 @@ def _number(value: float | None) -> str:
     return UNKNOWN if value is None else f"{value:.3f}"
 
 
-def _count(value: float) -> str:
-    if math.isinf(value):
-        return "never"
-    return f"{value:.2g}" if value < 10 else f"{float(f'{value:.2g}'):,.0f}"
-
-
 SHOWN: dict[str, Callable[[RankedStart], str]] = {  # columns of the table
     "start": lambda s: s.name,
     "fine-tuned": lambda s: _number(s.fine_tuned),
     "tuned": lambda s: s.call or UNKNOWN,
     "frozen": lambda s: s.frozen_call or UNKNOWN,
-    "scratch wins from": lambda s: UNKNOWN if s.onset is None else _count(s.onset[1]),
+    "scratch wins from": lambda s: UNKNOWN if s.onset is None else shown_count(s.onset[1]),
     "missed": lambda s: _number(s.missed),
     "LogME": lambda s: _number(s.logme),
     "error": lambda s: f"{s.error:.3f} [{s.interval[0]:.3f}, {s.interval[1]:.3f}]",
@@ -317,19 +316,10 @@ def _flat(start: RankedStart) -> dict[str, Any]:
     return row
 
 
-def _finite(value: Any) -> Any:
-    """Infinity as ``None``, tuples as lists: what JSON can say."""
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _start(values: Mapping[str, Any]) -> RankedStart:
+def _tuples(values: dict[str, Any]) -> dict[str, Any]:
+    """Lists as tuples, with infinity where JSON has ``null``."""
     found = dict(values)
-    layers = [{**layer, "interval": tuple(layer["interval"])} for layer in found["layers"]]
-    for name in ("interval", "behind", "gain", "onset"):
-        if found[name] is not None:
-            found[name] = tuple(math.inf if end is None else end for end in found[name])
-    return RankedStart(**{**found, "layers": tuple(LayerReadout(**layer) for layer in layers)})
+    for name, value in values.items():
+        if isinstance(value, list):
+            found[name] = tuple(math.inf if part is None else part for part in value)
+    return found
