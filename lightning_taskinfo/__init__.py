@@ -41,9 +41,9 @@ if TYPE_CHECKING:  # what type checkers see; `tests/test_import.py` keeps it equ
     from lightning_taskinfo.transfer.overlap import feature_overlap as feature_overlap
     from lightning_taskinfo.transfer.rank import FineTuning as FineTuning
     from lightning_taskinfo.transfer.rank import rank_starts as rank_starts
+    from lightning_taskinfo.transfer.ready import Stages as Stages
     from lightning_taskinfo.transfer.ready.data import TransferDataModule as TransferDataModule
     from lightning_taskinfo.transfer.ready.module import TransferClassifier as TransferClassifier
-    from lightning_taskinfo.transfer.ready.stages import Stages as Stages
     from lightning_taskinfo.transfer.report import TransferReport as TransferReport
     from lightning_taskinfo.variational import add_weight_noise as add_weight_noise
     from lightning_taskinfo.variational import remove_weight_noise as remove_weight_noise
@@ -78,7 +78,7 @@ _EXPORTS = {  # public name -> the module that defines it, imported when the nam
     "weight_kl": "variational",
     # transfer
     "FineTuning": "transfer.rank",
-    "Stages": "transfer.ready.stages",
+    "Stages": "transfer.ready",
     "TransferClassifier": "transfer.ready.module",
     "TransferDataModule": "transfer.ready.data",
     "TransferReport": "transfer.report",
