@@ -11,7 +11,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from lightning_taskinfo import _batches as batches
+from lightning_taskinfo._batches import (
+    NoLogitsError,
+    call_on,
+    joined,
+    moved,
+    read_batch,
+    read_by,
+    sample_count,
+    split,
+    take,
+    tensors,
+)
 from lightning_taskinfo._observe import observing
 from lightning_taskinfo._ranges import check_finite
 from lightning_taskinfo._tables import Tabled
@@ -176,17 +187,23 @@ class FeatureOverlap(Tabled):
         Raises:
             ValueError: If the curve does not fall, or does not consist of positive shares.
         """
-        low, high = self.interval(confidence)
-        law = fitted_curve(curve)
-        first, middle, last = (transfer_onset(end, *law) for end in (high, self.outside, low))
-        found = zip(self.layers, middle.tolist(), strict=True)
-        far = [f"{layer} ({onset:.2g})" for layer, onset in found if is_far(onset, [*curve])]
+        first, middle, last = self.crossings(curve, confidence)
+        far = []
+        for layer, onset in zip(self.layers, middle.tolist(), strict=True):
+            if is_far(onset, [*curve]):
+                far.append(f"{layer} ({onset:.2g})")
         if far:
             warn(
                 f"The onset of {', '.join(far)} is far from the numbers of labels that were measured, "
                 f"{min(curve):g} to {max(curve):g}: measure `curve` nearer to it before you rely on it."
             )
         return Onset(self.layers, first, middle, last, confidence)
+
+    def crossings(self, curve: Mapping[int, float], confidence: float = 0.95) -> list[Tensor]:
+        """Return where a learning curve falls below ``outside`` and the ends of its intervals, in rising order."""
+        low, high = self.interval(confidence)
+        law = fitted_curve(curve)
+        return [transfer_onset(share, *law) for share in (high, self.outside, low)]
 
 
 def _plot(layers: Sequence[str], ends: Iterable[Tensor], what: str, ax: "Axes | None") -> Drawn:
@@ -306,15 +323,13 @@ def onset_of(overlap: Mapping[str, Any], curve: Mapping[int, float]) -> list[flo
         ``None`` where scratch was measured at fewer than two numbers of labels, or its error does
         not fall.
     """
-    try:
-        law = fitted_curve(curve)
-    except ValueError:
-        return None
     last = [overlap[key][-1] for key in ("outside", "standard_error")]
     share, error = torch.tensor(last, dtype=torch.float64)
-    low, high = FeatureOverlap((), share, error, samples=0).interval()
-    found: list[float] = transfer_onset(torch.stack([high, share, low]), *law).tolist()
-    return found
+    try:
+        ends = FeatureOverlap((), share, error, samples=0).crossings(curve)
+    except ValueError:
+        return None
+    return [end.item() for end in ends]
 
 
 class Labelled(NamedTuple):
@@ -350,22 +365,22 @@ def read_labelled(data: Any, batch_fn: BatchFn | None, folds: int) -> Labelled:
     inputs, labels = (list(part) for part in zip(*parts, strict=True))
     chunk = min(MAX_CHUNK, max(map(len, labels)))
     whole = torch.cat(labels)
-    return Labelled(batches.joined(inputs), whole, _columns(whole, folds), chunk)
+    return Labelled(joined(inputs), whole, _columns(whole, folds), chunk)
 
 
 def _read(batch: Any, batch_fn: BatchFn | None) -> tuple[Any, Tensor]:
     if batch_fn is None:
-        inputs, labels = batches.read_batch(batch)
+        inputs, labels = read_batch(batch)
     else:
-        inputs, labels = batches.read_by(batch_fn, batch)
-    n = batches.sample_count(inputs)
+        inputs, labels = read_by(batch_fn, batch)
+    n = sample_count(inputs)
     shape = [] if labels is None else list(labels.shape)
     if labels is None or shape[:1] != [n] or (shape[1:] and not labels.is_floating_point()):
         raise ValueError(
             f"`data` must yield batches with a class index or real values for each input, got labels of shape {shape} "
             f"for {n} inputs; a dataset of single samples goes into a DataLoader first."
         )
-    for tensor in batches.tensors((inputs, labels)):
+    for tensor in tensors((inputs, labels)):
         check_finite("data", tensor)
     return inputs, labels.detach().cpu()
 
@@ -413,21 +428,22 @@ class ObservedNetwork:
     """
 
     def __init__(self, model: nn.Module, inputs: Any, forward_fn: ForwardFn | None) -> None:
-        few = batches.take(inputs, itemgetter(slice(2)))
+        few = take(inputs, itemgetter(slice(2)))
         self.model = model
         self.modules = dict(model.named_modules())
         self.forward = forward_fn or _way_to_call(model, few)
-        calls: dict[str, list[Any]] = {}
+        calls: dict[str, Any] = {}
 
         def note(name: str, *call: Any) -> None:
-            calls.setdefault(name, []).append(call[-1])
+            calls[name] = None if name in calls else call[-1]
 
         with self._watched(self.modules, note):
             end = first_tensor(self.run(few))
         self.seen = {}
         self.head = None
-        for name, (output, *more) in calls.items():
-            if not more and getattr(first_tensor(output), "shape", ())[:1] == (2,):
+        for name, output in calls.items():
+            shape = getattr(first_tensor(output), "shape", ())
+            if shape[:1] == (2,):
                 self.seen[name] = output
                 if isinstance(self.modules[name], nn.Linear) and output is end:
                     self.head = name
@@ -436,8 +452,8 @@ class ObservedNetwork:
         """Return the outputs of the network, or of one of its kind; ``None`` where there are no logits."""
         model = model or self.model
         try:
-            return self.forward(model, batches.moved(inputs, device_of(model)))
-        except batches.NoLogitsError:  # it ran, and its layers were seen
+            return self.forward(model, moved(inputs, device_of(model)))
+        except NoLogitsError:  # it ran, and its layers were seen
             return None
 
     @contextmanager
@@ -498,7 +514,7 @@ class ObservedNetwork:
             found[name].append(values.to("cpu", dtype, copy=True))
 
         with self._watched(found, keep):
-            for inputs in batches.split(samples.inputs, samples.chunk):
+            for inputs in split(samples.inputs, samples.chunk):
                 output = first_tensor(self.run(inputs))
                 if self.head is not None and output.ndim == 2:
                     logits.append(output.double().cpu())
@@ -566,8 +582,8 @@ def _way_to_call(model: nn.Module, few: Any) -> ForwardFn:
     """Find out how a network is called; one without logits, such as an encoder, only has to run."""
     try:
         with torch.no_grad():
-            return batches.call_on(model, batches.moved(few, device_of(model)))
-    except batches.NoLogitsError:
+            return call_on(model, moved(few, device_of(model)))
+    except NoLogitsError:
         if isinstance(few, Mapping):
             return lambda model, inputs: model(**inputs)
         return lambda model, inputs: model(*inputs)
@@ -598,4 +614,4 @@ def first_tensor(output: Any) -> Any:
     logits = getattr(output, "logits", None)
     if isinstance(logits, Tensor):
         return logits
-    return next(batches.tensors(output), None)
+    return next(tensors(output), None)

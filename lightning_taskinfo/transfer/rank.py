@@ -14,10 +14,38 @@ from lightning_taskinfo._batches import take
 from lightning_taskinfo._progress import counted, shown
 from lightning_taskinfo._random import own_randomness, seed_from
 from lightning_taskinfo._ranges import check_counts, check_positive
-from lightning_taskinfo.functional import intervals, readout
-from lightning_taskinfo.functional import transferability as scores
 from lightning_taskinfo.functional.features import transfer_onset
-from lightning_taskinfo.transfer import overlap
+from lightning_taskinfo.functional.intervals import (
+    normal_quantile,
+    paired_interval,
+    verdict_of,
+    wilson_interval,
+)
+from lightning_taskinfo.functional.readout import (
+    ReadOut,
+    read_out,
+    sharpened_brier,
+    stratified_folds,
+)
+from lightning_taskinfo.functional.transferability import (
+    h_score,
+    leep,
+    logme,
+    nce,
+)
+from lightning_taskinfo.transfer.overlap import (
+    MAX_FEATURES,
+    BatchFn,
+    Data,
+    ForwardFn,
+    Labelled,
+    ObservedNetwork,
+    PowerLaw,
+    device_of,
+    first_tensor,
+    fitted_curve,
+    read_labelled,
+)
 from lightning_taskinfo.transfer.ranking import LayerReadout, RankedStart, StartRanking
 
 Model: TypeAlias = nn.Module | Callable[[], nn.Module]
@@ -86,7 +114,7 @@ class Measured(NamedTuple):
 
 def rank_starts(
     models: Mapping[str, Model],
-    data: overlap.Data,
+    data: Data,
     *,
     layers: Layers = 5,
     scratch: str | None = None,
@@ -94,9 +122,9 @@ def rank_starts(
     fine_tune: FineTuning | None = None,
     folds: int = 5,
     confidence: float = 0.95,
-    max_features: int = overlap.MAX_FEATURES,
-    forward_fn: overlap.ForwardFn | None = None,
-    batch_fn: overlap.BatchFn | None = None,
+    max_features: int = MAX_FEATURES,
+    forward_fn: ForwardFn | None = None,
+    batch_fn: BatchFn | None = None,
     progress: bool = True,
 ) -> StartRanking:
     r"""Rank pretrained networks for a target task by what a linear read-out of their frozen features gets right.
@@ -168,8 +196,8 @@ def rank_starts(
         raise ValueError("`scratch` must name a start beside `scratch_only`, got None.")
     if not 0.5 < confidence < 1:
         raise ValueError(f"`confidence` must be between 0.5 and 1, got {confidence}.")
-    samples = overlap.read_labelled(data, batch_fn, folds)
-    law = None if curve is None else overlap.fitted_curve(curve)
+    samples = read_labelled(data, batch_fn, folds)
+    law = None if curve is None else fitted_curve(curve)
     ruler = _Ruler(
         samples,
         layers,
@@ -198,22 +226,22 @@ def _opened(model: Model, name: str) -> nn.Module:
 
 def call_of(scratch: Tensor, start: Tensor, confidence: float) -> str:
     """Say whether a start helps over scratch: whether a one-sided bound on the mean difference of losses is above 0."""
-    low, _, high = intervals.paired_interval(scratch, start, 2 * confidence - 1)
-    return intervals.verdict_of(low, high)
+    low, _, high = paired_interval(scratch, start, 2 * confidence - 1)
+    return verdict_of(low, high)
 
 
 @dataclass(frozen=True)
 class _Ruler:
     """What all starts are measured with."""
 
-    samples: overlap.Labelled
+    samples: Labelled
     layers: Layers
     scratch: str | None
     fine_tune: FineTuning | None
     folds: int
     confidence: float
     max_features: int
-    forward_fn: overlap.ForwardFn | None
+    forward_fn: ForwardFn | None
 
     @property
     def real(self) -> bool:
@@ -225,20 +253,20 @@ class _Ruler:
         model = _opened(given, name)
         begin = time.perf_counter()
         samples = self.samples
-        network = overlap.ObservedNetwork(model, samples.inputs, self.forward_fn)
+        network = ObservedNetwork(model, samples.inputs, self.forward_fn)
         layers = self._layers_of(name, network)
         features, logits = network.read(samples, layers, self.max_features)
-        fold = readout.stratified_folds(samples.labels, self.folds)
+        fold = stratified_folds(samples.labels, self.folds)
         rows = []
         errors = {}
         for layer, values in features.items():
-            found = readout.read_out(values, samples.columns, fold)
+            found = read_out(values, samples.columns, fold)
             rows.append(self._row(layer, found))
             errors[layer] = found.squares if self.real else found.wrong
         best = min(rows, key=lambda row: (row.error, row.missed))
         as_good = []  # layers whose read-out is not seen to be worse than the best one
         for layer, error in errors.items():
-            behind = intervals.paired_interval(error, errors[best.name], self.confidence)
+            behind = paired_interval(error, errors[best.name], self.confidence)
             if behind[0] <= 0:
                 as_good.append(layer)
         last = rows[-1]
@@ -272,13 +300,13 @@ class _Ruler:
             with own_randomness(again.seed):
                 model = _opened(given, name)
             generator = Generator().manual_seed(again.seed)
-            fold = readout.stratified_folds(samples.labels, self.folds, generator)
+            fold = stratified_folds(samples.labels, self.folds, generator)
             every.append(self._tuned_losses(network, model, again, fold))
         tuned = Losses(*(torch.stack(same).mean(0) for same in zip(*every, strict=True)))
         start = replace(start, fine_tuned=tuned.errors.mean().item())
         return Measured(start, frozen, tuned)
 
-    def _layers_of(self, name: str, network: overlap.ObservedNetwork) -> Sequence[str]:
+    def _layers_of(self, name: str, network: ObservedNetwork) -> Sequence[str]:
         layers = self.layers
         if isinstance(layers, int):
             check_counts(layers=layers)
@@ -289,25 +317,25 @@ class _Ruler:
             raise ValueError(f"`layers` must name layers of every start, got none for {name!r}.")
         return layers[name]
 
-    def _row(self, layer: str, found: readout.ReadOut) -> LayerReadout:
+    def _row(self, layer: str, found: ReadOut) -> LayerReadout:
         error = missed = found.missed.item()
-        reach = intervals.normal_quantile(self.confidence) * found.standard_error.item()
+        reach = normal_quantile(self.confidence) * found.standard_error.item()
         interval = max(0.0, missed - reach), missed + reach
         if not self.real:
             error = found.wrong.mean().item()
-            interval = intervals.wilson_interval(error, len(found.wrong), self.confidence)
+            interval = wilson_interval(error, len(found.wrong), self.confidence)
         return LayerReadout(layer, error, interval, missed)
 
     def _scores(self, features: Tensor, logits: Tensor | None) -> dict[str, Any]:
         """What others rank by: the features of the last layer ``[N, D]``, and the source head's say ``[N, Z]``."""
         labels = self.samples.labels
-        found = {"logme": scores.logme(features, labels)}
+        found = {"logme": logme(features, labels)}
         if not self.real:
-            found["h_score"] = scores.h_score(features, labels)
+            found["h_score"] = h_score(features, labels)
             if logits is not None:
                 source = logits.softmax(1)
-                found["leep"] = scores.leep(source, labels)
-                found["nce"] = scores.nce(source.argmax(1), labels)
+                found["leep"] = leep(source, labels)
+                found["nce"] = nce(source.argmax(1), labels)
         return {name: score.item() for name, score in found.items()}
 
     def _losses(self, predicted: Tensor, squares: Tensor) -> Losses:
@@ -315,12 +343,12 @@ class _Ruler:
             return Losses(squares, squares, squares)
         columns = self.samples.columns
         wrong = predicted.argmax(1) != columns.argmax(1)
-        return Losses(squares, wrong.double(), readout.sharpened_brier(predicted, columns))
+        return Losses(squares, wrong.double(), sharpened_brier(predicted, columns))
 
     def compared(
         self,
         found: Mapping[str, Measured],
-        law: overlap.PowerLaw | None,
+        law: PowerLaw | None,
     ) -> StartRanking:
         """Order the starts, and say which of them can be told apart, and whether they win over scratch.
 
@@ -348,11 +376,9 @@ class _Ruler:
                 shares = torch.tensor([high, start.error, low], dtype=torch.float64)
                 known["onset"] = tuple(transfer_onset(shares, *law).tolist())
                 least, _, most = (law[0] * n ** -law[1] - shares).tolist()
-                known["frozen_call"] = intervals.verdict_of(least, most)
+                known["frozen_call"] = verdict_of(least, most)
             if self.scratch is not None and start.name != self.scratch:
-                known["gain"] = intervals.paired_interval(
-                    losses[self.scratch], mine, self.confidence
-                )
+                known["gain"] = paired_interval(losses[self.scratch], mine, self.confidence)
                 rival = found[self.scratch].tuned
                 _, frozen, own = found[start.name]
                 if rival is not None:
@@ -361,7 +387,7 @@ class _Ruler:
                     )
                     if own is not None:
                         known["call"] = call_of(rival.squares, own.squares, self.confidence)
-            behind = intervals.paired_interval(mine, first, self.confidence)
+            behind = paired_interval(mine, first, self.confidence)
             compared.append(replace(start, behind=behind, **known))
         return StartRanking(
             starts=tuple(compared),
@@ -377,7 +403,7 @@ class _Ruler:
 
     def _tuned_losses(
         self,
-        network: overlap.ObservedNetwork,
+        network: ObservedNetwork,
         model: nn.Module,
         how: FineTuning,
         fold: Tensor,
@@ -398,7 +424,7 @@ class _Ruler:
 
     def _predicted(
         self,
-        network: overlap.ObservedNetwork,
+        network: ObservedNetwork,
         model: nn.Module,
         how: FineTuning,
         kept: Tensor,
@@ -413,10 +439,10 @@ class _Ruler:
 
         def outputs(picked: Tensor) -> Tensor:
             inputs = take(self.samples.inputs, itemgetter(picked))
-            found: Tensor = overlap.first_tensor(network.run(inputs, copy))
+            found: Tensor = first_tensor(network.run(inputs, copy))
             return found
 
-        device = overlap.device_of(model)
+        device = device_of(model)
         with own_randomness(how.seed, device), torch.inference_mode(False), torch.enable_grad():
             parent, _, child = str(network.head).rpartition(".")
             weight: Any = copy.get_submodule(str(network.head)).weight

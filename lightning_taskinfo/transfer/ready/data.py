@@ -1,6 +1,7 @@
 """A labelled source, a target with few labels and many unlabelled inputs, and the loaders of every stage."""
 
 import hashlib
+import json
 import os
 import pickle
 from collections.abc import Callable, Sequence
@@ -14,15 +15,26 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 from torch.utils.data import DataLoader
 
-from lightning_taskinfo import data as datasets
 from lightning_taskinfo._batches import described
 from lightning_taskinfo._files import StrPath
 from lightning_taskinfo._lightning import LightningDataModule
 from lightning_taskinfo._ranges import check_finite
 from lightning_taskinfo._warn import warn
+from lightning_taskinfo.data import (
+    ArrayData,
+    load_idx,
+    load_npz,
+    load_task,
+)
 from lightning_taskinfo.data.arrays import channels_last
-from lightning_taskinfo.transfer import sampling
 from lightning_taskinfo.transfer.ready.backbones import Shape
+from lightning_taskinfo.transfer.sampling import (
+    EpochSampler,
+    ImageSamples,
+    count_or_rows,
+    split_target,
+    whole_batch,
+)
 
 CHUNK = 4096  # images resized at once
 DataStage = Literal["pretrain", "fine_tune"]
@@ -116,9 +128,9 @@ class TransferDataModule(LightningDataModule):
         data_dir: StrPath | None = None,
     ) -> None:
         super().__init__()
-        labels = sampling.count_or_rows("labels", labels)
+        labels = count_or_rows("labels", labels)
         if validation is not None:
-            validation = sampling.count_or_rows("validation", validation)
+            validation = count_or_rows("validation", validation)
         if unlabeled is not None:
             unlabeled = as_inputs(unlabeled, argument="unlabeled")
         self.arguments = {
@@ -180,7 +192,7 @@ class TransferDataModule(LightningDataModule):
         validation = given["validation"]
         if validation is None:
             validation = min(1000, len(y) // 10)
-        self.split = sampling.split_target(
+        self.split = split_target(
             y.numpy(),
             target.num_classes,
             labels=given["labels"],
@@ -218,13 +230,13 @@ class TransferDataModule(LightningDataModule):
         x: Tensor,
         y: Tensor | None,
         index: Tensor | None = None,
-    ) -> sampling.ImageSamples:
+    ) -> ImageSamples:
         augment = self.arguments["augment"]
         fitted = fit_images(x, self.image_shape)
-        return sampling.ImageSamples(fitted, y, index=index, augment=augment, seed=self.seed)
+        return ImageSamples(fitted, y, index=index, augment=augment, seed=self.seed)
 
-    def _looked_at(self, images: Images) -> sampling.ImageSamples:
-        return sampling.ImageSamples(fit_images(images.x, self.image_shape), images.y)
+    def _looked_at(self, images: Images) -> ImageSamples:
+        return ImageSamples(fit_images(images.x, self.image_shape), images.y)
 
     def describe(self) -> dict[str, Any]:
         """Return what decides the data but for seed and number of labels, in JSON-like values; arrays as a digest."""
@@ -238,7 +250,8 @@ class TransferDataModule(LightningDataModule):
             used[name] = {"name": task.name, "classes": task.num_classes, "sha256": digest}
         if used["augment"] is not None:
             used["augment"] = _function(used["augment"])
-        return {name: _plain(value) for name, value in used.items()}
+        found: dict[str, Any] = json.loads(json.dumps(used, default=_plain))
+        return found
 
     def use(self, stage: DataStage) -> "TransferDataModule":
         """Choose the loaders: ``"pretrain"`` or ``"fine_tune"``."""
@@ -277,20 +290,20 @@ class TransferDataModule(LightningDataModule):
         parts = {name: part for name, (part, _) in batch.items()}
         return parts | {f"{name}_index": index for name, (_, index) in batch.items()}
 
-    def _in_order(self, samples: sampling.ImageSamples, least: int = 1) -> DataLoader[Any]:
+    def _in_order(self, samples: ImageSamples, least: int = 1) -> DataLoader[Any]:
         size = max(self.batch_size, least)
-        return DataLoader(samples, size, collate_fn=sampling.whole_batch)
+        return DataLoader(samples, size, collate_fn=whole_batch)
 
-    def _loader(self, samples: sampling.ImageSamples, number: int) -> DataLoader[Any]:
+    def _loader(self, samples: ImageSamples, number: int) -> DataLoader[Any]:
         epoch = getattr(self.trainer, "current_epoch", 0)  # not 0 in a run that is resumed
         ranks = getattr(self.trainer, "world_size", 1)
         seed = 2 * self.seed + number
         return DataLoader(
             samples,
             self.batch_size,
-            sampler=sampling.EpochSampler(len(samples), seed=seed, epoch=epoch),
+            sampler=EpochSampler(len(samples), seed=seed, epoch=epoch),
             num_workers=self.num_workers,
-            collate_fn=sampling.whole_batch,
+            collate_fn=whole_batch,
             # A batch of one sample has no covariance; but a rank whose share fills no batch must
             # have one.
             drop_last=len(samples) // ranks > self.batch_size,
@@ -317,11 +330,7 @@ def _sha256(*arrays: Any) -> str:
     return hashed.hexdigest()[:16]
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, str | int | float | dict) or value is None:
-        return value
-    if isinstance(value, tuple | list):
-        return [_plain(part) for part in value]
+def _plain(value: Any) -> str:
     return _sha256(value) if isinstance(value, np.ndarray | Tensor) else str(value)
 
 
@@ -350,7 +359,7 @@ def as_task(
         return what
     if isinstance(what, str | os.PathLike):
         what = _load_named(what, data_dir)
-    if isinstance(what, datasets.ArrayData):
+    if isinstance(what, ArrayData):
         arrays = (what.x_train, what.y_train, what.x_test, what.y_test)
         x, y, x_test, y_test = map(torch.from_numpy, arrays)
         return ImageTask(what.name, what.num_classes, Images(x, y), Images(x_test, y_test))
@@ -370,13 +379,13 @@ def as_task(
     )
 
 
-def _load_named(what: StrPath, data_dir: StrPath | None) -> datasets.ArrayData:
+def _load_named(what: StrPath, data_dir: StrPath | None) -> ArrayData:
     path = Path(what)
     if path.suffix == ".npz":
-        return datasets.load_npz(path)
+        return load_npz(path)
     if path.is_dir():
-        return datasets.load_idx(path)
-    return datasets.load_task(what, data_dir=data_dir)
+        return load_idx(path)
+    return load_task(what, data_dir=data_dir)
 
 
 def _read(dataset: Any, argument: str) -> Images:

@@ -9,10 +9,27 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, one_hot
 
-from lightning_taskinfo import mixins
-from lightning_taskinfo import regularizers as reg
 from lightning_taskinfo._lightning import DEFAULT, module_classes
 from lightning_taskinfo._ranges import check_positive
+from lightning_taskinfo.mixins import (
+    InformationMixin,
+    LautumMixin,
+    LocalMinimumMixin,
+    MultiKernelMMDMixin,
+    MutualInformationMixin,
+    TemporalEnsemblingMixin,
+)
+from lightning_taskinfo.regularizers import (
+    Lautum,
+    LocalMinimumRegularizer,
+    MultiKernelMMD,
+    MutualInformation,
+    Regularizer,
+    TemporalEnsembling,
+    WeightInformation,
+    WeightSchedule,
+    frozen_batchnorm_statistics,
+)
 from lightning_taskinfo.transfer.ready.backbones import Shape, feature_dim, flat, make_backbone
 from lightning_taskinfo.transfer.training import Stage
 from lightning_taskinfo.variational import add_weight_noise
@@ -82,12 +99,12 @@ def all_weights(weights: Mapping[str, float]) -> dict[str, float]:
 
 
 class TransferClassifierMixin(
-    mixins.TemporalEnsemblingMixin,
-    mixins.MultiKernelMMDMixin,
-    mixins.LautumMixin,
-    mixins.MutualInformationMixin,
-    mixins.InformationMixin,
-    mixins.LocalMinimumMixin,
+    TemporalEnsemblingMixin,
+    MultiKernelMMDMixin,
+    LautumMixin,
+    MutualInformationMixin,
+    InformationMixin,
+    LocalMinimumMixin,
 ):
     """A backbone with a linear head, trained in one stage of a transfer by one of its methods.
 
@@ -174,26 +191,26 @@ class TransferClassifierMixin(
         # As many directions of the inputs as four samples each can tell apart.
         directions = min(math.prod(image_shape), 1024, max(1, num_unlabeled // 4))
         of_inputs: dict[str, Any] = {"input_shape": tuple(image_shape), "seed": seed}
-        make: dict[str, Callable[[float], reg.Regularizer]] = {
-            "temporal_ensembling": lambda w: reg.TemporalEnsembling(
+        make: dict[str, Callable[[float], Regularizer]] = {
+            "temporal_ensembling": lambda w: TemporalEnsembling(
                 num_indices,
                 num_classes,
-                weight=reg.WeightSchedule(w * share, "sigmoid", length=epochs),
+                weight=WeightSchedule(w * share, "sigmoid", length=epochs),
             ),
-            "mk_mmd": lambda w: reg.MultiKernelMMD(weight=w),
-            "lautum": lambda w: reg.Lautum(
+            "mk_mmd": lambda w: MultiKernelMMD(weight=w),
+            "lautum": lambda w: Lautum(
                 num_outputs=num_classes,
                 weight=w,
                 components=directions,
                 **of_inputs,
             ),
-            "mutual_information": lambda w: reg.MutualInformation(
+            "mutual_information": lambda w: MutualInformation(
                 feature_dim=width,
                 weight=w,
                 **of_inputs,
             ),
-            "information": reg.WeightInformation,
-            "local_minimum": lambda w: reg.LocalMinimumRegularizer(weight=w, start=0),
+            "information": WeightInformation,
+            "local_minimum": lambda w: LocalMinimumRegularizer(weight=w, start=0),
         }
         for name in self.penalties:
             self.add_module(name, make[name](weight[name]))
@@ -227,7 +244,7 @@ class TransferClassifierMixin(
         acting = {*self.penalties}
         x_u = batch["unlabeled"]
         if acting - {"information", "local_minimum"}:
-            keep = reg.frozen_batchnorm_statistics if self.stage == "pretrain" else nullcontext
+            keep = frozen_batchnorm_statistics if self.stage == "pretrain" else nullcontext
             with keep(self):
                 z_u = self.features(x_u)
         if acting & {"lautum", "temporal_ensembling"}:
