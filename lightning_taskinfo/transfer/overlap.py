@@ -277,8 +277,8 @@ def feature_overlap(
         data: Batches ``(inputs, labels)`` of the target task, or one, labels as class indices or as
             real values; a mapping has them in its field ``labels``, ``label``, ``targets``,
             ``target`` or ``y``. Shuffled: folds are taken in turns, sample by sample.
-        layers: Names of modules that run once a pass and put out one tensor; if not given, all
-            modules without children that run and put out a tensor.
+        layers: Names of modules that run once a pass and put out one tensor, with a row for each
+            sample; if not given, all such modules without children.
         folds: Number of folds.
         max_features: Most features of a layer: larger ones are averaged over neighbouring pixels or
             over tokens, see :func:`~lightning_taskinfo.functional.readout.pooled`. ``None`` keeps
@@ -581,8 +581,7 @@ class ObservedNetwork:
 def _way_to_call(model: nn.Module, few: Any) -> ForwardFn:
     """Find out how a network is called; one without logits, such as an encoder, only has to run."""
     try:
-        with torch.no_grad():
-            return call_on(model, moved(few, device_of(model)))
+        return call_on(model, moved(few, device_of(model)))
     except NoLogitsError:
         if isinstance(few, Mapping):
             return lambda model, inputs: model(**inputs)

@@ -293,9 +293,8 @@ class _Ruler:
             )
         every = [self._tuned_losses(network, model, how, fold)]
         repeats = how.scratch_repeats if name == self.scratch else 1
-        for repeat in range(
-            1, repeats
-        ):  # with other folds, heads, batches and, of a function, weights
+        # Again with other folds, heads, batches and, of a function, weights.
+        for repeat in range(1, repeats):
             again = replace(how, seed=seed_from(how.seed, repeat))
             with own_randomness(again.seed):
                 model = _opened(given, name)
@@ -356,6 +355,7 @@ class _Ruler:
         do. Columns of a read-out are no probabilities: it and scratch are compared at the best
         temperature of each.
         """
+        scratch, confidence = self.scratch, self.confidence
         starts = [one.start for one in found.values()]
         by_error = sorted(starts, key=lambda start: start.missed)
         by_logme = sorted(starts, key=lambda start: -start.logme)
@@ -370,32 +370,29 @@ class _Ruler:
         compared = []
         for start in ordered:
             mine = losses[start.name]
-            known: dict[str, Any] = {}
+            known: dict[str, Any] = {"behind": paired_interval(mine, first, confidence)}
             if law is not None:
                 low, high = start.interval
                 shares = torch.tensor([high, start.error, low], dtype=torch.float64)
                 known["onset"] = tuple(transfer_onset(shares, *law).tolist())
                 least, _, most = (law[0] * n ** -law[1] - shares).tolist()
                 known["frozen_call"] = verdict_of(least, most)
-            if self.scratch is not None and start.name != self.scratch:
-                known["gain"] = paired_interval(losses[self.scratch], mine, self.confidence)
-                rival = found[self.scratch].tuned
+            if scratch is not None and start.name != scratch:
+                known["gain"] = paired_interval(losses[scratch], mine, confidence)
                 _, frozen, own = found[start.name]
+                rival = found[scratch].tuned
                 if rival is not None:
-                    known["frozen_call"] = call_of(
-                        rival.sharpened, frozen.sharpened, self.confidence
-                    )
-                    if own is not None:
-                        known["call"] = call_of(rival.squares, own.squares, self.confidence)
-            behind = paired_interval(mine, first, self.confidence)
-            compared.append(replace(start, behind=behind, **known))
+                    known["frozen_call"] = call_of(rival.sharpened, frozen.sharpened, confidence)
+                if rival is not None and own is not None:
+                    known["call"] = call_of(rival.squares, own.squares, confidence)
+            compared.append(replace(start, **known))
         return StartRanking(
             starts=tuple(compared),
             tied=tuple(s.name for s in compared if s is compared[0] or s.behind[0] <= 0),
             samples=n,
             classes=None if self.real else self.samples.columns.shape[1],
-            confidence=self.confidence,
-            scratch=self.scratch,
+            confidence=confidence,
+            scratch=scratch,
             ordered_by="fine-tuning" if losses is tuned else "read-out and LogME",
         )
 
@@ -444,10 +441,15 @@ class _Ruler:
 
         device = device_of(model)
         with own_randomness(how.seed, device), torch.inference_mode(False), torch.enable_grad():
-            parent, _, child = str(network.head).rpartition(".")
-            weight: Any = copy.get_submodule(str(network.head)).weight
-            like = {"device": weight.device, "dtype": weight.dtype}
-            head = nn.Linear(weight.shape[1], columns.shape[1], **like)
+            name = str(network.head)
+            parent, _, child = name.rpartition(".")
+            weight: Any = copy.get_submodule(name).weight
+            head = nn.Linear(
+                weight.shape[1],
+                columns.shape[1],
+                device=weight.device,
+                dtype=weight.dtype,
+            )
             setattr(copy.get_submodule(parent), child, head)
             copy.train().requires_grad_(True)
             optimizer = torch.optim.Adam(copy.parameters(), lr=how.learning_rate)

@@ -6,7 +6,7 @@ import os
 import pickle
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -38,6 +38,7 @@ from lightning_taskinfo.transfer.sampling import (
 
 CHUNK = 4096  # images resized at once
 DataStage = Literal["pretrain", "fine_tune"]
+Augment: TypeAlias = Callable[[Tensor], Tensor]
 
 
 class Images(NamedTuple):
@@ -123,7 +124,7 @@ class TransferDataModule(LightningDataModule):
         image_shape: Shape | None = None,
         batch_size: int = 64,
         num_workers: int = 0,
-        augment: Callable[[Tensor], Tensor] | None = None,
+        augment: Augment | None = None,
         seed: int = 0,
         data_dir: StrPath | None = None,
     ) -> None:
@@ -199,11 +200,13 @@ class TransferDataModule(LightningDataModule):
             validation=validation,
             seed=self.seed,
         )
-        rows = self._limited(np.arange(len(source.train.y)), "max_source")
-        self.source = self._training(source.train.x[rows], source.train.y[rows])
-        self.source_test = self._looked_at(source.test)
+        augment = given["augment"]
+        every = np.arange(len(source.train.y))
+        rows = self._limited(every, "max_source")
+        self.source = self._samples(source.train.x[rows], source.train.y[rows], augment=augment)
+        self.source_test = self._samples(*source.test)
         own = torch.from_numpy(self.split.labeled)
-        self.labeled = self._training(x[own], y[own], own)
+        self.labeled = self._samples(x[own], y[own], own, augment)
         # The unlabelled inputs do not depend on the number of labels: one pretraining serves them
         # all.
         pool, first, rows = x, 0, self.split.unlabeled
@@ -211,11 +214,11 @@ class TransferDataModule(LightningDataModule):
             pool, first = given["unlabeled"], len(x)
             rows = np.arange(len(pool))
         chosen = torch.from_numpy(self._limited(rows, "max_unlabeled"))
-        self.unlabeled = self._training(pool[chosen], None, first + chosen)
+        self.unlabeled = self._samples(pool[chosen], None, first + chosen, augment)
         self.num_indices = first + len(pool)
         kept = self.split.validation
-        self.validation = self._looked_at(Images(x[kept], y[kept]))
-        self.target_test = self._looked_at(target.test)
+        self.validation = self._samples(x[kept], y[kept])
+        self.target_test = self._samples(*target.test)
         self._ready = True
 
     def _limited(self, rows: NDArray[np.int64], limit: str) -> NDArray[np.int64]:
@@ -225,18 +228,15 @@ class TransferDataModule(LightningDataModule):
         shuffled = np.random.default_rng(self.seed).permutation(rows)
         return np.sort(shuffled[:most])
 
-    def _training(
+    def _samples(
         self,
         x: Tensor,
         y: Tensor | None,
         index: Tensor | None = None,
+        augment: Augment | None = None,
     ) -> ImageSamples:
-        augment = self.arguments["augment"]
-        fitted = fit_images(x, self.image_shape)
-        return ImageSamples(fitted, y, index=index, augment=augment, seed=self.seed)
-
-    def _looked_at(self, images: Images) -> ImageSamples:
-        return ImageSamples(fit_images(images.x, self.image_shape), images.y)
+        images = fit_images(x, self.image_shape)
+        return ImageSamples(images, y, index=index, augment=augment, seed=self.seed)
 
     def describe(self) -> dict[str, Any]:
         """Return what decides the data but for seed and number of labels, in JSON-like values; arrays as a digest."""
