@@ -19,7 +19,6 @@ from lightning_taskinfo._batches import (
     read_batch,
     read_by,
     sample_count,
-    split,
     take,
     tensors,
 )
@@ -450,7 +449,7 @@ class ObservedNetwork:
 
     def run(self, inputs: Any, model: nn.Module | None = None) -> Any:
         """Return the outputs of the network, or of one of its kind; ``None`` where there are no logits."""
-        model = model or self.model
+        model = self.model if model is None else model
         try:
             return self.forward(model, moved(inputs, device_of(model)))
         except NoLogitsError:  # it ran, and its layers were seen
@@ -493,32 +492,34 @@ class ObservedNetwork:
             leaves = [name for name, module in self.modules.items() if not any(module.children())]
             layers = [name for name in leaves if name in self.seen]
         for name in layers:
-            if name not in self.modules:
-                raise ValueError(
-                    f"`layers` must name modules of the model, got {name!r}; there are {list(self.modules)}."
-                )
             if name not in self.seen:
                 raise ValueError(
-                    f"`layers` must have one tensor as output and run once a pass, got {name!r}; the tensor has a row "
-                    "for each sample."
+                    "`layers` must name modules that run once a pass and put out one tensor with a row for each "
+                    f"sample, got {name!r}; there are {list(self.seen)}."
                 )
         if not layers:
             raise ValueError("`layers` must name at least one module, got none.")
-        found: dict[str, list[Tensor]] = {name: [] for name in layers}
+        n = len(samples.labels)
+        found: dict[str, Tensor] = {}  # a tensor a layer: small ones between large ones hold memory
         logits = []
+        place = slice(0)  # of one pass, as its inputs
         inputs = None
 
         def keep(name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
             values = pooled(first_tensor(output), max_features, mask=_mask(inputs))
-            dtype = torch.promote_types(values.dtype, torch.float32)
-            found[name].append(values.to("cpu", dtype, copy=True))
+            if name not in found:
+                dtype = torch.promote_types(values.dtype, torch.float32)
+                found[name] = torch.empty(n, values.shape[1], dtype=dtype)
+            found[name][place] = values
 
-        with self._watched(found, keep):
-            for inputs in split(samples.inputs, samples.chunk):
+        with self._watched({*layers}, keep):
+            for begin in range(0, n, samples.chunk):
+                place = slice(begin, begin + samples.chunk)
+                inputs = take(samples.inputs, itemgetter(place))
                 output = first_tensor(self.run(inputs))
                 if self.head is not None and output.ndim == 2:
                     logits.append(output.double().cpu())
-        features = {name: torch.cat(parts) for name, parts in found.items()}
+        features = {name: found[name] for name in layers}
         for name, values in features.items():
             if count := int((~values.isfinite()).sum()):
                 raise ValueError(

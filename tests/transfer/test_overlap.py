@@ -118,11 +118,12 @@ def test_far_is_more_than_ten_times_the_largest_or_less_than_a_tenth_of_the_smal
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"layers": ["nowhere"]}, "`layers` must name modules of the model, got 'nowhere'"),
         (
-            {"layers": ["loss"]},
-            "`layers` must have one tensor as output and run once a pass, got 'loss'",
+            {"layers": ["nowhere"]},
+            r"`layers` must name modules that run once a pass and put out one tensor with a row for each sample, got "
+            r"'nowhere'; there are \['first', 'norm', 'drop', 'head', ''\]",
         ),
+        ({"layers": ["loss"]}, "`layers` must name modules that run once a pass .* got 'loss'"),
         ({"layers": []}, "`layers` must name at least one module, got none"),
         ({"folds": 1}, "`folds` must be at least 2, got 1"),
         ({"folds": 11}, "`data` must have at least 44 samples, 4 for each of 11 folds, got 40"),
@@ -141,7 +142,7 @@ class Twice(Frozen):
 
 
 def test_refuses_a_layer_that_runs_twice_a_pass():
-    message = "`layers` must have one tensor as output and run once a pass, got 'first'"
+    message = "`layers` must name modules that run once a pass .* got 'first'"
     with pytest.raises(ValueError, match=message):
         feature_overlap(Twice(3), [(randn(40, 4), randn(40))], layers=["first"])
 
@@ -156,7 +157,7 @@ def test_refuses_a_layer_without_a_row_for_each_sample():
         def forward(self, x):
             return super().forward(self.first(x.T).T)
 
-    message = "`layers` must have one tensor .* got 'first'; the tensor has a row for each sample"
+    message = "`layers` must .* put out one tensor with a row for each sample, got 'first'"
     with pytest.raises(ValueError, match=message):
         feature_overlap(Mixed(3), [(randn(40, 4), randn(40))], layers=["first"])
 

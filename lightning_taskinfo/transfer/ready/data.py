@@ -358,7 +358,13 @@ def as_task(
     if isinstance(what, ImageTask):
         return what
     if isinstance(what, str | os.PathLike):
-        what = _load_named(what, data_dir)
+        path = Path(what)
+        if path.suffix == ".npz":
+            what = load_npz(path)
+        elif path.is_dir():
+            what = load_idx(path)
+        else:
+            what = load_task(what, data_dir=data_dir)
     if isinstance(what, ArrayData):
         arrays = (what.x_train, what.y_train, what.x_test, what.y_test)
         x, y, x_test, y_test = map(torch.from_numpy, arrays)
@@ -377,15 +383,6 @@ def as_task(
         f"`{argument}` must be an ArrayData, a name, an npz file, an idx folder or a pair of datasets, "
         f"got {type(what).__name__}."
     )
-
-
-def _load_named(what: StrPath, data_dir: StrPath | None) -> ArrayData:
-    path = Path(what)
-    if path.suffix == ".npz":
-        return load_npz(path)
-    if path.is_dir():
-        return load_idx(path)
-    return load_task(what, data_dir=data_dir)
 
 
 def _read(dataset: Any, argument: str) -> Images:
