@@ -23,7 +23,7 @@ from lightning_taskinfo.distributions import pre_distribution
 from lightning_taskinfo.functional.information import information_in_weights, post_variance
 from lightning_taskinfo.functional.likelihood import Gaussian
 from lightning_taskinfo.functional.minima import normalise_logits
-from lightning_taskinfo.transfer.ready.stages import Stages
+from lightning_taskinfo.transfer.ready import Stages
 
 ONE = torch.ones(1)
 NOT_POSITIVE = (0.0, -1.0, math.nan, math.inf)

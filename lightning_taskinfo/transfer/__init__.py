@@ -2,7 +2,7 @@
 
 :func:`transfer` in ``run.py`` reads the call, plans the trainings and collects their results. A
 recipe knows what is trained: the user's own module from their starts (``own.py``), or the ready
-parts (``ready/stages.py``). ``training.py`` trains it so that a killed training goes on.
+parts (``ready/``). ``training.py`` trains it so that a killed training goes on.
 ``report.py`` compares the results.
 """
 
@@ -13,6 +13,7 @@ from types import ModuleType
 from lightning_taskinfo.transfer.overlap import FeatureOverlap, Onset, feature_overlap
 from lightning_taskinfo.transfer.rank import FineTuning, rank_starts
 from lightning_taskinfo.transfer.ranking import LayerReadout, RankedStart, StartRanking
+from lightning_taskinfo.transfer.ready import Stages
 from lightning_taskinfo.transfer.ready.backbones import (
     BACKBONES,
     large_cnn,
@@ -27,7 +28,6 @@ from lightning_taskinfo.transfer.ready.module import (
     WEIGHTS,
     TransferClassifier,
 )
-from lightning_taskinfo.transfer.ready.stages import Stages
 from lightning_taskinfo.transfer.report import Result, TransferReport, log_to_wandb
 from lightning_taskinfo.transfer.run import group_name, transfer
 

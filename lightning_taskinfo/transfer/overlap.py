@@ -1,29 +1,48 @@
-"""Before fine-tuning: how much of a target task lies outside the span of a network's frozen features?"""
+"""What frozen features of a network know about target labels, and how much of the task lies outside their span."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from lightning_taskinfo._batches import (
+    NoLogitsError,
+    call_on,
+    joined,
+    moved,
+    read_batch,
+    read_by,
+    sample_count,
+    take,
+    tensors,
+)
+from lightning_taskinfo._observe import observing
+from lightning_taskinfo._ranges import check_finite
 from lightning_taskinfo._tables import Tabled
 from lightning_taskinfo._warn import warn
+from lightning_taskinfo.callbacks.report import spread
 from lightning_taskinfo.functional.features import fit_power_law, transfer_onset
 from lightning_taskinfo.functional.intervals import normal_quantile
-from lightning_taskinfo.functional.readout import read_out
-from lightning_taskinfo.transfer.features import ObservedNetwork, read_labelled
+from lightning_taskinfo.functional.readout import pooled, read_out
 
 if TYPE_CHECKING:
     from lightning_taskinfo.plotting import Axes, Figure
 
-REACH = (
-    10  # times the measured numbers of labels to which a learning curve is followed without a word
-)
+REACH = 10  # times the measured numbers of labels, to which a learning curve is followed silently
 LARGEST_SHARE = 4.0  # that of always being sure of the wrong one of two classes; more is no share
 MAX_FEATURES = 1024  # of a layer, after pooling
-PowerLaw = tuple[Tensor, Tensor]
+MAX_CHUNK = 64  # samples of a forward pass, where the user's batches are larger
+Data: TypeAlias = Iterable[Any] | Mapping[str, Any]
+ForwardFn: TypeAlias = Callable[[nn.Module, Any], Any]
+BatchFn: TypeAlias = Callable[[Any], tuple[Any, Tensor]]
+Drawn: TypeAlias = tuple["Figure", "Axes"]
+PowerLaw: TypeAlias = tuple[Tensor, Tensor]
 """Amplitude and exponent."""
 
 
@@ -56,24 +75,23 @@ class Onset(Tabled):
 
     def reading(self) -> str:
         """Return one sentence on the layer whose features help for the most labels."""
-        last = int(self.middle.argmax())
-        layer = self.layers[last]
-        onset = self.middle[last].item()
+        onset = self.middle.max().item()
+        layer = self.layers[int(self.middle.argmax())]
         if math.isinf(onset):
             return f"Linear transfer from {layer} is not predicted to hurt at any number of labels."
         return (
-            f"Linear transfer helps longest from {layer}: above about {_labels(onset)} labels, training from scratch "
-            "is predicted to win."
+            f"Linear transfer helps longest from {layer}: above about {shown_count(onset)} labels, training from "
+            "scratch is predicted to win."
         )
 
     def _cells(self) -> tuple[list[str], list[list[str]]]:
         rows = []
-        for i, layer in enumerate(self.layers):
-            low, middle, high = (_labels(part[i].item()) for part in self)
+        for layer, *ends in zip(self.layers, *self, strict=True):
+            low, middle, high = (shown_count(end.item()) for end in ends)
             rows.append([layer, middle, f"[{low}, {high}]"])
         return ["layer", "hurts above", f"{self.confidence:.0%} interval"], rows
 
-    def plot(self, ax: "Axes | None" = None) -> tuple["Figure", "Axes"]:
+    def plot(self, ax: "Axes | None" = None) -> Drawn:
         """Draw the predictions with their intervals; needs matplotlib.
 
         Args:
@@ -82,11 +100,7 @@ class Onset(Tabled):
         Returns:
             The figure and its axes.
         """
-        from lightning_taskinfo.plotting import plot_intervals
-
-        ends = (part.tolist() for part in self)
-        what = "labels above which transfer hurts"
-        figure, ax = plot_intervals(self.layers, *ends, xlabel=what, ax=ax)
+        figure, ax = _plot(self.layers, self, "labels above which transfer hurts", ax)
         ax.set_xscale("log")
         return figure, ax
 
@@ -135,13 +149,11 @@ class FeatureOverlap(Tabled):
 
     def _cells(self) -> tuple[list[str], list[list[str]]]:
         rows = []
-        for i, layer in enumerate(self.layers):
-            share = self.outside[i].item()
-            error = self.standard_error[i].item()
-            rows.append([layer, f"{share:.3f}", f"{error:.3f}"])
+        for layer, *numbers in zip(self.layers, self.outside, self.standard_error, strict=True):
+            rows.append([layer, *(f"{number:.3f}" for number in numbers)])
         return ["layer", "missed share", "standard error"], rows
 
-    def plot(self, ax: "Axes | None" = None) -> tuple["Figure", "Axes"]:
+    def plot(self, ax: "Axes | None" = None) -> Drawn:
         """Draw the missed share of each layer with its 95 % interval; needs matplotlib.
 
         Args:
@@ -150,12 +162,9 @@ class FeatureOverlap(Tabled):
         Returns:
             The figure and its axes.
         """
-        from lightning_taskinfo.plotting import plot_intervals
-
         low, high = self.interval()
-        ends = (part.tolist() for part in (low, self.outside, high))
         what = "share of the labels' variance missed"
-        return plot_intervals(self.layers, *ends, xlabel=what, ax=ax)
+        return _plot(self.layers, (low, self.outside, high), what, ax)
 
     def onset(self, curve: Mapping[int, float], *, confidence: float = 0.95) -> Onset:
         r"""Predicted number of target labels above which linear transfer hurts, per layer, with its interval.
@@ -177,9 +186,7 @@ class FeatureOverlap(Tabled):
         Raises:
             ValueError: If the curve does not fall, or does not consist of positive shares.
         """
-        low, high = self.interval(confidence)
-        ends = crossings(low, self.outside, high, fitted_curve(curve))
-        _, middle, _ = ends
+        first, middle, last = self.crossings(curve, confidence)
         far = []
         for layer, onset in zip(self.layers, middle.tolist(), strict=True):
             if is_far(onset, [*curve]):
@@ -189,12 +196,32 @@ class FeatureOverlap(Tabled):
                 f"The onset of {', '.join(far)} is far from the numbers of labels that were measured, "
                 f"{min(curve):g} to {max(curve):g}: measure `curve` nearer to it before you rely on it."
             )
-        return Onset(self.layers, *ends, confidence)
+        return Onset(self.layers, first, middle, last, confidence)
+
+    def crossings(self, curve: Mapping[int, float], confidence: float = 0.95) -> list[Tensor]:
+        """Return where a learning curve falls below ``outside`` and the ends of its intervals, in rising order."""
+        low, high = self.interval(confidence)
+        law = fitted_curve(curve)
+        return [transfer_onset(share, *law) for share in (high, self.outside, low)]
 
 
-def _labels(number: float) -> str:
-    """Return a number of labels with two digits, or in words."""
-    return "never" if math.isinf(number) else f"{float(f'{number:.2g}'):,.0f}"
+def _plot(layers: Sequence[str], ends: Iterable[Tensor], what: str, ax: "Axes | None") -> Drawn:
+    from lightning_taskinfo.plotting import plot_intervals
+
+    low, middle, high = (end.tolist() for end in ends)
+    return plot_intervals(layers, low, middle, high, xlabel=what, ax=ax)
+
+
+def shown_count(number: float) -> str:
+    """Return a number of labels with two digits, or in words.
+
+    Example:
+        >>> shown_count(5.43), shown_count(24_600), shown_count(math.inf)
+        ('5.4', '25,000', 'never')
+    """
+    if math.isinf(number):
+        return "never"
+    return f"{number:.2g}" if number < 10 else f"{float(f'{number:.2g}'):,.0f}"
 
 
 def fitted_curve(curve: Mapping[int, float]) -> PowerLaw:
@@ -209,25 +236,10 @@ def fitted_curve(curve: Mapping[int, float]) -> PowerLaw:
             "`curve` must hold positive shares, not in per cent, at two or more numbers of labels, got "
             f"{dict(curve)}."
         )
-    points = torch.tensor([*curve.items()], dtype=torch.float64)
-    n, errors = points.T
-    amplitude, exponent = fit_power_law(n, errors)
-    if exponent <= 0:
+    law = fit_power_law(*torch.tensor([*curve.items()], dtype=torch.float64).T)
+    if law[1] <= 0:
         raise ValueError(f"`curve` must fall with the number of labels, got {dict(curve)}.")
-    return amplitude, exponent
-
-
-def crossings(
-    low: Tensor,
-    middle: Tensor,
-    high: Tensor,
-    curve: PowerLaw,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return where a learning curve falls below the ends and the middle of a share's interval, in rising order."""
-    first = transfer_onset(high, *curve)
-    second = transfer_onset(middle, *curve)
-    third = transfer_onset(low, *curve)
-    return first, second, third
+    return law
 
 
 def is_far(onset: float, measured: Sequence[float]) -> bool:
@@ -237,20 +249,19 @@ def is_far(onset: float, measured: Sequence[float]) -> bool:
         >>> is_far(400, [50, 100]), is_far(2000, [50, 100]), is_far(4, [50, 100])
         (False, True, True)
     """
-    least = min(measured) / REACH
-    most = max(measured) * REACH
-    return math.isfinite(onset) and not least <= onset <= most
+    near = min(measured) / REACH <= onset <= max(measured) * REACH
+    return math.isfinite(onset) and not near
 
 
 def feature_overlap(
     model: nn.Module,
-    data: Iterable[Any] | Mapping[str, Any],
+    data: Data,
     *,
     layers: Sequence[str] | None = None,
     folds: int = 5,
     max_features: int | None = MAX_FEATURES,
-    forward_fn: Callable[[nn.Module, Any], Any] | None = None,
-    batch_fn: Callable[[Any], tuple[Any, Tensor]] | None = None,
+    forward_fn: ForwardFn | None = None,
+    batch_fn: BatchFn | None = None,
 ) -> FeatureOverlap:
     """Measure, by cross-validation, what share of the labels' variance the features of each layer leave unexplained.
 
@@ -265,8 +276,8 @@ def feature_overlap(
         data: Batches ``(inputs, labels)`` of the target task, or one, labels as class indices or as
             real values; a mapping has them in its field ``labels``, ``label``, ``targets``,
             ``target`` or ``y``. Shuffled: folds are taken in turns, sample by sample.
-        layers: Names of modules that run once a pass and put out one tensor; if not given, all
-            modules without children that run and put out a tensor.
+        layers: Names of modules that run once a pass and put out one tensor, with a row for each
+            sample; if not given, all such modules without children.
         folds: Number of folds.
         max_features: Most features of a layer: larger ones are averaged over neighbouring pixels or
             over tokens, see :func:`~lightning_taskinfo.functional.readout.pooled`. ``None`` keeps
@@ -289,49 +300,14 @@ def feature_overlap(
         >>> bool(feature_overlap(net, [(x, x.sum(1))], layers=["0"]).outside < 1e-6)
         True
     """
-    samples = read_labelled(data, batch_fn)
-    columns = label_columns(samples.labels, folds)
-    network = ObservedNetwork.of(model, samples.few, forward_fn)
-    frozen = network.read(samples, layers, max_features)
-    fold = torch.arange(len(columns)) % folds
-    missed = []
-    errors = []
-    for values in frozen.features.values():
-        found = read_out(values, columns, fold)
-        missed.append(found.missed)
-        errors.append(found.standard_error)
-    layers = tuple(frozen.features)
-    return FeatureOverlap(layers, torch.stack(missed), torch.stack(errors), len(columns))
-
-
-def label_columns(labels: Tensor, folds: int) -> Tensor:
-    """Return real labels as columns, classes as indicators of those that occur.
-
-    Raises:
-        ValueError: If they cannot be predicted fold by fold.
-    """
-    if labels.is_floating_point():
-        columns = labels.double().reshape(len(labels), -1)
-        whole = columns == columns.round()
-        if columns.shape[1] == 1 and bool(whole.all()):
-            warn(
-                "The labels of `data` are whole numbers of a floating type, and are taken as real values; convert "
-                "them with .long() if they are classes."
-            )
-    else:
-        _, classes = labels.flatten().unique(return_inverse=True)
-        columns = nn.functional.one_hot(classes).double()
-    if folds < 2:
-        raise ValueError(f"`folds` must be at least 2, got {folds}.")
-    if len(columns) < 4 * folds:
-        raise ValueError(
-            f"`data` must have at least {4 * folds} samples, 4 for each of {folds} folds, got {len(columns)}."
-        )
-    if not (columns != columns[0]).any():
-        raise ValueError(
-            f"`data` must have labels that differ (of two classes at least), got {len(columns)} equal ones."
-        )
-    return columns
+    samples = read_labelled(data, batch_fn, folds)
+    network = ObservedNetwork(model, samples.inputs, forward_fn)
+    features, _ = network.read(samples, layers, max_features)
+    fold = torch.arange(len(samples.labels)) % folds
+    found = [read_out(values, samples.columns, fold) for values in features.values()]
+    shares = torch.stack([one.missed for one in found])
+    errors = torch.stack([one.standard_error for one in found])
+    return FeatureOverlap(tuple(features), shares, errors, len(fold))
 
 
 def onset_of(overlap: Mapping[str, Any], curve: Mapping[int, float]) -> list[float] | None:
@@ -346,13 +322,296 @@ def onset_of(overlap: Mapping[str, Any], curve: Mapping[int, float]) -> list[flo
         ``None`` where scratch was measured at fewer than two numbers of labels, or its error does
         not fall.
     """
-    try:
-        law = fitted_curve(curve)
-    except ValueError:
-        return None
     last = [overlap[key][-1] for key in ("outside", "standard_error")]
     share, error = torch.tensor(last, dtype=torch.float64)
-    found = FeatureOverlap((), share, error, samples=0)
-    low, high = found.interval()
-    ends = crossings(low, found.outside, high, law)
+    try:
+        ends = FeatureOverlap((), share, error, samples=0).crossings(curve)
+    except ValueError:
+        return None
     return [end.item() for end in ends]
+
+
+class Labelled(NamedTuple):
+    """Labelled samples of the target.
+
+    Attributes:
+        inputs: A tensor, or tuples, lists and dicts of tensors.
+        labels: Classes ``[N]``, or real values ``[N, ...]``.
+        columns: Real labels as columns, classes as indicators of those that occur, shape
+            ``[N, C]``.
+        chunk: Samples of a forward pass.
+    """
+
+    inputs: Any
+    labels: Tensor
+    columns: Tensor
+    chunk: int
+
+
+def read_labelled(data: Any, batch_fn: BatchFn | None, folds: int) -> Labelled:
+    """Return all samples of one batch, or of an iterable of batches.
+
+    Raises:
+        ValueError: If there is no batch, one has no inputs and labels, or not finite ones, or the
+            labels cannot be predicted fold by fold.
+    """
+    pair = isinstance(data, list | tuple) and len(data) == 2
+    if isinstance(data, Mapping) or (pair and any(isinstance(part, Tensor) for part in data)):
+        data = [data]
+    parts = [_read(batch, batch_fn) for batch in data]
+    if not parts:
+        raise ValueError("`data` must yield batches (inputs, labels), got none.")
+    inputs, labels = (list(part) for part in zip(*parts, strict=True))
+    chunk = min(MAX_CHUNK, max(map(len, labels)))
+    whole = torch.cat(labels)
+    return Labelled(joined(inputs), whole, _columns(whole, folds), chunk)
+
+
+def _read(batch: Any, batch_fn: BatchFn | None) -> tuple[Any, Tensor]:
+    if batch_fn is None:
+        inputs, labels = read_batch(batch)
+    else:
+        inputs, labels = read_by(batch_fn, batch)
+    n = sample_count(inputs)
+    shape = [] if labels is None else list(labels.shape)
+    if labels is None or shape[:1] != [n] or (shape[1:] and not labels.is_floating_point()):
+        raise ValueError(
+            f"`data` must yield batches with a class index or real values for each input, got labels of shape {shape} "
+            f"for {n} inputs; a dataset of single samples goes into a DataLoader first."
+        )
+    for tensor in tensors((inputs, labels)):
+        check_finite("data", tensor)
+    return inputs, labels.detach().cpu()
+
+
+def _columns(labels: Tensor, folds: int) -> Tensor:
+    """Labels as columns, refused if they cannot be predicted fold by fold."""
+    if labels.is_floating_point():
+        columns = labels.double().reshape(len(labels), -1)
+        if columns.shape[1] == 1 and torch.equal(columns, columns.round()):
+            warn(
+                "The labels of `data` are whole numbers of a floating type, and are taken as real values; convert "
+                "them with .long() if they are classes."
+            )
+    else:
+        _, classes = labels.unique(return_inverse=True)
+        columns = nn.functional.one_hot(classes).double()
+    n = len(columns)
+    if folds < 2:
+        raise ValueError(f"`folds` must be at least 2, got {folds}.")
+    if n < 4 * folds:
+        raise ValueError(
+            f"`data` must have at least {4 * folds} samples, 4 for each of {folds} folds, got {n}."
+        )
+    if not (columns != columns[0]).any():
+        raise ValueError(
+            f"`data` must have labels that differ (of two classes at least), got {n} equal ones."
+        )
+    return columns
+
+
+class ObservedNetwork:
+    """A network, how it is called, and what a pass over two samples showed; it is only observed.
+
+    Args:
+        model: The network.
+        inputs: Inputs of some samples.
+        forward_fn: How to call it, if the user says so.
+
+    Attributes:
+        modules: Its modules by name.
+        seen: What those put out that ran once and have a row for each of two samples, in the order
+            in which they finished.
+        head: Name of the linear layer whose output is the network's; ``None`` where it ends in
+            something else.
+    """
+
+    def __init__(self, model: nn.Module, inputs: Any, forward_fn: ForwardFn | None) -> None:
+        few = take(inputs, itemgetter(slice(2)))
+        self.model = model
+        self.modules = dict(model.named_modules())
+        self.forward = forward_fn or _way_to_call(model, few)
+        calls: dict[str, Any] = {}
+
+        def note(name: str, *call: Any) -> None:
+            calls[name] = None if name in calls else call[-1]
+
+        with self._watched(self.modules, note):
+            end = first_tensor(self.run(few))
+        self.seen = {}
+        self.head = None
+        for name, output in calls.items():
+            shape = getattr(first_tensor(output), "shape", ())
+            if shape[:1] == (2,):
+                self.seen[name] = output
+                if isinstance(self.modules[name], nn.Linear) and output is end:
+                    self.head = name
+
+    def run(self, inputs: Any, model: nn.Module | None = None) -> Any:
+        """Return the outputs of the network, or of one of its kind; ``None`` where there are no logits."""
+        model = self.model if model is None else model
+        try:
+            return self.forward(model, moved(inputs, device_of(model)))
+        except NoLogitsError:  # it ran, and its layers were seen
+            return None
+
+    @contextmanager
+    def _watched(self, names: Iterable[str], hook: Callable[..., None]) -> Iterator[None]:
+        """Call a hook with the name of every module that runs, then the module, its inputs and its output."""
+        with ExitStack() as hooks, observing(self.model), torch.no_grad():
+            for name in names:
+                handle = self.modules[name].register_forward_hook(partial(hook, name))
+                hooks.enter_context(handle)
+            yield
+
+    def read(
+        self,
+        samples: Labelled,
+        layers: Sequence[str] | None,
+        max_features: int | None,
+    ) -> tuple[dict[str, Tensor], Tensor | None]:
+        """Return pooled features of some layers, and the output of the source head.
+
+        No more than one pass is in memory beside them.
+
+        Args:
+            samples: The samples.
+            layers: Names of modules; all of ``seen`` that have no children where ``None``.
+            max_features: Most of a layer, see
+                :func:`~lightning_taskinfo.functional.readout.pooled`.
+
+        Returns:
+            Features by layer, shape ``[N, D]`` each, float32 or better, on the CPU; and logits,
+            shape ``[N, Z]``, or ``None`` where the network ends in something else.
+
+        Raises:
+            ValueError: If a layer is unknown, does not run once a pass, or has no finite row for
+                each sample.
+        """
+        if layers is None:
+            leaves = [name for name, module in self.modules.items() if not any(module.children())]
+            layers = [name for name in leaves if name in self.seen]
+        for name in layers:
+            if name not in self.seen:
+                raise ValueError(
+                    "`layers` must name modules that run once a pass and put out one tensor with a row for each "
+                    f"sample, got {name!r}; there are {list(self.seen)}."
+                )
+        if not layers:
+            raise ValueError("`layers` must name at least one module, got none.")
+        n = len(samples.labels)
+        found: dict[str, Tensor] = {}  # a tensor a layer: small ones between large ones hold memory
+        logits = []
+        place = slice(0)  # of one pass, as its inputs
+        inputs = None
+
+        def keep(name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
+            values = pooled(first_tensor(output), max_features, mask=_mask(inputs))
+            if name not in found:
+                dtype = torch.promote_types(values.dtype, torch.float32)
+                found[name] = torch.empty(n, values.shape[1], dtype=dtype)
+            found[name][place] = values
+
+        with self._watched({*layers}, keep):
+            for begin in range(0, n, samples.chunk):
+                place = slice(begin, begin + samples.chunk)
+                inputs = take(samples.inputs, itemgetter(place))
+                output = first_tensor(self.run(inputs))
+                if self.head is not None and output.ndim == 2:
+                    logits.append(output.double().cpu())
+        features = {name: found[name] for name in layers}
+        for name, values in features.items():
+            if count := int((~values.isfinite()).sum()):
+                raise ValueError(
+                    f"`model` must have finite features, got {count} values that are not in layer {name!r}."
+                )
+        return features, torch.cat(logits) if logits else None
+
+    def spread_layers(self, number: int) -> list[str]:
+        """Return names of up to ``number`` layers over the depth, the last one before the head among them.
+
+        The tree of modules is opened from the top, always the module with the most weights, until
+        enough of them can be read; of these, evenly spaced ones are taken. The head is left out,
+        and so are modules whose output the next one hands on, and those that run before all
+        weights.
+        """
+        end = None if self.head is None else self.seen[self.head]
+        usable: dict[str, Tensor] = {}
+        begun = False  # what runs before the first weights shows the inputs, not the network
+        for name, output in self.seen.items():
+            begun = begun or _weights(self.modules[name]) > 0
+            values = first_tensor(output)
+            block = isinstance(output, Tensor | tuple)  # not a whole model
+            if name and begun and block and values.ndim > 1 and values is not end:
+                usable[name] = values
+        opened = self._opened(usable, number)
+        finished = [name for name in usable if name in opened]
+        # Of modules that hand on one output, the last.
+        last = {usable[name].data_ptr(): name for name in finished}
+        names = [name for name in finished if name in last.values()]
+        if not names:
+            raise ValueError(
+                "`layers` must be given: no module of the model runs once and has a row for each sample."
+            )
+        number = min(number, len(names))
+        return names[-1:] if number == 1 else [names[i] for i in spread(len(names), number)]
+
+    def _opened(self, usable: Mapping[str, Tensor], number: int) -> list[str]:
+        """Open modules from the top until ``number`` usable ones are found, or all are open."""
+        parent = {name: name.rpartition(".")[0] for name in self.modules if name}
+
+        def inside(outer: str) -> list[str]:
+            """The outermost usable ones in a module: a list of blocks is opened, or a model within the model."""
+            found: list[str] = []
+            for name in parent:
+                if parent[name] == outer:
+                    found += [name] if name in usable else inside(name)
+            return found
+
+        opened = inside("")
+        while len(opened) < number:
+            closed = [name for name in opened if name in parent.values()]
+            if not closed:
+                break
+            largest = max(closed, key=lambda name: _weights(self.modules[name]))
+            at = opened.index(largest)
+            opened[at : at + 1] = inside(largest)
+        return opened
+
+
+def _way_to_call(model: nn.Module, few: Any) -> ForwardFn:
+    """Find out how a network is called; one without logits, such as an encoder, only has to run."""
+    try:
+        return call_on(model, moved(few, device_of(model)))
+    except NoLogitsError:
+        if isinstance(few, Mapping):
+            return lambda model, inputs: model(**inputs)
+        return lambda model, inputs: model(*inputs)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return where the weights of a network are."""
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def _weights(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def _mask(inputs: Any) -> Tensor | None:
+    """The positions of sequences that count, where the inputs say so."""
+    mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
+    return mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
+
+
+def first_tensor(output: Any) -> Any:
+    """Return an output that is a tensor, its ``logits``, or the first tensor of a tuple or mapping.
+
+    Example:
+        >>> first_tensor((None, torch.ones(1))), first_tensor("text")
+        (tensor([1.]), None)
+    """
+    logits = getattr(output, "logits", None)
+    if isinstance(logits, Tensor):
+        return logits
+    return next(tensors(output), None)

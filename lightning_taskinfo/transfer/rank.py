@@ -1,18 +1,20 @@
 """Which pretrained network to start from: read-outs of frozen features, compared on the labels at hand."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Generator, Tensor, nn
 
-from lightning_taskinfo._batches import Forward, take
+from lightning_taskinfo._batches import take
 from lightning_taskinfo._progress import counted, shown
 from lightning_taskinfo._random import own_randomness, seed_from
 from lightning_taskinfo._ranges import check_counts, check_positive
+from lightning_taskinfo.functional.features import transfer_onset
 from lightning_taskinfo.functional.intervals import (
     normal_quantile,
     paired_interval,
@@ -25,19 +27,24 @@ from lightning_taskinfo.functional.readout import (
     sharpened_brier,
     stratified_folds,
 )
-from lightning_taskinfo.functional.transferability import h_score, leep, logme, nce
-from lightning_taskinfo.transfer.features import (
-    Labelled,
-    ObservedNetwork,
-    first_tensor,
-    read_labelled,
+from lightning_taskinfo.functional.transferability import (
+    h_score,
+    leep,
+    logme,
+    nce,
 )
 from lightning_taskinfo.transfer.overlap import (
     MAX_FEATURES,
+    BatchFn,
+    Data,
+    ForwardFn,
+    Labelled,
+    ObservedNetwork,
     PowerLaw,
-    crossings,
+    device_of,
+    first_tensor,
     fitted_curve,
-    label_columns,
+    read_labelled,
 )
 from lightning_taskinfo.transfer.ranking import LayerReadout, RankedStart, StartRanking
 
@@ -107,7 +114,7 @@ class Measured(NamedTuple):
 
 def rank_starts(
     models: Mapping[str, Model],
-    data: Iterable[Any] | Mapping[str, Any],
+    data: Data,
     *,
     layers: Layers = 5,
     scratch: str | None = None,
@@ -116,8 +123,8 @@ def rank_starts(
     folds: int = 5,
     confidence: float = 0.95,
     max_features: int = MAX_FEATURES,
-    forward_fn: Callable[[nn.Module, Any], Any] | None = None,
-    batch_fn: Callable[[Any], tuple[Any, Tensor]] | None = None,
+    forward_fn: ForwardFn | None = None,
+    batch_fn: BatchFn | None = None,
     progress: bool = True,
 ) -> StartRanking:
     r"""Rank pretrained networks for a target task by what a linear read-out of their frozen features gets right.
@@ -164,8 +171,7 @@ def rank_starts(
 
     Raises:
         ValueError: If there is no start, fewer than four samples per fold or one class only; if a
-            network cannot be called or has no such layer; or if ``scratch`` or ``curve`` does not
-            fit.
+            network has no such layer; or if ``scratch`` or ``curve`` does not fit.
         TypeError: If ``models`` is no dict, or holds something else, such as a path.
 
     Example:
@@ -177,26 +183,6 @@ def rank_starts(
         >>> ranking.best.name, ranking.tied
         ('good', ('good',))
     """
-    _check_models(models)
-    if scratch is not None and scratch not in models:
-        raise ValueError(f"`scratch` must name one of the starts {list(models)}, got {scratch!r}.")
-    if fine_tune is not None and fine_tune.scratch_only and scratch is None:
-        raise ValueError("`scratch` must name a start beside `scratch_only`, got None.")
-    if not 0.5 < confidence < 1:
-        raise ValueError(f"`confidence` must be between 0.5 and 1, got {confidence}.")
-    samples = read_labelled(data, batch_fn)
-    columns = label_columns(samples.labels, folds)
-    law = None if curve is None else fitted_curve(curve)
-    ruler = _Ruler(samples, columns, layers, folds, max_features, confidence, forward_fn, fine_tune)
-    found: dict[str, Measured] = {}
-    with shown(progress, "rank", len(models)) as tell:
-        for name in counted(list(models), len(models), tell, "starts"):
-            found[name] = ruler.measure(name, models[name], scratch)
-    return ruler.compared(found, scratch, law)
-
-
-def _check_models(models: Any) -> None:
-    """Raise an error for what holds no networks and no functions by name."""
     if not isinstance(models, Mapping):
         raise TypeError(f"{MODELS}, got {type(models).__name__}.")
     if not models:
@@ -204,6 +190,28 @@ def _check_models(models: Any) -> None:
     for name, model in models.items():
         if not callable(model):  # as networks are, too
             raise TypeError(f"{MODELS}, got {type(model).__name__} for {name!r}.")
+    if scratch is not None and scratch not in models:
+        raise ValueError(f"`scratch` must name one of the starts {list(models)}, got {scratch!r}.")
+    if fine_tune is not None and fine_tune.scratch_only and scratch is None:
+        raise ValueError("`scratch` must name a start beside `scratch_only`, got None.")
+    if not 0.5 < confidence < 1:
+        raise ValueError(f"`confidence` must be between 0.5 and 1, got {confidence}.")
+    samples = read_labelled(data, batch_fn, folds)
+    law = None if curve is None else fitted_curve(curve)
+    ruler = _Ruler(
+        samples,
+        layers,
+        scratch,
+        fine_tune,
+        folds,
+        confidence,
+        max_features,
+        forward_fn,
+    )
+    with shown(progress, "rank", len(models)) as tell:
+        names = counted(models, len(models), tell, "starts")
+        found = {name: ruler.measure(name, models[name]) for name in names}
+    return ruler.compared(found, law)
 
 
 def _opened(model: Model, name: str) -> nn.Module:
@@ -211,112 +219,143 @@ def _opened(model: Model, name: str) -> nn.Module:
     if not isinstance(model, nn.Module):
         model = model()
     if not isinstance(model, nn.Module):
-        raise ValueError(
-            f"{MODELS}, got a function that returns {type(model).__name__} for {name!r}."
-        )
+        got = f"a function that returns {type(model).__name__} for {name!r}"
+        raise ValueError(f"{MODELS}, got {got}.")
     return model
+
+
+def call_of(scratch: Tensor, start: Tensor, confidence: float) -> str:
+    """Say whether a start helps over scratch: whether a one-sided bound on the mean difference of losses is above 0."""
+    low, _, high = paired_interval(scratch, start, 2 * confidence - 1)
+    return verdict_of(low, high)
 
 
 @dataclass(frozen=True)
 class _Ruler:
-    """What all starts are measured with: samples ``[N]``, their labels as columns ``[N, C]``, and how to read them."""
+    """What all starts are measured with."""
 
     samples: Labelled
-    columns: Tensor
     layers: Layers
-    folds: int
-    max_features: int
-    confidence: float
-    forward_fn: Forward | None
+    scratch: str | None
     fine_tune: FineTuning | None
+    folds: int
+    confidence: float
+    max_features: int
+    forward_fn: ForwardFn | None
 
     @property
     def real(self) -> bool:
         """Whether labels are real numbers, and not classes."""
         return self.samples.labels.is_floating_point()
 
-    def layers_of(self, name: str, network: ObservedNetwork) -> list[str]:
-        """Return which layers of a start are read."""
-        if isinstance(self.layers, int):
-            if self.layers < 1:
-                raise ValueError(f"`layers` must be at least 1 or name modules, got {self.layers}.")
-            return network.spread_layers(self.layers)
-        if not isinstance(self.layers, Mapping):
-            return list(self.layers)
-        if name not in self.layers:
-            raise ValueError(f"`layers` must name layers of every start, got none for {name!r}.")
-        return list(self.layers[name])
-
-    def measure(self, name: str, given: Model, scratch: str | None) -> Measured:
+    def measure(self, name: str, given: Model) -> Measured:
         """Read all layers of one start, and fine-tune it where that is asked for."""
         model = _opened(given, name)
         begin = time.perf_counter()
-        network = ObservedNetwork.of(model, self.samples.few, self.forward_fn)
-        names = self.layers_of(name, network)
-        features, logits = network.read(self.samples, names, self.max_features)
-        fold = stratified_folds(self.samples.labels, self.folds)
-        found = [read_out(values, self.columns, fold) for values in features.values()]
-        rows = [self._row(layer, one) for layer, one in zip(features, found, strict=True)]
-        best = min(range(len(rows)), key=lambda i: (rows[i].error, rows[i].missed))
-        errors = [one.squares if self.real else one.wrong for one in found]
-        behind = [paired_interval(error, errors[best], self.confidence)[0] for error in errors]
-        # The deepest layer whose read-out is not seen to be worse than the best one.
-        deepest = max(i for i, low in enumerate(behind) if i == best or low <= 0)
+        samples = self.samples
+        network = ObservedNetwork(model, samples.inputs, self.forward_fn)
+        layers = self._layers_of(name, network)
+        features, logits = network.read(samples, layers, self.max_features)
+        fold = stratified_folds(samples.labels, self.folds)
+        rows = []
+        errors = {}
+        for layer, values in features.items():
+            found = read_out(values, samples.columns, fold)
+            rows.append(self._row(layer, found))
+            errors[layer] = found.squares if self.real else found.wrong
+        best = min(rows, key=lambda row: (row.error, row.missed))
+        as_good = []  # layers whose read-out is not seen to be worse than the best one
+        for layer, error in errors.items():
+            behind = paired_interval(error, errors[best.name], self.confidence)
+            if behind[0] <= 0:
+                as_good.append(layer)
+        last = rows[-1]
         start = RankedStart(
             name=name,
             layers=tuple(rows),
-            best=rows[best].name,
-            freeze=rows[deepest].name,
-            error=rows[best].error,
-            interval=rows[best].interval,
-            missed=rows[-1].missed,
-            **self._scores(features[rows[-1].name], logits),
+            best=best.name,
+            freeze=as_good[-1],
+            error=best.error,
+            interval=best.interval,
+            missed=last.missed,
+            **self._scores(features[last.name], logits),
             parameters=sum(p.numel() for p in model.parameters()),
             seconds=time.perf_counter() - begin,
         )
-        frozen = Losses(found[-1].squares, errors[-1], errors[-1])
-        if not self.real:
-            frozen = frozen._replace(sharpened=sharpened_brier(found[-1].predicted, self.columns))
-        if self.fine_tune is None or (self.fine_tune.scratch_only and name != scratch):
+        frozen = self._losses(found.predicted, found.squares)
+        how = self.fine_tune
+        if how is None or (how.scratch_only and name != self.scratch):
             return Measured(start, frozen, None)
-        tuned = self._tuned_losses(model, self.fine_tune, fold)
-        if name == scratch:
-            others = self._repeated_losses(given, name, self.fine_tune)
-            tuned = Losses(
-                *(torch.stack(same).mean(0) for same in zip(tuned, *others, strict=True))
+        if logits is None:
+            raise ValueError(
+                "`fine_tune` needs starts that end in an nn.Linear, their head, which is made anew, with one row of "
+                "scores for each sample; got one that ends in something else."
             )
+        every = [self._tuned_losses(network, model, how, fold)]
+        repeats = how.scratch_repeats if name == self.scratch else 1
+        # Again with other folds, heads, batches and, of a function, weights.
+        for repeat in range(1, repeats):
+            again = replace(how, seed=seed_from(how.seed, repeat))
+            with own_randomness(again.seed):
+                model = _opened(given, name)
+            generator = Generator().manual_seed(again.seed)
+            fold = stratified_folds(samples.labels, self.folds, generator)
+            every.append(self._tuned_losses(network, model, again, fold))
+        tuned = Losses(*(torch.stack(same).mean(0) for same in zip(*every, strict=True)))
         start = replace(start, fine_tuned=tuned.errors.mean().item())
         return Measured(start, frozen, tuned)
+
+    def _layers_of(self, name: str, network: ObservedNetwork) -> Sequence[str]:
+        layers = self.layers
+        if isinstance(layers, int):
+            check_counts(layers=layers)
+            return network.spread_layers(layers)
+        if not isinstance(layers, Mapping):
+            return layers
+        if name not in layers:
+            raise ValueError(f"`layers` must name layers of every start, got none for {name!r}.")
+        return layers[name]
+
+    def _row(self, layer: str, found: ReadOut) -> LayerReadout:
+        error = missed = found.missed.item()
+        reach = normal_quantile(self.confidence) * found.standard_error.item()
+        interval = max(0.0, missed - reach), missed + reach
+        if not self.real:
+            error = found.wrong.mean().item()
+            interval = wilson_interval(error, len(found.wrong), self.confidence)
+        return LayerReadout(layer, error, interval, missed)
 
     def _scores(self, features: Tensor, logits: Tensor | None) -> dict[str, Any]:
         """What others rank by: the features of the last layer ``[N, D]``, and the source head's say ``[N, Z]``."""
         labels = self.samples.labels
-        found: dict[str, Any] = {"logme": logme(features, labels).item()}
-        found |= dict.fromkeys(("h_score", "leep", "nce"))
+        found = {"logme": logme(features, labels)}
         if not self.real:
-            found["h_score"] = h_score(features, labels).item()
-        if logits is not None and not self.real:
-            source = logits.softmax(1)
-            found["leep"] = leep(source, labels).item()
-            found["nce"] = nce(source.argmax(1), labels).item()
-        return found
+            found["h_score"] = h_score(features, labels)
+            if logits is not None:
+                source = logits.softmax(1)
+                found["leep"] = leep(source, labels)
+                found["nce"] = nce(source.argmax(1), labels)
+        return {name: score.item() for name, score in found.items()}
 
-    def _row(self, layer: str, found: ReadOut) -> LayerReadout:
-        missed = found.missed.item()
+    def _losses(self, predicted: Tensor, squares: Tensor) -> Losses:
         if self.real:
-            reach = normal_quantile(self.confidence) * found.standard_error.item()
-            return LayerReadout(layer, missed, (max(0.0, missed - reach), missed + reach), missed)
-        error = found.wrong.mean().item()
-        interval = wilson_interval(error, len(found.wrong), self.confidence)
-        return LayerReadout(layer, error, interval, missed)
+            return Losses(squares, squares, squares)
+        columns = self.samples.columns
+        wrong = predicted.argmax(1) != columns.argmax(1)
+        return Losses(squares, wrong.double(), sharpened_brier(predicted, columns))
 
     def compared(
         self,
         found: Mapping[str, Measured],
-        scratch: str | None,
         law: PowerLaw | None,
     ) -> StartRanking:
-        """Order the starts, and say which of them can be told apart, and whether they win over scratch."""
+        """Order the starts, and say which of them can be told apart, and whether they win over scratch.
+
+        Brier scores of fine-tuning are compared, which vary less beside their difference than errors
+        do. Columns of a read-out are no probabilities: it and scratch are compared at the best
+        temperature of each.
+        """
+        scratch, confidence = self.scratch, self.confidence
         starts = [one.start for one in found.values()]
         by_error = sorted(starts, key=lambda start: start.missed)
         by_logme = sorted(starts, key=lambda start: -start.logme)
@@ -326,93 +365,92 @@ class _Ruler:
         if len(tuned) == len(found):
             losses = tuned
             ordered = sorted(starts, key=lambda start: losses[start.name].mean().item())
+        n = len(self.samples.labels)
+        first = losses[ordered[0].name]
         compared = []
         for start in ordered:
-            mine, first = losses[start.name], losses[ordered[0].name]
-            start = replace(start, behind=paired_interval(mine, first, self.confidence))
+            mine = losses[start.name]
+            known: dict[str, Any] = {"behind": paired_interval(mine, first, confidence)}
             if law is not None:
-                start = self._beside_curve(start, law)
+                low, high = start.interval
+                shares = torch.tensor([high, start.error, low], dtype=torch.float64)
+                known["onset"] = tuple(transfer_onset(shares, *law).tolist())
+                least, _, most = (law[0] * n ** -law[1] - shares).tolist()
+                known["frozen_call"] = verdict_of(least, most)
             if scratch is not None and start.name != scratch:
-                gain = paired_interval(losses[scratch], mine, self.confidence)
-                start = self._called(replace(start, gain=gain), found[start.name], found[scratch])
-            compared.append(start)
+                known["gain"] = paired_interval(losses[scratch], mine, confidence)
+                _, frozen, own = found[start.name]
+                rival = found[scratch].tuned
+                if rival is not None:
+                    known["frozen_call"] = call_of(rival.sharpened, frozen.sharpened, confidence)
+                if rival is not None and own is not None:
+                    known["call"] = call_of(rival.squares, own.squares, confidence)
+            compared.append(replace(start, **known))
         return StartRanking(
             starts=tuple(compared),
             tied=tuple(s.name for s in compared if s is compared[0] or s.behind[0] <= 0),
-            samples=len(self.columns),
-            classes=None if self.real else len(self.samples.labels.unique()),
-            confidence=self.confidence,
+            samples=n,
+            classes=None if self.real else self.samples.columns.shape[1],
+            confidence=confidence,
             scratch=scratch,
             ordered_by="fine-tuning" if losses is tuned else "read-out and LogME",
         )
 
-    def _called(self, start: RankedStart, mine: Measured, scratch: Measured) -> RankedStart:
-        """Say whether a start helps over training from scratch, fine-tuned and frozen, where scratch was trained.
-
-        Brier scores are compared, which vary less beside their difference than errors do. Columns
-        of a read-out are no probabilities: it and scratch are compared at the best temperature of each.
-        """
-        if scratch.tuned is None:
-            return start
-        frozen = self._call(scratch.tuned.sharpened, mine.frozen.sharpened)
-        call = None
-        if mine.tuned is not None:
-            call = self._call(scratch.tuned.squares, mine.tuned.squares)
-        return replace(start, call=call, frozen_call=frozen)
-
-    def _call(self, scratch: Tensor, start: Tensor) -> str:
-        """Whether a one-sided bound on the mean difference of losses is above 0, or below."""
-        low, _, high = paired_interval(scratch, start, 2 * self.confidence - 1)
-        return verdict_of(low, high)
-
-    def _beside_curve(self, start: RankedStart, law: PowerLaw) -> RankedStart:
-        """Compare the read-out with training from scratch: at the labels at hand, and where it falls below."""
-        shares = start.interval[0], start.error, start.interval[1]
-        low, middle, high = (torch.tensor(share, dtype=torch.float64) for share in shares)
-        first, second, third = (end.item() for end in crossings(low, middle, high, law))
-        at_hand = law[0] * len(self.columns) ** -law[1]
-        call = verdict_of((at_hand - high).item(), (at_hand - low).item())
-        return replace(start, onset=(first, second, third), frozen_call=call)
-
     # The honest rival: fine-tune on the labels at hand.
 
-    def _repeated_losses(self, given: Model, name: str, how: FineTuning) -> Iterator[Losses]:
-        """Cross-validate again, with another seed of folds, heads, batches and, of a function, weights."""
-        for repeat in range(1, how.scratch_repeats):
-            seed = seed_from(how.seed, repeat)
-            with own_randomness(seed):
-                model = _opened(given, name)
-            generator = Generator().manual_seed(seed)
-            fold = stratified_folds(self.samples.labels, self.folds, generator)
-            yield self._tuned_losses(model, replace(how, seed=seed), fold)
-
-    def _tuned_losses(self, model: nn.Module, how: FineTuning, fold: Tensor) -> Losses:
-        """Fine-tune on all folds but one, and return the losses on that one, for each."""
-        columns = self.columns
-        scores = torch.empty_like(columns)
-        baseline = torch.empty(len(columns), dtype=torch.float64)
+    def _tuned_losses(
+        self,
+        network: ObservedNetwork,
+        model: nn.Module,
+        how: FineTuning,
+        fold: Tensor,
+    ) -> Losses:
+        """Fine-tune a model of a network's kind on all folds but one, and return the losses on that one, for each."""
+        columns = self.samples.columns
+        predicted = torch.empty_like(columns)
+        baseline = columns.new_empty(len(columns))
         for k in fold.unique():
             held, kept = (same.nonzero().flatten() for same in (fold == k, fold != k))
-            network = self._fine_tuned(model, kept, how)
-            with torch.no_grad():
-                scores[held] = self._outputs(network, held).double().cpu()
+            predicted[held] = self._predicted(network, model, how, kept, held)
             baseline[held] = (columns - columns[kept].mean(0)).square().sum(1).mean()
         if self.real:
-            squares = (scores - columns).square().sum(1) / baseline
-            return Losses(squares, squares, squares)
-        errors = (scores.argmax(1) != columns.argmax(1)).double()
-        squares = (scores.softmax(1) - columns).square().sum(1)
-        return Losses(squares, errors, sharpened_brier(scores, columns))
+            squares = (predicted - columns).square().sum(1) / baseline
+        else:
+            squares = (predicted.softmax(1) - columns).square().sum(1)
+        return self._losses(predicted, squares)
 
-    def _fine_tuned(self, model: nn.Module, kept: Tensor, how: FineTuning) -> ObservedNetwork:
-        """Return a copy of a start with a fresh head, trained on some samples; the start itself is left alone."""
+    def _predicted(
+        self,
+        network: ObservedNetwork,
+        model: nn.Module,
+        how: FineTuning,
+        kept: Tensor,
+        held: Tensor,
+    ) -> Tensor:
+        """Train a copy with a fresh head on some samples, and return what it says of others."""
         copy = deepcopy(model)
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        targets = self.columns.to(device)
+        columns = self.samples.columns
+        loss_of = nn.functional.mse_loss if self.real else nn.functional.cross_entropy
         generator = Generator().manual_seed(how.seed)
-        order = torch.empty(0, dtype=torch.long)
+        order = kept[:0]
+
+        def outputs(picked: Tensor) -> Tensor:
+            inputs = take(self.samples.inputs, itemgetter(picked))
+            found: Tensor = first_tensor(network.run(inputs, copy))
+            return found
+
+        device = device_of(model)
         with own_randomness(how.seed, device), torch.inference_mode(False), torch.enable_grad():
-            network = self._with_fresh_head(copy)
+            name = str(network.head)
+            parent, _, child = name.rpartition(".")
+            weight: Any = copy.get_submodule(name).weight
+            head = nn.Linear(
+                weight.shape[1],
+                columns.shape[1],
+                device=weight.device,
+                dtype=weight.dtype,
+            )
+            setattr(copy.get_submodule(parent), child, head)
             copy.train().requires_grad_(True)
             optimizer = torch.optim.Adam(copy.parameters(), lr=how.learning_rate)
             schedule = torch.optim.lr_scheduler.OneCycleLR(
@@ -424,43 +462,11 @@ class _Ruler:
                 if len(order) < min(how.batch_size, len(kept)):
                     order = kept[torch.randperm(len(kept), generator=generator)]
                 picked, order = order[: how.batch_size], order[how.batch_size :]
-                outputs = self._outputs(network, picked)
+                said = outputs(picked)
                 optimizer.zero_grad()
-                self._loss(outputs, targets[picked.to(device)].to(outputs)).backward()
+                loss_of(said, columns[picked].to(said)).backward()
                 optimizer.step()
                 schedule.step()
         copy.eval()
-        return network
-
-    def _loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Cross-entropy of indicators, and the squared error of real labels."""
-        loss = nn.functional.mse_loss if self.real else nn.functional.cross_entropy
-        return loss(outputs, targets)
-
-    def _outputs(self, network: ObservedNetwork, picked: Tensor) -> Tensor:
-        inputs = take(self.samples.inputs, lambda x: x[picked.to(x.device)])
-        outputs = first_tensor(network.run(inputs))
-        if outputs is None or outputs.ndim != 2:
-            raise ValueError(
-                "`models` must put out one row of scores for each sample to be fine-tuned; set `forward_fn`."
-            )
-        return outputs
-
-    def _with_fresh_head(self, model: nn.Module) -> ObservedNetwork:
-        """Replace the linear layer that a network ends in by a fresh one.
-
-        Raises:
-            ValueError: If it does not end in one.
-        """
-        network = ObservedNetwork.of(model, self.samples.few, self.forward_fn)
-        if network.head is None:
-            raise ValueError(
-                "`fine_tune` needs starts that end in an nn.Linear, their head, which is made anew; got one that ends "
-                "in something else."
-            )
-        parent, _, child = network.head.rpartition(".")
-        weight: Any = model.get_submodule(network.head).weight
-        like = {"device": weight.device, "dtype": weight.dtype}
-        fresh = nn.Linear(weight.shape[1], self.columns.shape[1], **like)
-        setattr(model.get_submodule(parent), child, fresh)
-        return network
+        with torch.no_grad():
+            return outputs(held).double().cpu()

@@ -1,7 +1,7 @@
 """A ranking of starts: what was found, and its table, picture, file and page."""
 
+import json
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from os import PathLike
 from typing import TYPE_CHECKING, Any
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_taskinfo._files import read_json, write_json
 from lightning_taskinfo._tables import html_table, text_table
 from lightning_taskinfo._wandb import log_once
+from lightning_taskinfo.transfer.overlap import shown_count
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,7 +36,7 @@ class LayerReadout:
     missed: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RankedStart:
     """One start, with what was found about it.
 
@@ -78,9 +79,9 @@ class RankedStart:
     interval: Interval
     missed: float
     logme: float
-    h_score: float | None
-    leep: float | None
-    nce: float | None
+    h_score: float | None = None
+    leep: float | None = None
+    nce: float | None = None
     parameters: int
     seconds: float
     fine_tuned: float | None = None
@@ -120,10 +121,7 @@ class StartRanking:
 
     def __getitem__(self, name: str) -> RankedStart:
         """Return the start of a name."""
-        for start in self.starts:
-            if start.name == name:
-                return start
-        raise KeyError(name)
+        return {start.name: start for start in self.starts}[name]
 
     def advice(self) -> str:
         """Return one sentence on what to do."""
@@ -144,7 +142,7 @@ class StartRanking:
                 said.append(f"{what} it {call} over scratch")
         if best.onset is not None and math.isfinite(best.onset[1]):
             wins = "labels on, scratch is predicted to win over frozen features"
-            said.append(f"from about {_count(best.onset[1])} {wins}")
+            said.append(f"from about {shown_count(best.onset[1])} {wins}")
         return f"{'; '.join(said)}."
 
     def legend(self) -> str:
@@ -183,17 +181,30 @@ class StartRanking:
 
     def table(self) -> tuple[list[str], list[list[Any]]]:
         """Return names of columns and one row for each start, numbers as numbers."""
-        rows = [_flat(start) for start in self.starts]
+        rows = []
+        for start in self.starts:
+            row = dict(vars(start))
+            del row["layers"]
+            row["error_low"], row["error_high"] = row.pop("interval")
+            for name in ("behind", "gain", "onset"):
+                ends = row[name] or (None, None, None)
+                row[f"{name}_low"], row[name], row[f"{name}_high"] = ends
+            rows.append(row)
         return list(rows[0]), [list(row.values()) for row in rows]
 
     def _cells(self) -> tuple[list[str], list[list[str]]]:
         """Columns and cells as they are shown; what nobody asked for has no column."""
-        columns = {title: [show(start) for start in self.starts] for title, show in SHOWN.items()}
-        if len(self.tied) > 1:
-            names = columns["start"]
-            columns["start"] = [f"= {name}" if name in self.tied else name for name in names]
-        asked = {title: cells for title, cells in columns.items() if {*cells} != {UNKNOWN}}
-        return list(asked), [list(row) for row in zip(*asked.values(), strict=True)]
+        titles = []
+        for title, attribute in SHOWN.items():
+            if any(getattr(start, attribute) is not None for start in self.starts):
+                titles.append(title)
+        rows = []
+        for start in self.starts:
+            cells = [_cell(start, SHOWN[title]) for title in titles]
+            if len(self.tied) > 1 and start.name in self.tied:
+                cells[0] = f"= {start.name}"
+            rows.append(cells)
+        return titles, rows
 
     def __str__(self) -> str:
         what = "real labels" if self.classes is None else f"labels of {self.classes} classes"
@@ -213,7 +224,8 @@ class StartRanking:
         Args:
             path: The file.
         """
-        write_json(path, _finite(asdict(self)))
+        text = json.dumps(asdict(self))
+        write_json(path, json.loads(text, parse_constant=lambda _: None))
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> "StartRanking":
@@ -228,8 +240,12 @@ class StartRanking:
         values = read_json(path)
         if not isinstance(values, dict) or {*values} != {f.name for f in fields(cls)}:
             raise ValueError(f"{path}: not a ranking of starts.")
-        starts = tuple(_start(start) for start in values["starts"])
-        return cls(**{**values, "starts": starts, "tied": tuple(values["tied"])})
+        values = _tuples(values)
+        starts = []
+        for start in values["starts"]:
+            layers = [LayerReadout(**layer) for layer in start["layers"]]
+            starts.append(RankedStart(**start | {"layers": tuple(layers)}))
+        return cls(**values | {"starts": tuple(starts)})
 
     def plot(self, ax: "Axes | None" = None) -> tuple["Figure", "Axes"]:
         """Draw the read-out error of each layer of each start, its best layer with the interval.
@@ -240,24 +256,21 @@ class StartRanking:
         Returns:
             The figure and its axes.
         """
-        from lightning_taskinfo.plotting import figure_and_axes
+        from lightning_taskinfo.plotting import plot_intervals
 
-        figure, ax = figure_and_axes(ax, size=(6, 1.2 + 0.35 * len(self.starts)))
-        for row, start in enumerate(self.starts):
-            color = "C0" if start.name in self.tied else "0.55"
-            errors = [layer.error for layer in start.layers]
-            ax.scatter(errors, [row] * len(errors), s=10, color=color, alpha=0.4)
-            ax.plot(start.interval, [row, row], color=color, linewidth=1.5)
-            ax.plot([start.error], [row], "o", color=color)
-            if start.fine_tuned is not None:
-                ax.plot([start.fine_tuned], [row], "x", color="black")
-        ax.set_yticks(range(len(self.starts)), [start.name for start in self.starts])
-        ax.invert_yaxis()
+        names = [start.name for start in self.starts]
+        low, high = zip(*(start.interval for start in self.starts), strict=True)
+        errors = [start.error for start in self.starts]
         what = "error of a linear read-out"
         if self.classes is None:
             what = "share of the labels' variance missed"
-        ax.set_xlabel(f"{what}, held out, {self.samples} labels")
-        ax.spines[["top", "right"]].set_visible(False)
+        what += f", held out, {self.samples} labels"
+        figure, ax = plot_intervals(names, low, errors, high, xlabel=what, ax=ax)
+        for row, start in enumerate(self.starts):
+            for layer in start.layers:
+                ax.plot([layer.error], [row], ".", color="C0", alpha=0.4)
+            if start.fine_tuned is not None:
+                ax.plot([start.fine_tuned], [row], "x", color="black")
         return figure, ax
 
     def log(self, run: Any, *, key: str = "rank_starts") -> None:
@@ -272,64 +285,42 @@ class StartRanking:
         log_once(run, key, scalars=scalars, figures=figures, tables=tables)
 
 
-UNKNOWN = "–"
-
-
-def _number(value: float | None) -> str:
-    return UNKNOWN if value is None else f"{value:.3f}"
-
-
-def _count(value: float) -> str:
-    if math.isinf(value):
-        return "never"
-    return f"{value:.2g}" if value < 10 else f"{float(f'{value:.2g}'):,.0f}"
-
-
-SHOWN: dict[str, Callable[[RankedStart], str]] = {  # columns of the table
-    "start": lambda s: s.name,
-    "fine-tuned": lambda s: _number(s.fine_tuned),
-    "tuned": lambda s: s.call or UNKNOWN,
-    "frozen": lambda s: s.frozen_call or UNKNOWN,
-    "scratch wins from": lambda s: UNKNOWN if s.onset is None else _count(s.onset[1]),
-    "missed": lambda s: _number(s.missed),
-    "LogME": lambda s: _number(s.logme),
-    "error": lambda s: f"{s.error:.3f} [{s.interval[0]:.3f}, {s.interval[1]:.3f}]",
-    "layer": lambda s: s.best,
-    "freeze up to": lambda s: s.freeze,
-    "H-score": lambda s: _number(s.h_score),
-    "LEEP": lambda s: _number(s.leep),
-    "NCE": lambda s: _number(s.nce),
-    "seconds": lambda s: f"{s.seconds:.1f}",
+SHOWN = {  # columns of the table, and what they show of a start
+    "start": "name",
+    "fine-tuned": "fine_tuned",
+    "tuned": "call",
+    "frozen": "frozen_call",
+    "scratch wins from": "onset",
+    "missed": "missed",
+    "LogME": "logme",
+    "error": "error",
+    "layer": "best",
+    "freeze up to": "freeze",
+    "H-score": "h_score",
+    "LEEP": "leep",
+    "NCE": "nce",
+    "seconds": "seconds",
 }
 
 
-def _flat(start: RankedStart) -> dict[str, Any]:
-    """Everything but the layers, an interval as its ends."""
-    row: dict[str, Any] = {}
-    for name, value in vars(start).items():
-        if name == "interval":
-            row["error_low"], row["error_high"] = value
-        elif name in ("behind", "gain", "onset"):
-            low, middle, high = value or (None, None, None)
-            row |= {name: middle, f"{name}_low": low, f"{name}_high": high}
-        elif name != "layers":
-            row[name] = value
-    return row
+def _cell(start: RankedStart, attribute: str) -> str:
+    value = getattr(start, attribute)
+    if value is None:
+        return "–"
+    if attribute == "onset":
+        return shown_count(value[1])
+    if attribute == "error":
+        low, high = start.interval
+        return f"{value:.3f} [{low:.3f}, {high:.3f}]"
+    if attribute == "seconds":
+        return f"{value:.1f}"
+    return value if isinstance(value, str) else f"{value:.3f}"
 
 
-def _finite(value: Any) -> Any:
-    """Infinity as ``None``, tuples as lists: what JSON can say."""
+def _tuples(value: Any) -> Any:
+    """Lists as tuples, with infinity where JSON has ``null``."""
     if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _start(values: Mapping[str, Any]) -> RankedStart:
-    found = dict(values)
-    layers = [{**layer, "interval": tuple(layer["interval"])} for layer in found["layers"]]
-    for name in ("interval", "behind", "gain", "onset"):
-        if found[name] is not None:
-            found[name] = tuple(math.inf if end is None else end for end in found[name])
-    return RankedStart(**{**found, "layers": tuple(LayerReadout(**layer) for layer in layers)})
+        return {name: _tuples(part) for name, part in value.items()}
+    if not isinstance(value, list):
+        return value
+    return tuple(math.inf if part is None else _tuples(part) for part in value)

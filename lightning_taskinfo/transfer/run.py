@@ -22,8 +22,8 @@ from lightning_taskinfo._wandb import PREFIX
 from lightning_taskinfo._warn import first_line
 from lightning_taskinfo.transfer.overlap import onset_of
 from lightning_taskinfo.transfer.own import Own
+from lightning_taskinfo.transfer.ready import Ready, Stages
 from lightning_taskinfo.transfer.ready.backbones import Backbone
-from lightning_taskinfo.transfer.ready.stages import Ready, Stages
 from lightning_taskinfo.transfer.report import Result, TransferReport
 from lightning_taskinfo.transfer.sampling import check_different
 from lightning_taskinfo.transfer.starts import MakeModule

@@ -214,7 +214,7 @@ def test_names_of_methods():
         ),
         (
             lambda: parse_method("lautum+mk_mdd"),
-            r"got 'mk_mdd' in 'lautum\+mk_mdd'; did you mean 'mk_mmd'\?$",
+            r"got 'mk_mdd' in 'lautum\+mk_mdd'\.$",
         ),
         (lambda: parse_method("lautum+lautum"), "`method` must name each part once"),
         (lambda: all_weights({"laplace": 1.0}), "`weights` must be for .* got 'laplace'"),
@@ -226,7 +226,6 @@ def test_names_of_methods():
             lambda: all_weights({"lautum": math.inf}),
             "`weights` must be finite and not negative, got inf for 'lautum'",
         ),
-        (lambda: all_weights({"lautm": 1.0}), r"got 'lautm'; did you mean 'lautum'\?"),
         (
             lambda: all_weights({"lautum": float("nan")}),
             "must be finite and not negative, got nan for 'lautum'",

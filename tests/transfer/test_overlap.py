@@ -118,11 +118,12 @@ def test_far_is_more_than_ten_times_the_largest_or_less_than_a_tenth_of_the_smal
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"layers": ["nowhere"]}, "`layers` must name modules of the model, got 'nowhere'"),
         (
-            {"layers": ["loss"]},
-            "`layers` must have one tensor as output and run once a pass, got 'loss'",
+            {"layers": ["nowhere"]},
+            r"`layers` must name modules that run once a pass and put out one tensor with a row for each sample, got "
+            r"'nowhere'; there are \['first', 'norm', 'drop', 'head', ''\]",
         ),
+        ({"layers": ["loss"]}, "`layers` must name modules that run once a pass .* got 'loss'"),
         ({"layers": []}, "`layers` must name at least one module, got none"),
         ({"folds": 1}, "`folds` must be at least 2, got 1"),
         ({"folds": 11}, "`data` must have at least 44 samples, 4 for each of 11 folds, got 40"),
@@ -133,15 +134,43 @@ def test_refuses(arguments, message):
         feature_overlap(Frozen(3), [(randn(40, 4), randn(40))], **arguments)
 
 
-@pytest.mark.parametrize("layers", [["first"], None])
-def test_refuses_a_layer_that_runs_twice_a_pass(layers):
-    class Twice(Frozen):
-        def forward(self, x):
-            return super().forward(self.first(x))
+class Twice(Frozen):
+    """The first layer runs twice."""
 
-    message = "`layers` must have one tensor as output and run once a pass, got 'first'"
+    def forward(self, x):
+        return super().forward(self.first(x))
+
+
+def test_refuses_a_layer_that_runs_twice_a_pass():
+    message = "`layers` must name modules that run once a pass .* got 'first'"
     with pytest.raises(ValueError, match=message):
-        feature_overlap(Twice(3), [(randn(40, 4), randn(40))], layers=layers)
+        feature_overlap(Twice(3), [(randn(40, 4), randn(40))], layers=["first"])
+
+
+def test_layers_that_run_twice_a_pass_are_left_out_where_none_are_named():
+    found = feature_overlap(Twice(3), [(randn(40, 4), randn(40))])
+    assert found.layers == ("norm", "drop", "head")
+
+
+def test_refuses_a_layer_without_a_row_for_each_sample():
+    class Mixed(Frozen):
+        def forward(self, x):
+            return super().forward(self.first(x.T).T)
+
+    message = "`layers` must .* put out one tensor with a row for each sample, got 'first'"
+    with pytest.raises(ValueError, match=message):
+        feature_overlap(Mixed(3), [(randn(40, 4), randn(40))], layers=["first"])
+
+
+def test_features_are_kept_before_an_operation_in_place_changes_them():
+    x = randn(40, 4).float()
+    torch.manual_seed(0)
+    linear = nn.Linear(4, 4)
+    found = [
+        feature_overlap(nn.Sequential(linear, nn.ReLU(inplace=inplace)), (x, x[:, 0]))
+        for inplace in (True, False)
+    ]
+    assert torch.equal(found[0].outside, found[1].outside)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +178,7 @@ def test_refuses_a_layer_that_runs_twice_a_pass(layers):
     [
         (
             {"image": 1, "name": 2},
-            r"must yield batches \(inputs, labels\), got dict with image, name",
+            r"A batch must be a pair \(inputs, targets\), .* got dict with image, name; set `batch_fn`",
         ),
         (
             (torch.zeros(4), torch.tensor(1)),
@@ -232,7 +261,8 @@ def test_one_batch_is_all_of_them_and_lone_tensors_are_refused():
     one, several = (feature_overlap(model, data) for data in ((inputs, labels), [(inputs, labels)]))
     assert torch.equal(one.outside, several.outside)
     with pytest.raises(
-        ValueError, match=r"`data` must be a batch \(inputs, labels\), .* got list of Tensor"
+        ValueError,
+        match=r"A batch must be a pair .* got Tensor of torch.float64 and shape \[40, 4\]",
     ):
         feature_overlap(Frozen(3), [inputs])
 

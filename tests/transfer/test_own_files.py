@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 from lightning_taskinfo import TaskInfoWarning
 from lightning_taskinfo.data.arrays import save_npz
 from lightning_taskinfo.transfer import TransferDataModule, transfer
-from lightning_taskinfo.transfer.ready.images import as_inputs, as_task
+from lightning_taskinfo.transfer.ready.data import as_inputs, as_task
 from tests.transfer.tiny import STAGES, tiny_data, tiny_net, tiny_task
 
 

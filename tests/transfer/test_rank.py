@@ -18,8 +18,8 @@ from lightning_taskinfo._random import seed_from
 from lightning_taskinfo.functional.readout import held_out_readout, stratified_folds
 from lightning_taskinfo.functional.transferability import h_score, leep, logme, nce
 from lightning_taskinfo.transfer import StartRanking, small_cnn
-from lightning_taskinfo.transfer.features import ObservedNetwork
-from lightning_taskinfo.transfer.rank import _Ruler
+from lightning_taskinfo.transfer.overlap import ObservedNetwork
+from lightning_taskinfo.transfer.rank import call_of
 from tests.ranks import forked
 
 
@@ -266,11 +266,9 @@ def test_a_call_is_one_sided():
     gains = (squares["scratch"] - squares["start"]).numpy()
     p = ttest_1samp(gains, 0, alternative="greater").pvalue
     for level, expected in ((1 - p - 0.01, "helps"), (1 - p + 0.01, "cannot tell")):
-        ruler = _Ruler(None, None, 1, 5, 8, level, None, None)
-        assert ruler._call(squares["scratch"], squares["start"]) == expected
-        assert ruler._call(squares["start"], squares["scratch"]) == expected.replace(
-            "helps", "hurts"
-        )
+        assert call_of(squares["scratch"], squares["start"], level) == expected
+        other = expected.replace("helps", "hurts")
+        assert call_of(squares["start"], squares["scratch"], level) == other
 
 
 def test_scratch_alone_can_be_trained_to_judge_frozen_features():
@@ -449,22 +447,22 @@ def test_layers_of_transformers_are_their_blocks():
     model, data = bert()
     inputs = {name: value[:2] for name, value in data.items() if name != "labels"}
     blocks = [f"bert.encoder.layer.{k}" for k in range(3)]
-    assert ObservedNetwork.of(model, inputs, None).spread_layers(5) == [
+    assert ObservedNetwork(model, inputs, None).spread_layers(5) == [
         "bert.embeddings",
         *blocks,
         "dropout",
     ]
-    assert ObservedNetwork.of(model, inputs, None).spread_layers(3) == [
+    assert ObservedNetwork(model, inputs, None).spread_layers(3) == [
         "bert.embeddings",
         blocks[1],
         "dropout",
     ]
-    assert ObservedNetwork.of(model, inputs, None).spread_layers(1) == ["dropout"]
+    assert ObservedNetwork(model, inputs, None).spread_layers(1) == ["dropout"]
 
 
 def test_layers_of_a_network_without_a_head_end_in_its_last():
     model = nn.Sequential(nn.Linear(6, 5), nn.ReLU())
-    assert ObservedNetwork.of(model, randn(2, 6), None).spread_layers(5) == ["0", "1"]
+    assert ObservedNetwork(model, randn(2, 6), None).spread_layers(5) == ["0", "1"]
     start = rank_starts({"a": model}, target(), progress=False).best
     assert start.leep is start.nce is None
 
@@ -473,7 +471,7 @@ def test_layers_before_all_weights_are_left_out():
     model = nn.Sequential(
         nn.Flatten(), nn.ReLU(), nn.Sequential(nn.Identity(), nn.Linear(6, 5)), nn.Linear(5, 2)
     )
-    assert ObservedNetwork.of(model, randn(2, 6, 1), None).spread_layers(5) == ["2.1"]
+    assert ObservedNetwork(model, randn(2, 6, 1), None).spread_layers(5) == ["2.1"]
 
 
 def test_padding_does_not_count():

@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 from lightning_taskinfo.data import save_npz
 from lightning_taskinfo.transfer import TransferDataModule
-from lightning_taskinfo.transfer.ready.images import fit_images
+from lightning_taskinfo.transfer.ready.data import fit_images
 from tests.transfer.tiny import tiny_data, tiny_task
 
 X = torch.zeros(1, 8, 8)
@@ -120,7 +120,7 @@ def test_sizes_channels_and_classes_may_differ():
 
 
 def test_one_channel_is_replicated_and_several_are_averaged(monkeypatch):
-    monkeypatch.setattr("lightning_taskinfo.transfer.ready.images.CHUNK", 3)
+    monkeypatch.setattr("lightning_taskinfo.transfer.ready.data.CHUNK", 3)
     grey = torch.randint(
         256, (4, 1, 6, 6), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
     )
@@ -269,7 +269,7 @@ def test_the_description_knows_the_data_by_what_they_hold():
         (
             {"source": (np.zeros((9, 8, 8)), np.zeros(9))},
             ValueError,
-            r"`source` must be two datasets.* type ndarray",
+            r"`source` must be two datasets.* got a sample that is ndarray; arrays make an",
         ),
         ({"source": ([], [])}, ValueError, "`source` must hold samples, got an empty dataset"),
         (
@@ -327,18 +327,18 @@ def test_the_description_knows_the_data_by_what_they_hold():
         (
             {"unlabeled": Path("mine.npz")},
             TypeError,
-            "`unlabeled` must be an array of images, got 'mine.npz'; np",
+            "`unlabeled` must be an array of images, all of one shape, got a PosixPath",
         ),
         ({"unlabeled": np.zeros((1, 8, 8))}, ValueError, r"with M at least 2, got \(1, 8, 8\)"),
         (
             {"unlabeled": "mine.npz"},
             TypeError,
-            r"`unlabeled` must be an array of images, got 'mine.npz'; np\.load\(path",
+            "`unlabeled` must be an array of images, all of one shape, got a str",
         ),
         (
             {"unlabeled": tiny_task(1)},
             TypeError,
-            "`unlabeled` must be an array .* got an ArrayData; its `x_train` is one",
+            "`unlabeled` must be an array of images, all of one shape, got a ArrayData",
         ),
         (
             {"unlabeled": [[[1, 2]], [[1]]]},
@@ -374,22 +374,22 @@ def test_the_description_knows_the_data_by_what_they_hold():
         (
             {"target": (TensorDataset(torch.zeros(4, 1, 8, 8), torch.tensor([0, 1, -1, 0])),) * 2},
             ValueError,
-            "`target` must have classes from 0 on, got -1",
+            r"`target` must have a whole number from 0 on as each image's class, got tensor\(-1\)",
         ),
         (
             {"target": (TensorDataset(torch.zeros(4, 1, 8, 8), torch.tensor([0, 1, 0.5, 0])),) * 2},
             ValueError,
-            r"`target` must have a whole number as each image's class, got tensor\(0\.5000\)",
+            r"`target` must have a whole number from 0 on as each image's class, got tensor\(0\.5000\)",
         ),
         (
             {"source": ([(torch.zeros(1, 8, 8), 0), (torch.zeros(1, 8, 8), 0, 1)],) * 2},
             ValueError,
-            r"of pairs \(image, class\), got a sample of type tuple of 3; arrays make",
+            r"of pairs \(image, class\), got a sample that is tuple of Tensor, int, int; arrays make",
         ),
         (
             {"source": (TensorDataset(torch.zeros(4, 1, 8, 8), torch.eye(4)),) * 2},
             ValueError,
-            r"`source` must have a whole number as each image's class, got tensor\(\[1\., 0\., 0\., 0\.\]\)",
+            r"`source` must have a whole number from 0 on as each image's class, got tensor\(\[1\., 0\., 0\., 0\.\]\)",
         ),
         (
             {"target": tiny_task(1, channels=2), "image_shape": (3, 8, 8)},
@@ -405,7 +405,7 @@ def test_bad_input(arguments, error, message):
 
 @pytest.mark.parametrize("unlabeled", ["mine.npz", tiny_task(1)], ids=["path", "data"])
 def test_what_only_stands_for_images_is_refused_when_given(unlabeled):
-    with pytest.raises(TypeError, match="`unlabeled` must be an array of images, got"):
+    with pytest.raises(TypeError, match="`unlabeled` must be an array of images, all of one"):
         tiny_data(unlabeled=unlabeled)
 
 

@@ -6,7 +6,7 @@ from torch import nn
 from lightning_taskinfo._lightning import DEFAULT
 from lightning_taskinfo.data import ArrayData
 from lightning_taskinfo.transfer import Stages, TransferDataModule
-from lightning_taskinfo.transfer.ready.stages import Ready
+from lightning_taskinfo.transfer.ready import Ready
 from lightning_taskinfo.transfer.training import RunLog
 
 STAGES = Stages(pretrain_epochs=2, fine_tune_epochs=2, learning_rate=0.02)

@@ -1,1 +1,360 @@
-"""Ready parts of a transfer: networks, data, methods, and the stages that make starts and fine-tune them."""
+"""The ready recipe: starts are pretrained on a source, then fine-tuned on the target's labels.
+
+``backbones.py`` has the networks, ``data.py`` source and target, ``module.py`` the classifier and the methods.
+"""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Generator, Tensor
+
+from lightning_taskinfo._files import read_tensors
+from lightning_taskinfo._ranges import check_counts, check_not_negative, check_positive
+from lightning_taskinfo._warn import TaskInfoWarning
+from lightning_taskinfo.fisher import fisher_diagonal
+from lightning_taskinfo.functional.information import information_in_weights
+from lightning_taskinfo.transfer import sampling, training
+from lightning_taskinfo.transfer.overlap import feature_overlap
+from lightning_taskinfo.transfer.ready import backbones, module
+from lightning_taskinfo.transfer.ready.data import TransferDataModule
+from lightning_taskinfo.transfer.training import SCRATCH, Fitted, Job, RunLog, Stage, Trial
+from lightning_taskinfo.variational import plain_state_dict
+
+VERSION = 3  # of the files in a folder: raise it when the same configuration gives other numbers
+STREAMS = {"pretrain": 0, "fine_tune": 1, "scratch": 2, "backbone": 3, "head": 4}  # of randomness
+MEASURED = 256  # target inputs in the Fisher information
+MAX_EXACT_CLASSES = 20  # their cost grows with the classes: beyond, labels are sampled
+PRIOR_STD = 0.1
+FEWEST = 20  # labels for five folds
+Found = dict[str, Any]
+Weights = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Stages:
+    """How long and how each stage trains.
+
+    Args:
+        pretrain_epochs: Epochs on the source.
+        fine_tune_epochs: Epochs on the target, from the pretrained weights or from scratch. An
+            epoch goes once through the unlabelled inputs, or the labelled ones if they are more,
+            with any method, so that all take the same number of steps.
+        fine_tune: ``"full"``, ``"linear"`` (the head on frozen features) or ``"layerwise"``.
+        learning_rate: Of Adam while pretraining and from scratch.
+        fine_tune_learning_rate: While fine-tuning; the same where ``None``.
+        weight_decay: Of Adam.
+
+    Raises:
+        ValueError: If a number is out of range.
+        TypeError: If a number of epochs is no whole number.
+    """
+
+    pretrain_epochs: int = 5
+    fine_tune_epochs: int = 20
+    fine_tune: module.FineTune = "full"
+    learning_rate: float = 1e-3
+    fine_tune_learning_rate: float | None = None
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_counts(pretrain_epochs=self.pretrain_epochs, fine_tune_epochs=self.fine_tune_epochs)
+        check_positive(
+            learning_rate=self.learning_rate,
+            fine_tune_learning_rate=self.fine_tune_learning_rate,
+        )
+        check_not_negative(weight_decay=self.weight_decay)
+        module.check_fine_tune(self.fine_tune)
+
+    def epochs(self, stage: Stage) -> int:
+        """Return the epochs of a stage; training from scratch has those of fine-tuning."""
+        return self.pretrain_epochs if stage == "pretrain" else self.fine_tune_epochs
+
+
+class Ready(training.Recipe):
+    """Trainings of the ready parts; all is checked, split and made once before a file is.
+
+    Args:
+        backbone: Name or function of the network.
+        data: Source and target.
+        labels: Numbers of labels; that of ``data`` where ``None``.
+        seeds: The seeds.
+        accelerator: Where to train.
+        namespace: Whose modules they are.
+        methods: The methods; ``["standard"]`` where ``None``.
+        stages: How each stage trains.
+        weights: Weights of the penalties, where not the usual ones.
+
+    Raises:
+        ValueError: If something does not fit.
+        TypeError: If ``data`` is of another kind.
+    """
+
+    def __init__(
+        self,
+        backbone: backbones.Backbone,
+        data: TransferDataModule,
+        labels: Sequence[int] | None,
+        seeds: Sequence[int],
+        accelerator: str,
+        namespace: str,
+        *,
+        methods: Sequence[str] | None,
+        stages: Stages | None,
+        weights: Mapping[str, float] | None,
+    ) -> None:
+        if not isinstance(data, TransferDataModule):
+            raise TypeError(
+                f"`data` must be a TransferDataModule where there are no `starts`, got a {type(data).__name__}; "
+                "`starts` takes your own module, data and checkpoints."
+            )
+        if isinstance(methods, str):
+            raise ValueError(
+                f"`methods` must be a list of methods, got {methods!r}; one alone is [{methods!r}]."
+            )
+        wanted = dict.fromkeys(["standard"] if methods is None else methods)
+        self.methods = [method for method in wanted if method != SCRATCH]
+        sampling.check_different("methods", self.methods)
+        for method in self.methods:
+            module.parse_method(method, argument="methods")
+        rows = data.arguments["labels"]
+        given = not isinstance(rows, int)
+        if given and labels is not None:
+            raise ValueError("`labels` must be left out where `data` names the labelled rows.")
+        self.labels = labels or [len(rows) if given else rows]
+        self.seeds = seeds
+        self.stages = stages or Stages()
+        self.weights = module.all_weights(weights or {})
+        self.namespace = namespace
+        self.accelerator = accelerator
+        self.backbone = backbone
+        self.title = " → ".join(task.name for task in data.tasks())
+        for count in self.labels:
+            split = data.replaced(seed=seeds[0], labels=rows if given else count)
+            split.setup()
+        with sampling.generators_kept():
+            backbones.make_backbone(backbone, split.image_shape, argument="model")
+        self.configuration = {
+            "version": VERSION,
+            "backbone": backbones.backbone_name(backbone, argument="model"),
+            "data": data.describe(),
+            "stages": asdict(self.stages),
+            "weights": self.weights,
+        }
+        self.data = data.settled().arguments
+
+    def trials(self, root: Path, log: RunLog) -> list[Trial]:
+        """Return all trainings, pretraining and scratch first; methods that pretrain alike share one."""
+        found: dict[str, Trial] = {}
+
+        def add(stage: Stage, method: str, count: int, seed: int) -> None:
+            start = "+".join(module.acting(method, "pretrain")) or "standard"
+            pretraining = f"pretrain-{start}-seed{seed}"
+            name = pretraining if stage == "pretrain" else f"{method}-{count}-seed{seed}"
+            trial = Trial(
+                self,
+                root,
+                log,
+                name=name,
+                stage=stage,
+                method=method,
+                labels=count,
+                seed=seed,
+                start=SCRATCH if stage == "scratch" else start,
+                way=self.stages.fine_tune if stage == "fine_tune" else "full",
+                needs=pretraining if stage == "fine_tune" else None,
+            )
+            found.setdefault(name, trial)
+
+        for seed, method in product(self.seeds, self.methods):
+            add("pretrain", method, max(self.labels), seed)
+        for seed, count in product(self.seeds, self.labels):
+            add("scratch", SCRATCH, count, seed)
+        for seed, count, method in product(self.seeds, self.labels, self.methods):
+            add("fine_tune", method, count, seed)
+        return [*found.values()]
+
+    def job(self, trial: Trial) -> Job:
+        """Return the network of a stage, with what is known of it before and found after training."""
+        data = self._data(trial)
+        net = self._module(trial, data, trial.method)
+        pretraining = trial.stage == "pretrain"
+        initial = begun = _plain(net)
+        before: Found = {}
+        overlap = None
+        if pretraining:
+            if "lautum" in net.penalties:
+                net.lautum.fit_inputs(data.unlabeled_dataloader())
+        else:
+            if trial.needs is not None:
+                _load_backbone(net.backbone, trial.pretrained)
+                begun = _plain(net)
+            measured = self._measure(trial, data, begun, information=initial)
+            missed = {}
+            if trial.needs is not None:
+                overlap = _overlap(data, net.backbone, trial.seed)
+            if overlap is not None:
+                missed = dict(zip(overlap["layers"], overlap["outside"], strict=True))
+            before = {"before": measured, "outside_span": missed}
+            net.freeze_for(0)
+        net.add_noise()
+
+        def after(fitted: Fitted) -> tuple[Found, Found]:
+            test = fitted.test
+            result: Found = {"test": {"accuracy": test["test_accuracy"], "loss": test["test_loss"]}}
+            if pretraining:
+                return result, {}
+            found = self._measure(trial, data, _plain(net), information=initial, added=begun)
+            added = found.pop("added")
+            result |= {
+                "missed_share": test["test_squared_error"] / _label_variance(data),
+                "information": {
+                    "before": measured["information"],
+                    "after": found["information"],
+                    "added": added,
+                },
+                "fisher_trace": {
+                    "before": measured["fisher_trace"],
+                    "after": found["fisher_trace"],
+                },
+                "overlap": overlap,
+            }
+            return result, {"after": found, "added": added}
+
+        return Job(
+            module=net,
+            seeds=(trial.seed, STREAMS[trial.stage]),
+            fit={"datamodule": data},
+            test={"datamodule": data},
+            options={
+                "max_epochs": self.stages.epochs(trial.stage),
+                "accelerator": self.accelerator,
+            },
+            weights=lambda: _plain(net),
+            after=after,
+            before=before,
+            ours=True,
+        )
+
+    def _data(self, trial: Trial) -> TransferDataModule:
+        arguments = {**self.data, "seed": trial.seed}
+        if isinstance(arguments["labels"], int):  # otherwise the labelled rows are given
+            arguments["labels"] = trial.labels
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", TaskInfoWarning)  # heard before the first training
+            data = TransferDataModule(**arguments)
+            data.setup()
+        return data.use("pretrain" if trial.stage == "pretrain" else "fine_tune")
+
+    def _module(self, trial: Trial, data: TransferDataModule, method: str) -> Any:
+        """A network whose initial weights depend on the seed alone: those of a pretraining are those of scratch."""
+        pretraining, stages = trial.stage == "pretrain", self.stages
+        sampling.reseed(trial.seed, STREAMS["backbone"])
+        backbone = backbones.make_backbone(self.backbone, data.image_shape)
+        sampling.reseed(trial.seed, STREAMS["head"])
+        rate = stages.fine_tune_learning_rate if trial.stage == "fine_tune" else None
+        return module.CLASSES[self.namespace](
+            backbone,
+            data.source_classes if pretraining else data.target_classes,
+            data.image_shape,
+            method=method,
+            stage=trial.stage,
+            weights=self.weights,
+            fine_tune=stages.fine_tune,
+            learning_rate=rate or stages.learning_rate,
+            weight_decay=stages.weight_decay,
+            num_labeled=len(data.source if pretraining else data.labeled),
+            num_unlabeled=len(data.unlabeled),
+            num_indices=data.num_indices,
+            epochs=stages.epochs(trial.stage),
+            seed=trial.seed,
+        )
+
+    def _measure(
+        self,
+        trial: Trial,
+        data: TransferDataModule,
+        weights: Weights,
+        **origins: Weights,
+    ) -> Found:
+        r"""The Fisher trace, and the information in the weights from each of some origins, by name.
+
+        That is :math:`\mathrm{KL}(Q \| P)` in nats for :math:`P = N(w_0, 0.1^2 I)`, with
+        :math:`\beta = 1`; see
+        :func:`~lightning_taskinfo.functional.information.information_in_weights`.
+        """
+        model = self._module(trial, data, "standard")
+        model.load_state_dict(dict(weights))
+        count = min(MEASURED, len(data.unlabeled))
+        inputs, _ = data.unlabeled.__getitems__(range(count))
+        fisher = fisher_diagonal(
+            model.eval(),
+            inputs,
+            labels="exact" if data.target_classes <= MAX_EXACT_CLASSES else "sampled",
+            generator=Generator(inputs.device).manual_seed(trial.seed),
+        )
+        n = len(data.labeled)
+        found = {"fisher_trace": _by_layer({name: f.double().sum() for name, f in fisher.items()})}
+        for origin, w0 in origins.items():
+            nats = {}
+            for name, f in fisher.items():
+                moved = weights[name] - w0[name]
+                nats[name] = information_in_weights(n * f, moved, prior_std=PRIOR_STD, beta=1.0).kl
+            found[origin] = _by_layer(nats)
+        return found
+
+
+def _by_layer(values: Mapping[str, Tensor]) -> Found:
+    """``{"total": value, "layers": {name: value}}`` of values by parameter."""
+    layers: dict[str, float] = {}
+    for name, value in values.items():
+        layer = name.rpartition(".")[0] or name
+        layers[layer] = layers.get(layer, 0.0) + float(value)
+    return {"total": sum(layers.values()), "layers": layers}
+
+
+def _overlap(data: TransferDataModule, backbone: Any, seed: int) -> Found | None:
+    """What the features of a pretrained network miss of the target labels; ``None`` with too few for five folds.
+
+    The seed decides the order in which folds are taken.
+    """
+    n = len(data.labeled)
+    if n < FEWEST:
+        return None
+    order = torch.randperm(n, generator=Generator().manual_seed(seed))
+    batch, _ = data.labeled.__getitems__(order.tolist())
+    found = feature_overlap(backbone, [batch])
+    return {
+        "layers": list(found.layers),
+        "outside": found.outside.tolist(),
+        "standard_error": found.standard_error.tolist(),
+    }
+
+
+def _load_backbone(backbone: Any, path: Path) -> None:
+    """Take the backbone's part of the weights of a pretraining, without its head."""
+    found = {}
+    for name, weight in read_tensors(path, advice=training.ADVICE).items():
+        part, _, own = name.partition(".")
+        if part == "backbone":
+            found[own] = weight
+    backbone.load_state_dict(found)
+
+
+def _plain(net: Any) -> dict[str, Tensor]:
+    """Weights and buffers of backbone and head, without noise, on the processor."""
+    weights = {}
+    for part in ("backbone", "head"):
+        for name, tensor in plain_state_dict(getattr(net, part)).items():
+            weights[f"{part}.{name}"] = tensor.detach().cpu().clone()
+    return weights
+
+
+def _label_variance(data: TransferDataModule) -> float:
+    y: Any = data.target_test.y
+    shares = y.bincount(minlength=data.target_classes) / len(y)
+    return float(1 - shares.square().sum())

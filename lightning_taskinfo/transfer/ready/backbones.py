@@ -1,6 +1,5 @@
 """Networks to transfer: anything that maps images to features will do, and these are ready."""
 
-import inspect
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -9,7 +8,8 @@ from torch import Tensor, nn
 
 from lightning_taskinfo._observe import observing
 from lightning_taskinfo._ranges import check_counts
-from lightning_taskinfo._warn import first_line, reason_of
+from lightning_taskinfo._warn import reason_of
+from lightning_taskinfo.transfer.overlap import device_of
 
 Shape = tuple[int, int, int]
 Backbone: TypeAlias = str | Callable[[Shape], nn.Module]
@@ -82,11 +82,11 @@ def large_cnn(image_shape: Shape, *, width: int = 128) -> nn.Module:
     channels, *_ = _at_least(image_shape, 20)
     check_counts(width=width)
     return nn.Sequential(
-        _convolutions(channels, *[width] * 3),
+        _convolutions(channels, *[width] * 3, padding=1),
         nn.Sequential(nn.MaxPool2d(2), nn.Dropout()),
-        _convolutions(width, *[2 * width] * 3),
+        _convolutions(width, *[2 * width] * 3, padding=1),
         nn.Sequential(nn.MaxPool2d(2), nn.Dropout()),
-        _convolutions(2 * width, 4 * width, padding=0),
+        _convolutions(2 * width, 4 * width),
         _convolutions(4 * width, 2 * width, width, kernel=1),
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
@@ -144,35 +144,36 @@ def make_backbone(
     """Return the network of a name or a function for images of a shape.
 
     Raises:
-        ValueError: If the name is unknown, it is a network already, or what came out is no module.
+        ValueError: If the name is unknown, it is a network already, or what came out is no module
+            that takes such images.
 
     Example:
         >>> feature_dim(make_backbone("mlp", (1, 8, 8)), (1, 8, 8))
         128
     """
-    if isinstance(backbone, str):
-        if backbone not in BACKBONES:
-            raise ValueError(
-                f"`{argument}` must be one of {', '.join(BACKBONES)} or a function, got {backbone!r}."
-            )
-        backbone = BACKBONES[backbone]
     if isinstance(backbone, nn.Module):
+        kind = type(backbone).__name__
         raise ValueError(
-            f"`{argument}` must be a function that makes a network for an image shape, got a {type(backbone).__name__}"
-            ", a network already: every seed makes its own."
+            f"`{argument}` must be a function that makes a network for an image shape, got a {kind}, a network "
+            "already: every seed makes its own."
         )
+    make = BACKBONES.get(backbone) if isinstance(backbone, str) else backbone
+    if make is None:
+        known = ", ".join(BACKBONES)
+        raise ValueError(f"`{argument}` must be one of {known} or a function, got {backbone!r}.")
     try:
-        network = backbone(image_shape)
+        network = make(image_shape)
+        if not isinstance(network, nn.Module):
+            raise ValueError(f"`{argument}` must make an nn.Module, got {type(network).__name__}.")
+        feature_dim(network, image_shape)
     except ValueError:
         raise
     except Exception as error:  # of the user's own function
-        reason = reason_of(error)
-        name = getattr(backbone, "__qualname__", backbone)
+        name = getattr(make, "__qualname__", make)
         raise ValueError(
-            f"`{argument}` must make a network for an image shape, but {name}({tuple(image_shape)}) failed ({reason})."
+            f"`{argument}` must make a network for an image shape, but {name}({tuple(image_shape)}) failed "
+            f"({reason_of(error)})."
         ) from error
-    if not isinstance(network, nn.Module):
-        raise ValueError(f"`{argument}` must make an nn.Module, got {type(network).__name__}.")
     return network
 
 
@@ -185,7 +186,7 @@ def backbone_name(backbone: Backbone, *, argument: str = "backbone") -> str:
     if isinstance(backbone, str):
         return backbone
     name = f"{getattr(backbone, '__module__', '?')}.{getattr(backbone, '__qualname__', '?')}"
-    if (not inspect.isroutine(backbone) and not inspect.isclass(backbone)) or "<" in name:
+    if "<" in name or "?" in name:
         raise ValueError(
             f"`{argument}` must be a name, or a function or class defined at the top of a module, got {backbone!r}: "
             "other processes import it by its name."
@@ -193,19 +194,11 @@ def backbone_name(backbone: Backbone, *, argument: str = "backbone") -> str:
     return name
 
 
-def feature_dim(backbone: nn.Module, image_shape: Shape, *, argument: str = "backbone") -> int:
+def feature_dim(backbone: nn.Module, image_shape: Shape) -> int:
     """Return the number of features that ``backbone`` puts out, from one forward pass that leaves no trace."""
-    device = next((p.device for p in backbone.parameters()), torch.device("cpu"))
-    images = torch.zeros(2, *image_shape, device=device)
+    images = torch.zeros(2, *image_shape, device=device_of(backbone))
     with observing(backbone), torch.no_grad():
-        try:
-            features = backbone(images)
-        except (RuntimeError, TypeError, NotImplementedError, AttributeError, IndexError) as error:
-            raise ValueError(
-                f"`{argument}` must take images of shape {list(images.shape)}, but {type(backbone).__name__} failed "
-                f"({first_line(error)})."
-            ) from error
-    return flat(features).shape[1]
+        return flat(backbone(images)).shape[1]
 
 
 def flat(features: Any) -> Tensor:
@@ -243,9 +236,8 @@ def _convolutions(
     inner: int,
     *outer: int,
     kernel: int = 3,
-    padding: int | None = None,
+    padding: int = 0,
 ) -> nn.Sequential:
-    padding = kernel // 2 if padding is None else padding
     layers: list[nn.Module] = []
     for width in outer:
         layers += [

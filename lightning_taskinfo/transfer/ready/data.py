@@ -1,37 +1,65 @@
 """A labelled source, a target with few labels and many unlabelled inputs, and the loaders of every stage."""
 
 import hashlib
+import json
 import os
 import pickle
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import interpolate
 from torch.utils.data import DataLoader
 
+from lightning_taskinfo._batches import described
+from lightning_taskinfo._files import StrPath
 from lightning_taskinfo._lightning import LightningDataModule
-from lightning_taskinfo.data import ArrayData
-from lightning_taskinfo.transfer.ready.images import (
-    Images,
-    ImageTask,
-    Shape,
-    as_inputs,
-    as_task,
-    check_inputs,
-    fit_images,
+from lightning_taskinfo._ranges import check_finite
+from lightning_taskinfo._warn import warn
+from lightning_taskinfo.data import (
+    ArrayData,
+    load_idx,
+    load_npz,
+    load_task,
 )
+from lightning_taskinfo.data.arrays import channels_last
+from lightning_taskinfo.transfer.ready.backbones import Shape
 from lightning_taskinfo.transfer.sampling import (
     EpochSampler,
     ImageSamples,
-    Split,
     count_or_rows,
     split_target,
     whole_batch,
 )
 
+CHUNK = 4096  # images resized at once
 DataStage = Literal["pretrain", "fine_tune"]
+Augment: TypeAlias = Callable[[Tensor], Tensor]
+
+
+class Images(NamedTuple):
+    """Images in memory, bytes or floats, with their classes.
+
+    Attributes:
+        x: Images, uint8 from 0 to 255 or floats, shape ``[N, C, H, W]``.
+        y: Their classes, int64, shape ``[N]``.
+    """
+
+    x: Tensor
+    y: Tensor
+
+
+class ImageTask(NamedTuple):
+    """A classification task: a training and a test split, with a name."""
+
+    name: str
+    num_classes: int
+    train: Images
+    test: Images
 
 
 class TransferDataModule(LightningDataModule):
@@ -96,14 +124,16 @@ class TransferDataModule(LightningDataModule):
         image_shape: Shape | None = None,
         batch_size: int = 64,
         num_workers: int = 0,
-        augment: Callable[[Tensor], Tensor] | None = None,
+        augment: Augment | None = None,
         seed: int = 0,
-        data_dir: str | os.PathLike[str] | None = None,
+        data_dir: StrPath | None = None,
     ) -> None:
         super().__init__()
         labels = count_or_rows("labels", labels)
-        validation = None if validation is None else count_or_rows("validation", validation)
-        check_inputs(unlabeled, argument="unlabeled")
+        if validation is not None:
+            validation = count_or_rows("validation", validation)
+        if unlabeled is not None:
+            unlabeled = as_inputs(unlabeled, argument="unlabeled")
         self.arguments = {
             "source": source, "target": target, "labels": labels, "validation": validation, "unlabeled": unlabeled,
             "max_source": max_source, "max_unlabeled": max_unlabeled, "image_shape": image_shape,
@@ -127,18 +157,13 @@ class TransferDataModule(LightningDataModule):
     def settled(self) -> "TransferDataModule":
         """Return a module that is good for other processes: datasets read, paths from the root."""
         where = self.arguments["data_dir"] or os.environ.get("TASKINFO_DATA_DIR")
-        changes: dict[str, Any] = {"data_dir": None}
-        if where is not None:
-            changes["data_dir"] = os.path.abspath(where)
+        changes: dict[str, Any] = {"data_dir": where and os.path.abspath(where)}
         for name, task in zip(("source", "target"), self.tasks(), strict=True):
             what = self.arguments[name]
-            if isinstance(what, str | os.PathLike):
-                if os.path.exists(what):
-                    changes[name] = os.path.abspath(what)
-                else:
-                    changes[name] = what
-            elif not isinstance(what, ArrayData):
+            if not isinstance(what, str | os.PathLike):
                 changes[name] = task
+            elif os.path.exists(what):
+                changes[name] = os.path.abspath(what)
         return self.replaced(**changes)
 
     def prepare_data(self) -> None:
@@ -146,39 +171,87 @@ class TransferDataModule(LightningDataModule):
         if not self._ready:
             self.tasks()
 
+    def tasks(self) -> tuple[ImageTask, ImageTask]:
+        """Return source and target as they are, before they are split."""
+        given = self.arguments
+        source, target = (
+            as_task(given[name], argument=name, data_dir=given["data_dir"])
+            for name in ("source", "target")
+        )
+        return source, target
+
     def setup(self, stage: str | None = None) -> None:
         """Load and split, once."""
         if self._ready:
             return
+        given = self.arguments
         source, target = self.tasks()
-        shape = self.arguments["image_shape"] or source.image_shape
-        self.image_shape: Shape = tuple(shape)
+        self.image_shape: Shape = tuple(given["image_shape"] or source.train.x.shape[1:])
         self.source_classes = source.num_classes
         self.target_classes = target.num_classes
-        self.split = self._split(target)
-        self._set_source(source)
-        self._set_target(target)
+        x, y = target.train
+        validation = given["validation"]
+        if validation is None:
+            validation = min(1000, len(y) // 10)
+        self.split = split_target(
+            y.numpy(),
+            target.num_classes,
+            labels=given["labels"],
+            validation=validation,
+            seed=self.seed,
+        )
+        augment = given["augment"]
+        every = np.arange(len(source.train.y))
+        rows = self._limited(every, "max_source")
+        self.source = self._samples(source.train.x[rows], source.train.y[rows], augment=augment)
+        self.source_test = self._samples(*source.test)
+        own = torch.from_numpy(self.split.labeled)
+        self.labeled = self._samples(x[own], y[own], own, augment)
+        # The unlabelled inputs do not depend on the number of labels: one pretraining serves them
+        # all.
+        pool, first, rows = x, 0, self.split.unlabeled
+        if given["unlabeled"] is not None:
+            pool, first = given["unlabeled"], len(x)
+            rows = np.arange(len(pool))
+        chosen = torch.from_numpy(self._limited(rows, "max_unlabeled"))
+        self.unlabeled = self._samples(pool[chosen], None, first + chosen, augment)
+        self.num_indices = first + len(pool)
+        kept = self.split.validation
+        self.validation = self._samples(x[kept], y[kept])
+        self.target_test = self._samples(*target.test)
         self._ready = True
 
-    def tasks(self) -> tuple[ImageTask, ImageTask]:
-        """Return source and target as they are, before they are split."""
-        where = self.arguments["data_dir"]
-        source = as_task(self.arguments["source"], argument="source", data_dir=where)
-        target = as_task(self.arguments["target"], argument="target", data_dir=where)
-        return source, target
+    def _limited(self, rows: NDArray[np.int64], limit: str) -> NDArray[np.int64]:
+        most = self.arguments[limit]
+        if most is None or most >= len(rows):
+            return rows
+        shuffled = np.random.default_rng(self.seed).permutation(rows)
+        return np.sort(shuffled[:most])
+
+    def _samples(
+        self,
+        x: Tensor,
+        y: Tensor | None,
+        index: Tensor | None = None,
+        augment: Augment | None = None,
+    ) -> ImageSamples:
+        images = fit_images(x, self.image_shape)
+        return ImageSamples(images, y, index=index, augment=augment, seed=self.seed)
 
     def describe(self) -> dict[str, Any]:
         """Return what decides the data but for seed and number of labels, in JSON-like values; arrays as a digest."""
-        source, target = self.tasks()
         used = dict(self.arguments)
-        used["unlabeled"] = self._unlabeled()
-        used["augment"] = _function(used["augment"])
-        used["source"] = _digest(source)
-        used["target"] = _digest(target)
-        free = {"seed", "num_workers", "data_dir"}
+        for name in ("seed", "num_workers", "data_dir"):
+            del used[name]
         if isinstance(used["labels"], int):
-            free.add("labels")
-        return {name: _plain(value) for name, value in used.items() if name not in free}
+            del used["labels"]
+        for name, task in zip(("source", "target"), self.tasks(), strict=True):
+            digest = _sha256(*task.train, *task.test)
+            used[name] = {"name": task.name, "classes": task.num_classes, "sha256": digest}
+        if used["augment"] is not None:
+            used["augment"] = _function(used["augment"])
+        found: dict[str, Any] = json.loads(json.dumps(used, default=_plain))
+        return found
 
     def use(self, stage: DataStage) -> "TransferDataModule":
         """Choose the loaders: ``"pretrain"`` or ``"fine_tune"``."""
@@ -198,84 +271,28 @@ class TransferDataModule(LightningDataModule):
     def val_dataloader(self) -> Any:
         """Return the source's test split while pretraining, the target's validation samples while fine-tuning."""
         samples = self.source_test if self.stage == "pretrain" else self.validation
-        return _plain_loader(samples, self.batch_size) if len(samples) else []
+        return self._in_order(samples, 256) if len(samples) else []
 
     def test_dataloader(self) -> Any:
         """Return the target's test split, or the source's while pretraining."""
         samples = self.source_test if self.stage == "pretrain" else self.target_test
-        return _plain_loader(samples, self.batch_size)
+        return self._in_order(samples, 256)
 
     def unlabeled_dataloader(self) -> DataLoader[Any]:
         """Return the unlabelled inputs once, in order, for :meth:`Lautum.fit_inputs`."""
-        return DataLoader(self.unlabeled, self.batch_size, collate_fn=whole_batch)
+        return self._in_order(self.unlabeled)
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Put the indices beside the samples."""
         if not isinstance(batch, dict):  # validation and test
-            (x, y), _ = batch
-            return x, y
-        samples = {}
-        indices = {}
-        for name, (part, index) in batch.items():
-            samples[name] = part
-            indices[f"{name}_index"] = index
-        return samples | indices
+            samples, _ = batch
+            return samples
+        parts = {name: part for name, (part, _) in batch.items()}
+        return parts | {f"{name}_index": index for name, (_, index) in batch.items()}
 
-    def _split(self, target: ImageTask) -> Split:
-        validation = self.arguments["validation"]
-        if validation is None:
-            validation = min(1000, len(target.train.y) // 10)
-        return split_target(
-            target.train.y.numpy(),
-            target.num_classes,
-            labels=self.arguments["labels"],
-            validation=validation,
-            seed=self.seed,
-        )
-
-    def _set_source(self, source: ImageTask) -> None:
-        every = np.arange(len(source.train.y))
-        rows = _limited(every, self.arguments["max_source"], self.seed)
-        x = fit_images(source.train.x[rows], self.image_shape)
-        y = source.train.y[rows]
-        augment = self.arguments["augment"]
-        self.source = ImageSamples(x, y, augment=augment, seed=self.seed)
-        self.source_test = self._labelled(source.test)
-
-    def _set_target(self, target: ImageTask) -> None:
-        x = target.train.x
-        y = target.train.y
-        split = self.split
-        # The unlabelled inputs do not depend on the number of labels: one pretraining serves them
-        # all.
-        given = self._unlabeled()
-        most = self.arguments["max_unlabeled"]
-        if given is None:
-            rows = torch.from_numpy(_limited(split.unlabeled, most, self.seed))
-            inputs = x[rows]
-            self.num_indices = len(x)
-        else:
-            every = np.arange(len(given))
-            chosen = torch.from_numpy(_limited(every, most, self.seed))
-            inputs = given[chosen]
-            rows = len(x) + chosen
-            self.num_indices = len(x) + len(given)
-        options = {"augment": self.arguments["augment"], "seed": self.seed}
-        own = torch.from_numpy(split.labeled)
-        images = fit_images(x[own], self.image_shape)
-        self.labeled = ImageSamples(images, y[own], index=own, **options)
-        unlabeled = fit_images(inputs, self.image_shape)
-        self.unlabeled = ImageSamples(unlabeled, index=rows, **options)
-        kept = split.validation
-        self.validation = self._labelled(Images(x[kept], y[kept]))
-        self.target_test = self._labelled(target.test)
-
-    def _unlabeled(self) -> Tensor | None:
-        given = self.arguments["unlabeled"]
-        return None if given is None else as_inputs(given, argument="unlabeled")
-
-    def _labelled(self, images: Images) -> ImageSamples:
-        return ImageSamples(fit_images(images.x, self.image_shape), images.y)
+    def _in_order(self, samples: ImageSamples, least: int = 1) -> DataLoader[Any]:
+        size = max(self.batch_size, least)
+        return DataLoader(samples, size, collate_fn=whole_batch)
 
     def _loader(self, samples: ImageSamples, number: int) -> DataLoader[Any]:
         epoch = getattr(self.trainer, "current_epoch", 0)  # not 0 in a run that is resumed
@@ -293,21 +310,8 @@ class TransferDataModule(LightningDataModule):
         )
 
 
-def _plain_loader(samples: ImageSamples, batch_size: int) -> DataLoader[Any]:
-    return DataLoader(samples, max(batch_size, 256), collate_fn=whole_batch)
-
-
-def _limited(rows: Any, limit: int | None, seed: int) -> Any:
-    if limit is None or limit >= len(rows):
-        return rows
-    shuffled = np.random.default_rng(seed).permutation(rows)
-    return np.sort(shuffled[:limit])
-
-
-def _function(augment: Any) -> str | None:
+def _function(augment: Any) -> str:
     """By what a function or object with settings is known again in another process: its name and its settings."""
-    if augment is None:
-        return None
     try:
         pickled = pickle.dumps(augment)
     except Exception as error:  # what cannot be pickled says so in many ways
@@ -316,25 +320,195 @@ def _function(augment: Any) -> str | None:
             "processes import it by its name."
         ) from error
     name = getattr(augment, "__qualname__", type(augment).__qualname__)
-    digest = hashlib.sha256(pickled).hexdigest()
-    return f"{name} {digest[:16]}"
+    return f"{name} {hashlib.sha256(pickled).hexdigest()[:16]}"
 
 
-def _digest(task: ImageTask) -> dict[str, Any]:
+def _sha256(*arrays: Any) -> str:
     hashed = hashlib.sha256()
-    for images in (task.train, task.test):
-        hashed.update(images.x.contiguous().numpy().tobytes())
-        hashed.update(images.y.contiguous().numpy().tobytes())
-    short = hashed.hexdigest()[:16]
-    return {"name": task.name, "classes": task.num_classes, "sha256": short}
+    for array in arrays:
+        hashed.update(np.ascontiguousarray(array).tobytes())
+    return hashed.hexdigest()[:16]
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, str | int | float | bool | dict) or value is None:
-        return value
-    if isinstance(value, tuple | list):
-        return [_plain(part) for part in value]
-    if isinstance(value, np.ndarray | Tensor):
-        raw = np.ascontiguousarray(value).tobytes()
-        return hashlib.sha256(raw).hexdigest()[:16]
-    return str(value)
+def _plain(value: Any) -> str:
+    return _sha256(value) if isinstance(value, np.ndarray | Tensor) else str(value)
+
+
+def as_task(
+    what: Any,
+    *,
+    argument: str,
+    data_dir: StrPath | None = None,
+) -> ImageTask:
+    """Return the task that ``what`` stands for.
+
+    Args:
+        what: An :class:`ArrayData`; a name, npz file or idx folder; or a pair of map-style
+            datasets, training and test, of images ``[C, H, W]``, ``[H, W, C]`` or ``[H, W]`` and
+            classes, which are read once and kept in memory.
+        argument: What the caller calls it, for messages.
+        data_dir: Where names are looked up.
+
+    Raises:
+        TypeError: If it is none of these.
+        ValueError: If a dataset is empty, its images are not of one shape or not finite, or a class
+            is negative.
+        FileNotFoundError: If a path does not exist.
+    """
+    if isinstance(what, ImageTask):
+        return what
+    if isinstance(what, str | os.PathLike):
+        path = Path(what)
+        if path.suffix == ".npz":
+            what = load_npz(path)
+        elif path.is_dir():
+            what = load_idx(path)
+        else:
+            what = load_task(what, data_dir=data_dir)
+    if isinstance(what, ArrayData):
+        arrays = (what.x_train, what.y_train, what.x_test, what.y_test)
+        x, y, x_test, y_test = map(torch.from_numpy, arrays)
+        return ImageTask(what.name, what.num_classes, Images(x, y), Images(x_test, y_test))
+    if isinstance(what, tuple | list) and len(what) == 2:
+        train, test = (_read(part, argument) for part in what)
+        classes = 1 + int(torch.cat([train.y, test.y]).max())
+        absent = sorted({*range(classes)} - {*train.y.tolist()})
+        if absent:
+            warn(
+                f"`{argument}` has no training sample of {len(absent)} of {classes} classes, the first of them "
+                f"{absent[0]}; classes count from 0."
+            )
+        return ImageTask(type(what[0]).__name__, classes, train, test)
+    raise TypeError(
+        f"`{argument}` must be an ArrayData, a name, an npz file, an idx folder or a pair of datasets, "
+        f"got {type(what).__name__}."
+    )
+
+
+def _read(dataset: Any, argument: str) -> Images:
+    """Read a dataset of pairs, image by image."""
+    images = []
+    classes = []
+    for i in range(len(dataset)):
+        sample = dataset[i]
+        if not isinstance(sample, tuple | list) or len(sample) != 2:
+            raise ValueError(
+                f"`{argument}` must be two datasets, training and test, of pairs (image, class), got a sample that is "
+                f"{described(sample)}; arrays make an `ArrayData`."
+            )
+        images.append(_tensor(sample[0]))
+        classes.append(_class(sample[1], argument))
+    shapes = {tuple(x.shape) for x in images}
+    if not images:
+        raise ValueError(f"`{argument}` must hold samples, got an empty dataset.")
+    if len(shapes) > 1 or images[0].ndim not in (2, 3):
+        raise ValueError(
+            f"`{argument}` must hold images of one shape [C, H, W], [H, W, C] or [H, W], got {sorted(shapes)[:3]}."
+        )
+    return Images(_pixels(torch.stack(images), argument), torch.tensor(classes))
+
+
+def _class(y: Any, argument: str) -> int:
+    try:
+        number = int(y)
+        right = number >= 0 and bool(number == y)
+    except (TypeError, ValueError, RuntimeError):
+        right = False
+    if not right:
+        raise ValueError(
+            f"`{argument}` must have a whole number from 0 on as each image's class, got {y!r}."
+        )
+    return number
+
+
+def as_inputs(what: Any, *, argument: str) -> Tensor:
+    """Return images without labels, shape ``[M, C, H, W]``, bytes or floats.
+
+    Args:
+        what: An array, a tensor or nested lists, of shape ``[M, C, H, W]``, ``[M, H, W, C]`` or
+            ``[M, H, W]``.
+        argument: What the caller calls it, for messages.
+
+    Raises:
+        TypeError: If it is no array of numbers.
+        ValueError: If the shape is another one, there are fewer than two images, or a value is not
+            finite.
+    """
+    try:
+        x = _tensor(what)
+    except (TypeError, ValueError) as error:
+        kind = type(what).__name__
+        raise TypeError(
+            f"`{argument}` must be an array of images, all of one shape, got a {kind}."
+        ) from error
+    if x.ndim not in (3, 4) or len(x) < 2:
+        raise ValueError(
+            f"`{argument}` must have the shape [M, C, H, W], [M, H, W, C] or [M, H, W] with M at least 2, got "
+            f"{tuple(x.shape)}."
+        )
+    return _pixels(x, argument)
+
+
+def _tensor(image: Any) -> Tensor:
+    if isinstance(image, Tensor):
+        return image.detach().cpu()
+    return torch.as_tensor(np.asarray(image))
+
+
+def _pixels(x: Tensor, argument: str) -> Tensor:
+    """Images with channels first, as they are used: bytes as bytes, and finite floats.
+
+    Whole numbers from 0 to 255 are bytes; where there are only 0 and 1, as in a drawing, they are
+    black and white.
+    """
+    x = x[:, None] if x.ndim == 3 else x
+    if channels_last(x.shape):
+        x = x.movedim(-1, 1).contiguous()
+    if x.dtype == torch.uint8:
+        return x
+    if not x.is_floating_point():
+        numbers = x.long()  # torch knows no minimum of all kinds
+        if numbers.min() >= 0 and 1 < numbers.max() <= 255:
+            return x.to(torch.uint8)
+    x = x.float()
+    check_finite(argument, x)
+    if (largest := float(x.abs().max())) > 100:
+        warn(
+            f"`{argument}` has real images up to {largest:g}, which are used as they are; divide them by 255, or make "
+            "bytes of them."
+        )
+    return x
+
+
+def fit_images(x: Tensor, shape: Shape) -> Tensor:
+    """Return images in the shape that the other task has: channels replicated or averaged, then resized.
+
+    Args:
+        x: Images, shape ``[N, C, H, W]``; bytes stay bytes.
+        shape: Channels, height and width to come out.
+
+    Raises:
+        ValueError: If the channels differ, and neither number is 1.
+
+    Example:
+        >>> fit_images(torch.zeros(5, 1, 8, 8, dtype=torch.uint8), (3, 16, 16)).shape
+        torch.Size([5, 3, 16, 16])
+    """
+    channels, *size = shape
+    own = x.shape[1]
+    if own != channels and 1 not in (channels, own):
+        raise ValueError(f"`image_shape` must have {own} channels or 1, got {channels}.")
+    if tuple(x.shape[1:]) == shape:
+        return x
+    fitted = []
+    for part in x.split(CHUNK):
+        y = part.float()
+        if channels == 1:
+            y = y.mean(1, keepdim=True)
+        y = y.expand(-1, channels, -1, -1)
+        if list(y.shape[2:]) != size:
+            y = interpolate(y, size, mode="bilinear", antialias=True, align_corners=False)
+        if x.dtype == torch.uint8:
+            y = y.round().clamp(0, 255)
+        fitted.append(y.to(x.dtype))
+    return torch.cat(fitted)

@@ -1,14 +1,13 @@
 """A ready classifier for every stage of a transfer, on the mixins, and the methods by which it is trained."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, one_hot
 
 from lightning_taskinfo._lightning import DEFAULT, module_classes
 from lightning_taskinfo._ranges import check_positive
@@ -67,13 +66,13 @@ def parse_method(method: str, *, argument: str = "method") -> tuple[str, ...]:
     if method in ("standard", "scratch"):
         return ()
     parts = [part.strip() for part in method.split("+")]
-    if unknown := [part for part in parts if part not in PENALTIES]:
-        known = ["standard", *PENALTIES]
-        raise ValueError(
-            f"`{argument}` must be made of {', '.join(known)}, with '+' between them, got {unknown[0]!r} in "
-            f"{method!r}{_hint(unknown[0], known)}"
-        )
-    if len(set(parts)) != len(parts):
+    for part in parts:
+        if part not in PENALTIES:
+            known = ", ".join(["standard", *PENALTIES])
+            raise ValueError(
+                f"`{argument}` must be made of {known}, with '+' between them, got {part!r} in {method!r}."
+            )
+    if len({*parts}) < len(parts):
         raise ValueError(f"`{argument}` must name each part once, got {method!r}.")
     return tuple(name for name in PENALTIES if name in parts)
 
@@ -91,18 +90,12 @@ def all_weights(weights: Mapping[str, float]) -> dict[str, float]:
     """
     for name, weight in weights.items():
         if name not in WEIGHTS:
-            hint = _hint(name, WEIGHTS)
-            raise ValueError(f"`weights` must be for {', '.join(WEIGHTS)}, got {name!r}{hint}")
+            raise ValueError(f"`weights` must be for {', '.join(WEIGHTS)}, got {name!r}.")
         if not 0 <= weight < math.inf:
             raise ValueError(
                 f"`weights` must be finite and not negative, got {weight} for {name!r}."
             )
     return {**WEIGHTS, **weights}
-
-
-def _hint(name: str, known: Iterable[str]) -> str:
-    near = get_close_matches(name, known, n=1)
-    return f"; did you mean {near[0]!r}?" if near else "."
 
 
 class TransferClassifierMixin(
@@ -196,8 +189,7 @@ class TransferClassifierMixin(
         # Laine and Aila's weight is for each share of labelled samples, ramped up over the stage.
         share = num_labeled / max(1, num_unlabeled)
         # As many directions of the inputs as four samples each can tell apart.
-        supported = max(1, num_unlabeled // 4)
-        directions = min(math.prod(image_shape), 1024, supported)
+        directions = min(math.prod(image_shape), 1024, max(1, num_unlabeled // 4))
         of_inputs: dict[str, Any] = {"input_shape": tuple(image_shape), "seed": seed}
         make: dict[str, Callable[[float], Regularizer]] = {
             "temporal_ensembling": lambda w: TemporalEnsembling(
@@ -250,8 +242,8 @@ class TransferClassifierMixin(
     def _penalties(self, batch: Any, z: Tensor, logits: Tensor) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
         acting = {*self.penalties}
+        x_u = batch["unlabeled"]
         if acting - {"information", "local_minimum"}:
-            x_u = batch["unlabeled"]
             keep = frozen_batchnorm_statistics if self.stage == "pretrain" else nullcontext
             with keep(self):
                 z_u = self.features(x_u)
@@ -294,27 +286,23 @@ class TransferClassifierMixin(
             f"{split}_accuracy": right.float().mean(),
         }
         if split == "test":
-            one_hot = nn.functional.one_hot(y, self.num_classes)
-            off = logits.softmax(-1) - one_hot
+            off = logits.softmax(-1) - one_hot(y, self.num_classes)
             values["test_squared_error"] = off.square().sum(-1).mean()
         self.log_dict(values, prog_bar=True, on_epoch=True, batch_size=len(x), sync_dist=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return Adam over everything that the stage may train."""
         every = self.fine_tune == "layerwise"  # what is frozen now may not stay so
-        variances: list[nn.Parameter] = []
-        others: list[nn.Parameter] = []
+        groups: dict[bool, list[nn.Parameter]] = {}
         for part in (self.backbone, self.head):
             for name, parameter in part.named_parameters():
                 if parameter.requires_grad or every:
-                    group = variances if name.endswith("log_variance") else others
-                    group.append(parameter)
-        groups = []
-        if others:
-            groups.append({"params": others, "weight_decay": self.weight_decay})
-        if variances:
-            groups.append({"params": variances, "weight_decay": 0.0})
-        return torch.optim.Adam(groups, lr=self.learning_rate)
+                    groups.setdefault(name.endswith("log_variance"), []).append(parameter)
+        decays = {False: self.weight_decay, True: 0.0}
+        options = [
+            {"params": groups[free], "weight_decay": decays[free]} for free in sorted(groups)
+        ]
+        return torch.optim.Adam(options, lr=self.learning_rate)
 
     def setup(self, stage: str) -> None:
         """Freeze what is never trained before the optimizer is made, and before ranks agree on what is."""
@@ -330,10 +318,7 @@ class TransferClassifierMixin(
         if self.stage != "fine_tune" or self.fine_tune == "full":
             return
         children = list(self.backbone.children())
-        layers = []
-        for place, child in enumerate(children):
-            if [*child.parameters()]:
-                layers.append(place)
+        layers = [place for place, child in enumerate(children) if [*child.parameters()]]
         steps = max(1, len(layers))
         count = 0
         if self.fine_tune == "layerwise":
@@ -341,8 +326,8 @@ class TransferClassifierMixin(
         whole = count >= steps
         self.backbone.requires_grad_(whole).train(whole)
         if 0 < count < steps:
-            first = layers[-count]
-            for child in children[first:]:  # dropout behind a trained layer is on, before it off
+            # Dropout behind a trained layer is on, before it off.
+            for child in children[layers[-count] :]:
                 child.requires_grad_(True).train()
 
     def _check_classes(self, y: Tensor) -> None:
