@@ -1,24 +1,23 @@
 """Gaussians over weights: isotropic, block-diagonal in bases of their own, and of low rank by Woodbury's identity."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import cached_property
+from typing import TypeAlias
 
 import torch
 from torch import Generator, Tensor, nn
 
-from lightning_taskinfo._observe import (
-    HALVES,
-    ParamDict,
-    at_least_float32,
-    full_precision,
-    holding,
-    parts,
-    trainable_parameters,
-)
+from lightning_taskinfo import _observe
+from lightning_taskinfo._observe import ParamDict
 from lightning_taskinfo._ranges import check_positive
 from lightning_taskinfo.distributions.curvature import CurvatureBlock, LowRankCurvature
+
+Weights: TypeAlias = Mapping[str, Tensor]
+Curvature: TypeAlias = Sequence[CurvatureBlock] | LowRankCurvature
 
 
 class WeightGaussian(ABC):
@@ -40,10 +39,10 @@ class WeightGaussian(ABC):
         True
     """
 
-    def __init__(self, mean: Mapping[str, Tensor]) -> None:
+    def __init__(self, mean: Weights) -> None:
         self.mean: ParamDict = {}
         for name, value in mean.items():
-            self.mean[name] = at_least_float32(value.detach()).clone()
+            self.mean[name] = _observe.at_least_float32(value.detach()).clone()
 
     @abstractmethod
     def sample(self, generator: Generator | None = None) -> ParamDict:
@@ -77,9 +76,9 @@ class WeightGaussian(ABC):
         parameters = dict(model.named_parameters())
         drawn = self.sample(generator)
         own = {name: parameters[name] for name in drawn}
-        rounded = any(parameter.dtype in HALVES for parameter in own.values())
-        whole = full_precision(parts(model)) if rounded else nullcontext()
-        with whole, holding(own, drawn):
+        rounded = any(parameter.dtype in _observe.HALVES for parameter in own.values())
+        whole = _observe.full_precision(_observe.parts(model)) if rounded else nullcontext()
+        with whole, _observe.holding(own, drawn):
             yield model
 
     def _squared_shift(self, pre: "IsotropicGaussian") -> Tensor:
@@ -93,48 +92,6 @@ class WeightGaussian(ABC):
             relative = shift / pre.std[name]
             squares.append(relative.square().sum())
         return torch.stack(squares).sum()
-
-
-class IsotropicGaussian(WeightGaussian):
-    """Independent weights, one standard deviation a parameter tensor; see :func:`pre_distribution`.
-
-    Args:
-        mean: The mean by parameter name.
-        std: The standard deviation by parameter name, positive.
-
-    Example:
-        >>> wide, narrow = (IsotropicGaussian({"w": torch.zeros(2)}, {"w": std}) for std in (2.0, 1.0))
-        >>> wide.kl(narrow)  # 2 * (4 - 1 - log 4) / 2
-        tensor(1.6137, dtype=torch.float64)
-    """
-
-    def __init__(self, mean: Mapping[str, Tensor], std: Mapping[str, float]) -> None:
-        super().__init__(mean)
-        self.std: dict[str, float] = {}
-        for name in self.mean:
-            check_positive(prior_std=std[name])
-            self.std[name] = float(std[name])
-
-    def sample(self, generator: Generator | None = None) -> ParamDict:  # noqa: D102
-        drawn = {}
-        for name, mean in self.mean.items():
-            noise = _randn_like(mean, generator)
-            drawn[name] = mean + self.std[name] * noise
-        return drawn
-
-    def log_det(self) -> Tensor:  # noqa: D102
-        log_std = _on_cpu([*self.std.values()]).log()
-        return 2 * (log_std * self._counts()).sum()
-
-    def kl(self, pre: "IsotropicGaussian") -> Tensor:  # noqa: D102
-        shift = self._squared_shift(pre)
-        ratios = [std / pre.std[name] for name, std in self.std.items()]
-        rho = 2 * _on_cpu(ratios).log()
-        widths = self._counts() * (rho.expm1() - rho)
-        return 0.5 * (shift.cpu() + widths.sum())
-
-    def _counts(self) -> Tensor:
-        return _on_cpu([mean.numel() for mean in self.mean.values()])
 
 
 class BlockGaussian(WeightGaussian):
@@ -151,26 +108,26 @@ class BlockGaussian(WeightGaussian):
         tensor(0., dtype=torch.float64)
     """
 
-    def __init__(self, mean: Mapping[str, Tensor], blocks: Sequence[CurvatureBlock]) -> None:
+    def __init__(self, mean: Weights, blocks: Sequence[CurvatureBlock]) -> None:
         super().__init__(mean)
-        check_cover(self.mean, blocks)
+        check_cover(self.mean, [name for block in blocks for name in block.names])
         self.blocks = list(blocks)
-        self._shapes = {name: value.shape for name, value in self.mean.items()}
-        # In the weights' own precision, once: thousands of networks are drawn.
-        self._drawing = [self._in_their_precision(block) for block in self.blocks]
 
-    def _in_their_precision(self, block: CurvatureBlock) -> CurvatureBlock:
-        """Return a block of standard deviations, in the dtype of the weights it is about."""
-        dtype = self.mean[block.names[0]].dtype
-        left, right = block.left, block.right
-        if left is not None:
-            left = left.to(dtype)
-        if right is not None:
-            right = right.to(dtype)
-        std = block.eigenvalues.sqrt().to(dtype)
-        return CurvatureBlock(block.names, std, left, right)
+    @cached_property
+    def _drawing(self) -> list[CurvatureBlock]:
+        """The blocks with standard deviations, in the weights' own precision: thousands of networks are drawn."""
+        drawing = []
+        for block in self.blocks:
+            dtype = self.mean[block.names[0]].dtype
+            std = block.eigenvalues.sqrt().to(dtype)
+            left, right = (
+                None if basis is None else basis.to(dtype) for basis in (block.left, block.right)
+            )
+            drawing.append(CurvatureBlock(block.names, std, left, right))
+        return drawing
 
     def sample(self, generator: Generator | None = None) -> ParamDict:  # noqa: D102
+        shapes = {name: mean.shape for name, mean in self.mean.items()}
         drawn: ParamDict = {}
         for block in self._drawing:
             noise = block.eigenvalues * _randn_like(block.eigenvalues, generator)
@@ -178,25 +135,49 @@ class BlockGaussian(WeightGaussian):
                 noise = noise @ block.right.T
             if block.left is not None:
                 noise = block.left @ noise
-            drawn |= block.unpack(noise, self._shapes)
+            drawn |= block.unpack(noise, shapes)
         return {name: mean + drawn[name] for name, mean in self.mean.items()}
 
     def log_det(self) -> Tensor:  # noqa: D102
         logs = [block.eigenvalues.log().sum() for block in self.blocks]
         return torch.stack(logs).sum()
 
-    def kl(self, pre: IsotropicGaussian) -> Tensor:  # noqa: D102
+    def kl(self, pre: "IsotropicGaussian") -> Tensor:  # noqa: D102
         total = self._squared_shift(pre)
         for block in self.blocks:
-            variance = block_std(block, pre) ** 2
-            rho = (block.eigenvalues / variance).log()  # [R, D]
+            rho = (block.eigenvalues / block_std(block, pre) ** 2).log()  # [R, D]
             widths = rho.expm1() - rho
             total = total + widths.sum()
         return 0.5 * total
 
 
+class IsotropicGaussian(BlockGaussian):
+    """Independent weights, one standard deviation a parameter tensor; see :func:`pre_distribution`.
+
+    Args:
+        mean: The mean by parameter name.
+        std: The standard deviation by parameter name, positive.
+
+    Example:
+        >>> wide, narrow = (IsotropicGaussian({"w": torch.zeros(2)}, {"w": std}) for std in (2.0, 1.0))
+        >>> wide.kl(narrow)  # 2 * (4 - 1 - log 4) / 2
+        tensor(1.6137, dtype=torch.float64)
+    """
+
+    def __init__(self, mean: Weights, std: Mapping[str, float]) -> None:
+        self.std: dict[str, float] = {}
+        blocks = []
+        for name, value in mean.items():
+            check_positive(prior_std=std[name])
+            self.std[name] = float(std[name])
+            variance = torch.tensor(self.std[name] ** 2, dtype=torch.float64, device=value.device)
+            variances = variance.expand(1, value.numel())  # one number in memory
+            blocks.append(CurvatureBlock((name,), variances))
+        super().__init__(mean, blocks)
+
+
 def pre_distribution(
-    center: nn.Module | Mapping[str, Tensor], *, prior_std: float | Mapping[str, float]
+    center: nn.Module | Weights, *, prior_std: float | Mapping[str, float]
 ) -> IsotropicGaussian:
     r"""Pre-distribution of the weights, :math:`P = N(w_0, \lambda^2 I)`.
 
@@ -225,12 +206,12 @@ def block_std(block: CurvatureBlock, pre: IsotropicGaussian) -> float:
     return stds.pop()
 
 
-def check_cover(mean: Mapping[str, Tensor], blocks: Sequence[CurvatureBlock]) -> None:
-    """Refuse blocks that miss a parameter, or hold one twice."""
-    names = [name for block in blocks for name in block.names]
-    if sorted(names) != sorted(mean):
-        twice = {name for name in names if names.count(name) > 1}
-        wrong = sorted(set(names) ^ set(mean)) or sorted(twice)
+def check_cover(mean: Weights, names: Iterable[str]) -> None:
+    """Refuse a curvature that misses a parameter, or holds one twice."""
+    missing = Counter([*mean])
+    missing.subtract([*names])
+    wrong = sorted(name for name, count in missing.items() if count)
+    if wrong:
         raise ValueError(
             f"`curvature` must cover every parameter once, got none or several for {wrong}."
         )
@@ -240,13 +221,16 @@ def _randn_like(like: Tensor, generator: Generator | None) -> Tensor:
     return torch.randn(like.shape, generator=generator, dtype=like.dtype, device=like.device)
 
 
-def _on_cpu(numbers: Sequence[float]) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.float64, device="cpu")
+def _flat(tensors: Iterable[Tensor]) -> Tensor:
+    """All numbers of some tensors in a row, float64."""
+    return torch.cat([tensor.detach().double().flatten() for tensor in tensors])
 
 
-def named_weights(source: nn.Module | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def named_weights(source: nn.Module | Weights) -> Weights:
     """Return a module's trainable parameters by name, or the mapping itself."""
-    return trainable_parameters(source) if isinstance(source, nn.Module) else source
+    if isinstance(source, nn.Module):
+        return _observe.trainable_parameters(source)
+    return source
 
 
 class LowRankGaussian(WeightGaussian):
@@ -278,52 +262,39 @@ class LowRankGaussian(WeightGaussian):
 
     def __init__(
         self,
-        mean: Mapping[str, Tensor],
+        mean: Weights,
         pre: IsotropicGaussian,
         curvature: LowRankCurvature,
         beta: float,
     ) -> None:
         super().__init__(mean)
-        for part in (curvature.diagonal, curvature.factor):
-            if part.keys() != self.mean.keys():
-                wrong = sorted(part.keys() ^ self.mean.keys())
-                raise ValueError(
-                    f"`curvature` must cover every parameter once, got none or several for {wrong}."
-                )
+        check_cover(self.mean, curvature.diagonal)
+        check_cover(self.mean, curvature.factor)
         self._prior_std = self._flat_std(pre)  # [k]
-        diagonal = self._flat(curvature.diagonal)
+        diagonal = _flat(curvature.diagonal[name] for name in self.mean)
         self._stretch = 1 + self._prior_std**2 * diagonal / beta  # E, [k]
-        factors = []
-        for name in self.mean:
-            factor = curvature.factor[name].double()
-            factors.append(factor.flatten(1))
+        factors = [curvature.factor[name].double().flatten(1) for name in self.mean]
         U = torch.cat(factors, dim=1).T  # [k, r]
         scales = (curvature.scales.double() / beta).sqrt()
         units = self._prior_std / self._stretch.sqrt()
         V = units[:, None] * U * scales
         squares, R = torch.linalg.eigh(V.T @ V)
         tiny = torch.finfo(torch.float64).tiny
-        largest = squares.max().clamp_min(tiny)
-        used = squares > 1e-14 * largest
+        used = squares > 1e-14 * squares.max().clamp_min(tiny)
         self._squares = squares[used]  # σ², [r]
         self._directions = V @ R[:, used] / self._squares.sqrt()  # Q, [k, r]
 
     def sample(self, generator: Generator | None = None) -> ParamDict:  # noqa: D102
-        noises = []
-        for mean in self.mean.values():
-            noise = _randn_like(mean, generator)
-            noises.append(noise.flatten())
-        z = torch.cat(noises).double()
+        means = self.mean.values()
+        z = _flat([_randn_like(mean, generator) for mean in means])
         shrink = 1 - (1 + self._squares).rsqrt()
         along = self._directions.T @ z
         z = z - self._directions @ (shrink * along)  # (I + VVᵀ)^{-1/2} z
         noise = self._prior_std * self._stretch.rsqrt() * z
-        sizes = [mean.numel() for mean in self.mean.values()]
-        parts = noise.split(sizes)
+        parts = noise.split([mean.numel() for mean in means])
         drawn = {}
         for (name, mean), part in zip(self.mean.items(), parts, strict=True):
-            shift = part.view_as(mean)
-            drawn[name] = mean + shift.to(mean.dtype)
+            drawn[name] = mean + part.view_as(mean).to(mean.dtype)
         return drawn
 
     def log_det(self) -> Tensor:  # noqa: D102
@@ -337,29 +308,18 @@ class LowRankGaussian(WeightGaussian):
         plain = (self._prior_std / std) ** 2 / self._stretch  # diag(E⁻¹), in units of `pre`
         shrink = self._squares / (1 + self._squares)
         by_weight = plain[:, None] * self._directions**2  # [k, r]
-        along = by_weight.sum(0)
-        trace = plain.sum() - (shrink * along).sum()
+        trace = plain.sum() - (shrink * by_weight.sum(0)).sum()
         log_ratio = 2 * std.log().sum() - self.log_det()
         return 0.5 * (shift + trace - len(std) + log_ratio)
 
     def _flat_std(self, pre: IsotropicGaussian) -> Tensor:
-        stds = {}
-        for name, mean in self.mean.items():
-            stds[name] = torch.full_like(mean, pre.std[name])
-        return self._flat(stds)
-
-    def _flat(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        parts = []
-        for name in self.mean:
-            values = tensors[name].detach().double()
-            parts.append(values.flatten())
-        return torch.cat(parts)
+        return _flat(torch.full_like(mean, pre.std[name]) for name, mean in self.mean.items())
 
 
 def post_distribution(
-    weights: nn.Module | Mapping[str, Tensor],
+    weights: nn.Module | Weights,
     pre: IsotropicGaussian,
-    curvature: Sequence[CurvatureBlock] | LowRankCurvature,
+    curvature: Curvature,
     *,
     beta: float = 1.0,
 ) -> BlockGaussian | LowRankGaussian:
