@@ -336,13 +336,22 @@ def prior_means(center: PriorCenter, weights: Mapping[str, Tensor]) -> dict[str,
         raise ValueError(
             f"`prior_center` must be 'initial', 'zero' or a state dict, got {center!r}."
         )
-    for name, p in weights.items():
-        if name not in center or center[name].shape != p.shape:
-            found = tuple(center[name].shape) if name in center else "nothing"
-            raise ValueError(
-                f"`prior_center` must hold `{name}` with shape {tuple(p.shape)}, got {found}."
-            )
+    check_shapes("prior_center", center, weights)
     return dict(center)
+
+
+def check_shapes(
+    argument: str, given: Mapping[str, Tensor], weights: Mapping[str, Tensor], hint: str = ""
+) -> None:
+    """Raise a ``ValueError`` if a weight is not among the given tensors, or has another shape there."""
+    for name, p in weights.items():
+        found = "nothing"
+        if name in given:
+            found = str(tuple(given[name].shape))
+        if found != str(tuple(p.shape)):
+            raise ValueError(
+                f"`{argument}` must hold `{name}` with shape {tuple(p.shape)}, got {found}{hint}."
+            )
 
 
 def weight_kl(model: nn.Module) -> Tensor:

@@ -14,9 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, unfold
 
-from lightning_taskinfo import _observe
 from lightning_taskinfo._batches import sample_count, split, take
-from lightning_taskinfo._observe import ParamDict, trainable_parameters
+from lightning_taskinfo._observe import (
+    ParamDict,
+    at_least_float32,
+    full_precision,
+    observing,
+    parts,
+    trainable_parameters,
+)
 from lightning_taskinfo.fisher import KroneckerFactors
 from lightning_taskinfo.fisher.fallback import Forward
 
@@ -269,12 +275,12 @@ def layer_input_matrices(
         matrices[names[module]] = matrices.get(names[module], 0) + products / n
 
     with ExitStack() as stack:
-        stack.enter_context(_observe.observing(model))
-        stack.enter_context(_observe.full_precision(_observe.parts(model)))
+        stack.enter_context(observing(model))
+        stack.enter_context(full_precision(parts(model)))
         stack.enter_context(torch.no_grad())
         for module in names:
             stack.enter_context(module.register_forward_pre_hook(add))
-        for chunk in split(take(inputs, _observe.at_least_float32), chunk_size):
+        for chunk in split(take(inputs, at_least_float32), chunk_size):
             if forward_fn is None:
                 model(chunk)
             else:

@@ -11,8 +11,15 @@ from typing import TypeAlias
 import torch
 from torch import Generator, Tensor, nn
 
-from lightning_taskinfo import _observe
-from lightning_taskinfo._observe import ParamDict
+from lightning_taskinfo._observe import (
+    HALVES,
+    ParamDict,
+    at_least_float32,
+    full_precision,
+    holding,
+    parts,
+    trainable_parameters,
+)
 from lightning_taskinfo._ranges import check_positive
 from lightning_taskinfo.distributions.curvature import CurvatureBlock, LowRankCurvature
 
@@ -42,7 +49,7 @@ class WeightGaussian(ABC):
     def __init__(self, mean: Weights) -> None:
         self.mean: ParamDict = {}
         for name, value in mean.items():
-            self.mean[name] = _observe.at_least_float32(value.detach()).clone()
+            self.mean[name] = at_least_float32(value.detach()).clone()
 
     @abstractmethod
     def sample(self, generator: Generator | None = None) -> ParamDict:
@@ -76,9 +83,9 @@ class WeightGaussian(ABC):
         parameters = dict(model.named_parameters())
         drawn = self.sample(generator)
         own = {name: parameters[name] for name in drawn}
-        rounded = any(parameter.dtype in _observe.HALVES for parameter in own.values())
-        whole = _observe.full_precision(_observe.parts(model)) if rounded else nullcontext()
-        with whole, _observe.holding(own, drawn):
+        rounded = any(parameter.dtype in HALVES for parameter in own.values())
+        whole = full_precision(parts(model)) if rounded else nullcontext()
+        with whole, holding(own, drawn):
             yield model
 
     def _squared_shift(self, pre: "IsotropicGaussian") -> Tensor:
@@ -229,7 +236,7 @@ def _flat(tensors: Iterable[Tensor]) -> Tensor:
 def named_weights(source: nn.Module | Weights) -> Weights:
     """Return a module's trainable parameters by name, or the mapping itself."""
     if isinstance(source, nn.Module):
-        return _observe.trainable_parameters(source)
+        return trainable_parameters(source)
     return source
 
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default
 
 from lightning_taskinfo._batches import read_batch, tensors
 from lightning_taskinfo.certificates import Prior, certify
-from lightning_taskinfo.certificates.network import FEWEST
+from lightning_taskinfo.certificates.certify import FEWEST
 from lightning_taskinfo.certificates.samples import check_fresh, read_inputs
 from lightning_taskinfo.data import ArrayData
 from lightning_taskinfo.transfer.sampling import (
