@@ -156,9 +156,7 @@ def certify(
         Pitas, *On PAC-Bayes bounds for deep neural networks using the loss curvature*; Dziugaite, Roy, *Computing
         nonvacuous generalization bounds for deep (stochastic) neural networks*, UAI 2017.
     """
-    prior = Prior() if prior is None else prior
-    if not isinstance(prior, Prior):
-        raise TypeError(f"`prior` must be a Prior or None, got a {type(prior).__name__}.")
+    prior = prior or Prior()
     check_word("theorem", theorem, Theorem)
     check_word("interval", interval, Interval)
     check_choices(delta, draws, betas, delta_draws=delta_draws, delta_network=delta_network)
@@ -364,7 +362,7 @@ def network_bound(
         draws: Number of networks to draw for each of the two estimates.
         delta: Probability with which the theorem may fail.
         delta_network: Probability with which one of the two estimates may fail, half for each.
-        progress: Told how far it is.
+        progress: Told how many draws are done.
     """
     subject = search.subject
     post, kl, price, _ = search.propose(row.structure, row.beta)

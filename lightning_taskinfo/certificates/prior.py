@@ -16,6 +16,7 @@ from lightning_taskinfo._checkpoints import read_checkpoint
 from lightning_taskinfo._observe import trainable_parameters, weights_now
 from lightning_taskinfo._random import own_randomness
 from lightning_taskinfo._ranges import check_finite_tensors, check_positive
+from lightning_taskinfo.certificates.samples import Samples
 from lightning_taskinfo.certificates.subject import pick
 from lightning_taskinfo.variational import check_shapes
 
@@ -113,10 +114,10 @@ class Prior:
 def half_prior(
     prior: Prior,
     model: nn.Module,
-    data: tuple[Any, Tensor],
+    data: Samples,
     half_fn: Callable[..., Any],
     seed: int,
-) -> tuple[Prior, tuple[Any, Tensor]]:
+) -> tuple[Prior, Samples]:
     """Train the centre on a random half of the samples; return the new prior, and the other half.
 
     Args:

@@ -25,7 +25,8 @@ from lightning_taskinfo._batches import (
 from lightning_taskinfo._ranges import check_finite
 from lightning_taskinfo.functional.tail_bounds import binomial_log_tail, binomial_upper_bound
 
-Data: TypeAlias = tuple[Any, Tensor] | Dataset[Any] | DataLoader[Any]
+Samples: TypeAlias = tuple[Any, Tensor]
+Data: TypeAlias = Samples | Dataset[Any] | DataLoader[Any]
 BATCH = 256  # samples that are collated at a time
 UNLIKELY = 1e-3  # more equal inputs than this chance explains are no chance
 
@@ -36,7 +37,7 @@ def read_labelled(
     argument: str = "data",
     model: nn.Module | None = None,
     reader: Reader | None = None,
-) -> tuple[Any, Tensor]:
+) -> Samples:
     """Return all inputs and targets.
 
     A loader's dataset is read in its own order, without the loader's sampler: repeated, reweighted
@@ -54,7 +55,9 @@ def read_labelled(
         ValueError: If it is something else, has fewer than 8 samples, or values that are not
             finite.
     """
-    inputs, targets = _read_all(data, argument, model, reader, labelled=True)
+    inputs, targets = read_inputs(
+        data, argument=argument, model=model, reader=reader, labelled=True
+    )
     if targets is None:
         raise ValueError(f"`{argument}` must hold a tensor of targets, got none.")
     n = sample_count(inputs)
@@ -73,6 +76,7 @@ def read_inputs(
     argument: str = "unlabelled",
     model: nn.Module | None = None,
     reader: Reader | None = None,
+    labelled: bool = False,
 ) -> tuple[Any, Tensor | None]:
     """Return all inputs of data without labels, and their targets where there are some, else ``None``.
 
@@ -82,18 +86,13 @@ def read_inputs(
         argument: What the caller calls it, for messages.
         model: The network that is called on them.
         reader: How batches are read, if the user says so.
+        labelled: Whether there have to be labels.
     """
-    return _read_all(data, argument, model, reader, labelled=False)
-
-
-def _read_all(
-    data: Any,
-    argument: str,
-    model: nn.Module | None,
-    reader: Reader | None,
-    *,
-    labelled: bool,
-) -> tuple[Any, Tensor | None]:
+    if isinstance(data, str):
+        raise ValueError(
+            f"`{argument}` must be (inputs, targets), a dataset of such pairs or a loader, got {data!r}; "
+            f"`tasks.prepare_task({data!r}).data` is such a pair."
+        )
     own = getattr(data, "data", None)
     if isinstance(own, tuple):  # of a `tasks.PreparedTask`
         data = own

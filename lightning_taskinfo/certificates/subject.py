@@ -11,6 +11,7 @@ from torch import Generator, Tensor, nn
 
 from lightning_taskinfo._batches import IGNORED, outputs_of, sample_count, take
 from lightning_taskinfo._observe import HALVES, at_least_float32, trainable_parameters
+from lightning_taskinfo.certificates.samples import Samples
 from lightning_taskinfo.distributions import WeightGaussian
 from lightning_taskinfo.fisher.fallback import Forward
 from lightning_taskinfo.variational import noisy_weights
@@ -39,7 +40,7 @@ class Subject:
     def __init__(
         self,
         model: nn.Module,
-        samples: tuple[Any, Tensor],
+        samples: Samples,
         *,
         seed: int,
         error: ErrorKind = "class",
