@@ -63,8 +63,11 @@ class CurvatureBlock:
     def unpack(self, matrix: Tensor, shapes: Mapping[str, Sequence[int]]) -> ParamDict:
         """Cut a matrix ``[R, D]`` into tensors of the given shapes."""
         widths = [math.prod(shapes[name]) // len(matrix) for name in self.names]
-        parts = zip(self.names, matrix.split(widths, dim=1), strict=True)
-        return {name: part.reshape(shapes[name]) for name, part in parts}
+        parts = matrix.split(widths, dim=1)
+        tensors = {}
+        for name, part in zip(self.names, parts, strict=True):
+            tensors[name] = part.reshape(shapes[name])
+        return tensors
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,9 @@ def layer_curvature(model: nn.Module, matrices: Mapping[str, Tensor]) -> list[Cu
         >>> block.names, block.eigenvalues.tolist()
         (('weight', 'bias'), [[1.0, 2.0, 3.0]])
     """
-    one_row = {layer: torch.ones(1, device=matrix.device) for layer, matrix in matrices.items()}
+    one_row = {}
+    for layer, matrix in matrices.items():
+        one_row[layer] = matrix.new_ones(1)
     return neuron_curvature(model, matrices, scales=one_row)
 
 
@@ -208,9 +213,9 @@ def with_diagonal(
 
 def parameter_names(model: nn.Module, layer: str) -> tuple[str, ...]:
     """Return the names of a layer's own trainable parameters; a tied one goes by the name the whole model gives it."""
-    names = {id(parameter): name for name, parameter in trainable_parameters(model).items()}
+    names = {p: name for name, p in trainable_parameters(model).items()}
     own = model.get_submodule(layer).parameters(recurse=False)
-    return tuple(names[id(parameter)] for parameter in own if parameter.requires_grad)
+    return tuple(names[p] for p in own if p.requires_grad)
 
 
 def _non_negative(name: str, values: Tensor) -> Tensor:

@@ -117,7 +117,8 @@ class BlockGaussian(WeightGaussian):
 
     def __init__(self, mean: Weights, blocks: Sequence[CurvatureBlock]) -> None:
         super().__init__(mean)
-        check_cover(self.mean, [name for block in blocks for name in block.names])
+        names = [name for block in blocks for name in block.names]
+        check_cover(self.mean, names)
         self.blocks = list(blocks)
 
     @cached_property
@@ -126,10 +127,12 @@ class BlockGaussian(WeightGaussian):
         drawing = []
         for block in self.blocks:
             dtype = self.mean[block.names[0]].dtype
+            left, right = block.left, block.right
+            if left is not None:
+                left = left.to(dtype)
+            if right is not None:
+                right = right.to(dtype)
             std = block.eigenvalues.sqrt().to(dtype)
-            left, right = (
-                None if basis is None else basis.to(dtype) for basis in (block.left, block.right)
-            )
             drawing.append(CurvatureBlock(block.names, std, left, right))
         return drawing
 
@@ -152,7 +155,8 @@ class BlockGaussian(WeightGaussian):
     def kl(self, pre: "IsotropicGaussian") -> Tensor:  # noqa: D102
         total = self._squared_shift(pre)
         for block in self.blocks:
-            rho = (block.eigenvalues / block_std(block, pre) ** 2).log()  # [R, D]
+            variance = block_std(block, pre) ** 2
+            rho = (block.eigenvalues / variance).log()  # [R, D]
             widths = rho.expm1() - rho
             total = total + widths.sum()
         return 0.5 * total
@@ -230,7 +234,10 @@ def _randn_like(like: Tensor, generator: Generator | None) -> Tensor:
 
 def _flat(tensors: Iterable[Tensor]) -> Tensor:
     """All numbers of some tensors in a row, float64."""
-    return torch.cat([tensor.detach().double().flatten() for tensor in tensors])
+    rows = []
+    for tensor in tensors:
+        rows.append(tensor.detach().double().flatten())
+    return torch.cat(rows)
 
 
 def named_weights(source: nn.Module | Weights) -> Weights:
@@ -280,7 +287,10 @@ class LowRankGaussian(WeightGaussian):
         self._prior_std = self._flat_std(pre)  # [k]
         diagonal = _flat(curvature.diagonal[name] for name in self.mean)
         self._stretch = 1 + self._prior_std**2 * diagonal / beta  # E, [k]
-        factors = [curvature.factor[name].double().flatten(1) for name in self.mean]
+        factors = []
+        for name in self.mean:
+            factor = curvature.factor[name].double()
+            factors.append(factor.flatten(1))
         U = torch.cat(factors, dim=1).T  # [k, r]
         scales = (curvature.scales.double() / beta).sqrt()
         units = self._prior_std / self._stretch.sqrt()
@@ -301,7 +311,8 @@ class LowRankGaussian(WeightGaussian):
         parts = noise.split([mean.numel() for mean in means])
         drawn = {}
         for (name, mean), part in zip(self.mean.items(), parts, strict=True):
-            drawn[name] = mean + part.view_as(mean).to(mean.dtype)
+            shift = part.view_as(mean)
+            drawn[name] = mean + shift.to(mean.dtype)
         return drawn
 
     def log_det(self) -> Tensor:  # noqa: D102
@@ -315,12 +326,16 @@ class LowRankGaussian(WeightGaussian):
         plain = (self._prior_std / std) ** 2 / self._stretch  # diag(E⁻¹), in units of `pre`
         shrink = self._squares / (1 + self._squares)
         by_weight = plain[:, None] * self._directions**2  # [k, r]
-        trace = plain.sum() - (shrink * by_weight.sum(0)).sum()
+        along = by_weight.sum(0)
+        trace = plain.sum() - (shrink * along).sum()
         log_ratio = 2 * std.log().sum() - self.log_det()
         return 0.5 * (shift + trace - len(std) + log_ratio)
 
     def _flat_std(self, pre: IsotropicGaussian) -> Tensor:
-        return _flat(torch.full_like(mean, pre.std[name]) for name, mean in self.mean.items())
+        stds = []
+        for name, mean in self.mean.items():
+            stds.append(torch.full_like(mean, pre.std[name]))
+        return _flat(stds)
 
 
 def post_distribution(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
@@ -148,27 +149,18 @@ class Noises:
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.kept: dict[int, ParamDict] = {}
+        self._kinds: dict[str, Any] = {}
 
     def noise(self, number: int, weights: Mapping[str, Tensor]) -> ParamDict:
         """Return :func:`standard_noise` of a number, which may be written over."""
-        kept = self.kept.get(number, {})
-        if not _fits(kept, weights):
-            kept = standard_noise(weights, seed_from(self.seed, number))
-            others = [noise for other, noise in self.kept.items() if other != number]
-            if sum(map(_bytes, [*others, kept])) > KEPT:
-                self.kept.pop(number, None)
-                return kept
-            self.kept[number] = kept
-        return {name: part.clone() for name, part in kept.items()}
-
-
-def _fits(noise: ParamDict, weights: Mapping[str, Tensor]) -> bool:
-    """Whether a noise is one of these weights."""
-    return noise.keys() == weights.keys() and all(
-        (part.shape, part.device) == (weights[name].shape, weights[name].device)
-        for name, part in noise.items()
-    )
-
-
-def _bytes(noise: ParamDict) -> int:
-    return sum(part.nbytes for part in noise.values())
+        kinds = {name: (w.shape, w.dtype, w.device) for name, w in weights.items()}
+        if kinds != self._kinds:  # other weights than before
+            self._kinds = kinds
+            self.kept.clear()
+        if number not in self.kept:
+            drawn = standard_noise(weights, seed_from(self.seed, number))
+            size = sum(part.nbytes for part in drawn.values())
+            if size * (len(self.kept) + 1) > KEPT:
+                return drawn
+            self.kept[number] = drawn
+        return {name: part.clone() for name, part in self.kept[number].items()}
