@@ -24,7 +24,13 @@ from lightning_taskinfo.certificates.certificate import (
     TestSetBound,
 )
 from lightning_taskinfo.certificates.prior import Prior
-from lightning_taskinfo.certificates.samples import Data, check_fresh, read_inputs, read_labelled
+from lightning_taskinfo.certificates.samples import (
+    Data,
+    Samples,
+    check_fresh,
+    read_inputs,
+    read_labelled,
+)
 from lightning_taskinfo.certificates.search import (
     BETAS,
     Curvature,
@@ -177,7 +183,7 @@ def certify(
         fresh = read_inputs(unlabelled, **reading)
     if held_out is not None:
         labelled = read_labelled(held_out, argument="held_out", **reading)
-    notes = _check_use(prior, data=samples, unlabelled=fresh, held_out=labelled)
+    notes = _check_use(prior, samples, fresh, labelled)
 
     with observing(model), shown(progress, "certify", len(betas)) as tell:
         options: dict[str, Any] = {"error": error, "loss_fn": loss_fn, "forward_fn": forward_fn}
@@ -255,11 +261,14 @@ def _check_known_error(found: float, known: float, n: int) -> None:
         )
 
 
-def _check_use(prior: Prior, **given: tuple[Any, Any] | None) -> list[str]:
+def _check_use(
+    prior: Prior,
+    certified: Samples,
+    fresh: tuple[Any, Tensor | None] | None,
+    labelled: Samples | None,
+) -> list[str]:
     """Refuse samples that were used where they may not have been; return what could not be checked."""
     notes = []
-    certified, fresh, labelled = given.values()
-    assert certified is not None
     if fresh is not None:
         count = sample_count(fresh[0])
         if count < FEWEST:
@@ -270,6 +279,7 @@ def _check_use(prior: Prior, **given: tuple[Any, Any] | None) -> list[str]:
         )
     if labelled is not None:
         notes.append("the held-out samples served no training, prior or choice")
+    given = {"data": certified, "unlabelled": fresh, "held_out": labelled}
     used = {
         "the certified samples": certified[0],
         "those that the prior's centre was trained on": prior.seen,

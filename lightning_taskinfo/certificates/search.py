@@ -87,19 +87,17 @@ def curvatures_to_try(
     if any(isinstance(part, CurvatureBlock) for part in structure):
         return {"given": cast(Curvature, structure)}
     names = named_structures(cast(Structures, structure))
-    cheap = ("isotropic", "diagonal")
-    weights = trainable_parameters(subject.model).values()
-    if structure == "auto" and any(p.ndim > 1 and p[0].numel() > WIDEST for p in weights):
-        names = cheap
+    possible = get_args(Structure)
     if subject.error != "class":
-        of_sequences = (*cheap, "layer_inputs")
-        if structure == "auto":
-            names = tuple(name for name in names if name in of_sequences)
-        elif not {*names} <= {*of_sequences}:
-            raise ValueError(
-                "`structure` must be 'auto', 'isotropic', 'diagonal' or 'layer_inputs' where `error` is "
-                f"{subject.error!r}, got {structure!r}."
-            )
+        possible = possible[:3]
+    if structure == "auto":
+        weights = trainable_parameters(subject.model).values()
+        wide = any(p.ndim > 1 and p[0].numel() > WIDEST for p in weights)
+        names = possible[:2] if wide else possible  # the cheap ones
+    elif not {*names} <= {*possible}:
+        raise ValueError(
+            f"`structure` must be 'auto' or of {possible} where `error` is {subject.error!r}, got {structure!r}."
+        )
     return curvatures_of(subject, names, samples)
 
 

@@ -205,10 +205,12 @@ def with_diagonal(
         >>> [(block.names, block.eigenvalues.tolist()) for block in with_diagonal(first, diagonal)]
         [(('weight',), [[0.0, 0.0]]), (('bias',), [[1.0]])]
     """
-    blocks = list(blocks)
-    covered = {name for block in blocks for name in block.names}
-    others = {name: h for name, h in diagonal.items() if name not in covered}
-    return blocks + diagonal_curvature(others)
+    found = [*blocks]
+    others = dict(diagonal)
+    for block in found:
+        for name in block.names:
+            others.pop(name, None)
+    return found + diagonal_curvature(others)
 
 
 def parameter_names(model: nn.Module, layer: str) -> tuple[str, ...]:
@@ -277,7 +279,8 @@ def layer_input_matrices(
     def add(module: nn.Module, args: tuple[Tensor, ...]) -> None:
         z = _columns(module, args[0].detach())  # [N·T, D]
         products = (z.T @ z).double()
-        matrices[names[module]] = matrices.get(names[module], 0) + products / n
+        layer = names[module]
+        matrices[layer] = matrices.get(layer, 0) + products / n
 
     with ExitStack() as stack:
         stack.enter_context(observing(model))
@@ -303,9 +306,10 @@ def _layers(model: nn.Module) -> dict[nn.Module, str]:
         plain_conv = isinstance(module, nn.Conv2d) and module.groups == 1
         if not plain_conv and not isinstance(module, nn.Linear):
             continue
-        whole = "weight" in module._parameters  # a parametrized weight is made of others
+        if "weight" not in module._parameters:  # a parametrized weight is made of others
+            continue
         own = module.parameters(recurse=False)
-        if whole and all(p.requires_grad and owners[p] == 1 for p in own):
+        if all(p.requires_grad and owners[p] == 1 for p in own):
             found[module] = name
     return found
 
@@ -320,4 +324,5 @@ def _columns(module: nn.Module, z: Tensor) -> Tensor:
     z = z.flatten(0, -2)
     if module.bias is None:
         return z
-    return torch.cat([z, z.new_ones(len(z), 1)], dim=1)
+    ones = z.new_ones(len(z), 1)
+    return torch.cat([z, ones], dim=1)

@@ -51,7 +51,8 @@ class PostFamily:
             # choice of them.
             rows, columns = self.bases.get(name, (None, None))
             turned = _turned(noise, rows, columns, back=True)
-            return _turned(turned.mul_(std), rows, columns)
+            turned.mul_(std)
+            return _turned(turned, rows, columns)
 
         return shape
 
@@ -98,10 +99,14 @@ def losses_with_noise(
     """
     parameters = dict(model.named_parameters())
     weights = {name: parameters[name] for name in noise}
-    drawn = {name: shaped(name, part).add_(weights[name]) for name, part in noise.items()}
+    drawn = {}
+    for name, part in noise.items():
+        drawn[name] = shaped(name, part).add_(weights[name])
 
     def loss_of_drawn() -> float:
-        values = {name: part.to(weights[name].dtype) for name, part in drawn.items()}
+        values = {}
+        for name, part in drawn.items():
+            values[name] = part.to(weights[name].dtype)
         with holding(weights, values):
             return loss()
 
@@ -123,10 +128,11 @@ def standard_noise(weights: Mapping[str, Tensor], seed: int) -> ParamDict:
         >>> first["w"].shape, torch.equal(first["w"], again["w"])
         (torch.Size([2, 3]), True)
     """
-    devices = {w.device for w in weights.values()}
-    generators = {device: Generator(device).manual_seed(seed) for device in devices}
+    generators: dict[torch.device, Generator] = {}
     noise = {}
     for name, w in weights.items():
+        if w.device not in generators:
+            generators[w.device] = Generator(w.device).manual_seed(seed)
         noise[name] = torch.randn(
             w.shape,
             generator=generators[w.device],
@@ -153,7 +159,9 @@ class Noises:
 
     def noise(self, number: int, weights: Mapping[str, Tensor]) -> ParamDict:
         """Return :func:`standard_noise` of a number, which may be written over."""
-        kinds = {name: (w.shape, w.dtype, w.device) for name, w in weights.items()}
+        kinds = {}
+        for name, w in weights.items():
+            kinds[name] = (w.shape, w.dtype, w.device)
         if kinds != self._kinds:  # other weights than before
             self._kinds = kinds
             self.kept.clear()
