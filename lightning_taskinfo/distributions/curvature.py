@@ -57,7 +57,9 @@ class CurvatureBlock:
     def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return the group's tensors as one matrix ``[R, D]``."""
         rows = len(self.eigenvalues)
-        parts = [tensors[name].reshape(rows, -1) for name in self.names]
+        parts = []
+        for name in self.names:
+            parts.append(tensors[name].reshape(rows, -1))
         return torch.cat(parts, dim=1)
 
     def unpack(self, matrix: Tensor, shapes: Mapping[str, Sequence[int]]) -> ParamDict:

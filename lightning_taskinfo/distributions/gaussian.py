@@ -181,7 +181,11 @@ class IsotropicGaussian(BlockGaussian):
         for name, value in mean.items():
             check_positive(prior_std=std[name])
             self.std[name] = float(std[name])
-            variance = torch.tensor(self.std[name] ** 2, dtype=torch.float64, device=value.device)
+            variance = torch.tensor(
+                self.std[name] ** 2,
+                dtype=torch.float64,
+                device=value.device,
+            )
             variances = variance.expand(1, value.numel())  # one number in memory
             blocks.append(CurvatureBlock((name,), variances))
         super().__init__(mean, blocks)
@@ -229,7 +233,12 @@ def check_cover(mean: Weights, names: Iterable[str]) -> None:
 
 
 def _randn_like(like: Tensor, generator: Generator | None) -> Tensor:
-    return torch.randn(like.shape, generator=generator, dtype=like.dtype, device=like.device)
+    return torch.randn(
+        like.shape,
+        generator=generator,
+        dtype=like.dtype,
+        device=like.device,
+    )
 
 
 def _flat(tensors: Iterable[Tensor]) -> Tensor:
@@ -297,18 +306,21 @@ class LowRankGaussian(WeightGaussian):
         V = units[:, None] * U * scales
         squares, R = torch.linalg.eigh(V.T @ V)
         tiny = torch.finfo(torch.float64).tiny
-        used = squares > 1e-14 * squares.max().clamp_min(tiny)
+        largest = squares.max().clamp_min(tiny)
+        used = squares > 1e-14 * largest
         self._squares = squares[used]  # σ², [r]
         self._directions = V @ R[:, used] / self._squares.sqrt()  # Q, [k, r]
 
     def sample(self, generator: Generator | None = None) -> ParamDict:  # noqa: D102
         means = self.mean.values()
-        z = _flat([_randn_like(mean, generator) for mean in means])
+        noises = [_randn_like(mean, generator) for mean in means]
+        z = _flat(noises)
         shrink = 1 - (1 + self._squares).rsqrt()
         along = self._directions.T @ z
         z = z - self._directions @ (shrink * along)  # (I + VVᵀ)^{-1/2} z
         noise = self._prior_std * self._stretch.rsqrt() * z
-        parts = noise.split([mean.numel() for mean in means])
+        sizes = [mean.numel() for mean in means]
+        parts = noise.split(sizes)
         drawn = {}
         for (name, mean), part in zip(self.mean.items(), parts, strict=True):
             shift = part.view_as(mean)
