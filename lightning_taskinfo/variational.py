@@ -21,7 +21,9 @@ from lightning_taskinfo._random import seed_from
 from lightning_taskinfo._ranges import check_not_negative, check_positive
 from lightning_taskinfo.functional.gaussian import gaussian_kl_diag
 
-PriorCenter: TypeAlias = Literal["initial", "zero"] | Mapping[str, Tensor]
+Weights: TypeAlias = Mapping[str, Tensor]
+PriorCenter: TypeAlias = Literal["initial", "zero"] | Weights
+Choice: TypeAlias = Callable[[str, nn.Parameter], bool]
 
 __all__ = [
     "NoisyWeight",
@@ -37,11 +39,21 @@ __all__ = [
 
 
 class _Held:
-    """The noise that stays the same during a forward pass. It is nobody's state: copies begin without it."""
+    """The noise of a model that stays the same during its forward passes; copies begin without it."""
 
     def __init__(self) -> None:
         self.depth = 0  # forwards under way
-        self.seed: int | None = None  # of the noise in them
+        self.seeds: dict[nn.Module, int] = {}  # of the noise in them
+
+    @torch.compiler.disable
+    def begin(self, *_: Any) -> None:
+        self.depth += 1
+
+    @torch.compiler.disable
+    def end(self, *_: Any) -> None:
+        self.depth -= 1
+        if not self.depth:
+            self.seeds.clear()
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return _Held, ()
@@ -81,9 +93,7 @@ class NoisyWeight(nn.Module):
         seed: int,
     ) -> None:
         super().__init__()
-        log_variance = -math.inf
-        if std > 0:
-            log_variance = 2 * math.log(std)
+        log_variance = 2 * math.log(std) if std > 0 else -math.inf
         self.log_variance = nn.Parameter(torch.full_like(mean, log_variance))
         self.register_buffer("prior_mean", prior_mean.detach().clone().to(mean))
         self.register_buffer("prior_log_variance", mean.new_tensor(2 * math.log(prior_std)))
@@ -99,9 +109,11 @@ class NoisyWeight(nn.Module):
         if not sampled:
             return mean
         held = self._held
-        seed = self._next_seed() if held.seed is None else held.seed
+        seed = held.seeds.get(self)
+        if seed is None:
+            seed = self._next_seed()
         if held.depth:
-            held.seed = seed
+            held.seeds[self] = seed
         generator = Generator(mean.device).manual_seed(seed)
         noise = torch.empty_like(mean).normal_(generator=generator)
         return mean + (0.5 * self.log_variance).exp() * noise
@@ -161,53 +173,6 @@ def noisy_weights(model: nn.Module) -> Iterator[tuple[str, Tensor, NoisyWeight]]
             yield owner + attribute, module.original, module[0]
 
 
-def attach_hooks(module: nn.Module) -> None:
-    """Let a forward of ``module`` see one noise throughout, and plain state dicts load into it."""
-    module.register_forward_pre_hook(_keep_noise)
-    module.register_forward_hook(_release_noise, always_call=True)
-    module.register_load_state_dict_pre_hook(_accept_plain)
-
-
-def detach_hooks(module: nn.Module) -> None:
-    """Remove by function: handles would point to the original after a ``deepcopy``."""
-    for hooks in (
-        module._forward_pre_hooks,
-        module._forward_hooks,
-        module._load_state_dict_pre_hooks,
-    ):
-        for key, hook in list(hooks.items()):
-            if getattr(hook, "hook", hook) in (_keep_noise, _release_noise, _accept_plain):
-                del hooks[key]
-                module._forward_hooks_always_called.pop(key, None)
-
-
-def _noises(module: nn.Module) -> list[NoisyWeight]:
-    """Find the noise below a module, in a fraction of the time of ``named_modules``: this runs in every forward."""
-    found, waiting = [], [module]
-    while waiting:
-        for child in waiting.pop()._modules.values():
-            if isinstance(child, NoisyWeight):
-                found.append(child)
-            elif child is not None:
-                waiting.append(child)
-    return found
-
-
-@torch.compiler.disable
-def _keep_noise(module: nn.Module, args: Any) -> None:
-    """Begin a forward: every read of a weight inside of it sees the same noise."""
-    for noise in _noises(module):
-        noise._held.depth += 1
-
-
-@torch.compiler.disable
-def _release_noise(module: nn.Module, args: Any, output: Any) -> None:
-    for noise in _noises(module):
-        noise._held.depth -= 1
-        if not noise._held.depth:
-            noise._held.seed = None
-
-
 def _accept_plain(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Read a plain weight as the mean, and keep what a plain checkpoint does not know."""
     for attribute in getattr(module, "parametrizations", {}):
@@ -226,7 +191,7 @@ def add_weight_noise(
     std: float = 0.01,
     prior_center: PriorCenter = "initial",
     prior_std: float = 0.1,
-    parameters: Callable[[str, nn.Parameter], bool] | None = None,
+    parameters: Choice | None = None,
     seed: int = 0,
 ) -> nn.Module:
     r"""Turn the weights of ``model`` into diagonal Gaussians :math:`Q = \mathcal{N}(\mu, \sigma^2)`, in place.
@@ -263,7 +228,8 @@ def add_weight_noise(
     check_positive(prior_std=prior_std)
     picked = _pick(model, parameters)
     centres = prior_means(prior_center, picked)
-    owners: dict[nn.Module, None] = {model: None}
+    held = _Held()
+    owners = {model}
     for index, (name, mean) in enumerate(picked.items()):
         path, _, attribute = name.rpartition(".")
         owner = model.get_submodule(path)
@@ -274,47 +240,40 @@ def add_weight_noise(
             prior_std=prior_std,
             seed=seed_from(seed, index),
         )
+        noise._held = held
         parametrize.register_parametrization(owner, attribute, noise)
-        owners[owner] = None
+        owners.add(owner)
     for owner in owners:  # the model, and each layer for when it is called by itself
-        attach_hooks(owner)
+        owner.register_forward_pre_hook(held.begin)
+        owner.register_forward_hook(held.end, always_call=True)
+        owner.register_load_state_dict_pre_hook(_accept_plain)
     return model
 
 
-def _pick(
-    model: nn.Module, parameters: Callable[[str, nn.Parameter], bool] | None
-) -> dict[str, nn.Parameter]:
+def _pick(model: nn.Module, parameters: Choice | None) -> dict[str, nn.Parameter]:
     every = model.named_parameters(remove_duplicate=False)
-    named = [(name, p) for name, p in every if p.requires_grad]
-    picked = {}
-    for name, p in named:
-        if parameters is None or parameters(name, p):
-            picked[name] = p
+    named = {name: p for name, p in every if p.requires_grad}
+    picked = {name: p for name, p in named.items() if parameters is None or parameters(name, p)}
     if not picked:
         raise ValueError(
             "`parameters` must pick at least one trainable parameter of `model`, got none."
         )
     for name, p in picked.items():
         owner = model.get_submodule(name.rpartition(".")[0])
-        inner = owner[0] if isinstance(owner, parametrize.ParametrizationList) else owner
-        if isinstance(inner, NoisyWeight):
-            raise ValueError(
-                "`model` must have plain weights, got noisy ones; call `remove_weight_noise(model)` first, or let "
-                "`parameters` pick the plain ones."
-            )
-        tied = [other for other, q in named if q is p and other != name]
-        problem = (
-            f"tied to `{tied[0]}`, and would get other noise there" if tied
-            else "already parametrized" if isinstance(owner, parametrize.ParametrizationList)
-            else "in a recurrent layer, which keeps references to it" if isinstance(owner, nn.RNNBase)
-            else None
-        )  # fmt: skip
+        tied = [other for other, q in named.items() if q is p and other != name]
+        problem = ""
+        if tied:
+            problem = f"tied to `{tied[0]}`, and would get other noise there"
+        elif isinstance(owner, parametrize.ParametrizationList | NoisyWeight):
+            problem = "already parametrized, as noisy weights are: `remove_weight_noise` frees them"
+        elif isinstance(owner, nn.RNNBase):
+            problem = "in a recurrent layer, which keeps references to it"
         if problem:
             raise ValueError(f"`parameters` must not pick `{name}`: it is {problem}.")
     return picked
 
 
-def prior_means(center: PriorCenter, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def prior_means(center: PriorCenter, weights: Weights) -> dict[str, Tensor]:
     """Return the mean of the pre-distribution of each weight.
 
     Args:
@@ -336,13 +295,19 @@ def prior_means(center: PriorCenter, weights: Mapping[str, Tensor]) -> dict[str,
         raise ValueError(
             f"`prior_center` must be 'initial', 'zero' or a state dict, got {center!r}."
         )
-    for name, p in weights.items():
-        if name not in center or center[name].shape != p.shape:
-            found = tuple(center[name].shape) if name in center else "nothing"
-            raise ValueError(
-                f"`prior_center` must hold `{name}` with shape {tuple(p.shape)}, got {found}."
-            )
+    check_shapes("prior_center", center, weights)
     return dict(center)
+
+
+def check_shapes(argument: str, given: Weights, weights: Weights, hint: str = "") -> None:
+    """Raise a ``ValueError`` if a weight is not among the given tensors, or has another shape there."""
+    for name, p in weights.items():
+        wanted = tuple(p.shape)
+        found = tuple(given[name].shape) if name in given else "nothing"
+        if found != wanted:
+            raise ValueError(
+                f"`{argument}` must hold `{name}` with shape {wanted}, got {found}{hint}."
+            )
 
 
 def weight_kl(model: nn.Module) -> Tensor:
@@ -382,15 +347,10 @@ def sampling(model: nn.Module, enabled: bool = True) -> Iterator[None]:
         ...     bool((net.weight == net.weight).all())
         False
     """
-    noises = [noise for *_, noise in noisy_weights(model)]
-    before = [noise.sampled for noise in noises]
-    try:
+    with _put_back(model, "sampled") as noises:
         for noise in noises:
             noise.sampled = enabled
         yield
-    finally:
-        for noise, sampled in zip(noises, before, strict=True):
-            noise.sampled = sampled
 
 
 @contextmanager
@@ -407,12 +367,20 @@ def repeatable_noise(model: nn.Module) -> Iterator[None]:
         >>> torch.equal(first, net(x))
         True
     """
-    before = [(noise, noise.draws) for *_, noise in noisy_weights(model)]
-    try:
+    with _put_back(model, "draws"):
         yield
+
+
+@contextmanager
+def _put_back(model: nn.Module, attribute: str) -> Iterator[list[NoisyWeight]]:
+    """Yield the noise of all weights, and give each its own value of an attribute back afterwards."""
+    noises = [noise for *_, noise in noisy_weights(model)]
+    before = [getattr(noise, attribute) for noise in noises]
+    try:
+        yield noises
     finally:
-        for noise, draws in before:
-            noise.draws = draws
+        for noise, value in zip(noises, before, strict=True):
+            setattr(noise, attribute, value)
 
 
 def plain_state_dict(model: nn.Module) -> dict[str, Tensor]:
@@ -425,12 +393,9 @@ def plain_state_dict(model: nn.Module) -> dict[str, Tensor]:
         >>> list(plain_state_dict(add_weight_noise(nn.Linear(2, 1))))
         ['bias', 'weight']
     """
-    plain = {}
-    for name, value in model.state_dict().items():
-        if "parametrizations." not in name:
-            plain[name] = value
-    for name, mean, _ in noisy_weights(model):
-        plain[name] = mean.detach()
+    state = model.state_dict()
+    plain = {name: value for name, value in state.items() if "parametrizations." not in name}
+    plain |= {name: mean.detach() for name, mean, _ in noisy_weights(model)}
     return dict(sorted(plain.items()))
 
 
@@ -456,5 +421,19 @@ def remove_weight_noise(model: nn.Module, *, sample: bool = False) -> nn.Module:
             model.get_submodule(path), attribute, leave_parametrized=False
         )
     for module in model.modules():
-        detach_hooks(module)
+        for hooks in (
+            module._forward_pre_hooks,
+            module._forward_hooks,
+            module._load_state_dict_pre_hooks,
+        ):
+            for key, hook in list(hooks.items()):
+                if _is_ours(hook):
+                    del hooks[key]
+                    module._forward_hooks_always_called.pop(key, None)
     return model
+
+
+def _is_ours(hook: Any) -> bool:
+    """Tell by the function: handles would point to the original after a ``deepcopy``."""
+    function = getattr(hook, "hook", hook)
+    return function is _accept_plain or isinstance(getattr(function, "__self__", None), _Held)

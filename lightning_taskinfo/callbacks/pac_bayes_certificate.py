@@ -1,7 +1,7 @@
 """Certify a network at the end of its training, or every few epochs."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, cast, get_args
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +25,9 @@ from lightning_taskinfo.certificates import (
     pareto_front,
 )
 from lightning_taskinfo.certificates.certify import check_choices
-from lightning_taskinfo.certificates.curvatures import Structures, named_structures
-from lightning_taskinfo.certificates.prior import fixed_tensors, hashes
-from lightning_taskinfo.certificates.subject import ErrorKind
-from lightning_taskinfo.functional.likelihood import as_likelihood
+from lightning_taskinfo.certificates.prior import fixed_hashes
+from lightning_taskinfo.certificates.search import Structures, named_structures
+from lightning_taskinfo.certificates.subject import ErrorKind, check_scores, check_word
 from lightning_taskinfo.plotting import plot_pareto
 
 
@@ -121,10 +120,9 @@ class PACBayesCertificate(Probe):
                 f"`prior_origin` must say where the weights come from, got {prior_origin!r}."
             )
         check_positive(prior_stds=prior_stds)
-        check_choices(delta=delta, delta_draws=delta_draws, draws=draws, betas=betas)
+        check_choices(delta, draws, betas, delta_draws=delta_draws)
         named_structures(structure)  # refuses what it does not know
-        if error not in get_args(ErrorKind):
-            raise ValueError(f"`error` must be one of {get_args(ErrorKind)}, got {error!r}.")
+        check_word("error", error, ErrorKind)
         self.error = error
         self.headline = ("certificate_bound", "certificate_risk")
         self.prior_origin = prior_origin
@@ -162,7 +160,7 @@ class PACBayesCertificate(Probe):
         known = self._center.begin(pl_module)
         if not known:  # otherwise from a checkpoint, or an earlier fit: before the data were seen
             self._late = trainer.ckpt_path is not None
-            self._fixed = hashes(fixed_tensors(pl_module))
+            self._fixed = fixed_hashes(pl_module)
 
     def on_before_optimizer_step(
         self,
@@ -181,25 +179,7 @@ class PACBayesCertificate(Probe):
             )
 
     def _check_outputs(self, outputs: Tensor, targets: Tensor | None) -> None:
-        shape = "[N, C]" if self.error == "class" else "[N, T, V]"
-        axes = shape.count(",") + 1
-        if outputs.ndim != axes or outputs.shape[-1] < 2:
-            two = "; a logit z of yes or no becomes two by torch.cat([0 * z, z], -1)"
-            raise ValueError(
-                f"{self.state_key} certifies classifiers: the module must return logits {shape} of at least 2 classes, "
-                f"got {list(outputs.shape)}; set `forward_fn` to a function of (module, inputs) that returns them"
-                f"{two if outputs.shape[1:] == (1,) else ''}."
-            )
-        given = "none"
-        fits = False
-        if targets is not None:
-            given = f"{targets.dtype} of shape {list(targets.shape)}"
-            fits = not targets.is_floating_point() and targets.shape == outputs.shape[:-1]
-        if not fits:
-            raise ValueError(
-                f"{self.state_key} needs class indices (integers) of shape [N] as targets, got {given}."
-            )
-        as_likelihood("categorical").check(outputs, targets)
+        check_scores(self.error, outputs, targets, who=self.state_key)
 
     def observe(self, model: nn.Module, samples: Samples) -> Certificate:
         if samples.targets is None:

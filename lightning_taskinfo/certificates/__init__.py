@@ -7,9 +7,8 @@ from lightning_taskinfo.certificates.certificate import (
     TestSetBound,
 )
 from lightning_taskinfo.certificates.certify import certify
-from lightning_taskinfo.certificates.curvatures import Structure
 from lightning_taskinfo.certificates.prior import PRIOR_STDS, Prior
-from lightning_taskinfo.certificates.search import BETAS, pareto_front
+from lightning_taskinfo.certificates.search import BETAS, Structure, pareto_front
 from lightning_taskinfo.certificates.subject import zero_one_loss
 
 __all__ = [

@@ -4,8 +4,8 @@ import html
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any, cast
 
 from lightning_taskinfo.distributions import WeightGaussian
 from lightning_taskinfo.functional.tail_bounds import binomial_upper_bound
@@ -227,15 +227,12 @@ class Certificate:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything but the distribution itself, ready for JSON."""
-        values: dict[str, Any] = dict(vars(self))
+        values = asdict(replace(self, post=cast(Any, None)))
         del values["post"]
         values["confidence"] = self.confidence
-        values["candidates"] = [_row(row) for row in self.candidates]
-        if self.network is None:
-            values["network"] = None
-        else:
-            values["network"] = asdict(self.network)
-        values["test_set"] = asdict(self.test_set)
+        for row in values["candidates"]:
+            if row["disagreement"] == math.inf:  # which JSON does not know
+                row["disagreement"] = None
         return values
 
     def to_json(self, **options: Any) -> str:
@@ -393,14 +390,6 @@ class Certificate:
             cells += f"<tr>{head}<td {left}>{html.escape(value)}</td></tr>"
         first, *others = map(html.escape, self._sentences())
         return f"<p><b>{first}</b> {' '.join(others)}</p><table>{cells}</table>"
-
-
-def _row(row: Candidate) -> dict[str, Any]:
-    """Return a row of the search for JSON, which knows no infinity."""
-    plain = {}
-    for name, value in vars(row).items():
-        plain[name] = None if value == math.inf else value
-    return plain
 
 
 def _in_words(network: NetworkBound | None) -> str:

@@ -1,44 +1,66 @@
-"""``certify(model, data, prior)``: what can be proved about a network that was simply trained."""
+"""``certify(model, data, prior)``: what can be proved about a network that was simply trained.
+
+Three proofs: the PAC-Bayes bound for the stochastic network; the bound for the network itself, by disagreement on fresh
+inputs; and that of held-out labels.
+"""
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeAlias, get_args
+from itertools import product
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from lightning_taskinfo._batches import IGNORED, Reader, sample_count
 from lightning_taskinfo._observe import observing
-from lightning_taskinfo._progress import Progress, counted, shown
+from lightning_taskinfo._progress import Progress, counted, shown, silent
 from lightning_taskinfo._ranges import check_counts, check_positive, check_probability
-from lightning_taskinfo.certificates.certificate import Certificate
-from lightning_taskinfo.certificates.curvatures import Curvature, Structures, curvatures_to_try
-from lightning_taskinfo.certificates.network import (
-    FEWEST,
-    block_disagreements,
-    held_out_bound,
-    network_bound,
+from lightning_taskinfo.certificates import prior as priors
+from lightning_taskinfo.certificates.certificate import (
+    Candidate,
+    Certificate,
+    NetworkBound,
+    TestSetBound,
 )
-from lightning_taskinfo.certificates.prior import Prior, assumptions, half_prior, reasons_against
-from lightning_taskinfo.certificates.samples import Data, check_fresh, read_inputs, read_labelled
+from lightning_taskinfo.certificates.prior import Prior
+from lightning_taskinfo.certificates.samples import (
+    Data,
+    Samples,
+    check_fresh,
+    read_inputs,
+    read_labelled,
+)
 from lightning_taskinfo.certificates.search import (
     BETAS,
+    Curvature,
+    Search,
+    Structures,
     Theorem,
     best_of,
     bound_of,
-    propose,
-    search,
+    curvatures_to_try,
 )
-from lightning_taskinfo.certificates.subject import ErrorKind, Loss, Subject, check_certifiable
+from lightning_taskinfo.certificates.subject import (
+    ErrorKind,
+    Loss,
+    Subject,
+    check_certifiable,
+    check_word,
+    differences,
+    pick,
+)
 from lightning_taskinfo.distributions import WeightGaussian
 from lightning_taskinfo.fisher.fallback import Forward
+from lightning_taskinfo.functional import tail_bounds
 from lightning_taskinfo.functional.pac_bayes import monte_carlo_interval
-from lightning_taskinfo.functional.tail_bounds import betting_interval
 
+Interval: TypeAlias = Literal["betting", "kl"]
 # Beside four standard errors: a known error may be of a few other samples.
 KNOWN_ERROR_MARGIN = 0.05
 DRAW_SIZE = 64  # samples per fresh network: many networks on few samples tell more than few on many
-Interval: TypeAlias = Literal["betting", "kl"]
+FEWEST = 100  # fresh inputs; fewer prove nothing, even where all predictions agree
+HELD_OUT = 5  # one label in so many would be held out
 
 
 def certify(
@@ -140,17 +162,10 @@ def certify(
         Pitas, *On PAC-Bayes bounds for deep neural networks using the loss curvature*; Dziugaite, Roy, *Computing
         nonvacuous generalization bounds for deep (stochastic) neural networks*, UAI 2017.
     """
-    prior = Prior() if prior is None else prior
-    if not isinstance(prior, Prior):
-        raise TypeError(f"`prior` must be a Prior or None, got a {type(prior).__name__}.")
-    _check_words(theorem, interval)
-    check_choices(
-        delta=delta,
-        delta_draws=delta_draws,
-        draws=draws,
-        betas=betas,
-        delta_network=delta_network,
-    )
+    prior = prior or Prior()
+    check_word("theorem", theorem, Theorem)
+    check_word("interval", interval, Interval)
+    check_choices(delta, draws, betas, delta_draws=delta_draws, delta_network=delta_network)
     if unlabelled is not None and loss_fn is not None:
         raise ValueError(
             "`unlabelled` must go with an `error`, got a `loss_fn`, which knows no disagreement."
@@ -158,76 +173,58 @@ def certify(
 
     # Read everything, and refuse what cannot be used, before the long work begins.
     check_certifiable(model)
-    reader = Reader(batch_fn, forward_fn)
-    samples = read_labelled(data, model=model, reader=reader)
+    reading: dict[str, Any] = {"model": model, "reader": Reader(batch_fn, forward_fn)}
+    samples = read_labelled(data, **reading)
     prior.center_of(model)
     if half_fn is not None:
-        prior, samples = half_prior(prior, model, samples, half_fn, seed)
-    fresh = None
+        prior, samples = priors.half_prior(prior, model, samples, half_fn, seed)
+    fresh = labelled = None
     if unlabelled is not None:
-        fresh = read_inputs(unlabelled, model=model, reader=reader)
-    labelled = None
+        fresh = read_inputs(unlabelled, **reading)
     if held_out is not None:
-        labelled = read_labelled(held_out, argument="held_out", model=model, reader=reader)
-    notes = _check_use(samples, prior, fresh, labelled)
+        labelled = read_labelled(held_out, argument="held_out", **reading)
+    notes = _check_use(prior, samples, fresh, labelled)
 
     with observing(model), shown(progress, "certify", len(betas)) as tell:
-        subject = Subject.of(
-            model,
-            samples,
-            seed=seed,
-            error=error,
-            loss_fn=loss_fn,
-            forward_fn=forward_fn,
-        )
+        options: dict[str, Any] = {"error": error, "loss_fn": loss_fn, "forward_fn": forward_fn}
+        subject = Subject(model, samples, seed=seed, **options)
         model_risk = float(subject.all_losses().mean())
         if known_error is not None:
             _check_known_error(model_risk, known_error, subject.n)
-        counts = None if fresh is None else _counts(subject, *fresh)
-        few = subject.some(slice(4))
-        reasons = reasons_against(model, prior, few, subject.outputs)
+        counts = None if fresh is None else _counts(subject, fresh[1])
+        few = pick(subject.inputs, slice(4))
+        reasons = priors.reasons_against(model, prior, few, subject.outputs)
         curvatures = curvatures_to_try(subject, structure, curvature_samples)
-        bound_by = bound_of(theorem, subject.n, delta)
-        rows = search(
-            subject,
-            prior,
-            curvatures,
-            betas,
-            bound=bound_by,
-            network=fresh is not None,
-            progress=tell,
-        )
+        search = Search(subject, prior, curvatures, bound_of(theorem, subject.n, delta))
+        rows = search.rows(betas, network=fresh is not None, progress=tell)
         best, *others = best_of(rows, network=fresh is not None)
-        winner = propose(subject, prior, curvatures[best.structure], best.beta)
-        risks, why_not = _fresh_risks(subject, winner.post, draws, tell)
-        low, high = _interval(risks, interval, delta_draws)
-        bound = min(1.0, bound_by(high, winner.kl + winner.price))
+
+        winner = search.propose(best.structure, best.beta)
+        risks = fresh_risks(subject, winner.post, draws, tell)
+        outside = risks[(risks < 0) | (risks > 1)]
+        if len(outside):
+            reasons.append(f"the loss must lie in [0, 1], got {outside[0].item()}")
+        risks = risks.clamp(0, 1).mean(1)
+        if interval == "kl":
+            ends = monte_carlo_interval(risks.mean(), draws, delta_draws)
+        else:
+            ends = tail_bounds.betting_interval(risks, delta_draws)
+        low, high = map(float, ends)
+        bound = proved = min(1.0, search.bound(high, winner.kl + winner.price))
 
         network = None
-        for other in others:  # the best one for the network itself, with draws of its own
-            assert fresh is not None
-            # Its post-distribution is fixed before the fresh inputs are touched.
-            proposal = propose(subject, prior, curvatures[other.structure], other.beta)
-            own_risks, _ = _fresh_risks(subject, proposal.post, draws, tell)
-            disagreements = block_disagreements(
-                subject, proposal.post, fresh[0], counts, draws, tell
-            )
+        if fresh is not None:
             network = network_bound(
-                other,
-                proposal,
-                own_risks,
-                disagreements,
-                bound=bound_by,
-                delta=delta,
-                delta_network=delta_network,
+                search, others[0], fresh[0], counts, draws, delta, delta_network, tell
             )
-        proved = bound if network is None else network.bound
-        test_set = held_out_bound(subject, labelled, proved, delta + delta_draws)
+            proved = network.bound
+        other = None if labelled is None else Subject(model, labelled, seed=0, **options)
+        test_set = held_out_bound(subject, other, proved, delta + delta_draws)
     return Certificate(
         bound=bound,
-        valid=not reasons + why_not,
-        reasons=tuple(reasons + why_not),
-        assumptions=(*assumptions(model, prior), *notes),
+        valid=not reasons,
+        reasons=tuple(reasons),
+        assumptions=(*priors.assumptions(model, prior), *notes),
         risk=float(risks.mean()),
         risk_interval=(low, high),
         model_risk=model_risk,
@@ -241,7 +238,7 @@ def certify(
         theorem=theorem,
         structure=best.structure,
         beta=best.beta,
-        prior_origin=(prior.origin or "unknown") if prior.center is not None else "0",
+        prior_origin="0" if prior.center is None else prior.origin or "unknown",
         prior_std=winner.prior_std,
         prior_grid=len(prior.stds),
         error=error if loss_fn is None else "loss",
@@ -257,8 +254,7 @@ def _check_known_error(found: float, known: float, n: int) -> None:
     if not 0 <= known <= 1:
         raise ValueError(f"`known_error` must be between 0 and 1, got {known}.")
     standard_error = math.sqrt(found * (1 - found) / n)
-    reach = KNOWN_ERROR_MARGIN + 4 * standard_error
-    if abs(found - known) > reach:
+    if abs(found - known) > KNOWN_ERROR_MARGIN + 4 * standard_error:
         raise ValueError(
             f"`known_error` must be near the network's error on these samples, {found:.4f}, got {known}: are inputs "
             "prepared as for training, and are these the samples?"
@@ -266,17 +262,13 @@ def _check_known_error(found: float, known: float, n: int) -> None:
 
 
 def _check_use(
-    samples: tuple[Any, Tensor],
     prior: Prior,
-    fresh: tuple[Any, Any] | None,
-    labelled: tuple[Any, Tensor] | None,
+    certified: Samples,
+    fresh: tuple[Any, Tensor | None] | None,
+    labelled: Samples | None,
 ) -> list[str]:
     """Refuse samples that were used where they may not have been; return what could not be checked."""
-    notes: list[str | None] = []
-    certified = "the certified samples"
-    centre = "those that the prior's centre was trained on"
-    if prior.seen is not None:
-        notes.append(check_fresh("data", samples[0], prior.seen, centre))
+    notes = []
     if fresh is not None:
         count = sample_count(fresh[0])
         if count < FEWEST:
@@ -287,22 +279,24 @@ def _check_use(
         )
     if labelled is not None:
         notes.append("the held-out samples served no training, prior or choice")
-    for argument, others in (("unlabelled", fresh), ("held_out", labelled)):
-        if others is not None:
-            notes.append(check_fresh(argument, others[0], samples[0], certified))
-            if prior.seen is not None:
-                notes.append(check_fresh(argument, others[0], prior.seen, centre))
-    return [note for note in notes if note is not None]
+    given = {"data": certified, "unlabelled": fresh, "held_out": labelled}
+    used = {
+        "the certified samples": certified[0],
+        "those that the prior's centre was trained on": prior.seen,
+    }
+    for (argument, new), (what, old) in product(given.items(), used.items()):
+        if new is not None and old is not None and new[0] is not old:
+            notes += check_fresh(argument, new[0], old, what)
+    return notes
 
 
-def _counts(subject: Subject, inputs: Any, targets: Any) -> Tensor | None:
+def _counts(subject: Subject, targets: Tensor | None) -> Tensor | None:
     """Return where predictions on fresh inputs count: where there is no padding, as far as that is known."""
     if subject.error == "class":
         return None
-    if isinstance(targets, Tensor):
+    if targets is not None:
         return targets != IGNORED
-    ignored = subject.targets == IGNORED
-    if subject.error == "token" and bool(ignored.any()):
+    if subject.error == "token" and bool((subject.targets == IGNORED).any()):
         raise ValueError(
             "`unlabelled` must come with targets that are -100 in padding and anything else elsewhere, as `data` has "
             "padding and `error` is 'token', got inputs alone."
@@ -310,46 +304,128 @@ def _counts(subject: Subject, inputs: Any, targets: Any) -> Tensor | None:
     return None  # a sequence that agrees everywhere agrees where labels would be
 
 
-def _fresh_risks(
+def fresh_risks(subject: Subject, post: WeightGaussian, draws: int, progress: Progress) -> Tensor:
+    """Return the losses of some networks that nothing was chosen by, shape ``[draws, samples]``."""
+    turns = counted(range(draws), draws, progress, "draws")
+    return torch.stack([subject.draw_losses(post, DRAW_SIZE)[0] for _ in turns])
+
+
+def block_disagreements(
     subject: Subject,
     post: WeightGaussian,
+    inputs: Any,
+    counts: Tensor | None,
     draws: int,
-    progress: Progress,
-) -> tuple[Tensor, list[str]]:
-    """Return the mean loss of each of some networks that nothing was chosen by, and what is wrong with the losses."""
-    turns = counted(range(draws), draws, progress, "draws")
-    drawn = [subject.draw_losses(post, DRAW_SIZE)[0] for _ in turns]
-    losses = torch.stack(drawn)  # [draws, samples]
-    outside = losses[(losses < 0) | (losses > 1)]
-    wrong = [f"the loss must lie in [0, 1], got {outside[0].item()}"] if len(outside) else []
-    return losses.clamp(0, 1).mean(1), wrong
+    progress: Progress = silent,
+) -> tuple[Tensor, int]:
+    """Return the mean disagreement of each block of fresh inputs with one draw of the weights.
+
+    Inputs that share a draw are not independent of each other, but the means of blocks are: each
+    has inputs and a draw of its own. Blocks are equal in size, as small as ``draws`` allows; the
+    inputs are put into them at random.
+
+    Args:
+        subject: The network; the samples it was certified on are not used here.
+        post: The post-distribution.
+        inputs: The fresh inputs.
+        counts: Where a prediction counts, shape ``[N, T]``; everywhere if ``None``.
+        draws: At most this many blocks.
+        progress: Told how many blocks are done.
+
+    Returns:
+        The means, shape ``[blocks]``, and the number of inputs in a block.
+    """
+    m = sample_count(inputs)
+    size = math.ceil(m / draws)
+    blocks = m // size
+    g = subject.generator
+    order = torch.randperm(m, generator=g, device=g.device)[: blocks * size]
+    own = subject.predictions(inputs)
+    if counts is None:
+        counts = torch.ones_like(own, dtype=torch.bool)
+    means = []
+    for index in counted(order.split(size), blocks, progress, "disagreement"):
+        some, of_network, where = pick((inputs, own, counts), index, subject.device)
+        with post.with_weights(subject.model, g):
+            drawn = subject.predictions(some)
+        means.append(differences(drawn, of_network, where, subject.error).mean())
+    return torch.stack(means), size
 
 
-def _interval(risks: Tensor, interval: Interval, delta: float) -> tuple[float, float]:
-    if interval == "kl":
-        low, high = monte_carlo_interval(risks.mean(), len(risks), delta)
-    else:
-        low, high = betting_interval(risks, delta)
-    return float(low), float(high)
-
-
-def _check_words(theorem: str, interval: str) -> None:
-    if theorem not in get_args(Theorem):
-        raise ValueError(f"`theorem` must be one of {get_args(Theorem)}, got {theorem!r}.")
-    if interval not in get_args(Interval):
-        raise ValueError(f"`interval` must be one of {get_args(Interval)}, got {interval!r}.")
-
-
-def check_choices(
-    *,
+def network_bound(
+    search: Search,
+    row: Candidate,
+    inputs: Any,
+    counts: Tensor | None,
+    draws: int,
     delta: float,
-    delta_draws: float,
-    draws: int,
-    betas: Sequence[float],
-    delta_network: float = 0.01,
-) -> None:
+    delta_network: float,
+    progress: Progress,
+) -> NetworkBound:
+    """Add the bound on the stochastic classifier's error to that on its disagreement with the network.
+
+    Args:
+        search: The search that has found the post-distribution.
+        row: The best row for the network itself: fixed before the fresh inputs are touched.
+        inputs: The fresh inputs.
+        counts: Where a prediction on them counts.
+        draws: Number of networks to draw for each of the two estimates.
+        delta: Probability with which the theorem may fail.
+        delta_network: Probability with which one of the two estimates may fail, half for each.
+        progress: Told how many draws are done.
+    """
+    subject = search.subject
+    post, kl, price, _ = search.propose(row.structure, row.beta)
+    risks = fresh_risks(subject, post, draws, progress).clamp(0, 1).mean(1)
+    means, size = block_disagreements(subject, post, inputs, counts, draws, progress)
+    risk_upper = float(tail_bounds.betting_upper_bound(risks, delta_network / 2))
+    disagreement_upper = float(tail_bounds.betting_upper_bound(means, delta_network / 2))
+    stochastic = min(1.0, search.bound(risk_upper, kl + price))
+    return NetworkBound(
+        bound=min(1.0, stochastic + disagreement_upper),
+        stochastic_bound=stochastic,
+        disagreement=float(means.mean()),
+        disagreement_upper=disagreement_upper,
+        inputs=size * len(means),
+        blocks=len(means),
+        risk=float(risks.mean()),
+        risk_upper=risk_upper,
+        kl=kl,
+        price=price,
+        structure=row.structure,
+        beta=row.beta,
+        delta=delta_network,
+        confidence=1 - delta - delta_network,
+    )
+
+
+def held_out_bound(
+    subject: Subject, held_out: Subject | None, best: float, delta: float
+) -> TestSetBound:
+    """Bound the network's error by held-out labels, or say what they would have to show.
+
+    Args:
+        subject: The network and the samples it is certified on.
+        held_out: The network and samples that neither training nor a choice has seen.
+        best: The bound to compare with.
+        delta: Probability with which the test-set bound may fail.
+    """
+    risk = bound = None
+    n = max(1, subject.n // HELD_OUT)
+    if held_out is not None:
+        n = held_out.n
+        losses = held_out.all_losses()
+        risk = float(losses.mean())
+        if subject.loss_fn is None and subject.error != "token":
+            bound = float(tail_bounds.binomial_upper_bound(int(losses.sum()), n, delta))
+        else:  # a mean of losses between 0 and 1 is not binomial
+            bound = float(tail_bounds.betting_upper_bound(losses.clamp(0, 1), delta))
+    errors = tail_bounds.most_errors_below(best, n, delta)
+    return TestSetBound(n, risk, bound, errors / n, 1 - delta)
+
+
+def check_choices(delta: float, draws: int, betas: Sequence[float], **others: float) -> None:
     """Raise a ``ValueError`` if probabilities, numbers of draws or weights of the KL are out of their range."""
-    others = {"delta_draws": delta_draws, "delta_network": delta_network}
     check_probability(delta=delta, **others)
     for argument, value in others.items():
         if delta + value >= 1:

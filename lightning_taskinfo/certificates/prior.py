@@ -1,25 +1,27 @@
 """The pre-distribution of a certificate: its centre, its widths, and what may make the certificate invalid."""
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from operator import itemgetter
 from os import PathLike
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_taskinfo._batches import take
 from lightning_taskinfo._files import read_checkpoint
 from lightning_taskinfo._observe import trainable_parameters, weights_now
 from lightning_taskinfo._random import own_randomness
 from lightning_taskinfo._ranges import check_finite_tensors, check_positive
+from lightning_taskinfo.certificates.samples import Samples
+from lightning_taskinfo.certificates.subject import pick
+from lightning_taskinfo.variational import check_shapes
 
+Tensors: TypeAlias = Mapping[str, Tensor]
 PRIOR_STDS = tuple(0.5 * 2 ** (-j / 2) for j in range(24))  # 0.5 … 1.7e-4, whatever the data
-NAMED = 3  # missing parameters that a message names
 
 
 @dataclass(frozen=True)
@@ -49,9 +51,7 @@ class Prior:
         ['bias', 'weight']
     """
 
-    center: nn.Module | Mapping[str, Tensor] | str | PathLike[str] | None = field(
-        default=None, repr=False
-    )
+    center: nn.Module | Tensors | str | PathLike[str] | None = field(default=None, repr=False)
     origin: str | None = None
     stds: Sequence[float] = PRIOR_STDS
     per_layer: bool = True
@@ -65,8 +65,12 @@ class Prior:
             raise ValueError(
                 f"`fresh` must be a sequence of beginnings of names, got {self.fresh!r}."
             )
-        if isinstance(self.center, str | PathLike):
-            object.__setattr__(self, "center", read_checkpoint("center", self.center).state)
+        center = self.center
+        if isinstance(center, str | PathLike):
+            center = read_checkpoint("center", center).state
+        elif isinstance(center, nn.Module):
+            center = dict(center.named_parameters()) | dict(center.named_buffers())
+        object.__setattr__(self, "center", center)
         check_finite_tensors("center", self.values())
 
     @classmethod
@@ -82,63 +86,38 @@ class Prior:
             origin: Where its weights come from, in words.
             **others: Further arguments of :class:`Prior`.
         """
-        return cls(weights_now(model), origin, fixed=hashes(fixed_tensors(model)), **others)
+        return cls(weights_now(model), origin, fixed=fixed_hashes(model), **others)
 
     def values(self) -> dict[str, Tensor]:
         """Return parameters and buffers of the centre by name; empty for a centre at 0."""
-        if self.center is None:
-            return {}
-        if isinstance(self.center, nn.Module):
-            values: dict[str, Tensor] = dict(self.center.named_parameters())
-            return values | dict(self.center.named_buffers())
-        assert isinstance(self.center, Mapping)  # a file was read
-        return dict(self.center)
+        return dict(cast(Tensors, self.center or {}))
+
+    def layer_of(self, name: str) -> str:
+        """Return the layer with which a parameter shares its standard deviation; ``""`` where all do."""
+        return name.rpartition(".")[0] if self.per_layer else ""
 
     def center_of(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return the centre of each trainable parameter, on the model's device."""
-        weights = trainable_parameters(model)
-        if self.center is None:
-            return {name: torch.zeros_like(p) for name, p in weights.items()}
-        values = self.values()
-        center = {}
-        for name, p in weights.items():
-            if name.startswith(tuple(self.fresh)):
-                center[name] = torch.zeros_like(p)
-            elif name in values and values[name].shape == p.shape:
-                center[name] = values[name].detach().to(p)
-        if len(center) < len(weights):
-            raise ValueError(self._misfit(weights, values, center))
-        return center
+        """Return the centre of each trainable parameter, on the model's device.
 
-    def _misfit(
-        self,
-        weights: Mapping[str, Tensor],
-        values: Mapping[str, Tensor],
-        center: Mapping[str, Tensor],
-    ) -> str:
-        """Say of which parameters the centre knows nothing; of another network's centre that is most of them."""
-        wrong = [name for name in weights if name not in center]
-        missing = [name for name in wrong if name not in values]
-        if not missing:
-            (name, *_) = wrong
-            return (
-                f"`center` must have the shapes of the model's parameters, got {tuple(values[name].shape)} for "
-                f"{name} of shape {tuple(weights[name].shape)}; `fresh` names a head that is new."
-            )
-        more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
-        return (
-            "`center` must hold every trainable parameter of the model, got none for "
-            f"{missing[:NAMED]}{more}; `fresh` names a head that is new."
-        )
+        Raises:
+            ValueError: If it is the centre of another network.
+        """
+        weights = trainable_parameters(model)
+        values = self.values()
+        for name, p in weights.items():
+            if self.center is None or name.startswith(tuple(self.fresh)):
+                values[name] = torch.zeros_like(p)
+        check_shapes("center", values, weights, "; `fresh` names a head that is new")
+        return {name: values[name].detach().to(p) for name, p in weights.items()}
 
 
 def half_prior(
     prior: Prior,
     model: nn.Module,
-    data: tuple[Any, Tensor],
+    data: Samples,
     half_fn: Callable[..., Any],
     seed: int,
-) -> tuple[Prior, tuple[Any, Tensor]]:
+) -> tuple[Prior, Samples]:
     """Train the centre on a random half of the samples; return the new prior, and the other half.
 
     Args:
@@ -153,17 +132,13 @@ def half_prior(
         raise ValueError(
             "`half_fn` needs a `prior` with a `center` to train from, got a centre at 0."
         )
-    inputs, targets = data
     generator = torch.Generator().manual_seed(seed)
-    order = torch.randperm(len(targets), generator=generator, device="cpu")
-    first, second = order.tensor_split(2)
-    half = _part(inputs, targets, first)
-    rest = _part(inputs, targets, second)
+    order = torch.randperm(len(data[1]), generator=generator, device="cpu")
+    half, rest = (pick(data, index) for index in order.tensor_split(2))
     network = deepcopy(model)
     start = {**prior.values(), **prior.center_of(model)}
     network.load_state_dict({**network.state_dict(), **start})
-    device = next(network.parameters()).device
-    with own_randomness(seed, device):
+    with own_randomness(seed, next(network.parameters()).device):
         returned = half_fn(network, half)
     trained = returned if isinstance(returned, nn.Module) else network
     # Frozen weights and buffers are still compared with the start: those of `model` may have
@@ -172,16 +147,8 @@ def half_prior(
     origin = prior.origin
     if origin:
         origin += ", then trained on a random half of the samples, which is not certified"
-    seen, _ = half
-    informed = replace(prior, center=center, origin=origin, fresh=(), seen=seen)
+    informed = replace(prior, center=center, origin=origin, fresh=(), seen=half[0])
     return informed, rest
-
-
-def _part(inputs: Any, targets: Tensor, index: Tensor) -> tuple[Any, Tensor]:
-    def picked(x: Tensor) -> Tensor:
-        return x[index.to(x.device)]
-
-    return take(inputs, picked), picked(targets)
 
 
 def fixed_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -190,25 +157,27 @@ def fixed_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {**frozen, **dict(model.named_buffers())}
 
 
-def hashes(tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
-    """Return a hash of each tensor's values and shape."""
-    found = {}
-    for name, tensor in tensors.items():
-        values = tensor.detach().cpu().contiguous()
-        shape = str(tuple(values.shape))
-        hashed = hashlib.blake2b(shape.encode(), digest_size=16)
-        if values.numel():
-            raw = values.reshape(-1).view(torch.uint8)
-            hashed.update(raw.numpy().data)
-        found[name] = hashed.digest()
-    return found
+def fixed_hashes(model: nn.Module) -> dict[str, bytes]:
+    """Return a hash of each of them."""
+    return {name: hash_of(tensor) for name, tensor in fixed_tensors(model).items()}
+
+
+def hash_of(tensor: Tensor) -> bytes:
+    """Return a hash of a tensor's values and shape."""
+    values = tensor.detach().cpu().contiguous()
+    shape = str(tuple(values.shape))
+    hashed = hashlib.blake2b(shape.encode(), digest_size=16)
+    if values.numel():
+        raw = values.reshape(-1).view(torch.uint8)
+        hashed.update(raw.numpy().data)
+    return hashed.digest()
 
 
 def reasons_against(
     model: nn.Module,
     prior: Prior,
     inputs: Any,
-    forward: Callable[[Any], Tensor] | None = None,
+    forward: Callable[[Any], Tensor],
 ) -> list[str]:
     """Return what makes a certificate for ``model`` invalid; nothing if all is well.
 
@@ -216,66 +185,53 @@ def reasons_against(
         model: The trained network, in eval mode.
         prior: Its pre-distribution.
         inputs: Four inputs, to see whether samples influence each other.
-        forward: Outputs from inputs; the model itself by default.
+        forward: Outputs from inputs.
     """
-    prior.center_of(model)  # refuses the weights of another network
-    center = prior.values()
     return [
-        *_about_the_center(model, prior, center),
-        *_about_fixed_tensors(model, prior, center),
-        *_about_the_batch(forward or model, inputs),
+        *_about_the_center(model, prior),
+        *_about_fixed_tensors(model, prior),
+        *_about_the_batch(forward, inputs),
     ]
 
 
 def assumptions(model: nn.Module, prior: Prior) -> list[str]:
     """Return the assumptions that cannot be checked."""
-    scales = f"{len(prior.stds)} prior scales"
-    trusted = [
-        f"architecture, preprocessing and the {scales} were fixed before the samples were seen",
+    trusted = []
+    if prior.center is not None:
+        if prior.origin:
+            trusted.append(f"the prior's centre does not depend on the samples: {prior.origin}")
+        if _is_center(model, prior) and not _said_to_be_initial(prior):
+            trusted.append(
+                "the network is the prior's centre itself: it has learned nothing from these samples"
+            )
+    return [
+        *trusted,
+        f"architecture, preprocessing and the {len(prior.stds)} prior scales were fixed before the samples were seen",
         "the samples are independent draws from the distribution the bound speaks of",
     ]
-    if prior.center is None:
-        return trusted
-    same = _equals(trainable_parameters(model), prior.center_of(model))
-    if same and not _said_to_be_initial(prior):
-        itself = (
-            "the network is the prior's centre itself: it has learned nothing from these samples"
-        )
-        trusted.insert(0, itself)
-    if prior.origin:
-        centre = f"the prior's centre does not depend on the samples: {prior.origin}"
-        trusted.insert(0, centre)
-    return trusted
 
 
-def _about_the_center(model: nn.Module, prior: Prior, center: Mapping[str, Tensor]) -> list[str]:
+def _about_the_center(model: nn.Module, prior: Prior) -> list[str]:
     reasons = []
     if prior.center is not None and not prior.origin:
         reasons.append(
             "the prior's centre is not known to be independent of the data: `origin` must say where it is from"
         )
-    weights = trainable_parameters(model)
-    shared = []
-    later = {}  # weights of the centre that were frozen at first
-    for name, parameter in weights.items():
-        if name not in center:
-            continue
-        if _share_memory(center[name], parameter):
-            shared.append(name)
-        if name in prior.fixed:
-            later[name] = center[name]
-    now = hashes(later)
-    changed = [name for name in now if now[name] != prior.fixed[name]]
+    values = prior.values()
+    known = {name: p for name, p in trainable_parameters(model).items() if name in values}
+    frozen_at_first = [name for name in known if name in prior.fixed]
+    changed = [name for name in frozen_at_first if hash_of(values[name]) != prior.fixed[name]]
     if changed:
         reasons.append(
             f"the centre of `{changed[0]}`, which was frozen at first, is not the weight that training began with"
         )
+    shared = [name for name, p in known.items() if _share_memory(values[name], p)]
     if shared:
         reasons.append(
             f"the prior's centre shares memory with the trained weights ({shared[0]}), so it was trained with them: "
             "copy it before training"
         )
-    elif _said_to_be_initial(prior) and _equals(weights, prior.center_of(model)):
+    elif _said_to_be_initial(prior) and _is_center(model, prior):
         reasons.append(
             f"the prior's centre, {prior.origin!r}, equals the trained weights: it was copied after training, or "
             "nothing was learned"
@@ -287,59 +243,55 @@ def _share_memory(first: Tensor, second: Tensor) -> bool:
     return second.numel() > 0 and first.data_ptr() == second.data_ptr()
 
 
-def _equals(weights: Mapping[str, Tensor], center: Mapping[str, Tensor]) -> bool:
-    return all(torch.equal(weights[name], center[name]) for name in weights)
+def _is_center(model: nn.Module, prior: Prior) -> bool:
+    weights = trainable_parameters(model)
+    return all(torch.equal(weights[name], c) for name, c in prior.center_of(model).items())
 
 
 def _said_to_be_initial(prior: Prior) -> bool:
     return "init" in (prior.origin or "").lower()
 
 
-def _about_fixed_tensors(model: nn.Module, prior: Prior, center: Mapping[str, Tensor]) -> list[str]:
+def _about_fixed_tensors(model: nn.Module, prior: Prior) -> list[str]:
     """Frozen parameters and buffers are outside the KL: valid only if they are still what they were."""
-    norms = set()
-    for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm):
-            norms.add(name)
-    fixed = fixed_tensors(model)
-    buffers = dict(model.named_buffers())
-    known = [name for name in prior.fixed if name in fixed]
-    now = hashes({name: fixed[name] for name in known})
-    kept = {name: now[name] == prior.fixed[name] for name in known}
-    found: dict[tuple[str, str], list[str]] = {}
-    for name, value in fixed.items():
-        kind = "frozen parameter"
-        if name in buffers:
-            kind = "BatchNorm statistic" if name.rpartition(".")[0] in norms else "buffer"
-        if name in kept:
-            if kept[name]:
-                continue
-            wrong = "is outside the KL and differs from the prior's centre"
-        elif name not in center:
+    center = prior.values()
+    found = defaultdict(list)
+    for name, value in fixed_tensors(model).items():
+        known = prior.fixed.get(name)
+        shared = False
+        if known is None and name in center:
+            known = hash_of(center[name].to(value))
+            shared = _share_memory(center[name], value)
+        if known is None:
             wrong = "is outside the KL and not part of the prior's centre to compare with"
-        elif not torch.equal(center[name].to(value), value):
+        elif known != hash_of(value):
             wrong = "is outside the KL and differs from the prior's centre"
-        elif _share_memory(center[name], value):
+        elif shared:
             wrong = "shares memory with the prior's centre: copy it before training"
         else:
             continue
-        found.setdefault((kind, wrong), []).append(name)
+        owner = model.get_submodule(name.rpartition(".")[0])
+        kind = "buffer"
+        if isinstance(value, nn.Parameter):
+            kind = "frozen parameter"
+        elif isinstance(owner, _BatchNorm):
+            kind = "BatchNorm statistic"
+        found[kind, wrong].append(name)
     reasons = []
-    for (kind, wrong), names in found.items():
-        more = f", like {len(names) - 1} more," if len(names) > 1 else ""
-        reasons.append(f"{kind} `{names[0]}`{more} {wrong}")
+    for (kind, wrong), (first, *others) in found.items():
+        more = f", like {len(others)} more," if others else ""
+        reasons.append(f"{kind} `{first}`{more} {wrong}")
     return reasons
 
 
 @torch.no_grad()
 def _about_the_batch(forward: Callable[[Any], Tensor], inputs: Any) -> list[str]:
-    halves = (slice(0, 2), slice(2, 4))
     together = forward(inputs)
-    of_halves = [forward(take(inputs, itemgetter(half))) for half in halves]
-    apart = torch.cat(of_halves)
+    halves = [forward(pick(inputs, half)) for half in (slice(0, 2), slice(2, 4))]
+    apart = torch.cat(halves)
     sizes = together.abs().nan_to_num(0.0, 0.0)
-    scale = float(sizes.max())
-    if torch.allclose(together, apart, rtol=1e-3, atol=1e-4 * scale, equal_nan=True):
+    atol = 1e-4 * float(sizes.max())
+    if torch.allclose(together, apart, rtol=1e-3, atol=atol, equal_nan=True):
         return []
     return [
         "the output for a sample depends on the other samples of its batch, so their losses are not independent"

@@ -1,67 +1,178 @@
 """The search for a good post-distribution: what it learns from the data is free, or paid for.
 
+Each is made from a curvature of the loss: which there are, how they are estimated, and the best of them.
 :func:`pareto_front` shows risk against complexity, with the oracle that no prior can beat.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import product
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, NamedTuple, TypeAlias, cast, get_args
 
 import torch
 from torch import Tensor, nn
 
-from lightning_taskinfo._batches import Reader
+from lightning_taskinfo._batches import Reader, outputs_of
 from lightning_taskinfo._observe import at_least_float32, observing, trainable_parameters
 from lightning_taskinfo._progress import Progress, counted, shown
 from lightning_taskinfo.certificates.certificate import Candidate
-from lightning_taskinfo.certificates.curvatures import (
-    Curvature,
-    Structure,
-    curvatures_of,
-    diagonal_of,
-    named_structures,
-)
 from lightning_taskinfo.certificates.prior import Prior
 from lightning_taskinfo.certificates.samples import Data, read_labelled
-from lightning_taskinfo.certificates.subject import ErrorKind, Loss, Subject
+from lightning_taskinfo.certificates.subject import ErrorKind, Loss, Subject, pick
 from lightning_taskinfo.distributions import (
     BlockGaussian,
     CurvatureBlock,
     LowRankCurvature,
     WeightGaussian,
+    diagonal_curvature,
+    kronecker_curvature,
+    layer_input_matrices,
+    neuron_curvature,
     post_distribution,
     pre_distribution,
+    with_diagonal,
 )
+from lightning_taskinfo.fisher import KroneckerFactors, fisher_diagonal, kronecker_factors
 from lightning_taskinfo.fisher.fallback import Forward
-from lightning_taskinfo.functional.pac_bayes import (
-    catoni_bound,
-    kl_bound,
-    mcallester_bound,
-    oracle_complexity,
-    union_bound_price,
-)
+from lightning_taskinfo.functional import pac_bayes
 
+Structure: TypeAlias = Literal["isotropic", "diagonal", "layer_inputs", "neuron", "kron"]
+Structures: TypeAlias = Structure | Literal["auto"] | Sequence[Structure]
+Curvature: TypeAlias = Sequence[CurvatureBlock] | LowRankCurvature
 Theorem: TypeAlias = Literal["kl", "mcallester", "catoni"]
 Bound: TypeAlias = Callable[[float, float], float]
+WIDEST = 2048  # inputs of a layer up to which "auto" tries matrices of them
 BETAS = tuple(10 ** (j / 4) for j in range(-8, 17))  # 0.01 … 10⁴
 COARSE = 4  # of a long grid, every fourth value is tried first, and then those around the best
 LONG = 8  # values that are more than a few
 TRY_DRAWS, TRY_SIZE = 16, 256  # networks, and samples for each, to compare post-distributions by
-BOUNDS = {"kl": kl_bound, "mcallester": mcallester_bound, "catoni": catoni_bound}
+
+
+def named_structures(structure: str | Iterable[str]) -> tuple[str, ...]:
+    """Return the structures of one name or several; raise a ``ValueError`` if there is none, or one is none.
+
+    Example:
+        >>> named_structures("kron"), named_structures(["isotropic", "neuron"])
+        (('kron',), ('isotropic', 'neuron'))
+    """
+    names = (structure,) if isinstance(structure, str) else tuple(structure)
+    if not names:
+        raise ValueError("`structure` must name at least one structure, got none.")
+    if names == ("auto",):
+        return get_args(Structure)
+    for name in names:
+        if name not in get_args(Structure):
+            raise ValueError(
+                f"`structure` must be 'auto' or one of {get_args(Structure)}, got {name!r}."
+            )
+    return names
+
+
+def curvatures_to_try(
+    subject: Subject, structure: Structures | Curvature, samples: int
+) -> dict[str, Curvature]:
+    """Return the curvatures to search by name: the given one, or those of the named structures.
+
+    ``"auto"`` is all that this network can afford. All of them share one prior and one price, so
+    that trying more of them costs time and nothing else. The layer-wise ones need a matrix as wide
+    as a layer has inputs.
+
+    Args:
+        subject: The network and its samples.
+        structure: Names, or a curvature that is ready.
+        samples: How many inputs to estimate it from.
+    """
+    if isinstance(structure, LowRankCurvature):
+        return {"given": structure}
+    if any(isinstance(part, CurvatureBlock) for part in structure):
+        return {"given": cast(Curvature, structure)}
+    names = named_structures(cast(Structures, structure))
+    possible = get_args(Structure)
+    if subject.error != "class":
+        possible = possible[:3]
+    if structure == "auto":
+        weights = trainable_parameters(subject.model).values()
+        wide = any(p.ndim > 1 and p[0].numel() > WIDEST for p in weights)
+        names = possible[:2] if wide else possible  # the cheap ones
+    elif not {*names} <= {*possible}:
+        raise ValueError(
+            f"`structure` must be 'auto' or of {possible} where `error` is {subject.error!r}, got {structure!r}."
+        )
+    return curvatures_of(subject, names, samples)
+
+
+def curvatures_of(
+    subject: Subject, structures: Sequence[str], samples: int
+) -> dict[str, Curvature]:
+    """Return curvatures of the **sum** of the loss by name, estimated from one random part of the inputs.
+
+    Args:
+        subject: The network and its samples.
+        structures: Which ones; parameters that a layer-wise structure cannot represent get a
+            diagonal.
+        samples: How many inputs to look at.
+    """
+    model, n, g = subject.model, subject.n, subject.generator
+    forward = partial(outputs_of, forward_fn=subject.forward_fn)
+    index = torch.randperm(n, generator=g, device=g.device)[:samples]
+    inputs, targets = pick((subject.inputs, subject.targets), index, subject.device)
+    if subject.error == "class" or subject.loss_fn is not None:
+        targets = None  # those of sequences say where there is padding
+    sampled: dict[str, Any] = {"labels": "sampled", "generator": g, "forward_fn": forward}
+    diagonal: dict[str, Tensor] = {}
+    if {*structures} != {"kron"}:
+        fisher = fisher_diagonal(model, inputs, targets, **sampled)
+        diagonal = {name: n * h for name, h in fisher.items()}
+    matrices: dict[str, Tensor] = {}
+    if {"layer_inputs", "neuron"} & {*structures}:
+        matrices = layer_input_matrices(model, inputs, forward_fn=forward)
+    factors: Mapping[str, KroneckerFactors] = {}
+    if {"neuron", "kron"} & {*structures}:
+        factors = kronecker_factors(model, inputs, **sampled)
+
+    found: dict[str, Curvature] = {}
+    for structure in structures:
+        if structure == "diagonal":
+            found[structure] = diagonal_curvature(diagonal)
+        elif structure == "isotropic":
+            mean = torch.cat([h.flatten() for h in diagonal.values()]).mean().item()
+            same = {name: torch.full_like(h, mean) for name, h in diagonal.items()}
+            found[structure] = diagonal_curvature(same)
+        elif structure == "kron":
+            found[structure] = kronecker_curvature(factors, scale=n)
+        else:
+            scales = None
+            if structure == "neuron":
+                scales = {layer: _felt(factors, layer, A) for layer, A in matrices.items()}
+            sums = {layer: n * A for layer, A in matrices.items()}
+            blocks = neuron_curvature(model, sums, scales=scales)
+            found[structure] = with_diagonal(blocks, diagonal)
+    return found
+
+
+def _felt(factors: Mapping[str, KroneckerFactors], layer: str, A: Tensor) -> Tensor:
+    """Return how strongly the loss feels each neuron: with it, ``A`` has the trace of the neuron's own block."""
+    weight = factors[f"{layer}.weight".lstrip(".")]
+    of_neurons, of_inputs = weight.diagonals()
+    same = A.diagonal()[: len(of_inputs)].sum()  # without the bias
+    return of_neurons * (of_inputs.sum() / same)
 
 
 def bound_of(theorem: Theorem, n: int, delta: float) -> Bound:
     """Return the bound of a theorem for ``n`` samples: a function of risk and complexity (KL and price), in nats."""
+    bounds = {
+        "kl": pac_bayes.kl_bound,
+        "mcallester": pac_bayes.mcallester_bound,
+        "catoni": pac_bayes.catoni_bound,
+    }
 
     def bound(risk: float, complexity: float) -> float:
-        return float(BOUNDS[theorem](risk, complexity, n, delta))
+        return float(bounds[theorem](risk, complexity, n, delta))
 
     return bound
 
 
-@dataclass(frozen=True)
-class Proposal:
+class Proposal(NamedTuple):
     """A post-distribution and what it costs.
 
     Attributes:
@@ -76,69 +187,98 @@ class Proposal:
     price: float
     prior_std: dict[str, float]
 
-    def row(self, subject: Subject, structure: str, beta: float, bound: Bound) -> Candidate:
-        """Try it out on a few draws: good enough to choose by, no certificate."""
-        risks = []
-        disagreements = []
-        for _ in range(TRY_DRAWS):
-            losses, differences = subject.draw_losses(self.post, TRY_SIZE)
-            risks.append(losses.mean())
-            if differences is not None:
-                disagreements.append(differences.mean())
-        mean = torch.stack(risks).mean()
-        risk = float(mean.clamp(0, 1))
-        found = bound(risk, self.kl + self.price)
-        candidate = Candidate(structure, beta, risk, self.kl, self.price, found, self.prior_std)
-        if not disagreements:
-            return candidate
-        disagreement = torch.stack(disagreements).mean()
-        return replace(candidate, disagreement=float(disagreement))
 
-
-def search(
-    subject: Subject,
-    prior: Prior,
-    curvatures: dict[str, Curvature],
-    betas: Sequence[float],
-    *,
-    bound: Bound,
-    network: bool,
-    progress: Progress,
-) -> list[Candidate]:
-    """Return rows of curvatures and β with what a few draws promise: some of a long grid, then those near the best.
+class Search:
+    """Post-distributions around one network, and what a few draws promise of them.
 
     Args:
         subject: The network and its samples.
         prior: Its pre-distribution.
         curvatures: Curvatures by name.
-        betas: The grid of β.
         bound: The bound to rank by.
-        network: Whether the best one for the network itself is wanted as well.
-        progress: Told how far the search is.
     """
-    betas = sorted(betas)
-    first = betas[::COARSE] if len(betas) > LONG else betas
-    pairs = [(name, beta) for name in curvatures for beta in first]
-    rows: list[Candidate] = []
 
-    def try_out(pairs: list[tuple[str, float]], label: str) -> None:
-        for name, beta in counted(pairs, len(pairs), progress, label):
-            proposal = propose(subject, prior, curvatures[name], beta)
-            rows.append(proposal.row(subject, name, beta, bound))
+    def __init__(
+        self, subject: Subject, prior: Prior, curvatures: Mapping[str, Curvature], bound: Bound
+    ) -> None:
+        self.subject = subject
+        self.prior = prior
+        self.curvatures = curvatures
+        self.bound = bound
+        self.center = prior.center_of(subject.model)
+        self.displacement: dict[str, Tensor] = {}
+        for name, p in trainable_parameters(subject.model).items():
+            self.displacement[name] = at_least_float32(p.detach()) - self.center[name]
 
-    try_out(pairs, "search")
-    if len(first) < len(betas):
-        best = best_of(rows, network=network)
-        winners = {(row.structure, row.beta) for row in best}
-        near: list[tuple[str, float]] = []
+    def rows(self, betas: Sequence[float], *, network: bool, progress: Progress) -> list[Candidate]:
+        """Try all curvatures with some of a long grid, then the values near the best.
+
+        Args:
+            betas: The grid of β.
+            network: Whether the best one for the network itself is wanted as well.
+            progress: Told how far the search is.
+        """
+        betas = sorted(betas)
+        first = betas[::COARSE] if len(betas) > LONG else betas
+        pairs = [*product(self.curvatures, first)]
+        rows = self.try_out(pairs, progress, "search")
+        if len(first) == len(betas):
+            return rows
+        near: dict[tuple[str, float], None] = {}
+        winners = {(row.structure, row.beta) for row in best_of(rows, network=network)}
         for name, beta in sorted(winners):
             place = betas.index(beta)
             around = betas[max(0, place - COARSE + 1) : place + COARSE]
-            for other in around:
-                if (name, other) not in pairs + near:
-                    near.append((name, other))
-        try_out(near, "search closer")
-    return rows
+            near |= dict.fromkeys(product([name], around))
+        others = [pair for pair in near if pair not in pairs]
+        return rows + self.try_out(others, progress, "search closer")
+
+    def try_out(
+        self, pairs: Sequence[tuple[str, float]], progress: Progress, label: str
+    ) -> list[Candidate]:
+        """Try each structure and β on a few draws: good enough to choose by, no certificate."""
+        rows = []
+        for structure, beta in counted(pairs, len(pairs), progress, label):
+            post, kl, price, prior_std = self.propose(structure, beta)
+            draws = [self.subject.draw_losses(post, TRY_SIZE) for _ in range(TRY_DRAWS)]
+            losses, differences = (
+                torch.stack([part.mean() for part in parts]).mean()
+                for parts in zip(*draws, strict=True)
+            )
+            risk = float(losses.clamp(0, 1))
+            found = self.bound(risk, kl + price)
+            rows.append(
+                Candidate(structure, beta, risk, kl, price, found, prior_std, float(differences))
+            )
+        return rows
+
+    def propose(self, structure: str, beta: float) -> Proposal:
+        """Return the post-distribution of one curvature and β."""
+        if structure == "oracle":
+            return self._oracle(beta)
+        curvature = self.curvatures[structure]
+        blocks = diagonal_of(curvature) if isinstance(curvature, LowRankCurvature) else curvature
+        by_layer, price = choose_scales(blocks, self.displacement, self.prior, beta)
+        stds = {name: by_layer[self.prior.layer_of(name)] for name in self.center}
+        pre = pre_distribution(self.center, prior_std=stds)
+        post = post_distribution(self.subject.model, pre, curvature, beta=beta)
+        return Proposal(post, float(post.kl(pre)), price, by_layer)
+
+    def _oracle(self, beta: float) -> Proposal:
+        """Return the post-distribution for the best diagonal prior around the centre, of the diagonal curvature."""
+        blocks = []
+        kl = 0.0
+        for block in cast(Sequence[CurvatureBlock], self.curvatures["diagonal"]):
+            oracle = pac_bayes.oracle_complexity(
+                block.eigenvalues, block.pack(self.displacement), beta=beta
+            )
+            variances = oracle.post_variance.nan_to_num(
+                posinf=0.0
+            )  # not felt by the loss: left alone
+            blocks.append(CurvatureBlock(block.names, variances))
+            kl += float(oracle.kl)
+        weights = trainable_parameters(self.subject.model)
+        return Proposal(BlockGaussian(weights, blocks), kl, 0.0, {})
 
 
 def best_of(rows: Sequence[Candidate], *, network: bool) -> list[Candidate]:
@@ -149,72 +289,53 @@ def best_of(rows: Sequence[Candidate], *, network: bool) -> list[Candidate]:
     return best
 
 
-def propose(subject: Subject, prior: Prior, curvature: Curvature, beta: float) -> Proposal:
-    """Return the post-distribution for one ``beta``."""
-    center = prior.center_of(subject.model)
-    displacement = {}
-    for name, p in trainable_parameters(subject.model).items():
-        displacement[name] = at_least_float32(p.detach()) - center[name]
-    blocks = diagonal_of(curvature) if isinstance(curvature, LowRankCurvature) else curvature
-    by_name, by_layer, price = choose_scales(blocks, displacement, prior, beta)
-    pre = pre_distribution(center, prior_std=by_name)
-    post = post_distribution(subject.model, pre, curvature, beta=beta)
-    return Proposal(post, float(post.kl(pre)), price, by_layer)
+def diagonal_of(curvature: LowRankCurvature) -> list[CurvatureBlock]:
+    """Return the diagonal of a curvature of low rank."""
+    scales = curvature.scales.double()
+    diagonal = {}
+    for name, h in curvature.diagonal.items():
+        squares = curvature.factor[name].double() ** 2
+        along = torch.tensordot(scales, squares, dims=1)
+        diagonal[name] = h.double() + along
+    return diagonal_curvature(diagonal)
 
 
 def choose_scales(
     blocks: Sequence[CurvatureBlock],
-    displacement: dict[str, Tensor],
+    displacement: Mapping[str, Tensor],
     prior: Prior,
     beta: float,
-) -> tuple[dict[str, float], dict[str, float], float]:
+) -> tuple[dict[str, float], float]:
     r"""Choose the prior's standard deviations by the closed form of the objective, price included.
 
     .. math:: \min_\lambda\; \|\Delta_l\|^2/\lambda^2 + \log|I + \lambda^2 H_l/\beta| + 2\,\mathrm{price}(\lambda)
 
     Returns:
-        The standard deviations by parameter name, the same by layer, and the price in nats.
+        The standard deviations by layer, and the price in nats.
     """
     places = torch.arange(1, len(prior.stds) + 1, device="cpu")
-    prices = union_bound_price(places)  # [G]
+    prices = pac_bayes.union_bound_price(places)  # [G]
     if len(prior.stds) == 1:
         prices = torch.zeros_like(prices)  # nothing to choose, nothing to pay
     costs: dict[str, Tensor] = {}
-    members: dict[str, list[str]] = {}
     for block in blocks:
-        layer = _layer(block) if prior.per_layer else ""
-        members.setdefault(layer, []).extend(block.names)
-        shift = 0.0
-        for name in block.names:
-            moved = displacement[name].double()
-            shift += float(moved.square().sum())
+        # Which weights share a scale is fixed by the architecture, or it would cost too.
+        layer, *others = {prior.layer_of(name) for name in block.names}
+        if others:
+            raise ValueError(
+                f"`structure` must keep layers apart where `per_layer` is true, got a block of {block.names}."
+            )
+        shift = sum(float(displacement[name].double().square().sum()) for name in block.names)
         block_costs = []
         for std in prior.stds:
             ratio = std**2 * block.eigenvalues / beta
-            gain = ratio.log1p().sum()
-            block_costs.append(shift / std**2 + float(gain))
+            gain = float(ratio.log1p().sum())
+            block_costs.append(shift / std**2 + gain)
         added = torch.tensor(block_costs, dtype=torch.float64, device="cpu")
         costs[layer] = costs.get(layer, 2 * prices) + added
-    by_layer: dict[str, float] = {}
-    by_name: dict[str, float] = {}
-    chosen = []
-    for layer, cost in costs.items():
-        j = int(cost.argmin())
-        chosen.append(j)
-        by_layer[layer] = prior.stds[j]
-        for name in members[layer]:
-            by_name[name] = prior.stds[j]
-    return by_name, by_layer, float(prices[chosen].sum())
-
-
-def _layer(block: CurvatureBlock) -> str:
-    """Return the layer of a block; which weights share a scale is fixed by the architecture, or it would cost too."""
-    layers = {name.rpartition(".")[0] for name in block.names}
-    if len(layers) > 1:
-        raise ValueError(
-            f"`structure` must keep layers apart where `per_layer` is true, got a block of {block.names}."
-        )
-    return layers.pop()
+    chosen = {layer: int(cost.argmin()) for layer, cost in costs.items()}
+    by_layer = {layer: prior.stds[j] for layer, j in chosen.items()}
+    return by_layer, float(prices[[*chosen.values()]].sum())
 
 
 def pareto_front(
@@ -261,45 +382,13 @@ def pareto_front(
     Returns:
         The rows, structure by structure.
     """
-    prior = prior or Prior()
-    structures = named_structures(structure)
-    names = (*structures, "oracle")
-    total = len(names) * len(betas)
+    names = named_structures(structure)
+    pairs = [*product((*names, "oracle"), betas)]
     samples = read_labelled(data, model=model, reader=Reader(batch_fn, forward_fn))
-    rows = []
-    with observing(model), shown(progress, "pareto_front", total) as tell:
-        subject = Subject.of(
-            model,
-            samples,
-            seed=seed,
-            error=error,
-            loss_fn=loss_fn,
-            forward_fn=forward_fn,
-        )
-        wanted = dict.fromkeys((*structures, "diagonal"))  # the oracle needs the diagonal
-        curvatures = curvatures_of(
-            subject, cast(tuple[Structure, ...], tuple(wanted)), curvature_samples
-        )
+    options: dict[str, Any] = {"error": error, "loss_fn": loss_fn, "forward_fn": forward_fn}
+    with observing(model), shown(progress, "pareto_front", len(pairs)) as tell:
+        subject = Subject(model, samples, seed=seed, **options)
+        wanted = [*dict.fromkeys((*names, "diagonal"))]  # the oracle needs the diagonal
+        curvatures = curvatures_of(subject, wanted, curvature_samples)
         bound = bound_of("kl", subject.n, delta)
-        for name, beta in counted(product(names, betas), total, tell, "picture"):
-            if name == "oracle":
-                proposal = _oracle(subject, prior, curvatures["diagonal"], beta)
-            else:
-                proposal = propose(subject, prior, curvatures[name], beta)
-            rows.append(proposal.row(subject, name, beta, bound))
-    return rows
-
-
-def _oracle(subject: Subject, prior: Prior, diagonal: Curvature, beta: float) -> Proposal:
-    weights = trainable_parameters(subject.model)
-    center = prior.center_of(subject.model)
-    blocks = []
-    kl = 0.0
-    for block in cast(Sequence[CurvatureBlock], diagonal):
-        displacement = block.pack(weights).detach() - block.pack(center)
-        oracle = oracle_complexity(block.eigenvalues, displacement, beta=beta)
-        variances = oracle.post_variance.nan_to_num(posinf=0.0)  # not felt by the loss: left alone
-        blocks.append(CurvatureBlock(block.names, variances))
-        kl += float(oracle.kl)
-    post = BlockGaussian(weights, blocks)
-    return Proposal(post, kl, price=0.0, prior_std={})
+        return Search(subject, prior or Prior(), curvatures, bound).try_out(pairs, tell, "picture")

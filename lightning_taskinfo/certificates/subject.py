@@ -3,9 +3,7 @@
 An error, and a disagreement, is one class per sample, or one per token of a sequence.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -13,174 +11,119 @@ from torch import Generator, Tensor, nn
 
 from lightning_taskinfo._batches import IGNORED, outputs_of, sample_count, take
 from lightning_taskinfo._observe import HALVES, at_least_float32, trainable_parameters
+from lightning_taskinfo.certificates.samples import Samples
 from lightning_taskinfo.distributions import WeightGaussian
 from lightning_taskinfo.fisher.fallback import Forward
 from lightning_taskinfo.variational import noisy_weights
 
+Index: TypeAlias = Tensor | slice
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 ErrorKind: TypeAlias = Literal["class", "token", "sequence"]
 CHUNK = 1024  # samples that go through the network at a time
 
 
-@dataclass(frozen=True)
 class Subject:
-    """A trained network and the samples it is certified on.
+    """A trained network and the samples it is certified on; it is called inside ``observing``.
 
-    Attributes:
-        model: The network, in eval mode.
-        inputs: All inputs, ``N`` of them: a tensor, or tuples, lists and dicts of tensors.
-        targets: Their labels.
-        generator: Where all random draws come from, on the model's device.
+    Args:
+        model: The network.
+        samples: All inputs, ``N`` of them, and their labels.
+        seed: Seed of all random draws.
         error: What counts as an error.
         loss_fn: Loss of each sample from outputs and targets, instead of the error.
         forward_fn: How to get the outputs; ``model(inputs)`` by default.
-        own: The network's own predictions for all samples; ``None`` with a loss of the user's own.
-        float32: Whether half-precision inputs become float32.
+
+    Raises:
+        ValueError: If the network has no plain weights to draw, or its outputs do not fit the labels.
     """
 
-    model: nn.Module
-    inputs: Any
-    targets: Tensor
-    generator: Generator
-    error: ErrorKind = "class"
-    loss_fn: Loss | None = None
-    forward_fn: Forward | None = None
-    own: Tensor | None = field(default=None, repr=False)
-    float32: bool = False
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         model: nn.Module,
-        samples: tuple[Any, Tensor],
+        samples: Samples,
         *,
         seed: int,
         error: ErrorKind = "class",
         loss_fn: Loss | None = None,
         forward_fn: Forward | None = None,
-    ) -> "Subject":
-        """Seed the generator, see that outputs fit the labels, and keep the network's own predictions."""
-        check_certifiable(model)
-        inputs, targets = samples
-        weights = trainable_parameters(model)
-        first = next(iter(weights.values()))
-        generator = Generator(first.device).manual_seed(seed)
-        subject = cls(model, inputs, targets, generator, error, loss_fn, forward_fn)
-        if loss_fn is not None:
-            return subject
-        with torch.no_grad():
-            few = subject.outputs(subject.some(slice(2)))
-        check_error(error, few, targets[:2], targets)
-        return replace(subject, own=subject.predictions(inputs))
+    ) -> None:
+        self.device = check_certifiable(model)
+        self.model = model
+        self.inputs, self.targets = samples
+        self.n = len(self.targets)
+        self.generator = Generator(self.device).manual_seed(seed)
+        self.error = error
+        self.loss_fn = loss_fn
+        self.forward_fn = forward_fn
+        if loss_fn is None:
+            with torch.no_grad():
+                few = self.outputs(self.inputs, slice(2))
+            check_scores(error, few, self.targets[:2], self.targets)
+            self.own = self.predictions(self.inputs)
 
-    @property
-    def n(self) -> int:
-        """Return the number of samples."""
-        return len(self.targets)
+    def outputs(self, inputs: Any, index: Index = slice(None)) -> Tensor:
+        """Run the network on some inputs the way its user does.
 
-    @property
-    def device(self) -> torch.device:
-        """Return where the network is."""
-        return self.generator.device
-
-    def some(self, index: Tensor | slice) -> Any:
-        """Return some inputs, on the model's device."""
-        return pick(self.inputs, index, self.device)
-
-    @contextmanager
-    def drawn(self, post: WeightGaussian) -> Iterator["Subject"]:
-        """Draw one network; inside, the subject runs that one.
-
-        A network with trainable weights in half precision runs in float32 then: rounded draws would
-        be those of another post-distribution than the one whose KL is paid for.
+        A drawn network is in float32: rounded draws would be those of another post-distribution
+        than the one whose KL is paid for.
         """
-        weights = trainable_parameters(self.model).values()
-        rounded = any(p.dtype in HALVES for p in weights)
-        with post.with_weights(self.model, self.generator):
-            yield replace(self, float32=rounded)
-
-    def outputs(self, inputs: Any) -> Tensor:
-        """Run the network the way its user does."""
-        if self.float32:
+        inputs = pick(inputs, index, self.device)
+        if not any(p.dtype in HALVES for p in self.model.parameters()):
             inputs = take(inputs, at_least_float32)
         return outputs_of(self.model, inputs, self.forward_fn)
 
     @torch.no_grad()
     def predictions(self, inputs: Any) -> Tensor:
         """Return the predictions of the network's present weights for many inputs."""
-        parts = []
-        for index in _chunks(sample_count(inputs)):
-            outputs = self.outputs(pick(inputs, index, self.device))
-            parts.append(predictions(outputs))
-        return torch.cat(parts)
+        chunks = _chunks(sample_count(inputs))
+        return torch.cat([predictions(self.outputs(inputs, index)) for index in chunks])
 
     def all_losses(self) -> Tensor:
         """Return the losses of all samples under the network's present weights."""
-        parts = []
-        for index in _chunks(self.n):
-            losses, _ = self.losses(index)
-            parts.append(losses)
-        return torch.cat(parts)
+        return torch.cat([self.losses(index)[0] for index in _chunks(self.n)])
 
     @torch.no_grad()
-    def losses(self, index: Tensor | slice) -> tuple[Tensor, Tensor | None]:
-        """Return the losses of some samples under the present weights, and their disagreement with the network."""
+    def losses(self, index: Index) -> tuple[Tensor, Tensor]:
+        """Return the losses of some samples under the present weights, and their disagreement with the network.
+
+        A loss of the user's own knows no disagreement: it is infinite.
+        """
         targets = pick(self.targets, index, self.device)
-        outputs = self.outputs(self.some(index))
+        outputs = self.outputs(self.inputs, index)
         if self.loss_fn is None:
-            assert self.own is not None
             predicted = predictions(outputs)
-            named = self.counted(targets)
             own = pick(self.own, index, self.device)
-            wrong = differences(predicted, targets, named, self.error)
-            return wrong, differences(predicted, own, named, self.error)
+            counted = targets != IGNORED
+            wrong = differences(predicted, targets, counted, self.error)
+            return wrong, differences(predicted, own, counted, self.error)
         values = self.loss_fn(outputs, targets)
         if values.shape != targets.shape[:1]:
             raise ValueError(
                 f"`loss_fn` must return a value for each of {len(targets)}, got shape {list(values.shape)}."
             )
         # An output that is no number is an error.
-        return torch.nan_to_num(values.double(), nan=1.0), None
+        losses = torch.nan_to_num(values.double(), nan=1.0)
+        return losses, torch.full_like(losses, torch.inf)
 
-    def counted(self, targets: Tensor) -> Tensor:
-        """Return where a label counts: everywhere but in padding."""
-        if self.error == "class":
-            return torch.ones_like(targets, dtype=torch.bool)
-        return targets != IGNORED
-
-    def draw_losses(self, post: WeightGaussian, size: int) -> tuple[Tensor, Tensor | None]:
+    def draw_losses(self, post: WeightGaussian, size: int) -> tuple[Tensor, Tensor]:
         """Draw one network; return its losses and disagreements on ``size`` random samples, or on all there are."""
-        index: Tensor | slice = slice(None)
+        index: Index = slice(None)
         if size < self.n:
             index = torch.randint(self.n, (size,), generator=self.generator, device=self.device)
-        with self.drawn(post) as one:
-            return one.losses(index)
+        with post.with_weights(self.model, self.generator):
+            return self.losses(index)
 
 
 def _chunks(n: int) -> tuple[Tensor, ...]:
     return torch.arange(n, device="cpu").split(CHUNK)
 
 
-def check_certifiable(model: nn.Module) -> None:
-    """Raise a ``ValueError`` for a network that has no weights to put a Gaussian around, or has one already."""
-    if any(noisy_weights(model)):
-        raise ValueError(
-            "`model` must have plain weights, got noisy ones: `remove_weight_noise` gives them back."
-        )
-    if not trainable_parameters(model):
-        raise ValueError(
-            "`model` must have trainable weights, got none: frozen ones have nothing to certify."
-        )
-
-
-def pick(values: Any, index: Tensor | slice, device: torch.device) -> Any:
+def pick(values: Any, index: Index, device: torch.device | None = None) -> Any:
     """Return some of many samples, on a device."""
 
     def some(x: Tensor) -> Tensor:
-        rows = index
-        if isinstance(index, Tensor):
-            rows = index.to(x.device)
-        return x[rows].to(device)
+        rows = index.to(x.device) if isinstance(index, Tensor) else index
+        return x[rows].to(device=device)
 
     return take(values, some)
 
@@ -241,60 +184,74 @@ def zero_one_loss(outputs: Tensor, targets: Tensor) -> Tensor:
         targets: Indices of the right classes, integers of shape ``[N]``.
 
     Raises:
-        ValueError: If the shapes do not fit, or the targets are no integers.
+        ValueError: If the shapes do not fit, or the targets are no class indices.
 
     Example:
         >>> zero_one_loss(torch.tensor([[2.0, 1.0], [2.0, 1.0]]), torch.tensor([0, 1]))
         tensor([0., 1.])
     """
-    if outputs.ndim != 2 or targets.shape != outputs.shape[:1]:
-        shapes = f"{list(outputs.shape)} and {list(targets.shape)}"
-        raise ValueError(f"`outputs` and `targets` must have shapes [N, C] and [N], got {shapes}.")
-    check_labels("`targets`", targets)
+    check_scores("class", outputs, targets)
     return (predictions(outputs) != targets).to(outputs.dtype)
 
 
-def check_labels(what: str, targets: Tensor) -> None:
-    """Raise a ``ValueError`` for targets that are no class indices."""
-    if targets.is_floating_point() or targets.is_complex():
+def check_certifiable(model: nn.Module) -> torch.device:
+    """Return where the weights are; raise a ``ValueError`` if there are none to put a Gaussian around."""
+    if any(noisy_weights(model)):
         raise ValueError(
-            f"{what} must be class indices (integers) of shape [N], got {targets.dtype} of shape {list(targets.shape)}."
+            "`model` must have plain weights, got noisy ones: `remove_weight_noise` gives them back."
         )
+    for weight in trainable_parameters(model).values():
+        return weight.device
+    raise ValueError(
+        "`model` must have trainable weights, got none: frozen ones have nothing to certify."
+    )
 
 
-def check_error(kind: ErrorKind, outputs: Tensor, targets: Tensor, all_targets: Tensor) -> None:
-    """Raise a ``ValueError`` if outputs and labels do not fit the kind of error, before anything is measured.
+def check_word(argument: str, word: str, words: Any) -> None:
+    """Raise a ``ValueError`` for a word that is none of a ``Literal``."""
+    if word not in get_args(words):
+        raise ValueError(f"`{argument}` must be one of {get_args(words)}, got {word!r}.")
+
+
+def check_scores(
+    error: str,
+    outputs: Tensor,
+    targets: Tensor | None,
+    all_targets: Tensor | None = None,
+    *,
+    who: str = "a certificate",
+) -> None:
+    """Raise a ``ValueError`` if outputs and labels do not fit the kind of error.
 
     Args:
-        kind: What the user counts.
-        outputs: Outputs for a few samples.
-        targets: The labels of the same samples.
-        all_targets: The labels of all samples.
+        error: What counts as an error.
+        outputs: Outputs for some samples.
+        targets: Labels of the same samples.
+        all_targets: Labels of all samples, if there are more.
+        who: What needs them, for messages.
     """
-    if kind not in get_args(ErrorKind):
-        raise ValueError(f"`error` must be one of {get_args(ErrorKind)}, got {kind!r}.")
-    check_labels("targets of `data`", targets)
-    shape = list(outputs.shape)
-    if kind == "class" and outputs.ndim == 3 and targets.ndim == 2:
+    check_word("error", error, ErrorKind)
+    axes = "[N, C]" if error == "class" else "[N, T, V]"
+    *shape, C = outputs.shape
+    if len(shape) != axes.count(",") or C < 2:
         raise ValueError(
-            f"`error` must be 'token' or 'sequence' where `model` returns {shape}, got 'class'."
+            f"{who}: where `error` is {error!r}, `model` must return logits {axes} of at least 2 classes, got "
+            f"{[*shape, C]}; set `forward_fn` to a function of (model, inputs) that returns them."
         )
-    wanted = "[N, C]" if kind == "class" else "[N, T, V]"
-    axes = wanted.count(",") + 1
-    if outputs.ndim != axes or outputs.shape[-1] < 2:
+    given = "none" if targets is None else f"{targets.dtype} of shape {list(targets.shape)}"
+    if (
+        targets is None
+        or not torch.can_cast(targets.dtype, torch.int64)
+        or [*targets.shape] != shape
+    ):
         raise ValueError(
-            f"`model` must return scores {wanted} of at least 2 classes for `error` = {kind!r}, got {shape}."
+            f"{who} needs class indices (integers) of shape {shape} as targets, got {given}."
         )
-    if targets.shape != outputs.shape[:-1]:
+    named = targets if all_targets is None else all_targets
+    if error != "class":
+        named = named[named != IGNORED]
+    wrong = named[(named < 0) | (named >= C)]
+    if len(wrong):
         raise ValueError(
-            f"targets of `data` must have shape {shape[:-1]} where `model` returns {shape}, got {list(targets.shape)}."
-        )
-    named = all_targets if kind == "class" else all_targets[all_targets != IGNORED]
-    low = int(named.min())
-    high = int(named.max())
-    C = outputs.shape[-1]
-    if low < 0 or high >= C:
-        wrong = low if low < 0 else high
-        raise ValueError(
-            f"targets of `data` must be classes from 0 to {C - 1}, as `model` returns {C} scores, got {wrong}."
+            f"{who} needs targets from 0 to {C - 1}, as `model` returns {C} logits, got {wrong[0]}."
         )

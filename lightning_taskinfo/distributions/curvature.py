@@ -3,14 +3,16 @@
 :func:`layer_input_matrices` is what a forward pass alone tells about it, layer by layer.
 """
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad, unfold
 
 from lightning_taskinfo._batches import sample_count, split, take
 from lightning_taskinfo._observe import (
@@ -55,15 +57,16 @@ class CurvatureBlock:
     def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return the group's tensors as one matrix ``[R, D]``."""
         rows = len(self.eigenvalues)
-        parts = [tensors[name].reshape(rows, -1) for name in self.names]
+        parts = []
+        for name in self.names:
+            parts.append(tensors[name].reshape(rows, -1))
         return torch.cat(parts, dim=1)
 
     def unpack(self, matrix: Tensor, shapes: Mapping[str, Sequence[int]]) -> ParamDict:
         """Cut a matrix ``[R, D]`` into tensors of the given shapes."""
-        sizes = [torch.Size(shapes[name]).numel() for name in self.names]
-        widths = [size // len(matrix) for size in sizes]
-        tensors = {}
+        widths = [math.prod(shapes[name]) // len(matrix) for name in self.names]
         parts = matrix.split(widths, dim=1)
+        tensors = {}
         for name, part in zip(self.names, parts, strict=True):
             tensors[name] = part.reshape(shapes[name])
         return tensors
@@ -120,12 +123,10 @@ def layer_curvature(model: nn.Module, matrices: Mapping[str, Tensor]) -> list[Cu
         >>> block.names, block.eigenvalues.tolist()
         (('weight', 'bias'), [[1.0, 2.0, 3.0]])
     """
-    blocks = []
+    one_row = {}
     for layer, matrix in matrices.items():
-        values, basis = _eigh(layer, matrix)
-        names = parameter_names(model, layer)
-        blocks.append(CurvatureBlock(names, values[None], right=basis))
-    return blocks
+        one_row[layer] = matrix.new_ones(1)
+    return neuron_curvature(model, matrices, scales=one_row)
 
 
 def neuron_curvature(
@@ -155,14 +156,13 @@ def neuron_curvature(
     """
     blocks = []
     for layer, matrix in matrices.items():
-        values, basis = _eigh(layer, matrix)
+        values, basis = _eigen(layer, matrix)
         names = parameter_names(model, layer)
-        neurons = len(trainable_parameters(model)[names[0]])
-        scale = torch.ones(neurons, device=values.device)
-        if scales is not None:
+        if scales is None:
+            scale = values.new_ones(len(trainable_parameters(model)[names[0]]))
+        else:
             scale = _non_negative(layer, scales[layer])
-        eigenvalues = scale.double()[:, None] * values
-        blocks.append(CurvatureBlock(names, eigenvalues, right=basis))
+        blocks.append(CurvatureBlock(names, scale[:, None] * values, right=basis))
     return blocks
 
 
@@ -183,11 +183,10 @@ def kronecker_curvature(
     """
     blocks = []
     for name, block in factors.items():
-        of_rows, left = _factor(name, block.rows)
-        of_columns = of_rows.new_ones(1)
-        right = None
+        of_rows, left = _eigen(name, block.rows)
+        of_columns, right = of_rows.new_ones(1), None
         if block.columns is not None:
-            of_columns, right = _factor(name, block.columns)
+            of_columns, right = _eigen(name, block.columns)
         eigenvalues = scale * of_rows[:, None] * of_columns
         blocks.append(CurvatureBlock((name,), eigenvalues, left, right))
     return blocks
@@ -208,19 +207,19 @@ def with_diagonal(
         >>> [(block.names, block.eigenvalues.tolist()) for block in with_diagonal(first, diagonal)]
         [(('weight',), [[0.0, 0.0]]), (('bias',), [[1.0]])]
     """
-    blocks = list(blocks)
-    covered = {name for block in blocks for name in block.names}
-    others = {name: h for name, h in diagonal.items() if name not in covered}
-    return blocks + diagonal_curvature(others)
+    found = [*blocks]
+    others = dict(diagonal)
+    for block in found:
+        for name in block.names:
+            others.pop(name, None)
+    return found + diagonal_curvature(others)
 
 
 def parameter_names(model: nn.Module, layer: str) -> tuple[str, ...]:
     """Return the names of a layer's own trainable parameters; a tied one goes by the name the whole model gives it."""
-    names = {}
-    for name, parameter in trainable_parameters(model).items():
-        names[id(parameter)] = name
+    names = {p: name for name, p in trainable_parameters(model).items()}
     own = model.get_submodule(layer).parameters(recurse=False)
-    return tuple(names[id(parameter)] for parameter in own if parameter.requires_grad)
+    return tuple(names[p] for p in own if p.requires_grad)
 
 
 def _non_negative(name: str, values: Tensor) -> Tensor:
@@ -232,18 +231,14 @@ def _non_negative(name: str, values: Tensor) -> Tensor:
     return values
 
 
-def _factor(name: str, factor: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return eigenvalues and basis of a factor; no basis for one that is a diagonal."""
-    if factor.dim() == 1:
-        return _non_negative(name, factor), None
-    return _eigh(name, factor)
-
-
-def _eigh(layer: str, matrix: Tensor) -> tuple[Tensor, Tensor]:
+def _eigen(name: str, matrix: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return eigenvalues and basis of a matrix; no basis for one that is kept as its diagonal."""
+    if matrix.dim() == 1:
+        return _non_negative(name, matrix), None
     values, basis = torch.linalg.eigh(matrix.detach().double())
     if values[0] < -1e-5 * values[-1].abs():
         raise ValueError(
-            f"The curvature of `{layer}` must be positive semi-definite, got eigenvalue {values[0]}."
+            f"The curvature of `{name}` must be positive semi-definite, got eigenvalue {values[0]}."
         )
     return values.clamp_min(0), basis
 
@@ -280,49 +275,34 @@ def layer_input_matrices(
                 [2., 1.]], dtype=torch.float64)
     """
     matrices: dict[str, Tensor] = {}
+    names = _layers(model)
     n = sample_count(inputs)
-    with (
-        observing(model),
-        full_precision(parts(model)),
-        torch.no_grad(),
-        _capturing(model) as captured,
-    ):
-        inputs = take(inputs, at_least_float32)
-        for chunk in split(inputs, chunk_size):
+
+    def add(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        z = _columns(module, args[0].detach())  # [N·T, D]
+        products = (z.T @ z).double()
+        layer = names[module]
+        matrices[layer] = matrices.get(layer, 0) + products / n
+
+    with ExitStack() as stack:
+        stack.enter_context(observing(model))
+        stack.enter_context(full_precision(parts(model)))
+        stack.enter_context(torch.no_grad())
+        for module in names:
+            stack.enter_context(module.register_forward_pre_hook(add))
+        for chunk in split(take(inputs, at_least_float32), chunk_size):
             if forward_fn is None:
                 model(chunk)
             else:
                 forward_fn(model, chunk)
-            for layer, calls in captured.items():
-                for z in calls:
-                    products = (z.T @ z).double()
-                    matrices[layer] = matrices.get(layer, 0) + products / n
-            captured.clear()
     return matrices
 
 
-@contextmanager
-def _capturing(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
-    """Collect by layer, call by call, the inputs as rows ``[N·T, D]``."""
-    captured: dict[str, list[Tensor]] = defaultdict(list)
-    handles = []
-    for layer, module in _layers(model).items():
-
-        def hook(module: nn.Module, args: tuple[Tensor, ...], layer: str = layer) -> None:
-            captured[layer].append(_columns(module, args[0].detach()))
-
-        handles.append(module.register_forward_pre_hook(hook))
-    try:
-        yield captured
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _layers(model: nn.Module) -> dict[str, nn.Module]:
-    owners: Counter[int] = Counter()
+def _layers(model: nn.Module) -> dict[nn.Module, str]:
+    """Return the layers that a matrix of inputs describes whole, with their names."""
+    owners: Counter[nn.Parameter] = Counter()
     for module in model.modules():
-        owners.update(id(p) for p in module.parameters(recurse=False))
+        owners.update(module.parameters(recurse=False))
     found = {}
     for name, module in model.named_modules():
         plain_conv = isinstance(module, nn.Conv2d) and module.groups == 1
@@ -330,23 +310,18 @@ def _layers(model: nn.Module) -> dict[str, nn.Module]:
             continue
         if "weight" not in module._parameters:  # a parametrized weight is made of others
             continue
-        own = [*module.parameters(recurse=False)]
-        if all(p.requires_grad and owners[id(p)] == 1 for p in own):
-            found[name] = module
+        own = module.parameters(recurse=False)
+        if all(p.requires_grad and owners[p] == 1 for p in own):
+            found[module] = name
     return found
 
 
 def _columns(module: nn.Module, z: Tensor) -> Tensor:
+    """Return what a layer multiplies its weights by, a row for each place, ``[N·T, D]``."""
     if isinstance(module, nn.Conv2d):
-        padding: tuple[int, ...] = (0, 0)
-        if module.padding_mode == "zeros" and not isinstance(module.padding, str):
-            padding = module.padding
-        else:  # padded here, as the layer does it
-            mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-            z = nn.functional.pad(z, module._reversed_padding_repeated_twice, mode=mode)
-        patches = nn.functional.unfold(
-            z, module.kernel_size, module.dilation, padding, module.stride
-        )
+        mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+        z = pad(z, module._reversed_padding_repeated_twice, mode=mode)
+        patches = unfold(z, module.kernel_size, module.dilation, stride=module.stride)
         z = patches.transpose(1, 2)
     z = z.flatten(0, -2)
     if module.bias is None:

@@ -1,9 +1,12 @@
 """Gaussians over weights: isotropic, block-diagonal in bases of their own, and of low rank by Woodbury's identity."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import cached_property
+from typing import TypeAlias
 
 import torch
 from torch import Generator, Tensor, nn
@@ -19,6 +22,9 @@ from lightning_taskinfo._observe import (
 )
 from lightning_taskinfo._ranges import check_positive
 from lightning_taskinfo.distributions.curvature import CurvatureBlock, LowRankCurvature
+
+Weights: TypeAlias = Mapping[str, Tensor]
+Curvature: TypeAlias = Sequence[CurvatureBlock] | LowRankCurvature
 
 
 class WeightGaussian(ABC):
@@ -40,7 +46,7 @@ class WeightGaussian(ABC):
         True
     """
 
-    def __init__(self, mean: Mapping[str, Tensor]) -> None:
+    def __init__(self, mean: Weights) -> None:
         self.mean: ParamDict = {}
         for name, value in mean.items():
             self.mean[name] = at_least_float32(value.detach()).clone()
@@ -95,48 +101,6 @@ class WeightGaussian(ABC):
         return torch.stack(squares).sum()
 
 
-class IsotropicGaussian(WeightGaussian):
-    """Independent weights, one standard deviation a parameter tensor; see :func:`pre_distribution`.
-
-    Args:
-        mean: The mean by parameter name.
-        std: The standard deviation by parameter name, positive.
-
-    Example:
-        >>> wide, narrow = (IsotropicGaussian({"w": torch.zeros(2)}, {"w": std}) for std in (2.0, 1.0))
-        >>> wide.kl(narrow)  # 2 * (4 - 1 - log 4) / 2
-        tensor(1.6137, dtype=torch.float64)
-    """
-
-    def __init__(self, mean: Mapping[str, Tensor], std: Mapping[str, float]) -> None:
-        super().__init__(mean)
-        self.std: dict[str, float] = {}
-        for name in self.mean:
-            check_positive(prior_std=std[name])
-            self.std[name] = float(std[name])
-
-    def sample(self, generator: Generator | None = None) -> ParamDict:  # noqa: D102
-        drawn = {}
-        for name, mean in self.mean.items():
-            noise = _randn_like(mean, generator)
-            drawn[name] = mean + self.std[name] * noise
-        return drawn
-
-    def log_det(self) -> Tensor:  # noqa: D102
-        log_std = _on_cpu([*self.std.values()]).log()
-        return 2 * (log_std * self._counts()).sum()
-
-    def kl(self, pre: "IsotropicGaussian") -> Tensor:  # noqa: D102
-        shift = self._squared_shift(pre)
-        ratios = [std / pre.std[name] for name, std in self.std.items()]
-        rho = 2 * _on_cpu(ratios).log()
-        widths = self._counts() * (rho.expm1() - rho)
-        return 0.5 * (shift.cpu() + widths.sum())
-
-    def _counts(self) -> Tensor:
-        return _on_cpu([mean.numel() for mean in self.mean.values()])
-
-
 class BlockGaussian(WeightGaussian):
     """Independent groups of weights, each diagonal in a basis of its own.
 
@@ -151,26 +115,29 @@ class BlockGaussian(WeightGaussian):
         tensor(0., dtype=torch.float64)
     """
 
-    def __init__(self, mean: Mapping[str, Tensor], blocks: Sequence[CurvatureBlock]) -> None:
+    def __init__(self, mean: Weights, blocks: Sequence[CurvatureBlock]) -> None:
         super().__init__(mean)
-        check_cover(self.mean, blocks)
+        names = [name for block in blocks for name in block.names]
+        check_cover(self.mean, names)
         self.blocks = list(blocks)
-        self._shapes = {name: value.shape for name, value in self.mean.items()}
-        # In the weights' own precision, once: thousands of networks are drawn.
-        self._drawing = [self._in_their_precision(block) for block in self.blocks]
 
-    def _in_their_precision(self, block: CurvatureBlock) -> CurvatureBlock:
-        """Return a block of standard deviations, in the dtype of the weights it is about."""
-        dtype = self.mean[block.names[0]].dtype
-        left, right = block.left, block.right
-        if left is not None:
-            left = left.to(dtype)
-        if right is not None:
-            right = right.to(dtype)
-        std = block.eigenvalues.sqrt().to(dtype)
-        return CurvatureBlock(block.names, std, left, right)
+    @cached_property
+    def _drawing(self) -> list[CurvatureBlock]:
+        """The blocks with standard deviations, in the weights' own precision: thousands of networks are drawn."""
+        drawing = []
+        for block in self.blocks:
+            dtype = self.mean[block.names[0]].dtype
+            left, right = block.left, block.right
+            if left is not None:
+                left = left.to(dtype)
+            if right is not None:
+                right = right.to(dtype)
+            std = block.eigenvalues.sqrt().to(dtype)
+            drawing.append(CurvatureBlock(block.names, std, left, right))
+        return drawing
 
     def sample(self, generator: Generator | None = None) -> ParamDict:  # noqa: D102
+        shapes = {name: mean.shape for name, mean in self.mean.items()}
         drawn: ParamDict = {}
         for block in self._drawing:
             noise = block.eigenvalues * _randn_like(block.eigenvalues, generator)
@@ -178,14 +145,14 @@ class BlockGaussian(WeightGaussian):
                 noise = noise @ block.right.T
             if block.left is not None:
                 noise = block.left @ noise
-            drawn |= block.unpack(noise, self._shapes)
+            drawn |= block.unpack(noise, shapes)
         return {name: mean + drawn[name] for name, mean in self.mean.items()}
 
     def log_det(self) -> Tensor:  # noqa: D102
         logs = [block.eigenvalues.log().sum() for block in self.blocks]
         return torch.stack(logs).sum()
 
-    def kl(self, pre: IsotropicGaussian) -> Tensor:  # noqa: D102
+    def kl(self, pre: "IsotropicGaussian") -> Tensor:  # noqa: D102
         total = self._squared_shift(pre)
         for block in self.blocks:
             variance = block_std(block, pre) ** 2
@@ -195,8 +162,37 @@ class BlockGaussian(WeightGaussian):
         return 0.5 * total
 
 
+class IsotropicGaussian(BlockGaussian):
+    """Independent weights, one standard deviation a parameter tensor; see :func:`pre_distribution`.
+
+    Args:
+        mean: The mean by parameter name.
+        std: The standard deviation by parameter name, positive.
+
+    Example:
+        >>> wide, narrow = (IsotropicGaussian({"w": torch.zeros(2)}, {"w": std}) for std in (2.0, 1.0))
+        >>> wide.kl(narrow)  # 2 * (4 - 1 - log 4) / 2
+        tensor(1.6137, dtype=torch.float64)
+    """
+
+    def __init__(self, mean: Weights, std: Mapping[str, float]) -> None:
+        self.std: dict[str, float] = {}
+        blocks = []
+        for name, value in mean.items():
+            check_positive(prior_std=std[name])
+            self.std[name] = float(std[name])
+            variance = torch.tensor(
+                self.std[name] ** 2,
+                dtype=torch.float64,
+                device=value.device,
+            )
+            variances = variance.expand(1, value.numel())  # one number in memory
+            blocks.append(CurvatureBlock((name,), variances))
+        super().__init__(mean, blocks)
+
+
 def pre_distribution(
-    center: nn.Module | Mapping[str, Tensor], *, prior_std: float | Mapping[str, float]
+    center: nn.Module | Weights, *, prior_std: float | Mapping[str, float]
 ) -> IsotropicGaussian:
     r"""Pre-distribution of the weights, :math:`P = N(w_0, \lambda^2 I)`.
 
@@ -225,28 +221,39 @@ def block_std(block: CurvatureBlock, pre: IsotropicGaussian) -> float:
     return stds.pop()
 
 
-def check_cover(mean: Mapping[str, Tensor], blocks: Sequence[CurvatureBlock]) -> None:
-    """Refuse blocks that miss a parameter, or hold one twice."""
-    names = [name for block in blocks for name in block.names]
-    if sorted(names) != sorted(mean):
-        twice = {name for name in names if names.count(name) > 1}
-        wrong = sorted(set(names) ^ set(mean)) or sorted(twice)
+def check_cover(mean: Weights, names: Iterable[str]) -> None:
+    """Refuse a curvature that misses a parameter, or holds one twice."""
+    missing = Counter([*mean])
+    missing.subtract([*names])
+    wrong = sorted(name for name, count in missing.items() if count)
+    if wrong:
         raise ValueError(
             f"`curvature` must cover every parameter once, got none or several for {wrong}."
         )
 
 
 def _randn_like(like: Tensor, generator: Generator | None) -> Tensor:
-    return torch.randn(like.shape, generator=generator, dtype=like.dtype, device=like.device)
+    return torch.randn(
+        like.shape,
+        generator=generator,
+        dtype=like.dtype,
+        device=like.device,
+    )
 
 
-def _on_cpu(numbers: Sequence[float]) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.float64, device="cpu")
+def _flat(tensors: Iterable[Tensor]) -> Tensor:
+    """All numbers of some tensors in a row, float64."""
+    rows = []
+    for tensor in tensors:
+        rows.append(tensor.detach().double().flatten())
+    return torch.cat(rows)
 
 
-def named_weights(source: nn.Module | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def named_weights(source: nn.Module | Weights) -> Weights:
     """Return a module's trainable parameters by name, or the mapping itself."""
-    return trainable_parameters(source) if isinstance(source, nn.Module) else source
+    if isinstance(source, nn.Module):
+        return trainable_parameters(source)
+    return source
 
 
 class LowRankGaussian(WeightGaussian):
@@ -278,20 +285,16 @@ class LowRankGaussian(WeightGaussian):
 
     def __init__(
         self,
-        mean: Mapping[str, Tensor],
+        mean: Weights,
         pre: IsotropicGaussian,
         curvature: LowRankCurvature,
         beta: float,
     ) -> None:
         super().__init__(mean)
-        for part in (curvature.diagonal, curvature.factor):
-            if part.keys() != self.mean.keys():
-                wrong = sorted(part.keys() ^ self.mean.keys())
-                raise ValueError(
-                    f"`curvature` must cover every parameter once, got none or several for {wrong}."
-                )
+        check_cover(self.mean, curvature.diagonal)
+        check_cover(self.mean, curvature.factor)
         self._prior_std = self._flat_std(pre)  # [k]
-        diagonal = self._flat(curvature.diagonal)
+        diagonal = _flat(curvature.diagonal[name] for name in self.mean)
         self._stretch = 1 + self._prior_std**2 * diagonal / beta  # E, [k]
         factors = []
         for name in self.mean:
@@ -309,16 +312,14 @@ class LowRankGaussian(WeightGaussian):
         self._directions = V @ R[:, used] / self._squares.sqrt()  # Q, [k, r]
 
     def sample(self, generator: Generator | None = None) -> ParamDict:  # noqa: D102
-        noises = []
-        for mean in self.mean.values():
-            noise = _randn_like(mean, generator)
-            noises.append(noise.flatten())
-        z = torch.cat(noises).double()
+        means = self.mean.values()
+        noises = [_randn_like(mean, generator) for mean in means]
+        z = _flat(noises)
         shrink = 1 - (1 + self._squares).rsqrt()
         along = self._directions.T @ z
         z = z - self._directions @ (shrink * along)  # (I + VVᵀ)^{-1/2} z
         noise = self._prior_std * self._stretch.rsqrt() * z
-        sizes = [mean.numel() for mean in self.mean.values()]
+        sizes = [mean.numel() for mean in means]
         parts = noise.split(sizes)
         drawn = {}
         for (name, mean), part in zip(self.mean.items(), parts, strict=True):
@@ -343,23 +344,16 @@ class LowRankGaussian(WeightGaussian):
         return 0.5 * (shift + trace - len(std) + log_ratio)
 
     def _flat_std(self, pre: IsotropicGaussian) -> Tensor:
-        stds = {}
+        stds = []
         for name, mean in self.mean.items():
-            stds[name] = torch.full_like(mean, pre.std[name])
-        return self._flat(stds)
-
-    def _flat(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        parts = []
-        for name in self.mean:
-            values = tensors[name].detach().double()
-            parts.append(values.flatten())
-        return torch.cat(parts)
+            stds.append(torch.full_like(mean, pre.std[name]))
+        return _flat(stds)
 
 
 def post_distribution(
-    weights: nn.Module | Mapping[str, Tensor],
+    weights: nn.Module | Weights,
     pre: IsotropicGaussian,
-    curvature: Sequence[CurvatureBlock] | LowRankCurvature,
+    curvature: Curvature,
     *,
     beta: float = 1.0,
 ) -> BlockGaussian | LowRankGaussian:

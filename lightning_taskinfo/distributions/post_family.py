@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
@@ -50,7 +51,8 @@ class PostFamily:
             # choice of them.
             rows, columns = self.bases.get(name, (None, None))
             turned = _turned(noise, rows, columns, back=True)
-            return _turned(turned.mul_(std), rows, columns)
+            turned.mul_(std)
+            return _turned(turned, rows, columns)
 
         return shape
 
@@ -97,10 +99,14 @@ def losses_with_noise(
     """
     parameters = dict(model.named_parameters())
     weights = {name: parameters[name] for name in noise}
-    drawn = {name: shaped(name, part).add_(weights[name]) for name, part in noise.items()}
+    drawn = {}
+    for name, part in noise.items():
+        drawn[name] = shaped(name, part).add_(weights[name])
 
     def loss_of_drawn() -> float:
-        values = {name: part.to(weights[name].dtype) for name, part in drawn.items()}
+        values = {}
+        for name, part in drawn.items():
+            values[name] = part.to(weights[name].dtype)
         with holding(weights, values):
             return loss()
 
@@ -122,10 +128,11 @@ def standard_noise(weights: Mapping[str, Tensor], seed: int) -> ParamDict:
         >>> first["w"].shape, torch.equal(first["w"], again["w"])
         (torch.Size([2, 3]), True)
     """
-    devices = {w.device for w in weights.values()}
-    generators = {device: Generator(device).manual_seed(seed) for device in devices}
+    generators: dict[torch.device, Generator] = {}
     noise = {}
     for name, w in weights.items():
+        if w.device not in generators:
+            generators[w.device] = Generator(w.device).manual_seed(seed)
         noise[name] = torch.randn(
             w.shape,
             generator=generators[w.device],
@@ -148,27 +155,20 @@ class Noises:
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.kept: dict[int, ParamDict] = {}
+        self._kinds: dict[str, Any] = {}
 
     def noise(self, number: int, weights: Mapping[str, Tensor]) -> ParamDict:
         """Return :func:`standard_noise` of a number, which may be written over."""
-        kept = self.kept.get(number, {})
-        if not _fits(kept, weights):
-            kept = standard_noise(weights, seed_from(self.seed, number))
-            others = [noise for other, noise in self.kept.items() if other != number]
-            if sum(map(_bytes, [*others, kept])) > KEPT:
-                self.kept.pop(number, None)
-                return kept
-            self.kept[number] = kept
-        return {name: part.clone() for name, part in kept.items()}
-
-
-def _fits(noise: ParamDict, weights: Mapping[str, Tensor]) -> bool:
-    """Whether a noise is one of these weights."""
-    return noise.keys() == weights.keys() and all(
-        (part.shape, part.device) == (weights[name].shape, weights[name].device)
-        for name, part in noise.items()
-    )
-
-
-def _bytes(noise: ParamDict) -> int:
-    return sum(part.nbytes for part in noise.values())
+        kinds = {}
+        for name, w in weights.items():
+            kinds[name] = (w.shape, w.dtype, w.device)
+        if kinds != self._kinds:  # other weights than before
+            self._kinds = kinds
+            self.kept.clear()
+        if number not in self.kept:
+            drawn = standard_noise(weights, seed_from(self.seed, number))
+            size = sum(part.nbytes for part in drawn.values())
+            if size * (len(self.kept) + 1) > KEPT:
+                return drawn
+            self.kept[number] = drawn
+        return {name: part.clone() for name, part in self.kept[number].items()}

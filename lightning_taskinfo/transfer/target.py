@@ -15,7 +15,7 @@ from lightning_taskinfo._batches import read_batch, tensors
 from lightning_taskinfo._ranges import check_counts
 from lightning_taskinfo._warn import reason_of
 from lightning_taskinfo.certificates import Prior, certify
-from lightning_taskinfo.certificates.network import FEWEST
+from lightning_taskinfo.certificates.certify import FEWEST
 from lightning_taskinfo.certificates.samples import check_fresh, read_inputs
 from lightning_taskinfo.data import ArrayData
 from lightning_taskinfo.transfer import sampling

@@ -150,7 +150,7 @@ def test_a_buffer_that_moved_is_called_a_buffer(start, data):
     start.register_buffer("scale", torch.ones(1))
     model = deepcopy(start)
     model.scale.mul_(2)
-    (reason,) = reasons_against(model, Prior(start, "other data"), data[0][:4])
+    (reason,) = reasons_against(model, Prior(start, "other data"), data[0][:4], model)
     assert reason == "buffer `scale` is outside the KL and differs from the prior's centre"
 
 
@@ -158,7 +158,7 @@ def test_tensors_without_values_share_no_memory(start, data):
     start = deepcopy(start)
     start.register_buffer("none", torch.empty(0))
     start.register_parameter("nothing", nn.Parameter(torch.empty(0)))
-    assert reasons_against(deepcopy(start), Prior(start, "other data"), data[0][:4]) == []
+    assert reasons_against(deepcopy(start), Prior(start, "other data"), data[0][:4], start) == []
 
 
 @pytest.mark.parametrize(("share", "influenced"), [(1e-5, False), (1e-2, True)])

@@ -25,7 +25,7 @@ def test_equal_rows_have_equal_prints_whatever_holds_them():
 
 def test_one_used_input_among_many_is_refused():
     used = torch.randn(50, 3)
-    assert check_fresh("unlabelled", torch.randn(100, 3), used, "them") is None
+    assert check_fresh("unlabelled", torch.randn(100, 3), used, "them") == []
     with pytest.raises(ValueError, match=r"`unlabelled` .*got 1 of 101"):
         check_fresh("unlabelled", torch.cat([torch.randn(100, 3), used[7:8]]), used, "them")
 
@@ -35,7 +35,7 @@ def test_inputs_that_are_equal_by_chance_are_told_and_not_refused(seed):
     """Independent draws from a few hundred values, half of which meet again, and a copy of the used ones."""
     g = torch.Generator().manual_seed(seed)
     used, fresh = (torch.randint(300, (n, 1), generator=g) for n in (200, 1_000))
-    note = check_fresh("unlabelled", fresh, used, "the certified samples")
+    (note,) = check_fresh("unlabelled", fresh, used, "the certified samples")
     assert "of 1000 inputs of `unlabelled`" in note
     with pytest.raises(ValueError, match=r"`unlabelled` .*got 200 of 200"):
         check_fresh("unlabelled", used.flip(0), used, "the certified samples")

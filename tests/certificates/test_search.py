@@ -7,8 +7,7 @@ import torch
 
 from lightning_taskinfo.certificates import Prior
 from lightning_taskinfo.certificates.certify import check_choices
-from lightning_taskinfo.certificates.curvatures import curvatures_of
-from lightning_taskinfo.certificates.search import choose_scales
+from lightning_taskinfo.certificates.search import choose_scales, curvatures_of
 from lightning_taskinfo.certificates.subject import Subject
 from lightning_taskinfo.distributions import (
     diagonal_curvature,
@@ -36,7 +35,7 @@ def seen(trained, data):
 
 
 def curvature(trained, data, structure):
-    return curvatures_of(Subject.of(trained, data, seed=3), [structure], samples=200)[structure]
+    return curvatures_of(Subject(trained, data, seed=3), [structure], samples=200)[structure]
 
 
 def test_diagonal_and_isotropic(trained, data, seen):
@@ -87,17 +86,17 @@ def test_each_draw_is_a_new_network_on_samples_from_everywhere(trained, data):
     """A loss that is the sample's place shows which samples were looked at; one of the outputs, which network."""
     place = torch.linspace(0, 1, 600)
     post = pre_distribution(trained, prior_std=0.1)
-    looking = Subject.of(trained, (data[0], place), loss_fn=lambda _, targets: targets, seed=0)
+    looking = Subject(trained, (data[0], place), loss_fn=lambda _, targets: targets, seed=0)
     seen = torch.cat([looking.draw_losses(post, 64)[0] for _ in range(50)])
     assert abs(seen.mean().item() - 0.5) < 4 * place.std().item() / math.sqrt(len(seen))
     assert (seen.min().item(), seen.max().item()) == pytest.approx((0, 1), abs=0.01)
-    subject = Subject.of(trained, data, loss_fn=lambda outputs, _: outputs.softmax(1)[:, 0], seed=0)
+    subject = Subject(trained, data, loss_fn=lambda outputs, _: outputs.softmax(1)[:, 0], seed=0)
     one, two = (subject.draw_losses(post, 600)[0] for _ in range(2))  # all samples, in their order
     assert (one != two).double().mean() > 0.99
 
 
 def test_a_loss_that_is_no_number_is_the_worst(trained, data):
-    subject = Subject.of(trained, data, loss_fn=lambda outputs, _: outputs[:, 0] * math.nan, seed=0)
+    subject = Subject(trained, data, loss_fn=lambda outputs, _: outputs[:, 0] * math.nan, seed=0)
     assert subject.losses(slice(None))[0].eq(1).all()
 
 
@@ -133,7 +132,7 @@ def test_scales_are_the_best_of_the_grid(trained, start, size):
         n: (size > 1) * (value - start.state_dict()[n]) for n, value in trained.state_dict().items()
     }
     grid, beta = (0.3, 0.01, 1.0, 0.1), 2.0
-    _, by_layer, price = choose_scales(diagonal_curvature(h), delta, Prior(start, stds=grid), beta)
+    by_layer, price = choose_scales(diagonal_curvature(h), delta, Prior(start, stds=grid), beta)
 
     def objective(layer, j):
         names = [name for name in h if name.startswith(layer)]

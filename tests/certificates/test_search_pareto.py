@@ -7,8 +7,7 @@ import torch
 from matplotlib.figure import Figure
 
 from lightning_taskinfo.certificates import Candidate, Prior, pareto_front
-from lightning_taskinfo.certificates.curvatures import curvatures_of
-from lightning_taskinfo.certificates.search import _oracle
+from lightning_taskinfo.certificates.search import Search, bound_of, curvatures_of
 from lightning_taskinfo.certificates.subject import Subject
 from lightning_taskinfo.functional.pac_bayes import kl_bound, oracle_complexity
 from lightning_taskinfo.plotting import plot_pareto
@@ -36,7 +35,7 @@ def test_more_weight_on_the_kl_buys_less_of_it(rows):
 
 
 def test_the_oracle_is_lemma_4_2_of_the_diagonal_curvature(trained, data, start):
-    subject = Subject.of(trained, data, seed=0)
+    subject = Subject(trained, data, seed=0)
     diagonal = curvatures_of(subject, ["diagonal"], 600)["diagonal"]
     diagonal[0].eigenvalues[0, 0] = 0.0  # a weight that the loss does not feel
     h = torch.cat([block.eigenvalues.flatten() for block in diagonal])
@@ -44,7 +43,8 @@ def test_the_oracle_is_lemma_4_2_of_the_diagonal_curvature(trained, data, start)
         [(p - start.state_dict()[n]).detach().flatten() for n, p in trained.named_parameters()]
     )
     expected = oracle_complexity(h, delta, beta=2.0)
-    proposal = _oracle(subject, Prior(start), diagonal, 2.0)
+    search = Search(subject, Prior(start), {"diagonal": diagonal}, bound_of("kl", 600, 0.04))
+    proposal = search.propose("oracle", 2.0)
     assert proposal.kl == pytest.approx(expected.kl.item())
     felt = h > 0
     variances = torch.cat([block.eigenvalues.flatten() for block in proposal.post.blocks])

@@ -116,7 +116,7 @@ def test_tokens_need_to_know_where_padding_is(tagged):
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({}, "`error` must be 'token' or 'sequence' .*got 'class'"),
+        ({}, r"where `error` is 'class', .*\[N, C\].*got \[2, 4, 2\]"),
         ({"error": "word"}, "`error` .*got 'word'"),
         ({"error": "token", "structure": "kron"}, "`structure` .*got 'kron'"),
         (
@@ -133,5 +133,5 @@ def test_refusals(tagged, change, match):
 
 def test_labels_beyond_the_scores_are_refused(tagged):
     model, (tokens, labels), prior = tagged
-    with pytest.raises(ValueError, match=r"targets of `data` .*got 2"):
+    with pytest.raises(ValueError, match=r"needs targets from 0 to 1, .*got 2"):
         certify(model, (tokens, labels.clamp(min=0) * 2), prior, error="token", **QUICK)

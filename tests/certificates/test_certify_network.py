@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_taskinfo.certificates import Candidate, Prior, certify, zero_one_loss
-from lightning_taskinfo.certificates.network import block_disagreements
+from lightning_taskinfo.certificates.certify import block_disagreements
 from lightning_taskinfo.certificates.search import best_of
 from lightning_taskinfo.certificates.subject import Subject
 from lightning_taskinfo.distributions import pre_distribution
@@ -93,7 +93,7 @@ def test_every_block_has_inputs_and_a_draw_of_its_own(trained, data, m, draws, b
 
     model = Numbered()
     inputs = torch.arange(m)[:, None].float()
-    subject = Subject.of(model, (inputs, torch.zeros(m).long()), seed=0)
+    subject = Subject(model, (inputs, torch.zeros(m).long()), seed=0)
     model.calls.clear()
     means, found = block_disagreements(
         subject, pre_distribution(model, prior_std=1.0), inputs, None, draws
@@ -114,7 +114,7 @@ def test_every_block_has_inputs_and_a_draw_of_its_own(trained, data, m, draws, b
 
 def test_disagreement_is_that_of_a_loop(certificate, trained):
     """Blocks or single inputs: the same mean, within its error."""
-    subject = Subject.of(trained, blobs(600, 0), seed=1)
+    subject = Subject(trained, blobs(600, 0), seed=1)
     blocks, _ = block_disagreements(subject, certificate.post, UNLABELLED, None, 500)
     g = torch.Generator().manual_seed(3)
     own = trained(UNLABELLED).argmax(1)
