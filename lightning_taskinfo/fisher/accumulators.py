@@ -1,7 +1,7 @@
 """What is made of the gradients: norms of samples, the diagonal, inner products; and from norms to a trace."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -32,22 +32,12 @@ class Norms:
 
     def add(self, name: str, samples: slice, found: Gradients) -> None:
         norms = found.norms()
+        if len(norms) == self.n and name not in self.values:
+            self.values[name] = norms
+            return
         if name not in self.values:
-            if len(norms) == self.n:
-                self.values[name] = norms
-                return
             self.values[name] = norms.new_zeros(self.n)
         self.values[name][samples] += norms
-
-    def by_name(self, names: Iterable[str]) -> ParamDict:
-        """Return the norms of all parameters, zeros for one that no gradient has reached."""
-        default = torch.empty(self.n, device="cpu")
-        like = next(iter(self.values.values()), default)
-        found: ParamDict = {}
-        for name in names:
-            norms = self.values.get(name)
-            found[name] = torch.zeros_like(like) if norms is None else norms
-        return found
 
 
 class Diagonal:
@@ -62,14 +52,6 @@ class Diagonal:
             self.values[name] += squares
         else:
             self.values[name] = squares.contiguous()
-
-    def by_name(self, parameters: Mapping[str, Tensor]) -> ParamDict:
-        """Return the sums of all parameters, zeros for one that no gradient has reached."""
-        found: ParamDict = {}
-        for name, p in parameters.items():
-            squares = self.values.get(name)
-            found[name] = torch.zeros_like(p).detach() if squares is None else squares
-        return found
 
 
 class Gram:

@@ -6,7 +6,7 @@ chunks. For each chunk:
 
 1. **Forward.** The model runs once, in eval mode and in float32 or better. Its autograd graph knows
    every use of every parameter.
-2. **Plan** (:mod:`~lightning_taskinfo.fisher.capture`). In the graph, weights meet samples in
+2. **Plan** (:mod:`~lightning_taskinfo.fisher.graph`). In the graph, weights meet samples in
    certain operations, the *uses*. Where they are, and which sample each row of their outputs
    belongs to, is shown by a few backward passes. What was shown holds for every graph of the same
    operations and shapes, unless an operation moves rows by their values; it is kept with the model,
@@ -36,7 +36,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from operator import itemgetter
-from typing import Any, Literal, TypeAlias, TypedDict
+from typing import Any, Literal, TypeAlias
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -63,11 +63,17 @@ from lightning_taskinfo._ranges import check_counts
 from lightning_taskinfo._sharded import gathered_parameters, resharding, sharded
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.fisher.accumulators import Accumulator, Diagonal, Norms
-from lightning_taskinfo.fisher.capture import Plan, Prover, plan_of_one
-from lightning_taskinfo.fisher.fallback import Fallback, Forward
-from lightning_taskinfo.fisher.graph import Graph, shape_of
+from lightning_taskinfo.fisher.fallback import Fallback, Forward, gradients_of_one
+from lightning_taskinfo.fisher.graph import (
+    Graph,
+    Plan,
+    Prover,
+    Signature,
+    known_plan,
+    plan_of_one,
+)
 from lightning_taskinfo.fisher.ops import BLOCK
-from lightning_taskinfo.fisher.terms import Gradients, backward, contributions
+from lightning_taskinfo.fisher.terms import Arrivals, Gradients, backward
 from lightning_taskinfo.functional.likelihood import (
     Labels,
     Likelihood,
@@ -84,26 +90,9 @@ PLANS = 8  # kept for a model, as for the last chunk of a batch, which is smalle
 SCORES = 16  # output scores whose gradients are held at once
 
 
-class Options(TypedDict, total=False):
-    """How to measure; see :func:`lightning_taskinfo.fisher.fisher_trace` for what the fields mean."""
-
-    labels: Labels
-    likelihood: str | Likelihood
-    mc_samples: int
-    generator: Generator | None
-    chunk_size: int | None
-    forward_fn: Forward | None
-
-
-class EngineOptions(Options, total=False):
-    """How to measure, and by which engine."""
-
-    engine: Engine
-
-
 @dataclass(frozen=True)
 class Request:
-    """How to measure, checked: :class:`Options` with their defaults."""
+    """How to measure, checked; see :func:`lightning_taskinfo.fisher.fisher_trace` for what the fields mean."""
 
     labels: Labels = "sampled"
     likelihood: str | Likelihood = "categorical"
@@ -175,17 +164,22 @@ def squared_norms_by_name(
     norms = Norms(number_of_samples(inputs))
     if norms.n:
         measure(model, inputs, targets, request, norms)
-    return norms.by_name(trainable_parameters(model))
+    found = norms.values
+    zeros = torch.zeros_like(next(iter(found.values()), torch.empty(norms.n, device="cpu")))
+    return {name: found.get(name, zeros) for name in trainable_parameters(model)}
 
 
 def squared_gradients_by_name(
     model: nn.Module, inputs: Any, targets: Tensor | None, request: Request
 ) -> ParamDict:
     """Return the squared gradients of each trainable parameter, summed over ``N`` samples; ``N`` may be 0."""
-    diagonal = Diagonal()
+    found = Diagonal()
     if number_of_samples(inputs):
-        measure(model, inputs, targets, request, diagonal)
-    return diagonal.by_name(trainable_parameters(model))
+        measure(model, inputs, targets, request, found)
+    parameters = trainable_parameters(model)
+    for name in parameters.keys() - found.values.keys():
+        found.values[name] = torch.zeros_like(parameters[name]).detach()
+    return {name: found.values[name] for name in parameters}
 
 
 def number_of_samples(inputs: Any) -> int:
@@ -201,48 +195,28 @@ def number_of_samples(inputs: Any) -> int:
 # --- What is used again
 
 
-# Shapes and types of one sample, and how the model is called.
-Call = tuple[list[tuple[torch.Size, torch.dtype]], Any]
-
-
 @dataclass
 class Known:
     """What is known of a model on samples of one shape, called in one way.
 
     Attributes:
-        call: The way, see :func:`call_of`.
+        call: Shapes and types of one sample, and a weak reference to how the model is called. A
+            ``forward_fn`` can mix the samples before they reach the model, where no graph shows it:
+            what was found with one says nothing about another.
         outputs: Numbers that the model puts out for one sample.
         elements: Numbers that all uses put out for one sample.
         alone: The signature of the graph of one sample.
         plans: What was shown, for graphs of several sizes.
     """
 
-    call: Call
-    outputs: int
+    call: Any
+    outputs: int = 0
     elements: int = 0
-    alone: list[Any] = field(default_factory=list)
+    alone: Signature = field(default_factory=list)
     plans: list[Plan] = field(default_factory=list)
-
-    def keep(self, plan: Plan) -> None:
-        """Use a plan again."""
-        self.plans = [*self.plans[1 - PLANS :], plan]
 
 
 _KNOWN: "WeakKeyDictionary[nn.Module, Known]" = WeakKeyDictionary()  # as long as the model lives
-
-
-def call_of(inputs: Any, forward_fn: Forward | None) -> Call:
-    """Return shapes and types of one sample, and a weak reference to how the model is called.
-
-    A ``forward_fn`` can mix the samples before they reach the model, where no graph shows it: what
-    was found with one says nothing about another.
-    """
-    shapes = []
-    for x in tensors(inputs):
-        shapes.append((x.shape[1:], x.dtype))
-    if forward_fn is None:
-        return shapes, None
-    return shapes, ref(forward_fn)
 
 
 # --- The measurement
@@ -271,10 +245,10 @@ class Measurement:
         self.unshown: set[str] = set() if self.reads_graph else {*self.parameters}
         # All processes gather shards in step: what one happens to know must not change its passes.
         self.sharded = sharded(model)
-        self.call = call_of(inputs, request.forward_fn)
-        self.known = None if self.sharded else _KNOWN.get(model)
-        if self.known is not None and self.known.call != self.call:
-            self.known = None
+        shapes = [(x.shape[1:], x.dtype) for x in tensors(inputs)]
+        self.call = (shapes, request.forward_fn and ref(request.forward_fn))
+        known = None if self.sharded else _KNOWN.get(model)
+        self.known = known if known is not None and known.call == self.call else None
         self.alone: Tensor | None = None  # outputs of the first sample without the others
         self.mixing: bool | None = None
 
@@ -309,8 +283,8 @@ class Measurement:
             outputs = self._outputs_one_by_one(inputs)
         others = self._for_other_engines(plan, len(outputs))
 
-        def receive(name: str, found: Gradients) -> None:
-            self.accumulator.add(name, samples, found)
+        def receive(name: str, found: Gradients, block: slice = samples) -> None:
+            self.accumulator.add(name, block, found)
 
         # 3. Scores of the outputs, a few at a time.
         for scores, last in self.request.scores(outputs, targets):
@@ -319,11 +293,17 @@ class Measurement:
                 # 5. terms make gradients of samples, with what the operations have seen,
                 # 6. and what is asked of these is accumulated.
                 backward(graph, plan, scores, receive, without=others, retain_graph=not last)
-            if others and graph is not None and self.sharded:
-                self.fallback.add_from_graph(graph, scores, samples, retain_graph=not last)
-            elif others:
-                reason = self._reason(plan, others)
-                self.fallback.add(inputs, scores, samples, others, reason)
+            for score in scores if others else ():
+                if graph is not None and self.sharded:
+                    keep = not last or score is not scores[-1]
+                    blocks = iter([(0, gradients_of_one(graph, score, retain_graph=keep))])
+                else:
+                    reason = self._reason(plan, others)
+                    blocks = self.fallback.gradients(inputs, score, others, reason)
+                for first, gradients in blocks:
+                    for name, g in gradients.items():
+                        start = samples.start + first
+                        receive(name, Gradients(g), slice(start, start + len(g)))
 
     def _outputs(self, inputs: Any, count: int) -> Tensor:
         """Run the model, and check that its outputs have a row for each sample and depend on parameters."""
@@ -354,8 +334,8 @@ class Measurement:
         if self.reads_graph:
             graph = Graph(outputs, self.parameters)
             known.alone = graph.signature
-            shapes = map(shape_of, graph.uses(set()))
-            known.elements = sum(shape.numel() for shape in shapes)
+            for number in graph.uses(set()):
+                known.elements += math.prod(graph.signature[number][1][0])
             if not self.sharded:
                 _KNOWN[self.model] = known
         return known
@@ -369,27 +349,28 @@ class Measurement:
 
     def _plan(self, graph: Graph | None, n: int) -> Plan | None:
         """Return where weights meet samples in a graph, and which sample each row belongs to: known, or shown now."""
-        if graph is None or graph.checkpointed:
-            return None
+        if graph is None or any("CheckpointFunction" in node.name() for node in graph.nodes):
+            return None  # reentrant checkpointing allows a backward pass to the parameters only
         if n == 1:
             return plan_of_one(graph)
         assert self.known is not None
-        for plan in self.known.plans:
-            if plan.signature == graph.signature:
-                return plan
+        plan = known_plan(self.known.plans, graph, n)
+        if plan is not None:
+            return plan
         rounds = 1 if self.sharded else 4
-        plan = Prover(graph, n, rounds, self.known.alone).plan()
+        plan = Prover(graph, n, rounds=rounds, alone=self.known.alone).plan()
+        _check_statistics(graph, plan)
         for name, p in self.parameters.items():
             if p.grad is not None:  # by a backward pass inside of an operation, unseen in the graph
                 p.grad = None
                 plan.unshown[name] = "a use that autograd does not see"
-        _, uses = contributions(graph, plan)  # or an error, before anything is measured
         if self.sharded:  # what is computed from a weight has no graph once the weight is a shard
-            for found in uses:
-                if any(term.needs_graph for term in found.terms):
-                    plan.unshown[found.name] = "a weight that is computed from it"
+            for found in Arrivals(graph, plan, print).waiting.values():
+                for one in found:
+                    if one.needs_graph:
+                        plan.unshown[one.name] = "a weight that is computed from it"
         elif plan.lasting and not plan.unshown:
-            self.known.keep(plan)
+            self.known.plans = [*self.known.plans[1 - PLANS :], plan]
         return plan
 
     def _mixes(self, inputs: Any, outputs: Tensor, plan: Plan | None) -> bool:
@@ -419,8 +400,7 @@ class Measurement:
     @cached_property
     def fallback(self) -> Fallback:
         """The slower engines, for what the graph does not show."""
-        forward, engine = self.request.forward, self.request.engine
-        return Fallback(self.model, forward, engine, self.accumulator)
+        return Fallback(self.model, self.request.forward, self.request.engine)
 
     def _for_other_engines(self, plan: Plan | None, n: int) -> set[str]:
         """Return the parameters of a chunk that another engine has to serve."""
@@ -456,6 +436,16 @@ def _check_batch(model: nn.Module, targets: Any, n: int) -> None:
         raise ValueError(f"`targets` must be a tensor, got {got!r}.")
     if targets is not None and len(targets) != n:
         raise ValueError(f"`targets` must have one entry per sample ({n}), got {len(targets)}.")
+
+
+def _check_statistics(graph: Graph, plan: Plan) -> None:
+    for at in plan.places:
+        batch_norm = graph.kind(at.number) == "NativeBatchNormBackward0"
+        if batch_norm and graph.nodes[at.number]._saved_training and at.rows.axis == 0:
+            raise ValueError(
+                "BatchNorm that normalises with the statistics of the batch mixes the samples, so that none has a "
+                "gradient of its own; use running statistics: `model.eval()` and `track_running_stats=True`."
+            )
 
 
 def _check_parameters(parameters: dict[str, nn.Parameter]) -> None:

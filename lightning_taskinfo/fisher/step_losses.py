@@ -238,7 +238,7 @@ def _made_scalar(loss: Tensor, samples: int) -> Edge | None:
         for source, number in node.next_functions:
             if source is None or not source.next_functions:
                 continue
-            shape = shape_of(source, number)
+            shape = shape_of(Edge(source, number))
             if shape[:1] == (samples,) and samples not in shape[1:]:
                 return Edge(source, number)
             if shape.numel() == 1 and source not in scalars:

@@ -18,9 +18,8 @@ from torch.autograd.graph import Node
 
 from lightning_taskinfo._observe import ParamDict
 from lightning_taskinfo._sharded import gathered_parameters
-from lightning_taskinfo.fisher.capture import Plan, Prover
-from lightning_taskinfo.fisher.graph import Edge, Graph, unpack_hooks
-from lightning_taskinfo.fisher.terms import Arrivals, Contribution, Gradients, contributions
+from lightning_taskinfo.fisher.graph import Edge, Graph, Plan, Prover, known_plan
+from lightning_taskinfo.fisher.terms import Arrivals, Gradients, unpack_hooks
 
 PLANS = 64  # kept of a training, as for sentences of different lengths
 # Products of two tensors, with the place of the first of the two.
@@ -51,14 +50,14 @@ class StepRecorder:
         self.all = [*model.parameters()]
         self.trained: list[bool] = []
         self.parameters: dict[str, nn.Parameter] = {}
-        self.plans: dict[tuple[Any, ...], Plan] = {}
+        self.plans: list[Plan] = []
         self.step = 0
         self.skip(None)
 
     def skip(self, reason: str | None) -> None:
         """Forget the step before, and hold nothing of its graph; of the next one nothing is read, for this reason."""
         self.step += 1
-        self.arrivals = Arrivals([], self._add_norms)
+        self.arrivals: Arrivals | None = None
         self.partial: ParamDict = {}
         self.norms: ParamDict = {}
         self.first = 0
@@ -86,18 +85,15 @@ class StepRecorder:
         self.first = first
         self.count = min(samples - first, self.max_samples)
         try:
-            plan = self._known(graph, samples) or self._shown(graph, root, samples)
+            for name in self.parameters:
+                if name not in graph.leaves:
+                    raise ValueError(f"{name!r} was not used with gradients in the training step")
+            plan = known_plan(self.plans, graph, samples) or self._shown(graph, root, samples)
             self._wait(graph, plan)
         except Exception as error:  # which would end the training
             self.skip(_told(error))
 
     # Between the forward and the backward pass
-
-    def _known(self, graph: Graph, samples: int) -> Plan | None:
-        for name in self.parameters:
-            if name not in graph.leaves:
-                raise ValueError(f"{name!r} was not used with gradients in the training step")
-        return self.plans.get((samples, *graph.signature))
 
     def _shown(self, graph: Graph, root: Edge | None, samples: int) -> Plan:
         """Find where weights meet samples, and which sample each row belongs to, by a few backward passes."""
@@ -107,19 +103,15 @@ class StepRecorder:
         with self._own_passes(), _without_statistics(graph):
             # What knows nothing of the samples need not be told from what depends on all: so does a
             # sample's loss.
-            plan = Prover(graph, samples, 4, graph.signature, root).plan()
-            _, found = contributions(graph, plan, training=True)
-        reasons = plan.unshown | _mixing(graph, found)
+            plan = Prover(graph, samples, alone=graph.signature, root=root).plan()
+        reasons = plan.unshown | _mixing(graph, plan)
         for name, kind in reasons.items():
             raise ValueError(
                 f"it cannot be shown which sample the gradient of {name!r} belongs to: {kind} mixes the samples, or "
                 "is no part of their outputs"
             )
         if plan.lasting:
-            key = (samples, *graph.signature)
-            self.plans[key] = plan
-            if len(self.plans) > PLANS:
-                self.plans.pop(next(iter(self.plans)))
+            self.plans = [*self.plans[1 - PLANS :], plan]
         return plan
 
     @contextmanager
@@ -142,18 +134,19 @@ class StepRecorder:
     def _wait(self, graph: Graph, plan: Plan) -> None:
         """Let the uses tell when their gradients are there."""
         chosen = slice(self.first, self.first + self.count)
-        _check_saved([graph.nodes[number] for number, *_ in plan.uses])
-        edges, waiting = contributions(graph, plan, chosen=chosen, training=True)
-        self.arrivals = Arrivals(waiting, self._add_norms)
-        for operation in self.arrivals.waiting:
+        _check_saved([graph.nodes[at.number] for at in plan.places])
+        arrivals = Arrivals(graph, plan, self._add_norms, chosen=chosen, training=True)
+        self.arrivals = arrivals
+        for operation in arrivals.waiting:
             # What a node calls must hold no part of the graph: it would keep itself alive.
-            edges[operation].node.register_prehook(partial(self._arrived, self.step, operation))
+            hook = partial(self._arrived, self.step, operation)
+            graph.nodes[operation].register_prehook(hook)
 
     # The backward pass
 
     def _arrived(self, step: int, operation: int, gradients: tuple[Tensor | None, ...]) -> None:
         """Take the gradient of an operation's output."""
-        if StepRecorder.busy or step != self.step:
+        if StepRecorder.busy or step != self.step or self.arrivals is None:
             return
         if operation not in self.arrivals.waiting:
             self.skip("a layer received more than one gradient")
@@ -162,7 +155,10 @@ class StepRecorder:
         try:
             with self._plainly():
                 self.arrivals.add_one(operation, gradients)
-                self._close()
+            if not self.arrivals.waiting:
+                for name, p in self.parameters.items():  # in the same order on all processes
+                    norms = self.partial.get(name)
+                    self.norms[name] = p.new_zeros(self.count) if norms is None else norms
         except Exception as error:  # which would end the training
             self.skip(_told(error))
         finally:
@@ -181,43 +177,32 @@ class StepRecorder:
     def _add_norms(self, name: str, found: Gradients) -> None:
         self.partial[name] = found.norms()
 
-    def _close(self) -> None:
-        """Show the norms once all gradients are there."""
-        if not self.arrivals.waiting:
-            for name, p in self.parameters.items():  # in the same order on all processes
-                norms = self.partial.get(name)
-                self.norms[name] = p.new_zeros(self.count) if norms is None else norms
-
 
 def _told(error: Exception) -> str:
     known = type(error) is ValueError
     return str(error) if known else f"it could not be read ({type(error).__name__}: {error})"
 
 
-def _mixing(graph: Graph, found: list[Contribution]) -> dict[str, str]:
+def _mixing(graph: Graph, plan: Plan) -> dict[str, str]:
     """Return the parameters that every sample of a batch would need a backward pass of its own for, with a reason.
 
     A weight is one that was computed from samples if a product with what is no weight is on its
     way.
     """
     mixing: dict[str, str] = {}
-    for one in found:
-        for term in one.terms:
-            nodes = graph.below(term.source.node) if term.way is None else set()
-            reasons = [node for node in nodes if _with_a_constant(node)]
-            if isinstance(term.output.node, BackwardCFunction):
-                reasons.append(term.output.node)
-            if reasons:
-                mixing[one.name] = type(reasons[0]).__name__
+    for at in plan.places:
+        nodes = graph.below(at.source[0]) if at.way is None else set()
+        reasons = [number for number in nodes if _with_a_constant(graph, number)]
+        if isinstance(graph.nodes[at.number], BackwardCFunction):
+            reasons.append(at.number)
+        if reasons:
+            mixing |= dict.fromkeys(at.names, graph.kind(reasons[0]))
     return mixing
 
 
-def _with_a_constant(node: Node) -> bool:
-    place = PRODUCTS.get(type(node).__name__)
-    if place is None:
-        return False
-    (left, _), (right, _) = node.next_functions[place : place + 2]
-    return left is None or right is None
+def _with_a_constant(graph: Graph, number: int) -> bool:
+    place = PRODUCTS.get(graph.kind(number))
+    return place is not None and None in graph.signature[number][2][place : place + 2]
 
 
 @contextmanager
@@ -250,10 +235,7 @@ def _check_saved(nodes: list[Node]) -> None:
 
 
 def _enclosed(function: Any, name: str) -> Any:
-    """Return a variable that a function was made with."""
+    """Return a variable that a function was made with; other ones may be gone."""
     code = getattr(function, "__code__", None)
     names = getattr(code, "co_freevars", ())
-    if name not in names:
-        return None
-    cell = function.__closure__[names.index(name)]
-    return cell.cell_contents
+    return function.__closure__[names.index(name)].cell_contents if name in names else None
