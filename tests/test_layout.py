@@ -54,6 +54,7 @@ SUBJECTS = {  # test of several modules -> what it is about
     "fisher/test_memory.py": "what is kept during a measurement",
     "fisher/test_moved_rows.py": "batches that a network sorts, masks or routes",
     "fisher/test_random_networks.py": "networks drawn at random, beside a loop over samples",
+    "fisher/test_step_losses.py": "losses of samples in a training step",
     "fisher/test_shared_modules.py": "modules that are used twice",
     "fisher/test_zoo.py": "networks that people use",
     "tasks/test_digits.py": "complexity and distance of real digits",

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
@@ -23,12 +24,12 @@ class Accumulator(Protocol):
         ...
 
 
+@dataclass
 class Norms:
     """Squared gradient norms of each of ``n`` samples, by parameter, each ``[n]``."""
 
-    def __init__(self, n: int) -> None:
-        self.n = n
-        self.values: ParamDict = {}
+    n: int
+    values: ParamDict = field(default_factory=dict)
 
     def add(self, name: str, samples: slice, found: Gradients) -> None:
         norms = found.norms()
@@ -40,11 +41,11 @@ class Norms:
         self.values[name][samples] += norms
 
 
+@dataclass
 class Diagonal:
     """Squared gradients summed over samples, by parameter, each shaped like it."""
 
-    def __init__(self) -> None:
-        self.values: ParamDict = {}
+    values: ParamDict = field(default_factory=dict)
 
     def add(self, name: str, samples: slice, found: Gradients) -> None:
         squares = found.diagonal()
@@ -54,6 +55,7 @@ class Diagonal:
             self.values[name] = squares.contiguous()
 
 
+@dataclass
 class Gram:
     """Inner products ``[n, n]`` of the samples' gradients.
 
@@ -62,10 +64,11 @@ class Gram:
     another pass.
     """
 
-    def __init__(self, gram: Tensor, wanted: set[str], room: int) -> None:
-        self.gram = gram
-        self.wanted = wanted
-        self.room = room
+    gram: Tensor
+    wanted: set[str]
+    room: int
+
+    def __post_init__(self) -> None:
         self.held = 0
         self.kept: dict[str, list[tuple[slice, Features]]] = {}
         self.postponed: set[str] = set()

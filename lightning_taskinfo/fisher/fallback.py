@@ -1,8 +1,9 @@
 """The universal fallback: the gradient of each sample by ``torch.func``, or one sample after the other."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +15,12 @@ from lightning_taskinfo._warn import first_line, warn
 from lightning_taskinfo.fisher.graph import Graph, pulled_back
 from lightning_taskinfo.fisher.ops import BLOCK
 
+Parameters: TypeAlias = dict[str, nn.Parameter]
 Forward = Callable[[nn.Module, Any], Tensor]
 Blocks = Iterator[tuple[int, ParamDict]]  # gradients of some samples, and the number of the first
 
 
+@dataclass
 class Fallback:
     """Gradients of single samples where the graph does not show them, with a warning.
 
@@ -30,11 +33,12 @@ class Fallback:
         engine: ``"per_sample"`` for ``torch.func``, or ``"loop"``, also once that has failed.
     """
 
-    def __init__(self, model: nn.Module, forward: Forward, asked: str) -> None:
-        self.model = model
-        self.forward = forward
-        self.asked = asked
-        self.engine = "loop" if asked == "loop" else "per_sample"
+    model: nn.Module
+    forward: Forward
+    asked: str
+
+    def __post_init__(self) -> None:
+        self.engine = "loop" if self.asked == "loop" else "per_sample"
         self.named = False
 
     def gradients(self, inputs: Any, score: Tensor, names: set[str], reason: str | None) -> Blocks:
@@ -74,7 +78,7 @@ class Fallback:
                 return
         yield from self._looped(inputs, score, parameters)
 
-    def _vmapped(self, inputs: Any, score: Tensor, parameters: dict[str, nn.Parameter]) -> Blocks:
+    def _vmapped(self, inputs: Any, score: Tensor, parameters: Parameters) -> Blocks:
         names = {id(p): name for name, p in parameters.items()}
         places: list[tuple[Any, str, str]] = []  # a tied parameter has several
         for module in self.model.modules():
@@ -103,7 +107,7 @@ class Fallback:
                 found = each(weights, take(inputs, block), block(score))
             yield start, found
 
-    def _looped(self, inputs: Any, score: Tensor, parameters: dict[str, nn.Parameter]) -> Blocks:
+    def _looped(self, inputs: Any, score: Tensor, parameters: Parameters) -> Blocks:
         """Yield the gradients of one sample after the other, by plain autograd: slow, and right for any model."""
         for n in range(len(score)):
             one = itemgetter(slice(n, n + 1))
@@ -119,14 +123,13 @@ class Fallback:
         self.model.zero_grad()
 
 
-def gradients_of_one(graph: Graph, score: Tensor, *, retain_graph: bool) -> ParamDict:
+def gradients_of_one(graph: Graph, score: Tensor) -> ParamDict:
     """Return the gradients of the only sample of a graph, by the weights that were gathered for it.
 
     A backward pass over sharded weights themselves would add up the samples of all processes.
     """
     leaves = [graph.edge(number) for number in graph.leaves.values()]
-    found = pulled_back(graph.outputs, leaves, score, retain_graph=retain_graph)
-    pairs = zip(graph.leaves, found, strict=True)
+    pairs = zip(graph.leaves, pulled_back(graph.outputs, leaves, score), strict=True)
     return {name: g.to_dense().unsqueeze(0) for name, g in pairs if g is not None}
 
 

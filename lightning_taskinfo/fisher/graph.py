@@ -21,7 +21,7 @@ Which is which is **shown, not guessed**. Let :math:`u_n` be any scores of the o
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import compress, permutations
@@ -60,7 +60,7 @@ class Graph:
         leaves: The parameters' places by name.
     """
 
-    def __init__(self, outputs: Tensor, parameters: dict[str, nn.Parameter]) -> None:
+    def __init__(self, outputs: Tensor, parameters: Mapping[str, nn.Parameter]) -> None:
         self.outputs = outputs
         names = {id(p): name for name, p in parameters.items()}
         first: Any = outputs.grad_fn
@@ -376,6 +376,7 @@ def plan_of_one(graph: Graph) -> Plan | None:
     return Plan.of(graph, 1, uses, rows, {})
 
 
+@dataclass
 class Prover:
     """Finds the uses in a graph, and the sample of each row, as the head of this file says.
 
@@ -388,20 +389,15 @@ class Prover:
             other. By default, at the outputs.
     """
 
-    def __init__(
-        self,
-        graph: Graph,
-        samples: int,
-        *,
-        rounds: int = 4,
-        alone: Signature | None = None,
-        root: Edge | None = None,
-    ) -> None:
-        self.graph = graph
-        self.samples = samples
-        self.rounds = rounds
-        self.alone = alone
-        self.root = root or graph.edge(0, graph.outputs.output_nr)
+    graph: Graph
+    samples: int
+    rounds: int = 4
+    alone: Signature | None = None
+    root: Any = None
+
+    def __post_init__(self) -> None:
+        graph, samples = self.graph, self.samples
+        self.root = self.root or graph.edge(0, graph.outputs.output_nr)
         outputs = like(self.root)
         kinds = {outputs.dtype}
         for node in graph.nodes:
@@ -533,15 +529,10 @@ class Prover:
         return found
 
     def _rows_of(self, plain: Tensor, scaled: Tensor) -> Rows | None:
-        """Try each axis, those first that samples divide, and then leading axes that are read as one."""
+        """Try each axis, and then leading axes that are read as one."""
         sizes = plain.shape
-
-        def unlikely(axis: int) -> bool:
-            return axis > 0 and sizes[axis] % self.samples != 0
-
-        axes = sorted(range(len(sizes)), key=unlikely)
         floor = 16 * self.eps * float(torch.linalg.vector_norm(plain))  # rows below it are rounding
-        ways = [Rows(axis=axis) for axis in axes]
+        ways = [Rows(axis=axis) for axis in range(len(sizes))]
         ways += [Rows(merged=merged) for merged in range(2, len(sizes))]
         for way in ways:
             rows = way.rows_first(plain)

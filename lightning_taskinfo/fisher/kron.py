@@ -249,7 +249,7 @@ def kronecker_factors(
         model: Any module; its parameters with ``requires_grad=True`` are measured.
         inputs: A batch of ``N`` inputs: a tensor ``[N, ...]``, or tuples, lists and dicts of them.
         targets: The dataset's labels; needed for ``labels="empirical"``, otherwise they only say what to ignore.
-        engine: ``"backpack"`` for BackPACK, which serves ``nn.Sequential`` chains of linear, convolution, activation and
+        engine: ``"backpack"`` for BackPACK, which serves an ``nn.Sequential`` of linear, convolution, activation and
             pooling layers; ``"own"`` for any network; ``"auto"`` takes BackPACK where it is installed and serves the
             network. Both give the same factors.
         max_side: Of a factor with a longer side than this, such as that of a vocabulary, only the diagonal is kept.

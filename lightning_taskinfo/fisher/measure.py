@@ -222,32 +222,28 @@ _KNOWN: "WeakKeyDictionary[nn.Module, Known]" = WeakKeyDictionary()  # as long a
 # --- The measurement
 
 
+@dataclass
 class Measurement:
     """One measurement: what is asked, and what has been found out about the model."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        inputs: Any,
-        targets: Tensor | None,
-        request: Request,
-        accumulator: Accumulator,
-    ) -> None:
-        self.model = model
-        self.inputs = inputs
-        self.targets = targets
-        self.request = request
-        self.accumulator = accumulator
-        self.parameters = gathered_parameters(model)
+    model: nn.Module
+    inputs: Any
+    targets: Tensor | None
+    request: Request
+    accumulator: Accumulator
+
+    def __post_init__(self) -> None:
+        self.parameters = gathered_parameters(self.model)
         _check_parameters(self.parameters)
-        self.reads_graph = request.engine in ("auto", "graph")
+        self.reads_graph = self.request.engine in ("auto", "graph")
         # Parameters that the graph does not show.
         self.unshown: set[str] = set() if self.reads_graph else {*self.parameters}
         # All processes gather shards in step: what one happens to know must not change its passes.
-        self.sharded = sharded(model)
-        shapes = [(x.shape[1:], x.dtype) for x in tensors(inputs)]
-        self.call = (shapes, request.forward_fn and ref(request.forward_fn))
-        known = None if self.sharded else _KNOWN.get(model)
+        self.sharded = sharded(self.model)
+        forward_fn = self.request.forward_fn
+        shapes = [(x.shape[1:], x.dtype) for x in tensors(self.inputs)]
+        self.call = (shapes, forward_fn and ref(forward_fn))
+        known = None if self.sharded else _KNOWN.get(self.model)
         self.known = known if known is not None and known.call == self.call else None
         self.alone: Tensor | None = None  # outputs of the first sample without the others
         self.mixing: bool | None = None
@@ -294,14 +290,12 @@ class Measurement:
                 # 6. and what is asked of these is accumulated.
                 backward(graph, plan, scores, receive, without=others, retain_graph=not last)
             for score in scores if others else ():
+                reason = self._reason(plan, others)
+                blocks = self.fallback.gradients(inputs, score, others, reason)
                 if graph is not None and self.sharded:
-                    keep = not last or score is not scores[-1]
-                    blocks = iter([(0, gradients_of_one(graph, score, retain_graph=keep))])
-                else:
-                    reason = self._reason(plan, others)
-                    blocks = self.fallback.gradients(inputs, score, others, reason)
-                for first, gradients in blocks:
-                    for name, g in gradients.items():
+                    blocks = iter([(0, gradients_of_one(graph, score))])
+                for first, found in blocks:
+                    for name, g in found.items():
                         start = samples.start + first
                         receive(name, Gradients(g), slice(start, start + len(g)))
 
@@ -359,7 +353,6 @@ class Measurement:
             return plan
         rounds = 1 if self.sharded else 4
         plan = Prover(graph, n, rounds=rounds, alone=self.known.alone).plan()
-        _check_statistics(graph, plan)
         for name, p in self.parameters.items():
             if p.grad is not None:  # by a backward pass inside of an operation, unseen in the graph
                 p.grad = None
@@ -426,26 +419,18 @@ class Measurement:
 def _check_batch(model: nn.Module, targets: Any, n: int) -> None:
     """Raise a ``ValueError`` if samples would be mixed, or targets are not those of ``n`` samples."""
     for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm) and module.training:
+        of_the_batch = isinstance(module, _BatchNorm) and module.running_mean is None
+        if of_the_batch or (isinstance(module, _BatchNorm) and module.training):
             raise ValueError(
-                f"BatchNorm {name!r} is in train mode, where it mixes the samples of a batch and none has a "
-                "gradient of its own; call `model.eval()` first, or measure inside `observing(model)`."
+                f"BatchNorm {name!r} is in train mode, or has no other, and normalises with the statistics of the "
+                "batch: it mixes the samples, and none has a gradient of its own; call `model.eval()` first, or "
+                "measure inside `observing(model)`, with `track_running_stats=True`."
             )
     if targets is not None and not isinstance(targets, Tensor):
         got = targets if isinstance(targets, str) else type(targets)
         raise ValueError(f"`targets` must be a tensor, got {got!r}.")
     if targets is not None and len(targets) != n:
         raise ValueError(f"`targets` must have one entry per sample ({n}), got {len(targets)}.")
-
-
-def _check_statistics(graph: Graph, plan: Plan) -> None:
-    for at in plan.places:
-        batch_norm = graph.kind(at.number) == "NativeBatchNormBackward0"
-        if batch_norm and graph.nodes[at.number]._saved_training and at.rows.axis == 0:
-            raise ValueError(
-                "BatchNorm that normalises with the statistics of the batch mixes the samples, so that none has a "
-                "gradient of its own; use running statistics: `model.eval()` and `track_running_stats=True`."
-            )
 
 
 def _check_parameters(parameters: dict[str, nn.Parameter]) -> None:

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,8 @@ SMALL_MAP = 100  # output positions up to which patches beat grouped convolution
 WIDE_MAP, WIDE = 256, 2048  # the same for at least so many pairs of channels
 FEW_ENTRIES, FEW_CHANNELS = 48, 8  # a patch with so few entries, and at least so many outputs of it
 
+Scores: TypeAlias = list[Tensor]  # by score, gradients by the output of an operation
+Factor: TypeAlias = Callable[[], Tensor] | None
 Formed = Iterator[tuple[slice, Tensor]]  # samples, and gradients of theirs
 
 
@@ -92,15 +94,15 @@ class Use:
         """Return the gradients of some samples, ``[n, *shape]``, from arranged ones of all."""
         raise NotImplementedError
 
-    def norms(self, scores: list[Tensor]) -> Tensor:
+    def norms(self, scores: Scores) -> Tensor:
         """Return the squared norm of each sample's gradient, summed over scores, shape ``[N]``."""
         return sum_of_norms(self.formed(scores))
 
-    def diagonal(self, scores: list[Tensor]) -> Tensor:
+    def diagonal(self, scores: Scores) -> Tensor:
         """Return the squared gradients, summed over samples and scores, shaped like the weight."""
         return sum_of_squares(g for _, g in self.formed(scores))
 
-    def formed(self, scores: list[Tensor]) -> Formed:
+    def formed(self, scores: Scores) -> Formed:
         """Yield a few samples, and their gradients for one score after the other."""
         for samples in blocks(len(scores[0]), self.elements):
             for b in scores:
@@ -166,14 +168,14 @@ class Product(Use):
         gradients = b[samples].mT @ self.of(samples)
         return self._turned(gradients).reshape(-1, *self.shape)
 
-    def norms(self, scores: list[Tensor]) -> Tensor:
+    def norms(self, scores: Scores) -> Tensor:
         norms = []
         for some in blocks(len(scores[0]), self.copied):
             a = self.of(some)
             norms.append(total(product_norms(b[some], a) for b in scores))
         return torch.cat(norms)
 
-    def diagonal(self, scores: list[Tensor]) -> Tensor:
+    def diagonal(self, scores: Scores) -> Tensor:
         if self.grouped or scores[0].shape[1] != 1:
             return super().diagonal(scores)
         of_outputs = total(b[:, 0].square() for b in scores)
@@ -338,7 +340,7 @@ class Elementwise(Use):
     """
 
     aligned: list[int]
-    factor: Callable[[], Tensor] | None
+    factor: Factor
     scale: float
 
     def fits(self) -> bool:
@@ -360,7 +362,7 @@ class Elementwise(Use):
         gradients = product.reshape(-1, *self.shape)
         return gradients if self.scale == 1 else gradients * self.scale
 
-    def formed(self, scores: list[Tensor]) -> Formed:
+    def formed(self, scores: Scores) -> Formed:
         for b in scores:  # they are there already
             yield slice(0, len(b)), b
 
@@ -370,7 +372,7 @@ class Elementwise(Use):
 
 def elementwise(
     at: Weight,
-    factor: Callable[[], Tensor] | None = None,
+    factor: Factor = None,
     *,
     scale: float = 1,
     channels: bool = False,
@@ -463,13 +465,13 @@ class Embedding(Use):
         rows.index_add_(0, self._numbered(samples), b.flatten(0, 1))
         return gradients
 
-    def norms(self, scores: list[Tensor]) -> Tensor:
+    def norms(self, scores: Scores) -> Tensor:
         norms = scores[0].new_zeros(len(scores[0]))
         for pairs, gradients in map(self._by_token, scores):
             norms.index_add_(0, pairs // self.shape[0], squared_norms(gradients))
         return norms
 
-    def diagonal(self, scores: list[Tensor]) -> Tensor:
+    def diagonal(self, scores: Scores) -> Tensor:
         squares = scores[0].new_zeros(self.shape)
         for pairs, gradients in map(self._by_token, scores):
             squares.index_add_(0, pairs % self.shape[0], gradients.square())

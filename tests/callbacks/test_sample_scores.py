@@ -8,7 +8,7 @@ import torch
 from lightning_taskinfo import SampleScores
 from lightning_taskinfo.callbacks import sample_scores
 from lightning_taskinfo.callbacks.sample_scores import SampleSums, StepSamples
-from lightning_taskinfo.fisher.step_losses import SampleLosses
+from lightning_taskinfo.fisher.train_step import SampleLosses
 
 
 def filled(generator):

@@ -15,8 +15,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from lightning_taskinfo import observing
 from lightning_taskinfo.fisher import terms
-from lightning_taskinfo.fisher.step_losses import StepLosses
-from lightning_taskinfo.fisher.train_step import StepRecorder
+from lightning_taskinfo.fisher.train_step import StepLosses, StepRecorder
 
 N = 6
 
