@@ -309,11 +309,7 @@ def kronecker_sums(
         try:
             _add_by_backpack(sums, model, inputs, targets, request.again())
             return sums
-        except (NotCoveredError, ModuleNotFoundError) as error:
-            if engine == "backpack" and isinstance(error, NotCoveredError):
-                raise ValueError(
-                    f"`engine='backpack'` does not serve this model: {error}; use 'auto'."
-                ) from error
+        except (NotCoveredError, ModuleNotFoundError):
             if engine == "backpack":
                 raise
         if generator is not None and state is not None:
@@ -436,8 +432,11 @@ KNOWN = (
 USUAL = {"padding_mode": "zeros", "groups": 1, "inplace": False}  # options that it knows
 
 
-class NotCoveredError(Exception):
-    """BackPACK cannot serve this network; the text says why."""
+class NotCoveredError(ValueError):
+    """BackPACK cannot serve this network."""
+
+    def __init__(self, why: object) -> None:
+        super().__init__(f"`engine='backpack'` does not serve this model: {why}; use 'auto'.")
 
 
 def _add_by_backpack(
@@ -479,7 +478,7 @@ def _add_by_backpack(
                         value = loss(outputs, torch.zeros_like(outputs))
                         value.backward(retain_graph=not last)
                 except (AssertionError, AttributeError, IndexError, RuntimeError) as error:
-                    raise NotCoveredError(str(error)) from error
+                    raise NotCoveredError(error) from error
                 for name, layer in chain:
                     for key, p in trainable_parameters(layer).items():
                         rows, *columns = getattr(p, extension.savefield)

@@ -33,7 +33,7 @@ import math
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from operator import itemgetter
 from typing import Any, Literal, TypeAlias
@@ -419,8 +419,9 @@ class Measurement:
 def _check_batch(model: nn.Module, targets: Any, n: int) -> None:
     """Raise a ``ValueError`` if samples would be mixed, or targets are not those of ``n`` samples."""
     for name, module in model.named_modules():
-        of_the_batch = isinstance(module, _BatchNorm) and module.running_mean is None
-        if of_the_batch or (isinstance(module, _BatchNorm) and module.training):
+        if not isinstance(module, _BatchNorm):
+            continue
+        if module.training or module.running_mean is None:
             raise ValueError(
                 f"BatchNorm {name!r} is in train mode, or has no other, and normalises with the statistics of the "
                 "batch: it mixes the samples, and none has a gradient of its own; call `model.eval()` first, or "
@@ -448,12 +449,11 @@ def _row(inputs: Any, n: int) -> Any:
     return take(inputs, itemgetter(slice(n, n + 1)))
 
 
-def _differ(few: Tensor, many: Tensor) -> bool:
-    """Whether the rows that two batches of outputs have in common differ by more than rounding; not if they are NaN."""
-    rows = min(len(few), len(many))
-    largest = torch.linalg.vector_norm(many, math.inf)
-    difference = torch.linalg.vector_norm(few[:rows] - many[:rows], math.inf)
-    return bool(difference > torch.finfo(few.dtype).eps ** 0.5 * largest)
+def _differ(alone: Tensor, outputs: Tensor) -> bool:
+    """Whether the first row of outputs is another one alone, by more than rounding; not if it is NaN."""
+    largest = partial(torch.linalg.vector_norm, ord=math.inf)
+    difference = largest(alone - outputs[:1])
+    return bool(difference > torch.finfo(alone.dtype).eps ** 0.5 * largest(outputs))
 
 
 def _usable(x: Tensor) -> Tensor:

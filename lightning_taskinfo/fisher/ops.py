@@ -362,10 +362,6 @@ class Elementwise(Use):
         gradients = product.reshape(-1, *self.shape)
         return gradients if self.scale == 1 else gradients * self.scale
 
-    def formed(self, scores: Scores) -> Formed:
-        for b in scores:  # they are there already
-            yield slice(0, len(b)), b
-
     def gradients(self, b: Tensor, samples: slice) -> Tensor:
         return b[samples]
 

@@ -237,9 +237,6 @@ def _enclosed(function: Any, name: str) -> Any:
 
 # --- The loss of each sample, and where the samples are in the graph
 
-Rule = Callable[[Tensor, Tensor, int | None], Tensor]
-"""The loss of each row, from outputs, targets, and the target of rows that do not count: 0 for those."""
-
 FEW = 1 << 14  # outputs of a step up to which they are kept, and their losses computed later
 
 
@@ -250,7 +247,7 @@ class SampleLosses(NamedTuple):
 
     Attributes:
         outputs: What the loss was computed from.
-        rule: How, by row (a sample, a token, an output).
+        rule: How, by row (a sample, a token, an output); None if they are losses themselves.
         seen: The targets that the loss saw.
         ignored: The target of rows that do not count, if there is one.
         samples: Samples of the batch.
@@ -259,7 +256,7 @@ class SampleLosses(NamedTuple):
     """
 
     outputs: Tensor
-    rule: Rule
+    rule: Callable[..., Tensor] | None
     seen: Tensor
     ignored: int | None
     samples: int
@@ -272,13 +269,17 @@ class SampleLosses(NamedTuple):
         if isinstance(targets, Tensor):
             targets = seen if targets is self.seen else targets.clone()  # the first as a rule
         if self.outputs.numel() > FEW:
-            return self._replace(outputs=self.rows, rule=_as_they_are, seen=seen, targets=targets)
+            return self._replace(outputs=self.rows, rule=None, seen=seen, targets=targets)
         return self._replace(outputs=self.outputs.clone(), seen=seen, targets=targets)
 
     @property
     def rows(self) -> Tensor:
         """The loss of each row, 0 where it does not count."""
-        return self.rule(self.outputs, self.seen, self.ignored)
+        if self.rule is None:
+            return self.outputs
+        options = {} if self.ignored is None else {"ignore_index": self.ignored}
+        outputs, seen = at_least_float32(self.outputs), at_least_float32(self.seen)
+        return self.rule(outputs, seen, reduction="none", **options)
 
     @property
     def problem(self) -> str | None:
@@ -335,39 +336,21 @@ def _together(steps: Sequence[SampleLosses]) -> SampleLosses | None:
     return first._replace(outputs=outputs, seen=seen, samples=samples, targets=targets)
 
 
-def _as_they_are(losses: Tensor, seen: Tensor, ignored: int | None) -> Tensor:
-    return losses
-
-
-def _nll(outputs: Tensor, seen: Tensor, ignored: int | None) -> Tensor:
-    assert ignored is not None
-    return F.nll_loss(at_least_float32(outputs), seen, reduction="none", ignore_index=ignored)
-
-
-def _elementwise(loss: Callable[..., Tensor]) -> Rule:
-    def rule(outputs: Tensor, seen: Tensor, ignored: int | None) -> Tensor:
-        return loss(at_least_float32(outputs), at_least_float32(seen), reduction="none")
-
-    return rule
-
-
-LOSSES: dict[str, Rule] = {
-    "NllLossBackward0": _nll,  # of cross_entropy, too
-    "NllLoss2DBackward0": _nll,
-    "BinaryCrossEntropyWithLogitsBackward0": _elementwise(F.binary_cross_entropy_with_logits),
-    "BinaryCrossEntropyBackward0": _elementwise(F.binary_cross_entropy),
-    "MseLossBackward0": _elementwise(F.mse_loss),
+LOSSES: dict[str, Callable[..., Tensor]] = {
+    "NllLossBackward0": F.nll_loss,  # of cross_entropy, too
+    "NllLoss2DBackward0": F.nll_loss,
+    "BinaryCrossEntropyWithLogitsBackward0": F.binary_cross_entropy_with_logits,
+    "BinaryCrossEntropyBackward0": F.binary_cross_entropy,
+    "MseLossBackward0": F.mse_loss,
 }
 
 
 def _read(node: Any, samples: int, targets: Any) -> SampleLosses:
     """Read what a loss has kept for its backward pass."""
     rule = LOSSES[type(node).__name__]
-    ignored = None
-    if rule is _nll:
-        ignored = node._saved_ignore_index
-        if ignored >= 2**63:  # it is shown without its sign
-            ignored -= 2**64
+    ignored = getattr(node, "_saved_ignore_index", None)
+    if ignored is not None and ignored >= 2**63:  # it is shown without its sign
+        ignored -= 2**64
     outputs = node._saved_self.detach()
     return SampleLosses(outputs, rule, node._saved_target, ignored, samples, targets)
 
