@@ -19,7 +19,12 @@ COLUMNS = 1024  # of features multiplied at once in their own precision; these p
 class Accumulator(Protocol):
     """Where gradients go: the quantity that is measured."""
 
-    def add(self, name: str, samples: slice, found: Gradients) -> None:
+    def add(
+        self,
+        name: str,
+        samples: slice,
+        found: Gradients,
+    ) -> None:
         """Take the gradients of a parameter, for some samples and scores."""
         ...
 
@@ -31,7 +36,12 @@ class Norms:
     n: int
     values: ParamDict = field(default_factory=dict)
 
-    def add(self, name: str, samples: slice, found: Gradients) -> None:
+    def add(
+        self,
+        name: str,
+        samples: slice,
+        found: Gradients,
+    ) -> None:
         norms = found.norms()
         if len(norms) == self.n and name not in self.values:
             self.values[name] = norms
@@ -47,7 +57,12 @@ class Diagonal:
 
     values: ParamDict = field(default_factory=dict)
 
-    def add(self, name: str, samples: slice, found: Gradients) -> None:
+    def add(
+        self,
+        name: str,
+        samples: slice,
+        found: Gradients,
+    ) -> None:
         squares = found.diagonal()
         if name in self.values:
             self.values[name] += squares
@@ -73,7 +88,12 @@ class Gram:
         self.kept: dict[str, list[tuple[slice, Features]]] = {}
         self.postponed: set[str] = set()
 
-    def add(self, name: str, samples: slice, found: Gradients) -> None:
+    def add(
+        self,
+        name: str,
+        samples: slice,
+        found: Gradients,
+    ) -> None:
         if name not in self.wanted or name in self.postponed:
             return
         count = samples.stop - samples.start
@@ -138,7 +158,11 @@ class TraceSums(NamedTuple):
     sums: list[float]
 
     @classmethod
-    def of(cls, norms: ParamDict, scale: float = 1.0) -> "TraceSums":
+    def of(
+        cls,
+        norms: ParamDict,
+        scale: float = 1.0,
+    ) -> "TraceSums":
         """Add up samples.
 
         Args:
@@ -171,7 +195,10 @@ class TraceSums(NamedTuple):
         return Trace(trace, math.sqrt(variance / n), layers)
 
 
-def _flat(found: Gradients, n: int) -> Tensor:
+def _flat(
+    found: Gradients,
+    n: int,
+) -> Tensor:
     """Return the gradients of ``n`` samples as one matrix ``[n, weights]``."""
     rows: Tensor | None = None
     for some, gradients in found.formed():

@@ -86,7 +86,10 @@ def fisher_trace(
 
 
 def per_sample_squared_norms(
-    model: nn.Module, inputs: Any, targets: Tensor | None = None, **options: Any
+    model: nn.Module,
+    inputs: Any,
+    targets: Tensor | None = None,
+    **options: Any,
 ) -> Tensor:
     r"""Squared gradient norm of each sample, :math:`\mathbb{E}_y \|\nabla_w \log p_w(y|x_n)\|^2`, shape ``[N]``.
 
@@ -110,7 +113,10 @@ def per_sample_squared_norms(
 
 
 def layer_traces(
-    model: nn.Module, inputs: Any, targets: Tensor | None = None, **options: Any
+    model: nn.Module,
+    inputs: Any,
+    targets: Tensor | None = None,
+    **options: Any,
 ) -> dict[str, Tensor]:
     """Trace of the Fisher information by the module that owns the parameters; they add up to :func:`fisher_trace`.
 
@@ -135,7 +141,10 @@ def layer_traces(
 
 
 def fisher_diagonal(
-    model: nn.Module, inputs: Any, targets: Tensor | None = None, **options: Any
+    model: nn.Module,
+    inputs: Any,
+    targets: Tensor | None = None,
+    **options: Any,
 ) -> ParamDict:
     r"""Diagonal of the Fisher information by parameter name, a mean over samples, shaped like the parameters.
 
@@ -162,7 +171,10 @@ def fisher_diagonal(
 
 
 def gradient_gram(
-    model: nn.Module, inputs: Any, targets: Tensor | None = None, **options: Any
+    model: nn.Module,
+    inputs: Any,
+    targets: Tensor | None = None,
+    **options: Any,
 ) -> Tensor:
     r"""Gram matrix :math:`\xi = J J^\top` of the samples' gradients, shape ``[N, N]``, in float64 and not divided.
 
@@ -219,7 +231,10 @@ def gradient_gram(
 
 
 def engines_used(
-    model: nn.Module, inputs: Any, targets: Tensor | None = None, **options: Any
+    model: nn.Module,
+    inputs: Any,
+    targets: Tensor | None = None,
+    **options: Any,
 ) -> dict[str, str]:
     """Return which engine serves each parameter, by running one measurement; arguments of :func:`fisher_trace`.
 
@@ -238,6 +253,9 @@ def engines_used(
     return measure(model, inputs, targets, Request(**options), norms)
 
 
-def _scalar(value: float, norms: ParamDict) -> Tensor:
+def _scalar(
+    value: float,
+    norms: ParamDict,
+) -> Tensor:
     """Return a number as a tensor of the type and on the device of the norms it was made of."""
     return next(iter(norms.values())).new_tensor(value)

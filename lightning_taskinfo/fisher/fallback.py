@@ -41,7 +41,13 @@ class Fallback:
         self.engine = "loop" if self.asked == "loop" else "per_sample"
         self.named = False
 
-    def gradients(self, inputs: Any, score: Tensor, names: set[str], reason: str | None) -> Blocks:
+    def gradients(
+        self,
+        inputs: Any,
+        score: Tensor,
+        names: set[str],
+        reason: str | None,
+    ) -> Blocks:
         """Yield blocks of gradients ``[n, *shape]`` of some parameters.
 
         Args:
@@ -78,7 +84,12 @@ class Fallback:
                 return
         yield from self._looped(inputs, score, parameters)
 
-    def _vmapped(self, inputs: Any, score: Tensor, parameters: Parameters) -> Blocks:
+    def _vmapped(
+        self,
+        inputs: Any,
+        score: Tensor,
+        parameters: Parameters,
+    ) -> Blocks:
         names = {id(p): name for name, p in parameters.items()}
         places: list[tuple[Any, str, str]] = []  # a tied parameter has several
         for module in self.model.modules():
@@ -86,7 +97,11 @@ class Fallback:
                 if id(p) in names:
                     places.append((module._parameters, key, names[id(p)]))
 
-        def value(weights: ParamDict, sample: Any, sample_score: Tensor) -> Tensor:
+        def value(
+            weights: ParamDict,
+            sample: Any,
+            sample_score: Tensor,
+        ) -> Tensor:
             """Return ``Σ score ⊙ outputs``: its gradient is the score pulled back to the weights."""
             one = take(sample, lambda x: x.unsqueeze(0))
             try:
@@ -107,7 +122,12 @@ class Fallback:
                 found = each(weights, take(inputs, block), block(score))
             yield start, found
 
-    def _looped(self, inputs: Any, score: Tensor, parameters: Parameters) -> Blocks:
+    def _looped(
+        self,
+        inputs: Any,
+        score: Tensor,
+        parameters: Parameters,
+    ) -> Blocks:
         """Yield the gradients of one sample after the other, by plain autograd: slow, and right for any model."""
         for n in range(len(score)):
             one = itemgetter(slice(n, n + 1))
@@ -123,7 +143,10 @@ class Fallback:
         self.model.zero_grad()
 
 
-def gradients_of_one(graph: Graph, score: Tensor) -> ParamDict:
+def gradients_of_one(
+    graph: Graph,
+    score: Tensor,
+) -> ParamDict:
     """Return the gradients of the only sample of a graph, by the weights that were gathered for it.
 
     A backward pass over sharded weights themselves would add up the samples of all processes.

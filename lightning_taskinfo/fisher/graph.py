@@ -60,7 +60,11 @@ class Graph:
         leaves: The parameters' places by name.
     """
 
-    def __init__(self, outputs: Tensor, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(
+        self,
+        outputs: Tensor,
+        parameters: Mapping[str, nn.Parameter],
+    ) -> None:
         self.outputs = outputs
         names = {id(p): name for name, p in parameters.items()}
         first: Any = outputs.grad_fn
@@ -86,7 +90,11 @@ class Graph:
             shapes = [tuple(like.shape) for like in node._input_metadata]
             self.signature.append((type(node), shapes, sources, name))
 
-    def edge(self, number: int, output: int = 0) -> Edge:
+    def edge(
+        self,
+        number: int,
+        output: int = 0,
+    ) -> Edge:
         """Return an output of an operation as a place that gradients can be pulled back to."""
         return Edge(self.nodes[number], output)
 
@@ -127,7 +135,11 @@ class Graph:
                     stack.append(consumer)
         return found
 
-    def behind(self, numbers: Iterable[int], blocked: Collection[int] = ()) -> set[int]:
+    def behind(
+        self,
+        numbers: Iterable[int],
+        blocked: Collection[int] = (),
+    ) -> set[int]:
         """Return the operations between some and the outputs, without those behind ``blocked``."""
         return _reached(numbers, lambda i: [found[0] for found in self.consumers[i]], blocked)
 
@@ -140,7 +152,11 @@ class Graph:
         below = self.below(number)
         return {name for name, leaf in self.leaves.items() if leaf in below}
 
-    def unusual(self, number: int, weights: dict[int, Source]) -> bool:
+    def unusual(
+        self,
+        number: int,
+        weights: dict[int, Source],
+    ) -> bool:
         """Whether the output gradient of a use does not tell the gradients of its weights by sample."""
         # How often an index occurs in the whole batch divides the gradient.
         by_frequency = getattr(self.nodes[number], "_saved_scale_grad_by_freq", False)
@@ -176,7 +192,9 @@ class Graph:
 
 
 def _reached(
-    numbers: Iterable[int], following: Callable[[int], list[int]], blocked: Collection[int] = ()
+    numbers: Iterable[int],
+    following: Callable[[int], list[int]],
+    blocked: Collection[int] = (),
 ) -> set[int]:
     """Return all that follows some operations, without what is blocked or only follows that."""
     found: set[int] = set()
@@ -212,7 +230,9 @@ def pulled_back(
 
 
 def several_pulled_back(
-    output: Tensor | Edge, sources: Sequence[Edge], gradients: Tensor
+    output: Tensor | Edge,
+    sources: Sequence[Edge],
+    gradients: Tensor,
 ) -> list[Tensor | None]:
     """Pull gradients ``[S, ...]`` back to some places, ``[S, ...]`` each, in one pass, or in many where vmap fails."""
     if len(gradients) > 1:
@@ -227,7 +247,11 @@ def several_pulled_back(
     return [None if parts[0] is None else torch.stack(parts) for parts in found]
 
 
-def pulled_to_weight(output: Edge, weight: Edge, gradients: Tensor) -> Tensor:
+def pulled_to_weight(
+    output: Edge,
+    weight: Edge,
+    gradients: Tensor,
+) -> Tensor:
     """Pull gradients ``[n, ...]`` back to what ``output`` was computed from, zeros where none arrives."""
     if output == weight:
         return gradients
@@ -340,7 +364,12 @@ class Plan:
 
     @classmethod
     def of(
-        cls, graph: Graph, samples: int, uses: Uses, rows: dict[int, Rows], unshown: dict[str, str]
+        cls,
+        graph: Graph,
+        samples: int,
+        uses: Uses,
+        rows: dict[int, Rows],
+        unshown: dict[str, str],
     ) -> "Plan":
         """Return a plan of the uses whose rows are known."""
         places = []
@@ -353,7 +382,11 @@ class Plan:
         return cls(graph.signature, samples, places, lowest, unshown)
 
 
-def known_plan(plans: list[Plan], graph: Graph, samples: int) -> Plan | None:
+def known_plan(
+    plans: list[Plan],
+    graph: Graph,
+    samples: int,
+) -> Plan | None:
     """Return the plan that fits a graph, if there is one."""
     for plan in plans:
         if plan.samples == samples and plan.signature == graph.signature:
@@ -449,7 +482,11 @@ class Prover:
         return not mixed or (same_size and all(alone[i] == signature[i] for i in mixed))
 
     def _unshown(
-        self, uses: Uses, shown: set[int], mixed: set[int], silent: set[int]
+        self,
+        uses: Uses,
+        shown: set[int],
+        mixed: set[int],
+        silent: set[int],
     ) -> dict[str, str]:
         """Return the parameters that other engines have to serve, each with the operation that is the reason."""
         graph = self.graph
@@ -465,7 +502,11 @@ class Prover:
             unshown = dict.fromkeys(graph.roots(number), graph.kind(number)) | unshown
         return unshown
 
-    def _backward(self, numbers: list[int], by_sample: Tensor | None) -> list[Tensor | None]:
+    def _backward(
+        self,
+        numbers: list[int],
+        by_sample: Tensor | None,
+    ) -> list[Tensor | None]:
         """Backpropagate the scores, times a number for each sample, to the outputs of some operations."""
         if not numbers:
             return []
@@ -491,11 +532,18 @@ class Prover:
         silent = {*compress(numbers, (largest == 0).tolist())}
         return mixed, silent
 
-    def _norms(self, uses: list[int], by_sample: Tensor | None) -> dict[int, Tensor]:
+    def _norms(
+        self,
+        uses: list[int],
+        by_sample: Tensor | None,
+    ) -> dict[int, Tensor]:
         """Return the squared norm of the gradient at the output of every operation down to ``uses``."""
         norms: dict[int, Tensor] = {}
 
-        def note(number: int, gradients: Sequence[Tensor | None]) -> None:
+        def note(
+            number: int,
+            gradients: Sequence[Tensor | None],
+        ) -> None:
             squared = torch.zeros((), dtype=torch.float64, device=self.signs.device)
             for g in gradients:
                 if g is not None:
@@ -528,7 +576,11 @@ class Prover:
                 found[number] = rows
         return found
 
-    def _rows_of(self, plain: Tensor, scaled: Tensor) -> Rows | None:
+    def _rows_of(
+        self,
+        plain: Tensor,
+        scaled: Tensor,
+    ) -> Rows | None:
         """Try each axis, and then leading axes that are read as one."""
         sizes = plain.shape
         floor = 16 * self.eps * float(torch.linalg.vector_norm(plain))  # rows below it are rounding
@@ -541,7 +593,12 @@ class Prover:
                 return self._in_order(samples, way)
         return None
 
-    def _samples(self, plain: Tensor, scaled: Tensor, floor: float) -> Tensor | None:
+    def _samples(
+        self,
+        plain: Tensor,
+        scaled: Tensor,
+        floor: float,
+    ) -> Tensor | None:
         """Return the sample of each row, -1 where it has no gradient; None if a row belongs to several samples."""
         if plain.numel() == 0:
             return torch.full((len(plain),), -1, device=plain.device)
@@ -562,7 +619,11 @@ class Prover:
             return None
         return sample.masked_fill(nothing & ~fits | (norms == 0), -1)
 
-    def _in_order(self, samples: Tensor, way: Rows) -> Rows:
+    def _in_order(
+        self,
+        samples: Tensor,
+        way: Rows,
+    ) -> Rows:
         """Return the rows in the order of the samples if they have it, otherwise by their numbers."""
         n, count = self.samples, len(samples)
         known = samples >= 0

@@ -108,7 +108,12 @@ class Sums:
     places: Tensor
     squares: Tensor
 
-    def add(self, rows: Tensor, columns: Tensor | None, places: int) -> None:
+    def add(
+        self,
+        rows: Tensor,
+        columns: Tensor | None,
+        places: int,
+    ) -> None:
         """Add whole matrices, of which the diagonal may be all that is kept."""
         self.rows += _diagonal(rows) if self.rows.dim() == 1 else rows
         if columns is not None:
@@ -147,7 +152,10 @@ class KroneckerSums:
     """
 
     def __init__(
-        self, model: nn.Module, max_side: int = MAX_SIDE, whole: frozenset[str] = frozenset()
+        self,
+        model: nn.Module,
+        max_side: int = MAX_SIDE,
+        whole: frozenset[str] = frozenset(),
     ) -> None:
         parameters = trainable_parameters(model)
         if not parameters:
@@ -155,7 +163,10 @@ class KroneckerSums:
         first = next(iter(parameters.values()))
         like = at_least_float32(first.detach())
 
-        def zeros(side: int, diagonal: bool = False) -> Tensor:
+        def zeros(
+            side: int,
+            diagonal: bool = False,
+        ) -> Tensor:
             is_vector = diagonal or side > max_side
             return like.new_zeros([side] if is_vector else [side, side])
 
@@ -175,7 +186,12 @@ class KroneckerSums:
                 squares=like.new_zeros(()),
             )
 
-    def add(self, name: str, samples: slice, found: Gradients) -> None:
+    def add(
+        self,
+        name: str,
+        samples: slice,
+        found: Gradients,
+    ) -> None:
         """Add the gradients of a parameter, for some samples and scores."""
         sums = self.by_name[name]
         part = None if name in self.whole else _only_product(found, sums)
@@ -324,7 +340,10 @@ def kronecker_sums(
     return sums
 
 
-def as_factors(sums: KroneckerSums, n: float) -> dict[str, KroneckerFactors]:
+def as_factors(
+    sums: KroneckerSums,
+    n: float,
+) -> dict[str, KroneckerFactors]:
     """Return the factors by parameter name, from sums over ``n`` samples.
 
     Raises:
@@ -343,7 +362,11 @@ def as_factors(sums: KroneckerSums, n: float) -> dict[str, KroneckerFactors]:
     return factors
 
 
-def matrix_shape(shape: torch.Size, *, kernel: bool = False) -> tuple[int, int | None]:
+def matrix_shape(
+    shape: torch.Size,
+    *,
+    kernel: bool = False,
+) -> tuple[int, int | None]:
     """Return how many rows and columns a parameter has; None in place of columns for a vector or a number.
 
     Args:
@@ -367,7 +390,8 @@ def matrix_shape(shape: torch.Size, *, kernel: bool = False) -> tuple[int, int |
 
 
 def _only_product(
-    found: Gradients, sums: Sums
+    found: Gradients,
+    sums: Sums,
 ) -> "tuple[Product | Embedding, list[Tensor]] | None":
     """Return the one use of a parameter, if its gradient is a sum over places of products of two vectors."""
     if found.only is None:
@@ -390,7 +414,10 @@ def _inputs_by_place(use: Product) -> Iterator[Tensor]:
         yield use.rows.rows_first(use.inputs).flatten(0, -2)
 
 
-def add_gram(total: Tensor, x: Tensor) -> None:
+def add_gram(
+    total: Tensor,
+    x: Tensor,
+) -> None:
     """Add ``xᵀx`` to a matrix, or the diagonal of it to a vector."""
     x = x.to(total.dtype)
     if total.dim() == 1:
@@ -440,7 +467,11 @@ class NotCoveredError(ValueError):
 
 
 def _add_by_backpack(
-    sums: KroneckerSums, model: nn.Module, inputs: Any, targets: Tensor | None, request: Request
+    sums: KroneckerSums,
+    model: nn.Module,
+    inputs: Any,
+    targets: Tensor | None,
+    request: Request,
 ) -> None:
     """Let BackPACK pass the output scores backwards, chunk by chunk, and add what it finds for each parameter.
 
@@ -494,7 +525,11 @@ def _layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, layer) for name, layer in modules if type(layer) is not nn.Sequential]
 
 
-def _check_chain(model: nn.Module, inputs: Any, request: Request) -> None:
+def _check_chain(
+    model: nn.Module,
+    inputs: Any,
+    request: Request,
+) -> None:
     """Raise a ``NotCoveredError`` unless a network is known to be a chain of layers that BackPACK knows.
 
     BackPACK finds what it passes backwards by the memory address of tensors, and would not notice an operation in
@@ -533,7 +568,12 @@ def _factors_from(scores: Tensor) -> Any:
 
     class KFC(HBPConvNd):
         def weight(
-            self, ext: Any, module: Any, g_inp: Any, g_out: Any, passed: Any
+            self,
+            ext: Any,
+            module: Any,
+            g_inp: Any,
+            g_out: Any,
+            passed: Any,
         ) -> list[Tensor]:
             _, A = super().weight(ext, module, g_inp, g_out, passed)
             b = passed.flatten(3)  # [scores, N, channels, positions]

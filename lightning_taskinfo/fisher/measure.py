@@ -114,12 +114,18 @@ class Request:
         """Return the same request, with a likelihood that starts its draws from the same place."""
         return replace(self, likelihood=copy(self.likelihood))
 
-    def forward(self, model: nn.Module, inputs: Any) -> Tensor:
+    def forward(
+        self,
+        model: nn.Module,
+        inputs: Any,
+    ) -> Tensor:
         """Run the model the way its user does."""
         return outputs_of(model, inputs, self.forward_fn)
 
     def scores(
-        self, outputs: Tensor, targets: Tensor | None
+        self,
+        outputs: Tensor,
+        targets: Tensor | None,
     ) -> Iterator[tuple[list[Tensor], bool]]:
         """Yield the output scores of a chunk, a few at a time, and whether they are the last."""
         likelihood = as_likelihood(self.likelihood)
@@ -158,7 +164,10 @@ def measure(
 
 
 def squared_norms_by_name(
-    model: nn.Module, inputs: Any, targets: Tensor | None, request: Request
+    model: nn.Module,
+    inputs: Any,
+    targets: Tensor | None,
+    request: Request,
 ) -> ParamDict:
     """Return the squared gradient norms ``[N]`` of each trainable parameter, by one measurement; ``N`` may be 0."""
     norms = Norms(number_of_samples(inputs))
@@ -170,7 +179,10 @@ def squared_norms_by_name(
 
 
 def squared_gradients_by_name(
-    model: nn.Module, inputs: Any, targets: Tensor | None, request: Request
+    model: nn.Module,
+    inputs: Any,
+    targets: Tensor | None,
+    request: Request,
 ) -> ParamDict:
     """Return the squared gradients of each trainable parameter, summed over ``N`` samples; ``N`` may be 0."""
     found = Diagonal()
@@ -279,7 +291,11 @@ class Measurement:
             outputs = self._outputs_one_by_one(inputs)
         others = self._for_other_engines(plan, len(outputs))
 
-        def receive(name: str, found: Gradients, block: slice = samples) -> None:
+        def receive(
+            name: str,
+            found: Gradients,
+            block: slice = samples,
+        ) -> None:
             self.accumulator.add(name, block, found)
 
         # 3. Scores of the outputs, a few at a time.
@@ -299,7 +315,11 @@ class Measurement:
                         start = samples.start + first
                         receive(name, Gradients(g), slice(start, start + len(g)))
 
-    def _outputs(self, inputs: Any, count: int) -> Tensor:
+    def _outputs(
+        self,
+        inputs: Any,
+        count: int,
+    ) -> Tensor:
         """Run the model, and check that its outputs have a row for each sample and depend on parameters."""
         outputs = self.request.forward(self.model, inputs)
         if not isinstance(outputs, Tensor):
@@ -341,7 +361,11 @@ class Measurement:
         samples = 4 * BLOCK // max(1, held)
         return min(max(samples, 32), 512)
 
-    def _plan(self, graph: Graph | None, n: int) -> Plan | None:
+    def _plan(
+        self,
+        graph: Graph | None,
+        n: int,
+    ) -> Plan | None:
         """Return where weights meet samples in a graph, and which sample each row belongs to: known, or shown now."""
         if graph is None or any("CheckpointFunction" in node.name() for node in graph.nodes):
             return None  # reentrant checkpointing allows a backward pass to the parameters only
@@ -366,7 +390,12 @@ class Measurement:
             self.known.plans = [*self.known.plans[1 - PLANS :], plan]
         return plan
 
-    def _mixes(self, inputs: Any, outputs: Tensor, plan: Plan | None) -> bool:
+    def _mixes(
+        self,
+        inputs: Any,
+        outputs: Tensor,
+        plan: Plan | None,
+    ) -> bool:
         """Whether the outputs of a sample depend on the batch it is in: looked at where nothing is known."""
         seen = plan is not None and plan.seen
         if self.mixing is None and len(outputs) > 1 and not seen:
@@ -395,7 +424,11 @@ class Measurement:
         """The slower engines, for what the graph does not show."""
         return Fallback(self.model, self.request.forward, self.request.engine)
 
-    def _for_other_engines(self, plan: Plan | None, n: int) -> set[str]:
+    def _for_other_engines(
+        self,
+        plan: Plan | None,
+        n: int,
+    ) -> set[str]:
         """Return the parameters of a chunk that another engine has to serve."""
         if n == 1 and self.reads_graph:
             return set() if plan is not None else {*self.parameters}
@@ -409,14 +442,22 @@ class Measurement:
             )
         return self.unshown
 
-    def _reason(self, plan: Plan | None, names: set[str]) -> str | None:
+    def _reason(
+        self,
+        plan: Plan | None,
+        names: set[str],
+    ) -> str | None:
         """Return why the graph does not show some parameters, unless that has been said."""
         if self.mixing:
             return None
         return "reentrant checkpointing" if plan is None else plan.unshown.get(min(names), "")
 
 
-def _check_batch(model: nn.Module, targets: Any, n: int) -> None:
+def _check_batch(
+    model: nn.Module,
+    targets: Any,
+    n: int,
+) -> None:
     """Raise a ``ValueError`` if samples would be mixed, or targets are not those of ``n`` samples."""
     for name, module in model.named_modules():
         if not isinstance(module, _BatchNorm):
@@ -444,12 +485,18 @@ def _check_parameters(parameters: dict[str, nn.Parameter]) -> None:
             )
 
 
-def _row(inputs: Any, n: int) -> Any:
+def _row(
+    inputs: Any,
+    n: int,
+) -> Any:
     """Return one sample, as a batch."""
     return take(inputs, itemgetter(slice(n, n + 1)))
 
 
-def _differ(alone: Tensor, outputs: Tensor) -> bool:
+def _differ(
+    alone: Tensor,
+    outputs: Tensor,
+) -> bool:
     """Whether the first row of outputs is another one alone, by more than rounding; not if it is NaN."""
     largest = partial(torch.linalg.vector_norm, ord=math.inf)
     difference = largest(alone - outputs[:1])

@@ -90,7 +90,11 @@ class Use:
         """Return the gradients by the operation's output with the samples first, ``[N, ...]``."""
         return self.rows.samples_first(b)
 
-    def gradients(self, b: Tensor, samples: slice) -> Tensor:
+    def gradients(
+        self,
+        b: Tensor,
+        samples: slice,
+    ) -> Tensor:
         """Return the gradients of some samples, ``[n, *shape]``, from arranged ones of all."""
         raise NotImplementedError
 
@@ -141,7 +145,11 @@ class Product(Use):
         """Whether a row of the parameter belongs to an entry of the inputs, rather than of the outputs."""
         return self.turned != (self.at.way == ("TBackward0",))
 
-    def left_and_right(self, b: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
+    def left_and_right(
+        self,
+        b: Tensor,
+        a: Tensor,
+    ) -> tuple[Tensor, Tensor]:
         """Return output gradients and inputs, those first that have a row of the parameter each."""
         return (a, b) if self.inputs_in_rows else (b, a)
 
@@ -164,7 +172,11 @@ class Product(Use):
         """How many numbers are copied for the inputs of one sample."""
         return 0
 
-    def gradients(self, b: Tensor, samples: slice) -> Tensor:
+    def gradients(
+        self,
+        b: Tensor,
+        samples: slice,
+    ) -> Tensor:
         gradients = b[samples].mT @ self.of(samples)
         return self._turned(gradients).reshape(-1, *self.shape)
 
@@ -187,7 +199,13 @@ class Product(Use):
         return product.mT if self.turned else product
 
 
-def _product(left: str, right: str, *, first: int = 0, grouped: bool = False) -> "Reader":
+def _product(
+    left: str,
+    right: str,
+    *,
+    first: int = 0,
+    grouped: bool = False,
+) -> "Reader":
     """Read ``left @ right`` by the names of what is saved; ``first`` is the place of ``left``."""
 
     def read(at: Weight) -> Use | None:
@@ -286,7 +304,11 @@ class Grouped(Conv):
     norms = Use.norms
     diagonal = Use.diagonal
 
-    def gradients(self, b: Tensor, samples: slice) -> Tensor:
+    def gradients(
+        self,
+        b: Tensor,
+        samples: slice,
+    ) -> Tensor:
         a, b = self.a[samples].flatten(0, 1), b[samples]
         n = len(a)
         _, grouped, _ = torch.ops.aten.convolution_backward(
@@ -362,7 +384,11 @@ class Elementwise(Use):
         gradients = product.reshape(-1, *self.shape)
         return gradients if self.scale == 1 else gradients * self.scale
 
-    def gradients(self, b: Tensor, samples: slice) -> Tensor:
+    def gradients(
+        self,
+        b: Tensor,
+        samples: slice,
+    ) -> Tensor:
         return b[samples]
 
 
@@ -382,7 +408,10 @@ def elementwise(
     return Elementwise(at, aligned, factor, scale)
 
 
-def _add(at: Weight, sign: int = 1) -> Use:
+def _add(
+    at: Weight,
+    sign: int = 1,
+) -> Use:
     return elementwise(at, scale=sign * at.node._saved_alpha if at.place else 1)
 
 
@@ -391,7 +420,11 @@ def _mul(at: Weight) -> Use:
     return elementwise(at, lambda: other)
 
 
-def _norm(at: Weight, *, channels: bool = False) -> Use | None:
+def _norm(
+    at: Weight,
+    *,
+    channels: bool = False,
+) -> Use | None:
     """Read the weight (place 1) or the bias (place 2) of a normalisation."""
     if at.place == 0:
         return None
@@ -400,7 +433,10 @@ def _norm(at: Weight, *, channels: bool = False) -> Use | None:
     return elementwise(at, factor, channels=channels)
 
 
-def _normed(at: Weight, channels: bool) -> Callable[[], Tensor]:
+def _normed(
+    at: Weight,
+    channels: bool,
+) -> Callable[[], Tensor]:
     node = at.node
     x = at.saved("input")
     if not hasattr(type(node), "_saved_result2"):  # RMS norm
@@ -454,7 +490,11 @@ class Embedding(Use):
         padding = self.a == self.padding_idx
         return b.masked_fill(padding.unsqueeze(-1), 0)
 
-    def gradients(self, b: Tensor, samples: slice) -> Tensor:
+    def gradients(
+        self,
+        b: Tensor,
+        samples: slice,
+    ) -> Tensor:
         b = b[samples]
         gradients = b.new_zeros(len(b), *self.shape)
         rows = gradients.view(-1, b.shape[-1])
@@ -498,7 +538,11 @@ def _embedding(at: Weight) -> Use | None:
 class Other(Use):
     """Any other operation: its own backward pass, for the part of the gradient that belongs to one sample."""
 
-    def gradients(self, b: Tensor, samples: slice) -> Tensor:
+    def gradients(
+        self,
+        b: Tensor,
+        samples: slice,
+    ) -> Tensor:
         output = shape_of(self.at.output)
         count = output.numel() // b.shape[2:].numel()  # of rows
         numbers = self.rows.numbers(count)[samples]  # [n, repeat]
@@ -547,14 +591,20 @@ def read(at: Weight) -> Use:
 # Sums over samples, scores and positions
 
 
-def blocks(n: int, elements: int) -> Iterator[slice]:
+def blocks(
+    n: int,
+    elements: int,
+) -> Iterator[slice]:
     """Yield a few of ``n`` samples at a time, which need so many elements each."""
     step = max(1, BLOCK // max(1, elements))
     for start in range(0, n, step):
         yield slice(start, start + step)
 
 
-def product_norms(b: Tensor, a: Tensor) -> Tensor:
+def product_norms(
+    b: Tensor,
+    a: Tensor,
+) -> Tensor:
     """Return the squared norms ``[N]`` of ``bᵀ a``, of ``[N, ..., T, C]`` and ``[N, ..., T, D]``, formed if cheaper."""
     positions, wide = a.shape[-2:]
     high = b.shape[-1]

@@ -75,7 +75,11 @@ class OfUses(Gradients):
             squared.
     """
 
-    def __init__(self, leaf: Edge, parts: list[tuple[Use, Tensor]]) -> None:
+    def __init__(
+        self,
+        leaf: Edge,
+        parts: list[tuple[Use, Tensor]],
+    ) -> None:
         self.leaf = leaf
         groups: dict[Any, list[Part]] = {}
         for use, scores in parts:
@@ -133,7 +137,10 @@ def _joined(parts: list[Part]) -> Part:
 
 
 def _tied_norms(
-    product: Product, dense: list[Tensor], table: Embedding, lookups: list[Tensor]
+    product: Product,
+    dense: list[Tensor],
+    table: Embedding,
+    lookups: list[Tensor],
 ) -> Tensor:
     r"""Return the squared norms of :math:`\sum_s l_s r_s^\top + \sum_t e_{x_t} v_t^\top` without forming it.
 
@@ -173,7 +180,11 @@ class Pending:
     parts: list[tuple[Use, Tensor]] = field(default_factory=list)
     sum: Tensor | None = None
 
-    def add(self, operation: int, scores: Tensor | None) -> None:
+    def add(
+        self,
+        operation: int,
+        scores: Tensor | None,
+    ) -> None:
         """Take the gradients ``[S, ...]`` by an operation's output; None if there are none."""
         for use in self.waiting.pop(operation):
             if scores is not None:
@@ -254,7 +265,11 @@ class Arrivals:
             for operation in one.waiting:
                 self.waiting.setdefault(operation, []).append(one)
 
-    def add(self, operation: int, scores: Tensor | None) -> None:
+    def add(
+        self,
+        operation: int,
+        scores: Tensor | None,
+    ) -> None:
         """Take the gradients ``[S, ...]`` by an operation's output; None if there are none."""
         for one in self.waiting.pop(operation):
             one.add(operation, scores)
@@ -262,7 +277,11 @@ class Arrivals:
             if found is not None:
                 self.receive(one.name, found)
 
-    def add_one(self, operation: int, gradients: tuple[Tensor | None, ...]) -> None:
+    def add_one(
+        self,
+        operation: int,
+        gradients: tuple[Tensor | None, ...],
+    ) -> None:
         """Take the gradient of a pass, as a hook; a second pass over the operation is one of its use's own."""
         if operation not in self.waiting:
             return

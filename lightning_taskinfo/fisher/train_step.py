@@ -46,7 +46,11 @@ class StepRecorder:
 
     busy: ClassVar[bool] = False  # whether a backward pass is a recorder's own, which none may read
 
-    def __init__(self, model: nn.Module, max_samples: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        max_samples: int,
+    ) -> None:
         self.model = model
         self.max_samples = max_samples
         self.all = [*model.parameters()]
@@ -74,7 +78,13 @@ class StepRecorder:
             self.trained = trained
         return Graph(loss, self.parameters)
 
-    def listen(self, graph: Graph, root: Edge | None, samples: int, first: int = 0) -> None:
+    def listen(
+        self,
+        graph: Graph,
+        root: Edge | None,
+        samples: int,
+        first: int = 0,
+    ) -> None:
         """Read the backward pass that follows.
 
         Args:
@@ -97,7 +107,12 @@ class StepRecorder:
 
     # Between the forward and the backward pass
 
-    def _shown(self, graph: Graph, root: Edge | None, samples: int) -> Plan:
+    def _shown(
+        self,
+        graph: Graph,
+        root: Edge | None,
+        samples: int,
+    ) -> Plan:
         """Find where weights meet samples, and which sample each row belongs to, by a few backward passes."""
         if root is None or any("SyncBatchNorm" in type(node).__name__ for node in graph.nodes):
             raise ValueError("it cannot be shown which row belongs to which sample")
@@ -133,7 +148,11 @@ class StepRecorder:
             for p, gradient in gradients:
                 p.grad = gradient
 
-    def _wait(self, graph: Graph, plan: Plan) -> None:
+    def _wait(
+        self,
+        graph: Graph,
+        plan: Plan,
+    ) -> None:
         """Let the uses tell when their gradients are there."""
         chosen = slice(self.first, self.first + self.count)
         _check_saved([graph.nodes[at.number] for at in plan.places])
@@ -146,7 +165,12 @@ class StepRecorder:
 
     # The backward pass
 
-    def _arrived(self, step: int, operation: int, gradients: tuple[Tensor | None, ...]) -> None:
+    def _arrived(
+        self,
+        step: int,
+        operation: int,
+        gradients: tuple[Tensor | None, ...],
+    ) -> None:
         """Take the gradient of an operation's output."""
         if StepRecorder.busy or step != self.step or self.arrivals is None:
             return
@@ -168,7 +192,11 @@ class StepRecorder:
         finally:
             StepRecorder.busy = False
 
-    def _add_norms(self, name: str, found: Gradients) -> None:
+    def _add_norms(
+        self,
+        name: str,
+        found: Gradients,
+    ) -> None:
         self.partial[name] = found.norms()
 
 
@@ -177,7 +205,10 @@ def _told(error: Exception) -> str:
     return str(error) if known else f"it could not be read ({type(error).__name__}: {error})"
 
 
-def _mixing(graph: Graph, plan: Plan) -> dict[str, str]:
+def _mixing(
+    graph: Graph,
+    plan: Plan,
+) -> dict[str, str]:
     """Return the parameters that every sample of a batch would need a backward pass of its own for, with a reason.
 
     A weight is one that was computed from samples if a product with what is no weight is on its
@@ -194,7 +225,10 @@ def _mixing(graph: Graph, plan: Plan) -> dict[str, str]:
     return mixing
 
 
-def _with_a_constant(graph: Graph, number: int) -> bool:
+def _with_a_constant(
+    graph: Graph,
+    number: int,
+) -> bool:
     place = PRODUCTS.get(graph.kind(number))
     return place is not None and None in graph.signature[number][2][place : place + 2]
 
@@ -203,7 +237,10 @@ def _with_a_constant(graph: Graph, number: int) -> bool:
 def _without_statistics(graph: Graph) -> Iterator[None]:
     """Take the statistics of a batch for constants in backward passes, so that BatchNorm mixes no samples."""
 
-    def pass_on(inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor | None, ...]) -> Any:
+    def pass_on(
+        inputs: tuple[Tensor | None, ...],
+        outputs: tuple[Tensor | None, ...],
+    ) -> Any:
         return None if inputs[0] is None else (outputs[0], *inputs[1:])
 
     nodes = [node for node in graph.nodes if "BatchNorm" in type(node).__name__]
@@ -228,7 +265,10 @@ def _check_saved(nodes: list[Node]) -> None:
                 raise ValueError("saved tensors are kept in a way that may allow one pass only")
 
 
-def _enclosed(function: Any, name: str) -> Any:
+def _enclosed(
+    function: Any,
+    name: str,
+) -> Any:
     """Return a variable that a function was made with; other ones may be gone."""
     code = getattr(function, "__code__", None)
     names = getattr(code, "co_freevars", ())
@@ -345,7 +385,11 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def _read(node: Any, samples: int, targets: Any) -> SampleLosses:
+def _read(
+    node: Any,
+    samples: int,
+    targets: Any,
+) -> SampleLosses:
     """Read what a loss has kept for its backward pass."""
     rule = LOSSES[type(node).__name__]
     ignored = getattr(node, "_saved_ignore_index", None)
@@ -369,7 +413,12 @@ class StepLosses:
             the step has not one loss that can be read.
     """
 
-    def __init__(self, loss: Tensor, samples: int, targets: Any) -> None:
+    def __init__(
+        self,
+        loss: Tensor,
+        samples: int,
+        targets: Any,
+    ) -> None:
         self.found: SampleLosses | None = None
         nodes = _known_losses(loss)
         self._known = len(nodes)
@@ -419,7 +468,10 @@ def _known_losses(loss: Tensor) -> list[Node]:
     return found
 
 
-def _made_scalar(loss: Tensor, samples: int) -> Edge | None:
+def _made_scalar(
+    loss: Tensor,
+    samples: int,
+) -> Edge | None:
     """Return what a loss of one's own is the mean or the sum of, if that has one axis of samples, the first."""
     scalars: list[Any] = [loss.grad_fn]
     for node in scalars:  # which grows
@@ -434,7 +486,11 @@ def _made_scalar(loss: Tensor, samples: int) -> Edge | None:
     return None
 
 
-def _same_order(seen: Tensor, targets: Any, samples: int) -> bool:
+def _same_order(
+    seen: Tensor,
+    targets: Any,
+    samples: int,
+) -> bool:
     """Whether a loss saw these targets: as they are, or shifted by one as those of a language model."""
     if not isinstance(targets, Tensor) or targets.dim() == 0 or len(targets) != samples:
         return False
