@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_taskinfo.callbacks._indices import as_index
-from lightning_taskinfo.fisher.step_losses import SampleLosses, losses_of
+from lightning_taskinfo.fisher.train_step import SampleLosses, losses_of
 
 if TYPE_CHECKING:
     from lightning_taskinfo.plotting import Axes, Figure

@@ -17,8 +17,7 @@ from lightning_taskinfo.callbacks.report import has_matplotlib, report
 from lightning_taskinfo.callbacks.sample_scores import SampleScores, SampleSums, Score, StepSamples
 from lightning_taskinfo.callbacks.source import Samples, on_every_process, summed
 from lightning_taskinfo.fisher.accumulators import TraceSums
-from lightning_taskinfo.fisher.step_losses import SampleLosses, StepLosses
-from lightning_taskinfo.fisher.train_step import StepRecorder
+from lightning_taskinfo.fisher.train_step import SampleLosses, StepLosses, StepRecorder
 
 
 class TrainStepNorms(Probe):

@@ -1,7 +1,8 @@
 """What is made of the gradients: norms of samples, the diagonal, inner products; and from norms to a trace."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
@@ -18,60 +19,58 @@ COLUMNS = 1024  # of features multiplied at once in their own precision; these p
 class Accumulator(Protocol):
     """Where gradients go: the quantity that is measured."""
 
-    def add(self, name: str, samples: slice, found: Gradients) -> None:
+    def add(
+        self,
+        name: str,
+        samples: slice,
+        found: Gradients,
+    ) -> None:
         """Take the gradients of a parameter, for some samples and scores."""
         ...
 
 
+@dataclass
 class Norms:
     """Squared gradient norms of each of ``n`` samples, by parameter, each ``[n]``."""
 
-    def __init__(self, n: int) -> None:
-        self.n = n
-        self.values: ParamDict = {}
+    n: int
+    values: ParamDict = field(default_factory=dict)
 
-    def add(self, name: str, samples: slice, found: Gradients) -> None:
+    def add(
+        self,
+        name: str,
+        samples: slice,
+        found: Gradients,
+    ) -> None:
         norms = found.norms()
+        if len(norms) == self.n and name not in self.values:
+            self.values[name] = norms
+            return
         if name not in self.values:
-            if len(norms) == self.n:
-                self.values[name] = norms
-                return
             self.values[name] = norms.new_zeros(self.n)
         self.values[name][samples] += norms
 
-    def by_name(self, names: Iterable[str]) -> ParamDict:
-        """Return the norms of all parameters, zeros for one that no gradient has reached."""
-        default = torch.empty(self.n, device="cpu")
-        like = next(iter(self.values.values()), default)
-        found: ParamDict = {}
-        for name in names:
-            norms = self.values.get(name)
-            found[name] = torch.zeros_like(like) if norms is None else norms
-        return found
 
-
+@dataclass
 class Diagonal:
     """Squared gradients summed over samples, by parameter, each shaped like it."""
 
-    def __init__(self) -> None:
-        self.values: ParamDict = {}
+    values: ParamDict = field(default_factory=dict)
 
-    def add(self, name: str, samples: slice, found: Gradients) -> None:
+    def add(
+        self,
+        name: str,
+        samples: slice,
+        found: Gradients,
+    ) -> None:
         squares = found.diagonal()
         if name in self.values:
             self.values[name] += squares
         else:
             self.values[name] = squares.contiguous()
 
-    def by_name(self, parameters: Mapping[str, Tensor]) -> ParamDict:
-        """Return the sums of all parameters, zeros for one that no gradient has reached."""
-        found: ParamDict = {}
-        for name, p in parameters.items():
-            squares = self.values.get(name)
-            found[name] = torch.zeros_like(p).detach() if squares is None else squares
-        return found
 
-
+@dataclass
 class Gram:
     """Inner products ``[n, n]`` of the samples' gradients.
 
@@ -80,15 +79,21 @@ class Gram:
     another pass.
     """
 
-    def __init__(self, gram: Tensor, wanted: set[str], room: int) -> None:
-        self.gram = gram
-        self.wanted = wanted
-        self.room = room
+    gram: Tensor
+    wanted: set[str]
+    room: int
+
+    def __post_init__(self) -> None:
         self.held = 0
         self.kept: dict[str, list[tuple[slice, Features]]] = {}
         self.postponed: set[str] = set()
 
-    def add(self, name: str, samples: slice, found: Gradients) -> None:
+    def add(
+        self,
+        name: str,
+        samples: slice,
+        found: Gradients,
+    ) -> None:
         if name not in self.wanted or name in self.postponed:
             return
         count = samples.stop - samples.start
@@ -153,7 +158,11 @@ class TraceSums(NamedTuple):
     sums: list[float]
 
     @classmethod
-    def of(cls, norms: ParamDict, scale: float = 1.0) -> "TraceSums":
+    def of(
+        cls,
+        norms: ParamDict,
+        scale: float = 1.0,
+    ) -> "TraceSums":
         """Add up samples.
 
         Args:
@@ -186,7 +195,10 @@ class TraceSums(NamedTuple):
         return Trace(trace, math.sqrt(variance / n), layers)
 
 
-def _flat(found: Gradients, n: int) -> Tensor:
+def _flat(
+    found: Gradients,
+    n: int,
+) -> Tensor:
     """Return the gradients of ``n`` samples as one matrix ``[n, weights]``."""
     rows: Tensor | None = None
     for some, gradients in found.formed():

@@ -1,6 +1,6 @@
 """Trace, diagonal, layer traces and Gram matrix: what is made of the squared gradients."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
@@ -12,7 +12,6 @@ from lightning_taskinfo.fisher.accumulators import Gram, Norms, TraceSums
 from lightning_taskinfo.fisher.fallback import Forward
 from lightning_taskinfo.fisher.measure import (
     Engine,
-    EngineOptions,
     Request,
     measure,
     squared_gradients_by_name,
@@ -20,9 +19,6 @@ from lightning_taskinfo.fisher.measure import (
 )
 from lightning_taskinfo.fisher.ops import BLOCK
 from lightning_taskinfo.functional.likelihood import Labels, Likelihood
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack  # of `typing` from Python 3.11 on
 
 
 def fisher_trace(
@@ -93,7 +89,7 @@ def per_sample_squared_norms(
     model: nn.Module,
     inputs: Any,
     targets: Tensor | None = None,
-    **options: "Unpack[EngineOptions]",
+    **options: Any,
 ) -> Tensor:
     r"""Squared gradient norm of each sample, :math:`\mathbb{E}_y \|\nabla_w \log p_w(y|x_n)\|^2`, shape ``[N]``.
 
@@ -120,7 +116,7 @@ def layer_traces(
     model: nn.Module,
     inputs: Any,
     targets: Tensor | None = None,
-    **options: "Unpack[EngineOptions]",
+    **options: Any,
 ) -> dict[str, Tensor]:
     """Trace of the Fisher information by the module that owns the parameters; they add up to :func:`fisher_trace`.
 
@@ -148,7 +144,7 @@ def fisher_diagonal(
     model: nn.Module,
     inputs: Any,
     targets: Tensor | None = None,
-    **options: "Unpack[EngineOptions]",
+    **options: Any,
 ) -> ParamDict:
     r"""Diagonal of the Fisher information by parameter name, a mean over samples, shaped like the parameters.
 
@@ -178,7 +174,7 @@ def gradient_gram(
     model: nn.Module,
     inputs: Any,
     targets: Tensor | None = None,
-    **options: "Unpack[EngineOptions]",
+    **options: Any,
 ) -> Tensor:
     r"""Gram matrix :math:`\xi = J J^\top` of the samples' gradients, shape ``[N, N]``, in float64 and not divided.
 
@@ -238,7 +234,7 @@ def engines_used(
     model: nn.Module,
     inputs: Any,
     targets: Tensor | None = None,
-    **options: "Unpack[EngineOptions]",
+    **options: Any,
 ) -> dict[str, str]:
     """Return which engine serves each parameter, by running one measurement; arguments of :func:`fisher_trace`.
 
@@ -257,6 +253,9 @@ def engines_used(
     return measure(model, inputs, targets, Request(**options), norms)
 
 
-def _scalar(value: float, norms: ParamDict) -> Tensor:
+def _scalar(
+    value: float,
+    norms: ParamDict,
+) -> Tensor:
     """Return a number as a tensor of the type and on the device of the norms it was made of."""
     return next(iter(norms.values())).new_tensor(value)

@@ -1,18 +1,37 @@
-"""The autograd graph of a forward pass, and gradients that are pulled back through it or a part of it."""
+r"""The autograd graph of a forward pass: which operations use which weights, and which sample each row belongs to.
+
+The graph of a forward pass knows every use of every parameter. Going from a parameter towards the
+outputs, one meets operations that know nothing of the samples (a transposed weight, a table looked
+up at the same positions for all, a weight that is normed or computed from two others) and then one
+whose output has rows of single samples. That one is the *use*: what flows into it is a weight,
+computed from parameters alone, and what flows out belongs to samples.
+
+Which is which is **shown, not guessed**. Let :math:`u_n` be any scores of the outputs of sample
+:math:`n`.
+
+1. Backpropagate :math:`\sum_n u_n` and :math:`\sum_n \pm u_n` with random signs. Where every entry
+   of a gradient belongs to one sample, the entries change their signs at most, and the norm stays.
+   Where the norm changes, samples are added up: the operation knows nothing of the samples, or
+   mixes them.
+2. Backpropagate :math:`\sum_n a_n u_n` to the uses, with :math:`a_n` that all differ. A row of
+   sample :math:`n` is :math:`a_n` times what it was, which tells :math:`n`: also where a batch was
+   sorted, masked or routed to experts.
+"""
 
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
-from functools import cache, cached_property
-from itertools import permutations
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import compress, permutations
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, Node
-
-Edge = GradientEdge
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge as Edge
+from torch.nn.utils.rnn import pad_sequence
 
 # Operations whose output has entries of one input, each once at most: of a weight they make a
 # weight.
@@ -20,239 +39,601 @@ MOVE_ENTRIES = re.compile(
     r"(T|Transpose|Permute|View|UnsafeView|ReshapeAlias|Unsqueeze|Squeeze|Alias|Clone|Slice|Select|Split|"
     r"SplitWithSizes|UnsafeSplit|Unbind|Narrow|Diagonal)Backward\d"
 )
+# Operations that move rows to places that depend on data: what was shown for one batch says nothing
+# of another.
+MOVE_ROWS = re.compile(
+    "Index|Gather|Scatter|Sort|Topk|Flip|Masked(?!Fill|Softmax)|Take|Put|Unique|Kthvalue|Embedding"
+)
+
+Source: TypeAlias = tuple[int, int]  # number of an operation, and which of its outputs
+Uses: TypeAlias = dict[int, dict[int, Source]]  # numbers of operations, with weights by place
+Signature: TypeAlias = list[tuple[Any, ...]]
 
 
-def shape_of(node: Node, number: int = 0) -> torch.Size:
-    """Return the shape of what an operation put out."""
-    return torch.Size(node._input_metadata[number].shape)
+class Graph:
+    """The autograd graph of a forward pass, its operations numbered in the order of a walk from the outputs.
+
+    Attributes:
+        nodes: The operations.
+        signature: Of each operation the kind, the shapes of its outputs, where each of its inputs comes from (None for
+            a constant), and the name if it is a parameter. Graphs of one signature differ in numbers only.
+        leaves: The parameters' places by name.
+    """
+
+    def __init__(
+        self,
+        outputs: Tensor,
+        parameters: Mapping[str, nn.Parameter],
+    ) -> None:
+        self.outputs = outputs
+        names = {id(p): name for name, p in parameters.items()}
+        first: Any = outputs.grad_fn
+        self.nodes: list[Any] = [first]
+        self.signature: Signature = []
+        self.leaves: dict[str, int] = {}
+        numbers = {first: 0}
+        for number, node in enumerate(self.nodes):  # which grow
+            sources: list[Source | None] = []
+            for source, output in node.next_functions:
+                if source is None:
+                    sources.append(None)
+                    continue
+                if source not in numbers:
+                    numbers[source] = len(self.nodes)
+                    self.nodes.append(source)
+                sources.append((numbers[source], output))
+            name = None
+            if not sources and hasattr(node, "variable"):
+                name = names.get(id(node.variable))
+            if name is not None:
+                self.leaves[name] = number
+            shapes = [tuple(like.shape) for like in node._input_metadata]
+            self.signature.append((type(node), shapes, sources, name))
+
+    def edge(
+        self,
+        number: int,
+        output: int = 0,
+    ) -> Edge:
+        """Return an output of an operation as a place that gradients can be pulled back to."""
+        return Edge(self.nodes[number], output)
+
+    def kind(self, number: int) -> str:
+        """Return the name of an operation's kind."""
+        return self.signature[number][0].__name__
+
+    def sources(self, number: int) -> list[int]:
+        """Return the operations that an operation takes its inputs from."""
+        return [source[0] for source in self.signature[number][2] if source is not None]
+
+    @cached_property
+    def consumers(self) -> dict[int, list[tuple[int, int, int]]]:
+        """By operation: who uses its output, at which place, and which of its outputs."""
+        found = defaultdict(list)
+        for number, (_, _, sources, _) in enumerate(self.signature):
+            for place, source in enumerate(sources):
+                if source is not None:
+                    found[source[0]].append((number, place, source[1]))
+        return found
+
+    def uses(self, mixed: set[int]) -> Uses:
+        """Return the first operations on the ways from parameters that put out rows of samples, with their weights.
+
+        Args:
+            mixed: Operations whose outputs are no such rows.
+        """
+        found: Uses = {}
+        stack = [*self.leaves.values()]
+        seen = {*stack}
+        while stack:
+            number = stack.pop()
+            for consumer, place, output in self.consumers[number]:
+                if consumer not in mixed and not self._moves_entries(consumer):
+                    found.setdefault(consumer, {})[place] = (number, output)
+                elif consumer not in seen:
+                    seen.add(consumer)
+                    stack.append(consumer)
+        return found
+
+    def behind(
+        self,
+        numbers: Iterable[int],
+        blocked: Collection[int] = (),
+    ) -> set[int]:
+        """Return the operations between some and the outputs, without those behind ``blocked``."""
+        return _reached(numbers, lambda i: [found[0] for found in self.consumers[i]], blocked)
+
+    def below(self, number: int) -> set[int]:
+        """Return an operation, and all that it was computed from."""
+        return {number} | _reached([number], self.sources)
+
+    def roots(self, number: int) -> set[str]:
+        """Return the names of the parameters that something was computed from."""
+        below = self.below(number)
+        return {name for name, leaf in self.leaves.items() if leaf in below}
+
+    def unusual(
+        self,
+        number: int,
+        weights: dict[int, Source],
+    ) -> bool:
+        """Whether the output gradient of a use does not tell the gradients of its weights by sample."""
+        # How often an index occurs in the whole batch divides the gradient.
+        by_frequency = getattr(self.nodes[number], "_saved_scale_grad_by_freq", False)
+        outputs = {output for _, _, output in self.consumers[number]}
+        if number == 0:
+            outputs.add(self.outputs.output_nr)
+        # A weight that is used twice, or computed from another one, has a part in its gradient.
+        pairs = permutations([source for source, _ in weights.values()], 2)
+        nested = any(first in self.below(second) for first, second in pairs)
+        return by_frequency or nested or not outputs <= {0}
+
+    def _moves_entries(self, number: int) -> bool:
+        """Whether an operation only moves the entries of its one input, or shifts them by a number."""
+        kind = self.kind(number)
+        _, shapes, sources, _ = self.signature[number]
+        if kind == "ToCopyBackward0":  # to another precision, as autocast does
+            nodes = [self.nodes[i] for i in (number, *self.sources(number))]
+            return not any(like.dtype.is_complex for node in nodes for like in node._input_metadata)
+        if kind == "AddBackward0" and sources[0] is not None and sources[1] is None:
+            return bool(self.signature[sources[0][0]][1] == shapes)
+        return MOVE_ENTRIES.fullmatch(kind) is not None
+
+    def way(self, number: int) -> tuple[str, ...] | None:
+        """Return the kinds of the operations from a weight to its parameter if they only move entries."""
+        way = []
+        while sources := self.sources(number):
+            if not self._moves_entries(number):
+                return None
+            if self.kind(number) != "ToCopyBackward0":
+                way.append(self.kind(number))
+            number = sources[0]
+        return tuple(way)
 
 
-def ones_at(edge: Edge) -> Tensor:
-    """Return a tensor of ones like what an operation put out."""
-    like: Any = edge.node._input_metadata[edge.output_nr]
-    return torch.ones(like.shape, dtype=like.dtype, device=like.device)
+def _reached(
+    numbers: Iterable[int],
+    following: Callable[[int], list[int]],
+    blocked: Collection[int] = (),
+) -> set[int]:
+    """Return all that follows some operations, without what is blocked or only follows that."""
+    found: set[int] = set()
+    stack = [*numbers]
+    while stack:
+        for number in following(stack.pop()):
+            if number not in found and number not in blocked:
+                found.add(number)
+                stack.append(number)
+    return found
+
+
+# --- Gradients that are pulled back through a graph, or a part of it
 
 
 def pulled_back(
-    output: Tensor | Edge, sources: Sequence[Edge], gradients: Tensor
+    output: Tensor | Edge,
+    sources: Sequence[Edge],
+    gradient: Tensor,
+    *,
+    retain_graph: bool = True,
+    batched: bool = False,
+) -> tuple[Tensor | None, ...]:
+    """Pull a gradient back to some places; None where none arrives."""
+    return torch.autograd.grad(
+        [output],  # type: ignore[arg-type]
+        sources,
+        [gradient],
+        retain_graph=retain_graph,
+        allow_unused=True,
+        is_grads_batched=batched,
+    )
+
+
+def several_pulled_back(
+    output: Tensor | Edge,
+    sources: Sequence[Edge],
+    gradients: Tensor,
 ) -> list[Tensor | None]:
-    """Pull gradients ``[S, ...]`` back to some places: ``[S, ...]`` each, None where none arrives.
-
-    They go in one pass, or one by one where vmap fails. The graph stays.
-    """
-
-    def once(gradient: Tensor, *, batched: bool = False) -> tuple[Tensor | None, ...]:
-        return torch.autograd.grad(
-            [output],  # type: ignore[arg-type]
-            sources,
-            [gradient],
-            retain_graph=True,
-            allow_unused=True,
-            is_grads_batched=batched,
-        )
-
-    if not sources:
-        return []
+    """Pull gradients ``[S, ...]`` back to some places, ``[S, ...]`` each, in one pass, or in many where vmap fails."""
     if len(gradients) > 1:
         try:
             with warnings.catch_warnings():  # what vmap takes one by one is no slower than without
                 warnings.filterwarnings("ignore", message="There is a performance drop")
-                return [*once(gradients, batched=True)]
+                return [*pulled_back(output, sources, gradients, batched=True)]
         except Exception:
             pass  # of an operation of the user's; if it is no matter of vmap, it comes again
-    found = zip(*map(once, gradients), strict=True)
-    return [None if of_place[0] is None else stacked([*of_place]) for of_place in found]
+    one_by_one = [pulled_back(output, sources, gradient) for gradient in gradients]
+    found = zip(*one_by_one, strict=True)
+    return [None if parts[0] is None else torch.stack(parts) for parts in found]
 
 
-def pulled_to_weight(output: Edge, weight: Edge, gradients: Tensor) -> Tensor:
+def pulled_to_weight(
+    output: Edge,
+    weight: Edge,
+    gradients: Tensor,
+) -> Tensor:
     """Pull gradients ``[n, ...]`` back to what ``output`` was computed from, zeros where none arrives."""
     if output == weight:
         return gradients
     turned = type(output.node).__name__ == "TBackward0" and gradients.dim() == 3
     if turned and output.node.next_functions[0][0] is weight.node:
         return gradients.mT  # as of every linear layer
-    (found,) = pulled_back(output, [weight], gradients)
+    (found,) = several_pulled_back(output, [weight], gradients)
     if found is None:
-        return gradients.new_zeros(len(gradients), *shape_of(weight.node, weight.output_nr))
+        return gradients.new_zeros(len(gradients), *shape_of(weight))
     return found
 
 
-def stacked(gradients: list[Tensor]) -> Tensor:
-    """Return ``[S, ...]``, without a copy of a single one."""
-    if len(gradients) == 1:
-        return gradients[0].unsqueeze(0)
-    return torch.stack(gradients)
+def shape_of(edge: Edge) -> torch.Size:
+    """Return the shape of what an operation put out."""
+    return torch.Size(like(edge).shape)
 
 
-class Graph:
-    """The autograd graph of a forward pass: nodes in the order of a walk, and who uses the output of whom."""
+def like(edge: Edge) -> Any:
+    """Return shape, type and device of what an operation put out."""
+    return edge.node._input_metadata[edge.output_nr]
 
-    def __init__(self, outputs: Tensor, parameters: dict[str, nn.Parameter]) -> None:
-        self.outputs = outputs
-        names = {id(p): name for name, p in parameters.items()}
-        self.number: dict[Node, int] = {outputs.grad_fn: 0}  # type: ignore[dict-item]
-        self.nodes: list[Node] = [outputs.grad_fn]  # type: ignore[list-item]
-        # By node: who uses its output, at which place, and which of its outputs.
-        self.consumers: dict[Node, list[tuple[Node, int, int]]] = defaultdict(list)
-        self.leaves: dict[str, Node] = {}
-        self.names: dict[Node, str] = {}
-        self.signature: list[Any] = []  # of the nodes, in their order
-        for node in self.nodes:  # which grows
-            sources = node.next_functions
-            if not sources and hasattr(node, "variable"):
-                name = names.get(id(node.variable))
-                if name is not None:
-                    self.leaves[name] = node
-                    self.names[node] = name
-                self.signature.append((type(node), name))
-                continue
-            shapes = [tuple(like.shape) for like in node._input_metadata]
-            self.signature.append((type(node), *shapes))
-            for place, (source, number) in enumerate(sources):
-                if source is None:
-                    continue
-                self.consumers[source].append((node, place, number))
-                if source not in self.number:
-                    self.number[source] = len(self.nodes)
-                    self.nodes.append(source)
 
-    def leaf(self, name: str) -> Edge:
-        """Return where a parameter is."""
-        return Edge(self.leaves[name], 0)
+# --- What was shown
 
-    def uses(self, mixed: set[Node]) -> dict[Node, dict[int, Edge]]:
-        """Return the first operations on the ways from parameters that put out rows of samples, with their weights.
 
-        Args:
-            mixed: Operations whose outputs are no such rows.
-        """
-        found: dict[Node, dict[int, Edge]] = {}
-        stack = [*self.leaves.values()]
-        seen = {*stack}
-        while stack:
-            node = stack.pop()
-            for consumer, place, number in self.consumers[node]:
-                if consumer not in mixed and not moves_entries(consumer):
-                    found.setdefault(consumer, {})[place] = Edge(node, number)
-                elif consumer not in seen:
-                    seen.add(consumer)
-                    stack.append(consumer)
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Which sample each row of a tensor belongs to; a row is a slice along one axis.
+
+    Attributes:
+        axis: The axis of the rows, after ``merged`` leading axes were made one.
+        merged: How many leading axes are read as one.
+        repeat: Rows of one sample, next to each other.
+        index: Row numbers ``[N, repeat]`` where they have another order; the number of rows stands
+            for no row.
+        chosen: The samples that are measured, if not all.
+    """
+
+    axis: int = 0
+    merged: int = 1
+    repeat: int = 1
+    index: Tensor | None = None
+    chosen: slice | None = None
+
+    def rows_first(self, x: Tensor) -> Tensor:
+        """Return ``x`` with its rows along axis 0."""
+        if self.merged > 1:
+            x = x.flatten(0, self.merged - 1)
+        return x.movedim(self.axis, 0) if self.axis else x
+
+    def samples_first(self, x: Tensor) -> Tensor:
+        """Return ``x`` as ``[N, repeat, ...]``, with zeros for no row."""
+        rows = self.rows_first(x)
+        if self.index is not None:
+            no_row = rows.new_zeros(1, *rows.shape[1:])
+            return torch.cat([rows, no_row])[self.numbers(len(rows))]
+        samples = rows.unsqueeze(1) if self.repeat == 1 else rows.unflatten(0, (-1, self.repeat))
+        return samples if self.chosen is None else samples[self.chosen]
+
+    def numbers(self, rows: int) -> Tensor:
+        """Return the numbers ``[N, repeat]`` of the samples' rows."""
+        numbers = self.index
+        if numbers is None:
+            numbers = torch.arange(rows, device="cpu").view(-1, self.repeat)
+        return numbers if self.chosen is None else numbers[self.chosen]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a weight meets samples.
+
+    Attributes:
+        number: Of the operation that uses it.
+        place: Its place among the operation's inputs.
+        source: Where it comes from.
+        rows: Which samples the rows of the operation's output belong to.
+        names: The parameters that it was computed from.
+        way: The kinds of operations from its parameter to it if they only move entries.
+    """
+
+    number: int
+    place: int
+    source: Source
+    rows: Rows
+    names: set[str]
+    way: tuple[str, ...] | None
+
+
+@dataclass
+class Plan:
+    """What was shown about a graph, good for all graphs like it if it is ``lasting``.
+
+    Attributes:
+        signature: Of the graph.
+        samples: How many there are.
+        places: Where weights meet samples.
+        lowest: The operations among those that no other one is below.
+        unshown: Parameters whose gradients cannot be told apart by sample, with the reason.
+        lasting: Whether what was shown holds for other data.
+        seen: Whether a sample's outputs were seen not to depend on the others of its batch.
+    """
+
+    signature: Signature
+    samples: int
+    places: list[Place]
+    lowest: list[int]
+    unshown: dict[str, str]
+    lasting: bool = False
+    seen: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        graph: Graph,
+        samples: int,
+        uses: Uses,
+        rows: dict[int, Rows],
+        unshown: dict[str, str],
+    ) -> "Plan":
+        """Return a plan of the uses whose rows are known."""
+        places = []
+        for number, found in rows.items():
+            for place, source in uses[number].items():
+                names = graph.roots(source[0])
+                places.append(Place(number, place, source, found, names, graph.way(source[0])))
+        above = graph.behind(rows)
+        lowest = [number for number in rows if number not in above]
+        return cls(graph.signature, samples, places, lowest, unshown)
+
+
+def known_plan(
+    plans: list[Plan],
+    graph: Graph,
+    samples: int,
+) -> Plan | None:
+    """Return the plan that fits a graph, if there is one."""
+    for plan in plans:
+        if plan.samples == samples and plan.signature == graph.signature:
+            return plan
+    return None
+
+
+def plan_of_one(graph: Graph) -> Plan | None:
+    """Return the plan of a graph of one sample, to whom all rows belong; None where a use is unusual."""
+    uses = graph.uses(set())
+    rows: dict[int, Rows] = {}
+    for number, weights in uses.items():
+        shape = torch.Size(graph.signature[number][1][0])
+        if not shape or graph.unusual(number, weights):
+            return None
+        if shape.numel():  # not as of an expert without a token
+            rows[number] = Rows(repeat=shape[0])
+    if any(isinstance(node, BackwardCFunction) for node in graph.nodes):
+        return None
+    return Plan.of(graph, 1, uses, rows, {})
+
+
+@dataclass
+class Prover:
+    """Finds the uses in a graph, and the sample of each row, as the head of this file says.
+
+    Args:
+        graph: The graph.
+        samples: How many samples there are.
+        rounds: How often uses that mix samples are replaced by what uses them.
+        alone: The signature of the graph of one sample.
+        root: Where the samples are known: each has as many rows as the others, one sample after the
+            other. By default, at the outputs.
+    """
+
+    graph: Graph
+    samples: int
+    rounds: int = 4
+    alone: Signature | None = None
+    root: Any = None
+
+    def __post_init__(self) -> None:
+        graph, samples = self.graph, self.samples
+        self.root = self.root or graph.edge(0, graph.outputs.output_nr)
+        outputs = like(self.root)
+        kinds = {outputs.dtype}
+        for node in graph.nodes:
+            kinds.update(out.dtype for out in node._input_metadata if out.dtype.is_floating_point)
+        # Random numbers are the same on every device. One draw is as large as the outputs, which
+        # have a row for each token and a column for each word in a language model.
+        drawn: dict[str, Any] = {"device": "cpu"}
+        drawn["generator"] = torch.Generator().manual_seed(samples)
+        scores = torch.rand(outputs.shape, **drawn).add_(0.5)
+        scores.mul_(torch.randn(outputs.shape[1:], **drawn))  # so that samples do not cancel out
+        signs = torch.randint(2, (samples,), **drawn) * 2.0 - 1
+        signs[:1] = 1.0
+        signs[1:2] = -1.0
+        # Powers of two scale a gradient without rounding, so that even what is left of a sum of
+        # zero is told apart.
+        span = 12 if torch.float16 in kinds else 40  # which float16 has little room for
+        order = torch.randperm(samples, **drawn)
+        factors = torch.exp2((order - samples // 2) * min(1.0, span / samples))
+        where = (outputs.device, outputs.dtype)
+        self.scores = scores.to(*where)
+        self.signs = signs.to(*where)
+        self.factors = factors.to(*where)
+        self.eps = max(torch.finfo(kind).eps for kind in kinds)
+
+    def plan(self) -> Plan:
+        """Return what can be shown."""
+        graph = self.graph
+        mixed, silent = self._mixed([*graph.uses(set())])
+        for _ in range(self.rounds):
+            uses = graph.uses(mixed)
+            rows = self._rows([*uses])
+            failed = uses.keys() - rows.keys()
+            if not failed:
+                break
+            mixed |= failed
+        unshown = self._unshown(uses, {*rows}, mixed, silent)
+        plan = Plan.of(graph, self.samples, uses, rows, unshown)
+        behind = graph.behind(rows)
+        moving = any(MOVE_ROWS.search(graph.kind(number)) for number in behind)
+        open_ends = behind & mixed or (behind | {*rows}) & silent
+        plan.lasting = not (moving or open_ends or unshown) and self._independent(mixed)
+        return plan
+
+    def _independent(self, mixed: set[int]) -> bool:
+        """Whether what samples are added up in looks the same for one sample, as what knows nothing of samples does."""
+        signature = self.graph.signature
+        alone = self.alone or []
+        same_size = len(alone) == len(signature)
+        return not mixed or (same_size and all(alone[i] == signature[i] for i in mixed))
+
+    def _unshown(
+        self,
+        uses: Uses,
+        shown: set[int],
+        mixed: set[int],
+        silent: set[int],
+    ) -> dict[str, str]:
+        """Return the parameters that other engines have to serve, each with the operation that is the reason."""
+        graph = self.graph
+        root = graph.nodes.index(self.root.node)
+        odd = uses.keys() - shown
+        odd |= {number for number, weights in uses.items() if graph.unusual(number, weights)}
+        # What mixes samples, and has rows of samples behind it, would count these rows twice.
+        odd |= graph.behind(uses.keys() - odd, blocked=silent) & mixed
+        odd |= {root} & mixed
+        odd |= uses.keys() - graph.below(root)  # as of a penalty on weights
+        unshown: dict[str, str] = {}
+        for number in odd:
+            unshown = dict.fromkeys(graph.roots(number), graph.kind(number)) | unshown
+        return unshown
+
+    def _backward(
+        self,
+        numbers: list[int],
+        by_sample: Tensor | None,
+    ) -> list[Tensor | None]:
+        """Backpropagate the scores, times a number for each sample, to the outputs of some operations."""
+        if not numbers:
+            return []
+        scores = self.scores
+        if by_sample is not None:
+            of_samples = scores.view(self.samples, -1) * by_sample.unsqueeze(1)
+            scores = of_samples.view(scores.shape)
+        edges = [self.graph.edge(number) for number in numbers]
+        return [*pulled_back(self.root, edges, scores)]
+
+    # 1. Where samples are added up
+
+    def _mixed(self, uses: list[int]) -> tuple[set[int], set[int]]:
+        """Return the operations at whose outputs samples are added up, and those that no gradient reaches."""
+        plain = self._norms(uses, None)
+        signed = self._norms(uses, self.signs)
+        numbers = [number for number in plain if number in signed]
+        before = torch.stack([plain[number] for number in numbers])
+        after = torch.stack([signed[number] for number in numbers])
+        largest = torch.maximum(before, after)
+        changed = (before - after).abs() > 512 * self.eps * largest
+        mixed = {*compress(numbers, changed.tolist())}
+        silent = {*compress(numbers, (largest == 0).tolist())}
+        return mixed, silent
+
+    def _norms(
+        self,
+        uses: list[int],
+        by_sample: Tensor | None,
+    ) -> dict[int, Tensor]:
+        """Return the squared norm of the gradient at the output of every operation down to ``uses``."""
+        norms: dict[int, Tensor] = {}
+
+        def note(
+            number: int,
+            gradients: Sequence[Tensor | None],
+        ) -> None:
+            squared = torch.zeros((), dtype=torch.float64, device=self.signs.device)
+            for g in gradients:
+                if g is not None:
+                    squared += torch.linalg.vector_norm(g).square()
+            norms[number] = squared
+
+        nodes = self.graph.nodes
+        above = self.graph.behind(uses)
+        handles = [nodes[number].register_prehook(partial(note, number)) for number in above]
+        try:
+            captured = self._backward(uses, by_sample)
+        finally:
+            for handle in handles:
+                handle.remove()
+        for number, b in zip(uses, captured, strict=True):
+            note(number, [b])
+        return norms
+
+    # 2. Whose the rows are
+
+    def _rows(self, numbers: list[int]) -> dict[int, Rows]:
+        """Return which sample each row belongs to, by operation, without those of which a row belongs to several."""
+        nobody = torch.zeros(self.samples, 0, dtype=torch.long, device=self.signs.device)
+        plain = self._backward(numbers, None)
+        scaled = self._backward(numbers, self.factors)
+        found: dict[int, Rows] = {}
+        for number, b, c in zip(numbers, plain, scaled, strict=True):
+            rows = Rows(index=nobody) if b is None or c is None else self._rows_of(b, c)
+            if rows is not None:
+                found[number] = rows
         return found
 
-    def behind(self, nodes: set[Node], blocked: Collection[Node] = ()) -> set[Node]:
-        """Return the operations between some and the outputs, without those behind ``blocked``."""
+    def _rows_of(
+        self,
+        plain: Tensor,
+        scaled: Tensor,
+    ) -> Rows | None:
+        """Try each axis, and then leading axes that are read as one."""
+        sizes = plain.shape
+        floor = 16 * self.eps * float(torch.linalg.vector_norm(plain))  # rows below it are rounding
+        ways = [Rows(axis=axis) for axis in range(len(sizes))]
+        ways += [Rows(merged=merged) for merged in range(2, len(sizes))]
+        for way in ways:
+            rows = way.rows_first(plain)
+            samples = self._samples(rows, way.rows_first(scaled), floor)
+            if samples is not None:
+                return self._in_order(samples, way)
+        return None
 
-        def consumers(node: Node) -> list[Node]:
-            return [consumer for consumer, _, _ in self.consumers[node]]
-
-        return _reached(nodes, consumers, blocked)
-
-    def below(self, node: Node) -> set[Node]:
-        """Return an operation, and all that it was computed from."""
-
-        def sources(node: Node) -> list[Node]:
-            return [source for source, _ in node.next_functions if source is not None]
-
-        return {node, *_reached({node}, sources)}
-
-    def roots(self, node: Node) -> set[str]:
-        """Return the names of the parameters that something was computed from."""
-        if node in self.names:
-            return {self.names[node]}
-        return {self.names[source] for source in self.below(node) if source in self.names}
-
-    def nested(self, sources: dict[int, Edge]) -> bool:
-        """Whether an input of an operation is another one, or was computed from it, and has a part in its gradient."""
-        if len({*sources.values()}) < len(sources):
-            return True
-        pairs = permutations({edge.node for edge in sources.values()}, 2)
-        return any(first in self.below(second) for first, second in pairs)
-
-    def single_output(self, node: Node) -> bool:
-        """Whether only the first output of an operation is used."""
-        numbers = {number for _, _, number in self.consumers[node]}
-        if node is self.outputs.grad_fn:
-            numbers.add(self.outputs.output_nr)
-        return numbers <= {0}
-
-    def dtypes(self) -> set[torch.dtype]:
-        """Return the types of number that operations put out: rounding is that of the coarsest."""
-        kinds = {like.dtype for node in self.nodes for like in node._input_metadata}
-        return {kind for kind in kinds if kind.is_floating_point}
-
-    @cached_property
-    def checkpointed(self) -> bool:
-        """Whether reentrant checkpointing is used, which allows a backward pass to the parameters only."""
-        return any(kind.__name__ == "CheckpointFunctionBackward" for kind, *_ in self.signature)
-
-
-def _reached(
-    nodes: set[Node], following: Callable[[Node], list[Node]], blocked: Collection[Node] = ()
-) -> set[Node]:
-    """Return all that follows some nodes, without what is blocked or only follows that."""
-    found: set[Node] = set()
-    stack = [*nodes]
-    while stack:
-        for node in following(stack.pop()):
-            if node not in found and node not in blocked:
-                found.add(node)
-                stack.append(node)
-    return found
-
-
-def moves_entries(node: Any) -> bool:
-    """Whether an operation only moves the entries of its one input, or shifts them by a number."""
-    kind = type(node).__name__
-    if MOVE_ENTRIES.fullmatch(kind):
-        return True
-    source: Any = node.next_functions[0][0] if node.next_functions else None
-    if kind == "ToCopyBackward0":  # to another precision, as autocast does
-        likes = [*node._input_metadata, *source._input_metadata]
-        return not any(like.dtype.is_complex for like in likes)
-    if kind == "AddBackward0" and source is not None and node.next_functions[1][0] is None:
-        shapes = [like.shape for like in source._input_metadata]
-        return shapes == [node._input_metadata[0].shape]
-    return False
-
-
-def way_to_leaf(source: Edge) -> tuple[str, ...] | None:
-    """Return the kinds of the operations from a weight to its parameter if they only move entries."""
-    way: list[str] = []
-    node = source.node
-    while node.next_functions:
-        if not moves_entries(node):
+    def _samples(
+        self,
+        plain: Tensor,
+        scaled: Tensor,
+        floor: float,
+    ) -> Tensor | None:
+        """Return the sample of each row, -1 where it has no gradient; None if a row belongs to several samples."""
+        if plain.numel() == 0:
+            return torch.full((len(plain),), -1, device=plain.device)
+        plain = plain.reshape(len(plain), -1)
+        scaled = scaled.reshape(len(scaled), -1)
+        norms = torch.linalg.vector_norm(plain, dim=1)
+        ratio = torch.linalg.vector_norm(scaled, dim=1) / norms
+        # The sample whose factor is nearest, and whether it explains the row.
+        known, order = self.factors.sort()
+        middle = (known[1:] * known[:-1]).sqrt()
+        sample = order[torch.bucketize(ratio, middle)]
+        factor = self.factors[sample]
+        expected = factor.unsqueeze(1) * plain
+        off = torch.linalg.vector_norm(scaled - expected, dim=1)
+        fits = off <= self.eps**0.5 * factor * norms
+        nothing = norms <= floor
+        if not bool((fits | nothing).all()):
             return None
-        if type(node).__name__ != "ToCopyBackward0":
-            way.append(type(node).__name__)
-        node = next(n for n, _ in node.next_functions if n is not None)
-    return tuple(way)
+        return sample.masked_fill(nothing & ~fits | (norms == 0), -1)
 
-
-# What has been put in the place of tensors that operations have saved, as by checkpointing
-
-
-def unpack_hooks(node: Node) -> list[Any]:
-    """Return what computes or fetches the tensors that an operation has saved, where something does."""
-    saved = [getattr(node, name) for name in _saved_names(type(node))]
-    hooks = []
-    for value in saved:
-        several = value if isinstance(value, tuple | list) else [value]
-        hooks += [getattr(x, "unpack_hook", None) for x in several]
-    return [hook for hook in hooks if hook is not None]
-
-
-@cache
-def _saved_names(kind: type) -> list[str]:
-    return [name for name in dir(kind) if name.startswith("_raw_saved_")]
-
-
-def inside_a_pass(function: Callable[[], Any]) -> None:
-    """Call a function in a backward pass, in which checkpointed regions are run once for all that it reads."""
-
-    def call(_: Tensor) -> None:
-        function()
-
-    with torch.enable_grad():
-        output = torch.zeros((), device="cpu", requires_grad=True) * 1.0
-        output.register_hook(call)
-        output.backward()
+    def _in_order(
+        self,
+        samples: Tensor,
+        way: Rows,
+    ) -> Rows:
+        """Return the rows in the order of the samples if they have it, otherwise by their numbers."""
+        n, count = self.samples, len(samples)
+        known = samples >= 0
+        if count and count % n == 0:
+            repeat = count // n
+            in_turn = torch.arange(count, device=samples.device) // repeat
+            if torch.equal(samples[known], in_turn[known]):
+                return replace(way, repeat=repeat)
+        counts = torch.bincount(samples[known], minlength=n).tolist()
+        unknown = count - sum(counts)
+        rows = samples.argsort(stable=True)[unknown:]  # -1 comes first
+        index = pad_sequence(rows.split(counts), batch_first=True, padding_value=count)
+        return replace(way, repeat=index.shape[1], index=index)

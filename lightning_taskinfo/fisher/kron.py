@@ -17,27 +17,28 @@ What is kept are two matrices and a number, so that chunks, batches and processe
 - a vector: :math:`\mathcal R = \sum_n g_n g_n^\top` alone, which is exact.
 """
 
+import copy
 import math
 from collections.abc import Callable, Iterator
-from copy import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from lightning_taskinfo._batches import sample_count
-from lightning_taskinfo._observe import at_least_float32, trainable_parameters
+from lightning_taskinfo._observe import (
+    at_least_float32,
+    full_precision,
+    observing,
+    parts,
+    trainable_parameters,
+)
 from lightning_taskinfo._ranges import check_counts
-from lightning_taskinfo.fisher.backpack import NotCoveredError, add_factors
-from lightning_taskinfo.fisher.conv import Conv
-from lightning_taskinfo.fisher.measure import Options, Request, measure
-from lightning_taskinfo.fisher.ops import BLOCK, Embedding, Product, Use
-from lightning_taskinfo.fisher.terms import Gradients, Term
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack  # of `typing` from Python 3.11 on
+from lightning_taskinfo.fisher.measure import Request, measure
+from lightning_taskinfo.fisher.ops import Conv, Embedding, Product, as_places, blocks
+from lightning_taskinfo.fisher.terms import Gradients
 
 KroneckerEngine: TypeAlias = Literal["auto", "backpack", "own"]
 ENGINES = ("auto", "backpack", "own")
@@ -107,7 +108,12 @@ class Sums:
     places: Tensor
     squares: Tensor
 
-    def add(self, rows: Tensor, columns: Tensor | None, places: int) -> None:
+    def add(
+        self,
+        rows: Tensor,
+        columns: Tensor | None,
+        places: int,
+    ) -> None:
         """Add whole matrices, of which the diagonal may be all that is kept."""
         self.rows += _diagonal(rows) if self.rows.dim() == 1 else rows
         if columns is not None:
@@ -146,7 +152,10 @@ class KroneckerSums:
     """
 
     def __init__(
-        self, model: nn.Module, max_side: int = MAX_SIDE, whole: frozenset[str] = frozenset()
+        self,
+        model: nn.Module,
+        max_side: int = MAX_SIDE,
+        whole: frozenset[str] = frozenset(),
     ) -> None:
         parameters = trainable_parameters(model)
         if not parameters:
@@ -154,7 +163,10 @@ class KroneckerSums:
         first = next(iter(parameters.values()))
         like = at_least_float32(first.detach())
 
-        def zeros(side: int, diagonal: bool = False) -> Tensor:
+        def zeros(
+            side: int,
+            diagonal: bool = False,
+        ) -> Tensor:
             is_vector = diagonal or side > max_side
             return like.new_zeros([side] if is_vector else [side, side])
 
@@ -174,37 +186,39 @@ class KroneckerSums:
                 squares=like.new_zeros(()),
             )
 
-    def add(self, name: str, samples: slice, found: Gradients) -> None:
+    def add(
+        self,
+        name: str,
+        samples: slice,
+        found: Gradients,
+    ) -> None:
         """Add the gradients of a parameter, for some samples and scores."""
         sums = self.by_name[name]
-        term = None if name in self.whole else _only_product(found, sums)
-        if term is None:
+        part = None if name in self.whole else _only_product(found, sums)
+        if part is None:
             for _, gradients in found.formed():
                 sums.add_gradients(gradients)
             return
         # The gradient is Σ_t b_t a_tᵀ: one factor has b bᵀ of every score, the other has a aᵀ.
-        use = term.use
-        of_outputs = sums.rows
-        of_inputs = sums.columns
-        if term.inputs_in_rows:
+        use, scores = part
+        of_outputs, of_inputs = sums.rows, sums.columns
+        if isinstance(use, Embedding) or use.inputs_in_rows:
             of_outputs, of_inputs = of_inputs, of_outputs
-        _, scores = found.parts[0]
         for b in scores:
-            outputs = _outputs_by_place(use, b)
-            add_gram(of_outputs, outputs)
+            by_place = b if b.dim() == 3 else as_places(b)
+            add_gram(of_outputs, by_place.flatten(0, 1))
         # Scores come in groups. The inputs are the same for all groups of a chunk, and count once.
         if (name, samples.start) in self._read:
             return
         self._read.add((name, samples.start))
         if isinstance(use, Embedding):  # a is one of the unit vectors
-            index = use.index[_counted(use)]
-            counts = torch.bincount(index, minlength=use.shape[0])
+            counts = torch.bincount(use.index[use.counted], minlength=use.shape[0])
             _diagonal(of_inputs).add_(counts)
             sums.places += counts.sum()
-        else:
-            for a in _inputs_by_place(use):
-                add_gram(of_inputs, a)
-                sums.places += len(a)
+            return
+        for a in _inputs_by_place(use):
+            add_gram(of_inputs, a)
+            sums.places += len(a)
 
     def mixed(self) -> frozenset[str]:
         """Return the parameters that got products for some samples and whole gradients for others."""
@@ -212,7 +226,7 @@ class KroneckerSums:
 
     def summed(self, over_processes: Callable[[Tensor], Tensor]) -> "KroneckerSums":
         """Return the sums of all processes, by a function that adds up the tensors that each of them has."""
-        whole = copy(self)
+        whole = copy.copy(self)
         whole.by_name = {}
         for name, sums in self.by_name.items():
             parts = [over_processes(part) for part in vars(sums).values()]
@@ -227,7 +241,7 @@ def kronecker_factors(
     *,
     engine: KroneckerEngine = "auto",
     max_side: int = MAX_SIDE,
-    **options: "Unpack[Options]",
+    **options: Any,
 ) -> dict[str, KroneckerFactors]:
     r"""Kronecker factors of the Fisher information for every trainable parameter, means over samples.
 
@@ -251,9 +265,9 @@ def kronecker_factors(
         model: Any module; its parameters with ``requires_grad=True`` are measured.
         inputs: A batch of ``N`` inputs: a tensor ``[N, ...]``, or tuples, lists and dicts of them.
         targets: The dataset's labels; needed for ``labels="empirical"``, otherwise they only say what to ignore.
-        engine: ``"backpack"`` for BackPACK, which serves chains of linear, convolution, activation and pooling layers;
-            ``"own"`` for any network; ``"auto"`` takes BackPACK where it is installed and serves the network. Both give
-            the same factors.
+        engine: ``"backpack"`` for BackPACK, which serves an ``nn.Sequential`` of linear, convolution, activation and
+            pooling layers; ``"own"`` for any network; ``"auto"`` takes BackPACK where it is installed and serves the
+            network. Both give the same factors.
         max_side: Of a factor with a longer side than this, such as that of a vocabulary, only the diagonal is kept.
         **options: The other arguments of :func:`~lightning_taskinfo.fisher.fisher_trace`. Labels are drawn from the
             model by default (KFAC); ``labels="exact"`` is KFLR.
@@ -305,18 +319,17 @@ def kronecker_sums(
         raise ValueError(f"`engine` must be one of {', '.join(ENGINES)}, got {engine!r}.")
     check_counts(max_side=max_side)
     if engine != "own":
+        generator = request.generator
+        state = None if generator is None else generator.get_state()
         sums = KroneckerSums(model, max_side)
         try:
-            add_factors(sums.by_name, model, inputs, targets, request.again())
+            _add_by_backpack(sums, model, inputs, targets, request.again())
             return sums
-        except NotCoveredError as error:
-            if engine == "backpack":
-                raise ValueError(
-                    f"`engine='backpack'` does not serve this model: {error}; use 'auto'."
-                ) from error
-        except ModuleNotFoundError:
+        except (NotCoveredError, ModuleNotFoundError):
             if engine == "backpack":
                 raise
+        if generator is not None and state is not None:
+            generator.set_state(state)  # so that the labels of the first chunks are drawn again
     sums = KroneckerSums(model, max_side)
     measure(model, inputs, targets, request.again(), sums)
     mixed = sums.mixed()
@@ -327,7 +340,10 @@ def kronecker_sums(
     return sums
 
 
-def as_factors(sums: KroneckerSums, n: float) -> dict[str, KroneckerFactors]:
+def as_factors(
+    sums: KroneckerSums,
+    n: float,
+) -> dict[str, KroneckerFactors]:
     """Return the factors by parameter name, from sums over ``n`` samples.
 
     Raises:
@@ -346,7 +362,11 @@ def as_factors(sums: KroneckerSums, n: float) -> dict[str, KroneckerFactors]:
     return factors
 
 
-def matrix_shape(shape: torch.Size, *, kernel: bool = False) -> tuple[int, int | None]:
+def matrix_shape(
+    shape: torch.Size,
+    *,
+    kernel: bool = False,
+) -> tuple[int, int | None]:
     """Return how many rows and columns a parameter has; None in place of columns for a vector or a number.
 
     Args:
@@ -369,45 +389,35 @@ def matrix_shape(shape: torch.Size, *, kernel: bool = False) -> tuple[int, int |
     return sizes[0], math.prod(sizes[1:])
 
 
-def _only_product(found: Gradients, sums: Sums) -> Term | None:
+def _only_product(
+    found: Gradients,
+    sums: Sums,
+) -> "tuple[Product | Embedding, list[Tensor]] | None":
     """Return the one use of a parameter, if its gradient is a sum over places of products of two vectors."""
-    if len(found.parts) != 1:
+    if found.only is None:
         return None
-    ((term, _),) = found.parts
-    if isinstance(term.use, Conv):
-        is_kernel = len(sums.rows) == term.use.shape[0] and term.way == ()
-        return term if is_kernel and term.use.plain else None
-    return term if found.factored and len(sums.columns) else None
-
-
-def _counted(use: Embedding) -> Tensor:
-    """Return which lookups count: not those of padding."""
-    padding = -1 if use.padding_idx is None else use.padding_idx
-    return use.index != padding
-
-
-def _outputs_by_place(use: Use, b: Tensor) -> Tensor:
-    """Return the gradients by a use's output, one place a row: ``[places, R]``."""
+    use, scores = found.only
     if isinstance(use, Conv):
-        return b.flatten(2).transpose(1, 2).flatten(0, 1)
-    if isinstance(use, Embedding):
-        return b[_counted(use)]
-    return use.rows.rows_first(b).flatten(0, -2)
+        is_kernel = len(sums.rows) == use.shape[0] and use.at.way == ()
+        return (use, scores) if is_kernel and use.plain else None
+    if isinstance(use, Product | Embedding) and use.joint is not None and len(sums.columns):
+        return use, scores
+    return None
 
 
-def _inputs_by_place(use: Use) -> Iterator[Tensor]:
+def _inputs_by_place(use: Product) -> Iterator[Tensor]:
     """Yield the inputs of a use in blocks, one place a row: ``[places, D]``."""
-    if isinstance(use, Product):
+    if isinstance(use, Conv):
+        for some in blocks(len(use.a), use.entries * use.a.shape[1] // 4):
+            yield use.of(some).flatten(0, 1)
+    else:
         yield use.rows.rows_first(use.inputs).flatten(0, -2)
-    elif isinstance(use, Conv):
-        entries = math.prod(use.shape[1:]) * use.positions.numel()
-        rows = max(1, 4 * BLOCK // entries)
-        for some in use.inputs.split(rows):
-            patches = use.patches(some)
-            yield patches.transpose(1, 2).flatten(0, 1)
 
 
-def add_gram(total: Tensor, x: Tensor) -> None:
+def add_gram(
+    total: Tensor,
+    x: Tensor,
+) -> None:
     """Add ``xᵀx`` to a matrix, or the diagonal of it to a vector."""
     x = x.to(total.dtype)
     if total.dim() == 1:
@@ -426,3 +436,151 @@ def _eigen(factor: Tensor) -> tuple[Tensor, Tensor | None]:
         return factor.clamp_min(0), None
     values, vectors = torch.linalg.eigh(factor)
     return values.clamp_min(0), vectors  # rounding makes some negative
+
+
+# --- What BackPACK computes for us: Kronecker factors of chains of layers
+
+# Layers whose Kronecker factors BackPACK has, or through which it can pass them on.
+KNOWN = (
+    nn.Linear,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ReLU,
+    nn.Sigmoid,
+    nn.Tanh,
+    nn.MaxPool2d,
+    nn.AvgPool2d,
+    nn.ZeroPad2d,
+    nn.Flatten,
+    nn.Dropout,
+    nn.Identity,
+)
+USUAL = {"padding_mode": "zeros", "groups": 1, "inplace": False}  # options that it knows
+
+
+class NotCoveredError(ValueError):
+    """BackPACK cannot serve this network."""
+
+    def __init__(self, why: object) -> None:
+        super().__init__(f"`engine='backpack'` does not serve this model: {why}; use 'auto'.")
+
+
+def _add_by_backpack(
+    sums: KroneckerSums,
+    model: nn.Module,
+    inputs: Any,
+    targets: Tensor | None,
+    request: Request,
+) -> None:
+    """Let BackPACK pass the output scores backwards, chunk by chunk, and add what it finds for each parameter.
+
+    Raises:
+        NotCoveredError: If BackPACK does not serve the network.
+        ModuleNotFoundError: If BackPACK is not installed.
+    """
+    try:
+        from backpack import backpack, extend
+    except ImportError as error:
+        raise ModuleNotFoundError(
+            "Install BackPACK for this: `pip install lightning-taskinfo[backpack]`."
+        ) from error
+    _check_chain(model, inputs, request)
+    step = request.chunk_size or 128
+    loss = extend(nn.MSELoss(reduction="sum"))
+    with observing(model), full_precision(parts(model)):
+        chain = [(name, extend(layer)) for name, layer in _layers(copy.deepcopy(model))]
+        for start in range(0, len(inputs), step):
+            chunk = slice(start, start + step)
+            outputs = at_least_float32(inputs[chunk]).detach().requires_grad_()
+            n = len(outputs)
+            places: dict[str, int] = {}
+            for name, layer in chain:
+                outputs = layer(outputs)
+                places[name] = n * outputs.shape[2:].numel()
+                if isinstance(layer, nn.Linear) and outputs.dim() != 2:
+                    raise NotCoveredError(f"{name!r} is applied to sequences")
+            of_chunk = None if targets is None else targets[chunk]
+            counted = False  # whether the inputs are
+            for scores, last in request.scores(outputs, of_chunk):
+                extension = _factors_from(torch.stack(scores))  # a new one: it keeps what it passes
+                try:
+                    with backpack(extension, retain_graph=not last):
+                        value = loss(outputs, torch.zeros_like(outputs))
+                        value.backward(retain_graph=not last)
+                except (AssertionError, AttributeError, IndexError, RuntimeError) as error:
+                    raise NotCoveredError(error) from error
+                for name, layer in chain:
+                    for key, p in trainable_parameters(layer).items():
+                        rows, *columns = getattr(p, extension.savefield)
+                        by_sample = n * columns[0] if columns and not counted else None
+                        full_name = f"{name}.{key}" if name else key
+                        sums.by_name[full_name].add(rows, by_sample, places[name])
+                counted = True
+
+
+def _layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the layers of a chain in their order, one that is there twice both times."""
+    modules = model.named_modules(remove_duplicate=False)
+    return [(name, layer) for name, layer in modules if type(layer) is not nn.Sequential]
+
+
+def _check_chain(
+    model: nn.Module,
+    inputs: Any,
+    request: Request,
+) -> None:
+    """Raise a ``NotCoveredError`` unless a network is known to be a chain of layers that BackPACK knows.
+
+    BackPACK finds what it passes backwards by the memory address of tensors, and would not notice an operation in
+    place, or a view, between two layers.
+    """
+    if not isinstance(inputs, Tensor) or not inputs.is_floating_point() or request.forward_fn:
+        raise NotCoveredError("only the network itself, on a tensor of numbers")
+    layers = _layers(model)
+    owned = [id(p) for _, layer in layers for p in layer.parameters()]
+    if len({*owned}) < len(owned):
+        raise NotCoveredError("weights are tied")
+    for name, layer in layers:
+        usual = all(getattr(layer, key, value) == value for key, value in USUAL.items())
+        if type(layer) not in KNOWN or not usual or isinstance(getattr(layer, "padding", 0), str):
+            raise NotCoveredError(f"{name!r} is {layer}")
+
+
+def _factors_from(scores: Tensor) -> Any:
+    r"""Return BackPACK's extension for Kronecker factors, with two parts replaced.
+
+    The square root of the loss's curvature, which its backward pass starts from, is made of **our** output scores: so
+    labels, likelihood and random numbers are the caller's. And the output factor of a convolution is that of KFC,
+    :math:`\sum_t b_t b_t^\top`; BackPACK takes the block of the bias there, in which positions are summed before they
+    are squared.
+
+    Args:
+        scores: What its backward pass starts from, ``[scores, N, C]``.
+    """
+    from backpack.extensions import KFLR
+    from backpack.extensions.secondorder.hbp.convnd import HBPConvNd
+    from backpack.extensions.secondorder.hbp.losses import HBPMSELoss
+
+    class Scores(HBPMSELoss):
+        def backpropagate(self, *_: Any) -> Tensor:
+            return scores
+
+    class KFC(HBPConvNd):
+        def weight(
+            self,
+            ext: Any,
+            module: Any,
+            g_inp: Any,
+            g_out: Any,
+            passed: Any,
+        ) -> list[Tensor]:
+            _, A = super().weight(ext, module, g_inp, g_out, passed)
+            b = passed.flatten(3)  # [scores, N, channels, positions]
+            return [torch.einsum("snit,snjt->ij", b, b), A]
+
+    extension = KFLR()
+    extension.set_module_extension(nn.MSELoss, Scores(), overwrite=True)
+    for dims, kind in enumerate((nn.Conv1d, nn.Conv2d, nn.Conv3d), start=1):
+        extension.set_module_extension(kind, KFC(dims), overwrite=True)
+    return extension

@@ -6,7 +6,7 @@ chunks. For each chunk:
 
 1. **Forward.** The model runs once, in eval mode and in float32 or better. Its autograd graph knows
    every use of every parameter.
-2. **Plan** (:mod:`~lightning_taskinfo.fisher.capture`). In the graph, weights meet samples in
+2. **Plan** (:mod:`~lightning_taskinfo.fisher.graph`). In the graph, weights meet samples in
    certain operations, the *uses*. Where they are, and which sample each row of their outputs
    belongs to, is shown by a few backward passes. What was shown holds for every graph of the same
    operations and shapes, unless an operation moves rows by their values; it is kept with the model,
@@ -33,10 +33,10 @@ import math
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from operator import itemgetter
-from typing import Any, Literal, TypeAlias, TypedDict
+from typing import Any, Literal, TypeAlias
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -63,11 +63,17 @@ from lightning_taskinfo._ranges import check_counts
 from lightning_taskinfo._sharded import gathered_parameters, resharding, sharded
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.fisher.accumulators import Accumulator, Diagonal, Norms
-from lightning_taskinfo.fisher.capture import Plan, Prover, plan_of_one
-from lightning_taskinfo.fisher.fallback import Fallback, Forward
-from lightning_taskinfo.fisher.graph import Graph, shape_of
+from lightning_taskinfo.fisher.fallback import Fallback, Forward, gradients_of_one
+from lightning_taskinfo.fisher.graph import (
+    Graph,
+    Plan,
+    Prover,
+    Signature,
+    known_plan,
+    plan_of_one,
+)
 from lightning_taskinfo.fisher.ops import BLOCK
-from lightning_taskinfo.fisher.terms import Gradients, backward, contributions
+from lightning_taskinfo.fisher.terms import Arrivals, Gradients, backward
 from lightning_taskinfo.functional.likelihood import (
     Labels,
     Likelihood,
@@ -84,26 +90,9 @@ PLANS = 8  # kept for a model, as for the last chunk of a batch, which is smalle
 SCORES = 16  # output scores whose gradients are held at once
 
 
-class Options(TypedDict, total=False):
-    """How to measure; see :func:`lightning_taskinfo.fisher.fisher_trace` for what the fields mean."""
-
-    labels: Labels
-    likelihood: str | Likelihood
-    mc_samples: int
-    generator: Generator | None
-    chunk_size: int | None
-    forward_fn: Forward | None
-
-
-class EngineOptions(Options, total=False):
-    """How to measure, and by which engine."""
-
-    engine: Engine
-
-
 @dataclass(frozen=True)
 class Request:
-    """How to measure, checked: :class:`Options` with their defaults."""
+    """How to measure, checked; see :func:`lightning_taskinfo.fisher.fisher_trace` for what the fields mean."""
 
     labels: Labels = "sampled"
     likelihood: str | Likelihood = "categorical"
@@ -125,12 +114,18 @@ class Request:
         """Return the same request, with a likelihood that starts its draws from the same place."""
         return replace(self, likelihood=copy(self.likelihood))
 
-    def forward(self, model: nn.Module, inputs: Any) -> Tensor:
+    def forward(
+        self,
+        model: nn.Module,
+        inputs: Any,
+    ) -> Tensor:
         """Run the model the way its user does."""
         return outputs_of(model, inputs, self.forward_fn)
 
     def scores(
-        self, outputs: Tensor, targets: Tensor | None
+        self,
+        outputs: Tensor,
+        targets: Tensor | None,
     ) -> Iterator[tuple[list[Tensor], bool]]:
         """Yield the output scores of a chunk, a few at a time, and whether they are the last."""
         likelihood = as_likelihood(self.likelihood)
@@ -169,23 +164,34 @@ def measure(
 
 
 def squared_norms_by_name(
-    model: nn.Module, inputs: Any, targets: Tensor | None, request: Request
+    model: nn.Module,
+    inputs: Any,
+    targets: Tensor | None,
+    request: Request,
 ) -> ParamDict:
     """Return the squared gradient norms ``[N]`` of each trainable parameter, by one measurement; ``N`` may be 0."""
     norms = Norms(number_of_samples(inputs))
     if norms.n:
         measure(model, inputs, targets, request, norms)
-    return norms.by_name(trainable_parameters(model))
+    found = norms.values
+    zeros = torch.zeros_like(next(iter(found.values()), torch.empty(norms.n, device="cpu")))
+    return {name: found.get(name, zeros) for name in trainable_parameters(model)}
 
 
 def squared_gradients_by_name(
-    model: nn.Module, inputs: Any, targets: Tensor | None, request: Request
+    model: nn.Module,
+    inputs: Any,
+    targets: Tensor | None,
+    request: Request,
 ) -> ParamDict:
     """Return the squared gradients of each trainable parameter, summed over ``N`` samples; ``N`` may be 0."""
-    diagonal = Diagonal()
+    found = Diagonal()
     if number_of_samples(inputs):
-        measure(model, inputs, targets, request, diagonal)
-    return diagonal.by_name(trainable_parameters(model))
+        measure(model, inputs, targets, request, found)
+    parameters = trainable_parameters(model)
+    for name in parameters.keys() - found.values.keys():
+        found.values[name] = torch.zeros_like(parameters[name]).detach()
+    return {name: found.values[name] for name in parameters}
 
 
 def number_of_samples(inputs: Any) -> int:
@@ -201,80 +207,56 @@ def number_of_samples(inputs: Any) -> int:
 # --- What is used again
 
 
-# Shapes and types of one sample, and how the model is called.
-Call = tuple[list[tuple[torch.Size, torch.dtype]], Any]
-
-
 @dataclass
 class Known:
     """What is known of a model on samples of one shape, called in one way.
 
     Attributes:
-        call: The way, see :func:`call_of`.
+        call: Shapes and types of one sample, and a weak reference to how the model is called. A
+            ``forward_fn`` can mix the samples before they reach the model, where no graph shows it:
+            what was found with one says nothing about another.
         outputs: Numbers that the model puts out for one sample.
         elements: Numbers that all uses put out for one sample.
         alone: The signature of the graph of one sample.
         plans: What was shown, for graphs of several sizes.
     """
 
-    call: Call
-    outputs: int
+    call: Any
+    outputs: int = 0
     elements: int = 0
-    alone: list[Any] = field(default_factory=list)
+    alone: Signature = field(default_factory=list)
     plans: list[Plan] = field(default_factory=list)
-
-    def keep(self, plan: Plan) -> None:
-        """Use a plan again."""
-        self.plans = [*self.plans[1 - PLANS :], plan]
 
 
 _KNOWN: "WeakKeyDictionary[nn.Module, Known]" = WeakKeyDictionary()  # as long as the model lives
 
 
-def call_of(inputs: Any, forward_fn: Forward | None) -> Call:
-    """Return shapes and types of one sample, and a weak reference to how the model is called.
-
-    A ``forward_fn`` can mix the samples before they reach the model, where no graph shows it: what
-    was found with one says nothing about another.
-    """
-    shapes = []
-    for x in tensors(inputs):
-        shapes.append((x.shape[1:], x.dtype))
-    if forward_fn is None:
-        return shapes, None
-    return shapes, ref(forward_fn)
-
-
 # --- The measurement
 
 
+@dataclass
 class Measurement:
     """One measurement: what is asked, and what has been found out about the model."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        inputs: Any,
-        targets: Tensor | None,
-        request: Request,
-        accumulator: Accumulator,
-    ) -> None:
-        self.model = model
-        self.inputs = inputs
-        self.targets = targets
-        self.request = request
-        self.accumulator = accumulator
-        self.parameters = gathered_parameters(model)
+    model: nn.Module
+    inputs: Any
+    targets: Tensor | None
+    request: Request
+    accumulator: Accumulator
+
+    def __post_init__(self) -> None:
+        self.parameters = gathered_parameters(self.model)
         _check_parameters(self.parameters)
-        self.reads_graph = request.engine in ("auto", "graph")
+        self.reads_graph = self.request.engine in ("auto", "graph")
         # Parameters that the graph does not show.
         self.unshown: set[str] = set() if self.reads_graph else {*self.parameters}
         # All processes gather shards in step: what one happens to know must not change its passes.
-        self.sharded = sharded(model)
-        self.call = call_of(inputs, request.forward_fn)
-        self.known = None if self.sharded else _KNOWN.get(model)
-        if self.known is not None and self.known.call != self.call:
-            self.known = None
+        self.sharded = sharded(self.model)
+        forward_fn = self.request.forward_fn
+        shapes = [(x.shape[1:], x.dtype) for x in tensors(self.inputs)]
+        self.call = (shapes, forward_fn and ref(forward_fn))
+        known = None if self.sharded else _KNOWN.get(self.model)
+        self.known = known if known is not None and known.call == self.call else None
         self.alone: Tensor | None = None  # outputs of the first sample without the others
         self.mixing: bool | None = None
 
@@ -309,8 +291,12 @@ class Measurement:
             outputs = self._outputs_one_by_one(inputs)
         others = self._for_other_engines(plan, len(outputs))
 
-        def receive(name: str, found: Gradients) -> None:
-            self.accumulator.add(name, samples, found)
+        def receive(
+            name: str,
+            found: Gradients,
+            block: slice = samples,
+        ) -> None:
+            self.accumulator.add(name, block, found)
 
         # 3. Scores of the outputs, a few at a time.
         for scores, last in self.request.scores(outputs, targets):
@@ -319,13 +305,21 @@ class Measurement:
                 # 5. terms make gradients of samples, with what the operations have seen,
                 # 6. and what is asked of these is accumulated.
                 backward(graph, plan, scores, receive, without=others, retain_graph=not last)
-            if others and graph is not None and self.sharded:
-                self.fallback.add_from_graph(graph, scores, samples, retain_graph=not last)
-            elif others:
+            for score in scores if others else ():
                 reason = self._reason(plan, others)
-                self.fallback.add(inputs, scores, samples, others, reason)
+                blocks = self.fallback.gradients(inputs, score, others, reason)
+                if graph is not None and self.sharded:
+                    blocks = iter([(0, gradients_of_one(graph, score))])
+                for first, found in blocks:
+                    for name, g in found.items():
+                        start = samples.start + first
+                        receive(name, Gradients(g), slice(start, start + len(g)))
 
-    def _outputs(self, inputs: Any, count: int) -> Tensor:
+    def _outputs(
+        self,
+        inputs: Any,
+        count: int,
+    ) -> Tensor:
         """Run the model, and check that its outputs have a row for each sample and depend on parameters."""
         outputs = self.request.forward(self.model, inputs)
         if not isinstance(outputs, Tensor):
@@ -354,8 +348,8 @@ class Measurement:
         if self.reads_graph:
             graph = Graph(outputs, self.parameters)
             known.alone = graph.signature
-            shapes = map(shape_of, graph.uses(set()))
-            known.elements = sum(shape.numel() for shape in shapes)
+            for number in graph.uses(set()):
+                known.elements += math.prod(graph.signature[number][1][0])
             if not self.sharded:
                 _KNOWN[self.model] = known
         return known
@@ -367,32 +361,41 @@ class Measurement:
         samples = 4 * BLOCK // max(1, held)
         return min(max(samples, 32), 512)
 
-    def _plan(self, graph: Graph | None, n: int) -> Plan | None:
+    def _plan(
+        self,
+        graph: Graph | None,
+        n: int,
+    ) -> Plan | None:
         """Return where weights meet samples in a graph, and which sample each row belongs to: known, or shown now."""
-        if graph is None or graph.checkpointed:
-            return None
+        if graph is None or any("CheckpointFunction" in node.name() for node in graph.nodes):
+            return None  # reentrant checkpointing allows a backward pass to the parameters only
         if n == 1:
             return plan_of_one(graph)
         assert self.known is not None
-        for plan in self.known.plans:
-            if plan.signature == graph.signature:
-                return plan
+        plan = known_plan(self.known.plans, graph, n)
+        if plan is not None:
+            return plan
         rounds = 1 if self.sharded else 4
-        plan = Prover(graph, n, rounds, self.known.alone).plan()
+        plan = Prover(graph, n, rounds=rounds, alone=self.known.alone).plan()
         for name, p in self.parameters.items():
             if p.grad is not None:  # by a backward pass inside of an operation, unseen in the graph
                 p.grad = None
                 plan.unshown[name] = "a use that autograd does not see"
-        _, uses = contributions(graph, plan)  # or an error, before anything is measured
         if self.sharded:  # what is computed from a weight has no graph once the weight is a shard
-            for found in uses:
-                if any(term.needs_graph for term in found.terms):
-                    plan.unshown[found.name] = "a weight that is computed from it"
+            for found in Arrivals(graph, plan, print).waiting.values():
+                for one in found:
+                    if one.needs_graph:
+                        plan.unshown[one.name] = "a weight that is computed from it"
         elif plan.lasting and not plan.unshown:
-            self.known.keep(plan)
+            self.known.plans = [*self.known.plans[1 - PLANS :], plan]
         return plan
 
-    def _mixes(self, inputs: Any, outputs: Tensor, plan: Plan | None) -> bool:
+    def _mixes(
+        self,
+        inputs: Any,
+        outputs: Tensor,
+        plan: Plan | None,
+    ) -> bool:
         """Whether the outputs of a sample depend on the batch it is in: looked at where nothing is known."""
         seen = plan is not None and plan.seen
         if self.mixing is None and len(outputs) > 1 and not seen:
@@ -419,10 +422,13 @@ class Measurement:
     @cached_property
     def fallback(self) -> Fallback:
         """The slower engines, for what the graph does not show."""
-        forward, engine = self.request.forward, self.request.engine
-        return Fallback(self.model, forward, engine, self.accumulator)
+        return Fallback(self.model, self.request.forward, self.request.engine)
 
-    def _for_other_engines(self, plan: Plan | None, n: int) -> set[str]:
+    def _for_other_engines(
+        self,
+        plan: Plan | None,
+        n: int,
+    ) -> set[str]:
         """Return the parameters of a chunk that another engine has to serve."""
         if n == 1 and self.reads_graph:
             return set() if plan is not None else {*self.parameters}
@@ -436,20 +442,31 @@ class Measurement:
             )
         return self.unshown
 
-    def _reason(self, plan: Plan | None, names: set[str]) -> str | None:
+    def _reason(
+        self,
+        plan: Plan | None,
+        names: set[str],
+    ) -> str | None:
         """Return why the graph does not show some parameters, unless that has been said."""
         if self.mixing:
             return None
         return "reentrant checkpointing" if plan is None else plan.unshown.get(min(names), "")
 
 
-def _check_batch(model: nn.Module, targets: Any, n: int) -> None:
+def _check_batch(
+    model: nn.Module,
+    targets: Any,
+    n: int,
+) -> None:
     """Raise a ``ValueError`` if samples would be mixed, or targets are not those of ``n`` samples."""
     for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm) and module.training:
+        if not isinstance(module, _BatchNorm):
+            continue
+        if module.training or module.running_mean is None:
             raise ValueError(
-                f"BatchNorm {name!r} is in train mode, where it mixes the samples of a batch and none has a "
-                "gradient of its own; call `model.eval()` first, or measure inside `observing(model)`."
+                f"BatchNorm {name!r} is in train mode, or has no other, and normalises with the statistics of the "
+                "batch: it mixes the samples, and none has a gradient of its own; call `model.eval()` first, or "
+                "measure inside `observing(model)`, with `track_running_stats=True`."
             )
     if targets is not None and not isinstance(targets, Tensor):
         got = targets if isinstance(targets, str) else type(targets)
@@ -468,17 +485,22 @@ def _check_parameters(parameters: dict[str, nn.Parameter]) -> None:
             )
 
 
-def _row(inputs: Any, n: int) -> Any:
+def _row(
+    inputs: Any,
+    n: int,
+) -> Any:
     """Return one sample, as a batch."""
     return take(inputs, itemgetter(slice(n, n + 1)))
 
 
-def _differ(few: Tensor, many: Tensor) -> bool:
-    """Whether the rows that two batches of outputs have in common differ by more than rounding; not if they are NaN."""
-    rows = min(len(few), len(many))
-    largest = torch.linalg.vector_norm(many, math.inf)
-    difference = torch.linalg.vector_norm(few[:rows] - many[:rows], math.inf)
-    return bool(difference > torch.finfo(few.dtype).eps ** 0.5 * largest)
+def _differ(
+    alone: Tensor,
+    outputs: Tensor,
+) -> bool:
+    """Whether the first row of outputs is another one alone, by more than rounding; not if it is NaN."""
+    largest = partial(torch.linalg.vector_norm, ord=math.inf)
+    difference = largest(alone - outputs[:1])
+    return bool(difference > torch.finfo(alone.dtype).eps ** 0.5 * largest(outputs))
 
 
 def _usable(x: Tensor) -> Tensor:

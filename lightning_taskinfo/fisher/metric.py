@@ -106,7 +106,12 @@ class FisherInformation(Metric):
         self.add_state("total", zero, dist_reduce_fx="sum")
         self.add_state("count", zero.clone(), dist_reduce_fx="sum")
 
-    def update(self, model: nn.Module, inputs: Any, targets: Tensor | None = None) -> None:
+    def update(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        targets: Tensor | None = None,
+    ) -> None:
         """Add the samples of a batch.
 
         Args:

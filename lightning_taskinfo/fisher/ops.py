@@ -13,106 +13,104 @@ which runs the operation's own backward pass.
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_taskinfo._observe import at_least_float32
-from lightning_taskinfo.fisher.graph import Edge, pulled_to_weight, shape_of
+from lightning_taskinfo.fisher.graph import Edge, Rows, like, pulled_to_weight, shape_of
 
 BLOCK = 1 << 21  # elements of per-sample gradients formed at once: 8 MB in float32
-ALL = slice(None)
 FEW = 4096  # elements of a gradient up to which samples are squared together rather than one by one
+SMALL_MAP = 100  # output positions up to which patches beat grouped convolutions
+WIDE_MAP, WIDE = 256, 2048  # the same for at least so many pairs of channels
+FEW_ENTRIES, FEW_CHANNELS = 48, 8  # a patch with so few entries, and at least so many outputs of it
+
+Scores: TypeAlias = list[Tensor]  # by score, gradients by the output of an operation
+Factor: TypeAlias = Callable[[], Tensor] | None
+Formed = Iterator[tuple[slice, Tensor]]  # samples, and gradients of theirs
 
 
-@dataclass(frozen=True, eq=False)
-class Rows:
-    """Which sample each row of a tensor belongs to; a row is a slice along one axis.
+@dataclass
+class Weight:
+    """A weight as an operation of a graph meets it.
 
     Attributes:
-        axis: The axis of the rows, after ``merged`` leading axes were made one.
-        repeat: Rows of one sample.
-        interleaved: Whether samples take turns, rather than having their rows next to each other.
-        merged: How many leading axes are read as one.
-        index: Row numbers ``[N, repeat]`` where there is no such order; the number of rows stands
-            for no row.
-        chosen: The samples that are measured.
+        node: The operation.
+        place: The weight's place among its inputs.
+        source: Where the weight is in the graph.
+        rows: Which samples the rows of the operation's output belong to.
+        way: The kinds of the operations from its parameter to it if they only move entries.
     """
 
-    axis: int = 0
-    repeat: int = 1
-    interleaved: bool = False
-    merged: int = 1
-    index: Tensor | None = None
-    chosen: slice = field(default_factory=lambda: ALL)
+    node: Any
+    place: int
+    source: Edge
+    rows: Rows
+    way: tuple[str, ...] | None
 
-    def rows_first(self, x: Tensor) -> Tensor:
-        """Return ``x`` with its rows along axis 0."""
-        if self.merged > 1:
-            x = x.flatten(0, self.merged - 1)
-        return x.movedim(self.axis, 0) if self.axis else x
+    @property
+    def output(self) -> Edge:
+        """Where the operation's output is in the graph."""
+        return Edge(self.node, 0)
 
-    def samples_first(self, x: Tensor) -> Tensor:
-        """Return ``x`` as ``[N, repeat, ...]``, with zeros for no row."""
-        rows = self.rows_first(x)
-        if self.index is not None:
-            no_row = rows.new_zeros(1, *rows.shape[1:])
-            index = self.index[self.chosen]
-            return torch.cat([rows, no_row])[index]
-        if self.repeat == 1:
-            samples = rows.unsqueeze(1)
-        elif self.interleaved:
-            by_turn = rows.unflatten(0, (self.repeat, -1))
-            samples = by_turn.transpose(0, 1)
-        else:
-            samples = rows.unflatten(0, (-1, self.repeat))
-        return samples if self.chosen == ALL else samples[self.chosen]
+    def saved(self, name: str) -> Tensor:
+        """Return what the operation has kept for its backward pass."""
+        return getattr(self.node, f"_saved_{name}").detach()
 
 
 @dataclass
 class Use:
     """One weight in one operation.
 
-    ``shape`` is the weight's, and ``rows`` says which samples the rows of the operation's output
-    belong to. Output gradients are *arranged* once, with the samples first; everything else is made
-    of arranged ones.
+    Output gradients are *arranged* once, with the samples first; everything else is made of arranged ones.
+
     """
 
-    shape: tuple[int, ...]
-    rows: Rows = field(default_factory=Rows, kw_only=True)
+    at: Weight
+
+    def __post_init__(self) -> None:
+        self.rows = self.at.rows
+        self.shape = shape_of(self.at.source)
 
     def fits(self) -> bool:
         """Whether gradients can be computed for rows like these."""
         return True
 
+    @property
+    def joint(self) -> Any:
+        """What uses of a parameter have in common that can be made one, with the rows of all; None if they cannot."""
+        return None
+
     def arranged(self, b: Tensor) -> Tensor:
         """Return the gradients by the operation's output with the samples first, ``[N, ...]``."""
         return self.rows.samples_first(b)
 
-    def gradients(self, b: Tensor, samples: slice) -> Tensor:
+    def gradients(
+        self,
+        b: Tensor,
+        samples: slice,
+    ) -> Tensor:
         """Return the gradients of some samples, ``[n, *shape]``, from arranged ones of all."""
         raise NotImplementedError
 
-    def norms(self, scores: list[Tensor]) -> Tensor:
+    def norms(self, scores: Scores) -> Tensor:
         """Return the squared norm of each sample's gradient, summed over scores, shape ``[N]``."""
         return sum_of_norms(self.formed(scores))
 
-    def diagonal(self, scores: list[Tensor]) -> Tensor:
+    def diagonal(self, scores: Scores) -> Tensor:
         """Return the squared gradients, summed over samples and scores, shaped like the weight."""
         return sum_of_squares(g for _, g in self.formed(scores))
 
-    def formed(self, scores: list[Tensor]) -> Iterator[tuple[slice, Tensor]]:
+    def formed(self, scores: Scores) -> Formed:
         """Yield a few samples, and their gradients for one score after the other."""
-        for samples in self.blocks(len(scores[0])):
+        for samples in blocks(len(scores[0]), self.elements):
             for b in scores:
                 yield samples, self.gradients(b, samples)
-
-    def blocks(self, n: int) -> Iterator[slice]:
-        """Yield a few of ``n`` samples at a time, so that little memory is needed."""
-        return blocks(n, self.elements)
 
     @property
     def elements(self) -> int:
@@ -137,33 +135,63 @@ class Product(Use):
     def fits(self) -> bool:
         return self.rows.merged == 1 and self.rows.axis == self.axis
 
+    @property
+    def joint(self) -> Any:
+        is_matrix = len(self.shape) == 2 and self.at.way in ((), ("TBackward0",))
+        return (self.turned, self.at.way) if is_matrix else None
+
+    @property
+    def inputs_in_rows(self) -> bool:
+        """Whether a row of the parameter belongs to an entry of the inputs, rather than of the outputs."""
+        return self.turned != (self.at.way == ("TBackward0",))
+
+    def left_and_right(
+        self,
+        b: Tensor,
+        a: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Return output gradients and inputs, those first that have a row of the parameter each."""
+        return (a, b) if self.inputs_in_rows else (b, a)
+
     def arranged(self, b: Tensor) -> Tensor:
-        """Return inputs or output gradients as ``[N, G, T, D]``."""
+        """Return inputs or output gradients as ``[N, T, D]``, or ``[N, G, T, D]``."""
         x = self.rows.samples_first(b)
-        if self.grouped:
-            return x.transpose(1, 2)
-        width = x.shape[-1]
-        return x.reshape(len(x), 1, -1, width)
+        return x.transpose(1, 2) if self.grouped else x.flatten(1, -2)
 
     @cached_property
     def a(self) -> Tensor:
         """The arranged inputs."""
         return self.arranged(at_least_float32(self.inputs))
 
-    def gradients(self, b: Tensor, samples: slice) -> Tensor:
-        gradients = b[samples].mT @ self.a[samples]
+    def of(self, samples: slice) -> Tensor:
+        """Return the inputs of some samples."""
+        return self.a[samples]
+
+    @property
+    def copied(self) -> int:
+        """How many numbers are copied for the inputs of one sample."""
+        return 0
+
+    def gradients(
+        self,
+        b: Tensor,
+        samples: slice,
+    ) -> Tensor:
+        gradients = b[samples].mT @ self.of(samples)
         return self._turned(gradients).reshape(-1, *self.shape)
 
-    def norms(self, scores: list[Tensor]) -> Tensor:
-        a = self.a.flatten(0, 1)
-        by_group = total(product_norms(b.flatten(0, 1), a) for b in scores)
-        return by_group.view(len(self.a), -1).sum(1) if self.grouped else by_group
+    def norms(self, scores: Scores) -> Tensor:
+        norms = []
+        for some in blocks(len(scores[0]), self.copied):
+            a = self.of(some)
+            norms.append(total(product_norms(b[some], a) for b in scores))
+        return torch.cat(norms)
 
-    def diagonal(self, scores: list[Tensor]) -> Tensor:
-        if self.a.shape[1:3] != (1, 1):
+    def diagonal(self, scores: Scores) -> Tensor:
+        if self.grouped or scores[0].shape[1] != 1:
             return super().diagonal(scores)
-        of_outputs = total(b[:, 0, 0].square() for b in scores)
-        of_inputs = self.a[:, 0, 0].square()
+        of_outputs = total(b[:, 0].square() for b in scores)
+        of_inputs = self.of(slice(None))[:, 0].square()
         squares = of_outputs.T @ of_inputs  # of one row: (b aᵀ)² = b² (a²)ᵀ
         return self._turned(squares).reshape(self.shape)
 
@@ -171,18 +199,157 @@ class Product(Use):
         return product.mT if self.turned else product
 
 
-def _product(left: str, right: str, *, first: int = 0, grouped: bool = False) -> "Reader":
+def _product(
+    left: str,
+    right: str,
+    *,
+    first: int = 0,
+    grouped: bool = False,
+) -> "Reader":
     """Read ``left @ right`` by the names of what is saved; ``first`` is the place of ``left``."""
 
-    def read(node: Any, place: int, weight: Any) -> Use | None:
-        on_the_right = place > first
-        (inputs,) = saved(node, left if on_the_right else right)
-        if inputs.is_complex():
-            return None
+    def read(at: Weight) -> Use | None:
+        on_the_right = at.place > first
+        inputs = at.saved(left if on_the_right else right)
         axis = int(not on_the_right) + int(grouped)
-        return Product(tuple(weight.shape), inputs, axis, on_the_right, grouped)
+        return None if inputs.is_complex() else Product(at, inputs, axis, on_the_right, grouped)
 
     return read
+
+
+def _addmm(at: Weight) -> Use | None:
+    if at.place == 0:
+        return elementwise(at, scale=at.node._saved_beta)
+    return _product("mat1", "mat2", first=1)(at) if at.node._saved_alpha == 1 else None
+
+
+@dataclass(kw_only=True)
+class Conv(Product):
+    r"""The kernel of ``conv1d``, ``conv2d`` or ``conv3d``, a matrix that patches of the input are multiplied by.
+
+    A sample's gradient is :math:`B\,U^\top` with the output gradients :math:`B` (channels by positions) and the
+    unfolded input :math:`U` (patch entries by positions).
+    """
+
+    stride: list[int]
+    padding: list[int]
+    dilation: list[int]
+    groups: int
+    transposed: bool
+    output_padding: list[int]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.positions = shape_of(self.at.output)[2:]
+        self.entries = math.prod(self.shape[1:]) * self.positions.numel()  # of all patches
+        self.plain = self.groups == 1 and not self.transposed  # as patches know it
+        self._last: tuple[slice, Tensor] | None = None
+
+    @property
+    def joint(self) -> Any:
+        return None
+
+    @cached_property
+    def a(self) -> Tensor:
+        """The inputs with the samples first, ``[N, repeat, C, ...]``."""
+        return self.rows.samples_first(at_least_float32(self.inputs))
+
+    def arranged(self, b: Tensor) -> Tensor:
+        """Return output gradients as ``[N, T, C]``."""
+        return as_places(self.rows.samples_first(b))
+
+    def of(self, samples: slice) -> Tensor:
+        """Return the patches of some samples, ``[n, T, entries]``; those of the last ones are kept."""
+        if self._last is None or self._last[0] != samples:
+            a = self.a[samples]
+            patches = self._patches(a.flatten(0, 1))
+            self._last = samples, as_places(patches.unflatten(0, a.shape[:2]))
+        return self._last[1]
+
+    def _patches(self, a: Tensor) -> Tensor:
+        """Return what the kernel meets at each position, ``[rows, entries, positions]``."""
+        if any(self.padding):
+            sides = [size for size in reversed(self.padding) for _ in ("before", "after")]
+            a = F.pad(a, sides)
+        rows, channels, *strides = a.stride()
+        within = [d * stride for d, stride in zip(self.dilation, strides, strict=True)]
+        between = [s * stride for s, stride in zip(self.stride, strides, strict=True)]
+        sizes = (*a.shape[:2], *self.shape[2:], *self.positions)
+        patches = a.as_strided(sizes, (rows, channels, *within, *between))
+        return patches.reshape(len(a), -1, self.positions.numel())
+
+    @property
+    def copied(self) -> int:
+        return 2 * max(math.prod(self.shape), self.entries * self.a.shape[1])
+
+    @property
+    def elements(self) -> int:
+        return self.copied
+
+    @property
+    def by_patches(self) -> bool:
+        """Whether patches are quicker than a grouped convolution."""
+        out, channels, *kernel = self.shape
+        few = channels * math.prod(kernel) <= FEW_ENTRIES and out >= FEW_CHANNELS
+        small = self.entries * len(self.inputs) <= BLOCK // 4
+        largest_map = WIDE_MAP if out * channels >= WIDE else SMALL_MAP
+        small_map = self.positions.numel() <= largest_map
+        return self.plain and (kernel == list(self.stride) or few or small or small_map)
+
+
+class Grouped(Conv):
+    """The kernel of any convolution: samples become groups of a large one, whose weight gradient has all of theirs."""
+
+    arranged = Use.arranged
+    norms = Use.norms
+    diagonal = Use.diagonal
+
+    def gradients(
+        self,
+        b: Tensor,
+        samples: slice,
+    ) -> Tensor:
+        a, b = self.a[samples].flatten(0, 1), b[samples]
+        n = len(a)
+        _, grouped, _ = torch.ops.aten.convolution_backward(
+            b.reshape(1, -1, *b.shape[3:]),
+            a.reshape(1, -1, *a.shape[2:]),
+            b.new_empty(1).expand(n * self.shape[0], *self.shape[1:]),
+            None,
+            self.stride,
+            self.padding,
+            self.dilation,
+            self.transposed,
+            self.output_padding,
+            n * self.groups,
+            [False, True, False],  # the gradient of the kernel alone
+        )
+        return grouped.view(*b.shape[:2], *self.shape).sum(1)
+
+    @property
+    def elements(self) -> int:
+        return max(math.prod(self.shape), BLOCK // 32)  # groups of more samples are slower
+
+
+def as_places(x: Tensor) -> Tensor:
+    """Return ``[N, repeat, D, *positions]`` as ``[N, places, D]``."""
+    by_channel = x.flatten(3).transpose(1, 2)  # [N, D, repeat, positions]
+    return by_channel.flatten(2).mT
+
+
+CONVOLUTION = ("stride", "padding", "dilation", "groups", "transposed", "output_padding")
+
+
+def _convolution(at: Weight) -> Use | None:
+    """Read the kernel (place 1) or the bias (place 2) of a convolution."""
+    if at.place == 2:
+        return elementwise(at, channels=True)
+    inputs = at.saved("input")
+    if at.place == 0 or inputs.is_complex():
+        return None
+    options = {name: getattr(at.node, f"_saved_{name}") for name in CONVOLUTION}
+    use = Conv(at, inputs, **options)
+    return use if use.by_patches else Grouped(at, inputs, **options)
 
 
 @dataclass
@@ -195,23 +362,17 @@ class Elementwise(Use):
     """
 
     aligned: list[int]
-    factor: Callable[[], Tensor] | None = None
-    scale: float = 1
-    is_complex: bool = False
+    factor: Factor
+    scale: float
 
     def fits(self) -> bool:
-        axis, merged = self.rows.axis, self.rows.merged
-        if merged > 1 and axis:
-            return False
-        over_rows = self.aligned[axis : axis + merged]
+        over_rows = self.aligned[self.rows.axis :][: self.rows.merged]
         return set(over_rows) == {1}
 
     def arranged(self, b: Tensor) -> Tensor:
         """Return the gradients of the weight."""
-        product = b
-        if self.factor is not None:
-            product = b * self.factor().conj()
-        if product.is_complex() and not self.is_complex:
+        product = b if self.factor is None else b * self.factor().conj()
+        if product.is_complex() and not like(self.at.source).dtype.is_complex:
             product = product.real
         first = self.rows.axis
         behind = first + self.rows.merged
@@ -223,99 +384,77 @@ class Elementwise(Use):
         gradients = product.reshape(-1, *self.shape)
         return gradients if self.scale == 1 else gradients * self.scale
 
-    def gradients(self, b: Tensor, samples: slice) -> Tensor:
+    def gradients(
+        self,
+        b: Tensor,
+        samples: slice,
+    ) -> Tensor:
         return b[samples]
-
-    def blocks(self, n: int) -> Iterator[slice]:
-        yield slice(0, n)  # they are there already
 
 
 def elementwise(
-    node: Any,
-    weight: Any,
-    factor: Callable[[], Tensor] | None = None,
+    at: Weight,
+    factor: Factor = None,
     *,
     scale: float = 1,
-    behind: int = 0,
+    channels: bool = False,
 ) -> Elementwise:
-    """Read an operation on each entry, with a weight that is broadcast; ``behind`` it are so many axes more."""
-    shape = tuple(weight.shape)
-    before = len(shape_of(node)) - len(shape) - behind
+    """Read an operation on each entry, with a weight that is broadcast, or has the ``channels`` of axis 1."""
+    axes = len(shape_of(at.output))
+    shape = shape_of(at.source)
+    behind = axes - 2 if channels else 0
+    before = axes - len(shape) - behind
     aligned = [*[1] * before, *shape, *[1] * behind]
-    return Elementwise(shape, aligned, factor, scale, weight.dtype.is_complex)
+    return Elementwise(at, aligned, factor, scale)
 
 
-def _add(node: Any, place: int, weight: Any, sign: int = 1) -> Use:
-    return elementwise(node, weight, scale=sign * node._saved_alpha if place else 1)
+def _add(
+    at: Weight,
+    sign: int = 1,
+) -> Use:
+    return elementwise(at, scale=sign * at.node._saved_alpha if at.place else 1)
 
 
-def _mul(node: Any, place: int, weight: Any) -> Use:
-    (other,) = saved(node, "self" if place else "other")
-    return elementwise(node, weight, lambda: other)
-
-
-def _expand(node: Any, place: int, weight: Any) -> Use:
-    return elementwise(node, weight)
-
-
-def _addmm(node: Any, place: int, weight: Any) -> Use | None:
-    if place == 0:
-        return elementwise(node, weight, scale=node._saved_beta)
-    if node._saved_alpha != 1:
-        return None
-    return _product("mat1", "mat2", first=1)(node, place, weight)
+def _mul(at: Weight) -> Use:
+    other = at.saved("self" if at.place else "other")
+    return elementwise(at, lambda: other)
 
 
 def _norm(
-    normed: Callable[[Any], Callable[[], Tensor]], *, channels_second: bool = False
-) -> "Reader":
+    at: Weight,
+    *,
+    channels: bool = False,
+) -> Use | None:
     """Read the weight (place 1) or the bias (place 2) of a normalisation."""
-
-    def read(node: Any, place: int, weight: Any) -> Use | None:
-        if place == 0:
-            return None
-        behind = len(shape_of(node)) - 2 if channels_second else 0
-        # Where activations are checkpointed, what is saved can be had only once: not for the bias.
-        factor = normed(node) if place == 1 else None
-        return elementwise(node, weight, factor, behind=behind)
-
-    return read
+    if at.place == 0:
+        return None
+    # Where activations are checkpointed, what is saved can be had only once: not for the bias.
+    factor = _normed(at, channels) if at.place == 1 else None
+    return elementwise(at, factor, channels=channels)
 
 
-def _layer_normed(node: Any) -> Callable[[], Tensor]:
-    return partial(_standardised, *saved(node, "input", "result1", "result2"))
-
-
-def _rms_normed(node: Any) -> Callable[[], Tensor]:
-    return partial(torch.mul, *saved(node, "input", "result1"))
-
-
-def _group_normed(node: Any) -> Callable[[], Tensor]:
-    x, mean, scale = saved(node, "input", "result1", "result2")
-    groups = (len(x), node._saved_group, -1)
+def _normed(
+    at: Weight,
+    channels: bool,
+) -> Callable[[], Tensor]:
+    node = at.node
+    x = at.saved("input")
+    if not hasattr(type(node), "_saved_result2"):  # RMS norm
+        return partial(torch.mul, x, at.saved("result1"))
+    if getattr(node, "_saved_training", True):
+        mean, scale = at.saved("result1"), at.saved("result2")
+    else:
+        mean = at.saved("running_mean")
+        scale = (at.saved("running_var") + node._saved_eps).rsqrt()
 
     def normed() -> Tensor:
-        by_group = (part.reshape(groups) for part in (x, mean, scale))
-        return _standardised(*by_group).view(x.shape)
+        if not channels:
+            return (x - mean).mul_(scale)
+        parts = mean.shape[-1]  # channels, or groups of each sample
+        by_part = x.reshape(len(x), parts, -1) - mean.view(-1, parts, 1)
+        return by_part.mul_(scale.view(-1, parts, 1)).view(x.shape)
 
     return normed
-
-
-def _batch_normed(node: Any) -> Callable[[], Tensor]:
-    (x,) = saved(node, "input")
-    if node._saved_training:
-        mean, scale = saved(node, "result1", "result2")
-    else:
-        mean, variance = saved(node, "running_mean", "running_var")
-        scale = (variance + node._saved_eps).rsqrt()
-    behind = [1] * (x.dim() - 2)
-    mean = mean.view(1, -1, *behind)
-    scale = scale.view(1, -1, *behind)
-    return partial(_standardised, x, mean, scale)
-
-
-def _standardised(x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
-    return (x - mean).mul_(scale)
 
 
 @dataclass
@@ -323,174 +462,159 @@ class Embedding(Use):
     """Rows of a table: a sample's gradient adds the output gradients of equal indices, before squaring."""
 
     index: Tensor
-    padding_idx: int | None = None
+    padding_idx: int | None
 
     def fits(self) -> bool:
         return self.rows.axis + self.rows.merged <= self.index.dim()
 
+    @property
+    def joint(self) -> Any:
+        return "lookups" if self.at.way == () else None
+
     @cached_property
-    def tokens(self) -> Tensor:
+    def a(self) -> Tensor:
         """The indices, ``[N, T]``."""
         return self.rows.samples_first(self.index).flatten(1)
+
+    @property
+    def counted(self) -> Tensor:
+        """Which lookups count: not those of padding."""
+        return self.index != (-1 if self.padding_idx is None else self.padding_idx)
 
     def arranged(self, b: Tensor) -> Tensor:
         """Return gradients ``[N, T, D]``, zero where a lookup does not count."""
         b = self.rows.samples_first(b)
-        b = b.reshape(*self.tokens.shape, b.shape[-1])
+        b = b.reshape(*self.a.shape, b.shape[-1])
         if self.padding_idx is None:
             return b
-        padding = self.tokens == self.padding_idx
+        padding = self.a == self.padding_idx
         return b.masked_fill(padding.unsqueeze(-1), 0)
 
-    def gradients(self, b: Tensor, samples: slice) -> Tensor:
+    def gradients(
+        self,
+        b: Tensor,
+        samples: slice,
+    ) -> Tensor:
         b = b[samples]
         gradients = b.new_zeros(len(b), *self.shape)
-        add_lookups(gradients, self.tokens[samples], b)
+        rows = gradients.view(-1, b.shape[-1])
+        rows.index_add_(0, self._numbered(samples), b.flatten(0, 1))
         return gradients
 
-    def norms(self, scores: list[Tensor]) -> Tensor:
+    def norms(self, scores: Scores) -> Tensor:
         norms = scores[0].new_zeros(len(scores[0]))
-        for sample, _, gradients in map(self._by_token, scores):
-            norms.index_add_(0, sample, squared_norms(gradients))
+        for pairs, gradients in map(self._by_token, scores):
+            norms.index_add_(0, pairs // self.shape[0], squared_norms(gradients))
         return norms
 
-    def diagonal(self, scores: list[Tensor]) -> Tensor:
+    def diagonal(self, scores: Scores) -> Tensor:
         squares = scores[0].new_zeros(self.shape)
-        for _, token, gradients in map(self._by_token, scores):
-            squares.index_add_(0, token, gradients.square())
+        for pairs, gradients in map(self._by_token, scores):
+            squares.index_add_(0, pairs % self.shape[0], gradients.square())
         return squares
 
-    def _by_token(self, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return sample, token and summed gradient ``[pairs, D]`` of every pair of them that occurs."""
-        table = self.shape[0]
-        pairs, where = _numbered(self.tokens, table).unique(return_inverse=True)
+    def _by_token(self, b: Tensor) -> tuple[Tensor, Tensor]:
+        """Return every pair of sample and token that occurs, numbered, and its summed gradient ``[pairs, D]``."""
+        pairs, where = self._numbered(slice(None)).unique(return_inverse=True)
         summed = b.new_zeros(len(pairs), b.shape[-1])
-        summed.index_add_(0, where, b.flatten(0, 1))
-        return pairs // table, pairs % table, summed
+        return pairs, summed.index_add_(0, where, b.flatten(0, 1))
+
+    def _numbered(self, samples: slice) -> Tensor:
+        """Number the tokens of some samples through, as rows of one table after the other."""
+        tokens = self.a[samples]
+        first = torch.arange(len(tokens), device=tokens.device) * self.shape[0]
+        return (first.unsqueeze(1) + tokens).flatten()
 
 
-def add_lookups(gradients: Tensor, tokens: Tensor, b: Tensor) -> None:
-    """Add rows ``[n, T, D]`` to tables ``[n, V, D]``, each at its token ``[n, T]``."""
-    _, table, width = gradients.shape
-    rows = gradients.view(-1, width)
-    numbers = _numbered(tokens, table)
-    rows.index_add_(0, numbers, b.flatten(0, 1))
-
-
-def _numbered(tokens: Tensor, table: int) -> Tensor:
-    """Number the tokens ``[n, T]`` of all samples through, as rows of one table after the other."""
-    table_number = torch.arange(len(tokens), device=tokens.device)
-    first = table_number.unsqueeze(1) * table
-    return (first + tokens).flatten()
-
-
-def _embedding(node: Any, place: int, weight: Any) -> Use | None:
-    if node._saved_scale_grad_by_freq:
+def _embedding(at: Weight) -> Use | None:
+    if at.node._saved_scale_grad_by_freq:
         return None
-    shape = tuple(weight.shape)
-    padding = node._saved_padding_idx
-    if not 0 <= padding < shape[0]:  # -1, or that as an unsigned number
+    padding = at.node._saved_padding_idx
+    if not 0 <= padding < shape_of(at.source)[0]:  # -1, or that as an unsigned number
         padding = None
-    return Embedding(shape, node._saved_indices, padding)
+    return Embedding(at, at.saved("indices"), padding)
 
 
-def _index_select(node: Any, place: int, weight: Any) -> Use | None:
-    shape = tuple(weight.shape)
-    if node._saved_dim != 0 or len(shape) != 2:
-        return None
-    return Embedding(shape, node._saved_index)
-
-
-@dataclass
 class Other(Use):
-    """Any other operation: its own backward pass, for the part of the gradient that belongs to one sample.
+    """Any other operation: its own backward pass, for the part of the gradient that belongs to one sample."""
 
-    ``output`` is where the operation's output is in the graph, ``source`` where its weight is.
-    """
-
-    output: Edge
-    source: Edge
-
-    def gradients(self, b: Tensor, samples: slice) -> Tensor:
-        numbers = self._numbers[samples]  # [n, repeat]
+    def gradients(
+        self,
+        b: Tensor,
+        samples: slice,
+    ) -> Tensor:
+        output = shape_of(self.at.output)
+        count = output.numel() // b.shape[2:].numel()  # of rows
+        numbers = self.rows.numbers(count)[samples]  # [n, repeat]
         b = b[samples]  # [n, repeat, ...]
-        count, *others = self._row_shape
-        parts = b.new_zeros(len(b), count + 1, *others)  # one row more, for no row
-        sample = torch.arange(len(b), device=b.device).unsqueeze(1)
+        parts = b.new_zeros(len(b), count + 1, *b.shape[2:])  # one row more, for no row
+        sample = torch.arange(len(b), device=numbers.device).unsqueeze(1)
         parts[sample, numbers] = b
-        axis = self.rows.axis + 1
-        parts = parts[:, :-1].movedim(1, axis)
-        shape = shape_of(self.output.node)
-        outputs = parts.reshape(len(b), *shape)
-        return pulled_to_weight(self.output, self.source, outputs)
+        parts = parts[:, :-1].movedim(1, self.rows.axis + 1)
+        gradients = parts.reshape(len(b), *output)
+        return pulled_to_weight(self.at.output, self.at.source, gradients)
 
     @property
     def elements(self) -> int:
-        output = shape_of(self.output.node)
-        return max(output.numel(), math.prod(self.shape))
-
-    @cached_property
-    def _row_shape(self) -> torch.Size:
-        """The shape of the output, with the rows first."""
-        output = torch.empty(shape_of(self.output.node), device="meta")
-        return self.rows.rows_first(output).shape
-
-    @cached_property
-    def _numbers(self) -> Tensor:
-        """The number of each row of each sample, ``[N, repeat]``, and -1 for no row."""
-        device = self.output.node._input_metadata[0].device
-        count = self._row_shape[0]
-        numbers = torch.arange(1, count + 1, device=device)
-        flat = replace(self.rows, axis=0, merged=1)
-        return flat.samples_first(numbers) - 1
+        return max(shape_of(self.at.output).numel(), math.prod(self.shape))
 
 
-Reader = Callable[[Any, int, Any], Use | None]
-"""From a node, the place of a weight among its inputs, and its shape and type, to the use of it."""
+Reader = Callable[[Weight], Use | None]
 
 READERS: dict[str, Reader] = {
     "MmBackward0": _product("self", "mat2"),
     "BmmBackward0": _product("self", "mat2", grouped=True),
     "AddmmBackward0": _addmm,
+    "ConvolutionBackward0": _convolution,
     "EmbeddingBackward0": _embedding,
-    "IndexSelectBackward0": _index_select,
-    "NativeLayerNormBackward0": _norm(_layer_normed),
-    "NativeGroupNormBackward0": _norm(_group_normed, channels_second=True),
-    "NativeBatchNormBackward0": _norm(_batch_normed, channels_second=True),
-    "FusedRmsNormBackward0": _norm(_rms_normed),
+    "NativeLayerNormBackward0": _norm,
+    "FusedRmsNormBackward0": _norm,
+    "NativeGroupNormBackward0": partial(_norm, channels=True),
+    "NativeBatchNormBackward0": partial(_norm, channels=True),
     "MulBackward0": _mul,
     "AddBackward0": _add,
     "SubBackward0": partial(_add, sign=-1),
-    "ExpandBackward0": _expand,
+    "ExpandBackward0": _add,
 }
 
 
-def saved(node: Any, *names: str) -> list[Tensor]:
-    """Return what an operation has kept for its backward pass."""
-    return [getattr(node, f"_saved_{name}").detach() for name in names]
+def read(at: Weight) -> Use:
+    """Return what an operation has seen of a weight."""
+    reader = READERS.get(type(at.node).__name__)
+    try:
+        use = None if reader is None else reader(at)
+    except AttributeError:  # another version of torch keeps other things
+        use = None
+    return use if use is not None and use.fits() else Other(at)
 
 
 # Sums over samples, scores and positions
 
 
-def blocks(n: int, elements: int) -> Iterator[slice]:
+def blocks(
+    n: int,
+    elements: int,
+) -> Iterator[slice]:
     """Yield a few of ``n`` samples at a time, which need so many elements each."""
     step = max(1, BLOCK // max(1, elements))
     for start in range(0, n, step):
         yield slice(start, start + step)
 
 
-def product_norms(b: Tensor, a: Tensor) -> Tensor:
-    """Return the squared norms of ``bᵀ a``, of ``[N, T, C]`` and ``[N, T, D]``; formed only where that is cheaper."""
-    n, positions, wide = a.shape
-    high = b.shape[2]
-    if positions == 1:
+def product_norms(
+    b: Tensor,
+    a: Tensor,
+) -> Tensor:
+    """Return the squared norms ``[N]`` of ``bᵀ a``, of ``[N, ..., T, C]`` and ``[N, ..., T, D]``, formed if cheaper."""
+    positions, wide = a.shape[-2:]
+    high = b.shape[-1]
+    if positions == 1 and a.dim() == 3:
         return squared_norms(a) * squared_norms(b)
     if positions * (wide + high) < wide * high:  # ghost norm: Σ_{t,s} (a_t·a_s)(b_t·b_s)
         products = (a @ a.mT) * (b @ b.mT)
-        return products.sum((1, 2))
+        return products.flatten(1).sum(1)
     norms = []
-    for samples in blocks(n, wide * high):
+    for samples in blocks(len(a), a[0].numel() // positions * high):
         gradients = b[samples].mT @ a[samples]
         norms.append(squared_norms(gradients))
     return torch.cat(norms)
@@ -504,7 +628,7 @@ def squared_norms(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, dim=others).square_()
 
 
-def sum_of_norms(formed: Iterable[tuple[slice, Tensor]]) -> Tensor:
+def sum_of_norms(formed: Formed) -> Tensor:
     """Return the squared norm of each sample's gradient, of gradients ``[n, *shape]`` for several scores each."""
     norms: dict[int, Tensor] = {}
     for samples, gradients in formed:
@@ -512,8 +636,7 @@ def sum_of_norms(formed: Iterable[tuple[slice, Tensor]]) -> Tensor:
         if samples.start in norms:
             some += norms[samples.start]
         norms[samples.start] = some
-    parts = [*norms.values()]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    return torch.cat([*norms.values()])
 
 
 def sum_of_squares(gradients: Iterable[Tensor]) -> Tensor:

@@ -1,26 +1,27 @@
-"""Per-sample squared gradient norms from a training step's own backward pass.
+"""Losses and squared gradient norms of single samples, from a training step's own forward and backward pass.
 
 The uses of weights are found in the graph of the step's loss, and it is shown which sample each of
-their rows belongs to, as for every other measurement (:mod:`~lightning_taskinfo.fisher.capture`).
-No score is backpropagated: when the backward pass of the training comes by a use, its input and the
+their rows belongs to, as for every other measurement (:mod:`~lightning_taskinfo.fisher.graph`). No
+score is backpropagated: when the backward pass of the training comes by a use, its input and the
 gradient of its output give each sample's share of the weight gradient.
 """
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-from lightning_taskinfo._observe import ParamDict
+from lightning_taskinfo._observe import ParamDict, at_least_float32
 from lightning_taskinfo._sharded import gathered_parameters
-from lightning_taskinfo.fisher.capture import Plan, Prover
-from lightning_taskinfo.fisher.graph import Edge, Graph, unpack_hooks
-from lightning_taskinfo.fisher.terms import Arrivals, Contribution, Gradients, contributions
+from lightning_taskinfo.fisher.graph import Edge, Graph, Plan, Prover, known_plan, shape_of
+from lightning_taskinfo.fisher.terms import Arrivals, Gradients, unpack_hooks
 
 PLANS = 64  # kept of a training, as for sentences of different lengths
 # Products of two tensors, with the place of the first of the two.
@@ -45,20 +46,24 @@ class StepRecorder:
 
     busy: ClassVar[bool] = False  # whether a backward pass is a recorder's own, which none may read
 
-    def __init__(self, model: nn.Module, max_samples: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        max_samples: int,
+    ) -> None:
         self.model = model
         self.max_samples = max_samples
         self.all = [*model.parameters()]
         self.trained: list[bool] = []
         self.parameters: dict[str, nn.Parameter] = {}
-        self.plans: dict[tuple[Any, ...], Plan] = {}
+        self.plans: list[Plan] = []
         self.step = 0
         self.skip(None)
 
     def skip(self, reason: str | None) -> None:
         """Forget the step before, and hold nothing of its graph; of the next one nothing is read, for this reason."""
         self.step += 1
-        self.arrivals = Arrivals([], self._add_norms)
+        self.arrivals: Arrivals | None = None
         self.partial: ParamDict = {}
         self.norms: ParamDict = {}
         self.first = 0
@@ -73,7 +78,13 @@ class StepRecorder:
             self.trained = trained
         return Graph(loss, self.parameters)
 
-    def listen(self, graph: Graph, root: Edge | None, samples: int, first: int = 0) -> None:
+    def listen(
+        self,
+        graph: Graph,
+        root: Edge | None,
+        samples: int,
+        first: int = 0,
+    ) -> None:
         """Read the backward pass that follows.
 
         Args:
@@ -86,20 +97,22 @@ class StepRecorder:
         self.first = first
         self.count = min(samples - first, self.max_samples)
         try:
-            plan = self._known(graph, samples) or self._shown(graph, root, samples)
+            for name in self.parameters:
+                if name not in graph.leaves:
+                    raise ValueError(f"{name!r} was not used with gradients in the training step")
+            plan = known_plan(self.plans, graph, samples) or self._shown(graph, root, samples)
             self._wait(graph, plan)
         except Exception as error:  # which would end the training
             self.skip(_told(error))
 
     # Between the forward and the backward pass
 
-    def _known(self, graph: Graph, samples: int) -> Plan | None:
-        for name in self.parameters:
-            if name not in graph.leaves:
-                raise ValueError(f"{name!r} was not used with gradients in the training step")
-        return self.plans.get((samples, *graph.signature))
-
-    def _shown(self, graph: Graph, root: Edge | None, samples: int) -> Plan:
+    def _shown(
+        self,
+        graph: Graph,
+        root: Edge | None,
+        samples: int,
+    ) -> Plan:
         """Find where weights meet samples, and which sample each row belongs to, by a few backward passes."""
         if root is None or any("SyncBatchNorm" in type(node).__name__ for node in graph.nodes):
             raise ValueError("it cannot be shown which row belongs to which sample")
@@ -107,19 +120,15 @@ class StepRecorder:
         with self._own_passes(), _without_statistics(graph):
             # What knows nothing of the samples need not be told from what depends on all: so does a
             # sample's loss.
-            plan = Prover(graph, samples, 4, graph.signature, root).plan()
-            _, found = contributions(graph, plan, training=True)
-        reasons = plan.unshown | _mixing(graph, found)
+            plan = Prover(graph, samples, alone=graph.signature, root=root).plan()
+        reasons = plan.unshown | _mixing(graph, plan)
         for name, kind in reasons.items():
             raise ValueError(
                 f"it cannot be shown which sample the gradient of {name!r} belongs to: {kind} mixes the samples, or "
                 "is no part of their outputs"
             )
         if plan.lasting:
-            key = (samples, *graph.signature)
-            self.plans[key] = plan
-            if len(self.plans) > PLANS:
-                self.plans.pop(next(iter(self.plans)))
+            self.plans = [*self.plans[1 - PLANS :], plan]
         return plan
 
     @contextmanager
@@ -139,54 +148,56 @@ class StepRecorder:
             for p, gradient in gradients:
                 p.grad = gradient
 
-    def _wait(self, graph: Graph, plan: Plan) -> None:
+    def _wait(
+        self,
+        graph: Graph,
+        plan: Plan,
+    ) -> None:
         """Let the uses tell when their gradients are there."""
         chosen = slice(self.first, self.first + self.count)
-        _check_saved([graph.nodes[number] for number, *_ in plan.uses])
-        edges, waiting = contributions(graph, plan, chosen=chosen, training=True)
-        self.arrivals = Arrivals(waiting, self._add_norms)
-        for operation in self.arrivals.waiting:
+        _check_saved([graph.nodes[at.number] for at in plan.places])
+        arrivals = Arrivals(graph, plan, self._add_norms, chosen=chosen, training=True)
+        self.arrivals = arrivals
+        for operation in arrivals.waiting:
             # What a node calls must hold no part of the graph: it would keep itself alive.
-            edges[operation].node.register_prehook(partial(self._arrived, self.step, operation))
+            hook = partial(self._arrived, self.step, operation)
+            graph.nodes[operation].register_prehook(hook)
 
     # The backward pass
 
-    def _arrived(self, step: int, operation: int, gradients: tuple[Tensor | None, ...]) -> None:
+    def _arrived(
+        self,
+        step: int,
+        operation: int,
+        gradients: tuple[Tensor | None, ...],
+    ) -> None:
         """Take the gradient of an operation's output."""
-        if StepRecorder.busy or step != self.step:
+        if StepRecorder.busy or step != self.step or self.arrivals is None:
             return
         if operation not in self.arrivals.waiting:
             self.skip("a layer received more than one gradient")
             return
         StepRecorder.busy = True
         try:
-            with self._plainly():
+            # A graph is kept, or precision lowered, where the backward pass is itself differentiated.
+            kind = self.all[0].device.type
+            with torch.no_grad(), torch.autocast(kind, enabled=False):
                 self.arrivals.add_one(operation, gradients)
-                self._close()
+            if not self.arrivals.waiting:
+                for name, p in self.parameters.items():  # in the same order on all processes
+                    norms = self.partial.get(name)
+                    self.norms[name] = p.new_zeros(self.count) if norms is None else norms
         except Exception as error:  # which would end the training
             self.skip(_told(error))
         finally:
             StepRecorder.busy = False
 
-    def _plainly(self) -> AbstractContextManager[Any]:
-        """Compute without a graph, and in the precision of what is given, which a backward pass mostly does."""
-        kind = self.all[0].device.type
-        if not torch.is_grad_enabled() and not torch.is_autocast_enabled(kind):
-            return nullcontext()
-        stack = ExitStack()
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(torch.autocast(kind, enabled=False))
-        return stack
-
-    def _add_norms(self, name: str, found: Gradients) -> None:
+    def _add_norms(
+        self,
+        name: str,
+        found: Gradients,
+    ) -> None:
         self.partial[name] = found.norms()
-
-    def _close(self) -> None:
-        """Show the norms once all gradients are there."""
-        if not self.arrivals.waiting:
-            for name, p in self.parameters.items():  # in the same order on all processes
-                norms = self.partial.get(name)
-                self.norms[name] = p.new_zeros(self.count) if norms is None else norms
 
 
 def _told(error: Exception) -> str:
@@ -194,37 +205,42 @@ def _told(error: Exception) -> str:
     return str(error) if known else f"it could not be read ({type(error).__name__}: {error})"
 
 
-def _mixing(graph: Graph, found: list[Contribution]) -> dict[str, str]:
+def _mixing(
+    graph: Graph,
+    plan: Plan,
+) -> dict[str, str]:
     """Return the parameters that every sample of a batch would need a backward pass of its own for, with a reason.
 
     A weight is one that was computed from samples if a product with what is no weight is on its
     way.
     """
     mixing: dict[str, str] = {}
-    for one in found:
-        for term in one.terms:
-            nodes = graph.below(term.source.node) if term.way is None else set()
-            reasons = [node for node in nodes if _with_a_constant(node)]
-            if isinstance(term.output.node, BackwardCFunction):
-                reasons.append(term.output.node)
-            if reasons:
-                mixing[one.name] = type(reasons[0]).__name__
+    for at in plan.places:
+        nodes = graph.below(at.source[0]) if at.way is None else set()
+        reasons = [number for number in nodes if _with_a_constant(graph, number)]
+        if isinstance(graph.nodes[at.number], BackwardCFunction):
+            reasons.append(at.number)
+        if reasons:
+            mixing |= dict.fromkeys(at.names, graph.kind(reasons[0]))
     return mixing
 
 
-def _with_a_constant(node: Node) -> bool:
-    place = PRODUCTS.get(type(node).__name__)
-    if place is None:
-        return False
-    (left, _), (right, _) = node.next_functions[place : place + 2]
-    return left is None or right is None
+def _with_a_constant(
+    graph: Graph,
+    number: int,
+) -> bool:
+    place = PRODUCTS.get(graph.kind(number))
+    return place is not None and None in graph.signature[number][2][place : place + 2]
 
 
 @contextmanager
 def _without_statistics(graph: Graph) -> Iterator[None]:
     """Take the statistics of a batch for constants in backward passes, so that BatchNorm mixes no samples."""
 
-    def pass_on(inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor | None, ...]) -> Any:
+    def pass_on(
+        inputs: tuple[Tensor | None, ...],
+        outputs: tuple[Tensor | None, ...],
+    ) -> Any:
         return None if inputs[0] is None else (outputs[0], *inputs[1:])
 
     nodes = [node for node in graph.nodes if "BatchNorm" in type(node).__name__]
@@ -249,11 +265,242 @@ def _check_saved(nodes: list[Node]) -> None:
                 raise ValueError("saved tensors are kept in a way that may allow one pass only")
 
 
-def _enclosed(function: Any, name: str) -> Any:
-    """Return a variable that a function was made with."""
+def _enclosed(
+    function: Any,
+    name: str,
+) -> Any:
+    """Return a variable that a function was made with; other ones may be gone."""
     code = getattr(function, "__code__", None)
     names = getattr(code, "co_freevars", ())
-    if name not in names:
+    return function.__closure__[names.index(name)].cell_contents if name in names else None
+
+
+# --- The loss of each sample, and where the samples are in the graph
+
+FEW = 1 << 14  # outputs of a step up to which they are kept, and their losses computed later
+
+
+class SampleLosses(NamedTuple):
+    """The losses of a training step's samples, as what they are computed from.
+
+    Little is done in the step itself; :func:`losses_of` does the rest for many steps at once.
+
+    Attributes:
+        outputs: What the loss was computed from.
+        rule: How, by row (a sample, a token, an output); None if they are losses themselves.
+        seen: The targets that the loss saw.
+        ignored: The target of rows that do not count, if there is one.
+        samples: Samples of the batch.
+        targets: The labels of the batch, to see that the loss has the samples in the same order;
+            None if unknown.
+    """
+
+    outputs: Tensor
+    rule: Callable[..., Tensor] | None
+    seen: Tensor
+    ignored: int | None
+    samples: int
+    targets: Any
+
+    def kept(self) -> "SampleLosses":
+        """Return the same, to be read later, when the memory of outputs and labels may have other uses."""
+        seen = self.seen.clone()
+        targets = self.targets
+        if isinstance(targets, Tensor):
+            targets = seen if targets is self.seen else targets.clone()  # the first as a rule
+        if self.outputs.numel() > FEW:
+            return self._replace(outputs=self.rows, rule=None, seen=seen, targets=targets)
+        return self._replace(outputs=self.outputs.clone(), seen=seen, targets=targets)
+
+    @property
+    def rows(self) -> Tensor:
+        """The loss of each row, 0 where it does not count."""
+        if self.rule is None:
+            return self.outputs
+        options = {} if self.ignored is None else {"ignore_index": self.ignored}
+        outputs, seen = at_least_float32(self.outputs), at_least_float32(self.seen)
+        return self.rule(outputs, seen, reduction="none", **options)
+
+    @property
+    def problem(self) -> str | None:
+        """Why the rows are not known to be those of the samples."""
+        size = list(self.seen.shape)  # the loss has a row for each target
+        count = size[0] if size else 0
+        whole = self.seen.numel() > 0 and count % self.samples == 0
+        if not whole or (self.targets is None and count != self.samples):
+            return f"the loss must have rows for {self.samples} samples, got {size}"
+        if self.targets is not None and not _same_order(self.seen, self.targets, self.samples):
+            return "the loss must see the targets of the batch in their order, got others"
         return None
-    cell = function.__closure__[names.index(name)]
-    return cell.cell_contents
+
+    @property
+    def values(self) -> Tensor:
+        """The loss of each sample, ``[samples]``: the mean over its rows, NaN where none counts or is known."""
+        if self.problem is not None:
+            return self.outputs.new_full((self.samples,), math.nan)
+        rows = self.rows.reshape(self.samples, -1)
+        if self.ignored is None:
+            return rows.mean(1)
+        counted = self.seen.reshape(self.samples, -1) != self.ignored
+        return rows.sum(1) / counted.sum(1)
+
+
+def losses_of(steps: Sequence[SampleLosses]) -> Tensor:
+    """Return the losses of the samples of several steps, one after the other.
+
+    Steps that are alike are put together first, which takes little longer than one of them.
+    """
+    together = _together(steps)
+    if together is not None and together.problem is None:
+        return together.values
+    return torch.cat([step.values for step in steps])
+
+
+def _together(steps: Sequence[SampleLosses]) -> SampleLosses | None:
+    """Return several steps as one, if they are alike."""
+    first = steps[0]
+    kinds = set()
+    for step in steps:
+        if not isinstance(step.targets, Tensor):
+            return None
+        shapes = (step.outputs.shape, step.seen.shape, step.targets.shape)
+        kinds.add((step.rule, step.ignored, step.samples, *shapes))
+    if len(kinds) > 1 or 0 in (first.seen.dim(), first.targets.dim()):
+        return None
+    seen = torch.cat([step.seen for step in steps])
+    targets = seen
+    if any(step.targets is not step.seen for step in steps):
+        targets = torch.cat([step.targets for step in steps])
+    outputs = torch.cat([step.outputs for step in steps])
+    samples = first.samples * len(steps)
+    return first._replace(outputs=outputs, seen=seen, samples=samples, targets=targets)
+
+
+LOSSES: dict[str, Callable[..., Tensor]] = {
+    "NllLossBackward0": F.nll_loss,  # of cross_entropy, too
+    "NllLoss2DBackward0": F.nll_loss,
+    "BinaryCrossEntropyWithLogitsBackward0": F.binary_cross_entropy_with_logits,
+    "BinaryCrossEntropyBackward0": F.binary_cross_entropy,
+    "MseLossBackward0": F.mse_loss,
+}
+
+
+def _read(
+    node: Any,
+    samples: int,
+    targets: Any,
+) -> SampleLosses:
+    """Read what a loss has kept for its backward pass."""
+    rule = LOSSES[type(node).__name__]
+    ignored = getattr(node, "_saved_ignore_index", None)
+    if ignored is not None and ignored >= 2**63:  # it is shown without its sign
+        ignored -= 2**64
+    outputs = node._saved_self.detach()
+    return SampleLosses(outputs, rule, node._saved_target, ignored, samples, targets)
+
+
+class StepLosses:
+    """What the loss of a training step shows of its samples.
+
+    Args:
+        loss: What the training step has returned.
+        samples: Samples of the batch.
+        targets: The labels of the batch, to see that the loss has the samples in the same order;
+            None if unknown.
+
+    Attributes:
+        found: The losses of the samples, without weights of classes and label smoothing; None where
+            the step has not one loss that can be read.
+    """
+
+    def __init__(
+        self,
+        loss: Tensor,
+        samples: int,
+        targets: Any,
+    ) -> None:
+        self.found: SampleLosses | None = None
+        nodes = _known_losses(loss)
+        self._known = len(nodes)
+        self._node: Any = None
+        if self._known != 1:
+            self._scalar = _made_scalar(loss, samples)
+            return
+        self._node = nodes[0]
+        self.found = _read(self._node, samples, targets)
+
+    @property
+    def problem(self) -> str | None:
+        """Why losses of samples cannot be read."""
+        if self.found is not None:
+            return self.found.problem
+        known = ", ".join(kind.removesuffix("Backward0") for kind in LOSSES)
+        return (
+            f"the training step must compute one loss of {known}, not compiled, got {self._known}"
+        )
+
+    @property
+    def root(self) -> Edge | None:
+        """Where the rows of the samples lie one after the other in the graph; None if that is not known."""
+        if self.found is None:
+            return self._scalar
+        source, number = self._node.next_functions[0]
+        unknown = source is None or self.found.problem is not None
+        return None if unknown else Edge(source, number)
+
+
+def _known_losses(loss: Tensor) -> list[Node]:
+    """Return the operations of :data:`LOSSES` that a loss was computed from; what is below them is no matter."""
+    first: Any = loss.grad_fn
+    if type(first).__name__ in LOSSES:  # as a rule
+        return [first]
+    found: list[Node] = []
+    nodes = [first]
+    seen = {first}
+    for node in nodes:  # which grows
+        if type(node).__name__ in LOSSES:
+            found.append(node)
+            continue
+        for source, _ in node.next_functions:
+            if source is not None and source not in seen:
+                seen.add(source)
+                nodes.append(source)
+    return found
+
+
+def _made_scalar(
+    loss: Tensor,
+    samples: int,
+) -> Edge | None:
+    """Return what a loss of one's own is the mean or the sum of, if that has one axis of samples, the first."""
+    scalars: list[Any] = [loss.grad_fn]
+    for node in scalars:  # which grows
+        for source, number in node.next_functions:
+            if source is None or not source.next_functions:
+                continue
+            shape = shape_of(Edge(source, number))
+            if shape[:1] == (samples,) and samples not in shape[1:]:
+                return Edge(source, number)
+            if shape.numel() == 1 and source not in scalars:
+                scalars.append(source)
+    return None
+
+
+def _same_order(
+    seen: Tensor,
+    targets: Any,
+    samples: int,
+) -> bool:
+    """Whether a loss saw these targets: as they are, or shifted by one as those of a language model."""
+    if not isinstance(targets, Tensor) or targets.dim() == 0 or len(targets) != samples:
+        return False
+    if seen is targets:
+        return True
+    same_size = seen.numel() == targets.numel()
+    if same_size and torch.equal(seen.reshape(-1), targets.reshape(-1).to(seen.dtype)):
+        return True
+    if targets.dim() != 2 or len(seen.reshape(-1)) % samples:
+        return False
+    shifted = targets[:, 1:]
+    rows = seen.reshape(samples, -1)
+    return torch.equal(rows[:, :-1] if same_size else rows, shifted)  # the last one is padding

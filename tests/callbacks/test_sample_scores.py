@@ -8,7 +8,7 @@ import torch
 from lightning_taskinfo import SampleScores
 from lightning_taskinfo.callbacks import sample_scores
 from lightning_taskinfo.callbacks.sample_scores import SampleSums, StepSamples
-from lightning_taskinfo.fisher.step_losses import SampleLosses
+from lightning_taskinfo.fisher.train_step import SampleLosses
 
 
 def filled(generator):
@@ -21,7 +21,7 @@ def filled(generator):
         loss, norm = torch.rand(8, generator=generator), torch.rand(3, generator=generator)
         loss[step % 8] = math.nan if step % 3 else math.inf
         labels = torch.zeros(8)
-        rows = SampleLosses(loss, lambda losses, *_: losses, labels, None, 8, labels)
+        rows = SampleLosses(loss, None, labels, None, 8, labels)
         shown = StepSamples(index.tolist(), 8, rows, norm, first=2)
         if step == 5:
             shown = shown._replace(losses=None)
@@ -77,7 +77,7 @@ def test_plot_has_all_samples_and_marks_the_first():
 def test_losses_of_many_rows_do_not_wait():
     sums = SampleSums()
     rows = torch.ones(2, sample_scores.HELD // 3)
-    losses = SampleLosses(rows, lambda losses, *_: losses, rows, None, 2, rows)
+    losses = SampleLosses(rows, None, rows, None, 2, rows)
     waiting = []
     for _ in range(7):
         sums.add(StepSamples([0, 1], 2, losses))

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_taskinfo.fisher import step_losses
-from lightning_taskinfo.fisher.step_losses import StepLosses, losses_of
+from lightning_taskinfo.fisher import train_step
+from lightning_taskinfo.fisher.train_step import StepLosses, losses_of
 
 N, T, C = 6, 4, 5
 
@@ -150,9 +150,9 @@ def test_batches_of_any_lengths_are_averaged_one_after_the_other(generator):
     torch.testing.assert_close(losses_of(batches[:2]), torch.cat(expected[:2]))
 
 
-@pytest.mark.parametrize("few", [0, step_losses.FEW])
+@pytest.mark.parametrize("few", [0, train_step.FEW])
 def test_what_is_kept_does_not_change_with_outputs_and_labels(few, generator, monkeypatch):
-    monkeypatch.setattr(step_losses, "FEW", few)
+    monkeypatch.setattr(train_step, "FEW", few)
     out, y = outputs(N, C, generator=generator), torch.rand(N, C, generator=generator)
     found = read(F.mse_loss(out, y), y).found.kept()
     expected = F.mse_loss(out, y, reduction="none").detach().mean(1)

@@ -15,8 +15,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from lightning_taskinfo import observing
 from lightning_taskinfo.fisher import terms
-from lightning_taskinfo.fisher.step_losses import StepLosses
-from lightning_taskinfo.fisher.train_step import StepRecorder
+from lightning_taskinfo.fisher.train_step import StepLosses, StepRecorder
 
 N = 6
 
@@ -339,7 +338,7 @@ def test_what_fails_while_it_is_read_does_not_end_the_training(monkeypatch):
     net, x, y = problem("images")
     twin = copy.deepcopy(net)
     F.cross_entropy(twin(x), y).backward()
-    monkeypatch.setattr(terms.Contribution, "whole", fail)
+    monkeypatch.setattr(terms.Pending, "whole", fail)
     recorder = step(net, x, y)
     assert recorder.problem == "it could not be read (MemoryError: no more)"
     assert not recorder.norms

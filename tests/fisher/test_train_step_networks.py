@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_taskinfo.fisher.step_losses import StepLosses
-from lightning_taskinfo.fisher.train_step import StepRecorder
+from lightning_taskinfo.fisher.train_step import StepLosses, StepRecorder
 from tests.fisher.random_networks import CLASSES, POSITIONS, WIDTH, RandomNet
 from tests.fisher.test_random_networks import drawn, networks
 from tests.fisher.zoo import CASES

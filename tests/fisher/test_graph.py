@@ -10,8 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_taskinfo._observe import trainable_parameters
 from lightning_taskinfo.fisher import engines_used, per_sample_squared_norms
-from lightning_taskinfo.fisher.capture import Prover
-from lightning_taskinfo.fisher.graph import Graph
+from lightning_taskinfo.fisher.graph import Graph, Prover
 from lightning_taskinfo.fisher.measure import _KNOWN
 from tests.fisher.test_measure import empirical
 

@@ -1,13 +1,14 @@
 """Each way to a convolution's per-sample gradients against a loop, whatever the way its sizes would choose."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from lightning_taskinfo.fisher.conv import Conv
-from lightning_taskinfo.fisher.ops import Rows
+from lightning_taskinfo.fisher.graph import Edge, Rows
+from lightning_taskinfo.fisher.ops import CONVOLUTION, Conv, Grouped, Weight, blocks
 
 N = 5
 CASES = {  # channels, outputs, kernel, input, options
@@ -20,7 +21,15 @@ CASES = {  # channels, outputs, kernel, input, options
     "apart": (3, 4, (2, 3), (4, 6), {"stride": [2, 3]}),
     "1x1": (3, 4, (1, 1), (4, 4), {}),
 }
-WAYS = [True, False]  # by patches, or as groups
+WAYS = [Conv, Grouped]  # by patches, or as groups
+
+
+def use_of(way: type[Conv], a: torch.Tensor, w: torch.Tensor, **config: Any) -> Conv:
+    """The use of a kernel in a convolution that is run."""
+    options = {"bias": None, "transposed": False, "output_padding": [0, 0], "groups": 1, **config}
+    node = torch.convolution(a, w, **options).grad_fn
+    at = Weight(node, 1, Edge(node.next_functions[1][0], 0), Rows(), ())
+    return way(at, a, **{name: options[name] for name in CONVOLUTION})
 
 
 def made(case, way, *, memory_format=torch.contiguous_format):
@@ -41,8 +50,7 @@ def made(case, way, *, memory_format=torch.contiguous_format):
         )
         for pairs in (list(zip(a, b, strict=True)) for b in scores)
     ]
-    use = Conv(tuple(w.shape), a, scores[0].shape[2:], **config)
-    use.by_patches = way
+    use = use_of(way, a, w, **config)
     return use, [use.arranged(b) for b in scores], expected
 
 
@@ -68,8 +76,9 @@ def test_inputs_may_lie_in_memory_as_they_like(way):
 @pytest.mark.parametrize("way", WAYS)
 def test_a_few_samples_at_a_time_give_the_same(monkeypatch, way):
     use, scores, expected = made("3x3", way)
-    monkeypatch.setattr("lightning_taskinfo.fisher.ops.BLOCK", 2 * use.elements)
-    assert len([*use.blocks(N)]) == 3
+    of_one = use.copied if way is Conv else use.shape.numel()
+    monkeypatch.setattr("lightning_taskinfo.fisher.ops.BLOCK", 2 * of_one)
+    assert len([*blocks(N, use.elements)]) == 3
     torch.testing.assert_close(
         use.norms(scores), sum(g.flatten(1).square().sum(1) for g in expected)
     )
@@ -81,7 +90,7 @@ def test_a_few_samples_at_a_time_give_the_same(monkeypatch, way):
     ("rows", "samples"),
     [
         (Rows(repeat=3), [[0, 1, 2], [3, 4, 5]]),
-        (Rows(repeat=3, interleaved=True), [[0, 2, 4], [1, 3, 5]]),
+        (Rows(repeat=3, index=torch.tensor([[0, 2, 4], [1, 3, 5]])), [[0, 2, 4], [1, 3, 5]]),
         (Rows(repeat=3, index=torch.tensor([[5, 0, 6], [1, 2, 4]])), [[5, 0], [1, 2, 4]]),
     ],
     ids=["in order", "interleaved", "in any order"],
@@ -89,11 +98,10 @@ def test_a_few_samples_at_a_time_give_the_same(monkeypatch, way):
 def test_rows_of_a_sample_add_up(way, rows, samples):
     use, _, _ = made("3x3", way)
     torch.manual_seed(0)
-    use = replace(use, inputs=torch.randn(6, 3, 7, 6, dtype=torch.float64), rows=rows)
-    use.by_patches = way
+    inputs = torch.randn(6, 3, 7, 6, dtype=torch.float64)
+    use = replace(use, inputs=inputs, at=replace(use.at, rows=rows))
     b = torch.randn(6, 4, 7, 6, dtype=torch.float64)
-    single = replace(use, rows=Rows())
-    single.by_patches = way
+    single = replace(use, at=replace(use.at, rows=Rows()))
     each = single.gradients(single.arranged(b), slice(0, 6))
     expected = torch.stack([each[numbers].sum(0) for numbers in samples])
     arranged = use.arranged(b)
@@ -114,11 +122,10 @@ def test_rows_of_a_sample_add_up(way, rows, samples):
 )
 def test_sizes_choose_the_way(sizes, by_patches):
     n, channels, out, kernel, size, stride = sizes
-    positions = torch.Size([size // stride] * 2)
     padding = [kernel // 2] * 2 if stride == 1 else [0, 0]
     inputs = torch.empty(n, channels, size, size, device="meta")
-    shape = (out, channels, kernel, kernel)
-    use = Conv(shape, inputs, positions, [stride] * 2, padding, [1, 1])
+    weight = torch.empty(out, channels, kernel, kernel, device="meta", requires_grad=True)
+    use = use_of(Conv, inputs, weight, stride=[stride] * 2, padding=padding, dilation=[1, 1])
     assert use.by_patches == by_patches
     assert not replace(use, groups=2).by_patches
     assert not replace(use, transposed=True).by_patches
