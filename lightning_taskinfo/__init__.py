@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # what type checkers see; `tests/test_import.py` keeps it equ
     from lightning_taskinfo.callbacks.pac_bayes_certificate import (
         PACBayesCertificate as PACBayesCertificate,
     )
-    from lightning_taskinfo.callbacks.sample_scores import SampleScores as SampleScores
+    from lightning_taskinfo.callbacks.train_step_norms import SampleScores as SampleScores
     from lightning_taskinfo.callbacks.train_step_norms import TrainStepNorms as TrainStepNorms
     from lightning_taskinfo.certificates import Prior as Prior
     from lightning_taskinfo.certificates import certify as certify
@@ -55,7 +55,7 @@ _EXPORTS = {  # public name -> the module that defines it, imported when the nam
     "InformationInWeights": "callbacks.information_in_weights",
     "LocalMinimum": "callbacks.local_minimum",
     "PACBayesCertificate": "callbacks.pac_bayes_certificate",
-    "SampleScores": "callbacks.sample_scores",
+    "SampleScores": "callbacks.train_step_norms",
     "TrainStepNorms": "callbacks.train_step_norms",
     "observing": "_observe",
     "TaskInfoWarning": "_warn",

@@ -11,7 +11,6 @@ ELSEWHERE = {  # module -> the test of what it is a part of
     "_batches/structure.py": "test_batches.py",
     "_sharded.py": "callbacks/test_sharded.py",
     "_wandb.py": "test_log_keys.py",
-    "callbacks/_indices.py": "callbacks/test_train_step_norms.py",
     "certificates/curvatures.py": "certificates/test_search.py",
     "cli/_parser.py": "cli/test_main.py",
     "cli/complexity.py": "cli/test_tasks.py",

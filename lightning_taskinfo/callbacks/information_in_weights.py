@@ -4,7 +4,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from statistics import fmean, stdev
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -135,11 +135,9 @@ class InformationInWeights(Probe):
         distance*, Theorem 5.4.
     """
 
-    default_every_n_epochs: ClassVar[int | None] = 1
-    ylabel: ClassVar[str] = "squared distance of the weights from their start"
-    needs_whole_weights: ClassVar[str] = (
-        "keeps a centre and a curvature of all weights on every process"
-    )
+    default_every_n_epochs = 1
+    ylabel = "squared distance of the weights from their start"
+    needs_whole_weights = "keeps a centre and a curvature of all weights on every process"
 
     def __init__(
         self,

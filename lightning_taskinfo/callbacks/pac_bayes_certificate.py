@@ -1,9 +1,9 @@
 """Certify a network at the end of its training, or every few epochs."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, cast, get_args
+from functools import partial
+from typing import Any, get_args
 
-import torch
 from torch import Tensor, nn
 
 from lightning_taskinfo._lightning import LightningModule, Trainer
@@ -13,7 +13,7 @@ from lightning_taskinfo._warn import warn
 from lightning_taskinfo.callbacks.center import Center
 from lightning_taskinfo.callbacks.checks import check_plain
 from lightning_taskinfo.callbacks.probe import Probe
-from lightning_taskinfo.callbacks.report import has_matplotlib, report
+from lightning_taskinfo.callbacks.report import report
 from lightning_taskinfo.callbacks.source import Samples
 from lightning_taskinfo.certificates import (
     BETAS,
@@ -80,13 +80,11 @@ class PACBayesCertificate(Probe):
         trainer = Trainer(callbacks=[PACBayesCertificate(prior_origin="random initialisation")])
     """
 
-    ylabel: ClassVar[str] = "error"
-    default_at_start: ClassVar[bool] = (
-        False  # nothing is learned yet, and it takes a thousand networks to say so
-    )
-    data_options: ClassVar[tuple[str, ...]] = ("train",)
-    split_over_ranks: ClassVar[bool] = False
-    needs_whole_weights: ClassVar[str] = "draws whole networks on every process"
+    ylabel = "error"
+    headline = ("certificate_bound", "certificate_risk")
+    default_at_start = False  # nothing is learned yet, and it takes a thousand networks to say so
+    split_over_ranks = False
+    needs_whole_weights = "draws whole networks on every process"
 
     def __init__(
         self,
@@ -126,7 +124,6 @@ class PACBayesCertificate(Probe):
         if error not in get_args(ErrorKind):
             raise ValueError(f"`error` must be one of {get_args(ErrorKind)}, got {error!r}.")
         self.error = error
-        self.headline = ("certificate_bound", "certificate_risk")
         self.prior_origin = prior_origin
         self.structure = structure
         self.prior_stds = prior_stds
@@ -174,7 +171,7 @@ class PACBayesCertificate(Probe):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        if self._source is None or self._source.pool is None:
+        if self._source.pool is None:
             raise ValueError(
                 f"{self.state_key} needs a training set that can be read by index, each sample once, got "
                 f"{type(trainer.train_dataloader).__name__} with a sampler of its own or without a length."
@@ -182,32 +179,24 @@ class PACBayesCertificate(Probe):
 
     def _check_outputs(self, outputs: Tensor, targets: Tensor | None) -> None:
         shape = "[N, C]" if self.error == "class" else "[N, T, V]"
-        axes = shape.count(",") + 1
-        if outputs.ndim != axes or outputs.shape[-1] < 2:
-            two = "; a logit z of yes or no becomes two by torch.cat([0 * z, z], -1)"
+        if outputs.ndim != shape.count(",") + 1 or outputs.shape[-1] < 2:
             raise ValueError(
                 f"{self.state_key} certifies classifiers: the module must return logits {shape} of at least 2 classes, "
-                f"got {list(outputs.shape)}; set `forward_fn` to a function of (module, inputs) that returns them"
-                f"{two if outputs.shape[1:] == (1,) else ''}."
+                f"got {list(outputs.shape)}; set `forward_fn` to a function of (module, inputs) that returns them. "
+                "A logit z of yes or no becomes two by torch.cat([0 * z, z], -1)."
             )
-        given = "none"
-        fits = False
-        if targets is not None:
-            given = f"{targets.dtype} of shape {list(targets.shape)}"
-            fits = not targets.is_floating_point() and targets.shape == outputs.shape[:-1]
-        if not fits:
-            raise ValueError(
-                f"{self.state_key} needs class indices (integers) of shape [N] as targets, got {given}."
-            )
+        needed = f"{self.state_key} needs class indices (integers) of shape [N] as targets"
+        if targets is None:
+            raise ValueError(f"{needed}, got none.")
+        if targets.is_floating_point() or targets.shape != outputs.shape[:-1]:
+            raise ValueError(f"{needed}, got {targets.dtype} of shape {list(targets.shape)}.")
         as_likelihood("categorical").check(outputs, targets)
 
     def observe(self, model: nn.Module, samples: Samples) -> Certificate:
-        if samples.targets is None:
-            raise ValueError("a certificate needs targets, got none.")
         return certify(
             model,
-            (samples.inputs, samples.targets),
-            self._prior(samples.targets.device),
+            (samples.inputs, samples.targets),  # type: ignore[arg-type]  # which were checked
+            self._prior(samples.targets),
             structure=self.structure,
             draws=self.draws,
             delta_draws=self.delta_draws,
@@ -238,65 +227,48 @@ class PACBayesCertificate(Probe):
         }
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        pool = None if self._source is None else self._source.pool
+        pool = self._source.pool
         super().on_train_end(trainer, pl_module)
-        wanted = self.pareto and self.certificate is not None and trainer.is_global_zero
-        if not wanted or pool is None:
-            return
-        inputs, targets = pool
-        try:
+        if self.pareto and self.certificate is not None and trainer.is_global_zero:
             with observing(pl_module):
-                self._report_tradeoff(trainer, pl_module, inputs, cast(Tensor, targets))
-        except Exception as error:
-            self._failed(trainer, error)
+                self._tried(trainer, self._report_tradeoff, trainer, pl_module, pool)
 
-    def _report_tradeoff(
-        self,
-        trainer: Trainer,
-        model: nn.Module,
-        inputs: Any,
-        targets: Tensor,
-    ) -> None:
-        prior = self._prior(targets.device)
-        data = (inputs, targets)
-        self.tradeoff = pareto_front(model, data, prior, **self._options())
+    def _report_tradeoff(self, trainer: Trainer, model: nn.Module, pool: Any) -> None:
+        _, targets = pool
+        self.tradeoff = pareto_front(model, pool, self._prior(targets), **self._options())
         key = self._key("certificate_pareto")
-        step = trainer.global_step
         rows = []
         best: dict[str, float] = {}
-        for row in self.tradeoff:
-            values = dict(vars(row))
-            del values["prior_std"]
-            rows.append(values)
-            name = f"{key}_{row.structure}"
-            best[name] = min(row.bound, best.get(name, 1.0))
+        for candidate in self.tradeoff:
+            row = dict(vars(candidate))
+            del row["prior_std"]
+            rows.append(row)
+            name = f"{key}_{candidate.structure}"
+            best[name] = min(candidate.bound, best.get(name, 1.0))
+        step = trainer.global_step
         for logger in trainer.loggers:
             logger.log_metrics(best, step=step)
-        figure = None
-        if has_matplotlib():
-            figure, _ = plot_pareto(self.tradeoff, len(targets), delta=self.delta)
-        report(trainer.loggers, key, figure, rows, step)
+        plot = partial(plot_pareto, self.tradeoff, len(targets), delta=self.delta)
+        report(trainer.loggers, key, plot, rows, step)
 
-    def _prior(self, device: torch.device) -> Prior:
-        center = {}
-        for name, weight in self._center.kept.items():
-            center[name] = weight.to(device)
+    def _prior(self, targets: Any) -> Prior:
+        center = {name: w.to(targets.device) for name, w in self._center.kept.items()}
         origin = None if self._late else self.prior_origin
         return Prior(center, origin=origin, stds=self.prior_stds, fixed=self._fixed)
 
     def state_dict(self) -> dict[str, Any]:
-        state = super().state_dict()
-        state["center"] = {name: weight.cpu() for name, weight in self._center.kept.items()}
-        state["fixed"] = {name: digest.hex() for name, digest in self._fixed.items()}
-        state["late"] = self._late
-        return state
+        return {
+            **super().state_dict(),
+            "center": {name: w.cpu() for name, w in self._center.kept.items()},
+            "fixed": {name: digest.hex() for name, digest in self._fixed.items()},
+            "late": self._late,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         self._center.kept = dict(state_dict["center"])
-        self._fixed = {}
-        for name, digest in state_dict["fixed"].items():
-            self._fixed[name] = bytes.fromhex(digest)
+        fixed = state_dict["fixed"]
+        self._fixed = {name: bytes.fromhex(digest) for name, digest in fixed.items()}
         self._late = state_dict["late"]
 
 

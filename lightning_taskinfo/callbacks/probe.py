@@ -16,7 +16,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from weakref import ref
 
 import torch
@@ -24,31 +24,12 @@ from torch import Tensor, nn
 
 from lightning_taskinfo._batches import Reader, filled_up, size
 from lightning_taskinfo._lightning import Callback, LightningModule, Trainer
-from lightning_taskinfo._observe import layer_of, observing
+from lightning_taskinfo._observe import layer_of, observing, trainable_parameters
 from lightning_taskinfo._ranges import check_counts, check_not_negative, check_seed
 from lightning_taskinfo._sharded import resharding
 from lightning_taskinfo._wandb import PREFIX
 from lightning_taskinfo._warn import warn
-from lightning_taskinfo.callbacks.checks import (
-    LossComparison,
-    check_batch,
-    check_finite_weights,
-    check_fit,
-    check_shards,
-    check_weights,
-    warn_nothing,
-)
-from lightning_taskinfo.callbacks.report import (
-    has_matplotlib,
-    known,
-    log_settings,
-    log_summary,
-    report,
-    summary,
-    thinned,
-    with_few_layers,
-    without_layers,
-)
+from lightning_taskinfo.callbacks import checks, report
 from lightning_taskinfo.callbacks.source import Pair, Samples, Source, on_every_process
 from lightning_taskinfo.fisher.measure import Request
 from lightning_taskinfo.functional.likelihood import Labels, Likelihood, as_likelihood
@@ -126,14 +107,13 @@ class Probe(Callback, ABC):
                 return {"confidence": total / samples.total}
     """
 
-    default_every_n_steps: ClassVar[int | None] = None
-    default_every_n_epochs: ClassVar[int | None] = None
-    default_at_start: ClassVar[bool] = True
-    ylabel: ClassVar[str] = ""
-    data_options: ClassVar[tuple[str, ...]] = ("train_batch", "train", "val")
-    runs_the_model: ClassVar[bool] = True  # otherwise nothing has to be put back
-    split_over_ranks: ClassVar[bool] = True  # otherwise every process measures all samples
-    needs_whole_weights: ClassVar[str] = ""  # what for, if it cannot work with sharded ones
+    default_every_n_steps: int | None = None
+    default_every_n_epochs: int | None = None
+    default_at_start = True
+    ylabel = ""
+    runs_the_model = True  # otherwise nothing has to be put back
+    split_over_ranks = True  # otherwise every process measures all samples
+    needs_whole_weights = ""  # what for, if it cannot work with sharded ones
 
     headline: tuple[str, ...]  # what the figure shows and the summary holds
 
@@ -165,8 +145,8 @@ class Probe(Callback, ABC):
         )
         check_not_negative(max_layers=max_layers)
         check_seed(seed)
-        if data not in self.data_options:
-            raise ValueError(f"`data` must be one of {', '.join(self.data_options)}, got {data!r}.")
+        if data not in ("train_batch", "train", "val"):
+            raise ValueError(f"`data` must be one of train_batch, train, val, got {data!r}.")
         self._asked = Request(labels, likelihood, mc_samples, forward_fn=forward_fn)
         if every_n_steps is None and every_n_epochs is None:
             every_n_steps, every_n_epochs = self.default_every_n_steps, self.default_every_n_epochs
@@ -186,17 +166,18 @@ class Probe(Callback, ABC):
         self.forward_fn = forward_fn
         self.reader = Reader(batch_fn, forward_fn)
         self.group_fn = group_fn or layer_of
+        self._way = (self.runs_the_model, self.reader, likelihood)
         self.history: list[dict[str, float]] = []
         self._last_step = 0  # after the last batch
         self._measured_at = -1  # the last measurement of this fit
         self._batch: Any = None  # the last one
-        self._source: Source | None = None
-        self._comparison: LossComparison | None = None  # until the first batch was trained on
-        self._error: Exception | None = None  # of the measurement under way
+        self._source: Any = None  # while it trains
+        self._compares = False  # the loss of the first batch, which is still to come
+        self._first_losses: list[float] = []  # of the first batch, until it was trained on
         self._checked = False  # whether the first samples can be measured
         self._warned = False  # of a measurement that failed
-        self._resumed = False  # from a checkpoint
-        self._extra = False  # whether the last measurement was made because a fit ended
+        self._extra = False  # whether the last measurement was made because a fit ended,
+        self._resumed_extra = False  # in the run that is resumed
         self._sharded = False
         self._begins = False  # the first step is still to come, and wanted
         self._module: ref[LightningModule] | None = None  # of the last fit
@@ -215,23 +196,21 @@ class Probe(Callback, ABC):
         Args:
             ax: Draw here instead of in a new figure.
         """
-        names = [name for name in self.headline if known(self.history, name)]
+        names = [name for name in self.headline if report.known(self.history, name)]
         return plot_curves(self.history, names, ylabel=self.ylabel, ax=ax)
 
     # When
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._checked = self._warned = False
-        check_weights(self.state_key, pl_module)
-        self._sharded = check_shards(
+        checks.check_weights(self.state_key, pl_module)
+        self._sharded = checks.check_shards(
             self.state_key, trainer, pl_module, self.needs_whole_weights, self.max_samples
         )
-        if not self._sharded:
-            self._comparison = LossComparison(
-                self.state_key, self.reader, as_likelihood(self.likelihood)
-            )
-        another = self._module is not None and self._module() is not pl_module
-        if another and not self._resumed:
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        alike = [other for other in callbacks if getattr(other, "_way", None) == self._way]
+        self._compares = alike[0] is self and not self._sharded  # once for all of them
+        if self._module is not None and self._module() is not pl_module:
             warn(
                 f"{self.state_key} was used for another module before: its history goes on with this one. "
                 "Give each training a callback of its own.",
@@ -243,41 +222,36 @@ class Probe(Callback, ABC):
         """Let go of what belongs to the module of an earlier fit."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._resumed and self._extra:
+        if self._resumed_extra:
             self.history.pop()  # measured only because the first part of the run had ended
-        self._resumed = False
-        self._extra = False
+        self._resumed_extra = self._extra = False
         self._last_step = trainer.global_step
         self._measured_at = -1
         self._batch = None
         self._begins = self.at_start and trainer.global_step == 0
         self._source = Source(
-            self.data, self.max_samples, self.seed, self.reader, split=self.split_over_ranks
+            self.data, self.max_samples, self.seed, self.reader, self.split_over_ranks
         )
         with observing(pl_module):  # a logger may begin its run here
-            if self.data in ("train", "val"):
+            if self.data != "train_batch":
                 self._source.open(trainer, pl_module)
                 if self._source.pool is not None:
                     self._check(pl_module, *self._source.pool)
-            if not trainer.fast_dev_run and trainer.is_global_zero:  # type: ignore[attr-defined]
-                log_settings(trainer.loggers, self.state_key, self._settings())
+            report.log_settings(self._loggers(trainer), self.state_key, self._settings())
 
     def _check(self, pl_module: LightningModule, inputs: Any, targets: Tensor | None) -> None:
         """Refuse samples that cannot be measured, before the first step."""
         self._checked = True
-        with self._gathering(pl_module):
-            check_batch(
+        if isinstance(inputs, Tensor) and not len(inputs):  # others have the samples
+            return
+        with resharding(pl_module):
+            checks.check_batch(
                 self.state_key, pl_module, inputs, targets, self._asked, self._check_outputs
             )
 
     def _check_outputs(self, outputs: Tensor, targets: Tensor | None) -> None:
         """Refuse outputs of the first samples that are not what the quantity needs."""
-        check_fit(self.state_key, outputs, targets, as_likelihood(self.likelihood))
-
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._begins and self.data in ("train", "val"):
-            self._begins = False
-            self._measure(trainer, pl_module)
+        checks.check_fit(self.state_key, outputs, targets, as_likelihood(self.likelihood))
 
     def on_train_batch_start(
         self,
@@ -287,17 +261,15 @@ class Probe(Callback, ABC):
         batch_idx: int,
     ) -> None:
         # As the training step gets it: one that pops the labels takes them out of its own dict.
-        if isinstance(batch, Mapping):
-            self._batch = copy.copy(batch)
-        else:
-            self._batch = batch
+        self._batch = copy.copy(batch) if isinstance(batch, Mapping) else batch
         if not self._checked:
             with observing(pl_module):
-                inputs, targets = self.reader.read(pl_module, batch)
-                self._check(pl_module, inputs, targets)
-        if self._comparison is not None:
-            self._comparison.before_the_step(trainer, pl_module, batch)
-        if self._begins and self.data == "train_batch":
+                self._check(pl_module, *self.reader.read(pl_module, batch))
+        if self._compares:
+            self._compares = False
+            likelihood = as_likelihood(self.likelihood)
+            self._first_losses = checks.first_losses(pl_module, batch, self.reader, likelihood)
+        if self._begins:
             self._begins = False
             self._measure(trainer, pl_module)
 
@@ -309,111 +281,104 @@ class Probe(Callback, ABC):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        if self._comparison is not None:
-            self._comparison.after_the_step(trainer, pl_module, outputs)
-            self._comparison = None  # once
-        if self._source is not None and self._source.missing is not None:
-            try:
-                self._source.collect(pl_module, self._batch, last=trainer.is_last_batch)
-            except Exception as error:
-                self._failed(trainer, error)
+        if self._first_losses:
+            checks.compare_losses(self.state_key, self._first_losses, trainer, pl_module, outputs)
+            self._first_losses = []
+        if self._source.missing is not None:
+            last = trainer.is_last_batch
+            self._tried(trainer, self._source.collect, pl_module, self._batch, last)
         if self._due(trainer) and self._measure(trainer, pl_module):
             values = dict.fromkeys(self.headline, math.nan)
-            values |= without_layers(self.history[-1])
+            values |= report.without_layers(self.history[-1])
             del values["step"]
             # Into the dict that checkpointing and early stopping read: `log_dict` would do the same,
             # and take as long as a part of the measurement.
-            metrics = trainer.callback_metrics
             for key, value in self._logged(values).items():
-                metrics[key] = torch.tensor(value, device="cpu")
+                trainer.callback_metrics[key] = torch.tensor(value, device="cpu")
 
     def _due(self, trainer: Trainer) -> bool:
         if self.every_n_steps is not None:
-            last = self._last_step
-            step = trainer.global_step
-            self._last_step = step
-            return step // self.every_n_steps != last // self.every_n_steps
+            last, self._last_step = self._last_step, trainer.global_step
+            return self._last_step // self.every_n_steps != last // self.every_n_steps
         every = self.every_n_epochs  # first: this is asked at every batch, and looking up counts
         if every is None or not trainer.is_last_batch:
             return False
         return (trainer.current_epoch + 1) % every == 0
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.data in ("train", "val") and self._measured_at != trainer.global_step:
-            self._extra = self._measure(trainer, pl_module)
-        if self.history and trainer.loggers and trainer.is_global_zero:  # drawing takes a while
-            with observing(pl_module):
-                self._report(trainer)
         steps = trainer.global_step
+        if self.data != "train_batch" and self._measured_at != steps:
+            self._extra = self._measure(trainer, pl_module)
+        if self.history and self._loggers(trainer):  # drawing takes a while
+            with observing(pl_module):
+                self._tried(trainer, self._report, trainer)
         beyond_start = any(row["step"] for row in self.history)
         if steps and not (beyond_start or self._warned or trainer.fast_dev_run):  # type: ignore[attr-defined]
-            warn_nothing(self.state_key, steps, self.data, self.every_n_steps, self.every_n_epochs)
+            warn(
+                f"{self.state_key} has measured nothing during training, which ended after {steps} steps, with "
+                f"`every_n_steps={self.every_n_steps}`, `every_n_epochs={self.every_n_epochs}` and "
+                f"`max_samples={self.max_samples}`: set one of the first two, or less."
+            )
         self._source = self._batch = None
 
     # One measurement
 
     def _measure(self, trainer: Trainer, pl_module: LightningModule) -> bool:
         """Measure, keep and log; return whether it succeeded."""
-        if self._source is None or not self._source.ready:
+        if self.data != "train_batch" and self._source.pool is None:
             return False
-        self._error = None
         with observing(pl_module) if self.runs_the_model else nullcontext():
             values = self._values(trainer, pl_module)
-        if self._error is not None or values is None:
-            self._failed(trainer, self._error or RuntimeError("another process failed"))
+        if values is None:
+            self._failed(trainer, RuntimeError("another process failed"))
             return False
         step = self._measured_at = trainer.global_step
         self.history.append({"step": step, **values})
-        series = self._logged(with_few_layers(dict(values), self.max_layers))
+        series = self._logged(report.with_few_layers(dict(values), self.max_layers))
         for logger in trainer.loggers:
             logger.log_metrics(series, step=step)
         return True
 
     def _values(self, trainer: Trainer, pl_module: LightningModule) -> Mapping[str, float] | None:
         """Measure on every process; None where any has failed, of which all know before one waits for another."""
-        samples: Any = None
-        observed: Any = None
-        pair = self._tried(self._pair, trainer, pl_module)
-        mine = -1 if pair is None else size(pair[0])
-        sizes = on_every_process(trainer, mine)
+        part = None
+        pair = self._tried(trainer, self._pair, trainer, pl_module)
+        sizes = on_every_process(trainer, -1 if pair is None else size(pair[0]))
         if min(sizes) >= 0:
-            samples = self._tried(self._samples, trainer, pair, sizes)
-        if samples is not None:
-            with self._gathering(pl_module):
-                observed = self._tried(self.observe, pl_module, samples)
-        succeeded = samples is not None and self._error is None
-        if not trainer.strategy.reduce_boolean_decision(succeeded):
+            part = self._tried(trainer, self._observed, trainer, pl_module, pair, sizes)
+        if not trainer.strategy.reduce_boolean_decision(part is not None) or part is None:
             return None
-        return self._tried(self.summarise, observed, samples)
+        return self._tried(trainer, self.summarise, *part)
 
-    def _tried(self, work: Callable[..., T], *arguments: Any) -> T | None:
-        """Return what something returns, or keep its error."""
+    def _tried(self, trainer: Trainer, work: Callable[..., T], *arguments: Any) -> T | None:
+        """Return what something returns; None and a warning where it fails."""
         try:
             return work(*arguments)
         except Exception as error:
-            self._error = error
+            self._failed(trainer, error)
             return None
 
     def _pair(self, trainer: Trainer, pl_module: LightningModule) -> Pair:
-        check_finite_weights(pl_module)
-        return self._source.read(trainer, self._batch)  # type: ignore[union-attr]
+        if not self.runs_the_model:
+            return torch.empty(0, device="cpu"), None
+        check_finite(pl_module)
+        return self._source.read(trainer, self._batch)
 
-    def _samples(self, trainer: Trainer, pair: Pair, sizes: list[int]) -> Samples:
+    def _observed(
+        self, trainer: Trainer, pl_module: LightningModule, pair: Pair, sizes: list[int]
+    ) -> tuple[Any, Samples]:
         inputs, targets = pair
-        mine = size(inputs)
-        first = 0
-        total = mine
+        first, total = 0, size(inputs)
         if self.split_over_ranks:
-            first = sum(sizes[: trainer.global_rank])
-            total = sum(sizes)
+            first, total = sum(sizes[: trainer.global_rank]), sum(sizes)
         if self._sharded:  # whose weights are gathered by all processes together
             if min(sizes) == 0:
                 raise ValueError(f"sharded weights need a sample on every process, got {sizes}")
             inputs, targets = filled_up(inputs, targets, max(sizes))
-        return Samples(
+        samples = Samples(
             inputs,
             targets,
-            counted=mine,
+            counted=sizes[trainer.global_rank],
             first=first,
             total=total,
             seed=hash((self.seed, trainer.global_step)),
@@ -421,9 +386,8 @@ class Probe(Callback, ABC):
             trainer=trainer,
             batch=self._batch,
         )
-
-    def _gathering(self, pl_module: LightningModule) -> Any:
-        return resharding(pl_module) if self._sharded else nullcontext()
+        with resharding(pl_module):
+            return self.observe(pl_module, samples), samples
 
     def _failed(self, trainer: Trainer, error: Exception) -> None:
         if not self._warned:
@@ -435,28 +399,26 @@ class Probe(Callback, ABC):
 
     # Loggers
 
+    def _loggers(self, trainer: Trainer) -> list[Any]:
+        """Return who gets figures, tables and settings: nobody from other processes, or in a trial run."""
+        trial = trainer.fast_dev_run  # type: ignore[attr-defined]
+        return trainer.loggers if trainer.is_global_zero and not trial else []
+
     def _report(self, trainer: Trainer) -> None:
-        loggers = [] if trainer.fast_dev_run else trainer.loggers  # type: ignore[attr-defined]
+        """Give figure, table and summary to the loggers at the end of training."""
+        loggers = self._loggers(trainer)
         key = self._key(self.headline[0])
         step = trainer.global_step
-        try:
-            figure = None
-            has_points = any(known(self.history, name) for name in self.headline)
-            if has_points and has_matplotlib():
-                figure, _ = self.plot()
-            report(loggers, key, figure, self.history, step)
-            ends = self._logged(summary(self.history, self.headline))
-            log_summary(loggers, key, ends, step)
-        except Exception as error:
-            self._failed(trainer, error)
+        has_points = any(report.known(self.history, name) for name in self.headline)
+        report.report(loggers, key, self.plot if has_points else None, self.history, step)
+        ends = report.summary(self.history, self.headline)
+        report.log_summary(loggers, key, self._logged(ends), step)
 
     def _settings(self) -> dict[str, Any]:
         """Return the arguments that this callback was made with, and its defaults for the others."""
         settings = {}
         for base in type(self).__mro__:
-            if "__init__" not in vars(base):
-                continue
-            for name in inspect.signature(vars(base)["__init__"]).parameters:
+            for name in inspect.signature(base).parameters:
                 if hasattr(self, name):
                     settings[name] = getattr(self, name)
         return settings
@@ -477,9 +439,23 @@ class Probe(Callback, ABC):
         return {**self.__dict__, "_module": None}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"history": thinned(self.history, self.headline, KEPT_ROWS), "extra": self._extra}
+        history = report.thinned(self.history, self.headline, KEPT_ROWS)
+        return {"history": history, "extra": self._extra}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.history = list(state_dict["history"])
-        self._extra = state_dict["extra"]
-        self._resumed = True
+        self._extra = self._resumed_extra = state_dict["extra"]
+        self._module = None
+
+
+def check_finite(model: nn.Module) -> None:
+    """Raise a ``ValueError`` if a trainable weight is NaN or infinite."""
+    weights = {}
+    for name, p in trainable_parameters(model).items():
+        weights[name] = getattr(p, "to_local", p.detach)().detach()
+    sums = torch.stack([w.sum() for w in weights.values()])
+    if bool(sums.isfinite().all()):  # first: this runs at every measurement
+        return
+    for name, w in weights.items():
+        if not bool(w.isfinite().all()):
+            raise ValueError(f"the weights of {name!r} are not finite")
