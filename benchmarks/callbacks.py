@@ -83,6 +83,11 @@ VARIANTS = {
     "nothing, short": (SHORT, None, list),
     "FisherTrace()": (LONG, DEFAULTS, lambda: [FisherTrace()]),
     "InformationInWeights()": (LONG, DEFAULTS, lambda: [InformationInWeights()]),
+    'InformationInWeights(prior_std="auto")': (
+        LONG,
+        DEFAULTS,
+        lambda: [InformationInWeights(prior_std="auto")],
+    ),
     "all three": (LONG, DEFAULTS, lambda: [FisherTrace(), InformationInWeights(), LocalMinimum()]),
     "LocalMinimum()": (SHORT, DEFAULTS, lambda: [LocalMinimum()]),
     "TrainStepNorms()": (LONG, DEFAULTS, lambda: [TrainStepNorms()]),

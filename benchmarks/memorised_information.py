@@ -190,7 +190,7 @@ def measures(network: str, seed: int, share: float, training: dict) -> list[dict
         loss = summed_loss(model, inputs, targets)
         widths = [at_width(model, inputs, targets, family, std, seed) for std in STDS]
         best = min(widths, key=lambda row: row["c1"])
-        narrow, wide = (added(family.terms(std).values()) for std in (0.1, 1.0))
+        narrow, wide = (added(terms.values()) for terms in family.terms([0.1, 1.0]))
         flat_h, flat_moved = (
             torch.cat([part.flatten() for part in parts.values()]) for parts in (h, moved)
         )
@@ -245,7 +245,8 @@ def at_width(
         noise = standard_noise(dict(model.named_parameters()), seed_from(seed, number))
         rows.append(losses_with_noise(model, loss, family.shaped(prior_std), noise))
     pairs = torch.tensor(rows, dtype=torch.float64).mean(1)
-    terms = added(family.terms(prior_std).values())
+    (by_weight,) = family.terms([prior_std])
+    terms = added(by_weight.values())
     quadratic = loss() + terms.curvature_penalty.item()
     expected = pairs.mean().item()
     return {

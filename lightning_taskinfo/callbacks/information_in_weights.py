@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, stdev
 from typing import Any, Literal, NamedTuple
 
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from lightning_taskinfo._lightning import LightningModule, Trainer
 from lightning_taskinfo._observe import ParamDict, observing
-from lightning_taskinfo._random import seed_from
 from lightning_taskinfo._ranges import check_counts, check_positive
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.callbacks.center import Center, checked_center
@@ -25,9 +24,9 @@ from lightning_taskinfo.callbacks.source import (
     readable,
 )
 from lightning_taskinfo.distributions.post_family import (
+    Noises,
     PostFamily,
     losses_with_noise,
-    standard_noise,
 )
 from lightning_taskinfo.fisher.kron import KroneckerSums, as_factors, kronecker_sums
 from lightning_taskinfo.fisher.measure import squared_gradients_by_name
@@ -105,7 +104,8 @@ class InformationInWeights(Probe):
     Args:
         prior_std: :math:`\lambda`, the standard deviation of the pre-distribution; or ``"auto"`` for the one of 17
             between 0.001 and 10 with the smallest measured ``c_beta``, which then pays :math:`\log 17` nats for the
-            choice. From one measurement to the next only its neighbours are tried.
+            choice. From one measurement to the next one neighbour is tried, above and below in turn, by the first half
+            of the draws; all of them are spent on the better one.
         beta: :math:`\beta` beside the **sum** of the loss; 1 is the evidence lower bound. For a weight of the KL beside
             the mean loss, give that times :math:`N`.
         prior_center: Centre :math:`w_0` of the pre-distribution: ``"initial"`` for each weight as it was when it first
@@ -174,6 +174,8 @@ class InformationInWeights(Probe):
         self.headline = ("squared_displacement",)
         self._center = Center(self.state_key, self.prior_center)
         self._chosen: int | None = None  # of AUTO_STDS, at the last measurement
+        self._direction = 1  # to the neighbour that is tried next
+        self._noises = Noises(self.seed)
         self._distrusted = False
         self._training_set = 0  # samples
 
@@ -184,6 +186,7 @@ class InformationInWeights(Probe):
     def _forget(self) -> None:
         self._center.kept = {}
         self._chosen = None
+        self._direction = 1
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
@@ -227,7 +230,7 @@ class InformationInWeights(Probe):
         moved = observed.moved
         if moved:
             family = self._family(observed, moved, samples)
-            gaussian = self._best_gaussian(observed, family, samples)
+            gaussian = self._best_gaussian(observed, family, samples, loss)
         else:
             gaussian = self._no_gaussian(loss)
         terms = added(gaussian.parts.values())
@@ -302,60 +305,26 @@ class InformationInWeights(Probe):
         return _Gaussian(std, {"": nothing}, loss, 0.0)
 
     def _best_gaussian(
-        self, observed: _Observed, family: PostFamily, samples: Samples
+        self, observed: _Observed, family: PostFamily, samples: Samples, loss: float
     ) -> _Gaussian:
-        """Measure the loss under the Gaussian of ``prior_std``, or of the best of the grid."""
+        """Measure the loss under the Gaussian of ``prior_std``, or under the best of the grid."""
+        trials = _Trials(self, observed, family, samples, loss)
         if not isinstance(self.prior_std, str):
-            return self._gaussian(self.prior_std, observed, family, samples)
-        tried: dict[int, _Gaussian] = {}
-
-        def best_of(numbers: Iterable[int]) -> int:
-            for number in numbers:
-                if 0 <= number < len(AUTO_STDS) and number not in tried:
-                    std = AUTO_STDS[number]
-                    tried[number] = self._gaussian(std, observed, family, samples)
-            return min(tried, key=lambda number: tried[number].code_length())
-
-        best = self._chosen
-        if best is None:  # the whole grid, from coarse to fine
-            best = best_of(range(0, len(AUTO_STDS), 4))
-            best = best_of((best - 2, best + 2))
-        self._chosen = best_of((best, best - 1, best + 1))
-        return tried[self._chosen]
-
-    def _gaussian(
-        self,
-        std: float,
-        observed: _Observed,
-        family: PostFamily,
-        samples: Samples,
-    ) -> _Gaussian:
-        """Measure the loss under one Gaussian. Every process gets to the sum over processes, also one that fails.
-
-        An even number of noises are tried on every second sample each, and what it adds to their loss stands for all
-        samples: losses under one noise rise together, so that more noises say more than more samples. All Gaussians
-        get the same noises, each drawn when it is needed, as it is as large as the network.
-        """
-        shaped = family.shaped(std)
-        count = self.draws // 2
-        even = count % PARTS == 0 and samples.total >= PARTS
-        parts = PARTS if even else 1  # or some samples would count more than others
-        excess = []
-        for number in range(count):
-            part = number % parts
-            first = (part - samples.first) % parts
-            some = slice(first, None, parts)
-            share = len(range(part, samples.total, parts)) / samples.total
-            seed = seed_from(self.seed, number)
-            excess.append(_excess(observed, shaped, seed, samples, some) / share)
-        sums = [observed.losses.sum(), *excess]
-        mine = torch.tensor(sums, dtype=torch.float64, device="cpu")
-        loss, *others = self._of_training_set(samples, mine).tolist()
-        pairs = [loss + more for more in others]
-        error = math.nan
-        if len(pairs) > 1 and all(map(math.isfinite, pairs)):
-            error = stdev(pairs) / math.sqrt(len(pairs))
-        return _Gaussian(std, family.terms(std), fmean(pairs), error)
+            (given,) = trials.measured([self.prior_std])
+            return given
+        if self._chosen is None:
+            self._chosen, best = trials.best_of_grid()
+            return best
+        ends = (0, len(AUTO_STDS) - 1)
+        if self._chosen == ends[self._direction > 0]:
+            self._direction = -self._direction
+        neighbour = self._chosen + self._direction
+        best = trials.better(AUTO_STDS[self._chosen], AUTO_STDS[neighbour])
+        if best.prior_std == AUTO_STDS[neighbour]:
+            self._chosen = neighbour  # and on in this direction
+        else:
+            self._direction = -self._direction
+        return best
 
     def _label_nats(self, samples: Samples) -> float:
         """Return what a code for the labels of the training set needs without a network; NaN if not class labels."""
@@ -389,6 +358,7 @@ class InformationInWeights(Probe):
             **super().state_dict(),
             "prior_center": {name: w.cpu() for name, w in self._center.kept.items()},
             "chosen": self._chosen,
+            "direction": self._direction,
             "prior_std": self.prior_std,
             "beta": self.beta,
         }
@@ -397,6 +367,7 @@ class InformationInWeights(Probe):
         super().load_state_dict(state_dict)
         self._center.kept = dict(state_dict["prior_center"])
         self._chosen = state_dict.get("chosen")
+        self._direction = state_dict.get("direction", 1)
         before = (state_dict.get("prior_std"), state_dict.get("beta"))
         now = (self.prior_std, self.beta)
         if before != now and before != (None, None):
@@ -406,26 +377,106 @@ class InformationInWeights(Probe):
             )
 
 
-def _excess(
-    observed: _Observed,
-    shaped: Callable[[str, Tensor], Tensor],
-    seed: int,
-    samples: Samples,
-    some: slice,
-) -> float:
-    """Return what a noise of both signs adds to the loss of some samples in the mean; NaN where that fails."""
-    model = observed.model
+class _Trials:
+    """Measures losses under Gaussians of several widths, all with the same noises (common random numbers).
 
-    def loss() -> float:
-        return samples.losses(model, some).sum().item()
+    An even number of noises are tried on every second sample each, and what it adds to their loss stands for all
+    samples: losses under one noise rise together, so that more noises say more than more samples. A noise is as large
+    as the network: one is held at a time, beside those that are small enough to be kept.
+    """
 
-    try:
-        noise = standard_noise(observed.moved, seed)
-        losses = losses_with_noise(model, loss, shaped, noise)
-    except Exception:  # e.g. out of memory: then NaN, on all processes
-        return math.nan
-    without = observed.losses[some].sum().item()
-    return fmean(losses) - without
+    def __init__(
+        self,
+        callback: InformationInWeights,
+        observed: _Observed,
+        family: PostFamily,
+        samples: Samples,
+        loss: float,
+    ) -> None:
+        self.callback = callback
+        self.observed = observed
+        self.family = family
+        self.samples = samples
+        self.loss = loss  # of the training set, without noise
+        self.noises = callback.draws // 2
+        even = self.noises % PARTS == 0 and samples.total >= PARTS
+        self.parts = PARTS if even else 1  # or some samples would count more than others
+
+    def measured(self, stds: Sequence[float]) -> list[_Gaussian]:
+        """Return the Gaussians of some widths, each measured with all noises."""
+        rows = [self._losses(number, stds) for number in range(self.noises)]
+        columns = zip(*rows, strict=True)
+        return list(map(_gaussian, stds, self.family.terms(stds), columns))
+
+    def best_of_grid(self) -> tuple[int, _Gaussian]:
+        """Return the best Gaussian of the grid, which is looked at from coarse to fine, and its place there."""
+        tried: dict[int, _Gaussian] = {}
+
+        def best_of(places: Iterable[int]) -> int:
+            new = [place for place in places if 0 <= place < len(AUTO_STDS)]
+            found = self.measured([AUTO_STDS[place] for place in new])
+            tried.update(zip(new, found, strict=True))
+            return min(tried, key=lambda place: tried[place].code_length())
+
+        best = best_of(range(0, len(AUTO_STDS), 4))
+        for step in (2, 1):
+            best = best_of((best - step, best + step))
+        return best, tried[best]
+
+    def better(self, *stds: float) -> _Gaussian:
+        """Return the Gaussian that is best by the first noise, the first of equal ones, measured with all noises."""
+        first = self._losses(0, stds)
+        by_width = self.family.terms(stds)
+        found = [
+            _gaussian(std, terms, [loss])
+            for std, terms, loss in zip(stds, by_width, first, strict=True)
+        ]
+        best = min(found, key=_Gaussian.code_length)
+        losses = [best.expected_loss]
+        for number in range(1, self.noises):
+            losses += self._losses(number, [best.prior_std])
+        return _gaussian(best.prior_std, best.parts, losses)
+
+    def _losses(self, number: int, stds: Sequence[float]) -> list[float]:
+        """Return the loss of the training set under one noise of both signs, for each width.
+
+        Every process gets to the sum over processes, also one that fails.
+        """
+        samples = self.samples
+        part = number % self.parts
+        first = (part - samples.first) % self.parts
+        some = slice(first, None, self.parts)
+        share = len(range(part, samples.total, self.parts)) / samples.total
+        try:
+            added = self._added(number, stds, some)
+        except Exception:  # e.g. out of memory: then NaN, on all processes
+            added = [math.nan] * len(stds)
+        mine = torch.tensor(added, dtype=torch.float64, device="cpu") / share
+        everywhere = self.callback._of_training_set(samples, mine)
+        return (self.loss + everywhere).tolist()
+
+    def _added(self, number: int, stds: Sequence[float], some: slice) -> list[float]:
+        """Return what a noise of both signs adds to the loss of some samples in the mean, for each width."""
+        observed = self.observed
+
+        def loss() -> float:
+            return self.samples.losses(observed.model, some).sum().item()
+
+        without = observed.losses[some].sum().item()
+        added = []
+        for std in stds:
+            noise = self.callback._noises.noise(number, observed.moved)
+            losses = losses_with_noise(observed.model, loss, self.family.shaped(std), noise)
+            added.append(fmean(losses) - without)
+        return added
+
+
+def _gaussian(std: float, parts: dict[str, InformationTerms], losses: Sequence[float]) -> _Gaussian:
+    """Return a Gaussian whose expected loss is the mean over noises."""
+    error = math.nan
+    if len(losses) > 1 and all(map(math.isfinite, losses)):
+        error = stdev(losses) / math.sqrt(len(losses))
+    return _Gaussian(std, parts, fmean(losses), error)
 
 
 def _ratio(value: float, whole: float) -> float:

@@ -1,16 +1,16 @@
 """The Gaussians of every width around one network, and the losses that their draws have."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Generator, Tensor, nn
 
 from lightning_taskinfo._observe import ParamDict, holding
-from lightning_taskinfo.functional.information import (
-    InformationTerms,
-    terms_at_distance,
-)
+from lightning_taskinfo._random import seed_from
+from lightning_taskinfo.functional.information import InformationTerms, terms_by_group
+
+KEPT = 1 << 24  # bytes of noises
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,9 @@ class PostFamily:
     beta: float
     bases: Mapping[str, tuple[Tensor | None, Tensor | None]] = field(default_factory=dict)
 
-    def terms(self, prior_std: float) -> dict[str, InformationTerms]:
-        """Return the information in each weight for one width of the pre-distribution."""
-        found = {}
-        for name, distance in self.distances.items():
-            (found[name],) = terms_at_distance(
-                self.curvature[name], distance, prior_stds=[prior_std], beta=self.beta
-            )
-        return found
+    def terms(self, prior_stds: Sequence[float]) -> list[dict[str, InformationTerms]]:
+        """Return the information in each weight for some widths of the pre-distribution."""
+        return terms_by_group(self.curvature, self.distances, prior_stds=prior_stds, beta=self.beta)
 
     def shaped(self, prior_std: float) -> Callable[[str, Tensor], Tensor]:
         r"""Return the function that makes :math:`\Sigma^{1/2}\varepsilon` of a weight's name and its noise.
@@ -46,17 +41,16 @@ class PostFamily:
         It may write its result over the noise: all that is as large as the network takes time to allocate.
         """
         gain = prior_std**2 / self.beta
-        stds = {}
-        for name in self.distances:  # as `post_variance`, in the precision of the noise
-            shrink = (gain * self.curvature[name]).float()
-            stds[name] = shrink.add_(1).rsqrt_().mul_(prior_std)
 
         def shape(name: str, noise: Tensor) -> Tensor:
+            # As `post_variance`, in the precision of the noise.
+            shrink = (gain * self.curvature[name]).float()
+            std = shrink.add_(1).rsqrt_().mul_(prior_std)
             # Into the eigenvectors' basis and back: this root is symmetric, and so the same for any
             # choice of them.
             rows, columns = self.bases.get(name, (None, None))
             turned = _turned(noise, rows, columns, back=True)
-            return _turned(turned.mul_(stds[name]), rows, columns)
+            return _turned(turned.mul_(std), rows, columns)
 
         return shape
 
@@ -139,3 +133,42 @@ def standard_noise(weights: Mapping[str, Tensor], seed: int) -> ParamDict:
             device=w.device,
         )
     return noise
+
+
+class Noises:
+    """Numbered noises for the same weights, asked for again and again.
+
+    Drawing one takes longer than running the network on some samples. So noises of small networks are kept, 16 MB of
+    them, and copied.
+
+    Args:
+        seed: Seed of all of them.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.kept: dict[int, ParamDict] = {}
+
+    def noise(self, number: int, weights: Mapping[str, Tensor]) -> ParamDict:
+        """Return :func:`standard_noise` of a number, which may be written over."""
+        kept = self.kept.get(number, {})
+        if not _fits(kept, weights):
+            kept = standard_noise(weights, seed_from(self.seed, number))
+            others = [noise for other, noise in self.kept.items() if other != number]
+            if sum(map(_bytes, [*others, kept])) > KEPT:
+                self.kept.pop(number, None)
+                return kept
+            self.kept[number] = kept
+        return {name: part.clone() for name, part in kept.items()}
+
+
+def _fits(noise: ParamDict, weights: Mapping[str, Tensor]) -> bool:
+    """Whether a noise is one of these weights."""
+    return noise.keys() == weights.keys() and all(
+        (part.shape, part.device) == (weights[name].shape, weights[name].device)
+        for name, part in noise.items()
+    )
+
+
+def _bytes(noise: ParamDict) -> int:
+    return sum(part.nbytes for part in noise.values())

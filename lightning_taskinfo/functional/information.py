@@ -1,7 +1,7 @@
 """Information in the weights of a trained network, from a diagonal curvature."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,9 +10,8 @@ from torch.nn.functional import pad
 
 from lightning_taskinfo._ranges import check_positive
 
-BLOCK = (
-    1 << 16
-)  # gains in float64 at once: intermediates stay in the cache, and their memory is used again
+# Gains in float64 at once: intermediates stay in the cache, and their memory is used again.
+BLOCK = 1 << 15
 LARGE = 1e19  # gains up to which the product of sixteen is finite
 
 
@@ -192,49 +191,58 @@ def information_sweep(
         shapes = f"{list(displacement.shape)} for {list(curvature.shape)}"
         raise ValueError(f"`displacement` must have the shape of `curvature`, got {shapes}.")
     moved = displacement.double().flatten()
-    return terms_at_distance(curvature, moved.dot(moved).item(), prior_stds=prior_stds, beta=beta)
+    by_group = terms_by_group(
+        {"": curvature}, {"": moved.dot(moved).item()}, prior_stds=prior_stds, beta=beta
+    )
+    return [terms[""] for terms in by_group]
 
 
-def terms_at_distance(
-    curvature: Tensor,
-    squared_distance: float,
+def terms_by_group(
+    curvatures: Mapping[str, Tensor],
+    squared_distances: Mapping[str, float],
     *,
     prior_stds: Sequence[float],
     beta: float,
-) -> list[InformationTerms]:
-    r"""As :func:`information_sweep`, from the length of the displacement alone.
+) -> list[dict[str, InformationTerms]]:
+    r"""As :func:`information_sweep`, of several groups of weights, from the lengths of their displacements alone.
 
     Args:
-        curvature: As for :func:`information_in_weights`.
-        squared_distance: :math:`\|\Delta\|^2`.
+        curvatures: That of each group, as for :func:`information_in_weights`.
+        squared_distances: :math:`\|\Delta\|^2` of each group that counts.
         prior_stds: Values of :math:`\lambda`.
         beta: Weight of the KL beside the sum of the loss.
 
+    Returns:
+        What :func:`information_in_weights` returns, by group, for each of ``prior_stds``.
+
     Example:
         >>> from torch import tensor
-        >>> (terms,) = terms_at_distance(tensor([0.0, 1.0]), 1.0, prior_stds=[1.0], beta=1.0)
-        >>> terms.kl
+        >>> (terms,) = terms_by_group({"w": tensor([0.0, 1.0])}, {"w": 1.0}, prior_stds=[1.0], beta=1.0)
+        >>> terms["w"].kl
         tensor(0.5966, dtype=torch.float64)
     """
     check_positive(beta=beta)
     for std in prior_stds:
         check_positive(prior_std=std)
-    variances = [std**2 for std in prior_stds]
-    gains = [variance / beta for variance in variances]
-    scales = torch.tensor(gains, dtype=torch.float64, device=curvature.device)
-    determined = torch.zeros_like(scales)
-    logarithms = torch.zeros_like(scales)
-    products = _largest(curvature) * max(gains) < LARGE
-    step = max(1, BLOCK // len(prior_stds))
-    for h in curvature.reshape(-1).split(step):
-        known, logarithm = _sums(h.double(), scales, products=products)
-        determined += known
-        logarithms += logarithm
-    displacements = 0.5 * squared_distance / scales.new_tensor(variances)
+    variances = torch.tensor(
+        [std**2 for std in prior_stds], dtype=torch.float64, device="cpu"
+    )  # [widths]
+    scales = variances / beta
+    largest = scales.max().item()
+    rows = [_sums_of(curvatures[name], scales, largest) for name in squared_distances]
+    sums = torch.stack(rows) if rows else variances.new_zeros(0, 2, len(variances))
+    determined, logarithms = sums.unbind(1)  # [groups, widths]
+    distances = variances.new_tensor([*squared_distances.values()]).unsqueeze(1)
+    displacements = 0.5 * distances / variances
     narrowing = 0.5 * (logarithms - determined).clamp_min(0)
     penalties = 0.5 * beta * determined
-    columns = (displacements, narrowing, determined, penalties)
-    return [InformationTerms(*terms, beta) for terms in zip(*columns, strict=True)]
+    columns = torch.stack((displacements, narrowing, determined, penalties))  # [4, groups, widths]
+    found: list[dict[str, InformationTerms]] = [{} for _ in prior_stds]
+    for group, name in enumerate(squared_distances):
+        for width, terms in enumerate(found):
+            displacement, curvature, effective, penalty = columns[:, group, width].unbind()
+            terms[name] = InformationTerms(displacement, curvature, effective, penalty, beta)
+    return found
 
 
 def evidence_prior_std(curvature: Tensor, displacement: Tensor, *, beta: float = 1.0) -> float:
@@ -323,7 +331,18 @@ def label_entropy(counts: Tensor) -> float:
     return (plain + missing).item()
 
 
-def _sums(h: Tensor, scales: Tensor, *, products: bool) -> tuple[Tensor, Tensor]:
+def _sums_of(curvature: Tensor, scales: Tensor, largest_scale: float) -> Tensor:
+    """Return both sums of :func:`_sums` over all weights, ``[2, widths]``, on the CPU."""
+    products = _largest(curvature) * largest_scale < LARGE
+    scales = scales.to(curvature.device)
+    found = []
+    for h in curvature.reshape(-1).split(BLOCK // len(scales)):
+        found.append(_sums(h.double(), scales, products=products))
+    sums = found[0] if len(found) == 1 else torch.stack(found).sum(0)
+    return sums.cpu()
+
+
+def _sums(h: Tensor, scales: Tensor, *, products: bool) -> Tensor:
     r"""Return :math:`\sum 1-v = \sum r/(1+r)` and :math:`-\sum\log v = \sum\log(1+r)` for each scale of the gains.
 
     Logarithms cost more than all else, and sixteen gains can share one: :math:`(1+a)(1+b) = 1 + (a+b+ab)`, all terms of
@@ -335,7 +354,7 @@ def _sums(h: Tensor, scales: Tensor, *, products: bool) -> tuple[Tensor, Tensor]
     gain = padded * scales.unsqueeze(1)  # [widths, weights]
     if not products:
         known = gain / (gain + 1)
-        return known.sum(1), gain.log1p().sum(1)
+        return torch.stack((known.sum(1), gain.log1p().sum(1)))
     a, b = gain.chunk(2, 1)
     product = a * b
     gain = (a + b).add_(product)
@@ -343,7 +362,7 @@ def _sums(h: Tensor, scales: Tensor, *, products: bool) -> tuple[Tensor, Tensor]
     for _ in range(3):
         a, b = gain.chunk(2, 1)
         gain = torch.addcmul(b, a, b).add_(a)
-    return known, gain.log1p_().sum(1)
+    return torch.stack((known, gain.log1p_().sum(1)))
 
 
 def _non_negative(curvature: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_taskinfo import TaskInfoWarning, add_weight_noise
 from lightning_taskinfo._random import seed_from
 from lightning_taskinfo.callbacks import InformationInWeights
-from lightning_taskinfo.callbacks.information_in_weights import AUTO_STDS
+from lightning_taskinfo.callbacks.information_in_weights import AUTO_STDS, _Trials
 from lightning_taskinfo.distributions.post_family import standard_noise
 from lightning_taskinfo.fisher import fisher_diagonal
 from lightning_taskinfo.functional.information import label_entropy
@@ -215,20 +215,25 @@ def test_auto_takes_the_width_with_the_smallest_measured_code_length(tmp_path, l
     assert AUTO_STDS[0] < auto["prior_std"] < AUTO_STDS[-1]
 
 
-def test_auto_tries_neighbours_only_and_goes_on_after_a_checkpoint(tmp_path, loader, monkeypatch):
-    widths = []
-    original = InformationInWeights._gaussian
+@pytest.fixture
+def widths(monkeypatch):
+    """The widths that are tried, by the number of the noise, one list for each look at the losses."""
+    seen = []
+    original = _Trials._losses
 
-    def counted(self, std, *others):
-        widths.append(std)
-        return original(self, std, *others)
+    def noted(self, number, stds):
+        seen.append((number, [AUTO_STDS.index(std) for std in stds]))
+        return original(self, number, stds)
 
-    monkeypatch.setattr(InformationInWeights, "_gaussian", counted)
+    monkeypatch.setattr(_Trials, "_losses", noted)
+    return seen
+
+
+def test_auto_tries_one_neighbour_and_goes_on_after_a_checkpoint(tmp_path, loader, widths):
     first = InformationInWeights(prior_std="auto", every_n_steps=1)
     fit(tmp_path, first, model=steady, loader=loader, max_epochs=1).save_checkpoint(
         tmp_path / "one.ckpt"
     )
-    assert len(widths) <= 9 + 3 * 3
     widths.clear()
     resumed = InformationInWeights(prior_std="auto", every_n_steps=1)
     fit(
@@ -236,13 +241,41 @@ def test_auto_tries_neighbours_only_and_goes_on_after_a_checkpoint(tmp_path, loa
         resumed,
         model=steady,
         loader=loader,
-        max_steps=5,
         max_epochs=2,
         ckpt_path=tmp_path / "one.ckpt",
     )
-    before, after = (AUTO_STDS.index(row["prior_std"]) for row in resumed.history[-2:])
-    assert sorted(widths) == sorted(AUTO_STDS[before + j] for j in (-1, 0, 1))
-    assert abs(after - before) <= 1
+    looks = [*widths]
+    whole = InformationInWeights(prior_std="auto", every_n_steps=1)
+    fit(tmp_path, whole, model=steady, loader=loader, max_epochs=2)
+    count = len(looks) // 2  # measurements after the checkpoint
+    assert count >= 2
+    assert resumed.history == whole.history[: len(resumed.history)]
+    chosen = [AUTO_STDS.index(row["prior_std"]) for row in resumed.history[-count - 1 :]]
+    steps = []
+    for before, after, first_look, second_look in zip(
+        chosen[:-1], chosen[1:], looks[::2], looks[1::2], strict=True
+    ):
+        number, (here, there) = first_look
+        assert (number, here) == (0, before)
+        assert after in (here, there)
+        assert second_look == (1, [after]), "the other noise for the better one alone"
+        steps.append((there - here, after != before))
+    (first_step, moved), (second_step, _), *_ = steps
+    assert abs(first_step) == 1
+    assert second_step == (first_step if moved else -first_step)
+
+
+def test_auto_follows_the_best_width_and_turns_at_the_ends_of_the_grid(tmp_path, loader, widths):
+    callback = InformationInWeights(prior_std="auto", every_n_steps=1)
+    callback.load_state_dict({**callback.state_dict(), "chosen": len(AUTO_STDS) - 1})
+    fit(tmp_path, callback, model=steady, loader=loader, max_epochs=8)
+    pairs = [stds for number, stds in widths if number == 0]
+    assert pairs[0] == [16, 15]
+    assert {abs(here - there) for here, there in pairs} == {1}
+    fresh = InformationInWeights(prior_std="auto", every_n_steps=32)
+    fit(tmp_path, fresh, model=steady, loader=loader, max_epochs=8)
+    near = AUTO_STDS.index(fresh.history[-1]["prior_std"])
+    assert abs(AUTO_STDS.index(callback.history[-1]["prior_std"]) - near) <= 1
 
 
 def test_a_gaussian_that_destroys_the_network_is_warned_about_once(tmp_path, loader):

@@ -7,7 +7,10 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from lightning_taskinfo._random import seed_from
+from lightning_taskinfo.distributions import post_family
 from lightning_taskinfo.distributions.post_family import (
+    Noises,
     PostFamily,
     losses_with_noise,
     standard_noise,
@@ -133,3 +136,33 @@ def test_factors_that_are_diagonals_need_no_basis():
     H = torch.kron(torch.diag(torch.tensor([1.0, 2.0])), torch.tensor([[2.0, 1.0], [1.0, 2.0]]))
     root = torch.stack([shaped("w", e.view(2, 2)).flatten() for e in torch.eye(4)], 1)
     torch.testing.assert_close(root @ root.T, torch.linalg.inv(H), rtol=1e-4, atol=1e-4)
+
+
+def test_a_numbered_noise_is_the_same_each_time_and_may_be_written_over(net):
+    weights = dict(net.named_parameters())
+    noises = Noises(seed=3)
+    for number in (0, 1, 0):
+        expected = standard_noise(weights, seed_from(3, number))
+        noise = noises.noise(number, weights)
+        torch.testing.assert_close(noise, expected, rtol=0, atol=0)
+        for part in noise.values():
+            part.zero_()
+    fewer = {"0.weight": weights["0.weight"]}
+    noise = noises.noise(1, fewer)
+    torch.testing.assert_close(noise, standard_noise(fewer, seed_from(3, 1)), rtol=0, atol=0)
+
+
+def test_noises_are_kept_as_long_as_they_are_small(net, monkeypatch):
+    weights = dict(net.named_parameters())
+    size = sum(4 * p.numel() for p in weights.values())
+    monkeypatch.setattr(post_family, "KEPT", 2 * size)
+    noises = Noises(seed=0)
+    for number in range(3):
+        noises.noise(number, weights)
+    assert [*noises.kept] == [0, 1]
+    larger = {name: torch.zeros(2 * p.numel()) for name, p in weights.items()}
+    noise = noises.noise(0, larger)
+    assert [*noises.kept] == [1]
+    assert {name: len(part) for name, part in noise.items()} == {
+        name: len(part) for name, part in larger.items()
+    }
