@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_taskinfo._batches import NoLogitsError, Reader, first_samples, sample_count
-from lightning_taskinfo._lightning import LightningModule, Trainer
+from lightning_taskinfo._lightning import Trainer
 from lightning_taskinfo._observe import observing, trainable_parameters
 from lightning_taskinfo._sharded import gathered_parameters, sharded
 from lightning_taskinfo._warn import warn
@@ -173,11 +173,10 @@ def compare_losses(
     who: str,
     losses: list[float],
     trainer: Trainer,
-    pl_module: LightningModule,
     outputs: Any,
 ) -> None:
     """Warn where the loss that the first training step returned is clearly none of these."""
-    trained = _trained_loss(trainer, pl_module, outputs)
+    trained = _trained_loss(trainer, outputs)
     if trained is None:
         return
     nearest = min(losses, key=lambda loss: abs(loss - trained))
@@ -192,14 +191,15 @@ def compare_losses(
         )
 
 
-def _trained_loss(trainer: Trainer, pl_module: LightningModule, outputs: Any) -> float | None:
+def _trained_loss(trainer: Trainer, outputs: Any) -> float | None:
     """Return the loss of a training step without its penalties, as far as it can be known."""
     returned = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
     if not isinstance(returned, Tensor) or returned.numel() != 1:
         return None
-    likelihood = getattr(pl_module, "_likelihood_loss", None)  # what `penalised` was given
+    module = trainer.lightning_module
+    likelihood = getattr(module, "_likelihood_loss", None)  # what `penalised` was given
     if likelihood is not None:
         return float(likelihood)
-    if any(isinstance(part, Regularizer) for part in pl_module.modules()):
+    if any(isinstance(part, Regularizer) for part in module.modules()):
         return None
     return float(returned) * trainer.accumulate_grad_batches

@@ -7,12 +7,9 @@ from typing import Any, get_args
 from torch import Tensor, nn
 
 from lightning_taskinfo._lightning import LightningModule, Trainer
-from lightning_taskinfo._observe import observing
 from lightning_taskinfo._ranges import check_positive
 from lightning_taskinfo._warn import warn
-from lightning_taskinfo.callbacks.center import Center
-from lightning_taskinfo.callbacks.checks import check_plain
-from lightning_taskinfo.callbacks.probe import Probe
+from lightning_taskinfo.callbacks.information_in_weights import CenteredProbe
 from lightning_taskinfo.callbacks.report import report
 from lightning_taskinfo.callbacks.source import Samples
 from lightning_taskinfo.certificates import (
@@ -32,7 +29,7 @@ from lightning_taskinfo.functional.likelihood import as_likelihood
 from lightning_taskinfo.plotting import plot_pareto
 
 
-class PACBayesCertificate(Probe):
+class PACBayesCertificate(CenteredProbe):
     r"""Log ``certificate_bound``: at most this is the true error of the trained network turned stochastic.
 
     The prior is centred at the weights with which training began. They are copied when training
@@ -134,17 +131,15 @@ class PACBayesCertificate(Probe):
         self.pareto = pareto
         self.certificate: Certificate | None = None
         self.tradeoff: list[Candidate] = []
-        self._center = Center(self.state_key)
         self._fixed: dict[str, bytes] = {}  # hashes of frozen weights and buffers at the start
         self._late = False
         self._bar = False
 
     def _forget(self) -> None:
-        self._center.kept = {}
+        super()._forget()
         self._fixed = {}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        check_plain(self.state_key, pl_module)
         super().on_fit_start(trainer, pl_module)
         for name, layer in pl_module.named_modules():
             if layer.training and getattr(layer, "running_mean", None) is not None:
@@ -156,18 +151,10 @@ class PACBayesCertificate(Probe):
         self.certificate = None
         self.tradeoff = []
         self._bar = trainer.is_global_zero and trainer.progress_bar_callback is not None
-        known = self._center.begin(pl_module)
+        known = self.begin(pl_module)
         if not known:  # otherwise from a checkpoint, or an earlier fit: before the data were seen
             self._late = trainer.ckpt_path is not None
             self._fixed = hashes(fixed_tensors(pl_module))
-
-    def on_before_optimizer_step(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        optimizer: Any,
-    ) -> None:
-        self._center.before_a_step(pl_module)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
@@ -226,16 +213,14 @@ class PACBayesCertificate(Probe):
             "certificate_valid": float(observed.valid),
         }
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def _report(self) -> None:
+        super()._report()
+        if not self.pareto or self.certificate is None or not self._trainer.is_global_zero:
+            return
         pool = self._source.pool
-        super().on_train_end(trainer, pl_module)
-        if self.pareto and self.certificate is not None and trainer.is_global_zero:
-            with observing(pl_module):
-                self._tried(trainer, self._report_tradeoff, trainer, pl_module, pool)
-
-    def _report_tradeoff(self, trainer: Trainer, model: nn.Module, pool: Any) -> None:
-        _, targets = pool
-        self.tradeoff = pareto_front(model, pool, self._prior(targets), **self._options())
+        prior = self._prior(pool[1])
+        model = self._trainer.lightning_module
+        self.tradeoff = pareto_front(model, pool, prior, **self._options())
         key = self._key("certificate_pareto")
         rows = []
         best: dict[str, float] = {}
@@ -245,28 +230,26 @@ class PACBayesCertificate(Probe):
             rows.append(row)
             name = f"{key}_{candidate.structure}"
             best[name] = min(candidate.bound, best.get(name, 1.0))
-        step = trainer.global_step
-        for logger in trainer.loggers:
+        step = self._trainer.global_step
+        for logger in self._trainer.loggers:
             logger.log_metrics(best, step=step)
-        plot = partial(plot_pareto, self.tradeoff, len(targets), delta=self.delta)
-        report(trainer.loggers, key, plot, rows, step)
+        plot = partial(plot_pareto, self.tradeoff, len(pool[1]), delta=self.delta)
+        report(self._loggers(), key, plot, rows, step)
 
     def _prior(self, targets: Any) -> Prior:
-        center = {name: w.to(targets.device) for name, w in self._center.kept.items()}
+        center = {name: w.to(targets.device) for name, w in self.center.items()}
         origin = None if self._late else self.prior_origin
         return Prior(center, origin=origin, stds=self.prior_stds, fixed=self._fixed)
 
     def state_dict(self) -> dict[str, Any]:
         return {
             **super().state_dict(),
-            "center": {name: w.cpu() for name, w in self._center.kept.items()},
             "fixed": {name: digest.hex() for name, digest in self._fixed.items()},
             "late": self._late,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self._center.kept = dict(state_dict["center"])
         fixed = state_dict["fixed"]
         self._fixed = {name: bytes.fromhex(digest) for name, digest in fixed.items()}
         self._late = state_dict["late"]

@@ -168,12 +168,13 @@ class Probe(Callback, ABC):
         self.group_fn = group_fn or layer_of
         self._way = (self.runs_the_model, self.reader, likelihood)
         self.history: list[dict[str, float]] = []
+        self._trainer: Any = None  # while it trains
+        self._source: Any = None
         self._last_step = 0  # after the last batch
         self._measured_at = -1  # the last measurement of this fit
         self._batch: Any = None  # the last one
-        self._source: Any = None  # while it trains
         self._compares = False  # the loss of the first batch, which is still to come
-        self._first_losses: list[float] = []  # of the first batch, until it was trained on
+        self._first_losses: list[float] = []  # until the first batch was trained on
         self._checked = False  # whether the first samples can be measured
         self._warned = False  # of a measurement that failed
         self._extra = False  # whether the last measurement was made because a fit ended,
@@ -202,12 +203,13 @@ class Probe(Callback, ABC):
     # When
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._trainer = trainer
         self._checked = self._warned = False
         checks.check_weights(self.state_key, pl_module)
         self._sharded = checks.check_shards(
             self.state_key, trainer, pl_module, self.needs_whole_weights, self.max_samples
         )
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        callbacks = self._trainer.callbacks
         alike = [other for other in callbacks if getattr(other, "_way", None) == self._way]
         self._compares = alike[0] is self and not self._sharded  # once for all of them
         if self._module is not None and self._module() is not pl_module:
@@ -227,7 +229,6 @@ class Probe(Callback, ABC):
         self._resumed_extra = self._extra = False
         self._last_step = trainer.global_step
         self._measured_at = -1
-        self._batch = None
         self._begins = self.at_start and trainer.global_step == 0
         self._source = Source(
             self.data, self.max_samples, self.seed, self.reader, self.split_over_ranks
@@ -237,7 +238,7 @@ class Probe(Callback, ABC):
                 self._source.open(trainer, pl_module)
                 if self._source.pool is not None:
                     self._check(pl_module, *self._source.pool)
-            report.log_settings(self._loggers(trainer), self.state_key, self._settings())
+            report.log_settings(self._loggers(), self.state_key, self._settings())
 
     def _check(self, pl_module: LightningModule, inputs: Any, targets: Tensor | None) -> None:
         """Refuse samples that cannot be measured, before the first step."""
@@ -271,7 +272,7 @@ class Probe(Callback, ABC):
             self._first_losses = checks.first_losses(pl_module, batch, self.reader, likelihood)
         if self._begins:
             self._begins = False
-            self._measure(trainer, pl_module)
+            self._measure()
 
     def on_train_batch_end(
         self,
@@ -282,12 +283,11 @@ class Probe(Callback, ABC):
         batch_idx: int,
     ) -> None:
         if self._first_losses:
-            checks.compare_losses(self.state_key, self._first_losses, trainer, pl_module, outputs)
+            checks.compare_losses(self.state_key, self._first_losses, trainer, outputs)
             self._first_losses = []
         if self._source.missing is not None:
-            last = trainer.is_last_batch
-            self._tried(trainer, self._source.collect, pl_module, self._batch, last)
-        if self._due(trainer) and self._measure(trainer, pl_module):
+            self._tried(self._source.collect, pl_module, self._batch, trainer.is_last_batch)
+        if self._due(trainer) and self._measure():
             values = dict.fromkeys(self.headline, math.nan)
             values |= report.without_layers(self.history[-1])
             del values["step"]
@@ -308,69 +308,79 @@ class Probe(Callback, ABC):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         steps = trainer.global_step
         if self.data != "train_batch" and self._measured_at != steps:
-            self._extra = self._measure(trainer, pl_module)
-        if self.history and self._loggers(trainer):  # drawing takes a while
+            self._extra = self._measure()
+        if self.history:
             with observing(pl_module):
-                self._tried(trainer, self._report, trainer)
+                self._tried(self._report)
         beyond_start = any(row["step"] for row in self.history)
-        if steps and not (beyond_start or self._warned or trainer.fast_dev_run):  # type: ignore[attr-defined]
+        if steps and not (beyond_start or self._warned or self._trainer.fast_dev_run):
             warn(
                 f"{self.state_key} has measured nothing during training, which ended after {steps} steps, with "
                 f"`every_n_steps={self.every_n_steps}`, `every_n_epochs={self.every_n_epochs}` and "
                 f"`max_samples={self.max_samples}`: set one of the first two, or less."
             )
-        self._source = self._batch = None
+        self._trainer = self._source = self._batch = None
 
     # One measurement
 
-    def _measure(self, trainer: Trainer, pl_module: LightningModule) -> bool:
+    def _measure(self) -> bool:
         """Measure, keep and log; return whether it succeeded."""
         if self.data != "train_batch" and self._source.pool is None:
             return False
-        with observing(pl_module) if self.runs_the_model else nullcontext():
-            values = self._values(trainer, pl_module)
+        model = self._trainer.lightning_module
+        with observing(model) if self.runs_the_model else nullcontext():
+            values = self._values(model)
         if values is None:
-            self._failed(trainer, RuntimeError("another process failed"))
+            self._failed(RuntimeError("another process failed"))
             return False
-        step = self._measured_at = trainer.global_step
+        step = self._measured_at = self._trainer.global_step
         self.history.append({"step": step, **values})
         series = self._logged(report.with_few_layers(dict(values), self.max_layers))
-        for logger in trainer.loggers:
+        for logger in self._trainer.loggers:
             logger.log_metrics(series, step=step)
         return True
 
-    def _values(self, trainer: Trainer, pl_module: LightningModule) -> Mapping[str, float] | None:
+    def _values(self, model: nn.Module) -> Mapping[str, float] | None:
         """Measure on every process; None where any has failed, of which all know before one waits for another."""
         part = None
-        pair = self._tried(trainer, self._pair, trainer, pl_module)
-        sizes = on_every_process(trainer, -1 if pair is None else size(pair[0]))
+        pair = self._tried(self._pair, model)
+        sizes = on_every_process(self._trainer, -1 if pair is None else size(pair[0]))
         if min(sizes) >= 0:
-            part = self._tried(trainer, self._observed, trainer, pl_module, pair, sizes)
-        if not trainer.strategy.reduce_boolean_decision(part is not None) or part is None:
+            part = self._tried(self._observed, model, pair, sizes)
+        together = self._trainer.strategy.reduce_boolean_decision(part is not None)
+        if part is None or not together:
             return None
-        return self._tried(trainer, self.summarise, *part)
+        return self._tried(self.summarise, *part)
 
-    def _tried(self, trainer: Trainer, work: Callable[..., T], *arguments: Any) -> T | None:
+    def _tried(self, work: Callable[..., T], *arguments: Any) -> T | None:
         """Return what something returns; None and a warning where it fails."""
         try:
             return work(*arguments)
         except Exception as error:
-            self._failed(trainer, error)
+            self._failed(error)
             return None
 
-    def _pair(self, trainer: Trainer, pl_module: LightningModule) -> Pair:
+    def _failed(self, error: Exception) -> None:
+        if not self._warned:
+            step = self._trainer.global_step
+            warn(
+                f"{self.state_key} could not measure at step {step} ({type(error).__name__}: {error}); "
+                "training goes on, and the same is not reported again.",
+            )
+        self._warned = True
+
+    def _pair(self, model: nn.Module) -> Pair:
         if not self.runs_the_model:
             return torch.empty(0, device="cpu"), None
-        check_finite(pl_module)
-        return self._source.read(trainer, self._batch)
+        check_finite(model)
+        return self._source.read(self._trainer, self._batch)
 
-    def _observed(
-        self, trainer: Trainer, pl_module: LightningModule, pair: Pair, sizes: list[int]
-    ) -> tuple[Any, Samples]:
+    def _observed(self, model: nn.Module, pair: Pair, sizes: list[int]) -> tuple[Any, Samples]:
         inputs, targets = pair
-        first, total = 0, size(inputs)
+        rank = self._trainer.global_rank
+        first, total = 0, sizes[rank]
         if self.split_over_ranks:
-            first, total = sum(sizes[: trainer.global_rank]), sum(sizes)
+            first, total = sum(sizes[:rank]), sum(sizes)
         if self._sharded:  # whose weights are gathered by all processes together
             if min(sizes) == 0:
                 raise ValueError(f"sharded weights need a sample on every process, got {sizes}")
@@ -378,41 +388,33 @@ class Probe(Callback, ABC):
         samples = Samples(
             inputs,
             targets,
-            counted=sizes[trainer.global_rank],
+            counted=sizes[rank],
             first=first,
             total=total,
-            seed=hash((self.seed, trainer.global_step)),
+            seed=hash((self.seed, self._trainer.global_step)),
             asked=self._asked,
-            trainer=trainer,
+            trainer=self._trainer,
             batch=self._batch,
         )
-        with resharding(pl_module):
-            return self.observe(pl_module, samples), samples
-
-    def _failed(self, trainer: Trainer, error: Exception) -> None:
-        if not self._warned:
-            warn(
-                f"{self.state_key} could not measure at step {trainer.global_step} ({type(error).__name__}: {error}); "
-                "training goes on, and the same is not reported again.",
-            )
-        self._warned = True
+        with resharding(model):
+            return self.observe(model, samples), samples
 
     # Loggers
 
-    def _loggers(self, trainer: Trainer) -> list[Any]:
+    def _loggers(self) -> list[Any]:
         """Return who gets figures, tables and settings: nobody from other processes, or in a trial run."""
-        trial = trainer.fast_dev_run  # type: ignore[attr-defined]
-        return trainer.loggers if trainer.is_global_zero and not trial else []
+        hidden = self._trainer.fast_dev_run or not self._trainer.is_global_zero
+        return [] if hidden else self._trainer.loggers
 
-    def _report(self, trainer: Trainer) -> None:
+    def _report(self) -> None:
         """Give figure, table and summary to the loggers at the end of training."""
-        loggers = self._loggers(trainer)
         key = self._key(self.headline[0])
-        step = trainer.global_step
+        step = self._trainer.global_step
         has_points = any(report.known(self.history, name) for name in self.headline)
-        report.report(loggers, key, self.plot if has_points else None, self.history, step)
+        plot = self.plot if has_points else None
+        report.report(self._loggers(), key, plot, self.history, step)
         ends = report.summary(self.history, self.headline)
-        report.log_summary(loggers, key, self._logged(ends), step)
+        report.log_summary(self._loggers(), key, self._logged(ends), step)
 
     def _settings(self) -> dict[str, Any]:
         """Return the arguments that this callback was made with, and its defaults for the others."""
@@ -435,8 +437,8 @@ class Probe(Callback, ABC):
     def state_key(self) -> str:  # the schedule is no part of it: a resumed run may change it
         return f"{type(self).__qualname__}({self.name})" if self.name else type(self).__qualname__
 
-    def __getstate__(self) -> dict[str, Any]:  # for other processes, which know it elsewhere
-        return {**self.__dict__, "_module": None}
+    def __getstate__(self) -> dict[str, Any]:  # for other processes, which know them elsewhere
+        return {**self.__dict__, "_module": None, "_trainer": None}
 
     def state_dict(self) -> dict[str, Any]:
         history = report.thinned(self.history, self.headline, KEPT_ROWS)

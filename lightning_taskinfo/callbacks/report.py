@@ -163,7 +163,7 @@ def report(
         step: The optimizer step at the end of training.
     """
     figure = None
-    if plot is not None and find_spec("matplotlib"):
+    if loggers and plot is not None and find_spec("matplotlib"):  # drawing takes a while
         figure, _ = plot()
     for logger in loggers:
         log_table(logger, f"{key}_table", rows, step)

@@ -306,7 +306,6 @@ class TrainStepNorms(Probe):
         self.headline = ("squared_gradient_norm",) if norms else ("sample_loss",)
         self._index_fn = index_fn
         self._sums = SampleSums()
-        self._trainer: Trainer | None = None  # while it trains
         self._noting: list[Any] = []  # loaders whose samplers note what they draw
         self._drawn: list[Any] | None = None  # in this epoch,
         self._skipped: int | None = None  # from this batch on
@@ -346,7 +345,6 @@ class TrainStepNorms(Probe):
             self._recorder = StepRecorder(pl_module, self.max_samples)
         self._checked = self._first_step = True  # the module is not called by us,
         self._compares = self._sharded = False  # and its own loss is read
-        self._trainer = trainer
         strategy: Any = trainer.strategy
         process = strategy.process_dataloader
 
@@ -412,7 +410,7 @@ class TrainStepNorms(Probe):
             )
             size = sample_count(inputs)
             if self._follow:
-                self._numbers = self._numbers_of(trainer, batch, batch_idx)
+                self._numbers = self._numbers_of(batch, batch_idx)
                 if len(self._numbers) != size:
                     numbers = len(self._numbers)
                     raise ValueError(f"{ONE_EACH} of {size} samples, got {numbers} of them.")
@@ -420,7 +418,7 @@ class TrainStepNorms(Probe):
         except Exception as error:
             self._failed_step(error)
 
-    def _numbers_of(self, trainer: Trainer, batch: Any, batch_idx: int) -> Any:
+    def _numbers_of(self, batch: Any, batch_idx: int) -> Any:
         """Return the numbers of the samples in a batch."""
         if self._index_fn is not None:
             numbers = self._index_fn(batch)
@@ -429,8 +427,7 @@ class TrainStepNorms(Probe):
             as_index(numbers)
             return numbers
         if self._drawn is None:
-            sampler: Any = trainer.train_dataloader.batch_sampler  # type: ignore[union-attr]
-            self._drawn = sampler.drawn
+            self._drawn = self._trainer.train_dataloader.batch_sampler.drawn
         if self._skipped is None:  # a training that is resumed within an epoch
             self._skipped = batch_idx
         numbers = self._drawn[batch_idx - self._skipped]
@@ -448,7 +445,7 @@ class TrainStepNorms(Probe):
             return
         self._problem = None
         try:
-            self._read(trainer, loss)
+            self._read(loss)
         except Exception as error:
             self._failed_step(error)
         self._first_step = False
@@ -459,7 +456,7 @@ class TrainStepNorms(Probe):
             raise error
         self._problem = str(error)
 
-    def _read(self, trainer: Trainer, loss: Tensor) -> None:
+    def _read(self, loss: Tensor) -> None:
         """Read the losses, and the gradients when they come."""
         losses = StepLosses(loss, self._size, self._targets)
         if losses.found is not None:
@@ -470,19 +467,19 @@ class TrainStepNorms(Probe):
         is_logged = (self._last_step + 1) % self._logged_every == 0  # after this step
         self._reads_norms = recorder is not None and (is_turn or is_logged)
         if recorder is not None and (self._reads_norms or self._first_step):
-            self._scale = self._per_sample(trainer)
+            self._scale = self._per_sample()
             parts = math.ceil(self._size / self.max_samples)
             first = self.max_samples * (self._turn // (every or 1) % parts)
             recorder.listen(recorder.graph(loss), losses.root, self._size, first)
         if self._first_step:
             self._refuse(losses)
 
-    def _per_sample(self, trainer: Trainer) -> float:
+    def _per_sample(self) -> float:
         """Return what a sample's part of the backward pass has to be multiplied by to be its own gradient."""
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        scaler = getattr(self._trainer.precision_plugin, "scaler", None)
         scale = 1.0 if scaler is None else scaler.get_scale()
         samples = self._size if self.loss_reduction == "mean" else 1
-        return samples * trainer.accumulate_grad_batches / scale
+        return samples * self._trainer.accumulate_grad_batches / scale
 
     def _refuse(self, losses: StepLosses) -> None:
         """Raise a ``ValueError`` if what was asked for cannot be read."""
@@ -549,19 +546,18 @@ class TrainStepNorms(Probe):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._sums = SampleSums(self._table_of_all())
-        self._trainer = None
         if not self.history and self._problem is None:  # shorter than `every_n_steps`
-            self._extra = self._measure(trainer, pl_module)
+            self._extra = self._measure()
         super().on_train_end(trainer, pl_module)
 
-    def _report(self, trainer: Trainer) -> None:
-        super()._report(trainer)
+    def _report(self) -> None:
+        super()._report()
         samples = self.samples
         if samples.seen.any():
             plot = partial(samples.plot, k=self.top_k)
             rows = samples.top(self.top_k)
             key = self._key("suspicious_samples")
-            report.report(self._loggers(trainer), key, plot, rows, trainer.global_step)
+            report.report(self._loggers(), key, plot, rows, self._trainer.global_step)
 
     def on_exception(
         self,

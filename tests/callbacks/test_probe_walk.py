@@ -16,12 +16,12 @@ PACKAGE = Path(lightning_taskinfo.__file__).parent
 class Walk(FisherTrace):
     """Notes which functions of the package its last measurement calls, and from where."""
 
-    def _measure(self, trainer, pl_module):
+    def _measure(self):
         self.calls = []
         before = sys.getprofile()
         sys.setprofile(self.note)
         try:
-            return super()._measure(trainer, pl_module)
+            return super()._measure()
         finally:
             sys.setprofile(before)
 
