@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -28,18 +28,17 @@ from lightning_taskinfo.variational import noisy_weights
 RELATIVE, ABSOLUTE = 0.1, 0.05  # losses differ clearly beyond both, the latter in nats
 
 
-def check_batch(
+def try_model(
     who: str,
     model: nn.Module,
     inputs: Any,
     targets: Tensor | None,
     asked: Request,
-    check: Callable[[Tensor, Tensor | None], None],
-) -> None:
-    """Run the model on two samples, and let their outputs and targets be checked; call it inside ``observing``.
+) -> tuple[Tensor, Tensor | None]:
+    """Run the model on two samples, and return outputs and targets to be checked; call it inside ``observing``.
 
     Raises:
-        ValueError: If it cannot be run, or its outputs are refused.
+        ValueError: If it cannot be run.
     """
     sample_count(inputs)  # refuses what has none
     few, few_targets = first_samples(inputs, targets, 2)
@@ -52,10 +51,10 @@ def check_batch(
             f"{who}: calling the module on the inputs of a batch failed ({type(error).__name__}: {error}); set "
             "`forward_fn` to a function of (module, inputs) that returns the outputs."
         ) from error
-    check(outputs, few_targets)
     if sharded(model):  # what no hook follows is known now, not at the first measurement
         request = replace(asked, labels="sampled")
         measure(model, few, few_targets, request, Norms(sample_count(few)))
+    return outputs, few_targets
 
 
 def check_fit(who: str, outputs: Tensor, targets: Tensor | None, likelihood: Likelihood) -> None:

@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, stdev
 from textwrap import shorten
@@ -17,8 +17,7 @@ from lightning_taskinfo._lightning import LightningModule, Trainer
 from lightning_taskinfo._observe import ParamDict, observing, trainable_parameters
 from lightning_taskinfo._ranges import check_counts, check_finite_tensors, check_positive
 from lightning_taskinfo._warn import warn
-from lightning_taskinfo.callbacks.checks import check_plain
-from lightning_taskinfo.callbacks.probe import Probe
+from lightning_taskinfo.callbacks.probe import Probe, check_choice
 from lightning_taskinfo.callbacks.source import (
     LossOnTheWay,
     Samples,
@@ -51,15 +50,12 @@ class CenteredProbe(Probe):
     """
 
     start: Start = "initial"
+    needs_plain_weights = True
 
     def __init__(self, **probe: Any) -> None:
         super().__init__(**probe)
         self.center: ParamDict = {}
         self._frozen: list[nn.Parameter] = []
-
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        check_plain(self.state_key, pl_module)
-        super().on_fit_start(trainer, pl_module)
 
     def _forget(self) -> None:
         self.center = {}
@@ -81,7 +77,10 @@ class CenteredProbe(Probe):
         return known
 
     def on_before_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: Any
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        optimizer: Any,
     ) -> None:
         if any(p.requires_grad for p in self._frozen):  # the same objects: this runs at every step
             self._keep(pl_module)
@@ -269,8 +268,7 @@ class InformationInWeights(CenteredProbe):
         if draws < 2 or draws % 2:
             raise ValueError(f"`draws` must be an even number, at least 2, got {draws}.")
         check_counts(num_samples=num_samples)
-        if structure not in ("diagonal", "kron"):
-            raise ValueError(f"`structure` must be one of diagonal, kron, got {structure!r}.")
+        check_choice("structure", structure, "diagonal", "kron")
         self.prior_std = prior_std
         self.beta = beta
         self.prior_center = checked_center(prior_center)
@@ -282,7 +280,6 @@ class InformationInWeights(CenteredProbe):
         self._direction = 1  # to the neighbour that is tried next
         self._noises = Noises(self.seed)
         self._distrusted = False
-        self._training_set = 0  # samples
 
     def _forget(self) -> None:
         super()._forget()
@@ -292,7 +289,8 @@ class InformationInWeights(CenteredProbe):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         with observing(pl_module):
-            self._training_set = self.num_samples or _length(trainer.train_dataloader)
+            samples = self.num_samples or _length(trainer.train_dataloader)
+        self._training_set = samples
         known = self.begin(pl_module)
         if self.prior_center == "initial" and not known and trainer.ckpt_path is not None:
             warn(
@@ -309,9 +307,9 @@ class InformationInWeights(CenteredProbe):
         batch = (model, samples.inputs, samples.targets)
         fisher: ParamDict | KroneckerSums = {}
         if self.structure == "diagonal" and any(squares.values()):
-            draws = samples.draws(LossOnTheWay)
-            fisher = squared_gradients_by_name(*batch, samples.request(draws))
-            return _Observed(model, fisher, draws.losses(), moved, squares)
+            draws: Any = samples.draws(LossOnTheWay)
+            fisher = squared_gradients_by_name(*batch, replace(samples.asked, likelihood=draws))
+            return _Observed(model, fisher, torch.cat(draws.losses), moved, squares)
         if any(squares.values()):  # otherwise, as at the start, there is no Gaussian
             fisher = KroneckerSums(model)
             if samples.counted:
@@ -415,12 +413,11 @@ class InformationInWeights(CenteredProbe):
         """Return what a code for the labels needs without a network; NaN if not class labels."""
         if not isinstance(samples.likelihood, Categorical):
             return math.nan
-        targets = samples.targets
         mine = torch.zeros(0, dtype=torch.long, device="cpu")
-        if targets is not None and not targets.is_floating_point():
-            mine = targets[targets >= 0].cpu()  # below 0: labels that do not count
-        largest = int(mine.max()) if len(mine) else -1
-        classes = max(on_every_process(samples.trainer, largest + 1))
+        if samples.targets is not None:
+            mine = samples.targets.cpu()
+            mine = mine[mine >= 0]  # below 0: labels that do not count
+        classes = max(on_every_process(samples.trainer, len(mine.bincount())))
         counts = samples.summed(mine.bincount(minlength=classes)).cpu()
         return label_entropy(counts) * counts.sum().item()
 
@@ -442,21 +439,12 @@ class InformationInWeights(CenteredProbe):
             **super().state_dict(),
             "chosen": self._chosen,
             "direction": self._direction,
-            "prior_std": self.prior_std,
-            "beta": self.beta,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         self._chosen = state_dict["chosen"]
         self._direction = state_dict["direction"]
-        before = (state_dict["prior_std"], state_dict["beta"])
-        now = (self.prior_std, self.beta)
-        if before != now:
-            warn(
-                f"{self.state_key} goes on with `prior_std` and `beta` {now}, and its history was measured with "
-                f"{before}: the two parts do not compare.",
-            )
 
 
 @dataclass

@@ -4,7 +4,6 @@ from typing import Any, Literal
 
 from torch import Generator, Tensor, nn
 
-from lightning_taskinfo._lightning import LightningModule, Trainer
 from lightning_taskinfo._ranges import check_counts
 from lightning_taskinfo.callbacks.probe import Probe
 from lightning_taskinfo.callbacks.source import Samples
@@ -77,13 +76,6 @@ class LocalMinimum(Probe):
         self.draws = draws
         self.subset_size = subset_size
         self.normalise_logits = normalise_logits
-
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_fit_start(trainer, pl_module)
-        if self.data == "train_batch" and trainer.world_size > 1:
-            raise ValueError(
-                "`data` must be 'train' or 'val' with several processes, got 'train_batch'."
-            )
 
     def _outputs(self, model: nn.Module, inputs: Any) -> Tensor:
         outputs = self.reader.outputs(model, inputs)

@@ -10,7 +10,7 @@ from lightning_taskinfo._lightning import LightningModule, Trainer
 from lightning_taskinfo._ranges import check_positive
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.callbacks.information_in_weights import CenteredProbe
-from lightning_taskinfo.callbacks.report import report
+from lightning_taskinfo.callbacks.probe import check_choice
 from lightning_taskinfo.callbacks.source import Samples
 from lightning_taskinfo.certificates import (
     BETAS,
@@ -118,8 +118,7 @@ class PACBayesCertificate(CenteredProbe):
         check_positive(prior_stds=prior_stds)
         check_choices(delta=delta, delta_draws=delta_draws, draws=draws, betas=betas)
         named_structures(structure)  # refuses what it does not know
-        if error not in get_args(ErrorKind):
-            raise ValueError(f"`error` must be one of {get_args(ErrorKind)}, got {error!r}.")
+        check_choice("error", error, *get_args(ErrorKind))
         self.error = error
         self.prior_origin = prior_origin
         self.structure = structure
@@ -193,7 +192,7 @@ class PACBayesCertificate(CenteredProbe):
     def _options(self) -> dict[str, Any]:
         """Return what the search of a certificate and that of the trade-off share."""
         return {
-            "batch_fn": _as_it_is,
+            "batch_fn": lambda pair: pair,  # read already: labels would be shifted twice
             "forward_fn": self.forward_fn,
             "error": self.error,
             "betas": self.betas,
@@ -221,20 +220,18 @@ class PACBayesCertificate(CenteredProbe):
         prior = self._prior(pool[1])
         model = self._trainer.lightning_module
         self.tradeoff = pareto_front(model, pool, prior, **self._options())
-        key = self._key("certificate_pareto")
         rows = []
         best: dict[str, float] = {}
         for candidate in self.tradeoff:
             row = dict(vars(candidate))
             del row["prior_std"]
             rows.append(row)
-            name = f"{key}_{candidate.structure}"
+            name = f"certificate_pareto_{candidate.structure}"
             best[name] = min(candidate.bound, best.get(name, 1.0))
-        step = self._trainer.global_step
         for logger in self._trainer.loggers:
-            logger.log_metrics(best, step=step)
+            logger.log_metrics(self._logged(best), step=self._trainer.global_step)
         plot = partial(plot_pareto, self.tradeoff, len(pool[1]), delta=self.delta)
-        report(self._loggers(), key, plot, rows, step)
+        self._log_rows("certificate_pareto", rows, plot)
 
     def _prior(self, targets: Any) -> Prior:
         center = {name: w.to(targets.device) for name, w in self.center.items()}
@@ -253,8 +250,3 @@ class PACBayesCertificate(CenteredProbe):
         fixed = state_dict["fixed"]
         self._fixed = {name: bytes.fromhex(digest) for name, digest in fixed.items()}
         self._late = state_dict["late"]
-
-
-def _as_it_is(pair: Any) -> Any:
-    """Samples that the callback has read are not read again: labels of a language model would be shifted twice."""
-    return pair

@@ -16,6 +16,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from weakref import ref
 
@@ -25,7 +26,12 @@ from torch import Tensor, nn
 from lightning_taskinfo._batches import Reader, filled_up, size
 from lightning_taskinfo._lightning import Callback, LightningModule, Trainer
 from lightning_taskinfo._observe import layer_of, observing, trainable_parameters
-from lightning_taskinfo._ranges import check_counts, check_not_negative, check_seed
+from lightning_taskinfo._ranges import (
+    check_counts,
+    check_finite_tensors,
+    check_not_negative,
+    check_seed,
+)
 from lightning_taskinfo._sharded import resharding
 from lightning_taskinfo._wandb import PREFIX
 from lightning_taskinfo._warn import warn
@@ -113,6 +119,7 @@ class Probe(Callback, ABC):
     ylabel = ""
     runs_the_model = True  # otherwise nothing has to be put back
     split_over_ranks = True  # otherwise every process measures all samples
+    needs_plain_weights = False  # without noise of their own
     needs_whole_weights = ""  # what for, if it cannot work with sharded ones
 
     headline: tuple[str, ...]  # what the figure shows and the summary holds
@@ -145,8 +152,7 @@ class Probe(Callback, ABC):
         )
         check_not_negative(max_layers=max_layers)
         check_seed(seed)
-        if data not in ("train_batch", "train", "val"):
-            raise ValueError(f"`data` must be one of train_batch, train, val, got {data!r}.")
+        check_choice("data", data, "train_batch", "train", "val")
         self._asked = Request(labels, likelihood, mc_samples, forward_fn=forward_fn)
         if every_n_steps is None and every_n_epochs is None:
             every_n_steps, every_n_epochs = self.default_every_n_steps, self.default_every_n_epochs
@@ -169,18 +175,8 @@ class Probe(Callback, ABC):
         self._way = (self.runs_the_model, self.reader, likelihood)
         self.history: list[dict[str, float]] = []
         self._trainer: Any = None  # while it trains
-        self._source: Any = None
-        self._last_step = 0  # after the last batch
-        self._measured_at = -1  # the last measurement of this fit
-        self._batch: Any = None  # the last one
-        self._compares = False  # the loss of the first batch, which is still to come
-        self._first_losses: list[float] = []  # until the first batch was trained on
-        self._checked = False  # whether the first samples can be measured
-        self._warned = False  # of a measurement that failed
         self._extra = False  # whether the last measurement was made because a fit ended,
         self._resumed_extra = False  # in the run that is resumed
-        self._sharded = False
-        self._begins = False  # the first step is still to come, and wanted
         self._module: ref[LightningModule] | None = None  # of the last fit
 
     @abstractmethod
@@ -204,14 +200,20 @@ class Probe(Callback, ABC):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._trainer = trainer
-        self._checked = self._warned = False
+        self._batch: Any = None  # the last one
+        self._first_losses: list[float] = []  # until the first batch was trained on
+        self._checked = False  # whether the first samples can be measured
+        self._warned = False  # of a measurement that failed
         checks.check_weights(self.state_key, pl_module)
+        if self.needs_plain_weights:
+            checks.check_plain(self.state_key, pl_module)
         self._sharded = checks.check_shards(
             self.state_key, trainer, pl_module, self.needs_whole_weights, self.max_samples
         )
         callbacks = self._trainer.callbacks
         alike = [other for other in callbacks if getattr(other, "_way", None) == self._way]
-        self._compares = alike[0] is self and not self._sharded  # once for all of them
+        # Compare the loss of the first batch, once for all of them.
+        self._compares = alike[0] is self and not self._sharded
         if self._module is not None and self._module() is not pl_module:
             warn(
                 f"{self.state_key} was used for another module before: its history goes on with this one. "
@@ -227,17 +229,16 @@ class Probe(Callback, ABC):
         if self._resumed_extra:
             self.history.pop()  # measured only because the first part of the run had ended
         self._resumed_extra = self._extra = False
-        self._last_step = trainer.global_step
-        self._measured_at = -1
+        self._last_step = trainer.global_step  # after the last batch
+        self._measured_at = -1  # the last measurement of this fit
         self._begins = self.at_start and trainer.global_step == 0
-        self._source = Source(
+        self._source: Any = Source(
             self.data, self.max_samples, self.seed, self.reader, self.split_over_ranks
         )
         with observing(pl_module):  # a logger may begin its run here
-            if self.data != "train_batch":
-                self._source.open(trainer, pl_module)
-                if self._source.pool is not None:
-                    self._check(pl_module, *self._source.pool)
+            self._source.open(trainer, pl_module)
+            if self._source.pool is not None:
+                self._check(pl_module, *self._source.pool)
             report.log_settings(self._loggers(), self.state_key, self._settings())
 
     def _check(self, pl_module: LightningModule, inputs: Any, targets: Tensor | None) -> None:
@@ -246,9 +247,8 @@ class Probe(Callback, ABC):
         if isinstance(inputs, Tensor) and not len(inputs):  # others have the samples
             return
         with resharding(pl_module):
-            checks.check_batch(
-                self.state_key, pl_module, inputs, targets, self._asked, self._check_outputs
-            )
+            tried = checks.try_model(self.state_key, pl_module, inputs, targets, self._asked)
+        self._check_outputs(*tried)
 
     def _check_outputs(self, outputs: Tensor, targets: Tensor | None) -> None:
         """Refuse outputs of the first samples that are not what the quantity needs."""
@@ -259,7 +259,7 @@ class Probe(Callback, ABC):
         trainer: Trainer,
         pl_module: LightningModule,
         batch: Any,
-        batch_idx: int,
+        *_: Any,
     ) -> None:
         # As the training step gets it: one that pops the labels takes them out of its own dict.
         self._batch = copy.copy(batch) if isinstance(batch, Mapping) else batch
@@ -279,8 +279,7 @@ class Probe(Callback, ABC):
         trainer: Trainer,
         pl_module: LightningModule,
         outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        *_: Any,
     ) -> None:
         if self._first_losses:
             checks.compare_losses(self.state_key, self._first_losses, trainer, outputs)
@@ -289,7 +288,7 @@ class Probe(Callback, ABC):
             self._tried(self._source.collect, pl_module, self._batch, trainer.is_last_batch)
         if self._due(trainer) and self._measure():
             values = dict.fromkeys(self.headline, math.nan)
-            values |= report.without_layers(self.history[-1])
+            values |= without_layers(self.history[-1])
             del values["step"]
             # Into the dict that checkpointing and early stopping read: `log_dict` would do the same,
             # and take as long as a part of the measurement.
@@ -335,7 +334,7 @@ class Probe(Callback, ABC):
             return False
         step = self._measured_at = self._trainer.global_step
         self.history.append({"step": step, **values})
-        series = self._logged(report.with_few_layers(dict(values), self.max_layers))
+        series = self._logged(with_few_layers(dict(values), self.max_layers))
         for logger in self._trainer.loggers:
             logger.log_metrics(series, step=step)
         return True
@@ -375,7 +374,12 @@ class Probe(Callback, ABC):
         check_finite(model)
         return self._source.read(self._trainer, self._batch)
 
-    def _observed(self, model: nn.Module, pair: Pair, sizes: list[int]) -> tuple[Any, Samples]:
+    def _observed(
+        self,
+        model: nn.Module,
+        pair: Pair,
+        sizes: list[int],
+    ) -> tuple[Any, Samples]:
         inputs, targets = pair
         rank = self._trainer.global_rank
         first, total = 0, sizes[rank]
@@ -408,13 +412,22 @@ class Probe(Callback, ABC):
 
     def _report(self) -> None:
         """Give figure, table and summary to the loggers at the end of training."""
-        key = self._key(self.headline[0])
-        step = self._trainer.global_step
+        name = self.headline[0]
         has_points = any(report.known(self.history, name) for name in self.headline)
-        plot = self.plot if has_points else None
-        report.report(self._loggers(), key, plot, self.history, step)
-        ends = report.summary(self.history, self.headline)
-        report.log_summary(self._loggers(), key, self._logged(ends), step)
+        self._log_rows(name, self.history, self.plot if has_points else None)
+        ends = self._logged(report.summary(self.history, self.headline))
+        step = self._trainer.global_step
+        report.log_summary(self._loggers(), self._key(name), ends, step)
+
+    def _log_rows(self, name: str, rows: report.Rows, plot: Callable[[], Any] | None) -> None:
+        """Give a table, and its figure if there is one and matplotlib, to the loggers."""
+        loggers = self._loggers()
+        figure = None
+        if loggers and plot is not None and find_spec("matplotlib"):  # drawing takes a while
+            figure, _ = plot()
+        for logger in loggers:
+            key = self._key(f"{name}_table")
+            report.log_table(logger, key, rows, self._trainer.global_step, figure)
 
     def _settings(self) -> dict[str, Any]:
         """Return the arguments that this callback was made with, and its defaults for the others."""
@@ -450,14 +463,47 @@ class Probe(Callback, ABC):
         self._module = None
 
 
+def without_layers(row: report.Row) -> report.Row:
+    """Return a measurement without its layers, which are parts of another value and named behind it.
+
+    Example:
+        >>> without_layers({"nats": 3.0, "nats/net.0": 1.0, "nats_at/0.5": 2.0})
+        {'nats': 3.0, 'nats_at/0.5': 2.0}
+    """
+    kept = {}
+    for name, value in row.items():
+        whole, _, _ = name.rpartition("/")
+        if whole not in row:
+            kept[name] = value
+    return kept
+
+
+def with_few_layers(row: report.Row, limit: int) -> report.Row:
+    """Return a measurement with at most ``limit`` of its layers, evenly from the first to the last.
+
+    Example:
+        >>> row = {"nats": 3.0, "nats/a": 1.0, "nats/b": 0.5, "nats/c": 1.5}
+        >>> with_few_layers(row, 2)
+        {'nats': 3.0, 'nats/a': 1.0, 'nats/c': 1.5}
+    """
+    few = without_layers(row)
+    layers = [name for name in row if name not in few]
+    if len(layers) > limit:
+        layers = [layers[i] for i in report.spread(len(layers), limit)]
+    return few | {name: row[name] for name in layers}
+
+
+def check_choice(argument: str, value: str, *options: str) -> None:
+    """Raise a ``ValueError`` if an argument is none of its options."""
+    if value not in options:
+        raise ValueError(f"`{argument}` must be one of {', '.join(options)}, got {value!r}.")
+
+
 def check_finite(model: nn.Module) -> None:
     """Raise a ``ValueError`` if a trainable weight is NaN or infinite."""
     weights = {}
     for name, p in trainable_parameters(model).items():
         weights[name] = getattr(p, "to_local", p.detach)().detach()
     sums = torch.stack([w.sum() for w in weights.values()])
-    if bool(sums.isfinite().all()):  # first: this runs at every measurement
-        return
-    for name, w in weights.items():
-        if not bool(w.isfinite().all()):
-            raise ValueError(f"the weights of {name!r} are not finite")
+    if not bool(sums.isfinite().all()):  # first: this runs at every measurement
+        check_finite_tensors("weights", weights)

@@ -2,8 +2,7 @@
 
 import csv
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib.util import find_spec
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -81,31 +80,6 @@ def spread(total: int, n: int) -> list[int]:
     return [round(i * (total - 1) / steps) for i in range(n)]
 
 
-def without_layers(row: Row) -> Row:
-    """Return a measurement without its layers, which are parts of another value and named behind it.
-
-    Example:
-        >>> without_layers({"nats": 3.0, "nats/net.0": 1.0, "nats_at/0.5": 2.0})
-        {'nats': 3.0, 'nats_at/0.5': 2.0}
-    """
-    return {name: value for name, value in row.items() if name.rpartition("/")[0] not in row}
-
-
-def with_few_layers(row: Row, limit: int) -> Row:
-    """Return a measurement with at most ``limit`` of its layers, evenly from the first to the last.
-
-    Example:
-        >>> row = {"nats": 3.0, "nats/a": 1.0, "nats/b": 0.5, "nats/c": 1.5}
-        >>> with_few_layers(row, 2)
-        {'nats': 3.0, 'nats/a': 1.0, 'nats/c': 1.5}
-    """
-    few = without_layers(row)
-    layers = [name for name in row if name not in few]
-    if len(layers) > limit:
-        layers = [layers[i] for i in spread(len(layers), limit)]
-    return few | {name: row[name] for name in layers}
-
-
 def log_settings(loggers: Sequence[Any], who: str, settings: Mapping[str, Any]) -> None:
     """Give a callback's settings to the configuration of each run, and tell W&B which axis its values have.
 
@@ -126,7 +100,7 @@ def log_settings(loggers: Sequence[Any], who: str, settings: Mapping[str, Any]) 
 
 
 def _plain(value: Any) -> Any:
-    if value is None or isinstance(value, bool | int | float | str):
+    if isinstance(value, bool | int | float | str | None):
         return value
     if isinstance(value, list | tuple):
         return list(value)
@@ -150,50 +124,34 @@ def log_summary(loggers: Sequence[Any], key: str, ends: Row, step: int) -> None:
             log_table(logger, f"{key}_summary", rows, step)
 
 
-def report(
-    loggers: Sequence[Any], key: str, plot: Callable[[], Any] | None, rows: Rows, step: int
-) -> None:
-    """Give figure and table to each logger in the way it has: as objects, as an image and text, or as files.
+def log_table(logger: Any, key: str, rows: Rows, step: int, figure: Any = None) -> None:
+    """Give a table, and a figure of it if there is one, to a logger.
 
-    Args:
-        loggers: Lightning's loggers.
-        key: What figure and table are called, with ``_figure`` and ``_table`` behind.
-        plot: Draws the figure, if there is one to be drawn; not called without matplotlib.
-        rows: What was measured.
-        step: The optimizer step at the end of training.
+    They become a table and an image of W&B, a text and an image of TensorBoard, or files beside
+    what else it writes.
     """
-    figure = None
-    if loggers and plot is not None and find_spec("matplotlib"):  # drawing takes a while
-        figure, _ = plot()
-    for logger in loggers:
-        log_table(logger, f"{key}_table", rows, step)
-        if figure is not None:
-            log_figure(logger, f"{key}_figure", figure, step)
-
-
-def log_table(logger: Any, key: str, rows: Rows, step: int) -> None:
-    """Give a table to a logger: as a table of W&B, a text of TensorBoard, or a file beside what else it writes."""
     columns = [*dict.fromkeys(chain.from_iterable(rows))]
-    cells = [[row.get(column) for column in columns] for row in rows]
+    cells: list[list[Any]] = [[row.get(column) for column in columns] for row in rows]
+    picture = f"{key.removesuffix('_table')}_figure"
     if _is_wandb(logger):
         logger.log_table(key, columns=columns, data=cells, step=step)
+        if figure is not None:
+            logger.log_image(picture, images=[figure_pixels(figure).numpy()], step=step)
     elif _is_tensorboard(logger):
-        lines: list[Any] = [columns, ["---"] * len(columns), *cells]
-        text = "\n".join(f"| {' | '.join(map(_text, line))} |" for line in lines)
-        logger.experiment.add_text(key, text, step)
-    elif path := _file(logger, f"{key}.csv"):
-        with path.open("w", newline="") as file:
+        lines = []
+        every: list[list[Any]] = [columns, ["---"] * len(columns), *cells]
+        for line in every:
+            text = " | ".join(map(_text, line))
+            lines.append(f"| {text} |")
+        logger.experiment.add_text(key, "\n".join(lines), step)
+        if figure is not None:
+            pixels = figure_pixels(figure)
+            logger.experiment.add_image(picture, pixels, step, dataformats="HWC")
+    elif isinstance(getattr(logger, "log_dir", None), str):  # as that of csv files
+        with _file(logger, key, "csv").open("w", newline="") as file:
             csv.writer(file).writerows([columns, *cells])
-
-
-def log_figure(logger: Any, key: str, figure: Any, step: int) -> None:
-    """Give a figure to a logger, in the way of :func:`log_table`."""
-    if _is_wandb(logger):
-        logger.log_image(key, images=[figure_pixels(figure).numpy()], step=step)
-    elif _is_tensorboard(logger):
-        logger.experiment.add_image(key, figure_pixels(figure), step, dataformats="HWC")
-    elif path := _file(logger, f"{key}.png"):
-        figure.savefig(path, dpi=150)
+        if figure is not None:
+            figure.savefig(_file(logger, picture, "png"), dpi=150)
 
 
 def _is_wandb(logger: Any) -> bool:
@@ -204,13 +162,11 @@ def _is_tensorboard(logger: Any) -> bool:
     return hasattr(logger.experiment, "add_text")
 
 
-def _file(logger: Any, key: str) -> Path | None:
-    """Return where a logger that writes to a folder, as that of csv files, has a file of this key."""
-    folder = getattr(logger, "log_dir", None)
-    if not isinstance(folder, str):
-        return None
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    return Path(folder, key.removeprefix(f"{PREFIX}/").replace("/", "_"))
+def _file(logger: Any, key: str, kind: str) -> Path:
+    """Return where a logger that writes to a folder has a file of this key."""
+    Path(logger.log_dir).mkdir(parents=True, exist_ok=True)
+    name = key.removeprefix(f"{PREFIX}/").replace("/", "_")
+    return Path(logger.log_dir, f"{name}.{kind}")
 
 
 def _text(cell: float | str | None) -> str:

@@ -4,8 +4,7 @@ import copy
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from operator import itemgetter
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +27,7 @@ from lightning_taskinfo._batches import (
     labeled_key,
     sample_count,
     size,
+    split,
     take,
 )
 from lightning_taskinfo._lightning import LightningModule, Trainer
@@ -35,7 +35,6 @@ from lightning_taskinfo._random import seed_everything
 from lightning_taskinfo.fisher.measure import Request
 from lightning_taskinfo.functional.likelihood import Likelihood, NumberedDraws, as_likelihood
 
-Draws = TypeVar("Draws", bound=NumberedDraws)
 Pair = tuple[Any, Tensor | None]  # inputs and targets
 CHUNK = 128  # samples of one forward pass
 ALL = slice(None)
@@ -73,7 +72,7 @@ class Samples:
         """What the outputs mean."""
         return as_likelihood(self.asked.likelihood)
 
-    def draws(self, kind: type[Draws] = NumberedDraws) -> Draws:  # type: ignore[assignment]
+    def draws(self, kind: type[NumberedDraws] = NumberedDraws) -> NumberedDraws:
         """Return the likelihood, with labels that do not depend on how processes share the samples."""
         return kind(
             self.likelihood,
@@ -83,9 +82,9 @@ class Samples:
             mc_samples=self.asked.mc_samples,
         )
 
-    def request(self, draws: NumberedDraws | None = None) -> Request:
+    def request(self) -> Request:
         """Return what the engine is asked for."""
-        return replace(self.asked, likelihood=draws or self.draws())
+        return replace(self.asked, likelihood=self.draws())
 
     def outputs(self, model: nn.Module, some: slice = ALL) -> Iterator[Tensor]:
         """Yield the outputs for some of the samples that count, at most 128 of them at a time, without gradients.
@@ -94,12 +93,12 @@ class Samples:
         """
         inputs = take(self.inputs, lambda x: x[some].contiguous())  # a model may take views of it
         counted = len(range(self.counted)[some])
-        for start in range(0, size(inputs), CHUNK):
-            part = itemgetter(slice(start, start + CHUNK))
+        for part in split(inputs, CHUNK) if size(inputs) else ():
             with torch.no_grad():
-                outputs = self.asked.forward(model, take(inputs, part))
-            if start < counted:
-                yield outputs[: counted - start]
+                outputs = self.asked.forward(model, part)
+            if counted > 0:
+                yield outputs[:counted]
+            counted -= CHUNK
 
     def losses(self, model: nn.Module, some: slice = ALL) -> Tensor:
         """Return the negative log-likelihood of some samples' targets in nats, ``[n]``; NaN without targets."""
@@ -122,7 +121,7 @@ class LossOnTheWay(NumberedDraws):
 
     def __init__(self, likelihood: Likelihood, **numbers: int) -> None:
         super().__init__(likelihood, **numbers)
-        self._found = [_unknown(0)]
+        self.losses = [_unknown(0)]  # of each sample so far, in nats; NaN without targets
 
     def check(self, outputs: Tensor, targets: Tensor | None) -> None:  # once a chunk
         """See that outputs and targets fit the likelihood, and note their losses."""
@@ -130,11 +129,7 @@ class LossOnTheWay(NumberedDraws):
         losses = _unknown(len(outputs))
         if targets is not None:
             losses = -self.likelihood.log_prob(outputs.detach(), targets)
-        self._found.append(losses.double().cpu())
-
-    def losses(self) -> Tensor:
-        """Return the negative log-likelihood of each sample so far, in nats; NaN without targets."""
-        return torch.cat(self._found)
+        self.losses.append(losses.double().cpu())
 
 
 def _unknown(samples: int) -> Tensor:
@@ -171,6 +166,13 @@ class Source:
         Raises:
             ValueError: If there must be a pool and the dataset does not give one.
         """
+        whole = not self.split and trainer.world_size > 1
+        if self.data == "train_batch":
+            if whole:
+                raise ValueError(
+                    "`data` must be 'train' or 'val' with several processes, got 'train_batch'."
+                )
+            return
         loaders: Any = trainer.val_dataloaders if self.data == "val" else trainer.train_dataloader
         key, loader = labeled_loader(loaders)
         needed = "a loader of an indexed dataset, all of which is used"
@@ -180,13 +182,17 @@ class Source:
                 return
             except (TypeError, NotImplementedError, RuntimeError) as error:  # what copying raises
                 needed = f"a dataset that can be copied ({error})"
-        if self.data == "val" or (not self.split and trainer.world_size > 1):
+        if self.data == "val" or whole:
             kind = type(loader).__name__
             raise ValueError(f"`data={self.data!r}` needs {needed}, got {kind}.")
         self.missing = len(self._share(trainer, self.max_samples))
 
     def _read_pool(
-        self, trainer: Trainer, pl_module: LightningModule, loader: Any, key: Any
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        loader: Any,
+        key: Any,
     ) -> Pair:
         generator = torch.Generator().manual_seed(self.seed)
         order = torch.randperm(len(loader.dataset), generator=generator, device="cpu")
@@ -208,16 +214,13 @@ class Source:
         if self.missing is None:
             return
         inputs, targets = self.reader.read(pl_module, batch)
-        inputs, targets = first_samples(inputs, targets, self.missing)
-        self.missing -= sample_count(inputs)
-        inputs = take(inputs, lambda x: x.detach().clone())
-        if targets is not None:
-            targets = targets.detach().clone()
-        self.collected.append((inputs, targets))
+        part = first_samples(inputs, targets, self.missing)
+        self.missing -= sample_count(part[0])
+        self.collected.append(take(part, lambda x: x.detach().clone()))
         if last or not self.missing:
-            given = [part for part, _ in self.collected]
-            known = [labels for _, labels in self.collected if labels is not None]
-            self.pool = joined(given), joined_targets(known) if known else None
+            every, labels = zip(*self.collected, strict=True)
+            known = [targets for targets in labels if targets is not None]
+            self.pool = joined([*every]), joined_targets(known) if known else None
             self.missing = None
 
     def read(self, trainer: Trainer, batch: Any) -> Pair:
@@ -252,10 +255,9 @@ def summed(trainer: Trainer, values: Tensor | list[float]) -> Tensor:
 
 def on_every_process(trainer: Trainer, number: int) -> list[int]:
     """Return the number that each process has."""
-    if trainer.world_size == 1:
-        return [number]
-    mine = torch.tensor(number, device=trainer.strategy.root_device)
-    return trainer.strategy.all_gather(mine).flatten().tolist()
+    mine = [0.0] * trainer.world_size
+    mine[trainer.global_rank] = number
+    return [int(of_one) for of_one in summed(trainer, mine).tolist()]
 
 
 # Loaders

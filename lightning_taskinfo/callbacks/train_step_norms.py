@@ -15,9 +15,8 @@ from lightning_taskinfo._batches import read_batch, read_by, sample_count
 from lightning_taskinfo._lightning import LightningModule, Trainer
 from lightning_taskinfo._ranges import check_counts
 from lightning_taskinfo._warn import warn
-from lightning_taskinfo.callbacks import report
 from lightning_taskinfo.callbacks.fisher_trace import by_layer
-from lightning_taskinfo.callbacks.probe import Probe
+from lightning_taskinfo.callbacks.probe import Probe, check_choice
 from lightning_taskinfo.callbacks.source import NotingSampler, Samples, on_every_process, summed
 from lightning_taskinfo.fisher.accumulators import TraceSums
 from lightning_taskinfo.fisher.step_losses import SampleLosses, StepLosses, losses_of
@@ -159,17 +158,16 @@ class SampleSums:
             self._table = torch.nn.functional.pad(self._table, (0, missing))
         index = index.to(self._table.device)
         self._table[4].index_add_(0, index, self._table.new_ones(len(index)))
-        of_losses = []
-        losses = []
+        known = []
         parts = index.split([len(step.numbers) for step in steps])
         for part, step in zip(parts, steps, strict=True):
             if step.losses is not None:
-                of_losses.append(part)
-                losses.append(step.losses)
+                known.append((part, step.losses))
             if step.norms is not None:
                 behind = step.first + len(step.norms)
                 self._add(2, part[step.first : behind], step.norms)
-        if losses:
+        if known:
+            of_losses, losses = zip(*known, strict=True)
             self._add(0, torch.cat(of_losses), losses_of(losses))
 
     def _add(self, row: int, index: Tensor, values: Tensor) -> None:
@@ -289,10 +287,8 @@ class TrainStepNorms(Probe):
             name=name,
             batch_fn=batch_fn,
         )
-        if rank_by not in ("loss", "squared_norm"):
-            raise ValueError(f"`rank_by` must be one of loss, squared_norm, got {rank_by!r}.")
-        if loss_reduction not in ("mean", "sum"):
-            raise ValueError(f"`loss_reduction` must be one of mean, sum, got {loss_reduction!r}.")
+        check_choice("rank_by", rank_by, "loss", "squared_norm")
+        check_choice("loss_reduction", loss_reduction, "mean", "sum")
         check_counts(top_k=top_k, norms_every_n_steps=norms_every_n_steps)
         if rank_by == "squared_norm" and not norms:
             raise ValueError(f"`rank_by` must be 'loss' with `norms=False`, got {rank_by!r}.")
@@ -307,21 +303,12 @@ class TrainStepNorms(Probe):
         self._index_fn = index_fn
         self._sums = SampleSums()
         self._noting: list[Any] = []  # loaders whose samplers note what they draw
-        self._drawn: list[Any] | None = None  # in this epoch,
-        self._skipped: int | None = None  # from this batch on
-        self._recorder: StepRecorder | None = None
-        self._follow = True  # whether samples are known by number
-        self._first_step = True
-        self._logged_every = 1
-        self._reset()
+        self._recorder: Any = None
 
     def _reset(self) -> None:
         """Forget the step before."""
         self._size = 0
-        self._turn = 0  # of the steps and samples whose norms are read
         self._reads_norms = False
-        self._scale = math.nan
-        self._numbers: Any = None
         self._targets: Any = None
         self._losses: SampleLosses | None = None
         self._problem: str | None = NOT_READ
@@ -366,8 +353,9 @@ class TrainStepNorms(Probe):
         steps = trainer.estimated_stepping_batches  # negative where nobody knows
         every = self.every_n_steps or 1
         self._logged_every = int(steps) if 0 < steps < every else every
-        self._drawn = self._skipped = None
-        self._follow = True
+        self._drawn: list[Any] | None = None  # in this epoch,
+        self._skipped: int | None = None  # from this batch on
+        self._follow = True  # whether samples are known by number
         if self._index_fn is not None:
             return
         loader: Any = trainer.train_dataloader
@@ -388,9 +376,8 @@ class TrainStepNorms(Probe):
                 f"changes the order, {advice}"
             )
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._drawn = None
-        self._skipped = 0
+    def on_train_epoch_start(self, *_: Any) -> None:
+        self._drawn, self._skipped = None, 0
 
     # The training step
 
@@ -402,7 +389,8 @@ class TrainStepNorms(Probe):
         batch_idx: int,
     ) -> None:
         self._reset()
-        self._turn = trainer.current_epoch + batch_idx  # other samples in the next epoch
+        # Whose turn it is to have norms: in the next epoch, that of other steps and samples.
+        self._turn = trainer.current_epoch + batch_idx
         batch_fn = self.reader.batch_fn
         try:
             inputs, self._targets = (
@@ -410,29 +398,27 @@ class TrainStepNorms(Probe):
             )
             size = sample_count(inputs)
             if self._follow:
-                self._numbers = self._numbers_of(batch, batch_idx)
-                if len(self._numbers) != size:
-                    numbers = len(self._numbers)
-                    raise ValueError(f"{ONE_EACH} of {size} samples, got {numbers} of them.")
+                self._numbers = self._numbers_of(batch, batch_idx, size)
             self._size = size
         except Exception as error:
             self._failed_step(error)
 
-    def _numbers_of(self, batch: Any, batch_idx: int) -> Any:
+    def _numbers_of(self, batch: Any, batch_idx: int, size: int) -> Any:
         """Return the numbers of the samples in a batch."""
         if self._index_fn is not None:
             numbers = self._index_fn(batch)
             if isinstance(numbers, Tensor):
                 numbers = numbers.tolist()
-            as_index(numbers)
-            return numbers
-        if self._drawn is None:
-            self._drawn = self._trainer.train_dataloader.batch_sampler.drawn
-        if self._skipped is None:  # a training that is resumed within an epoch
-            self._skipped = batch_idx
-        numbers = self._drawn[batch_idx - self._skipped]
-        if self._first_step:
+        else:
+            if self._drawn is None:
+                self._drawn = self._trainer.train_dataloader.batch_sampler.drawn
+            if self._skipped is None:  # a training that is resumed within an epoch
+                self._skipped = batch_idx
+            numbers = self._drawn[batch_idx - self._skipped]
+        if self._first_step or self._index_fn is not None:
             as_index(numbers)  # or say so
+        if len(numbers) != size:
+            raise ValueError(f"{ONE_EACH} of {size} samples, got {len(numbers)}.")
         return numbers
 
     def on_before_backward(
@@ -461,7 +447,7 @@ class TrainStepNorms(Probe):
         losses = StepLosses(loss, self._size, self._targets)
         if losses.found is not None:
             self._losses = losses.found.kept()
-        recorder = self._recorder
+        recorder: StepRecorder | None = self._recorder
         every = self.norms_every_n_steps
         is_turn = every is not None and self._turn % every == 0
         is_logged = (self._last_step + 1) % self._logged_every == 0  # after this step
@@ -494,22 +480,16 @@ class TrainStepNorms(Probe):
                 "follows losses alone with `norms=False`."
             )
 
-    def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
-        if self._follow and self._problem is None and batch is not None:  # or it had no step
+    def on_train_batch_end(self, *step: Any) -> None:
+        if self._follow and self._size and self._problem is None:
             norms, first = None, 0
-            if self._recorder is not None and self._reads_norms and self._recorder.norms:
+            if self._reads_norms and self._recorder.norms:
                 by_weight = torch.stack([*self._recorder.norms.values()])
                 norms = self._scale**2 * by_weight.sum(0)
                 first = self._recorder.first
             self._sums.add(StepSamples(self._numbers, self._losses, norms, first))
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        self._size = 0  # once: Lightning also ends batches that it has not begun
+        super().on_train_batch_end(*step)
 
     # What is logged
 
@@ -521,8 +501,8 @@ class TrainStepNorms(Probe):
         if self._losses is not None:
             losses = self._losses.values
             losses = losses[losses.isfinite()]
-            of_losses = [losses.double().sum().item(), float(len(losses))]
-        if self._recorder is None or not self._reads_norms:
+            of_losses = [losses.double().sum().item(), len(losses)]
+        if not self._reads_norms:
             return [], of_losses
         if not self._recorder.norms:
             problem = self._recorder.problem
@@ -555,19 +535,12 @@ class TrainStepNorms(Probe):
         samples = self.samples
         if samples.seen.any():
             plot = partial(samples.plot, k=self.top_k)
-            rows = samples.top(self.top_k)
-            key = self._key("suspicious_samples")
-            report.report(self._loggers(), key, plot, rows, self._trainer.global_step)
+            self._log_rows("suspicious_samples", samples.top(self.top_k), plot)
 
-    def on_exception(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        exception: BaseException,
-    ) -> None:
-        self.teardown(trainer, pl_module, "fit")
+    def on_exception(self, trainer: Trainer, *_: Any) -> None:
+        self.teardown(trainer)
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def teardown(self, trainer: Trainer, *_: Any, **stage: Any) -> None:
         self._recorder = self._trainer = self._drawn = None
         vars(trainer.strategy).pop("process_dataloader", None)
         for loader in self._noting:

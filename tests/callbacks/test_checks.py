@@ -95,7 +95,8 @@ def test_weights_that_are_not_finite_leave_a_gap_and_one_warning(tmp_path, probe
 
     callback = probe(every_n_steps=1, data="train_batch")
     with pytest.warns(
-        UserWarning, match="could not measure at step 3 .*weights of 'net.0.weight' are not finite"
+        UserWarning,
+        match="could not measure at step 3 .*`weights` must hold finite .* in 'net.0.weight'",
     ):
         fit(tmp_path, callback, model=Diverging())
     assert [row["step"] for row in callback.history] == [1, 2]
@@ -357,7 +358,9 @@ def test_large_weights_whose_sum_overflows_are_finite():
     check_finite(model)
     with torch.no_grad():
         model.weight[1, 1] = -math.inf
-    with pytest.raises(ValueError, match="the weights of 'weight' are not finite"):
+    with pytest.raises(
+        ValueError, match="`weights` must hold finite numbers, got others in 'weight'"
+    ):
         check_finite(model)
 
 

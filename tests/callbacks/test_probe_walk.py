@@ -42,7 +42,7 @@ def test_one_measurement(tmp_path):
     )
     files = {Path(file).relative_to(PACKAGE).as_posix() for _, file, _ in callback.calls}
     ours = {file for file in files if file.startswith("callbacks/")}
-    assert ours == {f"callbacks/{n}.py" for n in ("fisher_trace", "probe", "source", "report")}
+    assert ours == {f"callbacks/{n}.py" for n in ("fisher_trace", "probe", "source")}
     drawn = (PACKAGE.parent / "CONTRIBUTING.md").read_text().partition("**Watch**")[2]
     measured = {file for file in files if file.startswith("fisher/")}
     assert measured == {*re.findall(r"fisher/\w+\.py", drawn.partition("\n**")[0])}
