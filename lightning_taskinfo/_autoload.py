@@ -4,7 +4,6 @@
 """
 
 import functools
-import inspect
 import os
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +13,7 @@ from lightning_taskinfo._lightning import Callback, LightningModule, Trainer
 from lightning_taskinfo._warn import warn
 
 VARIABLE = "TASKINFO_CALLBACKS"
+ALONE = ("FisherTrace", "InformationInWeights", "LocalMinimum", "TrainStepNorms")
 
 
 def callbacks_factory() -> list[Callback]:
@@ -30,27 +30,13 @@ def callbacks_factory() -> list[Callback]:
     return [_autoloaded(name)() for name in names if name]
 
 
-def _goes_alone(what: Any) -> bool:
-    """Whether it is a callback whose arguments all have a default."""
-    if not (isinstance(what, type) and issubclass(what, Callback)):
-        return False
-    parameters = inspect.signature(what).parameters.values()
-    needed = [p for p in parameters if p.default is p.empty]
-    return all(p.kind is p.VAR_KEYWORD for p in needed)
-
-
 def _autoloaded(name: str) -> type[Callback]:
-    base: Any = getattr(lightning_taskinfo, name, None)
-    if not _goes_alone(base):
-        known = [
-            public
-            for public in lightning_taskinfo.__all__
-            if _goes_alone(getattr(lightning_taskinfo, public))
-        ]
+    if name not in ALONE:
         raise ValueError(
-            f"`{VARIABLE}` must name callbacks of lightning_taskinfo that need no argument ({', '.join(known)}), "
+            f"`{VARIABLE}` must name callbacks of lightning_taskinfo that need no argument ({', '.join(ALONE)}), "
             f"separated by commas; got {name!r}."
         )
+    base: Any = getattr(lightning_taskinfo, name)
 
     class Autoloaded(base):
         stepped_back = False
@@ -72,10 +58,8 @@ def _autoloaded(name: str) -> type[Callback]:
 
     Autoloaded.__name__ = Autoloaded.__qualname__ = base.__name__
     for hook in dir(base):
-        if not hook.startswith("on_"):
-            continue
         own = getattr(base, hook)
-        if own is not getattr(Callback, hook, None):
+        if hook.startswith("on_") and own is not getattr(Callback, hook, None):
             setattr(Autoloaded, hook, _stepping_back(own))
     return Autoloaded
 

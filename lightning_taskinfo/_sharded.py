@@ -34,31 +34,12 @@ def gathered_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
             precision.
     """
     parameters = trainable_parameters(model)
-    if any(map(_is_shard, parameters.values())):
-        return _gathered(model, parameters)
-    return parameters
-
-
-@contextmanager
-def resharding(model: nn.Module) -> Iterator[None]:
-    """Leave the model sharded: a pass without a backward keeps the outermost module gathered."""
-    try:
-        yield
-    finally:
-        for shard in _fsdp_modules(model):
-            shard.reshard()
-
-
-def _gathered(model: nn.Module, parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    places: dict[str, tuple[Any, str]] = {}
-    for name in parameters:
-        layer, _, last = name.rpartition(".")
-        places[name] = (model.get_submodule(layer)._parameters, last)
+    if not any(map(_is_shard, parameters.values())):
+        return parameters
     for shard in _fsdp_modules(model):
         shard.unshard()
-        for name, (held, last) in places.items():
-            p = held[last]
-            if _is_shard(parameters[name]) and not _is_shard(p):
+        for name, p in trainable_parameters(model).items():
+            if _is_shard(parameters[name]):
                 parameters[name] = p
         shard.reshard()
     for name, p in parameters.items():
@@ -71,6 +52,16 @@ def _gathered(model: nn.Module, parameters: dict[str, nn.Parameter]) -> dict[str
                 f"`model` must gather its shards in float32 or better, got {name!r} in {p.dtype}."
             )
     return parameters
+
+
+@contextmanager
+def resharding(model: nn.Module) -> Iterator[None]:
+    """Leave the model sharded: a pass without a backward keeps the outermost module gathered."""
+    try:
+        yield
+    finally:
+        for shard in _fsdp_modules(model):
+            shard.reshard()
 
 
 def _is_shard(parameter: nn.Parameter) -> bool:

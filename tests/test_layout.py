@@ -8,7 +8,6 @@ TESTS = Path(__file__).parent
 ELSEWHERE = {  # module -> the test of what it is a part of
     "_sharded.py": "callbacks/test_sharded.py",
     "_wandb.py": "test_log_keys.py",
-    "callbacks/_indices.py": "callbacks/test_train_step_norms.py",
     "cli/_parser.py": "cli/test_main.py",
     "cli/complexity.py": "cli/test_tasks.py",
     "cli/distance.py": "cli/test_tasks.py",

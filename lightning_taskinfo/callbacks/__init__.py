@@ -5,8 +5,7 @@ from lightning_taskinfo.callbacks.information_in_weights import InformationInWei
 from lightning_taskinfo.callbacks.local_minimum import LocalMinimum
 from lightning_taskinfo.callbacks.pac_bayes_certificate import PACBayesCertificate
 from lightning_taskinfo.callbacks.probe import Probe
-from lightning_taskinfo.callbacks.sample_scores import SampleScores
-from lightning_taskinfo.callbacks.train_step_norms import TrainStepNorms
+from lightning_taskinfo.callbacks.train_step_norms import SampleScores, TrainStepNorms
 
 __all__ = [
     "FisherTrace",

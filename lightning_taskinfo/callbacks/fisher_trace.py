@@ -2,7 +2,7 @@
 
 import math
 from contextlib import suppress
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import nn
 
@@ -41,8 +41,8 @@ class FisherTrace(Probe):
         Achille, Rovere, Soatto, *Critical Learning Periods in Deep Networks*, ICLR 2019.
     """
 
-    default_every_n_steps: ClassVar[int | None] = 100
-    ylabel: ClassVar[str] = "trace of the Fisher information"
+    default_every_n_steps = 100
+    ylabel = "trace of the Fisher information"
     headline = ("fisher_trace",)
 
     def __init__(self, **probe: Any) -> None:
@@ -60,19 +60,11 @@ class FisherTrace(Probe):
     def observe(self, model: nn.Module, samples: Samples) -> TraceSums:
         request = samples.request()
         norms = squared_norms_by_name(model, samples.inputs, samples.targets, request)
-        counted = {}
-        for name, part in norms.items():
-            counted[name] = part[: samples.counted]
-        return TraceSums.of(counted)
+        return TraceSums.of({name: part[: samples.counted] for name, part in norms.items()})
 
     def summarise(self, observed: TraceSums, samples: Samples) -> dict[str, float]:
         sums = samples.summed(observed.sums).tolist()
-        together = TraceSums(observed.names, sums)
-        trace, error, layers = together.compute(self.group_fn)
-        values = {"fisher_trace": trace, "fisher_trace_standard_error": error}
-        if self.per_layer:
-            for layer, part in layers.items():
-                values[f"fisher_trace/{layer or 'module'}"] = part
+        values = by_layer(self, "fisher_trace", observed._replace(sums=sums))
         values["sgd_temperature"] = self._temperature(samples)
         return values
 
@@ -82,9 +74,17 @@ class FisherTrace(Probe):
         with suppress(Exception):  # a batch that cannot be read is reported where it is measured
             if trainer.global_step == 0:  # no step was made
                 self._rate = trainer.optimizers[0].param_groups[0]["lr"]
-            n: Any = getattr(trainer.train_dataloader, "batch_size", None)
-            if samples.batch is not None:
-                n = self.reader.count(trainer.lightning_module, samples.batch)
+            n = self.reader.count(trainer.lightning_module, samples.batch)
             batches = trainer.world_size * trainer.accumulate_grad_batches
             return float(self._rate) / (n * batches)
         return math.nan
+
+
+def by_layer(probe: Probe, name: str, sums: TraceSums) -> dict[str, float]:
+    """Return a trace, its standard error, and that of each layer if the probe is asked for it."""
+    trace, error, layers = sums.compute(probe.group_fn)
+    values = {name: trace, f"{name}_standard_error": error}
+    if probe.per_layer:
+        for layer, part in layers.items():
+            values[f"{name}/{layer or 'module'}"] = part
+    return values

@@ -3,19 +3,21 @@
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, ClassVar, Literal, NamedTuple
+from textwrap import shorten
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from lightning_taskinfo._files import read_checkpoint
 from lightning_taskinfo._lightning import LightningModule, Trainer
-from lightning_taskinfo._observe import ParamDict, observing
-from lightning_taskinfo._ranges import check_counts, check_positive
+from lightning_taskinfo._observe import ParamDict, observing, trainable_parameters
+from lightning_taskinfo._ranges import check_counts, check_finite_tensors, check_positive
 from lightning_taskinfo._warn import warn
-from lightning_taskinfo.callbacks.center import Center, checked_center
-from lightning_taskinfo.callbacks.checks import check_plain
-from lightning_taskinfo.callbacks.probe import Probe
+from lightning_taskinfo.callbacks.probe import Probe, check_choice
 from lightning_taskinfo.callbacks.source import (
     LossOnTheWay,
     Samples,
@@ -23,20 +25,139 @@ from lightning_taskinfo.callbacks.source import (
     on_every_process,
     readable,
 )
-from lightning_taskinfo.distributions.post_family import (
-    Noises,
-    PostFamily,
-    losses_with_noise,
-)
+from lightning_taskinfo.distributions.post_family import Noises, PostFamily, losses_with_noise
 from lightning_taskinfo.fisher.kron import KroneckerSums, as_factors, kronecker_sums
 from lightning_taskinfo.fisher.measure import squared_gradients_by_name
 from lightning_taskinfo.functional.information import InformationTerms, added, label_entropy
 from lightning_taskinfo.functional.likelihood import Categorical
 
-STRUCTURES = ("diagonal", "kron")
+Start = str | Mapping[str, Tensor]
+Parts = dict[str, InformationTerms]  # by name of the weight
 AUTO_STDS = tuple(10 ** (j / 4) for j in range(-12, 5))  # 0.001 to 10
 PARTS = 2  # of the samples, one for each noise in turn
 TRUSTED = (0.5, 2.0)  # measured over quadratic expected loss
+
+
+class CenteredProbe(Probe):
+    """A probe that keeps each weight as it was when it first became trainable, and nothing of those that never do.
+
+    A frozen base of billions of weights costs neither memory nor a place in checkpoints.
+
+    Attributes:
+        start: ``"initial"``; ``"zero"``, which keeps nothing; or a state dict, or the path of a
+            checkpoint, whose weights are taken where it has them.
+        center: The weights by name.
+    """
+
+    start: Start = "initial"
+    needs_plain_weights = True
+
+    def __init__(self, **probe: Any) -> None:
+        super().__init__(**probe)
+        self.center: ParamDict = {}
+        self._frozen: list[nn.Parameter] = []
+
+    def _forget(self) -> None:
+        self.center = {}
+
+    def begin(self, model: nn.Module) -> bool:
+        """Keep what is trainable now and not kept yet; return whether anything was kept before.
+
+        What was kept in an earlier fit, or came from a checkpoint, stays, unless it has another
+        shape.
+
+        Raises:
+            ValueError: If a checkpoint of the user's cannot be read, or has no weight of the model.
+        """
+        shapes = {name: p.shape for name, p in model.named_parameters()}
+        before = self.center
+        self.center = {name: w for name, w in before.items() if shapes.get(name) == w.shape}
+        known = bool(self.center)
+        self._keep(model)
+        return known
+
+    def on_before_optimizer_step(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        optimizer: Any,
+    ) -> None:
+        if any(p.requires_grad for p in self._frozen):  # the same objects: this runs at every step
+            self._keep(pl_module)
+
+    def _keep(self, model: nn.Module) -> None:
+        """Keep what has become trainable, before an optimizer moves it."""
+        self._frozen = [p for p in model.parameters() if not p.requires_grad]
+        weights = trainable_parameters(model)
+        new = {name: p.detach() for name, p in weights.items() if name not in self.center}
+        if self.start == "zero" or not new:
+            return
+        stored = {} if self.start == "initial" else self._stored(new)
+        for name, w in new.items():
+            self.center[name] = stored.get(name, w).to(w, copy=True)
+
+    def _stored(self, weights: ParamDict) -> ParamDict:
+        """Return the checkpoint's weights; those that it does not have, e.g. of a new head, count from the start."""
+        stored = self.start
+        if isinstance(stored, str):
+            stored = read_checkpoint("prior_center", stored).state
+        found = {}
+        for name, w in weights.items():
+            if name in stored and stored[name].shape == w.shape:
+                found[name] = stored[name]
+        check_finite_tensors("prior_center", found)
+        if not found and not self.center:
+            raise ValueError(
+                f"`prior_center` must hold trainable weights of the module, got none of {_some(weights)}; it has "
+                f"{_some(stored)}. Give a state dict with the names of `module.state_dict()`."
+            )
+        if left := [name for name in weights if name not in found]:
+            warn(
+                f"{self.state_key} did not find {_some(left)} in `prior_center` and measures them from the start of "
+                "their training; a state dict with the names of `module.state_dict()` would hold them."
+            )
+        return found
+
+    def displacement(self, model: nn.Module) -> ParamDict:
+        """Return how far each trainable weight is from the centre, in float32 or better."""
+        self._keep(model)
+        moved = {}
+        for name, p in trainable_parameters(model).items():
+            w = p.detach().to(torch.promote_types(p.dtype, torch.float32))
+            moved[name] = w - (0 if self.start == "zero" else self.center[name].to(w.device))
+        return moved
+
+    def state_dict(self) -> dict[str, Any]:
+        center = {name: w.cpu() for name, w in self.center.items()}
+        return {**super().state_dict(), "prior_center": center}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.center = dict(state_dict["prior_center"])
+
+
+def checked_center(start: str | os.PathLike[str] | Mapping[str, Tensor]) -> Start:
+    """Return ``prior_center`` as :class:`Center` takes it: a checkpoint's dict as its weights, and paths as text.
+
+    Raises:
+        ValueError: If it is a word or path that is not known, or holds numbers that are not finite.
+    """
+    if isinstance(start, Mapping):
+        nested: Any = start.get("state_dict", start)
+        check_finite_tensors("prior_center", nested)
+        return dict(nested)
+    start = os.fspath(start)
+    if start not in ("initial", "zero") and not Path(start).is_file():
+        raise ValueError(
+            "`prior_center` must be 'initial', 'zero', a state dict or the path of a checkpoint, "
+            f"got {start!r}."
+        )
+    return start
+
+
+def _some(names: Iterable[str]) -> str:
+    """Return the first of some names."""
+    return shorten(", ".join(names), 80)
 
 
 class _Observed(NamedTuple):
@@ -54,22 +175,7 @@ class _Observed(NamedTuple):
         return {name: part for name, part in self.displacement.items() if self.squares[name]}
 
 
-class _Gaussian(NamedTuple):
-    """One Gaussian, the information in each weight, and its expected loss with a standard error."""
-
-    prior_std: float
-    parts: dict[str, InformationTerms]
-    expected_loss: float
-    error: float
-
-    def code_length(self) -> float:
-        """Return what to compare Gaussians by; one that could not be measured is the worst."""
-        terms = added(self.parts.values())
-        length = terms.code_length(self.expected_loss).item()
-        return math.inf if math.isnan(length) else length
-
-
-class InformationInWeights(Probe):
+class InformationInWeights(CenteredProbe):
     r"""Log ``information_nats``, how much the weights know about the data, and what that is worth.
 
     .. math::
@@ -135,11 +241,10 @@ class InformationInWeights(Probe):
         distance*, Theorem 5.4.
     """
 
-    default_every_n_epochs: ClassVar[int | None] = 1
-    ylabel: ClassVar[str] = "squared distance of the weights from their start"
-    needs_whole_weights: ClassVar[str] = (
-        "keeps a centre and a curvature of all weights on every process"
-    )
+    default_every_n_epochs = 1
+    ylabel = "squared distance of the weights from their start"
+    headline = ("squared_displacement",)
+    needs_whole_weights = "keeps a centre and a curvature of all weights on every process"
 
     def __init__(
         self,
@@ -163,81 +268,72 @@ class InformationInWeights(Probe):
         if draws < 2 or draws % 2:
             raise ValueError(f"`draws` must be an even number, at least 2, got {draws}.")
         check_counts(num_samples=num_samples)
-        if structure not in STRUCTURES:
-            raise ValueError(
-                f"`structure` must be one of {', '.join(STRUCTURES)}, got {structure!r}."
-            )
+        check_choice("structure", structure, "diagonal", "kron")
         self.prior_std = prior_std
         self.beta = beta
         self.prior_center = checked_center(prior_center)
         self.structure = structure
         self.draws = draws
         self.num_samples = num_samples
-        self.headline = ("squared_displacement",)
-        self._center = Center(self.state_key, self.prior_center)
+        self.start = self.prior_center
         self._chosen: int | None = None  # of AUTO_STDS, at the last measurement
         self._direction = 1  # to the neighbour that is tried next
         self._noises = Noises(self.seed)
         self._distrusted = False
-        self._training_set = 0  # samples
-
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        check_plain(self.state_key, pl_module)
-        super().on_fit_start(trainer, pl_module)
 
     def _forget(self) -> None:
-        self._center.kept = {}
+        super()._forget()
         self._chosen = None
         self._direction = 1
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         with observing(pl_module):
-            self._training_set = self.num_samples or _length(trainer.train_dataloader)
-        known = self._center.begin(pl_module)
+            samples = self.num_samples or _length(trainer.train_dataloader)
+        self._training_set = samples
+        known = self.begin(pl_module)
         if self.prior_center == "initial" and not known and trainer.ckpt_path is not None:
             warn(
                 f"{self.state_key} found no prior centre in the checkpoint and measures from the resumed weights.",
             )
 
-    def on_before_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: Any
-    ) -> None:
-        self._center.before_a_step(pl_module)
-
     def observe(self, model: nn.Module, samples: Samples) -> _Observed:
         """Measure this process's part of the Fisher information and of the loss."""
-        moved = self._center.displacement(model)
+        moved = self.displacement(model)
         squares = {}
         for name, part in moved.items():
             length = torch.linalg.vector_norm(part, dtype=torch.float64)
             squares[name] = length.item() ** 2
-        if not any(squares.values()):  # as at the start: there is no Gaussian
-            return _Observed(model, {}, samples.losses(model), moved, squares)
-        if self.structure == "kron":
-            sums = KroneckerSums(model)
+        batch = (model, samples.inputs, samples.targets)
+        fisher: ParamDict | KroneckerSums = {}
+        if self.structure == "diagonal" and any(squares.values()):
+            draws: Any = samples.draws(LossOnTheWay)
+            fisher = squared_gradients_by_name(*batch, replace(samples.asked, likelihood=draws))
+            return _Observed(model, fisher, torch.cat(draws.losses), moved, squares)
+        if any(squares.values()):  # otherwise, as at the start, there is no Gaussian
+            fisher = KroneckerSums(model)
             if samples.counted:
-                request = samples.request()
-                sums = kronecker_sums(model, samples.inputs, samples.targets, request)
-            return _Observed(model, sums, samples.losses(model), moved, squares)
-        draws = samples.draws(LossOnTheWay)
-        request = samples.request(draws)
-        fisher = squared_gradients_by_name(model, samples.inputs, samples.targets, request)
-        return _Observed(model, fisher, draws.losses(), moved, squares)
+                fisher = kronecker_sums(*batch, samples.request())
+        return _Observed(model, fisher, samples.losses(model), moved, squares)
 
     def summarise(self, observed: _Observed, samples: Samples) -> dict[str, float]:
         """Put the parts of all processes together, and measure the loss under the Gaussian that they give."""
-        mine = observed.losses.sum()
-        loss = self._of_training_set(samples, mine).item()
-        moved = observed.moved
-        if moved:
-            family = self._family(observed, moved, samples)
-            gaussian = self._best_gaussian(observed, family, samples, loss)
-        else:
-            gaussian = self._no_gaussian(loss)
-        terms = added(gaussian.parts.values())
-        expected = gaussian.expected_loss
-        choices = len(AUTO_STDS) if moved and self.prior_std == "auto" else 1
+        scale = self._training_set / samples.total
+        loss = samples.summed([observed.losses.sum().item()]).item() * scale
+        std = math.nan if isinstance(self.prior_std, str) else self.prior_std
+        choices = 1
+        if observed.moved:
+            family = self._family(observed, samples, scale)
+            trials = _Trials(observed, family, samples, self._noises, self.draws // 2, loss, scale)
+            std = self._best_std(trials)
+            parts, expected, error = trials.parts[std], *trials.expected(std)
+            if self.prior_std == "auto":
+                choices = len(AUTO_STDS)
+        else:  # without a distance from the centre there is nothing to know: no noise, no nats
+            zero = torch.zeros((), dtype=torch.float64, device="cpu")
+            parts = {"": InformationTerms(zero, zero, zero, zero, self.beta)}
+            expected, error = loss, 0.0
+        terms = added(parts.values())
         c_beta = terms.code_length(expected, choices=choices).item()
         quadratic = loss + terms.curvature_penalty.item()
         values = {
@@ -245,102 +341,85 @@ class InformationInWeights(Probe):
             "displacement_nats": terms.displacement.item(),
             "curvature_nats": terms.curvature.item(),
             "squared_displacement": math.fsum(observed.squares.values()),
-            "prior_std": gaussian.prior_std,
+            "prior_std": std,
             "loss_nats": loss,
             "expected_loss_nats": expected,
-            "expected_loss_nats_standard_error": gaussian.error,
+            "expected_loss_nats_standard_error": error,
             "quadratic_loss_nats": quadratic,
             "gaussian_misfit": _ratio(expected, quadratic),
             "c_beta": c_beta,
-            "c_beta_per_label_nat": _ratio(c_beta, self._label_nats(samples)),
+            "c_beta_per_label_nat": _ratio(c_beta, self._label_nats(samples) * scale),
             "effective_parameters": terms.effective_parameters.item(),
         }
         self._warn_of_misfit(values)
         if self.per_layer:
-            values |= self._by_group(observed.displacement, gaussian.parts)
+            for name in observed.displacement:  # one that has not moved has no nats
+                key = f"information_nats/{self.group_fn(name) or 'module'}"
+                nats = parts[name].kl.item() if name in parts else 0.0
+                values[key] = values.get(key, 0.0) + nats
         return values
 
-    def _by_group(
-        self, weights: ParamDict, parts: Mapping[str, InformationTerms]
-    ) -> dict[str, float]:
-        """Return the nats of each layer, or other group of weights; one that has not moved has none."""
-        values: dict[str, float] = {}
-        for name in weights:
-            key = f"information_nats/{self.group_fn(name) or 'module'}"
-            nats = parts[name].kl.item() if name in parts else 0.0
-            values[key] = values.get(key, 0.0) + nats
-        return values
-
-    def _of_training_set(self, samples: Samples, losses: Tensor) -> Tensor:
-        """Return losses of the whole training set, from sums over this process's samples."""
-        mine = losses.double() if samples.counted else torch.zeros_like(losses)
-        scale = self._training_set / samples.total
-        return samples.summed(mine).cpu() * scale
-
-    def _family(self, observed: _Observed, moved: ParamDict, samples: Samples) -> PostFamily:
+    def _family(self, observed: _Observed, samples: Samples, scale: float) -> PostFamily:
         """Return the Gaussians around the network, from the Fisher information of all processes' samples."""
         fisher = observed.fisher
-        distances = {name: observed.squares[name] for name in moved}
+        curvature = {}
+        bases = {}
         if isinstance(fisher, KroneckerSums):
             factors = as_factors(fisher.summed(samples.summed), samples.total)
-            values = {}
-            bases = {}
-            for name, part in moved.items():
+        for name, part in observed.moved.items():
+            if isinstance(fisher, KroneckerSums):
                 eigenvalues, left, right = factors[name].eigen()
-                values[name] = self._training_set * eigenvalues.view_as(part)
                 bases[name] = (left, right)
-            return PostFamily(values, distances, self.beta, bases)
-        scale = self._training_set / samples.total
-        diagonal = {}
-        for name, part in moved.items():
+                curvature[name] = self._training_set * eigenvalues.view_as(part)
+                continue
             squares = fisher[name]
             if samples.trainer.world_size > 1:
                 squares = samples.summed(squares)
-            diagonal[name] = squares.view_as(part) * scale
-        return PostFamily(diagonal, distances, self.beta)
+            curvature[name] = squares.view_as(part) * scale
+        distances = {name: observed.squares[name] for name in curvature}
+        return PostFamily(curvature, distances, self.beta, bases)
 
-    def _no_gaussian(self, loss: float) -> _Gaussian:
-        """Without a distance from the centre there is nothing to know: no noise, no nats, the network itself."""
-        zero = torch.zeros((), dtype=torch.float64, device="cpu")
-        nothing = InformationTerms(zero, zero, zero, zero, self.beta)
-        std = math.nan if isinstance(self.prior_std, str) else self.prior_std
-        return _Gaussian(std, {"": nothing}, loss, 0.0)
+    def _best_std(self, trials: "_Trials") -> float:
+        """Measure the loss under the Gaussian of ``prior_std``, or under the best of the grid, and return its width.
 
-    def _best_gaussian(
-        self, observed: _Observed, family: PostFamily, samples: Samples, loss: float
-    ) -> _Gaussian:
-        """Measure the loss under the Gaussian of ``prior_std``, or under the best of the grid."""
-        trials = _Trials(self, observed, family, samples, loss)
+        The whole grid is looked at from coarse to fine. Later a neighbour of the last one is
+        compared with it by the first noise, and the better one measured with all of them.
+        """
+        noises = range(trials.noises)
         if not isinstance(self.prior_std, str):
-            (given,) = trials.measured([self.prior_std])
-            return given
+            trials.look([self.prior_std], noises)
+            return self.prior_std
+        last = len(AUTO_STDS) - 1
         if self._chosen is None:
-            self._chosen, best = trials.best_of_grid()
-            return best
-        ends = (0, len(AUTO_STDS) - 1)
-        if self._chosen == ends[self._direction > 0]:
-            self._direction = -self._direction
-        neighbour = self._chosen + self._direction
-        best = trials.better(AUTO_STDS[self._chosen], AUTO_STDS[neighbour])
-        if best.prior_std == AUTO_STDS[neighbour]:
-            self._chosen = neighbour  # and on in this direction
+            trials.look(AUTO_STDS[::4], noises)
+            for step in (2, 1):
+                best = AUTO_STDS.index(trials.best())
+                places = [place for place in (best - step, best + step) if 0 <= place <= last]
+                trials.look([AUTO_STDS[place] for place in places], noises)
+            std = trials.best()
         else:
-            self._direction = -self._direction
-        return best
+            if self._chosen == (last if self._direction > 0 else 0):
+                self._direction = -self._direction
+            neighbour = self._chosen + self._direction
+            trials.look([AUTO_STDS[self._chosen], AUTO_STDS[neighbour]], noises[:1])
+            std = trials.best()
+            if std != AUTO_STDS[neighbour]:  # otherwise on in this direction
+                self._direction = -self._direction
+            trials.look([std], noises[1:])
+        self._chosen = AUTO_STDS.index(std)
+        return std
 
     def _label_nats(self, samples: Samples) -> float:
-        """Return what a code for the labels of the training set needs without a network; NaN if not class labels."""
+        """Return what a code for the labels needs without a network; NaN if not class labels."""
         if not isinstance(samples.likelihood, Categorical):
             return math.nan
-        targets = samples.targets
         mine = torch.zeros(0, dtype=torch.long, device="cpu")
-        if targets is not None and not targets.is_floating_point():
-            mine = targets[targets >= 0].cpu()  # below 0: labels that do not count
-        largest = int(mine.max()) if len(mine) else -1
-        classes = max(on_every_process(samples.trainer, largest + 1))
+        if samples.targets is not None:
+            mine = samples.targets.cpu()
+            mine = mine[mine >= 0]  # below 0: labels that do not count
+        classes = max(on_every_process(samples.trainer, len(mine.bincount())))
         counts = samples.summed(mine.bincount(minlength=classes)).cpu()
-        scale = self._training_set / samples.total
-        return label_entropy(counts) * counts.sum().item() * scale
+        return label_entropy(counts) * counts.sum().item()
 
     def _warn_of_misfit(self, values: dict[str, float]) -> None:
         low, high = TRUSTED
@@ -358,86 +437,65 @@ class InformationInWeights(Probe):
     def state_dict(self) -> dict[str, Any]:
         return {
             **super().state_dict(),
-            "prior_center": {name: w.cpu() for name, w in self._center.kept.items()},
             "chosen": self._chosen,
             "direction": self._direction,
-            "prior_std": self.prior_std,
-            "beta": self.beta,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self._center.kept = dict(state_dict["prior_center"])
-        self._chosen = state_dict.get("chosen")
-        self._direction = state_dict.get("direction", 1)
-        before = (state_dict.get("prior_std"), state_dict.get("beta"))
-        now = (self.prior_std, self.beta)
-        if before != now and before != (None, None):
-            warn(
-                f"{self.state_key} goes on with `prior_std` and `beta` {now}, and its history was measured with "
-                f"{before}: the two parts do not compare.",
-            )
+        self._chosen = state_dict["chosen"]
+        self._direction = state_dict["direction"]
 
 
+@dataclass
 class _Trials:
     """Measures losses under Gaussians of several widths, all with the same noises (common random numbers).
 
     An even number of noises are tried on every second sample each, and what it adds to their loss stands for all
     samples: losses under one noise rise together, so that more noises say more than more samples. A noise is as large
     as the network: one is held at a time, beside those that are small enough to be kept.
+
+    Attributes:
+        loss: Of the training set, without noise.
+        scale: Samples of the training set for each that is measured.
+        losses: Of the training set under each noise, by width.
+        parts: The information in each weight, by width.
     """
 
-    def __init__(
-        self,
-        callback: InformationInWeights,
-        observed: _Observed,
-        family: PostFamily,
-        samples: Samples,
-        loss: float,
-    ) -> None:
-        self.callback = callback
-        self.observed = observed
-        self.family = family
-        self.samples = samples
-        self.loss = loss  # of the training set, without noise
-        self.noises = callback.draws // 2
-        even = self.noises % PARTS == 0 and samples.total >= PARTS
-        self.parts = PARTS if even else 1  # or some samples would count more than others
+    observed: _Observed
+    family: PostFamily
+    samples: Samples
+    kept: Noises
+    noises: int
+    loss: float
+    scale: float
+    losses: dict[float, list[float]] = field(default_factory=dict)
+    parts: dict[float, Parts] = field(default_factory=dict)
 
-    def measured(self, stds: Sequence[float]) -> list[_Gaussian]:
-        """Return the Gaussians of some widths, each measured with all noises."""
-        rows = [self._losses(number, stds) for number in range(self.noises)]
-        columns = zip(*rows, strict=True)
-        return list(map(_gaussian, stds, self.family.terms(stds), columns))
+    def look(self, stds: Sequence[float], numbers: Iterable[int]) -> None:
+        """Measure Gaussians of some widths with some noises."""
+        new = [std for std in stds if std not in self.parts]
+        if new:
+            self.parts.update(zip(new, self.family.terms(new), strict=True))
+        for number in numbers:
+            for std, loss in zip(stds, self._losses(number, stds), strict=True):
+                self.losses.setdefault(std, []).append(loss)
 
-    def best_of_grid(self) -> tuple[int, _Gaussian]:
-        """Return the best Gaussian of the grid, which is looked at from coarse to fine, and its place there."""
-        tried: dict[int, _Gaussian] = {}
+    def best(self) -> float:
+        """Return the width with the shortest code, the first of equal ones; what could not be measured is the worst."""
+        lengths = {}
+        for std, losses in self.losses.items():
+            length = added(self.parts[std].values()).code_length(fmean(losses)).item()
+            lengths[std] = math.inf if math.isnan(length) else length
+        return min(lengths, key=lengths.__getitem__)
 
-        def best_of(places: Iterable[int]) -> int:
-            new = [place for place in places if 0 <= place < len(AUTO_STDS)]
-            found = self.measured([AUTO_STDS[place] for place in new])
-            tried.update(zip(new, found, strict=True))
-            return min(tried, key=lambda place: tried[place].code_length())
-
-        best = best_of(range(0, len(AUTO_STDS), 4))
-        for step in (2, 1):
-            best = best_of((best - step, best + step))
-        return best, tried[best]
-
-    def better(self, *stds: float) -> _Gaussian:
-        """Return the Gaussian that is best by the first noise, the first of equal ones, measured with all noises."""
-        first = self._losses(0, stds)
-        by_width = self.family.terms(stds)
-        found = [
-            _gaussian(std, terms, [loss])
-            for std, terms, loss in zip(stds, by_width, first, strict=True)
-        ]
-        best = min(found, key=_Gaussian.code_length)
-        losses = [best.expected_loss]
-        for number in range(1, self.noises):
-            losses += self._losses(number, [best.prior_std])
-        return _gaussian(best.prior_std, best.parts, losses)
+    def expected(self, std: float) -> tuple[float, float]:
+        """Return the expected loss under a Gaussian, the mean over noises, and its standard error."""
+        losses = self.losses[std]
+        error = math.nan
+        if len(losses) > 1 and all(map(math.isfinite, losses)):
+            error = stdev(losses) / math.sqrt(len(losses))
+        return fmean(losses), error
 
     def _losses(self, number: int, stds: Sequence[float]) -> list[float]:
         """Return the loss of the training set under one noise of both signs, for each width.
@@ -445,40 +503,27 @@ class _Trials:
         Every process gets to the sum over processes, also one that fails.
         """
         samples = self.samples
-        part = number % self.parts
-        first = (part - samples.first) % self.parts
-        some = slice(first, None, self.parts)
-        share = len(range(part, samples.total, self.parts)) / samples.total
+        even = self.noises % PARTS == 0 and samples.total >= PARTS
+        parts = PARTS if even else 1  # or some samples would count more than others
+        part = number % parts
+        some = slice((part - samples.first) % parts, None, parts)
+        share = len(range(part, samples.total, parts)) / samples.total
         try:
-            added = self._added(number, stds, some)
+            more = [self._added(number, std, some) / share for std in stds]
         except Exception:  # e.g. out of memory: then NaN, on all processes
-            added = [math.nan] * len(stds)
-        mine = torch.tensor(added, dtype=torch.float64, device="cpu") / share
-        everywhere = self.callback._of_training_set(samples, mine)
-        return (self.loss + everywhere).tolist()
+            more = [math.nan] * len(stds)
+        return (self.loss + samples.summed(more).cpu() * self.scale).tolist()
 
-    def _added(self, number: int, stds: Sequence[float], some: slice) -> list[float]:
-        """Return what a noise of both signs adds to the loss of some samples in the mean, for each width."""
-        observed = self.observed
+    def _added(self, number: int, std: float, some: slice) -> float:
+        """Return what a noise of both signs adds to the loss of some samples in the mean."""
+        model = self.observed.model
 
         def loss() -> float:
-            return self.samples.losses(observed.model, some).sum().item()
+            return self.samples.losses(model, some).sum().item()
 
-        without = observed.losses[some].sum().item()
-        added = []
-        for std in stds:
-            noise = self.callback._noises.noise(number, observed.moved)
-            losses = losses_with_noise(observed.model, loss, self.family.shaped(std), noise)
-            added.append(fmean(losses) - without)
-        return added
-
-
-def _gaussian(std: float, parts: dict[str, InformationTerms], losses: Sequence[float]) -> _Gaussian:
-    """Return a Gaussian whose expected loss is the mean over noises."""
-    error = math.nan
-    if len(losses) > 1 and all(map(math.isfinite, losses)):
-        error = stdev(losses) / math.sqrt(len(losses))
-    return _Gaussian(std, parts, fmean(losses), error)
+        noise = self.kept.noise(number, self.observed.moved)
+        losses = losses_with_noise(model, loss, self.family.shaped(std), noise)
+        return fmean(losses) - self.observed.losses[some].sum().item()
 
 
 def _ratio(value: float, whole: float) -> float:

@@ -1,10 +1,9 @@
 """Characterise the local minimum that a training has found."""
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from torch import Generator, Tensor, nn
 
-from lightning_taskinfo._lightning import LightningModule, Trainer
 from lightning_taskinfo._ranges import check_counts
 from lightning_taskinfo.callbacks.probe import Probe
 from lightning_taskinfo.callbacks.source import Samples
@@ -49,8 +48,9 @@ class LocalMinimum(Probe):
         2020.
     """
 
-    ylabel: ClassVar[str] = "log-determinant of the gradients' Gram matrix"
-    split_over_ranks: ClassVar[bool] = False
+    ylabel = "log-determinant of the gradients' Gram matrix"
+    headline = ("local_minimum/gamma",)
+    split_over_ranks = False
 
     def __init__(
         self,
@@ -76,14 +76,6 @@ class LocalMinimum(Probe):
         self.draws = draws
         self.subset_size = subset_size
         self.normalise_logits = normalise_logits
-        self.headline = ("local_minimum/gamma",)
-
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_fit_start(trainer, pl_module)
-        if self.data == "train_batch" and trainer.world_size > 1:
-            raise ValueError(
-                "`data` must be 'train' or 'val' with several processes, got 'train_batch'."
-            )
 
     def _outputs(self, model: nn.Module, inputs: Any) -> Tensor:
         outputs = self.reader.outputs(model, inputs)
@@ -99,20 +91,14 @@ class LocalMinimum(Probe):
             likelihood=draws,
             forward_fn=self._outputs,
         )
-        subset_size = self.subset_size
-        if subset_size is not None:
-            subset_size = min(subset_size, len(gram))
         result = local_minimum_summary(
             gram,
-            subset_size=subset_size,
+            subset_size=self.subset_size and min(self.subset_size, len(gram)),
             draws=self.draws,
             generator=Generator().manual_seed(samples.seed),
         )
-        values = {}
-        for name, value in result._asdict().items():
-            values[name] = value.item()
-        values["mean_loss"] = samples.losses(model).mean().item()
-        return values
+        values = result._asdict() | {"mean_loss": samples.losses(model).mean()}
+        return {f"local_minimum/{name}": value.item() for name, value in values.items()}
 
     def summarise(self, observed: dict[str, float], samples: Samples) -> dict[str, float]:
-        return {f"local_minimum/{name}": value for name, value in observed.items()}
+        return observed

@@ -1,19 +1,16 @@
 """Certify a network at the end of its training, or every few epochs."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, cast
+from functools import partial
+from typing import Any, get_args
 
-import torch
 from torch import Tensor, nn
 
 from lightning_taskinfo._lightning import LightningModule, Trainer
-from lightning_taskinfo._observe import observing
 from lightning_taskinfo._ranges import check_positive
 from lightning_taskinfo._warn import warn
-from lightning_taskinfo.callbacks.center import Center
-from lightning_taskinfo.callbacks.checks import check_plain
-from lightning_taskinfo.callbacks.probe import Probe
-from lightning_taskinfo.callbacks.report import has_matplotlib, report
+from lightning_taskinfo.callbacks.information_in_weights import CenteredProbe
+from lightning_taskinfo.callbacks.probe import check_choice
 from lightning_taskinfo.callbacks.source import Samples
 from lightning_taskinfo.certificates import (
     BETAS,
@@ -27,11 +24,11 @@ from lightning_taskinfo.certificates import (
 from lightning_taskinfo.certificates.certify import check_choices
 from lightning_taskinfo.certificates.prior import fixed_hashes
 from lightning_taskinfo.certificates.search import Structures, named_structures
-from lightning_taskinfo.certificates.subject import ErrorKind, check_scores, check_word
+from lightning_taskinfo.certificates.subject import ErrorKind, check_scores
 from lightning_taskinfo.plotting import plot_pareto
 
 
-class PACBayesCertificate(Probe):
+class PACBayesCertificate(CenteredProbe):
     r"""Log ``certificate_bound``: at most this is the true error of the trained network turned stochastic.
 
     The prior is centred at the weights with which training began. They are copied when training
@@ -79,13 +76,11 @@ class PACBayesCertificate(Probe):
         trainer = Trainer(callbacks=[PACBayesCertificate(prior_origin="random initialisation")])
     """
 
-    ylabel: ClassVar[str] = "error"
-    default_at_start: ClassVar[bool] = (
-        False  # nothing is learned yet, and it takes a thousand networks to say so
-    )
-    data_options: ClassVar[tuple[str, ...]] = ("train",)
-    split_over_ranks: ClassVar[bool] = False
-    needs_whole_weights: ClassVar[str] = "draws whole networks on every process"
+    ylabel = "error"
+    headline = ("certificate_bound", "certificate_risk")
+    default_at_start = False  # nothing is learned yet, and it takes a thousand networks to say so
+    split_over_ranks = False
+    needs_whole_weights = "draws whole networks on every process"
 
     def __init__(
         self,
@@ -122,9 +117,8 @@ class PACBayesCertificate(Probe):
         check_positive(prior_stds=prior_stds)
         check_choices(delta, draws, betas, delta_draws=delta_draws)
         named_structures(structure)  # refuses what it does not know
-        check_word("error", error, ErrorKind)
+        check_choice("error", error, *get_args(ErrorKind))
         self.error = error
-        self.headline = ("certificate_bound", "certificate_risk")
         self.prior_origin = prior_origin
         self.structure = structure
         self.prior_stds = prior_stds
@@ -135,17 +129,15 @@ class PACBayesCertificate(Probe):
         self.pareto = pareto
         self.certificate: Certificate | None = None
         self.tradeoff: list[Candidate] = []
-        self._center = Center(self.state_key)
         self._fixed: dict[str, bytes] = {}  # hashes of frozen weights and buffers at the start
         self._late = False
         self._bar = False
 
     def _forget(self) -> None:
-        self._center.kept = {}
+        super()._forget()
         self._fixed = {}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        check_plain(self.state_key, pl_module)
         super().on_fit_start(trainer, pl_module)
         for name, layer in pl_module.named_modules():
             if layer.training and getattr(layer, "running_mean", None) is not None:
@@ -157,22 +149,14 @@ class PACBayesCertificate(Probe):
         self.certificate = None
         self.tradeoff = []
         self._bar = trainer.is_global_zero and trainer.progress_bar_callback is not None
-        known = self._center.begin(pl_module)
+        known = self.begin(pl_module)
         if not known:  # otherwise from a checkpoint, or an earlier fit: before the data were seen
             self._late = trainer.ckpt_path is not None
             self._fixed = fixed_hashes(pl_module)
 
-    def on_before_optimizer_step(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        optimizer: Any,
-    ) -> None:
-        self._center.before_a_step(pl_module)
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        if self._source is None or self._source.pool is None:
+        if self._source.pool is None:
             raise ValueError(
                 f"{self.state_key} needs a training set that can be read by index, each sample once, got "
                 f"{type(trainer.train_dataloader).__name__} with a sampler of its own or without a length."
@@ -182,12 +166,10 @@ class PACBayesCertificate(Probe):
         check_scores(self.error, outputs, targets, who=self.state_key)
 
     def observe(self, model: nn.Module, samples: Samples) -> Certificate:
-        if samples.targets is None:
-            raise ValueError("a certificate needs targets, got none.")
         return certify(
             model,
-            (samples.inputs, samples.targets),
-            self._prior(samples.targets.device),
+            (samples.inputs, samples.targets),  # type: ignore[arg-type]  # which were checked
+            self._prior(samples.targets),
             structure=self.structure,
             draws=self.draws,
             delta_draws=self.delta_draws,
@@ -197,7 +179,7 @@ class PACBayesCertificate(Probe):
     def _options(self) -> dict[str, Any]:
         """Return what the search of a certificate and that of the trade-off share."""
         return {
-            "batch_fn": _as_it_is,
+            "batch_fn": lambda pair: pair,  # read already: labels would be shifted twice
             "forward_fn": self.forward_fn,
             "error": self.error,
             "betas": self.betas,
@@ -217,69 +199,41 @@ class PACBayesCertificate(Probe):
             "certificate_valid": float(observed.valid),
         }
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        pool = None if self._source is None else self._source.pool
-        super().on_train_end(trainer, pl_module)
-        wanted = self.pareto and self.certificate is not None and trainer.is_global_zero
-        if not wanted or pool is None:
+    def _report(self) -> None:
+        super()._report()
+        if not self.pareto or self.certificate is None or not self._trainer.is_global_zero:
             return
-        inputs, targets = pool
-        try:
-            with observing(pl_module):
-                self._report_tradeoff(trainer, pl_module, inputs, cast(Tensor, targets))
-        except Exception as error:
-            self._failed(trainer, error)
-
-    def _report_tradeoff(
-        self,
-        trainer: Trainer,
-        model: nn.Module,
-        inputs: Any,
-        targets: Tensor,
-    ) -> None:
-        prior = self._prior(targets.device)
-        data = (inputs, targets)
-        self.tradeoff = pareto_front(model, data, prior, **self._options())
-        key = self._key("certificate_pareto")
-        step = trainer.global_step
+        pool = self._source.pool
+        prior = self._prior(pool[1])
+        model = self._trainer.lightning_module
+        self.tradeoff = pareto_front(model, pool, prior, **self._options())
         rows = []
         best: dict[str, float] = {}
-        for row in self.tradeoff:
-            values = dict(vars(row))
-            del values["prior_std"]
-            rows.append(values)
-            name = f"{key}_{row.structure}"
-            best[name] = min(row.bound, best.get(name, 1.0))
-        for logger in trainer.loggers:
-            logger.log_metrics(best, step=step)
-        figure = None
-        if has_matplotlib():
-            figure, _ = plot_pareto(self.tradeoff, len(targets), delta=self.delta)
-        report(trainer.loggers, key, figure, rows, step)
+        for candidate in self.tradeoff:
+            row = dict(vars(candidate))
+            del row["prior_std"]
+            rows.append(row)
+            name = f"certificate_pareto_{candidate.structure}"
+            best[name] = min(candidate.bound, best.get(name, 1.0))
+        for logger in self._trainer.loggers:
+            logger.log_metrics(self._logged(best), step=self._trainer.global_step)
+        plot = partial(plot_pareto, self.tradeoff, len(pool[1]), delta=self.delta)
+        self._log_rows("certificate_pareto", rows, plot)
 
-    def _prior(self, device: torch.device) -> Prior:
-        center = {}
-        for name, weight in self._center.kept.items():
-            center[name] = weight.to(device)
+    def _prior(self, targets: Any) -> Prior:
+        center = {name: w.to(targets.device) for name, w in self.center.items()}
         origin = None if self._late else self.prior_origin
         return Prior(center, origin=origin, stds=self.prior_stds, fixed=self._fixed)
 
     def state_dict(self) -> dict[str, Any]:
-        state = super().state_dict()
-        state["center"] = {name: weight.cpu() for name, weight in self._center.kept.items()}
-        state["fixed"] = {name: digest.hex() for name, digest in self._fixed.items()}
-        state["late"] = self._late
-        return state
+        return {
+            **super().state_dict(),
+            "fixed": {name: digest.hex() for name, digest in self._fixed.items()},
+            "late": self._late,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self._center.kept = dict(state_dict["center"])
-        self._fixed = {}
-        for name, digest in state_dict["fixed"].items():
-            self._fixed[name] = bytes.fromhex(digest)
+        fixed = state_dict["fixed"]
+        self._fixed = {name: bytes.fromhex(digest) for name, digest in fixed.items()}
         self._late = state_dict["late"]
-
-
-def _as_it_is(pair: Any) -> Any:
-    """Samples that the callback has read are not read again: labels of a language model would be shifted twice."""
-    return pair

@@ -16,7 +16,8 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from weakref import ref
 
 import torch
@@ -24,31 +25,17 @@ from torch import Tensor, nn
 
 from lightning_taskinfo._batches import Reader, filled_up, size
 from lightning_taskinfo._lightning import Callback, LightningModule, Trainer
-from lightning_taskinfo._observe import layer_of, observing
-from lightning_taskinfo._ranges import check_counts, check_not_negative, check_seed
+from lightning_taskinfo._observe import layer_of, observing, trainable_parameters
+from lightning_taskinfo._ranges import (
+    check_counts,
+    check_finite_tensors,
+    check_not_negative,
+    check_seed,
+)
 from lightning_taskinfo._sharded import resharding
 from lightning_taskinfo._wandb import PREFIX
 from lightning_taskinfo._warn import warn
-from lightning_taskinfo.callbacks.checks import (
-    LossComparison,
-    check_batch,
-    check_finite_weights,
-    check_fit,
-    check_shards,
-    check_weights,
-    warn_nothing,
-)
-from lightning_taskinfo.callbacks.report import (
-    has_matplotlib,
-    known,
-    log_settings,
-    log_summary,
-    report,
-    summary,
-    thinned,
-    with_few_layers,
-    without_layers,
-)
+from lightning_taskinfo.callbacks import checks, report
 from lightning_taskinfo.callbacks.source import Pair, Samples, Source, on_every_process
 from lightning_taskinfo.fisher.measure import Request
 from lightning_taskinfo.functional.likelihood import Labels, Likelihood, as_likelihood
@@ -126,14 +113,14 @@ class Probe(Callback, ABC):
                 return {"confidence": total / samples.total}
     """
 
-    default_every_n_steps: ClassVar[int | None] = None
-    default_every_n_epochs: ClassVar[int | None] = None
-    default_at_start: ClassVar[bool] = True
-    ylabel: ClassVar[str] = ""
-    data_options: ClassVar[tuple[str, ...]] = ("train_batch", "train", "val")
-    runs_the_model: ClassVar[bool] = True  # otherwise nothing has to be put back
-    split_over_ranks: ClassVar[bool] = True  # otherwise every process measures all samples
-    needs_whole_weights: ClassVar[str] = ""  # what for, if it cannot work with sharded ones
+    default_every_n_steps: int | None = None
+    default_every_n_epochs: int | None = None
+    default_at_start = True
+    ylabel = ""
+    runs_the_model = True  # otherwise nothing has to be put back
+    split_over_ranks = True  # otherwise every process measures all samples
+    needs_plain_weights = False  # without noise of their own
+    needs_whole_weights = ""  # what for, if it cannot work with sharded ones
 
     headline: tuple[str, ...]  # what the figure shows and the summary holds
 
@@ -165,8 +152,7 @@ class Probe(Callback, ABC):
         )
         check_not_negative(max_layers=max_layers)
         check_seed(seed)
-        if data not in self.data_options:
-            raise ValueError(f"`data` must be one of {', '.join(self.data_options)}, got {data!r}.")
+        check_choice("data", data, "train_batch", "train", "val")
         self._asked = Request(labels, likelihood, mc_samples, forward_fn=forward_fn)
         if every_n_steps is None and every_n_epochs is None:
             every_n_steps, every_n_epochs = self.default_every_n_steps, self.default_every_n_epochs
@@ -186,19 +172,11 @@ class Probe(Callback, ABC):
         self.forward_fn = forward_fn
         self.reader = Reader(batch_fn, forward_fn)
         self.group_fn = group_fn or layer_of
+        self._way = (self.runs_the_model, self.reader, likelihood)
         self.history: list[dict[str, float]] = []
-        self._last_step = 0  # after the last batch
-        self._measured_at = -1  # the last measurement of this fit
-        self._batch: Any = None  # the last one
-        self._source: Source | None = None
-        self._comparison: LossComparison | None = None  # until the first batch was trained on
-        self._error: Exception | None = None  # of the measurement under way
-        self._checked = False  # whether the first samples can be measured
-        self._warned = False  # of a measurement that failed
-        self._resumed = False  # from a checkpoint
-        self._extra = False  # whether the last measurement was made because a fit ended
-        self._sharded = False
-        self._begins = False  # the first step is still to come, and wanted
+        self._trainer: Any = None  # while it trains
+        self._extra = False  # whether the last measurement was made because a fit ended,
+        self._resumed_extra = False  # in the run that is resumed
         self._module: ref[LightningModule] | None = None  # of the last fit
 
     @abstractmethod
@@ -215,23 +193,28 @@ class Probe(Callback, ABC):
         Args:
             ax: Draw here instead of in a new figure.
         """
-        names = [name for name in self.headline if known(self.history, name)]
+        names = [name for name in self.headline if report.known(self.history, name)]
         return plot_curves(self.history, names, ylabel=self.ylabel, ax=ax)
 
     # When
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._checked = self._warned = False
-        check_weights(self.state_key, pl_module)
-        self._sharded = check_shards(
+        self._trainer = trainer
+        self._batch: Any = None  # the last one
+        self._first_losses: list[float] = []  # until the first batch was trained on
+        self._checked = False  # whether the first samples can be measured
+        self._warned = False  # of a measurement that failed
+        checks.check_weights(self.state_key, pl_module)
+        if self.needs_plain_weights:
+            checks.check_plain(self.state_key, pl_module)
+        self._sharded = checks.check_shards(
             self.state_key, trainer, pl_module, self.needs_whole_weights, self.max_samples
         )
-        if not self._sharded:
-            self._comparison = LossComparison(
-                self.state_key, self.reader, as_likelihood(self.likelihood)
-            )
-        another = self._module is not None and self._module() is not pl_module
-        if another and not self._resumed:
+        callbacks = self._trainer.callbacks
+        alike = [other for other in callbacks if getattr(other, "_way", None) == self._way]
+        # Compare the loss of the first batch, once for all of them.
+        self._compares = alike[0] is self and not self._sharded
+        if self._module is not None and self._module() is not pl_module:
             warn(
                 f"{self.state_key} was used for another module before: its history goes on with this one. "
                 "Give each training a callback of its own.",
@@ -243,220 +226,214 @@ class Probe(Callback, ABC):
         """Let go of what belongs to the module of an earlier fit."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._resumed and self._extra:
+        if self._resumed_extra:
             self.history.pop()  # measured only because the first part of the run had ended
-        self._resumed = False
-        self._extra = False
-        self._last_step = trainer.global_step
-        self._measured_at = -1
-        self._batch = None
+        self._resumed_extra = self._extra = False
+        self._last_step = trainer.global_step  # after the last batch
+        self._measured_at = -1  # the last measurement of this fit
         self._begins = self.at_start and trainer.global_step == 0
-        self._source = Source(
-            self.data, self.max_samples, self.seed, self.reader, split=self.split_over_ranks
+        self._source: Any = Source(
+            self.data, self.max_samples, self.seed, self.reader, self.split_over_ranks
         )
         with observing(pl_module):  # a logger may begin its run here
-            if self.data in ("train", "val"):
-                self._source.open(trainer, pl_module)
-                if self._source.pool is not None:
-                    self._check(pl_module, *self._source.pool)
-            if not trainer.fast_dev_run and trainer.is_global_zero:  # type: ignore[attr-defined]
-                log_settings(trainer.loggers, self.state_key, self._settings())
+            self._source.open(trainer, pl_module)
+            if self._source.pool is not None:
+                self._check(pl_module, *self._source.pool)
+            report.log_settings(self._loggers(), self.state_key, self._settings())
 
     def _check(self, pl_module: LightningModule, inputs: Any, targets: Tensor | None) -> None:
         """Refuse samples that cannot be measured, before the first step."""
         self._checked = True
-        with self._gathering(pl_module):
-            check_batch(
-                self.state_key, pl_module, inputs, targets, self._asked, self._check_outputs
-            )
+        if isinstance(inputs, Tensor) and not len(inputs):  # others have the samples
+            return
+        with resharding(pl_module):
+            tried = checks.try_model(self.state_key, pl_module, inputs, targets, self._asked)
+        self._check_outputs(*tried)
 
     def _check_outputs(self, outputs: Tensor, targets: Tensor | None) -> None:
         """Refuse outputs of the first samples that are not what the quantity needs."""
-        check_fit(self.state_key, outputs, targets, as_likelihood(self.likelihood))
-
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._begins and self.data in ("train", "val"):
-            self._begins = False
-            self._measure(trainer, pl_module)
+        checks.check_fit(self.state_key, outputs, targets, as_likelihood(self.likelihood))
 
     def on_train_batch_start(
         self,
         trainer: Trainer,
         pl_module: LightningModule,
         batch: Any,
-        batch_idx: int,
+        *_: Any,
     ) -> None:
         # As the training step gets it: one that pops the labels takes them out of its own dict.
-        if isinstance(batch, Mapping):
-            self._batch = copy.copy(batch)
-        else:
-            self._batch = batch
+        self._batch = copy.copy(batch) if isinstance(batch, Mapping) else batch
         if not self._checked:
             with observing(pl_module):
-                inputs, targets = self.reader.read(pl_module, batch)
-                self._check(pl_module, inputs, targets)
-        if self._comparison is not None:
-            self._comparison.before_the_step(trainer, pl_module, batch)
-        if self._begins and self.data == "train_batch":
+                self._check(pl_module, *self.reader.read(pl_module, batch))
+        if self._compares:
+            self._compares = False
+            likelihood = as_likelihood(self.likelihood)
+            self._first_losses = checks.first_losses(pl_module, batch, self.reader, likelihood)
+        if self._begins:
             self._begins = False
-            self._measure(trainer, pl_module)
+            self._measure()
 
     def on_train_batch_end(
         self,
         trainer: Trainer,
         pl_module: LightningModule,
         outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        *_: Any,
     ) -> None:
-        if self._comparison is not None:
-            self._comparison.after_the_step(trainer, pl_module, outputs)
-            self._comparison = None  # once
-        if self._source is not None and self._source.missing is not None:
-            try:
-                self._source.collect(pl_module, self._batch, last=trainer.is_last_batch)
-            except Exception as error:
-                self._failed(trainer, error)
-        if self._due(trainer) and self._measure(trainer, pl_module):
+        if self._first_losses:
+            checks.compare_losses(self.state_key, self._first_losses, trainer, outputs)
+            self._first_losses = []
+        if self._source.missing is not None:
+            self._tried(self._source.collect, pl_module, self._batch, trainer.is_last_batch)
+        if self._due(trainer) and self._measure():
             values = dict.fromkeys(self.headline, math.nan)
             values |= without_layers(self.history[-1])
             del values["step"]
             # Into the dict that checkpointing and early stopping read: `log_dict` would do the same,
             # and take as long as a part of the measurement.
-            metrics = trainer.callback_metrics
             for key, value in self._logged(values).items():
-                metrics[key] = torch.tensor(value, device="cpu")
+                trainer.callback_metrics[key] = torch.tensor(value, device="cpu")
 
     def _due(self, trainer: Trainer) -> bool:
         if self.every_n_steps is not None:
-            last = self._last_step
-            step = trainer.global_step
-            self._last_step = step
-            return step // self.every_n_steps != last // self.every_n_steps
+            last, self._last_step = self._last_step, trainer.global_step
+            return self._last_step // self.every_n_steps != last // self.every_n_steps
         every = self.every_n_epochs  # first: this is asked at every batch, and looking up counts
         if every is None or not trainer.is_last_batch:
             return False
         return (trainer.current_epoch + 1) % every == 0
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.data in ("train", "val") and self._measured_at != trainer.global_step:
-            self._extra = self._measure(trainer, pl_module)
-        if self.history and trainer.loggers and trainer.is_global_zero:  # drawing takes a while
-            with observing(pl_module):
-                self._report(trainer)
         steps = trainer.global_step
+        if self.data != "train_batch" and self._measured_at != steps:
+            self._extra = self._measure()
+        if self.history:
+            with observing(pl_module):
+                self._tried(self._report)
         beyond_start = any(row["step"] for row in self.history)
-        if steps and not (beyond_start or self._warned or trainer.fast_dev_run):  # type: ignore[attr-defined]
-            warn_nothing(self.state_key, steps, self.data, self.every_n_steps, self.every_n_epochs)
-        self._source = self._batch = None
+        if steps and not (beyond_start or self._warned or self._trainer.fast_dev_run):
+            warn(
+                f"{self.state_key} has measured nothing during training, which ended after {steps} steps, with "
+                f"`every_n_steps={self.every_n_steps}`, `every_n_epochs={self.every_n_epochs}` and "
+                f"`max_samples={self.max_samples}`: set one of the first two, or less."
+            )
+        self._trainer = self._source = self._batch = None
 
     # One measurement
 
-    def _measure(self, trainer: Trainer, pl_module: LightningModule) -> bool:
+    def _measure(self) -> bool:
         """Measure, keep and log; return whether it succeeded."""
-        if self._source is None or not self._source.ready:
+        if self.data != "train_batch" and self._source.pool is None:
             return False
-        self._error = None
-        with observing(pl_module) if self.runs_the_model else nullcontext():
-            values = self._values(trainer, pl_module)
-        if self._error is not None or values is None:
-            self._failed(trainer, self._error or RuntimeError("another process failed"))
+        model = self._trainer.lightning_module
+        with observing(model) if self.runs_the_model else nullcontext():
+            values = self._values(model)
+        if values is None:
+            self._failed(RuntimeError("another process failed"))
             return False
-        step = self._measured_at = trainer.global_step
+        step = self._measured_at = self._trainer.global_step
         self.history.append({"step": step, **values})
         series = self._logged(with_few_layers(dict(values), self.max_layers))
-        for logger in trainer.loggers:
+        for logger in self._trainer.loggers:
             logger.log_metrics(series, step=step)
         return True
 
-    def _values(self, trainer: Trainer, pl_module: LightningModule) -> Mapping[str, float] | None:
+    def _values(self, model: nn.Module) -> Mapping[str, float] | None:
         """Measure on every process; None where any has failed, of which all know before one waits for another."""
-        samples: Any = None
-        observed: Any = None
-        pair = self._tried(self._pair, trainer, pl_module)
-        mine = -1 if pair is None else size(pair[0])
-        sizes = on_every_process(trainer, mine)
+        part = None
+        pair = self._tried(self._pair, model)
+        sizes = on_every_process(self._trainer, -1 if pair is None else size(pair[0]))
         if min(sizes) >= 0:
-            samples = self._tried(self._samples, trainer, pair, sizes)
-        if samples is not None:
-            with self._gathering(pl_module):
-                observed = self._tried(self.observe, pl_module, samples)
-        succeeded = samples is not None and self._error is None
-        if not trainer.strategy.reduce_boolean_decision(succeeded):
+            part = self._tried(self._observed, model, pair, sizes)
+        together = self._trainer.strategy.reduce_boolean_decision(part is not None)
+        if part is None or not together:
             return None
-        return self._tried(self.summarise, observed, samples)
+        return self._tried(self.summarise, *part)
 
     def _tried(self, work: Callable[..., T], *arguments: Any) -> T | None:
-        """Return what something returns, or keep its error."""
+        """Return what something returns; None and a warning where it fails."""
         try:
             return work(*arguments)
         except Exception as error:
-            self._error = error
+            self._failed(error)
             return None
 
-    def _pair(self, trainer: Trainer, pl_module: LightningModule) -> Pair:
-        check_finite_weights(pl_module)
-        return self._source.read(trainer, self._batch)  # type: ignore[union-attr]
-
-    def _samples(self, trainer: Trainer, pair: Pair, sizes: list[int]) -> Samples:
-        inputs, targets = pair
-        mine = size(inputs)
-        first = 0
-        total = mine
-        if self.split_over_ranks:
-            first = sum(sizes[: trainer.global_rank])
-            total = sum(sizes)
-        if self._sharded:  # whose weights are gathered by all processes together
-            if min(sizes) == 0:
-                raise ValueError(f"sharded weights need a sample on every process, got {sizes}")
-            inputs, targets = filled_up(inputs, targets, max(sizes))
-        return Samples(
-            inputs,
-            targets,
-            counted=mine,
-            first=first,
-            total=total,
-            seed=hash((self.seed, trainer.global_step)),
-            asked=self._asked,
-            trainer=trainer,
-            batch=self._batch,
-        )
-
-    def _gathering(self, pl_module: LightningModule) -> Any:
-        return resharding(pl_module) if self._sharded else nullcontext()
-
-    def _failed(self, trainer: Trainer, error: Exception) -> None:
+    def _failed(self, error: Exception) -> None:
         if not self._warned:
+            step = self._trainer.global_step
             warn(
-                f"{self.state_key} could not measure at step {trainer.global_step} ({type(error).__name__}: {error}); "
+                f"{self.state_key} could not measure at step {step} ({type(error).__name__}: {error}); "
                 "training goes on, and the same is not reported again.",
             )
         self._warned = True
 
+    def _pair(self, model: nn.Module) -> Pair:
+        if not self.runs_the_model:
+            return torch.empty(0, device="cpu"), None
+        check_finite(model)
+        return self._source.read(self._trainer, self._batch)
+
+    def _observed(
+        self,
+        model: nn.Module,
+        pair: Pair,
+        sizes: list[int],
+    ) -> tuple[Any, Samples]:
+        inputs, targets = pair
+        rank = self._trainer.global_rank
+        first, total = 0, sizes[rank]
+        if self.split_over_ranks:
+            first, total = sum(sizes[:rank]), sum(sizes)
+        if self._sharded:  # whose weights are gathered by all processes together
+            if min(sizes) == 0:
+                raise ValueError(f"sharded weights need a sample on every process, got {sizes}")
+            inputs, targets = filled_up(inputs, targets, max(sizes))
+        samples = Samples(
+            inputs,
+            targets,
+            counted=sizes[rank],
+            first=first,
+            total=total,
+            seed=hash((self.seed, self._trainer.global_step)),
+            asked=self._asked,
+            trainer=self._trainer,
+            batch=self._batch,
+        )
+        with resharding(model):
+            return self.observe(model, samples), samples
+
     # Loggers
 
-    def _report(self, trainer: Trainer) -> None:
-        loggers = [] if trainer.fast_dev_run else trainer.loggers  # type: ignore[attr-defined]
-        key = self._key(self.headline[0])
-        step = trainer.global_step
-        try:
-            figure = None
-            has_points = any(known(self.history, name) for name in self.headline)
-            if has_points and has_matplotlib():
-                figure, _ = self.plot()
-            report(loggers, key, figure, self.history, step)
-            ends = self._logged(summary(self.history, self.headline))
-            log_summary(loggers, key, ends, step)
-        except Exception as error:
-            self._failed(trainer, error)
+    def _loggers(self) -> list[Any]:
+        """Return who gets figures, tables and settings: nobody from other processes, or in a trial run."""
+        hidden = self._trainer.fast_dev_run or not self._trainer.is_global_zero
+        return [] if hidden else self._trainer.loggers
+
+    def _report(self) -> None:
+        """Give figure, table and summary to the loggers at the end of training."""
+        name = self.headline[0]
+        has_points = any(report.known(self.history, name) for name in self.headline)
+        self._log_rows(name, self.history, self.plot if has_points else None)
+        ends = self._logged(report.summary(self.history, self.headline))
+        step = self._trainer.global_step
+        report.log_summary(self._loggers(), self._key(name), ends, step)
+
+    def _log_rows(self, name: str, rows: report.Rows, plot: Callable[[], Any] | None) -> None:
+        """Give a table, and its figure if there is one and matplotlib, to the loggers."""
+        loggers = self._loggers()
+        figure = None
+        if loggers and plot is not None and find_spec("matplotlib"):  # drawing takes a while
+            figure, _ = plot()
+        for logger in loggers:
+            key = self._key(f"{name}_table")
+            report.log_table(logger, key, rows, self._trainer.global_step, figure)
 
     def _settings(self) -> dict[str, Any]:
         """Return the arguments that this callback was made with, and its defaults for the others."""
         settings = {}
         for base in type(self).__mro__:
-            if "__init__" not in vars(base):
-                continue
-            for name in inspect.signature(vars(base)["__init__"]).parameters:
+            for name in inspect.signature(base).parameters:
                 if hasattr(self, name):
                     settings[name] = getattr(self, name)
         return settings
@@ -473,13 +450,60 @@ class Probe(Callback, ABC):
     def state_key(self) -> str:  # the schedule is no part of it: a resumed run may change it
         return f"{type(self).__qualname__}({self.name})" if self.name else type(self).__qualname__
 
-    def __getstate__(self) -> dict[str, Any]:  # for other processes, which know it elsewhere
-        return {**self.__dict__, "_module": None}
+    def __getstate__(self) -> dict[str, Any]:  # for other processes, which know them elsewhere
+        return {**self.__dict__, "_module": None, "_trainer": None}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"history": thinned(self.history, self.headline, KEPT_ROWS), "extra": self._extra}
+        history = report.thinned(self.history, self.headline, KEPT_ROWS)
+        return {"history": history, "extra": self._extra}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.history = list(state_dict["history"])
-        self._extra = state_dict["extra"]
-        self._resumed = True
+        self._extra = self._resumed_extra = state_dict["extra"]
+        self._module = None
+
+
+def without_layers(row: report.Row) -> report.Row:
+    """Return a measurement without its layers, which are parts of another value and named behind it.
+
+    Example:
+        >>> without_layers({"nats": 3.0, "nats/net.0": 1.0, "nats_at/0.5": 2.0})
+        {'nats': 3.0, 'nats_at/0.5': 2.0}
+    """
+    kept = {}
+    for name, value in row.items():
+        whole, _, _ = name.rpartition("/")
+        if whole not in row:
+            kept[name] = value
+    return kept
+
+
+def with_few_layers(row: report.Row, limit: int) -> report.Row:
+    """Return a measurement with at most ``limit`` of its layers, evenly from the first to the last.
+
+    Example:
+        >>> row = {"nats": 3.0, "nats/a": 1.0, "nats/b": 0.5, "nats/c": 1.5}
+        >>> with_few_layers(row, 2)
+        {'nats': 3.0, 'nats/a': 1.0, 'nats/c': 1.5}
+    """
+    few = without_layers(row)
+    layers = [name for name in row if name not in few]
+    if len(layers) > limit:
+        layers = [layers[i] for i in report.spread(len(layers), limit)]
+    return few | {name: row[name] for name in layers}
+
+
+def check_choice(argument: str, value: str, *options: str) -> None:
+    """Raise a ``ValueError`` if an argument is none of its options."""
+    if value not in options:
+        raise ValueError(f"`{argument}` must be one of {', '.join(options)}, got {value!r}.")
+
+
+def check_finite(model: nn.Module) -> None:
+    """Raise a ``ValueError`` if a trainable weight is NaN or infinite."""
+    weights = {}
+    for name, p in trainable_parameters(model).items():
+        weights[name] = getattr(p, "to_local", p.detach)().detach()
+    sums = torch.stack([w.sum() for w in weights.values()])
+    if not bool(sums.isfinite().all()):  # first: this runs at every measurement
+        check_finite_tensors("weights", weights)

@@ -3,15 +3,13 @@
 import copy
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from operator import itemgetter
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import (
     BatchSampler,
-    ConcatDataset,
     DataLoader,
     DistributedSampler,
     RandomSampler,
@@ -29,16 +27,17 @@ from lightning_taskinfo._batches import (
     labeled_key,
     sample_count,
     size,
+    split,
     take,
 )
-from lightning_taskinfo._lightning import NAMESPACES, LightningModule, Trainer
+from lightning_taskinfo._lightning import LightningModule, Trainer
 from lightning_taskinfo._random import seed_everything
 from lightning_taskinfo.fisher.measure import Request
 from lightning_taskinfo.functional.likelihood import Likelihood, NumberedDraws, as_likelihood
 
-Draws = TypeVar("Draws", bound=NumberedDraws)
 Pair = tuple[Any, Tensor | None]  # inputs and targets
 CHUNK = 128  # samples of one forward pass
+ALL = slice(None)
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ class Samples:
         """What the outputs mean."""
         return as_likelihood(self.asked.likelihood)
 
-    def draws(self, kind: type[Draws] = NumberedDraws) -> Draws:  # type: ignore[assignment]
+    def draws(self, kind: type[NumberedDraws] = NumberedDraws) -> NumberedDraws:
         """Return the likelihood, with labels that do not depend on how processes share the samples."""
         return kind(
             self.likelihood,
@@ -83,31 +82,29 @@ class Samples:
             mc_samples=self.asked.mc_samples,
         )
 
-    def request(self, draws: NumberedDraws | None = None) -> Request:
+    def request(self) -> Request:
         """Return what the engine is asked for."""
-        return replace(self.asked, likelihood=draws or self.draws())
+        return replace(self.asked, likelihood=self.draws())
 
-    def outputs(self, model: nn.Module, some: slice = slice(None)) -> Iterator[Tensor]:
+    def outputs(self, model: nn.Module, some: slice = ALL) -> Iterator[Tensor]:
         """Yield the outputs for some of the samples that count, at most 128 of them at a time, without gradients.
 
         The model is run on all inputs, so that processes with sharded weights run the same passes.
         """
         inputs = take(self.inputs, lambda x: x[some].contiguous())  # a model may take views of it
         counted = len(range(self.counted)[some])
-        for start in range(0, size(inputs), CHUNK):
-            part = itemgetter(slice(start, start + CHUNK))
+        for part in split(inputs, CHUNK) if size(inputs) else ():
             with torch.no_grad():
-                outputs = self.asked.forward(model, take(inputs, part))
-            if start < counted:
-                yield outputs[: counted - start]
+                outputs = self.asked.forward(model, part)
+            if counted > 0:
+                yield outputs[:counted]
+            counted -= CHUNK
 
-    def losses(self, model: nn.Module, some: slice = slice(None)) -> Tensor:
+    def losses(self, model: nn.Module, some: slice = ALL) -> Tensor:
         """Return the negative log-likelihood of some samples' targets in nats, ``[n]``; NaN without targets."""
         if self.targets is None:
-            counted = len(range(self.counted)[some])
-            return torch.full((counted,), math.nan, dtype=torch.float64, device="cpu")
-        none = torch.zeros(0, dtype=torch.float64, device="cpu")
-        found = [none]
+            return _unknown(len(range(self.counted)[some]))
+        found = [_unknown(0)]
         chunks = self.targets[some].split(CHUNK)
         for outputs, labels in zip(self.outputs(model, some), chunks, strict=False):
             losses = -self.likelihood.log_prob(outputs, labels[: len(outputs)])
@@ -124,56 +121,44 @@ class LossOnTheWay(NumberedDraws):
 
     def __init__(self, likelihood: Likelihood, **numbers: int) -> None:
         super().__init__(likelihood, **numbers)
-        none = torch.zeros(0, dtype=torch.float64, device="cpu")
-        self._found = [none]
+        self.losses = [_unknown(0)]  # of each sample so far, in nats; NaN without targets
 
     def check(self, outputs: Tensor, targets: Tensor | None) -> None:  # once a chunk
         """See that outputs and targets fit the likelihood, and note their losses."""
         super().check(outputs, targets)
-        if targets is None:
-            losses = torch.full((len(outputs),), math.nan, device="cpu")
-        else:
+        losses = _unknown(len(outputs))
+        if targets is not None:
             losses = -self.likelihood.log_prob(outputs.detach(), targets)
-        self._found.append(losses.double().cpu())
-
-    def losses(self) -> Tensor:
-        """Return the negative log-likelihood of each sample so far, in nats; NaN without targets."""
-        return torch.cat(self._found)
+        self.losses.append(losses.double().cpu())
 
 
+def _unknown(samples: int) -> Tensor:
+    return torch.full((samples,), math.nan, dtype=torch.float64, device="cpu")
+
+
+@dataclass
 class Source:
     """The samples of one fit.
 
-    Args:
+    Attributes:
         data: ``"train_batch"``, ``"train"`` or ``"val"``.
         max_samples: At most this many, over all processes.
         seed: Chooses the pool.
         reader: Reads batches.
         split: Whether processes share the samples; otherwise each has all of them.
-
-    Attributes:
         pool: Inputs and targets of this process, where they stay the same and are known.
         missing: How many the first training batches have still to give to the pool; None where they
             need not.
     """
 
-    def __init__(
-        self,
-        data: str,
-        max_samples: int,
-        seed: int,
-        reader: Reader,
-        *,
-        split: bool,
-    ) -> None:
-        self.data = data
-        self.max_samples = max_samples
-        self.seed = seed
-        self.reader = reader
-        self.split = split
-        self.pool: Pair | None = None
-        self.missing: int | None = None
-        self._collected: list[Pair] = []
+    data: str
+    max_samples: int
+    seed: int
+    reader: Reader
+    split: bool
+    pool: Pair | None = None
+    missing: int | None = None
+    collected: list[Pair] = field(default_factory=list)
 
     def open(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Read the pool, or prepare to collect it; call it inside ``observing``.
@@ -181,62 +166,62 @@ class Source:
         Raises:
             ValueError: If there must be a pool and the dataset does not give one.
         """
-        loader: Any = trainer.train_dataloader
-        kind = "loader"
-        if self.data == "val":
-            loader = trainer.val_dataloaders
-            kind = "validation loader"
-        key, loader = labeled_loader(loader)
-        needed = f"a {kind} of an indexed dataset, all of which is used"
+        whole = not self.split and trainer.world_size > 1
+        if self.data == "train_batch":
+            if whole:
+                raise ValueError(
+                    "`data` must be 'train' or 'val' with several processes, got 'train_batch'."
+                )
+            return
+        loaders: Any = trainer.val_dataloaders if self.data == "val" else trainer.train_dataloader
+        key, loader = labeled_loader(loaders)
+        needed = "a loader of an indexed dataset, all of which is used"
         if readable(loader):
             try:
                 self.pool = self._read_pool(trainer, pl_module, loader, key)
                 return
             except (TypeError, NotImplementedError, RuntimeError) as error:  # what copying raises
                 needed = f"a dataset that can be copied ({error})"
-        if self.data == "val" or (not self.split and trainer.world_size > 1):
-            found = "none" if loader is None else type(loader).__name__
-            raise ValueError(f"`data={self.data!r}` needs {needed}, got {found}.")
+        if self.data == "val" or whole:
+            kind = type(loader).__name__
+            raise ValueError(f"`data={self.data!r}` needs {needed}, got {kind}.")
         self.missing = len(self._share(trainer, self.max_samples))
 
     def _read_pool(
         self,
         trainer: Trainer,
         pl_module: LightningModule,
-        loader: DataLoader,
-        key: Any | None,
+        loader: Any,
+        key: Any,
     ) -> Pair:
-        chosen = choose(len(loader.dataset), self.max_samples, self.seed)  # type: ignore[arg-type]
+        generator = torch.Generator().manual_seed(self.seed)
+        order = torch.randperm(len(loader.dataset), generator=generator, device="cpu")
+        chosen = order[: self.max_samples].sort().values
         mine = self._share(trainer, len(chosen))
         if not mine:
             return torch.empty(0, device="cpu"), None
         batch = read_samples(loader, chosen[mine.start : mine.stop], self.seed)
         if key is not None:
             batch = {key: batch}  # as the training step gets it
-        batch = on_device(trainer, pl_module, batch)
+        # Where the training step gets its own, through the same hooks.
+        batch = trainer.precision_plugin.convert_input(batch)
+        batch = pl_module._on_before_batch_transfer(batch)
+        batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
         return self.reader.read(pl_module, batch)
 
-    def collect(self, pl_module: LightningModule, batch: Any, *, last: bool) -> None:
+    def collect(self, pl_module: LightningModule, batch: Any, last: bool) -> None:
         """Take from a training batch what the pool still misses; with the last of an epoch it is complete."""
         if self.missing is None:
             return
         inputs, targets = self.reader.read(pl_module, batch)
-        inputs, targets = first_samples(inputs, targets, self.missing)
-        self.missing -= sample_count(inputs)
-        inputs = take(inputs, lambda x: x.detach().clone())
-        if targets is not None:
-            targets = targets.detach().clone()
-        self._collected.append((inputs, targets))
+        part = first_samples(inputs, targets, self.missing)
+        self.missing -= sample_count(part[0])
+        self.collected.append(take(part, lambda x: x.detach().clone()))
         if last or not self.missing:
-            given = [part for part, _ in self._collected]
-            known = [labels for _, labels in self._collected if labels is not None]
-            self.pool = joined(given), joined_targets(known) if known else None
+            every, labels = zip(*self.collected, strict=True)
+            known = [targets for targets in labels if targets is not None]
+            self.pool = joined([*every]), joined_targets(known) if known else None
             self.missing = None
-
-    @property
-    def ready(self) -> bool:
-        """Whether there is something to look at."""
-        return self.data == "train_batch" or self.pool is not None
 
     def read(self, trainer: Trainer, batch: Any) -> Pair:
         """Return this process's inputs and targets."""
@@ -247,24 +232,16 @@ class Source:
         return first_samples(inputs, targets, len(mine))
 
     def _share(self, trainer: Trainer, total: int) -> range:
+        """Return which of ``total`` samples this process takes, in one piece."""
         if not self.split:
             return range(total)
-        return share(total, trainer.global_rank, trainer.world_size)
+        rank = trainer.global_rank
+        size, more = divmod(total, trainer.world_size)
+        start = rank * size + min(rank, more)
+        return range(start, start + size + (rank < more))
 
 
 # Processes
-
-
-def share(total: int, rank: int, world_size: int) -> range:
-    """Return which of ``total`` samples this process takes, in one piece.
-
-    Example:
-        >>> [list(share(5, rank, 2)) for rank in range(2)]
-        [[0, 1, 2], [3, 4]]
-    """
-    size, more = divmod(total, world_size)
-    start = rank * size + min(rank, more)
-    return range(start, start + size + (rank < more))
 
 
 def summed(trainer: Trainer, values: Tensor | list[float]) -> Tensor:
@@ -278,13 +255,37 @@ def summed(trainer: Trainer, values: Tensor | list[float]) -> Tensor:
 
 def on_every_process(trainer: Trainer, number: int) -> list[int]:
     """Return the number that each process has."""
-    if trainer.world_size == 1:
-        return [number]
-    mine = torch.tensor(number, device=trainer.strategy.root_device)
-    return trainer.strategy.all_gather(mine).flatten().tolist()
+    mine = [0.0] * trainer.world_size
+    mine[trainer.global_rank] = number
+    return [int(of_one) for of_one in summed(trainer, mine).tolist()]
 
 
 # Loaders
+
+
+class NotingSampler:
+    """A sampler of batches that notes the numbers it draws; they stay in the order in which batches are delivered.
+
+    Attributes:
+        noted: The sampler itself.
+        drawn: What was drawn since it was last begun: a list for each time, which grows.
+    """
+
+    def __init__(self, noted: Any) -> None:
+        self.noted = noted
+        self.drawn: list[Any] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        self.drawn = drawn = []
+        for numbers in self.noted:
+            drawn.append(numbers)
+            yield numbers
+
+    def __len__(self) -> int:
+        return len(self.noted)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.noted, name)
 
 
 def labeled_loader(loader: Any) -> tuple[Any | None, Any]:
@@ -314,7 +315,10 @@ def _has_labels(loader: Any) -> bool:
 
 def readable(loader: Any) -> bool:
     """Whether a pool can be read from the loader's dataset: it is indexed, and all of it is trained on."""
-    if not isinstance(loader, DataLoader) or type(loader.batch_sampler) is not BatchSampler:
+    batches = getattr(loader, "batch_sampler", None)
+    if isinstance(batches, NotingSampler):
+        batches = batches.noted
+    if not isinstance(loader, DataLoader) or type(batches) is not BatchSampler:
         return False  # or its items are batches
     dataset = loader.dataset
     if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
@@ -331,43 +335,16 @@ def read_samples(loader: DataLoader, chosen: Tensor, seed: int) -> Any:
     A dataset that may have a state is copied. Transforms that draw from global generators do so as
     the sample's number says, on whichever process.
     """
-    dataset = loader.dataset
-    collate = copy.deepcopy(loader.collate_fn)
-    plain = _only_tensors(dataset)
-    if not plain:
+    dataset: Any = loader.dataset
+    held = dataset
+    while type(held) is Subset:
+        held = held.dataset
+    has_state = type(held) is not TensorDataset
+    if has_state:
         dataset = copy.deepcopy(dataset)
     samples = []
     for index in chosen.tolist():
-        if not plain:
+        if has_state:
             seed_everything(hash((seed, index)) % 2**32)
         samples.append(dataset[index])
-    return collate(samples) if samples else None
-
-
-def _only_tensors(dataset: Any) -> bool:
-    """Whether a dataset is one of torch's own that hands out its tensors: reading changes nothing and draws nothing."""
-    if type(dataset) is TensorDataset:
-        return True
-    if type(dataset) is Subset:
-        return _only_tensors(dataset.dataset)
-    return type(dataset) is ConcatDataset and all(map(_only_tensors, dataset.datasets))
-
-
-def choose(total: int, n: int, seed: int) -> Tensor:
-    """Return the numbers of ``n`` of ``total`` samples (or of all of them), in order, the same for the same seed."""
-    generator = torch.Generator().manual_seed(seed)
-    order = torch.randperm(total, generator=generator, device="cpu")
-    return order[:n].sort().values
-
-
-def on_device(trainer: Trainer, pl_module: LightningModule, batch: Any) -> Any:
-    """Send a batch where the training step gets its own, through the same hooks."""
-    batch = trainer.precision_plugin.convert_input(batch)
-    owner: Any = pl_module
-    datamodule = getattr(trainer, "datamodule", None)
-    if datamodule is not None:  # one of the two, as Lightning does it
-        plain = [each.LightningDataModule.on_before_batch_transfer for each in NAMESPACES.values()]
-        if type(datamodule).on_before_batch_transfer not in plain:
-            owner = datamodule
-    batch = owner.on_before_batch_transfer(batch, 0)
-    return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+    return copy.deepcopy(loader.collate_fn)(samples)

@@ -1,23 +1,200 @@
 """Read each sample's loss and gradient norm off the training step, and find the samples that are learned by heart."""
 
 import math
+from array import array
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_taskinfo._batches import read_batch, read_by, sample_count
 from lightning_taskinfo._lightning import LightningModule, Trainer
 from lightning_taskinfo._ranges import check_counts
 from lightning_taskinfo._warn import warn
-from lightning_taskinfo.callbacks._indices import BatchIndices, as_index
-from lightning_taskinfo.callbacks.probe import Probe
-from lightning_taskinfo.callbacks.report import has_matplotlib, report
-from lightning_taskinfo.callbacks.sample_scores import SampleScores, SampleSums, Score, StepSamples
-from lightning_taskinfo.callbacks.source import Samples, on_every_process, summed
+from lightning_taskinfo.callbacks.fisher_trace import by_layer
+from lightning_taskinfo.callbacks.probe import Probe, check_choice
+from lightning_taskinfo.callbacks.source import NotingSampler, Samples, on_every_process, summed
 from lightning_taskinfo.fisher.accumulators import TraceSums
-from lightning_taskinfo.fisher.train_step import SampleLosses, StepLosses, StepRecorder
+from lightning_taskinfo.fisher.train_step import SampleLosses, StepLosses, StepRecorder, losses_of
+from lightning_taskinfo.plotting import plot_ranking
+
+if TYPE_CHECKING:
+    from lightning_taskinfo.plotting import Axes, Figure
+
+Score: TypeAlias = Literal["loss", "squared_norm"]
+LARGEST = 10**9  # number of a sample: memory grows with it
+STEPS = 128  # that are added up at once,
+MANY = 1 << 14  # unless one has more outputs than this: losses of pixels are many
+NOT_READ = "the training step had no backward pass"
+ONE_EACH = "`index_fn`, or the sampler of the loader, must give one number for each"
+IN_ORDER = (
+    "torch",
+    "transformers",
+    "lightning_taskinfo",
+)  # whose collating functions keep the order
+
+
+@dataclass(frozen=True)
+class SampleScores:
+    """The mean loss and squared gradient norm of each sample over the steps of a training.
+
+    A sample with a large score was hard to learn: its label may be wrong, or it is unlike the
+    others.
+
+    Args:
+        loss: Mean training loss, ``[N]``; NaN where it was not read.
+        squared_norm: Mean squared gradient norm, ``[N]``; NaN where it was not read.
+        seen: How often each sample was trained on, ``[N]``.
+        rank_by: What ranks the samples.
+
+    Example:
+        >>> loss, norm = torch.tensor([0.1, 2.0, 0.5]), torch.tensor([1.0, 9.0, float("nan")])
+        >>> scores = SampleScores(loss, norm, torch.tensor([3, 3, 3]), "loss")
+        >>> print(scores)
+         rank  index     loss  squared norm  seen
+            1      1        2             9     3
+            2      2      0.5           nan     3
+            3      0      0.1             1     3
+    """
+
+    loss: Tensor
+    squared_norm: Tensor
+    seen: Tensor
+    rank_by: Score
+
+    @property
+    def scores(self) -> Tensor:
+        """What ranks the samples, ``[N]``; NaN for samples that were not seen."""
+        return self.loss if self.rank_by == "loss" else self.squared_norm
+
+    def ranking(self) -> Tensor:
+        """Return the numbers of all samples that have a score, the most suspicious one first."""
+        known = self.scores.isfinite().nonzero().flatten()
+        return known[self.scores[known].argsort(descending=True, stable=True)]
+
+    def top(self, k: int) -> list[dict[str, float]]:
+        """Return the ``k`` most suspicious samples, a row each.
+
+        Args:
+            k: How many.
+        """
+        rows = []
+        for rank, index in enumerate(self.ranking()[:k].tolist(), start=1):
+            row = {"rank": rank, "index": index}
+            for name in ("loss", "squared_norm", "seen"):
+                row[name] = getattr(self, name)[index].item()
+            rows.append(row)
+        return rows
+
+    def __str__(self) -> str:
+        form = "{rank:>5}{index:>7}{loss:>9.4g}{squared_norm:>14.4g}{seen:>6}"
+        rows = [form.format(**row) for row in self.top(10)]
+        return "\n".join([" rank  index     loss  squared norm  seen", *rows])
+
+    def plot(self, *, k: int = 50, ax: "Axes | None" = None) -> tuple["Figure", "Axes"]:
+        """Draw all scores, the largest first; needs matplotlib.
+
+        Args:
+            k: How many of the first are marked.
+            ax: Draw here instead of in a new figure.
+        """
+        names = {"loss": "mean training loss (nats)", "squared_norm": "mean squared gradient norm"}
+        ranked = self.scores[self.ranking()]
+        return plot_ranking(ranked.tolist(), k=k, ylabel=names[self.rank_by], ax=ax)
+
+
+class StepSamples(NamedTuple):
+    """What one training step has shown of its samples.
+
+    Attributes:
+        numbers: Numbers of the samples.
+        losses: Of all of them; what is not finite does not count.
+        norms: Squared, of some of them one after another.
+        first: Which sample of the batch is the first of those.
+    """
+
+    numbers: list[int]
+    losses: SampleLosses | None
+    norms: Tensor | None = None
+    first: int = 0
+
+
+class SampleSums:
+    """Adds up losses and squared norms by the number of the sample, in memory that grows with the largest number.
+
+    Args:
+        table: Sums so far, as :attr:`table` has them.
+    """
+
+    def __init__(self, table: Tensor | None = None) -> None:
+        self._table = torch.zeros(5, 0, device="cpu") if table is None else table
+        self._waiting: list[StepSamples] = []
+
+    def add(self, step: StepSamples) -> None:
+        """Add what a step has shown: several at once, since they take little longer than one."""
+        self._waiting.append(step)
+        is_large = step.losses is not None and step.losses.outputs.numel() > MANY
+        if is_large or len(self._waiting) == STEPS:
+            self._add_all()
+
+    @property
+    def table(self) -> Tensor:
+        """By row: sum of losses, their number, sum of squared norms, their number, and how often a sample was seen."""
+        self._add_all()
+        return self._table
+
+    def _add_all(self) -> None:
+        steps, self._waiting = self._waiting, []
+        if not steps:
+            return
+        index = as_index([number for step in steps for number in step.numbers])
+        missing = int(index.max()) + 1 - self._table.shape[1]
+        if missing > 0:
+            self._table = torch.nn.functional.pad(self._table, (0, missing))
+        index = index.to(self._table.device)
+        self._table[4].index_add_(0, index, self._table.new_ones(len(index)))
+        known = []
+        parts = index.split([len(step.numbers) for step in steps])
+        for part, step in zip(parts, steps, strict=True):
+            if step.losses is not None:
+                known.append((part, step.losses))
+            if step.norms is not None:
+                behind = step.first + len(step.norms)
+                self._add(2, part[step.first : behind], step.norms)
+        if known:
+            of_losses, losses = zip(*known, strict=True)
+            self._add(0, torch.cat(of_losses), losses_of(losses))
+
+    def _add(self, row: int, index: Tensor, values: Tensor) -> None:
+        """Add values, and their number, to the samples that they belong to."""
+        values = values.to(self._table)
+        finite = values.isfinite()
+        self._table[row].index_add_(0, index, torch.where(finite, values, 0))
+        self._table[row + 1].index_add_(0, index, finite.to(self._table))
+
+    def scores(self, rank_by: Score) -> SampleScores:
+        """Return the means over steps."""
+        losses, read, norms, measured, seen = self.table.cpu()
+        return SampleScores(losses / read, norms / measured, seen.long(), rank_by)
+
+
+def as_index(numbers: Any) -> Tensor:
+    """Return the numbers of samples as a tensor.
+
+    Raises:
+        ValueError: If they are not whole numbers in the range of a dataset.
+    """
+    try:
+        index = torch.frombuffer(array("q", numbers), dtype=torch.long)  # fast
+        if index.min() >= 0 and index.max() <= LARGEST:
+            return index
+    except (TypeError, ValueError, OverflowError):  # no whole numbers, none at all, or too large
+        pass
+    raise ValueError(f"{ONE_EACH} sample, from 0 to {LARGEST}, got {str(numbers)[:80]}.")
 
 
 class TrainStepNorms(Probe):
@@ -80,10 +257,10 @@ class TrainStepNorms(Probe):
         print(callback.samples)  # the ten most suspicious samples
     """
 
-    default_every_n_steps: ClassVar[int | None] = 200
-    default_at_start: ClassVar[bool] = False  # there is no step to read yet
-    runs_the_model: ClassVar[bool] = False
-    ylabel: ClassVar[str] = "mean squared gradient norm"
+    default_every_n_steps = 200
+    default_at_start = False  # there is no step to read yet
+    runs_the_model = False
+    ylabel = "mean squared gradient norm"
 
     def __init__(
         self,
@@ -109,14 +286,8 @@ class TrainStepNorms(Probe):
             name=name,
             batch_fn=batch_fn,
         )
-        for argument, value, options in (
-            ("rank_by", rank_by, ("loss", "squared_norm")),
-            ("loss_reduction", loss_reduction, ("mean", "sum")),
-        ):
-            if value not in options:
-                raise ValueError(
-                    f"`{argument}` must be one of {', '.join(options)}, got {value!r}."
-                )
+        check_choice("rank_by", rank_by, "loss", "squared_norm")
+        check_choice("loss_reduction", loss_reduction, "mean", "sum")
         check_counts(top_k=top_k, norms_every_n_steps=norms_every_n_steps)
         if rank_by == "squared_norm" and not norms:
             raise ValueError(f"`rank_by` must be 'loss' with `norms=False`, got {rank_by!r}.")
@@ -128,33 +299,25 @@ class TrainStepNorms(Probe):
         self.rank_by: Score = rank_by
         self.loss_reduction = loss_reduction
         self.headline = ("squared_gradient_norm",) if norms else ("sample_loss",)
-        self._indices = BatchIndices(index_fn)
+        self._index_fn = index_fn
         self._sums = SampleSums()
-        self._merged: SampleSums | None = None  # of all processes, after training
-        self._trainer: Trainer | None = None  # while it trains
-        self._recorder: StepRecorder | None = None
-        self._follow = True  # whether samples are known by number
-        self._first_step = True
-        self._only_step: int | None = None  # that is logged, of a training in which no other is due
-        self._reset()
+        self._noting: list[Any] = []  # loaders whose samplers note what they draw
+        self._recorder: Any = None
 
     def _reset(self) -> None:
         """Forget the step before."""
         self._size = 0
-        self._turn = 0  # of the steps and samples whose norms are read
         self._reads_norms = False
-        self._scale = math.nan
-        self._numbers: Any = None
         self._targets: Any = None
         self._losses: SampleLosses | None = None
-        self._problem: str | None = "the training step had no backward pass"
-        if self._recorder is not None and self._recorder.problem != self._problem:
-            self._recorder.skip(self._problem)
+        self._problem: str | None = NOT_READ
+        if self._recorder is not None and self._recorder.problem != NOT_READ:
+            self._recorder.skip(NOT_READ)
 
     @property
     def samples(self) -> SampleScores:
         """What is known of the samples; while several processes train, what this process has seen of them."""
-        return (self._merged or self._sums).scores(self.rank_by)
+        return self._sums.scores(self.rank_by)
 
     # Before the first step
 
@@ -166,35 +329,54 @@ class TrainStepNorms(Probe):
             )
         if self.norms:
             self._recorder = StepRecorder(pl_module, self.max_samples)
-        self._checked = True  # the module is not called by us,
-        self._comparison = None  # and its own loss is read
-        self._follow = True
-        self._first_step = True
-        self._trainer = trainer
-        self._indices.attach(trainer)
+        self._checked = self._first_step = True  # the module is not called by us,
+        self._compares = self._sharded = False  # and its own loss is read
+        strategy: Any = trainer.strategy
+        process = strategy.process_dataloader
+
+        def process_and_note(loader: Any) -> Any:
+            if draws_in_order(loader):
+                vars(loader)["batch_sampler"] = NotingSampler(loader.batch_sampler)
+                self._noting.append(loader)
+            return process(loader)
+
+        # Lightning calls it on every loader, before it is opened.
+        strategy.process_dataloader = process_and_note
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        before = (self._merged or self._sums).table  # of a checkpoint or an earlier fit
+        table = self._sums.table  # of a checkpoint or an earlier fit
         if trainer.global_rank:  # it counts once
-            before = torch.zeros(5, 0, device="cpu")
-        self._merged = None
-        self._sums = SampleSums(before.to(pl_module.device))
+            table = table[:, :0]
+        self._sums = SampleSums(table.to(pl_module.device))
         steps = trainer.estimated_stepping_batches  # negative where nobody knows
-        is_short = self.every_n_steps is not None and 0 < steps < self.every_n_steps
-        self._only_step = int(steps) if is_short else None
-        reason = self._indices.unknown(trainer)
-        if reason is not None:
+        every = self.every_n_steps or 1
+        self._logged_every = int(steps) if 0 < steps < every else every
+        self._drawn: list[Any] | None = None  # in this epoch,
+        self._skipped: int | None = None  # from this batch on
+        self._follow = True  # whether samples are known by number
+        if self._index_fn is not None:
+            return
+        loader: Any = trainer.train_dataloader
+        collate = getattr(loader, "collate_fn", None)
+        home = getattr(collate, "__module__", type(collate).__module__)
+        advice = "set `index_fn` to a function of the batch that returns their numbers."
+        if not isinstance(getattr(loader, "batch_sampler", None), NotingSampler):
             self._follow = False
             warn(
-                f"{self.state_key} does not know which samples a batch holds, and ranks none: {reason}. Set `index_fn` "
-                "to a function of the batch that returns their numbers."
+                f"{self.state_key} does not know which samples a batch holds, and ranks none: the training loader must "
+                "be one DataLoader that makes batches of an indexed dataset and keeps their order, got "
+                f"{type(loader).__name__}; {advice}"
             )
-        elif name := self._indices.reordering(trainer):
+        elif home.partition(".")[0] not in IN_ORDER:
+            name = getattr(collate, "__qualname__", type(collate).__qualname__)
             warn(
                 f"{self.state_key} takes the samples of a batch in the order in which {name!r} gets them; where it "
-                "changes the order, set `index_fn` to a function of the batch that returns their numbers."
+                f"changes the order, {advice}"
             )
+
+    def on_train_epoch_start(self, *_: Any) -> None:
+        self._drawn, self._skipped = None, 0
 
     # The training step
 
@@ -206,7 +388,8 @@ class TrainStepNorms(Probe):
         batch_idx: int,
     ) -> None:
         self._reset()
-        self._turn = trainer.current_epoch + batch_idx  # other samples in the next epoch
+        # Whose turn it is to have norms: in the next epoch, that of other steps and samples.
+        self._turn = trainer.current_epoch + batch_idx
         batch_fn = self.reader.batch_fn
         try:
             inputs, self._targets = (
@@ -214,12 +397,28 @@ class TrainStepNorms(Probe):
             )
             size = sample_count(inputs)
             if self._follow:
-                self._numbers = self._indices.of(trainer, batch)
-                if self._first_step:
-                    as_index(self._numbers, size)  # or say so
+                self._numbers = self._numbers_of(batch, batch_idx, size)
             self._size = size
         except Exception as error:
             self._failed_step(error)
+
+    def _numbers_of(self, batch: Any, batch_idx: int, size: int) -> Any:
+        """Return the numbers of the samples in a batch."""
+        if self._index_fn is not None:
+            numbers = self._index_fn(batch)
+            if isinstance(numbers, Tensor):
+                numbers = numbers.tolist()
+        else:
+            if self._drawn is None:
+                self._drawn = self._trainer.train_dataloader.batch_sampler.drawn
+            if self._skipped is None:  # a training that is resumed within an epoch
+                self._skipped = batch_idx
+            numbers = self._drawn[batch_idx - self._skipped]
+        if self._first_step or self._index_fn is not None:
+            as_index(numbers)  # or say so
+        if len(numbers) != size:
+            raise ValueError(f"{ONE_EACH} of {size} samples, got {len(numbers)}.")
+        return numbers
 
     def on_before_backward(
         self,
@@ -231,7 +430,7 @@ class TrainStepNorms(Probe):
             return
         self._problem = None
         try:
-            self._read(trainer, loss)
+            self._read(loss)
         except Exception as error:
             self._failed_step(error)
         self._first_step = False
@@ -242,41 +441,30 @@ class TrainStepNorms(Probe):
             raise error
         self._problem = str(error)
 
-    def _read(self, trainer: Trainer, loss: Tensor) -> None:
+    def _read(self, loss: Tensor) -> None:
         """Read the losses, and the gradients when they come."""
         losses = StepLosses(loss, self._size, self._targets)
-        if losses.found is None:
-            self._losses = None
-        else:
+        if losses.found is not None:
             self._losses = losses.found.kept()
-        recorder = self._recorder
-        self._reads_norms = recorder is not None and self._norms_are_due()
+        recorder: StepRecorder | None = self._recorder
+        every = self.norms_every_n_steps
+        is_turn = every is not None and self._turn % every == 0
+        is_logged = (self._last_step + 1) % self._logged_every == 0  # after this step
+        self._reads_norms = recorder is not None and (is_turn or is_logged)
         if recorder is not None and (self._reads_norms or self._first_step):
-            self._scale = self._per_sample(trainer)
+            self._scale = self._per_sample()
             parts = math.ceil(self._size / self.max_samples)
-            part = self._turn // (self.norms_every_n_steps or 1) % parts
-            first = self.max_samples * part
+            first = self.max_samples * (self._turn // (every or 1) % parts)
             recorder.listen(recorder.graph(loss), losses.root, self._size, first)
         if self._first_step:
             self._refuse(losses)
 
-    def _norms_are_due(self) -> bool:
-        """Whether norms are read in this step: it is their turn, or the values after it are logged."""
-        logged = self.every_n_steps
-        every = self.norms_every_n_steps
-        if every is not None and self._turn % every == 0:
-            return True
-        step = self._last_step + 1  # after this one
-        if logged is None or self._only_step is not None:
-            return step == self._only_step
-        return step // logged != self._last_step // logged
-
-    def _per_sample(self, trainer: Trainer) -> float:
+    def _per_sample(self) -> float:
         """Return what a sample's part of the backward pass has to be multiplied by to be its own gradient."""
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        scaler = getattr(self._trainer.precision_plugin, "scaler", None)
         scale = 1.0 if scaler is None else scaler.get_scale()
         samples = self._size if self.loss_reduction == "mean" else 1
-        return samples * trainer.accumulate_grad_batches / scale
+        return samples * self._trainer.accumulate_grad_batches / scale
 
     def _refuse(self, losses: StepLosses) -> None:
         """Raise a ``ValueError`` if what was asked for cannot be read."""
@@ -291,130 +479,81 @@ class TrainStepNorms(Probe):
                 "follows losses alone with `norms=False`."
             )
 
-    def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
-        self._add_samples()
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-
-    def _add_samples(self) -> None:
-        """Add what this step has shown of its samples."""
-        if self._problem is not None:
-            return
-        norms, first = None, 0
-        if self._recorder is not None and self._reads_norms and self._recorder.norms:
-            by_weight = torch.stack([*self._recorder.norms.values()])
-            norms = self._scale**2 * by_weight.sum(0)
-            first = self._recorder.first
-        if self._follow and (norms is not None or self._losses is not None):
-            step = StepSamples(self._numbers, self._size, self._losses, norms, first)
-            self._sums.add(step)
+    def on_train_batch_end(self, *step: Any) -> None:
+        if self._follow and self._size and self._problem is None:
+            norms, first = None, 0
+            if self._reads_norms and self._recorder.norms:
+                by_weight = torch.stack([*self._recorder.norms.values()])
+                norms = self._scale**2 * by_weight.sum(0)
+                first = self._recorder.first
+            self._sums.add(StepSamples(self._numbers, self._losses, norms, first))
+        self._size = 0  # once: Lightning also ends batches that it has not begun
+        super().on_train_batch_end(*step)
 
     # What is logged
 
-    def _values(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float] | None:
-        """Read this process's part, and agree that all succeeded before anybody waits for another."""
-        observed = self._tried(self._read_off)
-        together = trainer.strategy.reduce_boolean_decision(observed is not None)
-        if observed is None or not together:
-            return None
-        names, sums = observed
-        return self._summary(names, summed(trainer, sums).tolist())
-
-    def _read_off(self) -> tuple[list[str], list[float]]:
+    def observe(self, model: nn.Module, samples: Samples) -> tuple[list[str], list[float]]:
         """Return the names of parameters, and sums over samples: of norms, if this step's were read, and of losses."""
         if self._problem is not None:
             raise RuntimeError(self._problem)
-        losses = torch.zeros(0, device="cpu")
+        of_losses = [0.0, 0.0]
         if self._losses is not None:
             losses = self._losses.values
             losses = losses[losses.isfinite()]
-        of_losses = [losses.double().sum().item(), float(len(losses))]
-        if self._recorder is None or not self._reads_norms:
+            of_losses = [losses.double().sum().item(), len(losses)]
+        if not self._reads_norms:
             return [], of_losses
         if not self._recorder.norms:
-            raise RuntimeError(
-                self._recorder.problem or "the backward pass did not come by all weights"
-            )
+            problem = self._recorder.problem
+            raise RuntimeError(problem or "the backward pass did not come by all weights")
         names, of_norms = TraceSums.of(self._recorder.norms, self._scale**2)
         if not all(map(math.isfinite, of_norms)):
             raise RuntimeError("the gradients of the training step are not finite")
         return names, [*of_norms, *of_losses]
 
-    def observe(self, model: nn.Module, samples: Samples) -> Any:
-        raise NotImplementedError("nothing is run: the training step is read")
-
-    def summarise(self, observed: Any, samples: Samples) -> dict[str, float]:
-        raise NotImplementedError("nothing is run: the training step is read")
-
-    def _summary(self, names: list[str], sums: list[float]) -> dict[str, float]:
-        *of_norms, loss, count = sums
+    def summarise(
+        self, observed: tuple[list[str], list[float]], samples: Samples
+    ) -> dict[str, float]:
+        names, sums = observed
+        *of_norms, loss, count = samples.summed(sums).tolist()
         values = {"sample_loss": loss / count if count else math.nan}
-        if not of_norms:
-            return values
-        mean, error, layers = TraceSums(names, of_norms).compute(self.group_fn)
-        values |= {"squared_gradient_norm": mean, "squared_gradient_norm_standard_error": error}
-        if self.per_layer:
-            values |= {
-                f"squared_gradient_norm/{layer or 'module'}": part for layer, part in layers.items()
-            }
+        if of_norms:
+            values |= by_layer(self, "squared_gradient_norm", TraceSums(names, of_norms))
         return values
 
     # The end, checkpoints and processes
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._merged = SampleSums(self._table_of_all())
+        self._sums = SampleSums(self._table_of_all())
         if not self.history and self._problem is None:  # shorter than `every_n_steps`
-            self._extra = self._measure(trainer, pl_module)
+            self._extra = self._measure()
         super().on_train_end(trainer, pl_module)
-        self.teardown(trainer, pl_module, "fit")
 
-    def _report(self, trainer: Trainer) -> None:
-        super()._report(trainer)
+    def _report(self) -> None:
+        super()._report()
         samples = self.samples
-        if not samples.seen.any():
-            return
-        try:
-            figure = None
-            if has_matplotlib():
-                figure, _ = samples.plot(k=self.top_k)
-            rows = samples.top(self.top_k)
-            report(
-                trainer.loggers,
-                self._key("suspicious_samples"),
-                figure,
-                rows,
-                trainer.global_step,
-            )
-        except Exception as error:
-            self._failed(trainer, error)
+        if samples.seen.any():
+            plot = partial(samples.plot, k=self.top_k)
+            self._log_rows("suspicious_samples", samples.top(self.top_k), plot)
 
-    def on_exception(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        exception: BaseException,
-    ) -> None:
-        self.teardown(trainer, pl_module, "fit")
+    def on_exception(self, trainer: Trainer, *_: Any) -> None:
+        self.teardown(trainer)
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._recorder = None
-        self._trainer = None
-        self._indices.detach()
+    def teardown(self, trainer: Trainer, *_: Any, **stage: Any) -> None:
+        self._recorder = self._trainer = self._drawn = None
+        vars(trainer.strategy).pop("process_dataloader", None)
+        for loader in self._noting:
+            if isinstance(loader.batch_sampler, NotingSampler):
+                vars(loader)["batch_sampler"] = loader.batch_sampler.noted
+        self._noting = []
         self._reset()
 
     def _forget(self) -> None:
         self._sums = SampleSums()
-        self._merged = None
 
     def _table_of_all(self) -> Tensor:
         """Return the sums over all processes, which all have to ask for them, or those of this one after training."""
-        table = (self._merged or self._sums).table
+        table = self._sums.table
         if self._trainer is None or self._trainer.world_size == 1:
             return table
         size = table.shape[1]
@@ -423,11 +562,16 @@ class TrainStepNorms(Probe):
         return summed(self._trainer, padded).to(table)
 
     def state_dict(self) -> dict[str, Any]:
-        state = super().state_dict()
-        state["samples"] = self._table_of_all().cpu()
-        return state
+        return {**super().state_dict(), "samples": self._table_of_all().cpu()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         self._sums = SampleSums(state_dict["samples"].clone())
-        self._merged = None
+
+
+def draws_in_order(loader: Any) -> bool:
+    """Whether a loader's sampler, which does not note them yet, draws the numbers of its batches in their order."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return False
+    in_order = not loader.num_workers or getattr(loader, "in_order", True)
+    return in_order and not isinstance(loader.batch_sampler, NotingSampler | None)

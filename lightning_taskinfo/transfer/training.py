@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -19,7 +20,7 @@ from lightning_taskinfo import _files
 from lightning_taskinfo._lightning import DEFAULT, NAMESPACES, Callback, LightningModule, Trainer
 from lightning_taskinfo._wandb import PREFIX, ours
 from lightning_taskinfo._warn import first_line
-from lightning_taskinfo.callbacks.report import summary, table
+from lightning_taskinfo.callbacks.report import summary
 from lightning_taskinfo.transfer.sampling import generators_kept, reseed
 
 Stage = Literal["pretrain", "scratch", "fine_tune"]
@@ -186,15 +187,16 @@ class RunLog:
 
     def end(self, name: str, logger: Any, curve: Sequence[Row]) -> None:
         """Put first, last, smallest and largest value of the epochs into the run's summary, or all into a csv file."""
+        columns = [*dict.fromkeys(chain.from_iterable(curve))]
         if logger is not None:
-            columns, _ = table(curve)
             names = [name for name in columns if name != "epoch"]
             logger.experiment.summary.update(_named(summary(curve, names)))
         if self.kind == "csv" and curve:
-            columns, cells = table(curve)
             path = _files.make_folder(self.folder) / f"{name}.csv"
             with _files.atomic_write(path, "w") as file:
-                csv.writer(file, lineterminator="\n").writerows([columns, *cells])
+                writer = csv.DictWriter(file, columns, lineterminator="\n")
+                writer.writeheader()
+                writer.writerows(curve)
 
 
 class _NamesOurs:

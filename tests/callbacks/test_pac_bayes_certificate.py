@@ -371,7 +371,7 @@ class ChangedAndThawed(Frozen):
 def test_frozen_weights_are_not_kept_and_still_watched(tmp_path, loader, model, valid, kept):
     callback = PACBayesCertificate(**QUICK)
     fit(tmp_path, callback, model=model, loader=loader, max_epochs=2)
-    assert len(callback.state_dict()["center"]) == kept
+    assert len(callback.state_dict()["prior_center"]) == kept
     assert callback.certificate.valid == valid
     if not valid:
         assert "net.0.weight" in " ".join(callback.certificate.reasons)

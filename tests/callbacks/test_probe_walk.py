@@ -16,12 +16,12 @@ PACKAGE = Path(lightning_taskinfo.__file__).parent
 class Walk(FisherTrace):
     """Notes which functions of the package its last measurement calls, and from where."""
 
-    def _measure(self, trainer, pl_module):
+    def _measure(self):
         self.calls = []
         before = sys.getprofile()
         sys.setprofile(self.note)
         try:
-            return super()._measure(trainer, pl_module)
+            return super()._measure()
         finally:
             sys.setprofile(before)
 
@@ -42,9 +42,7 @@ def test_one_measurement(tmp_path):
     )
     files = {Path(file).relative_to(PACKAGE).as_posix() for _, file, _ in callback.calls}
     ours = {file for file in files if file.startswith("callbacks/")}
-    assert ours == {
-        f"callbacks/{n}.py" for n in ("fisher_trace", "probe", "checks", "source", "report")
-    }
+    assert ours == {f"callbacks/{n}.py" for n in ("fisher_trace", "probe", "source")}
     drawn = (PACKAGE.parent / "CONTRIBUTING.md").read_text().partition("**Watch**")[2]
     measured = {file for file in files if file.startswith("fisher/")}
     assert measured == {*re.findall(r"fisher/\w+\.py", drawn.partition("\n**")[0])}

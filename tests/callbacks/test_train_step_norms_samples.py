@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from lightning_taskinfo import SampleScores
-from lightning_taskinfo.callbacks import sample_scores
-from lightning_taskinfo.callbacks.sample_scores import SampleSums, StepSamples
+from lightning_taskinfo.callbacks.train_step_norms import MANY, SampleSums, StepSamples
 from lightning_taskinfo.fisher.train_step import SampleLosses
 
 
@@ -22,7 +21,7 @@ def filled(generator):
         loss[step % 8] = math.nan if step % 3 else math.inf
         labels = torch.zeros(8)
         rows = SampleLosses(loss, None, labels, None, 8, labels)
-        shown = StepSamples(index.tolist(), 8, rows, norm, first=2)
+        shown = StepSamples(index.tolist(), rows, norm, first=2)
         if step == 5:
             shown = shown._replace(losses=None)
         if step == 6:
@@ -76,11 +75,11 @@ def test_plot_has_all_samples_and_marks_the_first():
 
 def test_losses_of_many_rows_do_not_wait():
     sums = SampleSums()
-    rows = torch.ones(2, sample_scores.HELD // 3)
-    losses = SampleLosses(rows, None, rows, None, 2, rows)
     waiting = []
-    for _ in range(7):
-        sums.add(StepSamples([0, 1], 2, losses))
+    for size in (MANY // 2, MANY // 2, MANY, MANY // 2):
+        rows = torch.ones(2, size)
+        losses = SampleLosses(rows, None, rows, None, 2, rows)
+        sums.add(StepSamples([0, 1], losses))
         waiting.append(len(sums._waiting))
-    assert waiting == [1, 0, 1, 0, 1, 0, 1], "no more than two at a time"
-    assert sums.table[1].tolist() == [7.0, 7.0]
+    assert waiting == [1, 2, 0, 1]
+    assert sums.table[1].tolist() == [4.0, 4.0]
