@@ -26,7 +26,6 @@ ELSEWHERE = {  # module -> the test of what it is a part of
     "regularizers/_whitening.py": "regularizers/test_lautum.py",
     "regularizers/critics.py": "regularizers/test_mutual_information.py",
     "tasks/training.py": "tasks/test_complexity.py",
-    "tasks/union.py": "tasks/test_distance.py",
     "transfer/adapt.py": "transfer/test_own.py",
     "transfer/features.py": "transfer/test_rank.py",
     "transfer/logs.py": "transfer/test_runlog.py",

@@ -8,7 +8,7 @@ import torch
 from lightning_taskinfo._tables import text_table
 from lightning_taskinfo.plotting import check_picture
 from lightning_taskinfo.tasks import PhaseDiagram, plot_phase_overview, simulate_phase_diagram
-from lightning_taskinfo.tasks.phase_diagram import Mode
+from lightning_taskinfo.tasks.deep_linear import Mode
 
 
 def phase_diagram(

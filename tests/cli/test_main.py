@@ -19,7 +19,7 @@ from lightning_taskinfo import (
 )
 from lightning_taskinfo.cli import _parser
 from lightning_taskinfo.cli._parser import load_command, summary
-from lightning_taskinfo.tasks.phase_diagram import simulate_phase_diagram
+from lightning_taskinfo.tasks.deep_linear import simulate_phase_diagram
 from lightning_taskinfo.transfer import transfer
 
 SMALL = ["--dimension=20", "--repetitions=3", "--angles=2", "--gammas=[0.5,1.5]"]
