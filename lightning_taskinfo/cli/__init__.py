@@ -1,9 +1,8 @@
-"""The command line, ``taskinfo …``: a command is a documented function, alone in a module of its name.
+"""The command line, ``taskinfo …``: a command is a documented function of its name, in the module named beside it.
 
 Its options are the arguments of that function and, behind its ``**options``, those of the library's
-function that it
-calls: jsonargparse reads both signatures and docstrings. A command is imported when it is called,
-so that all of them are listed without waiting for torch and Lightning.
+function that it calls: jsonargparse reads both signatures and docstrings. A command is imported
+when it is called, so that all of them are listed without waiting for torch and Lightning.
 """
 
 import sys
@@ -11,7 +10,15 @@ from argparse import ArgumentError
 from collections.abc import Sequence
 from importlib.util import find_spec
 
-COMMANDS = ("certify", "complexity", "distance", "embed", "phase-diagram", "rank", "transfer")
+COMMANDS = {
+    "certify": "certify",
+    "complexity": "tasks",
+    "distance": "tasks",
+    "embed": "tasks",
+    "phase-diagram": "tasks",
+    "rank": "starts",
+    "transfer": "starts",
+}
 
 
 def main(args: Sequence[str] | None = None) -> int:
