@@ -2,7 +2,6 @@
 
 from abc import ABC
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -36,11 +35,6 @@ class Network(ABC):  # noqa: B024 - torch modules are registered below
     def __init__(self, maker: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
         self.maker = maker
         self.arguments = dict(arguments)
-
-    @property
-    def name(self) -> str:
-        """Its import path."""
-        return path_of(self.maker)
 
     def __call__(self) -> nn.Module:
         model: nn.Module = made(nn.Module, self.maker, self.arguments, "model")
@@ -208,24 +202,28 @@ def named_tasks(tasks: Tasks | None, data: Data | None, default: Sequence[str]) 
     return dict(pairs)
 
 
-def labelled(name: str, data: Data, *, max_samples: int, size: int, seed: int = 0) -> PreparedTask:
-    """Return the training samples of a task, shuffled, and at most so many of them.
+def prepared(
+    tasks: Mapping[str, Data], *, max_samples: int, size: int, seed: int = 0
+) -> dict[str, PreparedTask]:
+    """Return the training samples of each task, shuffled, and at most so many of them.
 
     Args:
-        name: What to call it.
-        data: A data module, or a name or path of ready data.
+        tasks: Data modules, or names or paths of ready data, by name.
         max_samples: At most this many samples.
         size: Height and width of the embedded digits and letters.
         seed: Seed of the shuffling, and of random labels.
     """
-    if isinstance(data, str):
-        task = prepare_task(data, max_samples=max_samples, size=size, seed=seed)
-        return replace(task, name=name)
-    loader = read_part(data, "train")
-    inputs, targets = read_pair(loader, argument=f"tasks[{name!r}]")
-    generator = torch.Generator().manual_seed(seed)
-    order = torch.randperm(len(targets), generator=generator)[:max_samples]
-    return PreparedTask(name, inputs[order], targets[order], int(targets.max()) + 1)
+    found = {}
+    for name, data in tasks.items():
+        if isinstance(data, str):
+            found[name] = prepare_task(data, max_samples=max_samples, size=size, seed=seed)
+            continue
+        inputs, targets = read_pair(read_part(data, "train"), argument=f"tasks[{name!r}]")
+        generator = torch.Generator().manual_seed(seed)
+        order = torch.randperm(len(targets), generator=generator)[:max_samples]
+        classes = int(targets.max()) + 1
+        found[name] = PreparedTask(name, inputs[order], targets[order], classes)
+    return found
 
 
 def draw(path: Path, drawn: tuple[Any, Any]) -> None:

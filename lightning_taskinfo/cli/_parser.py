@@ -168,13 +168,13 @@ def _arguments(
         given = chosen.get(name)
         if name in makers:
             maker = makers[name]
-            arguments = given.as_dict() if given else {}
         elif isinstance(given, Namespace):  # a class in a configuration file
             maker = find(given.class_path, name)
-            arguments = given.as_dict().get("init_args", {})
+            given = given.get("init_args")
         else:
             continue
         chosen.pop(name, None)
+        arguments = given.as_dict() if given else {}
         if name == "model":
             own[name] = Network(maker, arguments)
         else:

@@ -15,7 +15,16 @@ from lightning_taskinfo._files import write_json
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.certificates import certify as certify_network
 from lightning_taskinfo.certificates.samples import read_labelled
-from lightning_taskinfo.cli._own import Data, Network, Part, draw, fitting, read_part, started
+from lightning_taskinfo.cli._own import (
+    Data,
+    Network,
+    Part,
+    draw,
+    fitting,
+    path_of,
+    read_part,
+    started,
+)
 from lightning_taskinfo.plotting import check_picture
 
 MARGIN = 0.05  # beside four standard errors: by how much errors of different samples may differ
@@ -89,7 +98,7 @@ def certify(
     if picture is not None:
         draw(picture, certificate.plot())
     asked = {
-        "model": model.name,
+        "model": path_of(model.maker),
         "arguments": model.arguments,
         "checkpoint": str(checkpoint),
         "known_error": known,

@@ -143,11 +143,9 @@ def transfer(
             configuration.
     """
     os.environ.setdefault("WANDB_SILENT", "true")  # many runs, one terminal
-    given = {"model": model, "starts": options["starts"]}
-    missing = [name for name, value in given.items() if value is None]
-    if len(missing) == 1:
-        (other,) = given.keys() - missing
-        raise ValueError(f"`{missing[0]}` must be given with `{other}`, got None.")
+    if (model is None) != (options["starts"] is None):
+        missing, given = ("model", "starts") if model is None else ("starts", "model")
+        raise ValueError(f"`{missing}` must be given with `{given}`, got None.")
     trained: Any = model
     samples: Any = data
     if model is None:

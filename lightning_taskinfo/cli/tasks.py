@@ -18,9 +18,9 @@ from lightning_taskinfo.cli._own import (
     Tasks,
     draw,
     has_part,
-    labelled,
     log_to,
     named_tasks,
+    prepared,
     read_part,
     started,
 )
@@ -88,15 +88,13 @@ def complexity(
         ValueError: If an argument is outside its domain, or the folder holds another measurement.
     """
     seed = options["seed"]
-    prepared = []
-    for name, one in named_tasks(tasks, data, TWO).items():
-        task = labelled(name, one, max_samples=max_samples, size=size, seed=seed)
-        prepared.append(task)
+    named = named_tasks(tasks, data, TWO)
+    samples = prepared(named, max_samples=max_samples, size=size, seed=seed)
     curves = []
-    for task in prepared:
+    for name, task in samples.items():
         network = network_for(task, width) if model is None else partial(started, model, checkpoint)
-        inside = folder / re.sub("[:/]", "_", task.name)
-        curve = structure_function(network, task.data, name=task.name, folder=inside, **options)
+        inside = folder / re.sub("[:/]", "_", name)
+        curve = structure_function(network, task.data, name=name, folder=inside, **options)
         curves.append(curve)
     picture = folder / "complexity.png"
     draw(picture, plot_structure_functions(curves))
@@ -150,18 +148,17 @@ def distance(
     Raises:
         ValueError: If an argument is outside its domain, or the folder holds another measurement.
     """
-    prepared = {}
-    for name, one in named_tasks(tasks, data, FIVE).items():
-        prepared[name] = labelled(name, one, max_samples=max_samples, size=size)
-    shapes = {tuple(task.inputs.shape[1:]) for task in prepared.values()}
+    named = named_tasks(tasks, data, FIVE)
+    samples = prepared(named, max_samples=max_samples, size=size)
+    shapes = {tuple(task.inputs.shape[1:]) for task in samples.values()}
     if len(shapes) != 1:
         raise ValueError(f"`tasks` must have inputs of one shape, got {sorted(shapes)}.")
     if model is None:
-        trunk_fn = trunk_for(next(iter(prepared.values())), width)
+        trunk_fn = trunk_for(next(iter(samples.values())), width)
     else:
         trunk_fn = trunk_of(partial(started, model, checkpoint), head)
     matrix = task_distance(
-        {name: task.data for name, task in prepared.items()},
+        {name: task.data for name, task in samples.items()},
         beta,
         trunk_fn=trunk_fn,
         workers=workers,

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -370,12 +370,10 @@ def structure_function(
         made = {
             "betas": betas,
             "prior_std": prior_std,
-            "likelihood": repr(fit.likelihood),
             "seed": seed,
-            "network": fit.network(),
             "prior_center": digest(centre.items()),
             "data": digest([("inputs", inputs), ("targets", targets)]),
-            "training": asdict(fit.training),
+            **fit.configuration(),
         }
         claim_folder(folder, made, results=[path.name])
     fit.add_noise(centre, prior_std, seed_from(seed, 0))

@@ -8,9 +8,9 @@ part sees, and the minimisers for :math:`D` and for :math:`D \sqcup D` are then 
 """
 
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import compress, count, permutations, product
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 HeadFn: TypeAlias = Callable[[int, int], nn.Module]
 Method: TypeAlias = Literal["variational", "laplace"]
 Center: TypeAlias = Literal["initial", "zero"]
+Array: TypeAlias = np.ndarray[Any, Any]
+Pair: TypeAlias = tuple[Tensor, Tensor]
 IMPOSSIBLE = -1e4  # the logit of a class that a task does not have: its probability is exactly 0
 
 
@@ -186,6 +188,102 @@ class DistanceMatrix(Tabled):
         log_once(run, key, scalars=scalars, figures=figures, tables={"table": (columns, rows)})
 
 
+class MultiHead(nn.Module):
+    """A trunk for all tasks and a head for each; the input carries the index of its task.
+
+    Args:
+        trunk: Makes features ``[N, F]`` of inputs.
+        heads: One head a task, from features to outputs ``[N, C]``.
+    """
+
+    def __init__(self, trunk: nn.Module, heads: list[nn.Module]) -> None:
+        super().__init__()
+        self.trunk = trunk
+        self.heads = nn.ModuleList(heads)
+
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> Tensor:
+        """Return the outputs of each sample's own head, filled up to the widest, shape ``[N, C]``."""
+        x, task = inputs
+        features = self.trunk(x)
+        outputs = [head(features) for head in self.heads]
+        width = max(output.shape[1] for output in outputs)
+        padded = []
+        for output in outputs:
+            missing = width - output.shape[1]
+            padded.append(nn.functional.pad(output, (0, missing), value=IMPOSSIBLE))
+        return torch.stack(padded, 1)[torch.arange(len(x)), task]
+
+
+@dataclass(frozen=True)
+class Union:
+    """One task, or the disjoint union of two, and how to train on it: everything that another process needs.
+
+    Args:
+        parts: Inputs and targets of each task, as arrays, which can be pickled anywhere.
+        seed: Seed of everything.
+
+    The others are arguments of :func:`task_distance`.
+    """
+
+    trunk_fn: ModelFn
+    head_fn: HeadFn
+    method: Method
+    beta: float
+    prior_center: Center
+    prior_std: float
+    likelihood: Likelihood
+    training: Training
+    parts: Sequence[tuple[Array, Array]] = ()
+    seed: int = 0
+
+    def of(self, data: Sequence[Pair], seed: int) -> "Union":
+        """Return the union of one or two tasks."""
+        parts = [(x.numpy(), y.numpy()) for x, y in data]
+        return replace(self, parts=parts, seed=seed)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Number of samples of each task."""
+        return [len(y) for _, y in self.parts]
+
+    def fit(self) -> Fit:
+        """The network at its start, and all samples, each with the index of its task.
+
+        Batches have ``batch_size`` samples of the first task on average.
+        """
+        inputs, targets = zip(*self.parts, strict=True)
+        x = torch.from_numpy(np.concatenate(inputs))
+        y = torch.from_numpy(np.concatenate(targets))
+        sizes = torch.tensor(self.sizes)
+        task = torch.arange(len(sizes)).repeat_interleave(sizes)
+        size = round(self.training.batch_size * len(y) / self.sizes[0])
+        training = replace(self.training, batch_size=size)
+        return Fit(self.model(), (x, task), y, self.likelihood, training)
+
+    def model(self) -> MultiHead:
+        """The network at its start; heads of one size start alike, whatever their task."""
+        trunk = build(self.trunk_fn, self.seed, argument="trunk_fn")
+        two = torch.from_numpy(self.parts[0][0][:2])
+        with torch.no_grad():
+            features = trunk.eval()(two).shape[1]
+        heads = []
+        for _, targets in self.parts:
+            outputs = targets[0].size
+            if isinstance(self.likelihood, Categorical):
+                outputs = max(2, int(targets.max()) + 1)
+            make = partial(self.head_fn, features, outputs)
+            heads.append(build(make, seed_from(self.seed, 1), argument="head_fn"))
+        return MultiHead(trunk, heads)
+
+    def betas(self) -> dict[str, float]:
+        """The weight of the divergence of each part."""
+        first = self.sizes[0]
+        betas = {"trunk": self.beta * sum(self.sizes) / first}
+        for index, n in enumerate(self.sizes):
+            betas[f"heads.{index}"] = self.beta * n / first
+        return betas
+
+
 def task_distance(
     tasks: Mapping[str, Data],
     beta: float,
@@ -284,8 +382,7 @@ def task_distance(
     for task in data:  # here and now, where an error is seen as it is
         settings.of([task], seeds[0]).fit().check()
     if folder is not None:
-        configuration = settings.configuration(dict(zip(tasks, data, strict=True)))
-        claim_folder(folder, configuration, results=["seed-*.json"])
+        claim_folder(folder, _configuration(settings, tasks, data), results=["seed-*.json"])
     sizes = [len(targets) for _, targets in data]
     wanted: set[tuple[int, ...]] = set()
     for i, j in product(range(len(data)), repeat=2):
@@ -319,6 +416,21 @@ def _check_importable(**functions: Callable[..., Any]) -> None:
             ) from error
 
 
+def _configuration(settings: Union, names: Iterable[str], data: Sequence[Pair]) -> dict[str, Any]:
+    """What decides the numbers of a training; not the seeds, so that more of them can be added."""
+    tasks = {}
+    for name, (x, y) in zip(names, data, strict=True):
+        tasks[name] = digest([("inputs", x), ("targets", y)])
+    return {
+        "method": settings.method,
+        "beta": settings.beta,
+        "prior_center": settings.prior_center,
+        "prior_std": settings.prior_std,
+        "tasks": tasks,
+        **settings.of(data[:1], 0).fit().configuration(),
+    }
+
+
 def _measured(found: Mapping[str, Any], sizes: list[int], seeds: list[int]) -> list[Tensor]:
     """Distances, new heads, and information and objective of each task alone, from all trainings."""
     S, K = len(seeds), len(sizes)
@@ -345,113 +457,6 @@ def _trained(i: int, j: int, sizes: list[int]) -> tuple[int, int]:
 
 def _name(seed: int, parts: tuple[int, ...]) -> str:
     return f"seed-{seed}_task-{'-'.join(map(str, parts))}"
-
-
-class MultiHead(nn.Module):
-    """A trunk for all tasks and a head for each; the input carries the index of its task.
-
-    Args:
-        trunk: Makes features ``[N, F]`` of inputs.
-        heads: One head a task, from features to outputs ``[N, C]``.
-    """
-
-    def __init__(self, trunk: nn.Module, heads: list[nn.Module]) -> None:
-        super().__init__()
-        self.trunk = trunk
-        self.heads = nn.ModuleList(heads)
-
-    def forward(self, inputs: tuple[Tensor, Tensor]) -> Tensor:
-        """Return the outputs of each sample's own head, filled up to the widest, shape ``[N, C]``."""
-        x, task = inputs
-        features = self.trunk(x)
-        outputs = [head(features) for head in self.heads]
-        width = max(output.shape[1] for output in outputs)
-        padded = []
-        for output in outputs:
-            missing = width - output.shape[1]
-            padded.append(nn.functional.pad(output, (0, missing), value=IMPOSSIBLE))
-        return torch.stack(padded, 1)[torch.arange(len(x)), task]
-
-
-@dataclass(frozen=True)
-class Union:
-    """One task, or the disjoint union of two, and how to train on it: everything that another process needs.
-
-    Args:
-        inputs: Inputs of each task; arrays, which can be pickled anywhere.
-        targets: Their targets.
-        seed: Seed of everything.
-
-    The others are arguments of :func:`task_distance`.
-    """
-
-    trunk_fn: ModelFn
-    head_fn: HeadFn
-    method: Method
-    beta: float
-    prior_center: Center
-    prior_std: float
-    likelihood: Likelihood
-    training: Training
-    inputs: Sequence[np.ndarray[Any, Any]] = ()
-    targets: Sequence[np.ndarray[Any, Any]] = ()
-    seed: int = 0
-
-    def of(self, data: Sequence[tuple[Tensor, Tensor]], seed: int) -> "Union":
-        """Return the union of one or two tasks; its batches have ``batch_size`` samples of the first on average."""
-        sizes = [len(y) for _, y in data]
-        size = round(self.training.batch_size * sum(sizes) / sizes[0])
-        training = replace(self.training, batch_size=size)
-        inputs = [x.numpy() for x, _ in data]
-        targets = [y.numpy() for _, y in data]
-        return replace(self, training=training, inputs=inputs, targets=targets, seed=seed)
-
-    def configuration(self, tasks: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, Any]:
-        """What decides the numbers of a training; not the seeds, so that more of them can be added."""
-        first = self.of([next(iter(tasks.values()))], 0).fit()
-        fingerprints = {}
-        for name, (x, y) in tasks.items():
-            fingerprints[name] = digest([("inputs", x), ("targets", y)])
-        return {
-            "method": self.method,
-            "beta": self.beta,
-            "prior_center": self.prior_center,
-            "prior_std": self.prior_std,
-            "likelihood": repr(self.likelihood),
-            "training": asdict(self.training),
-            "network": first.network(),
-            "tasks": fingerprints,
-        }
-
-    def fit(self) -> Fit:
-        """The network at its start and all samples, each with the index of its task."""
-        x = torch.from_numpy(np.concatenate(self.inputs))
-        y = torch.from_numpy(np.concatenate(self.targets))
-        sizes = torch.tensor([len(a) for a in self.inputs])
-        task = torch.arange(len(sizes)).repeat_interleave(sizes)
-        return Fit(self.model(), (x, task), y, self.likelihood, self.training)
-
-    def model(self) -> MultiHead:
-        """The network at its start; heads of one size start alike, whatever their task."""
-        trunk = build(self.trunk_fn, self.seed, argument="trunk_fn")
-        with torch.no_grad():
-            features = trunk.eval()(torch.from_numpy(self.inputs[0][:2])).shape[1]
-        heads = []
-        for targets in self.targets:
-            outputs = targets[0].size
-            if isinstance(self.likelihood, Categorical):
-                outputs = max(2, int(targets.max()) + 1)
-            make = partial(self.head_fn, features, outputs)
-            heads.append(build(make, seed_from(self.seed, 1), argument="head_fn"))
-        return MultiHead(trunk, heads)
-
-    def betas(self) -> dict[str, float]:
-        """The weight of the divergence of each part."""
-        sizes = [len(a) for a in self.inputs]
-        betas = {"trunk": self.beta * sum(sizes) / sizes[0]}
-        for index, n in enumerate(sizes):
-            betas[f"heads.{index}"] = self.beta * n / sizes[0]
-        return betas
 
 
 def solve(union: Union) -> dict[str, Any]:

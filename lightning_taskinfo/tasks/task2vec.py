@@ -100,6 +100,7 @@ class Task2Vec:
         if network is None:
             network = ready.reference_network()
         self.network = deepcopy(network).eval()
+        self.device = next(self.network.parameters()).device
         self.head = ready.find_head(self.network, head)
         self.filters = _filters(self.network, self.head)  # weight -> how its filters lie in it
         for name, parameter in self.network.named_parameters():
@@ -173,13 +174,9 @@ class Task2Vec:
             ) from error
         return inputs, labels
 
-    @property
-    def _device(self) -> torch.device:
-        return next(self.network.parameters()).device
-
     def _outputs(self, inputs: Any) -> Tensor:
         """Run the network, on its own device."""
-        inputs = _batches.moved(inputs, self._device)
+        inputs = _batches.moved(inputs, self.device)
         return _batches.outputs_of(self.network, inputs, self.forward_fn)
 
     def _features(self, inputs: Any) -> Tensor:
@@ -236,13 +233,13 @@ class Task2Vec:
 
     def _fisher(self, inputs: Any) -> list[Tensor]:
         """Return the mean Fisher information of each weight's filters, float64 on the CPU."""
-        generator = Generator(self._device).manual_seed(self.seed)
+        generator = Generator(self.device).manual_seed(self.seed)
         totals = [torch.zeros((), dtype=torch.float64)] * len(self.filters)
         n = _batches.sample_count(inputs)
         for batch in _batches.split(inputs, BATCH):
             diagonal = fisher_diagonal(
                 self.network,
-                _batches.moved(batch, self._device),
+                _batches.moved(batch, self.device),
                 labels=self.labels,
                 mc_samples=self.mc_samples,
                 generator=generator,

@@ -8,7 +8,7 @@ bits, alone or beside other work.
 import math
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any, TypeAlias
 
@@ -121,17 +121,23 @@ class Fit:
         self.likelihood.check(outputs[:1].expand(shape), self.targets)
 
     @torch.no_grad()
-    def network(self) -> dict[str, str]:
-        """Return what tells the network at its start from others: weights, modules, and answers to two samples.
+    def configuration(self) -> dict[str, Any]:
+        """Return what decides the numbers that come out, beside data, prior and seed: a folder belongs to one.
 
-        The answers are rounded, since another machine may go on with the folder.
+        A network is known by its weights, its modules, and its answers to two samples, which are
+        rounded, since another machine may go on with the folder.
         """
         with observing(self.model):
             answers = self.outputs(slice(2)).double()
-        return {
+        network = {
             "weights": digest(weights_now(self.model).items()),
             "modules": repr(self.model),
             "answers": f"{answers.abs().mean():.2e}",
+        }
+        return {
+            "likelihood": repr(self.likelihood),
+            "network": network,
+            "training": asdict(self.training),
         }
 
     def add_noise(self, centre: ParamDict, prior_std: float, seed: int) -> None:

@@ -232,10 +232,10 @@ def test_a_network_is_known_by_its_weights_its_modules_and_what_it_answers_to_tw
     nn.init.eye_(net.weight)
     inputs = torch.tensor([[1.0, -3.0], [4.0, 4.0], [100.0, 100.0]])
     fit = Fit(net, inputs, torch.zeros(3).long(), Categorical(), QUICK)
-    known = fit.network()
+    known = fit.configuration()["network"]
     assert (known["modules"], known["answers"]) == (repr(net), "3.00e+00")
     nn.init.constant_(net.weight[1, 0], 1e-6)
-    changed = fit.network()
+    changed = fit.configuration()["network"]
     assert {key for key in known if known[key] != changed[key]} == {"weights"}
 
 

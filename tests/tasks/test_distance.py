@@ -139,7 +139,7 @@ def test_each_part_is_priced_by_the_samples_that_reach_it():
     data = list(some_tasks().values())
     union = make_settings().of([data[0], data[2]], 0)
     assert union.betas() == {"trunk": 2.0 * 64 / 40, "heads.0": 2.0, "heads.1": 2.0 * 24 / 40}
-    assert union.training.batch_size == round(QUICK.batch_size * 64 / 40)
+    assert union.fit().training.batch_size == round(QUICK.batch_size * 64 / 40)
 
 
 def test_a_sample_sees_its_own_head_only():
